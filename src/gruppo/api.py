@@ -302,17 +302,13 @@ class Trainer:
     @contextmanager
     def _running(self) -> Iterator[None]:
         """For work on the run: its code may be imported, closed streams end nothing, signals stop between steps."""
-        run, previous, watchdog.run_folder = self.run, watchdog.run_folder, str(self.folder)
+        previous, watchdog.run_folder = watchdog.run_folder, str(self.folder)
+        listening = self.run.stopper.listening()
         try:
-            with (
-                trust.importing(self._code, **self._imports),
-                output_may_close(),
-                run.stopper.listening(),
-                dist.leaving(),
-            ):
+            with trust.importing(self._code, **self._imports), output_may_close(), listening, dist.leaving():
                 yield
         except MemoryRanOut as error:  # the next attempt, a resume, starts with a smaller budget
-            self._files.limit_budget(run, error.budget)
+            self._files.limit_budget(self.run, error.budget)
             raise
         finally:
             watchdog.run_folder = previous

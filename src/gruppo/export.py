@@ -140,8 +140,6 @@ def _convert(converter: list[str], model: Path, source: Path, *, name: str) -> N
 def _hub_errors(repository: str, advice: str) -> Iterator[None]:
     try:
         yield
-    except GruppoError:
-        raise
     except Exception as error:  # of the client, of its HTTP library, of the network
         text = " ".join(str(getattr(error, "server_message", None) or error).split())
         raise GruppoError(f"{repository} was not pushed: {type(error).__name__}: {text:.300}. {advice}") from error
@@ -156,8 +154,9 @@ def create_repository(name: str, *, private: bool | None, token: str | None = No
     hub = HfApi(token=token)
     with _hub_errors(name, f"Check the name, the connection, and that your token may write to {hub.endpoint}."):
         created = hub.create_repo(name, private=private or None, exist_ok=True).repo_id
-        if private and not hub.model_info(created).private:  # of one that exists, the hub ignores the argument
-            raise GruppoError(f"{created} exists and is public. Make it private on the hub, or name another one.")
+        is_public = private and not hub.model_info(created).private
+    if is_public:  # of one that exists, the hub ignores the argument
+        raise GruppoError(f"{created} exists and is public. Make it private on the hub, or name another one.")
     return created
 
 

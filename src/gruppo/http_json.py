@@ -66,8 +66,13 @@ async def request_json(
     except (httpx.HTTPError, httpx.InvalidURL) as error:  # refused, reset, truncated
         raise ServerError(f"{route}: {str(error) or type(error).__name__}") from None
     if answer.status_code >= 300:  # redirects are not followed
-        status, what = answer.status_code, " ".join(_detail(answer.text).split())[:300]
-        wait_s = _retry_after_s(answer.headers.get("retry-after", ""))
+        status, what = answer.status_code, answer.text
+        with suppress(ValueError, RecursionError, StopIteration):  # the message of an error in JSON, else its text
+            found = json.loads(what)
+            while isinstance(found, dict):
+                found = next(found[key] for key in ("message", "error", "detail") if key in found)
+            what = str(found)
+        wait_s, what = _retry_after_s(answer.headers.get("retry-after", "")), " ".join(what.split())[:300]
         raise ServerError(f"{route} answered {status}: {what}", status=status, retry_after_s=wait_s)
     try:
         return json.loads(answer.text) if answer.text else {}
@@ -84,14 +89,3 @@ def _retry_after_s(text: str) -> float | None:
     with suppress(ValueError, OverflowError):
         return max(parsedate_to_datetime(text).timestamp() - time.time(), 0.0)
     return None
-
-
-def _detail(text: str) -> str:
-    """The message of an error's JSON; the text itself if it has none."""
-    try:
-        found = json.loads(text)
-        while isinstance(found, dict):
-            found = next(found[key] for key in ("message", "error", "detail") if key in found)
-        return str(found)
-    except (ValueError, RecursionError, StopIteration):
-        return text

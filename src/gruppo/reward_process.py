@@ -28,7 +28,7 @@ from gruppo.errors import DataError, GruppoError
 from gruppo.loading import check_unsealed
 from gruppo.reward_values import NotEncodable, encode
 from gruppo.reward_worker import make
-from gruppo.timeouts import CallError, current_call
+from gruppo.timeouts import CallError, TimedCall, current_call
 from gruppo.watchdog import GRACE_S
 
 log = logging.getLogger("gruppo")
@@ -58,10 +58,9 @@ class _Process:
         self._output = []
         for name in ("stdout", "stderr"):
             lines = (getattr(self.process, name), name)
-            self._output.append(
-                threading.Thread(target=_copy_lines, args=lines, name="gruppo-reward-output", daemon=True)
-            )
-            self._output[-1].start()
+            thread = threading.Thread(target=_copy_lines, args=lines, name="gruppo-reward-output", daemon=True)
+            thread.start()
+            self._output.append(thread)
 
     def ask(self, request: bytes, buffers: Sequence[bytes] = (), *, limit_s: float = math.inf, **header: Any) -> Any:
         """Send a request and return the answer. ``CallError`` where the process ends, or answers too late."""
@@ -162,28 +161,25 @@ class RewardProcesses:
         digest = hashlib.blake2b(b"%d " % self.seed + body, digest_size=4)
         for buffer in buffers:
             digest.update(buffer)
-        call, process, limit_s = current_call(), self._take(key), None
+        # a call without a deadline, such as a check of columns, is one that nothing waits for
+        call, process = current_call() or TimedCall(lambda: None), self._take(key)
         torch = sys.modules.get("torch")
         device = torch.cuda.current_device() if torch is not None and torch.cuda.is_initialized() else 0
         try:
-            if call is not None:
-                call.kill = process.kill
+            call.kill = process.kill
             if key not in process.loaded:
-                if call is not None:
-                    call.started = math.inf
+                call.started = math.inf  # importing the file costs nothing of the call's time
                 self._load(process, key, limit_s=_START_S)
-            if call is not None:
-                call.started = time.monotonic()
-                # Past this limit the process ends by itself, where nobody is left to kill it.
-                limit_s = None if call.timeout_s is None else 2 * call.timeout_s + GRACE_S
+            call.started = time.monotonic()
+            # Past this limit the process ends by itself, where nobody is left to kill it.
+            limit_s = None if call.timeout_s is None else 2 * call.timeout_s + GRACE_S
             seed = int.from_bytes(digest.digest(), "big")
             answer = process.ask(body, buffers, seed=seed, device=device, exit_after_s=limit_s)
         except BaseException:  # also of a signal: the answer would be taken for that of the next call
             self._end(process)
             raise
         finally:
-            if call is not None:
-                call.kill = None
+            call.kill = None
         self._put(process)
         return _checked(answer)
 
@@ -195,8 +191,7 @@ class RewardProcesses:
                 process = self._idle.pop()
                 if process.process.poll() is None:
                     return process
-                self._all.discard(process)
-                process.close()
+                self._end(process)
             process = _Process()
             self._all.add(process)
             return process
@@ -276,8 +271,8 @@ class _IsolatedFunction:
             self._local = make(self._key)
             return self._local(**arguments)
         answer = self._processes.ask(self._key, {"arguments": cells, "logs": [*logs]}, buffers)
-        for name, value in answer["metrics"] if "log_metric" in logs else ():
+        for name, value in answer["metrics"]:  # none of a function that does not take log_metric
             logs["log_metric"](name, value)
-        for column, values in answer["extras"] if "log_extra" in logs else ():
+        for column, values in answer["extras"]:
             logs["log_extra"](column, values)
         return [CallError(*value["error"]) if isinstance(value, dict) else value for value in answer["values"]]

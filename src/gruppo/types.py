@@ -119,14 +119,10 @@ class Rollouts:
         """Select rows, in the order of ``rows``. Prompts without rows are dropped and ``group_ids`` re-indexed."""
         index = torch.as_tensor(rows, dtype=torch.long)  # [b]
         groups, group_ids = self.group_ids[index].unique(return_inverse=True)  # [p] that have rows, and [b]
-        return replace(
-            self,
-            prompts=_pick(self.prompts, groups),
-            group_ids=group_ids,
-            shared={name: _pick(value, groups) for name, value in self.shared.items()},
-            **{name: _pick(getattr(self, name), index) for name in _ROW_FIELDS},
-            per_row={name: _pick(value, index) for name, value in self.per_row.items()},
-        )
+        rows_of = {name: _pick(getattr(self, name), index) for name in _ROW_FIELDS}
+        rows_of["per_row"] = {name: _pick(value, index) for name, value in self.per_row.items()}
+        shared = {name: _pick(value, groups) for name, value in self.shared.items()}
+        return replace(self, prompts=_pick(self.prompts, groups), group_ids=group_ids, shared=shared, **rows_of)
 
     @staticmethod
     def cat(parts: Sequence[Rollouts]) -> Rollouts:
@@ -157,13 +153,10 @@ class Rollouts:
                 padding = [(0, 0) * (x.ndim - 2) + (0, columns - x.shape[1]) for x in values]
                 values = [nn.functional.pad(x, widths) for x, widths in zip(values, padding, strict=True)]
             fields[name] = _join(values)
-        return Rollouts(
-            prompts=_pick(prompts, first),
-            group_ids=torch.cat([ids[part.group_ids] for ids, part in zip(group_of, parts, strict=True)]),
-            shared={name: _pick(values, first) for name, values in shared.items()},
-            per_row={name: _join([part.per_row[name] for part in parts]) for name in parts[0].per_row},
-            **fields,
-        )
+        group_ids = torch.cat([ids[part.group_ids] for ids, part in zip(group_of, parts, strict=True)])
+        shared = {name: _pick(values, first) for name, values in shared.items()}
+        per_row = {name: _join([part.per_row[name] for part in parts]) for name in parts[0].per_row}
+        return Rollouts(prompts=_pick(prompts, first), group_ids=group_ids, shared=shared, per_row=per_row, **fields)
 
 
 @dataclass(frozen=True, eq=False)

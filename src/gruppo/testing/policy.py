@@ -26,10 +26,12 @@ from gruppo.types import GruppoError, Rollouts, Sampling
 ALL = 1 << 30
 """A budget that everything fits."""
 DEFAULT = Sampling(max_actions=8)
+Prompts = Sequence[Any]
+"""``Prompt``, or the inputs of one."""
 
 
 def check_policy(
-    policy: Policy, prompts: Sequence[Any], *, sampling: Any = None, seed: int = 0, tolerance: float = 1e-3
+    policy: Policy, prompts: Prompts, *, sampling: Any = None, seed: int = 0, tolerance: float = 1e-3
 ) -> None:
     """Check that a policy samples by address and evaluates its samples to the same log-probs in any batch.
 
@@ -57,13 +59,7 @@ def check_policy(
 
 
 def check_engine(
-    engine: Engine,
-    policy: Policy,
-    prompts: Sequence[Any],
-    *,
-    sampling: Any = None,
-    seed: int = 0,
-    tolerance: float = 1e-3,
+    engine: Engine, policy: Policy, prompts: Prompts, *, sampling: Any = None, seed: int = 0, tolerance: float = 1e-3
 ) -> None:
     """Check that an engine samples by address from the weights of its last sync, and reports their version.
 
