@@ -224,9 +224,9 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
         if critic is not None:
             critic.recompute()
     components |= shard(config, policy, reference, critic) if is_sharded else {}
-    optimizer = adamw(policy, critic, config)  # after sharding, which replaces parameters
     components |= {"sampling": sampling, "environment": environment}
-    run = Run(config, policy, engine, source, rewards, optimizer, **components)
+    # the optimizer after sharding, which replaces parameters
+    run = Run(config, policy, engine, source, rewards, adamw(policy, critic, config), **components)
     is_evaluated = bool(rewards.names) or policy.renders_images  # without rewards, images are still shown
     if is_evaluated and config.evaluation.prompts and not held_out(run, config.evaluation.prompts):
         log.warning(
@@ -430,8 +430,7 @@ def open_rewards(
     processes = RewardProcesses(config.seed) if config.scoring.isolate and CAN_ISOLATE else None
     functions = [*(resolve_reward(reward, processes) for reward in parts.rewards or config.reward), *own.values()]
     weights = weights if weights is None else [*weights, *(1.0 for _ in own)]
-    may_be_empty = not learns_from_samples(config)
-    rewards = RewardSet(functions, weights, config.scoring.timeout_s, may_be_empty=may_be_empty)
+    rewards = RewardSet(functions, weights, config.scoring.timeout_s, may_be_empty=not learns_from_samples(config))
     for source in sources:
         if source.columns is None:  # unknown before it is drawn from
             continue

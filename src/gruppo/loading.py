@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import difflib
 import hashlib
-import importlib
 import importlib.util
 import os
 import re
@@ -179,8 +178,7 @@ def is_users_module(name: str, file: str | None) -> bool:
     if file is None or file.startswith("<") or top == "gruppo":
         return False
     libraries = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib")]
-    is_library = INSTALLED & {*Path(file).parts} or any(map(Path(file).is_relative_to, libraries))
-    return top in _named or not is_library
+    return top in _named or not (INSTALLED & {*Path(file).parts} or any(map(Path(file).is_relative_to, libraries)))
 
 
 def code_digest(spec: str) -> str | None:

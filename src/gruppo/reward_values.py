@@ -76,8 +76,8 @@ def encode(value: Any, buffers: list[bytes]) -> Any:
         buffers.append(value)
         return {"$": "bytes"}
     if torch is not None and isinstance(value, torch.Tensor):
-        data = value.detach().cpu().contiguous()
-        buffers.append(data.reshape(-1).view(torch.uint8).numpy().tobytes())
+        # as bytes: numpy has no bfloat16
+        buffers.append(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return {"$": "tensor", "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
     if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and value.dtype.kind in "biufc":
         buffers.append(value.tobytes())

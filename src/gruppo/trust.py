@@ -185,8 +185,7 @@ def record(folder: Path, names: Collection[str]) -> None:
 
 
 def _record_of(place: Path) -> Path:
-    digest = hashlib.sha256(os.fsencode(place)).hexdigest()[:32]
-    return state_folder() / "runs" / f"{digest}.json"
+    return state_folder() / "runs" / f"{hashlib.sha256(os.fsencode(place)).hexdigest()[:32]}.json"
 
 
 def state_folder() -> Path:

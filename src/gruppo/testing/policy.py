@@ -191,9 +191,8 @@ def _check_module_state(policy: Policy, case: Case, rollouts: Rollouts) -> None:
 def _logprobs(policy: Policy, rollouts: Rollouts, budget: int = ALL) -> Float[Tensor, "B T"]:
     """The policy's evaluation, in float64 on the CPU; 0 where nothing was evaluated."""
     logprobs = torch.zeros(rollouts.mask.shape, dtype=torch.float64)
-    columns = torch.arange(logprobs.shape[1])
     for micro_batch in policy.micro_batches(rollouts, rollouts.mask, budget):
-        place = (micro_batch.rows[:, None], columns[micro_batch.cols][None])
+        place = (micro_batch.rows[:, None], torch.arange(logprobs.shape[1])[micro_batch.cols][None])
         logprobs[place] = policy.likelihood(rollouts, micro_batch).logprobs.double().cpu()
     return logprobs
 

@@ -65,24 +65,16 @@ def as_prompts(inputs: Sequence[Any]) -> list[Prompt]:
     return prompts
 
 
-def check_sampling(case: Case) -> Rollouts:
-    """The case's rollouts, after all checks of sampling."""
-    rollouts = case.sample()
-    _check_record(case, rollouts)
-    _check_addresses(case, rollouts)
-    return rollouts
-
-
 def _check_record(case: Case, rollouts: Rollouts) -> None:
     """The fields agree with each other and with the requests."""
     who, rows = case.who, sum(request.size for request in case.requests)
     if not isinstance(rollouts, Rollouts):
         raise ContractError(f"{who} returned a {type(rollouts).__name__}; it needs gruppo.types.Rollouts.")
     columns = rollouts.actions.shape[1]
-    for name in ("group_ids", "lengths", "temperature", "actions", "mask", "sampler_logprobs", "policy_version"):
-        is_per_row = name in ("group_ids", "lengths", "temperature")
-        shape, needed = tuple(getattr(rollouts, name).shape), (rows,) if is_per_row else (rows, columns)
-        of = f"{rows} samples" if is_per_row else f"{rows} samples of {columns} actions"
+    per_row = ("group_ids", "lengths", "temperature")
+    for name in (*per_row, "actions", "mask", "sampler_logprobs", "policy_version"):
+        shape, needed = tuple(getattr(rollouts, name).shape), (rows,) if name in per_row else (rows, columns)
+        of = f"{rows} samples" if name in per_row else f"{rows} samples of {columns} actions"
         if (shape[:2] if name == "actions" else shape) != needed:  # actions may have event dimensions: [B, T, *E]
             raise ContractError(f"{who}: {name} has the shape {shape}; {of} need {list(needed)}.")
     for name in ("completions", "finish"):
@@ -96,8 +88,7 @@ def _check_record(case: Case, rollouts: Rollouts) -> None:
     mask, logprobs, temperature = rollouts.mask, rollouts.sampler_logprobs, case.sampling.temperature
     if mask.dtype != torch.bool:  # an integer mask would select rows by number
         raise ContractError(f"{who}: mask is {mask.dtype}; it needs torch.bool.")
-    exists = torch.arange(columns) < rollouts.lengths[:, None]  # [B, T]
-    if (mask & ~exists).any():
+    if (mask & (torch.arange(columns) >= rollouts.lengths[:, None])).any():  # [B, T]
         raise ContractError(f"""{who}: mask is True at or beyond lengths, where no action is. Make both from the number
             of actions.""")
     # A density may exceed 1; a probability, by rounding only.
@@ -116,9 +107,10 @@ def _check_record(case: Case, rollouts: Rollouts) -> None:
         raise ContractError(f"{who}: finish holds {unknown}; it needs to be one of {known}.")
 
 
-def _check_addresses(case: Case, rollouts: Rollouts) -> None:
-    """A sample depends on (seed, prompt.draw, sample number) alone."""
-    who, requests, seed = case.who, case.requests, case.seed
+def check_sampling(case: Case) -> Rollouts:
+    """The case's rollouts, after all checks of sampling: each depends on (seed, prompt.draw, sample number) alone."""
+    who, requests, seed, rollouts = case.who, case.requests, case.seed, case.sample()
+    _check_record(case, rollouts)
     without_target = [replace(request, prompt=replace(request.prompt, target=None)) for request in requests]
     if not same_rows(rollouts, case.sample()):
         raise ContractError(f"""{who} gave other actions for the same seed; draw with seeds.uniforms_at(seed, draw,
@@ -142,6 +134,7 @@ def _check_addresses(case: Case, rollouts: Rollouts) -> None:
             raise ContractError(f"""{who}: only {share:.0%} of the rows start alike when prompts are sampled {how}. A
                 sample may depend on (seed, prompt.draw, sample number) alone: draw with seeds.uniforms_at, counting
                 from request.first.""")
+    return rollouts
 
 
 def same_rows(a: Rollouts, b: Rollouts) -> bool:
