@@ -140,10 +140,10 @@ class Trainer:
             if environment is not None:  # a function replies; a class or an adapter's name is a kind
                 is_kind = isinstance(parts.environment, str) or is_class(parts.environment)
                 names["environment.kind" if is_kind else "environment.reply"] = name_of(environment)
-            lists = {"reward": parts.rewards, "track": track, "environment.tools": tools}
+            # a resumed run opens the trackers that its config names; objects it is given again
+            named = None if track is None else [one for one in track if name_of(one) != IN_MEMORY]
+            lists = {"reward": parts.rewards, "track": named, "environment.tools": tools}
             names |= {option: [*map(name_of, listed)] for option, listed in lists.items() if listed is not None}
-            if track is not None:  # a resumed run opens the trackers of its config again, objects it is given again
-                names["track"] = [name for name in names["track"] if name != IN_MEMORY]
             if parts.rewards and not any(isinstance(reward, str) for reward in parts.rewards):
                 # on the command line too they are then called in the trainer's process, whose random state is saved
                 names["scoring.isolate"] = False

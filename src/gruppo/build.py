@@ -11,7 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -71,9 +71,7 @@ class Parts:
         return [part for part in parts if isinstance(part, str)]
 
     @classmethod
-    def of(
-        cls, model: Any, data: Any, reward: Any, environment: Any, tools: Any, engine: Any, validation: Any
-    ) -> Parts:
+    def of(cls, model: Any, data: Any, reward: Any, environment: Any, tools: Any, engine: Any, validation: Any) -> Self:
         """Check what a caller gave; names stay in the config."""
         if model is not None and not isinstance(model, str | os.PathLike | Policy):
             raise GruppoError(f"""model is a {type(model).__name__}; it needs a name, a folder, or a policy (a
@@ -172,7 +170,8 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
     columns: Any = {"prompt_column": prompts.column, "target_column": prompts.target_column, "seed": config.seed}
     fraction = 0.0 if own_validation else prompts.held_out_fraction  # with validation data, all others are trained on
     source = open_source(data, held_out_fraction=fraction, difficulty_column=prompts.difficulty_column, **columns)
-    sources, validation = [source], None
+    sources: list[Any] = [source]
+    validation: Any = None
     if own_validation:
         validation_data = own_validation if parts.validation is None else parts.validation
         validation = open_source(validation_data, held_out_fraction=0.0, **columns)
@@ -492,7 +491,7 @@ def adamw(policy: Policy, critic: Critic | None, config: Config) -> torch.optim.
     for group in policy.modality.parameter_groups(config, policy):
         options = {"is_critic": False, "lr_factor": group.lr_factor, "norm": group.norm}
         kinds.append(([own[name] for name in group.names], options))
-    # Parameters after the policy's: the optimizer state of a checkpoint is by their order.
+    # The critic's parameters follow the policy's, as in Run.parameters.
     if critic is not None:  # a head on the policy's trunk is clipped with it, a network of its own apart
         norm = "norm" if critic.is_shared else "critic_norm"
         params = [p for p in critic.module.parameters() if p.requires_grad]
@@ -513,7 +512,7 @@ def name_of(part: Any) -> str:
         return str(part)
     module = sys.modules.get(getattr(part, "__module__", None) or "")
     name = getattr(part, "__qualname__", "")
-    # a lambda, a method and a decorated function are not what their name loads
+    # a lambda, a method or a function inside another one is not what its name loads
     if module is None or vars(module).get(name) is not part or not name.isidentifier():
         return IN_MEMORY
     if module.__name__ != "__main__" and "." in module.__name__:

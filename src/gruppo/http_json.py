@@ -84,7 +84,7 @@ async def request_json(
 
 def _retry_after_s(text: str) -> float | None:
     """Seconds of a Retry-After header: a number or a date (RFC 9110, section 10.2.3)."""
-    with suppress(ValueError):  # float reads "nan" too, and a wait of NaN seconds would never end
+    with suppress(ValueError):  # float reads "nan" too
         return max(float(text), 0.0) if "nan" not in text.lower() else None
     with suppress(ValueError, OverflowError):
         return max(parsedate_to_datetime(text).timestamp() - time.time(), 0.0)

@@ -48,8 +48,7 @@ class _PolicyLoss(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Float[Tensor, ""]:
         """Loss to be minimized: the sum of ``terms``, which takes the same arguments."""
-        terms, _ = self.terms(*args, **kwargs)
-        return torch.stack(list(terms.values())).sum()
+        return torch.stack(list(self.terms(*args, **kwargs)[0].values())).sum()
 
     def _terms(
         self,
@@ -63,7 +62,7 @@ class _PolicyLoss(nn.Module):
         average = self.objective.average
         total = loss_total(loss_mask, average=average, max_length=self.max_length or 1, group_ids=group_ids)
         weights = loss_weights(loss_mask, average=average, total=total, group_ids=group_ids)
-        batch = LossInputs(loss_mask=loss_mask, weights=weights, **inputs)
+        batch = LossInputs(loss_mask=loss_mask, weights=weights, **inputs)  # the denominator is that of this call alone
         terms, stats = policy_loss(likelihood, batch, self.objective)
         return {name: coefficients.get(name, 1) * term for name, term in terms.items()}, Stat.read(stats)
 

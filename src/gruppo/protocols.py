@@ -30,6 +30,9 @@ Outputs = Collection[str]
 GenerateTokens = Callable[[TokenBatch, Any, int], Generated]
 """Samples the rows of a batch: (batch, sampling, seed)."""
 
+Tools = Sequence[Mapping[str, Any]]
+"""Functions that a policy may call, as JSON schemas."""
+
 Generate = Callable[[Sequence[Request], Any], Rollouts]
 """Samples requests with sampling parameters."""
 
@@ -179,11 +182,7 @@ class Policy:
     def configure_prompts(self, prompts: Any) -> None:
         """Write prompts as ``config.prompts`` says, before any is written."""
 
-    def prepare_conversations(
-        self,
-        tools: Sequence[Mapping[str, Any]] | None,
-        tools_of: Callable[[Prompt], Sequence[Mapping[str, Any]]] | None = None,
-    ) -> None:
+    def prepare_conversations(self, tools: Tools | None, tools_of: Callable[[Prompt], Tools] | None = None) -> None:
         """Get ready for an environment with these tools (JSON schemas); None without an environment.
 
         ``tools_of``: those that a prompt names, if not all.

@@ -55,7 +55,7 @@ class _Process:
         )
         other.close()
         # The live screen and notebooks show what is written to sys.stdout, not to its file descriptor.
-        self._output = []
+        self._output = list[threading.Thread]()
         for name in ("stdout", "stderr"):
             lines = (getattr(self.process, name), name)
             thread = threading.Thread(target=_copy_lines, args=lines, name="gruppo-reward-output", daemon=True)

@@ -5,7 +5,6 @@ It imports this module and what the functions need, so it has to stay free of to
 
 from __future__ import annotations
 
-import asyncio
 import faulthandler
 import hashlib
 import inspect
@@ -13,6 +12,7 @@ import json
 import os
 import random
 import sys
+from asyncio import AbstractEventLoop, new_event_loop
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -36,7 +36,7 @@ def main() -> None:
     number = int(sys.argv[2])
     os.set_inheritable(number, False)
     connection, functions = Connection(number), dict[str, Any]()
-    loop = asyncio.new_event_loop()  # one for all calls: a client that a function opens on it stays usable
+    loop = new_event_loop()  # one for all calls: a client that a function opens on it stays usable
     while True:
         try:
             header, request = json.loads(connection.recv_bytes()), json.loads(connection.recv_bytes())
@@ -87,11 +87,7 @@ def _described(function: Any) -> dict[str, Any]:
 
 
 def _answer(
-    function: Any,
-    request: dict[str, Any],
-    buffers: list[bytes],
-    header: dict[str, Any],
-    loop: asyncio.AbstractEventLoop,
+    function: Any, request: dict[str, Any], buffers: list[bytes], header: dict[str, Any], loop: AbstractEventLoop
 ) -> dict[str, Any]:
     """Call a function. Its generators are seeded, and torch records no gradients."""
     arguments, logged = decode(request["arguments"], iter(buffers)), Answer()

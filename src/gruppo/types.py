@@ -282,13 +282,11 @@ class Batch:
     def take(self, rows: Int[Tensor, "b"]) -> Batch:
         """Select rows of every entry that has rows."""
         changes: dict[str, Any] = {"reward_parts": {name: value[rows] for name, value in self.reward_parts.items()}}
-        for name in ("rewards", "advantages", "loss_mask", "old_logprobs", "old_values", "returns"):
+        # without demos: demonstrations have rows of their own, which trainer.demonstrations splits
+        tensors = ("rewards", "advantages", "loss_mask", "old_logprobs", "old_values", "returns")
+        for name in (*tensors, "rollouts", "old_gaussian"):
             if (value := getattr(self, name)) is not None:
-                changes[name] = value[rows]
-        # demonstrations have rows of their own, which trainer.demonstrations splits
-        for name in ("rollouts", "old_gaussian"):
-            if (record := getattr(self, name)) is not None:
-                changes[name] = record.take(rows)
+                changes[name] = value[rows] if name in tensors else value.take(rows)
         if self.ref is not None:
             gaussian = self.ref.gaussian and self.ref.gaussian.take(rows)
             changes["ref"] = Likelihood(self.ref.logprobs[rows], gaussian=gaussian)

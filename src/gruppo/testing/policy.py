@@ -12,15 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from gruppo.protocols import Engine, Policy
-from gruppo.testing.sampling import (
-    MIN_SHARE,
-    Case,
-    ContractError,
-    as_prompts,
-    check_sampling,
-    same_rows,
-    share_alike,
-)
+from gruppo.testing.sampling import MIN_SHARE, Case, ContractError, as_prompts, check_sampling, same_rows, share_alike
 from gruppo.types import GruppoError, Rollouts, Sampling
 
 ALL = 1 << 30
