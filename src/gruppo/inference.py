@@ -193,7 +193,6 @@ def _written(
         if isinstance(inputs, Tensor):
             cells, text = [Cell(to_pil(inputs), note="input"), *cells], ""
         lines.append(SheetRow(text, cells))
-    sheet, _ = draw(lines, title=title)
     files.append(folder / "sheet.png")
-    sheet.save(files[-1])
+    draw(lines, title=title)[0].save(files[-1])
     return files

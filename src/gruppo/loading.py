@@ -100,8 +100,7 @@ def functions_of(path: Path) -> list[str]:
         body = ast.parse(path.read_bytes()).body
     except (OSError, ValueError, SyntaxError):
         return []
-    defined = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    return [name for name in defined if not name.startswith("_")]
+    return [n.name for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef) and not n.name.startswith("_")]
 
 
 def is_file_name(place: str) -> bool:
