@@ -22,16 +22,7 @@ from rich.console import Console
 
 from gruppo import distributed as dist
 from gruppo import trust, watchdog
-from gruppo.build import (
-    Parts,
-    build,
-    missing_parts,
-    name_of,
-    validate,
-    warn_of_overlap,
-    with_absolute_paths,
-    with_own_environment,
-)
+from gruppo.build import Parts, build, missing_parts, name_of, validate, warn_of_overlap, with_absolute_paths
 from gruppo.config import peer_options, serialization
 from gruppo.config.options import flag, options
 from gruppo.config.schema import IN_MEMORY, Config
@@ -39,10 +30,11 @@ from gruppo.config.sections import sections
 from gruppo.config.stages import SCHEDULED, stage_path
 from gruppo.distributed import sharding
 from gruppo.environments import is_class
-from gruppo.loading import RunDuringImport, code_digest, command_name, is_importing
+from gruppo.loading import code_digest, command_name, refuse_during_import
 from gruppo.protocols import Policy
 from gruppo.recipes.open import check_code, config_file, recipe_config, run_stem
 from gruppo.seeds import seed_at
+from gruppo.tasksets import is_taskset
 from gruppo.tracking import trackers
 from gruppo.tracking.plots import plot_run
 from gruppo.tracking.report import closing_lines
@@ -58,6 +50,8 @@ from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
 
+PARTS = ("model", "data", "reward", "environment", "tools", "engine", "validation")
+"""Arguments that take Python objects, in the order of ``Parts.of``."""
 MAX_PROMPT = 120
 """Characters of a prompt that is put into a command."""
 
@@ -126,8 +120,7 @@ class Trainer:
         trust_run: bool = False,
         **changes: Any,
     ) -> None:
-        if is_importing():
-            raise RunDuringImport
+        refuse_during_import()
         if config is not None and not isinstance(config, Config | str | Path):
             raise GruppoError(f"""config is {config!r:.80} ({type(config).__name__}); it needs a gruppo.Config, a
                 recipe's name such as "arithmetic", file.py:function, a config file or the folder of a run. Pass single
@@ -142,24 +135,19 @@ class Trainer:
         changes = changes if engine is None else {"engine": name_of(engine), **changes}
         try:
             config = change(config, changes)
-            config = replace(
-                config,
-                model=config.model if model is None else name_of(model),
-                data=config.data if data is None else name_of(data),
-                reward=config.reward if parts.rewards is None else tuple(map(name_of, parts.rewards)),
-                track=config.track if track is None else tuple(n for n in map(name_of, track) if n != IN_MEMORY),
-            )
-            if environment is not None:
-                is_named = isinstance(parts.environment, str) or is_class(parts.environment)
-                entry: dict[str, Any] = {"kind" if is_named else "reply": name_of(environment)}
-                config = replace(config, environment=replace(config.environment, **entry))
-            if tools is not None:
-                config = replace(config, environment=replace(config.environment, tools=tuple(map(name_of, tools))))
-            if validation is not None:
-                config = replace(config, evaluation=replace(config.evaluation, data=name_of(validation)))
+            singles = {"model": model, "data": data, "evaluation.data": validation}
+            names: dict[str, Any] = {option: name_of(part) for option, part in singles.items() if part is not None}
+            if environment is not None:  # a function replies; a class or an adapter's name is a kind
+                is_kind = isinstance(parts.environment, str) or is_class(parts.environment)
+                names["environment.kind" if is_kind else "environment.reply"] = name_of(environment)
+            # a resumed run opens the trackers that its config names; objects it is given again
+            named = None if track is None else [one for one in track if name_of(one) != IN_MEMORY]
+            lists = {"reward": parts.rewards, "track": named, "environment.tools": tools}
+            names |= {option: [*map(name_of, listed)] for option, listed in lists.items() if listed is not None}
             if parts.rewards and not any(isinstance(reward, str) for reward in parts.rewards):
                 # on the command line too they are then called in the trainer's process, whose random state is saved
-                config = replace(config, scoring=replace(config.scoring, isolate=False))
+                names["scoring.isolate"] = False
+            config = serialization.change(config, names)
             if file is not None:
                 check_code(file, recipe, config, trust_run=trust_run)
             if name is not None and not config.name:
@@ -171,21 +159,9 @@ class Trainer:
             raise
 
     @classmethod
-    def resume(
-        cls,
-        path: str | Path,
-        *,
-        model: Any = None,
-        data: Any = None,
-        reward: Any = None,
-        environment: Any = None,
-        tools: Any = None,
-        engine: Any = None,
-        validation: Any = None,
-        **options: Any,
-    ) -> Trainer:
-        """Open a stopped or killed run; see ``gruppo.resume``."""
-        return cls.open(path, Parts.of(model, data, reward, environment, tools, engine, validation), **options)
+    def resume(cls, path: str | Path, **options: Any) -> Trainer:
+        """Open a stopped or killed run; the arguments are those of ``gruppo.resume``."""
+        return cls.open(path, Parts.of(*(options.pop(name, None) for name in PARTS)), **options)
 
     @classmethod
     def open(cls, source: Config | str | Path, parts: Parts | None = None, **options: Any) -> Trainer:
@@ -207,8 +183,7 @@ class Trainer:
         trust_run: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
-        if is_importing():
-            raise RunDuringImport
+        refuse_during_import()
         self._began = time.perf_counter()
         self._result: Result | None = None
         parts, is_new = parts or Parts(), isinstance(source, Config)
@@ -220,9 +195,8 @@ class Trainer:
             join_ranks(source)
             # absolute paths: the run may be continued, evaluated and exported from another folder
             config = with_absolute_paths(replace(source, name=source.name or new_name("run", source.runs_dir)))
-            config = replace(
-                config, name=dist.all_gather(config.name.encode())[0].decode()
-            )  # ranks may read other clocks
+            # the name of rank 0: the ranks may read other clocks
+            config = replace(config, name=dist.all_gather(config.name.encode())[0].decode())
             path = Path(config.runs_dir) / config.name
             if dist.restarts() and (path / "config.json").is_file():  # torchrun gives the command again
                 source, is_new = path, False
@@ -329,15 +303,11 @@ class Trainer:
     def _running(self) -> Iterator[None]:
         """For work on the run: its code may be imported, closed streams end nothing, signals stop between steps."""
         previous, watchdog.run_folder = watchdog.run_folder, str(self.folder)
+        listening = self.run.stopper.listening()
         try:
-            with (
-                trust.importing(self._code, **self._imports),
-                output_may_close(),
-                self.run.stopper.listening(),
-                dist.leaving(),
-            ):
+            with trust.importing(self._code, **self._imports), output_may_close(), listening, dist.leaving():
                 yield
-        except MemoryRanOut as error:
+        except MemoryRanOut as error:  # the next attempt, a resume, starts with a smaller budget
             self._files.limit_budget(self.run, error.budget)
             raise
         finally:
@@ -375,10 +345,10 @@ class Trainer:
         if not run.config.evaluation.prompts or not run.rewards.names:
             raise GruppoError("""this run has nothing to evaluate: it needs a reward and held-out prompts. Set
                 evaluation__prompts, and prompts__held_out_fraction above 0 or evaluation__data.""")
-        if (done := loop.evaluation_at(run, run.state.step)) is None:
+        if loop.evaluation_at(run, run.state.step) is None:
             with run.stopper.listening():
                 loop.evaluate_now(run, self._files)
-            done = loop.evaluation_at(run, run.state.step)
+        done = loop.evaluation_at(run, run.state.step)
         assert done is not None
         return done
 
@@ -418,8 +388,8 @@ class Trainer:
                 what = "reference to measure a KL against" if name == "kl_coef" else "demonstrations"
                 raise GruppoError(f"""set({name}={value}): the run was built without {what}. Start it with a small
                     stage__{name}.""")
-        kept = {name: value for name, value in {**schedule.overrides, **params}.items() if value is not None}
-        schedule.overrides = kept
+        merged = {**schedule.overrides, **params}
+        schedule.overrides = {name: value for name, value in merged.items() if value is not None}
 
     def finish(self) -> Result:
         """Write the model of a complete run and return the result; called where the last step is done."""
@@ -494,17 +464,10 @@ def train(
     A mistake raises ``GruppoError``. Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 finishes what would be lost, saves, and raises
     ``gruppo.Stopped``; ``resume`` continues from there. A second Ctrl-C or SIGTERM stops at once.
     """
-    parts = {"model": model, "data": data, "reward": reward, "environment": environment, "engine": engine}
-    options: dict[str, Any] = {
-        "tools": tools,
-        "validation": validation,
-        "steps": steps,
-        "callbacks": callbacks,
-        "track": track,
-        "trust_run": trust_run,
-    }
+    parts: Any = {"model": model, "data": data, "reward": reward, "environment": environment, "tools": tools}
+    parts |= {"engine": engine, "validation": validation, "callbacks": callbacks, "track": track}
     with logged() if show else nullcontext():
-        with Trainer(config, show=show, **parts, **options, **changes) as trainer:
+        with Trainer(config, steps=steps, show=show, trust_run=trust_run, **parts, **changes) as trainer:
             result = trainer.train()
         return finish(result, show=show)
 
@@ -568,11 +531,16 @@ def finish(result: Result, *, show: bool) -> Result:
             log.warning("the %s could not be drawn: %s: %s", what, type(error).__name__, error)
     if show:
         lines = closing_lines(folder, result.before, result.after, result.next, result.seconds)
-        with output_may_close():
-            Console().print(
-                lines, *result.costs, sep="\n", soft_wrap=True
-            )  # a command must not be broken over two lines
+        with output_may_close():  # soft_wrap: a command must not be broken over two lines
+            Console().print(lines, *result.costs, sep="\n", soft_wrap=True)
     return result
+
+
+def with_own_environment(config: Config) -> Config:
+    """Return the config of a taskset with its environment, unless rewards or another environment are given."""
+    if is_taskset(config.data) and not config.reward and not config.environment.names:
+        return replace(config, environment=replace(config.environment, kind=config.data))
+    return config
 
 
 def on_these_ranks(config: Config, path: Path) -> Config:
@@ -644,7 +612,7 @@ def check_equal_ranks(config: Config) -> None:
     own: dict[str, Any] = {}
     entries = [*serialization.to_dict(replace(config, name="")).items()]
     for name, value in entries:
-        if isinstance(value, dict):
+        if isinstance(value, dict):  # visited later in this loop
             entries += [(f"{name}.{key}", entry) for key, entry in value.items()]
         else:
             own[flag(name)] = value
@@ -671,30 +639,24 @@ def new_name(stem: str, runs_dir: str | Path) -> str:
         raise GruppoError("""torchrun --max-restarts runs the command again, and a run without a name would start from
             step 0 each time. Add --name NAME: a restart then continues that run from its last checkpoint.""")
     name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    others = (f"{name}-{n}" for n in range(2, 1000))
+    others = (f"{name}-{n}" for n in range(2, 1000))  # two runs may start in one second
     return next((n for n in (name, *others) if not (Path(runs_dir) / n).exists()), name)
 
 
 def change(config: Config, changes: dict[str, Any]) -> Config:
     """A config with the given leaves, dotted names with two underscores: ``{"rollout__group_size": 4}``."""
-
-    def spell(name: str) -> str:
-        return name.replace(".", "__")
-
-    def dotted(name: str) -> str:
-        return name.replace("__", ".")
-
+    dotted = {name.replace("__", "."): value for name, value in changes.items()}
     try:
-        return serialization.change(config, {dotted(name): value for name, value in changes.items()})
+        return serialization.change(config, dotted)
     except serialization.UnknownEntry as error:
         known = [*options(config)]
         for section, kind in sections().items():
             known += [] if type(config.modality) is kind else options(kind(), f"{section}.")
         # the whole name: the unknown entry of verl's actor_rollout_ref.actor.clip_ratio_low is its first part
-        name = next((n for n in map(dotted, changes) if n.startswith(f"{error.entry}.")), error.entry)
-        hint = peer_options.suggestion(name, known, spell)
-        raise GruppoError(f"""unknown option {spell(name)}. {hint}docs/reference/config.md lists the options; in Python,
-            two underscores stand for a dot.""") from None
+        name = next((n for n in dotted if n.startswith(f"{error.entry}.")), error.entry)
+        hint = peer_options.suggestion(name, known, lambda option: option.replace(".", "__"))
+        raise GruppoError(f"""unknown option {name.replace(".", "__")}. {hint}docs/reference/config.md lists the
+            options; in Python, two underscores stand for a dot.""") from None
 
 
 def as_passed(message: str, config: Config, changes: Iterable[str]) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -36,7 +36,6 @@ from gruppo.protocols import Critic, Engine, Modality, Policy, Reference, digest
 from gruppo.reward_process import CAN_ISOLATE, RewardProcesses
 from gruppo.rewards.registry import absolute_reward, resolve_reward
 from gruppo.rewards.scoring import RewardSet
-from gruppo.tasksets import is_taskset
 from gruppo.testing import check_engine, check_policy
 from gruppo.trainer import checks
 from gruppo.trainer.demonstrations import check_demos, open_demos
@@ -72,23 +71,13 @@ class Parts:
         return [part for part in parts if isinstance(part, str)]
 
     @classmethod
-    def of(
-        cls,
-        model: Any = None,
-        data: Any = None,
-        reward: Any = None,
-        environment: Any = None,
-        tools: Any = None,
-        engine: Any = None,
-        validation: Any = None,
-    ) -> Parts:
+    def of(cls, model: Any, data: Any, reward: Any, environment: Any, tools: Any, engine: Any, validation: Any) -> Self:
         """Check what a caller gave; names stay in the config."""
         if model is not None and not isinstance(model, str | os.PathLike | Policy):
             raise GruppoError(f"""model is a {type(model).__name__}; it needs a name, a folder, or a policy (a
                 gruppo.Policy). Wrap a Hugging Face model with gruppo.from_transformers(model, tokenizer), another
                 module with gruppo.from_module, one that denoises with gruppo.DenoiserPolicy, one that restores images
                 with gruppo.RestorationPolicy.""")
-        rewards = None if reward is None else list(reward) if isinstance(reward, list | tuple) else [reward]
         kinds = (str, os.PathLike, Mapping, EnvironmentClass)
         if environment is not None and not callable(environment) and not isinstance(environment, kinds):
             raise GruppoError(f"""environment is {environment!r:.80} ({type(environment).__name__}); it needs to be a
@@ -99,29 +88,25 @@ class Parts:
         if tools is not None and (isinstance(tools, str) or not isinstance(tools, Sequence)):
             raise GruppoError(f"""tools is {tools!r:.80} ({type(tools).__name__}); it needs to be a list of functions,
                 or of their names, file.py:function.""")
-        return cls(
-            model if isinstance(model, Policy) else None,
-            data,
-            rewards,
-            environment,
-            tools,
-            None if isinstance(engine, str | os.PathLike) else engine,
-            validation,
-        )
+        policy = model if isinstance(model, Policy) else None
+        rewards = None if reward is None else list(reward) if isinstance(reward, list | tuple) else [reward]
+        engine = None if isinstance(engine, str | os.PathLike) else engine
+        return cls(policy, data, rewards, environment, tools, engine, validation)
 
 
 def missing_parts(config: Config, parts: Parts) -> list[str]:
     """Return the names of parts that the config had as Python objects and that are not given."""
-    missing = {
-        "model": config.model == IN_MEMORY and parts.model is None,
-        "data": config.data == IN_MEMORY and parts.data is None,
-        "reward": IN_MEMORY in config.reward and parts.rewards is None,
-        "environment": IN_MEMORY in (config.environment.kind, config.environment.reply) and parts.environment is None,
-        "tools": IN_MEMORY in config.environment.tools and parts.tools is None,
-        "engine": config.engine.kind == IN_MEMORY and parts.engine is None,
-        "validation": config.evaluation.data == IN_MEMORY and parts.validation is None,
+    chosen = config.environment
+    named: dict[str, tuple[Collection[str], Any]] = {
+        "model": ([config.model], parts.model),
+        "data": ([config.data], parts.data),
+        "reward": (config.reward, parts.rewards),
+        "environment": ([chosen.kind, chosen.reply], parts.environment),
+        "tools": (chosen.tools, parts.tools),
+        "engine": ([config.engine.kind], parts.engine),
+        "validation": ([config.evaluation.data], parts.validation),
     }
-    return [name for name, is_missing in missing.items() if is_missing]
+    return [name for name, (names, part) in named.items() if IN_MEMORY in names and part is None]
 
 
 def validate(config: Config, parts: Parts) -> None:
@@ -133,13 +118,6 @@ def validate(config: Config, parts: Parts) -> None:
         options = [named.get(name, f"--{name}") for name in missing]
         raise GruppoError(f"""the {" and ".join(missing)} of this config came from Python objects, which a file does not
             hold. Set {" and ".join(options)}.""")
-
-
-def with_own_environment(config: Config) -> Config:
-    """Return the config of a taskset with its environment, unless rewards or another environment are given."""
-    if not is_taskset(config.data) or config.reward or config.environment.names:
-        return config
-    return replace(config, environment=replace(config.environment, kind=config.data))
 
 
 def with_absolute_paths(config: Config) -> Config:
@@ -154,11 +132,16 @@ def with_absolute_paths(config: Config) -> Config:
         if is_function_name(name):
             return absolute_spec(name)
         kind, *parts = split_names(name)
-        if kind in ("images", "degrade", "pairs"):
+        if kind in ("images", "degrade", "pairs"):  # a decimal part is a size of images
             return ":".join([kind, *(part if part.isdecimal() else absolute_path(part) for part in parts)])
         generated = ("arithmetic", "reasoning_gym", "verifiers", "digits", "photos", "lines")
         return name if kind in generated else absolute_path(name)
 
+    environment, engine = config.environment, config.engine
+    specs = {name: absolute_spec(getattr(environment, name)) for name in ("kind", "reply")}
+    # unlike a path to read, a folder to write need not exist yet
+    folders = {name: getattr(engine, name) for name in ("replay", "publish_dir")}
+    folders = {name: path and os.path.abspath(os.path.expanduser(path)) for name, path in folders.items()}
     config = replace(
         config,
         model=model(config.model),
@@ -170,50 +153,33 @@ def with_absolute_paths(config: Config) -> Config:
         critic=replace(config.critic, model=model(config.critic.model)),
         lora=replace(config.lora, adapter=absolute_path(config.lora.adapter)),
         track=tuple(map(absolute_spec, config.track)),
-        environment=replace(
-            config.environment,
-            kind=absolute_spec(config.environment.kind),
-            tools=tuple(map(absolute_spec, config.environment.tools)),
-            reply=absolute_spec(config.environment.reply),
-        ),
-        engine=replace(
-            config.engine,
-            kind=absolute_spec(config.engine.kind),
-            replay=config.engine.replay and os.path.abspath(os.path.expanduser(config.engine.replay)),
-            publish_dir=config.engine.publish_dir and os.path.abspath(os.path.expanduser(config.engine.publish_dir)),
-        ),
+        environment=replace(environment, **specs, tools=tuple(map(absolute_spec, environment.tools))),
+        engine=replace(engine, **folders, kind=absolute_spec(engine.kind)),
     )
     return find_modality(config.model).absolute_paths(config, lambda name: absolute_spec(absolute_path(name)))
 
 
 def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
     """Build all parts of a run, the cheap checks first; return it and the model's origin."""
+    prompts, own_validation = config.prompts, config.evaluation.data
     if config.rollout.prompts < dist.world_size():
         raise GruppoError(f"""rollout.prompts={config.rollout.prompts} leaves some of the {dist.world_size()} ranks
             without a prompt. Set --rollout.prompts {dist.world_size()} or more, or start fewer ranks.""")
     data = config.data if parts.data is None else parts.data
     is_sharded = sharding.request(config.distributed.shard)
-    columns: dict[str, Any] = {
-        "prompt_column": config.prompts.column,
-        "target_column": config.prompts.target_column,
-        "seed": config.seed,
-    }
-    source = open_source(
-        data,
-        held_out_fraction=0.0 if config.evaluation.data else config.prompts.held_out_fraction,
-        difficulty_column=config.prompts.difficulty_column,
-        **columns,
-    )
-    validation = None
-    if config.evaluation.data:
-        validation_data = config.evaluation.data if parts.validation is None else parts.validation
+    columns: Any = {"prompt_column": prompts.column, "target_column": prompts.target_column, "seed": config.seed}
+    fraction = 0.0 if own_validation else prompts.held_out_fraction  # with validation data, all others are trained on
+    source = open_source(data, held_out_fraction=fraction, difficulty_column=prompts.difficulty_column, **columns)
+    sources: list[Any] = [source]
+    validation: Any = None
+    if own_validation:
+        validation_data = own_validation if parts.validation is None else parts.validation
         validation = open_source(validation_data, held_out_fraction=0.0, **columns)
         if isinstance(validation, IndexedSource):
             validation = validation.only_held_out()
+        sources.append(validation)
     modality = find_modality(config.model) if parts.model is None else parts.model.modality
-    rewards, environment = open_rewards(
-        config, parts, [source] if validation is None else [source, validation], modality
-    )
+    rewards, environment = open_rewards(config, parts, sources, modality)
     demos = open_demos(config, data)
     if parts.model is not None:
         policy, origin = modality.adapt(config, parts.model, source), {"name": config.model}
@@ -246,30 +212,20 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
         critic = modality.critic(config, policy, source) or SharedCritic(policy)
     engine: Any = open_engine(config, parts, policy, sampling, source)
     check_lag(config, engine)
-    is_served = parts.engine is None and config.engine.kind == "vllm"
+    components: dict[str, Any] = {"reference": reference, "critic": critic, "demos": demos, "validation": validation}
+    if parts.engine is None and config.engine.kind == "vllm":
+        components |= {"progress": engine.progress, "engine_metrics": engine.metrics}
+        components |= {"before_update": engine.sleep} if config.engine.colocated else {}
+    if environment is not None:
+        engine = ConversationEngine(engine, environment, policy.check_prompt)
     if config.optim.recompute == "layer":  # after the reference, which has no backward pass, was copied
         policy.recompute()
         if critic is not None:
             critic.recompute()
-    sha256 = shard(config, policy, reference, critic) if is_sharded else {}
-    run = Run(
-        config=config,
-        policy=policy,
-        engine=engine if environment is None else ConversationEngine(engine, environment, policy.check_prompt),
-        source=source,
-        validation=validation,
-        rewards=rewards,
-        optimizer=adamw(policy, critic, config),
-        reference=reference,
-        critic=critic,
-        demos=demos,
-        sampling=sampling,
-        environment=environment,
-        progress=engine.progress if is_served else str,
-        engine_metrics=engine.metrics if is_served else dict,
-        before_update=engine.sleep if is_served and config.engine.colocated else lambda: None,
-        **sha256,
-    )
+    components |= shard(config, policy, reference, critic) if is_sharded else {}
+    components |= {"sampling": sampling, "environment": environment}
+    # the optimizer after sharding, which replaces parameters
+    run = Run(config, policy, engine, source, rewards, adamw(policy, critic, config), **components)
     is_evaluated = bool(rewards.names) or policy.renders_images  # without rewards, images are still shown
     if is_evaluated and config.evaluation.prompts and not held_out(run, config.evaluation.prompts):
         log.warning(
@@ -292,9 +248,7 @@ def warn_of_overlap(run: Run) -> None:
         log.warning(
             "%d of %d prompts of the validation data %s are trained on too, so their rewards measure memory. Remove "
             "them from one of the two.",
-            len(common),
-            len(evaluated),
-            run.config.evaluation.data,
+            *(len(common), len(evaluated), run.config.evaluation.data),
         )
 
 
@@ -318,25 +272,23 @@ def place(policy: Policy, config: Config) -> Config:
     Ranks that measured different dtypes to be faster would train two models.
     """
     device: str = config.device
-    has_cuda, problem = usable_cuda()
+    has_cuda, problem = usable_cuda()  # a problem: there is a GPU, and torch cannot compute on it
     if device == "auto":
         device = "cuda" if has_cuda else "cpu"
         if problem:
             log.warning("the GPU cannot be used, so the run is on the CPU: %s.", problem)
     if device == "cuda":
         if problem:
-            raise GruppoError(
-                f"--device cuda: {problem}. Set --device cpu, or install a torch that supports this GPU and driver."
-            )
+            raise GruppoError(f"""--device cuda: {problem}. Set --device cpu, or install a torch that supports this GPU
+                and driver.""")
         if not has_cuda:
             raise GruppoError("--device cuda: torch finds no CUDA device. Set --device cpu, or install a CUDA build.")
         device = f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}"
         torch.backends.cudnn.allow_tf32 = False  # 10 bits of a convolution are too few for a ratio of 1
     if device == "mps" and not torch.backends.mps.is_available():
         raise GruppoError("--device mps: torch finds no Metal device. Set --device cpu.")
-    if (
-        policy.device != torch.device(device) and not sharding.is_requested()
-    ):  # moved a unit at a time, as it is sharded
+    # a policy to be sharded is moved later, a unit at a time: the whole may not fit on one device
+    if policy.device != torch.device(device) and not sharding.is_requested():
         policy.to(torch.device(device))
     is_half = policy.compute_dtype == torch.bfloat16
     if dist.all_max(int(is_half)) and dist.all_max(int(not is_half)):
@@ -374,12 +326,12 @@ def open_engine(config: Config, parts: Parts, policy: Policy, sampling: Any, sou
         return LocalEngine(policy)
     if parts.engine is None and kind == "vllm":
         return open_vllm(config, policy, sampling, source)
-    engine = parts.engine
-    if engine is None:
+    if (engine := parts.engine) is None:
         function = load_object(kind)
         if not callable(function):
             raise GruppoError(f"{kind} is a {type(function).__name__}; it needs a function of a policy.")
         engine = function(policy)
+    # 0.1 nats: an engine from outside may have arithmetic of its own, such as bfloat16
     check_engine(engine, policy, peek(source, PROMPTS_CHECKED), sampling=sampling, tolerance=0.1)
     return engine
 
@@ -410,17 +362,10 @@ def open_vllm(config: Config, policy: Policy, sampling: Any, source: Any) -> Eng
     folder = Path(chosen.publish_dir) / config.name if chosen.publish_dir else run_folder / "published"
     proof = Proof(policy, peek(source, PROMPTS_PROBED), sampling, max_mismatch=chosen.max_mismatch)
     nccl = NcclTransfer(policy.device, timeout_s=chosen.timeout_s) if chosen.transfer == "nccl" else None
-    engine = VllmEngine(
-        policy,
-        urls,
-        folder,
-        proof=proof,
-        nccl=nccl,
-        is_colocated=chosen.colocated,
-        timeout_s=chosen.timeout_s,
-        max_inflight=chosen.max_inflight,
-    )
+    limits: Any = {"timeout_s": chosen.timeout_s, "max_inflight": chosen.max_inflight}
+    engine = VllmEngine(policy, urls, folder, proof=proof, nccl=nccl, is_colocated=chosen.colocated, **limits)
     try:
+        # the longest prompts of the data, by their texts, show whether the servers' context is long enough
         prompts = sorted(source.all_prompts(), key=lambda prompt: len(str(prompt.inputs)))[-64:] or peek(source, 64)
         engine.check(policy.longest_prompt(prompts) + sampling.max_actions)
     except BaseException:
@@ -482,12 +427,9 @@ def open_rewards(
     environment = open_environment(config, parts)
     weights, own = config.scoring.weights, {} if environment is None else environment.rewards
     processes = RewardProcesses(config.seed) if config.scoring.isolate and CAN_ISOLATE else None
-    rewards = RewardSet(
-        [*(resolve_reward(reward, processes) for reward in parts.rewards or config.reward), *own.values()],
-        weights if weights is None else [*weights, *(1.0 for _ in own)],
-        config.scoring.timeout_s,
-        may_be_empty=not learns_from_samples(config),
-    )
+    functions = [*(resolve_reward(reward, processes) for reward in parts.rewards or config.reward), *own.values()]
+    weights = weights if weights is None else [*weights, *(1.0 for _ in own)]
+    rewards = RewardSet(functions, weights, config.scoring.timeout_s, may_be_empty=not learns_from_samples(config))
     for source in sources:
         if source.columns is None:  # unknown before it is drawn from
             continue
@@ -536,14 +478,10 @@ def open_environment(config: Config, parts: Parts) -> Environment | None:
         fn = open_adapter(name, config) if is_adapter(name) else load_object(name)
     if chosen.kind and not is_class(fn):
         fn = EnvironmentClass(fn)
-    tools = parts.tools if parts.tools is not None else chosen.tools
-    return Environment(
-        fn,
-        tools=[load_object(tool) if isinstance(tool, str) else tool for tool in tools],
-        turns=chosen.turns,
-        max_reply_tokens=chosen.max_reply_tokens,
-        timeout_s=chosen.timeout_s,
-    )
+    named = chosen.tools if parts.tools is None else parts.tools
+    tools = [load_object(tool) if isinstance(tool, str) else tool for tool in named]
+    limits: Any = {"max_reply_tokens": chosen.max_reply_tokens, "timeout_s": chosen.timeout_s}
+    return Environment(fn, tools=tools, turns=chosen.turns, **limits)
 
 
 def adamw(policy: Policy, critic: Critic | None, config: Config) -> torch.optim.AdamW:
@@ -553,7 +491,8 @@ def adamw(policy: Policy, critic: Critic | None, config: Config) -> torch.optim.
     for group in policy.modality.parameter_groups(config, policy):
         options = {"is_critic": False, "lr_factor": group.lr_factor, "norm": group.norm}
         kinds.append(([own[name] for name in group.names], options))
-    if critic is not None:
+    # The critic's parameters follow the policy's, as in Run.parameters.
+    if critic is not None:  # a head on the policy's trunk is clipped with it, a network of its own apart
         norm = "norm" if critic.is_shared else "critic_norm"
         params = [p for p in critic.module.parameters() if p.requires_grad]
         kinds.append((params, {"is_critic": True, "lr_factor": 1.0, "norm": norm}))
@@ -563,9 +502,8 @@ def adamw(policy: Policy, critic: Critic | None, config: Config) -> torch.optim.
         for is_sharded in (True, False):
             alike = [parameter for parameter in params if sharding.is_sharded(parameter) == is_sharded]
             groups += [{"params": alike, **options}] if alike else []
-    return torch.optim.AdamW(
-        groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
-    )
+    settings: Any = {"betas": optim.betas, "eps": optim.eps, "weight_decay": optim.weight_decay}
+    return torch.optim.AdamW(groups, lr=optim.lr, fused=True, **settings)
 
 
 def name_of(part: Any) -> str:
@@ -574,6 +512,7 @@ def name_of(part: Any) -> str:
         return str(part)
     module = sys.modules.get(getattr(part, "__module__", None) or "")
     name = getattr(part, "__qualname__", "")
+    # a lambda, a method or a function inside another one is not what its name loads
     if module is None or vars(module).get(name) is not part or not name.isidentifier():
         return IN_MEMORY
     if module.__name__ != "__main__" and "." in module.__name__:

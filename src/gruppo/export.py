@@ -60,17 +60,24 @@ def export(
     hub; without ``folder``, it is written nowhere else. ``license``: for the card, by default that of the base model.
     """
     if folder is None and not push:
-        raise GruppoError(
-            f"no folder was given. For example: {command_name()} export {model} exported/, or --push OWNER/NAME."
-        )
+        raise GruppoError(f"""no folder was given. For example: {command_name()} export {model} exported/, or
+            --push OWNER/NAME.""")
     if folder is not None and folder.exists():
         raise GruppoError(f"the folder {folder} exists already. Name a new one, or delete it.")
     path = Path(model_of(model))
-    is_kept = is_adapter_kept and _check_adapter(model, path)
-    converter = _converter(is_adapter=is_kept) if gguf else []
+    if is_adapter_kept:
+        if (path / PIPELINE_ADAPTER).is_file():
+            raise GruppoError(f"""the adapter of a pipeline is in {path} already, as {PIPELINE_ADAPTER}: load it with
+                pipeline.load_lora_weights(folder). Leave --adapter out for the model.""")
+        if not is_adapter(path):
+            raise GruppoError(f"""{model} has no adapter: its weights themselves were trained. Leave --adapter out for
+                the model.""")
+        check_seal(path)  # load_policy checks that of a model to be merged
+    # what may be missing is found before the model is loaded, which may take minutes
+    converter = _converter(is_adapter=is_adapter_kept) if gguf else []
     repository = create_repository(push, private=private) if push else ""
     trusts = {"trust_run": trust_run, "trust_remote_code": trust_remote_code}
-    policy = None if is_kept else load_policy(model, compute="float32", is_merged=True, **trusts)
+    policy = None if is_adapter_kept else load_policy(model, compute="float32", is_merged=True, **trusts)
     with tempfile.TemporaryDirectory() as work:
         target = Path(work) / (push.split("/")[-1] or "model") if folder is None else folder
         with checkpoint.replacing(target) as temporary:
@@ -91,20 +98,6 @@ def export(
     return " and ".join(str(place) for place in (folder, repository) if place)
 
 
-def _check_adapter(model: str | Path, path: Path) -> bool:
-    if (path / PIPELINE_ADAPTER).is_file():
-        raise GruppoError(
-            f"the adapter of a pipeline is in {path} already, as {PIPELINE_ADAPTER}: load it with "
-            "pipeline.load_lora_weights(folder). Leave --adapter out for the model."
-        )
-    if not is_adapter(path):
-        raise GruppoError(
-            f"{model} has no adapter: its weights themselves were trained. Leave --adapter out for the model."
-        )
-    check_seal(path)
-    return True
-
-
 # --- GGUF -------------------------------------------------------------------------------------------------------------
 
 
@@ -118,16 +111,15 @@ def _converter(*, is_adapter: bool) -> list[str]:
     places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     if found := next(filter(None, (shutil.which(name, path=places) for name in (script, *commands))), None):
         return [found]
-    raise GruppoError(
-        f"--gguf needs llama.cpp's converter, and {script} was not found. Set {LLAMA_CPP} to the folder of llama.cpp's "
-        "source (docs/guides/publishing.md)."
-    )
+    raise GruppoError(f"""--gguf needs llama.cpp's converter, and {script} was not found. Set {LLAMA_CPP} to the folder
+        of llama.cpp's source (docs/guides/publishing.md).""")
 
 
 def _convert(converter: list[str], model: Path, source: Path, *, name: str) -> None:
     """Add NAME-TYPE.gguf to a model's folder, in the 16-bit type that the converter chooses; of an adapter, float32."""
     options = []
     if (model / CONFIG).is_file():
+        # the converter needs the config of the base, not its weights; without --base, it asks the hub for it
         names = (BUNDLED[name]().path if name in BUNDLED else Path(name) for name in read_adapter(source).base_names)
         options = next((["--base", str(base)] for base in names if (base / "config.json").is_file()), [])
     elif not (model / "config.json").is_file():
@@ -136,10 +128,9 @@ def _convert(converter: list[str], model: Path, source: Path, *, name: str) -> N
     done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", stdin=subprocess.DEVNULL)
     if done.returncode or not any(model.glob("*.gguf")):
         lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-        raise GruppoError(
-            f"llama.cpp's converter {converter[-1]} failed: {lines[-1] if lines else f'exit code {done.returncode}'}. "
-            "If that is no missing package, it does not know this model; leave --gguf out."
-        )
+        raise GruppoError(f"""llama.cpp's converter {converter[-1]} failed:
+            {lines[-1] if lines else f"exit code {done.returncode}"}. If that is no missing package, it does not know
+            this model; leave --gguf out.""")
 
 
 # --- the hub ----------------------------------------------------------------------------------------------------------
@@ -149,8 +140,6 @@ def _convert(converter: list[str], model: Path, source: Path, *, name: str) -> N
 def _hub_errors(repository: str, advice: str) -> Iterator[None]:
     try:
         yield
-    except GruppoError:
-        raise
     except Exception as error:  # of the client, of its HTTP library, of the network
         text = " ".join(str(getattr(error, "server_message", None) or error).split())
         raise GruppoError(f"{repository} was not pushed: {type(error).__name__}: {text:.300}. {advice}") from error
@@ -165,8 +154,9 @@ def create_repository(name: str, *, private: bool | None, token: str | None = No
     hub = HfApi(token=token)
     with _hub_errors(name, f"Check the name, the connection, and that your token may write to {hub.endpoint}."):
         created = hub.create_repo(name, private=private or None, exist_ok=True).repo_id
-        if private and not hub.model_info(created).private:  # of one that exists, the hub ignores the argument
-            raise GruppoError(f"{created} exists and is public. Make it private on the hub, or name another one.")
+        is_public = private and not hub.model_info(created).private
+    if is_public:  # of one that exists, the hub ignores the argument
+        raise GruppoError(f"{created} exists and is public. Make it private on the hub, or name another one.")
     return created
 
 
@@ -191,11 +181,7 @@ def upload(
         if revision is not None:
             hub.create_branch(repository, branch=revision, exist_ok=True)
         commit = hub.upload_folder(
-            repo_id=repository,
-            folder_path=model,
-            revision=revision,
-            commit_message=message,
-            delete_patterns=REPLACED,
+            repo_id=repository, folder_path=model, revision=revision, commit_message=message, delete_patterns=REPLACED
         )
     return str(commit.commit_url)
 
@@ -221,14 +207,10 @@ def write_card(model: Path, run: str | Path, *, license: str = "", is_online: bo
     steps, best = checkpoint.steps(folder / "checkpoints"), None
     if steps:
         best = read_json(folder / "checkpoints" / checkpoint.name_of(steps[-1]) / "state.json")["best"]
-    text = model_card(
-        folder,
-        model,
-        base=base,
-        license=license or known or _license(base or name, is_online=is_online),
-        step=best["step"] if best and best.get("returned_at") == steps[-1] else None,
-        picture=PICTURE if picture.is_file() else "",
-    )
+    license = license or known or _license(base or name, is_online=is_online)
+    step = best["step"] if best and best.get("returned_at") == steps[-1] else None
+    shown = PICTURE if picture.is_file() else ""
+    text = model_card(folder, model, base=base, license=license, step=step, picture=shown)
     (model / CARD).write_text(text, encoding="utf-8")
 
 

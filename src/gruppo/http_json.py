@@ -9,32 +9,27 @@ import os
 import re
 import time
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any
 
 from gruppo.errors import GruppoError
 
 
+@dataclass(eq=False, repr=False)
 class ServerError(Exception):
     """A server did not do what was asked of it. The request can be repeated, there or on another server."""
 
-    def __init__(
-        self,
-        reason: str,
-        *,
-        status: int = 0,
-        is_lasting: bool = False,
-        is_timeout: bool = False,
-        retry_after_s: float | None = None,
-    ) -> None:
-        super().__init__(reason)
-        self.status = status
-        """HTTP status; 0 without an answer."""
-        self.is_lasting = is_lasting
-        """Whether nothing but new weights can make the server usable again."""
-        self.is_timeout = is_timeout
-        self.retry_after_s = retry_after_s
-        """Seconds to wait, where the server says so."""
+    # The text of the error: BaseException keeps the positional arguments, of which this is the only one.
+    reason: str
+    _: KW_ONLY
+    status: int = 0
+    """HTTP status; 0 without an answer."""
+    is_lasting: bool = False
+    """Whether nothing but new weights can make the server usable again."""
+    is_timeout: bool = False
+    retry_after_s: float | None = None
+    """Seconds to wait, where the server says so."""
 
 
 def read_key(variable: str) -> str:
@@ -71,14 +66,17 @@ async def request_json(
     except (httpx.HTTPError, httpx.InvalidURL) as error:  # refused, reset, truncated
         raise ServerError(f"{route}: {str(error) or type(error).__name__}") from None
     if answer.status_code >= 300:  # redirects are not followed
-        what = " ".join(_detail(answer.text).split())[:300]
-        wait_s = _retry_after_s(answer.headers.get("retry-after", ""))
-        raise ServerError(
-            f"{route} answered {answer.status_code}: {what}", status=answer.status_code, retry_after_s=wait_s
-        )
+        status, what = answer.status_code, answer.text
+        with suppress(ValueError, RecursionError, StopIteration):  # the message of an error in JSON, else its text
+            found = json.loads(what)
+            while isinstance(found, dict):
+                found = next(found[key] for key in ("message", "error", "detail") if key in found)
+            what = str(found)
+        wait_s, what = _retry_after_s(answer.headers.get("retry-after", "")), " ".join(what.split())[:300]
+        raise ServerError(f"{route} answered {status}: {what}", status=status, retry_after_s=wait_s)
     try:
         return json.loads(answer.text) if answer.text else {}
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # RecursionError: nested too deep
         if is_text:
             return answer.text
         raise ServerError(f"{route} answered with something that is not JSON: {answer.text[:80]!r}") from None
@@ -86,19 +84,8 @@ async def request_json(
 
 def _retry_after_s(text: str) -> float | None:
     """Seconds of a Retry-After header: a number or a date (RFC 9110, section 10.2.3)."""
-    with suppress(ValueError):
+    with suppress(ValueError):  # float reads "nan" too
         return max(float(text), 0.0) if "nan" not in text.lower() else None
     with suppress(ValueError, OverflowError):
         return max(parsedate_to_datetime(text).timestamp() - time.time(), 0.0)
     return None
-
-
-def _detail(text: str) -> str:
-    """The message of an error's JSON; the text itself if it has none."""
-    try:
-        found = json.loads(text)
-        while isinstance(found, dict):
-            found = next(found[key] for key in ("message", "error", "detail") if key in found)
-        return str(found)
-    except (ValueError, RecursionError, StopIteration):
-        return text

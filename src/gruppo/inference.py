@@ -82,19 +82,12 @@ def evaluate_run(
     if not first.reward:
         raise GruppoError(f"""{path} was trained without a reward, so nothing is measured. Ask it: {command_name()}
             sample {path}""")
-    # nothing is trained, and all held-out prompts are read
-    config = replace(
-        first,
-        model=model_of(path),
-        data=data or first.data,
-        evaluation=replace(first.evaluation, prompts=prompts, data=data or first.evaluation.data, samples=samples),
-        # a saved model has its chat template, whose file may be gone
-        prompts=replace(first.prompts, difficulty_column="", chat_template=""),
-        stage=Stage(),
-        stages=(),
-        lora=LoraConfig(),
-        objective=Objective(),
-    )
+    # nothing is trained, so that no reference, critic or optimizer state takes memory; all held-out prompts are read
+    config = replace(first, stage=Stage(), stages=(), lora=LoraConfig(), objective=Objective(), model=model_of(path))
+    chosen = replace(first.evaluation, prompts=prompts, data=data or first.evaluation.data, samples=samples)
+    # a saved model has its chat template, whose file may be gone
+    texts = replace(first.prompts, difficulty_column="", chat_template="")
+    config = replace(config, data=data or first.data, evaluation=chosen, prompts=texts)
     if missing := missing_parts(config, Parts()):
         raise GruppoError(f"this run's {' and '.join(missing)} came from Python objects, which a file does not hold.")
     with trust.importing(code, closed_for=None if trust_run else path, typed=[data]):
@@ -172,10 +165,12 @@ def sample(
             raise GruppoError(why)
         requests.append(Request(prompt, n))
     rendered: list[Any] = []
+    # images one prompt at a time: they may differ in size, and Rollouts.cat pads columns alone
     for batch in [[request] for request in requests] if policy.renders_images else [requests]:
         rollouts = policy.sample(batch, sampling, seed=seed)
-        for completion in (policy.render(rollouts, row) for row in range(len(rollouts))):
-            rendered.append(completion[-1]["content"] if isinstance(completion, list) else completion)
+        rendered += [policy.render(rollouts, row) for row in range(len(rollouts))]
+    # of a conversation, the last message
+    rendered = [each[-1]["content"] if isinstance(each, list) else each for each in rendered]
     rendered = [rendered[i : i + n] for i in range(0, len(rendered), n)]
     return _written(rendered, prompts, requests, folder, str(model)) if policy.renders_images else rendered
 
@@ -189,6 +184,7 @@ def _written(
     for place, (text, row, request) in enumerate(zip(texts, images, requests, strict=True)):
         inputs = request.prompt.inputs
         name = Path(text).stem if isinstance(inputs, Tensor) else text
+        # a prompt may hold what no file name does, or be too long for one
         stem = re.sub(r"[^\w-]+", "-", name)[:40].strip("-") or f"prompt-{place}"
         for number, image in enumerate(row):
             files.append(folder / f"{place}-{stem}-{number}.png")
@@ -197,7 +193,6 @@ def _written(
         if isinstance(inputs, Tensor):
             cells, text = [Cell(to_pil(inputs), note="input"), *cells], ""
         lines.append(SheetRow(text, cells))
-    sheet, _ = draw(lines, title=title)
     files.append(folder / "sheet.png")
-    sheet.save(files[-1])
+    draw(lines, title=title)[0].save(files[-1])
     return files

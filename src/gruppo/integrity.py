@@ -21,7 +21,7 @@ MAX_DEPTH = 100
 
 def read_json(path: Path) -> Any:
     """Content of a JSON file; ValueError if it is not JSON, too large or too deep."""
-    with path.open("rb") as file:
+    with path.open("rb") as file:  # one byte more than allowed: that it is too large shows without reading it all
         return parse_json(file.read(MAX_BYTES + 1))
 
 
@@ -36,7 +36,7 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError(too_deep) from None
     opening = ("[", "{") if isinstance(text, str) else (b"[", b"{")
     if sum(map(text.count, opening)) > MAX_DEPTH:  # type: ignore[arg-type]  # else it cannot be that deep
-        level, depth = [value], 0
+        level, depth = [value], 0  # level by level, and not by recursion, which is what a deep document would break
         while level := [node for node in level if isinstance(node, dict | list)]:
             depth += 1
             if depth > MAX_DEPTH:
@@ -58,13 +58,9 @@ def check_seal(folder: Path) -> None:
     try:
         verify(folder)
     except (OSError, ValueError) as error:
-        run = folder.parent
-        is_final = folder.name == "final" and (run / "config.json").is_file()
-        advice = (
-            f"{command_name()} resume {run} writes it again from the last checkpoint."
-            if is_final
-            else f"Save or export it again; if you changed it yourself, delete {folder / SEAL}."
-        )
+        run, advice = folder.parent, f"Save or export it again; if you changed it yourself, delete {folder / SEAL}."
+        if folder.name == "final" and (run / "config.json").is_file():
+            advice = f"{command_name()} resume {run} writes it again from the last checkpoint."
         raise GruppoError(f"the model {folder} is damaged: {error}. {advice}") from None
 
 
@@ -80,7 +76,7 @@ def verify(path: Path, *, share: slice = slice(None)) -> None:
         raise ValueError(f"{SEAL} is not a gruppo seal")
     compared = {*sorted(seal)[share]}
     for name, expected in seal.items():
-        if Path(name).is_absolute() or ".." in Path(name).parts:
+        if Path(name).is_absolute() or ".." in Path(name).parts:  # a seal may come from somebody else
             raise ValueError(f"{SEAL} names {name!r}, which is outside the folder")
         if not (path / name).is_file():
             raise ValueError(f"its file {name!r} is missing")

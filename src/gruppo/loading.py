@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import difflib
 import hashlib
-import importlib
 import importlib.util
 import os
 import re
@@ -26,6 +25,8 @@ class RunDuringImport(GruppoError):
     """A file that is imported for an object in it starts a run."""
 
 
+INSTALLED = frozenset({"site-packages", "dist-packages"})
+"""Folders of installed packages; Debian has the second."""
 _depth = 0
 _named: set[str] = set()
 """Packages from which an object was named."""
@@ -35,9 +36,10 @@ _typed: frozenset[str] = frozenset()
 """Names that this command was given, which may be."""
 
 
-def is_importing() -> bool:
-    """Whether a file is being imported for an object in it: training must not start then."""
-    return _depth > 0
+def refuse_during_import() -> None:
+    """Refuse to train while a file is being imported for an object in it, as a script without a guard does."""
+    if _depth > 0:
+        raise RunDuringImport
 
 
 @contextmanager
@@ -85,13 +87,9 @@ def load_object(spec: str) -> Any:
         pass
     except (Exception, SystemExit) as error:
         raise GruppoError(f"{place}:{name} cannot be loaded: {type(error).__name__}: {error}.") from error
-    names = [
-        public
-        for public, value in vars(module).items()
-        if not public.startswith("_")
-        and not isinstance(value, ModuleType)
-        and getattr(value, "__module__", module.__name__) == module.__name__
-    ]
+    # what the module itself defines: neither what it imports nor private names
+    public = {n: v for n, v in vars(module).items() if not n.startswith("_") and not isinstance(v, ModuleType)}
+    names = [n for n, value in public.items() if getattr(value, "__module__", module.__name__) == module.__name__]
     has = ", ".join(names) or "nothing public"
     raise GruppoError(f"{place} has no {name!r}; it has: {has}.{did_you_mean(name, names, prefix=f'{place}:')}")
 
@@ -102,8 +100,7 @@ def functions_of(path: Path) -> list[str]:
         body = ast.parse(path.read_bytes()).body
     except (OSError, ValueError, SyntaxError):
         return []
-    defined = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    return [name for name in defined if not name.startswith("_")]
+    return [n.name for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef) and not n.name.startswith("_")]
 
 
 def is_file_name(place: str) -> bool:
@@ -180,8 +177,7 @@ def is_users_module(name: str, file: str | None) -> bool:
     if file is None or file.startswith("<") or top == "gruppo":
         return False
     libraries = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib")]
-    is_installed = bool({"site-packages", "dist-packages"} & {*Path(file).parts})
-    return top in _named or not (is_installed or any(map(Path(file).is_relative_to, libraries)))
+    return top in _named or not (INSTALLED & {*Path(file).parts} or any(map(Path(file).is_relative_to, libraries)))
 
 
 def code_digest(spec: str) -> str | None:
@@ -227,11 +223,9 @@ def _imported_files(tree: ast.AST, file: Path) -> Iterator[Path]:
             if node.level:
                 folders = [file.parents[node.level - 1]]
         for name in names:
-            yield from (
-                path
-                for path in _files_of(name, folders)
-                if not {"site-packages", "dist-packages"} & {*path.parts} and is_users_module(name, str(path))
-            )
+            # is_users_module includes an installed package from which an object was named; its files are not read
+            paths = (path for path in _files_of(name, folders) if not INSTALLED & {*path.parts})
+            yield from (path for path in paths if is_users_module(name, str(path)))
 
 
 def _files_of(name: str, folders: Iterable[Path]) -> list[Path]:
@@ -245,33 +239,25 @@ def _files_of(name: str, folders: Iterable[Path]) -> list[Path]:
     return []
 
 
-def users_line(error: BaseException) -> str | None:
-    """Where the user's own code raised an error, or called what raised it; None if it was not called."""
-    place = None
+def describe_error(error: BaseException) -> tuple[str, int]:
+    """An error in one line, and the exit code of a command that it ends."""
+    place = None  # the innermost line of the user's own code that raised the error, or called what raised it
     for frame, line in traceback.walk_tb(error.__traceback__):
         if is_users_module(frame.f_globals.get("__name__") or "", frame.f_code.co_filename):
             place = f"{frame.f_code.co_filename}, line {line}, in {frame.f_code.co_name}"
-    return place
-
-
-def describe_error(error: BaseException) -> tuple[str, int]:
-    """An error in one line, and the exit code of a command that it ends."""
-    what = f"{type(error).__name__}: {error}"
-    message, code = f"{what} (this looks like a bug in gruppo; --debug shows where)", 1
+    what, code = f"{type(error).__name__}: {error}", GruppoError.exit_code
     if isinstance(error, GruppoError):
         message, code = str(error), error.exit_code
     elif type(error).__name__ == "OutOfMemoryError":  # of torch, which is not imported here
         first = str(error).partition(". GPU")[0].removeprefix("CUDA out of memory. ")
-        message = (
-            f"the GPU's memory ran out ({first}). Train a smaller --model, or an adapter with --lora.rank 16; set a "
-            "lower --rollout.max-new-tokens; end other processes on the GPU; or set --device cpu."
-        )
-        code = GruppoError.exit_code
-    elif (place := users_line(error)) is not None:
-        message, code = f"{place}, raised {what}. Correct the function, then try again.", GruppoError.exit_code
+        message = f"""the GPU's memory ran out ({first}). Train a smaller --model, or an adapter with --lora.rank 16;
+            set a lower --rollout.max-new-tokens; end other processes on the GPU; or set --device cpu."""
+    elif place is not None:
+        message = f"{place}, raised {what}. Correct the function, then try again."
     elif isinstance(error, OSError) and error.errno is not None:
-        where = error.filename or "the system"
-        message, code = f"{where}: {error.strerror}. Fix that, then try again.", GruppoError.exit_code
+        message = f"{error.filename or 'the system'}: {error.strerror}. Fix that, then try again."
+    else:
+        message, code = f"{what} (this looks like a bug in gruppo; --debug shows where)", 1
     return visible(" ".join(message.split())), code  # it may quote a file of somebody else
 
 

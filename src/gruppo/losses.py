@@ -48,8 +48,7 @@ class _PolicyLoss(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Float[Tensor, ""]:
         """Loss to be minimized: the sum of ``terms``, which takes the same arguments."""
-        terms, _ = self.terms(*args, **kwargs)
-        return torch.stack(list(terms.values())).sum()
+        return torch.stack(list(self.terms(*args, **kwargs)[0].values())).sum()
 
     def _terms(
         self,
@@ -63,7 +62,7 @@ class _PolicyLoss(nn.Module):
         average = self.objective.average
         total = loss_total(loss_mask, average=average, max_length=self.max_length or 1, group_ids=group_ids)
         weights = loss_weights(loss_mask, average=average, total=total, group_ids=group_ids)
-        batch = LossInputs(loss_mask=loss_mask, weights=weights, **inputs)
+        batch = LossInputs(loss_mask=loss_mask, weights=weights, **inputs)  # the denominator is that of this call alone
         terms, stats = policy_loss(likelihood, batch, self.objective)
         return {name: coefficients.get(name, 1) * term for name, term in terms.items()}, Stat.read(stats)
 
@@ -256,15 +255,12 @@ class PPOLoss(_PolicyLoss):
             return x[:, None] if x.ndim == 1 else x  # [batch] is one action per row
 
         nats = None if entropy is None else columns(entropy)
-        return self._terms(
-            Likelihood(columns(policy_logprobs), nats, values=columns(values)),
-            columns(mask),
-            {"value": 2 * self.value_loss_coef, "entropy": -self.entropy_coef},
-            advantages=columns(advantages).detach(),
-            old_logprobs=columns(old_policy_logprobs).detach(),
-            old_values=None if old_values is None else columns(old_values).detach(),
-            returns=columns(returns).detach(),
-        )
+        likelihood = Likelihood(columns(policy_logprobs), nats, values=columns(values))
+        coefficients = {"value": 2 * self.value_loss_coef, "entropy": -self.entropy_coef}  # 2: core halves the square
+        inputs = {"advantages": advantages, "old_logprobs": old_policy_logprobs, "returns": returns}
+        inputs |= {} if old_values is None else {"old_values": old_values}
+        stored = {name: columns(x).detach() for name, x in inputs.items()}
+        return self._terms(likelihood, columns(mask), coefficients, **stored)
 
 
 def _rows(

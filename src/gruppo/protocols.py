@@ -20,19 +20,8 @@ from jaxtyping import Bool, Float
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from gruppo.types import (
-    Batch,
-    Generated,
-    GruppoError,
-    Likelihood,
-    MicroBatch,
-    Prompt,
-    Request,
-    Rollouts,
-    Sampling,
-    Stat,
-    TokenBatch,
-)
+from gruppo.errors import GruppoError
+from gruppo.types import Batch, Generated, Likelihood, MicroBatch, Prompt, Request, Rollouts, Sampling, Stat, TokenBatch
 
 Outputs = Collection[str]
 """Requested outputs of a likelihood beside ``logprobs``: "entropy" (with gradient), "entropy_value" (without, cheaper),
@@ -40,6 +29,15 @@ Outputs = Collection[str]
 
 GenerateTokens = Callable[[TokenBatch, Any, int], Generated]
 """Samples the rows of a batch: (batch, sampling, seed)."""
+
+Tools = Sequence[Mapping[str, Any]]
+"""Functions that a policy may call, as JSON schemas."""
+
+Generate = Callable[[Sequence[Request], Any], Rollouts]
+"""Samples requests with sampling parameters."""
+
+Score = Callable[[Rollouts], Float[Tensor, "B"]]
+"""Rewards of rollouts, NaN where one was not scored."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +130,7 @@ class Policy:
 
     def at(self, module: nn.Module) -> Self:
         """Return this policy over other weights of the same architecture, such as those of a reference."""
-        other = copy.copy(self)
+        other = copy.copy(self)  # shallow: tokenizer and options are shared, only the weights are others
         other.module, other.value_head = module.eval(), None
         return other
 
@@ -168,7 +166,7 @@ class Policy:
         """Read the weights that ``save`` wrote, in place."""
         weights = load_file(folder / "model.safetensors")
         for name, tensor in self.checkpoint_weights().items():
-            if name not in weights or weights[name].shape != tensor.shape:
+            if name not in weights or weights[name].shape != tensor.shape:  # copy_ would broadcast some other shapes
                 found = list(weights[name].shape) if name in weights else "missing"
                 raise GruppoError(f"""{folder}: {name} is {found}, and this policy needs {list(tensor.shape)}. Open the
                     folder with the function that made the policy.""")
@@ -184,11 +182,7 @@ class Policy:
     def configure_prompts(self, prompts: Any) -> None:
         """Write prompts as ``config.prompts`` says, before any is written."""
 
-    def prepare_conversations(
-        self,
-        tools: Sequence[Mapping[str, Any]] | None,
-        tools_of: Callable[[Prompt], Sequence[Mapping[str, Any]]] | None = None,
-    ) -> None:
+    def prepare_conversations(self, tools: Tools | None, tools_of: Callable[[Prompt], Tools] | None = None) -> None:
         """Get ready for an environment with these tools (JSON schemas); None without an environment.
 
         ``tools_of``: those that a prompt names, if not all.
@@ -264,9 +258,9 @@ class Policy:
 
         Each action of ``loss_mask`` is in exactly one micro-batch; a longer row is one of its own.
         """
-        rows, columns = loss_mask.any(dim=1).nonzero()[:, 0], loss_mask.shape[1]
+        rows, columns = loss_mask.any(dim=1).nonzero()[:, 0], loss_mask.shape[1]  # [b] rows of [B], and T
         parts = rows.split(max(budget // max(columns, 1), 1))
-        return [MicroBatch(part, slice(0, columns)) for part in parts if len(part)]
+        return [MicroBatch(part, slice(0, columns)) for part in parts if len(part)]  # no rows split into one empty part
 
     def bytes_per_unit(self, *, least: bool = False) -> int:
         """Return the activation memory of one unit of the budget; 0 if unknown. ``least``: of the leanest layout."""
@@ -328,13 +322,7 @@ class Policy:
         return {}
 
     def evaluate_steps(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Any,
-        *,
-        generate: Callable[[Sequence[Request], Any], Rollouts],
-        score: Callable[[Rollouts], Float[Tensor, "B"]],
-        budget: int,
+        self, prompts: Sequence[Prompt], sampling: Any, *, generate: Generate, score: Score, budget: int
     ) -> dict[str, Stat]:
         """Return further statistics that need samples of their own, such as rewards along denoising steps."""
         return {}
@@ -427,8 +415,7 @@ class Modality:
 
     def parameter_groups(self, config: Any, policy: Policy) -> list[ParameterGroup]:
         """Return the trainable parameters, grouped by learning rate factor and gradient clipping."""
-        names = tuple(name for name, parameter in policy.module.named_parameters() if parameter.requires_grad)
-        return [ParameterGroup(names)]
+        return [ParameterGroup(tuple(name for name, p in policy.module.named_parameters() if p.requires_grad))]
 
     def critic(self, config: Any, policy: Policy, data: Any) -> Critic | None:
         """Return a critic of the untrained policy; None for the generic value head."""
@@ -439,6 +426,7 @@ class Modality:
         return config
 
 
+# After both classes: each names the other.
 Policy.modality = Modality()
 
 
@@ -452,15 +440,12 @@ class Engine(Protocol):
 
     def generate(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts:
         """Sample the requests; rows carry the version of the weights that chose their actions."""
-        ...
 
     def sync(self, policy: Policy, version: int) -> None:
         """Load the policy's weights as ``version``; return once a probe has shown that the sampler holds them."""
-        ...
 
     def close(self) -> None:
         """Release what the engine holds."""
-        ...
 
 
 class Reward(Protocol):
@@ -485,11 +470,9 @@ class Critic(Protocol):
 
     def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
         """Evaluate with gradient; 0 where mask is False."""
-        ...
 
     def checkpoint_weights(self) -> dict[str, Tensor]:
         """Return what a checkpoint of the critic holds, by name."""
-        ...
 
     def shard(self, apply: Callable[..., None]) -> None:
         """Shard the network of its own over ranks, if it has one; see ``Policy.shard``."""
@@ -509,7 +492,6 @@ class Critic(Protocol):
 
     def memory_estimate(self, dtype_bytes: int) -> dict[str, float]:
         """Return bytes by name of the weights and their copies; gradients and optimizer state are counted with all."""
-        ...
 
 
 class Reference(Protocol):
@@ -526,37 +508,29 @@ class Reference(Protocol):
 
     def on_device(self) -> AbstractContextManager[None]:
         """Hold the weights on the compute device within."""
-        ...
 
     def active(self) -> AbstractContextManager[Policy]:
         """Yield the policy over the reference's weights; within, a module that it shares has these weights."""
-        ...
 
     def likelihood(self, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs = ()) -> Likelihood: ...
 
     def update(self, policy: Policy, step: int) -> None:
         """Follow the policy after step 1, 2, ..., if this reference does."""
-        ...
 
     def reset_to(self, policy: Policy) -> None:
         """Copy the policy's current weights, if ``follows_policy``."""
-        ...
 
     def distance(self, policy: Policy) -> float:
         """Return |policy - reference| / |reference| over the trained weights."""
-        ...
 
     def memory_estimate(self, dtype_bytes: int) -> dict[str, float]:
         """Return the bytes that the reference holds during updates, by name."""
-        ...
 
     def frozen_state_dict(self) -> Mapping[str, Tensor]:
         """Return the weights that must never change, by name."""
-        ...
 
     def state_dict(self) -> Mapping[str, Tensor]:
         """Return the weights that change, by name."""
-        ...
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
 
@@ -597,19 +571,15 @@ class PromptSource(Protocol):
 
     def take(self, n: int) -> list[Prompt]:
         """Return the next ``n`` prompts."""
-        ...
 
     def held_out(self, n: int) -> list[Prompt]:
         """Return at most ``n`` evaluation prompts, which the stream never contains."""
-        ...
 
     def all_prompts(self) -> Iterable[Prompt]:
         """Return every prompt once; none where that is unknown or expensive."""
-        ...
 
     def fingerprint(self) -> str | None:
         """Return a hash of the data, apart from the seed."""
-        ...
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -618,7 +588,7 @@ class PromptSource(Protocol):
 
 def saved_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by name, tied ones once."""
-    persistent = module.state_dict().keys()
+    persistent = module.state_dict().keys()  # which names tied parameters twice, and named_parameters once
     return dict(module.named_parameters()) | {n: b for n, b in module.named_buffers() if n in persistent}
 
 
@@ -626,7 +596,7 @@ def device_of(module: nn.Module) -> torch.device:
     """Return the device on which a module computes; sharded weights may be kept on the CPU between uses."""
     parameter: Any = next(module.parameters())
     mesh = getattr(parameter, "device_mesh", None)  # of a DTensor, whose class takes two seconds to import
-    if mesh is None or mesh.device_type != "cuda":
+    if mesh is None or mesh.device_type != "cuda":  # an offloaded shard is on the CPU, and its mesh is not
         return parameter.device
     return torch.device("cuda", torch.cuda.current_device())
 
@@ -654,5 +624,6 @@ def digest(weights: Mapping[str, Tensor]) -> str:
     found = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
         found.update(name.encode() + b"\0")
+        # as bytes: numpy has no bfloat16
         found.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()

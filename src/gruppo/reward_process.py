@@ -28,7 +28,7 @@ from gruppo.errors import DataError, GruppoError
 from gruppo.loading import check_unsealed
 from gruppo.reward_values import NotEncodable, encode
 from gruppo.reward_worker import make
-from gruppo.timeouts import CallError, current_call
+from gruppo.timeouts import CallError, TimedCall, current_call
 from gruppo.watchdog import GRACE_S
 
 log = logging.getLogger("gruppo")
@@ -36,7 +36,6 @@ log = logging.getLogger("gruppo")
 CAN_ISOLATE = os.name == "posix"
 """Whether functions can run in another process. Windows passes no pipes to a process by number."""
 _START_S = 60.0
-
 
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from gruppo.reward_worker import main; main()"
 
@@ -48,24 +47,20 @@ class _Process:
         self.loaded = set[str]()
         self.connection, other = Pipe()
         path = json.dumps([str(entry) for entry in sys.path])
+        command = [sys.executable, "-u", "-W", "ignore", "-c", _START, path, str(other.fileno())]
+        pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        # In a session of its own: Ctrl-C is the trainer's; and processes that a function starts are killed with it.
         self.process = subprocess.Popen(
-            [sys.executable, "-u", "-W", "ignore", "-c", _START, path, str(other.fileno())],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            pass_fds=[other.fileno()],
-            start_new_session=True,  # Ctrl-C is the trainer's; and processes that a function starts are killed with it
+            command, text=True, errors="replace", pass_fds=[other.fileno()], start_new_session=True, **pipes
         )
         other.close()
         # The live screen and notebooks show what is written to sys.stdout, not to its file descriptor.
-        self._output = [
-            threading.Thread(target=_copy_lines, args=(pipe, name), name="gruppo-reward-output", daemon=True)
-            for pipe, name in ((self.process.stdout, "stdout"), (self.process.stderr, "stderr"))
-        ]
-        for thread in self._output:
+        self._output = list[threading.Thread]()
+        for name in ("stdout", "stderr"):
+            lines = (getattr(self.process, name), name)
+            thread = threading.Thread(target=_copy_lines, args=lines, name="gruppo-reward-output", daemon=True)
             thread.start()
+            self._output.append(thread)
 
     def ask(self, request: bytes, buffers: Sequence[bytes] = (), *, limit_s: float = math.inf, **header: Any) -> Any:
         """Send a request and return the answer. ``CallError`` where the process ends, or answers too late."""
@@ -166,28 +161,25 @@ class RewardProcesses:
         digest = hashlib.blake2b(b"%d " % self.seed + body, digest_size=4)
         for buffer in buffers:
             digest.update(buffer)
-        call, process, limit_s = current_call(), self._take(key), None
+        # a call without a deadline, such as a check of columns, is one that nothing waits for
+        call, process = current_call() or TimedCall(lambda: None), self._take(key)
         torch = sys.modules.get("torch")
         device = torch.cuda.current_device() if torch is not None and torch.cuda.is_initialized() else 0
         try:
-            if call is not None:
-                call.kill = process.kill
+            call.kill = process.kill
             if key not in process.loaded:
-                if call is not None:
-                    call.started = math.inf
+                call.started = math.inf  # importing the file costs nothing of the call's time
                 self._load(process, key, limit_s=_START_S)
-            if call is not None:
-                call.started = time.monotonic()
-                # Past this limit the process ends by itself, where nobody is left to kill it.
-                limit_s = None if call.timeout_s is None else 2 * call.timeout_s + GRACE_S
+            call.started = time.monotonic()
+            # Past this limit the process ends by itself, where nobody is left to kill it.
+            limit_s = None if call.timeout_s is None else 2 * call.timeout_s + GRACE_S
             seed = int.from_bytes(digest.digest(), "big")
             answer = process.ask(body, buffers, seed=seed, device=device, exit_after_s=limit_s)
         except BaseException:  # also of a signal: the answer would be taken for that of the next call
             self._end(process)
             raise
         finally:
-            if call is not None:
-                call.kill = None
+            call.kill = None
         self._put(process)
         return _checked(answer)
 
@@ -199,8 +191,7 @@ class RewardProcesses:
                 process = self._idle.pop()
                 if process.process.poll() is None:
                     return process
-                self._all.discard(process)
-                process.close()
+                self._end(process)
             process = _Process()
             self._all.add(process)
             return process
@@ -222,12 +213,8 @@ class RewardProcesses:
         info = _checked(process.ask(json.dumps({"load": key}).encode(), limit_s=limit_s))
         process.loaded.add(key)
         if self._sources.setdefault(key, info["source"]) != info["source"]:
-            path = info["source"][0]
-            raise CallError(
-                "exception",
-                f"{path} has changed since the run began; use it with gruppo resume RUN --allow-changes",
-                "changed",
-            )
+            message = "has changed since the run began; use it with gruppo resume RUN --allow-changes"
+            raise CallError("exception", f"{info['source'][0]} {message}", "changed")
         return info
 
 
@@ -255,12 +242,11 @@ class _IsolatedFunction:
         self._processes, self._key = processes, key
         self._local: Callable[..., Any] | None = None
         self.__name__: str = info["name"]
-        self.__signature__ = Signature(
-            [
-                Parameter(name, getattr(Parameter, kind), default=Parameter.empty if is_required else None)
-                for name, kind, is_required in info["parameters"]
-            ]
-        )
+        parameters = [
+            Parameter(name, getattr(Parameter, kind), default=Parameter.empty if is_required else None)
+            for name, kind, is_required in info["parameters"]
+        ]
+        self.__signature__ = Signature(parameters)
         self.is_async: bool = info["is_async"]
         vars(self).update(info["attributes"])
         if info["has_check"]:
@@ -285,8 +271,8 @@ class _IsolatedFunction:
             self._local = make(self._key)
             return self._local(**arguments)
         answer = self._processes.ask(self._key, {"arguments": cells, "logs": [*logs]}, buffers)
-        for name, value in answer["metrics"] if "log_metric" in logs else ():
+        for name, value in answer["metrics"]:  # none of a function that does not take log_metric
             logs["log_metric"](name, value)
-        for column, values in answer["extras"] if "log_extra" in logs else ():
+        for column, values in answer["extras"]:
             logs["log_extra"](column, values)
         return [CallError(*value["error"]) if isinstance(value, dict) else value for value in answer["values"]]

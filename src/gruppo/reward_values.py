@@ -62,24 +62,22 @@ class NotEncodable(Exception):
 def encode(value: Any, buffers: list[bytes]) -> Any:
     """Convert to JSON that keeps tuples and keys of any type, with the bytes of tensors and arrays in ``buffers``."""
     kind = type(value)
-    if kind in _PLAIN:
+    if kind in _PLAIN:  # the type itself: a subclass, such as an enum of numbers, would come back as another
         return value
     if kind is list:
         return value if _PLAIN.issuperset(map(type, value)) else [encode(part, buffers) for part in value]
     if kind is dict and "$" not in value and all(type(key) is str for key in value):
         return {key: encode(part, buffers) for key, part in value.items()}
     if kind in (tuple, set, frozenset, dict):
-        return {
-            "$": kind.__name__,
-            "of": [encode(part, buffers) for part in (value.items() if kind is dict else value)],
-        }
+        parts = value.items() if kind is dict else value
+        return {"$": kind.__name__, "of": [encode(part, buffers) for part in parts]}
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if kind is bytes:
         buffers.append(value)
         return {"$": "bytes"}
     if torch is not None and isinstance(value, torch.Tensor):
-        data = value.detach().cpu().contiguous()
-        buffers.append(data.reshape(-1).view(torch.uint8).numpy().tobytes())
+        # as bytes: numpy has no bfloat16
+        buffers.append(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return {"$": "tensor", "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
     if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and value.dtype.kind in "biufc":
         buffers.append(value.tobytes())
@@ -102,6 +100,7 @@ def decode(value: Any, buffers: Iterable[bytes]) -> Any:
     if kind == "tensor":
         import torch
 
+        # bytearray: a tensor over bytes could not be written to; frombuffer refuses an empty one
         data, dtype = bytearray(next(iter(buffers))), getattr(torch, value["dtype"])
         return (torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)).reshape(value["shape"])
     if kind == "array":

@@ -5,7 +5,6 @@ It imports this module and what the functions need, so it has to stay free of to
 
 from __future__ import annotations
 
-import asyncio
 import faulthandler
 import hashlib
 import inspect
@@ -13,7 +12,8 @@ import json
 import os
 import random
 import sys
-from collections.abc import Callable, Sequence
+from asyncio import AbstractEventLoop, new_event_loop
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -36,7 +36,7 @@ def main() -> None:
     number = int(sys.argv[2])
     os.set_inheritable(number, False)
     connection, functions = Connection(number), dict[str, Any]()
-    loop = asyncio.new_event_loop()  # one for all calls: a client that a function opens on it stays usable
+    loop = new_event_loop()  # one for all calls: a client that a function opens on it stays usable
     while True:
         try:
             header, request = json.loads(connection.recv_bytes()), json.loads(connection.recv_bytes())
@@ -64,7 +64,11 @@ def main() -> None:
 
 def _described(function: Any) -> dict[str, Any]:
     """All that the trainer needs to know of a function."""
-    source = _source(function)
+    source = None  # its file, and a hash of that
+    with suppress(TypeError, OSError):
+        path = inspect.getsourcefile(inspect.unwrap(getattr(function, "func", function)))
+        with open(path or "", "rb") as file:
+            source = [str(path), hashlib.sha256(file.read()).hexdigest()]
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -82,22 +86,8 @@ def _described(function: Any) -> dict[str, Any]:
     }
 
 
-def _source(function: Any) -> list[str] | None:
-    """File of a function, and its hash."""
-    try:
-        path = inspect.getsourcefile(inspect.unwrap(getattr(function, "func", function)))
-        with open(path or "", "rb") as file:
-            return [str(path), hashlib.sha256(file.read()).hexdigest()]
-    except (TypeError, OSError):
-        return None
-
-
 def _answer(
-    function: Callable[..., Any],
-    request: dict[str, Any],
-    buffers: Sequence[bytes],
-    header: dict[str, Any],
-    loop: asyncio.AbstractEventLoop,
+    function: Any, request: dict[str, Any], buffers: list[bytes], header: dict[str, Any], loop: AbstractEventLoop
 ) -> dict[str, Any]:
     """Call a function. Its generators are seeded, and torch records no gradients."""
     arguments, logged = decode(request["arguments"], iter(buffers)), Answer()

@@ -61,14 +61,13 @@ def imports(settings: Any, key: str = "") -> list[str]:
     text = settings.strip() if isinstance(settings, str) else ""
     if key in SERVERS:
         return [SERVERS[key] + text] if text else []
-    if RUNS_CODE.search(text):
-        return [text]
-    if text.startswith(ADAPTERS):
+    if RUNS_CODE.search(text) or text.startswith(ADAPTERS):
         return [text]
     spec = text.removeprefix("restore:")
     place, _, name = spec.rpartition(":")
     if is_file_name(place) or key == "data":  # data with a colon is a task, reasoning_gym:NAME, unless it is a file
         return [absolute_spec(spec)] if place.endswith(tuple(all_suffixes())) else []
+    # package.module:name is a name only where such a package is installed: texts with a colon are settings too
     parts = [*place.split("."), name]
     with suppress(ImportError, ValueError):
         if all(map(str.isidentifier, parts)) and importlib.util.find_spec(parts[0]) is not None:
@@ -86,7 +85,7 @@ def imports_of_models(settings: Any) -> dict[Path, list[str]]:
     if isinstance(settings, Mapping | list | tuple):
         parts = settings.values() if isinstance(settings, Mapping) else settings
         return {folder: names for part in parts for folder, names in imports_of_models(part).items()}
-    if not isinstance(settings, str) or not settings:
+    if not isinstance(settings, str) or not settings:  # "" would be the folder that the command is called from
         return {}
     folder = Path(absolute_path(settings))
     return {path: names for path in (folder, folder / "final") if (names := imports_of_model(path))}
@@ -154,7 +153,7 @@ def _is_trusted(folder: Path, names: Collection[str]) -> bool:
 def _recorded(place: Path) -> set[str]:
     with suppress(OSError, ValueError, RuntimeError, KeyError, TypeError):
         record = read_json(_record_of(place))
-        if record["folder"] == str(place):
+        if record["folder"] == str(place):  # its name is a part of the folder's SHA-256
             return {str(name) for name in record["imports"]}
     return set()
 
@@ -173,7 +172,7 @@ def record(folder: Path, names: Collection[str]) -> None:
             file.unlink(missing_ok=True)
             return
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        temporary = file.with_suffix(f".tmp-{os.getpid()}")
+        temporary = file.with_suffix(f".tmp-{os.getpid()}")  # another command of this user may read it meanwhile
         temporary.write_text(json.dumps({"folder": str(place), "imports": sorted(set(names))}), encoding="utf-8")
         temporary.replace(file)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
@@ -186,8 +185,7 @@ def record(folder: Path, names: Collection[str]) -> None:
 
 
 def _record_of(place: Path) -> Path:
-    digest = hashlib.sha256(os.fsencode(place)).hexdigest()[:32]
-    return state_folder() / "runs" / f"{digest}.json"
+    return state_folder() / "runs" / f"{hashlib.sha256(os.fsencode(place)).hexdigest()[:32]}.json"
 
 
 def state_folder() -> Path:

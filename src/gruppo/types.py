@@ -117,16 +117,12 @@ class Rollouts:
 
     def take(self, rows: Int[Tensor, "b"] | Sequence[int]) -> Rollouts:
         """Select rows, in the order of ``rows``. Prompts without rows are dropped and ``group_ids`` re-indexed."""
-        index = torch.as_tensor(rows, dtype=torch.long)
-        groups, group_ids = self.group_ids[index].unique(return_inverse=True)
-        return replace(
-            self,
-            prompts=_pick(self.prompts, groups),
-            group_ids=group_ids,
-            shared={name: _pick(value, groups) for name, value in self.shared.items()},
-            **{name: _pick(getattr(self, name), index) for name in _ROW_FIELDS},
-            per_row={name: _pick(value, index) for name, value in self.per_row.items()},
-        )
+        index = torch.as_tensor(rows, dtype=torch.long)  # [b]
+        groups, group_ids = self.group_ids[index].unique(return_inverse=True)  # [p] that have rows, and [b]
+        rows_of = {name: _pick(getattr(self, name), index) for name in _ROW_FIELDS}
+        rows_of["per_row"] = {name: _pick(value, index) for name, value in self.per_row.items()}
+        shared = {name: _pick(value, groups) for name, value in self.shared.items()}
+        return replace(self, prompts=_pick(self.prompts, groups), group_ids=group_ids, shared=shared, **rows_of)
 
     @staticmethod
     def cat(parts: Sequence[Rollouts]) -> Rollouts:
@@ -141,8 +137,10 @@ class Rollouts:
             places.setdefault(key, place)
         first = torch.tensor(list(places.values()), dtype=torch.long)
         groups = {key: group for group, key in enumerate(places)}
+        # for each part, the new group of each of its prompts
         group_of = torch.tensor([groups[key] for key in keys], dtype=torch.long).split([len(p.prompts) for p in parts])
         shared = {name: _join([part.shared[name] for part in parts]) for name in parts[0].shared}
+        # An environment may open a conversation by what reset(seed) returns; likelihoods read one prompt per group.
         for place, key in enumerate(keys if "prompt_ids" in shared else ()):
             if not torch.equal(shared["prompt_ids"][place], shared["prompt_ids"][places[key]]):
                 raise DataError(f"""samples of prompt {key[0]!r} have different prompts, and cannot be joined to one
@@ -151,17 +149,14 @@ class Rollouts:
         fields: dict[str, Any] = {}
         for name in _ROW_FIELDS:
             values = [getattr(part, name) for part in parts]
-            if name in _COLUMN_FIELDS:
+            if name in _COLUMN_FIELDS:  # [B, T, *E]: T becomes that of the longest part
                 padding = [(0, 0) * (x.ndim - 2) + (0, columns - x.shape[1]) for x in values]
                 values = [nn.functional.pad(x, widths) for x, widths in zip(values, padding, strict=True)]
             fields[name] = _join(values)
-        return Rollouts(
-            prompts=_pick(prompts, first),
-            group_ids=torch.cat([ids[part.group_ids] for ids, part in zip(group_of, parts, strict=True)]),
-            shared={name: _pick(values, first) for name, values in shared.items()},
-            per_row={name: _join([part.per_row[name] for part in parts]) for name in parts[0].per_row},
-            **fields,
-        )
+        group_ids = torch.cat([ids[part.group_ids] for ids, part in zip(group_of, parts, strict=True)])
+        shared = {name: _pick(values, first) for name, values in shared.items()}
+        per_row = {name: _join([part.per_row[name] for part in parts]) for name in parts[0].per_row}
+        return Rollouts(prompts=_pick(prompts, first), group_ids=group_ids, shared=shared, per_row=per_row, **fields)
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,6 +193,7 @@ class Generated:
     """What is kept of each row for its next turn; see ``TokenBatch``."""
 
 
+# Tests empty it, so that the CPU stands for a device that has to be waited for.
 AT_ONCE = frozenset({"cpu"})
 """Kinds of devices whose numbers can be read without waiting for work that was queued before."""
 
@@ -258,7 +254,7 @@ class MicroBatch:
 
     def of(self, x: Tensor) -> Tensor:
         """Select the micro-batch, ``[b, t, ...]``, of a ``[B, T, ...]`` tensor."""
-        return x[self.rows][:, self.cols]
+        return x[self.rows][:, self.cols]  # [b, t, ...]; cols is a slice, so that the second step copies nothing
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,12 +282,11 @@ class Batch:
     def take(self, rows: Int[Tensor, "b"]) -> Batch:
         """Select rows of every entry that has rows."""
         changes: dict[str, Any] = {"reward_parts": {name: value[rows] for name, value in self.reward_parts.items()}}
-        for name in ("rewards", "advantages", "loss_mask", "old_logprobs", "old_values", "returns"):
+        # without demos: demonstrations have rows of their own, which trainer.demonstrations splits
+        tensors = ("rewards", "advantages", "loss_mask", "old_logprobs", "old_values", "returns")
+        for name in (*tensors, "rollouts", "old_gaussian"):
             if (value := getattr(self, name)) is not None:
-                changes[name] = value[rows]
-        for name in ("rollouts", "old_gaussian"):
-            if (record := getattr(self, name)) is not None:
-                changes[name] = record.take(rows)
+                changes[name] = value[rows] if name in tensors else value.take(rows)
         if self.ref is not None:
             gaussian = self.ref.gaussian and self.ref.gaussian.take(rows)
             changes["ref"] = Likelihood(self.ref.logprobs[rows], gaussian=gaussian)
@@ -314,36 +309,31 @@ class Stat:
     def of(x: Tensor, where: Tensor | None = None) -> Stat:
         """Compute the statistics of ``x``, where ``where`` is True if given; on an accelerator they are pending."""
         if is_deferred(x.device):
-            return Stat(pending=(_packed(x.detach().double(), where),)) if x.numel() else Stat()
+            if x.numel() == 0:
+                return Stat()
+            # Masked entries are replaced: indexing by the mask would wait for the device, to count them.
+            x, kept = x.detach().double(), torch.ones_like(x, dtype=torch.bool)
+            if where is not None:
+                kept = where.reshape(*where.shape, *[1] * (x.ndim - where.ndim)).expand_as(x)
+            sums = torch.where(kept, x, 0)
+            ends = [torch.where(kept, x, torch.inf).amin(), torch.where(kept, x, -torch.inf).amax()]
+            return Stat(pending=(torch.stack([kept.sum().to(x), sums.sum(), sums.square().sum(), *ends]),))
         kept = (x if where is None else x[where]).detach().double()  # sums of bfloat16 would lose small terms
-        if kept.numel() == 0:
+        if kept.numel() == 0:  # aminmax refuses an empty tensor
             return Stat()
-        low, high = kept.aminmax()
-        packed = torch.stack([kept.sum(), kept.square().sum(), low, high]).tolist()
-        return Stat(float(kept.numel()), *packed)
+        return Stat(float(kept.numel()), *torch.stack([kept.sum(), kept.square().sum(), *kept.aminmax()]).tolist())
 
     def __add__(self, other: Stat) -> Stat:
-        return Stat(
-            self.count + other.count,
-            self.sum + other.sum,
-            self.sum_sq + other.sum_sq,
-            min(self.min, other.min),
-            max(self.max, other.max),
-            self.pending + other.pending,
-        )
+        sums = (self.count + other.count, self.sum + other.sum, self.sum_sq + other.sum_sq)
+        return Stat(*sums, min(self.min, other.min), max(self.max, other.max), self.pending + other.pending)
 
     @staticmethod
     def read(stats: Mapping[str, Stat]) -> dict[str, Stat]:
         """Add what is pending, in one transfer from the device."""
         pending = [part for stat in stats.values() for part in stat.pending]
         numbers = iter(torch.stack(pending).tolist() if pending else ())
-        read = dict[str, Stat]()
-        for name, stat in stats.items():
-            own = replace(stat, pending=())
-            for _ in stat.pending:
-                own += Stat(*next(numbers))
-            read[name] = own
-        return read
+        # sum() adds from the left, as every addition of statistics, so that the last digits are the same
+        return {n: sum((Stat(*next(numbers)) for _ in s.pending), replace(s, pending=())) for n, s in stats.items()}
 
     @property
     def mean(self) -> float:
@@ -359,14 +349,5 @@ class Stat:
         """Population standard deviation (ddof 0)."""
         if not self.count:
             return float("nan")
+        # rounding can make the variance of equal numbers slightly negative
         return max(self.sum_sq / self.count - self.mean**2, 0.0) ** 0.5
-
-
-def _packed(x: Float[Tensor, "*b"], where: Tensor | None) -> Float[Tensor, "5"]:
-    """Count, sum, sum of squares, minimum and maximum; without indexing by a mask, which waits for its count."""
-    kept = torch.ones_like(x, dtype=torch.bool)
-    if where is not None:
-        kept = where.reshape(*where.shape, *[1] * (x.ndim - where.ndim)).expand_as(x)
-    sums = torch.where(kept, x, 0)
-    ends = [torch.where(kept, x, torch.inf).amin(), torch.where(kept, x, -torch.inf).amax()]
-    return torch.stack([kept.sum().to(x), sums.sum(), sums.square().sum(), *ends])

@@ -64,10 +64,9 @@ def watching(what: str, timeout_s: float | None) -> Iterator[Callable[[], None]]
         return
     limit_s = 2 * timeout_s + GRACE_S
     advice = f"Continue with: gruppo resume {run_folder}. " if run_folder else ""
-    text = (
-        f"{what} has held Python's interpreter lock (GIL) for {limit_s:g} s, and nothing inside the process can stop "
-        f"it: the process was ended. {advice}A function given as file.py:name is stopped alone, by --scoring.isolate."
-    )
+    text = f"""{what} has held Python's interpreter lock (GIL) for {limit_s:g} s, and nothing inside the process can
+        stop it: the process was ended. {advice}A function given as file.py:name is stopped alone, by
+        --scoring.isolate."""
     beat = f"\0{' '.join(text.split())}\x1f{run_folder and os.path.abspath(run_folder)}\n".encode()
 
     def arm() -> None:

@@ -12,16 +12,18 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from gruppo.protocols import Engine, Policy
-from gruppo.testing.sampling import MIN_SHARE, Case, as_prompts, check_sampling, require, same_actions, share_alike
+from gruppo.testing.sampling import MIN_SHARE, Case, ContractError, as_prompts, check_sampling, same_rows, share_alike
 from gruppo.types import GruppoError, Rollouts, Sampling
 
 ALL = 1 << 30
 """A budget that everything fits."""
 DEFAULT = Sampling(max_actions=8)
+Prompts = Sequence[Any]
+"""``Prompt``, or the inputs of one."""
 
 
 def check_policy(
-    policy: Policy, prompts: Sequence[Any], *, sampling: Any = None, seed: int = 0, tolerance: float = 1e-3
+    policy: Policy, prompts: Prompts, *, sampling: Any = None, seed: int = 0, tolerance: float = 1e-3
 ) -> None:
     """Check that a policy samples by address and evaluates its samples to the same log-probs in any batch.
 
@@ -31,16 +33,12 @@ def check_policy(
     """
     _require_methods(policy, ("sample", "micro_batches", "likelihood"), "policy")
     kind, module = type(policy).__name__, getattr(policy, "module", None)
-    require(
-        {
-            f"{kind} does not define {name}; see gruppo.Policy for what it returns.": (
-                getattr(type(policy), name, None) is not getattr(Policy, name)
-            )
-            for name in ("sample", "likelihood")
-        }
-    )
-    message = f"policy.module is a {type(module).__name__}; it needs to be the torch module that is trained."
-    require({message: isinstance(module, nn.Module)})
+    for name in ("sample", "likelihood"):  # the base class has both, which raise
+        if getattr(type(policy), name, None) is getattr(Policy, name):
+            raise ContractError(f"{kind} does not define {name}; see gruppo.Policy for what it returns.")
+    if not isinstance(module, nn.Module):
+        raise ContractError(f"""policy.module is a {type(module).__name__}; it needs to be the torch module that is
+            trained.""")
     case = Case("policy.sample", policy.sample, as_prompts(prompts), sampling or DEFAULT, seed, tolerance)
     with _restored(policy.module):
         policy.module.eval()
@@ -53,13 +51,7 @@ def check_policy(
 
 
 def check_engine(
-    engine: Engine,
-    policy: Policy,
-    prompts: Sequence[Any],
-    *,
-    sampling: Any = None,
-    seed: int = 0,
-    tolerance: float = 1e-3,
+    engine: Engine, policy: Policy, prompts: Prompts, *, sampling: Any = None, seed: int = 0, tolerance: float = 1e-3
 ) -> None:
     """Check that an engine samples by address from the weights of its last sync, and reports their version.
 
@@ -75,35 +67,34 @@ def check_engine(
             engine.sync(policy, version)
             rollouts = check_sampling(case) if version == 1 else case.sample()
             reported = sorted(set(rollouts.policy_version[rollouts.mask].tolist()))
-            message = (
-                f"{case.who} after sync(policy, {version}) reports policy_version {reported} where mask is True; it "
-                f"needs [{version}], the version of the weights that chose the action."
-            )
-            require({message: reported == [version]})
+            if reported != [version]:
+                raise ContractError(f"""{case.who} after sync(policy, {version}) reports policy_version {reported} where
+                    mask is True; it needs [{version}], the version of the weights that chose the action.""")
             problem = f"after sync(policy, {version}) the engine's sampler_logprobs are not the policy's log-probs"
-            advice = "sync may return only once the sampler holds the new weights; log-probs are in nats, at the "
-            evaluated = _logprobs(policy, rollouts)
-            case.require_close(
-                rollouts.sampler_logprobs, evaluated, rollouts.mask, problem, f"{advice}sampling temperature."
-            )
+            advice = """sync may return only once the sampler holds the new weights; log-probs are in nats, at the
+                sampling temperature."""
+            case.require_close(rollouts.sampler_logprobs, _logprobs(policy, rollouts), rollouts.mask, problem, advice)
 
 
 def _require_methods(part: Any, names: Sequence[str], kind: str) -> None:
-    needed = f"it needs {', '.join(names)} (see gruppo.protocols)"
-    found = f"the {kind}, a {type(part).__name__}"
-    require({f"{found}, has no method {name}; {needed}.": callable(getattr(part, name, None)) for name in names})
+    for name in names:
+        if not callable(getattr(part, name, None)):
+            raise ContractError(f"""the {kind}, a {type(part).__name__}, has no method {name}; it needs
+                {", ".join(names)} (see gruppo.protocols).""")
 
 
 def _check_greedy(case: Case) -> None:
     greedy = case.sample(temperature=0.0)
-    message = f"{case.who} at temperature 0 gave other actions for another seed; 0 means the most likely ones."
-    require({message: same_actions(greedy, case.sample(temperature=0.0, seed=case.seed + 1))})
+    if not same_rows(greedy, case.sample(temperature=0.0, seed=case.seed + 1)):
+        raise ContractError(f"""{case.who} at temperature 0 gave other actions for another seed; 0 means the most likely
+            ones.""")
     try:
         share = share_alike(greedy, case.sample(top_k=1))
     except GruppoError:  # refused
         return
-    message = f"{case.who} with top_k=1 starts as at temperature 0 in {share:.0%} of the rows: it is ignored."
-    require({message: share >= MIN_SHARE})
+    if share < MIN_SHARE:
+        raise ContractError(f"""{case.who} with top_k=1 starts as at temperature 0 in {share:.0%} of the rows: it is
+            ignored.""")
 
 
 def _check_micro_batches(policy: Policy, rollouts: Rollouts) -> None:
@@ -116,28 +107,26 @@ def _check_micro_batches(policy: Policy, rollouts: Rollouts) -> None:
         kept = covered[rollouts.mask]
         likelihood = policy.likelihood(rollouts, micro_batches[0])
         shape, needed = tuple(likelihood.logprobs.shape), tuple(micro_batches[0].of(rollouts.mask).shape)
-        require(
-            {
-                f"policy.micro_batches with a budget of {budget} leaves out {int((kept == 0).sum())} of {len(kept)} "
-                f"kept actions and repeats {int((kept > 1).sum())}; each needs to be in exactly one "
-                "micro-batch.": (kept == 1).all(),
-                f"policy.likelihood gave log-probs of the shape {shape} for a micro-batch of the shape {needed}.": (
-                    shape == needed
-                ),
-            }
-        )
+        if not (kept == 1).all():
+            raise ContractError(f"""policy.micro_batches with a budget of {budget} leaves out {int((kept == 0).sum())}
+                of {len(kept)} kept actions and repeats {int((kept > 1).sum())}; each needs to be in exactly one
+                micro-batch.""")
+        if shape != needed:
+            raise ContractError(f"""policy.likelihood gave log-probs of the shape {shape} for a micro-batch of the shape
+                {needed}.""")
     if likelihood.logprobs.requires_grad:
         likelihood.logprobs.sum().backward()
     gradients = [parameter.grad for parameter in policy.module.parameters() if parameter.grad is not None]
-    message = "policy.likelihood sends no gradient to the parameters of policy.module; compute it without no_grad or "
-    require({f"{message}detach.": any(gradient.any() for gradient in gradients)})
+    if not any(gradient.any() for gradient in gradients):
+        raise ContractError("""policy.likelihood sends no gradient to the parameters of policy.module; compute it
+            without no_grad or detach.""")
 
 
 def _check_same_distribution(policy: Policy, case: Case) -> None:
     """Sampling and evaluation apply temperature, top-k and top-p alike, or refuse them."""
     # Without changes a refusal is an error: nothing could be trained.
-    changed: list[dict[str, Any]] = [{}, {"temperature": 0.7}, {"top_k": 3}, {"top_p": 0.7}]
-    for changes in changed:
+    options: list[dict[str, Any]] = [{}, {"temperature": 0.7}, {"top_k": 3}, {"top_p": 0.7}]
+    for changes in options:
         try:
             rollouts = case.sample(**changes)
             evaluated = _logprobs(policy, rollouts)
@@ -147,10 +136,8 @@ def _check_same_distribution(policy: Policy, case: Case) -> None:
             continue
         how = ", ".join(f"{name}={value}" for name, value in changes.items()) or "as they are"
         problem = f"policy.likelihood of its own samples ({how}) is not their sampler_logprobs"
-        advice = (
-            "Both need the logits from just before the action, divided by the temperature and cut to top-k and top-p; "
-            "what cannot be evaluated is refused with a GruppoError."
-        )
+        advice = """Both need the logits from just before the action, divided by the temperature and cut to top-k and
+            top-p; what cannot be evaluated is refused with a GruppoError."""
         case.require_close(rollouts.sampler_logprobs, evaluated, rollouts.mask, problem, advice)
 
 
@@ -178,16 +165,15 @@ def _check_module_state(policy: Policy, case: Case, rollouts: Rollouts) -> None:
     after = _logprobs(policy, rollouts)
     case.require_close(before, after, mask, "log-probs differ after module.train(): dropout is on", advice)
     policy.module.train()  # again: likelihood may have called eval()
-    share = share_alike(rollouts, case.sample())
-    message = f"{share:.0%} of the samples start alike after module.train(): dropout is on. {advice}"
-    require({message: share >= MIN_SHARE})
+    if (share := share_alike(rollouts, case.sample())) < MIN_SHARE:
+        raise ContractError(f"{share:.0%} of the samples start alike after module.train(): dropout is on. {advice}")
     policy.module.eval()
 
     advice = "Renew every copy of the weights before it is used."
     before = _logprobs(policy, rollouts)
     _perturb(policy.module)
-    message = f"log-probs did not change when the weights of policy.module did: they are stale. {advice}"
-    require({message: not torch.equal(before[mask], _logprobs(policy, rollouts)[mask])})
+    if torch.equal(before[mask], _logprobs(policy, rollouts)[mask]):
+        raise ContractError(f"log-probs did not change when the weights of policy.module did: they are stale. {advice}")
     fresh = case.sample()
     problem = "after a change of the weights, samples and their evaluation are of different weights"
     case.require_close(fresh.sampler_logprobs, _logprobs(policy, fresh), fresh.mask, problem, advice)
@@ -197,9 +183,8 @@ def _check_module_state(policy: Policy, case: Case, rollouts: Rollouts) -> None:
 def _logprobs(policy: Policy, rollouts: Rollouts, budget: int = ALL) -> Float[Tensor, "B T"]:
     """The policy's evaluation, in float64 on the CPU; 0 where nothing was evaluated."""
     logprobs = torch.zeros(rollouts.mask.shape, dtype=torch.float64)
-    columns = torch.arange(logprobs.shape[1])
     for micro_batch in policy.micro_batches(rollouts, rollouts.mask, budget):
-        place = (micro_batch.rows[:, None], columns[micro_batch.cols][None])
+        place = (micro_batch.rows[:, None], torch.arange(logprobs.shape[1])[micro_batch.cols][None])
         logprobs[place] = policy.likelihood(rollouts, micro_batch).logprobs.double().cpu()
     return logprobs
 

@@ -12,7 +12,7 @@ from gruppo.data.open import open_source
 from gruppo.protocols import peek
 from gruppo.reward_process import CAN_ISOLATE, RewardProcesses
 from gruppo.rewards import RewardSet, Scores, columns_of, resolve_reward
-from gruppo.testing.sampling import ContractError, as_prompts, require
+from gruppo.testing.sampling import ContractError, as_prompts
 from gruppo.types import Prompt, Rollouts
 
 SUM = Prompt("sum", "1 + 1 =", "2")
@@ -50,7 +50,7 @@ def check_reward(
     elif isinstance(prompts, list | tuple) and all(isinstance(prompt, Prompt) for prompt in prompts):
         cases = [as_prompts(prompts)]
     else:
-        columns: dict[str, Any] = {"prompt_column": prompt_column, "target_column": target_column}
+        columns: Any = {"prompt_column": prompt_column, "target_column": target_column}
         source = open_source(prompts, seed=0, held_out_fraction=0.0, **columns)
         cases = [peek(source, min(source.epoch_size or MAX_PROMPTS, MAX_PROMPTS))]
     problems = []
@@ -77,25 +77,25 @@ def _check(reward: Any, prompts: Sequence[Prompt], timeout_s: float | None) -> N
     scores = scorer.score(rollouts)
     raises_always = len(scores.failures) == len(rollouts) and all(f.kind == "exception" for f in scores.failures)
     for failure in scores.failures:
-        raise (_RaisesAlways if raises_always else ContractError)(
-            f"{who}, {failure.kind} for the completion {rollouts.completions[failure.row]!r:.80}: {failure.message}. "
-            "It needs one finite number for each completion, whatever it says, or None for not scored."
-        )
+        completion = rollouts.completions[failure.row]
+        raise (_RaisesAlways if raises_always else ContractError)(f"""{who}, {failure.kind} for the completion
+            {completion!r:.80}: {failure.message}. It needs one finite number for each completion, whatever it says, or
+            None for not scored.""")
     order = torch.arange(len(rollouts)).flip(0)
     again, reverse, values = scorer.score(rollouts), scorer.score(rollouts.take(order)), scores.rewards.tolist()
     reverse = reverse.take(order.tolist())
-    require(
-        {
-            f"{who} scored none of {len(rollouts)} completions; it needs to score some. Give check_reward prompts with "
-            "the targets and columns that it reads.": scores.rewards.isfinite().any(),
-            f"{who} changed the prompts or completions that it was given, which others read too; change a "
-            "copy.": _readable(rollouts) == before,
-            f"{who} scored {again.rewards.tolist()} what it had scored {values}; the same completions need the same "
-            "scores, or a resumed run is another run. Seed whatever is random.": _same(again, scores),
-            f"{who} scored {reverse.rewards.tolist()} when the completions came in reverse, but {values} before; a "
-            "score stays with its completion. Return scores in the order of the completions.": _same(reverse, scores),
-        }
-    )
+    if not scores.rewards.isfinite().any():
+        raise ContractError(f"""{who} scored none of {len(rollouts)} completions; it needs to score some. Give
+            check_reward prompts with the targets and columns that it reads.""")
+    if _readable(rollouts) != before:
+        raise ContractError(f"""{who} changed the prompts or completions that it was given, which others read too;
+            change a copy.""")
+    if not _same(again, scores):
+        raise ContractError(f"""{who} scored {again.rewards.tolist()} what it had scored {values}; the same completions
+            need the same scores, or a resumed run is another run. Seed whatever is random.""")
+    if not _same(reverse, scores):
+        raise ContractError(f"""{who} scored {reverse.rewards.tolist()} when the completions came in reverse, but
+            {values} before; a score stays with its completion. Return scores in the order of the completions.""")
 
 
 def _same(a: Scores, b: Scores) -> bool:
@@ -111,19 +111,21 @@ def _completions(prompts: Sequence[Prompt]) -> Rollouts:
     """
     rows: list[tuple[int, str]] = []
     for n, answer in enumerate(str(prompt.target) for prompt in prompts):
+        # nonsense: characters outside ASCII, and tags that are opened and not closed
         texts = ["", answer, f"The answer is {answer}.", f"First,\n\nthen {answer}.\n"]
         rows += [(n, text) for text in [*texts, "\u4f60\u597d \u2211 \\boxed{ <think>", "no " * 200]]
-    lengths = torch.tensor([len(text) + 1 for _, text in rows])
+    lengths = torch.tensor([len(text) + 1 for _, text in rows])  # [B], with the 0 at the end
     columns = int(lengths.max())
+    # a prompt of messages is answered by messages, as in training
+    is_text = [isinstance(prompt.inputs, str) for prompt in prompts]
+    completions = tuple(text if is_text[n] else [{"role": "assistant", "content": text}] for n, text in rows)
     return Rollouts(
         prompts=tuple(prompts),
         group_ids=torch.tensor([n for n, _ in rows]),
         actions=torch.tensor([[*map(ord, text), *[0] * (columns - len(text))] for _, text in rows]),
         mask=torch.arange(columns) < lengths[:, None],
         lengths=lengths,
-        completions=tuple(
-            text if isinstance(prompts[n].inputs, str) else [{"role": "assistant", "content": text}] for n, text in rows
-        ),
+        completions=completions,
         sampler_logprobs=torch.zeros(len(rows), columns),
         policy_version=torch.zeros(len(rows), columns, dtype=torch.long),
         temperature=torch.ones(len(rows)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -20,13 +20,6 @@ MIN_SHARE = 0.75
 
 class ContractError(GruppoError, AssertionError):
     """A component breaks its contract."""
-
-
-def require(claims: Mapping[str, object]) -> None:
-    """Raise the message of the first claim that does not hold."""
-    for message, holds in claims.items():
-        if not holds:
-            raise ContractError(message)
 
 
 @dataclass(frozen=True)
@@ -56,92 +49,80 @@ class Case:
     ) -> None:
         """Equal log-probabilities where mask is True."""
         apart = (a.double() - b.double())[mask].abs()
-        worst = float(apart.max()) if apart.numel() else 0.0  # NaN where there is one, which no tolerance allows
-        wide = f"{worst:.3g} nats apart at most, where tolerance={self.tolerance:g} is allowed"
-        require({f"{problem}: {wide}. {advice}": worst <= self.tolerance})
+        worst = float(apart.max()) if apart.numel() else 0.0
+        if not worst <= self.tolerance:  # and not >: NaN is larger than no tolerance
+            raise ContractError(f"""{problem}: {worst:.3g} nats apart at most, where tolerance={self.tolerance:g} is
+                allowed. {advice}""")
 
 
 def as_prompts(inputs: Sequence[Any]) -> list[Prompt]:
     """Prompts as they are; anything else becomes the input of one."""
     prompts = [p if isinstance(p, Prompt) else Prompt(f"check-{n}", p, draw=n) for n, p in enumerate(inputs)]
-    names = {(prompt.id, prompt.draw) for prompt in prompts}
-    require(
-        {
-            "there are no prompts to check with; give two or more, of unequal length.": prompts,
-            "two of the prompts have one id and draw, so they are one group; number them.": len(names) == len(prompts),
-        }
-    )
+    if not prompts:
+        raise ContractError("there are no prompts to check with; give two or more, of unequal length.")
+    if len({(prompt.id, prompt.draw) for prompt in prompts}) < len(prompts):
+        raise ContractError("two of the prompts have one id and draw, so they are one group; number them.")
     return prompts
-
-
-def check_sampling(case: Case) -> Rollouts:
-    """The case's rollouts, after all checks of sampling."""
-    rollouts = case.sample()
-    _check_record(case, rollouts)
-    _check_addresses(case, rollouts)
-    return rollouts
 
 
 def _check_record(case: Case, rollouts: Rollouts) -> None:
     """The fields agree with each other and with the requests."""
     who, rows = case.who, sum(request.size for request in case.requests)
-    kind = type(rollouts).__name__
-    require({f"{who} returned a {kind}; it needs gruppo.types.Rollouts.": isinstance(rollouts, Rollouts)})
+    if not isinstance(rollouts, Rollouts):
+        raise ContractError(f"{who} returned a {type(rollouts).__name__}; it needs gruppo.types.Rollouts.")
     columns = rollouts.actions.shape[1]
-    for name in ("group_ids", "lengths", "temperature", "actions", "mask", "sampler_logprobs", "policy_version"):
-        is_per_row = name in ("group_ids", "lengths", "temperature")
-        shape, needed = tuple(getattr(rollouts, name).shape), (rows,) if is_per_row else (rows, columns)
-        of = f"{rows} samples" if is_per_row else f"{rows} samples of {columns} actions"
-        is_shaped = (shape[:2] if name == "actions" else shape) == needed
-        require({f"{who}: {name} has the shape {shape}; {of} need {list(needed)}.": is_shaped})
+    per_row = ("group_ids", "lengths", "temperature")
+    for name in (*per_row, "actions", "mask", "sampler_logprobs", "policy_version"):
+        shape, needed = tuple(getattr(rollouts, name).shape), (rows,) if name in per_row else (rows, columns)
+        of = f"{rows} samples" if name in per_row else f"{rows} samples of {columns} actions"
+        if (shape[:2] if name == "actions" else shape) != needed:  # actions may have event dimensions: [B, T, *E]
+            raise ContractError(f"{who}: {name} has the shape {shape}; {of} need {list(needed)}.")
+    for name in ("completions", "finish"):
+        if (count := len(getattr(rollouts, name))) != rows:
+            raise ContractError(f"{who}: {count} {name} for {rows} samples; it needs one for each.")
     groups = [(p.id, p.draw, int((rollouts.group_ids == n).sum())) for n, p in enumerate(rollouts.prompts)]
     requested = [(r.prompt.id, r.prompt.draw, r.size) for r in case.requests]
+    if sorted(groups) != sorted(requested):
+        raise ContractError(f"""{who}: the samples of each prompt (id, draw, count) are {groups}; {requested} were
+            requested. Each prompt needs one entry in prompts, and the group_ids of its rows point to it.""")
     mask, logprobs, temperature = rollouts.mask, rollouts.sampler_logprobs, case.sampling.temperature
-    unknown, known = set(rollouts.finish) - set(get_args(Finish)), ", ".join(map(repr, get_args(Finish)))
+    if mask.dtype != torch.bool:  # an integer mask would select rows by number
+        raise ContractError(f"{who}: mask is {mask.dtype}; it needs torch.bool.")
+    if (mask & (torch.arange(columns) >= rollouts.lengths[:, None])).any():  # [B, T]
+        raise ContractError(f"""{who}: mask is True at or beyond lengths, where no action is. Make both from the number
+            of actions.""")
     # A density may exceed 1; a probability, by rounding only.
     highest = float("inf") if rollouts.actions.is_floating_point() else 1e-4
-    counts = {name: len(getattr(rollouts, name)) for name in ("completions", "finish")}
-    require({f"{who}: {n} {name} for {rows} samples; it needs one for each.": n == rows for name, n in counts.items()})
-    message = (
-        f"{who}: the samples of each prompt (id, draw, count) are {groups}; {requested} were requested. Each prompt "
-        "needs one entry in prompts, and the group_ids of its rows point to it."
-    )
-    require({message: sorted(groups) == sorted(requested)})
-    require({f"{who}: mask is {mask.dtype}; it needs torch.bool.": mask.dtype == torch.bool})
-    chosen, others = logprobs[mask], logprobs[~mask]
-    exists = torch.arange(columns) < rollouts.lengths[:, None]
-    temperatures = torch.full(rollouts.temperature.shape, float(temperature))
-    require(
-        {
-            f"{who}: mask is True at or beyond lengths, where no action is. Make both from the number of "
-            "actions.": not (mask & ~exists).any(),
-            f"{who}: sampler_logprobs needs finite nats where mask is True (at most 0 for discrete actions) and 0 "
-            "elsewhere.": chosen.isfinite().all() and (chosen <= highest).all() and not others.any(),
-            f"{who}: temperature is {rollouts.temperature.tolist()}, but {temperature} was requested.": torch.allclose(
-                rollouts.temperature.cpu().float(), temperatures
-            ),
-            f"{who} chose no action at all; check the prompts, and max_actions.": mask.any(),
-            f"{who}: finish holds {unknown}; it needs to be one of {known}.": not unknown,
-        }
-    )
+    if not (logprobs[mask].isfinite().all() and (logprobs[mask] <= highest).all()) or logprobs[~mask].any():
+        raise ContractError(f"""{who}: sampler_logprobs needs finite nats where mask is True (at most 0 for discrete
+            actions) and 0 elsewhere.""")
+    given = rollouts.temperature.cpu().float()
+    if not torch.allclose(given, torch.full(given.shape, float(temperature))):
+        raise ContractError(f"""{who}: temperature is {rollouts.temperature.tolist()}, but {temperature} was
+            requested.""")
+    if not mask.any():
+        raise ContractError(f"{who} chose no action at all; check the prompts, and max_actions.")
+    if unknown := set(rollouts.finish) - {*get_args(Finish)}:
+        known = ", ".join(map(repr, get_args(Finish)))
+        raise ContractError(f"{who}: finish holds {unknown}; it needs to be one of {known}.")
 
 
-def _check_addresses(case: Case, rollouts: Rollouts) -> None:
-    """A sample depends on (seed, prompt.draw, sample number) alone."""
-    who, requests, seed = case.who, case.requests, case.seed
+def check_sampling(case: Case) -> Rollouts:
+    """The case's rollouts, after all checks of sampling: each depends on (seed, prompt.draw, sample number) alone."""
+    who, requests, seed, rollouts = case.who, case.requests, case.seed, case.sample()
+    _check_record(case, rollouts)
     without_target = [replace(request, prompt=replace(request.prompt, target=None)) for request in requests]
+    if not same_rows(rollouts, case.sample()):
+        raise ContractError(f"""{who} gave other actions for the same seed; draw with seeds.uniforms_at(seed, draw,
+            sample, n).""")
     # A model that is certain of every action gives the same for all seeds.
     is_deterministic = bool((rollouts.sampler_logprobs[rollouts.mask].abs() < 1e-3).all())
-    require(
-        {
-            f"{who} gave other actions for the same seed; draw with seeds.uniforms_at(seed, draw, sample, "
-            "n).": same_actions(rollouts, case.sample()),
-            f"{who} gave the same actions for the seeds {seed} and {seed + 1}; the seed needs to reach the "
-            "draw.": is_deterministic or not same_actions(rollouts, case.sample(seed=seed + 1)),
-            f"{who} gave other actions for prompts without their target; it is for rewards, never read in "
-            "sampling.": same_actions(rollouts, case.sample(without_target)),
-        }
-    )
+    if not is_deterministic and same_rows(rollouts, case.sample(seed=seed + 1)):
+        raise ContractError(f"""{who} gave the same actions for the seeds {seed} and {seed + 1}; the seed needs to reach
+            the draw.""")
+    if not same_rows(rollouts, case.sample(without_target)):
+        raise ContractError(f"""{who} gave other actions for prompts without their target; it is for rewards, never read
+            in sampling.""")
     one_by_one = [case.sample([replace(r, size=1, first=i)]) for r in requests for i in range(r.size)]
     others = {
         "in another order": case.sample(requests[::-1]),
@@ -149,15 +130,14 @@ def _check_addresses(case: Case, rollouts: Rollouts) -> None:
         "one sample at a time, numbered by Request.first": Rollouts.cat(one_by_one),
     }
     for how, other in others.items():
-        share = share_alike(rollouts, other)
-        message = (
-            f"{who}: only {share:.0%} of the rows start alike when prompts are sampled {how}. A sample may depend on "
-            "(seed, prompt.draw, sample number) alone: draw with seeds.uniforms_at, counting from request.first."
-        )
-        require({message: share >= MIN_SHARE})
+        if (share := share_alike(rollouts, other)) < MIN_SHARE:
+            raise ContractError(f"""{who}: only {share:.0%} of the rows start alike when prompts are sampled {how}. A
+                sample may depend on (seed, prompt.draw, sample number) alone: draw with seeds.uniforms_at, counting
+                from request.first.""")
+    return rollouts
 
 
-def same_actions(a: Rollouts, b: Rollouts) -> bool:
+def same_rows(a: Rollouts, b: Rollouts) -> bool:
     return torch.equal(a.mask, b.mask) and torch.equal(a.actions, b.actions)
 
 

@@ -132,7 +132,7 @@ class GRPOTrainer:
         policy = self._opened(model, settings, notes)
         validation = eval_dataset
         self.rewards = [] if reward_funcs is None and environment else _rewards(reward_funcs, reward_processing_classes)
-        self.parts = Parts.of(policy, train_dataset, self.rewards, environment, tools or None, validation=validation)
+        self.parts = Parts.of(policy, train_dataset, self.rewards, environment, tools or None, None, validation)
         config = serialization.change(Config(), settings)
         self.config = replace(
             config,
