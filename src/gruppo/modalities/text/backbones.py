@@ -308,10 +308,8 @@ def probe(module: Any) -> Backbone:
     vocabulary = module.get_input_embeddings().weight.shape[0]
     with torch.no_grad():
         if not plain.features(torch.arange(1, 5, device=device)[None] % vocabulary).isfinite().all():
-            raise NumericalStop(
-                f"the weights of this {type(module).__name__} give logits that are not finite, so nothing can be "
-                "sampled from it. Use another model, or an earlier save of it."
-            )
+            raise NumericalStop(f"""the weights of this {type(module).__name__} give logits that are not finite, so
+                nothing can be sampled from it. Use another model, or an earlier save of it.""")
     # ordinary tokens: the first ids of a vocabulary are often special ones, on which a trained model is ill-conditioned
     first, second = prompts = [torch.arange(1, n, device=device) * 7919 % vocabulary for n in (4, 7)]
 
@@ -376,11 +374,5 @@ def probe(module: Any) -> Backbone:
     decodes = runs_layers and agrees(decoded_logits, splits=True, decodes=True)
     layouts.append("padded")
     return Backbone(
-        module,
-        splits=splits,
-        caches=caches,
-        resumes=resumes,
-        decodes=decodes,
-        layouts=tuple(layouts),
-        compiles=True,
+        module, splits=splits, caches=caches, resumes=resumes, decodes=decodes, layouts=tuple(layouts), compiles=True
     )

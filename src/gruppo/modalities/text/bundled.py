@@ -61,10 +61,8 @@ def smollm2_135m(
         source = Path(override)
         weights = sorted(source.glob("*.safetensors"))
         if not (source / "config.json").is_file() or not weights:
-            raise GruppoError(
-                f"GRUPPO_SMOLLM2={override} is no model folder; it needs config.json and safetensors files. Name such "
-                "a folder or a GGUF file, or unset the variable."
-            )
+            raise GruppoError(f"""GRUPPO_SMOLLM2={override} is no model folder; it needs config.json and safetensors
+                files. Name such a folder or a GGUF file, or unset the variable.""")
         return ModelSource(source, f"GRUPPO_SMOLLM2={override}", sha256_of(*weights))
     if override and not Path(override).is_file():
         raise GruppoError(f"GRUPPO_SMOLLM2={override} does not exist. {BY_HAND}")
@@ -73,10 +71,8 @@ def smollm2_135m(
         try:
             _build(folder, override, convert, expected_sha256)
         except OSError as problem:
-            raise GruppoError(
-                f"the model could not be written to {folder.parent} ({problem}); it needs 0.8 GB and the right to "
-                "write there. Set GRUPPO_CACHE to another folder."
-            ) from problem
+            raise GruppoError(f"""the model could not be written to {folder.parent} ({problem}); it needs 0.8 GB and the
+                right to write there. Set GRUPPO_CACHE to another folder.""") from problem
     return ModelSource(folder, SOURCE, expected_sha256)
 
 
@@ -112,18 +108,14 @@ def _build(
         model.mkdir()
         gguf = Path(override) if override else _find_gguf(Path(name))
         if (sha256 := sha256_of(gguf)) != expected_sha256:
-            raise GruppoError(
-                f"{gguf} has SHA-256 {sha256[:16]}..., but {GGUF_NAME} of {PACKAGE} has "
-                f"{expected_sha256[:16]}...; it is damaged or another file and is not used. {BY_HAND}"
-            )
+            raise GruppoError(f"""{gguf} has SHA-256 {sha256[:16]}..., but {GGUF_NAME} of {PACKAGE} has
+                {expected_sha256[:16]}...; it is damaged or another file and is not used. {BY_HAND}""")
         log.info("Converting SmolLM2-135M-Instruct (%s) once to %s; about 15 s.", PACKAGE, folder)
         try:
             (convert or convert_gguf)(gguf, model)
         except Exception as problem:  # a full disk raises an error of safetensors, another GGUF a KeyError
-            raise GruppoError(
-                f"{gguf.name} could not be converted ({type(problem).__name__}: {problem}). "
-                f"Check the free disk space, and run: {install_command('demo')} --upgrade"
-            ) from problem
+            raise GruppoError(f"""{gguf.name} could not be converted ({type(problem).__name__}: {problem}). Check the
+                free disk space, and run: {install_command("demo")} --upgrade""") from problem
         weights = model / "model.safetensors"
         record = {
             "source": SOURCE,

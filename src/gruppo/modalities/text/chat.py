@@ -102,9 +102,8 @@ class Chat:
         template, values = prompts.chat_template, read_kwargs(prompts.chat_template_kwargs)
         self.special_tokens = prompts.special_tokens
         if self.is_plain and (template or values):
-            raise GruppoError(
-                "a module with render of its own has no chat template. Leave --prompts.chat-template out."
-            )
+            raise GruppoError("""a module with render of its own has no chat template. Leave --prompts.chat-template
+                out.""")
         self.tokenizer = self._given
         if template:
             self.tokenizer = copy.copy(self._given)  # the caller's stays as it is
@@ -238,10 +237,8 @@ class Chat:
         for encode in (alone, behind_others):
             if by_parts(plain, encode) == expected:
                 return by_parts(text, encode)
-        raise DataError(
-            "the text of a message holds a special token, which this tokenizer cannot encode as text. Remove it, or "
-            "set --prompts.special-tokens keep."
-        )
+        raise DataError("""the text of a message holds a special token, which this tokenizer cannot encode as text.
+            Remove it, or set --prompts.special-tokens keep.""")
 
     @_one_at_a_time
     def encode_reply(
@@ -258,11 +255,9 @@ class Chat:
             begun = self._encode_messages([*inputs, *completion[:-1]]) + self.encode_text(completion[-1]["content"])
             whole = self._encode_messages([*inputs, *completion, *reply])
             if whole[: len(begun)] != begun:
-                raise DataError(
-                    "render writes the beginning of a longer conversation differently, so no reply can be added to the "
-                    "sampled tokens. Let render(messages) begin with render(messages before the answer) and the "
-                    "answer's ids, or give prompts as plain strings."
-                )
+                raise DataError("""render writes the beginning of a longer conversation differently, so no reply can be
+                    added to the sampled tokens. Let render(messages) begin with render(messages before the answer) and
+                    the answer's ids, or give prompts as plain strings.""")
             ids = whole[len(begun) :]
             return ids[1:] if is_closed and ids and ids[0] in self.eos_ids else ids
         before = inputs[:-1] if inputs[-1]["role"] == "assistant" else inputs  # an answer begun there is in completion
@@ -309,10 +304,8 @@ class Chat:
             if found:
                 break
         else:
-            raise problem or DataError(
-                "the model's chat template leaves the assistant's turn out of a conversation, so that it cannot "
-                "continue. Use a model whose template writes it."
-            )
+            raise problem or DataError("""the model's chat template leaves the assistant's turn out of a conversation,
+                so that it cannot continue. Use a model whose template writes it.""")
         if not some:
             return tail
         ends = self.tokenizer.convert_ids_to_tokens(list(self.eos_ids))
@@ -370,10 +363,8 @@ class Chat:
                 return self.tokenizer.apply_chat_template(prepared(messages, arguments_as_text=True), **options)
         except (TemplateError, TypeError) as error:
             roles = ", ".join(str(message["role"]) for message in messages)
-            raise DataError(
-                f"the model's chat template cannot write a conversation of {roles}: {error}. Change the messages, or "
-                "use a model whose template takes them."
-            ) from error
+            raise DataError(f"""the model's chat template cannot write a conversation of {roles}: {error}. Change the
+                messages, or use a model whose template takes them.""") from error
 
     @_one_at_a_time
     def answer(

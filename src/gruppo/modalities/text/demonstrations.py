@@ -18,9 +18,8 @@ def target_text(target: Any) -> str:
         contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
         is_answer = len(contents) == len(messages) == 1 and messages[0].get("role", "assistant") == "assistant"
         if not is_answer or not isinstance(contents[0], str):
-            raise GruppoError(
-                f"the target {target!r:.80} is no answer; it needs a text, or one message of the assistant with a text."
-            )
+            raise GruppoError(f"""the target {target!r:.80} is no answer; it needs a text, or one message of the
+                assistant with a text.""")
         return contents[0]
     is_missing = target is None or (isinstance(target, float) and math.isnan(target))
     return "" if is_missing else str(target)

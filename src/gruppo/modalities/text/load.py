@@ -68,10 +68,9 @@ def from_pretrained(
     model_path, tokenizer_path = path, None
     if is_adapter(path):
         if adapt is not None:
-            raise GruppoError(
-                f"the model {path} is an adapter, and another one is requested. Continue it with --lora.adapter {path} "
-                f"and its base as --model; or merge it first, with gruppo export {path} FOLDER, and give that."
-            )
+            raise GruppoError(f"""the model {path} is an adapter, and another one is requested. Continue it with
+                --lora.adapter {path} and its base as --model; or merge it first, with gruppo export {path} FOLDER, and
+                give that.""")
         model_path, adapt = _base_of_adapter(read_adapter(path), is_merged=is_merged)
         folder = Path(path).expanduser()
         tokenizer_path = str(folder) if (folder / "tokenizer_config.json").is_file() else None
@@ -83,16 +82,12 @@ def from_pretrained(
     is_reward_model = all(name.rpartition(".")[0] in head_names for name in missing)
     is_reward_model &= all(name.startswith("score.") for name in loading["unexpected_keys"])
     if missing and (needs_head or not is_reward_model):
-        raise GruppoError(
-            f"model {path!r} lacks {len(missing)} weights that a {type(module).__name__} has, {missing[0]} first; they "
-            "would be random. Give a folder with all weights of a causal language model."
-        )
+        raise GruppoError(f"""model {path!r} lacks {len(missing)} weights that a {type(module).__name__} has,
+            {missing[0]} first; they would be random. Give a folder with all weights of a causal language model.""")
     policy = from_transformers(module, tokenizer, compute=compute, chunk=chunk, adapt=adapt)
     if missing and policy.trunk() is policy.module:
-        raise GruppoError(
-            f"model {path!r} lacks the language head, and a {type(module).__name__} cannot be run without one. Give a "
-            "folder with all weights of a causal language model."
-        )
+        raise GruppoError(f"""model {path!r} lacks the language head, and a {type(module).__name__} cannot be run
+            without one. Give a folder with all weights of a causal language model.""")
     return policy
 
 
@@ -107,18 +102,15 @@ def _base_of_adapter(adapter: Adapter, *, is_merged: bool) -> tuple[str, Adapt]:
             continue
         return base, partial(adapter.attach, base=name, is_merged=is_merged)
     problem = f"is {adapter.base_names[0]!r}, which does not exist here" if adapter.base_names else "has no name"
-    raise GruppoError(
-        f"the base of the adapter {adapter.folder} {problem}. Load the base with gruppo.from_transformers and its "
-        f"adapter with adapt=gruppo.modalities.common.adapters.adapt_from({str(adapter.folder)!r}, base=''), or "
-        f"name the base in {adapter.folder / BASE}."
-    )
+    raise GruppoError(f"""the base of the adapter {adapter.folder} {problem}. Load the base with
+        gruppo.from_transformers and its adapter with
+        adapt=gruppo.modalities.common.adapters.adapt_from({str(adapter.folder)!r}, base=''), or name the base in
+        {adapter.folder / BASE}.""")
 
 
 def four_bit_error(model: str) -> GruppoError:
-    return GruppoError(
-        f"lora.load_in_4bit quantizes a model of transformers while it is read from files, and {model!r} is made in "
-        "memory. Set --lora.load-in-4bit False, or give a folder or a hub id."
-    )
+    return GruppoError(f"""lora.load_in_4bit quantizes a model of transformers while it is read from files, and
+        {model!r} is made in memory. Set --lora.load-in-4bit False, or give a folder or a hub id.""")
 
 
 def _load(
@@ -152,14 +144,11 @@ def _load(
     except GruppoError:
         raise
     except Exception as error:  # whatever transformers and the formats raise for files that they cannot read
-        raise GruppoError(
-            f"model {source!r} could not be loaded: {transformers_error(error, kind)} Give a local folder that "
-            "save_pretrained wrote, or a hub id that this machine can reach or has cached."
-        ) from error
+        raise GruppoError(f"""model {source!r} could not be loaded: {transformers_error(error, kind)} Give a local
+            folder that save_pretrained wrote, or a hub id that this machine can reach or has cached.""") from error
     if has_adapter(module):
-        raise GruppoError(
-            f"{source!r} is an adapter on a hub. Download it; give its base as --model, its folder as --lora.adapter."
-        )
+        raise GruppoError(f"""{source!r} is an adapter on a hub. Download it; give its base as --model, its folder as
+            --lora.adapter.""")
     return module, tokenizer, loading
 
 

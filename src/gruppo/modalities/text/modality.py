@@ -40,10 +40,8 @@ class TextModality(Modality):
     def validate(self, config: Config) -> None:
         is_here = config.model in BUNDLED or names_function(config.model) or Path(config.model).exists()
         if config.modality is not None and config.modality != type(config.modality)() and not is_here:
-            raise GruppoError(
-                f"there is no folder {config.model!r} with an image model. Train one first, as with "
-                f"{command_name()} train digits-pretrain, or set --model unet or diffusers:OWNER/NAME."
-            )
+            raise GruppoError(f"""there is no folder {config.model!r} with an image model. Train one first, as with
+                {command_name()} train digits-pretrain, or set --model unet or diffusers:OWNER/NAME.""")
         refuse_unused_options(config, self)
 
     def open(self, config: Config, data: PromptSource) -> tuple[Policy, dict[str, Any]]:

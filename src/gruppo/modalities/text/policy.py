@@ -255,10 +255,8 @@ class TextPolicy(AdaptablePolicy):
             if why := self.check_prompt(prompt, sampling):
                 raise GruppoError(why)
             if prompts.setdefault((prompt.id, prompt.draw), prompt).inputs != prompt.inputs:
-                raise GruppoError(
-                    f"two different prompts have the id {prompt.id!r} and the draw {prompt.draw}; their rows would "
-                    "become one group. Give each prompt an id of its own."
-                )
+                raise GruppoError(f"""two different prompts have the id {prompt.id!r} and the draw {prompt.draw}; their
+                    rows would become one group. Give each prompt an id of its own.""")
             if batches[-1] and sum(r.size for r in batches[-1]) + request.size > batch_rows:
                 batches.append([])
             batches[-1].append(request)
@@ -329,10 +327,8 @@ class TextPolicy(AdaptablePolicy):
 
     def served_config(self) -> dict[str, Any]:
         if self.backbone.is_plain:
-            raise GruppoError(
-                f"a {type(self.module).__name__} of gruppo.from_module cannot be loaded by a server; it needs to be a "
-                "Hugging Face model. Leave --engine out."
-            )
+            raise GruppoError(f"""a {type(self.module).__name__} of gruppo.from_module cannot be loaded by a server; it
+                needs to be a Hugging Face model. Leave --engine out.""")
         dtype, module = str(self.compute_dtype).removeprefix("torch."), cast(Any, self.module)
         return {**module.config.to_diff_dict(), "tie_word_embeddings": False, "dtype": dtype}
 
