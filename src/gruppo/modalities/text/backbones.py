@@ -21,10 +21,10 @@ from gruppo.distributed.sharding import is_unit
 from gruppo.modalities.common.adapters import save_adapter
 from gruppo.modalities.common.lora import has_adapter
 from gruppo.modalities.text import flex
-from gruppo.modalities.text.decoder import Decoder, read_decoder, stream_features
+from gruppo.modalities.text.decoder import read_decoder, stream_features
 from gruppo.modalities.text.decoding import FusedDecoder, LayeredDecoding
 from gruppo.modalities.text.kept import KeptRow
-from gruppo.modalities.text.layouts import LAY_OUT, Layout, Tokens
+from gruppo.modalities.text.layouts import LAY_OUT, Layout
 from gruppo.modalities.text.resumed import resume
 from gruppo.modalities.text.static_decoding import StaticDecoding
 from gruppo.protocols import device_of
@@ -99,18 +99,27 @@ class Backbone:
         ``owners`` [b]: the prompt of each completion. An action is a completion and its column, ``row`` and ``column``
         [n].
         """
-        weight, device, layout = next(self.module.parameters()), device_of(self.module), self.layout
+        device, layout = device_of(self.module), self.layout
         if layout == "stream":
             decoder = read_decoder(self.module)
             assert decoder is not None, "see layout"
-            tokens, features = _stream(decoder, prompts, completions, owners, compiles=self.compiles)
+            features = None
+            # by compiled layers on CUDA where they agree with the plain ones, unless the weights are sharded
+            if self.compiles and not any(map(is_unit, decoder.layers[:1])) and flex.is_usable(decoder):
+                tokens = LAY_OUT["stream"](prompts, completions, owners, has_blocks=False)
+                with suppress(NotCompiled):
+                    features = flex.features(decoder, tokens)
+            if features is None:
+                tokens = LAY_OUT["stream"](prompts, completions, owners)
+                features = stream_features(decoder, tokens)
         else:
             tokens, inputs = LAY_OUT[layout](prompts, completions, owners), {}
             if tokens.visible is not None:
                 visible = tokens.visible.to(device)[:, None]
-                dtype = self.dtype or weight.dtype
+                dtype = self.dtype or next(self.module.parameters()).dtype
+                # added to the scores: the smallest number, as in transformers' own masks, and not -inf
                 mask = torch.zeros(visible.shape, dtype=dtype, device=device)
-                mask = mask.masked_fill_(~visible, torch.finfo(dtype).min)
+                mask.masked_fill_(~visible, torch.finfo(dtype).min)  # [g, 1, L, L]
                 inputs = {"position_ids": tokens.positions.to(device), "attention_mask": mask}
             features = self.features(tokens.ids.to(device), **inputs).flatten(0, 1)
         return features[tokens.before(row, column).to(device, non_blocking=True)]
@@ -159,18 +168,6 @@ class Backbone:
                 except ValueError:  # a published temperature without do_sample: transformers loads it, but cannot save
                     generation.do_sample = True
             self.module.save_pretrained(folder)
-
-
-def _stream(
-    decoder: Decoder, prompts: Sequence[Tensor], completions: Sequence[Tensor], owners: Tensor, *, compiles: bool
-) -> tuple[Tokens, Float[Tensor, "N F"]]:
-    """A stream and its features: by compiled layers on CUDA where they agree with the plain ones, unless sharded."""
-    if compiles and not any(map(is_unit, decoder.layers[:1])) and flex.is_usable(decoder):
-        tokens = LAY_OUT["stream"](prompts, completions, owners, has_blocks=False)
-        with suppress(NotCompiled):
-            return tokens, flex.features(decoder, tokens)
-    tokens = LAY_OUT["stream"](prompts, completions, owners)
-    return tokens, stream_features(decoder, tokens)
 
 
 def decoding_on(device: torch.device) -> type[LayeredDecoding]:
@@ -230,30 +227,25 @@ class CachedDecoding:
         self.mask: Bool[Tensor, "b L"] = columns >= ids.shape[1] - lengths[:, None]
         # 0, 1, 2, ... over the real tokens of each row
         positions = (self.mask.long().cumsum(dim=1) - 1).clamp(min=0)
-        # of all rows as many last columns as the row with the most new tokens has; other rows read a few again
-        first = (
-            ids.shape[1] - max(len(ids) - len(row.ids) for row, ids in zip(kept, prompts, strict=True)) if kept else 0
-        )
+        first = 0  # column from which on rows are read
         if kept:
-            self._fill(kept, lengths.tolist(), first, ids.shape[1])
+            # of all rows as many last columns as the row with the most new tokens has; other rows read a few again
+            first = ids.shape[1] - max(len(ids) - len(row.ids) for row, ids in zip(kept, prompts, strict=True))
+            taken = [row.suffix for row in kept]
+            for row in kept:  # the cache takes their memory
+                row.suffix = []
+            for layer in range(len(taken[0]) // 2 if first else 0):
+                both = []  # keys and values of the first columns, rows ending at the last one
+                for of_rows in zip(*(suffix[2 * layer : 2 * layer + 2] for suffix in taken), strict=True):
+                    heads, _, width = of_rows[0].shape
+                    both.append(of_rows[0].new_zeros(len(kept), heads, first, width))
+                    for buffer, own, length in zip(both[-1], of_rows, lengths.tolist(), strict=True):
+                        used = max(length - (ids.shape[1] - first), 0)
+                        buffer[:, first - used :] = own[:, :used]
+                self.cache.update(*both, layer)
         self._forward(ids[:, first:], positions[:, first:])
         self.positions, self.begun = positions[:, -1], lengths
         self.select(owners)
-
-    def _fill(self, kept: Sequence[KeptRow], lengths: Sequence[int], first: int, end: int) -> None:
-        """Move kept keys and values to the first columns of the cache, where rows end at column ``end``."""
-        taken = [row.suffix for row in kept]
-        for row in kept:
-            row.suffix = []
-        for layer in range(len(taken[0]) // 2 if first else 0):
-            both = []
-            for of_rows in zip(*(suffix[2 * layer : 2 * layer + 2] for suffix in taken), strict=True):
-                like = of_rows[0]
-                both.append(like.new_zeros(len(kept), like.shape[0], first, like.shape[2]))
-                for buffer, own, length in zip(both[-1], of_rows, lengths, strict=True):
-                    used = max(length - (end - first), 0)
-                    buffer[:, first - used :] = own[:, :used]
-            self.cache.update(*both, layer)
 
     def advance(self, tokens: Int[Tensor, "N"]) -> None:
         self.mask = nn.functional.pad(self.mask, (0, 1), value=True)
@@ -314,11 +306,9 @@ def probe(module: Any) -> Backbone:
     first, second = prompts = [torch.arange(1, n, device=device) * 7919 % vocabulary for n in (4, 7)]
 
     def logits_of_large_features(backbone: Backbone) -> Tensor:
-        louder = module.get_output_embeddings().register_forward_hook(lambda head, args, logits: logits * 1e3)
-        try:  # so large that a cap on them shows
+        # so large that a cap on them shows
+        with module.get_output_embeddings().register_forward_hook(lambda head, args, logits: logits * 1e3):
             return backbone.head(backbone.features(pad_sequence(prompts, batch_first=True)))
-        finally:
-            louder.remove()
 
     def decoded_logits(backbone: Backbone) -> Tensor:
         decoding = backbone.start(prompts, torch.tensor([1, 0, 0], device=device))
@@ -342,9 +332,7 @@ def probe(module: Any) -> Backbone:
         features = backbone.features_before([first.cpu()], completions, torch.tensor([0, 0]), row, column)
         return backbone.head(features)
 
-    @cache
-    def plain_logits(logits_of: Callable[[Backbone], Tensor]) -> Tensor:
-        return logits_of(plain).float()
+    plain_logits = cache(lambda logits_of: logits_of(plain).float())
 
     def agrees(logits_of: Callable[[Backbone], Tensor], **fast_way: Any) -> bool:
         try:

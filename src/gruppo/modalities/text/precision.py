@@ -50,19 +50,17 @@ class ComputeCopy:
         for owner, parameter in self.pairs:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(partial(_add_gradient, owner))
-        self.seen = self._versions()
+        self.owners = [owner for owner, _ in (*self.pairs, *self.buffers)]
+        self.seen = weight_versions(self.owners)
 
     def refresh(self, *, force: bool = False) -> None:
         """Cast the weights again if an in-place operation or an optimizer may have changed them, or with ``force``."""
-        versions = self._versions()
+        versions = weight_versions(self.owners)
         if force or versions != self.seen:
             with torch.no_grad():
                 for owner, copied in (*self.pairs, *self.buffers):
                     copied.copy_(owner)
             self.seen = versions
-
-    def _versions(self) -> list[int]:
-        return weight_versions(owner for owner, _ in (*self.pairs, *self.buffers))
 
 
 def weight_versions(tensors: Iterable[Tensor]) -> list[int]:

@@ -104,22 +104,19 @@ class Graph:
     def __call__(self) -> Tensor:
         self.calls += 1
         if self.graph is None and self.calls == 2 and torch.cuda.is_available() and not Graph.has_failed:
-            self._record()
+            graph = torch.cuda.CUDAGraph()
+            try:
+                # other threads, such as one that writes a checkpoint, go on with their calls
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    self.out = self.step()
+                self.graph = graph
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                Graph.has_failed = True
+                first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                log.warning("decoding: a CUDA graph cannot be recorded, so each step is run without: %.200s", first)
         if self.graph is None:
             return self.step()
         self.graph.replay()
         return self.out
-
-    def _record(self) -> None:
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # other threads, such as one that writes a checkpoint, go on with their calls
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self.out = self.step()
-            self.graph = graph
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            Graph.has_failed = True
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            log.warning("decoding: a CUDA graph cannot be recorded, so each step is run without: %.200s", first)
