@@ -24,7 +24,7 @@ from gruppo.modalities.text import flex
 from gruppo.modalities.text.decoder import read_decoder, stream_features
 from gruppo.modalities.text.decoding import FusedDecoder, LayeredDecoding
 from gruppo.modalities.text.kept import KeptRow
-from gruppo.modalities.text.layouts import LAY_OUT, Layout
+from gruppo.modalities.text.layouts import LAY_OUT, Layout, Texts
 from gruppo.modalities.text.resumed import resume
 from gruppo.modalities.text.static_decoding import StaticDecoding
 from gruppo.protocols import device_of
@@ -92,7 +92,7 @@ class Backbone:
         return self.module(input_ids=ids, **inputs, use_cache=False).logits
 
     def features_before(
-        self, prompts: Sequence[Tensor], completions: Sequence[Tensor], owners: Tensor, row: Tensor, column: Tensor
+        self, prompts: Texts, completions: Texts, owners: Tensor, row: Tensor, column: Tensor
     ) -> Float[Tensor, "n F"]:
         """Features at the token before each action, which predicts it.
 
@@ -125,13 +125,9 @@ class Backbone:
         return features[tokens.before(row, column).to(device, non_blocking=True)]
 
     def start(
-        self,
-        prompts: Sequence[Tensor],
-        owners: Int[Tensor, "N"],
-        prefixes: Sequence[Tensor] | None = None,
-        fused: FusedDecoder | None = None,
+        self, prompts: Texts, owners: Tensor, prefixes: Texts | None = None, fused: FusedDecoder | None = None
     ) -> Decoding:
-        """Read each prompt, and open one row for each owner, an index into the prompts.
+        """Read each prompt, and open one row for each owner [N], an index into the prompts.
 
         ``prefixes``: tokens that each row already has after its prompt, one or more. ``fused``: of the same weights.
         """
@@ -145,7 +141,7 @@ class Backbone:
             return decoding_on(owners.device)(decoder, head, prompts, owners, prefixes, fused)
         return (CachedDecoding if self.caches else RereadDecoding)(self, prompts, owners)
 
-    def resume(self, kept: Sequence[KeptRow], rows: Sequence[Int[Tensor, "L"]]) -> Decoding:
+    def resume(self, kept: Sequence[KeptRow], rows: Texts) -> Decoding:
         """Open rows of these tokens, and read those of each that are not kept, one or more."""
         if kept[0].fused is None:
             return CachedDecoding(self, rows, torch.arange(len(rows), device=rows[0].device), kept)
@@ -177,7 +173,7 @@ def decoding_on(device: torch.device) -> type[LayeredDecoding]:
 class RereadDecoding:
     """Decoding without a cache: rows are padded on the right, so that absolute positions are right for any module."""
 
-    def __init__(self, backbone: Backbone, prompts: Sequence[Tensor], owners: Tensor) -> None:
+    def __init__(self, backbone: Backbone, prompts: Texts, owners: Tensor) -> None:
         self.backbone = backbone
         self.ids = pad_sequence(list(prompts), batch_first=True)
         if backbone.is_plain and self.ids.shape[1] == 1:  # nanochat's module refuses a single token
@@ -212,9 +208,7 @@ class CachedDecoding:
 
     logits: Float[Tensor, "N V"]
 
-    def __init__(
-        self, backbone: Backbone, prompts: Sequence[Tensor], owners: Tensor, kept: Sequence[KeptRow] = ()
-    ) -> None:
+    def __init__(self, backbone: Backbone, prompts: Texts, owners: Tensor, kept: Sequence[KeptRow] = ()) -> None:
         """``kept``: of each prompt, keys and values of its first tokens."""
         from transformers import DynamicCache
 

@@ -23,6 +23,8 @@ from gruppo.types import DataError, GruppoError
 T = TypeVar("T")
 Tools = Sequence[Mapping[str, Any]]
 """JSON schemas of tools."""
+Render = Callable[[Sequence[Any]], list[int]]
+"""Messages to ids up to where the assistant answers, for a tokenizer without chat template."""
 
 _GREETING = {"role": "user", "content": "Hello."}
 _EMPTY_SYSTEM = {"role": "system", "content": ""}
@@ -50,12 +52,7 @@ class Chat:
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        eos_ids: Sequence[int],
-        *,
-        is_plain: bool = False,
-        render: Callable[[Sequence[Any]], list[int]] | None = None,
+        self, tokenizer: Any, eos_ids: Sequence[int], *, is_plain: bool = False, render: Render | None = None
     ) -> None:
         self.tokenizer, self.eos_ids, self.is_plain, self.render = tokenizer, tuple(eos_ids), is_plain, render
         end = None if is_plain else tokenizer.eos_token_id
@@ -325,10 +322,6 @@ class Chat:
     def rendered(self, messages: Sequence[Any], tools: Tools = (), *, is_answered: bool = False) -> str:
         """The text of a conversation up to where the assistant answers, or up to its end."""
         return self._apply_template(messages, tools, tokenize=False, add_generation_prompt=not is_answered)
-
-    def rewritten(self) -> str:
-        """What the template writes differently of earlier turns, once more messages follow; "" if nothing."""
-        return "" if self.is_plain else chat_template.rewritten(self)
 
     def generation_prompt(self) -> str:
         """What the template writes where the assistant answers."""

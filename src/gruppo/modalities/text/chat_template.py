@@ -145,8 +145,11 @@ def rewritten(chat: Chat) -> str:
 
     Sampled tokens stay as they are: the conversation that is trained on differs from one that is rendered as a whole.
     """
+    if chat.is_plain:
+        return ""
     begun, found = chat.rendered([_USER], chat.tools), list[str]()
     turn: dict[str, Any] = {"role": "assistant", "content": "probe answer"}
+    # templates read reasoning under one of these two names
     if not any(closing in chat.generation_prompt() for closing in REASONING.values()):  # else it does not think
         turn |= {"reasoning_content": _THOUGHT, "thinking": _THOUGHT}
     rounds = {"a user message": (turn, _USER)} | ({"a tool's result": (turn | _CALLING, _TOOL)} if chat.tools else {})

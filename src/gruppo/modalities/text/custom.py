@@ -104,17 +104,14 @@ def open_custom(name: str | Path, *, seed: int = 0) -> Policy:
     try:
         policy = _make(source.made_by, seed, folder)
     except GruppoError as error:
-        text = f"the model {folder} is made by {source.made_by}, which cannot be used: {error}"
-        raise type(error)(text) from error
+        raise type(error)(f"the model {folder} is made by {source.made_by}, which cannot be used: {error}") from error
     current = ModelFunction.from_name(source.made_by)
     if current.sha256 != source.sha256:
+        facts = (source.made_by.rpartition(":")[0], folder, source.sha256 or "none", current.sha256 or "none")
         log.warning(
             "the file %s has changed since the model %s was saved (SHA-256 %.12s..., now %.12s...): the same weights "
             "may compute something else.",
-            source.made_by.rpartition(":")[0],
-            folder,
-            source.sha256 or "none",
-            current.sha256 or "none",
+            *facts,
         )
     if isinstance(policy, TextPolicy):
         load_strictly(policy.module, weights, str(folder))

@@ -84,10 +84,8 @@ def stream_features(decoder: Decoder, stream: Tokens) -> Float[Tensor, "N F"]:
     return norm(decoder.norm, x)
 
 
-def embedded(
-    decoder: Decoder, stream: Tokens
-) -> tuple[Float[Tensor, "N F"], Float[Tensor, "N D"], Float[Tensor, "N D"]]:
-    """The embeddings of a stream, and the cosines and sines of its positions in float32 or more."""
+def embedded(decoder: Decoder, stream: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+    """The embeddings [N, F] of a stream, and cosines and sines [N, D] of its positions, in float32 or more."""
     x = decoder.embed(stream.ids)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     cos, sin = (half[0].contiguous() for half in decoder.rotary(wide, stream.positions[None]))

@@ -53,12 +53,9 @@ def generate(
     slots = torch.arange(rows)  # the row of each decoding slot
     is_open = torch.ones(rows, dtype=torch.bool)
 
-    temperature, top_k, top_p = sampling.temperature, sampling.top_k, sampling.top_p
-
+    options: dict[str, Any] = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
     for t in range(columns):
-        sampled, logprob = sample_categorical(
-            decoding.logits, uniforms[slots, t], temperature=temperature, top_k=top_k, top_p=top_p
-        )
+        sampled, logprob = sample_categorical(decoding.logits, uniforms[slots, t], **options)
         sampled, logprob = sampled.cpu(), logprob.float().cpu()
         broken = is_open & ~logprob.isfinite()
         good = is_open & ~broken
@@ -75,7 +72,7 @@ def generate(
             finish[row] = "stop"
             if keeper is not None:
                 keeper.keep(row, slot, int(lengths[row]) - 1)
-        for row in slots[broken].tolist():
+        for row in slots[broken].tolist():  # of a row whose logits are not finite nothing more can be sampled
             finish[row] = "error"
         is_open = good & ~stopped
         if limits is not None:
@@ -109,8 +106,7 @@ def generate_locally(policy: TextPolicy, batch: TokenBatch, sampling: Sampling, 
     kept = list[Any]([None] * len(has_kept))
     parts, order = list[Generated](), list[int]()
     for resumes in (True, False):  # two batches: one goes on from what is kept, the other reads the whole history
-        rows = [row for row, own in enumerate(has_kept) if own == resumes]
-        if not rows:
+        if not (rows := [row for row, own in enumerate(has_kept) if own == resumes]):
             continue
         index = torch.tensor(rows)
         limits = None if batch.limits is None else batch.limits[index]
@@ -255,14 +251,14 @@ def append_turns(
         limits=torch.tensor([turn.limit for turn in turns]),
         kept=None if kept is None else tuple(kept[turn.row] for turn in turns),
     )
-    is_ready = [state is not None and not state.is_taken for state in batch.kept or ()]
+    is_ready = [state is not None and bool(state.suffix) for state in batch.kept or ()]
     generated = generate(batch, sampling, seed)
 
     is_full, reencoded = rollouts.per_row["context_full"].clone(), rollouts.per_row["reencoded"].clone()
     states = None if kept is None else list(kept)
     if states is not None and batch.kept is not None and generated.kept is not None:
         for turn, ready, before, state in zip(turns, is_ready, batch.kept, generated.kept, strict=True):
-            reencoded[turn.row] += not (ready and before.is_taken)
+            reencoded[turn.row] += not (ready and not before.suffix)  # a decoding that goes on has taken it
             states[turn.row] = state
     lengths, finish, completions = rollouts.lengths.clone(), list(rollouts.finish), list(rollouts.completions)
     texts, counts = list(rollouts.per_row["text"]), generated.lengths.tolist()
@@ -292,14 +288,5 @@ def append_turns(
     per_row = {**rollouts.per_row, "text": tuple(texts), "context_full": is_full, "reencoded": reencoded}
     if states is not None:
         per_row["kept"] = tuple(states)
-    return replace(
-        rollouts,
-        actions=actions,
-        mask=mask,
-        lengths=lengths,
-        completions=tuple(completions),
-        sampler_logprobs=logprobs,
-        policy_version=versions,
-        finish=tuple(finish),
-        per_row=per_row,
-    )
+    rollouts = replace(rollouts, actions=actions, mask=mask, sampler_logprobs=logprobs, policy_version=versions)
+    return replace(rollouts, lengths=lengths, completions=tuple(completions), finish=tuple(finish), per_row=per_row)

@@ -20,7 +20,7 @@ from gruppo.modalities.common.four_bit import check_blocks, check_quantized, com
 from gruppo.modalities.common.lora import cast_base, has_adapter
 from gruppo.modalities.text.backbones import Backbone, probe
 from gruppo.modalities.text.bundled import BUNDLED
-from gruppo.modalities.text.chat import Chat
+from gruppo.modalities.text.chat import Chat, Render
 from gruppo.modalities.text.custom import is_custom, names_function, open_custom
 from gruppo.modalities.text.policy import TextPolicy
 from gruppo.modalities.text.precision import faster_dtype
@@ -73,6 +73,7 @@ def from_pretrained(
                 give that.""")
         model_path, adapt = _base_of_adapter(read_adapter(path), is_merged=is_merged)
         folder = Path(path).expanduser()
+        # an adapter that others saved may lack the tokenizer, which is then that of its base
         tokenizer_path = str(folder) if (folder / "tokenizer_config.json").is_file() else None
     chosen = quantization_config() if load_in_4bit else None
     module, tokenizer, loading = _load(model_path, tokenizer_path, trust_remote_code, chosen, is_adapted=bool(adapt))
@@ -193,9 +194,8 @@ def from_transformers(
 
 def place(policy: TextPolicy, compute: Compute) -> TextPolicy:
     """Move a policy to this rank's accelerator, if there is one, and to the requested dtype, in place."""
-    device = _accelerator() or policy.device
+    device = policy.device if is_requested() else _accelerator() or policy.device
     dtype = policy.compute_dtype if compute == "auto" else _compute_dtype(compute, 0, policy.module)
-    device = policy.device if is_requested() else device
     if (dtype, device) != (policy.compute_dtype, policy.device):
         policy.module.to(device)
         policy.compute_in(dtype)
@@ -218,7 +218,7 @@ def from_module(
     *,
     eos_ids: Sequence[int],
     context: int | None = None,
-    render: Callable[[Sequence[Any]], list[int]] | None = None,
+    render: Render | None = None,
     compute: Compute = "float32",
     chunk: int = 256,
 ) -> TextPolicy:
@@ -252,7 +252,6 @@ def _compute_dtype(compute: Compute, width: int, module: nn.Module) -> torch.dty
     if compute == "auto":
         later = _accelerator() if is_requested() else None  # where the shards will compute
         return faster_dtype(width, device=later or next(module.parameters()).device)
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    if compute not in dtypes:
-        raise GruppoError(f"compute={compute!r} is not one of auto, {', '.join(dtypes)}.")
-    return dtypes[compute]
+    if compute not in ("float32", "bfloat16"):
+        raise GruppoError(f"compute={compute!r} is not one of auto, float32, bfloat16.")
+    return getattr(torch, compute)

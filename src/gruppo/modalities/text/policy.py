@@ -21,24 +21,14 @@ from gruppo.loading import counted
 from gruppo.modalities.common.lora import AdaptablePolicy
 from gruppo.modalities.text.backbones import Backbone
 from gruppo.modalities.text.chat import Chat, special_token_error
+from gruppo.modalities.text.chat_template import rewritten
 from gruppo.modalities.text.demonstrations import demonstrate
 from gruppo.modalities.text.generation import append_turns, cut_at_stop, generate_locally, next_turns
 from gruppo.modalities.text.layouts import split_rows
 from gruppo.modalities.text.memory import TOKENS, TOKENS_ON_CPU, activations, working_memory
 from gruppo.modalities.text.precision import ComputeCopy, weight_versions
 from gruppo.protocols import GenerateTokens, Outputs
-from gruppo.types import (
-    Finish,
-    Generated,
-    GruppoError,
-    Likelihood,
-    MicroBatch,
-    Prompt,
-    Request,
-    Rollouts,
-    Sampling,
-    TokenBatch,
-)
+from gruppo.types import Generated, GruppoError, Likelihood, MicroBatch, Prompt, Request, Rollouts, Sampling, TokenBatch
 
 log = logging.getLogger("gruppo")
 
@@ -151,14 +141,13 @@ class TextPolicy(AdaptablePolicy):
     def describe(self, config: Any, sampling: Sampling, prompts: Sequence[Prompt], group_size: int) -> list[str]:
         rows, lengths = config.rollout.prompts * group_size, [len(self.encode(p)) for p in prompts]
         mean, is_padded = sum(lengths) / len(lengths), self.backbone.layout == "padded"
-        trained = (rows if is_padded else config.rollout.prompts) * mean + rows * config.rollout.max_new_tokens
+        new, measured = config.rollout.max_new_tokens, counted(len(lengths), "prompt")
+        trained = (rows if is_padded else config.rollout.prompts) * mean + rows * new
         shared = "the prompt with every row" if is_padded else "a group's prompt once"
         replies = "; and the environment's replies" if config.environment.names else ""
         return [
-            f"prompts     {mean:.0f} tokens on average, at most {max(lengths)}; measured on "
-            f"{counted(len(lengths), 'prompt')}",
-            f"sampled     at most {rows * config.rollout.max_new_tokens:,} tokens per step, "
-            f"{config.rollout.max_new_tokens} per row",
+            f"prompts     {mean:.0f} tokens on average, at most {max(lengths)}; measured on {measured}",
+            f"sampled     at most {rows * new:,} tokens per step, {new} per row",
             f"trained on  at most {trained:,.0f} tokens per epoch, {shared}{replies}",
         ]
 
@@ -198,7 +187,7 @@ class TextPolicy(AdaptablePolicy):
     def prepare_conversations(self, tools: Sequence[Mapping[str, Any]] | None, tools_of: ToolsOf | None = None) -> None:
         self.chat.set_tools(tools or ())
         self.tools_of = (tools_of or (lambda prompt: self.chat.tools)) if tools else lambda prompt: ()
-        if tools is not None and self.chat.can_chat and (what := self.chat.rewritten()):
+        if tools is not None and self.chat.can_chat and (what := rewritten(self.chat)):
             log.info(
                 "the model's chat template %s. Each turn is trained on as it was sampled, and stays so in its "
                 "conversation; a server that renders the conversation again shows the model another one.",
@@ -266,8 +255,6 @@ class TextPolicy(AdaptablePolicy):
             ids = [row[:length].tolist() for row, length in zip(generated.tokens, generated.lengths, strict=True)]
             texts = [cut_at_stop(self.chat.text(row), sampling.stop) for row in ids]
             part = _rollouts([r.prompt for r in batch], owners, encoded, generated, texts, sampling)
-            if generated.kept is not None:
-                part = replace(part, per_row={**part.per_row, "kept": generated.kept})
             if self.chat.tools:
                 own = [batch[owner].prompt for owner in owners.tolist()]
                 completions = [
@@ -276,7 +263,7 @@ class TextPolicy(AdaptablePolicy):
                     else [self.chat.answer(row, text, prompt.inputs, self.tools_of(prompt), sampling.stop)]
                     for row, text, prompt in zip(ids, texts, own, strict=True)
                 ]
-                per_row = {**part.per_row, "text": tuple(texts)}
+                per_row = {**part.per_row, "text": tuple(texts)}  # a call of a tool is not in the message's content
                 part = replace(part, completions=tuple(completions), per_row=per_row)
             parts.append(part)
         return Rollouts.cat(parts)
@@ -425,10 +412,9 @@ class TextPolicy(AdaptablePolicy):
         ids, masks = ([torch.tensor(row[part]) for row in shown] for part in (0, 1))
         actions = nn.utils.rnn.pad_sequence(ids, batch_first=True)  # [B, T]
         lengths = torch.tensor([len(row) for row in ids])
-        stops: list[Finish] = ["stop"] * len(prompts)
+        stops: list[Any] = ["stop"] * len(prompts)
         rows = Generated(actions, torch.zeros(actions.shape), lengths, tuple(stops))
-        prompt_ids = [torch.tensor(self.encode(prompt)) for prompt in prompts]
-        texts = [""] * len(prompts)
+        prompt_ids, texts = [torch.tensor(self.encode(prompt)) for prompt in prompts], [""] * len(prompts)
         rollouts = _rollouts(prompts, torch.arange(len(prompts)), prompt_ids, rows, texts, Sampling())
         mask = nn.utils.rnn.pad_sequence(masks, batch_first=True)
         return replace(rollouts, mask=mask, completions=tuple(completion for _, _, completion in shown))
@@ -444,9 +430,10 @@ def _rollouts(
 ) -> Rollouts:
     """Collect rows and their texts into a batch; each row belongs to the prompt that owns it, an index."""
     rows, columns = len(owners), max(int(generated.lengths.max()), 1)
+    kept = {} if generated.kept is None else {"kept": generated.kept}
     mask = torch.arange(columns) < generated.lengths[:, None]
-    is_text = [isinstance(prompts[owner].inputs, str) for owner in owners.tolist()]
-    forms = zip(texts, is_text, strict=True)  # a completion has the form of its prompt
+    # a completion has the form of its prompt
+    forms = zip(texts, [isinstance(prompts[owner].inputs, str) for owner in owners.tolist()], strict=True)
     return Rollouts(
         prompts=tuple(prompts),
         group_ids=owners,
@@ -462,6 +449,7 @@ def _rollouts(
         per_row={
             "top_k": torch.full((rows,), sampling.top_k),
             "top_p": torch.full((rows,), sampling.top_p, dtype=torch.float64),
+            **kept,
         },
     )
 

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from gruppo.modalities.text import decoding as layered
 from gruppo.modalities.text.decoding import LayeredDecoding
 from gruppo.modalities.text.kept import KeptRow
+from gruppo.modalities.text.layouts import Texts
 
 D = TypeVar("D", bound=LayeredDecoding)
 
 
 @torch.no_grad()
-def resume(kind: type[D], rows: Sequence[KeptRow], unread: Sequence[Int[Tensor, "A"]]) -> D:
+def resume(kind: type[D], rows: Sequence[KeptRow], unread: Texts) -> D:
     """Open a decoding of rows that go on behind their kept keys and values, and read one or more new tokens of each.
 
     Every row ends at the same column of the suffixes, so that all write the next one; columns before its first token
@@ -72,7 +72,7 @@ def resume(kind: type[D], rows: Sequence[KeptRow], unread: Sequence[Int[Tensor, 
     return decoding
 
 
-def _read(decoding: LayeredDecoding, unread: Sequence[Int[Tensor, "A"]]) -> Tensor:
+def _read(decoding: LayeredDecoding, unread: Texts) -> Tensor:
     """Read the last tokens of each row, which end at column ``begun``; logits after each row's last one, [N, V].
 
     Products of weights are computed for these tokens only, attention for a rectangle of columns of all cells.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -87,6 +88,7 @@ class StaticDecoding(LayeredDecoding):
         return (first + second).to(self.dtype).reshape(g * j, -1)
 
 
+@dataclass(eq=False)
 class Graph:
     """A step as one CUDA graph: run plainly at the first call, recorded at the second, replayed from then on.
 
@@ -94,12 +96,11 @@ class Graph:
     one warning), each call runs it plainly.
     """
 
-    has_failed = False
-
-    def __init__(self, step: Callable[[], Tensor]) -> None:
-        self.step, self.calls = step, 0
-        self.graph: Any = None
-        self.out: Any = None
+    has_failed: ClassVar = False
+    step: Callable[[], Tensor]
+    calls: int = 0
+    graph: Any = None
+    out: Any = None
 
     def __call__(self) -> Tensor:
         self.calls += 1
