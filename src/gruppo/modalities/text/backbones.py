@@ -296,7 +296,8 @@ def probe(module: Any) -> Backbone:
         if not plain.features(torch.arange(1, 5, device=device)[None] % vocabulary).isfinite().all():
             raise NumericalStop(f"""the weights of this {type(module).__name__} give logits that are not finite, so
                 nothing can be sampled from it. Use another model, or an earlier save of it.""")
-    # ordinary tokens: the first ids of a vocabulary are often special ones, on which a trained model is ill-conditioned
+    # ordinary tokens: the first ids of a vocabulary are often special ones, on which a trained model is ill-conditioned;
+    # multiples of a prime spread over any vocabulary
     first, second = prompts = [torch.arange(1, n, device=device) * 7919 % vocabulary for n in (4, 7)]
 
     def logits_of_large_features(backbone: Backbone) -> Tensor:
@@ -323,8 +324,7 @@ def probe(module: Any) -> Backbone:
     def scored_logits(backbone: Backbone) -> Tensor:
         completions = [second.cpu(), second.cpu() + 1]
         row, column = torch.cartesian_prod(torch.arange(2), torch.arange(1, len(second))).T
-        features = backbone.features_before([first.cpu()], completions, torch.tensor([0, 0]), row, column)
-        return backbone.head(features)
+        return backbone.head(backbone.features_before([first.cpu()], completions, torch.tensor([0, 0]), row, column))
 
     plain_logits = cache(lambda logits_of: logits_of(plain).float())
 

@@ -37,6 +37,10 @@ BY_HAND = (
 )
 
 
+Convert = Callable[[Path, Path], None]
+"""Reads a GGUF file and writes a Hugging Face model into an empty folder."""
+
+
 @dataclass(frozen=True)
 class ModelSource:
     """Where a model lies and where it came from, for the run's manifest."""
@@ -48,13 +52,11 @@ class ModelSource:
     """Of the weights as obtained: the GGUF file, or the safetensors files of a folder that the user named."""
 
 
-def smollm2_135m(
-    *, convert: Callable[[Path, Path], None] | None = None, expected_sha256: str = GGUF_SHA256
-) -> ModelSource:
+def smollm2_135m(*, convert: Convert | None = None, expected_sha256: str = GGUF_SHA256) -> ModelSource:
     """Return the model as a folder in the cache, which is built once (about 15 s after the download of 93 MB).
 
-    ``GRUPPO_SMOLLM2`` names a GGUF file or a model folder to use instead of downloading. ``convert`` reads a GGUF file
-    and writes a Hugging Face model into an empty folder; ``convert_gguf`` by default.
+    ``GRUPPO_SMOLLM2`` names a GGUF file or a model folder to use instead of downloading. ``convert`` is by default
+    ``convert_gguf``.
     """
     override = os.environ.get("GRUPPO_SMOLLM2")
     if override and Path(override).is_dir():
@@ -93,9 +95,7 @@ def _is_complete(folder: Path, expected_sha256: str) -> bool:
         return False
 
 
-def _build(
-    folder: Path, override: str | None, convert: Callable[[Path, Path], None] | None, expected_sha256: str
-) -> None:
+def _build(folder: Path, override: str | None, convert: Convert | None, expected_sha256: str) -> None:
     """Obtain, verify and convert the weights in a temporary folder, and rename the result into place."""
     for package in ("gguf", "accelerate") if convert is None else ():
         import_extra(package, "demo", "converting SmolLM2-135M-Instruct")
@@ -119,6 +119,7 @@ def _build(
         facts = {"model_sha256": sha256_of(weights), "model_bytes": weights.stat().st_size}
         record = {"source": SOURCE, "gguf_sha256": expected_sha256, **facts}
         (model / "source.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        # the contents before the name: after a crash, no folder of this name lacks a file
         for entry in (*model.iterdir(), model):
             sync_to_disk(entry)
         # a broken folder is moved aside; if another process renamed its own first, that one is used

@@ -257,9 +257,7 @@ class Chat:
         ids = self.encode_text((end or ends[0]) + tail)
         return ids[1:] if ids and ids[0] in self.eos_ids else self.encode_text(tail)
 
-    def _text_behind_turn(
-        self, before: Sequence[Any], turn: Mapping[str, Any], reply: Sequence[Any], tools: Tools
-    ) -> str:
+    def _text_behind_turn(self, before: Sequence[Any], turn: Any, reply: Sequence[Any], tools: Tools) -> str:
         """What the template writes from the end of the assistant's turn to where it answers again.
 
         A placeholder stands for the turn's text. Where results of tools follow, it stands in the arguments of a call:
@@ -359,6 +357,7 @@ class Chat:
         message = self.parsed(self.tokenizer.decode(list(ids)), begun, tools)
         ends = _any_of(self.tokenizer.convert_ids_to_tokens(list(self.eos_ids)))
         content = cut_at_stop(self._special.sub("", ends.sub("", message["content"])), stop)
+        # beside calls or reasoning, the line ends around the text are the template's
         return message | {"content": content.strip() if len(message) > 2 else content}
 
     def parsed(self, text: str, begun: str, tools: Tools) -> dict[str, Any]:
@@ -375,8 +374,7 @@ class Chat:
                 content, calls = read_calls(rest, self._tool_format, tools)
         except Exception as error:  # transformers fails in any way: RecursionError for a thousand brackets
             return message | {"parse_error": f"the tool call cannot be read: {error}"}
-        parts = {"reasoning_content": reasoning, "tool_calls": calls}
-        message |= {name: part for name, part in parts.items() if part}
+        message |= {name: part for name, part in (("reasoning_content", reasoning), ("tool_calls", calls)) if part}
         # a response template drops what stands outside of its fields
         return message | {"content": content or ("" if len(message) > 2 else text)}
 

@@ -26,10 +26,8 @@ _PROPERTIES = {
     "number": {"type": "integer", "description": "A number."},
 }
 _PARAMETERS = {"type": "object", "properties": _PROPERTIES, "required": ["text", "number"]}
-_PROBE_TOOL = {
-    "type": "function",
-    "function": {"name": "probe_tool", "description": "A probe.", "parameters": _PARAMETERS},
-}
+_SCHEMA = {"name": "probe_tool", "description": "A probe.", "parameters": _PARAMETERS}
+_PROBE_TOOL = {"type": "function", "function": _SCHEMA}
 _CALLED = {"name": "probe_tool", "arguments": {"text": _ARGUMENT, "number": 7}}
 _PROBE_CALL = {"type": "function", "id": "000000001", "function": _CALLED}
 _USER, _TOOL = {"role": "user", "content": _QUESTION}, {"role": "tool", "name": "probe_tool", "content": _RESULT}
@@ -63,9 +61,8 @@ def read_kwargs(text: str) -> dict[str, Any]:
 
 def with_defaults(template: Any, values: Mapping[str, Any]) -> Any:
     """A template with defaults for its variables, so that a saved model writes prompts as it was trained."""
-    begin = "".join(
-        f"{{%- if {name} is not defined %}}{{%- set {name} = {v!r} %}}{{%- endif +%}}" for name, v in values.items()
-    )
+    lines = [f"{{%- if {n} is not defined %}}{{%- set {n} = {v!r} %}}{{%- endif +%}}" for n, v in values.items()]
+    begin = "".join(lines)
     if isinstance(template, Mapping):  # variants, such as one for tools
         return {name: begin + text for name, text in template.items()}
     return begin + template
@@ -115,11 +112,8 @@ def tool_support(chat: Chat) -> ToolFormat | None:
         what = "results" if missing == [_RESULT] else "calls"
         raise GruppoError(f"the model's chat template ignores tools: it leaves their {what} out. {advice}")
     if unseen := [name for name in map(name_of, chat.tools) if name not in begun]:
-        log.warning(
-            "the model's chat template does not write the schemas of tools (such as %s): the model knows only what the "
-            "prompts say of them.",
-            unseen[0],
-        )
+        text = "the model's chat template does not write the schemas of tools (such as %s)"
+        log.warning(f"{text}: the model knows only what the prompts say of them.", unseen[0])
     try:
         turn = chat.rendered([_USER, _CALLING], chat.tools, is_answered=True).rpartition(_QUESTION)[2]
     except DataError:  # a call without its result

@@ -108,11 +108,8 @@ def open_custom(name: str | Path, *, seed: int = 0) -> Policy:
     current = ModelFunction.from_name(source.made_by)
     if current.sha256 != source.sha256:
         facts = (source.made_by.rpartition(":")[0], folder, source.sha256 or "none", current.sha256 or "none")
-        log.warning(
-            "the file %s has changed since the model %s was saved (SHA-256 %.12s..., now %.12s...): the same weights "
-            "may compute something else.",
-            *facts,
-        )
+        text = "the file %s has changed since the model %s was saved (SHA-256 %.12s..., now %.12s...)"
+        log.warning(f"{text}: the same weights may compute something else.", *facts)
     if isinstance(policy, TextPolicy):
         load_strictly(policy.module, weights, str(folder))
         policy.refresh(force=True)

@@ -256,12 +256,10 @@ class LayeredDecoding:
         of_prompt, of_suffix = scores.softmax(dim=-1).split([columns, seen], dim=-1)
         if reach > seen:
             of_suffix = F.pad(of_suffix, (0, reach - seen))
-        parts = (
-            torch.bmm(of_prompt.reshape(g * kv_heads, j * rep, columns).to(prompt.dtype), prompt[1]),
-            torch.bmm(of_suffix.to(suffix.dtype), suffix[1, :, :reach]),
-        )
+        first = torch.bmm(of_prompt.reshape(g * kv_heads, j * rep, columns).to(prompt.dtype), prompt[1])
+        second = torch.bmm(of_suffix.to(suffix.dtype), suffix[1, :, :reach])
         attended = torch.empty(g, j, kv_heads, rep, dim, dtype=self.dtype, device=q.device)
-        torch.add(*(part.view(g, kv_heads, j, rep, dim).transpose(1, 2) for part in parts), out=attended)
+        torch.add(*(part.view(g, kv_heads, j, rep, dim).transpose(1, 2) for part in (first, second)), out=attended)
         return attended.view(g * j, -1)
 
 

@@ -34,6 +34,7 @@ def answer_ids(chat: Chat, inputs: Any, text: str, tools: Tools = ()) -> list[in
     prompt, whole = chat.encode(inputs, tools), chat.encode_answered(inputs, text, tools)
     if whole[: len(prompt)] == prompt:
         ids = whole[len(prompt) :]
+        # a template may write more behind the end token, such as a line end, which the policy never samples
         ids = next((ids[: n + 1] for n, token in enumerate(ids) if token in chat.eos_ids), ids)
         is_closed = bool(ids) and ids[-1] in chat.eos_ids
         content = ids[:-1] if is_closed else ids
@@ -93,6 +94,7 @@ def turn_ids(chat: Chat, inputs: Sequence[Any], message: Mapping[str, Any], tool
             raise GruppoError("a message of the assistant in the target is empty. Give it a text or a call.")
         return answer_ids(chat, inputs, message["content"], tools)
     prompt, whole = chat.encode(inputs, tools), chat.encode_answered(inputs, message, tools)
+    # nothing where the prompt's tokens change behind it: no call is then read below, and the target refused
     ids = whole[len(prompt) :] if whole[: len(prompt)] == prompt else []
     ids = next((ids[: n + 1] for n, token in enumerate(ids) if token in chat.eos_ids), [*ids, *chat.closing])
     read = chat.answer(ids, chat.text(ids), inputs, tools).get("tool_calls", [])

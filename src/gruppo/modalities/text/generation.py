@@ -45,8 +45,7 @@ def generate(
     A stop text may name special tokens. ``keeper`` keeps each row that stops; its last token has not been read then.
     """
     rows, columns = uniforms.shape
-    tokens = torch.zeros(rows, columns, dtype=torch.long)
-    logprobs = torch.zeros(rows, columns)
+    tokens, logprobs = torch.zeros(rows, columns, dtype=torch.long), torch.zeros(rows, columns)
     lengths = torch.zeros(rows, dtype=torch.long)
     finish: list[Finish] = ["length"] * rows
     ends = torch.tensor(list(chat.eos_ids), dtype=torch.long)
@@ -56,7 +55,7 @@ def generate(
     options: dict[str, Any] = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
     for t in range(columns):
         sampled, logprob = sample_categorical(decoding.logits, uniforms[slots, t], **options)
-        sampled, logprob = sampled.cpu(), logprob.float().cpu()
+        sampled, logprob = sampled.cpu(), logprob.float().cpu()  # the wait for the device in each step
         broken = is_open & ~logprob.isfinite()
         good = is_open & ~broken
         tokens[slots[good], t], logprobs[slots[good], t] = sampled[good], logprob[good]
@@ -84,6 +83,7 @@ def generate(
             kept = is_open.nonzero()[:, 0]
             decoding.select(kept.to(decoding.logits.device))
             slots, is_open, sampled = slots[kept], is_open[kept], sampled[kept]
+        # rows that have ended, and have not left yet, read any token: nothing of theirs is used again
         decoding.advance(torch.where(is_open, sampled, 0).to(decoding.logits.device))
     return Generated(tokens, logprobs, lengths, tuple(finish))
 
@@ -127,14 +127,10 @@ def generate_locally(policy: TextPolicy, batch: TokenBatch, sampling: Sampling, 
         parts.append(part)
         order += rows
     back = torch.tensor(order).argsort()
+    columns = zip(*((part.tokens, part.logprobs, part.lengths) for part in parts), strict=True)
+    tokens, logprobs, lengths = (torch.cat(of_parts)[back] for of_parts in columns)
     finish = [finish for part in parts for finish in part.finish]
-    return Generated(
-        torch.cat([part.tokens for part in parts])[back],
-        torch.cat([part.logprobs for part in parts])[back],
-        torch.cat([part.lengths for part in parts])[back],
-        tuple(finish[n] for n in back.tolist()),
-        kept=tuple(kept),
-    )
+    return Generated(tokens, logprobs, lengths, tuple(finish[n] for n in back.tolist()), kept=tuple(kept))
 
 
 @torch.no_grad()

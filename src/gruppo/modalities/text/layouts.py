@@ -87,17 +87,13 @@ class Tokens:
 
         Without waiting for the device, as everywhere between forward and optimizer step.
         """
-        blocks = tuple(
-            replace(
-                block,
-                tokens=block.tokens.to(device, non_blocking=True),
-                bias=block.bias.to(device, dtype, non_blocking=True),
-                real=None if block.real is None else block.real.to(device, non_blocking=True),
-            )
-            for block in self.blocks
-        )
+        blocks = []
+        for block in self.blocks:
+            tokens, bias = block.tokens.to(device, non_blocking=True), block.bias.to(device, dtype, non_blocking=True)
+            real = None if block.real is None else block.real.to(device, non_blocking=True)
+            blocks.append(replace(block, tokens=tokens, bias=bias, real=real))
         ids, positions = (x.to(device, non_blocking=True) for x in (self.ids, self.positions))
-        return replace(self, ids=ids, positions=positions, blocks=blocks)
+        return replace(self, ids=ids, positions=positions, blocks=tuple(blocks))
 
 
 def stream(
@@ -178,8 +174,7 @@ LAY_OUT: dict[Layout, Callable[..., Tokens]] = {
 def _concatenate(prompt: Tensor, completions: Texts) -> tuple[Tensor, Tensor, Tensor]:
     """Ids and positions of a prompt and its completions, and the length of each of these texts."""
     positions = [torch.arange(len(prompt)), *(len(prompt) + torch.arange(len(c)) for c in completions)]
-    sizes = torch.tensor([len(prompt), *map(len, completions)])
-    return torch.cat([prompt, *completions]), torch.cat(positions), sizes
+    return torch.cat([prompt, *completions]), torch.cat(positions), torch.tensor([len(prompt), *map(len, completions)])
 
 
 def _of_like_length(prefix: int, texts: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:

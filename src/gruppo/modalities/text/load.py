@@ -163,22 +163,17 @@ def from_transformers(
         check_blocks(module)
         compute_in(module, torch.float32)
     else:
-        module.float()
-    module.eval()
+        module.float()  # masters, whatever dtype the files have
+    module.eval()  # before the probe: dropout would make every fast way look wrong
     if (device := _accelerator()) is not None and not is_requested():
         module = module.to(device)
     backbone = probe(module)
     if not (backbone.caches or backbone.decodes):
-        log.warning(
-            "%s: cached decoding does not give the model's own logits, so each token reads its whole row (slow).",
-            type(module).__name__,
-        )
+        slow = "cached decoding does not give the model's own logits, so each token reads its whole row (slow)"
+        log.warning("%s: %s.", type(module).__name__, slow)
     if backbone.layout == "padded":
-        log.warning(
-            "%s: its attention does not take a block mask, so in updates each completion reads its prompt again "
-            "(slower, with the same numbers).",
-            type(module).__name__,
-        )
+        slow = "its attention does not take a block mask, so in updates each completion reads its prompt again"
+        log.warning("%s: %s (slower, with the same numbers).", type(module).__name__, slow)
     dtype = _compute_dtype(compute, module.get_input_embeddings().weight.shape[1], module)
     if adapt is not None:
         adapt(module)

@@ -242,6 +242,7 @@ class TextPolicy(AdaptablePolicy):
             if prompts.setdefault((prompt.id, prompt.draw), prompt).inputs != prompt.inputs:
                 raise GruppoError(f"""two different prompts have the id {prompt.id!r} and the draw {prompt.draw}; their
                     rows would become one group. Give each prompt an id of its own.""")
+            # a group stays whole: its rows share the keys of their prompt
             if batches[-1] and sum(r.size for r in batches[-1]) + request.size > batch_rows:
                 batches.append([])
             batches[-1].append(request)

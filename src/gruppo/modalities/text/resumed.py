@@ -96,7 +96,7 @@ def _read(decoding: LayeredDecoding, unread: Texts) -> Tensor:
         cell = decoding.home[rows]
         for block, prompt, suffix in zip(decoding.blocks, decoding.prompts, decoding.suffixes, strict=True):
             q, k, v = block.rotate(block.qkv(block.attention_norm(x)), turns)
-            attended = _attend(decoding, (q * block.scale, k, v), prompt, suffix, (cell, at), slice(start, stop), mask)
+            attended = _attend(decoding, (q * block.scale, k, v), prompt, suffix, (cell, at), mask)
             x = block.finish(x, attended)
         is_last = at == begun - 1
         if hidden is None:
@@ -112,18 +112,18 @@ def _attend(
     prompt: Tensor,
     suffix: Tensor,
     place: tuple[Tensor, Tensor],
-    columns: slice,
     mask: Tensor,
 ) -> Tensor:
     """Write keys and values of n tokens to their cells and columns, and attend to the prompt and the row so far."""
     (q, k, v), (cell, at) = qkv, place
     g, j, kv_heads, dim = decoding.groups, decoding.width, decoding.decoder.kv_heads, decoding.decoder.head_dim
-    rep, count, stop = decoding.decoder.heads // kv_heads, columns.stop - columns.start, columns.stop
+    rep, count, stop = decoding.decoder.heads // kv_heads, *mask.shape[1:]
+    at_query = at - (stop - count)  # queries are the last of the columns that they see
     by_cell = suffix.view(2, g, kv_heads, j, -1, dim)
     for n, new in enumerate((k, v)):
         by_cell[n, cell // j, :, cell % j, at] = new.to(suffix.dtype)
     queries = q.new_zeros(g * j, count, kv_heads * rep, dim)
-    queries[cell, at - columns.start] = q
+    queries[cell, at_query] = q
     # [g, K, j, rep C, D]
     queries = queries.view(g, j, count, kv_heads, rep, dim).permute(0, 3, 1, 4, 2, 5).reshape(g, kv_heads, j, -1, dim)
     to_prompt = torch.bmm(queries.reshape(g * kv_heads, -1, dim).to(prompt.dtype), prompt[0].mT)
@@ -138,4 +138,4 @@ def _attend(
     attended = torch.bmm(of_prompt.reshape(g * kv_heads, -1, width).to(prompt.dtype), prompt[1]).view(-1)
     attended = attended + torch.bmm(of_suffix.to(suffix.dtype), suffix[1, :, :stop]).view(-1)
     attended = attended.view(g, kv_heads, j, rep, count, dim).permute(0, 2, 4, 1, 3, 5).reshape(g * j, count, -1)
-    return attended[cell, at - columns.start].to(decoding.dtype)
+    return attended[cell, at_query].to(decoding.dtype)

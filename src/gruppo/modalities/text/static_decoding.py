@@ -44,7 +44,7 @@ class StaticDecoding(LayeredDecoding):
             self.suffixes = self._moved(self.suffixes, None, self.written + self.columns, self.written)
             self._new_step()
         self.tokens[self.home] = tokens
-        self.column.fill_(self.written)
+        self.column.fill_(self.written)  # in place: the recorded step reads this tensor
         self.logits = self.step()[self.home]
         self.written += 1
 
@@ -67,8 +67,7 @@ class StaticDecoding(LayeredDecoding):
         """``_attend`` over all columns of the buffers, of which those not written are masked."""
         g, j, kv_heads, dim = self.groups, self.width, self.decoder.kv_heads, self.decoder.head_dim
         rep, columns, width = self.decoder.heads // kv_heads, prompt.shape[2], suffix.shape[2]
-        rows = suffix.view(2, g, kv_heads, j, width, dim)
-        for kept, new in zip(rows, (k, v), strict=True):
+        for kept, new in zip(suffix.view(2, g, kv_heads, j, width, dim), (k, v), strict=True):
             new = new.view(g, j, kv_heads, 1, dim).transpose(1, 2).to(suffix.dtype)
             kept.index_copy_(3, self.column, new)
         queries = (q * scale).view(g, j, kv_heads, rep, dim).transpose(1, 2)  # [g, K, j, rep, D]
@@ -78,13 +77,11 @@ class StaticDecoding(LayeredDecoding):
         of_suffix = to_suffix.view(g, kv_heads, j, rep, width).to(self.exact).masked_fill(~written, -torch.inf)
         if self.padding is not None:
             of_prompt = of_prompt.masked_fill(self.padding, -torch.inf)
-        weights = torch.cat([of_prompt, of_suffix], dim=-1).softmax(dim=-1)
+        weights = torch.cat([of_prompt, of_suffix], dim=-1).softmax(dim=-1)  # one softmax over both
         of_prompt, of_suffix = weights.split([columns, width], dim=-1)
-        parts = (
-            of_prompt.reshape(g * kv_heads, j * rep, columns).to(prompt.dtype) @ prompt[1],
-            of_suffix.reshape(-1, rep, width).to(suffix.dtype) @ suffix[1],
-        )
-        first, second = (part.view(g, kv_heads, j, rep, dim).transpose(1, 2) for part in parts)
+        first = of_prompt.reshape(g * kv_heads, j * rep, columns).to(prompt.dtype) @ prompt[1]
+        second = of_suffix.reshape(-1, rep, width).to(suffix.dtype) @ suffix[1]
+        first, second = (part.view(g, kv_heads, j, rep, dim).transpose(1, 2) for part in (first, second))
         return (first + second).to(self.dtype).reshape(g * j, -1)
 
 

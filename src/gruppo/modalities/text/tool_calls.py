@@ -17,6 +17,7 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
+# without NaN and Infinity, which Python reads and JSON does not have
 _JSON = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
@@ -48,6 +49,7 @@ def read_gemma(text: str, at: int) -> tuple[Any, int]:
     """JSON with bare keys, and <|"|> around texts."""
     end = text.find("<tool_call|>", at)
     parts = text[at : len(text) if end < 0 else end].split('<|"|>')
+    # texts are every second part; keys get their quotes in the others alone
     parts[::2] = [re.sub(r"(?<=[{,])\s*([^\s\"{}\[\],:]+)\s*:", r'"\1":', part) for part in parts[::2]]
     parts[1::2] = map(json.dumps, parts[1::2])
     return read_json("".join(parts), 0)[0], len(text) if end < 0 else end
