@@ -296,8 +296,8 @@ def probe(module: Any) -> Backbone:
         if not plain.features(torch.arange(1, 5, device=device)[None] % vocabulary).isfinite().all():
             raise NumericalStop(f"""the weights of this {type(module).__name__} give logits that are not finite, so
                 nothing can be sampled from it. Use another model, or an earlier save of it.""")
-    # ordinary tokens: the first ids of a vocabulary are often special ones, on which a trained model is ill-conditioned;
-    # multiples of a prime spread over any vocabulary
+    # ordinary tokens, multiples of a prime: the first ids of a vocabulary are often special ones, on which a trained model
+    # is ill-conditioned
     first, second = prompts = [torch.arange(1, n, device=device) * 7919 % vocabulary for n in (4, 7)]
 
     def logits_of_large_features(backbone: Backbone) -> Tensor:
