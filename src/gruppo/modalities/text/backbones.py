@@ -270,13 +270,9 @@ class CachedDecoding:
 
     def _forward(self, ids: Int[Tensor, "N t"], positions: Int[Tensor, "N t"]) -> None:
         options: dict[str, Any] = {"position_ids": positions, "logits_to_keep": 1}
-        out = self.module(
-            input_ids=ids,
-            attention_mask=self.mask.long(),
-            past_key_values=self.cache,
-            use_cache=True,
-            **{name: value for name, value in options.items() if name in self.accepted},
-        )
+        options = {name: value for name, value in options.items() if name in self.accepted}
+        mask = self.mask.long()  # [N, L]
+        out = self.module(input_ids=ids, attention_mask=mask, past_key_values=self.cache, use_cache=True, **options)
         self.logits = out.logits[:, -1]
 
 
@@ -296,8 +292,8 @@ def probe(module: Any) -> Backbone:
         if not plain.features(torch.arange(1, 5, device=device)[None] % vocabulary).isfinite().all():
             raise NumericalStop(f"""the weights of this {type(module).__name__} give logits that are not finite, so
                 nothing can be sampled from it. Use another model, or an earlier save of it.""")
-    # ordinary tokens, multiples of a prime: the first ids of a vocabulary are often special ones, on which a trained model
-    # is ill-conditioned
+    # ordinary tokens, multiples of a prime: the first ids of a vocabulary are often special ones, on which a trained
+    # model is ill-conditioned
     first, second = prompts = [torch.arange(1, n, device=device) * 7919 % vocabulary for n in (4, 7)]
 
     def logits_of_large_features(backbone: Backbone) -> Tensor:

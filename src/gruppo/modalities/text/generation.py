@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -221,12 +221,7 @@ def _truncate(policy: TextPolicy, reply: Any, max_tokens: int) -> Any:
 
 
 def append_turns(
-    policy: TextPolicy,
-    generate: GenerateTokens,
-    rollouts: Rollouts,
-    turns: Sequence[Turn],
-    sampling: Sampling,
-    seed: int,
+    policy: TextPolicy, generate: GenerateTokens, rollouts: Rollouts, turns: list[Turn], sampling: Sampling, seed: int
 ) -> Rollouts:
     """Append to each of these rows its reply, with mask False, and a sampled turn of the policy.
 

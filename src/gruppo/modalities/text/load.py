@@ -95,13 +95,9 @@ def from_pretrained(
 def _base_of_adapter(adapter: Adapter, *, is_merged: bool) -> tuple[str, Adapt]:
     """Return where the base of an adapter is, and the function that adds the adapter to it."""
     for name in adapter.base_names:
-        if name in BUNDLED:
-            base = str(BUNDLED[name]().path)
-        elif Path(name).exists() or not name.startswith((".", "/", "~")):
-            base = model_of(name)
-        else:
-            continue
-        return base, partial(adapter.attach, base=name, is_merged=is_merged)
+        if name in BUNDLED or Path(name).exists() or not name.startswith((".", "/", "~")):
+            base = str(BUNDLED[name]().path) if name in BUNDLED else model_of(name)
+            return base, partial(adapter.attach, base=name, is_merged=is_merged)
     problem = f"is {adapter.base_names[0]!r}, which does not exist here" if adapter.base_names else "has no name"
     raise GruppoError(f"""the base of the adapter {adapter.folder} {problem}. Load the base with
         gruppo.from_transformers and its adapter with

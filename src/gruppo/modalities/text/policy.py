@@ -205,10 +205,7 @@ class TextPolicy(AdaptablePolicy):
             )
         if self.chat.special_tokens == "refuse" and (token := self.chat.special_token_in(prompt.inputs)):
             return special_token_error(prompt.id, token)
-        if self.context is None:
-            return None
-        tokens = len(self.encode(prompt))
-        if tokens + sampling.max_actions <= self.context:
+        if self.context is None or (tokens := len(self.encode(prompt))) + sampling.max_actions <= self.context:
             return None
         return (
             f"prompt {prompt.id!r} has {tokens} tokens, and {sampling.max_actions} new ones make "
@@ -359,12 +356,9 @@ class TextPolicy(AdaptablePolicy):
             entropy="gradient" if "entropy" in outputs else "value" if "entropy_value" in outputs else "none",
         )
         place = (row.to(self.device, non_blocking=True), column.to(self.device, non_blocking=True))
-        values = self._values(features) if "values" in outputs else None
-        return Likelihood(
-            _scatter(logprobs, place, actions.shape),
-            None if entropy is None else _scatter(entropy, place, actions.shape),
-            values=None if values is None else _scatter(values, place, actions.shape),
-        )
+        nats = None if entropy is None else _scatter(entropy, place, actions.shape)
+        values = _scatter(self._values(features), place, actions.shape) if "values" in outputs else None
+        return Likelihood(_scatter(logprobs, place, actions.shape), nats, values=values)
 
     def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
         """Values before each action, 0 where mask is False; no logits are computed."""

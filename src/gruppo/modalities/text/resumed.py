@@ -14,6 +14,7 @@ from gruppo.modalities.text.kept import KeptRow
 from gruppo.modalities.text.layouts import Texts
 
 D = TypeVar("D", bound=LayeredDecoding)
+Tensors = tuple[Tensor, ...]
 
 
 @torch.no_grad()
@@ -107,12 +108,7 @@ def _read(decoding: LayeredDecoding, unread: Texts) -> Tensor:
 
 
 def _attend(
-    decoding: LayeredDecoding,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    prompt: Tensor,
-    suffix: Tensor,
-    place: tuple[Tensor, Tensor],
-    mask: Tensor,
+    decoding: LayeredDecoding, qkv: Tensors, prompt: Tensor, suffix: Tensor, place: Tensors, mask: Tensor
 ) -> Tensor:
     """Write keys and values of n tokens to their cells and columns, and attend to the prompt and the row so far."""
     (q, k, v), (cell, at) = qkv, place
