@@ -215,7 +215,7 @@ class Chat:
             return ids
 
         plain = self._guarded_special.sub("x", text)
-        expected = self.encode_text(plain)
+        expected = self.encode_text(plain)  # without breaks, as the tokenizer itself reads a whole text
         for encode in (self.encode_text, self._encode_between):  # each part alone, or behind other text
             if by_parts(plain, encode) == expected:
                 return by_parts(text, encode)

@@ -159,8 +159,8 @@ class LayeredDecoding:
 
     def keep(self, slot: int, tokens: int) -> tuple[FusedDecoder, list[Tensor], list[Tensor]]:
         """Copy keys and values of a row up to its sampled token number ``tokens``: fields of a ``KeptRow``."""
-        home, kv_heads = int(self.home[slot]), self.decoder.kv_heads
-        group, column = home // self.width, home % self.width
+        kv_heads = self.decoder.kv_heads
+        group, column = divmod(int(self.home[slot]), self.width)
         if self.names[group] not in self.kept_prompts:
             heads, length = slice(group * kv_heads, (group + 1) * kv_heads), int(self.lengths[group])
             self.kept_prompts[self.names[group]] = [x[:, heads, :length].clone() for x in self.prompts]
@@ -183,8 +183,8 @@ class LayeredDecoding:
             total += size
         kv_heads, last = self.decoder.kv_heads, []
         for run in runs:
-            unread = torch.zeros(1, dtype=torch.long)  # a stream leaves the last token of a row out
-            completions = [torch.cat([texts[n][1].cpu(), unread]) for n in run]
+            # a stream leaves the last token of a row out
+            completions = [torch.cat([texts[n][1].cpu(), torch.zeros(1, dtype=torch.long)]) for n in run]
             used, owners = torch.tensor([texts[n][0] for n in run]).unique(return_inverse=True)
             tokens = stream([prompts[prompt].cpu() for prompt in used.tolist()], completions, owners)
             kept = []  # row of the buffers, its columns, and the tokens that they store

@@ -248,8 +248,9 @@ def append_turns(
     is_full, reencoded = rollouts.per_row["context_full"].clone(), rollouts.per_row["reencoded"].clone()
     states = None if kept is None else list(kept)
     if states is not None and batch.kept is not None and generated.kept is not None:
+        # a history is read again where nothing was kept of it, or where no decoding has taken what was kept
         for turn, ready, before, state in zip(turns, is_ready, batch.kept, generated.kept, strict=True):
-            reencoded[turn.row] += not (ready and not before.suffix)  # a decoding that goes on has taken it
+            reencoded[turn.row] += not (ready and not before.suffix)
             states[turn.row] = state
     lengths, finish, completions = rollouts.lengths.clone(), list(rollouts.finish), list(rollouts.completions)
     texts, counts = list(rollouts.per_row["text"]), generated.lengths.tolist()

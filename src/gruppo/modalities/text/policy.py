@@ -171,9 +171,8 @@ class TextPolicy(AdaptablePolicy):
         return activations(config, 1, self.compute_dtype, layout, is_recomputed=self.is_recomputed)
 
     def longest_prompt(self, prompts: Sequence[Prompt] | Rollouts) -> int:
-        if isinstance(prompts, Rollouts):
-            return max(map(len, prompts.shared["prompt_ids"]), default=0)
-        return max((len(self.encode(prompt)) for prompt in prompts), default=0)
+        ids = prompts.shared["prompt_ids"] if isinstance(prompts, Rollouts) else map(self.encode, prompts)
+        return max(map(len, ids), default=0)
 
     def longest_row(self, rollouts: Rollouts, rows: Tensor) -> int:
         prompts = torch.tensor([len(ids) for ids in rollouts.shared["prompt_ids"]])[rollouts.group_ids[rows]]
@@ -230,8 +229,7 @@ class TextPolicy(AdaptablePolicy):
         """``sample``, with tokens from ``generate``, which is called with at most ``batch_rows`` rows."""
         if not requests or any(request.size < 1 for request in requests):
             raise ValueError("sample needs at least one request, each of size 1 or more.")
-        prompts: dict[tuple[str, int], Prompt] = {}
-        batches: list[list[Request]] = [[]]
+        prompts, batches = dict[tuple[str, int], Prompt](), [list[Request]()]
         for request in requests:
             prompt = request.prompt
             if why := self.check_prompt(prompt, sampling):
