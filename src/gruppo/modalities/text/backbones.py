@@ -225,21 +225,26 @@ class CachedDecoding:
         if kept:
             # of all rows as many last columns as the row with the most new tokens has; other rows read a few again
             first = ids.shape[1] - max(len(ids) - len(row.ids) for row, ids in zip(kept, prompts, strict=True))
-            taken = [row.suffix for row in kept]
-            for row in kept:  # the cache takes their memory
-                row.suffix = []
-            for layer in range(len(taken[0]) // 2 if first else 0):
-                both = []  # keys and values of the first columns, rows ending at the last one
-                for of_rows in zip(*(suffix[2 * layer : 2 * layer + 2] for suffix in taken), strict=True):
-                    heads, _, width = of_rows[0].shape
-                    both.append(of_rows[0].new_zeros(len(kept), heads, first, width))
-                    for buffer, own, length in zip(both[-1], of_rows, lengths.tolist(), strict=True):
-                        used = max(length - (ids.shape[1] - first), 0)
-                        buffer[:, first - used :] = own[:, :used]
-                self.cache.update(*both, layer)
+            self._fill(kept, lengths.tolist(), first, ids.shape[1])
         self._forward(ids[:, first:], positions[:, first:])
         self.positions, self.begun = positions[:, -1], lengths
         self.select(owners)
+
+    def _fill(self, kept: Sequence[KeptRow], lengths: Sequence[int], first: int, end: int) -> None:
+        """Move kept keys and values to the first columns of the cache, where rows end at column ``end``."""
+        # a function of its own, so that what was kept is freed before the forward
+        taken = [row.suffix for row in kept]
+        for row in kept:
+            row.suffix = []
+        for layer in range(len(taken[0]) // 2 if first else 0):
+            both = []  # keys and values
+            for of_rows in zip(*(suffix[2 * layer : 2 * layer + 2] for suffix in taken), strict=True):
+                heads, _, width = of_rows[0].shape
+                both.append(of_rows[0].new_zeros(len(kept), heads, first, width))
+                for buffer, own, length in zip(both[-1], of_rows, lengths, strict=True):
+                    used = max(length - (end - first), 0)
+                    buffer[:, first - used :] = own[:, :used]
+            self.cache.update(*both, layer)
 
     def advance(self, tokens: Int[Tensor, "N"]) -> None:
         self.mask = nn.functional.pad(self.mask, (0, 1), value=True)

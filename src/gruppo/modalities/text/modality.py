@@ -77,6 +77,7 @@ class TextModality(Modality):
     def check(self, config: Config, policy: Policy, sampling: Any, data: PromptSource, rewards: Any) -> None:
         assert isinstance(policy, TextPolicy)
         rewards.set_decoder(policy.chat.text)
+        # special tokens in the text of a prompt are refused, or encoded as text with one warning for all rows
         prompts = data.all_prompts() if hasattr(data, "all_prompts") and policy.chat.special_tokens != "keep" else ()
         for row, prompt in enumerate(prompts, start=1):
             if not (token := policy.chat.special_token_in(prompt.inputs)):
@@ -86,7 +87,7 @@ class TextModality(Modality):
             text = "row %d: the text of prompt %r holds the special token %s. Such tokens are encoded as text; set "
             text += "--prompts.special-tokens keep if the chat template is already applied to these prompts."
             log.warning(text, row, prompt.id, token)
-            break  # one warning, not one for each row
+            break
         check_lengths(data, policy, config)
         if not config.environment.names:
             return
