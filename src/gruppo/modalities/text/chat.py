@@ -407,10 +407,8 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> str:
 
 
 def special_token_error(prompt_id: str, token: str) -> str:
-    return (
-        f"the text of prompt {prompt_id!r} holds the special token {token}, which the model would read as a control "
-        "token. Remove it, or set --prompts.special-tokens split."
-    )
+    problem = f"the text of prompt {prompt_id!r} holds the special token {token}, which the model would read"
+    return f"{problem} as a control token. Remove it, or set --prompts.special-tokens split."
 
 
 def _any_of(texts: Sequence[str]) -> re.Pattern[str]:

@@ -21,11 +21,8 @@ BUNDLED_TEMPLATES = {"chatml-tools": "chatml_tools.jinja"}
 SET_BY_GRUPPO = ("add_generation_prompt", "chat_template", "continue_final_message", "messages", "tokenize", "tools")
 
 _QUESTION, _RESULT, _ARGUMENT, _THOUGHT = "probe question", "probe result", "probe argument", "probe thought"
-_PROPERTIES = {
-    "text": {"type": "string", "description": "A text."},
-    "number": {"type": "integer", "description": "A number."},
-}
-_PARAMETERS = {"type": "object", "properties": _PROPERTIES, "required": ["text", "number"]}
+_TEXT, _NUMBER = {"type": "string", "description": "A text."}, {"type": "integer", "description": "A number."}
+_PARAMETERS = {"type": "object", "properties": {"text": _TEXT, "number": _NUMBER}, "required": ["text", "number"]}
 _SCHEMA = {"name": "probe_tool", "description": "A probe.", "parameters": _PARAMETERS}
 _PROBE_TOOL = {"type": "function", "function": _SCHEMA}
 _CALLED = {"name": "probe_tool", "arguments": {"text": _ARGUMENT, "number": 7}}

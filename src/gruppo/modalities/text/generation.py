@@ -190,10 +190,8 @@ def next_turns(
             finish[row], failures[row] = "error", f"its reply cannot be written: {why}"
             continue
         limit = sampling.max_actions - int(rollouts.mask[row].sum())
-        space = limit
-        if policy.context is not None:
-            before = len(rollouts.shared["prompt_ids"][group]) + len(prefix) + len(added)
-            space = policy.context - before
+        before = len(rollouts.shared["prompt_ids"][group]) + len(prefix) + len(added)
+        space = limit if policy.context is None else policy.context - before
         if min(limit, space) > 0:
             turns.append(Turn(row, reply, prefix, added, min(limit, space), is_last=space < limit))
         else:

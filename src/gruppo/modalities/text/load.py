@@ -154,8 +154,7 @@ def from_transformers(
 ) -> TextPolicy:
     """Make a policy of a Hugging Face model in memory and its tokenizer."""
     if getattr(module, "is_quantized", False):
-        what = f"this {type(module).__name__}"
-        check_quantized(module.config.quantization_config, what, has_adapter=adapt is not None)
+        check_quantized(module.config.quantization_config, f"this {type(module).__name__}", has_adapter=bool(adapt))
         check_blocks(module)
         compute_in(module, torch.float32)
     else:

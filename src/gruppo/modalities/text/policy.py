@@ -198,19 +198,15 @@ class TextPolicy(AdaptablePolicy):
 
     def check_prompt(self, prompt: Prompt, sampling: Sampling) -> str | None:
         if isinstance(prompt.inputs, str) and self.tools_of(prompt):
-            return (
-                f"prompt {prompt.id!r} is a text, and tools need a conversation, into which the chat template writes "
-                'them. Give a list of messages, such as [{"role": "user", "content": ...}].'
-            )
+            problem = f"prompt {prompt.id!r} is a text, and tools need a conversation, into which the chat template"
+            return f'{problem} writes them. Give a list of messages, such as [{{"role": "user", "content": ...}}].'
         if self.chat.special_tokens == "refuse" and (token := self.chat.special_token_in(prompt.inputs)):
             return special_token_error(prompt.id, token)
-        if self.context is None or (tokens := len(self.encode(prompt))) + sampling.max_actions <= self.context:
+        new = sampling.max_actions
+        if self.context is None or (tokens := len(self.encode(prompt))) + new <= self.context:
             return None
-        return (
-            f"prompt {prompt.id!r} has {tokens} tokens, and {sampling.max_actions} new ones make "
-            f"{tokens + sampling.max_actions}; the model's context holds {self.context}. Shorten or remove it, or "
-            "lower --rollout.max-new-tokens."
-        )
+        problem = f"prompt {prompt.id!r} has {tokens} tokens, and {new} new ones make {tokens + new}; the model's"
+        return f"{problem} context holds {self.context}. Shorten or remove it, or lower --rollout.max-new-tokens."
 
     def sample(self, requests: Sequence[Request], sampling: Sampling, *, seed: int) -> Rollouts:
         """Sample ``request.size`` completions of each prompt; randomness depends on (seed, draw, sample, position)."""
@@ -387,10 +383,8 @@ class TextPolicy(AdaptablePolicy):
             return f"prompt {prompt.id!r}: {error}"
         if self.context is None or tokens <= self.context:
             return None
-        return (
-            f"prompt {prompt.id!r} and its target have {tokens} tokens; the model's context holds {self.context}. "
-            "Shorten or remove it."
-        )
+        problem = f"prompt {prompt.id!r} and its target have {tokens} tokens; the model's context holds {self.context}"
+        return f"{problem}. Shorten or remove it."
 
     def demonstrations(self, prompts: Sequence[Prompt], *, seed: int) -> Rollouts:
         """Each prompt with its target as completion, as the policy would write and end it.
@@ -423,6 +417,7 @@ def _rollouts(
 ) -> Rollouts:
     """Collect rows and their texts into a batch; each row belongs to the prompt that owns it, an index."""
     rows, columns = len(owners), max(int(generated.lengths.max()), 1)
+    top_p = torch.full((rows,), sampling.top_p, dtype=torch.float64)
     kept = {} if generated.kept is None else {"kept": generated.kept}
     mask = torch.arange(columns) < generated.lengths[:, None]
     # a completion has the form of its prompt
@@ -439,11 +434,7 @@ def _rollouts(
         temperature=torch.full((rows,), float(sampling.temperature)),
         finish=generated.finish,
         shared={"prompt_ids": tuple(ids.cpu() for ids in prompt_ids)},
-        per_row={
-            "top_k": torch.full((rows,), sampling.top_k),
-            "top_p": torch.full((rows,), sampling.top_p, dtype=torch.float64),
-            **kept,
-        },
+        per_row={"top_k": torch.full((rows,), sampling.top_k), "top_p": top_p, **kept},
     )
 
 

@@ -89,8 +89,7 @@ def faster_dtype(width: int, *, rows: int = 256, device: torch.device | str = "c
     The two are timed in turn and their best times compared: other load on the machine can only slow them down.
     """
     best = {torch.float32: float("inf"), torch.bfloat16: float("inf")}
-    sizes = (rows, 4 * width)
-    inputs = {d: tuple(torch.ones(size, width, dtype=d, device=device) for size in sizes) for d in best}
+    inputs = {d: tuple(torch.ones(size, width, dtype=d, device=device) for size in (rows, 4 * width)) for d in best}
     for _ in range(12):
         for dtype, (x, layer) in inputs.items():
             start = time.perf_counter()

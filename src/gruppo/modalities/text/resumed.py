@@ -55,8 +55,8 @@ def resume(kind: type[D], rows: Sequence[KeptRow], unread: Texts) -> D:
         by_cell = buffer.view(*shape, *size[2:])
         for cell, layers, start in zip(cells, taken, decoding.starts.tolist(), strict=True):
             suffix, layers[layer] = layers[layer], layers[layer][:, :, :0]
-            at = slice(start, start + suffix.shape[2])
-            by_cell[:, cell // decoding.width, :, cell % decoding.width, at] = suffix
+            group, column = divmod(cell, decoding.width)
+            by_cell[:, group, :, column, start : start + suffix.shape[2]] = suffix
         decoding.suffixes.append(buffer)
 
     whole = [(id(row.prompt), *row.ids.tolist(), *ids.tolist()) for row, ids in zip(rows, unread, strict=True)]

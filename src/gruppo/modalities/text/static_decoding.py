@@ -68,8 +68,7 @@ class StaticDecoding(LayeredDecoding):
         g, j, kv_heads, dim = self.groups, self.width, self.decoder.kv_heads, self.decoder.head_dim
         rep, columns, width = self.decoder.heads // kv_heads, prompt.shape[2], suffix.shape[2]
         for kept, new in zip(suffix.view(2, g, kv_heads, j, width, dim), (k, v), strict=True):
-            new = new.view(g, j, kv_heads, 1, dim).transpose(1, 2).to(suffix.dtype)
-            kept.index_copy_(3, self.column, new)
+            kept.index_copy_(3, self.column, new.view(g, j, kv_heads, 1, dim).transpose(1, 2).to(suffix.dtype))
         queries = (q * scale).view(g, j, kv_heads, rep, dim).transpose(1, 2)  # [g, K, j, rep, D]
         to_prompt = queries.reshape(g * kv_heads, j * rep, dim).to(prompt.dtype) @ prompt[0].mT
         to_suffix = queries.reshape(-1, rep, dim).to(suffix.dtype) @ suffix[0].mT
