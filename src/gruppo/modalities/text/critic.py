@@ -69,8 +69,8 @@ def check_same_tokens(policy: TextPolicy, model: TextPolicy) -> None:
         odd = sorted(ours.items() ^ theirs.items())
         token = odd[0][0]
         own, other = (vocabulary.get(token, "no token") for vocabulary in (ours, theirs))
-        problem = f"the critic's tokenizer differs: {token!r} is {other} in it and {own} in the policy's"
-        problem += f", one of {len(odd)} differences"
+        differs = f"the critic's tokenizer differs: {token!r} is {other} in it and {own} in the policy's"
+        problem = f"{differs}, one of {len(odd)} differences"
     elif sizes[0] != sizes[1]:
         problem = f"the critic's model knows {sizes[1]} token ids and the policy's {sizes[0]}"
     else:

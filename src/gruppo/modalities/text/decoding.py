@@ -178,7 +178,8 @@ class LayeredDecoding:
             group = list(members)
             size = len(prompts[prompt]) + sum(len(texts[n][1]) for n in group)
             if not runs or total + size > READ_AT_ONCE:
-                runs, total = [*runs, []], 0
+                runs.append([])
+                total = 0
             runs[-1] += group
             total += size
         kv_heads, last = self.decoder.kv_heads, []

@@ -235,7 +235,7 @@ def split_rows(
     for group in by_group.values():
         prompt, row_lengths = int(prompt_lengths[group[0]]), [int(lengths[row]) for row in group]
         total = sum(row_lengths)
-        # as few parts as hold the group, then of like size: full ones would leave a short last one
+        # as few parts as hold the group, of like size: full ones would leave a short last one
         count = -(-total // max(budget - prompt, 1)) or 1
         limit = min(budget - prompt, -(-total // count) + max(row_lengths) - 1)
         tokens, members = 0, list[int]()

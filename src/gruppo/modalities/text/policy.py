@@ -399,8 +399,7 @@ class TextPolicy(AdaptablePolicy):
         ids, masks = ([torch.tensor(row[part]) for row in shown] for part in (0, 1))
         actions = nn.utils.rnn.pad_sequence(ids, batch_first=True)  # [B, T]
         lengths = torch.tensor([len(row) for row in ids])
-        stops: list[Any] = ["stop"] * len(prompts)
-        rows = Generated(actions, torch.zeros(actions.shape), lengths, tuple(stops))
+        rows = Generated(actions, torch.zeros(actions.shape), lengths, cast(Any, ("stop",) * len(prompts)))
         prompt_ids, texts = [torch.tensor(self.encode(prompt)) for prompt in prompts], [""] * len(prompts)
         rollouts = _rollouts(prompts, torch.arange(len(prompts)), prompt_ids, rows, texts, Sampling())
         mask = nn.utils.rnn.pad_sequence(masks, batch_first=True)
