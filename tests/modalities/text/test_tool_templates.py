@@ -16,6 +16,7 @@ from gruppo.config.schema import Config, PromptsConfig
 from gruppo.environments import Environment, converse
 from gruppo.modalities.text import from_transformers
 from gruppo.modalities.text.chat import Chat
+from gruppo.modalities.text.chat_template import rewritten
 from gruppo.modalities.text.modality import check_lengths
 from gruppo.types import DataError, Generated, GruppoError, Prompt, Request, Sampling
 
@@ -118,7 +119,7 @@ REWRITING_AFTER_TOOLS = ("deepseekv3", "deepseekv3_training", "diffusion_gemma",
 def test_a_conversation_by_turns_has_the_ids_of_the_whole_or_the_run_says_why_not(name):
     chat = family_chat(name)
     chat.set_tools(TOOLS)
-    notes = chat.rewritten()
+    notes = rewritten(chat)
     assert ("a tool's result" in notes) == (name in REWRITING_AFTER_TOOLS)
     for rounds, follows in ((AFTER_TOOLS, "a tool's result"), (AFTER_USER, "a user message")):
         parts = rounds if "nothink" in name else thoughtful(rounds)
@@ -184,7 +185,7 @@ def test_smollm2_has_no_tools_until_our_template_is_set():
         chat.set_tools(TOOLS)
     chat.configure(PromptsConfig(chat_template="chatml-tools"))
     chat.set_tools(TOOLS)
-    assert chat.rewritten() == "" and tokenizer.chat_template == SMOLLM
+    assert rewritten(chat) == "" and tokenizer.chat_template == SMOLLM
     for rounds in (AFTER_TOOLS, AFTER_USER):
         written, whole = incremental(chat, [USER], rounds)
         assert written == whole[: len(written)] and len(whole) - len(written) == 1

@@ -21,10 +21,10 @@ from gruppo.distributed.sharding import is_unit
 from gruppo.modalities.common.adapters import save_adapter
 from gruppo.modalities.common.lora import has_adapter
 from gruppo.modalities.text import flex
-from gruppo.modalities.text.decoder import Decoder, read_decoder, stream_features
+from gruppo.modalities.text.decoder import read_decoder, stream_features
 from gruppo.modalities.text.decoding import FusedDecoder, LayeredDecoding
 from gruppo.modalities.text.kept import KeptRow
-from gruppo.modalities.text.layouts import LAY_OUT, Layout, Tokens
+from gruppo.modalities.text.layouts import LAY_OUT, Layout, Texts
 from gruppo.modalities.text.resumed import resume
 from gruppo.modalities.text.static_decoding import StaticDecoding
 from gruppo.protocols import device_of
@@ -92,37 +92,42 @@ class Backbone:
         return self.module(input_ids=ids, **inputs, use_cache=False).logits
 
     def features_before(
-        self, prompts: Sequence[Tensor], completions: Sequence[Tensor], owners: Tensor, row: Tensor, column: Tensor
+        self, prompts: Texts, completions: Texts, owners: Tensor, row: Tensor, column: Tensor
     ) -> Float[Tensor, "n F"]:
         """Features at the token before each action, which predicts it.
 
         ``owners`` [b]: the prompt of each completion. An action is a completion and its column, ``row`` and ``column``
         [n].
         """
-        weight, device, layout = next(self.module.parameters()), device_of(self.module), self.layout
+        device, layout = device_of(self.module), self.layout
         if layout == "stream":
             decoder = read_decoder(self.module)
             assert decoder is not None, "see layout"
-            tokens, features = _stream(decoder, prompts, completions, owners, compiles=self.compiles)
+            features = None
+            # by compiled layers on CUDA where they agree with the plain ones, unless the weights are sharded
+            if self.compiles and not any(map(is_unit, decoder.layers[:1])) and flex.is_usable(decoder):
+                tokens = LAY_OUT["stream"](prompts, completions, owners, has_blocks=False)
+                with suppress(NotCompiled):
+                    features = flex.features(decoder, tokens)
+            if features is None:
+                tokens = LAY_OUT["stream"](prompts, completions, owners)
+                features = stream_features(decoder, tokens)
         else:
             tokens, inputs = LAY_OUT[layout](prompts, completions, owners), {}
             if tokens.visible is not None:
                 visible = tokens.visible.to(device)[:, None]
-                dtype = self.dtype or weight.dtype
+                dtype = self.dtype or next(self.module.parameters()).dtype
+                # added to the scores: the smallest number, as in transformers' own masks, and not -inf
                 mask = torch.zeros(visible.shape, dtype=dtype, device=device)
-                mask = mask.masked_fill_(~visible, torch.finfo(dtype).min)
+                mask.masked_fill_(~visible, torch.finfo(dtype).min)  # [g, 1, L, L]
                 inputs = {"position_ids": tokens.positions.to(device), "attention_mask": mask}
             features = self.features(tokens.ids.to(device), **inputs).flatten(0, 1)
         return features[tokens.before(row, column).to(device, non_blocking=True)]
 
     def start(
-        self,
-        prompts: Sequence[Tensor],
-        owners: Int[Tensor, "N"],
-        prefixes: Sequence[Tensor] | None = None,
-        fused: FusedDecoder | None = None,
+        self, prompts: Texts, owners: Tensor, prefixes: Texts | None = None, fused: FusedDecoder | None = None
     ) -> Decoding:
-        """Read each prompt, and open one row for each owner, an index into the prompts.
+        """Read each prompt, and open one row for each owner [N], an index into the prompts.
 
         ``prefixes``: tokens that each row already has after its prompt, one or more. ``fused``: of the same weights.
         """
@@ -136,7 +141,7 @@ class Backbone:
             return decoding_on(owners.device)(decoder, head, prompts, owners, prefixes, fused)
         return (CachedDecoding if self.caches else RereadDecoding)(self, prompts, owners)
 
-    def resume(self, kept: Sequence[KeptRow], rows: Sequence[Int[Tensor, "L"]]) -> Decoding:
+    def resume(self, kept: Sequence[KeptRow], rows: Texts) -> Decoding:
         """Open rows of these tokens, and read those of each that are not kept, one or more."""
         if kept[0].fused is None:
             return CachedDecoding(self, rows, torch.arange(len(rows), device=rows[0].device), kept)
@@ -161,18 +166,6 @@ class Backbone:
             self.module.save_pretrained(folder)
 
 
-def _stream(
-    decoder: Decoder, prompts: Sequence[Tensor], completions: Sequence[Tensor], owners: Tensor, *, compiles: bool
-) -> tuple[Tokens, Float[Tensor, "N F"]]:
-    """A stream and its features: by compiled layers on CUDA where they agree with the plain ones, unless sharded."""
-    if compiles and not any(map(is_unit, decoder.layers[:1])) and flex.is_usable(decoder):
-        tokens = LAY_OUT["stream"](prompts, completions, owners, has_blocks=False)
-        with suppress(NotCompiled):
-            return tokens, flex.features(decoder, tokens)
-    tokens = LAY_OUT["stream"](prompts, completions, owners)
-    return tokens, stream_features(decoder, tokens)
-
-
 def decoding_on(device: torch.device) -> type[LayeredDecoding]:
     return StaticDecoding if device.type == "cuda" else LayeredDecoding
 
@@ -180,7 +173,7 @@ def decoding_on(device: torch.device) -> type[LayeredDecoding]:
 class RereadDecoding:
     """Decoding without a cache: rows are padded on the right, so that absolute positions are right for any module."""
 
-    def __init__(self, backbone: Backbone, prompts: Sequence[Tensor], owners: Tensor) -> None:
+    def __init__(self, backbone: Backbone, prompts: Texts, owners: Tensor) -> None:
         self.backbone = backbone
         self.ids = pad_sequence(list(prompts), batch_first=True)
         if backbone.is_plain and self.ids.shape[1] == 1:  # nanochat's module refuses a single token
@@ -215,9 +208,7 @@ class CachedDecoding:
 
     logits: Float[Tensor, "N V"]
 
-    def __init__(
-        self, backbone: Backbone, prompts: Sequence[Tensor], owners: Tensor, kept: Sequence[KeptRow] = ()
-    ) -> None:
+    def __init__(self, backbone: Backbone, prompts: Texts, owners: Tensor, kept: Sequence[KeptRow] = ()) -> None:
         """``kept``: of each prompt, keys and values of its first tokens."""
         from transformers import DynamicCache
 
@@ -230,11 +221,10 @@ class CachedDecoding:
         self.mask: Bool[Tensor, "b L"] = columns >= ids.shape[1] - lengths[:, None]
         # 0, 1, 2, ... over the real tokens of each row
         positions = (self.mask.long().cumsum(dim=1) - 1).clamp(min=0)
-        # of all rows as many last columns as the row with the most new tokens has; other rows read a few again
-        first = (
-            ids.shape[1] - max(len(ids) - len(row.ids) for row, ids in zip(kept, prompts, strict=True)) if kept else 0
-        )
+        first = 0  # column from which on rows are read
         if kept:
+            # of all rows as many last columns as the row with the most new tokens has; other rows read a few again
+            first = ids.shape[1] - max(len(ids) - len(row.ids) for row, ids in zip(kept, prompts, strict=True))
             self._fill(kept, lengths.tolist(), first, ids.shape[1])
         self._forward(ids[:, first:], positions[:, first:])
         self.positions, self.begun = positions[:, -1], lengths
@@ -242,14 +232,15 @@ class CachedDecoding:
 
     def _fill(self, kept: Sequence[KeptRow], lengths: Sequence[int], first: int, end: int) -> None:
         """Move kept keys and values to the first columns of the cache, where rows end at column ``end``."""
+        # a function of its own, so that what was kept is freed before the forward
         taken = [row.suffix for row in kept]
         for row in kept:
             row.suffix = []
         for layer in range(len(taken[0]) // 2 if first else 0):
-            both = []
+            both = []  # keys and values
             for of_rows in zip(*(suffix[2 * layer : 2 * layer + 2] for suffix in taken), strict=True):
-                like = of_rows[0]
-                both.append(like.new_zeros(len(kept), like.shape[0], first, like.shape[2]))
+                heads, _, width = of_rows[0].shape
+                both.append(of_rows[0].new_zeros(len(kept), heads, first, width))
                 for buffer, own, length in zip(both[-1], of_rows, lengths, strict=True):
                     used = max(length - (end - first), 0)
                     buffer[:, first - used :] = own[:, :used]
@@ -284,13 +275,9 @@ class CachedDecoding:
 
     def _forward(self, ids: Int[Tensor, "N t"], positions: Int[Tensor, "N t"]) -> None:
         options: dict[str, Any] = {"position_ids": positions, "logits_to_keep": 1}
-        out = self.module(
-            input_ids=ids,
-            attention_mask=self.mask.long(),
-            past_key_values=self.cache,
-            use_cache=True,
-            **{name: value for name, value in options.items() if name in self.accepted},
-        )
+        options = {name: value for name, value in options.items() if name in self.accepted}
+        mask = self.mask.long()  # [N, L]
+        out = self.module(input_ids=ids, attention_mask=mask, past_key_values=self.cache, use_cache=True, **options)
         self.logits = out.logits[:, -1]
 
 
@@ -308,19 +295,16 @@ def probe(module: Any) -> Backbone:
     vocabulary = module.get_input_embeddings().weight.shape[0]
     with torch.no_grad():
         if not plain.features(torch.arange(1, 5, device=device)[None] % vocabulary).isfinite().all():
-            raise NumericalStop(
-                f"the weights of this {type(module).__name__} give logits that are not finite, so nothing can be "
-                "sampled from it. Use another model, or an earlier save of it."
-            )
-    # ordinary tokens: the first ids of a vocabulary are often special ones, on which a trained model is ill-conditioned
+            raise NumericalStop(f"""the weights of this {type(module).__name__} give logits that are not finite, so
+                nothing can be sampled from it. Use another model, or an earlier save of it.""")
+    # ordinary tokens, multiples of a prime: the first ids of a vocabulary are often special ones, on which a trained
+    # model is ill-conditioned
     first, second = prompts = [torch.arange(1, n, device=device) * 7919 % vocabulary for n in (4, 7)]
 
     def logits_of_large_features(backbone: Backbone) -> Tensor:
-        louder = module.get_output_embeddings().register_forward_hook(lambda head, args, logits: logits * 1e3)
-        try:  # so large that a cap on them shows
+        # so large that a cap on them shows
+        with module.get_output_embeddings().register_forward_hook(lambda head, args, logits: logits * 1e3):
             return backbone.head(backbone.features(pad_sequence(prompts, batch_first=True)))
-        finally:
-            louder.remove()
 
     def decoded_logits(backbone: Backbone) -> Tensor:
         decoding = backbone.start(prompts, torch.tensor([1, 0, 0], device=device))
@@ -341,12 +325,9 @@ def probe(module: Any) -> Backbone:
     def scored_logits(backbone: Backbone) -> Tensor:
         completions = [second.cpu(), second.cpu() + 1]
         row, column = torch.cartesian_prod(torch.arange(2), torch.arange(1, len(second))).T
-        features = backbone.features_before([first.cpu()], completions, torch.tensor([0, 0]), row, column)
-        return backbone.head(features)
+        return backbone.head(backbone.features_before([first.cpu()], completions, torch.tensor([0, 0]), row, column))
 
-    @cache
-    def plain_logits(logits_of: Callable[[Backbone], Tensor]) -> Tensor:
-        return logits_of(plain).float()
+    plain_logits = cache(lambda logits_of: logits_of(plain).float())
 
     def agrees(logits_of: Callable[[Backbone], Tensor], **fast_way: Any) -> bool:
         try:
@@ -376,11 +357,5 @@ def probe(module: Any) -> Backbone:
     decodes = runs_layers and agrees(decoded_logits, splits=True, decodes=True)
     layouts.append("padded")
     return Backbone(
-        module,
-        splits=splits,
-        caches=caches,
-        resumes=resumes,
-        decodes=decodes,
-        layouts=tuple(layouts),
-        compiles=True,
+        module, splits=splits, caches=caches, resumes=resumes, decodes=decodes, layouts=tuple(layouts), compiles=True
     )

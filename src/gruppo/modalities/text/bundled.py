@@ -37,6 +37,10 @@ BY_HAND = (
 )
 
 
+Convert = Callable[[Path, Path], None]
+"""Reads a GGUF file and writes a Hugging Face model into an empty folder."""
+
+
 @dataclass(frozen=True)
 class ModelSource:
     """Where a model lies and where it came from, for the run's manifest."""
@@ -48,23 +52,19 @@ class ModelSource:
     """Of the weights as obtained: the GGUF file, or the safetensors files of a folder that the user named."""
 
 
-def smollm2_135m(
-    *, convert: Callable[[Path, Path], None] | None = None, expected_sha256: str = GGUF_SHA256
-) -> ModelSource:
+def smollm2_135m(*, convert: Convert | None = None, expected_sha256: str = GGUF_SHA256) -> ModelSource:
     """Return the model as a folder in the cache, which is built once (about 15 s after the download of 93 MB).
 
-    ``GRUPPO_SMOLLM2`` names a GGUF file or a model folder to use instead of downloading. ``convert`` reads a GGUF file
-    and writes a Hugging Face model into an empty folder; ``convert_gguf`` by default.
+    ``GRUPPO_SMOLLM2`` names a GGUF file or a model folder to use instead of downloading. ``convert`` is by default
+    ``convert_gguf``.
     """
     override = os.environ.get("GRUPPO_SMOLLM2")
     if override and Path(override).is_dir():
         source = Path(override)
         weights = sorted(source.glob("*.safetensors"))
         if not (source / "config.json").is_file() or not weights:
-            raise GruppoError(
-                f"GRUPPO_SMOLLM2={override} is no model folder; it needs config.json and safetensors files. Name such "
-                "a folder or a GGUF file, or unset the variable."
-            )
+            raise GruppoError(f"""GRUPPO_SMOLLM2={override} is no model folder; it needs config.json and safetensors
+                files. Name such a folder or a GGUF file, or unset the variable.""")
         return ModelSource(source, f"GRUPPO_SMOLLM2={override}", sha256_of(*weights))
     if override and not Path(override).is_file():
         raise GruppoError(f"GRUPPO_SMOLLM2={override} does not exist. {BY_HAND}")
@@ -73,10 +73,8 @@ def smollm2_135m(
         try:
             _build(folder, override, convert, expected_sha256)
         except OSError as problem:
-            raise GruppoError(
-                f"the model could not be written to {folder.parent} ({problem}); it needs 0.8 GB and the right to "
-                "write there. Set GRUPPO_CACHE to another folder."
-            ) from problem
+            raise GruppoError(f"""the model could not be written to {folder.parent} ({problem}); it needs 0.8 GB and the
+                right to write there. Set GRUPPO_CACHE to another folder.""") from problem
     return ModelSource(folder, SOURCE, expected_sha256)
 
 
@@ -97,41 +95,31 @@ def _is_complete(folder: Path, expected_sha256: str) -> bool:
         return False
 
 
-def _build(
-    folder: Path, override: str | None, convert: Callable[[Path, Path], None] | None, expected_sha256: str
-) -> None:
+def _build(folder: Path, override: str | None, convert: Convert | None, expected_sha256: str) -> None:
     """Obtain, verify and convert the weights in a temporary folder, and rename the result into place."""
     for package in ("gguf", "accelerate") if convert is None else ():
         import_extra(package, "demo", "converting SmolLM2-135M-Instruct")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(folder.parent).free
-    if free < NEEDED_BYTES:
+    if (free := shutil.disk_usage(folder.parent).free) < NEEDED_BYTES:
         raise OSError(f"{free / 1e9:.1f} GB are free")
     with tempfile.TemporaryDirectory(prefix=f".{FOLDER}.", dir=folder.parent) as name:
         model = Path(name) / "model"
         model.mkdir()
         gguf = Path(override) if override else _find_gguf(Path(name))
         if (sha256 := sha256_of(gguf)) != expected_sha256:
-            raise GruppoError(
-                f"{gguf} has SHA-256 {sha256[:16]}..., but {GGUF_NAME} of {PACKAGE} has "
-                f"{expected_sha256[:16]}...; it is damaged or another file and is not used. {BY_HAND}"
-            )
+            raise GruppoError(f"""{gguf} has SHA-256 {sha256[:16]}..., but {GGUF_NAME} of {PACKAGE} has
+                {expected_sha256[:16]}...; it is damaged or another file and is not used. {BY_HAND}""")
         log.info("Converting SmolLM2-135M-Instruct (%s) once to %s; about 15 s.", PACKAGE, folder)
         try:
             (convert or convert_gguf)(gguf, model)
         except Exception as problem:  # a full disk raises an error of safetensors, another GGUF a KeyError
-            raise GruppoError(
-                f"{gguf.name} could not be converted ({type(problem).__name__}: {problem}). "
-                f"Check the free disk space, and run: {install_command('demo')} --upgrade"
-            ) from problem
+            raise GruppoError(f"""{gguf.name} could not be converted ({type(problem).__name__}: {problem}). Check the
+                free disk space, and run: {install_command("demo")} --upgrade""") from problem
         weights = model / "model.safetensors"
-        record = {
-            "source": SOURCE,
-            "gguf_sha256": expected_sha256,
-            "model_sha256": sha256_of(weights),
-            "model_bytes": weights.stat().st_size,
-        }
+        facts = {"model_sha256": sha256_of(weights), "model_bytes": weights.stat().st_size}
+        record = {"source": SOURCE, "gguf_sha256": expected_sha256, **facts}
         (model / "source.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        # the contents before the name: after a crash, no folder of this name lacks a file
         for entry in (*model.iterdir(), model):
             sync_to_disk(entry)
         # a broken folder is moved aside; if another process renamed its own first, that one is used
@@ -167,12 +155,12 @@ def unpack_gguf(wheel: Path) -> Path:
     """Extract the GGUF file of a wheel to the folder of the wheel."""
     try:
         with zipfile.ZipFile(wheel) as archive:
-            member = next((name for name in archive.namelist() if name.endswith(GGUF_NAME)), None)
-            if member is None:
-                raise GruppoError(f"{wheel.name} holds no {GGUF_NAME}. {BY_HAND}")
-            return Path(archive.extract(member, wheel.parent))
+            for member in archive.namelist():
+                if member.endswith(GGUF_NAME):
+                    return Path(archive.extract(member, wheel.parent))
     except zipfile.BadZipFile as problem:
         raise GruppoError(f"{wheel.name} is damaged ({problem}). {BY_HAND}") from problem
+    raise GruppoError(f"{wheel.name} holds no {GGUF_NAME}. {BY_HAND}")
 
 
 def sha256_of(*files: Path) -> str:

@@ -7,31 +7,24 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial, wraps
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import takewhile, zip_longest
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, TypeVar
 
 from gruppo.config.schema import PromptsConfig
 from gruppo.loading import code_digest
-from gruppo.modalities.text.chat_template import (
-    check_kwargs,
-    prepared,
-    read_kwargs,
-    read_template,
-    rewritten,
-    strings,
-    tool_support,
-    with_defaults,
-)
+from gruppo.modalities.text import chat_template
+from gruppo.modalities.text.chat_template import prepared, strings
 from gruppo.modalities.text.tool_calls import ToolFormat, call_of, read_calls, split_reasoning
 from gruppo.types import DataError, GruppoError
 
-P = ParamSpec("P")
 T = TypeVar("T")
 Tools = Sequence[Mapping[str, Any]]
 """JSON schemas of tools."""
+Render = Callable[[Sequence[Any]], list[int]]
+"""Messages to ids up to where the assistant answers, for a tokenizer without chat template."""
 
 _GREETING = {"role": "user", "content": "Hello."}
 _EMPTY_SYSTEM = {"role": "system", "content": ""}
@@ -45,13 +38,10 @@ _LOCK = threading.RLock()
 """Of all tokenizers: ``encode`` may change settings of a tokenizer, and engines encode while rewards decode."""
 
 
-def _one_at_a_time(method: Callable[P, T]) -> Callable[P, T]:
-    @wraps(method)
-    def locked(*args: P.args, **options: P.kwargs) -> T:
-        with _LOCK:
-            return method(*args, **options)
-
-    return locked
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    with _LOCK:
+        yield
 
 
 class Chat:
@@ -62,12 +52,7 @@ class Chat:
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        eos_ids: Sequence[int],
-        *,
-        is_plain: bool = False,
-        render: Callable[[Sequence[Any]], list[int]] | None = None,
+        self, tokenizer: Any, eos_ids: Sequence[int], *, is_plain: bool = False, render: Render | None = None
     ) -> None:
         self.tokenizer, self.eos_ids, self.is_plain, self.render = tokenizer, tuple(eos_ids), is_plain, render
         end = None if is_plain else tokenizer.eos_token_id
@@ -99,17 +84,21 @@ class Chat:
 
     def configure(self, prompts: PromptsConfig) -> None:
         """Write conversations as the config says: by another template, with further variables of it."""
-        template, values = prompts.chat_template, read_kwargs(prompts.chat_template_kwargs)
+        template, values = prompts.chat_template, chat_template.read_kwargs(prompts.chat_template_kwargs)
         self.special_tokens = prompts.special_tokens
         if self.is_plain and (template or values):
-            raise GruppoError(
-                "a module with render of its own has no chat template. Leave --prompts.chat-template out."
-            )
+            raise GruppoError("""a module with render of its own has no chat template. Leave --prompts.chat-template
+                out.""")
         self.tokenizer = self._given
         if template:
             self.tokenizer = copy.copy(self._given)  # the caller's stays as it is
-            self.tokenizer.chat_template = read_template(template)
-        check_kwargs(None if self.is_plain else self.tokenizer.chat_template, values)
+            self.tokenizer.chat_template = chat_template.read_template(template)
+        written = getattr(self.tokenizer, "chat_template", None) or ""
+        texts = written.values() if isinstance(written, Mapping) else [written]  # a template may have variants
+        for name in values:  # a misspelled one would change nothing, silently
+            if not any(re.search(rf"\b{name}\b", text) for text in texts):
+                raise GruppoError(f"""prompts.chat_template_kwargs sets {name}, which the model's chat template never
+                    reads. Correct the name, or leave it out.""")
         self.template_kwargs = values
         if template or values:
             try:
@@ -122,7 +111,7 @@ class Chat:
     def set_tools(self, tools: Tools) -> None:
         """Read the calls of these tools from what the model writes; GruppoError if the template has no tools."""
         self.tools = [dict(tool) for tool in tools]
-        self._tool_format = tool_support(self) if tools else None
+        self._tool_format = chat_template.tool_support(self) if tools else None
         self._begun = self.generation_prompt() if tools else ""
 
     @property
@@ -137,36 +126,30 @@ class Chat:
             return {name: code_digest(f"{getattr(value, '__module__', '')}:") for name, value in code.items()}
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         content = {"vocabulary": self.tokenizer.get_vocab()} if backend is None else json.loads(backend.to_str())
-        for last_call in ("padding", "truncation"):
-            content.pop(last_call, None)
-        parts = {
-            "tokenizer": content,
-            "chat template": [self.tokenizer.chat_template, self.template_kwargs, self.tools],
-        }
-        return {
-            name: hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest() for name, part in parts.items()
-        }
+        # without the settings that the last call has left in the tokenizer
+        kept = {name: part for name, part in content.items() if name not in ("padding", "truncation")}
+        parts = (kept, [self.tokenizer.chat_template, self.template_kwargs, self.tools])
+        hashes = [hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest() for part in parts]
+        return dict(zip(("tokenizer", "chat template"), hashes, strict=True))
 
-    @_one_at_a_time
+    @_one_at_a_time()
     def encode(self, inputs: Any, tools: Tools = ()) -> list[int]:
         """Ids of a string, or of messages and the schemas of tools up to where the assistant answers."""
         if isinstance(inputs, str):
             ids = list(self.tokenizer.encode(inputs, **self._split(inputs)))
         elif self.can_chat:
             ids = self._encode_messages(inputs, tools)
+        elif self.is_plain:
+            raise DataError("""the prompt is a conversation, but this policy was built without render. Pass
+                render=messages_to_ids to from_module, or give prompts as plain strings.""")
         else:
-            raise DataError(
-                "the prompt is a conversation, but this policy was built without render. Pass render=messages_to_ids "
-                "to from_module, or give prompts as plain strings."
-                if self.is_plain
-                else "the prompt is a conversation, but this tokenizer has no chat template. Use a chat model, give "
-                "prompts as plain strings, or set tokenizer.chat_template."
-            )
+            raise DataError("""the prompt is a conversation, but this tokenizer has no chat template. Use a chat model,
+                give prompts as plain strings, or set tokenizer.chat_template.""")
         if not ids:
             raise DataError(f"the prompt {inputs!r} has no tokens; a model needs at least one to answer.")
         return ids
 
-    @_one_at_a_time
+    @_one_at_a_time()
     def encode_answered(self, inputs: Any, answer: str | Mapping[str, Any], tools: Tools = ()) -> list[int]:
         """Ids of the prompt with an answer, a text or a message, encoded together; empty if that is impossible."""
         if isinstance(answer, str):
@@ -183,7 +166,7 @@ class Chat:
         except DataError:
             return []
 
-    @_one_at_a_time
+    @_one_at_a_time()
     def encode_text(self, text: str, **options: bool) -> list[int]:
         """Ids of a text between others, without tokens of a beginning or end."""
         if BREAK in text:
@@ -221,29 +204,25 @@ class Chat:
         without the user's special tokens.
         """
 
-        def by_parts(text: str, encode: Callable[[str], list[int]]) -> list[int]:
+        def by_parts(text: str, encode: Callable[..., list[int]]) -> list[int]:
             ends = [found.span() for found in self._special.finditer(text)]
             ids, start = list[int](), 0
             for first, last in [*ends, (len(text), len(text))]:
                 if part := text[start:first].replace(BREAK, ""):
-                    ids += encode(part)
+                    ids += encode(part, split_special_tokens=True)
                 ids += [self.tokenizer.convert_tokens_to_ids(text[first:last])] if first < last else []
                 start = last
             return ids
 
-        alone = partial(self.encode_text, split_special_tokens=True)
-        behind_others = partial(self._encode_between, split_special_tokens=True)
         plain = self._guarded_special.sub("x", text)
-        expected = self.encode_text(plain)
-        for encode in (alone, behind_others):
+        expected = self.encode_text(plain)  # without breaks, as the tokenizer itself reads a whole text
+        for encode in (self.encode_text, self._encode_between):  # each part alone, or behind other text
             if by_parts(plain, encode) == expected:
                 return by_parts(text, encode)
-        raise DataError(
-            "the text of a message holds a special token, which this tokenizer cannot encode as text. Remove it, or "
-            "set --prompts.special-tokens keep."
-        )
+        raise DataError("""the text of a message holds a special token, which this tokenizer cannot encode as text.
+            Remove it, or set --prompts.special-tokens keep.""")
 
-    @_one_at_a_time
+    @_one_at_a_time()
     def encode_reply(
         self, inputs: Any, completion: Any, reply: Any, *, is_closed: bool, tools: Tools = ()
     ) -> list[int]:
@@ -258,11 +237,9 @@ class Chat:
             begun = self._encode_messages([*inputs, *completion[:-1]]) + self.encode_text(completion[-1]["content"])
             whole = self._encode_messages([*inputs, *completion, *reply])
             if whole[: len(begun)] != begun:
-                raise DataError(
-                    "render writes the beginning of a longer conversation differently, so no reply can be added to the "
-                    "sampled tokens. Let render(messages) begin with render(messages before the answer) and the "
-                    "answer's ids, or give prompts as plain strings."
-                )
+                raise DataError("""render writes the beginning of a longer conversation differently, so no reply can be
+                    added to the sampled tokens. Let render(messages) begin with render(messages before the answer) and
+                    the answer's ids, or give prompts as plain strings.""")
             ids = whole[len(begun) :]
             return ids[1:] if is_closed and ids and ids[0] in self.eos_ids else ids
         before = inputs[:-1] if inputs[-1]["role"] == "assistant" else inputs  # an answer begun there is in completion
@@ -280,9 +257,7 @@ class Chat:
         ids = self.encode_text((end or ends[0]) + tail)
         return ids[1:] if ids and ids[0] in self.eos_ids else self.encode_text(tail)
 
-    def _text_behind_turn(
-        self, before: Sequence[Any], turn: Mapping[str, Any], reply: Sequence[Any], tools: Tools
-    ) -> str:
+    def _text_behind_turn(self, before: Sequence[Any], turn: Any, reply: Sequence[Any], tools: Tools) -> str:
         """What the template writes from the end of the assistant's turn to where it answers again.
 
         A placeholder stands for the turn's text. Where results of tools follow, it stands in the arguments of a call:
@@ -309,10 +284,8 @@ class Chat:
             if found:
                 break
         else:
-            raise problem or DataError(
-                "the model's chat template leaves the assistant's turn out of a conversation, so that it cannot "
-                "continue. Use a model whose template writes it."
-            )
+            raise problem or DataError("""the model's chat template leaves the assistant's turn out of a conversation,
+                so that it cannot continue. Use a model whose template writes it.""")
         if not some:
             return tail
         ends = self.tokenizer.convert_ids_to_tokens(list(self.eos_ids))
@@ -348,10 +321,6 @@ class Chat:
         """The text of a conversation up to where the assistant answers, or up to its end."""
         return self._apply_template(messages, tools, tokenize=False, add_generation_prompt=not is_answered)
 
-    def rewritten(self) -> str:
-        """What the template writes differently of earlier turns, once more messages follow; "" if nothing."""
-        return "" if self.is_plain else rewritten(self)
-
     def generation_prompt(self) -> str:
         """What the template writes where the assistant answers."""
         return self.rendered([_GREETING]).removeprefix(self.rendered([_GREETING], is_answered=True))
@@ -370,12 +339,10 @@ class Chat:
                 return self.tokenizer.apply_chat_template(prepared(messages, arguments_as_text=True), **options)
         except (TemplateError, TypeError) as error:
             roles = ", ".join(str(message["role"]) for message in messages)
-            raise DataError(
-                f"the model's chat template cannot write a conversation of {roles}: {error}. Change the messages, or "
-                "use a model whose template takes them."
-            ) from error
+            raise DataError(f"""the model's chat template cannot write a conversation of {roles}: {error}. Change the
+                messages, or use a model whose template takes them.""") from error
 
-    @_one_at_a_time
+    @_one_at_a_time()
     def answer(
         self, ids: Sequence[int], text: str, inputs: Any, tools: Tools = (), stop: Sequence[str] = ()
     ) -> dict[str, Any]:
@@ -390,6 +357,7 @@ class Chat:
         message = self.parsed(self.tokenizer.decode(list(ids)), begun, tools)
         ends = _any_of(self.tokenizer.convert_ids_to_tokens(list(self.eos_ids)))
         content = cut_at_stop(self._special.sub("", ends.sub("", message["content"])), stop)
+        # beside calls or reasoning, the line ends around the text are the template's
         return message | {"content": content.strip() if len(message) > 2 else content}
 
     def parsed(self, text: str, begun: str, tools: Tools) -> dict[str, Any]:
@@ -406,18 +374,17 @@ class Chat:
                 content, calls = read_calls(rest, self._tool_format, tools)
         except Exception as error:  # transformers fails in any way: RecursionError for a thousand brackets
             return message | {"parse_error": f"the tool call cannot be read: {error}"}
-        parts = {"reasoning_content": reasoning, "tool_calls": calls}
-        message |= {name: part for name, part in parts.items() if part}
+        message |= {name: part for name, part in (("reasoning_content", reasoning), ("tool_calls", calls)) if part}
         # a response template drops what stands outside of its fields
         return message | {"content": content or ("" if len(message) > 2 else text)}
 
-    @_one_at_a_time
+    @_one_at_a_time()
     def text(self, ids: Sequence[int]) -> str:
         """Text of sampled ids, without special tokens and end tokens."""
         options = {} if self.is_plain else {"skip_special_tokens": True}
         return self.tokenizer.decode([i for i in ids if i not in self.eos_ids], **options)
 
-    @_one_at_a_time
+    @_one_at_a_time()
     def text_with_specials(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens included."""
         return self.tokenizer.decode(list(ids))
@@ -429,7 +396,7 @@ class Chat:
         tokenizer = self.tokenizer
         if self.template_kwargs:
             tokenizer = copy.copy(tokenizer)
-            tokenizer.chat_template = with_defaults(tokenizer.chat_template, self.template_kwargs)
+            tokenizer.chat_template = chat_template.with_defaults(tokenizer.chat_template, self.template_kwargs)
         tokenizer.save_pretrained(folder)
 
 
@@ -440,10 +407,8 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> str:
 
 
 def special_token_error(prompt_id: str, token: str) -> str:
-    return (
-        f"the text of prompt {prompt_id!r} holds the special token {token}, which the model would read as a control "
-        "token. Remove it, or set --prompts.special-tokens split."
-    )
+    problem = f"the text of prompt {prompt_id!r} holds the special token {token}, which the model would read"
+    return f"{problem} as a control token. Remove it, or set --prompts.special-tokens split."
 
 
 def _any_of(texts: Sequence[str]) -> re.Pattern[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,25 +21,12 @@ BUNDLED_TEMPLATES = {"chatml-tools": "chatml_tools.jinja"}
 SET_BY_GRUPPO = ("add_generation_prompt", "chat_template", "continue_final_message", "messages", "tokenize", "tools")
 
 _QUESTION, _RESULT, _ARGUMENT, _THOUGHT = "probe question", "probe result", "probe argument", "probe thought"
-_PROBE_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "probe_tool",
-        "description": "A probe.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "text": {"type": "string", "description": "A text."},
-                "number": {"type": "integer", "description": "A number."},
-            },
-            "required": ["text", "number"],
-        },
-    },
-}
-_PROBE_CALL = {
-    **{"type": "function", "id": "000000001"},
-    "function": {"name": "probe_tool", "arguments": {"text": _ARGUMENT, "number": 7}},
-}
+_TEXT, _NUMBER = {"type": "string", "description": "A text."}, {"type": "integer", "description": "A number."}
+_PARAMETERS = {"type": "object", "properties": {"text": _TEXT, "number": _NUMBER}, "required": ["text", "number"]}
+_SCHEMA = {"name": "probe_tool", "description": "A probe.", "parameters": _PARAMETERS}
+_PROBE_TOOL = {"type": "function", "function": _SCHEMA}
+_CALLED = {"name": "probe_tool", "arguments": {"text": _ARGUMENT, "number": 7}}
+_PROBE_CALL = {"type": "function", "id": "000000001", "function": _CALLED}
 _USER, _TOOL = {"role": "user", "content": _QUESTION}, {"role": "tool", "name": "probe_tool", "content": _RESULT}
 _CALLING = {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]}
 
@@ -70,28 +56,13 @@ def read_kwargs(text: str) -> dict[str, Any]:
     return values
 
 
-def texts_of(template: Any) -> list[str]:
-    """The one text of a chat template, or those of its variants; none without a template."""
-    return [] if not template else list(template.values()) if isinstance(template, Mapping) else [template]
-
-
-def check_kwargs(template: Any, values: Mapping[str, Any]) -> None:
-    """Refuse variables that no template reads: a misspelled one would change nothing, silently."""
-    for name in values:
-        if not any(re.search(rf"\b{name}\b", text) for text in texts_of(template)):
-            raise GruppoError(f"""prompts.chat_template_kwargs sets {name}, which the model's chat template never reads.
-                Correct the name, or leave it out.""")
-
-
 def with_defaults(template: Any, values: Mapping[str, Any]) -> Any:
     """A template with defaults for its variables, so that a saved model writes prompts as it was trained."""
-    lines = [
-        f"{{%- if {name} is not defined %}}{{%- set {name} = {v!r} %}}{{%- endif +%}}" for name, v in values.items()
-    ]
+    lines = [f"{{%- if {n} is not defined %}}{{%- set {n} = {v!r} %}}{{%- endif +%}}" for n, v in values.items()]
     begin = "".join(lines)
-    return (
-        {name: begin + text for name, text in template.items()} if isinstance(template, Mapping) else begin + template
-    )
+    if isinstance(template, Mapping):  # variants, such as one for tools
+        return {name: begin + text for name, text in template.items()}
+    return begin + template
 
 
 def prepared(messages: Sequence[Mapping[str, Any]], *, arguments_as_text: bool) -> list[dict[str, Any]]:
@@ -138,29 +109,26 @@ def tool_support(chat: Chat) -> ToolFormat | None:
         what = "results" if missing == [_RESULT] else "calls"
         raise GruppoError(f"the model's chat template ignores tools: it leaves their {what} out. {advice}")
     if unseen := [name for name in map(name_of, chat.tools) if name not in begun]:
-        log.warning(
-            "the model's chat template does not write the schemas of tools (such as %s): the model knows only what the "
-            "prompts say of them.",
-            unseen[0],
-        )
+        text = "the model's chat template does not write the schemas of tools (such as %s)"
+        log.warning(f"{text}: the model knows only what the prompts say of them.", unseen[0])
     try:
         turn = chat.rendered([_USER, _CALLING], chat.tools, is_answered=True).rpartition(_QUESTION)[2]
     except DataError:  # a call without its result
         turn = answered.rpartition(_QUESTION)[2].partition(_RESULT)[0]
     if getattr(chat.tokenizer, "response_template", None) is not None:
         message = chat.parsed(turn, "", [_PROBE_TOOL])
-        if [call["function"] for call in message.get("tool_calls", [])] == [_PROBE_CALL["function"]]:
+        if [call["function"] for call in message.get("tool_calls", [])] == [_CALLED]:
             return None
+    # the first format that reads back what the template wrote: several families begin their calls alike
     for form in FORMATS.values():
         try:
-            if [call["function"] for call in read_calls(turn, form, [_PROBE_TOOL])[1]] == [_PROBE_CALL["function"]]:
+            if [call["function"] for call in read_calls(turn, form, [_PROBE_TOOL])[1]] == [_CALLED]:
                 return form
         except ValueError:
             continue
-    raise GruppoError(
-        f"""the model's chat template writes tool calls in a form that is not known here: {turn.strip()!r:.160}. Give
-        its tokenizer a response_template (transformers), or another template with --prompts.chat-template."""
-    )
+    raise GruppoError(f"""the model's chat template writes tool calls in a form that is not known here:
+        {turn.strip()!r:.160}. Give its tokenizer a response_template (transformers), or another template with
+        --prompts.chat-template.""")
 
 
 def rewritten(chat: Chat) -> str:
@@ -168,17 +136,17 @@ def rewritten(chat: Chat) -> str:
 
     Sampled tokens stay as they are: the conversation that is trained on differs from one that is rendered as a whole.
     """
+    if chat.is_plain:
+        return ""
     begun, found = chat.rendered([_USER], chat.tools), list[str]()
     turn: dict[str, Any] = {"role": "assistant", "content": "probe answer"}
+    # templates read reasoning under one of these two names
     if not any(closing in chat.generation_prompt() for closing in REASONING.values()):  # else it does not think
         turn |= {"reasoning_content": _THOUGHT, "thinking": _THOUGHT}
     rounds = {"a user message": (turn, _USER)} | ({"a tool's result": (turn | _CALLING, _TOOL)} if chat.tools else {})
     for follows, (turn, reply) in rounds.items():
         try:
-            begun, alone = (
-                chat.rendered([_USER], chat.tools),
-                chat.rendered([_USER, turn], chat.tools, is_answered=True),
-            )
+            alone = chat.rendered([_USER, turn], chat.tools, is_answered=True)
             once, twice = (chat.rendered([_USER, *[turn, reply] * count], chat.tools) for count in (1, 2))
         except Exception:  # a template without such turns; where a conversation needs them, it is refused
             continue

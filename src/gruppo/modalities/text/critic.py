@@ -68,15 +68,12 @@ def check_same_tokens(policy: TextPolicy, model: TextPolicy) -> None:
     elif not is_same and ours != theirs:
         odd = sorted(ours.items() ^ theirs.items())
         token = odd[0][0]
-        problem = (
-            f"the critic's tokenizer differs: {token!r} is {theirs.get(token, 'no token')} in it and "
-            f"{ours.get(token, 'no token')} in the policy's, one of {len(odd)} differences"
-        )
+        own, other = (vocabulary.get(token, "no token") for vocabulary in (ours, theirs))
+        differs = f"the critic's tokenizer differs: {token!r} is {other} in it and {own} in the policy's"
+        problem = f"{differs}, one of {len(odd)} differences"
     elif sizes[0] != sizes[1]:
         problem = f"the critic's model knows {sizes[1]} token ids and the policy's {sizes[0]}"
     else:
         return
-    raise GruppoError(
-        f"{problem}; a critic needs the policy's own tokens. Give a model of the same family as --critic.model, or "
-        "none, for a copy of the policy."
-    )
+    raise GruppoError(f"""{problem}; a critic needs the policy's own tokens. Give a model of the same family as
+        --critic.model, or none, for a copy of the policy.""")

@@ -68,9 +68,8 @@ class ModelFunction:
     @classmethod
     def from_name(cls, name: str) -> ModelFunction:
         if not name.rpartition(":")[1] or name.endswith(".py"):
-            raise GruppoError(
-                f"the model {name!r} is a Python file; a function in it makes the model. Name it too, as {name}:model."
-            )
+            raise GruppoError(f"""the model {name!r} is a Python file; a function in it makes the model. Name it too, as
+                {name}:model.""")
         load_object(name)  # refuses a name that cannot be imported
         place = absolute_spec(name).rpartition(":")[0]
         file = place if is_file_name(place) else getattr(sys.modules[place], "__file__", None)
@@ -82,10 +81,8 @@ class ModelFunction:
             entry = read_json(folder / SETTINGS)
             return cls(str(entry["made_by"]), str(entry["sha256"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise GruppoError(
-                f"{folder / SETTINGS} cannot be read ({type(error).__name__}: {error}). It needs the entries made_by "
-                "and sha256, as policy.save(folder) writes them."
-            ) from None
+            raise GruppoError(f"""{folder / SETTINGS} cannot be read ({type(error).__name__}: {error}). It needs the
+                entries made_by and sha256, as policy.save(folder) writes them.""") from None
 
     def write(self, folder: Path) -> None:
         (folder / SETTINGS).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
@@ -107,18 +104,12 @@ def open_custom(name: str | Path, *, seed: int = 0) -> Policy:
     try:
         policy = _make(source.made_by, seed, folder)
     except GruppoError as error:
-        text = f"the model {folder} is made by {source.made_by}, which cannot be used: {error}"
-        raise type(error)(text) from error
+        raise type(error)(f"the model {folder} is made by {source.made_by}, which cannot be used: {error}") from error
     current = ModelFunction.from_name(source.made_by)
     if current.sha256 != source.sha256:
-        log.warning(
-            "the file %s has changed since the model %s was saved (SHA-256 %.12s..., now %.12s...): the same weights "
-            "may compute something else.",
-            source.made_by.rpartition(":")[0],
-            folder,
-            source.sha256 or "none",
-            current.sha256 or "none",
-        )
+        facts = (source.made_by.rpartition(":")[0], folder, source.sha256 or "none", current.sha256 or "none")
+        text = "the file %s has changed since the model %s was saved (SHA-256 %.12s..., now %.12s...)"
+        log.warning(f"{text}: the same weights may compute something else.", *facts)
     if isinstance(policy, TextPolicy):
         load_strictly(policy.module, weights, str(folder))
         policy.refresh(force=True)
@@ -142,9 +133,8 @@ def _make(name: str, seed: int, folder: Path | None) -> Policy:
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     required = [n for n, p in parameters.items() if p.default is p.empty and p.kind not in variadic and n != "folder"]
     if required:
-        raise GruppoError(
-            f"{name} needs the arguments {', '.join(required)}, but is called with none, or folder. Give them defaults."
-        )
+        raise GruppoError(f"""{name} needs the arguments {", ".join(required)}, but is called with none, or folder. Give
+            them defaults.""")
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_at(seed, "module"))
@@ -175,10 +165,8 @@ def _check_logits(policy: TextPolicy, name: str) -> None:
         logits: Any = policy.backbone.module.eval()(ids)
     except Exception as error:
         reason = next(iter(str(error).splitlines()), "")
-        raise GruppoError(
-            f"{what} raised {type(error).__name__} when called with ids of shape [2, 3]: {reason}. It needs to map "
-            "ids [B, T] to logits [B, T, V]."
-        ) from error
+        raise GruppoError(f"""{what} raised {type(error).__name__} when called with ids of shape [2, 3]: {reason}. It
+            needs to map ids [B, T] to logits [B, T, V].""") from error
     if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[:2] != ids.shape:
         got = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
         raise GruppoError(f"{what} gave {got} for ids of shape [2, 3]; it needs to return only logits [2, 3, V].")
@@ -186,7 +174,5 @@ def _check_logits(policy: TextPolicy, name: str) -> None:
         raise NumericalStop(f"{what} gives logits that are not finite, so nothing can be sampled from it. Fix it.")
     first, second = logits[:, :2].float()
     if float((first - second).abs().max()) > 1e-3 * (1 + float(first.abs().max())):
-        raise GruppoError(
-            f"{what} is not causal: its logits of a token change with the token after it, which does not exist yet "
-            "during sampling. Mask its attention."
-        )
+        raise GruppoError(f"""{what} is not causal: its logits of a token change with the token after it, which does not
+            exist yet during sampling. Mask its attention.""")

@@ -84,10 +84,8 @@ def stream_features(decoder: Decoder, stream: Tokens) -> Float[Tensor, "N F"]:
     return norm(decoder.norm, x)
 
 
-def embedded(
-    decoder: Decoder, stream: Tokens
-) -> tuple[Float[Tensor, "N F"], Float[Tensor, "N D"], Float[Tensor, "N D"]]:
-    """The embeddings of a stream, and the cosines and sines of its positions in float32 or more."""
+def embedded(decoder: Decoder, stream: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+    """The embeddings [N, F] of a stream, and cosines and sines [N, D] of its positions, in float32 or more."""
     x = decoder.embed(stream.ids)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     cos, sin = (half[0].contiguous() for half in decoder.rotary(wide, stream.positions[None]))
@@ -144,6 +142,7 @@ class _RmsNorm(torch.autograd.Function):
         product = grad * normed
         to_weight = product.flatten(0, -2).sum(dim=0).to(weight.dtype) if ctx.needs_input_grad[1] else None
         product *= weight
+        # r (w g - n mean(w g n)) for the gradient g of the output, with n = x r
         shrink = product.mean(dim=-1, keepdim=True)
         to_x = torch.addcmul(grad * weight, normed, shrink, value=-1).mul_(r)
         return to_x.to(x.dtype), to_weight, None
@@ -210,6 +209,7 @@ class _GatedDown(torch.autograd.Function):
         to_gated = grad @ weight
         if to_low is not None:
             to_gated.add_(to_low @ a)
+        # of the gate, silu'(gate) up g for the gradient g of silu(gate) up; of up, silu(gate) g
         to_gate = torch.ops.aten.silu_backward(up * to_gated, gate)
         return to_gate, opened.mul_(to_gated), to_weight, to_bias, to_a, to_b, None
 
@@ -250,6 +250,7 @@ class _Attention(torch.autograd.Function):
             queries, p, keys, values = _probabilities(q, k, v, block)
             from_above = _queries(grad, block, k.shape[1], hide=True)
             _add(to_v, torch.bmm(p.mT, from_above), block)
+            # p (g - sum(g p)) for the gradient g of the probabilities p
             to_scores = torch.ops.aten._softmax_backward_data(torch.bmm(from_above, values.mT), p, -1, p.dtype)
             _put(to_q, torch.bmm(to_scores, keys), block)
             _add(to_k, torch.bmm(to_scores.mT, queries), block)
@@ -258,8 +259,7 @@ class _Attention(torch.autograd.Function):
 
 def _probabilities(q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Queries [cK, Gr, D], probabilities [cK, Gr, S], keys and values [cK, S, D]; G heads share one of K."""
-    kv_heads = k.shape[1]
-    queries, keys, values = _queries(q, block, kv_heads), _keys(k, block), _keys(v, block)
+    queries, keys, values = _queries(q, block, k.shape[1]), _keys(k, block), _keys(v, block)
     scores = torch.bmm(queries, keys.mT).to(block.bias.dtype)
     scores.view(len(block.tokens), -1, *block.bias.shape[-2:]).add_(block.bias)
     return queries, torch.softmax(scores, dim=-1).to(q.dtype), keys, values
@@ -271,8 +271,7 @@ def _queries(x: Tensor, block: AttentionBlock, kv_heads: int, *, hide: bool = Fa
     texts, rows = index.shape
     taken = x.index_select(0, index.flatten())  # [cr, H, D]
     if hide and block.real is not None:
-        real = torch.zeros(len(taken), 1, 1, dtype=x.dtype, device=x.device)
-        taken *= real.index_fill_(0, block.real, 1)
+        taken *= torch.zeros(len(taken), 1, 1, dtype=x.dtype, device=x.device).index_fill_(0, block.real, 1)
     shared_by = x.shape[1] // kv_heads
     taken = taken.view(texts, rows, kv_heads, shared_by, x.shape[2]).permute(0, 2, 3, 1, 4)
     return taken.reshape(texts * kv_heads, shared_by * rows, x.shape[2])
@@ -306,5 +305,4 @@ def _add(out: Tensor, of_keys: Tensor, block: AttentionBlock) -> None:
     of_keys = of_keys.view(texts, kv_heads, -1, width).transpose(1, 2)  # [c, S, K, D]
     if prefix:
         out[block.shared] += of_keys[:, :prefix].sum(dim=0, dtype=out.dtype)
-    suffix = of_keys[:, prefix:].reshape(-1, kv_heads, width)
-    out.index_add_(0, block.tokens.flatten(), suffix.to(out.dtype))
+    out.index_add_(0, block.tokens.flatten(), of_keys[:, prefix:].reshape(-1, kv_heads, width).to(out.dtype))

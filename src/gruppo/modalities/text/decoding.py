@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from gruppo.core.linear_head import has_hooks
 from gruppo.modalities.common.lora import LowRank, low_rank
 from gruppo.modalities.text.decoder import Decoder, attend
-from gruppo.modalities.text.layouts import stream
+from gruppo.modalities.text.layouts import Texts, stream
 
 COLUMNS = 32
 """Tokens by which the buffers of the keys and values of sampled tokens grow."""
@@ -46,9 +46,9 @@ class LayeredDecoding:
         self,
         decoder: Decoder,
         head: nn.Module,
-        prompts: Sequence[Int[Tensor, "L"]],
+        prompts: Texts,
         owners: Int[Tensor, "N"],
-        prefixes: Sequence[Int[Tensor, "H"]] | None = None,
+        prefixes: Texts | None = None,
         fused: FusedDecoder | None = None,
     ) -> None:
         """``prefixes``: tokens that each row already has after its prompt; rows of equal prefixes are then a group."""
@@ -106,8 +106,7 @@ class LayeredDecoding:
 
     def _empty(self, batch: int, columns: int) -> list[Tensor]:
         """Allocate keys and values [2, batch x kv heads, columns, D] of each layer."""
-        shape = (2, batch * self.decoder.kv_heads, columns, self.decoder.head_dim)
-        dtype = self._dtype_for(columns)
+        shape, dtype = (2, batch * self.decoder.kv_heads, columns, self.decoder.head_dim), self._dtype_for(columns)
         return [torch.zeros(shape, dtype=dtype, device=self.owners.device) for _ in self.blocks]
 
     def _dtype_for(self, columns: int) -> torch.dtype:
@@ -143,9 +142,8 @@ class LayeredDecoding:
         dtype = self._dtype_for(columns)
         for n, old in enumerate(buffers):
             old = old[:, :, :used] if places is None else old[:, :, :used].index_select(1, places)
-            if old.shape[2] == columns and old.dtype == dtype:
-                buffers[n] = old
-            else:
+            buffers[n] = old
+            if old.shape[2] != columns or old.dtype != dtype:
                 buffers[n] = old.new_zeros(2, old.shape[1], columns, old.shape[3], dtype=dtype)
                 buffers[n][:, :, :used] = old
         return buffers
@@ -161,8 +159,8 @@ class LayeredDecoding:
 
     def keep(self, slot: int, tokens: int) -> tuple[FusedDecoder, list[Tensor], list[Tensor]]:
         """Copy keys and values of a row up to its sampled token number ``tokens``: fields of a ``KeptRow``."""
-        home, kv_heads = int(self.home[slot]), self.decoder.kv_heads
-        group, column = home // self.width, home % self.width
+        kv_heads = self.decoder.kv_heads
+        group, column = divmod(int(self.home[slot]), self.width)
         if self.names[group] not in self.kept_prompts:
             heads, length = slice(group * kv_heads, (group + 1) * kv_heads), int(self.lengths[group])
             self.kept_prompts[self.names[group]] = [x[:, heads, :length].clone() for x in self.prompts]
@@ -172,10 +170,9 @@ class LayeredDecoding:
 
     # --- reading the prompts ---
 
-    def _read(self, prompts: Sequence[Tensor], texts: Sequence[tuple[int, Tensor]]) -> Float[Tensor, "g F"]:
+    def _read(self, prompts: Texts, texts: Sequence[tuple[int, Tensor]]) -> Float[Tensor, "g F"]:
         """Features of the last token of each text. Its keys and values are kept; each prompt is read once."""
-        runs: list[list[int]] = []  # texts that are read in one pass
-        total = 0
+        runs, total = list[list[int]](), 0  # texts that are read in one pass
         order = sorted(range(len(texts)), key=lambda n: texts[n][0])
         for prompt, members in groupby(order, key=lambda n: texts[n][0]):
             group = list(members)
@@ -187,8 +184,8 @@ class LayeredDecoding:
             total += size
         kv_heads, last = self.decoder.kv_heads, []
         for run in runs:
-            unread = torch.zeros(1, dtype=torch.long)  # a stream leaves the last token of a row out
-            completions = [torch.cat([texts[n][1].cpu(), unread]) for n in run]
+            # a stream leaves the last token of a row out
+            completions = [torch.cat([texts[n][1].cpu(), torch.zeros(1, dtype=torch.long)]) for n in run]
             used, owners = torch.tensor([texts[n][0] for n in run]).unique(return_inverse=True)
             tokens = stream([prompts[prompt].cpu() for prompt in used.tolist()], completions, owners)
             kept = []  # row of the buffers, its columns, and the tokens that they store
@@ -232,10 +229,8 @@ class LayeredDecoding:
         self.written += 1
         self.logits = self.head(self.norm(x))
 
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, prompt: Tensor, suffix: Tensor, scale: float
-    ) -> Float[Tensor, "cells B"]:
-        """Over [the group's prompt | the tokens that the row has sampled], with one softmax over both.
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, prompt: Tensor, suffix: Tensor, scale: float) -> Tensor:
+        """Over [the group's prompt | the tokens that the row has sampled], with one softmax over both: [cells, H D].
 
         q [cells, H, D], k and v [cells, K, D]; keys and values of prompts [2, g K, P, D] and suffixes [2, c K, T, D].
         """
@@ -259,16 +254,13 @@ class LayeredDecoding:
         if self.unused is not None:
             begun = scores.view(g, kv_heads, j, rep, -1)[..., columns : columns + self.begun]
             begun.masked_fill_(self.unused, -torch.inf)
-        weights = scores.softmax(dim=-1)
-        of_prompt, of_suffix = weights.split([columns, seen], dim=-1)
+        of_prompt, of_suffix = scores.softmax(dim=-1).split([columns, seen], dim=-1)
         if reach > seen:
-            of_suffix = torch.nn.functional.pad(of_suffix, (0, reach - seen))
-        parts = (
-            torch.bmm(of_prompt.reshape(g * kv_heads, j * rep, columns).to(prompt.dtype), prompt[1]),
-            torch.bmm(of_suffix.to(suffix.dtype), suffix[1, :, :reach]),
-        )
+            of_suffix = F.pad(of_suffix, (0, reach - seen))
+        first = torch.bmm(of_prompt.reshape(g * kv_heads, j * rep, columns).to(prompt.dtype), prompt[1])
+        second = torch.bmm(of_suffix.to(suffix.dtype), suffix[1, :, :reach])
         attended = torch.empty(g, j, kv_heads, rep, dim, dtype=self.dtype, device=q.device)
-        torch.add(*(part.view(g, kv_heads, j, rep, dim).transpose(1, 2) for part in parts), out=attended)
+        torch.add(*(part.view(g, kv_heads, j, rep, dim).transpose(1, 2) for part in (first, second)), out=attended)
         return attended.view(g * j, -1)
 
 
@@ -303,10 +295,8 @@ class FusedLayer:
         self.gate_up = fused(mlp.gate_proj, mlp.up_proj)
         self.act = mlp.act_fn
 
-    def rotate(
-        self, qkv: Float[Tensor, "N A"], turns: Complex[Tensor, "N 1 d"]
-    ) -> tuple[Float[Tensor, "N H D"], Float[Tensor, "N K D"], Float[Tensor, "N K D"]]:
-        """Rotated queries and keys, in float32 at least, and the values.
+    def rotate(self, qkv: Float[Tensor, "N A"], turns: Complex[Tensor, "N 1 d"]) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [N, H, D] and keys [N, K, D], in float32 at least, and the values [N, K, D].
 
         Rotated pairs come out adjacent: scores do not depend on the order of the elements of a head.
         """

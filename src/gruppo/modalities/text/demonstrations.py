@@ -18,11 +18,10 @@ def target_text(target: Any) -> str:
         contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
         is_answer = len(contents) == len(messages) == 1 and messages[0].get("role", "assistant") == "assistant"
         if not is_answer or not isinstance(contents[0], str):
-            raise GruppoError(
-                f"the target {target!r:.80} is no answer; it needs a text, or one message of the assistant with a text."
-            )
+            raise GruppoError(f"""the target {target!r:.80} is no answer; it needs a text, or one message of the
+                assistant with a text.""")
         return contents[0]
-    is_missing = target is None or (isinstance(target, float) and math.isnan(target))
+    is_missing = target is None or (isinstance(target, float) and math.isnan(target))  # nan: an empty cell of a table
     return "" if is_missing else str(target)
 
 
@@ -35,6 +34,7 @@ def answer_ids(chat: Chat, inputs: Any, text: str, tools: Tools = ()) -> list[in
     prompt, whole = chat.encode(inputs, tools), chat.encode_answered(inputs, text, tools)
     if whole[: len(prompt)] == prompt:
         ids = whole[len(prompt) :]
+        # a template may write more behind the end token, such as a line end, which the policy never samples
         ids = next((ids[: n + 1] for n, token in enumerate(ids) if token in chat.eos_ids), ids)
         is_closed = bool(ids) and ids[-1] in chat.eos_ids
         content = ids[:-1] if is_closed else ids
@@ -94,6 +94,7 @@ def turn_ids(chat: Chat, inputs: Sequence[Any], message: Mapping[str, Any], tool
             raise GruppoError("a message of the assistant in the target is empty. Give it a text or a call.")
         return answer_ids(chat, inputs, message["content"], tools)
     prompt, whole = chat.encode(inputs, tools), chat.encode_answered(inputs, message, tools)
+    # nothing where the prompt's tokens change behind it: no call is then read below, and the target refused
     ids = whole[len(prompt) :] if whole[: len(prompt)] == prompt else []
     ids = next((ids[: n + 1] for n, token in enumerate(ids) if token in chat.eos_ids), [*ids, *chat.closing])
     read = chat.answer(ids, chat.text(ids), inputs, tools).get("tool_calls", [])

@@ -29,17 +29,15 @@ def block_mask(spans: Int[Tensor, "3 N"], device: torch.device) -> BlockMask:
     A block of keys is partly seen where a span of a query of the block reaches into it, and wholly where one span of
     each query covers it. N is a multiple of the block.
     """
-    length = spans.shape[1]
-    count = length // SPAN_BLOCK
+    length, count = spans.shape[1], spans.shape[1] // SPAN_BLOCK
     query = torch.arange(length)
     row = query // SPAN_BLOCK
+    # how many queries of a block of rows reach into a block of keys, and cover it: +1 where a run begins, -1 behind it
     seen, covered = torch.zeros(2, count, count + 1, dtype=torch.long)
     shared_start, shared_end, text_start = spans
     for first, end in ((shared_start, shared_end), (text_start, query + 1)):
-        for counts, begin, past in (
-            (seen, first // SPAN_BLOCK, -(-end // SPAN_BLOCK)),
-            (covered, -(-first // SPAN_BLOCK), end // SPAN_BLOCK),
-        ):
+        outer, inner = (first // SPAN_BLOCK, -(-end // SPAN_BLOCK)), (-(-first // SPAN_BLOCK), end // SPAN_BLOCK)
+        for counts, (begin, past) in ((seen, outer), (covered, inner)):
             some = (end > first) & (past > begin)
             one = torch.ones(int(some.sum()), dtype=torch.long)
             counts.index_put_((row[some], begin[some]), one, accumulate=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -45,21 +45,17 @@ def generate(
     A stop text may name special tokens. ``keeper`` keeps each row that stops; its last token has not been read then.
     """
     rows, columns = uniforms.shape
-    tokens = torch.zeros(rows, columns, dtype=torch.long)
-    logprobs = torch.zeros(rows, columns)
+    tokens, logprobs = torch.zeros(rows, columns, dtype=torch.long), torch.zeros(rows, columns)
     lengths = torch.zeros(rows, dtype=torch.long)
     finish: list[Finish] = ["length"] * rows
     ends = torch.tensor(list(chat.eos_ids), dtype=torch.long)
     slots = torch.arange(rows)  # the row of each decoding slot
     is_open = torch.ones(rows, dtype=torch.bool)
 
-    temperature, top_k, top_p = sampling.temperature, sampling.top_k, sampling.top_p
-
+    options: dict[str, Any] = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
     for t in range(columns):
-        sampled, logprob = sample_categorical(
-            decoding.logits, uniforms[slots, t], temperature=temperature, top_k=top_k, top_p=top_p
-        )
-        sampled, logprob = sampled.cpu(), logprob.float().cpu()
+        sampled, logprob = sample_categorical(decoding.logits, uniforms[slots, t], **options)
+        sampled, logprob = sampled.cpu(), logprob.float().cpu()  # the wait for the device in each step
         broken = is_open & ~logprob.isfinite()
         good = is_open & ~broken
         tokens[slots[good], t], logprobs[slots[good], t] = sampled[good], logprob[good]
@@ -75,7 +71,7 @@ def generate(
             finish[row] = "stop"
             if keeper is not None:
                 keeper.keep(row, slot, int(lengths[row]) - 1)
-        for row in slots[broken].tolist():
+        for row in slots[broken].tolist():  # of a row whose logits are not finite nothing more can be sampled
             finish[row] = "error"
         is_open = good & ~stopped
         if limits is not None:
@@ -87,6 +83,7 @@ def generate(
             kept = is_open.nonzero()[:, 0]
             decoding.select(kept.to(decoding.logits.device))
             slots, is_open, sampled = slots[kept], is_open[kept], sampled[kept]
+        # rows that have ended, and have not left yet, read any token: nothing of theirs is used again
         decoding.advance(torch.where(is_open, sampled, 0).to(decoding.logits.device))
     return Generated(tokens, logprobs, lengths, tuple(finish))
 
@@ -109,8 +106,7 @@ def generate_locally(policy: TextPolicy, batch: TokenBatch, sampling: Sampling, 
     kept = list[Any]([None] * len(has_kept))
     parts, order = list[Generated](), list[int]()
     for resumes in (True, False):  # two batches: one goes on from what is kept, the other reads the whole history
-        rows = [row for row, own in enumerate(has_kept) if own == resumes]
-        if not rows:
+        if not (rows := [row for row, own in enumerate(has_kept) if own == resumes]):
             continue
         index = torch.tensor(rows)
         limits = None if batch.limits is None else batch.limits[index]
@@ -131,14 +127,10 @@ def generate_locally(policy: TextPolicy, batch: TokenBatch, sampling: Sampling, 
         parts.append(part)
         order += rows
     back = torch.tensor(order).argsort()
+    columns = zip(*((part.tokens, part.logprobs, part.lengths) for part in parts), strict=True)
+    tokens, logprobs, lengths = (torch.cat(of_parts)[back] for of_parts in columns)
     finish = [finish for part in parts for finish in part.finish]
-    return Generated(
-        torch.cat([part.tokens for part in parts])[back],
-        torch.cat([part.logprobs for part in parts])[back],
-        torch.cat([part.lengths for part in parts])[back],
-        tuple(finish[n] for n in back.tolist()),
-        kept=tuple(kept),
-    )
+    return Generated(tokens, logprobs, lengths, tuple(finish[n] for n in back.tolist()), kept=tuple(kept))
 
 
 @torch.no_grad()
@@ -198,10 +190,8 @@ def next_turns(
             finish[row], failures[row] = "error", f"its reply cannot be written: {why}"
             continue
         limit = sampling.max_actions - int(rollouts.mask[row].sum())
-        space = limit
-        if policy.context is not None:
-            before = len(rollouts.shared["prompt_ids"][group]) + len(prefix) + len(added)
-            space = policy.context - before
+        before = len(rollouts.shared["prompt_ids"][group]) + len(prefix) + len(added)
+        space = limit if policy.context is None else policy.context - before
         if min(limit, space) > 0:
             turns.append(Turn(row, reply, prefix, added, min(limit, space), is_last=space < limit))
         else:
@@ -229,12 +219,7 @@ def _truncate(policy: TextPolicy, reply: Any, max_tokens: int) -> Any:
 
 
 def append_turns(
-    policy: TextPolicy,
-    generate: GenerateTokens,
-    rollouts: Rollouts,
-    turns: Sequence[Turn],
-    sampling: Sampling,
-    seed: int,
+    policy: TextPolicy, generate: GenerateTokens, rollouts: Rollouts, turns: list[Turn], sampling: Sampling, seed: int
 ) -> Rollouts:
     """Append to each of these rows its reply, with mask False, and a sampled turn of the policy.
 
@@ -255,14 +240,15 @@ def append_turns(
         limits=torch.tensor([turn.limit for turn in turns]),
         kept=None if kept is None else tuple(kept[turn.row] for turn in turns),
     )
-    is_ready = [state is not None and not state.is_taken for state in batch.kept or ()]
+    is_ready = [state is not None and bool(state.suffix) for state in batch.kept or ()]
     generated = generate(batch, sampling, seed)
 
     is_full, reencoded = rollouts.per_row["context_full"].clone(), rollouts.per_row["reencoded"].clone()
     states = None if kept is None else list(kept)
     if states is not None and batch.kept is not None and generated.kept is not None:
+        # a history is read again where nothing was kept of it, or where no decoding has taken what was kept
         for turn, ready, before, state in zip(turns, is_ready, batch.kept, generated.kept, strict=True):
-            reencoded[turn.row] += not (ready and before.is_taken)
+            reencoded[turn.row] += not (ready and not before.suffix)
             states[turn.row] = state
     lengths, finish, completions = rollouts.lengths.clone(), list(rollouts.finish), list(rollouts.completions)
     texts, counts = list(rollouts.per_row["text"]), generated.lengths.tolist()
@@ -292,14 +278,5 @@ def append_turns(
     per_row = {**rollouts.per_row, "text": tuple(texts), "context_full": is_full, "reencoded": reencoded}
     if states is not None:
         per_row["kept"] = tuple(states)
-    return replace(
-        rollouts,
-        actions=actions,
-        mask=mask,
-        lengths=lengths,
-        completions=tuple(completions),
-        sampler_logprobs=logprobs,
-        policy_version=versions,
-        finish=tuple(finish),
-        per_row=per_row,
-    )
+    rollouts = replace(rollouts, actions=actions, mask=mask, sampler_logprobs=logprobs, policy_version=versions)
+    return replace(rollouts, lengths=lengths, completions=tuple(completions), finish=tuple(finish), per_row=per_row)

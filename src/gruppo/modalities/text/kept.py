@@ -36,15 +36,11 @@ class KeptRow:
     weights: Any = None
     """``TextPolicy.weights_state`` under which they were read."""
 
-    @property
-    def is_taken(self) -> bool:
-        return not self.suffix
-
     def fits(self, ids: Int[Tensor, "T"], weights: Any) -> bool:
         """Whether a row of these tokens can go on from here: with the same weights, and something left to read."""
         read = len(self.ids)
         is_same = self.weights == weights and read < len(ids) and torch.equal(ids[:read], self.ids)
-        return is_same and not self.is_taken
+        return is_same and bool(self.suffix)
 
 
 class Keeper:

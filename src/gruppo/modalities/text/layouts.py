@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 Layout = Literal["stream", "packed", "padded"]
+Texts = Sequence[Int[Tensor, "L"]]
+"""Token ids of some texts, each of a length of its own."""
 
 MULTIPLE = 16
 """Streams are padded to a multiple with tokens that see nothing and that nothing sees: a CPU's bfloat16 products of odd
@@ -85,98 +87,76 @@ class Tokens:
 
         Without waiting for the device, as everywhere between forward and optimizer step.
         """
-        blocks = tuple(
-            replace(
-                block,
-                tokens=block.tokens.to(device, non_blocking=True),
-                bias=block.bias.to(device, dtype, non_blocking=True),
-                real=None if block.real is None else block.real.to(device, non_blocking=True),
-            )
-            for block in self.blocks
-        )
+        blocks = []
+        for block in self.blocks:
+            tokens, bias = block.tokens.to(device, non_blocking=True), block.bias.to(device, dtype, non_blocking=True)
+            real = None if block.real is None else block.real.to(device, non_blocking=True)
+            blocks.append(replace(block, tokens=tokens, bias=bias, real=real))
         ids, positions = (x.to(device, non_blocking=True) for x in (self.ids, self.positions))
-        return replace(self, ids=ids, positions=positions, blocks=blocks)
+        return replace(self, ids=ids, positions=positions, blocks=tuple(blocks))
 
 
 def stream(
-    prompts: Sequence[Int[Tensor, "P"]],
-    completions: Sequence[Int[Tensor, "R"]],
-    owners: Int[Tensor, "b"],
-    *,
-    has_blocks: bool = True,
-    small_group: int = 0,
+    prompts: Texts, completions: Texts, owners: Int[Tensor, "b"], *, has_blocks: bool = True, small_group: int = 0
 ) -> Tokens:
     """Lay out completions, without their last tokens, behind the prompts that own them (``owners``, indices).
 
     Attention is described by blocks, or without ``has_blocks`` by spans. Groups of up to ``small_group`` tokens share
     blocks, which changes the rounding of their attention.
     """
-    parts: list[tuple[Tensor, Tensor]] = []
-    blocks: list[AttentionBlock] = []
-    spans: list[Tensor] = []
+    parts, blocks, spans = list[tuple[Tensor, Tensor]](), list[AttentionBlock](), list[Tensor]()
     small: dict[int, Tensor] = {}  # by the group's first token, the text of each token, 0 for the prompt
     start, prompt_end = torch.zeros(2, len(completions), dtype=torch.long)
     end = 0
     for p, prompt in enumerate(prompts):
         members = (owners == p).nonzero()[:, 0]
-        ids, positions, ends = _concatenate(prompt, [completions[c][:-1] for c in members.tolist()])
+        ids, positions, sizes = _concatenate(prompt, [completions[c][:-1] for c in members.tolist()])
         parts.append((ids, positions))
-        ends += end
+        ends = end + sizes.cumsum(0)
         start[members], prompt_end[members] = ends[:-1], ends[0] - 1
         if not has_blocks:
             past = end + len(prompt)  # the first completion follows its prompt: one span for both
             own = [[end, past, first] if first > past else [end, end, end] for first in ends[:-1].tolist()]
-            spans.append(
-                torch.tensor([[end, end, end], *own]).mT.repeat_interleave(
-                    ends.diff(prepend=torch.tensor([end])), dim=1
-                )
-            )
+            spans.append(torch.tensor([[end, end, end], *own]).mT.repeat_interleave(sizes, dim=1))
         elif len(ids) <= small_group:
-            small[end] = torch.arange(len(ends)).repeat_interleave(ends.diff(prepend=torch.tensor([end])))
+            small[end] = torch.arange(len(sizes)).repeat_interleave(sizes)
         else:
             blocks += _blocks(slice(end, end), [(end, len(prompt))])
-            texts = list(zip(ends[:-1].tolist(), ends.diff().tolist(), strict=True))
-            blocks += _blocks(slice(end, end + len(prompt)), texts)
+            texts = zip(ends[:-1].tolist(), sizes[1:].tolist(), strict=True)
+            blocks += _blocks(slice(end, end + len(prompt)), list(texts))
         end += len(ids)
     blocks += _group_blocks(small)
     padding = torch.zeros(-end % (MULTIPLE if has_blocks else SPAN_BLOCK), dtype=torch.long)
     parts.append((padding, padding))
-    if not has_blocks:
-        spans.append(torch.full((3, len(padding)), end))
     all_ids, all_positions = (torch.cat(part) for part in zip(*parts, strict=True))
-    all_spans = None if has_blocks else torch.cat(spans, dim=1)
+    # padding sees itself and the padding before it
+    all_spans = None if has_blocks else torch.cat([*spans, torch.full((3, len(padding)), end)], dim=1)
     return Tokens(all_ids, all_positions, start, prompt_end, blocks=tuple(blocks), spans=all_spans)
 
 
-def pack(
-    prompts: Sequence[Int[Tensor, "P"]], completions: Sequence[Int[Tensor, "R"]], owners: Int[Tensor, "b"]
-) -> Tokens:
+def pack(prompts: Texts, completions: Texts, owners: Int[Tensor, "b"]) -> Tokens:
     """Lay out each prompt and its completions as a row."""
     parts = []
     start, prompt_end = torch.zeros(2, len(completions), dtype=torch.long)
     for p, prompt in enumerate(prompts):
         members = (owners == p).nonzero()[:, 0]
-        ids, positions, ends = _concatenate(prompt, [completions[c] for c in members.tolist()])
-        texts = torch.arange(len(ends)).repeat_interleave(ends.diff(prepend=torch.tensor([0])))
+        ids, positions, sizes = _concatenate(prompt, [completions[c] for c in members.tolist()])
+        texts, ends = torch.arange(len(sizes)).repeat_interleave(sizes), sizes.cumsum(0)
         parts.append((ids, positions, texts, torch.ones(len(ids), dtype=torch.bool)))
         start[members], prompt_end[members] = ends[:-1], ends[0] - 1
-    all_ids, all_positions, text, is_real = (
-        pad_sequence(list(part), batch_first=True) for part in zip(*parts, strict=True)
-    )
+    columns = (pad_sequence(list(part), batch_first=True) for part in zip(*parts, strict=True))
+    all_ids, all_positions, text, is_real = columns  # [g, L]
     # causal, within the same text or the prompt (text 0); padding is seen by itself only
     column = torch.arange(all_ids.shape[1])
     causal = column[:, None] >= column[None, :]
-    same = text[:, :, None] == text[:, None, :]
-    shared = (text == 0)[:, None, :]
+    same, shared = text[:, :, None] == text[:, None, :], (text == 0)[:, None, :]
     visible = causal & (same | shared) & is_real[:, None, :]
     visible |= column[:, None] == column[None, :]
     row_start = owners * len(column)
     return Tokens(all_ids, all_positions, row_start + start, row_start + prompt_end, visible)
 
 
-def pad(
-    prompts: Sequence[Int[Tensor, "P"]], completions: Sequence[Int[Tensor, "R"]], owners: Int[Tensor, "b"]
-) -> Tokens:
+def pad(prompts: Texts, completions: Texts, owners: Int[Tensor, "b"]) -> Tokens:
     """Lay out each completion behind a copy of its prompt, as a row."""
     rows = [torch.cat([prompts[o], c]) for o, c in zip(owners.tolist(), completions, strict=True)]
     ids = pad_sequence(rows, batch_first=True)
@@ -191,11 +171,10 @@ LAY_OUT: dict[Layout, Callable[..., Tokens]] = {
 }
 
 
-def _concatenate(prompt: Tensor, completions: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids and positions of a prompt and its completions, and where each of these texts ends."""
+def _concatenate(prompt: Tensor, completions: Texts) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids and positions of a prompt and its completions, and the length of each of these texts."""
     positions = [torch.arange(len(prompt)), *(len(prompt) + torch.arange(len(c)) for c in completions)]
-    ends = torch.tensor([len(prompt), *map(len, completions)]).cumsum(0)
-    return torch.cat([prompt, *completions]), torch.cat(positions), ends
+    return torch.cat([prompt, *completions]), torch.cat(positions), torch.tensor([len(prompt), *map(len, completions)])
 
 
 def _of_like_length(prefix: int, texts: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
@@ -233,9 +212,10 @@ def _blocks(shared: slice, texts: Sequence[tuple[int, int]]) -> Iterator[Attenti
             columns = torch.arange(min(first + BLOCK_QUERIES, longest))
             is_real = columns < lengths  # [c, s]
             visible = columns <= columns[first:, None]  # [r, s]
+            # all queries see the prompt
             visible = nn.functional.pad(visible, (prefix, 0), value=True)
             bias = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)
-            queries = is_real[:, first:]
+            queries = is_real[:, first:]  # [c, r]
             real = None if queries.all() else queries.flatten().nonzero()[:, 0]
             yield AttentionBlock(shared, starts + torch.where(is_real, columns, 0), first, bias, real)
 
@@ -255,6 +235,7 @@ def split_rows(
     for group in by_group.values():
         prompt, row_lengths = int(prompt_lengths[group[0]]), [int(lengths[row]) for row in group]
         total = sum(row_lengths)
+        # as few parts as hold the group, of like size: full ones would leave a short last one
         count = -(-total // max(budget - prompt, 1)) or 1
         limit = min(budget - prompt, -(-total // count) + max(row_lengths) - 1)
         tokens, members = 0, list[int]()
@@ -265,9 +246,8 @@ def split_rows(
             tokens += length
             members.append(row)
         parts.append((prompt + tokens, members))
-    parts.sort(key=lambda part: -part[0])
-    micro_batches: list[list[int]] = []
-    sizes: list[int] = []
+    parts.sort(key=lambda part: -part[0])  # the longest first, which sets the width of padded micro-batches
+    micro_batches, sizes = list[list[int]](), list[int]()
     for tokens, members in parts:
         # a stream has no padding; elsewhere each part is as long as the first, the longest
         cost = sum(sizes) + tokens if layout == "stream" else (len(sizes) + 1) * max(sizes, default=0)

@@ -20,7 +20,7 @@ from gruppo.modalities.common.four_bit import check_blocks, check_quantized, com
 from gruppo.modalities.common.lora import cast_base, has_adapter
 from gruppo.modalities.text.backbones import Backbone, probe
 from gruppo.modalities.text.bundled import BUNDLED
-from gruppo.modalities.text.chat import Chat
+from gruppo.modalities.text.chat import Chat, Render
 from gruppo.modalities.text.custom import is_custom, names_function, open_custom
 from gruppo.modalities.text.policy import TextPolicy
 from gruppo.modalities.text.precision import faster_dtype
@@ -68,12 +68,12 @@ def from_pretrained(
     model_path, tokenizer_path = path, None
     if is_adapter(path):
         if adapt is not None:
-            raise GruppoError(
-                f"the model {path} is an adapter, and another one is requested. Continue it with --lora.adapter {path} "
-                f"and its base as --model; or merge it first, with gruppo export {path} FOLDER, and give that."
-            )
+            raise GruppoError(f"""the model {path} is an adapter, and another one is requested. Continue it with
+                --lora.adapter {path} and its base as --model; or merge it first, with gruppo export {path} FOLDER, and
+                give that.""")
         model_path, adapt = _base_of_adapter(read_adapter(path), is_merged=is_merged)
         folder = Path(path).expanduser()
+        # an adapter that others saved may lack the tokenizer, which is then that of its base
         tokenizer_path = str(folder) if (folder / "tokenizer_config.json").is_file() else None
     chosen = quantization_config() if load_in_4bit else None
     module, tokenizer, loading = _load(model_path, tokenizer_path, trust_remote_code, chosen, is_adapted=bool(adapt))
@@ -83,42 +83,31 @@ def from_pretrained(
     is_reward_model = all(name.rpartition(".")[0] in head_names for name in missing)
     is_reward_model &= all(name.startswith("score.") for name in loading["unexpected_keys"])
     if missing and (needs_head or not is_reward_model):
-        raise GruppoError(
-            f"model {path!r} lacks {len(missing)} weights that a {type(module).__name__} has, {missing[0]} first; they "
-            "would be random. Give a folder with all weights of a causal language model."
-        )
+        raise GruppoError(f"""model {path!r} lacks {len(missing)} weights that a {type(module).__name__} has,
+            {missing[0]} first; they would be random. Give a folder with all weights of a causal language model.""")
     policy = from_transformers(module, tokenizer, compute=compute, chunk=chunk, adapt=adapt)
     if missing and policy.trunk() is policy.module:
-        raise GruppoError(
-            f"model {path!r} lacks the language head, and a {type(module).__name__} cannot be run without one. Give a "
-            "folder with all weights of a causal language model."
-        )
+        raise GruppoError(f"""model {path!r} lacks the language head, and a {type(module).__name__} cannot be run
+            without one. Give a folder with all weights of a causal language model.""")
     return policy
 
 
 def _base_of_adapter(adapter: Adapter, *, is_merged: bool) -> tuple[str, Adapt]:
     """Return where the base of an adapter is, and the function that adds the adapter to it."""
     for name in adapter.base_names:
-        if name in BUNDLED:
-            base = str(BUNDLED[name]().path)
-        elif Path(name).exists() or not name.startswith((".", "/", "~")):
-            base = model_of(name)
-        else:
-            continue
-        return base, partial(adapter.attach, base=name, is_merged=is_merged)
+        if name in BUNDLED or Path(name).exists() or not name.startswith((".", "/", "~")):
+            base = str(BUNDLED[name]().path) if name in BUNDLED else model_of(name)
+            return base, partial(adapter.attach, base=name, is_merged=is_merged)
     problem = f"is {adapter.base_names[0]!r}, which does not exist here" if adapter.base_names else "has no name"
-    raise GruppoError(
-        f"the base of the adapter {adapter.folder} {problem}. Load the base with gruppo.from_transformers and its "
-        f"adapter with adapt=gruppo.modalities.common.adapters.adapt_from({str(adapter.folder)!r}, base=''), or "
-        f"name the base in {adapter.folder / BASE}."
-    )
+    raise GruppoError(f"""the base of the adapter {adapter.folder} {problem}. Load the base with
+        gruppo.from_transformers and its adapter with
+        adapt=gruppo.modalities.common.adapters.adapt_from({str(adapter.folder)!r}, base=''), or name the base in
+        {adapter.folder / BASE}.""")
 
 
 def four_bit_error(model: str) -> GruppoError:
-    return GruppoError(
-        f"lora.load_in_4bit quantizes a model of transformers while it is read from files, and {model!r} is made in "
-        "memory. Set --lora.load-in-4bit False, or give a folder or a hub id."
-    )
+    return GruppoError(f"""lora.load_in_4bit quantizes a model of transformers while it is read from files, and
+        {model!r} is made in memory. Set --lora.load-in-4bit False, or give a folder or a hub id.""")
 
 
 def _load(
@@ -152,14 +141,11 @@ def _load(
     except GruppoError:
         raise
     except Exception as error:  # whatever transformers and the formats raise for files that they cannot read
-        raise GruppoError(
-            f"model {source!r} could not be loaded: {transformers_error(error, kind)} Give a local folder that "
-            "save_pretrained wrote, or a hub id that this machine can reach or has cached."
-        ) from error
+        raise GruppoError(f"""model {source!r} could not be loaded: {transformers_error(error, kind)} Give a local
+            folder that save_pretrained wrote, or a hub id that this machine can reach or has cached.""") from error
     if has_adapter(module):
-        raise GruppoError(
-            f"{source!r} is an adapter on a hub. Download it; give its base as --model, its folder as --lora.adapter."
-        )
+        raise GruppoError(f"""{source!r} is an adapter on a hub. Download it; give its base as --model, its folder as
+            --lora.adapter.""")
     return module, tokenizer, loading
 
 
@@ -168,27 +154,21 @@ def from_transformers(
 ) -> TextPolicy:
     """Make a policy of a Hugging Face model in memory and its tokenizer."""
     if getattr(module, "is_quantized", False):
-        what = f"this {type(module).__name__}"
-        check_quantized(module.config.quantization_config, what, has_adapter=adapt is not None)
+        check_quantized(module.config.quantization_config, f"this {type(module).__name__}", has_adapter=bool(adapt))
         check_blocks(module)
         compute_in(module, torch.float32)
     else:
-        module.float()
-    module.eval()
+        module.float()  # masters, whatever dtype the files have
+    module.eval()  # before the probe: dropout would make every fast way look wrong
     if (device := _accelerator()) is not None and not is_requested():
         module = module.to(device)
     backbone = probe(module)
     if not (backbone.caches or backbone.decodes):
-        log.warning(
-            "%s: cached decoding does not give the model's own logits, so each token reads its whole row (slow).",
-            type(module).__name__,
-        )
+        slow = "cached decoding does not give the model's own logits, so each token reads its whole row (slow)"
+        log.warning("%s: %s.", type(module).__name__, slow)
     if backbone.layout == "padded":
-        log.warning(
-            "%s: its attention does not take a block mask, so in updates each completion reads its prompt again "
-            "(slower, with the same numbers).",
-            type(module).__name__,
-        )
+        slow = "its attention does not take a block mask, so in updates each completion reads its prompt again"
+        log.warning("%s: %s (slower, with the same numbers).", type(module).__name__, slow)
     dtype = _compute_dtype(compute, module.get_input_embeddings().weight.shape[1], module)
     if adapt is not None:
         adapt(module)
@@ -204,9 +184,8 @@ def from_transformers(
 
 def place(policy: TextPolicy, compute: Compute) -> TextPolicy:
     """Move a policy to this rank's accelerator, if there is one, and to the requested dtype, in place."""
-    device = _accelerator() or policy.device
+    device = policy.device if is_requested() else _accelerator() or policy.device
     dtype = policy.compute_dtype if compute == "auto" else _compute_dtype(compute, 0, policy.module)
-    device = policy.device if is_requested() else device
     if (dtype, device) != (policy.compute_dtype, policy.device):
         policy.module.to(device)
         policy.compute_in(dtype)
@@ -229,7 +208,7 @@ def from_module(
     *,
     eos_ids: Sequence[int],
     context: int | None = None,
-    render: Callable[[Sequence[Any]], list[int]] | None = None,
+    render: Render | None = None,
     compute: Compute = "float32",
     chunk: int = 256,
 ) -> TextPolicy:
@@ -263,7 +242,6 @@ def _compute_dtype(compute: Compute, width: int, module: nn.Module) -> torch.dty
     if compute == "auto":
         later = _accelerator() if is_requested() else None  # where the shards will compute
         return faster_dtype(width, device=later or next(module.parameters()).device)
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    if compute not in dtypes:
-        raise GruppoError(f"compute={compute!r} is not one of auto, {', '.join(dtypes)}.")
-    return dtypes[compute]
+    if compute not in ("float32", "bfloat16"):
+        raise GruppoError(f"compute={compute!r} is not one of auto, float32, bfloat16.")
+    return getattr(torch, compute)

@@ -63,13 +63,9 @@ def working_memory(policy: Any, config: Any, longest: int, budget: int, rows: in
     logits = 3 * 4 * min(policy.chunk, budget) * model.vocab_size  # a chunk in float32: raw, tempered, gradient
     if isinstance(policy.backbone.head, torch.nn.Linear) and limit.top_k == 0 and limit.top_p == 1:
         logits = tile_bytes(budget, model.vocab_size, width, policy.device)
-    return {
-        "activations": activations(
-            model, budget, policy.compute_dtype, policy.backbone.layout, is_recomputed=policy.is_recomputed
-        ),
-        "logits": logits,
-        "cache while sampling": width * 2 * rows * cached * model.num_hidden_layers * key_numbers(model),
-    }
+    kept = activations(model, budget, policy.compute_dtype, policy.backbone.layout, is_recomputed=policy.is_recomputed)
+    cache = width * 2 * rows * cached * model.num_hidden_layers * key_numbers(model)
+    return {"activations": kept, "logits": logits, "cache while sampling": cache}
 
 
 def kept_bytes(policy: Any, length: int) -> int:

@@ -40,10 +40,8 @@ class TextModality(Modality):
     def validate(self, config: Config) -> None:
         is_here = config.model in BUNDLED or names_function(config.model) or Path(config.model).exists()
         if config.modality is not None and config.modality != type(config.modality)() and not is_here:
-            raise GruppoError(
-                f"there is no folder {config.model!r} with an image model. Train one first, as with "
-                f"{command_name()} train digits-pretrain, or set --model unet or diffusers:OWNER/NAME."
-            )
+            raise GruppoError(f"""there is no folder {config.model!r} with an image model. Train one first, as with
+                {command_name()} train digits-pretrain, or set --model unet or diffusers:OWNER/NAME.""")
         refuse_unused_options(config, self)
 
     def open(self, config: Config, data: PromptSource) -> tuple[Policy, dict[str, Any]]:
@@ -79,10 +77,35 @@ class TextModality(Modality):
     def check(self, config: Config, policy: Policy, sampling: Any, data: PromptSource, rewards: Any) -> None:
         assert isinstance(policy, TextPolicy)
         rewards.set_decoder(policy.chat.text)
-        check_special_tokens(data, policy)
+        # special tokens in the text of a prompt are refused, or encoded as text with one warning for all rows
+        prompts = data.all_prompts() if hasattr(data, "all_prompts") and policy.chat.special_tokens != "keep" else ()
+        for row, prompt in enumerate(prompts, start=1):
+            if not (token := policy.chat.special_token_in(prompt.inputs)):
+                continue
+            if policy.chat.special_tokens == "refuse":
+                raise DataError(f"row {row}: {special_token_error(prompt.id, token)}")
+            text = "row %d: the text of prompt %r holds the special token %s. Such tokens are encoded as text; set "
+            text += "--prompts.special-tokens keep if the chat template is already applied to these prompts."
+            log.warning(text, row, prompt.id, token)
+            break
         check_lengths(data, policy, config)
-        if config.environment.names:
-            warn_of_long_conversations(data, policy, config)
+        if not config.environment.names:
+            return
+        # a conversation with the longest prompt and the longest replies may outgrow the model's context
+        turns, reply = config.environment.turns, config.environment.max_reply_tokens
+        prompts = data.all_prompts() if hasattr(data, "all_prompts") else ()
+        longest = max(prompts, key=lambda prompt: len(str(prompt.inputs)), default=None)
+        prompt_tokens = 0 if longest is None else len(policy.encode(longest))
+        tokens = prompt_tokens + config.rollout.max_new_tokens + (turns - 1) * reply
+        if policy.context is not None and tokens > policy.context:
+            numbers = (policy.context, prompt_tokens, config.rollout.max_new_tokens, turns - 1, reply, tokens)
+            log.warning(
+                "conversations may outgrow the model's context of %d tokens: a prompt of %d, %d of the policy "
+                "(rollout.max_new_tokens) and %d replies of %d (environment.max_reply_tokens) make %d, without those "
+                "of the template. One that does ends before the turn that does not fit (turns/context_full_count). "
+                "Lower --environment.turns or --environment.max-reply-tokens.",
+                *numbers,
+            )
 
     def critic(self, config: Config, policy: Policy, data: PromptSource) -> Critic | None:
         assert isinstance(policy, TextPolicy)
@@ -105,25 +128,6 @@ TEXT = TextModality()
 TextPolicy.modality = TEXT
 
 
-def check_special_tokens(source: Any, policy: TextPolicy) -> None:
-    """Refuse data with special tokens in the text of a prompt, or warn that they are encoded as text."""
-    if policy.chat.special_tokens == "keep":
-        return
-    for row, prompt in enumerate(source.all_prompts() if hasattr(source, "all_prompts") else (), start=1):
-        if not (token := policy.chat.special_token_in(prompt.inputs)):
-            continue
-        if policy.chat.special_tokens == "refuse":
-            raise DataError(f"row {row}: {special_token_error(prompt.id, token)}")
-        log.warning(
-            "row %d: the text of prompt %r holds the special token %s. Such tokens are encoded as text; set "
-            "--prompts.special-tokens keep if the chat template is already applied to these prompts.",
-            row,
-            prompt.id,
-            token,
-        )
-        return
-
-
 def check_lengths(source: Any, policy: TextPolicy, config: Config) -> None:
     """Refuse data with a prompt that the model's context cannot hold, or a text where tools need a conversation."""
     added = TEMPLATE_TOKENS
@@ -136,28 +140,6 @@ def check_lengths(source: Any, policy: TextPolicy, config: Config) -> None:
             continue
         if why := policy.check_prompt(prompt, config.rollout.sampling):
             raise DataError(why)
-
-
-def warn_of_long_conversations(source: Any, policy: TextPolicy, config: Config) -> None:
-    """Warn where a conversation with the longest prompt and the longest replies would outgrow the model's context."""
-    turns, reply = config.environment.turns, config.environment.max_reply_tokens
-    prompts = source.all_prompts() if hasattr(source, "all_prompts") else ()
-    longest = max(prompts, key=lambda prompt: len(str(prompt.inputs)), default=None)
-    prompt_tokens = 0 if longest is None else len(policy.encode(longest))
-    tokens = prompt_tokens + config.rollout.max_new_tokens + (turns - 1) * reply
-    if policy.context is not None and tokens > policy.context:
-        log.warning(
-            "conversations may outgrow the model's context of %d tokens: a prompt of %d, %d of the policy "
-            "(rollout.max_new_tokens) and %d replies of %d (environment.max_reply_tokens) make %d, without those of "
-            "the template. One that does ends before the turn that does not fit (turns/context_full_count). Lower "
-            "--environment.turns or --environment.max-reply-tokens.",
-            policy.context,
-            prompt_tokens,
-            config.rollout.max_new_tokens,
-            turns - 1,
-            reply,
-            tokens,
-        )
 
 
 def _adapter_of(config: Config) -> Adapt | None:

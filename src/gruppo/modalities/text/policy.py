@@ -21,24 +21,14 @@ from gruppo.loading import counted
 from gruppo.modalities.common.lora import AdaptablePolicy
 from gruppo.modalities.text.backbones import Backbone
 from gruppo.modalities.text.chat import Chat, special_token_error
+from gruppo.modalities.text.chat_template import rewritten
 from gruppo.modalities.text.demonstrations import demonstrate
 from gruppo.modalities.text.generation import append_turns, cut_at_stop, generate_locally, next_turns
 from gruppo.modalities.text.layouts import split_rows
 from gruppo.modalities.text.memory import TOKENS, TOKENS_ON_CPU, activations, working_memory
 from gruppo.modalities.text.precision import ComputeCopy, weight_versions
 from gruppo.protocols import GenerateTokens, Outputs
-from gruppo.types import (
-    Finish,
-    Generated,
-    GruppoError,
-    Likelihood,
-    MicroBatch,
-    Prompt,
-    Request,
-    Rollouts,
-    Sampling,
-    TokenBatch,
-)
+from gruppo.types import Generated, GruppoError, Likelihood, MicroBatch, Prompt, Request, Rollouts, Sampling, TokenBatch
 
 log = logging.getLogger("gruppo")
 
@@ -46,10 +36,6 @@ BATCH_ROWS = 128
 """Rows decoded together. Groups are not split; a larger group is a batch of its own."""
 ToolsOf = Callable[[Prompt], Sequence[Mapping[str, Any]]]
 """JSON schemas of the tools that a prompt's conversation has."""
-
-
-def no_tools(prompt: Prompt) -> Sequence[Mapping[str, Any]]:
-    return ()
 
 
 class TextPolicy(AdaptablePolicy):
@@ -91,7 +77,7 @@ class TextPolicy(AdaptablePolicy):
         self.module = module.eval()
         self.backbone, self.chat, self.context, self.chunk = backbone, chat, context, chunk
         self.compute_in(compute_dtype)
-        self.tools_of: ToolsOf = no_tools
+        self.tools_of: ToolsOf = lambda prompt: ()
         self.value_head: nn.Module | None = None
         """Features [N, F] to values [N]; not part of ``module``, so that saves, copies and references lack it."""
 
@@ -155,14 +141,13 @@ class TextPolicy(AdaptablePolicy):
     def describe(self, config: Any, sampling: Sampling, prompts: Sequence[Prompt], group_size: int) -> list[str]:
         rows, lengths = config.rollout.prompts * group_size, [len(self.encode(p)) for p in prompts]
         mean, is_padded = sum(lengths) / len(lengths), self.backbone.layout == "padded"
-        trained = (rows if is_padded else config.rollout.prompts) * mean + rows * config.rollout.max_new_tokens
+        new, measured = config.rollout.max_new_tokens, counted(len(lengths), "prompt")
+        trained = (rows if is_padded else config.rollout.prompts) * mean + rows * new
         shared = "the prompt with every row" if is_padded else "a group's prompt once"
         replies = "; and the environment's replies" if config.environment.names else ""
         return [
-            f"prompts     {mean:.0f} tokens on average, at most {max(lengths)}; measured on "
-            f"{counted(len(lengths), 'prompt')}",
-            f"sampled     at most {rows * config.rollout.max_new_tokens:,} tokens per step, "
-            f"{config.rollout.max_new_tokens} per row",
+            f"prompts     {mean:.0f} tokens on average, at most {max(lengths)}; measured on {measured}",
+            f"sampled     at most {rows * new:,} tokens per step, {new} per row",
             f"trained on  at most {trained:,.0f} tokens per epoch, {shared}{replies}",
         ]
 
@@ -186,9 +171,8 @@ class TextPolicy(AdaptablePolicy):
         return activations(config, 1, self.compute_dtype, layout, is_recomputed=self.is_recomputed)
 
     def longest_prompt(self, prompts: Sequence[Prompt] | Rollouts) -> int:
-        if isinstance(prompts, Rollouts):
-            return max(map(len, prompts.shared["prompt_ids"]), default=0)
-        return max((len(self.encode(prompt)) for prompt in prompts), default=0)
+        ids = prompts.shared["prompt_ids"] if isinstance(prompts, Rollouts) else map(self.encode, prompts)
+        return max(map(len, ids), default=0)
 
     def longest_row(self, rollouts: Rollouts, rows: Tensor) -> int:
         prompts = torch.tensor([len(ids) for ids in rollouts.shared["prompt_ids"]])[rollouts.group_ids[rows]]
@@ -201,8 +185,8 @@ class TextPolicy(AdaptablePolicy):
 
     def prepare_conversations(self, tools: Sequence[Mapping[str, Any]] | None, tools_of: ToolsOf | None = None) -> None:
         self.chat.set_tools(tools or ())
-        self.tools_of = (tools_of or (lambda prompt: self.chat.tools)) if tools else no_tools
-        if tools is not None and self.chat.can_chat and (what := self.chat.rewritten()):
+        self.tools_of = (tools_of or (lambda prompt: self.chat.tools)) if tools else lambda prompt: ()
+        if tools is not None and self.chat.can_chat and (what := rewritten(self.chat)):
             log.info(
                 "the model's chat template %s. Each turn is trained on as it was sampled, and stays so in its "
                 "conversation; a server that renders the conversation again shows the model another one.",
@@ -214,22 +198,15 @@ class TextPolicy(AdaptablePolicy):
 
     def check_prompt(self, prompt: Prompt, sampling: Sampling) -> str | None:
         if isinstance(prompt.inputs, str) and self.tools_of(prompt):
-            return (
-                f"prompt {prompt.id!r} is a text, and tools need a conversation, into which the chat template writes "
-                'them. Give a list of messages, such as [{"role": "user", "content": ...}].'
-            )
+            problem = f"prompt {prompt.id!r} is a text, and tools need a conversation, into which the chat template"
+            return f'{problem} writes them. Give a list of messages, such as [{{"role": "user", "content": ...}}].'
         if self.chat.special_tokens == "refuse" and (token := self.chat.special_token_in(prompt.inputs)):
             return special_token_error(prompt.id, token)
-        if self.context is None:
+        new = sampling.max_actions
+        if self.context is None or (tokens := len(self.encode(prompt))) + new <= self.context:
             return None
-        tokens = len(self.encode(prompt))
-        if tokens + sampling.max_actions <= self.context:
-            return None
-        return (
-            f"prompt {prompt.id!r} has {tokens} tokens, and {sampling.max_actions} new ones make "
-            f"{tokens + sampling.max_actions}; the model's context holds {self.context}. Shorten or remove it, or "
-            "lower --rollout.max-new-tokens."
-        )
+        problem = f"prompt {prompt.id!r} has {tokens} tokens, and {new} new ones make {tokens + new}; the model's"
+        return f"{problem} context holds {self.context}. Shorten or remove it, or lower --rollout.max-new-tokens."
 
     def sample(self, requests: Sequence[Request], sampling: Sampling, *, seed: int) -> Rollouts:
         """Sample ``request.size`` completions of each prompt; randomness depends on (seed, draw, sample, position)."""
@@ -248,17 +225,15 @@ class TextPolicy(AdaptablePolicy):
         """``sample``, with tokens from ``generate``, which is called with at most ``batch_rows`` rows."""
         if not requests or any(request.size < 1 for request in requests):
             raise ValueError("sample needs at least one request, each of size 1 or more.")
-        prompts: dict[tuple[str, int], Prompt] = {}
-        batches: list[list[Request]] = [[]]
+        prompts, batches = dict[tuple[str, int], Prompt](), [list[Request]()]
         for request in requests:
             prompt = request.prompt
             if why := self.check_prompt(prompt, sampling):
                 raise GruppoError(why)
             if prompts.setdefault((prompt.id, prompt.draw), prompt).inputs != prompt.inputs:
-                raise GruppoError(
-                    f"two different prompts have the id {prompt.id!r} and the draw {prompt.draw}; their rows would "
-                    "become one group. Give each prompt an id of its own."
-                )
+                raise GruppoError(f"""two different prompts have the id {prompt.id!r} and the draw {prompt.draw}; their
+                    rows would become one group. Give each prompt an id of its own.""")
+            # a group stays whole: its rows share the keys of their prompt
             if batches[-1] and sum(r.size for r in batches[-1]) + request.size > batch_rows:
                 batches.append([])
             batches[-1].append(request)
@@ -272,8 +247,6 @@ class TextPolicy(AdaptablePolicy):
             ids = [row[:length].tolist() for row, length in zip(generated.tokens, generated.lengths, strict=True)]
             texts = [cut_at_stop(self.chat.text(row), sampling.stop) for row in ids]
             part = _rollouts([r.prompt for r in batch], owners, encoded, generated, texts, sampling)
-            if generated.kept is not None:
-                part = replace(part, per_row={**part.per_row, "kept": generated.kept})
             if self.chat.tools:
                 own = [batch[owner].prompt for owner in owners.tolist()]
                 completions = [
@@ -282,7 +255,7 @@ class TextPolicy(AdaptablePolicy):
                     else [self.chat.answer(row, text, prompt.inputs, self.tools_of(prompt), sampling.stop)]
                     for row, text, prompt in zip(ids, texts, own, strict=True)
                 ]
-                per_row = {**part.per_row, "text": tuple(texts)}
+                per_row = {**part.per_row, "text": tuple(texts)}  # a call of a tool is not in the message's content
                 part = replace(part, completions=tuple(completions), per_row=per_row)
             parts.append(part)
         return Rollouts.cat(parts)
@@ -329,10 +302,8 @@ class TextPolicy(AdaptablePolicy):
 
     def served_config(self) -> dict[str, Any]:
         if self.backbone.is_plain:
-            raise GruppoError(
-                f"a {type(self.module).__name__} of gruppo.from_module cannot be loaded by a server; it needs to be a "
-                "Hugging Face model. Leave --engine out."
-            )
+            raise GruppoError(f"""a {type(self.module).__name__} of gruppo.from_module cannot be loaded by a server; it
+                needs to be a Hugging Face model. Leave --engine out.""")
         dtype, module = str(self.compute_dtype).removeprefix("torch."), cast(Any, self.module)
         return {**module.config.to_diff_dict(), "tie_word_embeddings": False, "dtype": dtype}
 
@@ -379,12 +350,9 @@ class TextPolicy(AdaptablePolicy):
             entropy="gradient" if "entropy" in outputs else "value" if "entropy_value" in outputs else "none",
         )
         place = (row.to(self.device, non_blocking=True), column.to(self.device, non_blocking=True))
-        values = self._values(features) if "values" in outputs else None
-        return Likelihood(
-            _scatter(logprobs, place, actions.shape),
-            None if entropy is None else _scatter(entropy, place, actions.shape),
-            values=None if values is None else _scatter(values, place, actions.shape),
-        )
+        nats = None if entropy is None else _scatter(entropy, place, actions.shape)
+        values = _scatter(self._values(features), place, actions.shape) if "values" in outputs else None
+        return Likelihood(_scatter(logprobs, place, actions.shape), nats, values=values)
 
     def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
         """Values before each action, 0 where mask is False; no logits are computed."""
@@ -415,10 +383,8 @@ class TextPolicy(AdaptablePolicy):
             return f"prompt {prompt.id!r}: {error}"
         if self.context is None or tokens <= self.context:
             return None
-        return (
-            f"prompt {prompt.id!r} and its target have {tokens} tokens; the model's context holds {self.context}. "
-            "Shorten or remove it."
-        )
+        problem = f"prompt {prompt.id!r} and its target have {tokens} tokens; the model's context holds {self.context}"
+        return f"{problem}. Shorten or remove it."
 
     def demonstrations(self, prompts: Sequence[Prompt], *, seed: int) -> Rollouts:
         """Each prompt with its target as completion, as the policy would write and end it.
@@ -433,10 +399,8 @@ class TextPolicy(AdaptablePolicy):
         ids, masks = ([torch.tensor(row[part]) for row in shown] for part in (0, 1))
         actions = nn.utils.rnn.pad_sequence(ids, batch_first=True)  # [B, T]
         lengths = torch.tensor([len(row) for row in ids])
-        stops: list[Finish] = ["stop"] * len(prompts)
-        rows = Generated(actions, torch.zeros(actions.shape), lengths, tuple(stops))
-        prompt_ids = [torch.tensor(self.encode(prompt)) for prompt in prompts]
-        texts = [""] * len(prompts)
+        rows = Generated(actions, torch.zeros(actions.shape), lengths, cast(Any, ("stop",) * len(prompts)))
+        prompt_ids, texts = [torch.tensor(self.encode(prompt)) for prompt in prompts], [""] * len(prompts)
         rollouts = _rollouts(prompts, torch.arange(len(prompts)), prompt_ids, rows, texts, Sampling())
         mask = nn.utils.rnn.pad_sequence(masks, batch_first=True)
         return replace(rollouts, mask=mask, completions=tuple(completion for _, _, completion in shown))
@@ -452,9 +416,11 @@ def _rollouts(
 ) -> Rollouts:
     """Collect rows and their texts into a batch; each row belongs to the prompt that owns it, an index."""
     rows, columns = len(owners), max(int(generated.lengths.max()), 1)
+    top_p = torch.full((rows,), sampling.top_p, dtype=torch.float64)
+    kept = {} if generated.kept is None else {"kept": generated.kept}
     mask = torch.arange(columns) < generated.lengths[:, None]
-    is_text = [isinstance(prompts[owner].inputs, str) for owner in owners.tolist()]
-    forms = zip(texts, is_text, strict=True)  # a completion has the form of its prompt
+    # a completion has the form of its prompt
+    forms = zip(texts, [isinstance(prompts[owner].inputs, str) for owner in owners.tolist()], strict=True)
     return Rollouts(
         prompts=tuple(prompts),
         group_ids=owners,
@@ -467,10 +433,7 @@ def _rollouts(
         temperature=torch.full((rows,), float(sampling.temperature)),
         finish=generated.finish,
         shared={"prompt_ids": tuple(ids.cpu() for ids in prompt_ids)},
-        per_row={
-            "top_k": torch.full((rows,), sampling.top_k),
-            "top_p": torch.full((rows,), sampling.top_p, dtype=torch.float64),
-        },
+        per_row={"top_k": torch.full((rows,), sampling.top_k), "top_p": top_p, **kept},
     )
 
 

@@ -50,19 +50,17 @@ class ComputeCopy:
         for owner, parameter in self.pairs:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(partial(_add_gradient, owner))
-        self.seen = self._versions()
+        self.owners = [owner for owner, _ in (*self.pairs, *self.buffers)]
+        self.seen = weight_versions(self.owners)
 
     def refresh(self, *, force: bool = False) -> None:
         """Cast the weights again if an in-place operation or an optimizer may have changed them, or with ``force``."""
-        versions = self._versions()
+        versions = weight_versions(self.owners)
         if force or versions != self.seen:
             with torch.no_grad():
                 for owner, copied in (*self.pairs, *self.buffers):
                     copied.copy_(owner)
             self.seen = versions
-
-    def _versions(self) -> list[int]:
-        return weight_versions(owner for owner, _ in (*self.pairs, *self.buffers))
 
 
 def weight_versions(tensors: Iterable[Tensor]) -> list[int]:
@@ -91,10 +89,7 @@ def faster_dtype(width: int, *, rows: int = 256, device: torch.device | str = "c
     The two are timed in turn and their best times compared: other load on the machine can only slow them down.
     """
     best = {torch.float32: float("inf"), torch.bfloat16: float("inf")}
-    inputs = {
-        dtype: tuple(torch.ones(size, width, dtype=dtype, device=device) for size in (rows, 4 * width))
-        for dtype in best
-    }
+    inputs = {d: tuple(torch.ones(size, width, dtype=d, device=device) for size in (rows, 4 * width)) for d in best}
     for _ in range(12):
         for dtype, (x, layer) in inputs.items():
             start = time.perf_counter()

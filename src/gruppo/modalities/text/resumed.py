@@ -6,18 +6,19 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from gruppo.modalities.text import decoding as layered
 from gruppo.modalities.text.decoding import LayeredDecoding
 from gruppo.modalities.text.kept import KeptRow
+from gruppo.modalities.text.layouts import Texts
 
 D = TypeVar("D", bound=LayeredDecoding)
+Tensors = tuple[Tensor, ...]
 
 
 @torch.no_grad()
-def resume(kind: type[D], rows: Sequence[KeptRow], unread: Sequence[Int[Tensor, "A"]]) -> D:
+def resume(kind: type[D], rows: Sequence[KeptRow], unread: Texts) -> D:
     """Open a decoding of rows that go on behind their kept keys and values, and read one or more new tokens of each.
 
     Every row ends at the same column of the suffixes, so that all write the next one; columns before its first token
@@ -54,8 +55,8 @@ def resume(kind: type[D], rows: Sequence[KeptRow], unread: Sequence[Int[Tensor, 
         by_cell = buffer.view(*shape, *size[2:])
         for cell, layers, start in zip(cells, taken, decoding.starts.tolist(), strict=True):
             suffix, layers[layer] = layers[layer], layers[layer][:, :, :0]
-            at = slice(start, start + suffix.shape[2])
-            by_cell[:, cell // decoding.width, :, cell % decoding.width, at] = suffix
+            group, column = divmod(cell, decoding.width)
+            by_cell[:, group, :, column, start : start + suffix.shape[2]] = suffix
         decoding.suffixes.append(buffer)
 
     whole = [(id(row.prompt), *row.ids.tolist(), *ids.tolist()) for row, ids in zip(rows, unread, strict=True)]
@@ -72,7 +73,7 @@ def resume(kind: type[D], rows: Sequence[KeptRow], unread: Sequence[Int[Tensor, 
     return decoding
 
 
-def _read(decoding: LayeredDecoding, unread: Sequence[Int[Tensor, "A"]]) -> Tensor:
+def _read(decoding: LayeredDecoding, unread: Texts) -> Tensor:
     """Read the last tokens of each row, which end at column ``begun``; logits after each row's last one, [N, V].
 
     Products of weights are computed for these tokens only, attention for a rectangle of columns of all cells.
@@ -96,7 +97,7 @@ def _read(decoding: LayeredDecoding, unread: Sequence[Int[Tensor, "A"]]) -> Tens
         cell = decoding.home[rows]
         for block, prompt, suffix in zip(decoding.blocks, decoding.prompts, decoding.suffixes, strict=True):
             q, k, v = block.rotate(block.qkv(block.attention_norm(x)), turns)
-            attended = _attend(decoding, (q * block.scale, k, v), prompt, suffix, (cell, at), slice(start, stop), mask)
+            attended = _attend(decoding, (q * block.scale, k, v), prompt, suffix, (cell, at), mask)
             x = block.finish(x, attended)
         is_last = at == begun - 1
         if hidden is None:
@@ -107,23 +108,18 @@ def _read(decoding: LayeredDecoding, unread: Sequence[Int[Tensor, "A"]]) -> Tens
 
 
 def _attend(
-    decoding: LayeredDecoding,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    prompt: Tensor,
-    suffix: Tensor,
-    place: tuple[Tensor, Tensor],
-    columns: slice,
-    mask: Tensor,
+    decoding: LayeredDecoding, qkv: Tensors, prompt: Tensor, suffix: Tensor, place: Tensors, mask: Tensor
 ) -> Tensor:
     """Write keys and values of n tokens to their cells and columns, and attend to the prompt and the row so far."""
     (q, k, v), (cell, at) = qkv, place
     g, j, kv_heads, dim = decoding.groups, decoding.width, decoding.decoder.kv_heads, decoding.decoder.head_dim
-    rep, count, stop = decoding.decoder.heads // kv_heads, columns.stop - columns.start, columns.stop
+    rep, count, stop = decoding.decoder.heads // kv_heads, *mask.shape[1:]
+    at_query = at - (stop - count)  # queries are the last of the columns that they see
     by_cell = suffix.view(2, g, kv_heads, j, -1, dim)
     for n, new in enumerate((k, v)):
         by_cell[n, cell // j, :, cell % j, at] = new.to(suffix.dtype)
     queries = q.new_zeros(g * j, count, kv_heads * rep, dim)
-    queries[cell, at - columns.start] = q
+    queries[cell, at_query] = q
     # [g, K, j, rep C, D]
     queries = queries.view(g, j, count, kv_heads, rep, dim).permute(0, 3, 1, 4, 2, 5).reshape(g, kv_heads, j, -1, dim)
     to_prompt = torch.bmm(queries.reshape(g * kv_heads, -1, dim).to(prompt.dtype), prompt[0].mT)
@@ -138,4 +134,4 @@ def _attend(
     attended = torch.bmm(of_prompt.reshape(g * kv_heads, -1, width).to(prompt.dtype), prompt[1]).view(-1)
     attended = attended + torch.bmm(of_suffix.to(suffix.dtype), suffix[1, :, :stop]).view(-1)
     attended = attended.view(g, kv_heads, j, rep, count, dim).permute(0, 2, 4, 1, 3, 5).reshape(g * j, count, -1)
-    return attended[cell, at - columns.start].to(decoding.dtype)
+    return attended[cell, at_query].to(decoding.dtype)

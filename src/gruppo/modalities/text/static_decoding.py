@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -43,7 +44,7 @@ class StaticDecoding(LayeredDecoding):
             self.suffixes = self._moved(self.suffixes, None, self.written + self.columns, self.written)
             self._new_step()
         self.tokens[self.home] = tokens
-        self.column.fill_(self.written)
+        self.column.fill_(self.written)  # in place: the recorded step reads this tensor
         self.logits = self.step()[self.home]
         self.written += 1
 
@@ -66,10 +67,8 @@ class StaticDecoding(LayeredDecoding):
         """``_attend`` over all columns of the buffers, of which those not written are masked."""
         g, j, kv_heads, dim = self.groups, self.width, self.decoder.kv_heads, self.decoder.head_dim
         rep, columns, width = self.decoder.heads // kv_heads, prompt.shape[2], suffix.shape[2]
-        rows = suffix.view(2, g, kv_heads, j, width, dim)
-        for kept, new in zip(rows, (k, v), strict=True):
-            new = new.view(g, j, kv_heads, 1, dim).transpose(1, 2).to(suffix.dtype)
-            kept.index_copy_(3, self.column, new)
+        for kept, new in zip(suffix.view(2, g, kv_heads, j, width, dim), (k, v), strict=True):
+            kept.index_copy_(3, self.column, new.view(g, j, kv_heads, 1, dim).transpose(1, 2).to(suffix.dtype))
         queries = (q * scale).view(g, j, kv_heads, rep, dim).transpose(1, 2)  # [g, K, j, rep, D]
         to_prompt = queries.reshape(g * kv_heads, j * rep, dim).to(prompt.dtype) @ prompt[0].mT
         to_suffix = queries.reshape(-1, rep, dim).to(suffix.dtype) @ suffix[0].mT
@@ -77,16 +76,15 @@ class StaticDecoding(LayeredDecoding):
         of_suffix = to_suffix.view(g, kv_heads, j, rep, width).to(self.exact).masked_fill(~written, -torch.inf)
         if self.padding is not None:
             of_prompt = of_prompt.masked_fill(self.padding, -torch.inf)
-        weights = torch.cat([of_prompt, of_suffix], dim=-1).softmax(dim=-1)
+        weights = torch.cat([of_prompt, of_suffix], dim=-1).softmax(dim=-1)  # one softmax over both
         of_prompt, of_suffix = weights.split([columns, width], dim=-1)
-        parts = (
-            of_prompt.reshape(g * kv_heads, j * rep, columns).to(prompt.dtype) @ prompt[1],
-            of_suffix.reshape(-1, rep, width).to(suffix.dtype) @ suffix[1],
-        )
-        first, second = (part.view(g, kv_heads, j, rep, dim).transpose(1, 2) for part in parts)
+        first = of_prompt.reshape(g * kv_heads, j * rep, columns).to(prompt.dtype) @ prompt[1]
+        second = of_suffix.reshape(-1, rep, width).to(suffix.dtype) @ suffix[1]
+        first, second = (part.view(g, kv_heads, j, rep, dim).transpose(1, 2) for part in (first, second))
         return (first + second).to(self.dtype).reshape(g * j, -1)
 
 
+@dataclass(eq=False)
 class Graph:
     """A step as one CUDA graph: run plainly at the first call, recorded at the second, replayed from then on.
 
@@ -94,32 +92,28 @@ class Graph:
     one warning), each call runs it plainly.
     """
 
-    has_failed = False
-
-    def __init__(self, step: Callable[[], Tensor]) -> None:
-        self.step, self.calls = step, 0
-        self.graph: Any = None
-        self.out: Any = None
+    has_failed: ClassVar = False
+    step: Callable[[], Tensor]
+    calls: int = 0
+    graph: Any = None
+    out: Any = None
 
     def __call__(self) -> Tensor:
         self.calls += 1
         if self.graph is None and self.calls == 2 and torch.cuda.is_available() and not Graph.has_failed:
-            self._record()
+            graph = torch.cuda.CUDAGraph()
+            try:
+                # other threads, such as one that writes a checkpoint, go on with their calls
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    self.out = self.step()
+                self.graph = graph
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                Graph.has_failed = True
+                first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                log.warning("decoding: a CUDA graph cannot be recorded, so each step is run without: %.200s", first)
         if self.graph is None:
             return self.step()
         self.graph.replay()
         return self.out
-
-    def _record(self) -> None:
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # other threads, such as one that writes a checkpoint, go on with their calls
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self.out = self.step()
-            self.graph = graph
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            Graph.has_failed = True
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            log.warning("decoding: a CUDA graph cannot be recorded, so each step is run without: %.200s", first)

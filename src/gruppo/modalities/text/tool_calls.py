@@ -17,6 +17,7 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
+# without NaN and Infinity, which Python reads and JSON does not have
 _JSON = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
@@ -48,6 +49,7 @@ def read_gemma(text: str, at: int) -> tuple[Any, int]:
     """JSON with bare keys, and <|"|> around texts."""
     end = text.find("<tool_call|>", at)
     parts = text[at : len(text) if end < 0 else end].split('<|"|>')
+    # texts are every second part; keys get their quotes in the others alone
     parts[::2] = [re.sub(r"(?<=[{,])\s*([^\s\"{}\[\],:]+)\s*:", r'"\1":', part) for part in parts[::2]]
     parts[1::2] = map(json.dumps, parts[1::2])
     return read_json("".join(parts), 0)[0], len(text) if end < 0 else end
@@ -207,11 +209,8 @@ def read_calls(text: str, form: ToolFormat, tools: Sequence[Mapping[str, Any]]) 
         value, at = form.read(text, found.end())
         if named.get("name"):
             value = {"name": named["name"].strip(), "arguments": value, "id": named.get("id")}
-        calls += (
-            [call_of(one, tools if form.values_are_text else ()) for one in value]
-            if isinstance(value, list)
-            else [call_of(value, tools if form.values_are_text else ())]
-        )
+        values = value if isinstance(value, list) else [value]
+        calls += [call_of(one, tools if form.values_are_text else ()) for one in values]
         if (closing := end.match(text, at)) is not None:
             at = closing.end()
     parts.append(text[at:])
@@ -238,7 +237,8 @@ def call_of(value: Any, tools: Sequence[Mapping[str, Any]] = ()) -> dict[str, An
     arguments = arguments or {}
     if not isinstance(arguments, Mapping):
         raise ValueError(f"its arguments are a {type(arguments).__name__}; they need to be an object")
-    schemas = next((properties_of(tool) for tool in tools if name_of(tool) == name), {})
+    schema = next((tool.get("function", tool) for tool in tools if name_of(tool) == name), {})
+    schemas = schema.get("parameters", {}).get("properties", {})
     arguments = {key: _typed(item, schemas[key]) if key in schemas else item for key, item in arguments.items()}
     try:  # half a surrogate pair, or a value that JSON does not have, would fail where rows are written
         json.dumps([name, arguments], ensure_ascii=False, allow_nan=False).encode()
@@ -251,10 +251,6 @@ def call_of(value: Any, tools: Sequence[Mapping[str, Any]] = ()) -> dict[str, An
 
 def name_of(tool: Mapping[str, Any]) -> str:
     return str(tool.get("function", tool).get("name"))
-
-
-def properties_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    return tool.get("function", tool).get("parameters", {}).get("properties", {})
 
 
 def _typed(text: Any, schema: Mapping[str, Any]) -> Any:
