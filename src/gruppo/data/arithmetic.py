@@ -70,11 +70,10 @@ def arithmetic(
     if count > ENUMERABLE:
         generator = generator_at("arithmetic", "held_out")  # without the seed: the same for every run
         indices = torch.randint(count, (ENUMERABLE,), generator=generator).unique().tolist()
-    sides = [(problem(index)[-1], index) for index in indices]
-    held_out = sorted(
-        (index for side, index in sides if side), key=lambda index: hash_unit("{} {} {}".format(*problem(index)))
-    )
-    if count <= ENUMERABLE and not any(side is False for side, _ in sides):  # item_at() would not end
+    # ordered by hash, so that the first n are a random sample of the held-out problems
+    held_out = [index for index in indices if problem(index)[-1]]
+    held_out.sort(key=lambda index: hash_unit("{} {} {}".format(*problem(index))))
+    if count <= ENUMERABLE and not any(problem(index)[-1] is False for index in indices):  # item_at() would not end
         text = "which leaves none to train on; widen the range or lower --prompts.held-out-fraction."
         raise DataError(f"all {len(held_out)} problems of arithmetic:{low}:{high} are held out, {text}")
     # "arithmetic 1" is the version of the generator: raise it when the same settings give other problems

@@ -9,19 +9,6 @@ from gruppo.modalities.diffusion.schedules import DiffusionSchedule, FlowSchedul
 from gruppo.modalities.diffusion.trust_region import check_trust_region
 from gruppo.modalities.diffusion.unet import DenoisingUNet
 
-__all__ = [
-    "DIFFUSION",
-    "ClassLabels",
-    "DenoiserCritic",
-    "DenoiserPolicy",
-    "DenoisingUNet",
-    "DiffusersPolicy",
-    "DiffusionSampling",
-    "DiffusionSchedule",
-    "FlowSchedule",
-    "PipelineSettings",
-    "add_adapter",
-    "check_trust_region",
-    "load_denoiser",
-    "load_diffusers",
-]
+__all__ = ["DIFFUSION", "ClassLabels", "DenoiserCritic", "DenoiserPolicy", "DenoisingUNet", "DiffusersPolicy",
+           "DiffusionSampling", "DiffusionSchedule", "FlowSchedule", "PipelineSettings", "add_adapter",
+           "check_trust_region", "load_denoiser", "load_diffusers"]  # fmt: skip

@@ -18,7 +18,7 @@ from gruppo.config.stages import highest, learns_from_samples, values_of
 from gruppo.integrity import check_seal, read_json
 from gruppo.modalities.common.adapters import model_of
 from gruppo.modalities.common.state_dict import load_strictly
-from gruppo.modalities.common.validation import refuse, refuse_unused_options
+from gruppo.modalities.common.validation import refuse_unused_options
 from gruppo.modalities.diffusion.config import DiffusionConfig
 from gruppo.modalities.diffusion.denoiser import ClassLabels
 from gruppo.modalities.diffusion.pipelines import DiffusersPolicy, add_adapter, load_diffusers
@@ -60,39 +60,31 @@ class DiffusionModality(Modality):
         refuse_unused_options(config, self)
         model, lora, chosen, default = config.model, config.lora, config.section(DiffusionConfig), DiffusionConfig()
         is_named, has_pipeline = model != IN_MEMORY, is_pipeline(model)
-        temperature = next((t for t in values_of(config, "temperature") if t != 1), 1.0)
-        refuse(
-            temperature != 1
-            and f"a stage's temperature of {temperature:g}: a denoising step has none but eta. Leave temperature out "
-            "of the stages, and set --diffusion.eta.",
-            highest(config, "entropy_coef")
-            and "a stage's entropy_coef is above 0, and the entropy of a denoising step is fixed by eta. Set "
-            "--stage.entropy-coef 0, and --diffusion.eta for more noise.",
-            chosen.path == "diffusion"
-            and chosen.shift != 1
-            and f"diffusion.shift={chosen.shift:g} applies to --diffusion.path flow, not diffusion. Leave it out.",
-            is_named
-            and not has_pipeline
-            and (lora.rank or lora.adapter)
-            and f"{NO_LORA}, and {model!r} is a small network that is trained itself. Leave the --lora options out.",
-            has_pipeline
-            and lora.adapter
-            and f"lora.adapter={lora.adapter!r}: adapters of pipelines are trained from scratch. Set --lora.rank, or "
-            "give the folder of a run's final model, in which its adapter is merged, as --model.",
-            is_named
-            and config.compute == "bfloat16"
-            and not (has_pipeline and lora.rank)
-            and f"compute='bfloat16' holds the base below adapters, and the weights of {model!r} are trained "
-            "themselves. Set --compute float32, or --lora.rank with a pipeline.",
-        )
-        for names, is_read, owner in (
-            (NEW_OPTIONS, model == NEW, f"a new network (--model {NEW})"),
-            (PIPELINE_OPTIONS, has_pipeline, "a pipeline of diffusers"),
-        ):
-            changed = [name for name in names if getattr(chosen, name) != getattr(default, name)]
-            if changed and not is_read:
-                option = f"diffusion.{changed[0]}"
-                raise GruppoError(f"{option} is of {owner}, and {model!r} has its own. Leave {flag(option)} out.")
+        if other := [t for t in values_of(config, "temperature") if t != 1]:
+            raise GruppoError(f"""a stage's temperature of {other[0]:g}: a denoising step has none but eta. Leave
+                temperature out of the stages, and set --diffusion.eta.""")
+        if highest(config, "entropy_coef"):
+            raise GruppoError("""a stage's entropy_coef is above 0, and the entropy of a denoising step is fixed by eta.
+                Set --stage.entropy-coef 0, and --diffusion.eta for more noise.""")
+        if chosen.path == "diffusion" and chosen.shift != 1:
+            raise GruppoError(f"""diffusion.shift={chosen.shift:g} applies to --diffusion.path flow, not diffusion.
+                Leave it out.""")
+        if is_named and not has_pipeline and (lora.rank or lora.adapter):
+            raise GruppoError(f"""{NO_LORA}, and {model!r} is a small network that is trained itself. Leave the --lora
+                options out.""")
+        if has_pipeline and lora.adapter:
+            raise GruppoError(f"""lora.adapter={lora.adapter!r}: adapters of pipelines are trained from scratch. Set
+                --lora.rank, or give the folder of a run's final model, in which its adapter is merged, as --model.""")
+        if is_named and config.compute == "bfloat16" and not (has_pipeline and lora.rank):
+            raise GruppoError(f"""compute='bfloat16' holds the base below adapters, and the weights of {model!r} are
+                trained themselves. Set --compute float32, or --lora.rank with a pipeline.""")
+        # one field: which of the options are read depends on where the network comes from
+        unread = () if model == NEW else NEW_OPTIONS
+        unread += () if has_pipeline else PIPELINE_OPTIONS
+        if changed := [name for name in unread if getattr(chosen, name) != getattr(default, name)]:
+            owner = f"a new network (--model {NEW})" if changed[0] in NEW_OPTIONS else "a pipeline of diffusers"
+            option = f"diffusion.{changed[0]}"
+            raise GruppoError(f"{option} is of {owner}, and {model!r} has its own. Leave {flag(option)} out.")
 
     def open(self, config: Config, data: PromptSource | None) -> tuple[Policy, dict[str, Any]]:
         policy: Policy
@@ -147,10 +139,8 @@ class DiffusionModality(Modality):
         if shapes and shape not in shapes:
             log.warning("the model samples images %s, and those of %s are %s.", [*shape], config.data, [*min(shapes)])
         if config.model == NEW and not highest(config, "sup_coef"):
-            log.warning(
-                "a new network samples gray images, and no stage has demonstrations: set --stages "
-                "supervised:2000,full, or train it first with --stage.rl-coef 0 --stage.sup-coef 1."
-            )
+            advice = "--stages supervised:2000,full, or train it first with --stage.rl-coef 0 --stage.sup-coef 1."
+            log.warning("a new network samples gray images, and no stage has demonstrations: set %s", advice)
         if learns_from_samples(config):
             check_trust_region(config.objective, policy.dims)
         # A ratio of whole rows needs each row of denoising steps in one micro-batch.

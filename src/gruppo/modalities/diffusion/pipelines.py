@@ -30,7 +30,6 @@ from gruppo.modalities.common.lora import (
     is_linear,
     merge,
 )
-from gruppo.modalities.common.validation import refuse
 from gruppo.modalities.diffusion.denoiser import ModuleCall, PixelCodec, Weighting
 from gruppo.modalities.diffusion.policy import DenoiserPolicy
 from gruppo.modalities.diffusion.sampling import DiffusionSampling
@@ -260,36 +259,28 @@ class DiffusersPolicy(DenoiserPolicy, AdaptablePolicy):
             height, width = (sample, sample) if isinstance(sample, int) else sample
             size = (height * scale, width * scale)
         architecture = architecture_of(pipeline, settings, size)
-        refuse(
-            (min(size) < 1 or any(side % architecture.patch for side in size))
-            and f"size={size[0]} x {size[1]} does not fit the pipeline; both sides need to be multiples of "
-            f"{architecture.patch}. Set such a size.",
-            architecture.latent_channels != pipeline.vae.config.latent_channels
-            and f"the network reads {architecture.latent_channels} channels and the VAE has "
-            f"{pipeline.vae.config.latent_channels}: it is for inpainting or editing. Give one of text to image.",
-            network.config.get("time_cond_proj_dim")
-            and "the UNet reads its guidance as a number (a latent consistency model). Give the pipeline that it was "
-            "distilled from.",
-            has_adapter(network)
-            and not hasattr(network, "gruppo_base")
-            and "the pipeline has LoRA weights loaded. Call its fuse_lora() and unload_lora_weights() first.",
-        )
+        channels, vae_channels = architecture.latent_channels, pipeline.vae.config.latent_channels
+        if min(size) < 1 or any(side % architecture.patch for side in size):
+            raise GruppoError(f"""size={size[0]} x {size[1]} does not fit the pipeline; both sides need to be multiples
+                of {architecture.patch}. Set such a size.""")
+        if channels != vae_channels:
+            raise GruppoError(f"""the network reads {channels} channels and the VAE has {vae_channels}: it is for
+                inpainting or editing. Give one of text to image.""")
+        if network.config.get("time_cond_proj_dim"):
+            raise GruppoError("""the UNet reads its guidance as a number (a latent consistency model). Give the pipeline
+                that it was distilled from.""")
+        if has_adapter(network) and not hasattr(network, "gruppo_base"):
+            raise GruppoError("""the pipeline has LoRA weights loaded. Call its fuse_lora() and unload_lora_weights()
+                first.""")
         for part in pipeline.components.values():
             if isinstance(part, nn.Module) and part is not network:
                 part.requires_grad_(False).eval()
         self.pipeline, self.settings = pipeline, replace(settings, size=size)
         self.network_name, schedule = architecture.network, architecture.schedule
-        super().__init__(
-            network,
-            (architecture.latent_channels, size[0] // scale, size[1] // scale),
-            predicts=schedule.predicts,
-            schedule=schedule,
-            condition=CaptionEncoder(architecture, settings),
-            weighting=settings.weighting,
-            middle=architecture.middle,
-            call=architecture,
-            codec=VaeCodec(pipeline.vae, (3, *size)),
-        )
+        options: dict[str, Any] = {"predicts": schedule.predicts, "schedule": schedule, "call": architecture}
+        options |= {"condition": CaptionEncoder(architecture, settings), "codec": VaeCodec(pipeline.vae, (3, *size))}
+        options |= {"weighting": settings.weighting, "middle": architecture.middle}
+        super().__init__(network, (channels, size[0] // scale, size[1] // scale), **options)
 
     def check_prompt(self, prompt: Prompt, sampling: Sampling) -> str | None:
         """Why this prompt cannot be sampled from, or None; a caption is not encoded for it."""
