@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import inspect
 import json
 import math
@@ -19,17 +18,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
 from gruppo.integrity import check_seal, read_json
-from gruppo.loading import import_extra
-from gruppo.modalities.common.lora import (
-    POLICY,
-    AdaptablePolicy,
-    adapter_weights,
-    cast_base,
-    has_adapter,
-    inject_config,
-    is_linear,
-    merge,
-)
+from gruppo.loading import did_you_mean, import_extra
+from gruppo.modalities.common import lora
 from gruppo.modalities.diffusion.denoiser import ModuleCall, PixelCodec, Weighting
 from gruppo.modalities.diffusion.policy import DenoiserPolicy
 from gruppo.modalities.diffusion.sampling import DiffusionSampling
@@ -235,7 +225,7 @@ class VaeCodec(PixelCodec):
 # --- the policy ---
 
 
-class DiffusersPolicy(DenoiserPolicy, AdaptablePolicy):
+class DiffusersPolicy(DenoiserPolicy, lora.AdaptablePolicy):
     """A pipeline's denoising network, trained itself or through adapters; text encoders and VAE are frozen.
 
     States are latents in float32, at the noise levels of the pipeline's scheduler. ``module`` is the network itself.
@@ -269,7 +259,7 @@ class DiffusersPolicy(DenoiserPolicy, AdaptablePolicy):
         if network.config.get("time_cond_proj_dim"):
             raise GruppoError("""the UNet reads its guidance as a number (a latent consistency model). Give the pipeline
                 that it was distilled from.""")
-        if has_adapter(network) and not hasattr(network, "gruppo_base"):
+        if lora.has_adapter(network) and not hasattr(network, "gruppo_base"):
             raise GruppoError("""the pipeline has LoRA weights loaded. Call its fuse_lora() and unload_lora_weights()
                 first.""")
         for part in pipeline.components.values():
@@ -309,19 +299,19 @@ class DiffusersPolicy(DenoiserPolicy, AdaptablePolicy):
         """
         folder, module = Path(folder), self.module
         pipeline = copy.copy(self.pipeline)
-        if has_adapter(module):
+        if lora.has_adapter(module):
             module = copy.deepcopy(module)
-            merge(module)
+            lora.merge(module)
         setattr(pipeline, self.network_name, module)
         pipeline.save_pretrained(folder)
         (folder / SETTINGS).write_text(json.dumps(asdict(self.settings), indent=1), encoding="utf-8")
-        if has_adapter(self.module):
+        if lora.has_adapter(self.module):
             own: Any = self.module
-            config = own.peft_config[POLICY].to_dict()
+            config = own.peft_config[lora.POLICY].to_dict()
             config["target_modules"] = sorted(config["target_modules"])
             metadata = {name: config[name] for name in ("r", "lora_alpha", "target_modules")}
             layers = {
-                f"{self.network_name}_lora_layers": dict(adapter_weights(self.module)),
+                f"{self.network_name}_lora_layers": dict(lora.adapter_weights(self.module)),
                 f"{self.network_name}_lora_adapter_metadata": metadata,
             }
             type(self.pipeline).save_lora_weights(folder, **layers)
@@ -373,25 +363,24 @@ def add_adapter(
     """
     module = policy.module
     peft = import_extra("peft", "lora", "LoRA (lora.rank)")
-    if has_adapter(module):
+    if lora.has_adapter(module):
         raise GruppoError("the network has an adapter already. Train that one, and leave --lora.rank out.")
     parts = dict(module.named_modules())
     for target in targets:
         matches = [part for name, part in parts.items() if name == target or name.endswith(f".{target}")]
-        if not matches or not all(map(is_linear, matches)):
-            known = sorted({name.rpartition(".")[2] for name, part in parts.items() if is_linear(part)})
-            near = difflib.get_close_matches(target, known, 1)
-            advice = f"Did you mean {near[0]}?" if near else f"Set --lora.targets to some of {', '.join(known)}."
-            raise GruppoError(f"lora.targets: the network has no linear layers {target!r}. {advice}")
+        if not matches or not all(map(lora.is_linear, matches)):
+            known = sorted({name.rpartition(".")[2] for name, part in parts.items() if lora.is_linear(part)})
+            advice = did_you_mean(target, known, otherwise=f" Set --lora.targets to some of {', '.join(known)}.")
+            raise GruppoError(f"lora.targets: the network has no linear layers {target!r}.{advice}")
     chosen = sorted(targets or ARCHITECTURES[type(policy.pipeline).__name__].targets)
     whole = int(alpha) if float(alpha).is_integer() else alpha
     dtype = policy.compute_dtype
-    inject_config(module, peft.LoraConfig(r=rank, lora_alpha=whole, target_modules=chosen), base=base)
-    for name, weight in adapter_weights(module).items():
+    lora.inject_config(module, peft.LoraConfig(r=rank, lora_alpha=whole, target_modules=chosen), base=base)
+    for name, weight in lora.adapter_weights(module).items():
         weight.data = weight.data.float()
         if ".lora_B." in name:
             weight.zero_()
         else:
             uniform = torch.rand(weight.shape, generator=generator_at(seed, "lora", name.removesuffix(".weight")))
             weight.copy_((uniform * 2 - 1) / math.sqrt(weight.shape[1]))
-    cast_base(module, dtype)
+    lora.cast_base(module, dtype)

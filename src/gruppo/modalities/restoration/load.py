@@ -35,9 +35,8 @@ def open_network(spec: str, *, channels: int = 3, conditions: int = 0, seed: int
     with torch.random.fork_rng(devices=[]):  # a network of the user's draws from the global generator too
         torch.manual_seed(seed_at(seed, "network") % 2**63)
         if kind in NETWORKS:
-            names = inspect.signature(NETWORKS[kind]).parameters
-            known = [name for name in names if name not in ("channels", "conditions")]
-            options: dict[str, int] = {}
+            names = inspect.signature(NETWORKS[kind]).parameters.keys()
+            known, options = [n for n in names if n not in ("channels", "conditions")], dict[str, int]()
             for part in filter(None, rest.split(",")):
                 name, _, value = (word.strip() for word in part.partition("="))
                 if name not in known or not value.isdigit():
@@ -69,9 +68,8 @@ def open_network(spec: str, *, channels: int = 3, conditions: int = 0, seed: int
 
 def load_network(network: nn.Module, path: str | Path) -> None:
     """Load a network's weights from a .safetensors file, or from a policy's folder, in the dtype of the network."""
-    path = Path(path).expanduser()
+    path, prefix = Path(path).expanduser(), "network."
     if path.is_dir():
-        prefix = "network."
         saved = _read_folder(path)[1]
         weights = {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
     else:
@@ -116,18 +114,18 @@ def load_restorer(
     """
     folder = Path(folder).expanduser()
     settings, weights = _read_folder(folder)
-    action, channels, spec = dict(settings["action"]), settings["channels"], settings["network"]
+    action, spec = dict(settings["action"]), settings["network"]
     opened = ACTIONS[action.pop("kind")](**action)
     if network is None and settings["sizes"] is not None:
         network = NETWORKS[spec](**settings["sizes"])
     elif network is None and not spec:
         raise GruppoError(f"{folder} holds the weights of a module of your own. Give load_restorer that module.")
     elif network is None:
-        trust.check(folder, trust.imports(spec))
-        network = open_network(spec, channels=channels, conditions=opened.conditions)
+        trust.check(folder, trust.imports(spec))  # the name is of a file or package whose code would run
+        network = open_network(spec, channels=settings["channels"], conditions=opened.conditions)
     load_strictly(Restorer(network, opened), weights, str(folder))
-    options = {name: settings[name] for name in SAVED}
-    return RestorationPolicy(network, opened, channels=channels, consistency=consistency, spec=spec, **options)
+    options = {name: settings[name] for name in ("channels", *SAVED)}
+    return RestorationPolicy(network, opened, consistency=consistency, spec=spec, **options)
 
 
 def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
