@@ -51,8 +51,8 @@ def text_lines(
     if count < 2 or number < 0:
         raise DataError(f"{name}: count={count} and set={number}; it needs 2 lines or more, of a set from 0 up.")
     if height < 12 or width < 2 * height:
-        need = "height needs to be 12 or more, and width twice the height. Set height=24 and width=128."
-        raise DataError(f"{name}: lines of {height} x {width} pixels hold no text; {need}")
+        raise DataError(f"""{name}: lines of {height} x {width} pixels hold no text; height needs to be 12 or more, and
+            width twice the height. Set height=24 and width=128.""")
     lines = [line_text(number, index, height, width) for index in range(count)]
     texts = [text for text, _ in lines]
 

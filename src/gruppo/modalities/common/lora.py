@@ -148,15 +148,15 @@ def has_adapter(module: nn.Module) -> bool:
     return any(map(is_adapted, module.modules()))
 
 
-def adapter_weights(module: nn.Module, name: str = POLICY) -> dict[str, nn.Parameter]:
-    """Return the parameters of one adapter under the names of peft's files: ``layers.0.q_proj.lora_A.weight``."""
+def adapter_weights(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of the adapter under the names of peft's files: ``layers.0.q_proj.lora_A.weight``."""
     return {
         f"{path}.{half}.{kind}": parameter
         for path, layer in module.named_modules()
         if is_adapted(layer)
         for half in ("lora_A", "lora_B")
-        if name in getattr(layer, half)
-        for kind, parameter in getattr(layer, half)[name].named_parameters()
+        if POLICY in getattr(layer, half)
+        for kind, parameter in getattr(layer, half)[POLICY].named_parameters()
     }
 
 
@@ -217,12 +217,9 @@ def low_rank(module: Any) -> LowRank | nn.Linear | None:
     """Return what calling the module computes if that is a plain linear layer with at most one plain adapter."""
     if is_plain_linear(module):
         return module
-    if (
-        not is_adapted(module)
-        or "forward" in vars(module)
-        or has_hooks(module)
-        or not is_plain_linear(module.base_layer)
-    ):
+    if not is_adapted(module) or "forward" in vars(module) or has_hooks(module):
+        return None
+    if not is_plain_linear(module.base_layer):
         return None
     if module._disable_adapters:
         return None if module.merged_adapters else module.base_layer

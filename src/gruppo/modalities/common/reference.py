@@ -8,7 +8,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -82,9 +82,8 @@ class ReferenceModel:
 
         Weights on disk are loaded before the updates alone, and then need less than gradients do afterwards.
         """
-        if self.rule == "adapter_off" or (
-            self.is_offloaded and (self.storage == "disk" or self._policy.device.type != "cpu")
-        ):
+        is_elsewhere = self.is_offloaded and (self.storage == "disk" or self._policy.device.type != "cpu")
+        if self.rule == "adapter_off" or is_elsewhere:
             return {}
         if self.shares_module:
             return {"reference's adapter": 4 * sum(tensor.numel() for tensor in self.state_dict().values())}
@@ -111,14 +110,10 @@ class ReferenceModel:
         shards: dict[str, Tensor] = dict(self.module.named_parameters())
         self._read = shards.copy
 
-    @contextmanager
-    def on_device(self) -> Iterator[None]:
+    def on_device(self) -> AbstractContextManager[None]:
         """Load offloaded weights for the length of the block; nested calls and other storage cost nothing."""
-        if self.is_offloaded and not any(parameter.numel() for parameter in self.module.parameters()):
-            with swapped(self.module, self._read()):
-                yield
-        else:
-            yield
+        is_empty = self.is_offloaded and not any(parameter.numel() for parameter in self.module.parameters())
+        return swapped(self.module, self._read()) if is_empty else nullcontext()
 
     @contextmanager
     def active(self) -> Iterator[Any]:

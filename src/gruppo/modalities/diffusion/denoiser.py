@@ -32,7 +32,6 @@ class ConditionEncoder(Protocol):
 
     def encode(self, inputs: Any) -> Tensor:
         """Condition of one prompt; all have the same shape. Raises GruppoError for inputs that it cannot encode."""
-        ...
 
 
 class ClassLabels:
@@ -215,9 +214,7 @@ class StepSelection:
         return levels, (x, times, self.condition, per_row["guidance"][self.row])
 
 
-def demonstration_likelihood(
-    denoiser: Denoiser, steps: StepSelection, weighting: Weighting, outputs: Outputs
-) -> Likelihood:
+def demonstration_likelihood(denoiser: Denoiser, steps: StepSelection, weighting: str, outputs: Outputs) -> Likelihood:
     """Log-probs -w mean((prediction - truth)^2): of a normal with std (d / 2 w)^(1/2), without its constant."""
     device, row, per_row = denoiser.device, steps.row, steps.rollouts.per_row
     x0, e = steps.rollouts.actions[row, 0].to(device).double(), per_row["first"][row].to(device).double()

@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 
 from gruppo.config.options import flag
 from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.config.stages import highest, learns_from_samples, values_of
-from gruppo.integrity import check_seal, read_json
 from gruppo.modalities.common.adapters import model_of
-from gruppo.modalities.common.state_dict import load_strictly
+from gruppo.modalities.common.state_dict import load_strictly, read_policy
 from gruppo.modalities.common.validation import refuse_unused_options
 from gruppo.modalities.diffusion.config import DiffusionConfig
 from gruppo.modalities.diffusion.denoiser import ClassLabels
@@ -88,18 +85,35 @@ class DiffusionModality(Modality):
 
     def open(self, config: Config, data: PromptSource | None) -> tuple[Policy, dict[str, Any]]:
         policy: Policy
-        if config.model == NEW:
-            policy = new_denoiser(config, data)
-        elif not is_pipeline(config.model):
-            policy = load_denoiser(model_of(config.model))
-        else:
+        chosen, default, origin = config.section(DiffusionConfig), DiffusionConfig(), {"name": config.model}
+        if is_pipeline(config.model):
             dtype = torch.bfloat16 if config.compute == "bfloat16" else torch.float32
             policy = pipeline = load_diffusers(model_of(config.model).removeprefix(HUB), dtype=dtype)
-            chosen, default = config.section(DiffusionConfig), DiffusionConfig()
             changed = {n: getattr(chosen, n) for n in PIPELINE_OPTIONS if getattr(chosen, n) != getattr(default, n)}
             if changed:  # the settings saved with the pipeline keep the others
                 policy = DiffusersPolicy(pipeline.pipeline, replace(pipeline.settings, **changed))
-        return self.adapt(config, policy, data), {"name": config.model}
+            return self.adapt(config, policy, data), origin
+        if config.model != NEW:
+            return self.adapt(config, load_denoiser(model_of(config.model)), data), origin
+
+        # An untrained UNet for the data's images: of their size, conditioned on their classes if they have any.
+        first = peek(data)[0]
+        if not isinstance(first.target, torch.Tensor) or first.target.ndim != 3:
+            raise DataError(f"""--model {NEW} is made for the data's images, and a target of {config.data!r} is a
+                {type(first.target).__name__}. Set --data digits or images:FOLDER:SIZE, or a --model.""")
+        if first.inputs != "" and not (isinstance(first.inputs, int) and data.classes is not None):
+            raise DataError(f"""--model {NEW} reads classes, and an input of {config.data!r} is {first.inputs!r:.60}.
+                Put the images of each class in a subfolder without captions, or give a --model of your own.""")
+        shape, is_flow = list(first.target.shape), chosen.path == "flow"
+        labels = ClassLabels([""] if first.inputs == "" else data.classes, dropped=chosen.dropped)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            scale = 1000.0 if is_flow else 1.0  # so that the network's times span about 0 to 1000
+            module = DenoisingUNet(shape, len(labels.names), width=chosen.width, time_scale=scale)
+        options: dict[str, Any] = {"predicts": chosen.predicts, "weighting": chosen.weighting, "middle": "middle"}
+        schedule = FlowSchedule(chosen.shift) if is_flow else DiffusionSchedule()
+        policy = DenoiserPolicy(module, shape, schedule=schedule, condition=labels, **options)
+        return self.adapt(config, policy, data), origin
 
     def adapt(self, config: Config, policy: Policy, data: PromptSource | None) -> Policy:
         lora = config.lora
@@ -110,9 +124,7 @@ class DiffusionModality(Modality):
             add_adapter(policy, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=config.seed, base=base)
         return policy
 
-    def load(
-        self, model: str, *, compute: Any = "auto", trust_remote_code: bool = False, is_merged: bool = False
-    ) -> Policy:
+    def load(self, model: str, **unused: Any) -> Policy:
         path = model_of(model).removeprefix(HUB)
         return load_diffusers(path, dtype=torch.float32) if is_pipeline(model) else load_denoiser(path)
 
@@ -164,54 +176,19 @@ def is_pipeline(model: str) -> bool:
     return model.startswith(HUB) or (bool(model) and (Path(model_of(model)) / INDEX).is_file())
 
 
-def new_denoiser(config: Config, data: Any) -> DenoiserPolicy:
-    """Return an untrained UNet for the data's images: of their size, conditioned on their classes if they have any."""
-    first, chosen = peek(data)[0], config.section(DiffusionConfig)
-    if not isinstance(first.target, torch.Tensor) or first.target.ndim != 3:
-        raise DataError(f"""--model {NEW} is made for the data's images, and a target of {config.data!r} is a
-            {type(first.target).__name__}. Set --data digits or images:FOLDER:SIZE, or a --model.""")
-    if first.inputs != "" and not (isinstance(first.inputs, int) and data.classes is not None):
-        raise DataError(f"""--model {NEW} reads classes, and an input of {config.data!r} is {first.inputs!r:.60}. Put
-            the images of each class in a subfolder without captions, or give a --model of your own.""")
-    shape, classes = list(first.target.shape), [""] if first.inputs == "" else data.classes
-    labels, is_flow = ClassLabels(classes, dropped=chosen.dropped), chosen.path == "flow"
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        scale = 1000.0 if is_flow else 1.0  # so that the network's times span about 0 to 1000
-        module = DenoisingUNet(shape, len(labels.names), width=chosen.width, time_scale=scale)
-    return DenoiserPolicy(
-        module,
-        shape,
-        predicts=chosen.predicts,
-        schedule=FlowSchedule(chosen.shift) if is_flow else DiffusionSchedule(),
-        condition=labels,
-        weighting=chosen.weighting,
-        middle="middle",
-    )
-
-
 def load_denoiser(folder: str | Path, module: nn.Module | None = None) -> DenoiserPolicy:
     """The policy that ``save`` wrote; a module other than ``DenoisingUNet`` is given, and gets the weights."""
     folder = Path(folder)
-    check_seal(folder)
-    try:
-        settings = read_json(folder / SETTINGS)
-        weights = load_file(folder / WEIGHTS)
-    except (OSError, ValueError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        needed = f"It needs {SETTINGS} and {WEIGHTS}, as policy.save(folder) writes them."
-        raise GruppoError(f"{folder} holds no denoiser: {reason}. {needed}") from None
+    settings, weights = read_policy(folder, SETTINGS, WEIGHTS, "denoiser")
     try:
         if module is None and settings["unet"] is None:
             raise GruppoError(f"{folder} holds the weights of a module of your own. Give load_denoiser that module.")
         if module is None:
             module = DenoisingUNet(**settings["unet"])
         path, labels = dict(settings["path"]), settings["condition"]
-        options = {
-            **{name: settings[name] for name in ("shape", "predicts", "weighting", "middle")},
-            "schedule": {"flow": FlowSchedule, "diffusion": DiffusionSchedule}[path.pop("kind")](**path),
-            "condition": None if labels is None else ClassLabels(**labels),
-        }
+        options = {name: settings[name] for name in ("shape", "predicts", "weighting", "middle")}
+        options["schedule"] = {"flow": FlowSchedule, "diffusion": DiffusionSchedule}[path.pop("kind")](**path)
+        options["condition"] = None if labels is None else ClassLabels(**labels)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise GruppoError(f"""{folder / SETTINGS} is damaged or of another version ({type(error).__name__}: {error}).
             Save the model again with policy.save(folder), or give another --model.""") from None

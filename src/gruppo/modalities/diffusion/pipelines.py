@@ -168,8 +168,8 @@ class CaptionEncoder:
         if not 0 <= self.dropped < 1:
             raise GruppoError(f"dropped={self.dropped} is out of the range [0, 1). Use 0.1 for guidance.")
         # The pipelines differ in what their ``encode_prompt`` takes.
-        options: dict[str, Any] = {"prompt_2": None, "prompt_3": None, "do_classifier_free_guidance": False}
-        options |= {"num_images_per_prompt": 1}
+        options: dict[str, Any] = {"prompt_2": None, "prompt_3": None, "num_images_per_prompt": 1}
+        options |= {"do_classifier_free_guidance": False}  # the denoiser guides, with ``unconditional``
         options |= {"max_sequence_length": settings.caption_tokens} if settings.caption_tokens else {}
         known = inspect.signature(architecture.pipeline.encode_prompt).parameters
         self._options = {name: value for name, value in options.items() if name in known}
@@ -307,13 +307,9 @@ class DiffusersPolicy(DenoiserPolicy, lora.AdaptablePolicy):
         (folder / SETTINGS).write_text(json.dumps(asdict(self.settings), indent=1), encoding="utf-8")
         if lora.has_adapter(self.module):
             own: Any = self.module
-            config = own.peft_config[lora.POLICY].to_dict()
-            config["target_modules"] = sorted(config["target_modules"])
-            metadata = {name: config[name] for name in ("r", "lora_alpha", "target_modules")}
-            layers = {
-                f"{self.network_name}_lora_layers": dict(lora.adapter_weights(self.module)),
-                f"{self.network_name}_lora_adapter_metadata": metadata,
-            }
+            config, name = own.peft_config[lora.POLICY], f"{self.network_name}_lora"
+            facts = {"r": config.r, "lora_alpha": config.lora_alpha, "target_modules": sorted(config.target_modules)}
+            layers = {f"{name}_layers": dict(lora.adapter_weights(own)), f"{name}_adapter_metadata": facts}
             type(self.pipeline).save_lora_weights(folder, **layers)
 
 

@@ -8,14 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gruppo import trust
-from gruppo.integrity import check_seal, read_json
 from gruppo.loading import load_object
-from gruppo.modalities.common.state_dict import load_strictly, read_safetensors
+from gruppo.modalities.common.state_dict import load_strictly, read_policy, read_safetensors
 from gruppo.modalities.restoration.actions import ACTIONS, open_action
 from gruppo.modalities.restoration.consistency import CONSISTENCIES, Consistency
 from gruppo.modalities.restoration.networks import NETWORKS, Restorer
@@ -130,13 +127,5 @@ def load_restorer(
 
 def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Settings and weights of a policy's folder."""
-    check_seal(folder)
-    try:
-        settings = read_json(folder / SETTINGS)
-        weights = load_file(folder / WEIGHTS)
-        settings["action"]["kind"], settings["channels"], settings["network"]
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise GruppoError(f"""{folder} holds no restoration policy: {reason}. It needs {SETTINGS} and {WEIGHTS}, as
-            policy.save(folder) writes them.""") from None
-    return settings, weights
+    kind = "restoration policy"
+    return read_policy(folder, SETTINGS, WEIGHTS, kind, lambda x: (x["action"]["kind"], x["channels"], x["network"]))

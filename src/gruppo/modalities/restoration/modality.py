@@ -102,9 +102,7 @@ class RestorationModality(Modality):
             policy.consistency = consistency_of(chosen.consistency, policy.loss, data)
         return policy
 
-    def load(
-        self, model: str, *, compute: Any = "auto", trust_remote_code: bool = False, is_merged: bool = False
-    ) -> Policy:
+    def load(self, model: str, **unused: Any) -> Policy:
         return load_restorer(model_of(model))
 
     def sampling(self, config: Config, policy: Policy | None = None) -> Sampling:
