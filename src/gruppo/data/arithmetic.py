@@ -79,6 +79,5 @@ def arithmetic(
     # "arithmetic 1" is the version of the generator: raise it when the same settings give other problems
     settings = (low, high, operations, answer_prefix, allow_negative, system)
     digest = hashlib.sha256(" ".join(["arithmetic 1", *map(str, settings)]).encode()).hexdigest()
-    columns = ("target", "a", "b", "operation", "size")
-    identity = {"held_out_fraction": held_out_fraction}
+    columns, identity = ("target", "a", "b", "operation", "size"), {"held_out_fraction": held_out_fraction}
     return IndexedSource("arithmetic", seed, item_at, held_out, prompt_at, columns, digest, identity)

@@ -143,14 +143,8 @@ class SourceWrapper:
     """
 
     DEFAULTS: Mapping[str, Any] = {
-        "columns": None,
-        "held_out": lambda n: [],
-        "all_prompts": lambda: iter(()),
-        "fingerprint": lambda: None,
-        "epoch_size": 0,
-        "classes": None,
-        "degradation": None,
-        "level": None,
+        **dict.fromkeys(("columns", "classes", "degradation", "level")),  # None
+        **{"held_out": lambda n: [], "all_prompts": lambda: iter(()), "fingerprint": lambda: None, "epoch_size": 0},
     }
 
     def __init__(self, source: Any) -> None:

@@ -54,8 +54,8 @@ class ReferenceModel:
     ) -> None:
         self.rule, self.rate, self.every, self.storage = rule, rate, every, storage
         self.numbers = sum(p.numel() for p in policy.module.parameters())
-        self.shares_module = rule == "adapter_off" or (rule == "ema" and has_adapter(policy.module))
         self.follows_policy = rule == "ema"
+        self.shares_module = rule == "adapter_off" or (self.follows_policy and has_adapter(policy.module))
         self.is_offloaded = storage != "device" and not self.shares_module
         self._policy = policy
         self._read: Callable[[], dict[str, Tensor]]
@@ -89,10 +89,9 @@ class ReferenceModel:
             return {"reference's adapter": 4 * sum(tensor.numel() for tensor in self.state_dict().values())}
         if self.rule == "frozen":
             return {"reference": dtype_bytes * self.numbers}
-        estimate = {"reference, float32": 4.0 * self.numbers}
-        if not self.is_offloaded and dtype_bytes != 4:
-            estimate["reference's copy"] = float(dtype_bytes * self.numbers)
-        return estimate
+        # the weights of the moving average, and a copy of them that computes in another dtype
+        copied = {"reference's copy": float(dtype_bytes * self.numbers)} if dtype_bytes != 4 else {}
+        return {"reference, float32": 4.0 * self.numbers} | ({} if self.is_offloaded else copied)
 
     @property
     def module(self) -> nn.Module:
@@ -160,10 +159,9 @@ class ReferenceModel:
 
     def distance(self, policy: Policy) -> float:
         """|policy - reference| / |reference| over the trained weights; NaN if the reference is all zeros."""
-        weights = self._read()
-        difference = norm = 0.0
+        weights, difference, norm = self._read(), 0.0, 0.0
         for name, tensor in trained(policy.module).items():
-            reference = weights.pop(name)
+            reference = weights.pop(name)  # mapped from disk: one tensor at a time is in memory
             difference += float(whole((tensor.to(reference.device) - reference).square_().sum(dtype=torch.float64)))
             norm += float(whole(reference.square().sum(dtype=torch.float64)))
         return (difference / norm) ** 0.5 if norm else float("nan")

@@ -15,14 +15,13 @@ from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.config.stages import highest, learns_from_samples, values_of
 from gruppo.modalities.common.adapters import model_of
 from gruppo.modalities.common.state_dict import load_strictly, read_policy
-from gruppo.modalities.common.validation import refuse_unused_options
+from gruppo.modalities.common.validation import check_trust_region, refuse_unused_options
 from gruppo.modalities.diffusion.config import DiffusionConfig
 from gruppo.modalities.diffusion.denoiser import ClassLabels
 from gruppo.modalities.diffusion.pipelines import DiffusersPolicy, add_adapter, load_diffusers
 from gruppo.modalities.diffusion.policy import SETTINGS, WEIGHTS, DenoiserCritic, DenoiserPolicy
 from gruppo.modalities.diffusion.sampling import DiffusionSampling
 from gruppo.modalities.diffusion.schedules import DiffusionSchedule, FlowSchedule
-from gruppo.modalities.diffusion.trust_region import check_trust_region
 from gruppo.modalities.diffusion.unet import DenoisingUNet
 from gruppo.protocols import Critic, Modality, Policy, PromptSource, peek
 from gruppo.types import DataError, GruppoError

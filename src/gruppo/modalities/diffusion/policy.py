@@ -22,7 +22,8 @@ from gruppo.core.layers import recompute_layers
 from gruppo.core.loss import LossInputs
 from gruppo.modalities.common.critic import HeadCritic, ValueHead
 from gruppo.modalities.common.images import image_error, image_rollouts, row_batches
-from gruppo.modalities.common.validation import refuse
+from gruppo.modalities.common.validation import joint_clip_nats, refuse
+from gruppo.modalities.diffusion import schedules
 from gruppo.modalities.diffusion.denoiser import (
     ClassLabels,
     ConditionEncoder,
@@ -34,16 +35,7 @@ from gruppo.modalities.diffusion.denoiser import (
     demonstration_likelihood,
 )
 from gruppo.modalities.diffusion.sampling import DiffusionSampling, sample_batch
-from gruppo.modalities.diffusion.schedules import (
-    TRANSITIONS,
-    DiffusionSchedule,
-    FlowSchedule,
-    NoiseSchedule,
-    PredictionType,
-    split_prediction,
-    step_of,
-)
-from gruppo.modalities.diffusion.trust_region import joint_clip_nats
+from gruppo.modalities.diffusion.schedules import DiffusionSchedule, FlowSchedule, NoiseSchedule, PredictionType
 from gruppo.modalities.diffusion.unet import DenoisingUNet
 from gruppo.protocols import Outputs, Policy
 from gruppo.seeds import generator_at
@@ -109,7 +101,7 @@ class DenoiserPolicy(Policy):
     def at(self, module: nn.Module) -> Self:
         """This policy with other weights of the same network: a reference."""
         other = super().at(module)
-        other.denoiser, other.value_head = replace(self.denoiser, module=module), None
+        other.denoiser = replace(self.denoiser, module=module)
         return other
 
     def save(self, folder: Path) -> None:
@@ -247,7 +239,7 @@ class DenoiserPolicy(Policy):
         """Sampling options in full; raises GruppoError for those that cannot be both sampled and scored."""
         sampling, condition, schedule = DiffusionSampling.of(sampling), self.denoiser.condition, self.denoiser.schedule
         schedule.times(sampling.steps)  # raises for more steps than the schedule has times
-        fitting = [n for n, t in TRANSITIONS.items() if n != "ode" and t.is_flow in (None, schedule.is_flow)]
+        fitting = [n for n, t in schedules.TRANSITIONS.items() if n != "ode" and t.is_flow in (None, schedule.is_flow)]
         if not sampling.is_mode and sampling.transition not in fitting:
             raise GruppoError(f"""transition={sampling.transition!r} does not fit the
                 {"flow" if schedule.is_flow else "diffusion"} schedule that this network was trained on. Set one of
@@ -311,19 +303,19 @@ class DenoiserPolicy(Policy):
         if "level" in rollouts.per_row:
             return demonstration_likelihood(self.denoiser, steps, self.weighting, outputs)
         # The transition that these rows were sampled with: one forward can score one alone.
-        rows, names = micro_batch.rows, list(TRANSITIONS)
+        rows, names = micro_batch.rows, list(schedules.TRANSITIONS)
         if (rollouts.temperature[rows] <= 0).any():
             raise GruppoError("rollouts of the ODE (temperature 0) have no density to learn from. Sample at 1.")
         numbers = torch.stack([rollouts.per_row["transition"][rows].double(), rollouts.per_row["eta"][rows]], dim=1)
         kinds = {(names[int(n)], None if math.isnan(eta) else eta) for n, eta in numbers.tolist()}
         if len(kinds) > 1:
             raise GruppoError("these rollouts mix several transitions or etas; evaluate each kind apart.")
-        step = step_of(*next(iter(kinds), ("ancestral", None)))
+        step = schedules.step_of(*next(iter(kinds), ("ancestral", None)))
         wants_entropy = "entropy" in outputs or "entropy_value" in outputs
         if len(steps.row):
             levels, inputs = steps.inputs(self.denoiser)
             prediction, features = self.denoiser.predict(*inputs, steps.group, features="values" in outputs)
-            x0, noise = split_prediction(inputs[0], prediction, levels, self.denoiser.predicts)
+            x0, noise = schedules.split_prediction(inputs[0], prediction, levels, self.denoiser.predicts)
             normal = step(inputs[0], x0, noise, levels)
         else:  # no network is called with an empty batch
             x0 = torch.zeros(0, *self.denoiser.shape, dtype=torch.float64, device=self.device)
@@ -331,13 +323,12 @@ class DenoiserPolicy(Policy):
         mean, std = normal.mean, normal.std
         # The density is that of the float32 state as stored, in float64, as when it was sampled.
         actions = rollouts.actions[steps.row, steps.column].to(self.device)  # [N, *E]
-        return Likelihood(
-            steps.scatter(gaussian_logprob(actions[None], mean[None], std[None])[0]),
-            steps.scatter(gaussian_entropy(mean[None], std[None])[0]) if wants_entropy else None,
-            Gaussian(steps.scatter(mean), steps.scatter(std, fill=1.0)) if "gaussian" in outputs else None,
-            steps.scatter(self._values(features)) if "values" in outputs else None,
-            steps.scatter(x0) if "output" in outputs else None,
-        )
+        logprobs = steps.scatter(gaussian_logprob(actions[None], mean[None], std[None])[0])
+        entropy = steps.scatter(gaussian_entropy(mean[None], std[None])[0]) if wants_entropy else None
+        # a standard normal where no step was chosen: its KL is 0, and a std of 0 would give NaN
+        grid = Gaussian(steps.scatter(mean), steps.scatter(std, fill=1.0)) if "gaussian" in outputs else None
+        values = steps.scatter(self._values(features)) if "values" in outputs else None
+        return Likelihood(logprobs, entropy, grid, values, steps.scatter(x0) if "output" in outputs else None)
 
     def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
         """Values of the states before each step, by ``value_head``; 0 where mask is False."""

@@ -261,7 +261,7 @@ class Controls(Action):
         image = self.restored(network, x, values)
         if self._mix is None:
             return image
-        mix = values[:, self._mix].reshape(-1, 1, 1, 1).to(image)
+        mix = values[:, self._mix].reshape(-1, 1, 1, 1).to(image)  # [N, 1, 1, 1]
         return mix * image + (1 - mix) * x.to(image)
 
 

@@ -88,11 +88,10 @@ def open_restorer(
 
     ``weights``: of the network alone, see ``load_network``. ``options``: patches, trains, loss, supervises.
     """
-    if isinstance(consistency, str):
-        if consistency not in CONSISTENCIES:
-            known = ", ".join(map(repr, CONSISTENCIES))
-            raise GruppoError(f"consistency={consistency!r} is not one of {known}, or a ToDegraded. Set 'reference'.")
-        consistency = CONSISTENCIES[consistency]()
+    if isinstance(consistency, str) and consistency not in CONSISTENCIES:
+        known = ", ".join(map(repr, CONSISTENCIES))
+        raise GruppoError(f"consistency={consistency!r} is not one of {known}, or a ToDegraded. Set 'reference'.")
+    consistency = CONSISTENCIES[consistency]() if isinstance(consistency, str) else consistency
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_at(seed, "action") % 2**63)
         opened = open_action(action, channels)

@@ -14,8 +14,7 @@ from gruppo.config.stages import highest, learns_from_samples
 from gruppo.core.images import PixelLoss
 from gruppo.loading import load_object
 from gruppo.modalities.common.adapters import model_of
-from gruppo.modalities.common.validation import refuse_unused_options
-from gruppo.modalities.diffusion.trust_region import check_trust_region
+from gruppo.modalities.common.validation import check_trust_region, refuse_unused_options
 from gruppo.modalities.restoration.config import RestorationConfig
 from gruppo.modalities.restoration.consistency import CONSISTENCIES, Consistency, ToDegraded
 from gruppo.modalities.restoration.load import load_restorer, open_restorer
@@ -171,6 +170,5 @@ def consistency_of(name: str, loss: PixelLoss, data: Any) -> Consistency:
             --restoration.consistency to one of them.""")
     function = load_object(name)
     if not callable(function):
-        kind = type(function).__name__
-        raise GruppoError(f"{name} is a {kind}; a degradation is a function of images and prompts.")
+        raise GruppoError(f"{name} is a {type(function).__name__}; a degradation is a function of images and prompts.")
     return ToDegraded(function, loss)

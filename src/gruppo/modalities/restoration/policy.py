@@ -146,13 +146,8 @@ class RestorationPolicy(Policy):
         """Write the weights and the settings; ``load_restorer`` reads them. Only networks of gruppo have sizes."""
         network: Any = self.module.network
         name = next((name for name, kind in NETWORKS.items() if isinstance(network, kind)), None)
-        settings = {
-            "network": name or self.spec,
-            "channels": self.channels,
-            "action": self.module.action.settings,
-            **{name: getattr(self, name) for name in SAVED},
-            "sizes": network.sizes if name else None,
-        }
+        settings = {"network": name or self.spec, "channels": self.channels, "action": self.module.action.settings}
+        settings |= {field: getattr(self, field) for field in SAVED} | {"sizes": network.sizes if name else None}
         weights = {name: w.detach().cpu().contiguous().clone() for name, w in self.module.state_dict().items()}
         folder.mkdir(parents=True, exist_ok=True)
         save_file(weights, folder / WEIGHTS)
@@ -281,8 +276,7 @@ class RestorationPolicy(Policy):
         values = None
         if "values" in outputs:
             # mean and mean square of each channel of a patch, of the degraded image and of the network's
-            images = x.to(self.compute_dtype)
-            images = images if base is None else torch.cat([images, base.to(images)], dim=1)
+            images = torch.cat([one.to(self.compute_dtype) for one in (x, base) if one is not None], dim=1)
             features = to_columns(torch.cat([images, images.square()], dim=1), self.patches).mean(dim=(-2, -1))
             each = self._values(features.flatten(0, 1)).reshape(features.shape[:2])  # [P, T]
             values = torch.where(mask, each[group][:, cols], 0)
@@ -296,11 +290,9 @@ class RestorationPolicy(Policy):
         """Return the number of features that ``value_head`` reads for each patch."""
         return 2 * self.channels * (1 if isinstance(self.module.action, Controls) else 2)
 
-    def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
-        """Values of each patch before it is acted on, by ``value_head``; 0 where mask is False."""
-        values = self.likelihood(rollouts, micro_batch, outputs=("values",)).values
-        assert values is not None
-        return values
+    def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Any:
+        """Values of each patch before it is acted on [b, t], by ``value_head``; 0 where mask is False."""
+        return self.likelihood(rollouts, micro_batch, outputs=("values",)).values
 
     # --- demonstrations and consistency -------------------------------------------------------------------------------
 
