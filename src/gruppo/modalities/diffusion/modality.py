@@ -43,9 +43,7 @@ class DiffusionModality(Modality):
 
     name = "diffusion"
     config_section = DiffusionConfig
-    rewards_read_images = True
-    has_lengths = False
-    is_gaussian = True
+    rewards_read_images, has_lengths, is_gaussian = True, False, True
 
     def matches(self, model: str) -> bool:
         folder = Path(model_of(model)) if model else Path(NEW)

@@ -128,11 +128,9 @@ class StableDiffusion3(StableDiffusion):
 class Flux(StableDiffusion3):
     """A transformer over 2 x 2 patches of latents; it reads sigma, and a guidance scale where it is distilled."""
 
-    has_guidance = False
+    has_guidance, max_shift, packing = False, 1.15, 2
     embeddings = slice(0, 2)
-    max_shift = 1.15
     has_even_sigmas = True
-    packing = 2
 
     def forward(self, module: Any, x: Tensor, times: Tensor, embeddings: Embeddings) -> Tensor:
         patches = pixel_unshuffle(x, 2)  # [N, 4 C, h, w]

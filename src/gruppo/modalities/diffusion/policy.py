@@ -23,17 +23,8 @@ from gruppo.core.loss import LossInputs
 from gruppo.modalities.common.critic import HeadCritic, ValueHead
 from gruppo.modalities.common.images import image_error, image_rollouts, row_batches
 from gruppo.modalities.common.validation import joint_clip_nats, refuse
+from gruppo.modalities.diffusion import denoiser as denoising
 from gruppo.modalities.diffusion import schedules
-from gruppo.modalities.diffusion.denoiser import (
-    ClassLabels,
-    ConditionEncoder,
-    Denoiser,
-    ModuleCall,
-    PixelCodec,
-    StepSelection,
-    Weighting,
-    demonstration_likelihood,
-)
 from gruppo.modalities.diffusion.sampling import DiffusionSampling, sample_batch
 from gruppo.modalities.diffusion.schedules import DiffusionSchedule, FlowSchedule, NoiseSchedule, PredictionType
 from gruppo.modalities.diffusion.unet import DenoisingUNet
@@ -77,16 +68,17 @@ class DenoiserPolicy(Policy):
         *,
         predicts: PredictionType = "x0",
         schedule: NoiseSchedule | None = None,
-        condition: ConditionEncoder | None = None,
-        weighting: Weighting = "uniform",
+        condition: denoising.ConditionEncoder | None = None,
+        weighting: denoising.Weighting = "uniform",
         middle: str = "",
-        call: ModuleCall | None = None,
-        codec: PixelCodec | None = None,
+        call: denoising.ModuleCall | None = None,
+        codec: denoising.PixelCodec | None = None,
     ) -> None:
-        schedule, codec, call = schedule or FlowSchedule(), codec or PixelCodec(tuple(shape)), call or ModuleCall()
+        schedule, call = schedule or FlowSchedule(), call or denoising.ModuleCall()
+        codec = codec or denoising.PixelCodec(tuple(shape))
         self.module = module.eval()
-        self.denoiser = Denoiser(module, tuple(shape), predicts, schedule, condition, codec, middle, call)
-        self.weighting: Weighting = weighting
+        self.denoiser = denoising.Denoiser(module, tuple(shape), predicts, schedule, condition, codec, middle, call)
+        self.weighting: denoising.Weighting = weighting
         self.value_head: nn.Module | None = None
         """Features [N, F] to values [N]. Not part of ``module``, so that saves, copies and references exclude it."""
 
@@ -111,8 +103,9 @@ class DenoiserPolicy(Policy):
         """
         denoiser, module = self.denoiser, self.module
         condition, schedule = denoiser.condition, denoiser.schedule
-        # by type: the schedules of pipelines hold a scheduler of diffusers, which no JSON does
-        if not isinstance(condition, ClassLabels | None) or type(schedule) not in (FlowSchedule, DiffusionSchedule):
+        # by type: the schedules of pipelines, which extend these, hold a scheduler of diffusers
+        is_plain = type(schedule) in (FlowSchedule, DiffusionSchedule)
+        if not isinstance(condition, denoising.ClassLabels | None) or not is_plain:
             raise GruppoError(f"""a folder can hold ClassLabels and a FlowSchedule or DiffusionSchedule, not a
                 {type(condition).__name__} and a {type(schedule).__name__}. Save policy.module yourself.""")
         settings = {
@@ -157,7 +150,7 @@ class DenoiserPolicy(Policy):
     def parse_prompt(self, text: str, *, is_plain: bool, read_image: Callable[..., Tensor]) -> Any:
         """The name of a class or its number, or a caption."""
         labels = self.denoiser.condition  # a class may be named "7"
-        is_number = isinstance(labels, ClassLabels) and text not in labels.names and text.isdecimal()
+        is_number = isinstance(labels, denoising.ClassLabels) and text not in labels.names and text.isdecimal()
         return int(text) if is_number else text
 
     # --- metrics of each denoising step K, counted from 0: timestep/NAME/K --------------------------------------------
@@ -299,9 +292,9 @@ class DenoiserPolicy(Policy):
         "output" is the predicted x0 of each step. For demonstrations the log-probs are minus the denoising loss.
         """
         self.module.eval()
-        steps = StepSelection(rollouts, micro_batch, self.device)
+        steps = denoising.StepSelection(rollouts, micro_batch, self.device)
         if "level" in rollouts.per_row:
-            return demonstration_likelihood(self.denoiser, steps, self.weighting, outputs)
+            return denoising.demonstration_likelihood(self.denoiser, steps, self.weighting, outputs)
         # The transition that these rows were sampled with: one forward can score one alone.
         rows, names = micro_batch.rows, list(schedules.TRANSITIONS)
         if (rollouts.temperature[rows] <= 0).any():
@@ -333,7 +326,7 @@ class DenoiserPolicy(Policy):
     def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
         """Values of the states before each step, by ``value_head``; 0 where mask is False."""
         self.module.eval()
-        steps, features = StepSelection(rollouts, micro_batch, self.device), None
+        steps, features = denoising.StepSelection(rollouts, micro_batch, self.device), None
         if len(steps.row):
             x, times, condition, guidance = steps.inputs(self.denoiser)[1]
             # A value needs the features under the condition alone: one evaluation, whatever the guidance.

@@ -193,8 +193,7 @@ class Controls(Action):
     need no gradient through the network, so that it may be one without any.
     """
 
-    kind = "controls"
-    grid = 1
+    kind, grid = "controls", 1
 
     def __init__(
         self,

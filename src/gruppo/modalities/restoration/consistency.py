@@ -77,9 +77,8 @@ class ToDegraded:
     loss: PixelLoss = "charbonnier"
 
     def __call__(self, policy: Any, rollouts: Rollouts, likelihood: Likelihood, ref: Likelihood) -> Images:
-        ids = rollouts.group_ids
-        degraded = self.degrade(likelihood.output, [rollouts.prompts[group] for group in ids.tolist()])
-        x = rollouts.shared["degraded"][ids].to(degraded)
+        degraded = self.degrade(likelihood.output, [rollouts.prompts[n] for n in rollouts.group_ids.tolist()])
+        x = rollouts.shared["degraded"][rollouts.group_ids].to(degraded)  # [b, C, H, W]
         if degraded.shape != x.shape:
             raise GruppoError(f"""degraded again, {list(likelihood.output.shape)} became {list(degraded.shape)}; the
                 inputs are {list(x.shape)}. Give a degradation that keeps the size.""")

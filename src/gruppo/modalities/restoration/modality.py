@@ -36,10 +36,8 @@ class RestorationModality(Modality):
 
     name = "restoration"
     config_section = RestorationConfig
-    rewards_read_images = True
-    rewards_read_reference = True
+    rewards_read_images = rewards_read_reference = is_gaussian = True
     has_lengths = False
-    is_gaussian = True
 
     def matches(self, model: str) -> bool:
         return model.startswith(NEW) or (bool(model) and (Path(model_of(model)) / SETTINGS).is_file())
