@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from gruppo.types import GruppoError, Prompt, Request, Rollouts
+from gruppo.types import Finish, GruppoError, Prompt, Request, Rollouts
 
 
 def image_error(image: Any, role: str, channels: int, size: tuple[int, ...] | None = None) -> str | None:
@@ -82,6 +82,7 @@ def image_rollouts(
     """
     rows, columns = actions.shape[:2]
     is_finite = scored.get("is_finite", torch.ones(rows, dtype=torch.bool))
+    finish: list[Finish] = ["stop" if finite else "error" for finite in is_finite.tolist()]
     return Rollouts(
         prompts=tuple(prompts),
         group_ids=torch.arange(rows) if group_ids is None else group_ids,
@@ -92,7 +93,7 @@ def image_rollouts(
         sampler_logprobs=scored.get("logprobs", torch.zeros(rows, columns)),
         policy_version=torch.zeros(rows, columns, dtype=torch.long),
         temperature=torch.full((rows,), temperature),
-        finish=tuple("stop" if finite else "error" for finite in is_finite.tolist()),
+        finish=tuple(finish),
         shared=shared,
         per_row=per_row,
     )

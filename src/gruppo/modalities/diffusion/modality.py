@@ -80,7 +80,7 @@ class DiffusionModality(Modality):
             option = f"diffusion.{changed[0]}"
             raise GruppoError(f"{option} is of {owner}, and {model!r} has its own. Leave {flag(option)} out.")
 
-    def open(self, config: Config, data: PromptSource | None) -> tuple[Policy, dict[str, Any]]:
+    def open(self, config: Config, data: Any) -> tuple[Policy, dict[str, Any]]:
         policy: Policy
         chosen, default, origin = config.section(DiffusionConfig), DiffusionConfig(), {"name": config.model}
         if is_pipeline(config.model):
@@ -108,8 +108,8 @@ class DiffusionModality(Modality):
             scale = 1000.0 if is_flow else 1.0  # so that the network's times span about 0 to 1000
             module = DenoisingUNet(shape, len(labels.names), width=chosen.width, time_scale=scale)
         options: dict[str, Any] = {"predicts": chosen.predicts, "weighting": chosen.weighting, "middle": "middle"}
-        schedule = FlowSchedule(chosen.shift) if is_flow else DiffusionSchedule()
-        policy = DenoiserPolicy(module, shape, schedule=schedule, condition=labels, **options)
+        options["schedule"] = FlowSchedule(chosen.shift) if is_flow else DiffusionSchedule()
+        policy = DenoiserPolicy(module, shape, condition=labels, **options)
         return self.adapt(config, policy, data), origin
 
     def adapt(self, config: Config, policy: Policy, data: PromptSource | None) -> Policy:

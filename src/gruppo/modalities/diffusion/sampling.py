@@ -50,9 +50,10 @@ class DiffusionSampling(Sampling):
     def __post_init__(self) -> None:
         super().__post_init__()
         name, eta, noisy = self.transition, self.eta, self.max_actions - 1
-        for field, value, choices in (("transition", name, TRANSITIONS), ("noise", self.noise, get_args(NoiseSharing))):
-            if value not in choices:
-                raise GruppoError(f"{field}={value!r} is not one of {', '.join(map(repr, choices))}. Set one of them.")
+        choices = {"transition": (name, tuple(TRANSITIONS)), "noise": (self.noise, get_args(NoiseSharing))}
+        for field, (value, known) in choices.items():
+            if value not in known:
+                raise GruppoError(f"{field}={value!r} is not one of {', '.join(map(repr, known))}. Set one of them.")
         if self.temperature not in (0, 1):
             raise GruppoError(f"""temperature={self.temperature}: a denoising step has no temperature. Set 1, and
                 --diffusion.eta for its noise; 0 is the ODE.""")

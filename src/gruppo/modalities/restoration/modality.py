@@ -79,7 +79,7 @@ class RestorationModality(Modality):
                 is a {type(first).__name__}. Set --data photos:noise=25, degrade:FOLDER:noise=25 or
                 pairs:DEGRADED:CLEAN.""")
         weights = model_of(chosen.weights) if chosen.weights else None
-        sizes = {"channels": len(first), "patches": chosen.patches}
+        sizes: dict[str, Any] = {"channels": len(first), "patches": chosen.patches}
         network = config.model.removeprefix(NEW)
         policy = open_restorer(network, chosen.action, weights=weights, seed=config.seed, **sizes)
         return self.adapt(config, policy, data), {"name": config.model}
