@@ -71,8 +71,6 @@ class RestorationPolicy(Policy):
     mean, with its log-prob at 1; it is never trained on. Rewards read an image as a file would hold it.
     """
 
-    copy = None
-    """No copy of the weights in another dtype."""
     supports = frozenset({"consistency", "demonstrations", "shared_critic"})
     likelihood_outputs = frozenset({"entropy", "entropy_value", "gaussian", "output", "values"})
     action_name, budget_name, renders_images = "action", "squares", True
