@@ -72,7 +72,7 @@ class DiffusionModality(Modality):
         if is_named and config.compute == "bfloat16" and not (has_pipeline and lora.rank):
             raise GruppoError(f"""compute='bfloat16' holds the base below adapters, and the weights of {model!r} are
                 trained themselves. Set --compute float32, or --lora.rank with a pipeline.""")
-        # one field: which of the options are read depends on where the network comes from
+        # a saved network has its own sizes and path, and none but a pipeline has a size to choose
         unread = () if model == NEW else NEW_OPTIONS
         unread += () if has_pipeline else PIPELINE_OPTIONS
         if changed := [name for name in unread if getattr(chosen, name) != getattr(default, name)]:
@@ -83,7 +83,7 @@ class DiffusionModality(Modality):
     def open(self, config: Config, data: Any) -> tuple[Policy, dict[str, Any]]:
         policy: Policy
         chosen, default, origin = config.section(DiffusionConfig), DiffusionConfig(), {"name": config.model}
-        if is_pipeline(config.model):
+        if config.model != NEW and is_pipeline(config.model):
             dtype = torch.bfloat16 if config.compute == "bfloat16" else torch.float32
             policy = pipeline = load_diffusers(model_of(config.model).removeprefix(HUB), dtype=dtype)
             changed = {n: getattr(chosen, n) for n in PIPELINE_OPTIONS if getattr(chosen, n) != getattr(default, n)}
