@@ -326,7 +326,8 @@ class DenoiserPolicy(Policy):
     def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
         """Values of the states before each step, by ``value_head``; 0 where mask is False."""
         self.module.eval()
-        steps, features = denoising.StepSelection(rollouts, micro_batch, self.device), None
+        steps = denoising.StepSelection(rollouts, micro_batch, self.device)
+        features = None
         if len(steps.row):
             x, times, condition, guidance = steps.inputs(self.denoiser)[1]
             # A value needs the features under the condition alone: one evaluation, whatever the guidance.
