@@ -70,16 +70,14 @@ def arithmetic(
     if count > ENUMERABLE:
         generator = generator_at("arithmetic", "held_out")  # without the seed: the same for every run
         indices = torch.randint(count, (ENUMERABLE,), generator=generator).unique().tolist()
-    sides = [(problem(index)[-1], index) for index in indices]
-    held_out = sorted(
-        (index for side, index in sides if side), key=lambda index: hash_unit("{} {} {}".format(*problem(index)))
-    )
-    if count <= ENUMERABLE and not any(side is False for side, _ in sides):  # item_at() would not end
+    # ordered by hash, so that the first n are a random sample of the held-out problems
+    held_out = [index for index in indices if problem(index)[-1]]
+    held_out.sort(key=lambda index: hash_unit("{} {} {}".format(*problem(index))))
+    if count <= ENUMERABLE and not any(problem(index)[-1] is False for index in indices):  # item_at() would not end
         text = "which leaves none to train on; widen the range or lower --prompts.held-out-fraction."
         raise DataError(f"all {len(held_out)} problems of arithmetic:{low}:{high} are held out, {text}")
     # "arithmetic 1" is the version of the generator: raise it when the same settings give other problems
     settings = (low, high, operations, answer_prefix, allow_negative, system)
     digest = hashlib.sha256(" ".join(["arithmetic 1", *map(str, settings)]).encode()).hexdigest()
-    columns = ("target", "a", "b", "operation", "size")
-    identity = {"held_out_fraction": held_out_fraction}
+    columns, identity = ("target", "a", "b", "operation", "size"), {"held_out_fraction": held_out_fraction}
     return IndexedSource("arithmetic", seed, item_at, held_out, prompt_at, columns, digest, identity)

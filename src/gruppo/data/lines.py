@@ -51,8 +51,8 @@ def text_lines(
     if count < 2 or number < 0:
         raise DataError(f"{name}: count={count} and set={number}; it needs 2 lines or more, of a set from 0 up.")
     if height < 12 or width < 2 * height:
-        need = "height needs to be 12 or more, and width twice the height. Set height=24 and width=128."
-        raise DataError(f"{name}: lines of {height} x {width} pixels hold no text; {need}")
+        raise DataError(f"""{name}: lines of {height} x {width} pixels hold no text; height needs to be 12 or more, and
+            width twice the height. Set height=24 and width=128.""")
     lines = [line_text(number, index, height, width) for index in range(count)]
     texts = [text for text, _ in lines]
 
@@ -62,7 +62,7 @@ def text_lines(
         return Prompt(f"{number}-{index}", degraded, image if clean else None, {"text": texts[index]} | strengths, draw)
 
     train, held_out = split_by_hash(texts, held_out_fraction, name)
-    columns = (*(("target",) if clean else ()), "text", *degradation.names)
+    columns = (*(("target",) if clean else ()), "text", *degradation.steps)
     digest = digest_of([texts, str(degradation), clean, number, height, width])
     identity = {"held_out_lines": len(held_out)}
     return IndexedSource(name, seed, train, held_out, prompt_at, columns, digest, identity, degradation=degradation)

@@ -56,19 +56,17 @@ def open_source(
     A user's own source comes back in a ``SourceWrapper``, with neutral values for the optional members that it lacks.
     ``difficulty_column`` puts the source in a ``Curriculum``.
     """
-    source: Any = None
+    options: dict[str, Any] = {"seed": seed, "held_out_fraction": held_out_fraction}
     if isinstance(data, str) and is_function_name(data):
         data = load_object(data)()
-    if isinstance(data, IndexedSource | SourceWrapper):
-        source = data
-    elif is_custom_source(data) and not hasattr(data, "column_names"):  # an IterableDataset has all three members too
+    source: Any = data if isinstance(data, IndexedSource | SourceWrapper) else None
+    if source is None and is_custom_source(data) and not hasattr(data, "column_names"):  # as an IterableDataset has
         source = SourceWrapper(data)
-    elif isinstance(data, str):
-        source = _open_generated(data, seed=seed, held_out_fraction=held_out_fraction)
+    elif source is None and isinstance(data, str):
+        source = _open_generated(data, **options)
     if source is None:
-        rows, name = _rows_of(data, prompt_column)
-        columns: dict[str, Any] = {"prompt_column": prompt_column, "target_column": target_column}
-        source = row_source(rows, seed=seed, held_out_fraction=held_out_fraction, name=name, **columns)
+        rows, options["name"] = _rows_of(data, prompt_column)
+        source = row_source(rows, prompt_column=prompt_column, target_column=target_column, **options)
     return Curriculum(source, difficulty_column) if difficulty_column else source
 
 

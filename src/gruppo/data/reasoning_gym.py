@@ -33,12 +33,12 @@ def reasoning_gym(
     package = import_extra("reasoning_gym", "tasks", f"the task {task!r}")
     tasks, name = package.factory.DATASETS, f"reasoning_gym:{task}"
     if task not in tasks:
-        text = f"{nearest(task, tasks)}. It has {len(tasks)}, such as chain_sum, leg_counting and gcd."
-        raise GruppoError(f"reasoning-gym has no task {task!r}{text}")
+        raise GruppoError(f"""reasoning-gym has no task {task!r}{nearest(task, tasks)}. It has {len(tasks)}, such as
+            chain_sum, leg_counting and gcd.""")
     fields = [f.name for f in dataclasses.fields(tasks[task][1]) if f.name not in ("seed", "size")]
     if unknown := [option for option in task_options if option not in fields]:
-        text = f"{nearest(unknown[0], fields)}. Its options are {', '.join(fields)}."
-        raise GruppoError(f"{name} has no option {unknown[0]!r}{text}")
+        raise GruppoError(f"""{name} has no option {unknown[0]!r}{nearest(unknown[0], fields)}. Its options are
+            {", ".join(fields)}.""")
     if task in HASH_DEPENDENT and os.environ.get("PYTHONHASHSEED", "random") == "random":
         raise GruppoError(f"""{name} makes other entries in every process, so a run could not be repeated or resumed;
             set the environment variable PYTHONHASHSEED=0 and start again, or choose another task.""")
@@ -51,8 +51,8 @@ def reasoning_gym(
             # two are kept: of the epoch and of evaluations. 31 bits of the seed: NumPy's RandomState takes at most 32
             entries = make(seed=dataset_seed >> 32)
         except (TypeError, ValueError, AssertionError) as problem:
-            text = f"its options are {', '.join(fields)}."
-            raise GruppoError(f"{name} refuses its options {task_options} ({problem}); {text}") from problem
+            raise GruppoError(f"""{name} refuses its options {task_options} ({problem}); its options are
+                {", ".join(fields)}.""") from problem
         try:
             return entries[index]
         except Exception as problem:

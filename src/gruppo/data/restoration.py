@@ -129,7 +129,7 @@ def image_pairs(
     ]
     digest = digest_of([sorted(sizes.items()), contents, evaluation, str(degradation), crop, channels, flips])
     further = dict.fromkeys(column for pair in pairs.values() for column in pair.meta)
-    columns = ("target", "image", *(degradation.names if degradation else ()), *further)
+    columns = ("target", "image", *(degradation.steps if degradation else ()), *further)
     places, identity = [turn[1:] for turn in sorted(turns)], {"held_out_images": len(evaluation)}
     source = IndexedSource(name, seed, train, places, prompt_at, columns, digest, identity, unreadable=unreadable)
     source.degradation = degradation
@@ -150,20 +150,21 @@ def _checked_sizes(
             leave_out(unreadable, n, str(problem))
             continue
         if others and others[0] != (height, width):
-            found = f"degraded {others[0][0]} x {others[0][1]}, clean {height} x {width} pixels"
-            text = "Resize the degraded image to the size of the clean one."
-            raise DataError(f"the pair {n} of {name} does not match: {found}. {text}")
+            h, w = others[0]
+            raise DataError(f"""the pair {n} of {name} does not match: degraded {h} x {w}, clean {height} x {width}
+                pixels. Resize the degraded image to the size of the clean one.""")
         sizes[n] = height, width
     if not sizes:
         raise DataError(f"{name} holds no image that can be read; it needs {', '.join(SUFFIXES)} files.")
     if small := [n for n, size in sizes.items() if min(size) < crop]:
-        found = f"{len(small)} of {len(sizes)} images of {name} are smaller than the crop of {crop} pixels"
-        first = "{} with {} x {}".format(small[0], *sizes[small[0]])
-        raise DataError(f"{found}, first {first}. Set crop={min(map(min, sizes.values()))}, or remove them.")
+        h, w = sizes[small[0]]
+        raise DataError(f"""{len(small)} of {len(sizes)} images of {name} are smaller than the crop of {crop} pixels,
+            first {small[0]} with {h} x {w}. Set crop={min(map(min, sizes.values()))}, or remove them.""")
     first, (height, width) = next(iter(sizes.items()))
-    if not crop and (other := next((n for n in sizes if sizes[n] != (height, width)), None)):
-        text = f"{other} with {sizes[other][0]} x {sizes[other][1]}; whole images need one size. Set crop={CROP}."
-        raise DataError(f"{name} has images of several sizes, {first} with {height} x {width} and {text}")
+    if not crop and (odd := [(n, h, w) for n, (h, w) in sizes.items() if (h, w) != (height, width)]):
+        other, h, w = odd[0]
+        raise DataError(f"""{name} has images of several sizes, {first} with {height} x {width} and {other} with {h} x
+            {w}; whole images need one size. Set crop={CROP}.""")
     if not crop and flips and height != width:
         raise DataError(f"{name} has images of {height} x {width}, which do not fit after a turn. Set flips=false.")
     return sizes
@@ -194,7 +195,7 @@ def open_pairs(data: str, *, seed: int, held_out_fraction: float = 0.1) -> Index
         root = Path(parts[0]).expanduser()
         pairs = {name: ImagePair(root / name) for name in list_images(root)}
     else:
-        pairs = paired_files(*parts)
+        pairs = _paired_files(*parts)
     options |= {"seed": seed, "held_out_fraction": held_out_fraction, "name": " and ".join(parts) or kind}
     return image_pairs(pairs, degradation=degradation, **options)
 
@@ -204,34 +205,30 @@ def photographs(*, with_gray: bool = False) -> dict[str, Path]:
     requested = PHOTOGRAPHS["color"] | (PHOTOGRAPHS["gray"] if with_gray else {})
     found = {name: path for name, file in requested.items() if (path := package_file(*file)) is not None}
     if not found:
-        packages = ", ".join(DISTRIBUTIONS.values())
-        raise GruppoError(f"""the photographs need one of {packages}, and none of them is installed; run:
-            {install_command("photos")}""")
+        raise GruppoError(f"""the photographs need one of {", ".join(DISTRIBUTIONS.values())}, and none of them is
+            installed; run: {install_command("photos")}""")
     if missing := [name for name in requested if name not in found]:
         packages = ", ".join(sorted({DISTRIBUTIONS[requested[name][0]] for name in missing}))
-        text = "%d of %d photographs are missing (%s); install %s for them."
-        log.warning(text, len(missing), len(requested), ", ".join(missing), packages)
+        counts = len(missing), len(requested), ", ".join(missing), packages
+        log.warning("%d of %d photographs are missing (%s); install %s for them.", *counts)
     return found
 
 
-def paired_files(degraded: str, clean: str) -> dict[str, ImagePair]:
+def _paired_files(degraded: str, clean: str) -> dict[str, ImagePair]:
     """Images of the same name in two folders, whatever their file types. An unpaired image is refused."""
-    by_stem: list[dict[str, Path]] = []
-    for folder in (Path(degraded).expanduser(), Path(clean).expanduser()):
-        files: dict[str, Path] = {}
+    first, second = dict[str, Path](), dict[str, Path]()
+    for folder, files in ((Path(degraded).expanduser(), first), (Path(clean).expanduser(), second)):
         for file in list_images(folder):
             stem = file.rpartition(".")[0]
             if stem in files:
                 other = files[stem].relative_to(folder).as_posix()
                 raise DataError(f"{folder} holds both {other} and {file}: one name for two images. Rename one.")
             files[stem] = folder / file
-        by_stem.append(files)
-    first, second = by_stem
     if unpaired := sorted(first.keys() ^ second.keys()):
         has, lacks = (degraded, clean) if unpaired[0] in first else (clean, degraded)
         shown = ", ".join(unpaired[:5]) + (", ..." if len(unpaired) > 5 else "")
-        text = f"{unpaired[0]} is in {has} and not in {lacks}). Rename, add or remove images."
-        raise DataError(f"{len(unpaired)} images are unpaired: {shown} ({text}")
+        raise DataError(f"""{len(unpaired)} images are unpaired: {shown} ({unpaired[0]} is in {has} and not in {lacks}).
+            Rename, add or remove images.""")
     return {stem: ImagePair(second[stem], first[stem]) for stem in sorted(first)}
 
 

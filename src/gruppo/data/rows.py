@@ -49,9 +49,9 @@ def row_source(
         if column is None or column in columns:
             continue
         usual = next((f"; the nearest is {c!r}" for c in PROMPT_LIKE if c in columns and column == "prompt"), "")
-        text = f"its columns are {', '.join(map(repr, columns))}{nearest(column, columns) or usual}"
-        advice = "Name the right one with --prompts.column or --prompts.target-column."
-        raise DataError(f"{name} has no column {column!r}; {text}. {advice}")
+        raise DataError(f"""{name} has no column {column!r}; its columns are
+            {", ".join(map(repr, columns))}{nearest(column, columns) or usual}. Name the right one with --prompts.column
+            or --prompts.target-column.""")
     target_column = target_column or next((c for c in TARGET_COLUMNS if c in columns), None)
     inputs = [checked_inputs(row.get(prompt_column), f"row {n} of {name}") for n, row in enumerate(rows, start=1)]
 
@@ -101,17 +101,15 @@ def checked_inputs(inputs: Any, where: str) -> str | list[dict[str, Any]]:
     else:
         texts = {}
         # Arrow gives each message the fields of all, and templates take a field that is there for one that is used
-        inputs = [
-            {k: v for k, v in m.items() if v is not None or k in ("role", "content")}
-            | ({"content": ""} if m.get("tool_calls") and m.get("content") is None else {})
-            if isinstance(m, Mapping)
-            else m
-            for m in inputs
-        ]
+        inputs = list(inputs)
         for number, message in enumerate(inputs, 1):
             place = f"message {number} of the prompt in {where}"
             if not isinstance(message, Mapping):
                 raise DataError(f"{place} is of type {type(message).__name__}; {MESSAGES}")
+            message = {k: v for k, v in message.items() if v is not None or k in ("role", "content")}
+            if message.get("tool_calls") and message.get("content") is None:
+                message["content"] = ""
+            inputs[number - 1] = message
             if not all(isinstance(message.get(key), str) for key in ("role", "content")):
                 fields = ", ".join(f"{key} ({type(value).__name__})" for key, value in message.items()) or "no fields"
                 raise DataError(f"{place} has {fields}; {MESSAGES}")
@@ -122,7 +120,7 @@ def checked_inputs(inputs: Any, where: str) -> str | list[dict[str, Any]]:
         except UnicodeEncodeError as problem:  # half a surrogate pair: a valid JSON string that no tokenizer accepts
             half = f"half a character (\\u{ord(text[problem.start]):04x}) at position {problem.start}"
             raise DataError(f"{place} has {half}; it needs whole Unicode characters. Remove it.") from None
-    return inputs if isinstance(inputs, str) else [dict(message) for message in inputs]
+    return inputs
 
 
 # --- readers ----------------------------------------------------------------------------------------------------------

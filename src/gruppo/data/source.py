@@ -69,8 +69,7 @@ class IndexedSource:
 
     def take(self, n: int) -> list[Prompt]:
         """The next n prompts. Draws are consecutive, with a gap for each one that is skipped."""
-        prompts: list[Prompt] = []
-        draw, skipped = self.position, 0
+        prompts, draw, skipped = list[Prompt](), self.position, 0
         while len(prompts) < n:
             if callable(self.train):
                 item = self.train(draw)
@@ -93,7 +92,7 @@ class IndexedSource:
 
     def held_out(self, n: int) -> list[Prompt]:
         """At most n evaluation prompts, the same ones in the same order in every run."""
-        prompts: list[Prompt] = []
+        prompts = list[Prompt]()
         items = self.evaluation() if callable(self.evaluation) else self.evaluation
         for item in items if n > 0 else ():
             if (prompt := self.prompt_at(item, len(prompts))) is not None:
@@ -128,8 +127,8 @@ class IndexedSource:
         changed = [key for key, value in current.items() if key != "cursor" and state.get(key) != value]
         if changed:
             reasons = "; ".join(f"{key} was {state.get(key)!r}, is {current[key]!r}" for key in changed)
-            text = "Resume with the data, seed and held-out fraction of the saved run, or start a new run."
-            raise DataError(f"the saved position does not belong to {self.name}: {reasons}. {text}")
+            raise DataError(f"""the saved position does not belong to {self.name}: {reasons}. Resume with the data, seed
+                and held-out fraction of the saved run, or start a new run.""")
         position = state.get("cursor")
         if not isinstance(position, int) or position < 0:
             raise DataError(f"the saved position of {self.name} is {position!r}. Resume from an earlier checkpoint.")
@@ -144,14 +143,8 @@ class SourceWrapper:
     """
 
     DEFAULTS: Mapping[str, Any] = {
-        "columns": None,
-        "held_out": lambda n: [],
-        "all_prompts": lambda: iter(()),
-        "fingerprint": lambda: None,
-        "epoch_size": 0,
-        "classes": None,
-        "degradation": None,
-        "level": None,
+        **dict.fromkeys(("columns", "classes", "degradation", "level")),  # None
+        **{"held_out": lambda n: [], "all_prompts": lambda: iter(()), "fingerprint": lambda: None, "epoch_size": 0},
     }
 
     def __init__(self, source: Any) -> None:
@@ -182,8 +175,8 @@ class Curriculum(SourceWrapper):
         """Prompts that were too hard, since the run was started or resumed."""
         if self.columns is not None and column not in self.columns:
             columns = f"its columns are {', '.join(map(repr, self.columns))}{nearest(column, self.columns)}"
-            text = "Name one with a number, higher is harder, with --prompts.difficulty-column."
-            raise DataError(f"{self.name} has no column {column!r}; {columns}. {text}")
+            raise DataError(f"""{self.name} has no column {column!r}; {columns}. Name one with a number, higher is
+                harder, with --prompts.difficulty-column.""")
         before = source.state_dict()
         self._sorted = sorted(map(self.difficulty, source.take(self.epoch_size or PROBED)))
         source.load_state_dict(before)
@@ -201,15 +194,14 @@ class Curriculum(SourceWrapper):
         """The number in the prompt's column."""
         value = prompt.meta.get(self.column)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            text = "every prompt needs a difficulty. Fix the data, or set another --prompts.difficulty-column."
-            problem = f"{self.column}={value!r:.60}, which is not a number"
-            raise DataError(f"prompt {prompt.id!r} of {self.name} has {problem}; {text}")
+            raise DataError(f"""prompt {prompt.id!r} of {self.name} has {self.column}={value!r:.60}, which is not a
+                number; every prompt needs a difficulty. Fix the data, or set another --prompts.difficulty-column.""")
         return float(value)
 
     def take(self, n: int) -> list[Prompt]:
         """The next n prompts of the stream that are not too hard."""
-        prompts: list[Prompt] = []
         hardest, limit, too_hard = self.hardest, max(MAX_PASSED_OVER, 2 * self.epoch_size), 0
+        prompts = list[Prompt]()
         while len(prompts) < n:
             prompt = self.source.take(1)[0]  # one at a time, so that the position stays right behind the last prompt
             if self.difficulty(prompt) <= hardest:
@@ -219,8 +211,8 @@ class Curriculum(SourceWrapper):
             self.passed_over += 1
             too_hard += 1
             if too_hard >= limit:
-                text = f"above {hardest:g}, the hardest at difficulty={self.level:g}. Raise the stage's difficulty."
-                raise DataError(f"{limit} prompts of {self.name} in a row have {self.column} {text}")
+                raise DataError(f"""{limit} prompts of {self.name} in a row have {self.column} above {hardest:g}, the
+                    hardest at difficulty={self.level:g}. Raise the stage's difficulty.""")
         return prompts
 
     def state_dict(self) -> dict[str, Any]:
@@ -228,9 +220,9 @@ class Curriculum(SourceWrapper):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if (state.get("column"), state.get("difficulties")) != (self.column, self._digest):
-            text = f"the column was {state.get('column')!r} and is {self.column!r}, or its numbers have changed"
-            advice = "Resume with the same data and column, or start a new run."
-            raise DataError(f"the difficulties of {self.name} differ from those of the saved run: {text}. {advice}")
+            raise DataError(f"""the difficulties of {self.name} differ from those of the saved run: the column was
+                {state.get("column")!r} and is {self.column!r}, or its numbers have changed. Resume with the same data
+                and column, or start a new run.""")
         self.source.load_state_dict(state["source"])
 
 
@@ -266,8 +258,8 @@ def split_by_hash(keys: Sequence[str], fraction: float, name: str) -> tuple[list
     limit = distinct[1] if is_short else fraction  # where short, the smallest hash alone is below it
     train = [index for index, x in enumerate(hashes) if x >= limit]
     if not train:
-        text = "which leaves none to train on; lower --prompts.held-out-fraction, or add prompts."
-        raise DataError(f"all {len(hashes)} prompts of {name} are held out for evaluation, {text}")
+        raise DataError(f"""all {len(hashes)} prompts of {name} are held out for evaluation, which leaves none to train
+            on; lower --prompts.held-out-fraction, or add prompts.""")
     held_out = [index for index, x in enumerate(hashes) if x < limit]
     # ordered by hash, so that the first n are a random sample of the data in any order of the rows
     return train, sorted(held_out, key=lambda index: (hashes[index], index))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gruppo.core.objective import GRPO, PRESETS, Objective
-from gruppo.modalities.diffusion.trust_region import check_trust_region, joint_clip_nats
+from gruppo.modalities.common.validation import check_trust_region, joint_clip_nats
 from gruppo.types import GruppoError
 
 MEAN = replace(GRPO, dims="mean")

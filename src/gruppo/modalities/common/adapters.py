@@ -17,16 +17,8 @@ from torch import Tensor, nn
 
 from gruppo.integrity import check_seal, read_json
 from gruppo.loading import command_name, import_extra
+from gruppo.modalities.common import lora
 from gruppo.modalities.common.four_bit import four_bit_layers
-from gruppo.modalities.common.lora import (
-    POLICY,
-    Base,
-    adapter_weights,
-    check_adaptable,
-    inject_config,
-    is_linear,
-    merge,
-)
 from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
@@ -50,19 +42,19 @@ class Adapter:
     """peft's LoraConfig."""
     weights: Mapping[str, Tensor]
     """``layers.0.q_proj.lora_A.weight`` and so on."""
-    base: Base | None
+    base: lora.Base | None
     """None where the folder has no base.json: peft wrote it, not gruppo."""
     base_names: list[str]
     """Names of the base, from base.json, then from peft's config."""
 
     def attach(self, module: nn.Module, *, base: str = "", is_merged: bool = False) -> None:
         """Add the adapter to a model that was loaded as ``base``, or to its weights; refuse another base."""
-        check_adaptable(module)
+        lora.check_adaptable(module)
         parts, problem = dict(module.named_modules()), ""
         for name, weight in self.weights.items():
             path, half = name.removesuffix(".weight").rsplit(".", 1)
             layer: Any = parts.get(path)
-            if layer is None or not is_linear(layer):
+            if layer is None or not lora.is_linear(layer):
                 problem = f"it adapts {path}, and the model has no such linear layer"
                 break
             # GPT-2's Conv1D has its weight transposed
@@ -72,17 +64,14 @@ class Adapter:
                 problem = f"its {name} is for {got} features, and the model's {path} has {required}"
                 break
         if not problem:
-            sha256 = inject_config(module, self.config, base=base)
+            sha256 = lora.inject_config(module, self.config, base=base)
             kinds, is_4bit = {True: "of 4 bits", False: "of full precision"}, bool(four_bit_layers(module))
             if self.base is not None and self.base.is_4bit != is_4bit:
-                log.warning(
-                    "the adapter %s was trained on a base %s and is put on one %s: their weights cannot be compared.",
-                    *(self.folder, kinds[self.base.is_4bit], kinds[is_4bit]),
-                )
+                text = "the adapter %s was trained on a base %s and is put on one %s: their weights cannot be compared."
+                log.warning(text, self.folder, kinds[self.base.is_4bit], kinds[is_4bit])
             elif self.base is not None and self.base.sha256 != sha256:
-                problem = (
-                    f"it was trained on weights with SHA-256 {self.base.sha256[:16]}..., these have {sha256[:16]}..."
-                )
+                digests = f"{self.base.sha256[:16]}..., these have {sha256[:16]}..."
+                problem = f"it was trained on weights with SHA-256 {digests}"
         if problem:
             made_for = f" Its base is {self.base_names[0]!r}." if self.base_names else ""
             raise GruppoError(f"""the adapter {self.folder} belongs to another base: {problem}.{made_for} Give that as
@@ -90,7 +79,7 @@ class Adapter:
         if base and self.base_names and base not in self.base_names:
             same = "whose weights are the same" if self.base else "whose layers have the same shapes"
             log.warning("the adapter %s is for %s and is put on %s, %s.", self.folder, self.base_names[0], base, same)
-        parameters = adapter_weights(module)
+        parameters = lora.adapter_weights(module)
         if odd := sorted(parameters.keys() ^ self.weights.keys()):
             raise GruppoError(f"""the adapter {self.folder} names other layers in {CONFIG} than it has weights for:
                 {odd[0]} is one of {len(odd)} differences. Save it again with peft, or train a new one.""")
@@ -98,7 +87,7 @@ class Adapter:
             for name, parameter in parameters.items():
                 parameter.copy_(self.weights[name])
         if is_merged:
-            merge(module)
+            lora.merge(module)
 
 
 MODELS = ("config.json", "denoiser.json", "model_index.json", "restorer.json", "module.json")
@@ -140,7 +129,7 @@ def read_adapter(path: str | Path) -> Adapter:
         weights = load_file(folder / WEIGHTS)
         if (folder / BASE).is_file():
             entry = read_json(folder / BASE)
-            base = Base(str(entry["base"]), str(entry["sha256"]), bool(entry.get("is_4bit")))
+            base = lora.Base(str(entry["base"]), str(entry["sha256"]), bool(entry.get("is_4bit")))
     except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
         raise GruppoError(f"""the adapter {folder} cannot be read: {" ".join(str(error).split())}. It needs {CONFIG} and
             {WEIGHTS}, as peft writes them.""") from error
@@ -164,13 +153,12 @@ def read_adapter(path: str | Path) -> Adapter:
 def save_adapter(module: nn.Module, folder: Path) -> None:
     """Write a folder that ``PeftModel.from_pretrained`` opens, with ``base.json`` beside the adapter."""
     source: Any = module
-    source.peft_config[POLICY].save_pretrained(folder)
-    weights = {f"{PREFIX}{name}": p.detach().cpu().contiguous() for name, p in adapter_weights(module).items()}
+    source.peft_config[lora.POLICY].save_pretrained(folder)
+    weights = {f"{PREFIX}{name}": p.detach().cpu().contiguous() for name, p in lora.adapter_weights(module).items()}
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
-    base: Base = source.gruppo_base
+    base: lora.Base = source.gruppo_base
     entry = {"base": base.name, "sha256": base.sha256} | ({"is_4bit": True} if base.is_4bit else {})
-    text = json.dumps(entry, indent=2)
-    (folder / BASE).write_text(text + "\n", encoding="utf-8")
+    (folder / BASE).write_text(json.dumps(entry, indent=2) + "\n", encoding="utf-8")
 
 
 def adapt_from(path: str | Path, *, base: str) -> Any:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from gruppo.types import Finish, GruppoError, Prompt, Request, Rollouts
@@ -69,29 +69,28 @@ def row_batches(requests: Sequence[Request], inputs: Tensor | None, batch_rows: 
 def image_rollouts(
     prompts: Sequence[Prompt],
     actions: Float[Tensor, "B T ..."],
-    completions: Sequence[Tensor],
-    *,
+    completions: Iterable[Tensor],
     shared: dict[str, Any],
     per_row: dict[str, Tensor],
     group_ids: Int[Tensor, "B"] | None = None,
-    logprobs: Float[Tensor, "B T"] | None = None,
-    mask: Bool[Tensor, "B T"] | None = None,
-    is_finite: Bool[Tensor, "B"] | None = None,
     temperature: float = 1.0,
+    **scored: Tensor,
 ) -> Rollouts:
-    """Rollouts whose rows have T actions each; by default demonstrations: one row per prompt, with log-probs of 0."""
+    """Rollouts whose rows have T actions each; by default demonstrations: one row per prompt, with log-probs of 0.
+
+    ``scored``: ``logprobs`` and ``mask`` [B, T] of sampled actions, and ``is_finite`` [B].
+    """
     rows, columns = actions.shape[:2]
-    finish: list[Finish] = ["stop"] * rows
-    if is_finite is not None:
-        finish = ["stop" if finite else "error" for finite in is_finite.tolist()]
+    is_finite = scored.get("is_finite", torch.ones(rows, dtype=torch.bool))
+    finish: list[Finish] = ["stop" if finite else "error" for finite in is_finite.tolist()]
     return Rollouts(
         prompts=tuple(prompts),
         group_ids=torch.arange(rows) if group_ids is None else group_ids,
         actions=actions,
-        mask=torch.ones(rows, columns, dtype=torch.bool) if mask is None else mask,
+        mask=scored.get("mask", torch.ones(rows, columns, dtype=torch.bool)),
         lengths=torch.full((rows,), columns),
         completions=tuple(completions),
-        sampler_logprobs=torch.zeros(rows, columns) if logprobs is None else logprobs,
+        sampler_logprobs=scored.get("logprobs", torch.zeros(rows, columns)),
         policy_version=torch.zeros(rows, columns, dtype=torch.long),
         temperature=torch.full((rows,), temperature),
         finish=tuple(finish),

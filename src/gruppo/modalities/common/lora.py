@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from gruppo.core.linear_head import has_hooks, is_plain_linear
-from gruppo.loading import import_extra
+from gruppo.loading import did_you_mean, import_extra
 from gruppo.modalities.common.four_bit import compute_in, four_bit_layers
 from gruppo.protocols import Policy, digest, saved_tensors
 from gruppo.seeds import generator_at
@@ -56,11 +55,10 @@ def inject(
     for target in targets:
         layers = [part for name, part in parts.items() if name == target or name.endswith(f".{target}")]
         if not layers:
-            near = difflib.get_close_matches(target, sorted(linear), 1)
-            hint = f"Did you mean {near[0]}?" if near else some
+            hint = did_you_mean(target, sorted(linear), otherwise=f" {some}")
             if "," in target:
-                hint = f"Names are separated by spaces: --lora.targets {' '.join(target.replace(',', ' ').split())}."
-            raise GruppoError(f"lora.targets: the model has no layer {target!r}. {hint}")
+                hint = f" Names are separated by spaces: --lora.targets {' '.join(target.replace(',', ' ').split())}."
+            raise GruppoError(f"lora.targets: the model has no layer {target!r}.{hint}")
         if not all(map(is_linear, layers)):
             kind = type(layers[0]).__name__
             raise GruppoError(f"lora.targets: {target!r} is a {kind}, and an adapter needs linear layers. {some}")
@@ -68,14 +66,11 @@ def inject(
             raise GruppoError(f"""lora.targets: {target!r} is the head, whose weight is tied to the embedding: merging
                 would change the embedding too. {some}""")
     source = getattr(getattr(module, "config", None), "_name_or_path", "") or ""
-    config = peft.LoraConfig(
-        r=rank,
-        lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,
-        target_modules=sorted(set(targets) or linear),
-        task_type="CAUSAL_LM",
-        # absolute, so that peft finds a local base from any folder
-        base_model_name_or_path=(str(Path(source).absolute()) if source and Path(source).exists() else source) or base,
-    )
+    whole = int(alpha) if float(alpha).is_integer() else alpha
+    # absolute, so that peft finds a local base from any folder
+    source = str(Path(source).absolute()) if source and Path(source).exists() else source
+    options = {"target_modules": sorted(set(targets) or linear), "base_model_name_or_path": source or base}
+    config = peft.LoraConfig(r=rank, lora_alpha=whole, task_type="CAUSAL_LM", **options)
     inject_config(module, config, base=base)
     with torch.no_grad():
         for name, weight in adapter_weights(module).items():
@@ -153,15 +148,15 @@ def has_adapter(module: nn.Module) -> bool:
     return any(map(is_adapted, module.modules()))
 
 
-def adapter_weights(module: nn.Module, name: str = POLICY) -> dict[str, nn.Parameter]:
-    """Return the parameters of one adapter under the names of peft's files: ``layers.0.q_proj.lora_A.weight``."""
+def adapter_weights(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of the adapter under the names of peft's files: ``layers.0.q_proj.lora_A.weight``."""
     return {
         f"{path}.{half}.{kind}": parameter
         for path, layer in module.named_modules()
         if is_adapted(layer)
         for half in ("lora_A", "lora_B")
-        if name in getattr(layer, half)
-        for kind, parameter in getattr(layer, half)[name].named_parameters()
+        if POLICY in getattr(layer, half)
+        for kind, parameter in getattr(layer, half)[POLICY].named_parameters()
     }
 
 

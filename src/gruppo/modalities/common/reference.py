@@ -8,7 +8,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,8 +54,8 @@ class ReferenceModel:
     ) -> None:
         self.rule, self.rate, self.every, self.storage = rule, rate, every, storage
         self.numbers = sum(p.numel() for p in policy.module.parameters())
-        self.shares_module = rule == "adapter_off" or (rule == "ema" and has_adapter(policy.module))
         self.follows_policy = rule == "ema"
+        self.shares_module = rule == "adapter_off" or (self.follows_policy and has_adapter(policy.module))
         self.is_offloaded = storage != "device" and not self.shares_module
         self._policy = policy
         self._read: Callable[[], dict[str, Tensor]]
@@ -82,18 +82,16 @@ class ReferenceModel:
 
         Weights on disk are loaded before the updates alone, and then need less than gradients do afterwards.
         """
-        if self.rule == "adapter_off" or (
-            self.is_offloaded and (self.storage == "disk" or self._policy.device.type != "cpu")
-        ):
+        is_elsewhere = self.is_offloaded and (self.storage == "disk" or self._policy.device.type != "cpu")
+        if self.rule == "adapter_off" or is_elsewhere:
             return {}
         if self.shares_module:
             return {"reference's adapter": 4 * sum(tensor.numel() for tensor in self.state_dict().values())}
         if self.rule == "frozen":
             return {"reference": dtype_bytes * self.numbers}
-        estimate = {"reference, float32": 4.0 * self.numbers}
-        if not self.is_offloaded and dtype_bytes != 4:
-            estimate["reference's copy"] = float(dtype_bytes * self.numbers)
-        return estimate
+        # the weights of the moving average, and a copy of them that computes in another dtype
+        copied = {"reference's copy": float(dtype_bytes * self.numbers)} if dtype_bytes != 4 else {}
+        return {"reference, float32": 4.0 * self.numbers} | ({} if self.is_offloaded else copied)
 
     @property
     def module(self) -> nn.Module:
@@ -111,14 +109,10 @@ class ReferenceModel:
         shards: dict[str, Tensor] = dict(self.module.named_parameters())
         self._read = shards.copy
 
-    @contextmanager
-    def on_device(self) -> Iterator[None]:
+    def on_device(self) -> AbstractContextManager[None]:
         """Load offloaded weights for the length of the block; nested calls and other storage cost nothing."""
-        if self.is_offloaded and not any(parameter.numel() for parameter in self.module.parameters()):
-            with swapped(self.module, self._read()):
-                yield
-        else:
-            yield
+        is_empty = self.is_offloaded and not any(parameter.numel() for parameter in self.module.parameters())
+        return swapped(self.module, self._read()) if is_empty else nullcontext()
 
     @contextmanager
     def active(self) -> Iterator[Any]:
@@ -165,10 +159,9 @@ class ReferenceModel:
 
     def distance(self, policy: Policy) -> float:
         """|policy - reference| / |reference| over the trained weights; NaN if the reference is all zeros."""
-        weights = self._read()
-        difference = norm = 0.0
+        weights, difference, norm = self._read(), 0.0, 0.0
         for name, tensor in trained(policy.module).items():
-            reference = weights.pop(name)
+            reference = weights.pop(name)  # mapped from disk: one tensor at a time is in memory
             difference += float(whole((tensor.to(reference.device) - reference).square_().sum(dtype=torch.float64)))
             norm += float(whole(reference.square().sum(dtype=torch.float64)))
         return (difference / norm) ** 0.5 if norm else float("nan")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from gruppo.integrity import check_seal, read_json
 from gruppo.types import GruppoError
 
 
@@ -21,6 +22,22 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise GruppoError(f"""the weights {path} cannot be read: {reason}. Give a .safetensors file, or a folder of
             policy.save.""") from None
+
+
+def read_policy(
+    folder: Path, settings: str, weights: str, kind: str, needs: Callable[[Any], object] = bool
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Settings and weights of a folder that ``policy.save`` wrote. ``needs`` reads the entries that it must have."""
+    check_seal(folder)
+    try:
+        entries = read_json(folder / settings)
+        tensors = load_file(folder / weights)
+        needs(entries)
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise GruppoError(f"""{folder} holds no {kind}: {reason}. It needs {settings} and {weights}, as
+            policy.save(folder) writes them.""") from None
+    return entries, tensors
 
 
 def load_strictly(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:

@@ -12,7 +12,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from gruppo.core.images import quantize
-from gruppo.modalities.common.validation import refuse
 from gruppo.modalities.diffusion.schedules import NoiseSchedule, PredictionType, StepLevels, broadcast, split_prediction
 from gruppo.protocols import Outputs, device_of
 from gruppo.types import GruppoError, Likelihood, MicroBatch, Rollouts
@@ -33,7 +32,6 @@ class ConditionEncoder(Protocol):
 
     def encode(self, inputs: Any) -> Tensor:
         """Condition of one prompt; all have the same shape. Raises GruppoError for inputs that it cannot encode."""
-        ...
 
 
 class ClassLabels:
@@ -78,6 +76,7 @@ class PixelCodec:
 class ModuleCall:
     """How the network is called: module(x, times, condition), all in the module's dtype."""
 
+    # Only the module and its inputs: a reference and a critic call other weights in the same way.
     def predict(self, module: nn.Module, x: Tensor, times: Tensor, condition: Tensor | None) -> Float[Tensor, "N ..."]:
         """Prediction of the shape of x. Inputs are float32 or wider; this method converts them."""
         dtype = next(module.parameters()).dtype
@@ -106,16 +105,15 @@ class Denoiser:
     def __post_init__(self) -> None:
         names, known = [name for name, _ in self.module.named_modules()], get_args(PredictionType)
         alpha = float(self.schedule.level(self.schedule.times(1)[:1])[0])
-        refuse(
-            self.middle not in names  # "" is the module itself
-            and f"the network has no submodule {self.middle!r} to read features from; it has {', '.join(names[1:9])}.",
-            self.predicts not in known
-            and f"predicts={self.predicts!r} is not one of {', '.join(map(repr, known))}. Use 'x0'.",
-            self.predicts == "noise"
-            and alpha < MIN_ALPHA
-            and f"predicts='noise' with a schedule that starts at alpha={alpha:.1g} divides rounding errors by it; it "
-            f"needs at least {MIN_ALPHA:g}. Predict 'v', 'velocity' or 'x0', or use DiffusionSchedule('linear').",
-        )
+        if self.middle not in names:  # "" is the module itself
+            raise GruppoError(f"""the network has no submodule {self.middle!r} to read features from; it has
+                {", ".join(names[1:9])}.""")
+        if self.predicts not in known:
+            raise GruppoError(f"predicts={self.predicts!r} is not one of {', '.join(map(repr, known))}. Use 'x0'.")
+        if self.predicts == "noise" and alpha < MIN_ALPHA:
+            raise GruppoError(f"""predicts='noise' with a schedule that starts at alpha={alpha:.1g} divides rounding
+                errors by it; it needs at least {MIN_ALPHA:g}. Predict 'v', 'velocity' or 'x0', or use
+                DiffusionSchedule('linear').""")
 
     @property
     def device(self) -> torch.device:
@@ -129,12 +127,11 @@ class Denoiser:
         """Features of a state of zeros, for their width and for what they depend on."""
         condition = None if self.condition is None else self.condition.unconditional[None].to(self.device)
         x, one = torch.zeros(1, *self.shape, device=self.device), torch.ones(1)
-        groups = torch.zeros(1, dtype=torch.long)
-        return self.predict(x, one.to(self.device), condition, one, groups, features=True)[1]
+        return self.predict(x, one.to(self.device), condition, one, torch.zeros(1).long(), features=True)[1]
 
     def levels(self, counts: Int[Tensor, "N"], columns: Int[Tensor, "N"]) -> tuple[StepLevels, Float[Tensor, "N"]]:
         """Levels of step ``columns`` of samplers with ``counts`` steps, and the time that the network is given."""
-        times = torch.zeros(2, len(columns), dtype=torch.float64)
+        times = torch.zeros(2, len(columns), dtype=torch.float64)  # of the step, and of the next
         for count in counts.unique().tolist():
             rows = counts == count
             times[:, rows] = self.schedule.times(count)[torch.stack([columns[rows], columns[rows] + 1])]
@@ -142,37 +139,30 @@ class Denoiser:
         return StepLevels(*(level.to(self.device) for level in levels)), times[0].to(self.device)
 
     def predict(
-        self,
-        x: Float[Tensor, "N ..."],
-        times: Float[Tensor, "N"],
-        condition: Tensor | None,
-        guidance: Float[Tensor, "N"],
-        groups: Int[Tensor, "N"],
-        *,
-        features: bool = False,
+        self, x: Tensor, times: Tensor, condition: Tensor | None, guidance: Tensor, ids: Tensor, features: bool = False
     ) -> tuple[Float[Tensor, "N ..."], Float[Tensor, "N F"]]:
-        """Guided prediction for each state, and the features under its condition (width 0 unless asked for).
+        """Guided prediction for each state x [N, ...], and the features under its condition (width 0 by default).
 
         s + (g - 1) (s - n), where s has the condition and n has none (Ho & Salimans 2022, arXiv 2207.12598, eq. 6,
-        whose 1 + w is g); with guidance 1 the network is evaluated once, else twice. Rows of one number in ``groups``
+        whose 1 + w is g); with guidance 1 the network is evaluated once, else twice. Rows of one number in ``ids``
         have the same condition. Those equal to the bit, which shared noise has kept in one state, are evaluated once.
-        ``guidance`` and ``groups`` are on the CPU, the others on the network's device.
+        ``guidance`` and ``ids`` are on the CPU, the others on the network's device.
         """
         # Evaluate one row for each set of equal rows; ``answers`` says whose result is each row's.
-        rows = torch.arange(len(groups))
-        _, number = groups.unique(return_inverse=True)
+        rows = torch.arange(len(ids))
+        number = ids.unique(return_inverse=True)[1]
         first = torch.full((len(rows),), len(rows)).scatter_reduce(0, number, rows, "amin")[number]
         at = first.to(x.device)
-        is_same = (x == x[at]).flatten(1).all(dim=1) & (times == times[at])
-        is_same = is_same.cpu() & (guidance == guidance[first])
+        is_same = ((x == x[at]).flatten(1).all(dim=1) & (times == times[at])).cpu() & (guidance == guidance[first])
         kept, answers = torch.where(is_same, first, rows).unique(return_inverse=True)
         at, answers = kept.to(x.device), answers.to(x.device)
-        x, times, guidance = x[at], times[at], guidance[kept]
+        x, times, guidance = x[at], times[at], guidance[kept]  # [n, ...]
         condition = None if condition is None else condition[at]
 
         # Append the guided rows once more, without their conditions.
         n, shape, guided = len(x), x.shape, (guidance != 1).nonzero()[:, 0].to(x.device)
         if len(guided):
+            # check_sampling has refused guidance of a network without conditions
             assert condition is not None and self.condition is not None
             empty = self.condition.unconditional.to(condition)
             x, times = torch.cat([x, x[guided]]), torch.cat([times, times[guided]])
@@ -200,8 +190,8 @@ class StepSelection:
     """The N steps of a micro-batch that the policy chose, flattened to one dimension."""
 
     def __init__(self, rollouts: Rollouts, micro_batch: MicroBatch, device: torch.device) -> None:
-        mask = micro_batch.of(rollouts.mask)
-        row, column = mask.nonzero(as_tuple=True)
+        mask = micro_batch.of(rollouts.mask)  # [b, t]
+        row, column = mask.nonzero(as_tuple=True)  # [N]
         self.rollouts, self.shape = rollouts, mask.shape
         self.place = (row.to(device), column.to(device))  # in the micro-batch
         self.row, self.column = micro_batch.rows[row], column + (micro_batch.cols.start or 0)  # in the rollouts
@@ -224,16 +214,14 @@ class StepSelection:
         return levels, (x, times, self.condition, per_row["guidance"][self.row])
 
 
-def demonstration_likelihood(
-    denoiser: Denoiser, steps: StepSelection, weighting: Weighting, outputs: Outputs
-) -> Likelihood:
+def demonstration_likelihood(denoiser: Denoiser, steps: StepSelection, weighting: str, outputs: Outputs) -> Likelihood:
     """Log-probs -w mean((prediction - truth)^2): of a normal with std (d / 2 w)^(1/2), without its constant."""
     device, row, per_row = denoiser.device, steps.row, steps.rollouts.per_row
-    image, noise = steps.rollouts.actions[row, 0].to(device), per_row["first"][row].to(device)
+    x0, e = steps.rollouts.actions[row, 0].to(device).double(), per_row["first"][row].to(device).double()
     times, condition = per_row["level"][row], steps.condition
     alpha, sigma = (level.to(device) for level in denoiser.schedule.level(times))
-    levels = StepLevels(alpha, sigma, torch.ones_like(alpha), torch.zeros_like(sigma))
-    a, s, x0, e = broadcast(alpha, image), broadcast(sigma, image), image.double(), noise.double()
+    levels = StepLevels(alpha, sigma, torch.ones_like(alpha), torch.zeros_like(sigma))  # the next level is clean data
+    a, s = broadcast(alpha, x0), broadcast(sigma, x0)
     x = (a * x0 + s * e).float()  # as the network would see it in sampling, whose states are float32
     if condition is not None and denoiser.condition is not None and denoiser.condition.dropped:
         is_dropped = per_row["dropped"][row].to(device).reshape(-1, *[1] * (condition.ndim - 1))
@@ -242,6 +230,6 @@ def demonstration_likelihood(
     truth = {"noise": e, "x0": x0, "v": a * e - s * x0, "velocity": e - x0}[denoiser.predicts]
     error = (prediction.double() - truth).square().flatten(1).mean(dim=1)
     weight = 1 / (sigma.square() + 0.05) if weighting == "clean" else torch.ones_like(sigma)
-    predicted_x0, _ = split_prediction(x, prediction, levels, denoiser.predicts)
+    predicted_x0 = split_prediction(x, prediction, levels, denoiser.predicts)[0]
     output = steps.scatter(predicted_x0) if "output" in outputs else None
     return Likelihood(steps.scatter(-weight * error), output=output)

@@ -8,24 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 
 from gruppo.config.options import flag
 from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.config.stages import highest, learns_from_samples, values_of
-from gruppo.integrity import check_seal, read_json
 from gruppo.modalities.common.adapters import model_of
-from gruppo.modalities.common.state_dict import load_strictly
-from gruppo.modalities.common.validation import refuse, refuse_unused_options
+from gruppo.modalities.common.state_dict import load_strictly, read_policy
+from gruppo.modalities.common.validation import check_trust_region, refuse_unused_options
 from gruppo.modalities.diffusion.config import DiffusionConfig
 from gruppo.modalities.diffusion.denoiser import ClassLabels
 from gruppo.modalities.diffusion.pipelines import DiffusersPolicy, add_adapter, load_diffusers
 from gruppo.modalities.diffusion.policy import SETTINGS, WEIGHTS, DenoiserCritic, DenoiserPolicy
 from gruppo.modalities.diffusion.sampling import DiffusionSampling
 from gruppo.modalities.diffusion.schedules import DiffusionSchedule, FlowSchedule
-from gruppo.modalities.diffusion.trust_region import check_trust_region
 from gruppo.modalities.diffusion.unet import DenoisingUNet
 from gruppo.protocols import Critic, Modality, Policy, PromptSource, peek
 from gruppo.types import DataError, GruppoError
@@ -47,9 +43,7 @@ class DiffusionModality(Modality):
 
     name = "diffusion"
     config_section = DiffusionConfig
-    rewards_read_images = True
-    has_lengths = False
-    is_gaussian = True
+    rewards_read_images, has_lengths, is_gaussian = True, False, True
 
     def matches(self, model: str) -> bool:
         folder = Path(model_of(model)) if model else Path(NEW)
@@ -60,54 +54,63 @@ class DiffusionModality(Modality):
         refuse_unused_options(config, self)
         model, lora, chosen, default = config.model, config.lora, config.section(DiffusionConfig), DiffusionConfig()
         is_named, has_pipeline = model != IN_MEMORY, is_pipeline(model)
-        temperature = next((t for t in values_of(config, "temperature") if t != 1), 1.0)
-        refuse(
-            temperature != 1
-            and f"a stage's temperature of {temperature:g}: a denoising step has none but eta. Leave temperature out "
-            "of the stages, and set --diffusion.eta.",
-            highest(config, "entropy_coef")
-            and "a stage's entropy_coef is above 0, and the entropy of a denoising step is fixed by eta. Set "
-            "--stage.entropy-coef 0, and --diffusion.eta for more noise.",
-            chosen.path == "diffusion"
-            and chosen.shift != 1
-            and f"diffusion.shift={chosen.shift:g} applies to --diffusion.path flow, not diffusion. Leave it out.",
-            is_named
-            and not has_pipeline
-            and (lora.rank or lora.adapter)
-            and f"{NO_LORA}, and {model!r} is a small network that is trained itself. Leave the --lora options out.",
-            has_pipeline
-            and lora.adapter
-            and f"lora.adapter={lora.adapter!r}: adapters of pipelines are trained from scratch. Set --lora.rank, or "
-            "give the folder of a run's final model, in which its adapter is merged, as --model.",
-            is_named
-            and config.compute == "bfloat16"
-            and not (has_pipeline and lora.rank)
-            and f"compute='bfloat16' holds the base below adapters, and the weights of {model!r} are trained "
-            "themselves. Set --compute float32, or --lora.rank with a pipeline.",
-        )
-        for names, is_read, owner in (
-            (NEW_OPTIONS, model == NEW, f"a new network (--model {NEW})"),
-            (PIPELINE_OPTIONS, has_pipeline, "a pipeline of diffusers"),
-        ):
-            changed = [name for name in names if getattr(chosen, name) != getattr(default, name)]
-            if changed and not is_read:
-                option = f"diffusion.{changed[0]}"
-                raise GruppoError(f"{option} is of {owner}, and {model!r} has its own. Leave {flag(option)} out.")
+        if other := [t for t in values_of(config, "temperature") if t != 1]:
+            raise GruppoError(f"""a stage's temperature of {other[0]:g}: a denoising step has none but eta. Leave
+                temperature out of the stages, and set --diffusion.eta.""")
+        if highest(config, "entropy_coef"):
+            raise GruppoError("""a stage's entropy_coef is above 0, and the entropy of a denoising step is fixed by eta.
+                Set --stage.entropy-coef 0, and --diffusion.eta for more noise.""")
+        if chosen.path == "diffusion" and chosen.shift != 1:
+            raise GruppoError(f"""diffusion.shift={chosen.shift:g} applies to --diffusion.path flow, not diffusion.
+                Leave it out.""")
+        if is_named and not has_pipeline and (lora.rank or lora.adapter):
+            raise GruppoError(f"""{NO_LORA}, and {model!r} is a small network that is trained itself. Leave the --lora
+                options out.""")
+        if has_pipeline and lora.adapter:
+            raise GruppoError(f"""lora.adapter={lora.adapter!r}: adapters of pipelines are trained from scratch. Set
+                --lora.rank, or give the folder of a run's final model, in which its adapter is merged, as --model.""")
+        if is_named and config.compute == "bfloat16" and not (has_pipeline and lora.rank):
+            raise GruppoError(f"""compute='bfloat16' holds the base below adapters, and the weights of {model!r} are
+                trained themselves. Set --compute float32, or --lora.rank with a pipeline.""")
+        # a saved network has its own sizes and path, and none but a pipeline has a size to choose
+        unread = () if model == NEW else NEW_OPTIONS
+        unread += () if has_pipeline else PIPELINE_OPTIONS
+        if changed := [name for name in unread if getattr(chosen, name) != getattr(default, name)]:
+            owner = f"a new network (--model {NEW})" if changed[0] in NEW_OPTIONS else "a pipeline of diffusers"
+            option = f"diffusion.{changed[0]}"
+            raise GruppoError(f"{option} is of {owner}, and {model!r} has its own. Leave {flag(option)} out.")
 
-    def open(self, config: Config, data: PromptSource | None) -> tuple[Policy, dict[str, Any]]:
+    def open(self, config: Config, data: Any) -> tuple[Policy, dict[str, Any]]:
         policy: Policy
-        if config.model == NEW:
-            policy = new_denoiser(config, data)
-        elif not is_pipeline(config.model):
-            policy = load_denoiser(model_of(config.model))
-        else:
+        chosen, default, origin = config.section(DiffusionConfig), DiffusionConfig(), {"name": config.model}
+        if config.model != NEW and is_pipeline(config.model):
             dtype = torch.bfloat16 if config.compute == "bfloat16" else torch.float32
             policy = pipeline = load_diffusers(model_of(config.model).removeprefix(HUB), dtype=dtype)
-            chosen, default = config.section(DiffusionConfig), DiffusionConfig()
             changed = {n: getattr(chosen, n) for n in PIPELINE_OPTIONS if getattr(chosen, n) != getattr(default, n)}
             if changed:  # the settings saved with the pipeline keep the others
                 policy = DiffusersPolicy(pipeline.pipeline, replace(pipeline.settings, **changed))
-        return self.adapt(config, policy, data), {"name": config.model}
+            return self.adapt(config, policy, data), origin
+        if config.model != NEW:
+            return self.adapt(config, load_denoiser(model_of(config.model)), data), origin
+
+        # An untrained UNet for the data's images: of their size, conditioned on their classes if they have any.
+        first = peek(data)[0]
+        if not isinstance(first.target, torch.Tensor) or first.target.ndim != 3:
+            raise DataError(f"""--model {NEW} is made for the data's images, and a target of {config.data!r} is a
+                {type(first.target).__name__}. Set --data digits or images:FOLDER:SIZE, or a --model.""")
+        if first.inputs != "" and not (isinstance(first.inputs, int) and data.classes is not None):
+            raise DataError(f"""--model {NEW} reads classes, and an input of {config.data!r} is {first.inputs!r:.60}.
+                Put the images of each class in a subfolder without captions, or give a --model of your own.""")
+        shape, is_flow = list(first.target.shape), chosen.path == "flow"
+        labels = ClassLabels([""] if first.inputs == "" else data.classes, dropped=chosen.dropped)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            scale = 1000.0 if is_flow else 1.0  # so that the network's times span about 0 to 1000
+            module = DenoisingUNet(shape, len(labels.names), width=chosen.width, time_scale=scale)
+        options: dict[str, Any] = {"predicts": chosen.predicts, "weighting": chosen.weighting, "middle": "middle"}
+        options["schedule"] = FlowSchedule(chosen.shift) if is_flow else DiffusionSchedule()
+        policy = DenoiserPolicy(module, shape, condition=labels, **options)
+        return self.adapt(config, policy, data), origin
 
     def adapt(self, config: Config, policy: Policy, data: PromptSource | None) -> Policy:
         lora = config.lora
@@ -118,9 +121,7 @@ class DiffusionModality(Modality):
             add_adapter(policy, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=config.seed, base=base)
         return policy
 
-    def load(
-        self, model: str, *, compute: Any = "auto", trust_remote_code: bool = False, is_merged: bool = False
-    ) -> Policy:
+    def load(self, model: str, **unused: Any) -> Policy:
         path = model_of(model).removeprefix(HUB)
         return load_diffusers(path, dtype=torch.float32) if is_pipeline(model) else load_denoiser(path)
 
@@ -147,10 +148,8 @@ class DiffusionModality(Modality):
         if shapes and shape not in shapes:
             log.warning("the model samples images %s, and those of %s are %s.", [*shape], config.data, [*min(shapes)])
         if config.model == NEW and not highest(config, "sup_coef"):
-            log.warning(
-                "a new network samples gray images, and no stage has demonstrations: set --stages "
-                "supervised:2000,full, or train it first with --stage.rl-coef 0 --stage.sup-coef 1."
-            )
+            advice = "--stages supervised:2000,full, or train it first with --stage.rl-coef 0 --stage.sup-coef 1."
+            log.warning("a new network samples gray images, and no stage has demonstrations: set %s", advice)
         if learns_from_samples(config):
             check_trust_region(config.objective, policy.dims)
         # A ratio of whole rows needs each row of denoising steps in one micro-batch.
@@ -174,54 +173,19 @@ def is_pipeline(model: str) -> bool:
     return model.startswith(HUB) or (bool(model) and (Path(model_of(model)) / INDEX).is_file())
 
 
-def new_denoiser(config: Config, data: Any) -> DenoiserPolicy:
-    """Return an untrained UNet for the data's images: of their size, conditioned on their classes if they have any."""
-    first, chosen = peek(data)[0], config.section(DiffusionConfig)
-    if not isinstance(first.target, torch.Tensor) or first.target.ndim != 3:
-        raise DataError(f"""--model {NEW} is made for the data's images, and a target of {config.data!r} is a
-            {type(first.target).__name__}. Set --data digits or images:FOLDER:SIZE, or a --model.""")
-    if first.inputs != "" and not (isinstance(first.inputs, int) and data.classes is not None):
-        raise DataError(f"""--model {NEW} reads classes, and an input of {config.data!r} is {first.inputs!r:.60}. Put
-            the images of each class in a subfolder without captions, or give a --model of your own.""")
-    shape, classes = list(first.target.shape), [""] if first.inputs == "" else data.classes
-    labels, is_flow = ClassLabels(classes, dropped=chosen.dropped), chosen.path == "flow"
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        scale = 1000.0 if is_flow else 1.0  # so that the network's times span about 0 to 1000
-        module = DenoisingUNet(shape, len(labels.names), width=chosen.width, time_scale=scale)
-    return DenoiserPolicy(
-        module,
-        shape,
-        predicts=chosen.predicts,
-        schedule=FlowSchedule(chosen.shift) if is_flow else DiffusionSchedule(),
-        condition=labels,
-        weighting=chosen.weighting,
-        middle="middle",
-    )
-
-
 def load_denoiser(folder: str | Path, module: nn.Module | None = None) -> DenoiserPolicy:
     """The policy that ``save`` wrote; a module other than ``DenoisingUNet`` is given, and gets the weights."""
     folder = Path(folder)
-    check_seal(folder)
-    try:
-        settings = read_json(folder / SETTINGS)
-        weights = load_file(folder / WEIGHTS)
-    except (OSError, ValueError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        needed = f"It needs {SETTINGS} and {WEIGHTS}, as policy.save(folder) writes them."
-        raise GruppoError(f"{folder} holds no denoiser: {reason}. {needed}") from None
+    settings, weights = read_policy(folder, SETTINGS, WEIGHTS, "denoiser")
     try:
         if module is None and settings["unet"] is None:
             raise GruppoError(f"{folder} holds the weights of a module of your own. Give load_denoiser that module.")
         if module is None:
             module = DenoisingUNet(**settings["unet"])
         path, labels = dict(settings["path"]), settings["condition"]
-        options = {
-            **{name: settings[name] for name in ("shape", "predicts", "weighting", "middle")},
-            "schedule": {"flow": FlowSchedule, "diffusion": DiffusionSchedule}[path.pop("kind")](**path),
-            "condition": None if labels is None else ClassLabels(**labels),
-        }
+        options = {name: settings[name] for name in ("shape", "predicts", "weighting", "middle")}
+        options["schedule"] = {"flow": FlowSchedule, "diffusion": DiffusionSchedule}[path.pop("kind")](**path)
+        options["condition"] = None if labels is None else ClassLabels(**labels)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise GruppoError(f"""{folder / SETTINGS} is damaged or of another version ({type(error).__name__}: {error}).
             Save the model again with policy.save(folder), or give another --model.""") from None

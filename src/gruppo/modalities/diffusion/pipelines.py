@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import inspect
 import json
 import math
@@ -19,18 +18,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
 from gruppo.integrity import check_seal, read_json
-from gruppo.loading import import_extra
-from gruppo.modalities.common.lora import (
-    POLICY,
-    AdaptablePolicy,
-    adapter_weights,
-    cast_base,
-    has_adapter,
-    inject_config,
-    is_linear,
-    merge,
-)
-from gruppo.modalities.common.validation import refuse
+from gruppo.loading import did_you_mean, import_extra
+from gruppo.modalities.common import lora
 from gruppo.modalities.diffusion.denoiser import ModuleCall, PixelCodec, Weighting
 from gruppo.modalities.diffusion.policy import DenoiserPolicy
 from gruppo.modalities.diffusion.sampling import DiffusionSampling
@@ -139,11 +128,9 @@ class StableDiffusion3(StableDiffusion):
 class Flux(StableDiffusion3):
     """A transformer over 2 x 2 patches of latents; it reads sigma, and a guidance scale where it is distilled."""
 
-    has_guidance = False
+    has_guidance, max_shift, packing = False, 1.15, 2
     embeddings = slice(0, 2)
-    max_shift = 1.15
     has_even_sigmas = True
-    packing = 2
 
     def forward(self, module: Any, x: Tensor, times: Tensor, embeddings: Embeddings) -> Tensor:
         patches = pixel_unshuffle(x, 2)  # [N, 4 C, h, w]
@@ -179,8 +166,8 @@ class CaptionEncoder:
         if not 0 <= self.dropped < 1:
             raise GruppoError(f"dropped={self.dropped} is out of the range [0, 1). Use 0.1 for guidance.")
         # The pipelines differ in what their ``encode_prompt`` takes.
-        options: dict[str, Any] = {"prompt_2": None, "prompt_3": None, "do_classifier_free_guidance": False}
-        options |= {"num_images_per_prompt": 1}
+        options: dict[str, Any] = {"prompt_2": None, "prompt_3": None, "num_images_per_prompt": 1}
+        options |= {"do_classifier_free_guidance": False}  # the denoiser guides, with ``unconditional``
         options |= {"max_sequence_length": settings.caption_tokens} if settings.caption_tokens else {}
         known = inspect.signature(architecture.pipeline.encode_prompt).parameters
         self._options = {name: value for name, value in options.items() if name in known}
@@ -236,7 +223,7 @@ class VaeCodec(PixelCodec):
 # --- the policy ---
 
 
-class DiffusersPolicy(DenoiserPolicy, AdaptablePolicy):
+class DiffusersPolicy(DenoiserPolicy, lora.AdaptablePolicy):
     """A pipeline's denoising network, trained itself or through adapters; text encoders and VAE are frozen.
 
     States are latents in float32, at the noise levels of the pipeline's scheduler. ``module`` is the network itself.
@@ -260,36 +247,28 @@ class DiffusersPolicy(DenoiserPolicy, AdaptablePolicy):
             height, width = (sample, sample) if isinstance(sample, int) else sample
             size = (height * scale, width * scale)
         architecture = architecture_of(pipeline, settings, size)
-        refuse(
-            (min(size) < 1 or any(side % architecture.patch for side in size))
-            and f"size={size[0]} x {size[1]} does not fit the pipeline; both sides need to be multiples of "
-            f"{architecture.patch}. Set such a size.",
-            architecture.latent_channels != pipeline.vae.config.latent_channels
-            and f"the network reads {architecture.latent_channels} channels and the VAE has "
-            f"{pipeline.vae.config.latent_channels}: it is for inpainting or editing. Give one of text to image.",
-            network.config.get("time_cond_proj_dim")
-            and "the UNet reads its guidance as a number (a latent consistency model). Give the pipeline that it was "
-            "distilled from.",
-            has_adapter(network)
-            and not hasattr(network, "gruppo_base")
-            and "the pipeline has LoRA weights loaded. Call its fuse_lora() and unload_lora_weights() first.",
-        )
+        channels, vae_channels = architecture.latent_channels, pipeline.vae.config.latent_channels
+        if min(size) < 1 or any(side % architecture.patch for side in size):
+            raise GruppoError(f"""size={size[0]} x {size[1]} does not fit the pipeline; both sides need to be multiples
+                of {architecture.patch}. Set such a size.""")
+        if channels != vae_channels:
+            raise GruppoError(f"""the network reads {channels} channels and the VAE has {vae_channels}: it is for
+                inpainting or editing. Give one of text to image.""")
+        if network.config.get("time_cond_proj_dim"):
+            raise GruppoError("""the UNet reads its guidance as a number (a latent consistency model). Give the pipeline
+                that it was distilled from.""")
+        if lora.has_adapter(network) and not hasattr(network, "gruppo_base"):
+            raise GruppoError("""the pipeline has LoRA weights loaded. Call its fuse_lora() and unload_lora_weights()
+                first.""")
         for part in pipeline.components.values():
             if isinstance(part, nn.Module) and part is not network:
                 part.requires_grad_(False).eval()
         self.pipeline, self.settings = pipeline, replace(settings, size=size)
         self.network_name, schedule = architecture.network, architecture.schedule
-        super().__init__(
-            network,
-            (architecture.latent_channels, size[0] // scale, size[1] // scale),
-            predicts=schedule.predicts,
-            schedule=schedule,
-            condition=CaptionEncoder(architecture, settings),
-            weighting=settings.weighting,
-            middle=architecture.middle,
-            call=architecture,
-            codec=VaeCodec(pipeline.vae, (3, *size)),
-        )
+        options: dict[str, Any] = {"predicts": schedule.predicts, "schedule": schedule, "call": architecture}
+        options |= {"condition": CaptionEncoder(architecture, settings), "codec": VaeCodec(pipeline.vae, (3, *size))}
+        options |= {"weighting": settings.weighting, "middle": architecture.middle}
+        super().__init__(network, (channels, size[0] // scale, size[1] // scale), **options)
 
     def check_prompt(self, prompt: Prompt, sampling: Sampling) -> str | None:
         """Why this prompt cannot be sampled from, or None; a caption is not encoded for it."""
@@ -318,21 +297,17 @@ class DiffusersPolicy(DenoiserPolicy, AdaptablePolicy):
         """
         folder, module = Path(folder), self.module
         pipeline = copy.copy(self.pipeline)
-        if has_adapter(module):
+        if lora.has_adapter(module):
             module = copy.deepcopy(module)
-            merge(module)
+            lora.merge(module)
         setattr(pipeline, self.network_name, module)
         pipeline.save_pretrained(folder)
         (folder / SETTINGS).write_text(json.dumps(asdict(self.settings), indent=1), encoding="utf-8")
-        if has_adapter(self.module):
+        if lora.has_adapter(self.module):
             own: Any = self.module
-            config = own.peft_config[POLICY].to_dict()
-            config["target_modules"] = sorted(config["target_modules"])
-            metadata = {name: config[name] for name in ("r", "lora_alpha", "target_modules")}
-            layers = {
-                f"{self.network_name}_lora_layers": dict(adapter_weights(self.module)),
-                f"{self.network_name}_lora_adapter_metadata": metadata,
-            }
+            config, name = own.peft_config[lora.POLICY], f"{self.network_name}_lora"
+            facts = {"r": config.r, "lora_alpha": config.lora_alpha, "target_modules": sorted(config.target_modules)}
+            layers = {f"{name}_layers": dict(lora.adapter_weights(own)), f"{name}_adapter_metadata": facts}
             type(self.pipeline).save_lora_weights(folder, **layers)
 
 
@@ -382,25 +357,24 @@ def add_adapter(
     """
     module = policy.module
     peft = import_extra("peft", "lora", "LoRA (lora.rank)")
-    if has_adapter(module):
+    if lora.has_adapter(module):
         raise GruppoError("the network has an adapter already. Train that one, and leave --lora.rank out.")
     parts = dict(module.named_modules())
     for target in targets:
         matches = [part for name, part in parts.items() if name == target or name.endswith(f".{target}")]
-        if not matches or not all(map(is_linear, matches)):
-            known = sorted({name.rpartition(".")[2] for name, part in parts.items() if is_linear(part)})
-            near = difflib.get_close_matches(target, known, 1)
-            advice = f"Did you mean {near[0]}?" if near else f"Set --lora.targets to some of {', '.join(known)}."
-            raise GruppoError(f"lora.targets: the network has no linear layers {target!r}. {advice}")
+        if not matches or not all(map(lora.is_linear, matches)):
+            known = sorted({name.rpartition(".")[2] for name, part in parts.items() if lora.is_linear(part)})
+            advice = did_you_mean(target, known, otherwise=f" Set --lora.targets to some of {', '.join(known)}.")
+            raise GruppoError(f"lora.targets: the network has no linear layers {target!r}.{advice}")
     chosen = sorted(targets or ARCHITECTURES[type(policy.pipeline).__name__].targets)
     whole = int(alpha) if float(alpha).is_integer() else alpha
     dtype = policy.compute_dtype
-    inject_config(module, peft.LoraConfig(r=rank, lora_alpha=whole, target_modules=chosen), base=base)
-    for name, weight in adapter_weights(module).items():
+    lora.inject_config(module, peft.LoraConfig(r=rank, lora_alpha=whole, target_modules=chosen), base=base)
+    for name, weight in lora.adapter_weights(module).items():
         weight.data = weight.data.float()
         if ".lora_B." in name:
             weight.zero_()
         else:
             uniform = torch.rand(weight.shape, generator=generator_at(seed, "lora", name.removesuffix(".weight")))
             weight.copy_((uniform * 2 - 1) / math.sqrt(weight.shape[1]))
-    cast_base(module, dtype)
+    lora.cast_base(module, dtype)

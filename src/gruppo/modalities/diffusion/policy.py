@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
@@ -22,27 +22,11 @@ from gruppo.core.layers import recompute_layers
 from gruppo.core.loss import LossInputs
 from gruppo.modalities.common.critic import HeadCritic, ValueHead
 from gruppo.modalities.common.images import image_error, image_rollouts, row_batches
-from gruppo.modalities.common.validation import refuse
-from gruppo.modalities.diffusion.denoiser import (
-    ClassLabels,
-    ConditionEncoder,
-    Denoiser,
-    ModuleCall,
-    PixelCodec,
-    StepSelection,
-    Weighting,
-    demonstration_likelihood,
-)
-from gruppo.modalities.diffusion.sampling import DiffusionSampling, sample_batch, sampled_step
-from gruppo.modalities.diffusion.schedules import (
-    TRANSITIONS,
-    DiffusionSchedule,
-    FlowSchedule,
-    NoiseSchedule,
-    PredictionType,
-    split_prediction,
-)
-from gruppo.modalities.diffusion.trust_region import joint_clip_nats
+from gruppo.modalities.common.validation import joint_clip_nats, refuse
+from gruppo.modalities.diffusion import denoiser as denoising
+from gruppo.modalities.diffusion import schedules
+from gruppo.modalities.diffusion.sampling import DiffusionSampling, sample_batch
+from gruppo.modalities.diffusion.schedules import DiffusionSchedule, FlowSchedule, NoiseSchedule, PredictionType
 from gruppo.modalities.diffusion.unet import DenoisingUNet
 from gruppo.protocols import Outputs, Policy
 from gruppo.seeds import generator_at
@@ -84,16 +68,17 @@ class DenoiserPolicy(Policy):
         *,
         predicts: PredictionType = "x0",
         schedule: NoiseSchedule | None = None,
-        condition: ConditionEncoder | None = None,
-        weighting: Weighting = "uniform",
+        condition: denoising.ConditionEncoder | None = None,
+        weighting: denoising.Weighting = "uniform",
         middle: str = "",
-        call: ModuleCall | None = None,
-        codec: PixelCodec | None = None,
+        call: denoising.ModuleCall | None = None,
+        codec: denoising.PixelCodec | None = None,
     ) -> None:
-        schedule, codec, call = schedule or FlowSchedule(), codec or PixelCodec(tuple(shape)), call or ModuleCall()
+        schedule, call = schedule or FlowSchedule(), call or denoising.ModuleCall()
+        codec = codec or denoising.PixelCodec(tuple(shape))
         self.module = module.eval()
-        self.denoiser = Denoiser(module, tuple(shape), predicts, schedule, condition, codec, middle, call)
-        self.weighting: Weighting = weighting
+        self.denoiser = denoising.Denoiser(module, tuple(shape), predicts, schedule, condition, codec, middle, call)
+        self.weighting: denoising.Weighting = weighting
         self.value_head: nn.Module | None = None
         """Features [N, F] to values [N]. Not part of ``module``, so that saves, copies and references exclude it."""
 
@@ -108,7 +93,7 @@ class DenoiserPolicy(Policy):
     def at(self, module: nn.Module) -> Self:
         """This policy with other weights of the same network: a reference."""
         other = super().at(module)
-        other.denoiser, other.value_head = replace(self.denoiser, module=module), None
+        other.denoiser = replace(self.denoiser, module=module)
         return other
 
     def save(self, folder: Path) -> None:
@@ -116,15 +101,16 @@ class DenoiserPolicy(Policy):
 
         Of a module of your own, only the weights: it is an argument of ``load_denoiser``.
         """
-        condition, schedule, module = self.denoiser.condition, self.denoiser.schedule, self.module
-        if not isinstance(condition, ClassLabels | None) or type(schedule) not in (FlowSchedule, DiffusionSchedule):
+        denoiser, module = self.denoiser, self.module
+        condition, schedule = denoiser.condition, denoiser.schedule
+        # by type: the schedules of pipelines, which extend these, hold a scheduler of diffusers
+        is_plain = type(schedule) in (FlowSchedule, DiffusionSchedule)
+        if not isinstance(condition, denoising.ClassLabels | None) or not is_plain:
             raise GruppoError(f"""a folder can hold ClassLabels and a FlowSchedule or DiffusionSchedule, not a
                 {type(condition).__name__} and a {type(schedule).__name__}. Save policy.module yourself.""")
         settings = {
-            "shape": self.denoiser.shape,
-            "predicts": self.denoiser.predicts,
-            "weighting": self.weighting,
-            "middle": self.denoiser.middle,
+            **{"shape": denoiser.shape, "predicts": denoiser.predicts, "weighting": self.weighting},
+            "middle": denoiser.middle,
             "path": {"kind": "flow" if schedule.is_flow else "diffusion", **asdict(schedule)},
             "condition": None if condition is None else {"classes": condition.names, "dropped": condition.dropped},
             "unet": module.sizes if isinstance(module, DenoisingUNet) else None,
@@ -143,14 +129,16 @@ class DenoiserPolicy(Policy):
         rows, evaluations = config.rollout.prompts * group_size, 2 if guided else 1
         last = sampling.train_to or sampling.steps - 1
         trained = max(round(sampling.train_fraction * (last - sampling.train_from)), 1)
+        # a branched group is in one state until it parts: the trained step is evaluated once for all its samples
         total = (config.rollout.prompts if is_branched else trained * rows) * evaluations
         steps = "1, at which its group parts," if is_branched else f"{trained}"
         eta = "" if sampling.eta is None else f", eta {sampling.eta:g}"
+        further = f"{', guided' if guided else ''}"
+        further += ", less where a group has its state in common" if sampling.noise != "independent" else ""
         lines = [
             f"an image    {list(self.denoiser.codec.image_shape)}; an action has {self.dims:,} dimensions",
             f"sampled     {sampling.steps} steps of {sampling.transition}{eta}, the last without noise; "
-            f"{sampling.steps * rows * evaluations:,} evaluations of the network{', guided' if guided else ''}"
-            + (", less where a group has its state in common" if sampling.noise != "independent" else ""),
+            f"{sampling.steps * rows * evaluations:,} evaluations of the network{further}",
             f"noise       {NOISE[sampling.noise]}",
             f"trained on  {steps} of steps {sampling.train_from} to {last - 1} of each row, {total:,} evaluations",
         ]
@@ -161,8 +149,8 @@ class DenoiserPolicy(Policy):
 
     def parse_prompt(self, text: str, *, is_plain: bool, read_image: Callable[..., Tensor]) -> Any:
         """The name of a class or its number, or a caption."""
-        condition = self.denoiser.condition
-        is_number = isinstance(condition, ClassLabels) and text not in condition.names and text.isdecimal()
+        labels = self.denoiser.condition  # a class may be named "7"
+        is_number = isinstance(labels, denoising.ClassLabels) and text not in labels.names and text.isdecimal()
         return int(text) if is_number else text
 
     # --- metrics of each denoising step K, counted from 0: timestep/NAME/K --------------------------------------------
@@ -190,11 +178,9 @@ class DenoiserPolicy(Policy):
             return {}
         logprobs, mask = likelihood.logprobs.detach(), inputs.loss_mask
         old = logprobs if inputs.old_logprobs is None else inputs.old_logprobs
-        values: dict[str, Tensor] = {
-            "sum:timestep/trained_count": mask.double(),
-            "mean:timestep/advantage_abs_mean": inputs.advantages.abs(),
-            "mean:timestep/ratio_abs_nats": (logprobs - old).abs(),
-        }
+        values = {"sum:timestep/trained_count": mask.double()}  # by metric: [b, t]
+        values["mean:timestep/advantage_abs_mean"] = inputs.advantages.abs()
+        values["mean:timestep/ratio_abs_nats"] = (logprobs - old).abs()
         ref = None if inputs.ref is None else inputs.ref.gaussian
         if ref is not None and likelihood.gaussian is not None:
             with torch.no_grad():
@@ -225,10 +211,10 @@ class DenoiserPolicy(Policy):
             output = self.likelihood(rollouts, micro_batch, outputs=("output",)).output.float().cpu()  # [b, t, *E]
             columns = torch.arange(micro_batch.cols.start or 0, min(micro_batch.cols.stop, steps))
             x0[micro_batch.rows[:, None], columns[None]] = output[:, : len(columns)]
-        images: list[Iterable[Tensor]] = [self.denoiser.codec.decode(x0[:, step]) for step in range(steps)]
         stats = {}
-        for step, completions in enumerate([*images, rollouts.completions]):
-            rewards = score(replace(rollouts, completions=tuple(completions)))
+        for step in range(steps + 1):  # the last one has no noise, so that its image is the sample itself
+            images = self.denoiser.codec.decode(x0[:, step]) if step < steps else rollouts.completions
+            rewards = score(replace(rollouts, completions=tuple(images)))
             stats[f"mean:timestep/reward/{step}"] = Stat.of(rewards, rewards.isfinite())
         return stats
 
@@ -246,18 +232,16 @@ class DenoiserPolicy(Policy):
         """Sampling options in full; raises GruppoError for those that cannot be both sampled and scored."""
         sampling, condition, schedule = DiffusionSampling.of(sampling), self.denoiser.condition, self.denoiser.schedule
         schedule.times(sampling.steps)  # raises for more steps than the schedule has times
-        fitting = [n for n, t in TRANSITIONS.items() if n != "ode" and t.is_flow in (None, schedule.is_flow)]
-        what = "has no condition" if condition is None else "was never trained without its condition"
-        refuse(
-            not sampling.is_mode
-            and sampling.transition not in fitting
-            and f"transition={sampling.transition!r} does not fit the {'flow' if schedule.is_flow else 'diffusion'} "
-            f"schedule that this network was trained on. Set one of {', '.join(fitting)}.",
-            sampling.guidance != 1
-            and not (condition and condition.dropped)
-            and f"guidance={sampling.guidance:g} needs a prediction without a condition, and this network {what}. Set "
-            "guidance 1, or train with --diffusion.dropped 0.1 (ClassLabels(..., dropped=0.1)).",
-        )
+        fitting = [n for n, t in schedules.TRANSITIONS.items() if n != "ode" and t.is_flow in (None, schedule.is_flow)]
+        if not sampling.is_mode and sampling.transition not in fitting:
+            raise GruppoError(f"""transition={sampling.transition!r} does not fit the
+                {"flow" if schedule.is_flow else "diffusion"} schedule that this network was trained on. Set one of
+                {", ".join(fitting)}.""")
+        if sampling.guidance != 1 and not (condition and condition.dropped):
+            what = "has no condition" if condition is None else "was never trained without its condition"
+            raise GruppoError(f"""guidance={sampling.guidance:g} needs a prediction without a condition, and this
+                network {what}. Set guidance 1, or train with --diffusion.dropped 0.1 (ClassLabels(...,
+                dropped=0.1)).""")
         return sampling
 
     def sample(self, requests: Sequence[Request], sampling: Sampling, *, seed: int) -> Rollouts:
@@ -269,8 +253,8 @@ class DenoiserPolicy(Policy):
         conditions = self.denoiser.encode([request.prompt.inputs for request in requests])
         self.module.eval()
         batch_rows = self.batch_rows if sampling.guidance == 1 else max(self.batch_rows // 2, 1)
-        batches = row_batches(requests, conditions, batch_rows)
-        return Rollouts.cat([sample_batch(self.denoiser, batch, sampling, seed) for batch in batches])
+        parts = row_batches(requests, conditions, batch_rows)
+        return Rollouts.cat([sample_batch(self.denoiser, part, sampling, seed) for part in parts])
 
     # --- scoring ------------------------------------------------------------------------------------------------------
 
@@ -282,14 +266,11 @@ class DenoiserPolicy(Policy):
         """
         if not loss_mask.any():
             return []
-        guidance = rollouts.per_row.get("guidance", torch.ones(len(rollouts)))
+        guidance = rollouts.per_row.get("guidance", torch.ones(len(rollouts)))  # demonstrations have none
         cost = 1 + (guidance != 1).long()
-        kept = loss_mask.any(dim=1).nonzero()[:, 0]
         columns = slice(0, int(loss_mask.any(dim=0).nonzero()[:, 0].max()) + 1)
-        micro_batches: list[MicroBatch] = []
-        rows: list[int] = []
-        left = budget
-        for row in kept.tolist():
+        micro_batches, rows, left = list[MicroBatch](), list[int](), budget
+        for row in loss_mask.any(dim=1).nonzero()[:, 0].tolist():
             needed = int(rollouts.mask[row].sum()) * int(cost[row])
             if rows and needed > left:
                 micro_batches.append(MicroBatch(torch.tensor(rows), columns))
@@ -311,15 +292,23 @@ class DenoiserPolicy(Policy):
         "output" is the predicted x0 of each step. For demonstrations the log-probs are minus the denoising loss.
         """
         self.module.eval()
-        steps = StepSelection(rollouts, micro_batch, self.device)
+        steps = denoising.StepSelection(rollouts, micro_batch, self.device)
         if "level" in rollouts.per_row:
-            return demonstration_likelihood(self.denoiser, steps, self.weighting, outputs)
-        step = sampled_step(rollouts, micro_batch.rows)
+            return denoising.demonstration_likelihood(self.denoiser, steps, self.weighting, outputs)
+        # The transition that these rows were sampled with: one forward can score one alone.
+        rows, names = micro_batch.rows, list(schedules.TRANSITIONS)
+        if (rollouts.temperature[rows] <= 0).any():
+            raise GruppoError("rollouts of the ODE (temperature 0) have no density to learn from. Sample at 1.")
+        numbers = torch.stack([rollouts.per_row["transition"][rows].double(), rollouts.per_row["eta"][rows]], dim=1)
+        kinds = {(names[int(n)], None if math.isnan(eta) else eta) for n, eta in numbers.tolist()}
+        if len(kinds) > 1:
+            raise GruppoError("these rollouts mix several transitions or etas; evaluate each kind apart.")
+        step = schedules.step_of(*next(iter(kinds), ("ancestral", None)))
         wants_entropy = "entropy" in outputs or "entropy_value" in outputs
         if len(steps.row):
             levels, inputs = steps.inputs(self.denoiser)
             prediction, features = self.denoiser.predict(*inputs, steps.group, features="values" in outputs)
-            x0, noise = split_prediction(inputs[0], prediction, levels, self.denoiser.predicts)
+            x0, noise = schedules.split_prediction(inputs[0], prediction, levels, self.denoiser.predicts)
             normal = step(inputs[0], x0, noise, levels)
         else:  # no network is called with an empty batch
             x0 = torch.zeros(0, *self.denoiser.shape, dtype=torch.float64, device=self.device)
@@ -327,24 +316,23 @@ class DenoiserPolicy(Policy):
         mean, std = normal.mean, normal.std
         # The density is that of the float32 state as stored, in float64, as when it was sampled.
         actions = rollouts.actions[steps.row, steps.column].to(self.device)  # [N, *E]
-        return Likelihood(
-            steps.scatter(gaussian_logprob(actions[None], mean[None], std[None])[0]),
-            steps.scatter(gaussian_entropy(mean[None], std[None])[0]) if wants_entropy else None,
-            Gaussian(steps.scatter(mean), steps.scatter(std, fill=1.0)) if "gaussian" in outputs else None,
-            steps.scatter(self._values(features)) if "values" in outputs else None,
-            steps.scatter(x0) if "output" in outputs else None,
-        )
+        logprobs = steps.scatter(gaussian_logprob(actions[None], mean[None], std[None])[0])
+        entropy = steps.scatter(gaussian_entropy(mean[None], std[None])[0]) if wants_entropy else None
+        # a standard normal where no step was chosen: its KL is 0, and a std of 0 would give NaN
+        grid = Gaussian(steps.scatter(mean), steps.scatter(std, fill=1.0)) if "gaussian" in outputs else None
+        values = steps.scatter(self._values(features)) if "values" in outputs else None
+        return Likelihood(logprobs, entropy, grid, values, steps.scatter(x0) if "output" in outputs else None)
 
     def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
         """Values of the states before each step, by ``value_head``; 0 where mask is False."""
         self.module.eval()
-        steps = StepSelection(rollouts, micro_batch, self.device)
+        steps = denoising.StepSelection(rollouts, micro_batch, self.device)
         features = None
         if len(steps.row):
-            _, (x, times, condition, guidance) = steps.inputs(self.denoiser)
+            x, times, condition, guidance = steps.inputs(self.denoiser)[1]
             # A value needs the features under the condition alone: one evaluation, whatever the guidance.
             unguided = torch.ones_like(guidance)
-            _, features = self.denoiser.predict(x, times, condition, unguided, steps.group, features=True)
+            features = self.denoiser.predict(x, times, condition, unguided, steps.group, features=True)[1]
         return steps.scatter(self._values(features))
 
     # --- demonstrations -----------------------------------------------------------------------------------------------
@@ -364,21 +352,18 @@ class DenoiserPolicy(Policy):
         dimensions, with w by ``weighting``.
         """
         refuse(*map(self.check_demonstration, prompts))
-        denoiser = self.denoiser
+        denoiser, targets = self.denoiser, [prompt.target for prompt in prompts]
         conditions = denoiser.encode([prompt.inputs for prompt in prompts])
         generators = [generator_at(seed, "demonstration", prompt.draw) for prompt in prompts]
         uniforms = torch.stack([torch.rand(2, generator=generator, dtype=torch.float64) for generator in generators])
-        return image_rollouts(
-            prompts,
-            torch.stack([denoiser.codec.encode(prompt.target) for prompt in prompts])[:, None],  # [B, 1, *E]
-            [prompt.target for prompt in prompts],
-            shared={} if conditions is None else {"condition": conditions},
-            per_row={
-                "first": torch.stack([torch.randn(denoiser.shape, generator=generator) for generator in generators]),
-                "level": denoiser.schedule.training_times(uniforms[:, 0]),
-                "dropped": uniforms[:, 1] < (0.0 if denoiser.condition is None else denoiser.condition.dropped),
-            },
-        )
+        per_row = {
+            "first": torch.stack([torch.randn(denoiser.shape, generator=generator) for generator in generators]),
+            "level": denoiser.schedule.training_times(uniforms[:, 0]),
+            "dropped": uniforms[:, 1] < (0.0 if denoiser.condition is None else denoiser.condition.dropped),
+        }
+        states = torch.stack([denoiser.codec.encode(target) for target in targets])[:, None]  # [B, 1, *E]
+        shared = {} if conditions is None else {"condition": conditions}
+        return image_rollouts(prompts, states, targets, shared, per_row)
 
 
 class DenoiserCritic(HeadCritic):

@@ -7,14 +7,13 @@ from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from gruppo.core.distributions import gaussian_logprob
 from gruppo.modalities.common.images import RowBatch, image_rollouts
-from gruppo.modalities.common.validation import refuse
 from gruppo.modalities.diffusion.denoiser import Denoiser
-from gruppo.modalities.diffusion.schedules import TRANSITIONS, Step, ode, split_prediction, step_of
+from gruppo.modalities.diffusion.schedules import TRANSITIONS, ode, split_prediction, step_of
 from gruppo.seeds import generator_at
 from gruppo.types import GruppoError, Rollouts, Sampling
 
@@ -50,46 +49,42 @@ class DiffusionSampling(Sampling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        name, eta, noise_choices = self.transition, self.eta, get_args(NoiseSharing)
-        got = "eta=0" if eta == 0 else f"transition={name!r}"
-        refuse(
-            name not in TRANSITIONS
-            and f"transition={name!r} is not one of {', '.join(map(repr, TRANSITIONS))}. Set one of them.",
-            self.temperature not in (0, 1)
-            and f"temperature={self.temperature}: a denoising step has no temperature. Set 1, and --diffusion.eta for "
-            "its noise; 0 is the ODE.",
-            (self.top_k or self.top_p != 1 or self.stop)
-            and f"top_k={self.top_k}, top_p={self.top_p:g} and stop={self.stop!r} apply to tokens. Leave them out.",
-            name in ("ddpm", "ddpm_large")
-            and eta not in (None, 1)
-            and f"eta={eta} is not read by transition={name!r}. Set transition ddim, or leave eta out.",
-            not self.is_mode
-            and (name == "ode" or eta == 0)
-            and f"{got} draws nothing: without a density there is no policy gradient. Set eta above 0; the ODE is for "
-            "evaluation, temperature 0.",
-            self.noise not in noise_choices
-            and f"noise={self.noise!r} is not one of {', '.join(map(repr, noise_choices))}. Set one of them.",
-            not 0 <= self.guidance < math.inf
-            and f"guidance={self.guidance} is out of range; it needs to be at least 0. Set 1 for none.",
-            self.ode_steps < 0 and f"ode_steps={self.ode_steps} is negative; use 0 for as many steps as in training.",
-        )
+        name, eta, noisy = self.transition, self.eta, self.max_actions - 1
+        choices = {"transition": (name, tuple(TRANSITIONS)), "noise": (self.noise, get_args(NoiseSharing))}
+        for field, (value, known) in choices.items():
+            if value not in known:
+                raise GruppoError(f"{field}={value!r} is not one of {', '.join(map(repr, known))}. Set one of them.")
+        if self.temperature not in (0, 1):
+            raise GruppoError(f"""temperature={self.temperature}: a denoising step has no temperature. Set 1, and
+                --diffusion.eta for its noise; 0 is the ODE.""")
+        if self.top_k or self.top_p != 1 or self.stop:
+            raise GruppoError(f"""top_k={self.top_k}, top_p={self.top_p:g} and stop={self.stop!r} apply to tokens. Leave
+                them out.""")
+        if name in ("ddpm", "ddpm_large") and eta not in (None, 1):
+            raise GruppoError(f"eta={eta} is not read by transition={name!r}. Set transition ddim, or leave eta out.")
+        if not self.is_mode and (name == "ode" or eta == 0):
+            got = "eta=0" if eta == 0 else f"transition={name!r}"
+            raise GruppoError(f"""{got} draws nothing: without a density there is no policy gradient. Set eta above 0;
+                the ODE is for evaluation, temperature 0.""")
+        if not 0 <= self.guidance < math.inf:
+            raise GruppoError(f"guidance={self.guidance} is out of range; it needs to be at least 0. Set 1 for none.")
+        if self.ode_steps < 0:
+            raise GruppoError(f"ode_steps={self.ode_steps} is negative; use 0 for as many steps as in training.")
         step_of(name, eta)  # raises for an eta out of its range
         if self.is_mode:
             return
-        noisy = self.max_actions - 1
-        refuse(
-            noisy < 1
-            and f"{self.max_actions} step has no noise to learn from: the last is of the ODE. Set 2 steps or more.",
-            not 0 <= self.train_from < (self.train_to or noisy) <= noisy
-            and f"train_from={self.train_from}, train_to={self.train_to} are not a range of the steps 0 to {noisy} "
-            f"that have noise. Set train_from below train_to, and train_to at most {noisy}.",
-            not 0 < self.train_fraction <= 1
-            and f"train_fraction={self.train_fraction:g} is out of range; it needs to be above 0 and at most 1.",
-            self.noise == "branched"
-            and self.train_fraction != 1
-            and f"train_fraction={self.train_fraction:g} with noise='branched', which trains one step of each group. "
-            "Set train_fraction 1, or noise 'shared'.",
-        )
+        if noisy < 1:
+            raise GruppoError(f"""{self.max_actions} step has no noise to learn from: the last is of the ODE. Set 2
+                steps or more.""")
+        if not 0 <= self.train_from < (self.train_to or noisy) <= noisy:
+            raise GruppoError(f"""train_from={self.train_from}, train_to={self.train_to} are not a range of the steps 0
+                to {noisy} that have noise. Set train_from below train_to, and train_to at most {noisy}.""")
+        share = f"train_fraction={self.train_fraction:g}"
+        if not 0 < self.train_fraction <= 1:
+            raise GruppoError(f"{share} is out of range; it needs to be above 0 and at most 1.")
+        if self.noise == "branched" and self.train_fraction != 1:
+            raise GruppoError(f"""{share} with noise='branched', which trains one step of each group. Set train_fraction
+                1, or noise 'shared'.""")
 
     @staticmethod
     def of(sampling: Sampling) -> DiffusionSampling:
@@ -116,28 +111,13 @@ def branch_step(sampling: DiffusionSampling, seed: int, draw: int) -> int:
     return int(torch.randint(first, last, (), generator=generator_at(seed, "branch", draw)))
 
 
-def trained_steps(sampling: DiffusionSampling, seed: int, draw: int) -> Bool[Tensor, "T"]:
-    """Which steps of a group are trained: none at temperature 0."""
-    chosen = torch.zeros(sampling.steps, dtype=torch.bool)
-    if sampling.is_mode:
-        return chosen
-    if sampling.noise == "branched":
-        chosen[branch_step(sampling, seed, draw)] = True
-        return chosen
-    first, last = sampling.train_from, sampling.train_to or sampling.max_actions - 1
-    count = max(round(sampling.train_fraction * (last - first)), 1)
-    order = torch.randperm(last - first, generator=generator_at(seed, "trained steps", draw))
-    chosen[first + order[:count]] = True
-    return chosen
-
-
 def step_noise(
     sampling: DiffusionSampling, seed: int, rows: list[tuple[int, int]], shape: tuple[int, ...], step: int | None
 ) -> Float[Tensor, "B ..."]:
     """Standard normal noise of a step for rows of (draw, sample); of the initial latents where ``step`` is None."""
     addresses: list[tuple[int | str, ...]] = []
-    draws = dict.fromkeys(draw for draw, _ in rows)
-    branches = {draw: branch_step(sampling, seed, draw) for draw in draws} if sampling.noise == "branched" else {}
+    is_branched = sampling.noise == "branched"
+    branches = {n: branch_step(sampling, seed, n) for n in {draw for draw, _ in rows}} if is_branched else {}
     for draw, sample in rows:
         # A group shares the initial latents unless samples are independent; a branched one all but one step's noise.
         is_own = sampling.noise == "independent" if step is None else step == branches.get(draw, step)
@@ -154,15 +134,15 @@ def step_noise(
 @torch.no_grad()
 def sample_batch(denoiser: Denoiser, batch: RowBatch, sampling: DiffusionSampling, seed: int) -> Rollouts:
     """Rollouts of a batch of rows, with all that scoring needs to know about how they were sampled."""
-    count, groups, device = len(batch.group_ids), batch.group_ids, denoiser.device
+    size, groups, device = (len(batch.group_ids),), batch.group_ids, denoiser.device
     name = "ode" if sampling.is_mode else sampling.transition
     per_row = {
         "first": step_noise(sampling, seed, batch.addresses, denoiser.shape, None),
-        "steps": torch.full((count,), sampling.steps),
-        "transition": torch.full((count,), list(TRANSITIONS).index(name)),
+        "steps": torch.full(size, sampling.steps),
+        "transition": torch.full(size, list(TRANSITIONS).index(name)),
         # NaN: the transition's own default
-        "eta": torch.full((count,), math.nan if sampling.eta is None else sampling.eta, dtype=torch.float64),
-        "guidance": torch.full((count,), sampling.guidance, dtype=torch.float64),
+        "eta": torch.full(size, math.nan if sampling.eta is None else sampling.eta, dtype=torch.float64),
+        "guidance": torch.full(size, sampling.guidance, dtype=torch.float64),
     }
     condition = None if batch.inputs is None else batch.inputs[groups].to(device)
     x, states, logprobs = per_row["first"].to(device), [], []
@@ -181,29 +161,18 @@ def sample_batch(denoiser: Denoiser, batch: RowBatch, sampling: DiffusionSamplin
         logprobs.append(nats.cpu())
     actions = torch.stack(states, dim=1)  # [B, T, *E]
     is_finite = actions.isfinite().flatten(1).all(dim=1)
-    chosen = torch.stack([trained_steps(sampling, seed, prompt.draw) for prompt in batch.prompts])  # [P, T]
-    mask = chosen[groups] & is_finite[:, None]
-    return image_rollouts(
-        batch.prompts,
-        actions,
-        tuple(denoiser.codec.decode(actions[:, -1].nan_to_num())),
-        shared={} if batch.inputs is None else {"condition": batch.inputs},
-        per_row=per_row,
-        group_ids=groups,
-        logprobs=torch.where(mask, torch.stack(logprobs, dim=1), 0),
-        mask=mask,
-        is_finite=is_finite,
-        temperature=float(sampling.temperature),
-    )
-
-
-def sampled_step(rollouts: Rollouts, rows: Int[Tensor, "b"]) -> Step:
-    """The transition step that all of these rows were sampled with."""
-    if (rollouts.temperature[rows] <= 0).any():
-        raise GruppoError("rollouts of the ODE (temperature 0) have no density to learn from. Sample at 1.")
-    names = list(TRANSITIONS)
-    numbers = torch.stack([rollouts.per_row["transition"][rows].double(), rollouts.per_row["eta"][rows]], dim=1)
-    kinds = {(names[int(n)], None if math.isnan(eta) else eta) for n, eta in numbers.tolist()}
-    if len(kinds) > 1:
-        raise GruppoError("these rollouts mix several transitions or etas; evaluate each kind apart.")
-    return step_of(*next(iter(kinds), ("ancestral", None)))
+    # The steps that are trained, by group: one where its samples part, else a random share of a range; none of the ODE.
+    chosen = torch.zeros(len(batch.prompts), sampling.steps, dtype=torch.bool)  # [P, T]
+    first, last = sampling.train_from, sampling.train_to or sampling.max_actions - 1
+    for group, prompt in enumerate(() if sampling.is_mode else batch.prompts):
+        if sampling.noise == "branched":
+            chosen[group, branch_step(sampling, seed, prompt.draw)] = True
+            continue
+        count = max(round(sampling.train_fraction * (last - first)), 1)
+        order = torch.randperm(last - first, generator=generator_at(seed, "trained steps", prompt.draw))
+        chosen[group, first + order[:count]] = True
+    mask = chosen[groups] & is_finite[:, None]  # a row that is not finite is not trained on
+    nats, images = torch.stack(logprobs, dim=1), denoiser.codec.decode(actions[:, -1].nan_to_num())
+    scored = {"logprobs": torch.where(mask, nats, 0), "mask": mask, "is_finite": is_finite}
+    shared, temperature = {} if batch.inputs is None else {"condition": batch.inputs}, float(sampling.temperature)
+    return image_rollouts(batch.prompts, actions, images, shared, per_row, groups, temperature, **scored)

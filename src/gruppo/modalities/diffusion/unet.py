@@ -53,9 +53,8 @@ class DenoisingUNet(nn.Module):
         half = self.width // 2
         frequencies = (-math.log(10000) * torch.arange(half, device=times.device, dtype=times.dtype) / half).exp()
         angles = (times * self.time_scale)[:, None] * frequencies
-        embedding = silu(
-            self.time_embedding(torch.cat([angles.cos(), angles.sin()], dim=1)) + self.label_embedding(labels)
-        )
+        time = self.time_embedding(torch.cat([angles.cos(), angles.sin()], dim=1))
+        embedding = silu(time + self.label_embedding(labels))  # [N, S]
         fine = self.fine(self.conv_in(pixel_unshuffle(x, 2)), embedding)  # [N, width, H/2, W/2]
         coarse = self.middle(self.coarse(self.down(fine), embedding), embedding)  # [N, 2 width, H/4, W/4]
         upsampled = self.up(interpolate(coarse, size=fine.shape[-2:]))

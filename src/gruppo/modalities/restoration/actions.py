@@ -80,12 +80,9 @@ class Action(nn.Module):
     """Cells per side; None if the action has the size of the image."""
     render: Any
 
-    def __init__(
-        self, channels: int, count: int, std: float | Sequence[float], *, learned: bool, **options: Any
-    ) -> None:
+    def __init__(self, channels: int, count: int, std: float | Sequence[float], learned: bool, **options: Any) -> None:
         super().__init__()
-        self.channels, self.count = channels, count
-        self.scale = NoiseScale(std, count, learned=learned)
+        self.channels, self.count, self.scale = channels, count, NoiseScale(std, count, learned=learned)
         noise = {"std": self.scale.start, "learned": self.scale.learned}
         self.settings: dict[str, Any] = {"kind": self.kind, "channels": channels, **options, **noise}
         """Arguments of the constructor, as JSON."""
@@ -135,9 +132,8 @@ class GridAction(Action):
         if self.bands and channels not in self.bands:
             raise GruppoError(f"channels={channels} has no detail bands; 1 (gray) and 3 (color) have. Set one of them.")
         bands, options = self.bands.get(channels), {"grid": grid, "smooth": smooth, "detached": detached}
-        super().__init__(
-            channels, bands or channels, self.default_std if std is None else std, learned=learned, **options
-        )
+        std = self.default_std if std is None else std
+        super().__init__(channels, bands or channels, std, learned=learned, **options)
         self.grid, self.smooth, self.detached = grid, smooth, detached
         self.head = MeanHead(channels * (1 + (bands or 1)), self.count, grid)
 
@@ -197,8 +193,7 @@ class Controls(Action):
     need no gradient through the network, so that it may be one without any.
     """
 
-    kind = "controls"
-    grid = 1
+    kind, grid = "controls", 1
 
     def __init__(
         self,
@@ -209,7 +204,7 @@ class Controls(Action):
         learned: bool = False,
         unit: bool = False,
     ) -> None:
-        parsed = [one if isinstance(one, Control) else Control(**one) for one in controls]
+        parsed = [one if isinstance(one, Control) else Control(**one) for one in controls]  # a mapping where saved
         names = [control.name for control in parsed]
         if not names or len(set(names)) != len(names):
             raise GruppoError(f"the controls are {names}; there needs to be one at least, and each once.")
@@ -221,9 +216,8 @@ class Controls(Action):
         super().__init__(channels, len(names), std, learned=learned, controls=listed, unit=unit)
         self.controls, self.unit = parsed, unit
         self.head = MeanHead(2 * channels, len(names), 1)
-        for name in ("low", "high", "start"):
-            numbers = torch.tensor([float(getattr(control, name)) for control in parsed])
-            self.register_buffer(f"_{name}", numbers, persistent=False)
+        spans = torch.tensor([[float(getattr(one, name)) for one in parsed] for name in ("low", "high", "start")])
+        self.register_buffer("_spans", spans, persistent=False)  # saved in ``settings``
         self._read = [n for n, name in enumerate(names) if name != MIX]
         self._mix = names.index(MIX) if MIX in names else None
         self.conditions = len(self._read)
@@ -234,7 +228,7 @@ class Controls(Action):
 
     def values(self, action: Grid) -> Float[Tensor, "N K"]:
         """Value of each control, ``mix`` included, clamped to its range."""
-        low, high, start = (self.get_buffer(f"_{name}").to(action) for name in ("low", "high", "start"))
+        low, high, start = self.get_buffer("_spans").to(action)
         return (start + action.flatten(1) * (high - low)).clamp(low, high)
 
     def restored(self, network: NetworkCall, x: Images, values: Float[Tensor, "N K"]) -> Images:
@@ -242,7 +236,7 @@ class Controls(Action):
         if not self._read:
             return network(x)
         if self.unit:
-            low, high = (self.get_buffer(f"_{name}").to(values) for name in ("low", "high"))
+            low, high, _ = self.get_buffer("_spans").to(values)
             values = (values - low) / (high - low)
         return network(x, values[:, self._read])
 
@@ -266,15 +260,13 @@ class Controls(Action):
         image = self.restored(network, x, values)
         if self._mix is None:
             return image
-        mix = values[:, self._mix].reshape(-1, 1, 1, 1).to(image)
+        mix = values[:, self._mix].reshape(-1, 1, 1, 1).to(image)  # [N, 1, 1, 1]
         return mix * image + (1 - mix) * x.to(image)
 
 
 # --- by name ----------------------------------------------------------------------------------------------------------
 
-ACTIONS: dict[str, Callable[..., Action]] = {
-    action.kind: action for action in (PixelNoise, LowResolution, BandGains, Controls)
-}
+ACTIONS: dict[str, Callable[..., Action]] = {one.kind: one for one in (PixelNoise, LowResolution, BandGains, Controls)}
 EXAMPLES = "pixels:std=0.01, low_resolution:grid=8, band_gains:grid=8,std=0.15 or controls:noise=0-1@0.5,mix=0-1@1"
 
 
@@ -286,8 +278,7 @@ def open_action(text: str, channels: int = 3) -> Action:
         advice = f" Did you mean {near[0]!r}?" if near else ""
         raise GruppoError(f"there is no action {kind!r}; write {EXAMPLES}.{advice}")
     known = inspect.signature(ACTIONS[kind]).parameters
-    options: dict[str, Any] = {}
-    controls: list[Control] = []
+    options, controls = dict[str, Any](), list[Control]()
     for part in filter(None, rest.split(",")):
         name, _, value = (word.strip() for word in part.partition("="))
         try:

@@ -46,9 +46,8 @@ class Equivariance:
     seed: int = 0
 
     def __call__(self, policy: Any, rollouts: Rollouts, likelihood: Likelihood, ref: Likelihood) -> Images:
-        x = rollouts.shared["degraded"]
-        is_square = x.shape[-1] == x.shape[-2]
-        choices = [self.choice(prompt, is_square=is_square) for prompt in rollouts.prompts]
+        x = rollouts.shared["degraded"]  # [P, C, H, W]
+        choices = [self.choice(prompt, is_square=x.shape[-1] == x.shape[-2]) for prompt in rollouts.prompts]
         rows = [choices[group] for group in rollouts.group_ids.tolist()]
         inputs = torch.stack(list(map(apply_symmetry, x, choices))).to(policy.device)
         kind = policy.supervises if "demonstration" in rollouts.per_row else "output"
@@ -78,9 +77,8 @@ class ToDegraded:
     loss: PixelLoss = "charbonnier"
 
     def __call__(self, policy: Any, rollouts: Rollouts, likelihood: Likelihood, ref: Likelihood) -> Images:
-        ids = rollouts.group_ids
-        degraded = self.degrade(likelihood.output, [rollouts.prompts[group] for group in ids.tolist()])
-        x = rollouts.shared["degraded"][ids].to(degraded)
+        degraded = self.degrade(likelihood.output, [rollouts.prompts[n] for n in rollouts.group_ids.tolist()])
+        x = rollouts.shared["degraded"][rollouts.group_ids].to(degraded)  # [b, C, H, W]
         if degraded.shape != x.shape:
             raise GruppoError(f"""degraded again, {list(likelihood.output.shape)} became {list(degraded.shape)}; the
                 inputs are {list(x.shape)}. Give a degradation that keeps the size.""")

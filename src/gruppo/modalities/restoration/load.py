@@ -8,14 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gruppo import trust
-from gruppo.integrity import check_seal, read_json
 from gruppo.loading import load_object
-from gruppo.modalities.common.state_dict import load_strictly, read_safetensors
+from gruppo.modalities.common.state_dict import load_strictly, read_policy, read_safetensors
 from gruppo.modalities.restoration.actions import ACTIONS, open_action
 from gruppo.modalities.restoration.consistency import CONSISTENCIES, Consistency
 from gruppo.modalities.restoration.networks import NETWORKS, Restorer
@@ -35,9 +32,8 @@ def open_network(spec: str, *, channels: int = 3, conditions: int = 0, seed: int
     with torch.random.fork_rng(devices=[]):  # a network of the user's draws from the global generator too
         torch.manual_seed(seed_at(seed, "network") % 2**63)
         if kind in NETWORKS:
-            names = inspect.signature(NETWORKS[kind]).parameters
-            known = [name for name in names if name not in ("channels", "conditions")]
-            options: dict[str, int] = {}
+            names = inspect.signature(NETWORKS[kind]).parameters.keys()
+            known, options = [n for n in names if n not in ("channels", "conditions")], dict[str, int]()
             for part in filter(None, rest.split(",")):
                 name, _, value = (word.strip() for word in part.partition("="))
                 if name not in known or not value.isdigit():
@@ -69,9 +65,8 @@ def open_network(spec: str, *, channels: int = 3, conditions: int = 0, seed: int
 
 def load_network(network: nn.Module, path: str | Path) -> None:
     """Load a network's weights from a .safetensors file, or from a policy's folder, in the dtype of the network."""
-    path = Path(path).expanduser()
+    path, prefix = Path(path).expanduser(), "network."
     if path.is_dir():
-        prefix = "network."
         saved = _read_folder(path)[1]
         weights = {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
     else:
@@ -93,11 +88,10 @@ def open_restorer(
 
     ``weights``: of the network alone, see ``load_network``. ``options``: patches, trains, loss, supervises.
     """
-    if isinstance(consistency, str):
-        if consistency not in CONSISTENCIES:
-            known = ", ".join(map(repr, CONSISTENCIES))
-            raise GruppoError(f"consistency={consistency!r} is not one of {known}, or a ToDegraded. Set 'reference'.")
-        consistency = CONSISTENCIES[consistency]()
+    if isinstance(consistency, str) and consistency not in CONSISTENCIES:
+        known = ", ".join(map(repr, CONSISTENCIES))
+        raise GruppoError(f"consistency={consistency!r} is not one of {known}, or a ToDegraded. Set 'reference'.")
+    consistency = CONSISTENCIES[consistency]() if isinstance(consistency, str) else consistency
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_at(seed, "action") % 2**63)
         opened = open_action(action, channels)
@@ -116,29 +110,21 @@ def load_restorer(
     """
     folder = Path(folder).expanduser()
     settings, weights = _read_folder(folder)
-    action, channels, spec = dict(settings["action"]), settings["channels"], settings["network"]
+    action, spec = dict(settings["action"]), settings["network"]
     opened = ACTIONS[action.pop("kind")](**action)
     if network is None and settings["sizes"] is not None:
         network = NETWORKS[spec](**settings["sizes"])
     elif network is None and not spec:
         raise GruppoError(f"{folder} holds the weights of a module of your own. Give load_restorer that module.")
     elif network is None:
-        trust.check(folder, trust.imports(spec))
-        network = open_network(spec, channels=channels, conditions=opened.conditions)
+        trust.check(folder, trust.imports(spec))  # the name is of a file or package whose code would run
+        network = open_network(spec, channels=settings["channels"], conditions=opened.conditions)
     load_strictly(Restorer(network, opened), weights, str(folder))
-    options = {name: settings[name] for name in SAVED}
-    return RestorationPolicy(network, opened, channels=channels, consistency=consistency, spec=spec, **options)
+    options = {name: settings[name] for name in ("channels", *SAVED)}
+    return RestorationPolicy(network, opened, consistency=consistency, spec=spec, **options)
 
 
 def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Settings and weights of a policy's folder."""
-    check_seal(folder)
-    try:
-        settings = read_json(folder / SETTINGS)
-        weights = load_file(folder / WEIGHTS)
-        settings["action"]["kind"], settings["channels"], settings["network"]
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise GruppoError(f"""{folder} holds no restoration policy: {reason}. It needs {SETTINGS} and {WEIGHTS}, as
-            policy.save(folder) writes them.""") from None
-    return settings, weights
+    kind = "restoration policy"
+    return read_policy(folder, SETTINGS, WEIGHTS, kind, lambda x: (x["action"]["kind"], x["channels"], x["network"]))

@@ -14,8 +14,7 @@ from gruppo.config.stages import highest, learns_from_samples
 from gruppo.core.images import PixelLoss
 from gruppo.loading import load_object
 from gruppo.modalities.common.adapters import model_of
-from gruppo.modalities.common.validation import refuse, refuse_unused_options
-from gruppo.modalities.diffusion.trust_region import check_trust_region
+from gruppo.modalities.common.validation import check_trust_region, refuse_unused_options
 from gruppo.modalities.restoration.config import RestorationConfig
 from gruppo.modalities.restoration.consistency import CONSISTENCIES, Consistency, ToDegraded
 from gruppo.modalities.restoration.load import load_restorer, open_restorer
@@ -29,6 +28,7 @@ NEW_OPTIONS = ("action", "weights", "patches")
 """Options of ``RestorationConfig`` that a saved policy has of its own."""
 OPTIONS = ("trains", "supervises", "loss")
 """Options that may be changed for a saved policy."""
+KEPT = (*OPTIONS, "channels", "patches", "consistency", "spec")
 
 
 class RestorationModality(Modality):
@@ -36,10 +36,8 @@ class RestorationModality(Modality):
 
     name = "restoration"
     config_section = RestorationConfig
-    rewards_read_images = True
-    rewards_read_reference = True
+    rewards_read_images = rewards_read_reference = is_gaussian = True
     has_lengths = False
-    is_gaussian = True
 
     def matches(self, model: str) -> bool:
         return model.startswith(NEW) or (bool(model) and (Path(model_of(model)) / SETTINGS).is_file())
@@ -49,32 +47,28 @@ class RestorationModality(Modality):
         chosen, default, model = config.section(RestorationConfig), RestorationConfig(), config.model
         is_new, cons_coef = model.startswith(NEW), highest(config, "cons_coef")
         changed = next((name for name in NEW_OPTIONS if getattr(chosen, name) != getattr(default, name)), None)
-        refuse(
-            model == NEW
-            and f"--model {model!r} names no network. Set --model {NEW}unet, {NEW}dncnn or {NEW}FILE.py:Class.",
-            changed
-            and not is_new
-            and f"restoration.{changed} is of a new policy, and {model!r} has its own. Leave --restoration.{changed} "
-            f"out, or set --model {NEW}unet --restoration.weights {'FOLDER' if model == IN_MEMORY else model}.",
-            chosen.consistency != default.consistency
-            and not cons_coef
-            and f"restoration.consistency={chosen.consistency!r} was set, and no stage's cons_coef is above 0. Set "
-            "--stage.cons-coef 0.1, or leave it out.",
-            chosen.consistency == "reference"
-            and cons_coef
-            and config.reference.place != "device"
-            and f"reference.place={config.reference.place!r}: a consistency to the reference reads its images in every "
-            "update. Leave --reference.place out, or set --restoration.consistency equivariance.",
-            (config.lora.rank or config.lora.adapter)
-            and f"LoRA puts adapters on large models, and {model!r} is a network that is trained itself. Leave the "
-            "--lora options out, or set --restoration.trains action.",
-            config.compute == "bfloat16"
-            and "compute='bfloat16' is for language models; a network that restores images computes in its own dtype. "
-            "Set --compute float32.",
-            config.critic.kind == "separate"
-            and "critic.kind='separate': the critic of a network that restores images is a head on it. Set "
-            "--critic.kind shared.",
-        )
+        if model == NEW:
+            raise GruppoError(f"""--model {model!r} names no network. Set --model {NEW}unet, {NEW}dncnn or
+                {NEW}FILE.py:Class.""")
+        if changed and not is_new:
+            raise GruppoError(f"""restoration.{changed} is of a new policy, and {model!r} has its own. Leave
+                --restoration.{changed} out, or set --model {NEW}unet --restoration.weights
+                {"FOLDER" if model == IN_MEMORY else model}.""")
+        if chosen.consistency != default.consistency and not cons_coef:
+            raise GruppoError(f"""restoration.consistency={chosen.consistency!r} was set, and no stage's cons_coef is
+                above 0. Set --stage.cons-coef 0.1, or leave it out.""")
+        if self.consistency_reads_reference(config) and config.reference.place != "device":
+            raise GruppoError(f"""reference.place={config.reference.place!r}: a consistency to the reference reads its
+                images in every update. Leave --reference.place out, or set --restoration.consistency equivariance.""")
+        if config.lora.rank or config.lora.adapter:
+            raise GruppoError(f"""LoRA puts adapters on large models, and {model!r} is a network that is trained itself.
+                Leave the --lora options out, or set --restoration.trains action.""")
+        if config.compute == "bfloat16":
+            raise GruppoError("""compute='bfloat16' is for language models; a network that restores images computes in
+                its own dtype. Set --compute float32.""")
+        if config.critic.kind == "separate":
+            raise GruppoError("""critic.kind='separate': the critic of a network that restores images is a head on it.
+                Set --critic.kind shared.""")
 
     def open(self, config: Config, data: PromptSource) -> tuple[Policy, dict[str, Any]]:
         if not config.model.startswith(NEW):
@@ -84,14 +78,10 @@ class RestorationModality(Modality):
             raise DataError(f"""--model {config.model} restores images, and the data {config.data!r} have none: a prompt
                 is a {type(first).__name__}. Set --data photos:noise=25, degrade:FOLDER:noise=25 or
                 pairs:DEGRADED:CLEAN.""")
-        policy = open_restorer(
-            config.model.removeprefix(NEW),
-            chosen.action,
-            channels=len(first),
-            weights=model_of(chosen.weights) if chosen.weights else None,
-            seed=config.seed,
-            patches=chosen.patches,
-        )
+        weights = model_of(chosen.weights) if chosen.weights else None
+        sizes: dict[str, Any] = {"channels": len(first), "patches": chosen.patches}
+        network = config.model.removeprefix(NEW)
+        policy = open_restorer(network, chosen.action, weights=weights, seed=config.seed, **sizes)
         return self.adapt(config, policy, data), {"name": config.model}
 
     def adapt(self, config: Config, policy: Policy, data: PromptSource) -> Policy:
@@ -101,24 +91,15 @@ class RestorationModality(Modality):
         if changed := {name: value for name in OPTIONS if (value := getattr(chosen, name)) is not None}:
             if policy.trains == "action":  # undo that freeze; weights that a caller froze stay frozen
                 module.network.requires_grad_(True)
-            policy = RestorationPolicy(
-                module.network,
-                module.action,
-                channels=policy.channels,
-                patches=policy.patches,
-                consistency=policy.consistency,
-                spec=policy.spec,
-                **{name: getattr(policy, name) for name in OPTIONS} | changed,
-            )
+            options: dict[str, Any] = {name: getattr(policy, name) for name in KEPT} | changed
+            policy = RestorationPolicy(module.network, module.action, **options)
         # a policy from memory keeps its own consistency unless the options name another
         is_named = config.model != IN_MEMORY or chosen.consistency != RestorationConfig().consistency
         if is_named and highest(config, "cons_coef"):
             policy.consistency = consistency_of(chosen.consistency, policy.loss, data)
         return policy
 
-    def load(
-        self, model: str, *, compute: Any = "auto", trust_remote_code: bool = False, is_merged: bool = False
-    ) -> Policy:
+    def load(self, model: str, **unused: Any) -> Policy:
         return load_restorer(model_of(model))
 
     def sampling(self, config: Config, policy: Policy | None = None) -> Sampling:
@@ -133,19 +114,15 @@ class RestorationModality(Modality):
         refused = [policy.check_prompt(prompt, sampling) for prompt in first]
         if all(refused):
             raise DataError(f"none of the first {len(first)} prompts of {config.data!r} can be restored: {refused[0]}")
-        refuse(
-            policy.columns > 1
-            and config.objective.credit == "return_to_go"
-            and f"objective.credit='return_to_go' is for actions that follow each other, and the {policy.columns} "
-            "patches of an image are side by side. Set --objective.credit position or outcome.",
-            not any(parameter.requires_grad for parameter in policy.module.parameters())
-            and f"nothing is to be trained: neither the network of {config.model!r} nor its action has weights that "
-            "are not frozen. Give the network some, or set --restoration.action low_resolution.",
-            highest(config, "entropy_coef")
-            and not policy.module.action.scale.learned
-            and "a stage's entropy_coef is above 0, and the action's std is fixed, so that its entropy never changes. "
-            "Set --restoration.action with learned=true, or --stage.entropy-coef 0.",
-        )
+        if policy.columns > 1 and config.objective.credit == "return_to_go":
+            raise GruppoError(f"""objective.credit='return_to_go' is for actions that follow each other, and the
+                {policy.columns} patches of an image are side by side. Set --objective.credit position or outcome.""")
+        if not any(parameter.requires_grad for parameter in policy.module.parameters()):
+            raise GruppoError(f"""nothing is to be trained: neither the network of {config.model!r} nor its action has
+                weights that are not frozen. Give the network some, or set --restoration.action low_resolution.""")
+        if highest(config, "entropy_coef") and not policy.module.action.scale.learned:
+            raise GruppoError("""a stage's entropy_coef is above 0, and the action's std is fixed, so that its entropy
+                never changes. Set --restoration.action with learned=true, or --stage.entropy-coef 0.""")
         if learns_from_samples(config):
             check_trust_region(config.objective, policy.dims(first[0].inputs.shape))
 
@@ -154,10 +131,8 @@ class RestorationModality(Modality):
         names = [name for name, parameter in policy.module.named_parameters() if parameter.requires_grad]
         network = tuple(name for name in names if not name.startswith("action."))
         action = tuple(name for name in names if name.startswith("action."))
-        groups = [
-            ParameterGroup(network),
-            ParameterGroup(action, lr_factor=config.section(RestorationConfig).action_lr_factor, norm="action_norm"),
-        ]
+        factor = config.section(RestorationConfig).action_lr_factor
+        groups = ParameterGroup(network), ParameterGroup(action, lr_factor=factor, norm="action_norm")
         return [group for group in groups if group.names]
 
     def consistency_reads_reference(self, config: Config) -> bool:
@@ -193,6 +168,5 @@ def consistency_of(name: str, loss: PixelLoss, data: Any) -> Consistency:
             --restoration.consistency to one of them.""")
     function = load_object(name)
     if not callable(function):
-        kind = type(function).__name__
-        raise GruppoError(f"{name} is a {kind}; a degradation is a function of images and prompts.")
+        raise GruppoError(f"{name} is a {type(function).__name__}; a degradation is a function of images and prompts.")
     return ToDegraded(function, loss)

@@ -30,9 +30,9 @@ class DnCNN(nn.Module):
         if depth < 2:
             raise GruppoError(f"depth={depth} leaves no layer between the first and the last; use 2 or more.")
         self.sizes = {"channels": channels, "width": width, "depth": depth, "conditions": conditions}
-        layers: list[nn.Module] = [nn.Conv2d(channels + conditions, width, 3, padding=1), nn.ReLU()]
-        for _ in range(depth - 2):
-            layers += [nn.Conv2d(width, width, 3, padding=1), nn.ReLU()]
+        inputs, layers = [channels + conditions, *[width] * (depth - 2)], list[nn.Module]()
+        for count in inputs:
+            layers += [nn.Conv2d(count, width, 3, padding=1), nn.ReLU()]
         self.body = nn.Sequential(*layers, nn.Conv2d(width, channels, 3, padding=1))
         for parameter in self.body[-1].parameters():  # so that the network is the identity at first
             nn.init.zeros_(parameter)
@@ -88,7 +88,7 @@ def _with_conditions(x: Images, conditions: Tensor | None, count: int) -> Float[
     if not count:
         return x
     if conditions is None or conditions.shape != (len(x), count):
-        got = "none" if conditions is None else f"{list(conditions.shape)}"
+        got = "none" if conditions is None else list(conditions.shape)
         raise GruppoError(f"""the network reads {count} conditions of each image and got {got} for {len(x)} images. Give
             [{len(x)}, {count}], or use the action 'controls'.""")
     return torch.cat([x, conditions.to(x)[:, :, None, None].expand(-1, -1, *x.shape[-2:])], dim=1)
@@ -138,9 +138,8 @@ class Restorer(nn.Module):
             y = self.action.render(self.call_network, x, base, mean)
         except GruppoError:
             raise
-        except Exception as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            count = self.action.conditions
+        except Exception as error:  # a network of the user's: anything
+            reason, count = " ".join(str(error).split()) or type(error).__name__, self.action.conditions
             inputs = f"[N, {channels}, H, W]" + (f" and conditions [N, {count}]" if count else "")
             raise GruppoError(f"""the network {name} cannot restore images {list(x.shape)}: {reason:.300}. It needs to
                 take {inputs} and to return the same size. Set channels, or another network.""") from error

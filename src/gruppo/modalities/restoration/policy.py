@@ -71,8 +71,6 @@ class RestorationPolicy(Policy):
     mean, with its log-prob at 1; it is never trained on. Rewards read an image as a file would hold it.
     """
 
-    copy = None
-    """No copy of the weights in another dtype."""
     supports = frozenset({"consistency", "demonstrations", "shared_critic"})
     likelihood_outputs = frozenset({"entropy", "entropy_value", "gaussian", "output", "values"})
     action_name, budget_name, renders_images = "action", "squares", True
@@ -95,36 +93,29 @@ class RestorationPolicy(Policy):
         consistency: Consistency | None = None,
         spec: str = "",
     ) -> None:
-        for name, value, choices in (
-            ("trains", trains, get_args(Trains)),
-            ("loss", loss, get_args(PixelLoss)),
-            ("supervises", supervises, get_args(Supervises)),
-        ):
-            if value not in choices:
+        given = {"trains": (trains, Trains), "loss": (loss, PixelLoss), "supervises": (supervises, Supervises)}
+        for name, (value, literal) in given.items():
+            if value not in (choices := get_args(literal)):
                 known = ", ".join(map(repr, choices))
                 raise GruppoError(f"{name}={value!r} is not one of {known}. Set {choices[0]!r}.")
-        has_trained_action = any(parameter.requires_grad for parameter in action.parameters())
-        refuse(
-            action.channels != channels
-            and f"the action is for {action.channels} channels and the network for {channels}; give both the same.",
-            patches < 1 and f"patches={patches} is out of range; set 1 for an image as one action.",
-            action.grid is not None
-            and action.grid % max(patches, 1)
-            and f"the action's grid of {action.grid} x {action.grid} cannot be cut into {patches} x {patches} equal "
-            f"patches; its side needs to be a multiple of {patches}. Set patches 1, or another grid.",
-            supervises == "told"
-            and not action.conditions
-            and f"supervises='told' sets the network's controls, and the action {action.kind!r} has none. Set the "
-            "action controls:noise=0-50@25, or supervises='output'.",
-            trains == "action"
-            and supervises != "output"
-            and f"supervises={supervises!r} trains the network alone, and trains='action' freezes it. Set "
-            "trains='all', or supervises='output'.",
-            trains == "action"
-            and not has_trained_action
-            and f"trains='action' leaves nothing to train: the action {action.kind!r} has no weights but its std, "
-            "which is fixed. Set trains='all', or learned=true.",
-        )
+        if action.channels != channels:
+            raise GruppoError(f"""the action is for {action.channels} channels and the network for {channels}; give both
+                the same.""")
+        if patches < 1:
+            raise GruppoError(f"patches={patches} is out of range; set 1 for an image as one action.")
+        if action.grid is not None and action.grid % patches:
+            raise GruppoError(f"""the action's grid of {action.grid} x {action.grid} cannot be cut into {patches} x
+                {patches} equal patches; its side needs to be a multiple of {patches}. Set patches 1, or another
+                grid.""")
+        if supervises == "told" and not action.conditions:
+            raise GruppoError(f"""supervises='told' sets the network's controls, and the action {action.kind!r} has
+                none. Set the action controls:noise=0-50@25, or supervises='output'.""")
+        if trains == "action" and supervises != "output":
+            raise GruppoError(f"""supervises={supervises!r} trains the network alone, and trains='action' freezes it.
+                Set trains='all', or supervises='output'.""")
+        if trains == "action" and not any(parameter.requires_grad for parameter in action.parameters()):
+            raise GruppoError(f"""trains='action' leaves nothing to train: the action {action.kind!r} has no weights but
+                its std, which is fixed. Set trains='all', or learned=true.""")
         if trains == "action":
             network.requires_grad_(False)  # also where the action's gradient would reach it
         self.channels, self.patches, self.spec = channels, patches, spec
@@ -153,13 +144,8 @@ class RestorationPolicy(Policy):
         """Write the weights and the settings; ``load_restorer`` reads them. Only networks of gruppo have sizes."""
         network: Any = self.module.network
         name = next((name for name, kind in NETWORKS.items() if isinstance(network, kind)), None)
-        settings = {
-            "network": name or self.spec,
-            "channels": self.channels,
-            "action": self.module.action.settings,
-            **{name: getattr(self, name) for name in SAVED},
-            "sizes": network.sizes if name else None,
-        }
+        settings = {"network": name or self.spec, "channels": self.channels, "action": self.module.action.settings}
+        settings |= {field: getattr(self, field) for field in SAVED} | {"sizes": network.sizes if name else None}
         weights = {name: w.detach().cpu().contiguous().clone() for name, w in self.module.state_dict().items()}
         folder.mkdir(parents=True, exist_ok=True)
         save_file(weights, folder / WEIGHTS)
@@ -202,11 +188,8 @@ class RestorationPolicy(Policy):
         """Return why this prompt cannot be sampled from, or None."""
         error = image_error(prompt.inputs, "input", self.channels)
         if error is None and any(side % self.patches for side in prompt.inputs.shape[-2:]):
-            height, width = prompt.inputs.shape[-2:]
-            error = (
-                f"is {height} x {width}, which {self.patches} x {self.patches} patches do not divide. Crop it to a "
-                f"multiple of {self.patches}."
-            )
+            (h, w), side = prompt.inputs.shape[-2:], self.patches
+            error = f"is {h} x {w}, which {side} x {side} patches do not divide. Crop it to a multiple of {side}."
         return f"prompt {prompt.id!r} {error}" if error else None
 
     def check_sampling(self, sampling: Sampling) -> Sampling:
@@ -225,9 +208,7 @@ class RestorationPolicy(Policy):
         if not requests or any(request.size < 1 for request in requests):
             raise ValueError("sample needs at least one request, each of size 1 or more.")
         temperature = float(self.check_sampling(sampling).temperature)
-        for request in requests:
-            if error := self.check_prompt(request.prompt, sampling):
-                raise GruppoError(error)
+        refuse(*(self.check_prompt(request.prompt, sampling) for request in requests))
         images = stack_images([request.prompt.inputs for request in requests])
         module, sampled = self.module.eval(), []  # dropout would make sampling and scoring two functions
         std = math.sqrt(temperature or 1) * module.action.scale()[:, None, None]  # [K, 1, 1]
@@ -245,18 +226,12 @@ class RestorationPolicy(Policy):
             restored = module.action.render(module.call_network, x[group], base, action).float()
             is_finite = action.isfinite().flatten(1).all(dim=1) & restored.isfinite().flatten(1).all(dim=1)
             mask = is_finite[:, None].expand(-1, self.columns)
-            actions, means = to_columns(action, self.patches), to_columns(means, self.patches)[group]
+            actions, means = to_columns(action, self.patches), to_columns(means, self.patches)[group]  # [B, T, K, h, w]
+            logprobs = masked_logprob(actions, means, std, mask).float()
+            scored = {"logprobs": logprobs.cpu(), "mask": mask.cpu().contiguous(), "is_finite": is_finite.cpu()}
+            files, shared = quantize(restored.nan_to_num()).cpu(), {"degraded": batch.inputs}
             rollouts = image_rollouts(
-                batch.prompts,
-                actions.cpu(),
-                tuple(quantize(restored.nan_to_num()).cpu()),
-                shared={"degraded": batch.inputs},
-                per_row={},
-                group_ids=batch.group_ids,
-                logprobs=masked_logprob(actions, means, std, mask).float().cpu(),
-                mask=mask.cpu().contiguous(),
-                is_finite=is_finite.cpu(),
-                temperature=temperature,
+                batch.prompts, actions.cpu(), files, shared, {}, batch.group_ids, temperature, **scored
             )
             sampled.append(rollouts)
         return Rollouts.cat(sampled)
@@ -299,29 +274,23 @@ class RestorationPolicy(Policy):
         values = None
         if "values" in outputs:
             # mean and mean square of each channel of a patch, of the degraded image and of the network's
-            images = x.to(self.compute_dtype)
-            images = images if base is None else torch.cat([images, base.to(images)], dim=1)
+            images = torch.cat([one.to(self.compute_dtype) for one in (x, base) if one is not None], dim=1)
             features = to_columns(torch.cat([images, images.square()], dim=1), self.patches).mean(dim=(-2, -1))
             each = self._values(features.flatten(0, 1)).reshape(features.shape[:2])  # [P, T]
             values = torch.where(mask, each[group][:, cols], 0)
         wants_entropy = "entropy" in outputs or "entropy_value" in outputs
-        return Likelihood(
-            masked_logprob(micro_batch.of(rollouts.actions).to(self.device), mean, std, mask),
-            torch.where(mask, gaussian_entropy(mean, each_std), 0) if wants_entropy else None,
-            Gaussian(mean, each_std) if "gaussian" in outputs else None,
-            values,
-            output,
-        )
+        logprobs = masked_logprob(micro_batch.of(rollouts.actions).to(self.device), mean, std, mask)
+        entropy = torch.where(mask, gaussian_entropy(mean, each_std), 0) if wants_entropy else None
+        normal = Gaussian(mean, each_std) if "gaussian" in outputs else None
+        return Likelihood(logprobs, entropy, normal, values, output)
 
     def feature_width(self) -> int:
         """Return the number of features that ``value_head`` reads for each patch."""
         return 2 * self.channels * (1 if isinstance(self.module.action, Controls) else 2)
 
-    def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
-        """Values of each patch before it is acted on, by ``value_head``; 0 where mask is False."""
-        values = self.likelihood(rollouts, micro_batch, outputs=("values",)).values
-        assert values is not None
-        return values
+    def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Any:
+        """Values of each patch before it is acted on [b, t], by ``value_head``; 0 where mask is False."""
+        return self.likelihood(rollouts, micro_batch, outputs=("values",)).values
 
     # --- demonstrations and consistency -------------------------------------------------------------------------------
 
@@ -331,10 +300,8 @@ class RestorationPolicy(Policy):
             return error
         error = image_error(prompt.target, "target", self.channels)
         if error is None and prompt.target.shape != prompt.inputs.shape:
-            error = (
-                f"is {list(prompt.inputs.shape)} and its target {list(prompt.target.shape)}; both need one size. "
-                "Resize the degraded image."
-            )
+            sizes = f"is {list(prompt.inputs.shape)} and its target {list(prompt.target.shape)}"
+            error = f"{sizes}; both need one size. Resize the degraded image."
         if error is None and self.supervises == "told":
             action: Any = self.module.action
             try:
@@ -345,16 +312,12 @@ class RestorationPolicy(Policy):
 
     def demonstrations(self, prompts: Sequence[Prompt], *, seed: int) -> Rollouts:
         """Return each prompt's degraded image, with the patches of its clean one as actions. Nothing is random."""
-        for prompt in prompts:
-            if error := self.check_demonstration(prompt):
-                raise GruppoError(error)
-        return image_rollouts(
-            prompts,
-            to_columns(stack_images([prompt.target for prompt in prompts]), self.patches),  # [B, T, C, h, w]
-            [prompt.target for prompt in prompts],
-            shared={"degraded": stack_images([prompt.inputs for prompt in prompts])},
-            per_row={"demonstration": torch.ones(len(prompts), dtype=torch.bool)},
-        )
+        refuse(*map(self.check_demonstration, prompts))
+        targets = [prompt.target for prompt in prompts]
+        shared = {"degraded": stack_images([prompt.inputs for prompt in prompts])}
+        per_row = {"demonstration": torch.ones(len(prompts), dtype=torch.bool)}
+        actions = to_columns(stack_images(targets), self.patches)  # [B, T, C, h, w]
+        return image_rollouts(prompts, actions, targets, shared, per_row)
 
     def supervised_loss(self, rollouts: Rollouts, likelihood: Likelihood) -> Float[Tensor, "b t"]:
         """Mean of rho(image, clean) over the channels and pixels of each patch.
@@ -364,9 +327,7 @@ class RestorationPolicy(Policy):
         if likelihood.output is None:
             raise GruppoError('the supervised loss needs the deterministic image. Pass outputs=("output",).')
         if "demonstration" not in rollouts.per_row:
-            for prompt in rollouts.prompts:
-                if error := self.check_demonstration(prompt):
-                    raise GruppoError(error)
+            refuse(*map(self.check_demonstration, rollouts.prompts))
         clean = stack_images([prompt.target for prompt in rollouts.prompts])[rollouts.group_ids]
         loss = PIXEL_LOSSES[self.loss](likelihood.output, clean.to(likelihood.output))
         return to_columns(loss, self.patches).flatten(2).mean(dim=-1)
