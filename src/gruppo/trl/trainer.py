@@ -116,7 +116,11 @@ class GRPOTrainer:
         if not rows and not getattr(args, "max_steps", -1) > 0:
             raise GruppoError("train_dataset has no length, so its epochs are not known. Set max_steps.")
         settings |= _adapter(peft_config, source, notes)
-        environment = _environment(environment_factory)
+        environment = environment_factory
+        if isinstance(environment, Mapping):  # by the data's column environment
+            environment = {name: EnvironmentClass(one, step_is_tool=True) for name, one in environment.items()}
+        elif environment is not None:
+            environment = EnvironmentClass(environment, step_is_tool=True)
         if tools or environment:
             settings |= _environment_settings(args, tools or (), environment_factory)
             meaning = "tokens that the policy writes in a conversation; there those of results too"
@@ -278,9 +282,8 @@ class GRPOTrainer:
         """A policy where the model or its tokenizer is in memory or needs arguments; None where its name says all."""
         from gruppo.modalities.text import from_transformers
 
-        kwargs = {
-            name: v for name, v in dict(getattr(self.args, "model_init_kwargs", None) or {}).items() if v is not None
-        }
+        kwargs = dict(getattr(self.args, "model_init_kwargs", None) or {})
+        kwargs = {name: value for name, value in kwargs.items() if value is not None}
         if "quantization_config" in kwargs:
             raise refusal("model_init_kwargs", kwargs, "no quantized training")
         if (dtype := str(kwargs.pop("dtype", kwargs.pop("torch_dtype", "auto"))).removeprefix("torch.")) != "auto":
@@ -391,13 +394,6 @@ def _check_callback(callback: Any) -> None:
         if getattr(type(callback), name, None) is not getattr(TrainerCallback, name):
             raise GruppoError(f"""{type(callback).__name__}.{name} would never be called: gruppo calls
                 {", ".join(EVENTS)}. Move it there, or write a gruppo.Callback for gruppo.Trainer.""")
-
-
-def _environment(factory: Any) -> Any:
-    """What makes environments, by the data's column environment if there are several; None without any."""
-    if isinstance(factory, Mapping):
-        return {name: EnvironmentClass(one, step_is_tool=True) for name, one in factory.items()}
-    return None if factory is None else EnvironmentClass(factory, step_is_tool=True)
 
 
 def _environment_settings(args: Any, tools: Sequence[Any], factory: Any) -> dict[str, Any]:

@@ -97,12 +97,22 @@ def translated(args: Any, kind: str, *, rows: int, has_evaluation: bool) -> tupl
         return getattr(value, "value", value)  # an enum of transformers
 
     notes = list[str]()
-    settings = _direct(of, names, notes) | _objective(of, kind, notes) | _learning_rate(of)
+    settings = _direct(of, names, notes) | _objective(of, kind, notes)
+    # The learning rate: its decay, and what is left of it at the end.
+    decay, kwargs, last = of("lr_scheduler_type"), dict(of("lr_scheduler_kwargs") or {}), 0.0
+    if decay not in DECAYS:
+        raise refusal("lr_scheduler_type", decay, f"it needs one of {', '.join(DECAYS)}")
+    if decay == "cosine_with_min_lr":
+        last = kwargs.pop("min_lr_rate", None) or kwargs.pop("min_lr", 0.0) / (of("learning_rate") or 1.0)
+    if kwargs:
+        raise refusal("lr_scheduler_kwargs", kwargs)
     settings |= _steps(of, rows, notes, has_evaluation=has_evaluation)
     is_recomputed = of("activation_checkpointing")
     if is_recomputed is None:  # transformers' new name for what TRL sets by the former one
         is_recomputed = of("gradient_checkpointing")
     settings |= {
+        "optim.decay": DECAYS[decay],
+        "optim.final_lr_frac": float(last),
         "optim.betas": (float(of("adam_beta1")), float(of("adam_beta2"))),
         "optim.recompute": "layer" if is_recomputed else "none",
         "saving.keep": of("save_total_limit") or 10**6,
@@ -115,7 +125,18 @@ def translated(args: Any, kind: str, *, rows: int, has_evaluation: bool) -> tupl
         "compute": {None: "auto", True: "bfloat16", False: "float32"}[of("bf16")],
     }
     if of("use_vllm"):
-        settings |= _servers(of, notes)
+        if of("vllm_mode") != "server":
+            near = "vLLM runs in servers of its own: gruppo serve MODEL, vllm_mode='server'"
+            raise refusal("vllm_mode", of("vllm_mode"), near)
+        notes.append("vLLM servers are started with gruppo serve in place of trl vllm-serve")
+        url = of("vllm_server_base_url") or f"http://{of('vllm_server_host')}:{of('vllm_server_port')}"
+        settings |= {"engine.kind": "vllm", "engine.urls": (url.replace("//0.0.0.0", "//127.0.0.1"),)}
+    if of("use_vllm") and of("vllm_importance_sampling_correction"):
+        level, _, correction = of("vllm_importance_sampling_mode").partition("_")
+        high = of("vllm_importance_sampling_cap") or of("vllm_importance_sampling_clip_max")
+        settings |= {"objective.correction": correction, "objective.correction_level": level}
+        settings["objective.correction_low"] = float(of("vllm_importance_sampling_clip_min") or 0.0)
+        settings["objective.correction_high"] = 1e6 if high is None else float(high)  # 1e6: no bound in practice
     if not str(of("optim")).startswith("adamw_torch"):
         raise refusal("optim", of("optim"))
     trackers = of("report_to") or []
@@ -246,32 +267,3 @@ def _objective(of: Callable[[str], Any], kind: str, notes: list[str]) -> dict[st
         notes.append("scale_rewards applies to each reward; there it is ignored with normalize_then_sum")
     settings = {f"objective.{name}": value for name, value in objective.items()}
     return settings | {"stage.kl_coef": beta, "stage.entropy_coef": entropy}
-
-
-def _servers(of: Callable[[str], Any], notes: list[str]) -> dict[str, Any]:
-    """vLLM servers, and the correction of their log-probs."""
-    if of("vllm_mode") != "server":
-        near = "vLLM runs in servers of its own: gruppo serve MODEL, vllm_mode='server'"
-        raise refusal("vllm_mode", of("vllm_mode"), near)
-    notes.append("vLLM servers are started with gruppo serve in place of trl vllm-serve")
-    url = of("vllm_server_base_url") or f"http://{of('vllm_server_host')}:{of('vllm_server_port')}"
-    settings: dict[str, Any] = {"engine.kind": "vllm", "engine.urls": (url.replace("//0.0.0.0", "//127.0.0.1"),)}
-    if of("vllm_importance_sampling_correction"):
-        level, _, kind = of("vllm_importance_sampling_mode").partition("_")
-        high = of("vllm_importance_sampling_cap") or of("vllm_importance_sampling_clip_max")
-        settings |= {"objective.correction": kind, "objective.correction_level": level}
-        settings["objective.correction_low"] = float(of("vllm_importance_sampling_clip_min") or 0.0)
-        settings["objective.correction_high"] = 1e6 if high is None else float(high)  # 1e6: no bound in practice
-    return settings
-
-
-def _learning_rate(of: Callable[[str], Any]) -> dict[str, Any]:
-    name, kwargs = of("lr_scheduler_type"), dict(of("lr_scheduler_kwargs") or {})
-    if name not in DECAYS:
-        raise refusal("lr_scheduler_type", name, f"it needs one of {', '.join(DECAYS)}")
-    last = 0.0
-    if name == "cosine_with_min_lr":
-        last = kwargs.pop("min_lr_rate", None) or kwargs.pop("min_lr", 0.0) / (of("learning_rate") or 1.0)
-    if kwargs:
-        raise refusal("lr_scheduler_kwargs", kwargs)
-    return {"optim.decay": DECAYS[name], "optim.final_lr_frac": float(last)}
