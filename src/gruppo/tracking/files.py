@@ -200,7 +200,8 @@ class MetricsFile(Tracker):
             replace_file(self._path, _json_text([*read_lines(self._path)[:-1], self._last | row]))
             return self._write_csv()
         append_lines(self._path, [row])
-        if not row.keys() <= set(self._columns):  # a new column changes the header and every earlier line
+        # A new column changes the header and every earlier line.
+        if not row.keys() <= set(self._columns):
             return self._write_csv()
         self._last = row
         with writing(self._csv), self._csv.open("a", encoding="utf-8", newline="") as file:

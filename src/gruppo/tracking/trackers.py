@@ -112,8 +112,8 @@ class GuardedTracker:
         self._tracker: Tracker | None = self._call("could not be opened", factory)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        # Plain floats: a tracker must not get tensors or NumPy scalars, which some cannot send.
         if self._tracker is not None and not self._has_failed:
-            # Plain floats: a tracker must not get tensors or NumPy scalars, which some cannot send.
             self._call("failed", self._tracker.log, step, {name: float(value) for name, value in metrics.items()})
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
