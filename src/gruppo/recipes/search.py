@@ -23,6 +23,7 @@ KINDS = ("Bridge", "Castle", "Lighthouse", "Mill", "Museum", "Station", "Theater
 TOWNS = ("Arden", "Brack", "Corley", "Dunmore", "Elden", "Farrow", "Gorse", "Holt", "Kirby", "Lisk", "Marne", "Norby")
 FIRST = ("Ada", "Bruno", "Clara", "David", "Emma", "Felix", "Greta", "Hugo", "Irene", "Jonas", "Karin", "Leo")
 LAST = ("Adler", "Berg", "Cole", "Dahl", "Evans", "Frank", "Gray", "Hall", "Keller", "Lund", "Moss", "Quill")
+WORD = re.compile(r"\w+")
 QUESTIONS = {
     "year": ("When was {name} built?", "In which year was {name} built?"),
     "town": ("Where is {name}?", "In which town is {name}?"),
@@ -56,7 +57,7 @@ class BM25:
     """
 
     def __init__(self, texts: Sequence[str], *, k1: float = 1.2, b: float = 0.75) -> None:
-        self.counts = [Counter(words(text)) for text in texts]
+        self.counts = [Counter(WORD.findall(text.lower())) for text in texts]
         lengths = [count.total() for count in self.counts]
         mean = sum(lengths) / len(lengths)
         # The part of a text's score that depends on its length alone.
@@ -65,7 +66,7 @@ class BM25:
         self.idf = {word: math.log(1 + (len(texts) - n + 0.5) / (n + 0.5)) for word, n in found.items()}
 
     def scores(self, query: str) -> list[float]:
-        known = [(word, self.idf[word]) for word in words(query) if word in self.idf]
+        known = [(word, self.idf[word]) for word in WORD.findall(query.lower()) if word in self.idf]
         return [
             sum(idf * count[word] * (self.k1 + 1) / (count[word] + norm) for word, idf in known)
             for count, norm in zip(self.counts, self.norms, strict=True)
@@ -76,10 +77,6 @@ class BM25:
         scores = self.scores(query)
         order = sorted(range(len(scores)), key=lambda n: -scores[n])  # equal ones in their order
         return [n for n in order[:count] if scores[n] > 0]
-
-
-def words(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
 
 
 def buildings() -> list[dict[str, str]]:

@@ -207,7 +207,7 @@ def _draw_profile(axes: Any, panel: Panel, metrics: Metrics) -> None:
     rows = [rows[round(n * (len(rows) - 1) / max(count - 1, 1))] for n in range(count)]
     for row, color in zip(rows, _shades(count), strict=True):
         values = [row.get(name, math.nan) for name in panel.metrics]
-        finite = [value if math.isfinite(value) else math.nan for value in values]
+        finite = [value if math.isfinite(value) else math.nan for value in values]  # NaN leaves a gap in the line
         line = {"color": color, "linewidth": 1.9, "marker": "o", "markersize": 3.5, "label": f"step {row['step']:g}"}
         axes.plot(list(map(int, panel.metrics.values())), finite, **line)
 

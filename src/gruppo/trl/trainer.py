@@ -122,7 +122,14 @@ class GRPOTrainer:
         elif environment is not None:
             environment = EnvironmentClass(environment, step_is_tool=True)
         if tools or environment:
-            settings |= _environment_settings(args, tools or (), environment_factory)
+            # As in TRL: calls are made one after another without a deadline, and results are not cut.
+            longest, calls = args.max_completion_length, getattr(args, "max_tool_calling_iterations", None)
+            settings |= {"environment.max_reply_tokens": longest, "environment.timeout_s": None}
+            settings["environment.turns"] = longest if calls is None else calls + 1
+            settings["environment.tools"] = tuple(map(name_of, tools or ()))
+            if environment_factory is not None:
+                has_step = hasattr(environment_factory, "step")
+                settings["environment.kind"] = IN_MEMORY if has_step else name_of(environment_factory)
             meaning = "tokens that the policy writes in a conversation; there those of results too"
             notes.append(f"max_completion_length: {meaning}")
         policy = self._opened(model, settings, notes)
@@ -394,16 +401,6 @@ def _check_callback(callback: Any) -> None:
         if getattr(type(callback), name, None) is not getattr(TrainerCallback, name):
             raise GruppoError(f"""{type(callback).__name__}.{name} would never be called: gruppo calls
                 {", ".join(EVENTS)}. Move it there, or write a gruppo.Callback for gruppo.Trainer.""")
-
-
-def _environment_settings(args: Any, tools: Sequence[Any], factory: Any) -> dict[str, Any]:
-    """As in TRL: calls are made one after another without a deadline, and results are not cut."""
-    longest, calls = args.max_completion_length, getattr(args, "max_tool_calling_iterations", None)
-    settings = {"turns": longest if calls is None else calls + 1, "max_reply_tokens": longest, "timeout_s": None}
-    settings |= {"tools": tuple(map(name_of, tools))}
-    if factory is not None:
-        settings["kind"] = IN_MEMORY if hasattr(factory, "step") else name_of(factory)
-    return {f"environment.{name}": value for name, value in settings.items()}
 
 
 def _prompted(data: Any, args: Any) -> Any:

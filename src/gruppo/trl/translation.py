@@ -171,10 +171,8 @@ def _steps(of: Callable[[str], Any], rows: int, notes: list[str], *, has_evaluat
         settings |= {"reference.kind": "mixed", "reference.update_rate": of("ref_model_mixup_alpha")}
         settings["reference.update_every"] = math.ceil(of("ref_model_sync_steps") / updates)
     if updates > 1:
-        notes.append(
-            f"a step here is a generation and its {updates} optimizer steps: max_steps, warmup_steps, save_steps, "
-            f"eval_steps and the learning rate go by {steps} such steps"
-        )
+        names = "max_steps, warmup_steps, save_steps, eval_steps and the learning rate go by"
+        notes.append(f"a step here is a generation and its {updates} optimizer steps: {names} {steps} such steps")
     if minibatches > 1:
         text = "a loss that is averaged over tokens is averaged over those of each optimizer step"
         notes.append(f"{text}, there of the generation")

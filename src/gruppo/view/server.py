@@ -37,7 +37,7 @@ class ViewServer(socketserver.ThreadingTCPServer):
         try:
             super().__init__((HOST, port), _Handler)
         except (OSError, OverflowError) as error:
-            is_taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+            is_taken = getattr(error, "errno", None) == errno.EADDRINUSE
             problem = "is in use" if is_taken else f"cannot be listened on ({error})"
             raise GruppoError(f"port {port} {problem}. Choose another --port, or --port 0 for any free one.") from None
         self.address = f"http://{HOST}:{self.server_address[1]}/#{self.token}"
