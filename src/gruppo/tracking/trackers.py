@@ -258,11 +258,8 @@ def _tracker_ids(run_dir: Path, **opened: str) -> dict[str, str]:
     return ids
 
 
-TRACKERS: Mapping[str, Callable[[Path, Mapping[str, Any], int | None], Tracker]] = {
-    "tensorboard": TensorBoard,
-    "wandb": open_wandb,
-    "trackio": open_trackio,
-}
+Opener = Callable[[Path, Mapping[str, Any], int | None], Tracker]
+TRACKERS: Mapping[str, Opener] = {"tensorboard": TensorBoard, "wandb": open_wandb, "trackio": open_trackio}
 """By the name that ``--track`` takes, which is also the package's name."""
 
 

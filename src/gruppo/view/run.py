@@ -78,10 +78,8 @@ class RunView:
         files, texts = self.files(), ("config.json", "metrics.jsonl")
         if rows and not files:
             notices.append("completions/ is empty, so only the samples that the run has shown are listed.")
-        panels = [
-            {**vars(panel), "metrics": list(panel.metrics.items()), "points": list(panel.points.items())}
-            for panel in panels_of(rows)
-        ]
+        # Lists of pairs: the lines of a panel have an order, which a JSON object does not promise.
+        panels = [vars(p) | {"metrics": [*p.metrics.items()], "points": [*p.points.items()]} for p in panels_of(rows)]
         return {
             "name": self.name,
             "path": str(self.path.absolute()),
