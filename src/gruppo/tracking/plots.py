@@ -28,6 +28,8 @@ LOG_RANGE = 100
 """Ratio of the largest value to a small one above which colors are logarithmic."""
 MAX_COLUMNS, MAX_PROFILES = 60, 6
 """Columns of a heatmap, and lines over denoising steps."""
+UNSAFE = re.compile(r"[^A-Za-z0-9.-]+")
+"""Characters of a metric's name that become an underscore in that of a file."""
 STYLE = Path(__file__).with_name("plots.mplstyle")
 
 
@@ -280,7 +282,7 @@ def panels_of(metrics: Metrics) -> list[Panel]:
         for name in functions:
             lines = {f"reward/{name}/mean": "mean"}
             lines |= {f"reward/{name}/{end}_of_group_mean": end for end in ("best", "worst")}
-            file, unit = f"reward_{_file_name(name)}", "reward, mean over groups"
+            file, unit = f"reward_{UNSAFE.sub('_', name)}", "reward, mean over groups"
             rewards.append(Panel(file, f"Reward {name}", unit, lines, in_overview=False))
     # The strongest correlations within groups, which are what learning sees.
     prefix = "reward_corr_within_group/"
@@ -294,7 +296,7 @@ def panels_of(metrics: Metrics) -> list[Panel]:
     steps = fixed["timesteps"]
     found = (re.fullmatch(r"timestep/(.+)/\d+", name) for name in names if name not in known)
     for family in dict.fromkeys(match[1] for match in found if match):
-        file, title = f"timestep_{_file_name(family)}", f"{family.replace('_', ' ')} by denoising step"
+        file, title = f"timestep_{UNSAFE.sub('_', family)}", f"{family.replace('_', ' ')} by denoising step"
         rows = matching(rf"timestep/{re.escape(family)}/(\d+)")
         steps.append(Panel(file, title, "denoising step (0 = first)", rows, style="heatmap", value=family))
     everything = [*fixed["reward"], *rewards, *fixed["learning"], *steps, *fixed["prompts"], *fixed["stages"]]
@@ -323,7 +325,3 @@ def _has_content(panel: Panel, metrics: Metrics) -> bool:
     if panel.shown == "if it changes":
         return any(len(set(values)) > 1 for values in lines)
     return any(lines)
-
-
-def _file_name(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9.-]+", "_", name)
