@@ -169,8 +169,8 @@ def check_supervised_loss(run: Record) -> Iterator[Match]:
         return
     # Remedies change the stage that learned from demonstrations, which may be over.
     run = replace(run, stage_index=run.stage_at(loss.steps[-1]))
-    stage, sampled, changes = run.stage, set(run["loss/policy"].steps), list[Change]()
-    rates = [rate for step, rate in run["optim/lr"].items() if step in loss.steps] or [0.0]
+    stage, sampled, learned, changes = run.stage, set(run["loss/policy"].steps), set(loss.steps), list[Change]()
+    rates = [rate for step, rate in run["optim/lr"].items() if step in learned] or [0.0]
     mean_lr, peak = sum(rates) / len(rates), peak_lr(run.config, run.stage_index)
     values: dict[str, Any] = {"trend": "rises" if loss.rises() else "has not fallen", "lr": mean_lr, "peak": peak}
     if mean_lr < 0.4 * peak:  # a linear warm-up over the whole stage has 0.5

@@ -126,8 +126,9 @@ def render(report: Report) -> RenderableType:
             means = [f"{number(span.mean)} ({text})" for span, text in zip(spans, steps, strict=True)]
             evidence.append((Text(visible(name)), Text(", then ".join(means))))
         changes = [(Text(str(change), "bold"), Text(change.why, "dim")) for change in finding.changes]
-        content = {"measured": _grid(evidence), "meaning": Text(visible(finding.meaning)), "try": _grid(changes)}
-        rows = [(Text(f"   {name}", "dim"), part) for name, part in content.items() if name != "try" or changes]
+        sections: dict[str, RenderableType] = {"measured": _grid(evidence), "meaning": Text(visible(finding.meaning))}
+        sections |= {"try": _grid(changes)} if changes else {}
+        rows = [(Text(f"   {name}", "dim"), part) for name, part in sections.items()]
         parts.append(Padding(Group(title, _grid(rows)), (1, 0, 0, 0), expand=False))
     absent = [name for name, reason in report.skipped.items() if reason.startswith("no ")]
     early = [f"{name} ({reason})" for name, reason in report.skipped.items() if name not in absent]

@@ -69,8 +69,10 @@ def _embedded(run: RunView, max_bytes: int) -> dict[str, Any]:
             every = max(math.ceil(sum(file.stat().st_size for file in run.files()) / max_bytes), 1)
             if every > 1:
                 notices.append(f"This report has the completions of one step in {every}: gruppo view shows all.")
-        while (found := run.rows(source, before, every=every, last=state["last"]))[1] is not None:
-            text, first = found
+        while True:
+            text, first = run.rows(source, before, every=every, last=state["last"])
+            if first is None:
+                break
             if source == "samples" and size > max_bytes:  # also holds each row whose reward failed
                 notices.append(f"This report has the samples from step {before} on: gruppo view shows all.")
                 break
