@@ -54,7 +54,7 @@ def ddpo() -> schema.Config:
         modality=DiffusionConfig(eta=1.0),
         optim=schema.OptimConfig(lr=5e-5, minibatches=2),  # at one update the ratio is 1, and nothing is clipped
         stage=schema.Stage(kl_coef=0.04),
-        # As the source document asks. It does not prevent black images: they are at 3 nats of KL (docs/dev/lab.md).
+        # A reference that follows is no anchor: black images are at 3 nats of KL to it (docs/dev/lab.md).
         reference=schema.ReferenceConfig(kind="mixed", update_rate=0.6, update_every=50),
         evaluation=schema.EvaluationConfig(prompts=100, every=50),
         saving=schema.SavingConfig(every=50, keep=1),
