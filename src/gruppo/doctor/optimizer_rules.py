@@ -18,20 +18,17 @@ from gruppo.trainer.weight_change import LEAST as MIN_CHANGED
 
 def check_updates(run: Record) -> Iterator[Match]:
     """Updates that are skipped, lost in rounding, clipped, too large for the memory, or undone."""
-    skipped, changed, count = (
-        run[n] for n in ("update/skipped_count", "update/changed_frac", "back_off/returns_count")
-    )
+    skipped, changed = run["update/skipped_count"], run["update/changed_frac"]
     if total := sum(skipped.values):
-        steps = [str(step) for step, value in zip(skipped.steps, skipped.values, strict=True) if value]
+        steps = [str(step) for step, value in skipped.items() if value]
         where = ", ".join(steps[:5]) + (", ..." if len(steps) > 5 else "")
         values = {"skipped": total, "updates": total + sum(run["update/updates_count"].values), "steps": where}
         changes = [remedies.scale_lr(run, 0.5), *remedies.use_float32(run)]
-        yield Match("skipped-updates", changes, values=values, evidence=[(skipped, [skipped.span()])])
+        yield Match("skipped-updates", changes, "", values, [(skipped, [skipped.span()])])
 
-    if changed.span().mean < MIN_CHANGED:
-        values, evidence = {"changed": changed.span().mean}, [(changed, [changed.span()])]
-        changes = [remedies.scale_lr(run, 10.0)]
-        yield Match("unchanged-weights", changes, values=values, evidence=evidence, blocks=True)
+    if (mean := changed.span().mean) < MIN_CHANGED:
+        evidence = [(changed, [changed.span()])]
+        yield Match("unchanged-weights", [remedies.scale_lr(run, 10.0)], "", {"changed": mean}, evidence, blocks=True)
 
     norm, limit = run["grad/norm"].values, run.config.optim.max_grad_norm
     if limit and norm:
@@ -40,34 +37,34 @@ def check_updates(run: Record) -> Iterator[Match]:
         if above >= 0.95 and median >= 20 * limit:
             why = "the median norm: half of the steps stay unchanged"
             changes = [Change({"--optim.max-grad-norm": remedies.number(median)}, why), remedies.scale_lr(run, 0.5)]
-            yield Match("gradient-clipping", changes, values={"above": above, "factor": median / limit})
+            yield Match("gradient-clipping", changes, "", {"above": above, "factor": median / limit})
 
     if found := re.findall(r"step (\d+): [^\n]*?(\d+) tokens[^\n]*--optim\.token-budget (\d+)", run.log):
         first, last = found[0], found[-1]
         sizes = Series("tokens per micro-batch", (int(first[0]), int(last[0])), (float(first[1]), float(last[2])))
         change = Change({"--optim.token-budget": last[2]}, f"reached from {first[1]}")
         values = {"times": "once" if len(found) == 1 else f"{len(found)} times"}
-        yield Match("out-of-memory", [change], values=values, evidence=[(sizes, [sizes.at(0), sizes.at(1)])])
+        yield Match("out-of-memory", [change], "", values, [(sizes, [sizes.at(0), sizes.at(1)])])
 
+    count, drop, metric = run["back_off/returns_count"], run.config.back_off.drop, run[run.config.back_off.metric]
     if count.at(-1).mean >= 3:
-        back_off, metric = run.config.back_off, run[run.config.back_off.metric]
         changes = [remedies.scale_lr(run, 0.5)]
-        if back_off.drop:
-            changes.append(Change({"--back-off.drop": remedies.number(2 * back_off.drop)}, f"twice {back_off.drop:g}"))
+        if drop:
+            changes.append(Change({"--back-off.drop": remedies.number(2 * drop)}, f"twice {drop:g}"))
         evidence = [(count, [count.at(-1)]), (metric, [metric.third(0), metric.third(2)])]
-        yield Match("repeated-back-off", changes, values={"count": count.values[-1]}, evidence=evidence)
+        yield Match("repeated-back-off", changes, "", {"count": count.values[-1]}, evidence)
 
 
 def check_gradient(run: Record) -> Iterator[Match]:
     """Steps up to the last one in which no network had a gradient. Equal rewards have rules of their own."""
-    norms = [run[name] for name in NORMS if len(run[name])]
-    moving = {step for norm in norms for step, value in zip(norm.steps, norm.values, strict=True) if value}
+    moving = {step for name in NORMS for step, value in run[name].items() if value}
     idle = [step for step in run["grad/norm"].steps if step > max(moving, default=-1)]
     if len(idle) < IDLE[0]:
         return
     size, truncated, lr = run["advantage/mean_abs"], run["finish/truncated_frac"], peak_lr(run.config, run.stage_index)
-    differs = [value > 0 for step, value in zip(size.steps, size.values, strict=True) if step in idle]
+    differs = [value > 0 for step, value in size.items() if step in idle]
     is_ruined = bool(differs) and all(differs)
+    # A policy that has lost its entropy samples identical completions: the same words as in the trainer's own log.
     is_repeating = bool(moving) and run.is_stuck and re.search(rf"nothing was learned[^\n]*{IDENTICAL}", run.log)
     if is_ruined or is_repeating:
         option = "--optim.lr" if run.stage.lr is None else run.option("lr")
@@ -83,8 +80,8 @@ def check_gradient(run: Record) -> Iterator[Match]:
 
 def check_warmup(run: Record) -> Iterator[Match]:
     """A warm-up that lasts as long as its stage, or a learning rate of 0."""
-    lr, config, numbers = run["optim/lr"], run.config, run["stage/number"]
-    lr_at, stage_at = dict(zip(lr.steps, lr.values, strict=True)), dict(zip(numbers.steps, numbers.values, strict=True))
+    lr, config = run["optim/lr"], run.config
+    lr_at, stage_at = dict(lr.items()), dict(run["stage/number"].items())
     for index, stage in enumerate(config.plan):
         steps = [s for s in lr.steps if s > 0 and (len(config.plan) == 1 or stage_at.get(s) == index + 1)]
         if not steps:
@@ -97,13 +94,12 @@ def check_warmup(run: Record) -> Iterator[Match]:
         if peak and (length < 2 or warmup < length):
             continue
         name, prefix = f"stage {stage.name or index}" if len(config.plan) > 1 else "the run", stage_path(config, index)
-        values = {"stage": name, "warmup": warmup, "length": length, "peak": peak}
-        values["reached"] = max(lr_at[step] for step in steps)
+        reached = max(lr_at[step] for step in steps)
+        values = {"stage": name, "warmup": warmup, "length": length, "peak": peak, "reached": reached}
+        change = Change({"--optim.lr" if stage.lr is None else f"--{prefix}.lr": "1e-06"}, "currently 0")
         if peak:
             option = f"--{prefix}.warmup-steps" if stage.warmup_steps >= run_warmup else "--optim.warmup-steps"
             change = Change({option: str(max(length // 10, 1))}, f"a tenth of {length} steps")
-        else:
-            change = Change({"--optim.lr" if stage.lr is None else f"--{prefix}.lr": "1e-06"}, "currently 0")
         evidence = [(lr, [lr.at(lr.steps.index(steps[0])), lr.at(lr.steps.index(steps[-1]))])]
         yield Match("warmup-too-long", [change], "long" if peak else "zero", values, evidence, blocks=not peak)
         return
@@ -120,9 +116,8 @@ def check_advantages(run: Record) -> Iterator[Match]:
     if loss.rises() and last.mean > 2 * max(first.mean, 0.0) and last.mean >= least and positive >= 0.8 * last.count:
         if mean.last_mean < -least and not o.has_critic:
             why = "compares each reward with its own group, so that the mean is 0"
-            changes = remedies.set_objective(run, why, baseline="mean")
-            changes += [] if run.reward.rises() else [remedies.scale_lr(run, 0.5)]
-            yield Match("policy-loss", changes, "baseline")
+            slower = [] if run.reward.rises() else [remedies.scale_lr(run, 0.5)]
+            yield Match("policy-loss", remedies.set_objective(run, why, baseline="mean") + slower, "baseline")
         else:
             changes = [remedies.scale_lr(run, 0.5), *remedies.fewer_updates(run)]
             if o.surrogate == "clip":
@@ -150,12 +145,12 @@ def check_critic(run: Record) -> Iterator[Match]:
     loss, clipped, config = run["loss/value"], run["value/clip_frac"], run.config
     is_worse = run["value/explained_variance_frac"].last_mean < -0.1  # than the mean return: it adds variance
     is_clipped = len(clipped) >= TREND_STEPS and clipped.last_mean > 0.5
-    changes: list[Change] = []
+    clip, changes = config.objective.value_clip, list[Change]()
     if is_clipped:
-        clip = config.objective.value_clip
         changes += remedies.set_objective(run, f"three times {clip:g}", value_clip=3 * clip)
     if is_worse:
         lr = config.optim.lr if config.critic.lr is None else config.critic.lr
+        # A growing loss means that the rate is too high; else the critic has not learned enough.
         is_growing = len(loss) >= TREND_STEPS and loss.rises()
         factor, why = (0.3, "a third of") if is_growing else (3.0, "three times")
         changes.append(Change({"--critic.lr": remedies.number(lr * factor)}, f"{why} {lr:g}"))
@@ -174,12 +169,10 @@ def check_supervised_loss(run: Record) -> Iterator[Match]:
         return
     # Remedies change the stage that learned from demonstrations, which may be over.
     run = replace(run, stage_index=run.stage_at(loss.steps[-1]))
-    stage, lr, sampled = run.stage, run["optim/lr"], set(run["loss/policy"].steps)
-    lr_at = dict(zip(lr.steps, lr.values, strict=True))
-    rates = [lr_at[step] for step in loss.steps if step in lr_at] or [0.0]
+    stage, sampled, learned, changes = run.stage, set(run["loss/policy"].steps), set(loss.steps), list[Change]()
+    rates = [rate for step, rate in run["optim/lr"].items() if step in learned] or [0.0]
     mean_lr, peak = sum(rates) / len(rates), peak_lr(run.config, run.stage_index)
     values: dict[str, Any] = {"trend": "rises" if loss.rises() else "has not fallen", "lr": mean_lr, "peak": peak}
-    changes: list[Change] = []
     if mean_lr < 0.4 * peak:  # a linear warm-up over the whole stage has 0.5
         option, warmup = run.option("warmup_steps"), stage.warmup_steps
         if not warmup:

@@ -23,8 +23,7 @@ def check_log_probs(run: Record) -> Iterator[Match]:
     if off and len(largest) and optim.minibatches == 1:  # with more, the first epoch includes later updates
         worst = max(range(len(largest)), key=lambda i: abs(largest.values[i] - 1))
         evidence = [(mean, [mean.third(0), mean.third(2)]), (largest, [largest.at(worst)])]
-        values = {"off": len(off), "steps": len(largest)}
-        yield Match("ratio-not-1", remedies.use_float32(run), values=values, evidence=evidence)
+        yield Match("ratio-not-1", remedies.use_float32(run), "", {"off": len(off), "steps": len(largest)}, evidence)
 
     # Nats per action that rounding explains. Measured: 1e-7 in float32 and 0.06 in bfloat16 for text; 0.008 for the
     # joint density of 16,384 dimensions in float32. A few bad tokens spoil a batch without moving the mean.
@@ -50,7 +49,7 @@ def check_entropy_and_kl(run: Record) -> Iterator[Match]:
             changes += remedies.set_objective(run, "DAPO's: lets rare actions grow", clip_high=0.28)
         thirds = [entropy.third(0), entropy.third(2)]
         evidence = [(entropy, [entropy.at(0)]), (entropy, thirds), (reward, [reward.third(1), reward.third(2)])]
-        yield Match("entropy-collapse", changes, values={"lost": 1 - last / start}, evidence=evidence)
+        yield Match("entropy-collapse", changes, "", {"lost": 1 - last / start}, evidence)
 
     middle, last = kl.third(1).mean, kl.last_mean
     coefficient = parse_schedule(run.stage.kl_coef, "kl_coef")
@@ -60,8 +59,8 @@ def check_entropy_and_kl(run: Record) -> Iterator[Match]:
     is_diverging = last > 3 * middle and last > 0.1 and not rises
     is_far = last > 5 and not run.is_image_run  # a language model has lost its reference; images have other scales
     if is_diverging or is_far or (target and last > 5 * target):
-        changes = [remedies.more_kl(run, target=target / 2 or middle), remedies.scale_lr(run, 0.5)]
-        changes += remedies.return_to_best(run)
+        more = remedies.more_kl(run, target=target / 2 or middle)
+        changes = [more, remedies.scale_lr(run, 0.5), *remedies.return_to_best(run)]
         evidence = [(kl, [kl.third(i) for i in range(3)])]
         yield Match("kl-blow-up", changes, "useful" if rises else "useless", evidence=evidence)
 
@@ -69,21 +68,19 @@ def check_entropy_and_kl(run: Record) -> Iterator[Match]:
     sizes = {step: abs(s.last_mean) for step, s in series.items() if len(s)}
     worst, total = max(sizes, key=sizes.__getitem__, default=0), sum(sizes.values())
     if len(sizes) >= 4 and total > 0 and sizes[worst] >= 0.8 * total:
-        is_last = worst == max(sizes) and worst > 0
+        is_last = worst == max(sizes) and worst > 0  # any other one cannot be left out by itself
         changes = [Change({"--diffusion.train-to": str(worst)}, "trains only the steps before it")] if is_last else []
         evidence = [(series[worst], [series[worst].third(0), series[worst].third(2)])]
-        values = {"worst": worst, "fraction": sizes[worst] / total}
-        yield Match("denoising-step", changes, values=values, evidence=evidence)
+        yield Match("denoising-step", changes, "", {"worst": worst, "fraction": sizes[worst] / total}, evidence)
 
 
 def check_clip(run: Record) -> Iterator[Match]:
     """Too many actions clipped, none at all, or updates that end early instead."""
     high, low, ratio, old_kl = (run[n] for n in ("clip/high_frac", "clip/low_frac", "ratio/max", "kl/old_k3_nats"))
-    o, updates = run.config.objective, run.config.updates_per_batch
+    o, updates, changes = run.config.objective, run.config.updates_per_batch, list[Change]()
     fewer = [remedies.scale_lr(run, 0.5), *remedies.fewer_updates(run)]
     fraction = high.last_mean + (low.last_mean if len(low) else 0.0)
     if fraction >= 0.3:  # most of a batch is wasted
-        changes = []
         if run.is_image_run:
             wide = {"clip_unit": "nats", "dims": "sum", "clip_low": 1.0, "clip_high": 1.0}
             changes = remedies.set_objective(run, "a range in nats for the whole image", **wide)
@@ -100,29 +97,27 @@ def check_clip(run: Record) -> Iterator[Match]:
     is_clipped = any(high.values) or any(low.values)
     if updates > 1 and o.surrogate == "clip" and not is_clipped and largest <= 0.1 * limit:
         changes = [remedies.scale_lr(run, 3.0)]
-        if o.dims == "mean":
+        if o.dims == "mean":  # an average over thousands of dimensions stays near 1 however far the policy moves
             why = "joint ratio of all dimensions, in nats"
             changes += remedies.set_objective(run, why, dims="sum", clip_unit="nats")
         values = {"updates": updates, "largest": largest, "limit": limit}
         evidence = [(ratio, [ratio.at(ratio.values.index(max(ratio.values)))]), (high, [high.span()])]
         yield Match("inert-clip", changes, "exact" if largest <= 0 else "small", values, evidence)
 
-    stopped = run["update/early_stop_frac"].span()
-    if stopped.mean >= 0.5:
-        evidence = [(run["update/early_stop_frac"], [stopped])]
-        yield Match("early-stop", fewer, values={"stopped": stopped.mean}, evidence=evidence)
+    stops = run["update/early_stop_frac"]
+    if (stopped := stops.span()).mean >= 0.5:
+        yield Match("early-stop", fewer, "", {"stopped": stopped.mean}, [(stops, [stopped])])
 
 
 def check_lengths(run: Record) -> Iterator[Match]:
-    length = run["len/mean_actions"]
+    length, truncated, limit = run["len/mean_actions"], run["finish/truncated_frac"], run.config.rollout.max_new_tokens
     first, last = length.third(0).mean, length.last_mean
     if 0 < 1.5 * first <= last and not run.reward.rises(1, 2):
         changes = remedies.shorter(run)
         if run.config.objective.average == "sequence":
             changes = remedies.set_objective(run, "same denominator for short and long", average="constant") + changes
-        yield Match("length-growth", changes, values={"growth": last / first})
-    if run["finish/truncated_frac"].last_mean >= 0.25:
-        limit = run.config.rollout.max_new_tokens
+        yield Match("length-growth", changes, "", {"growth": last / first})
+    if truncated.last_mean >= 0.25:
         longer = Change({"--rollout.max-new-tokens": str(2 * limit)}, f"twice {limit}")
-        is_cause = run["finish/truncated_frac"].last_mean >= 0.9 and not any(run["reward/std_within_group"].values)
+        is_cause = truncated.last_mean >= 0.9 and not any(run["reward/std_within_group"].values)
         yield Match("truncation", [longer, *remedies.shorter(run)], blocks=is_cause and len(run.reward) > 0)

@@ -47,6 +47,9 @@ class Series:
     def __len__(self) -> int:
         return len(self.values)
 
+    def items(self) -> zip[tuple[int, float]]:
+        return zip(self.steps, self.values, strict=True)
+
     def span(self, start: int | None = None, stop: int | None = None) -> Span:
         """Mean of ``values[start:stop]``, by default of all. NaN without values, so that no comparison is true."""
         steps, values = self.steps[start:stop], self.values[start:stop]
@@ -100,6 +103,8 @@ class Record:
             steps, values = zip(*logged, strict=True) if logged else ((), ())
             self.metrics[name] = Series(name, steps, values)
         self.steps = max((int(row["step"]) for row in self.rows), default=0)
+        self.is_complete = (self.folder / "final").is_dir()
+        """Whether the run has ended and written its model."""
         self.stage_index = self.stage_at(self.steps) if self.stage_index < 0 else self.stage_index
         self.stage = config.plan[self.stage_index]
         self.is_bfloat16 = str(self.manifest.get("compute_dtype", config.compute)) in ("bfloat16", "auto")
@@ -136,15 +141,9 @@ class Record:
         """Metrics that match a pattern as a whole, each with the text of the pattern's group."""
         return [(name, match[1]) for name in self.metrics if (match := re.fullmatch(pattern, name))]
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the run has ended and written its model."""
-        return (self.folder / "final").is_dir()
-
     def stage_at(self, step: int) -> int:
         """Index in the config of the stage that a step belongs to."""
-        numbers = self["stage/number"]
-        so_far = [number for at, number in zip(numbers.steps, numbers.values, strict=True) if at <= step]
+        so_far = [number for at, number in self["stage/number"].items() if at <= step]
         return min(int(so_far[-1]) - 1, len(self.config.plan) - 1) if so_far else 0
 
     def option(self, field_name: str) -> str:
@@ -164,17 +163,15 @@ def read(folder: Path, *, trust_run: bool = False) -> Record:
         raise GruppoError(f"{path} has a value that is not a number ({error}). Delete that line.") from None
     for line, row in enumerate(rows, start=1):
         # an integer beyond the largest float raises OverflowError wherever it is used
-        wrong = [
-            n for n, v in row.items() if not isinstance(v, int | float) or (isinstance(v, int) and abs(v) > 2**1023)
-        ]
+        is_number = {n: isinstance(v, float) or (isinstance(v, int) and abs(v) <= 2**1023) for n, v in row.items()}
+        wrong = [name for name in row if not is_number[name]]
         if wrong or not math.isfinite(row["step"]):
             raise GruppoError(f"{path}, line {line}: {(wrong or ['step'])[0]} is not a number. Delete that line.")
     if not any(row["step"] > 0 for row in rows):
         problem = "ends at step 0" if rows else "is empty"
         raise GruppoError(f"the run {folder} has logged no step: {path} {problem}. Wait until a step is complete.")
-    samples, evaluations, manifest = map(
-        _objects, (folder / "samples.jsonl", folder / "evaluations.json", folder / "manifest.json")
-    )
+    files = ("samples.jsonl", "evaluations.json", "manifest.json")
+    samples, evaluations, manifest = (_objects(folder / name) for name in files)
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     config = serialization.load(folder / "config.json")
     code = trust.imports_of_run(serialization.to_dict(config.without_servers), folder)

@@ -52,6 +52,7 @@ def scaled(value: float | str, factor: float) -> str:
         return number(float(value) * factor)
     kind, _, rest = value.strip().partition(":")
     words = [word.strip() for word in rest.split(",")]
+    # What follows in linear and cosine are steps; of a controller the target and so on, which are in other units.
     values = {"linear": 2, "cosine": 2, "adaptive": 1}.get(kind, len(words))
     for i, word in enumerate(words[:values]):
         step, equals, text = word.rpartition("=")
@@ -113,15 +114,13 @@ def higher_temperature(run: Record) -> list[Change]:
 def set_objective(run: Record, why: str, **fields: Any) -> list[Change]:
     """Set fields of the objective; nothing if they have these values, or do not fit its other choices."""
     objective = run.config.objective
-    try:
+    try:  # the objective checks itself when it is made
         replace(objective, **fields)
     except GruppoError:
         return []
-    settings = {
-        f"--objective.{name.replace('_', '-')}": number(value) if isinstance(value, float) else str(value)
-        for name, value in fields.items()
-        if value != getattr(objective, name)
-    }
+    changed = {name: value for name, value in fields.items() if value != getattr(objective, name)}
+    texts = {name: number(value) if isinstance(value, float) else str(value) for name, value in changed.items()}
+    settings = {f"--objective.{name.replace('_', '-')}": text for name, text in texts.items()}
     return [Change(settings, why)] if settings else []
 
 

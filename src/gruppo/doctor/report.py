@@ -77,8 +77,7 @@ class Report:
 
 def diagnose(run: Record) -> Report:
     """Check every rule whose metrics were logged."""
-    skipped: dict[str, str] = {}
-    findings: list[Finding] = []
+    skipped, findings = dict[str, str](), list[Finding]()
     matches = {match.rule: match for check in CHECKS for match in check(run)}
     for rule in RULES:
         for i, name in enumerate(rule.reads):
@@ -115,10 +114,9 @@ def print_report(report: Report, *, is_json: bool) -> None:
 def render(report: Report) -> RenderableType:
     """The findings, each with its measurements, meaning and changes, and the rules that were skipped."""
     run, count = report.run, len(report.findings)
-    found = {0: "no problems found", 1: "1 problem found"}.get(count, f"{count} problems found")
-    head = Text.assemble(
-        (str(run.folder), "bold"), f": {counted(run.steps, 'step')}, ", (found, "yellow" if count else "green")
-    )
+    found = f"{counted(count, 'problem') if count else 'no problems'} found"
+    head = Text.assemble((str(run.folder), "bold"), f": {counted(run.steps, 'step')}, ")
+    head.append(found, "yellow" if count else "green")
     parts: list[RenderableType] = [head.append(f" by {len(RULES) - len(report.skipped)} of {len(RULES)} rules")]
     for i, finding in enumerate(report.findings, start=1):
         title = Text.assemble(f"{i}. ", (finding.title, "bold yellow"), (f"  {finding.rule}", "dim"))
@@ -127,23 +125,19 @@ def render(report: Report) -> RenderableType:
             steps = [f"step {s.first}" if s.first == s.last else f"steps {s.first} to {s.last}" for s in spans]
             means = [f"{number(span.mean)} ({text})" for span, text in zip(spans, steps, strict=True)]
             evidence.append((Text(visible(name)), Text(", then ".join(means))))
-        rows: list[Sequence[RenderableType]] = [
-            (Text("   measured", "dim"), _grid(evidence)),
-            (Text("   meaning", "dim"), Text(visible(finding.meaning))),
-        ]
-        if finding.changes:
-            changes = [(Text(str(change), "bold"), Text(change.why, "dim")) for change in finding.changes]
-            rows.append((Text("   try", "dim"), _grid(changes)))
+        changes = [(Text(str(change), "bold"), Text(change.why, "dim")) for change in finding.changes]
+        sections: dict[str, RenderableType] = {"measured": _grid(evidence), "meaning": Text(visible(finding.meaning))}
+        sections |= {"try": _grid(changes)} if changes else {}
+        rows = [(Text(f"   {name}", "dim"), part) for name, part in sections.items()]
         parts.append(Padding(Group(title, _grid(rows)), (1, 0, 0, 0), expand=False))
     absent = [name for name, reason in report.skipped.items() if reason.startswith("no ")]
     early = [f"{name} ({reason})" for name, reason in report.skipped.items() if name not in absent]
     lines = [f"Not checked, because the metrics were not logged: {', '.join(absent)}."] if absent else []
     lines += [f"Too early to tell: {'; '.join(early)}."] if early else []
     if not run.is_complete:
-        lines.append(
-            f"The run is incomplete: {run.steps} of {run.config.steps} steps are logged and there is no final model. "
-            f"If no process is training it, continue with: {command_name()} resume {shlex.quote(str(run.folder))}"
-        )
+        state = f"{run.steps} of {run.config.steps} steps are logged and there is no final model"
+        advice = f"continue with: {command_name()} resume {shlex.quote(str(run.folder))}"
+        lines.append(f"The run is incomplete: {state}. If no process is training it, {advice}")
     return Group(*parts, *(Padding(Text(line, "dim"), (1, 0, 0, 0), expand=False) for line in lines))
 
 
@@ -154,8 +148,8 @@ def suggestion(report: Report) -> Text:
         return Text()
     config, advice = report.run.config, "\nTry one change at a time"
     if IN_MEMORY not in (config.model, config.data, *config.reward, *config.environment.names):
-        path = shlex.quote(str(report.run.folder / "config.json"))
-        return Text(f"{advice}: {command_name()} train {path} {' '.join(map(shlex.quote, str(change).split()))}")
+        words = [str(report.run.folder / "config.json"), *str(change).split()]
+        return Text(f"{advice}: {command_name()} train {shlex.join(words)}")
     # The run was started from Python, with objects that the command line cannot name.
     arguments = []
     for option, value in change.settings.items():

@@ -35,12 +35,11 @@ def check_reward_failures(run: Record) -> Iterator[Match]:
     failures = [failure for row in run.samples for failure in row.get("failures") or () if isinstance(failure, Mapping)]
     messages = Counter(f"{failure.get('reward')}: {failure.get('message')}" for failure in failures)
     is_timeout = totals["timeout"] > 0 and totals["timeout"] == max(totals.values())
-    detail = "" if fails else ": the reward function returned None"
+    detail, changes = "" if fails else ": the reward function returned None", list[Change]()
     if messages:
         detail = f". Most frequent failure: {' '.join(messages.most_common(1)[0][0].split())[:160].rstrip('.')}"
     if fails and not is_timeout:
         detail += ". Fix the reward function; samples.jsonl has the rows"
-    changes = []
     if is_timeout and timeout_s is not None:
         changes.append(Change({"--scoring.timeout-s": remedies.number(2 * timeout_s)}, f"twice {timeout_s:g} seconds"))
     values = {"fraction": failed if fails else total, "detail": detail}
@@ -57,7 +56,7 @@ def check_zero_spread(run: Record) -> Iterator[Match]:
     if not fraction.last_mean >= ZERO_SPREAD or not can_improve or (len(fraction) < TREND_STEPS and not is_constant):
         return
     rounds = {"--rollout.refill-rounds": str(2 * rollout.refill_rounds or 3)}
-    resample = Change(rounds, "replaces groups without spread by new prompts")
+    resample = Change(rounds, "replaces groups without spread by new prompts")  # dynamic sampling of DAPO
     if run.reward_level >= NEAR_TOP:
         yield Match("zero-spread", [resample], "easy")
     elif is_constant:
@@ -149,12 +148,11 @@ def check_reward_hacking(run: Record) -> Iterator[Match]:
     # A reward of weight 0 is only monitored: it must not lose a tenth, nor more than its own noise.
     for name in (name for _, name in run.named(r"reward/(.+)/mean") if name not in run.reward_weights):
         series = run[f"eval/{name}"]
-        if len(series) > 1:
-            limit = max(0.1 * abs(series.values[0]), 2 * series.noise if len(series) > 2 else 0.0)
-            if series.values[0] - series.values[-1] > limit:
-                evidence.append((series, [series.at(0), series.at(-1)]))
-                case = "monitored"
-                break
+        limit = max(0.1 * abs(series.at(0).mean), 2 * series.noise if len(series) > 2 else 0.0)
+        if len(series) > 1 and series.values[0] - series.values[-1] > limit:
+            evidence.append((series, [series.at(0), series.at(-1)]))
+            case = "monitored"
+            break
     if not case and held_out.values[best] - held_out.values[-1] > 2 * noise:
         case = "drops"
     elif not case and has_room and gain > 2 * noise and held_out.values[-1] - held_out.values[0] <= noise / 2:
@@ -163,7 +161,7 @@ def check_reward_hacking(run: Record) -> Iterator[Match]:
         return
     # Aim at the KL where the held-out reward was best; a hundredth of a nat where there was practically none.
     step = held_out.steps[best]
-    before = [value for at, value in zip(kl.steps, kl.values, strict=True) if at <= step]
+    before = [value for at, value in kl.items() if at <= step]
     target = max(before[-1] if before else 0.0, 0.01) if len(kl) else 0.02
     changes = [*remedies.return_to_best(run), remedies.more_kl(run, target=target)]
     if len(config.plan) == 1 and 0 < step < config.steps and not config.stage.steps:

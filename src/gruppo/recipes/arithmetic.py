@@ -7,14 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from gruppo.config import schema
-from gruppo.config.schema import Config
 from gruppo.core.objective import PPO
 from gruppo.rewards.text import text_of
 
 OPENING, CLOSING = "<answer>", "</answer>"
 
 
-def arithmetic() -> Config:
+def arithmetic() -> schema.Config:
     """SmolLM2-135M-Instruct learns sums and differences of numbers up to 20, by GRPO with an exact reward.
 
     The prompt is "What is 7 + 12?", continued as "7 + 12 =". The reward is 1 if the completion is the right number and
@@ -22,7 +21,7 @@ def arithmetic() -> Config:
     (temperature 1.5 among the 12 most likely tokens): at temperature 1 it soon stops exploring.
     2 CPU cores: about 4 minutes of training, held-out exact match from 0.02 to 0.85.
     """
-    return Config(
+    return schema.Config(
         model="smollm2-135m",
         data="arithmetic:0:20:natural",
         reward=("exact_match",),
@@ -35,7 +34,7 @@ def arithmetic() -> Config:
     )
 
 
-def arithmetic_ppo() -> Config:
+def arithmetic_ppo() -> schema.Config:
     """The arithmetic recipe with PPO: a value head on the policy's network, GAE, and the KL in the token rewards.
 
     Each batch is evaluated before the updates and passed over twice, so a step takes half the prompts of GRPO. The
@@ -47,13 +46,13 @@ def arithmetic_ppo() -> Config:
         recipe,
         objective=PPO,
         rollout=replace(recipe.rollout, prompts=24),
-        critic=schema.CriticConfig(kind="shared", lr=1e-3),
+        critic=schema.CriticConfig(kind="shared", lr=1e-3),  # the rate of a new head; the network keeps optim.lr
         stage=schema.Stage(kl_coef=0.005, value_coef=0.1),
         optim=schema.OptimConfig(lr=6e-6, warmup_steps=3, epochs=2),
     )
 
 
-def arithmetic_format() -> Config:
+def arithmetic_format() -> schema.Config:
     """SmolLM2-135M-Instruct learns to write <answer>19</answer>, which no prompt mentions, and to calculate.
 
     The untrained model begins with "<" once in 200,000 times, so rewards alone find nothing to reinforce. Six steps of
@@ -66,8 +65,9 @@ def arithmetic_format() -> Config:
     return replace(
         recipe,
         reward=("gruppo.recipes.arithmetic:in_tags",),
-        steps=50,
         rollout=replace(recipe.rollout, prompts=24, max_new_tokens=12),
+        # Six steps reduce the negative log-likelihood from 4.43 to 0.17 nats per token. Rewards alone find nothing in
+        # the same time, even with partial credit as in partly_in_tags (docs/dev/lab.md).
         stages=(
             schema.Stage(name="supervised", steps=6, rl_coef=0.0, sup_coef=1.0, lr=5e-5, warmup_steps=3),
             schema.Stage(name="full", warmup_steps=3),
@@ -79,8 +79,8 @@ def arithmetic_format() -> Config:
 
 def in_tags(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
     """1 if the stripped completion is the answer in its tags, else 0."""
-    targets = (f"{OPENING}{gold}{CLOSING}" for gold in answer)
-    return [float(text_of(text).strip() == target) for text, target in zip(completions, targets, strict=True)]
+    pairs = zip(completions, answer, strict=True)
+    return [float(text_of(text).strip() == f"{OPENING}{gold}{CLOSING}") for text, gold in pairs]
 
 
 def partly_in_tags(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
@@ -92,6 +92,6 @@ def partly_in_tags(completions: Sequence[Any], answer: Sequence[Any], **_: Any) 
     for completion, gold, whole in zip(completions, answer, in_tags(completions, answer), strict=True):
         text = text_of(completion)
         tags = sum(text.count(tag) == 1 for tag in (OPENING, CLOSING))
-        number = text.replace(OPENING, "").replace(CLOSING, "").strip() == str(gold)
-        scores.append(whole or 0.1 * tags + 0.3 * number)
+        is_number = text.replace(OPENING, "").replace(CLOSING, "").strip() == str(gold)
+        scores.append(whole or 0.1 * tags + 0.3 * is_number)
     return scores

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from gruppo.config import schema
-from gruppo.config.schema import Config
 from gruppo.core.objective import Objective
 from gruppo.modalities.diffusion.config import DiffusionConfig
 
@@ -13,14 +12,14 @@ CLIP_IN_NATS = Objective(kl="exact", clip_unit="nats", clip_low=1.0, clip_high=1
 """GRPO with the closed-form KL, clipped in nats of a step's joint density."""
 
 
-def images() -> Config:
+def images() -> schema.Config:
     """Neutral settings for your own image model, data and reward: GRPO, 4 prompts x 8 images a step, branched noise.
 
     gruppo train images --model FOLDER --data images:FOLDER --reward my.py:f. Train a diffusers pipeline with
     --lora.rank 16 --optim.lr 1e-4, and sample it with its usual guidance (--diffusion.guidance 5). Hardware, wall time
     and curve depend on your model and data.
     """
-    return Config(
+    return schema.Config(
         steps=200,
         objective=CLIP_IN_NATS,
         rollout=schema.RolloutConfig(prompts=4, group_size=8),
@@ -32,7 +31,7 @@ def images() -> Config:
     )
 
 
-def ddpo() -> Config:
+def ddpo() -> schema.Config:
     """A diffusion model of digits learns to make smaller JPEG files, the compressibility task of DDPO (20 minutes).
 
     Groups of 8, clip 0.2, KL 0.04 to a mixed reference. The KL is exact, the clip is in nats of a step's joint
@@ -45,7 +44,7 @@ def ddpo() -> Config:
     here: gruppo train ddpo --model FOLDER --data images:FOLDER --lora.rank 4 --optim.lr 3e-4 --diffusion.steps 50
     --diffusion.guidance 5.
     """
-    return Config(
+    return schema.Config(
         model=PRETRAINED,
         data="digits",
         reward=("jpeg_compressibility",),
@@ -53,8 +52,9 @@ def ddpo() -> Config:
         objective=Objective(kl="exact", clip_unit="nats", clip_low=0.2, clip_high=0.2),
         rollout=schema.RolloutConfig(prompts=16, group_size=8),
         modality=DiffusionConfig(eta=1.0),
-        optim=schema.OptimConfig(lr=5e-5, minibatches=2),
+        optim=schema.OptimConfig(lr=5e-5, minibatches=2),  # at one update the ratio is 1, and nothing is clipped
         stage=schema.Stage(kl_coef=0.04),
+        # A reference that follows is no anchor: black images are at 3 nats of KL to it (docs/dev/lab.md).
         reference=schema.ReferenceConfig(kind="mixed", update_rate=0.6, update_every=50),
         evaluation=schema.EvaluationConfig(prompts=100, every=50),
         saving=schema.SavingConfig(every=50, keep=1),

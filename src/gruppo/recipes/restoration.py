@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gruppo.config import schema
-from gruppo.config.schema import Config
 from gruppo.core.objective import Objective
 from gruppo.modalities.restoration.config import RestorationConfig
 
@@ -13,7 +12,7 @@ EXACT_KL = Objective(kl="exact")
 """GRPO with the closed-form KL; the clip applies to an action's joint density, which has few dimensions."""
 
 
-def restore() -> Config:
+def restore() -> schema.Config:
     """Neutral settings for your own degraded images and reward: a new UNet, supervised, then GRPO.
 
     gruppo train restore --data degrade:FOLDER:noise=25 --reward my.py:f, or pairs:DEGRADED:CLEAN; --model RUN or
@@ -21,7 +20,7 @@ def restore() -> Config:
     train the action, four gains of detail per grid cell, and the network is frozen. If a reward is differentiable,
     follow its gradient instead of a policy gradient. Hardware, wall time and curve depend on your images.
     """
-    return Config(
+    return schema.Config(
         model="restore:unet",
         data="photos:noise=25",
         reward=("psnr",),
@@ -43,7 +42,7 @@ def restore() -> Config:
     )
 
 
-def restore_progressive() -> Config:
+def restore_progressive() -> schema.Config:
     """A UNet learns to denoise photographs in stages: supervision, a ramp to rewards (PSNR, SSIM), GRPO (6 minutes).
 
     KL 0.01, consistency 0.1, clip 0.2, advantages limited to 3, gradients to 1. Groups of 8 (with two, every advantage
@@ -68,14 +67,14 @@ def restore_progressive() -> Config:
             full,
         ),
         back_off=schema.BackOffConfig(metric="eval/psnr", drop=0.5),
-        scoring=schema.ScoringConfig(weights=(0.6 / 40, 0.4)),
+        scoring=schema.ScoringConfig(weights=(0.6 / 40, 0.4)),  # the source document: 0.6 PSNR / 40 + 0.4 SSIM
         evaluation=schema.EvaluationConfig(prompts=64, every=50),
         saving=schema.SavingConfig(every=200, keep=1),
         show_samples_every=50,
     )
 
 
-def restore_quick() -> Config:
+def restore_quick() -> schema.Config:
     """A trained denoiser continues with supervision, GRPO, KL and consistency in one stage (3 minutes).
 
     gruppo train restore-quick --model RUN, where RUN is a run of ``restore`` or ``restore-progressive``. Rewards and
@@ -93,7 +92,7 @@ def restore_quick() -> Config:
     )
 
 
-def denoise_photos() -> Config:
+def denoise_photos() -> schema.Config:
     """A small UNet learns to denoise real photographs (sigma 25), then to make smaller JPEG files.
 
     Three stages in one run: supervision, a ramp, rewards. The rewards are PSNR and minus 6 times the kB of the file at
@@ -101,11 +100,13 @@ def denoise_photos() -> Config:
     network, which is frozen by then. Photographs of installed packages (extra ``photos``), three of them held out. One
     CPU core: 10 minutes (576 processor seconds); 23% to 32% fewer bytes at +0.3 dB or more (docs/dev/results.md).
     """
-    return Config(
+    return schema.Config(
         model="restore:unet",
         data="photos:noise=25",
         reward=("psnr", "jpeg_compressibility:quality=90,without_header=true"),
         steps=6170,
+        # A ramp at 1e-4, five times the network's last rate, lost 0.15 dB in 20 steps: hence 2.5e-5 for the network,
+        # and 200 times that for the gains (docs/dev/lab.md).
         modality=RestorationConfig(action="band_gains:grid=8,std=0.15", supervises="base", action_lr_factor=200.0),
         rollout=schema.RolloutConfig(prompts=8, group_size=8),
         optim=schema.OptimConfig(lr=2e-3),
@@ -115,6 +116,7 @@ def denoise_photos() -> Config:
             schema.Stage("full", lr="cosine:2.5e-5,1.25e-6"),
         ),
         supervised=schema.SupervisedConfig(batch=8),
+        # dB and kB: at 5 the gain in PSNR is larger, from 7 on most of it is gone (docs/dev/lab.md).
         scoring=schema.ScoringConfig(weights=(1.0, 6.0)),
         evaluation=schema.EvaluationConfig(prompts=142, every=600),
         saving=schema.SavingConfig(every=600, keep=1),
@@ -122,7 +124,7 @@ def denoise_photos() -> Config:
     )
 
 
-def restore_text() -> Config:
+def restore_text() -> schema.Config:
     """Blind restoration: blurred, noisy lines of text with transcripts but no clean images, read by an OCR network.
 
     First a small UNet learns to restore other lines, with clean images, given their blur and noise. Both are unknown
@@ -131,7 +133,7 @@ def restore_text() -> Config:
     image to keep; the reader is not differentiable, and the network is frozen. One CPU core: 7 minutes (430 processor
     seconds), two thirds of it the reader's.
     """
-    return Config(
+    return schema.Config(
         model="restore:unet:width=16",
         data="lines:blur=0.8-1.8,noise=5-40,count=5000,clean=no",
         reward=("ocr_accuracy",),
@@ -143,6 +145,7 @@ def restore_text() -> Config:
         optim=schema.OptimConfig(lr=3e-3),
         stages=(
             schema.Stage("supervised", steps=1000, rl_coef=0.0, sup_coef=1.0, lr="cosine:3e-3,0", warmup_steps=30),
+            # At 5e-3 the head returned the given image unchanged within ten steps (docs/dev/lab.md).
             schema.Stage("full", lr="linear:1.3e-3,2e-4"),
         ),
         supervised=schema.SupervisedConfig(data="lines:blur=0-2.5,noise=0-60,count=16000,set=1", batch=16),

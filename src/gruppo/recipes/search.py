@@ -10,9 +10,9 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from gruppo.config.schema import Config
+from gruppo.config import schema
 from gruppo.data.source import hash_unit
-from gruppo.recipes.calculator import tool_calculator
+from gruppo.recipes.calculator import tool_calculator, with_one_call
 
 NAMES = (
     *("Amber", "Ash", "Barley", "Birch", "Bishop", "Cedar", "Clover", "Copper", "Crane", "Falcon", "Fern", "Flint"),
@@ -23,6 +23,7 @@ KINDS = ("Bridge", "Castle", "Lighthouse", "Mill", "Museum", "Station", "Theater
 TOWNS = ("Arden", "Brack", "Corley", "Dunmore", "Elden", "Farrow", "Gorse", "Holt", "Kirby", "Lisk", "Marne", "Norby")
 FIRST = ("Ada", "Bruno", "Clara", "David", "Emma", "Felix", "Greta", "Hugo", "Irene", "Jonas", "Karin", "Leo")
 LAST = ("Adler", "Berg", "Cole", "Dahl", "Evans", "Frank", "Gray", "Hall", "Keller", "Lund", "Moss", "Quill")
+WORD = re.compile(r"\w+")
 QUESTIONS = {
     "year": ("When was {name} built?", "In which year was {name} built?"),
     "town": ("Where is {name}?", "In which town is {name}?"),
@@ -30,7 +31,7 @@ QUESTIONS = {
 }
 
 
-def tool_search() -> Config:
+def tool_search() -> schema.Config:
     """SmolLM2-135M-Instruct learns to answer questions about 288 invented buildings by searching texts on them.
 
     As tool-calculator, with a tool that returns the two best of 288 texts (BM25); every fact is asked once, so that
@@ -56,15 +57,16 @@ class BM25:
     """
 
     def __init__(self, texts: Sequence[str], *, k1: float = 1.2, b: float = 0.75) -> None:
-        self.counts = [Counter(words(text)) for text in texts]
+        self.counts = [Counter(WORD.findall(text.lower())) for text in texts]
         lengths = [count.total() for count in self.counts]
         mean = sum(lengths) / len(lengths)
+        # The part of a text's score that depends on its length alone.
         self.k1, self.norms = k1, [k1 * (1 - b + b * length / mean) for length in lengths]
         found = Counter(word for count in self.counts for word in count)
         self.idf = {word: math.log(1 + (len(texts) - n + 0.5) / (n + 0.5)) for word, n in found.items()}
 
     def scores(self, query: str) -> list[float]:
-        known = [(word, self.idf[word]) for word in words(query) if word in self.idf]
+        known = [(word, self.idf[word]) for word in WORD.findall(query.lower()) if word in self.idf]
         return [
             sum(idf * count[word] * (self.k1 + 1) / (count[word] + norm) for word, idf in known)
             for count, norm in zip(self.counts, self.norms, strict=True)
@@ -73,37 +75,27 @@ class BM25:
     def best(self, query: str, count: int) -> list[int]:
         """Indices of the texts that match best, best first, without those that match no word."""
         scores = self.scores(query)
-        order = sorted(range(len(scores)), key=lambda n: -scores[n])
+        order = sorted(range(len(scores)), key=lambda n: -scores[n])  # equal ones in their order
         return [n for n in order[:count] if scores[n] > 0]
-
-
-def words(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
 
 
 def buildings() -> list[dict[str, str]]:
     """Facts that no model has read: 36 names times 8 kinds of building, so that a name alone finds several."""
-
-    def pick(values: Sequence[str], key: str) -> str:
-        return values[int(len(values) * hash_unit(key))]
-
-    return [
-        {
-            "name": name,
-            "year": str(1500 + int(500 * hash_unit(f"{name} year"))),
-            "town": pick(TOWNS, f"{name} town"),
-            "architect": f"{pick(FIRST, f'{name} first')} {pick(LAST, f'{name} last')}",
-        }
-        for name in (f"{first} {kind}" for first in NAMES for kind in KINDS)
-    ]
+    rows = []
+    for name in (f"{first} {kind}" for first in NAMES for kind in KINDS):
+        # By hashes of the name, as in products(): no order of building or Python changes them.
+        lists = {"town": TOWNS, "first": FIRST, "last": LAST}
+        town, first, last = (values[int(len(values) * hash_unit(f"{name} {key}"))] for key, values in lists.items())
+        year = str(1500 + int(500 * hash_unit(f"{name} year")))
+        rows.append({"name": name, "year": year, "town": town, "architect": f"{first} {last}"})
+    return rows
 
 
 @cache
 def corpus() -> tuple[list[str], BM25]:
     """A text on each building, and their index."""
-    texts = [
-        f"{b['name']} in {b['town']} was built in {b['year']}. Its architect was {b['architect']}." for b in buildings()
-    ]
+    form = "{name} in {town} was built in {year}. Its architect was {architect}."
+    texts = [form.format(**building) for building in buildings()]
     return texts, BM25(texts)
 
 
@@ -122,13 +114,7 @@ def questions() -> list[dict[str, Any]]:
     rows = []
     for number, building in enumerate(buildings()):
         for fact, phrasings in QUESTIONS.items():
-            question = phrasings[number % len(phrasings)].format(name=building["name"])
-            call = {"name": "search", "arguments": {"query": building["name"]}}
-            shown = [
-                {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
-                {"role": "tool", "name": "search", "content": search(building["name"])},
-                {"role": "assistant", "content": building[fact]},
-            ]
-            prompt = [{"role": "user", "content": question}]
-            rows.append({"prompt": prompt, "answer": building[fact], "fact": fact, "demonstration": shown})
+            name, question = building["name"], phrasings[number % len(phrasings)].format(name=building["name"])
+            row = with_one_call(question, "search", {"query": name}, search(name), building[fact])
+            rows.append(row | {"fact": fact})
     return rows

@@ -89,6 +89,7 @@ class ConsoleTracker:
         self._samples: tuple[int, Sequence[Row], str] | None = None
         self._body: RenderableType = Text()
         self._live: Live | None = None
+        # Elsewhere plain lines: a log file has no cursor to move, and other encodings lack the blocks of the trends.
         if self.console.is_terminal and not self.console.is_dumb_terminal and self.console.encoding.startswith("utf"):
             self._live = Live(get_renderable=self.screen, console=self.console, refresh_per_second=4)
             self._live.start()
@@ -98,18 +99,16 @@ class ConsoleTracker:
         metrics = dict(metrics)
         if phases := [metrics[f"time/{name}_s"] for name in PHASES if f"time/{name}_s" in metrics]:
             metrics.setdefault("time/step_s", sum(phases))
-        if self._unit == "image":
+        if self._unit == "image":  # its actions are denoising steps: images per second are the rate over their number
             rate, actions = metrics.pop("rate/tokens_per_s", None), metrics.get("len/mean_actions", 0)
             if rate is not None and actions > 0:
                 metrics["rate/tokens_per_s"] = rate / actions
             metrics = {name: value for name, value in metrics.items() if name not in TEXT_ONLY}
-        evaluation = {
-            n.removeprefix("eval/").removesuffix("_mean"): v for n, v in metrics.items() if n.startswith("eval/")
-        }
-        held_out = ", ".join(f"{name} {number(value)}" for name, value in evaluation.items())
+        evaluated = {name[5:].removesuffix("_mean"): v for name, v in metrics.items() if name.startswith("eval/")}
+        held_out = ", ".join(f"{name} {number(value)}" for name, value in evaluated.items())
         if held_out:
             self._held_out = f"held-out at step {step}: {held_out}"
-        index = int(metrics.get("stage/number", 0)) - 1
+        index = int(metrics.get("stage/number", 0)) - 1  # of a step of evaluation alone, none is logged
         stage = self._stages[index] if 0 <= index < len(self._stages) else ""
         self._stage = stage or self._stage
         if step != self._step:
@@ -122,12 +121,11 @@ class ConsoleTracker:
             return self._update_body()
         words = [stage] if stage else []
         words += [f"{row[0]} {number(metrics[name])}" for name, row in METRICS.items() if row[0] and name in metrics]
-        if (unscored := metrics.get("reward/unscored_count", 0)) > 0:
-            words.append(f"{unscored:.0f} without a reward")
-        if "rate/tokens_per_s" in metrics:
-            unit = "tok" if self._unit == "token" else f"{self._unit}s"
-            words.append(f"{number(metrics['rate/tokens_per_s'])} {unit}/s")
-        words += [f"{number(metrics['time/step_s'])} s"] if "time/step_s" in metrics else []
+        unscored, unit = metrics.get("reward/unscored_count", 0), "tok" if self._unit == "token" else f"{self._unit}s"
+        words += [f"{unscored:.0f} without a reward"] if unscored > 0 else []
+        for name, text in (("rate/tokens_per_s", f"{unit}/s"), ("time/step_s", "s")):
+            words += [f"{number(metrics[name])} {text}"] if name in metrics else []
+        # A call with an evaluation alone logs none of these, and is shown without the time left.
         words += [f"{duration(left)} left"] if words and (left := self._seconds_left()) is not None else []
         words += [f"held-out {held_out}"] if held_out else []
         self._print(Text("  ".join([f"step {step}/{self._total}", *words])))
@@ -175,16 +173,14 @@ class ConsoleTracker:
 
     def screen(self) -> RenderableType:
         """The live screen: title, clock and progress bar, metrics with trends, and samples."""
-        left = self._seconds_left()
         clock = f"{duration(self._clock() - self._start)} elapsed"
-        clock += "" if left is None else f", about {duration(left)} left"
+        clock += "" if (left := self._seconds_left()) is None else f", about {duration(left)} left"
         header = Table.grid(expand=True)
         header.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
         header.add_column(justify="right", no_wrap=True)
         title = f"{self._title}  {self._stage}".rstrip()
         header.add_row(Text.assemble(f"step {self._step}/{self._total}  ", (title, "bold")), Text(clock, "dim"))
-        total = max(self._total, 1)
-        bar = ProgressBar(total=total, completed=self._step, complete_style="green", finished_style="green")
+        bar = ProgressBar(max(self._total, 1), completed=self._step, complete_style="green", finished_style="green")
         top = Constrain(Padding(Group(header, bar), (0, 1)), min(self.console.width, MAX_WIDTH))
         below = [Text(f" {self._notice}", "bold yellow")] if self._notice else []
         below += [Text(f" {progress}", "dim")] if (progress := self._progress()) else []
@@ -203,14 +199,14 @@ class ConsoleTracker:
         inner, is_wide = width - BORDER, width >= TWO_COLUMNS
         grids = {place: Table.grid() for place in ("top", "left", "right")}
         for name, (_, place, label, form) in METRICS.items():
-            if name in metrics:  # a line with its trend; those that were not logged have none
+            if name in metrics:  # a line with its trend, as wide as its column or the screen leaves room for
                 room = inner // 2 - 1 if is_wide and place != "top" else inner
                 blocks = trend(self._history.get(name, ()), room - LABEL - VALUE)
                 value = Text(form(metrics[name]).rjust(VALUE - 1) + " ", "bold")
                 style = "bold green" if place == "top" else "cyan"
                 grids[place].add_row(Text(label.format(unit=self._unit).ljust(LABEL)), value, Text(blocks, style))
         parts: list[RenderableType] = [grid for grid in grids.values() if grid.row_count]
-        if is_wide and grids["left"].row_count and grids["right"].row_count:
+        if is_wide and grids["left"].row_count and grids["right"].row_count:  # the last two parts, side by side
             both = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
             both.add_row(grids["left"], grids["right"])
             parts[-2:] = [both]
@@ -226,44 +222,42 @@ class ConsoleTracker:
         self._body = Group(*panels)
 
     def _print(self, text: Text) -> None:
-        encoding = self.console.encoding
+        encoding = self.console.encoding  # what it cannot write is shown as an escape, and stops no run
         text.plain = text.plain.encode(encoding, "backslashreplace").decode(encoding)
         self.console.print(text, soft_wrap=True, highlight=False)
 
 
 def time_bar(metrics: Mapping[str, float], width: int) -> Text:
     """A bar whose colors are the fractions of rollout, reward and update in the time of a step."""
-    logged = [metrics.get(f"time/{name}_s", 0.0) for name in PHASES]
-    seconds = [value if 0 < value < math.inf else 0.0 for value in logged]
-    total = sum(seconds) or 1.0
-    legend = Text()
-    for (name, style), value in zip(PHASES.items(), seconds, strict=True):
-        legend.append(f"  {name} {percent(round(100 * value / total) / 100)}", style)
-    bar = Text("time per step".ljust(LABEL))
-    space = width - LABEL - legend.cell_len
-    for style, value in zip(PHASES.values(), seconds, strict=True):
-        bar.append("━" * round(space * value / total), style)
+    seconds = {name: metrics.get(f"time/{name}_s", 0.0) for name in PHASES}
+    seconds = {name: value if 0 < value < math.inf else 0.0 for name, value in seconds.items()}
+    total, bar, legend = sum(seconds.values()) or 1.0, Text("time per step".ljust(LABEL)), Text()
+    for name, value in seconds.items():
+        legend.append(f"  {name} {percent(round(100 * value / total) / 100)}", PHASES[name])
+    for name, value in seconds.items():  # the bar takes what the legend leaves
+        bar.append("━" * round((width - LABEL - legend.cell_len) * value / total), PHASES[name])
     return bar.append_text(legend)
 
 
 def _samples_panel(step: int, rows: Sequence[Row], sheet: str, width: int) -> RenderableType:
     """The best and the worst rows, each on at most two lines; for images their prompts, and their sheet."""
     target = min(max([6, *(len(as_text(row.get("target", ""))) for row in rows)]), 14)
-    free = width - BORDER - 6 - target - 6
-    columns = {"reward": 6, "prompt": free * 2 // 5, "completion": free - free * 2 // 5, "target": target}
+    free = width - BORDER - 6 - target - 6  # without the rewards, and two spaces between each two of four columns
+    columns = {"prompt": free * 2 // 5, "completion": free - free * 2 // 5, "target": target}
     if any(has_pixels(row.get("completion")) for row in rows):
-        columns = {"reward": 6, "prompt": width - BORDER - 8}
+        columns = {"prompt": width - BORDER - 8}
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    table.add_column("reward", width=6, overflow="fold", justify="right")
     for name, size in columns.items():
-        table.add_column(name, width=size, overflow="fold", justify="right" if name == "reward" else "left")
+        table.add_column(name, width=size, overflow="fold")
     for row in best_and_worst(rows):
         reward = reward_of(row, math.nan)
         style = "dim" if reward != reward else "green" if reward > 0 else "red"
-        texts = [shorten(as_text(row.get(name, "")), 2 * size - 2) for name, size in list(columns.items())[1:]]
+        texts = [shorten(as_text(row.get(name, "")), 2 * size - 2) for name, size in columns.items()]
         table.add_row(Text(number(reward), style), *map(Text, texts))
     parts = [table, Text(f"images: {sheet}", "dim", overflow="fold")] if sheet else [table]
-    title = f"samples of step {step}"
-    return Panel(Group(*parts), title=Text(title), title_align="left", border_style="dim", width=width)
+    title = Text(f"samples of step {step}")
+    return Panel(Group(*parts), title=title, title_align="left", border_style="dim", width=width)
 
 
 def best_and_worst(rows: Sequence[Row], count: int = 4) -> list[Row]:

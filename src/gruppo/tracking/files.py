@@ -42,10 +42,9 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise GruppoError(
-            f"{path} cannot be written: {error.strerror or error}. The run needs a folder with free space that it may "
-            "write to. Nothing saved before is lost: make room, or choose another folder, and resume the run."
-        ) from error
+        raise GruppoError(f"""{path} cannot be written: {error.strerror or error}. The run needs a folder with free
+            space that it may write to. Nothing saved before is lost: make room, or choose another folder, and resume
+            the run.""") from error
 
 
 def replace_file(path: Path, content: bytes | str) -> None:
@@ -65,33 +64,23 @@ def replace_file(path: Path, content: bytes | str) -> None:
 # --- JSON lines -------------------------------------------------------------------------------------------------------
 
 
-class JsonLines:
-    """A file with one JSON object per line, each with a ``step``. Opening it drops a last line torn by a crash."""
+def append_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    with writing(path), path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
+        file.write(_json_text(rows))
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.rewrite(read_lines(path))
 
-    def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        with writing(self.path), self.path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
-            file.write(_json_text(rows))
-
-    def rewrite(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        replace_file(self.path, _json_text(rows))
-
-    def cut(self, step: int) -> None:
-        """Delete what was written after ``step``."""
-        self.rewrite([row for row in read_lines(self.path) if row["step"] <= step])
+def cut_lines(path: Path, step: float = math.inf) -> None:
+    """Delete the rows after ``step``, and a last line torn by a crash. Without a file, write an empty one."""
+    replace_file(path, _json_text([row for row in read_lines(path) if row["step"] <= step]))
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Rows of a file of JSON lines, without a torn last line; none if there is no file."""
-    rows: list[dict[str, Any]] = []
-    odd = 0
+    rows, odd = list[dict[str, Any]](), 0
     for number, line in enumerate(json_lines(path) if path.exists() else (), start=1):
         if odd:
-            text = f"line {odd} is not a JSON object with a step. Delete that line, or move the file away."
-            raise GruppoError(f"{path}, {text}")
+            raise GruppoError(f"""{path}, line {odd} is not a JSON object with a step. Delete that line, or move the
+                file away.""")
         try:
             row = parse_json(line)
         except ValueError:  # neither JSON nor UTF-8, or beyond its limits
@@ -135,8 +124,7 @@ class CompletionFiles:
 
     def __init__(self, run_dir: str | Path, max_bytes: float) -> None:
         self.folder, self.max_bytes = Path(run_dir) / "completions", max_bytes
-        self._size = 0
-        self._is_full = False
+        self._size, self._is_full = 0, False
 
     def cut(self, step: int) -> None:
         """Delete what was written after ``step``, and what a kill left half-written."""
@@ -162,16 +150,12 @@ class CompletionFiles:
         data = gzip.compress(text.encode("utf-8", "replace"), mtime=0)
         if self._size + len(data) > self.max_bytes:
             self._is_full = True
-            log.warning(
-                "completions/ has reached --saving.completions-gb %g: from step %d on only shown samples are kept.",
-                self.max_bytes / 1e9,
-                step,
-            )
-            return
+            text = "completions/ has reached --saving.completions-gb %g: from step %d on only shown samples are kept."
+            return log.warning(text, self.max_bytes / 1e9, step)
         path = self.folder / f"step_{(step - 1) // STEPS_PER_FILE * STEPS_PER_FILE + 1:06d}.jsonl.gz"
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("ab") as file:
+            with path.open("ab") as file:  # gzip members may follow one another: nothing written before is touched
                 file.write(data)
         self._size += len(data)
 
@@ -184,7 +168,8 @@ def read_completions(path: Path) -> tuple[list[bytes], bool]:
         try:
             part = member.decompress(data, MAX_TEXT)
         except zlib.error:
-            return text.splitlines(keepends=True), False
+            is_whole = False
+            break
         is_whole, data = member.eof, member.unused_data
         text += part if is_whole else b""
     return text.splitlines(keepends=True), is_whole
@@ -201,34 +186,34 @@ class MetricsFile(Tracker):
     """
 
     def __init__(self, run_dir: str | Path) -> None:
-        self._lines = JsonLines(Path(run_dir) / "metrics.jsonl")
-        self._csv = self._lines.path.with_suffix(".csv")
+        self._path, self._csv = Path(run_dir) / "metrics.jsonl", Path(run_dir) / "metrics.csv"
         self._last: dict[str, Any] = {}
         self._columns: list[str] = []
-        self._write_csv()
+        self.cut()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        row: dict[str, Any] = {"step": step}
+        row: dict[str, Any] = {"step": step}  # integers stay integers: a count is 3, not 3.0
         row |= {name: int(v) if isinstance(v, Integral) else to_json(float(v)) for name, v in metrics.items()}
         if step < self._last.get("step", step):
             raise ValueError(f"step {step} was logged after step {self._last['step']}; call cut({step - 1}) first.")
         if step == self._last.get("step"):
-            self._lines.rewrite([*read_lines(self._lines.path)[:-1], self._last | row])
+            replace_file(self._path, _json_text([*read_lines(self._path)[:-1], self._last | row]))
             return self._write_csv()
-        self._lines.append([row])
+        append_lines(self._path, [row])
+        # A new column changes the header and every earlier line.
         if not row.keys() <= set(self._columns):
             return self._write_csv()
         self._last = row
         with writing(self._csv), self._csv.open("a", encoding="utf-8", newline="") as file:
             file.write(_csv_text(self._columns, [row]))
 
-    def cut(self, step: int) -> None:
+    def cut(self, step: float = math.inf) -> None:
         """Keep the steps up to ``step``, before a resumed run continues."""
-        self._lines.cut(step)
+        cut_lines(self._path, step)
         self._write_csv()
 
     def _write_csv(self) -> None:
-        rows = read_lines(self._lines.path)
+        rows = read_lines(self._path)
         self._last = rows[-1] if rows else {}
         self._columns = list(dict.fromkeys(["step", *(name for row in rows for name in row)]))
         replace_file(self._csv, _csv_text(self._columns, [dict(zip(self._columns, self._columns, strict=True)), *rows]))

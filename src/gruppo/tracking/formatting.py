@@ -21,7 +21,7 @@ def number(value: float | None) -> str:
     """At most eight characters: 0.236, 0.0038, 4.8e-05, 412, 18 300; "-" for NaN and None."""
     if value is None or math.isnan(value):
         return "-"
-    if 1000 <= abs(value) < 1e6:
+    if 1000 <= abs(value) < 1e6:  # where .3g alone would write 1.83e+04
         return f"{float(f'{value:.3g}'):,.0f}".replace(",", " ")
     if 0 < abs(value) < 0.001:
         return f"{value:.1e}"
@@ -44,7 +44,7 @@ def trend(values: Sequence[float], width: int) -> str:
     last = list(values)[-width:] if width > 0 else []
     finite = [value for value in last if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
-    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0  # a constant is a line of the lowest block
     return "".join(BLOCKS[round((value - low) * scale)] if math.isfinite(value) else " " for value in last)
 
 
@@ -61,27 +61,22 @@ def shape_text(value: Tensor | np.ndarray) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
-def _message_text(message: Mapping[str, Any]) -> Any:
-    """The content of a message, and its tool calls, such as add({"a": 1})."""
-    if not (calls := [call.get("function", call) for call in message.get("tool_calls") or ()]):
-        return message["content"]
-    texts = [f"{call.get('name')}({json.dumps(call.get('arguments'), ensure_ascii=False)})" for call in calls]
-    return " ".join(filter(None, [message["content"], *texts]))
-
-
 def as_text(value: Any) -> str:
     """A prompt, a completion or any other object on one line.
 
-    Of the messages of a prompt the last; of a conversation all, with those of the environment in brackets. Of an array
-    its shape, of bytes their number, of any other object its ``str``.
+    Of the messages of a prompt the last; of a conversation all, with those of the environment in brackets, and tool
+    calls as add({"a": 1}). Of an array its shape, of bytes their number, of any other object its ``str``.
     """
     if isinstance(value, ARRAYS):
         return shape_text(value)
     if isinstance(value, bytes):
         return f"{len(value)} bytes"
     if isinstance(value, list | tuple) and value and isinstance(value[-1], Mapping) and "content" in value[-1]:
-        is_completion = value[0].get("role") == "assistant"
-        forms = ["{}" if not is_completion or message.get("role") == "assistant" else "[{}]" for message in value]
-        texts = [form.format(_message_text(message)) for form, message in zip(forms, value, strict=True)]
-        value = " ".join(texts if is_completion else texts[-1:])
+        is_completion, texts = value[0].get("role") == "assistant", list[str]()
+        for message in value if is_completion else value[-1:]:
+            calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
+            parts = [f"{call.get('name')}({json.dumps(call.get('arguments'), ensure_ascii=False)})" for call in calls]
+            text = " ".join(filter(None, [message["content"], *parts])) if parts else message["content"]
+            texts.append(f"[{text}]" if is_completion and message.get("role") != "assistant" else str(text))
+        value = " ".join(texts)
     return visible(str(value))

@@ -64,8 +64,8 @@ def is_image(value: Any) -> bool:
     if isinstance(value, bytes):
         return value.startswith(PNG)
     # A value cannot be of a class whose module was never imported.
-    classes = (("matplotlib.figure", "Figure"), ("PIL.Image", "Image"))
-    return any(isinstance(value, getattr(sys.modules[m], name)) for m, name in classes if sys.modules.get(m))
+    classes = {"matplotlib.figure": "Figure", "PIL.Image": "Image"}
+    return any(isinstance(value, getattr(sys.modules[m], name)) for m, name in classes.items() if sys.modules.get(m))
 
 
 def has_pixels(value: Any) -> bool:
@@ -85,7 +85,7 @@ def to_pil(image: Any) -> Any:
         image = image.detach().float().cpu()
         levels = to_uint8(image.nan_to_num()).permute(1, 2, 0).expand(-1, -1, 3).numpy().copy()  # [H, W, 3]
         levels[~image.isfinite().all(dim=0).numpy()] = NOT_FINITE
-        factor = max(1, round(MIN_SIDE / max(levels.shape[:2])))
+        factor = max(1, round(MIN_SIDE / max(levels.shape[:2])))  # whole, so that squares stay equal
         image = Image.fromarray(np.ascontiguousarray(levels.repeat(factor, axis=0).repeat(factor, axis=1)))
     elif isinstance(image, bytes):
         image = Image.open(io.BytesIO(image))
@@ -115,8 +115,8 @@ def draw(
     # Columns: each is as wide as its widest image.
     x, columns = MARGIN + label_width + (2 * GAP if label_width else 0), []
     for i in range(max((len(row.cells) for row in rows), default=0)):
-        images = [cell.image for row in rows for cell in row.cells[i : i + 1] if cell is not None]
-        width = max([MIN_COLUMN, *(image.width for image in images)])
+        widths = [cell.image.width for row in rows for cell in row.cells[i : i + 1] if cell is not None]
+        width = max([MIN_COLUMN, *widths])
         x += 2 * GAP if i in heads and i else 0
         columns.append((x, width))
         x += width + GAP
@@ -125,7 +125,7 @@ def draw(
     y = MARGIN + LEADING[TITLE] + GAP + (LEADING[CAPTION] if heads else 0)
     texts = [(MARGIN, MARGIN, title, TITLE, INK)]
     texts += [(columns[i][0], y - LEADING[CAPTION], text, CAPTION, FAINT) for i, text in heads.items()]
-    boxes: list[list[Box | None]] = []
+    boxes, images = list[list[Box | None]](), list[tuple[Any, tuple[int, int]]]()
     for row, label in zip(rows, labels, strict=True):
         height = max((cell.image.height for cell in row.cells if cell is not None), default=0)
         label_height, caption_lines, row_boxes = len(label) * LEADING[LABEL], 0, list[Box | None]()
@@ -136,27 +136,26 @@ def draw(
                 row_boxes.append(None)
                 continue
             row_boxes.append((left, y, left + cell.image.width, y + cell.image.height))
+            images.append((cell.image, (left, y)))
             lines = [(line, INK) for line in wrap(cell.caption, fonts[CAPTION], width)]
             lines += [(line, FAINT) for line in wrap(cell.note, fonts[CAPTION], width)]
-            for n, (line, color) in enumerate(lines):
-                texts.append((left, y + height + 2 + n * LEADING[CAPTION], line, CAPTION, color))
-            caption_lines = max(caption_lines, len(lines))
+            top, caption_lines = y + height + 2, max(caption_lines, len(lines))
+            texts += [(left, top + n * LEADING[CAPTION], line, CAPTION, color) for n, (line, color) in enumerate(lines)]
         boxes.append(row_boxes)
         y += max(height + caption_lines * LEADING[CAPTION], label_height) + GAP
     sheet = Image.new("RGB", (right + MARGIN, y - GAP + MARGIN), PAPER)
     pen = ImageDraw.Draw(sheet)
     for x, top, text, size, color in texts:
         pen.text((x, top), text, fill=color, font=fonts[size])
-    for row, row_boxes in zip(rows, boxes, strict=True):
-        for cell, box in zip(row.cells, row_boxes, strict=True):
-            if cell is not None and box is not None:
-                sheet.paste(cell.image, box[:2])
+    for image, corner in images:
+        sheet.paste(image, corner)
     return sheet, boxes
 
 
 def fonts_for(texts: Sequence[str]) -> dict[int, Any]:
     """By size, one font for all text of a sheet: Pillow's own, or the first that lacks fewer of its characters."""
     letters = sorted({letter for text in texts for letter in text if not letter.isascii()})
+    # Pillow's own font is the same on every machine; a system's is looked for only where the text is not ASCII.
     names = [name for name in ("", *FONTS) if load_font(name, CAPTION) is not None] if letters else [""]
     best = min(names, key=lambda name: sum(lacks(name, letter) for letter in letters))
     return {size: load_font(best, size) for size in LEADING}

@@ -9,7 +9,7 @@ from typing import Any
 
 from gruppo.config import serialization
 from gruppo.config.options import as_text, options
-from gruppo.config.schema import IN_MEMORY, Config
+from gruppo.config.schema import IN_MEMORY
 from gruppo.config.stages import highest
 from gruppo.core.describe import describe_objective
 from gruppo.core.objective import PRESETS
@@ -40,6 +40,7 @@ def model_card(
     ``base``: hub id of the model that training began with. ``step``: that of the weights, if it is not the last one.
     ``picture``: file of the curves beside the card. Absolute paths are cut to their last part.
     """
+    # Steps alone have a time; rows of evaluations before the first one do not.
     config, manifest = serialization.load(run_dir / "config.json"), read_json(run_dir / "manifest.json")
     metrics = [row for row in read_metrics(run_dir) if "time/step_s" in row]
     evaluations = read_json(run_dir / "evaluations.json") if (run_dir / "evaluations.json").is_file() else []
@@ -51,22 +52,28 @@ def model_card(
     front: dict[str, Any] = {"license": license, "base_model": base, "library_name": library, "pipeline_tag": task}
     header = [f"{name}: {value}" for name, value in front.items() if value] + ["tags:", *(f"- {tag}" for tag in tags)]
 
-    steps = f"{len(metrics)} steps of {config.rollout.prompts} prompts"
-    took = sum(row["time/step_s"] for row in metrics)
-    hardware = manifest["hardware"]
+    rollout, hardware, took = config.rollout, manifest["hardware"], sum(row["time/step_s"] for row in metrics)
+    counts = f"{len(metrics)} steps of {rollout.prompts} prompts, {rollout.group_size} samples each"
     rows = {
         "model": began,
         "data": _public(config.data) if config.data != IN_MEMORY else "rows given in Python",
         "objective": preset or "below",
-        "steps": f"{steps}, {config.rollout.group_size} samples each, in {duration(took)}",
+        "steps": f"{counts}, in {duration(took)}",
         "weights": "of the last step" if step is None else f"of step {step}, the best one",
         "hardware": f"{hardware['gpu'] or hardware['cpu']}, {manifest['world']} process(es), {hardware['system']}",
         "license": license or f"not stated here; that of {began} applies",
     }
-    names = [name for row in metrics[-1:] for name in row if re.fullmatch(r"reward/[^/]+/mean", name)]
-    functions = [name.split("/")[1] for name in names] or [_public(name) for name in config.reward]
+    # Rewards under the names of the metrics; a run without them, such as of demonstrations alone, has the config's.
+    found = (re.fullmatch(r"reward/([^/]+)/mean", name) for row in metrics[-1:] for name in row)
+    functions = [match[1] for match in found if match] or [_public(name) for name in config.reward]
     weights = config.scoring.weights or [1.0] * len(functions)
     rewards = [[name, f"{weight:g}"] for name, weight in zip(functions, weights, strict=False)]
+    action = "token" if config.modality is None else "action"
+    kl_coef, group_size, max_length = highest(config, "kl_coef"), rollout.group_size, rollout.max_new_tokens
+    objective = describe_objective(
+        config.objective, kl_coef=kl_coef, group_size=group_size, max_length=max_length, action=action
+    )
+    # One line each, as it is read in a fenced block: no value may end the block or begin another line.
     changed = [
         " ".join(f"{name} = {_public(as_text(option.value)) or 'empty'}".replace("`", "'").split())
         for name, option in options(config).items()
@@ -79,21 +86,11 @@ def model_card(
         *("Rewards:", "", *_table(["reward", "weight"], rewards), ""),
         *_evaluations(evaluations),
         *([f"![Metrics of training]({picture})", ""] if picture else []),
-        *("## Objective", "", "```", *_objective(config), "```", ""),
+        *("## Objective", "", "```", *objective, "```", ""),
         *("## Settings", "", "Those that differ from the defaults:", "", "```", *changed, "```", ""),
         *("## Versions", "", *_table(["package", "version"], [*map(list, manifest["versions"].items())]), ""),
     ]
     return "\n".join(lines)
-
-
-def _objective(config: Config) -> list[str]:
-    return describe_objective(
-        config.objective,
-        kl_coef=highest(config, "kl_coef"),
-        group_size=config.rollout.group_size,
-        max_length=config.rollout.max_new_tokens,
-        action="token" if config.modality is None else "action",
-    )
 
 
 def _evaluations(evaluations: list[Mapping[str, Any]]) -> list[str]:
@@ -102,7 +99,7 @@ def _evaluations(evaluations: list[Mapping[str, Any]]) -> list[str]:
         return ["The run was not evaluated on held-out prompts.", ""]
     shown = evaluations if len(evaluations) <= LAST + 1 else [evaluations[0], *evaluations[-LAST:]]
     parts = list(dict.fromkeys(name for each in shown for name in each["parts"]))
-    parts = parts if len(parts) > 1 else []
+    parts = parts if len(parts) > 1 else []  # of a single reward the mean says the same
     rows = []
     for each in shown:
         interval = f"{number(each['low'])} to {number(each['high'])}"

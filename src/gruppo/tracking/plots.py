@@ -6,8 +6,9 @@ import math
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import cycle, pairwise, zip_longest
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +28,8 @@ LOG_RANGE = 100
 """Ratio of the largest value to a small one above which colors are logarithmic."""
 MAX_COLUMNS, MAX_PROFILES = 60, 6
 """Columns of a heatmap, and lines over denoising steps."""
+UNSAFE = re.compile(r"[^A-Za-z0-9.-]+")
+"""Characters of a metric's name that become an underscore in that of a file."""
 STYLE = Path(__file__).with_name("plots.mplstyle")
 
 
@@ -77,11 +80,8 @@ def plot_run(run_dir: str | Path, *, note: Callable[[str], None] = lambda messag
         rows = math.ceil(len(overview) / columns)
         figure = Figure(figsize=(4.4 * columns, 3.1 * rows + 0.4), layout="constrained")
         figure.suptitle(folder.absolute().parent.name, x=0.01, ha="left", fontsize=13, color=INK)
-        axes = figure.subplots(rows, columns, squeeze=False).ravel()
-        for ax, panel in zip_longest(axes, overview):
-            ax.set_visible(panel is not None)
-            if panel is not None:
-                draw_panel(ax, panel, metrics, starts)
+        for i, panel in enumerate(overview, start=1):
+            draw_panel(figure.add_subplot(rows, columns, i), panel, metrics, starts)
         figure.savefig(paths[0])
         for panel in panels:
             figure = Figure(figsize=(6.4, 4.0), layout="constrained")
@@ -105,34 +105,31 @@ def smooth(values: Sequence[float], width: float) -> list[float]:
 
 def stage_starts(run_dir: str | Path, metrics: Metrics) -> dict[int, str]:
     """First step of each stage after the first, with the stage's name, or its number if it has none."""
-    steps, numbers = series(metrics, "stage/number")
-    try:
+    (steps, numbers), names = series(metrics, "stage/number"), dict[int, str]()
+    with suppress(OSError, ValueError, KeyError, TypeError):  # plots need no config
         config = read_json(Path(run_dir) / "config.json")
         names = {number: str(stage["name"]) for number, stage in enumerate(config["stages"], start=1)}
-    except (OSError, ValueError, KeyError, TypeError):  # plots need no config
-        names = {}
     changes = zip(steps[1:], numbers[1:], numbers, strict=False)
     return {step: names.get(int(now)) or str(int(now)) for step, now, before in changes if now != before}
 
 
 def draw_panel(axes: Any, panel: Panel, metrics: Metrics, starts: Mapping[int, str]) -> None:
     """Draw one panel over the steps of the whole run, with a line where a stage starts."""
-    if panel.style == "profile":
+    axes.set(xlabel="step", ylabel=panel.unit)
+    if panel.style == "profile":  # over denoising steps: no stage starts between two of them
         starts = {}
-        axes.set(xlabel=panel.value, ylabel=panel.unit)
-        _draw_profile(axes, panel, metrics)
+        axes.set(xlabel=panel.value)
     else:
         steps = [int(row["step"]) for row in metrics]
         margin = max(0.02 * (max(steps) - min(steps)), 0.5)
         axes.set_xlim(min(steps) - margin, max(steps) + margin)
-        axes.set(xlabel="step", ylabel=panel.unit)
-        drawers = {"histogram": _draw_histogram, "heatmap": _draw_heatmap}
-        drawers.get(panel.style, _draw_lines)(axes, panel, metrics)
+    drawers = {"histogram": _draw_histogram, "heatmap": _draw_heatmap, "profile": _draw_profile}
+    drawers.get(panel.style, _draw_lines)(axes, panel, metrics)
     axes.set_title(panel.title, pad=17 if starts else None)  # the stages' names are below it
     for step, stage in starts.items():
         axes.axvline(step - 0.5, color=STAGE, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
-        at = {"transform": axes.get_xaxis_transform(), "color": STAGE, "fontsize": 7.5}
-        axes.text(step - 0.5, 1.0, stage, ha="center", va="bottom", **at)
+        at = axes.get_xaxis_transform()  # x in steps, y in the axes' height
+        axes.text(step - 0.5, 1.0, stage, ha="center", va="bottom", transform=at, color=STAGE, fontsize=7.5)
     axes.xaxis.get_major_locator().set_params(integer=True)
     labels = axes.get_legend_handles_labels()[1]
     if len(labels) > 1:  # a legend above the curves, with space of its own
@@ -157,6 +154,7 @@ def _draw_lines(axes: Any, panel: Panel, metrics: Metrics) -> None:
         axes.plot(steps, values, color=color, alpha=0.3, linewidth=0.8)
         axes.plot(steps, mean, **thick)
         if panel.band and i == 0:
+            # As smooth as the mean, and only where both were logged.
             band_steps, stds = series(metrics, panel.band)
             std = dict(zip(band_steps, smooth(stds, max(len(stds) / 40, 1.0)) if stds else [], strict=True))
             low, high = ([m + s * std.get(x, math.nan) for x, m in zip(steps, mean, strict=True)] for s in (-1, 1))
@@ -176,6 +174,7 @@ def _draw_histogram(axes: Any, panel: Panel, metrics: Metrics) -> None:
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
 
+    # Sizes in which no group was have no metric: the rows between the smallest and the largest are filled.
     counts = {int(label): dict(zip(*series(metrics, name), strict=True)) for name, label in panel.metrics.items()}
     steps = sorted({step for count in counts.values() for step in count})
     sizes = range(min(counts), max(counts) + 1)
@@ -210,7 +209,7 @@ def _draw_profile(axes: Any, panel: Panel, metrics: Metrics) -> None:
     rows = [rows[round(n * (len(rows) - 1) / max(count - 1, 1))] for n in range(count)]
     for row, color in zip(rows, _shades(count), strict=True):
         values = [row.get(name, math.nan) for name in panel.metrics]
-        finite = [value if math.isfinite(value) else math.nan for value in values]
+        finite = [value if math.isfinite(value) else math.nan for value in values]  # NaN leaves a gap in the line
         line = {"color": color, "linewidth": 1.9, "marker": "o", "markersize": 3.5, "label": f"step {row['step']:g}"}
         axes.plot(list(map(int, panel.metrics.values())), finite, **line)
 
@@ -281,10 +280,10 @@ def panels_of(metrics: Metrics) -> list[Panel]:
         means = {f"reward/{name}/mean": name for name in functions[:MAX_LINES]}
         rewards.append(Panel("rewards", "Reward functions", "mean before weighting", means))
         for name in functions:
-            lines = {"mean": "mean", "best_of_group_mean": "best", "worst_of_group_mean": "worst"}
-            own = {f"reward/{name}/{metric}": label for metric, label in lines.items()}
-            file = f"reward_{_file_name(name)}"
-            rewards.append(Panel(file, f"Reward {name}", "reward, mean over groups", own, in_overview=False))
+            lines = {f"reward/{name}/mean": "mean"}
+            lines |= {f"reward/{name}/{end}_of_group_mean": end for end in ("best", "worst")}
+            file, unit = f"reward_{UNSAFE.sub('_', name)}", "reward, mean over groups"
+            rewards.append(Panel(file, f"Reward {name}", unit, lines, in_overview=False))
     # The strongest correlations within groups, which are what learning sees.
     prefix = "reward_corr_within_group/"
     values = {name: series(metrics, name)[1] for name in names if name.startswith(prefix)}
@@ -294,16 +293,12 @@ def panels_of(metrics: Metrics) -> list[Panel]:
     rewards.append(Panel("correlations", "Correlation of rewards within groups", unit, pairs))
     # Metrics by denoising step that have no panel of their own.
     known = {name for section in fixed.values() for panel in section for name in panel.metrics}
-    further: dict[str, Panel] = {}
-    for match in (re.fullmatch(r"timestep/(.+)/\d+", name) for name in names if name not in known):
-        if match is not None:
-            family, file = match[1], f"timestep_{_file_name(match[1])}"
-            title, rows = (
-                f"{family.replace('_', ' ')} by denoising step",
-                matching(rf"timestep/{re.escape(family)}/(\d+)"),
-            )
-            further[family] = Panel(file, title, "denoising step (0 = first)", rows, style="heatmap", value=family)
-    steps = fixed["timesteps"] + list(further.values())
+    steps = fixed["timesteps"]
+    found = (re.fullmatch(r"timestep/(.+)/\d+", name) for name in names if name not in known)
+    for family in dict.fromkeys(match[1] for match in found if match):
+        file, title = f"timestep_{UNSAFE.sub('_', family)}", f"{family.replace('_', ' ')} by denoising step"
+        rows = matching(rf"timestep/{re.escape(family)}/(\d+)")
+        steps.append(Panel(file, title, "denoising step (0 = first)", rows, style="heatmap", value=family))
     everything = [*fixed["reward"], *rewards, *fixed["learning"], *steps, *fixed["prompts"], *fixed["stages"]]
     return [panel for panel in everything if _has_content(panel, metrics)]
 
@@ -330,7 +325,3 @@ def _has_content(panel: Panel, metrics: Metrics) -> bool:
     if panel.shown == "if it changes":
         return any(len(set(values)) > 1 for values in lines)
     return any(lines)
-
-
-def _file_name(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9.-]+", "_", name)

@@ -71,7 +71,7 @@ def closing_lines(
         summary.append(f"; reward {sum(rewards) / len(rewards):.3f} over the {last}")
     unscored = sum(row.get("reward/unscored_count", 0) for row in steps)
     if unscored > 0:
-        sampled = steps[-1].get("progress/rollouts", math.nan)
+        sampled = steps[-1].get("progress/rollouts", math.nan)  # counted since the start, over all resumes
         of_all = f" of {sampled:.0f}" if math.isfinite(sampled) else ""
         summary.append(f"; {unscored:.0f}{of_all} sampled rows had no reward (log.txt, samples.jsonl)", "yellow")
     parts: list[RenderableType] = [summary]
@@ -92,18 +92,16 @@ def _evaluation_table(before: Mapping[str, Any], after: Mapping[str, Any]) -> Ta
     table.add_column(f"held-out, {evaluation.get('prompts', '?')} prompts")
     for name in ("before", "after", "change"):
         table.add_column(name, justify="right", no_wrap=True)
-    rows: dict[str, list[Any]] = {"reward [95% interval]": [side.get("mean") for side in sides]}
-    if len(evaluation.get("parts", {})) > 1:
-        rows |= {f"  {name}": [side.get("parts", {}).get(name) for side in sides] for name in evaluation["parts"]}
-    for i, (name, (old, new)) in enumerate(rows.items()):
-        cells = [_cell(mean) for mean in (old, new)]
-        if i == 0:
-            ends = [f" [{_cell(side['low'])}, {_cell(side['high'])}]" if side else "" for side in sides]
-            cells = [cell + interval for cell, interval in zip(cells, ends, strict=True)]
+    intervals = [f" [{_cell(side['low'])}, {_cell(side['high'])}]" if side else "" for side in sides]
+    rows: list[tuple[str, Any, list[str]]] = [("reward [95% interval]", [s.get("mean") for s in sides], intervals)]
+    if len(parts := evaluation.get("parts", {})) > 1:  # of a single reward the mean says the same
+        rows += [(f"  {name}", [side.get("parts", {}).get(name) for side in sides], ["", ""]) for name in parts]
+    for name, (old, new), ends in rows:
+        cells = [_cell(mean) + end for mean, end in zip((old, new), ends, strict=True)]
         change = Text("-")
         if old is not None and new is not None:
             color = "green" if new > old else "red" if new < old else ""
-            change = Text(_cell(new - old, "+"), f"{'' if i else 'bold '}{color}")
+            change = Text(_cell(new - old, "+"), color if name.startswith(" ") else f"bold {color}")
         table.add_row(Text(name), *map(Text, cells), change)
     return table
 

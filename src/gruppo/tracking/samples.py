@@ -14,7 +14,7 @@ from typing import Any
 
 from gruppo.loading import install_command
 from gruppo.protocols import Tracker
-from gruppo.tracking.files import JsonLines, read_lines, replace_file, to_json
+from gruppo.tracking.files import append_lines, cut_lines, read_lines, replace_file, to_json
 from gruppo.tracking.formatting import ARRAYS, as_text, number, shape_text
 from gruppo.tracking.images import Cell, SheetRow, draw, has_pixels, is_image, to_pil
 
@@ -51,9 +51,9 @@ class SamplesFile(Tracker):
     """
 
     def __init__(self, run_dir: str | Path) -> None:
-        self.run_dir = Path(run_dir)
-        self._lines = JsonLines(self.run_dir / "samples.jsonl")
+        self.run_dir, self._path = Path(run_dir), Path(run_dir) / "samples.jsonl"
         self._warned: set[str] = set()
+        cut_lines(self._path)
 
     def log_samples(self, step: int, rows: Sequence[Row]) -> None:
         placed = [dict(row) for row in rows]
@@ -62,21 +62,21 @@ class SamplesFile(Tracker):
             shape = shape_text(odd[0])
             text = f"{shape} is not an image, which has floats [C, H, W] with 1 or 3 channels."
             self._warn_once(shape, f"{len(odd)} of {len(rows)} samples of step {step} are not drawn: {text}")
+        drawable = [row for row, value in zip(placed, values, strict=True) if is_image(value)]
         for is_held_out in (False, True):
-            drawable = [row for row in placed if is_image(row.get(image_field(row)))]
             if images := [row for row in drawable if bool(row.get("held_out")) == is_held_out]:
                 self._draw(step, images, is_held_out)
         for row in placed:  # images that are on no sheet are named, without their pixels
-            row.update(
-                {n: shape_text(x) if isinstance(x, ARRAYS) else type(x).__name__ for n, x in row.items() if is_image(x)}
-            )
-        self._lines.append([{"step": step} | to_json(row) for row in placed])
+            for name, value in row.items():
+                if is_image(value):
+                    row[name] = shape_text(value) if isinstance(value, ARRAYS) else type(value).__name__
+        append_lines(self._path, [{"step": step} | to_json(row) for row in placed])
         if any(row.get("held_out") for row in rows):
             self._compare_evaluations()
 
     def cut(self, step: int) -> None:
         """Keep the samples and sheets up to ``step``, before a resumed run continues."""
-        self._lines.cut(step)
+        cut_lines(self._path, step)
         for path in sorted((self.run_dir / FOLDER).glob("*")):
             match = re.fullmatch(r"(?:step|eval)_(\d+)\.png", path.name)
             if path.name.endswith(".png.new") or (match and int(match[1]) > step):  # or left half-written by a crash
@@ -110,7 +110,8 @@ class SamplesFile(Tracker):
     def _compare_evaluations(self) -> None:
         """Draw the same prompts at the first and the last evaluation; with fewer than two, delete the sheet."""
         path = self.run_dir / FOLDER / BEFORE_AFTER
-        rows = [r for r in read_lines(self._lines.path) if r.get("held_out") and _is_place(r.get(image_field(r)))]
+        # From the file, not from memory: a resumed run compares with the first evaluation, too.
+        rows = [r for r in read_lines(self._path) if r.get("held_out") and _is_place(r.get(image_field(r)))]
         steps = sorted({row["step"] for row in rows})
         if len(steps) < 2:
             return path.unlink(missing_ok=True)
@@ -133,7 +134,7 @@ def _is_place(value: Any) -> bool:
 
 def write_sheet(path: Path, rows: Sequence[Row], title: str) -> bool:
     """Draw the images of rows like those of a run; return False, without a file, if there are none."""
-    images = [dict(row) for row in rows if is_image(row.get(image_field(row)))]
+    images = [row for row in rows if is_image(row.get(image_field(row)))]
     if not images or importlib.util.find_spec("PIL") is None:
         return False
     save_sheet(path, draw(_layout(images), title=title)[0])
@@ -148,12 +149,12 @@ def save_sheet(path: Path, sheet: Any) -> None:
 # --- the sheet of a step ----------------------------------------------------------------------------------------------
 
 
-def _layout(rows: Sequence[dict[str, Any]]) -> list[SheetRow]:
+def _layout(rows: Sequence[Row]) -> list[SheetRow]:
     """A row of the sheet for each group; several groups share one where each has a single image and nothing else.
 
     The ``source`` of a cell is its field, and the rows that have the image there.
     """
-    groups: dict[Any, list[dict[str, Any]]] = {}
+    groups: dict[Any, list[Row]] = {}
     for row in sorted(rows, key=lambda row: "failures" in row):  # rows without a score come last, by themselves
         prompt = row.get("prompt", "")
         key = id(prompt) if has_pixels(prompt) else as_text(prompt)
@@ -165,10 +166,9 @@ def _layout(rows: Sequence[dict[str, Any]]) -> list[SheetRow]:
     for group in list(groups.values())[: MAX_ROWS * FLOW if is_flow else MAX_ROWS]:
         prompt, target, cells = group[0].get("prompt", ""), group[0].get("target"), list[Cell | None]()
         text = "" if is_image(prompt) or prompt is None else as_text(prompt)
-        for row in group[:MAX_SAMPLES]:
-            field, note = image_field(row), text if is_flow else ""
-            cells.append(Cell(to_pil(row[field]), captions[id(row)], note, (field, [row])))
-        if is_image(prompt):
+        for field, row in ((image_field(row), row) for row in group[:MAX_SAMPLES]):
+            cells.append(Cell(to_pil(row[field]), captions[id(row)], text if is_flow else "", (field, [row])))
+        if is_image(prompt):  # an input and its target are the same for the whole group
             cells.insert(0, Cell(to_pil(prompt), note="input", source=("prompt", group)))
             if is_image(target):
                 cells.append(Cell(to_pil(target), note="target", source=("target", group)))
@@ -214,6 +214,7 @@ def _before_and_after(run_dir: Path, rows: Sequence[Row], first: int, last: int)
         key = crop(prompt).tobytes() if _is_place(prompt) else json.dumps(prompt, ensure_ascii=False)
         if row["step"] in (first, last):
             groups.setdefault(key, ([], []))[row["step"] == last].append(row)
+    # The evaluations may have different counts of samples: what has no partner is left out.
     pairs = [list(zip(*sides, strict=False))[:MAX_PAIRS] for sides in groups.values()]
     pairs = [group for group in pairs if group][:MAX_ROWS]
     width = max(map(len, pairs), default=0)
@@ -226,8 +227,7 @@ def _before_and_after(run_dir: Path, rows: Sequence[Row], first: int, last: int)
         for side in zip(*group, strict=True):
             cells += [Cell(crop(row[image_field(row)]), captions[id(row)]) for row in side]
             cells += [None] * (width - len(group))
-        first_row: dict[str, Any] = dict(group[0][0])
-        prompt, target = first_row.get("prompt", ""), first_row.get("target", "")
+        prompt, target = (group[0][0].get(name, "") for name in ENDS)
         if _is_place(prompt):
             cells = [Cell(crop(prompt)), *cells, Cell(crop(target)) if _is_place(target) else None]
         lines.append(SheetRow("" if _is_place(prompt) else as_text(prompt), cells))

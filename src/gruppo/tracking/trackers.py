@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,8 @@ log = logging.getLogger("gruppo")
 
 PROJECT, STATE_FILE = "gruppo", "trackers.json"
 """The project of all runs, and the file with the ids by which a resumed run is continued."""
-METHODS = ("log", "log_samples", "close")
+METHODS, NEED = ("log", "log_samples", "close"), "it needs log(step, metrics), log_samples(step, rows) and close()"
+_json = partial(json.dumps, ensure_ascii=False, default=str)
 CLOSE_S = 60.0
 """Seconds that a tracker may take to send what is pending."""
 COLUMNS = ("reward", "prompt", "completion", "target")
@@ -48,14 +49,11 @@ def check(names: Sequence[str]) -> None:
     """Refuse an unknown tracker, or one whose package is missing. No package is imported."""
     for name in names:
         if name in TRACKERS:
-            try:
-                is_installed = importlib.util.find_spec(name) is not None
-            except (ImportError, ValueError):
-                is_installed = False
-            if not is_installed:
-                text = f"which is not installed; run: {install_command('track')}"
-                raise GruppoError(f'--track {name} needs the package "{name}", {text}')
-            continue
+            with suppress(ImportError, ValueError):  # ValueError: a module without a __spec__
+                if importlib.util.find_spec(name) is not None:
+                    continue
+            text = f"which is not installed; run: {install_command('track')}"
+            raise GruppoError(f'--track {name} needs the package "{name}", {text}')
         if ":" not in name:
             close = difflib.get_close_matches(name, TRACKERS, 1)
             hint = f"Did you mean {close[0]}?" if close else f"Available: {', '.join(TRACKERS)}."
@@ -65,9 +63,8 @@ def check(names: Sequence[str]) -> None:
             found = f"{factory!r:.80} ({type(factory).__name__})"
             raise GruppoError(f"the tracker {name} is {found}; name a class, as file.py:Class.")
         missing = [method for method in METHODS if not callable(getattr(factory, method, None))]
-        if inspect.isclass(factory) and missing:
-            need = "log(step, metrics), log_samples(step, rows) and close()"
-            raise GruppoError(f"the tracker {name} has no {' and no '.join(missing)}; it needs {need}.")
+        if inspect.isclass(factory) and missing:  # of a function, only what it returns has methods
+            raise GruppoError(f"the tracker {name} has no {' and no '.join(missing)}; {NEED}.")
     if repeated := sorted({name for name in names if list(names).count(name) > 1}):
         raise GruppoError(f"--track names {repeated[0]} more than once; leave one of them out.")
 
@@ -76,9 +73,8 @@ def open_trackers(names: Sequence[str], run_dir: Path, config: Any, *, from_step
     """Open trackers by name, each guarded. ``from_step``: the last step before a resume, None for a new run."""
 
     def open_tracker(name: str) -> Tracker:
-        if name in TRACKERS:
-            return TRACKERS[name](run_dir, settings(config), from_step)
-        return load_object(name)(run_dir, config)
+        own = name not in TRACKERS
+        return load_object(name)(run_dir, config) if own else TRACKERS[name](run_dir, settings(config), from_step)
 
     return [GuardedTracker(name, partial(open_tracker, name)) for name in names]
 
@@ -89,8 +85,7 @@ def guarded(track: Sequence[Any]) -> list[Tracker]:
         if isinstance(one, type):
             raise GruppoError(f"the tracker {one.__name__} is a class that cannot be imported by name; pass an object.")
         if missing := [method for method in METHODS if not callable(getattr(one, method, None))]:
-            need = "log(step, metrics), log_samples(step, rows) and close()"
-            raise GruppoError(f"the tracker {type(one).__name__} has no {' and no '.join(missing)}; it needs {need}.")
+            raise GruppoError(f"the tracker {type(one).__name__} has no {' and no '.join(missing)}; {NEED}.")
     return [GuardedTracker(type(one).__name__, partial(lambda one: one, one)) for one in track]
 
 
@@ -117,6 +112,7 @@ class GuardedTracker:
         self._tracker: Tracker | None = self._call("could not be opened", factory)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        # Plain floats: a tracker must not get tensors or NumPy scalars, which some cannot send.
         if self._tracker is not None and not self._has_failed:
             self._call("failed", self._tracker.log, step, {name: float(value) for name, value in metrics.items()})
 
@@ -129,6 +125,7 @@ class GuardedTracker:
         tracker, self._tracker = self._tracker, None
         if tracker is None:
             return
+        # In a daemon thread, so that a network that hangs delays the end of the run by CLOSE_S at most.
         closing = threading.Thread(target=self._call, args=("could not be closed", tracker.close), daemon=True)
         closing.start()
         closing.join(CLOSE_S)
@@ -138,7 +135,7 @@ class GuardedTracker:
     def _call(self, problem: str, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return function(*arguments)
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit) as error:  # SystemExit: a tracker must not end the run either
             if not self._has_failed:
                 reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
                 text = "The run continues; metrics.jsonl and samples.jsonl hold everything."
@@ -159,6 +156,7 @@ class TensorBoard:
 
         self._run_dir, folder = run_dir, run_dir / "tensorboard"
         is_there = folder.is_dir()
+        # What an ended attempt logged after its checkpoint is hidden; events are only ever appended.
         purge = None if not is_there else 0 if from_step is None else from_step + 1
         self._writer = SummaryWriter(str(folder), purge_step=purge)
         if not is_there:
@@ -213,18 +211,15 @@ def open_wandb(run_dir: Path, settings: Mapping[str, Any], from_step: int | None
     """A run of the project gruppo. ``WANDB_MODE``, ``WANDB_PROJECT`` and so on apply; without a key it is offline."""
     wandb, mode = import_extra("wandb", "track", "--track wandb"), None
     if not os.environ.get("WANDB_MODE"):
-        try:
+        with suppress(TypeError):  # older versions, which prompt
             mode = None if wandb.login(prompt=False) else "offline"
-        except TypeError:  # older versions, which prompt
-            mode = None
     if mode == "offline":
         log.info("wandb has no API key: it writes to %s; wandb sync uploads it.", run_dir / "wandb")
     limits = {"init_timeout": 30.0, "login_timeout": 10.0, "finish_timeout": CLOSE_S - 10}
-    ids = _tracker_ids(run_dir)
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", PROJECT),
         name=run_dir.name,
-        id=ids.get("wandb"),
+        id=_tracker_ids(run_dir).get("wandb"),
         resume="allow",
         dir=str(run_dir),
         config=dict(settings),
@@ -246,7 +241,7 @@ def open_trackio(run_dir: Path, settings: Mapping[str, Any], from_step: int | No
             project=os.environ.get("TRACKIO_PROJECT", PROJECT),
             name=name or run_dir.name,
             config=dict(settings),
-            resume="allow" if name else "never",
+            resume="allow" if name else "never",  # another run of this name may be in the project
             embed=False,
         )
     _tracker_ids(run_dir, trackio=run.name)
@@ -255,21 +250,16 @@ def open_trackio(run_dir: Path, settings: Mapping[str, Any], from_step: int | No
 
 def _tracker_ids(run_dir: Path, **opened: str) -> dict[str, str]:
     """Ids of the run in its trackers, by which a resume continues it; saved where one was opened."""
-    path = run_dir / STATE_FILE
-    try:
+    path, ids = run_dir / STATE_FILE, dict[str, str]()
+    with suppress(OSError, ValueError, TypeError):
         ids = dict(read_json(path))
-    except (OSError, ValueError, TypeError):
-        ids = {}
     if opened:
         path.write_text(json.dumps({**ids, **opened}), encoding="utf-8")
     return ids
 
 
-TRACKERS: Mapping[str, Callable[[Path, Mapping[str, Any], int | None], Tracker]] = {
-    "tensorboard": TensorBoard,
-    "wandb": open_wandb,
-    "trackio": open_trackio,
-}
+Opener = Callable[[Path, Mapping[str, Any], int | None], Tracker]
+TRACKERS: Mapping[str, Opener] = {"tensorboard": TensorBoard, "wandb": open_wandb, "trackio": open_trackio}
 """By the name that ``--track`` takes, which is also the package's name."""
 
 
@@ -296,7 +286,7 @@ def _cell(name: str, value: Any) -> float | str:
     if name == "reward":
         return float("nan") if value is None else float(value)
     if value is None or isinstance(value, str):
-        return value or ""
+        return value or ""  # a text as it is, with its line ends
     return _json(value) if isinstance(value, Mapping) or name == "failures" else as_text(value)
 
 
@@ -305,7 +295,3 @@ def _markdown(columns: Sequence[str], rows: Any) -> str:
     lines = [[as_text(str(cell)).replace("|", "\\|") for cell in row] for row in (columns, *rows)]
     lines.insert(1, ["---"] * len(columns))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)

@@ -26,8 +26,7 @@ from gruppo.trainer.evaluate import Evaluated, evaluate
 from gruppo.trainer.memory import whole_weights
 from gruppo.trainer.shards import whole_parameters
 from gruppo.trainer.watch import logged
-from gruppo.trl.arguments import GRPOConfig, RLOOConfig
-from gruppo.trl.translation import refusal, translated
+from gruppo.trl.translation import DEFAULTS, refusal, translated
 from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
@@ -89,32 +88,26 @@ class GRPOTrainer:
         environment_factory: Any = None,
     ) -> None:
         unsupported = {
-            "rollout_func": (rollout_func, "give an engine that samples, engine=... of gruppo.Trainer"),
-            "quantization_config": (
-                quantization_config,
-                "the weights are float32 or bfloat16; lora__rank trains little",
-            ),
-            "optimizers": (
-                next(filter(None, optimizers), None),
-                "AdamW and optim__decay; optim__lr and so on set them",
-            ),
+            "rollout_func": "give an engine that samples, engine=... of gruppo.Trainer",
+            "quantization_config": "the weights are float32 or bfloat16; lora__rank trains little",
+            "optimizers": "AdamW and optim__decay; optim__lr and so on set them",
         }
-        for name, (value, near) in unsupported.items():
+        values = rollout_func, quantization_config, any(optimizers)
+        for (name, near), value in zip(unsupported.items(), values, strict=True):
             if value:
                 raise GruppoError(f"{type(self).__name__}({name}=...) has no counterpart in gruppo: {near}.")
         source = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
         if args is None:
             name = f"{(source or 'model').rstrip('/').split('/')[-1]}-{self.kind}"
-            args = (GRPOConfig if self.kind == "GRPO" else RLOOConfig)(output_dir=name)
+            args = DEFAULTS[self.kind](output_dir=name)
         if train_dataset is None and (environment_factory is None or isinstance(environment_factory, Mapping)):
             raise GruppoError("train_dataset is missing; it needs a Dataset, or a list of rows, with a column prompt.")
         if environment_factory is not None:
             train_dataset = _prompted(train_dataset, args)
             eval_dataset = None if eval_dataset is None else _prompted(eval_dataset, args)
         if isinstance(eval_dataset, dict):
-            raise GruppoError(
-                "eval_dataset is a dict of data sets; it needs one of them. trainer.evaluate takes others."
-            )
+            text = "eval_dataset is a dict of data sets; it needs one of them. trainer.evaluate takes others."
+            raise GruppoError(text)
         self.args, self.callbacks = args, list(callbacks or ())
         self.train_dataset, self.eval_dataset, self.processing_class = train_dataset, eval_dataset, processing_class
         self.output_dir = Path(getattr(args, "output_dir", None) or "trainer_output")
@@ -123,37 +116,43 @@ class GRPOTrainer:
         if not rows and not getattr(args, "max_steps", -1) > 0:
             raise GruppoError("train_dataset has no length, so its epochs are not known. Set max_steps.")
         settings |= _adapter(peft_config, source, notes)
-        environment = _environment(environment_factory)
+        environment = environment_factory
+        if isinstance(environment, Mapping):  # by the data's column environment
+            environment = {name: EnvironmentClass(one, step_is_tool=True) for name, one in environment.items()}
+        elif environment is not None:
+            environment = EnvironmentClass(environment, step_is_tool=True)
         if tools or environment:
-            settings |= _environment_settings(args, tools or (), environment_factory)
-            notes.append(
-                "max_completion_length: tokens that the policy writes in a conversation; there those of results too"
-            )
+            # As in TRL: calls are made one after another without a deadline, and results are not cut.
+            longest, calls = args.max_completion_length, getattr(args, "max_tool_calling_iterations", None)
+            settings |= {"environment.max_reply_tokens": longest, "environment.timeout_s": None}
+            settings["environment.turns"] = longest if calls is None else calls + 1
+            settings["environment.tools"] = tuple(map(name_of, tools or ()))
+            if environment_factory is not None:
+                has_step = hasattr(environment_factory, "step")
+                settings["environment.kind"] = IN_MEMORY if has_step else name_of(environment_factory)
+            meaning = "tokens that the policy writes in a conversation; there those of results too"
+            notes.append(f"max_completion_length: {meaning}")
         policy = self._opened(model, settings, notes)
-        validation = eval_dataset
         self.rewards = [] if reward_funcs is None and environment else _rewards(reward_funcs, reward_processing_classes)
-        self.parts = Parts.of(policy, train_dataset, self.rewards, environment, tools or None, None, validation)
-        config = serialization.change(Config(), settings)
-        self.config = replace(
-            config,
-            model=source if policy is None else IN_MEMORY,
-            data=IN_MEMORY,
-            scoring=replace(config.scoring, isolate=False),  # functions of the script are called in its process
-            reward=tuple(map(name_of, self.rewards)),
-            runs_dir=str(self.output_dir),
-        )
-        evaluation = replace(
-            self.config.evaluation,
-            data="" if validation is None else IN_MEMORY,
-            prompts=len(validation) if self._evaluates else 0,
-        )
-        self.config = replace(self.config, evaluation=evaluation)
+        self.parts = Parts.of(policy, train_dataset, self.rewards, environment, tools or None, None, eval_dataset)
+        settings |= {
+            "model": source if policy is None else IN_MEMORY,
+            "data": IN_MEMORY,
+            "scoring.isolate": False,  # functions of the script are called in its process
+            "reward": tuple(map(name_of, self.rewards)),
+            "runs_dir": str(self.output_dir),
+            "evaluation.data": "" if eval_dataset is None else IN_MEMORY,
+            "evaluation.prompts": len(eval_dataset) if self._evaluates else 0,
+        }
+        self.config = serialization.change(Config(), settings)
         validate(self.config, self.parts)
         from transformers import TrainerControl, TrainerState
 
+        # What callbacks see counts optimizer steps, as in TRL; a step of a run is a generation with `updates` of them.
         self.state, self.control = TrainerState(), TrainerControl()
         self.updates = self.config.updates_per_batch
         self.state.max_steps = self.config.steps * self.updates
+        # No process group exists before the run is opened, so these are the launcher's variables.
         self.accelerator = SimpleNamespace(
             print=lambda *text: print(*text) if dist.is_main() else None,
             is_main_process=int(os.environ.get("RANK", 0)) == 0,
@@ -179,13 +178,19 @@ class GRPOTrainer:
 
     @property
     def model(self) -> Any:
-        return self.run.policy.module
+        return self.run.policy.module  # the trained module itself, as scripts of TRL look into it
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
         """Train from the beginning, or continue: True the newest run in ``output_dir``, or the folder of a run."""
         began = time.perf_counter()
         if resume_from_checkpoint:
-            path = self._run_to_resume(resume_from_checkpoint)
+            path = Path(str(resume_from_checkpoint))
+            if resume_from_checkpoint is True:
+                runs = sorted(self.output_dir.glob(f"{RUN}-*/config.json"), key=lambda file: file.stat().st_mtime)
+                if not runs:
+                    text = f"{self.output_dir} has no run to resume; call train() without resume_from_checkpoint."
+                    raise GruppoError(text)
+                path = runs[-1].parent
             self._trainer = api.Trainer.open(path, self.parts, callbacks=[_Hooks(self)])
         run = self.run
         with logged():
@@ -206,6 +211,7 @@ class GRPOTrainer:
         if eval_dataset is None and self._evaluates:
             return self._metrics(self.run.evaluate())
         source = open_source(data, seed=self.config.seed, held_out_fraction=0.0).only_held_out()
+        # A prompt that does not fit into the context is left out, as from a run's own held-out prompts.
         held_out = [p for p in source.held_out(len(data)) if run.policy.check_prompt(p, run.sampling) is None]
         with run.stopper.listening(), whole_weights(run.policy, engine=run.config.engine.kind):
             done, _rows = evaluate(run, held_out)
@@ -217,6 +223,7 @@ class GRPOTrainer:
         folder, policy = Path(output_dir or self.output_dir), self.run.policy
         folder.mkdir(parents=True, exist_ok=True)
         read = dict(policy.module.named_parameters()) if policy.saves_base else policy.checkpoint_weights()
+        # Every rank takes part in gathering sharded parameters; one of them writes.
         with whole_parameters(policy.module, folder, read), dist.fail_together():
             if not dist.is_main():
                 return
@@ -247,13 +254,13 @@ class GRPOTrainer:
             if dist.is_main():
                 self.hub_model_id = create_repository(name, private=private, token=token)
         with tempfile.TemporaryDirectory(dir=self.output_dir) as work:
-            folder = Path(work) / name.rpartition("/")[2]
+            folder = Path(work) / name.rpartition("/")[2]  # the card's title is the folder's name
             self.save_model(str(folder))
             with dist.fail_together():
                 if dist.is_main():
                     write_card(folder, run, is_online=True)
                     address = upload(folder, self.hub_model_id, message=commit_message, token=token, revision=revision)
-        return dist.all_gather(address.encode())[0].decode()
+        return dist.all_gather(address.encode())[0].decode()  # only the first rank knows it
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback of transformers, an object or a class."""
@@ -282,9 +289,8 @@ class GRPOTrainer:
         """A policy where the model or its tokenizer is in memory or needs arguments; None where its name says all."""
         from gruppo.modalities.text import from_transformers
 
-        kwargs = {
-            name: v for name, v in dict(getattr(self.args, "model_init_kwargs", None) or {}).items() if v is not None
-        }
+        kwargs = dict(getattr(self.args, "model_init_kwargs", None) or {})
+        kwargs = {name: value for name, value in kwargs.items() if value is not None}
         if "quantization_config" in kwargs:
             raise refusal("model_init_kwargs", kwargs, "no quantized training")
         if (dtype := str(kwargs.pop("dtype", kwargs.pop("torch_dtype", "auto"))).removeprefix("torch.")) != "auto":
@@ -297,6 +303,7 @@ class GRPOTrainer:
         for name in ("attn_implementation", "device_map", "use_cache"):
             if name in kwargs:
                 notes.append(f"model_init_kwargs: {name}={kwargs.pop(name)!r} is not used")
+        # A model in memory, or one with arguments of its own, is a policy; a plain name stays in the config.
         settings["trust_remote_code"] |= bool(kwargs.pop("trust_remote_code", False))
         if not isinstance(model, str):
             module = model
@@ -308,9 +315,8 @@ class GRPOTrainer:
         else:
             return None
         if type(module).__name__.startswith("Peft"):
-            raise GruppoError(
-                "model is a PeftModel, and gruppo adds the adapter itself. Pass the base model and a peft_config."
-            )
+            text = "model is a PeftModel, and gruppo adds the adapter itself. Pass the base model and a peft_config."
+            raise GruppoError(text)
         tokenizer = self.processing_class
         if tokenizer is None:
             from transformers import AutoTokenizer
@@ -318,19 +324,9 @@ class GRPOTrainer:
             tokenizer = AutoTokenizer.from_pretrained(module.config._name_or_path)
             self.processing_class = tokenizer
         if not callable(getattr(tokenizer, "convert_ids_to_tokens", None)):
-            raise GruppoError(
-                f"processing_class is a {type(tokenizer).__name__}, of a model that reads images; gruppo trains "
-                "language models on text, and diffusion and restoration models on images. Pass a tokenizer."
-            )
+            raise GruppoError(f"""processing_class is a {type(tokenizer).__name__}, of a model that reads images; gruppo
+                trains language models on text, and diffusion and restoration models on images. Pass a tokenizer.""")
         return from_transformers(module, tokenizer, compute=settings["compute"])
-
-    def _run_to_resume(self, checkpoint: bool | str) -> Path:
-        if checkpoint is not True:
-            return Path(str(checkpoint))
-        runs = sorted(self.output_dir.glob(f"{RUN}-*/config.json"), key=lambda file: file.stat().st_mtime)
-        if not runs:
-            raise GruppoError(f"{self.output_dir} has no run to resume; call train() without resume_from_checkpoint.")
-        return runs[-1].parent
 
     # --- what callbacks of transformers see ---
 
@@ -376,7 +372,7 @@ class _Hooks(Callback):
         owner.control.should_save = owner.control.should_evaluate = False
         owner._call("on_step_end")
         owner._call("on_log", logs=dict(named))
-        if owner.control.should_save:
+        if owner.control.should_save:  # requests of the callbacks, beside what --saving.every and so on do
             trainer.save()
             owner._call("on_save")
         if owner.control.should_evaluate:
@@ -399,32 +395,12 @@ def _check_callback(callback: Any) -> None:
     from transformers import TrainerCallback
 
     if not isinstance(callback, TrainerCallback):
-        raise GruppoError(
-            f"the callback {callback!r:.80} is no TrainerCallback of transformers; pass an object of one."
-        )
+        text = f"the callback {callback!r:.80} is no TrainerCallback of transformers; pass an object of one."
+        raise GruppoError(text)
     for name in (name for name in dir(TrainerCallback) if name.startswith("on_") and name not in EVENTS):
         if getattr(type(callback), name, None) is not getattr(TrainerCallback, name):
-            raise GruppoError(
-                f"{type(callback).__name__}.{name} would never be called: gruppo calls {', '.join(EVENTS)}. Move it "
-                "there, or write a gruppo.Callback for gruppo.Trainer."
-            )
-
-
-def _environment(factory: Any) -> Any:
-    """What makes environments, by the data's column environment if there are several; None without any."""
-    if isinstance(factory, Mapping):
-        return {name: EnvironmentClass(one, step_is_tool=True) for name, one in factory.items()}
-    return None if factory is None else EnvironmentClass(factory, step_is_tool=True)
-
-
-def _environment_settings(args: Any, tools: Sequence[Any], factory: Any) -> dict[str, Any]:
-    """As in TRL: calls are made one after another without a deadline, and results are not cut."""
-    longest, calls = args.max_completion_length, getattr(args, "max_tool_calling_iterations", None)
-    settings = {"turns": longest if calls is None else calls + 1, "max_reply_tokens": longest, "timeout_s": None}
-    settings |= {"tools": tuple(map(name_of, tools))}
-    if factory is not None:
-        settings["kind"] = IN_MEMORY if hasattr(factory, "step") else name_of(factory)
-    return {f"environment.{name}": value for name, value in settings.items()}
+            raise GruppoError(f"""{type(callback).__name__}.{name} would never be called: gruppo calls
+                {", ".join(EVENTS)}. Move it there, or write a gruppo.Callback for gruppo.Trainer.""")
 
 
 def _prompted(data: Any, args: Any) -> Any:
@@ -439,9 +415,8 @@ def _prompted(data: Any, args: Any) -> Any:
 def _rewards(reward_funcs: Any, tokenizers: Any) -> list[Any]:
     """Functions as they are; reward models by their name or as a module."""
     if reward_funcs is None:
-        raise GruppoError(
-            "reward_funcs is missing; it needs a function, the name of a reward model, or a list of them."
-        )
+        text = "reward_funcs is missing; it needs a function, the name of a reward model, or a list of them."
+        raise GruppoError(text)
     functions = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
     tokenizers = tokenizers if isinstance(tokenizers, list | tuple) else [tokenizers] * len(functions)
     opened = []
@@ -469,13 +444,13 @@ def _adapter(config: Any, source: str, notes: list[str]) -> dict[str, Any]:
 
     if type(config) is not LoraConfig:
         raise GruppoError(f"peft_config is a {type(config).__name__}; gruppo trains LoRA. Pass a LoraConfig.")
-    default, taken = LoraConfig(), {"r", "lora_alpha", "target_modules", "task_type", "base_model_name_or_path"}
+    default, known = LoraConfig(), {"r", "lora_alpha", "target_modules", "task_type", "base_model_name_or_path"}
+    known |= {"inference_mode", "peft_version", "revision", "auto_mapping"}  # which change nothing that is trained
     for name, value in vars(config).items():
-        ignored = taken | {"inference_mode", "peft_version", "revision", "auto_mapping"}
-        if name not in ignored and value != getattr(default, name, value):
+        if name not in known and value != getattr(default, name, value):
             raise GruppoError(f"peft_config: {name}={value!r:.60} has no counterpart in gruppo. Leave it out.")
     targets = config.target_modules
-    if targets is None:
+    if targets is None:  # peft's own choice for the model, such as q_proj and v_proj
         targets = USUAL.get(AutoConfig.from_pretrained(source).model_type) if source else None
         if targets is None:
             notes.append("peft_config: target_modules=None adapts all linear layers but the head")

@@ -12,51 +12,10 @@ from gruppo import distributed as dist
 from gruppo.config import peer_options, serialization
 from gruppo.config.schema import Config
 from gruppo.core.objective import PRESETS
-from gruppo.trl.arguments import GRPOConfig, RLOOConfig
+from gruppo.trl.arguments import WITHOUT_EFFECT, GRPOConfig, RLOOConfig
 from gruppo.types import GruppoError
 
 DEFAULTS = {"GRPO": GRPOConfig, "RLOO": RLOOConfig}
-WITHOUT_EFFECT = {
-    # memory and speed, which gruppo arranges itself without a change to the gradient
-    *("gradient_checkpointing_kwargs", "ds3_gather_for_generation", "pad_to_multiple_of"),
-    *("use_transformers_paged", "use_transformers_continuous_batching", "transformers_continuous_batching_config"),
-    *("cache_implementation", "use_cache", "torch_empty_cache_steps", "use_liger_kernel", "liger_kernel_config"),
-    *("torch_compile", "torch_compile_backend", "torch_compile_mode", "cast_lm_head_to_fp32", "tf32"),
-    *("activation_checkpointing_kwargs", "disable_dropout", "remove_unused_columns"),
-    *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
-    *(
-        "dataloader_drop_last",
-        "dataloader_in_order",
-        "dataloader_multiprocessing_context",
-        "average_tokens_across_devices",
-    ),
-    *("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend"),
-    *("bf16_full_eval", "fp16_full_eval", "eval_accumulation_steps", "per_device_eval_batch_size", "local_rank"),
-    *("eval_do_concat_batches", "eval_use_gather_object", "batch_eval_metrics", "prediction_loss_only"),
-    *("include_for_metrics", "label_names", "full_determinism", "accelerator_config", "length_column_name"),
-    # what is logged: every step is, with all completions
-    *("logging_steps", "logging_strategy", "logging_first_step", "logging_nan_inf_filter", "log_on_each_node"),
-    *("log_level", "log_level_replica", "disable_tqdm", "log_completions", "num_completions_to_print", "debug"),
-    *("log_unique_prompts", "log_multimodal", "include_num_input_tokens_seen", "skip_memory_metrics", "run_name"),
-    *("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
-    # what the script does itself, and what save and push_to_hub of the trainer read
-    *("do_train", "do_eval", "do_predict", "resume_from_checkpoint", "push_to_hub", "hub_model_id", "hub_token"),
-    *("hub_private_repo", "hub_revision", "hub_strategy", "hub_always_push", "save_only_model", "save_on_each_node"),
-    *("ignore_data_skip", "restore_callback_states_from_checkpoint", "enable_jit_checkpoint", "greater_is_better"),
-    # of vLLM, without use_vllm
-    *(
-        "vllm_mode",
-        "vllm_model_impl",
-        "vllm_enable_sleep_mode",
-        "vllm_structured_outputs_regex",
-        "vllm_server_base_url",
-    ),
-    *("vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port", "vllm_gpu_memory_utilization"),
-    *("vllm_max_model_length", "vllm_tensor_parallel_size", "vllm_importance_sampling_correction"),
-    *("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
-    "vllm_importance_sampling_cap",
-}
-"""Arguments that change nothing that is learned here."""
 DIRECT = {
     option.theirs: option.ours
     for option in peer_options.peer_options("trl")
@@ -64,33 +23,19 @@ DIRECT = {
     if " " not in option.ours and option.theirs not in WITHOUT_EFFECT
 }
 """Arguments whose value is that of one option; those below replace some of them."""
-TRANSLATED = {
-    *("output_dir", "per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size"),
-    *("steps_per_generation", "num_train_epochs", "max_steps", "lr_scheduler_type", "lr_scheduler_kwargs"),
-    *(
-        "warmup_steps",
-        "adam_beta1",
-        "adam_beta2",
-        "optim",
-        "bf16",
-        "use_cpu",
-        "report_to",
-        "eval_strategy",
-        "eval_steps",
-    ),
-    *("eval_on_start", "save_strategy", "save_steps", "save_total_limit", "model_init_kwargs", "chat_template_kwargs"),
-    *("ddp_timeout", "num_generations_eval", "epsilon", "epsilon_high", "delta", "beta", "use_bias_correction_kl"),
-    *("entropy_coef", "use_adaptive_entropy", "entropy_target", "entropy_coef_delta", "scale_rewards", "loss_type"),
-    *("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps", "data_seed", "shuffle_dataset", "use_vllm"),
-    *("gradient_checkpointing", "activation_checkpointing"),
-}
-DECAYS = {
-    "linear": "linear",
-    "cosine": "cosine",
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "cosine_with_min_lr": "cosine",
-}
+_READ = """
+    output_dir per_device_train_batch_size gradient_accumulation_steps generation_batch_size steps_per_generation
+    num_train_epochs max_steps lr_scheduler_type lr_scheduler_kwargs warmup_steps adam_beta1 adam_beta2 optim bf16
+    use_cpu report_to eval_strategy eval_steps eval_on_start save_strategy save_steps save_total_limit
+    model_init_kwargs chat_template_kwargs ddp_timeout num_generations_eval epsilon epsilon_high delta beta
+    use_bias_correction_kl entropy_coef use_adaptive_entropy entropy_target entropy_coef_delta scale_rewards
+    loss_type sync_ref_model ref_model_mixup_alpha ref_model_sync_steps data_seed shuffle_dataset use_vllm
+    gradient_checkpointing activation_checkpointing
+"""
+TRANSLATED = set(_READ.split())
+"""Arguments that the functions below read."""
+DECAYS = {"linear": "linear", "cosine": "cosine", "constant": "constant"}
+DECAYS |= {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
 TRACKERS = ("tensorboard", "wandb", "trackio")
 
 
@@ -116,18 +61,27 @@ def translated(args: Any, kind: str, *, rows: int, has_evaluation: bool) -> tupl
         return getattr(value, "value", value)  # an enum of transformers
 
     notes = list[str]()
-    settings = _direct(of, names, notes) | _objective(of, kind, notes) | _learning_rate(of)
+    settings = _direct(of, names, notes) | _objective(of, kind, notes)
+    # The learning rate: its decay, and what is left of it at the end.
+    decay, kwargs, last = of("lr_scheduler_type"), dict(of("lr_scheduler_kwargs") or {}), 0.0
+    if decay not in DECAYS:
+        raise refusal("lr_scheduler_type", decay, f"it needs one of {', '.join(DECAYS)}")
+    if decay == "cosine_with_min_lr":
+        last = kwargs.pop("min_lr_rate", None) or kwargs.pop("min_lr", 0.0) / (of("learning_rate") or 1.0)
+    if kwargs:
+        raise refusal("lr_scheduler_kwargs", kwargs)
     settings |= _steps(of, rows, notes, has_evaluation=has_evaluation)
     is_recomputed = of("activation_checkpointing")
     if is_recomputed is None:  # transformers' new name for what TRL sets by the former one
         is_recomputed = of("gradient_checkpointing")
     settings |= {
+        "optim.decay": DECAYS[decay],
+        "optim.final_lr_frac": float(last),
         "optim.betas": (float(of("adam_beta1")), float(of("adam_beta2"))),
         "optim.recompute": "layer" if is_recomputed else "none",
         "saving.keep": of("save_total_limit") or 10**6,
         "prompts.held_out_fraction": 0.0,
-        # as in TRL, where prompts are tokenized with the special tokens in their text
-        "prompts.special_tokens": "keep",
+        "prompts.special_tokens": "keep",  # as in TRL, which tokenizes prompts with the special tokens in their text
         "prompts.chat_template_kwargs": json.dumps(of("chat_template_kwargs") or {}),
         "evaluation.samples": of("num_generations_eval") or 0,
         "distributed.timeout_s": float(of("ddp_timeout")),
@@ -135,7 +89,18 @@ def translated(args: Any, kind: str, *, rows: int, has_evaluation: bool) -> tupl
         "compute": {None: "auto", True: "bfloat16", False: "float32"}[of("bf16")],
     }
     if of("use_vllm"):
-        settings |= _servers(of, notes)
+        if of("vllm_mode") != "server":
+            near = "vLLM runs in servers of its own: gruppo serve MODEL, vllm_mode='server'"
+            raise refusal("vllm_mode", of("vllm_mode"), near)
+        notes.append("vLLM servers are started with gruppo serve in place of trl vllm-serve")
+        url = of("vllm_server_base_url") or f"http://{of('vllm_server_host')}:{of('vllm_server_port')}"
+        settings |= {"engine.kind": "vllm", "engine.urls": (url.replace("//0.0.0.0", "//127.0.0.1"),)}
+    if of("use_vllm") and of("vllm_importance_sampling_correction"):
+        level, _, correction = of("vllm_importance_sampling_mode").partition("_")
+        high = of("vllm_importance_sampling_cap") or of("vllm_importance_sampling_clip_max")
+        settings |= {"objective.correction": correction, "objective.correction_level": level}
+        settings["objective.correction_low"] = float(of("vllm_importance_sampling_clip_min") or 0.0)
+        settings["objective.correction_high"] = 1e6 if high is None else float(high)  # 1e6: no bound in practice
     if not str(of("optim")).startswith("adamw_torch"):
         raise refusal("optim", of("optim"))
     trackers = of("report_to") or []
@@ -169,56 +134,48 @@ def _direct(of: Callable[[str], Any], names: dict[str, Any], notes: list[str]) -
 
 def _steps(of: Callable[[str], Any], rows: int, notes: list[str], *, has_evaluation: bool) -> dict[str, Any]:
     """Batches, and what is counted in steps: of a generation and its updates here, of the optimizer in TRL."""
-    generated, groups = of("steps_per_generation"), of("generation_batch_size") // of("num_generations")
-    if generated % of("gradient_accumulation_steps"):
-        raise GruppoError(
-            f"steps_per_generation={generated} is no multiple of gradient_accumulation_steps="
-            f"{of('gradient_accumulation_steps')}, so an optimizer step would mix two generations. Set one to a "
-            "divisor of the other."
-        )
-    minibatches = generated // of("gradient_accumulation_steps")
+    # A step here is a generation; there it is an optimizer step, of which a generation has `updates`.
+    generated, accumulated = of("steps_per_generation"), of("gradient_accumulation_steps")
+    groups = of("generation_batch_size") // of("num_generations")
+    if generated % accumulated:
+        raise GruppoError(f"""steps_per_generation={generated} is no multiple of
+            gradient_accumulation_steps={accumulated}, so an optimizer step would mix two generations. Set one to a
+            divisor of the other.""")
+    minibatches = generated // accumulated
     updates = minibatches * of("num_iterations")
     per_epoch = max(rows // groups, 1)
-    steps = math.ceil(of("num_train_epochs") * per_epoch)
-    if of("max_steps") > 0:
-        steps = math.ceil(of("max_steps") / updates)
+    is_limited = of("max_steps") > 0  # -1 there: by epochs
+    steps = math.ceil(of("max_steps") / updates if is_limited else of("num_train_epochs") * per_epoch)
 
     def in_steps(name: str) -> int:
         """A count of optimizer steps, or a fraction of all of them, in steps of ours."""
         value = float(of(name))
         return max(1, round(value * steps) if 0 < value < 1 else math.ceil(value / updates))
 
-    def every(what: str, default: str) -> int:
-        return {"no": 0, "epoch": per_epoch}.get(of(f"{what}_strategy"), 0) or (
-            in_steps(default) if of(f"{what}_strategy") == "steps" else 0
-        )
+    def every(strategy: str, name: str) -> int:
+        return in_steps(name) if of(strategy) == "steps" else per_epoch if of(strategy) == "epoch" else 0
 
     if of("save_strategy") not in ("no", "steps", "epoch"):
         raise refusal("save_strategy", of("save_strategy"), "the best weights are kept with back_off__metric")
-    if of("eval_strategy") == "steps" and of("eval_steps") is None:
-        evaluated = in_steps("logging_steps")  # as in transformers
-    else:
-        evaluated = every("eval", "eval_steps")
+    # As in transformers, eval_steps is logging_steps where it is not set.
+    evaluated = every("eval_strategy", "logging_steps" if of("eval_steps") is None else "eval_steps")
     settings: dict[str, Any] = {
         "steps": steps,
         "rollout.prompts": groups,
         "optim.minibatches": minibatches,
         "optim.warmup_steps": in_steps("warmup_steps") if of("warmup_steps") else 0,
-        "saving.every": every("save", "save_steps"),
+        "saving.every": every("save_strategy", "save_steps"),
         "evaluation.every": evaluated if has_evaluation else 0,
     }
     if of("sync_ref_model"):
         settings |= {"reference.kind": "mixed", "reference.update_rate": of("ref_model_mixup_alpha")}
         settings["reference.update_every"] = math.ceil(of("ref_model_sync_steps") / updates)
     if updates > 1:
-        notes.append(
-            f"a step here is a generation and its {updates} optimizer steps: max_steps, warmup_steps, save_steps, "
-            f"eval_steps and the learning rate go by {steps} such steps"
-        )
+        names = "max_steps, warmup_steps, save_steps, eval_steps and the learning rate go by"
+        notes.append(f"a step here is a generation and its {updates} optimizer steps: {names} {steps} such steps")
     if minibatches > 1:
-        notes.append(
-            "a loss that is averaged over tokens is averaged over those of each optimizer step, there of the generation"
-        )
+        text = "a loss that is averaged over tokens is averaged over those of each optimizer step"
+        notes.append(f"{text}, there of the generation")
     if of("warmup_steps"):
         notes.append("the warmup ends at the full learning rate, there one step later: its first step is not 0")
     return settings
@@ -241,21 +198,19 @@ def _objective(of: Callable[[str], Any], kind: str, notes: list[str]) -> dict[st
         choices["bnpo"] = choices["dapo"]
     if loss not in choices:
         raise refusal("loss_type", loss, f"it needs one of {', '.join(choices)}")
-    choice = choices[loss]
-    if choice.get("ratio", of("importance_sampling_level")) != of("importance_sampling_level"):
+    choice, level = choices[loss], of("importance_sampling_level")
+    if choice.get("ratio", level) != level:
         raise refusal("loss_type", loss, f"with importance_sampling_level={choice['ratio']!r}")
     scales = [value for value, _ in rules["trl_scale_rewards"]]
     if of("scale_rewards") not in scales:
         raise refusal("scale_rewards", of("scale_rewards"), f"it needs one of {', '.join(scales)}")
     low, high = float(of("epsilon")), float(of("epsilon") if of("epsilon_high") is None else of("epsilon_high"))
-    if loss == "cispo":
+    if loss == "cispo":  # TRL's epsilon_high is the cap itself, ours the distance from 1; a low bound of 1 never acts
         if high <= 1:
-            raise GruppoError(
-                f"loss_type='cispo' caps the ratio at epsilon_high, which is {high:g}: on-policy rows would learn with "
-                f"{high:g} of their gradient, as in TRL. Set epsilon_high=5.0 (MiniMax-M1)."
-            )
+            raise GruppoError(f"""loss_type='cispo' caps the ratio at epsilon_high, which is {high:g}: on-policy rows
+                would learn with {high:g} of their gradient, as in TRL. Set epsilon_high=5.0 (MiniMax-M1).""")
         low, high = 1.0, high - 1
-    of_objective = {
+    objective = {
         "surrogate": choice["surrogate"],
         "average": choice["average"],
         "scale": of("scale_rewards"),
@@ -272,37 +227,5 @@ def _objective(of: Callable[[str], Any], kind: str, notes: list[str]) -> dict[st
         notes.append("entropy_coef: averaged like the loss; there over the tokens of each micro-batch")
     if of("multi_objective_aggregation") == "normalize_then_sum" and of("scale_rewards") != "group":
         notes.append("scale_rewards applies to each reward; there it is ignored with normalize_then_sum")
-    return {f"objective.{name}": value for name, value in of_objective.items()} | {
-        "stage.kl_coef": beta,
-        "stage.entropy_coef": entropy,
-    }
-
-
-def _servers(of: Callable[[str], Any], notes: list[str]) -> dict[str, Any]:
-    """vLLM servers, and the correction of their log-probs."""
-    if of("vllm_mode") != "server":
-        raise refusal(
-            "vllm_mode", of("vllm_mode"), "vLLM runs in servers of its own: gruppo serve MODEL, vllm_mode='server'"
-        )
-    notes.append("vLLM servers are started with gruppo serve in place of trl vllm-serve")
-    url = of("vllm_server_base_url") or f"http://{of('vllm_server_host')}:{of('vllm_server_port')}"
-    settings: dict[str, Any] = {"engine.kind": "vllm", "engine.urls": (url.replace("//0.0.0.0", "//127.0.0.1"),)}
-    if of("vllm_importance_sampling_correction"):
-        level, _, kind = of("vllm_importance_sampling_mode").partition("_")
-        high = of("vllm_importance_sampling_cap") or of("vllm_importance_sampling_clip_max")
-        settings |= {"objective.correction": kind, "objective.correction_level": level}
-        settings |= {"objective.correction_low": float(of("vllm_importance_sampling_clip_min") or 0.0)}
-        settings |= {"objective.correction_high": 1e6 if high is None else float(high)}
-    return settings
-
-
-def _learning_rate(of: Callable[[str], Any]) -> dict[str, Any]:
-    name, kwargs = of("lr_scheduler_type"), dict(of("lr_scheduler_kwargs") or {})
-    if name not in DECAYS:
-        raise refusal("lr_scheduler_type", name, f"it needs one of {', '.join(DECAYS)}")
-    last = 0.0
-    if name == "cosine_with_min_lr":
-        last = kwargs.pop("min_lr_rate", None) or kwargs.pop("min_lr", 0.0) / (of("learning_rate") or 1.0)
-    if kwargs:
-        raise refusal("lr_scheduler_kwargs", kwargs)
-    return {"optim.decay": DECAYS[name], "optim.final_lr_frac": float(last)}
+    settings = {f"objective.{name}": value for name, value in objective.items()}
+    return settings | {"stage.kl_coef": beta, "stage.entropy_coef": entropy}

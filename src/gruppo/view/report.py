@@ -11,6 +11,7 @@ import math
 import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,9 @@ def page() -> str:
 
 def content_security_policy(*, connect: str, images: str) -> str:
     """Content security policy: no code, style or request but the page's own, whatever a completion contains."""
-    hashes = [
-        base64.b64encode(hashlib.sha256(re.search(f"<{tag}>(.*?)</{tag}>", page(), re.DOTALL)[1].encode()).digest())  # type: ignore[index]
-        for tag in ("script", "style")
-    ]
-    script, style = (f"'sha256-{value.decode()}'" for value in hashes)
+    contents = (re.findall(f"<{tag}>(.*?)</{tag}>", page(), re.DOTALL)[0] for tag in ("script", "style"))
+    digests = (hashlib.sha256(content.encode()).digest() for content in contents)
+    script, style = (f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
     return (
         f"default-src 'none'; script-src {script}; style-src {style}; connect-src {connect}; img-src {images}; "
         "base-uri 'none'; form-action 'none'"
@@ -53,6 +52,7 @@ def write_report(folders: Sequence[str | Path], path: Path | None = None) -> Pat
     # The content of an element that is no script is not run, and base64 has no "<" that could end it.
     block = f'<script type="application/octet-stream" id="data">{data}</script>\n<script>'
     text = text.replace("<script>", block, 1)
+    # In a meta element, as a file has no server to send a header.
     rule = content_security_policy(connect="'none'", images="data: blob:")
     text = text.replace("<head>", f'<head><meta http-equiv="Content-Security-Policy" content="{rule}">', 1)
     replace_file(path, text)
@@ -61,36 +61,27 @@ def write_report(folders: Sequence[str | Path], path: Path | None = None) -> Pat
 
 def _embedded(run: RunView, max_bytes: int) -> dict[str, Any]:
     """What the server would send of a run, within ``max_bytes`` of completions and as many of images."""
-    state = {**run.state()}
-    rows: dict[str, list[tuple[int, str]]] = {}
+    state, rows = run.state(), dict[str, list[tuple[int, str]]]()
+    notices = list(state["notices"])  # the state is kept and shared; it must not change
     for source in state["sources"]:
-        before = 10**15
-        every = 1
+        chunks, size, before, every = list[tuple[int, str]](), 0, 10**15, 1
         if source == "completions":
             every = max(math.ceil(sum(file.stat().st_size for file in run.files()) / max_bytes), 1)
             if every > 1:
-                note = f"This report has the completions of one step in {every}: gruppo view shows all."
-                state["notices"] = [*state["notices"], note]
-        chunks = rows[source] = []
-        size = 0
+                notices.append(f"This report has the completions of one step in {every}: gruppo view shows all.")
         while True:
             text, first = run.rows(source, before, every=every, last=state["last"])
             if first is None:
                 break
             if source == "samples" and size > max_bytes:  # also holds each row whose reward failed
-                state["notices"] = [
-                    *state["notices"],
-                    f"This report has the samples from step {before} on: gruppo view shows all.",
-                ]
+                notices.append(f"This report has the samples from step {before} on: gruppo view shows all.")
                 break
             chunks.append((first, text.decode("utf-8", "replace")))
             before, size = first, size + len(text)
-    sheets = run.sheets()
+        rows[source] = chunks
+    state, images, sheets = state | {"notices": notices}, dict[str, str](), run.sheets()
     every = max(math.ceil(sum(sheet.stat().st_size for sheet in sheets) / max_bytes), 1)
-    images = {}
-    for sheet in sheets[::-every]:
-        try:
+    for sheet in sheets[::-every]:  # from the newest, which is always among them
+        with suppress(GruppoError):  # no PNG
             images[sheet.name] = base64.b64encode(run.image(sheet.name)).decode()
-        except GruppoError:  # no PNG
-            continue
     return {"state": state, "metrics": run.metrics()[0].decode("utf-8", "replace"), "rows": rows, "images": images}

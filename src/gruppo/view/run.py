@@ -42,7 +42,7 @@ class RunView:
 
     def state(self) -> dict[str, Any]:
         """All but metrics and completions. ``version`` changes with it."""
-        with self._lock:
+        with self._lock:  # requests come in threads of their own
             files = ["config.json", "manifest.json", "metrics.jsonl", "samples.jsonl", "evaluations.json", "final"]
             stamp = tuple(_stamp(path) for path in [*(self.path / name for name in files), *self.files()[-1:]])
             began = time.monotonic()
@@ -53,41 +53,38 @@ class RunView:
             return self._state
 
     def _describe(self) -> dict[str, Any]:
-        notices: list[str] = []
-        contents: dict[str, Any] = {}
+        notices, contents = list[str](), dict[str, Any]()
         for name, kind in (("config", dict), ("manifest", dict), ("evaluations", list)):
             path = self.path / f"{name}.json"
+            contents[name] = kind()  # what the page has where a file is absent or damaged
             try:
-                contents[name] = to_json(read_json(path)) if path.exists() else kind()
-                if not isinstance(contents[name], kind):
-                    raise ValueError(f"it holds a {type(contents[name]).__name__}, not a {kind.__name__}")
+                content = to_json(read_json(path)) if path.exists() else kind()
+                if not isinstance(content, kind):
+                    raise ValueError(f"it holds a {type(content).__name__}, not a {kind.__name__}")
+                contents[name] = content
             except (OSError, ValueError) as error:
                 notices.append(f"{path.name} cannot be read: {error}.")
-                contents[name] = kind()
         try:
             diagnosed = diagnose(record.read(self.path))
             rows, doctor = diagnosed.run.rows, diagnosed.to_dict()
         except Exception as error:  # also what a damaged or older folder provokes; the rest of the page is shown
-            prefix = "" if isinstance(error, GruppoError) else f"{type(error).__name__}: "
             rows, unreadable = readable_rows(self.path / "metrics.jsonl")
-            doctor = {"error": f"{prefix}{error}"}
+            doctor = {"error": str(error) if isinstance(error, GruppoError) else f"{type(error).__name__}: {error}"}
             notices += [f"{unreadable} lines of metrics.jsonl cannot be read and are left out."] if unreadable else []
         if not (self.path / "config.json").is_file():
             notices.append("The folder has no config.json: it is incomplete, or not of a run.")
         if not rows:
             notices.append("No step has been logged yet.")
-        files = self.files()
+        files, texts = self.files(), ("config.json", "metrics.jsonl")
         if rows and not files:
             notices.append("completions/ is empty, so only the samples that the run has shown are listed.")
-        panels = [
-            {**vars(panel), "metrics": list(panel.metrics.items()), "points": list(panel.points.items())}
-            for panel in panels_of(rows)
-        ]
+        # Lists of pairs: the lines of a panel have an order, which a JSON object does not promise.
+        panels = [vars(p) | {"metrics": [*p.metrics.items()], "points": [*p.points.items()]} for p in panels_of(rows)]
         return {
             "name": self.name,
             "path": str(self.path.absolute()),
             "last": max((row["step"] for row in rows), default=0),
-            "written": max((_stamp(self.path / f)[0] for f in ("metrics.jsonl", "config.json")), default=0) / 1e9,
+            "written": max(_stamp(self.path / name)[0] for name in texts) / 1e9,
             "is_complete": (self.path / "final").is_dir(),
             "sources": [*(["completions"] if files else []), *(["samples"] if self.files("samples") else [])],
             "sheets": [path.name for path in self.sheets()],
@@ -125,11 +122,11 @@ class RunView:
 
         ``every``: only each such step, back from ``last``.
         """
-        parts: list[bytes] = []
+        parts, size = list[bytes](), 0
         first: int | None = None
-        size = 0
         for path in reversed(self.files(source)):
             start = _first_step(path)
+            # Most files of a sparse report hold none of its steps, and are not unpacked.
             may_have_it = every == 1 or any((last - step) % every == 0 for step in range(start, start + STEPS_PER_FILE))
             for step, text in reversed(_steps(path, _stamp(path)) if start < before and may_have_it else ()):
                 if step >= before or (last - step) % every:
@@ -142,11 +139,12 @@ class RunView:
 
     def sheets(self) -> list[Path]:
         found = [path for path in (self.path / FOLDER).glob("*.png") if _SHEET.fullmatch(path.name)]
-        return sorted(found, key=lambda path: (len(path.name), path.name))
+        return sorted(found, key=lambda path: (len(path.name), path.name))  # steps may have more digits than six
 
     def image(self, name: str) -> bytes:
         """A sheet of images; GruppoError if there is none of this name in the folder, or if it is no PNG."""
         path = self.path / FOLDER / name
+        # The name comes from the browser, and a link in the folder could show other files.
         if _SHEET.fullmatch(name) and path.is_file() and path.resolve().is_relative_to(self.path.resolve()):
             data = path.read_bytes()
             if data.startswith(PNG):
@@ -163,9 +161,8 @@ def open_runs(folders: Sequence[str]) -> list[RunView]:
         if not (path / "metrics.jsonl").is_file():  # half a run has something to show
             check_is_run(path)
     names = [path.absolute().name for path in paths]
-    return [
-        RunView(path, name if names.count(name) == 1 else str(path)) for path, name in zip(paths, names, strict=True)
-    ]
+    names = [name if names.count(name) == 1 else str(path) for path, name in zip(paths, names, strict=True)]
+    return list(map(RunView, paths, names))
 
 
 def readable_rows(path: Path) -> tuple[list[dict[str, float]], int]:

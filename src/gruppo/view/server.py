@@ -10,6 +10,7 @@ import re
 import secrets
 import socketserver
 from collections.abc import Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs
@@ -36,7 +37,7 @@ class ViewServer(socketserver.ThreadingTCPServer):
         try:
             super().__init__((HOST, port), _Handler)
         except (OSError, OverflowError) as error:
-            is_taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+            is_taken = getattr(error, "errno", None) == errno.EADDRINUSE
             problem = "is in use" if is_taken else f"cannot be listened on ({error})"
             raise GruppoError(f"port {port} {problem}. Choose another --port, or --port 0 for any free one.") from None
         self.address = f"http://{HOST}:{self.server_address[1]}/#{self.token}"
@@ -50,18 +51,15 @@ class ViewServer(socketserver.ThreadingTCPServer):
         return "application/json", json.dumps(found).encode(), {}
 
     def metrics(self, run: str = "", version: str = "", start: str = "0") -> tuple[str, bytes, dict[str, str]]:
-        content, now = self._run(run).metrics(version, int(start))
+        content, now = self.runs[int(run)].metrics(version, int(start))
         return "text/plain", content, {"X-Version": now}
 
     def rows(self, run: str = "", source: str = "", before: str = "") -> tuple[str, bytes, dict[str, str]]:
-        content, first = self._run(run).rows(source, int(before))
+        content, first = self.runs[int(run)].rows(source, int(before))
         return "text/plain", content, {"X-First": "" if first is None else str(first)}
 
     def image(self, run: str = "", name: str = "") -> tuple[str, bytes, dict[str, str]]:
-        return "image/png", self._run(run).image(name), {}
-
-    def _run(self, number: str) -> RunView:
-        return self.runs[int(number)]
+        return "image/png", self.runs[int(run)].image(name), {}
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -79,7 +77,7 @@ class _Handler(BaseHTTPRequestHandler):
             status, content = 403, b"This server answers to 127.0.0.1 and localhost only."
         elif path == "/":
             kind, content = "text/html", page().encode()
-        elif not hmac.compare_digest(token, self.server.token.encode()):
+        elif not hmac.compare_digest(token, self.server.token.encode()):  # in the same time for every wrong token
             status, content = 401, b"The token is missing or wrong."
         elif path[1:] not in answers:
             status, content = 404, b"There is no such page."
@@ -87,10 +85,10 @@ class _Handler(BaseHTTPRequestHandler):
             try:
                 values = {name: values[-1] for name, values in parse_qs(query).items()}
                 kind, content, headers = answers[path[1:]](**values)
-            except (TypeError, ValueError, IndexError, GruppoError) as error:
-                status, content = 400, describe_error(error)[0].encode()
             except Exception as error:  # the page shows it, and goes on
-                status, content = 500, describe_error(error)[0].encode()
+                is_request = isinstance(error, TypeError | ValueError | IndexError | GruppoError)
+                status, content = 400 if is_request else 500, describe_error(error)[0].encode()
+        # In memory only: completions must not stay in a browser's cache, nor be read by another site.
         rule = content_security_policy(connect="'self'", images="blob:")
         headers |= {
             "Content-Type": f"{kind}; charset=utf-8" if kind != "image/png" else kind,
@@ -120,13 +118,7 @@ def serve(folders: Sequence[str], port: int) -> None:
         for run in server.runs:
             run.state()  # described before it is asked for
         port = server.server_address[1]
-        print(
-            server.address,
-            f"Ctrl-C ends it. From another machine: ssh -L {port}:127.0.0.1:{port} HOST",
-            sep="\n",
-            flush=True,
-        )
-        try:
+        hint = f"Ctrl-C ends it. From another machine: ssh -L {port}:127.0.0.1:{port} HOST"
+        print(server.address, hint, sep="\n", flush=True)
+        with suppress(KeyboardInterrupt):
             server.serve_forever()
-        except KeyboardInterrupt:
-            return
