@@ -34,11 +34,9 @@ def assemble(run: Run, step_params: StepParams, rollouts: Rollouts, scores: Scor
         is_missing = ~rollouts.sampler_logprobs[loss_mask].isfinite()
         missing, count = dist.all_sum(torch.tensor([int(is_missing.sum()), len(is_missing)])).tolist()
         if missing:
-            raise GruppoError(
-                f"correction={run.config.objective.correction!r} needs the sampler's log-prob of each action; "
-                f"{missing} of the {count} from {type(run.engine).__name__} are not numbers. Use an engine that "
-                "reports them, or set --objective.correction none."
-            )
+            raise GruppoError(f"""correction={run.config.objective.correction!r} needs the sampler's log-prob of each
+                action; {missing} of the {count} from {type(run.engine).__name__} are not numbers. Use an engine that
+                reports them, or set --objective.correction none.""")
     batch = Batch(rollouts, None, scores.rewards, scores.parts, torch.zeros(loss_mask.shape), loss_mask)
     if run.critic is not None or has_kl_in_reward(run, step_params):  # advantages are made of values or log-probs
         batch = evaluated(run, batch, step_params)

@@ -213,11 +213,9 @@ class AsyncRollouts(SourceWrapper):
         """Refuse a group that a replay needs and its ledger does not have: nothing would sample it."""
         replay = self.run.config.engine.replay
         if replay and group.rollouts is None:
-            raise GruppoError(
-                f"the ledger of {replay} has no samples of prompt {group.prompt.id!r} (position {group.position}) as "
-                f"step {self.run.state.step + 1} needs them. Replay with the options of the run that decide what is "
-                "sampled."
-            )
+            raise GruppoError(f"""the ledger of {replay} has no samples of prompt {group.prompt.id!r} (position
+                {group.position}) as step {self.run.state.step + 1} needs them. Replay with the options of the run that
+                decide what is sampled.""")
 
     def _are_ready(self, groups: Sequence[Group]) -> bool:
         """Whether all groups are there; those beyond the bound are sampled again from the same draw."""
@@ -228,10 +226,8 @@ class AsyncRollouts(SourceWrapper):
             versions = group.rollouts.policy_version[group.rollouts.mask]
             if len(versions) and self.slots.is_stale(int(versions.min()), int(versions.max()), version):
                 if self.run.config.engine.replay:
-                    raise GruppoError(
-                        f"the samples at position {group.position} are of version {int(versions.min())}, and the "
-                        f"replay trains version {version}. Replay with the run's own --engine.lag and steps."
-                    )
+                    raise GruppoError(f"""the samples at position {group.position} are of version {int(versions.min())},
+                        and the replay trains version {version}. Replay with the run's own --engine.lag and steps.""")
                 self.stale += 1
                 self.slots.restart(group)
                 self._changed.notify_all()
@@ -271,10 +267,8 @@ class AsyncRollouts(SourceWrapper):
                 rollouts = self.call_engine(requests, groups[0].sampling, seed=run.config.seed)
                 found = {(one.prompts[0].id, one.prompts[0].draw): one for one in split(rollouts)}
                 if len(found) < len(groups):
-                    raise DataError(
-                        "two prompts that are sampled at a time have the same id and draw, so their samples are one "
-                        "group. Let the data source number its draws: Prompt(..., draw=n)."
-                    )
+                    raise DataError("""two prompts that are sampled at a time have the same id and draw, so their
+                        samples are one group. Let the data source number its draws: Prompt(..., draw=n).""")
             except BaseException as error:
                 problem = error
             with self._changed:

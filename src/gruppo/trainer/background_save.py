@@ -102,10 +102,8 @@ class Save:
                 self.commit()
             if time.monotonic() > until:
                 missing = [str(rank) for rank in range(self.world_size) if not self.done(rank).is_file()]
-                raise GruppoError(
-                    f"{self.target} is incomplete: the shards of rank {', '.join(missing)} are not in its folder. All "
-                    "ranks write to one folder: give a --runs-dir that all machines share."
-                )
+                raise GruppoError(f"""{self.target} is incomplete: the shards of rank {", ".join(missing)} are not in
+                    its folder. All ranks write to one folder: give a --runs-dir that all machines share.""")
             time.sleep(0.05)
 
 

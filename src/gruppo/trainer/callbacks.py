@@ -65,17 +65,15 @@ class Callbacks:
         for callback in callbacks:
             name, named = type(callback).__name__, [n for n in dir(callback) if n.startswith("on_")]
             if isinstance(callback, type):
-                raise GruppoError(
-                    f"the callback {callback.__name__} is a class; pass an object, {callback.__name__}()."
-                )
+                raise GruppoError(f"""the callback {callback.__name__} is a class; pass an object,
+                    {callback.__name__}().""")
             if unknown := [n for n in named if n not in EVENTS]:
                 hint = " gruppo.trl takes those of transformers." if "on_step_end" in named else ""
                 hint = hint or did_you_mean(unknown[0], EVENTS, f" Methods: {', '.join(EVENTS)}.")
                 raise GruppoError(f"the callback {name} has a method {unknown[0]}, which is never called.{hint}")
             if not named:
-                raise GruppoError(
-                    f"the callback {name} has none of the methods {', '.join(EVENTS)}; write one of them."
-                )
+                raise GruppoError(f"""the callback {name} has none of the methods {", ".join(EVENTS)}; write one of
+                    them.""")
         self._callbacks, self._trainer = {f"{n} {type(c).__name__}": c for n, c in enumerate(callbacks)}, trainer
 
     def notify(self, event: str, *what: Any) -> None:
@@ -91,10 +89,8 @@ class Callbacks:
                 try:
                     states[name] = json.loads(json.dumps(dict(method())))  # a copy: the callback may change its own
                 except (TypeError, ValueError) as error:
-                    raise GruppoError(
-                        f"state_dict of the callback {name.split()[-1]} does not fit into a checkpoint ({error}); it "
-                        "needs a dict of numbers, texts, lists and dicts."
-                    ) from None
+                    raise GruppoError(f"""state_dict of the callback {name.split()[-1]} does not fit into a checkpoint
+                        ({error}); it needs a dict of numbers, texts, lists and dicts.""") from None
         return states
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:

@@ -125,15 +125,11 @@ def explained_failures(target: Path) -> Iterator[None]:
         yield
     except Exception as error:
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
-            raise GruppoError(
-                f"the disk is full: {target} could not be written, and the save before it is intact. Free some space, "
-                f"then continue with {command_name()} resume."
-            ) from error
+            raise GruppoError(f"""the disk is full: {target} could not be written, and the save before it is intact.
+                Free some space, then continue with {command_name()} resume.""") from error
         if isinstance(error, OSError | SafetensorError):
-            raise GruppoError(
-                f"{target} could not be written: {getattr(error, 'strerror', None) or error}; what was saved before is "
-                "intact. Check the folder, its permissions and its limits."
-            ) from error
+            raise GruppoError(f"""{target} could not be written: {getattr(error, "strerror", None) or error}; what was
+                saved before is intact. Check the folder, its permissions and its limits.""") from error
         raise
 
 
@@ -233,9 +229,8 @@ def load(path: Path, sharded: Sharded = MappingProxyType({})) -> Saved:
         verify(path, share=slice(dist.rank(), None, dist.world_size()) if sharded else slice(None))
         state = read_json(path / "state.json")
         if state.get("format") != FORMAT:
-            raise GruppoError(
-                f"checkpoint {path} has format {state.get('format')!r}, this version reads {FORMAT}. {advice}"
-            )
+            raise GruppoError(f"""checkpoint {path} has format {state.get("format")!r}, this version reads {FORMAT}.
+                {advice}""")
         files = {name: shards.read(path, name, sharded.get(name, {})) for name in FILES}
         if (lost := next((name for name in FILES[:2] if files[name] is None), None)) is not None:
             raise ValueError(f"it has no {lost}.safetensors and no shards of it")

@@ -49,10 +49,8 @@ class Answers:
         if not problem and any(name == "" or conversion for _, name, _, conversion in self._parts):
             problem = "has a brace without a column's name"
         if problem:
-            raise GruppoError(
-                f"supervised.template={self.template!r} {problem}; columns stand in braces, as in "
-                "'<answer>{answer}</answer>', and a brace of the text is written twice."
-            )
+            raise GruppoError(f"""supervised.template={self.template!r} {problem}; columns stand in braces, as in
+                '<answer>{{answer}}</answer>', and a brace of the text is written twice.""")
         columns = [name for _, name, _, _ in self._parts if name is not None]
         self.names = columns if self.template else [self.column or "target"]
         """The columns that are read."""
@@ -63,15 +61,11 @@ class Answers:
         if not missing:
             return
         if not self.template and not self.column:
-            raise GruppoError(
-                f"{of} have no target to learn from; their columns are {listed}. Set --supervised.column to what is to "
-                "be answered, or --supervised.data."
-            )
+            raise GruppoError(f"""{of} have no target to learn from; their columns are {listed}. Set --supervised.column
+                to what is to be answered, or --supervised.data.""")
         where = "template" if self.template else "column"
-        raise GruppoError(
-            f"supervised.{where} names {missing[0]!r}, which is none of {of}'s columns, {listed}"
-            f"{nearest(missing[0], columns)}. Set --supervised.{where}."
-        )
+        raise GruppoError(f"""supervised.{where} names {missing[0]!r}, which is none of {of}'s columns,
+            {listed}{nearest(missing[0], columns)}. Set --supervised.{where}.""")
 
     def given(self, prompt: Prompt) -> Prompt:
         """The prompt with what to answer as its target; None where a column that is needed is empty.
@@ -86,10 +80,8 @@ class Answers:
         if len(present) < len(values) or any(value is None or value == "" for value in present):
             return replace(prompt, target=None)
         if other := [name for name, value in values.items() if not isinstance(value, str | int | float)]:
-            raise GruppoError(
-                f"supervised.template={self.template!r} stands around texts and numbers, and the column {other[0]!r} "
-                f"holds {values[other[0]]!r:.80}. Set --supervised.column {other[0]} in its place."
-            )
+            raise GruppoError(f"""supervised.template={self.template!r} stands around texts and numbers, and the column
+                {other[0]!r} holds {values[other[0]]!r:.80}. Set --supervised.column {other[0]} in its place.""")
         try:
             parts = self._parts
             texts = [text + ("" if name is None else format(values[name], form or "")) for text, name, form, _ in parts]
@@ -110,16 +102,12 @@ def open_demos(config: Config, data: Any) -> PromptSource | None:
     if not highest(config, "sup_coef"):
         return None
     if config.supervised.batch < dist.world_size():
-        raise GruppoError(
-            f"supervised.batch={config.supervised.batch} leaves some of the {dist.world_size()} ranks without a "
-            f"demonstration. Set --supervised.batch {dist.world_size()} or more, or start fewer ranks."
-        )
+        raise GruppoError(f"""supervised.batch={config.supervised.batch} leaves some of the {dist.world_size()} ranks
+            without a demonstration. Set --supervised.batch {dist.world_size()} or more, or start fewer ranks.""")
     own = not config.supervised.data
     if own and is_custom_source(data):
-        raise GruppoError(
-            "the data are an object with a stream of its own, which demonstrations cannot be drawn from as well. Set "
-            "--supervised.data."
-        )
+        raise GruppoError("""the data are an object with a stream of its own, which demonstrations cannot be drawn from
+            as well. Set --supervised.data.""")
     source: Any = open_source(
         data if own else config.supervised.data,
         seed=seed_at(config.seed, "demonstrations"),
@@ -154,10 +142,8 @@ def prepared(
 def check_demos(config: Config, source: PromptSource, policy: Any, environment: Environment | None) -> None:
     """Refuse a policy that cannot learn from targets, and data whose first prompts all have nothing to learn from."""
     if "demonstrations" not in policy.supports:
-        raise GruppoError(
-            f"a stage's sup_coef is above 0, and a {type(policy).__name__} does not say how it would give a target: it "
-            "has no demonstrations and supervised_loss. Set --stage.sup-coef 0."
-        )
+        raise GruppoError(f"""a stage's sup_coef is above 0, and a {type(policy).__name__} does not say how it would
+            give a target: it has no demonstrations and supervised_loss. Set --stage.sup-coef 0.""")
     answers = Answers(config.supervised)
     problems = [prepared(prompt, answers, config, policy, environment)[1] for prompt in peek(source)]
     if all(problems):

@@ -86,10 +86,8 @@ class Ledger:
         for location, record in _records(path):
             event = record["event"]
             if event == "begin" and record["run"] != self.run:
-                raise GruppoError(
-                    f"{path} belongs to another run than {self.folder.parent}. Put this run's own ledger "
-                    f"{'and config.json ' if self.is_replayed else ''}back, {self._otherwise}."
-                )
+                raise GruppoError(f"""{path} belongs to another run than {self.folder.parent}. Put this run's own ledger
+                    {"and config.json " if self.is_replayed else ""}back, {self._otherwise}.""")
             if event == "step" and self.is_replayed:
                 self.steps[record["step"]] = record
             if event == "group":
@@ -121,10 +119,8 @@ class Ledger:
         if record["settings"] != _settings(request, sampling):
             return None
         if (record["id"], record["draw"]) != (prompt.id, prompt.draw):
-            raise GruppoError(
-                f"{location.path} has samples of prompt {record['id']!r} at position {position}, where the data have "
-                f"{prompt.id!r}. Use the data of the run {self.folder.parent}."
-            )
+            raise GruppoError(f"""{location.path} has samples of prompt {record["id"]!r} at position {position}, where
+                the data have {prompt.id!r}. Use the data of the run {self.folder.parent}.""")
         tensors = load(data)
         values = {name: _unpack(record["rollouts"][name], tensors) for name in _FIELDS}
         return Rollouts(prompts=(prompt,), **values)
@@ -205,19 +201,16 @@ def check_whole(ledger: Ledger) -> None:
     """Refuse to replay a ledger without its beginning, or with a segment missing."""
     run = ledger.folder.parent
     if not ledger.steps:
-        raise GruppoError(
-            f"{run} has no complete step in its ledger; it needs a run with --engine.lag above 0. Give another RUN."
-        )
+        raise GruppoError(f"""{run} has no complete step in its ledger; it needs a run with --engine.lag above 0. Give
+            another RUN.""")
     numbers: dict[str, list[int]] = {}
     for path in ledger.segments():
         numbers.setdefault(path.name[6:], []).append(int(path.name[:6]))
     for rank, found in numbers.items():
         lost = sorted({*range(found[-1] + 1)} - {*found})
         if lost and lost == [*range(found[0])]:
-            raise GruppoError(
-                f"the ledger of {run} begins after its first steps, which were deleted: a replay needs all of it. Give "
-                "the run a higher --saving.ledger-gb."
-            )
+            raise GruppoError(f"""the ledger of {run} begins after its first steps, which were deleted: a replay needs
+                all of it. Give the run a higher --saving.ledger-gb.""")
         if lost:
             raise GruppoError(f"{ledger.folder / f'{lost[0]:06d}{rank}'} is missing. Put it back, or give another RUN.")
 
@@ -265,10 +258,8 @@ def _pack(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
         return {"dict": [[_pack(key, tensors, where), _pack(one, tensors, where)] for key, one in value.items()]}
     if value is None or isinstance(value, str | int | float):
         return value
-    raise GruppoError(
-        f"rollouts.{where} holds a {type(value).__name__}, which the ledger cannot keep. Use texts, numbers, tensors, "
-        "lists and dicts, or set --engine.lag 0."
-    )
+    raise GruppoError(f"""rollouts.{where} holds a {type(value).__name__}, which the ledger cannot keep. Use texts,
+        numbers, tensors, lists and dicts, or set --engine.lag 0.""")
 
 
 def _unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:

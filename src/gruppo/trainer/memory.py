@@ -159,10 +159,9 @@ def equally_many(policy: Policy, rollouts: Rollouts, micro_batches: list[MicroBa
         first = torch.arange(len(has_action)) == int(has_action.int().argmax())
         spare = policy.micro_batches(rollouts, rollouts.mask & first[:, None], 1)[0]
     if dist.all_max(int(missing > 0 and spare is None)):
-        raise GruppoError(
-            "a rank has no row of a minibatch to run, which sharded weights need on all ranks. Set --optim.minibatches "
-            "1, and --supervised.batch to a multiple of the ranks where demonstrations are learned from."
-        )
+        raise GruppoError("""a rank has no row of a minibatch to run, which sharded weights need on all ranks. Set
+            --optim.minibatches 1, and --supervised.batch to a multiple of the ranks where demonstrations are learned
+            from.""")
     return micro_batches if spare is None else [*micro_batches, *[replace(spare, is_repeat=True)] * missing]
 
 
@@ -214,11 +213,9 @@ def whole_weights(policy: Policy, *, engine: str = "") -> Iterator[None]:
     needed = policy.compute_dtype.itemsize * sum(p.numel() for p in policy.module.parameters() if is_sharded(p))
     free = free_bytes(policy.device)
     if dist.all_max(int(free is not None and needed > free)):
-        raise GruppoError(
-            f"sampling with the model itself needs its weights whole on each rank, {needed / GIB:.2f} GiB, and "
-            f"{0 if free is None else free / GIB:.2f} GiB are free on rank {dist.rank()}. Sample on servers with "
-            "--engine vllm, or train a smaller --model."
-        )
+        raise GruppoError(f"""sampling with the model itself needs its weights whole on each rank, {needed / GIB:.2f}
+            GiB, and {0 if free is None else free / GIB:.2f} GiB are free on rank {dist.rank()}. Sample on servers with
+            --engine vllm, or train a smaller --model.""")
     if policy not in _logged:
         _logged.add(policy)
         log.info("sampling gathers the sharded weights: %.2f GiB on each rank, while it samples.", needed / GIB)

@@ -31,31 +31,24 @@ def check_reference(config: Config, modality: Modality) -> None:
         raise unread_error("a reference")
     for name in ("update_rate", "update_every", "watch_prompts") if not chosen.is_mixed else ():
         if getattr(chosen, name) != getattr(default, name):
-            raise GruppoError(
-                f"reference.{name} is of a reference that moves, and reference.kind='frozen' never does. Set "
-                "--reference.kind mixed, or leave it out."
-            )
+            raise GruppoError(f"""reference.{name} is of a reference that moves, and reference.kind='frozen' never does.
+                Set --reference.kind mixed, or leave it out.""")
     if chosen.is_mixed and chosen.update_every > config.steps:
-        raise GruppoError(
-            f"reference.kind='mixed' with reference.update_every={chosen.update_every} never moves in {config.steps} "
-            f"steps. Set --reference.update-every {max(config.steps // 10, 1)} or so, or --reference.kind frozen."
-        )
+        raise GruppoError(f"""reference.kind='mixed' with reference.update_every={chosen.update_every} never moves in
+            {config.steps} steps. Set --reference.update-every {max(config.steps // 10, 1)} or so, or --reference.kind
+            frozen.""")
     if chosen.place != "device" and (config.lora.rank or config.lora.adapter):
         raise storage_error(config)
 
 
 def unread_error(what: str) -> GruppoError:
-    return GruppoError(
-        f"{what} was set, but no stage's kl_coef is above 0, so that nothing is measured against it. Set "
-        "--stage.kl-coef 0.05 or the like, or leave the --reference options and new_reference out."
-    )
+    return GruppoError(f"""{what} was set, but no stage's kl_coef is above 0, so that nothing is measured against it.
+        Set --stage.kl-coef 0.05 or the like, or leave the --reference options and new_reference out.""")
 
 
 def storage_error(config: Config) -> GruppoError:
-    return GruppoError(
-        f"reference.place={config.reference.place!r} has nothing to place: of a policy with adapters the reference is "
-        "its base, which is there once for both. Leave --reference.place out."
-    )
+    return GruppoError(f"""reference.place={config.reference.place!r} has nothing to place: of a policy with adapters
+        the reference is its base, which is there once for both. Leave --reference.place out.""")
 
 
 def has_reference(config: Config, modality: Modality) -> bool:
@@ -95,11 +88,9 @@ def check_unchanged(run: Run) -> None:
         return
     frozen = {name: local(tensor) for name, tensor in run.reference.frozen_state_dict().items()}
     if (now := digest(frozen)) != then:
-        raise GruppoError(
-            f"step {run.state.step}: the frozen weights of the reference have changed since the start (SHA-256 "
-            f"{now[:12]}, was {then[:12]}), so the KL was to something else. Nothing was saved at this "
-            "step; every save before it is kept. Something other than gruppo writes to the model: find it, then resume."
-        )
+        raise GruppoError(f"""step {run.state.step}: the frozen weights of the reference have changed since the start
+            (SHA-256 {now[:12]}, was {then[:12]}), so the KL was to something else. Nothing was saved at this step;
+            every save before it is kept. Something other than gruppo writes to the model: find it, then resume.""")
 
 
 def watch(run: Run) -> dict[str, float]:

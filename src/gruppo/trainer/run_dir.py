@@ -73,10 +73,8 @@ class RunFolder:
             return
         aborted = {*(self.path / name for name in (".lock", "log.txt", "logs")), *checkpoint.leftovers(self.path)}
         if not self.path.is_dir() or {*self.path.iterdir()} - aborted:
-            raise GruppoError(
-                f"the run folder {self.path} exists already. Choose another --name, continue it with {command_name()} "
-                f"resume {self.path}, or delete it."
-            )
+            raise GruppoError(f"""the run folder {self.path} exists already. Choose another --name, continue it with
+                {command_name()} resume {self.path}, or delete it.""")
 
     def create(self, config: Config) -> None:
         """Make a new folder with its config, and open it."""
@@ -86,9 +84,8 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise GruppoError(
-                f"the run folder {self.path} cannot be made: {error.strerror}. Choose another --runs-dir."
-            ) from error
+            raise GruppoError(f"""the run folder {self.path} cannot be made: {error.strerror}. Choose another
+                --runs-dir.""") from error
         self.open()
         checkpoint.write_text(self.path / "config.json", json.dumps(serialization.to_dict(config), indent=2))
         self.checkpoints.mkdir(exist_ok=True)  # a resumed run without this folder has lost its checkpoints
@@ -98,10 +95,8 @@ class RunFolder:
         until = time.monotonic() + VISIBLE_S
         while any(sharded_tensors(run).values()) and not (self.path / "config.json").is_file():
             if time.monotonic() > until:
-                raise GruppoError(
-                    f"rank {dist.rank()} does not see the run folder {self.path} of the main rank, and sharded weights "
-                    "are saved by all ranks. Give a --runs-dir that all machines share."
-                )
+                raise GruppoError(f"""rank {dist.rank()} does not see the run folder {self.path} of the main rank, and
+                    sharded weights are saved by all ranks. Give a --runs-dir that all machines share.""")
             time.sleep(0.1)
 
     def open(self) -> None:
@@ -115,10 +110,8 @@ class RunFolder:
             raise GruppoError(f"another process is writing to {self.path}; wait for it or stop it first.") from None
         except OSError as error:
             self.close()
-            raise GruppoError(
-                f"{error.filename} cannot be written: {error.strerror}. The run needs a folder with free space that it "
-                "may write to."
-            ) from error
+            raise GruppoError(f"""{error.filename} cannot be written: {error.strerror}. The run needs a folder with free
+                space that it may write to.""") from error
         self._identity = self.path.stat()
         for folder in (self.path, self.checkpoints, self.best):
             checkpoint.sweep(folder)
@@ -132,10 +125,8 @@ class RunFolder:
         with suppress(FileNotFoundError):
             if self._identity is None or os.path.samestat(self._identity, self.path.stat()):
                 return
-        raise GruppoError(
-            f"the run folder {self.path} was deleted or moved during training, so nothing can be saved in it. Move it "
-            f"back and continue with {command_name()} resume, or give the command again."
-        )
+        raise GruppoError(f"""the run folder {self.path} was deleted or moved during training, so nothing can be saved
+            in it. Move it back and continue with {command_name()} resume, or give the command again.""")
 
     def close(self) -> None:
         self._writer.close()
@@ -272,11 +263,9 @@ class RunFolder:
             # killed before its first save, a run has logged no step after the one at which it is due
             was_saved = 0 < run.config.saving.every < steps or (self.checkpoints / "latest").exists()
             if steps and (was_saved or not self.checkpoints.is_dir()):
-                raise GruppoError(
-                    f"{self.checkpoints} holds no checkpoint, and {steps} steps were logged: resuming would begin at "
-                    f"step 0 and delete their metrics. Put the checkpoints back, or begin again under another name "
-                    f"with {command_name()} train {self.path / 'config.json'}."
-                )
+                raise GruppoError(f"""{self.checkpoints} holds no checkpoint, and {steps} steps were logged: resuming
+                    would begin at step 0 and delete their metrics. Put the checkpoints back, or begin again under
+                    another name with {command_name()} train {self.path / "config.json"}.""")
             return False
         base, saved_base = run.policy.base_sha256, saved.state.get("base_sha256")
         try:
@@ -307,10 +296,9 @@ class RunFolder:
             self._written = {self.checkpoints / checkpoint.name_of(saved.step)}
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
             reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            raise GruppoError(
-                f"the checkpoint of step {saved.step} in {self.checkpoints} does not belong to this model and data "
-                f"({reason}). Resume with the run's own config and the model as it was, or start a new run."
-            ) from error
+            raise GruppoError(f"""the checkpoint of step {saved.step} in {self.checkpoints} does not belong to this
+                model and data ({reason}). Resume with the run's own config and the model as it was, or start a new
+                run.""") from error
         self.write_evaluations(run)  # the file may be torn, or ahead of the checkpoint
         return True
 
@@ -370,10 +358,9 @@ class RunFolder:
                 )
             return
         if weights_then is not None and weights_then != first_weights(run):
-            raise GruppoError(
-                f"the model {run.config.model} is not the one that {self.path} began with: its weights have changed. "
-                "Resume with the model as it was before training, which is the KL reference and the starting point."
-            )
+            raise GruppoError(f"""the model {run.config.model} is not the one that {self.path} began with: its weights
+                have changed. Resume with the model as it was before training, which is the KL reference and the
+                starting point.""")
         run.reference_sha256 = reference_then
         check_unchanged(run)
         if "sha256" in model_then and (file_now := model_source.get("sha256")) != model_then["sha256"]:
@@ -387,10 +374,8 @@ class RunFolder:
             )
         if changing:
             if not allow_changes:
-                raise GruppoError(
-                    f"{self.path} would not continue to the same results: {'; '.join(changing)}. Restore what has "
-                    "changed, or continue with --allow-changes (gruppo.resume(..., allow_changes=True))."
-                )
+                raise GruppoError(f"""{self.path} would not continue to the same results: {"; ".join(changing)}. Restore
+                    what has changed, or continue with --allow-changes (gruppo.resume(..., allow_changes=True)).""")
             entry = {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "changes": changing}
             manifest |= present | {"resumed_with": [*manifest.get("resumed_with", []), entry]}
             checkpoint.write_text(self.path / "manifest.json", json.dumps(manifest, indent=2))

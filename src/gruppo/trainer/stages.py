@@ -73,10 +73,9 @@ class Gate:
             if flat:  # losses are to fall
                 assert self._number >= 0 and not self.metric.startswith(("loss/", "sup/"))
         except (AssertionError, ValueError):
-            raise GruppoError(
-                f"{where}.until={text!r} is not understood; it needs a metric, a comparison and a number, such as "
-                "'eval/reward_mean > 0.5', or a metric that is to rise and no longer does, such as 'eval/psnr flat 3'."
-            ) from None
+            raise GruppoError(f"""{where}.until={text!r} is not understood; it needs a metric, a comparison and a
+                number, such as 'eval/reward_mean > 0.5', or a metric that is to rise and no longer does, such as
+                'eval/psnr flat 3'.""") from None
 
     def is_open(self, values: Sequence[float]) -> bool:
         """``values``: the metric's in the stage, the latest last."""
