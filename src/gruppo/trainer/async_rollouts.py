@@ -47,7 +47,7 @@ class AsyncRollouts(SourceWrapper):
         super().__init__(run.source)
         self.run, config = run, run.config
         self.slots = Slots(config.engine.lag, config.rollout.prompts)
-        self.ledger: Ledger | None = None
+        self.ledger: Ledger = None  # type: ignore[assignment]  # ``open`` reads it, once the run has a folder
         self.needed: Mapping[str, int] = {}
         """Segments of the ledger that the checkpoint needs from which the run is resumed."""
         self.position = 0
@@ -82,11 +82,9 @@ class AsyncRollouts(SourceWrapper):
         self.ledger = Ledger(folder, settings, max_bytes=1e9 * config.saving.ledger_gb)
         self.ledger.check(self.needed)
         if config.objective.correction == "none":
-            log.warning(
-                "engine.lag=%d without a correction: samples of older weights are learned from as if they were of the "
-                "newest. Set --objective.correction truncate, unless that is what you measure.",
-                config.engine.lag,
-            )
+            text = f"engine.lag={config.engine.lag} without a correction: samples of older weights are learned from as "
+            text += "if they were of the newest. Set --objective.correction truncate, unless that is what you measure."
+            log.warning("%s", text)
         concurrency = getattr(self.run.engine, "concurrency", 0)  # above 0: ``build`` has checked it
         capacity = (config.engine.lag + 1) * config.rollout.prompts
         self._chunk = min(math.ceil(capacity / concurrency), config.rollout.prompts)
@@ -108,8 +106,9 @@ class AsyncRollouts(SourceWrapper):
 
     def state_dict(self) -> dict[str, Any]:
         first = self.slots.queue[0] if self.slots.queue else None
-        state, position = (self.source.state_dict(), self.position) if first is None else (first.source, first.position)
-        return {"source": state, "position": position}
+        if first is not None:  # what was drawn ahead is drawn again, and read from the ledger
+            return {"source": first.source, "position": first.position}
+        return {"source": self.source.state_dict(), "position": self.position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.source.load_state_dict(state["source"])
@@ -158,12 +157,12 @@ class AsyncRollouts(SourceWrapper):
         return None
 
     def _recorded(self, group: Group) -> Rollouts | None:
-        assert self.ledger is not None and group.request is not None
+        assert group.request is not None
         found = self.ledger.find(group.position, group.request, group.sampling)
         if found is None or self.run.config.engine.replay:
             return found
         # versions that this run has not reached are of a killed process, which may have learned otherwise
-        versions = found.policy_version[found.mask]
+        versions = found.policy_version[found.mask]  # [kept actions]
         return None if len(versions) and int(versions.max()) > self.run.state.version else found
 
     def call_engine(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts:
@@ -188,34 +187,27 @@ class AsyncRollouts(SourceWrapper):
 
     def _requested(self, request: Request, sampling: Any) -> Group:
         """The group of a request: the one that was sampled ahead if it is for the same parameters, or a new one."""
-        taken = self.slots.taken
+        taken, replay = self.slots.taken, self.run.config.engine.replay
         index = next(n for n, group in enumerate(taken) if group.prompt is request.prompt)
-        found = taken[index]
+        group = found = taken[index]
         own = found.request
-        if own is not None and (own.size, own.first, found.sampling) == (request.size, request.first, sampling):
-            self._check_replayed(found)
-            return found
-        group = replace(found, request=request, sampling=sampling, rollouts=None, is_started=False, is_dropped=False)
-        if request.first:  # a group that grows keeps its first samples
-            group.is_counted = False
-            taken.append(group)
-        else:
-            self.discarded += found.is_started or found.rollouts is not None
-            self.slots.drop(found)
-            taken[index] = group
-        group.rollouts = self._recorded(group)
-        self._check_replayed(group)
-        if group.rollouts is None:
-            self.slots.restart(group)
-        return group
-
-    def _check_replayed(self, group: Group) -> None:
-        """Refuse a group that a replay needs and its ledger does not have: nothing would sample it."""
-        replay = self.run.config.engine.replay
-        if replay and group.rollouts is None:
+        if own is None or (own.size, own.first, found.sampling) != (request.size, request.first, sampling):
+            group = Group(found.position, found.prompt, found.source, request, sampling, is_counted=found.is_counted)
+            if request.first:  # a group that grows keeps its first samples
+                group.is_counted = False
+                taken.append(group)
+            else:
+                self.discarded += found.is_started or found.rollouts is not None
+                self.slots.drop(found)
+                taken[index] = group
+            group.rollouts = self._recorded(group)
+        if replay and group.rollouts is None:  # nothing would sample it
             raise GruppoError(f"""the ledger of {replay} has no samples of prompt {group.prompt.id!r} (position
                 {group.position}) as step {self.run.state.step + 1} needs them. Replay with the options of the run that
                 decide what is sampled.""")
+        if group is not found and group.rollouts is None:
+            self.slots.restart(group)
+        return group
 
     def _are_ready(self, groups: Sequence[Group]) -> bool:
         """Whether all groups are there; those beyond the bound are sampled again from the same draw."""
@@ -240,7 +232,6 @@ class AsyncRollouts(SourceWrapper):
             if isinstance(self._error, EngineLost):  # the publish has brought the engine back
                 self._error = None
             released = self.slots.release()
-            assert self.ledger is not None
             if released:
                 self.ledger.append_step(state.step, state.version, [group.position for group in released])
             if self.ledger.is_replayed:
@@ -276,7 +267,10 @@ class AsyncRollouts(SourceWrapper):
                     for group in groups:
                         one = found.get((group.prompt.id, group.prompt.draw))
                         self.slots.finish(group, None if one is None else replace(one, prompts=(group.prompt,)))
-                    self._record(groups)
+                    # only after all have ended: a record that cannot be written must leave none of them running
+                    for group in groups if not self._is_closed else ():
+                        if group.rollouts is not None and group.request is not None and not group.is_dropped:
+                            self.ledger.append_group(group.position, group.request, group.sampling, group.rollouts)
                 except BaseException as error:  # whatever it is: without it the trainer would wait forever
                     problem = problem or error
                 if not self.slots.running:
@@ -284,12 +278,6 @@ class AsyncRollouts(SourceWrapper):
                 if self._error is None or isinstance(self._error, EngineLost):
                     self._error = problem or self._error
                 self._changed.notify_all()
-
-    def _record(self, groups: Sequence[Group]) -> None:
-        for group in groups:
-            if group.rollouts is not None and group.request is not None and not (group.is_dropped or self._is_closed):
-                assert self.ledger is not None
-                self.ledger.append_group(group.position, group.request, group.sampling, group.rollouts)
 
     def _idle(self) -> float:
         since = self._idle_since
@@ -320,7 +308,6 @@ class AsyncRollouts(SourceWrapper):
 
     def ledger_state(self) -> dict[str, int]:
         """Segments of all ranks that a run needs which is resumed from here. A collective."""
-        assert self.ledger is not None
         with self._changed:
             own = self.ledger.state(self.state_dict()["position"])
         needed: dict[str, int] = {}
@@ -330,14 +317,12 @@ class AsyncRollouts(SourceWrapper):
 
     def sync(self, position: int | None = None) -> None:
         """Wait until the ledger has reached the disk; ``position``: of a checkpoint that is about to be written."""
-        assert self.ledger is not None
         with self._changed:
             self._saved_position = self._saved_position if position is None else position
             self.ledger.sync()
 
     def _prune(self) -> None:
         """Delete what no checkpoint needs from a ledger that has grown beyond its limit."""
-        assert self.ledger is not None
         positions, folder = [self.state_dict()["position"]], self.ledger.folder.parent / "checkpoints"
         if self._saved_position is not None:
             positions.append(self._saved_position)

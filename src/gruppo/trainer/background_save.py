@@ -7,7 +7,6 @@ between ranks, and is made even where a rank fails alone, as its error ends the 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import threading
 import time
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
-from torch import Tensor
 
 from gruppo import distributed as dist
 from gruppo.integrity import SEAL, fingerprint, read_json
@@ -25,8 +23,6 @@ from gruppo.platforms import sync_to_disk
 from gruppo.trainer import checkpoint
 from gruppo.trainer.shards import Shard, file_name, own_shards
 from gruppo.types import GruppoError
-
-log = logging.getLogger("gruppo")
 
 VISIBLE_S = 60.0
 """Seconds until what one machine has written must be seen by another. NFS keeps names for up to 60 s."""
@@ -116,19 +112,17 @@ class Writer:
         self._error: BaseException | None = None
 
     def begin(
-        self,
-        target: Path,
-        step: int,
-        tensors: Mapping[str, Mapping[str, Tensor] | None],
-        state: Mapping[str, Any],
-        after_commit: Callable[[], None],
+        self, target: Path, step: int, files: Mapping[str, Any], state: Mapping[str, Any], done: Callable[[], None]
     ) -> None:
-        """Copy what this rank has to write, and begin to write it; ``tensors`` as of ``checkpoint.save``."""
+        """Copy what this rank has to write, and begin to write it; ``files``: the tensors of each.
+
+        ``done`` is called on the rank that commits the checkpoint.
+        """
         self.wait()
         text = json.dumps({"format": checkpoint.FORMAT, "step": step, **state}) if dist.is_main() else None
-        files = zip(checkpoint.FILES, (tensors[name] for name in ("weights", *checkpoint.FILES[1:])), strict=True)
-        copies = {name: own_shards(own or {}) for name, own in files if own or name == "optimizer"}
-        save = Save(target, copies, text, dist.rank(), dist.world_size(), after_commit)
+        # an optimizer without tensors has a file too: a checkpoint without one is damaged
+        copies = {name: own_shards(own or {}) for name, own in files.items() if own or name == "optimizer"}
+        save = Save(target, copies, text, dist.rank(), dist.world_size(), done)
 
         def write() -> None:
             try:
@@ -148,13 +142,6 @@ class Writer:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
-
-    def close(self) -> None:
-        """Wait for this rank's files; an error is only logged, since the run is over."""
-        try:
-            self.wait()
-        except Exception as error:
-            log.warning("%s", error)
 
     def check_committed(self) -> None:
         """For one rank, after all have waited: the checkpoint is complete, or an error says what is missing."""

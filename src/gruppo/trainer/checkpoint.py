@@ -60,7 +60,7 @@ def save(
     folder: Path,
     *,
     step: int,
-    weights: Mapping[str, Tensor],
+    model: Mapping[str, Tensor],
     optimizer: Mapping[str, Tensor],
     state: Mapping[str, Any],
     critic: Mapping[str, Tensor] | None = None,
@@ -69,7 +69,7 @@ def save(
     """Write ``folder/step_NNNNNN`` atomically and point ``folder/latest`` at it."""
     target = folder / name_of(step)
     if not seal_holds(target):  # a resumed run that is stopped again before its first step writes the same save
-        files = {"model": weights, "optimizer": optimizer, "critic": critic, "reference": reference or None}
+        files = {"model": model, "optimizer": optimizer, "critic": critic, "reference": reference or None}
         with replacing(target) as temporary:
             for name, tensors in files.items():
                 if tensors is not None:
@@ -258,12 +258,10 @@ def seal_holds(path: Path) -> bool:
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Tensor]:
     """AdamW's state, not copied, keyed ``exp_avg.<parameter>``; ``names`` in the order of its parameters."""
-    per_index = optimizer.state_dict()["state"]
-    return {
-        f"{key}.{names[i]}": torch.as_tensor(value).contiguous()
-        for i, entries in per_index.items()
-        for key, value in entries.items()
-    }
+    tensors: dict[str, Tensor] = {}
+    for i, entries in optimizer.state_dict()["state"].items():
+        tensors |= {f"{key}.{names[i]}": torch.as_tensor(value).contiguous() for key, value in entries.items()}
+    return tensors
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], names: list[str]) -> None:

@@ -149,7 +149,7 @@ def boundary_kept(run: Run, folder: RunFolder, *, may_leave: bool = True) -> Ite
     except (Interrupted, Exception):
         if boundary["step"] > 0:
             folder.save(run, boundary)
-            folder.wait()
+            folder.writer.wait()
         raise
 
 

@@ -57,7 +57,7 @@ class RunFolder:
         self.path = path
         self.checkpoints, self.best = path / "checkpoints", path / "best"
         self.completions: CompletionFiles | None = None
-        self._writer = Writer()
+        self.writer = Writer()
         self._written: set[Path] = set()
         """Of a sharded run, the checkpoints that this process has begun to write or was resumed from."""
         self._saved_best: int | None = None
@@ -129,7 +129,10 @@ class RunFolder:
             in it. Move it back and continue with {command_name()} resume, or give the command again.""")
 
     def close(self) -> None:
-        self._writer.close()
+        try:
+            self.writer.wait()
+        except Exception as error:  # the run is over
+            log.warning("%s", error)
         if self._handler is not None:
             log.removeHandler(self._handler)
             with suppress(OSError):
@@ -190,27 +193,23 @@ class RunFolder:
             checkpoint.keep_only(self.best, {saved_best, newest_best})
 
         target = (self.best if state is None else self.checkpoints) / checkpoint.name_of(step)
-        files, content = tensors_of(run), state or {}
+        content = state or {}
         if is_sharded:
             if target not in self._written:
                 self._written.add(target)
-                self._writer.begin(target, step, files, content, delete_old)
+                self.writer.begin(target, step, tensors_of(run), content, delete_old)
         else:
-            checkpoint.save(target.parent, step=step, state=content, **files)
+            checkpoint.save(target.parent, step=step, state=content, **tensors_of(run))
             delete_old()
         self._saved_best = saved_best
-
-    def wait(self) -> None:
-        """Wait until this rank has written its part of the checkpoint."""
-        self._writer.wait()
 
     def finish_saving(self) -> None:
         """Wait until what all ranks are writing is a complete checkpoint. A collective."""
         with dist.fail_together():
-            self.wait()
+            self.writer.wait()
         with dist.fail_together():
             if dist.is_main():
-                self._writer.check_committed()
+                self.writer.check_committed()
 
     def limit_budget(self, run: Run, budget: int = 0) -> None:
         """Keep ``budget``, with which memory did not suffice for a step of sharded weights, and apply what was kept."""
@@ -235,10 +234,8 @@ class RunFolder:
         if (critic is None) != (saved.critic is None):
             kinds = ("a critic, and this run has none", "no critic, and this run needs one")
             raise ValueError(f"it holds {kinds[critic is not None]}")
-        pairs = {
-            "model": (run.policy.checkpoint_weights(), saved.weights),
-            "critic": (critic or {}, saved.critic or {}),
-        }
+        pairs = {"model": (run.policy.checkpoint_weights(), saved.weights)}
+        pairs["critic"] = (critic or {}, saved.critic or {})
         for what, (weights, loaded) in pairs.items():
             if odd := sorted(weights.keys() ^ loaded.keys()):
                 difference = f"{len(odd)} tensors differ by name, {odd[0]} among them"
@@ -341,21 +338,18 @@ class RunFolder:
         """
         if not dist.is_main():
             return
+        file = self.path / "manifest.json"
         try:
-            manifest = read_json(self.path / "manifest.json")
+            manifest, present = read_json(file), setup(run)
             weights_then, reference_then = manifest["first_weights_sha256"], manifest["reference_sha256"]
             model_then = manifest["model"]
-            present = setup(run)
             # without a checkpoint, the run begins again, with the present setup
             is_begun = bool(checkpoint.steps(self.checkpoints))
             is_on_cpu = run.policy.device.type == "cpu"
             changing, other = differences(manifest, present, is_on_cpu=is_on_cpu) if is_begun else ([], [])
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             if checkpoint.steps(self.checkpoints):  # a run killed before its manifest was written has none
-                log.warning(
-                    "%s is missing or damaged: whether code and versions have changed is not known.",
-                    self.path / "manifest.json",
-                )
+                log.warning("%s is missing or damaged: whether code and versions have changed is not known.", file)
             return
         if weights_then is not None and weights_then != first_weights(run):
             raise GruppoError(f"""the model {run.config.model} is not the one that {self.path} began with: its weights
@@ -367,10 +361,7 @@ class RunFolder:
             log.warning(
                 "the file of the model %s has changed since %s began (SHA-256 %.12s..., now %.12s...): the run may "
                 "continue differently.",
-                model_source["name"],
-                self.path,
-                model_then["sha256"] or "none",
-                file_now or "none",
+                *(model_source["name"], self.path, model_then["sha256"] or "none", file_now or "none"),
             )
         if changing:
             if not allow_changes:
@@ -378,7 +369,7 @@ class RunFolder:
                     what has changed, or continue with --allow-changes (gruppo.resume(..., allow_changes=True)).""")
             entry = {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "changes": changing}
             manifest |= present | {"resumed_with": [*manifest.get("resumed_with", []), entry]}
-            checkpoint.write_text(self.path / "manifest.json", json.dumps(manifest, indent=2))
+            checkpoint.write_text(file, json.dumps(manifest, indent=2))
         if changing or other:
             log.warning("since the run began: %s.", "; ".join([*changing, *other]))
 
@@ -396,11 +387,8 @@ class RunFolder:
             return target
         module, own = run.policy.module, run.policy.checkpoint_weights()
         read = dict(module.named_parameters()) if run.policy.saves_base else own
-        with (
-            checkpoint.explained_failures(target),
-            shards.whole_parameters(module, self.path, read),
-            dist.fail_together(),
-        ):
+        whole = shards.whole_parameters(module, self.path, read)
+        with checkpoint.explained_failures(target), whole, dist.fail_together():
             if dist.is_main():
                 with checkpoint.replacing(target) as temporary:
                     run.policy.save_with_origin(temporary)
@@ -408,9 +396,9 @@ class RunFolder:
 
 
 def tensors_of(run: Run) -> dict[str, Any]:
-    """The tensors of a checkpoint, as ``checkpoint.save`` takes them."""
+    """The tensors of a checkpoint, by its files."""
     return {
-        "weights": run.policy.checkpoint_weights(),
+        "model": run.policy.checkpoint_weights(),
         "optimizer": checkpoint.optimizer_tensors(run.optimizer, optimized_names(run)),
         "critic": None if run.critic is None else run.critic.checkpoint_weights(),
         "reference": {} if run.reference is None else run.reference.state_dict(),
@@ -430,13 +418,9 @@ def sharded_tensors(run: Run) -> checkpoint.Sharded:
         for moment in ("exp_avg", "exp_avg_sq")
         for name, parameter in zip(run.parameter_names, run.parameters, strict=True)
     }
-    files: dict[str, Mapping[str, Any]] = {
-        "model": run.policy.checkpoint_weights(),
-        "optimizer": moments,
-        "critic": {} if run.critic is None else run.critic.checkpoint_weights(),
-        "reference": {} if run.reference is None else run.reference.state_dict(),
-    }
-    return {file: shards.only_sharded(tensors) for file, tensors in files.items()}
+    # AdamW has no moments before its first step: those of a checkpoint are then known by their parameters alone
+    files = tensors_of(run) | {"optimizer": moments}
+    return {file: shards.only_sharded(tensors or {}) for file, tensors in files.items()}
 
 
 def best_step(best: Mapping[str, float] | None) -> int | None:
