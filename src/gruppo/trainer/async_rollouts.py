@@ -250,7 +250,8 @@ class AsyncRollouts(SourceWrapper):
                 if self._is_closed:
                     return
                 groups = self.slots.start(self._chunk)
-                self.idle_s, self._idle_since = self._idle(), None
+                if self._idle_since is not None:
+                    self.idle_s, self._idle_since = self.idle_s + time.perf_counter() - self._idle_since, None
             found: dict[tuple[str, int], Rollouts] = {}
             problem: BaseException | None = None
             try:
@@ -279,32 +280,24 @@ class AsyncRollouts(SourceWrapper):
                     self._error = problem or self._error
                 self._changed.notify_all()
 
-    def _idle(self) -> float:
-        since = self._idle_since
-        return self.idle_s + (0.0 if since is None else time.perf_counter() - since)
-
     # --- metrics and saving ---
 
     def metrics(self, rollouts: Rollouts) -> dict[str, float]:
         """Metrics of a step: the lag of its samples, groups that were sampled again, and how long each side waited."""
         lags = self.run.state.version - rollouts.policy_version[rollouts.mask]
         with self._changed:
-            idle_s, is_idle = self._idle(), self._idle_since is not None
+            now = time.perf_counter()
+            idle_s = self.idle_s + (0.0 if self._idle_since is None else now - self._idle_since)
             values = {"trainer": self.wait_s, "sampler": idle_s, "stale": self.stale, "discarded": self.discarded}
             self.wait_s, self.idle_s, self.stale, self.discarded = 0.0, 0.0, 0, 0
-            self._idle_since = time.perf_counter() if is_idle else None
+            self._idle_since = None if self._idle_since is None else now  # from here on it is of the next step
         stats = {"lag": Stat.of(lags)} | {name: Stat(1, float(value)) for name, value in values.items()}
         stats |= {str(n): Stat.of((lags == n).double()) for n in range(self.slots.lag + 1)}
         stats = dist.merge_stats(stats)
-        return {
-            "lag/mean": stats["lag"].mean,
-            "lag/max": stats["lag"].max,
-            **{f"lag/{n}_frac": stats[str(n)].mean for n in range(self.slots.lag + 1)},
-            "lag/stale_groups_count": stats["stale"].sum,
-            "lag/discarded_groups_count": stats["discarded"].sum,
-            "time/trainer_wait_s": stats["trainer"].mean,
-            "time/sampler_wait_s": stats["sampler"].mean,
-        }
+        metrics = {"lag/mean": stats["lag"].mean, "lag/max": stats["lag"].max}
+        metrics |= {f"lag/{n}_frac": stats[str(n)].mean for n in range(self.slots.lag + 1)}
+        metrics |= {f"lag/{name}_groups_count": stats[name].sum for name in ("stale", "discarded")}
+        return metrics | {f"time/{name}_wait_s": stats[name].mean for name in ("trainer", "sampler")}
 
     def ledger_state(self) -> dict[str, int]:
         """Segments of all ranks that a run needs which is resumed from here. A collective."""

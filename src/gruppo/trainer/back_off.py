@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from gruppo import distributed as dist
 from gruppo.trainer.run import Run
 from gruppo.trainer.run_dir import RunFolder
-from gruppo.trainer.stages import agreed, nearest_metric
+from gruppo.trainer.stages import agreed
 from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
@@ -48,12 +48,3 @@ def watch(run: Run, folder: RunFolder, metrics: Mapping[str, float]) -> None:
         *(state.step, config.metric, value, best["value"], best["step"], run.stage_schedule.lr_scale),
     )
     run.log({"back_off/returns_count": state.totals["back_offs"]})
-
-
-def warn_if_never(run: Run) -> None:
-    """At the end of a run, warn where the metric was never measured."""
-    name = run.config.back_off.metric
-    if name and run.state.best is None:
-        near = nearest_metric(name, run.known)
-        hint = f" Did you mean {near}?" if near else ""
-        log.warning("back_off.metric %r was never measured, so that nothing was watched.%s", name, hint)

@@ -82,8 +82,8 @@ class Answers:
         if other := [name for name, value in values.items() if not isinstance(value, str | int | float)]:
             raise GruppoError(f"""supervised.template={self.template!r} stands around texts and numbers, and the column
                 {other[0]!r} holds {values[other[0]]!r:.80}. Set --supervised.column {other[0]} in its place.""")
+        parts = self._parts
         try:
-            parts = self._parts
             texts = [text + ("" if name is None else format(values[name], form or "")) for text, name, form, _ in parts]
         except (ValueError, TypeError) as error:
             raise GruppoError(f"supervised.template={self.template!r} does not fit {values!r:.80}: {error}.") from None
@@ -104,7 +104,7 @@ def open_demos(config: Config, data: Any) -> PromptSource | None:
     if config.supervised.batch < dist.world_size():
         raise GruppoError(f"""supervised.batch={config.supervised.batch} leaves some of the {dist.world_size()} ranks
             without a demonstration. Set --supervised.batch {dist.world_size()} or more, or start fewer ranks.""")
-    own = not config.supervised.data
+    own = not config.supervised.data  # from the run's data
     if own and is_custom_source(data):
         raise GruppoError("""the data are an object with a stream of its own, which demonstrations cannot be drawn from
             as well. Set --supervised.data.""")
@@ -135,7 +135,7 @@ def prepared(
             prompt = reset_prompt(environment, prompt, config.seed)
         except DataError as error:
             return prompt, str(error)
-    prompt = answers.given(prompt)
+    prompt = answers.given(prompt)  # None as its target where a column is empty: the policy says that it cannot learn
     return prompt, policy.check_demonstration(prompt)
 
 
@@ -185,7 +185,7 @@ def demonstrations(run: Run, step_params: StepParams) -> tuple[Rollouts | None, 
 
 def unsampled(demos: Rollouts | None) -> Batch:
     """The batch of a step that learns from demonstrations alone."""
-    nothing = torch.zeros(0, 0)
+    nothing = torch.zeros(0, 0)  # no rows, no columns
     return Batch(None, demos, torch.zeros(0), {}, nothing, nothing.bool())
 
 
@@ -207,9 +207,8 @@ def supervised_backward(
     run: Run, demos: Rollouts, step_params: StepParams, weights: Float[Tensor, "B T"], micro_batches: list[MicroBatch]
 ) -> dict[str, Stat]:
     """Accumulate gradients of the supervised term, and of the consistency where nothing is sampled; no collectives."""
-    names = ["loss/sup", "sup/nats", "sup/tokens", "update/micro_batches"]
-    names += ["loss/cons"] if step_params.cons_coef else []
-    stats = dict.fromkeys(names, Stat())
+    names = ("loss/sup", "sup/nats", "sup/tokens", "update/micro_batches")
+    stats = dict.fromkeys((*names, "loss/cons") if step_params.cons_coef else names, Stat())
     for micro_batch in micro_batches:
         likelihood = forward(run.policy.module, run.policy.likelihood, demos, micro_batch)
         loss = run.policy.supervised_loss(demos.take(micro_batch.rows), likelihood)  # [b, t]
@@ -220,6 +219,7 @@ def supervised_backward(
         if step_params.cons_coef:
             held = consistency_term(run, demos, micro_batch, micro_batch.of(weights), likelihood)
             total, stats["loss/cons"] = total + step_params.cons_coef * held, stats["loss/cons"] + Stat.of(held)
+        # a repeat runs as many collectives as other ranks, and adds nothing
         (total * 0 if micro_batch.is_repeat else total).backward()
         if micro_batch.is_repeat:
             continue
@@ -238,8 +238,7 @@ def consistency_term(
     if run.reference is not None and run.policy.modality.consistency_reads_reference(run.config):
         ref = run.reference.likelihood(rollouts, micro_batch, outputs=("output",))
     policy, rows = run.policy, rollouts.take(micro_batch.rows)
-    loss = forward(policy.module, policy.consistency_loss, rows, likelihood, ref)[
-        :, micro_batch.cols
-    ]  # may call it again
+    loss = forward(policy.module, policy.consistency_loss, rows, likelihood, ref)  # [b, T]; may call the module again
+    loss = loss[:, micro_batch.cols]  # [b, t]
     loss_mask = micro_batch.of(rollouts.mask).to(loss.device)
     return (weights.to(loss) * torch.where(loss_mask, loss, 0)).sum()

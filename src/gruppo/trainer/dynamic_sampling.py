@@ -155,10 +155,8 @@ def further_requests(
         prompts |= dict(zip(one.slots, one.rollouts.prompts, strict=True))
     sizes = torch.full((rollout.prompts,), rollout.first_samples)
     budget = max(rollout.prompts * step_params.group_size - sampled, 0)
-    more = allocate_samples(
-        dist.all_sum(spread), sizes, budget=budget, cap=max_group_size(rollout, step_params.group_size)
-    ).tolist()
-    first = rollout.first_samples
+    first, largest = rollout.first_samples, max_group_size(rollout, step_params.group_size)
+    more = allocate_samples(dist.all_sum(spread), sizes, budget=budget, cap=largest).tolist()
     return {slot: Request(prompt, more[slot], first=first) for slot, prompt in prompts.items() if more[slot]}
 
 
@@ -190,9 +188,6 @@ def growth_metrics(
     stats = {name: Stat(1, value) for name, value in counts.items()}
     stats = dist.merge_stats(stats | {"reward": Stat.of(first, first.isfinite())})
     sampled = stats["first"].sum + stats["rows"].sum
-    return {
-        "growth/first_reward_mean": stats["reward"].mean,
-        "growth/grown_groups_count": stats["groups"].sum,
-        "growth/grown_rows_count": stats["rows"].sum,
-        "growth/unspent_rows_count": max(rollout.prompts * step_params.group_size - sampled, 0.0),
-    }
+    metrics = {"growth/first_reward_mean": stats["reward"].mean}
+    metrics |= {f"growth/grown_{name}_count": stats[name].sum for name in ("groups", "rows")}
+    return metrics | {"growth/unspent_rows_count": max(rollout.prompts * step_params.group_size - sampled, 0.0)}

@@ -32,6 +32,7 @@ from gruppo.trainer.memory import whole_weights
 from gruppo.trainer.run import Run
 from gruppo.trainer.run_dir import RunFolder, boundary_state
 from gruppo.trainer.signals import Interrupted
+from gruppo.trainer.stages import nearest_metric
 from gruppo.trainer.update import learn
 from gruppo.trainer.weight_change import warn_if_idle
 from gruppo.types import EngineLost, GruppoError, NumericalStop, Rollouts
@@ -86,7 +87,10 @@ def steps(run: Run, folder: RunFolder) -> Generator[Step]:
         if run.is_stopped:
             evaluate_if_due(run, folder)
             save(run, folder)
-        back_off.warn_if_never(run)
+        if (metric := run.config.back_off.metric) and run.state.best is None:
+            near = nearest_metric(metric, run.known)
+            hint = f" Did you mean {near}?" if near else ""
+            log.warning("back_off.metric %r was never measured, so that nothing was watched.%s", metric, hint)
     except Interrupted:
         raise Stopped(how_to_continue(folder.path)) from None
     except EngineLost as error:
@@ -227,8 +231,9 @@ def end_of_step(run: Run, folder: RunFolder, metrics: Mapping[str, float]) -> di
         log.info("%s", message)
         if run.stage_schedule.is_over:
             evaluate_if_due(run, folder)  # a metric of training may have ended it
-        else:
-            references.renew_if_asked(run)
+        elif run.stage_schedule.stage.new_reference and run.reference is not None and run.reference.follows_policy:
+            run.reference.reset_to(run.policy)
+            log.info("step %d: the reference is now the policy as it is.", step)
     return watched
 
 

@@ -42,10 +42,8 @@ class MemoryRanOut(GruppoError):
     """Memory ran out on a rank in a step of sharded weights, which it cannot try again alone."""
 
     exit_code = 75
-
-    def __init__(self, message: str, budget: int) -> None:
-        super().__init__(message)
-        self.budget = budget
+    budget = 0
+    """Tokens of a micro-batch with which a resumed run continues."""
 
 
 @dataclass
@@ -75,12 +73,10 @@ class Attempt:
             error = None
             if self.in_step:
                 budget = max(self.budget // 2, 1)
-                error = MemoryRanOut(
-                    f"memory ran out on rank {dist.rank()} in micro-batches of {self.budget} tokens; "
-                    "with sharded weights, a step cannot be repeated by one rank. Resume the run: it continues with "
-                    f"{budget}.",
-                    budget,
-                )
+                error = MemoryRanOut(f"""memory ran out on rank {dist.rank()} in micro-batches of {self.budget} tokens;
+                    with sharded weights, a step cannot be repeated by one rank. Resume the run: it continues with
+                    {budget}.""")
+                error.budget = budget
         elif error is not None:
             try:
                 self._waits.__exit__(kind, error, traceback)
@@ -138,11 +134,11 @@ def attempts(run: Run, parts: Sequence[Part]) -> Iterator[Attempt]:
                 if not finer:
                     request = re.search(r"tried to allocate ([\d.]+ ?\w+)", attempt.error, re.IGNORECASE)
                     raise _does_not_fit(run, longest, f"the last request was for {request[1]}" if request else "")
-        run.state.token_budget = dist.all_min(finer or attempt.budget)
+        budget = run.state.token_budget = dist.all_min(finer or attempt.budget)
         log.warning(
             "step %d: memory ran out in micro-batches of %d tokens; going on with %d. Set --optim.token-budget %d "
             "to begin there.",
-            *(run.state.step, attempt.budget, run.state.token_budget, run.state.token_budget),
+            *(run.state.step, attempt.budget, budget, budget),
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from typing import Any
 
@@ -15,8 +14,6 @@ from gruppo.trainer.evaluate import evaluate, held_out
 from gruppo.trainer.memory import whole_weights
 from gruppo.trainer.run import Run
 from gruppo.types import GruppoError
-
-log = logging.getLogger("gruppo")
 
 
 def check_reference(config: Config, modality: Modality) -> None:
@@ -67,13 +64,6 @@ def cautions(config: Config, modality: Modality) -> list[str]:
     return []
 
 
-def renew_if_asked(run: Run) -> None:
-    """Reset the reference to the current policy as a stage with ``new_reference`` begins."""
-    if run.stage_schedule.stage.new_reference and run.reference is not None and run.reference.follows_policy:
-        run.reference.reset_to(run.policy)
-        log.info("step %d: the reference is now the policy as it is.", run.state.step)
-
-
 def remember(run: Run) -> str | None:
     """Return the SHA-256 of the weights that must not change, taken before the first update; None without any."""
     if run.reference is not None and not run.reference_sha256 and (frozen := run.reference.frozen_state_dict()):
@@ -103,12 +93,7 @@ def watch(run: Run) -> dict[str, float]:
         with reference.active() as policy, whole_weights(policy):
             generate: Any = policy.sample
             if run.environment is not None:
-                generate = partial(
-                    converse,
-                    policy.sample,
-                    policy.continue_rollouts,
-                    run.environment,
-                    check_prompt=policy.check_prompt,
-                )
+                first, further = policy.sample, policy.continue_rollouts
+                generate = partial(converse, first, further, run.environment, check_prompt=policy.check_prompt)
             metrics["reference/eval_reward_mean"] = evaluate(run, prompts, generate=generate)[0].mean
     return metrics

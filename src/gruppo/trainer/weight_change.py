@@ -55,10 +55,7 @@ def warn_if_still(run: Run, changed: Stat) -> None:
         log.warning(
             "step %d: an update changed %.1f%% of the weights that have a gradient; at --optim.lr %g the rest is lost "
             "in rounding to %s. Raise it, or hold the weights in float32.",
-            run.state.step,
-            100 * changed.mean,
-            run.config.optim.lr,
-            " and ".join(dtypes),
+            *(run.state.step, 100 * changed.mean, run.config.optim.lr, " and ".join(dtypes)),
         )
 
 
@@ -85,14 +82,8 @@ def warn_if_idle(run: Run, metrics: Mapping[str, float], folder: Path, rollouts:
         )
     elif not size > 0:
         reason = f"the rewards of each group are equal (mean {metrics['reward/mean']:.3g})"
-    log.warning(
-        "step %d: nothing was learned in the last %d steps: %s. %s doctor %s says what to change.",
-        state.step,
-        state.idle_steps,
-        reason,
-        command_name(),
-        folder,
-    )
+    values = (state.step, state.idle_steps, reason, command_name(), folder)
+    log.warning("step %d: nothing was learned in the last %d steps: %s. %s doctor %s says what to change.", *values)
 
 
 def _are_identical(rollouts: Rollouts) -> bool:
