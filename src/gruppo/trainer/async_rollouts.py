@@ -242,7 +242,6 @@ class AsyncRollouts(SourceWrapper):
 
     def _work(self) -> None:
         """Sample waiting groups, in a thread of its own; after an error, none until ``release`` clears it."""
-        run = self.run
         while True:
             with self._changed:
                 while (self._error is not None or not self.slots.waiting) and not self._is_closed:
@@ -256,7 +255,7 @@ class AsyncRollouts(SourceWrapper):
             problem: BaseException | None = None
             try:
                 requests = [group.request for group in groups if group.request is not None]
-                rollouts = self.call_engine(requests, groups[0].sampling, seed=run.config.seed)
+                rollouts = self.call_engine(requests, groups[0].sampling, seed=self.run.config.seed)
                 found = {(one.prompts[0].id, one.prompts[0].draw): one for one in split(rollouts)}
                 if len(found) < len(groups):
                     raise DataError("""two prompts that are sampled at a time have the same id and draw, so their

@@ -6,8 +6,9 @@ import logging
 from collections.abc import Mapping
 
 from gruppo import distributed as dist
+from gruppo.trainer import checkpoint
 from gruppo.trainer.run import Run
-from gruppo.trainer.run_dir import RunFolder
+from gruppo.trainer.run_dir import RunFolder, sharded_tensors
 from gruppo.trainer.stages import agreed
 from gruppo.types import GruppoError
 
@@ -33,7 +34,7 @@ def watch(run: Run, folder: RunFolder, metrics: Mapping[str, float]) -> None:
     folder.finish_saving()
     try:
         with dist.fail_together():
-            saved = folder.best_weights(run)
+            saved = checkpoint.load(folder.best / checkpoint.name_of(int(best["step"])), sharded_tensors(run))
     except GruppoError as error:
         log.warning("step %d: %s is %.4g, was %.4g, but %s", state.step, config.metric, value, best["value"], error)
         return

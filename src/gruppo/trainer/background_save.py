@@ -80,9 +80,8 @@ class Save:
             self.shared_folder.rename(sealed)
         except FileNotFoundError:  # another rank was the last too, and this is its to commit
             return
-        done = [sealed / path.name for path in done]
         seal: dict[str, Any] = {}
-        for path in done:
+        for path in (sealed / path.name for path in done):
             seal |= read_json(path)
             path.unlink()
         (sealed / SEAL).write_text(json.dumps(seal, indent=1), encoding="utf-8")

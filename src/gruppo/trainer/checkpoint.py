@@ -234,9 +234,8 @@ def load(path: Path, sharded: Sharded = MappingProxyType({})) -> Saved:
         files = {name: shards.read(path, name, sharded.get(name, {})) for name in FILES}
         if (lost := next((name for name in FILES[:2] if files[name] is None), None)) is not None:
             raise ValueError(f"it has no {lost}.safetensors and no shards of it")
-        weights, optimizer, critic, reference = (files[name] or {} for name in FILES)
-        has_critic = files["critic"] is not None
-        return Saved(int(state["step"]), weights, optimizer, state, critic if has_critic else None, reference)
+        model, optimizer, critic, reference = (files[name] for name in FILES)
+        return Saved(int(state["step"]), model or {}, optimizer or {}, state, critic, reference or {})
     except (OSError, ValueError, AttributeError, KeyError, TypeError, SafetensorError) as error:
         reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         if isinstance(error, OSError) and error.filename:
@@ -246,11 +245,10 @@ def load(path: Path, sharded: Sharded = MappingProxyType({})) -> Saved:
 
 def seal_holds(path: Path) -> bool:
     """Whether a sealed folder is there and unchanged."""
-    try:
+    with suppress(OSError, ValueError):
         verify(path)
-    except (OSError, ValueError):
-        return False
-    return True
+        return True
+    return False
 
 
 # --- optimizer and random state as tensors and JSON ------------------------------------------------------------------

@@ -18,7 +18,7 @@ from gruppo.rewards.scoring import Scores
 from gruppo.trainer import dynamic_sampling
 from gruppo.trainer.advantages import assemble
 from gruppo.trainer.demonstrations import demonstrations, unsampled
-from gruppo.trainer.dynamic_sampling import Round, empty_slots, join_rounds
+from gruppo.trainer.dynamic_sampling import Round, empty_slots, further_requests, join_rounds
 from gruppo.trainer.memory import whole_weights
 from gruppo.trainer.metrics import batch_metrics
 from gruppo.trainer.run import Run
@@ -113,9 +113,7 @@ def sample(run: Run, step_params: StepParams) -> tuple[list[Round], Round | None
         requests = _requests(run, empty, size)
         latest = _round(run, step_params, requests) if requests else None  # none of them is this rank's
         rounds += [latest] if latest else []
-    further = (
-        dynamic_sampling.further_requests(rounds, config, step_params, sampled=sampled) if config.first_samples else {}
-    )
+    further = further_requests(rounds, config, step_params, sampled=sampled) if config.first_samples else {}
     return rounds, _round(run, step_params, further) if further else None
 
 
@@ -153,8 +151,8 @@ def _round(run: Run, step_params: StepParams, requests: dict[int, Request]) -> R
 def _stop_if_useless(run: Run, rollouts: Rollouts, scores: Scores) -> None:
     """Warn of rows that failed; end the run where no row has been scored for too long, with the reason."""
     state = run.state
-    scored = int(scores.rewards.isfinite().sum())
-    state.unscored_steps = 0 if dist.all_max(scored) else state.unscored_steps + 1
+    has_scored = dist.all_max(int(scores.rewards.isfinite().any()))
+    state.unscored_steps = 0 if has_scored else state.unscored_steps + 1
     failures = environment_failures(rollouts)
     for row, reason in list(failures.items())[:3]:
         log.warning("step %d row %d: the environment gave no reply: %s", state.step, row, reason)

@@ -240,5 +240,4 @@ def consistency_term(
     policy, rows = run.policy, rollouts.take(micro_batch.rows)
     loss = forward(policy.module, policy.consistency_loss, rows, likelihood, ref)  # [b, T]; may call the module again
     loss = loss[:, micro_batch.cols]  # [b, t]
-    loss_mask = micro_batch.of(rollouts.mask).to(loss.device)
-    return (weights.to(loss) * torch.where(loss_mask, loss, 0)).sum()
+    return (weights.to(loss) * torch.where(micro_batch.of(rollouts.mask).to(loss.device), loss, 0)).sum()

@@ -124,8 +124,7 @@ def join_rounds(rounds: Sequence[Round], by: str, *, refills: bool, grown: Round
         rollouts = join_rollouts([one.rollouts for one in every_round])
         scores = Scores.cat([one.scores for one in every_round])
         if (moved := rollouts.lengths - lengths).any():  # environments began the rows of a group differently
-            columns = rollouts.mask.shape[1]
-            steps = {name: shifted(x, moved, columns, torch.nan) for name, x in scores.steps.items()}
+            steps = {name: shifted(x, moved, rollouts.mask.shape[1], torch.nan) for name, x in scores.steps.items()}
             scores = replace(scores, steps=steps)
         is_error = torch.tensor([finish == "error" for finish in rollouts.finish])  # some only since they were joined
         scores = replace(scores, rewards=scores.rewards.where(~is_error, torch.nan))

@@ -37,15 +37,12 @@ class Evaluated:
     parts: dict[str, float]
 
     def metrics(self) -> dict[str, float]:
-        parts = {f"eval/{name}": value for name, value in self.parts.items()}
-        return {"eval/reward_mean": self.mean, **parts}
+        return {"eval/reward_mean": self.mean, **{f"eval/{name}": value for name, value in self.parts.items()}}
 
 
 def held_out(run: Run, count: int) -> list[Prompt]:
     """Return at most ``count`` evaluation prompts, the same at every evaluation of a run."""
-    prompts: list[Prompt] = []
-    if count:
-        prompts = (run.validation or run.source).held_out(count)
+    prompts = (run.validation or run.source).held_out(count) if count else []
     if not prompts and count and run.validation is not None:  # a source of the user's own, without a split
         prompts = peek(run.validation, count)
     return [prompt for prompt in prompts if run.policy.check_prompt(prompt, run.sampling) is None]
@@ -93,9 +90,9 @@ def evaluate(
         seed = seed_at(run.config.seed, "evaluation")
         rollouts = generate([Request(p, count) for p in mine], run.sampling, seed=seed)
         rewards = run.rewards.score(rollouts, run.trainer_state, is_evaluation=True).rewards
-        best = torch.full((len(mine),), -torch.inf).scatter_reduce(
-            0, rollouts.group_ids.cpu(), rewards.nan_to_num(nan=-torch.inf), "amax"
-        )
+        # -inf stays where no sample of a prompt was scored: it is in no mean
+        filled, group_ids = rewards.nan_to_num(nan=-torch.inf), rollouts.group_ids.cpu()
+        best = torch.full((len(mine),), -torch.inf).scatter_reduce(0, group_ids, filled, "amax")
         stats[f"mean@{count}"] = Stat.of(rewards, rewards.isfinite())
         stats[f"pass@{count}"] = Stat.of(best, best.isfinite())
     stats = dist.merge_stats(stats)

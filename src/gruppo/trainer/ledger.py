@@ -69,7 +69,16 @@ class Ledger:
         }
         # not by name: another number of ranks gives a draw to another rank, whose segments have other numbers
         for path in sorted(sessions, key=lambda path: (sessions[path], path)):
-            self._read(path)
+            for location, record in _records(path):
+                event = record["event"]
+                if event == "begin" and record["run"] != self.run:
+                    raise GruppoError(f"""{path} belongs to another run than {self.folder.parent}. Put this run's own
+                        ledger {"and config.json " if self.is_replayed else ""}back, {self._otherwise}.""")
+                if event == "step" and self.is_replayed:
+                    self.steps[record["step"]] = record
+                if event == "group":
+                    self.groups[record["position"], record["first"]] = location
+                    self._last[path.name] = max(self._last.get(path.name, -1), record["position"])
         self.session = 1 + max(sessions.values(), default=-1)
         """Number of the process that writes, counted over the run and its resumes."""
         self.size = sum(path.stat().st_size for path in self.segments(dist.rank()))
@@ -81,18 +90,6 @@ class Ledger:
         return sorted(path for match, path in named if rank is None or int(match[2]) == rank)
 
     # --- reading ---
-
-    def _read(self, path: Path) -> None:
-        for location, record in _records(path):
-            event = record["event"]
-            if event == "begin" and record["run"] != self.run:
-                raise GruppoError(f"""{path} belongs to another run than {self.folder.parent}. Put this run's own ledger
-                    {"and config.json " if self.is_replayed else ""}back, {self._otherwise}.""")
-            if event == "step" and self.is_replayed:
-                self.steps[record["step"]] = record
-            if event == "group":
-                self.groups[record["position"], record["first"]] = location
-                self._last[path.name] = max(self._last.get(path.name, -1), record["position"])
 
     def check(self, needed: Mapping[str, int]) -> None:
         """Refuse a ledger that lacks segments, or parts of them, which ``state`` of a checkpoint has named."""
@@ -114,16 +111,16 @@ class Ledger:
             return None
         with location.path.open("rb") as file:
             file.seek(location.offset)
-            record, data = _parse(file.read(location.bytes))
-        prompt = request.prompt
+            whole = file.read(location.bytes)
+        begin = _HEADER.size + _HEADER.unpack_from(whole)[1]  # of the tensors, after the JSON
+        record, prompt = parse_json(whole[_HEADER.size : begin]), request.prompt
         if record["settings"] != _settings(request, sampling):
             return None
         if (record["id"], record["draw"]) != (prompt.id, prompt.draw):
             raise GruppoError(f"""{location.path} has samples of prompt {record["id"]!r} at position {position}, where
                 the data have {prompt.id!r}. Use the data of the run {self.folder.parent}.""")
-        tensors = load(data)
-        values = {name: _unpack(record["rollouts"][name], tensors) for name in _FIELDS}
-        return Rollouts(prompts=(prompt,), **values)
+        tensors = load(whole[begin:])
+        return Rollouts(prompts=(prompt,), **{name: _unpack(record["rollouts"][name], tensors) for name in _FIELDS})
 
     # --- writing ---
 
@@ -140,8 +137,7 @@ class Ledger:
 
     def append_step(self, step: int, version: int, positions: Sequence[int]) -> None:
         """Append what a step has learned from."""
-        record = {"event": "step", "step": step, "version": version, "positions": list(positions)}
-        self._append(record)
+        self._append({"event": "step", "step": step, "version": version, "positions": list(positions)})
 
     def _append(self, record: Mapping[str, Any], data: bytes = b"") -> Location | None:
         if self.is_replayed:
@@ -221,11 +217,6 @@ def check_whole(ledger: Ledger) -> None:
 def _bytes(record: Mapping[str, Any], data: bytes = b"") -> bytes:
     text = json.dumps(record).encode()
     return _HEADER.pack(_MAGIC, len(text), len(data), zlib.crc32(data, zlib.crc32(text))) + text + data
-
-
-def _parse(whole: bytes) -> tuple[dict[str, Any], bytes]:
-    length = _HEADER.unpack_from(whole)[1]
-    return parse_json(whole[_HEADER.size : _HEADER.size + length]), whole[_HEADER.size + length :]
 
 
 def _records(path: Path) -> Iterator[tuple[Location, dict[str, Any]]]:

@@ -324,8 +324,7 @@ def show_samples(run: Run, collected: Collected) -> None:
     rows = sample_rows(run.policy, rollouts, scores, failed)
     rows = [row | {"failures": failures[number]} for number, row in zip(failed, rows, strict=True)]
     if every and (run.state.step - 1) % every == 0:
-        shown = rows_to_show(run, rollouts, scores.rewards)
-        rows += sample_rows(run.policy, rollouts, scores, shown)
+        rows += sample_rows(run.policy, rollouts, scores, rows_to_show(run, rollouts, scores.rewards))
     if rows:
         run.show(rows)
 
@@ -341,8 +340,7 @@ def rows_to_show(run: Run, rollouts: Rollouts, rewards: Float[Tensor, "B"]) -> l
     chosen: list[int] = []
     for group in shown:
         rows = (group_ids == group).nonzero()[:, 0]
-        order = rewards[rows].nan_to_num(nan=float("-inf")).argsort(descending=True, stable=True)
-        ranked = rows[order].tolist()
+        ranked = rows[rewards[rows].nan_to_num(nan=float("-inf")).argsort(descending=True, stable=True)].tolist()
         if run.policy.renders_images:
             chosen += ranked[:IMAGES_SHOWN]
         else:

@@ -86,8 +86,7 @@ class Attempt:
         if error is not None and not isinstance(error, Exception):
             return False
         with dist.phase("memory back-off"):
-            status = int(self.error is not None)
-            self.has_run_out = dist.share_failure(error, status, in_step=self.in_step) > 0
+            self.has_run_out = dist.share_failure(error, int(self.error is not None), in_step=self.in_step) > 0
         return True
 
 

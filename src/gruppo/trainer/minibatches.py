@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 from jaxtyping import Bool, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from gruppo import distributed as dist
 from gruppo.distributed.sharding import forward, is_unit
@@ -51,8 +51,7 @@ def minibatch_rows(run: Run, rollouts: Rollouts, epoch: int) -> Iterator[Int[Ten
     within = torch.arange(len(rollouts)) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
     numbers = first.repeat_interleave(sizes) + within
     generator = generator_at(run.config.seed, "minibatches", run.state.step, epoch)  # the same on all ranks
-    order = torch.randperm(int(of_slots.sum()), generator=generator)
-    for part in order.tensor_split(run.config.optim.minibatches):
+    for part in torch.randperm(int(of_slots.sum()), generator=generator).tensor_split(run.config.optim.minibatches):
         yield torch.isin(numbers, part).nonzero()[:, 0]
 
 
@@ -103,18 +102,6 @@ def likelihood_of(policy: Policy, rollouts: Rollouts, micro_batch: MicroBatch, *
         assert likelihood.values is not None
         check_values(likelihood.values, micro_batch)
     return likelihood
-
-
-@contextmanager
-def frozen(module: nn.Module) -> Iterator[None]:
-    """Forwards within give the module's weights no gradient."""
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    module.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in parameters:
-            parameter.requires_grad_(True)
 
 
 # --- before the updates -----------------------------------------------------------------------------------------------

@@ -76,8 +76,7 @@ def check_unchanged(run: Run) -> None:
     then = run.reference_shards_sha256 or run.reference_sha256
     if run.reference is None or then is None:
         return
-    frozen = {name: local(tensor) for name, tensor in run.reference.frozen_state_dict().items()}
-    if (now := digest(frozen)) != then:
+    if (now := digest({name: local(tensor) for name, tensor in run.reference.frozen_state_dict().items()})) != then:
         raise GruppoError(f"""step {run.state.step}: the frozen weights of the reference have changed since the start
             (SHA-256 {now[:12]}, was {then[:12]}), so the KL was to something else. Nothing was saved at this step;
             every save before it is kept. Something other than gruppo writes to the model: find it, then resume.""")

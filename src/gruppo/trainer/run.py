@@ -132,24 +132,20 @@ class Run:
 
 def trained(policy: nn.Module, critic: Critic | None) -> dict[str, nn.Parameter]:
     """Parameters with a gradient, by names that no two share: an attribute's name cannot begin with ``critic:``."""
-    modules = [("", policy)] if critic is None else [("", policy), ("critic:", critic.module)]
-    return {
-        prefix + name: parameter
-        for prefix, module in modules
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad
-    }
+    named = dict(policy.named_parameters())
+    if critic is not None:
+        named |= {f"critic:{name}": parameter for name, parameter in critic.module.named_parameters()}
+    return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
 
 
 def flatten(stats: Mapping[str, Stat], entries: Mapping[str, tuple[str, ...]]) -> dict[str, float]:
     """Metrics from statistics: ``entries`` maps a statistic to the metrics it gives, ``"mean:len/mean_actions"``."""
     metrics, stats = {}, Stat.read(stats)
     for name, named in entries.items():
-        if name in stats:
-            for entry in named:
-                what, metric = entry.split(":", 1)  # a reward may have one in its name
-                is_known = stats[name].count or what in ("sum", "count")
-                metrics[metric] = float(getattr(stats[name], what)) if is_known else float("nan")
+        for entry in named if name in stats else ():
+            what, metric = entry.split(":", 1)  # a reward may have one in its name
+            is_known = stats[name].count or what in ("sum", "count")
+            metrics[metric] = float(getattr(stats[name], what)) if is_known else float("nan")
     return metrics
 
 

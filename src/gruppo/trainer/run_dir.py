@@ -33,7 +33,7 @@ from gruppo.trainer import checkpoint, shards
 from gruppo.trainer.background_save import VISIBLE_S, Writer
 from gruppo.trainer.memory import token_budget
 from gruppo.trainer.references import check_unchanged, remember
-from gruppo.trainer.run import Run, State
+from gruppo.trainer.run import Run, State, trained
 from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
@@ -220,11 +220,6 @@ class RunFolder:
             limit = int(file.read_text(encoding="utf-8"))
             run.state.token_budget, run.state.has_run_out = min(limit, run.state.token_budget or limit), True
 
-    def best_weights(self, run: Run) -> checkpoint.Saved:
-        """Load the best weights so far."""
-        assert run.state.best is not None
-        return checkpoint.load(self.best / checkpoint.name_of(int(run.state.best["step"])), sharded_tensors(run))
-
     def return_to(self, run: Run, saved: checkpoint.Saved) -> None:
         """Restore weights, reference and optimizer; nothing else of the run changes.
 
@@ -266,10 +261,9 @@ class RunFolder:
             return False
         base, saved_base = run.policy.base_sha256, saved.state.get("base_sha256")
         try:
-            if base is None and saved_base is not None:
-                raise ValueError("it holds an adapter, and this run trains all weights")
-            if base is not None and saved_base is None:
-                raise ValueError("it holds all weights, and this run trains an adapter")
+            kinds = ("all weights", "an adapter")
+            if (base is None) != (saved_base is None):
+                raise ValueError(f"it holds {kinds[base is None]}, and this run trains {kinds[base is not None]}")
             if base != saved_base:
                 raise ValueError(
                     f"it holds an adapter of weights with SHA-256 {saved_base:.16}..., and {run.config.model} has "
@@ -407,17 +401,14 @@ def tensors_of(run: Run) -> dict[str, Any]:
 
 def optimized_names(run: Run) -> list[str]:
     """Names of the parameters in the order of the optimizer, which has sharded ones and whole ones apart."""
-    names = {id(p): name for name, p in zip(run.parameter_names, run.parameters, strict=True)}
+    names = {id(parameter): name for name, parameter in trained(run.policy.module, run.critic).items()}
     return [names[id(parameter)] for group in run.optimizer.param_groups for parameter in group["params"]]
 
 
 def sharded_tensors(run: Run) -> checkpoint.Sharded:
     """The tensors of a checkpoint that are divided among ranks, by its files."""
-    moments = {
-        f"{moment}.{name}": parameter
-        for moment in ("exp_avg", "exp_avg_sq")
-        for name, parameter in zip(run.parameter_names, run.parameters, strict=True)
-    }
+    parameters = trained(run.policy.module, run.critic)
+    moments = {f"{moment}.{name}": p for moment in ("exp_avg", "exp_avg_sq") for name, p in parameters.items()}
     # AdamW has no moments before its first step: those of a checkpoint are then known by their parameters alone
     files = tensors_of(run) | {"optimizer": moments}
     return {file: shards.only_sharded(tensors or {}) for file, tensors in files.items()}
@@ -432,7 +423,6 @@ def boundary_state(run: Run) -> dict[str, Any]:
 
     A collective: ``random`` holds the generators of every rank, since rewards on each rank draw different numbers.
     """
-    random_states = dist.all_gather(json.dumps(checkpoint.random_state()).encode())
     return {
         **{name: copy(value) for name, value in vars(run.state).items()},
         "base_sha256": run.policy.base_sha256,
@@ -440,7 +430,7 @@ def boundary_state(run: Run) -> dict[str, Any]:
         **({} if run.async_rollouts is None else {"ledger": run.async_rollouts.ledger_state()}),
         "demos": None if run.demos is None else run.demos.state_dict(),
         "stage_schedule": run.stage_schedule.state_dict(),
-        "random": list(map(json.loads, random_states)),
+        "random": list(map(json.loads, dist.all_gather(json.dumps(checkpoint.random_state()).encode()))),
         **({} if run.callbacks is None else {"callbacks": run.callbacks.state_dict()}),
     }
 

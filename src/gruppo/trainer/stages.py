@@ -149,7 +149,7 @@ class StageSchedule:
             shape: Any = {"warmup": optim.warmup_steps, "decay": optim.decay, "final_frac": optim.final_lr_frac}
             lr = warmup_decay(step, peak=optim.lr, total=config.steps, **shape)
         warmth = min((step - self.began + 1) / stage.warmup_steps, 1.0) if stage.warmup_steps else 1.0
-        lr *= warmth * self.lr_scale
+        lr *= warmth * self.lr_scale  # of each return to the best weights
         own, peak = config.critic.lr, peak_lr(config, self.index)
         temperature, group_size = now["temperature"], now["group_size"]
         step_params = StepParams(

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from gruppo import distributed as dist
 from gruppo import types
@@ -24,14 +24,7 @@ from gruppo.distributed.sharding import clip_grad_norm, is_sharded, is_unit
 from gruppo.trainer import gradients
 from gruppo.trainer.demonstrations import consistency_term, supervised_backward
 from gruppo.trainer.memory import Part, attempts
-from gruppo.trainer.minibatches import (
-    frozen,
-    gaussian_outputs,
-    has_gradient,
-    likelihood_of,
-    minibatches,
-    required_outputs,
-)
+from gruppo.trainer.minibatches import gaussian_outputs, has_gradient, likelihood_of, minibatches, required_outputs
 from gruppo.trainer.run import Run, flatten, reduced, trained
 from gruppo.trainer.stages import StepParams
 from gruppo.trainer.weight_change import EVERY, NORMS, Moved, warn_if_still
@@ -146,7 +139,7 @@ def update(run: Run, batch: Batch, step_params: StepParams) -> tuple[dict[str, S
             stats = dist.merge_stats(stats)
         has_moved_far = stats.get("kl/old_k3_nats", Stat()).mean > limit  # the same number on all ranks
     # Networks whose gradient norms are limited apart: a separate critic must not shrink the policy's gradient.
-    networks: dict[str, list[torch.nn.Parameter]] = {"norm": []}
+    networks: dict[str, list[nn.Parameter]] = {"norm": []}
     for group in run.optimizer.param_groups:
         networks.setdefault(group["norm"], []).extend(group["params"])
     taken = dict[str, Stat]()
@@ -161,7 +154,7 @@ def update(run: Run, batch: Batch, step_params: StepParams) -> tuple[dict[str, S
     return stats | taken, has_moved_far
 
 
-def learning(run: Run, step_params: StepParams) -> list[torch.nn.Parameter]:
+def learning(run: Run, step_params: StepParams) -> list[nn.Parameter]:
     """Parameters that may have a gradient on some rank; the others keep none, so that no momentum or decay moves them.
 
     The critic's alone during its warmup, and none of them while nothing is sampled.
@@ -172,7 +165,7 @@ def learning(run: Run, step_params: StepParams) -> list[torch.nn.Parameter]:
     return run.parameters if step_params.samples else policy
 
 
-def _step(run: Run, networks: Mapping[str, list[torch.nn.Parameter]]) -> dict[str, Stat]:
+def _step(run: Run, networks: Mapping[str, list[nn.Parameter]]) -> dict[str, Stat]:
     """Clip each network's gradient and step; skip the update where a gradient is not finite."""
     limit = run.config.optim.max_grad_norm or float("inf")
     device = run.policy.device
@@ -285,8 +278,7 @@ def _backward(
     stats = dict.fromkeys(names, Stat())
     for micro_batch in micro_batches:
         with frozen(run.policy.compute_module) if step_params.is_critic_alone else nullcontext():
-            outputs = required_outputs(run, step_params)
-            likelihood = likelihood_of(run.policy, rollouts, micro_batch, outputs=outputs)
+            likelihood = likelihood_of(run.policy, rollouts, micro_batch, outputs=required_outputs(run, step_params))
         inputs = loss_inputs(run, batch, micro_batch, weights, likelihood)
         if micro_batch.is_repeat:
             nothing = torch.zeros_like(inputs.weights)
@@ -323,6 +315,18 @@ def _backward(
             micro_batch_stats["mismatch/lag_0_nats"] = Stat.of(mismatch, inputs.loss_mask & is_newest)
         _accumulate(stats, micro_batch_stats)
     return stats
+
+
+@contextmanager
+def frozen(module: nn.Module) -> Iterator[None]:
+    """Forwards within give the module's weights no gradient."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    module.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
 
 
 def loss_inputs(
