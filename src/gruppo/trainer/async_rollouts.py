@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -146,15 +147,9 @@ class AsyncRollouts(SourceWrapper):
 
     def _planned(self, index: int) -> StepParams | None:
         """The parameters of the step that uses the group of this number, as far as known; None after the last step."""
-        schedule, sampling_steps = self.run.stage_schedule, index // self.slots.prompts
-        for step in range(self.run.state.step, self.run.config.steps):
-            step_params = schedule.step_params(step)
-            if not step_params.samples:
-                continue
-            if not sampling_steps:
-                return step_params
-            sampling_steps -= 1
-        return None
+        steps = range(self.run.state.step, self.run.config.steps)
+        sampling = (params for params in map(self.run.stage_schedule.step_params, steps) if params.samples)
+        return next(islice(sampling, index // self.slots.prompts, None), None)
 
     def _recorded(self, group: Group) -> Rollouts | None:
         assert group.request is not None
@@ -302,10 +297,8 @@ class AsyncRollouts(SourceWrapper):
         """Segments of all ranks that a run needs which is resumed from here. A collective."""
         with self._changed:
             own = self.ledger.state(self.state_dict()["position"])
-        needed: dict[str, int] = {}
-        for part in dist.all_gather(json.dumps(own).encode()):
-            needed |= json.loads(part)
-        return needed
+        parts = map(json.loads, dist.all_gather(json.dumps(own).encode()))  # no two ranks write to one segment
+        return {name: size for part in parts for name, size in part.items()}
 
     def sync(self, position: int | None = None) -> None:
         """Wait until the ledger has reached the disk; ``position``: of a checkpoint that is about to be written."""

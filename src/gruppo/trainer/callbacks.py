@@ -101,6 +101,7 @@ class Callbacks:
 
     def digests(self) -> dict[str, str]:
         """The code of each by name, as a resume compares it; a callback that is left out is a difference too."""
+        # a class of gruppo or of the standard library has no digest, and is known by its name
         kinds = {name: type(callback) for name, callback in self._callbacks.items()}
         return {
             f"callback {name}": code_digest(f"{kind.__module__}:{kind.__qualname__}") or kind.__qualname__

@@ -109,15 +109,13 @@ def _work(run: Run) -> list[str]:
     if run.environment is not None:
         if names := [schema["function"]["name"] for schema in run.environment.tools]:
             lines.append(f"  tools       {', '.join(names)}: in each prompt, as the chat template writes them")
-        lines.append(
-            f"  environment {run.environment.name}: up to {config.environment.turns} answers per row, replies of up to "
-            f"{config.environment.max_reply_tokens} tokens, which are read and not learned from"
-        )
+        tokens, turns = config.environment.max_reply_tokens, f"up to {config.environment.turns} answers per row"
+        replies = f"replies of up to {tokens} tokens, which are read and not learned from"
+        lines.append(f"  environment {run.environment.name}: {turns}, {replies}")
     if (back_off := config.back_off).metric:
-        lines.append(
-            f"  back off    where {back_off.metric} falls more than {back_off.drop:g} below its best: return to the "
-            f"best weights, with {back_off.lr_factor:g} of the learning rate"
-        )
+        fall = f"{back_off.metric} falls more than {back_off.drop:g} below its best"
+        back = f"return to the best weights, with {back_off.lr_factor:g} of the learning rate"
+        lines.append(f"  back off    where {fall}: {back}")
     lines.append(f"  steps       {config.steps}, optimizer steps {config.steps * config.updates_per_batch}")
     return ["WORK", *lines]
 

@@ -75,10 +75,8 @@ def evaluate(
         if run.rewards.names:
             scores = run.rewards.score(rollouts, run.trainer_state, is_evaluation=True)
             if failed := environment_failures(rollouts):
-                why = next(iter(failed.values()))
-                log.warning(
-                    "held out: the environment failed in %d of %d conversations: %s", len(failed), len(mine), why
-                )
+                values = (len(failed), len(mine), next(iter(failed.values())))
+                log.warning("held out: the environment failed in %d of %d conversations: %s", *values)
             stats[""] = Stat.of(scores.rewards, scores.rewards.isfinite())
             stats |= {name: Stat.of(part, part.isfinite()) for name, part in scores.parts.items()}
             own = run.policy.batch_stats(rollouts, scores.rewards, sampling, is_evaluation=True)
@@ -100,11 +98,10 @@ def evaluate(
     # 95% interval: Wilson's for a share of successes, else the normal one. A restored image that is scored against the
     # reference is exactly 0 at first, which is no share.
     is_share = total.min >= 0 and total.max <= 1 and abs(total.sum - total.sum_sq) < 1e-9 * total.count
+    half = Z_95 * total.std / math.sqrt(max(total.count - 1, 1))
+    low, high = total.mean - half, total.mean + half
     if total.count and is_share and not run.policy.actions_are_positions:
         low, high = wilson_interval(total.sum, total.count)
-    else:
-        half = Z_95 * total.std / math.sqrt(max(total.count - 1, 1))
-        low, high = total.mean - half, total.mean + half
     parts = {name: stat.mean for name, stat in stats.items()}
     parts |= {name: value for name, value in reduced(dist.merge_stats(own)).items() if name not in parts}
     return Evaluated(run.state.step, len(prompts), int(total.count), total.mean, low, high, parts), rows

@@ -64,9 +64,7 @@ class Ledger:
         """To replay: the newest record of each step, with "positions" of the groups that it took, and "version"."""
         self._last: dict[str, int] = {}  # position up to which a segment has groups
         self._file: IO[bytes] | None = None
-        sessions = {
-            path: next((record.get("session", 0) for _, record in _records(path)), 0) for path in self.segments()
-        }
+        sessions = {path: next((r.get("session", 0) for _, r in _records(path)), 0) for path in self.segments()}
         # not by name: another number of ranks gives a draw to another rank, whose segments have other numbers
         for path in sorted(sessions, key=lambda path: (sessions[path], path)):
             for location, record in _records(path):

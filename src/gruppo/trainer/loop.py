@@ -67,7 +67,8 @@ def steps(run: Run, folder: RunFolder) -> Generator[Step]:
             step_params = run.stage_schedule.step_params(run.state.step)
             with boundary_kept(run, folder), dist.phase("collect"):
                 collected = collect(run, step_params)
-                run.notify("on_rollouts", collected.rollouts, collected.scores)
+                if run.callbacks is not None:
+                    run.callbacks.notify("on_rollouts", collected.rollouts, collected.scores)
             with dist.phase("learn"):
                 run.before_update()
                 metrics = collected.metrics | learn(run, collected.batch, step_params)
@@ -131,10 +132,8 @@ def how_to_continue(path: Path) -> str:
         return "stopped by a signal before the run began; nothing was written. Give the command again."
     if checkpoint.steps(path / "checkpoints"):
         return f"stopped by a signal; what is complete is saved. Continue with: {command_name()} resume {path}"
-    return (
-        "stopped by a signal before a step was complete and saved: there is nothing to continue from. "
-        f"Begin again with: {command_name()} resume {path}"
-    )
+    advice = f"Begin again with: {command_name()} resume {path}"
+    return f"stopped by a signal before a step was complete and saved: there is nothing to continue from. {advice}"
 
 
 @contextmanager
@@ -280,7 +279,7 @@ def call_back(run: Run, folder: RunFolder, event: str, what: Any) -> None:
     """Call the callbacks between two steps; the run is stopped where a rank's wants it to be."""
     if run.callbacks is not None:
         with boundary_kept(run, folder, may_leave=False), dist.phase(event):
-            run.notify(event, what)
+            run.callbacks.notify(event, what)
         run.is_stopped = bool(dist.all_max(int(run.is_stopped)))
 
 
@@ -341,8 +340,6 @@ def rows_to_show(run: Run, rollouts: Rollouts, rewards: Float[Tensor, "B"]) -> l
     for group in shown:
         rows = (group_ids == group).nonzero()[:, 0]
         ranked = rows[rewards[rows].nan_to_num(nan=float("-inf")).argsort(descending=True, stable=True)].tolist()
-        if run.policy.renders_images:
-            chosen += ranked[:IMAGES_SHOWN]
-        else:
-            chosen += [*ranked[: SAMPLES_SHOWN // 2], *ranked[len(ranked) - SAMPLES_SHOWN // 2 :]]
-    return list(dict.fromkeys(chosen))
+        ends = [*ranked[: SAMPLES_SHOWN // 2], *ranked[len(ranked) - SAMPLES_SHOWN // 2 :]]
+        chosen += ranked[:IMAGES_SHOWN] if run.policy.renders_images else ends
+    return list(dict.fromkeys(chosen))  # the best and the worst of a small group may be the same row

@@ -171,17 +171,14 @@ def finer_budget(policy: Policy, parts: Sequence[Part], budget: int, count: int)
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out: on a CPU, torch raises a plain RuntimeError, known by its text."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
     texts = ("DefaultCPUAllocator: ", "CUBLAS_STATUS_ALLOC_FAILED")
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+    has_text = isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+    return has_text or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def longest_row(policy: Policy, rollouts: Rollouts, micro_batches: Sequence[MicroBatch]) -> int:
     """Units of the longest row in the micro-batches, its prompt included."""
-    if not micro_batches:
-        return 0
-    return policy.longest_row(rollouts, torch.cat([micro_batch.rows for micro_batch in micro_batches]))
+    return policy.longest_row(rollouts, torch.cat([one.rows for one in micro_batches])) if micro_batches else 0
 
 
 def _does_not_fit(run: Run, units: int, reason: str) -> GruppoError:

@@ -121,10 +121,6 @@ class Run:
         for tracker in self.trackers:
             tracker.log(self.state.step, metrics)
 
-    def notify(self, event: str, *what: Any) -> None:
-        if self.callbacks is not None:
-            self.callbacks.notify(event, *what)
-
     def show(self, rows: list[dict[str, Any]]) -> None:
         for tracker in self.trackers:
             tracker.log_samples(self.state.step, rows)
@@ -151,9 +147,5 @@ def flatten(stats: Mapping[str, Stat], entries: Mapping[str, tuple[str, ...]]) -
 
 def reduced(stats: Mapping[str, Stat]) -> dict[str, float]:
     """Metrics from statistics that are keyed ``<reduction>:<metric>``; those without a value are left out."""
-    metrics = {}
-    for name, stat in Stat.read(stats).items():
-        reduction, _, metric = name.partition(":")
-        if stat.count:
-            metrics[metric] = float(getattr(stat, reduction))
-    return metrics
+    known = [(*name.split(":", 1), stat) for name, stat in Stat.read(stats).items() if stat.count]
+    return {metric: float(getattr(stat, reduction)) for reduction, metric, stat in known}

@@ -306,15 +306,13 @@ class RunFolder:
         """Write versions, hardware, seed, and the origin of model and data; no environment variables."""
         if not dist.is_main():
             return
-        config, demos = run.config, run.demos
+        config, demos, demos_name = run.config, run.demos, run.config.supervised.data or run.config.data
         manifest = {
             "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "seed": config.seed,
             "model": dict(model_source),
             "data": {"name": config.data, "fingerprint": run.source.fingerprint()},
-            "demonstrations": None
-            if demos is None
-            else {"name": config.supervised.data or config.data, "fingerprint": demos.fingerprint()},
+            "demonstrations": demos and {"name": demos_name, "fingerprint": demos.fingerprint()},
             "token_budget": token_budget(run),
             "compute_dtype": str(run.policy.compute_dtype).removeprefix("torch."),
             **setup(run),

@@ -17,7 +17,7 @@ import torch
 from gruppo import distributed as dist
 from gruppo.config.schema import Config, Stage
 from gruppo.config.stages import SCHEDULED, peak_lr, stage_path
-from gruppo.core.schedules import AdaptiveSpec, Controller, Schedule, make_controller, parse_schedule, warmup_decay
+from gruppo.core.schedules import AdaptiveSpec, Schedule, make_controller, parse_schedule, warmup_decay
 from gruppo.types import GruppoError, Sampling
 
 log = logging.getLogger("gruppo")
@@ -93,10 +93,10 @@ class StageSchedule:
         """``sampling``: what each step samples from, at its own temperature; that of a text model by default."""
         self.config, self.plan = config, config.plan
         self.sampling = config.rollout.sampling if sampling is None else sampling
-        self._schedules: list[dict[str, Schedule | Controller]] = []
+        self._schedules: list[dict[str, Any]] = []
         self._gates: list[Gate | None] = []
         for index, stage in enumerate(self.plan):
-            where, schedules = stage_path(config, index), dict[str, Schedule | Controller]()
+            where, schedules = stage_path(config, index), dict[str, Any]()
             for name in (field.name for field in fields(stage) if field.name in SCHEDULED):
                 if (value := getattr(stage, name)) is not None:
                     spec: Any = parse_schedule(value, f"{where}.{name}")
@@ -230,9 +230,7 @@ class StageSchedule:
         vars(self).update({name: copy(state[name]) for name in _SAVED})
         for stage, saved in zip(self._schedules, state["controllers"], strict=True):
             for name, numbers in saved.items():
-                controller = stage[name]
-                assert not isinstance(controller, Schedule)
-                controller.load_state_dict(numbers)
+                stage[name].load_state_dict(numbers)
 
 
 _SAVED = ("index", "began", "lr_scale", "overrides", "settled", "is_over", "sampled_since", "seen")

@@ -76,10 +76,8 @@ def warn_if_idle(run: Run, metrics: Mapping[str, float], folder: Path, rollouts:
     elif run.config.objective.mask_truncated and metrics.get("finish/truncated_frac") == 1:
         reason = "all completions were truncated, which --objective.mask-truncated leaves out of the loss"
     elif rollouts is not None and _are_identical(rollouts):
-        reason = (
-            f"{IDENTICAL} (mean reward {metrics['reward/mean']:.3g}): the policy has no entropy left, which a large "
-            f"learning rate causes (--optim.lr is {run.config.optim.lr:g}), or the temperature is too low"
-        )
+        reason = f"{IDENTICAL} (mean reward {metrics['reward/mean']:.3g}): the policy has no entropy left, which a "
+        reason += f"large learning rate causes (--optim.lr is {run.config.optim.lr:g}), or the temperature is too low"
     elif not size > 0:
         reason = f"the rewards of each group are equal (mean {metrics['reward/mean']:.3g})"
     values = (state.step, state.idle_steps, reason, command_name(), folder)
