@@ -21,7 +21,7 @@ from gruppo import distributed as dist
 from gruppo.integrity import SEAL, fingerprint, read_json
 from gruppo.platforms import sync_to_disk
 from gruppo.trainer import checkpoint
-from gruppo.trainer.shards import Shard, file_name, own_shards
+from gruppo.trainer.shards import Shard, own_shards
 from gruppo.types import GruppoError
 
 VISIBLE_S = 60.0
@@ -56,7 +56,8 @@ class Save:
             folder.mkdir(parents=True, exist_ok=True)
             for name, shards in self.files.items():
                 if shards or self.rank == 0:  # before the first update, the optimizer has no tensors
-                    paths.append(folder / file_name(name, self.rank, self.world_size))
+                    # from 1 to the number of ranks, as Hugging Face numbers the parts of a model
+                    paths.append(folder / f"{name}-shard-{self.rank + 1:05d}-of-{self.world_size:05d}.safetensors")
                     places = {n: json.dumps([s.offset, s.shape]) for n, s in shards.items()}
                     save_file({n: s.data for n, s in shards.items()}, paths[-1], metadata=places)
             if self.state is not None:

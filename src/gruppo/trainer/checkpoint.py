@@ -104,7 +104,7 @@ def put_in_place(temporary: Path, target: Path, written: Iterable[Path]) -> None
     replaced = target.with_name(f".{target.name}.old-{os.getpid()}")
     for path in written:
         sync_to_disk(path)
-    if target.is_dir():
+    if target.is_dir():  # a folder cannot be renamed onto another one that holds files
         target.rename(replaced)
     temporary.replace(target)
     sync_to_disk(target.parent)
@@ -148,6 +148,7 @@ def prune(folder: Path, keep: int, *, newest: int) -> None:
     not removed.
     """
     older = [step for step in steps(folder) if step < newest]
+    # the newest counts as one of those that are kept
     dropped = older[: max(len(older) + 1 - max(keep, 1), 0)]
     keep_only(folder, set(steps(folder)) - set(dropped))
     sweep(folder)
@@ -265,6 +266,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Te
 
 def random_state() -> dict[str, Any]:
     """State of the global generators of Python, numpy and torch, which only functions of users draw from."""
+    # lists and hex digits in place of pickles: a checkpoint may come from someone else
     numpy_state: Any = np.random.get_state(legacy=True)
     kind, keys, position, has_gauss, cached = numpy_state
     version, internal, gauss = random.getstate()

@@ -94,6 +94,7 @@ class Sampled:
 
     def thrown(self) -> dict[str, float]:
         """What no update learns from, on all ranks: discarded, or the last group of a slot left unfilled."""
+        # all rows, without those of the batch whose slot was filled
         is_thrown = torch.ones(len(self.rollouts), dtype=torch.bool)
         is_thrown[torch.tensor(self.rows)[self.is_filled]] = False
         groups = len(self.rollouts.group_ids[is_thrown].unique())

@@ -64,7 +64,7 @@ def evaluate(
     """
     count = run.config.evaluation.samples if generate is None and run.rewards.names else 0
     generate = generate or (run.async_rollouts.call_engine if run.async_rollouts else run.engine.generate)
-    mine = list(prompts)[dist.rank() :: dist.world_size()]
+    mine = list(prompts)[dist.rank() :: dist.world_size()]  # fewer prompts than ranks leave some without any
     sampling = run.sampling.greedy()
     stats = {"": Stat(), **{name: Stat() for name in run.rewards.names}}
     own: dict[str, Stat] = {}

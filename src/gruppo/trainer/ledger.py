@@ -55,6 +55,9 @@ class Ledger:
         self, folder: Path, config: Mapping[str, Any], *, max_bytes: float = 1e9, is_replayed: bool = False
     ) -> None:
         self.folder, self.max_bytes, self.is_replayed = folder / "ledger", max_bytes, is_replayed
+        # the remedy where a ledger cannot be restored: a replay must not cost the other run its ledger
+        delete = f"or delete {self.folder}: its draws are sampled again"
+        self._otherwise = "or give another RUN" if is_replayed else delete
         settings = {name: config[name] for name in ("name", "seed", "model", "data", "prompts", "rollout")}
         self.run = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         """The run that the ledger belongs to."""
@@ -96,11 +99,6 @@ class Ledger:
             if self.folder.is_dir() and (not path.is_file() or path.stat().st_size < size):
                 state = f"has {path.stat().st_size} of {size} bytes" if path.is_file() else "is missing"
                 raise GruppoError(f"{path} {state}, and the checkpoint needs it. Put it back, {self._otherwise}.")
-
-    @property
-    def _otherwise(self) -> str:
-        """Remedy where a ledger cannot be restored. A replay must not cost the other run its ledger."""
-        return "or give another RUN" if self.is_replayed else f"or delete {self.folder}: its draws are sampled again"
 
     def find(self, position: int, request: Request, sampling: Any) -> Rollouts | None:
         """The samples of a request; None where it was not sampled, or was for other settings."""

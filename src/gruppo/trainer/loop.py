@@ -162,7 +162,7 @@ def save(run: Run, folder: RunFolder) -> None:
     with dist.phase("save"):
         folder.finish_saving()
     with dist.phase("save"), dist.fail_together():
-        references.check_unchanged(run)
+        references.check_unchanged(run)  # else the KL was to something else: nothing is saved
         folder.save(run, boundary)
 
 

@@ -222,6 +222,7 @@ def measured_bytes(policy: Policy, rollouts: Rollouts, mask: Bool[Tensor, "B T"]
     if row is None:
         return 0
     (micro_batch, *_) = policy.micro_batches(rollouts, mask & (torch.arange(len(mask)) == row)[:, None], 1)
+    # with a gradient, as in an update: what the backward needs is kept, and the peak is that of the forward
     peaks = []
     for _ in range(2):  # the first call compiles, and takes workspaces that stay
         torch.cuda.reset_peak_memory_stats(policy.device)

@@ -147,5 +147,5 @@ def flatten(stats: Mapping[str, Stat], entries: Mapping[str, tuple[str, ...]]) -
 
 def reduced(stats: Mapping[str, Stat]) -> dict[str, float]:
     """Metrics from statistics that are keyed ``<reduction>:<metric>``; those without a value are left out."""
-    known = [(*name.split(":", 1), stat) for name, stat in Stat.read(stats).items() if stat.count]
-    return {metric: float(getattr(stat, reduction)) for reduction, metric, stat in known}
+    known = {name.partition(":"): stat for name, stat in Stat.read(stats).items() if stat.count}
+    return {metric: float(getattr(stat, reduction)) for (reduction, _, metric), stat in known.items()}

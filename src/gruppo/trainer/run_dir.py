@@ -225,6 +225,7 @@ class RunFolder:
 
         ValueError if the weights of the policy or the critic differ in names or shapes, before anything is restored.
         """
+        # compared before anything is copied: a refused checkpoint leaves the run as it was
         critic = None if run.critic is None else run.critic.checkpoint_weights()
         if (critic is None) != (saved.critic is None):
             kinds = ("a critic, and this run has none", "no critic, and this run needs one")

@@ -44,10 +44,6 @@ class Part(NamedTuple):
     size: list[int]
 
 
-def file_name(name: str, rank: int, world_size: int) -> str:
-    return f"{name}-shard-{rank + 1:05d}-of-{world_size:05d}.safetensors"
-
-
 def own_shards(tensors: Mapping[str, Tensor]) -> dict[str, Shard]:
     """Copy what this rank has to write to host memory; of equal copies, the first rank that has one writes it."""
     from torch.distributed.tensor import DTensor

@@ -73,7 +73,7 @@ def learn(run: Run, batch: Batch, step_params: StepParams) -> dict[str, float]:
     began = time.perf_counter()
     for group in run.optimizer.param_groups:
         group["lr"] = step_params.critic_lr if group["is_critic"] else step_params.lr * group["lr_factor"]
-        group["weight_decay"] = step_params.weight_decay
+        group["weight_decay"] = step_params.weight_decay  # AdamW multiplies it by the learning rate
     stats = {"update/taken": Stat(), "update/skipped": Stat()}
     metrics: dict[str, float] = {}
     epochs: list[dict[str, Stat]] = [{} for _ in range(run.config.optim.epochs)]
@@ -89,6 +89,7 @@ def learn(run: Run, batch: Batch, step_params: StepParams) -> dict[str, float]:
         _accumulate(epoch_stats, update_stats)
         if has_moved_far:
             break
+    # a loss is a weighted sum over its minibatch: the metric is the mean over minibatches, not over rows
     losses = {name: Stat(1, stat.sum / tried) for name, stat in stats.items() if name.startswith("loss/")}
     metrics |= flatten(stats | losses, _METRICS) | reduced({n: s for n, s in stats.items() if ":" in n})
     metrics |= epoch_metrics(run.config.optim, epochs, tried - has_moved_far)
@@ -281,6 +282,7 @@ def _backward(
             likelihood = likelihood_of(run.policy, rollouts, micro_batch, outputs=required_outputs(run, step_params))
         inputs = loss_inputs(run, batch, micro_batch, weights, likelihood)
         if micro_batch.is_repeat:
+            # not skipped: FSDP gathers and reduces in each forward and backward, which other ranks wait for
             nothing = torch.zeros_like(inputs.weights)
             inputs = replace(inputs, weights=nothing, loss_mask=nothing.bool())
         terms, micro_batch_stats = policy_loss(likelihood, inputs, objective)
