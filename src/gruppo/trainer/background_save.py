@@ -103,13 +103,13 @@ class Save:
             time.sleep(0.05)
 
 
+@dataclass(eq=False)
 class Writer:
     """Writes one save at a time in a thread."""
 
-    def __init__(self) -> None:
-        self._save: Save | None = None
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+    _save: Save | None = None
+    _thread: threading.Thread | None = None
+    _error: BaseException | None = None
 
     def begin(
         self, target: Path, step: int, files: Mapping[str, Any], state: Mapping[str, Any], done: Callable[[], None]

@@ -154,7 +154,7 @@ def prune(folder: Path, keep: int, *, newest: int) -> None:
     sweep(folder)
 
 
-def keep_only(folder: Path, kept: Collection[int | None]) -> None:
+def keep_only(folder: Path, kept: Collection[int]) -> None:
     """Remove the checkpoints of all other steps."""
     for step in steps(folder):
         if step not in kept:

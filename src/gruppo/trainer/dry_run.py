@@ -56,8 +56,15 @@ def _objective(run: Run) -> list[str]:
         largest = dynamic_sampling.max_group_size(rollout, group_size)
         lines.append(f"growth      groups with spread in {rollout.first_samples} first samples, to {largest} at most")
     truncates, updates = rollout.top_k > 0 or rollout.top_p < 1, config.updates_per_batch
-    notes = objective_warnings(config.objective, kl_coef=kl_coef, updates_per_batch=updates, truncates=truncates)
-    lines += [f"note        {note}" for note in (*notes, *references.cautions(config, run.policy.modality))]
+    notes = [*objective_warnings(config.objective, kl_coef=kl_coef, updates_per_batch=updates, truncates=truncates)]
+    # options that work but may not be intended
+    if references.has_reference(config, run.policy.modality):
+        if config.reference.is_mixed:
+            notes += ["the reference follows the policy: the KL slows it down, and is no anchor to where it began"]
+        elif config.lora.adapter:
+            base = "the base without the adapter that training begins with"
+            notes += [f"the reference is {base}: the KL does not begin at 0"]
+    lines += [f"note        {note}" for note in notes]
     return ["OBJECTIVE", *(f"  {line}" for line in lines), ""]
 
 

@@ -49,10 +49,9 @@ def of_terms(run: Run, batch: Batch, step_params: StepParams, backward: Backward
         of_shards = float(dist.all_sum(shards @ other_shards)) / replicas() if len(shards) else 0.0
         return float(whole @ other_whole) + of_shards
 
-    norms = {
-        name: math.sqrt(product(name, name)) if len(shards) else float(whole.norm())
-        for name, (whole, shards) in vectors.items()
-    }
+    norms: dict[str, float] = {}
+    for name, (whole, shards) in vectors.items():  # of shards, squares are added over ranks
+        norms[name] = math.sqrt(product(name, name)) if len(shards) else float(whole.norm())
     metrics = {f"grad_norm/{name}": norm for name, norm in norms.items()}
     for one, other in combinations(vectors, 2):
         both = norms[one] * norms[other]

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from gruppo import distributed as dist
 from gruppo.core.groups import has_no_spread
@@ -35,7 +33,7 @@ from gruppo.trainer.signals import Interrupted
 from gruppo.trainer.stages import nearest_metric
 from gruppo.trainer.update import learn
 from gruppo.trainer.weight_change import warn_if_idle
-from gruppo.types import EngineLost, GruppoError, NumericalStop, Rollouts
+from gruppo.types import EngineLost, GruppoError, NumericalStop
 
 log = logging.getLogger("gruppo")
 
@@ -270,7 +268,8 @@ def evaluate_now(run: Run, folder: RunFolder) -> dict[str, float]:
             folder.write_evaluations(run)
             run.log(done.metrics() | watched | usage)
         if run.policy.renders_images and dist.is_main() and run.config.show_samples_every:
-            run.show(rows[: 2 * IMAGES_SHOWN * GROUPS_SHOWN])
+            for tracker in run.trackers:
+                tracker.log_samples(run.state.step, rows[: 2 * IMAGES_SHOWN * GROUPS_SHOWN])
     call_back(run, folder, "on_evaluate", done)
     return watched
 
@@ -323,23 +322,20 @@ def show_samples(run: Run, collected: Collected) -> None:
     rows = sample_rows(run.policy, rollouts, scores, failed)
     rows = [row | {"failures": failures[number]} for number, row in zip(failed, rows, strict=True)]
     if every and (run.state.step - 1) % every == 0:
-        rows += sample_rows(run.policy, rollouts, scores, rows_to_show(run, rollouts, scores.rewards))
-    if rows:
-        run.show(rows)
-
-
-def rows_to_show(run: Run, rollouts: Rollouts, rewards: Float[Tensor, "B"]) -> list[int]:
-    """Images: rows of the first groups, each from its best on. Else the best and the worst of one group, whose rewards
-    differ where there is such a group."""
-    group_ids, count = rollouts.group_ids, len(rollouts.prompts)
-    shown = list(range(min(count, GROUPS_SHOWN)))
-    if not run.policy.renders_images:
-        differing = (~has_no_spread(rewards, group_ids)).nonzero()[:, 0].tolist()
-        shown = [random.Random(seed_at(run.config.seed, "shown", run.state.step)).choice(differing or range(count))]
-    chosen: list[int] = []
-    for group in shown:
-        rows = (group_ids == group).nonzero()[:, 0]
-        ranked = rows[rewards[rows].nan_to_num(nan=float("-inf")).argsort(descending=True, stable=True)].tolist()
-        ends = [*ranked[: SAMPLES_SHOWN // 2], *ranked[len(ranked) - SAMPLES_SHOWN // 2 :]]
-        chosen += ranked[:IMAGES_SHOWN] if run.policy.renders_images else ends
-    return list(dict.fromkeys(chosen))  # the best and the worst of a small group may be the same row
+        # Images: rows of the first groups, each from its best on. Else the best and the worst of one group, whose
+        # rewards differ where there is such a group.
+        group_ids, rewards, count = rollouts.group_ids, scores.rewards, len(rollouts.prompts)
+        shown = list(range(min(count, GROUPS_SHOWN)))
+        if not run.policy.renders_images:
+            differing = (~has_no_spread(rewards, group_ids)).nonzero()[:, 0].tolist()
+            shown = [random.Random(seed_at(run.config.seed, "shown", run.state.step)).choice(differing or range(count))]
+        chosen: list[int] = []
+        for group in shown:
+            own = (group_ids == group).nonzero()[:, 0]
+            ranked = own[rewards[own].nan_to_num(nan=float("-inf")).argsort(descending=True, stable=True)].tolist()
+            ends = [*ranked[: SAMPLES_SHOWN // 2], *ranked[len(ranked) - SAMPLES_SHOWN // 2 :]]
+            chosen += ranked[:IMAGES_SHOWN] if run.policy.renders_images else ends
+        # once each: of a small group, the best may be the worst too
+        rows += sample_rows(run.policy, rollouts, scores, list(dict.fromkeys(chosen)))
+    for tracker in run.trackers if rows else ():
+        tracker.log_samples(run.state.step, rows)

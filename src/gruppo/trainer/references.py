@@ -53,17 +53,6 @@ def has_reference(config: Config, modality: Modality) -> bool:
     return highest(config, "kl_coef") > 0 or modality.consistency_reads_reference(config)
 
 
-def cautions(config: Config, modality: Modality) -> list[str]:
-    """Notes of ``gruppo explain`` on options that work but may not be intended."""
-    if not has_reference(config, modality):
-        return []
-    if config.reference.is_mixed:
-        return ["the reference follows the policy: the KL slows it down, and is no anchor to where it began"]
-    if config.lora.adapter:
-        return ["the reference is the base without the adapter that training begins with: the KL does not begin at 0"]
-    return []
-
-
 def remember(run: Run) -> str | None:
     """Return the SHA-256 of the weights that must not change, taken before the first update; None without any."""
     if run.reference is not None and not run.reference_sha256 and (frozen := run.reference.frozen_state_dict()):

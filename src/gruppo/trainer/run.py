@@ -121,10 +121,6 @@ class Run:
         for tracker in self.trackers:
             tracker.log(self.state.step, metrics)
 
-    def show(self, rows: list[dict[str, Any]]) -> None:
-        for tracker in self.trackers:
-            tracker.log_samples(self.state.step, rows)
-
 
 def trained(policy: nn.Module, critic: Critic | None) -> dict[str, nn.Parameter]:
     """Parameters with a gradient, by names that no two share: an attribute's name cannot begin with ``critic:``."""

@@ -60,8 +60,8 @@ class RunFolder:
         self.writer = Writer()
         self._written: set[Path] = set()
         """Of a sharded run, the checkpoints that this process has begun to write or was resumed from."""
-        self._saved_best: int | None = None
-        """Step of the best weights that the newest checkpoint names."""
+        self._saved_best: Mapping[str, float] | None = None
+        """``State.best`` of the newest checkpoint."""
         self._lock: IO[str] | None = None
         self._identity: os.stat_result | None = None
         """Of the folder that was opened, should it be deleted or replaced."""
@@ -183,14 +183,14 @@ class RunFolder:
                 if file is not None and file.exists():
                     sync_to_disk(file)
         # a run that resumes from the newest checkpoint may return to the best weights that it names
-        saved_best = self._saved_best if state is None else best_step(state["best"])
-        keep, newest_best = run.config.saving.keep, best_step(run.state.best)
+        saved_best = self._saved_best if state is None else state["best"]
+        keep, newest_best = run.config.saving.keep, run.state.best
         step = run.state.step if state is None else int(state["step"])
 
         def delete_old() -> None:
             if state is not None:
                 checkpoint.prune(self.checkpoints, keep, newest=step)
-            checkpoint.keep_only(self.best, {saved_best, newest_best})
+            checkpoint.keep_only(self.best, {int(best["step"]) for best in (saved_best, newest_best) if best})
 
         target = (self.best if state is None else self.checkpoints) / checkpoint.name_of(step)
         content = state or {}
@@ -284,7 +284,7 @@ class RunFolder:
                 checkpoint.restore_random_state(saved.state["random"][dist.rank()])
             else:  # there are more ranks than when it was saved
                 checkpoint.seed_random_state(seed_at(run.config.seed, "rewards", dist.rank(), run.state.step))
-            self._saved_best = best_step(run.state.best)
+            self._saved_best = run.state.best
             self._written = {self.checkpoints / checkpoint.name_of(saved.step)}
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
             reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
@@ -413,15 +413,13 @@ def sharded_tensors(run: Run) -> checkpoint.Sharded:
     return {file: shards.only_sharded(tensors or {}) for file, tensors in files.items()}
 
 
-def best_step(best: Mapping[str, float] | None) -> int | None:
-    return None if best is None else int(best["step"])
-
-
 def boundary_state(run: Run) -> dict[str, Any]:
     """The JSON of a checkpoint at a step boundary; weights and optimizer state are held by the run itself.
 
     A collective: ``random`` holds the generators of every rank, since rewards on each rank draw different numbers.
     """
+    # first of all: the state of a source or a callback may fail on one rank alone
+    random_states = dist.all_gather(json.dumps(checkpoint.random_state()).encode())
     return {
         **{name: copy(value) for name, value in vars(run.state).items()},
         "base_sha256": run.policy.base_sha256,
@@ -429,7 +427,7 @@ def boundary_state(run: Run) -> dict[str, Any]:
         **({} if run.async_rollouts is None else {"ledger": run.async_rollouts.ledger_state()}),
         "demos": None if run.demos is None else run.demos.state_dict(),
         "stage_schedule": run.stage_schedule.state_dict(),
-        "random": list(map(json.loads, dist.all_gather(json.dumps(checkpoint.random_state()).encode()))),
+        "random": list(map(json.loads, random_states)),
         **({} if run.callbacks is None else {"callbacks": run.callbacks.state_dict()}),
     }
 
