@@ -157,7 +157,7 @@ class AsyncRollouts(SourceWrapper):
         if found is None or self.run.config.engine.replay:
             return found
         # versions that this run has not reached are of a killed process, which may have learned otherwise
-        versions = found.policy_version[found.mask]  # [kept actions]
+        versions = found.policy_version[found.mask]  # [chosen actions]
         return None if len(versions) and int(versions.max()) > self.run.state.version else found
 
     def call_engine(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts:

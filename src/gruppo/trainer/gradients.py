@@ -32,7 +32,7 @@ def of_terms(run: Run, batch: Batch, step_params: StepParams, backward: Backward
     vectors: dict[str, tuple[Float[Tensor, "N"], Float[Tensor, "M"]]] = {}  # of whole weights, of this rank's shards
     is_possible = {"value": run.critic is not None and step_params.samples, "kl": run.config.objective.kl_in == "loss"}
     for name, coef in TERMS.items():  # those that take part in this step's loss; the same on all ranks
-        if getattr(step_params, coef) <= 0 or not is_possible.get(name, True):
+        if not (getattr(step_params, coef) > 0 and is_possible.get(name, True)):
             continue
         others: dict[str, Any] = dict.fromkeys((c for c in TERMS.values() if c != coef), 0.0)
         run.optimizer.zero_grad(set_to_none=True)

@@ -350,7 +350,7 @@ def loss_inputs(
         return None if x is None else micro_batch.of(x).to(device, non_blocking=True)
 
     ref = None
-    if run.reference is not None:  # evaluated before the updates where its weights are not on this device
+    if run.reference is not None:  # as evaluated before the updates, if it was
         ref = batch.ref and Likelihood(cut(batch.ref.logprobs), gaussian=cut(batch.ref.gaussian))
         ref = ref or run.reference.likelihood(rollouts, micro_batch, outputs=gaussian_outputs(run))
     return LossInputs(
