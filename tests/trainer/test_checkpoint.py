@@ -25,7 +25,7 @@ from gruppo.types import GruppoError
 
 def save(folder: Path, step: int, **state: object) -> Path:
     values = {"w": torch.arange(12.0).reshape(3, 4) + step}
-    return checkpoint.save(folder, step=step, weights=values, optimizer={"exp_avg.w": values["w"] * 2}, state=state)
+    return checkpoint.save(folder, step=step, model=values, optimizer={"exp_avg.w": values["w"] * 2}, state=state)
 
 
 def step_of(folder: Path) -> int | None:
@@ -295,7 +295,7 @@ def test_adamw_goes_on_to_the_bit_from_its_saved_state(tmp_path):
     path = checkpoint.save(
         tmp_path,
         step=3,
-        weights=half.state_dict(),
+        model=half.state_dict(),
         optimizer=checkpoint.optimizer_tensors(optimizer, names),
         state={},
     )

@@ -194,7 +194,7 @@ def test_ranks_that_write_to_folders_of_their_own_are_told_to_share_one(tmp_path
 
 def begin(writer: Writer, folder: Path, weights: dict[str, torch.Tensor], step: int) -> None:
     optimizer = {"exp_avg.w": 2 * weights["w"]}
-    tensors = {"weights": weights, "optimizer": optimizer, "critic": None, "reference": {}}
+    tensors = {"model": weights, "optimizer": optimizer, "critic": None, "reference": {}}
     writer.begin(folder / checkpoint.name_of(step), step, tensors, {}, lambda: None)
 
 

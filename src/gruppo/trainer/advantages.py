@@ -29,23 +29,22 @@ OVERLONG = "overlong penalty"
 
 def assemble(run: Run, step_params: StepParams, rollouts: Rollouts, scores: Scores) -> Batch:
     """A batch with advantages, and with the old log-probs, values and reference log-probs that an update needs."""
-    limit, loss_mask = run.config.objective.adv_clip, kept_actions(run.config.objective, rollouts, scores)
-    if run.config.objective.correction != "none":
+    objective, loss_mask = run.config.objective, kept_actions(run.config.objective, rollouts, scores)
+    if objective.correction != "none":
         is_missing = ~rollouts.sampler_logprobs[loss_mask].isfinite()
         missing, count = dist.all_sum(torch.tensor([int(is_missing.sum()), len(is_missing)])).tolist()
         if missing:
-            raise GruppoError(
-                f"correction={run.config.objective.correction!r} needs the sampler's log-prob of each action; "
-                f"{missing} of the {count} from {type(run.engine).__name__} are not numbers. Use an engine that "
-                "reports them, or set --objective.correction none."
-            )
+            raise GruppoError(f"""correction={objective.correction!r} needs the sampler's log-prob of each action;
+                {missing} of the {count} from {type(run.engine).__name__} are not numbers. Use an engine that reports
+                them, or set --objective.correction none.""")
     batch = Batch(rollouts, None, scores.rewards, scores.parts, torch.zeros(loss_mask.shape), loss_mask)
     if run.critic is not None or has_kl_in_reward(run, step_params):  # advantages are made of values or log-probs
         batch = evaluated(run, batch, step_params)
     batch = with_advantages(run, step_params, batch, scores)
-    if limit:
+    if limit := objective.adv_clip:
         batch = replace(batch, advantages=batch.advantages.clamp(-limit, limit))
     is_shared = run.config.updates_per_batch > 1  # several updates then need one set of old log-probs
+    # a reference that is kept elsewhere comes to the device once for the batch, not for each update
     is_offloaded = run.reference is not None and run.reference.is_offloaded
     if batch.old_logprobs is None and batch.ref is None and (is_shared or is_offloaded):
         batch = evaluated(run, batch, step_params)
@@ -112,8 +111,8 @@ def row_advantages(run: Run, rollouts: Rollouts, score: Float[Tensor, "B"], scor
     parts, weights = dict(scores.parts), list(run.rewards.weights)
     if run.config.objective.overlong:  # as one more reward
         parts, weights = parts | {OVERLONG: overlong(run.config, rollouts)}, [*weights, 1.0]
-    scored = {name: part.where(is_scored, torch.nan)[:, None] for name, part in parts.items()}
-    advantages = [_compared(run, rollouts, part, name)[:, 0] for name, part in scored.items()]
+    columns = {name: part.where(is_scored, torch.nan)[:, None] for name, part in parts.items()}  # each [B, 1]
+    advantages = [_compared(run, rollouts, column, name)[:, 0] for name, column in columns.items()]
     return normalized_sum(advantages, weights, is_scored, eps=run.config.objective.scale_eps, all_sum=dist.all_sum)
 
 
@@ -126,15 +125,10 @@ def _compared(
     an image, with the steps at the same position. Else rows [B, 1] are compared with rows.
     """
     objective = run.config.objective
-    options: dict[str, Any] = {
-        "baseline": objective.baseline,
-        "scale": objective.scale,
-        "eps": objective.scale_eps,
-        "decay": objective.running_decay,
-        "state": run.state.running.get(name),
-        "all_sum": dist.all_sum,
-        "all_gather": lambda data: [json.loads(part) for part in dist.all_gather(json.dumps(data).encode())],
-    }
+    # a group is on one rank; moving statistics are those of all ranks
+    options: dict[str, Any] = {"baseline": objective.baseline, "scale": objective.scale, "eps": objective.scale_eps}
+    options |= {"decay": objective.running_decay, "state": run.state.running.get(name), "all_sum": dist.all_sum}
+    options["all_gather"] = lambda data: list(map(json.loads, dist.all_gather(json.dumps(data).encode())))
     if not steps:
         once, ids = torch.ones(len(rollouts), 1, dtype=torch.bool), [prompt.id for prompt in rollouts.prompts]
         advantages, state = group_advantages(rewards[:, 0], rollouts.group_ids, once, **options, prompt_ids=ids)

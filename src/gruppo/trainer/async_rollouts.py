@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class AsyncRollouts(SourceWrapper):
         super().__init__(run.source)
         self.run, config = run, run.config
         self.slots = Slots(config.engine.lag, config.rollout.prompts)
-        self.ledger: Ledger | None = None
+        self.ledger: Ledger = None  # type: ignore[assignment]  # ``open`` reads it, once the run has a folder
         self.needed: Mapping[str, int] = {}
         """Segments of the ledger that the checkpoint needs from which the run is resumed."""
         self.position = 0
@@ -82,11 +83,9 @@ class AsyncRollouts(SourceWrapper):
         self.ledger = Ledger(folder, settings, max_bytes=1e9 * config.saving.ledger_gb)
         self.ledger.check(self.needed)
         if config.objective.correction == "none":
-            log.warning(
-                "engine.lag=%d without a correction: samples of older weights are learned from as if they were of the "
-                "newest. Set --objective.correction truncate, unless that is what you measure.",
-                config.engine.lag,
-            )
+            text = f"engine.lag={config.engine.lag} without a correction: samples of older weights are learned from as "
+            text += "if they were of the newest. Set --objective.correction truncate, unless that is what you measure."
+            log.warning("%s", text)
         concurrency = getattr(self.run.engine, "concurrency", 0)  # above 0: ``build`` has checked it
         capacity = (config.engine.lag + 1) * config.rollout.prompts
         self._chunk = min(math.ceil(capacity / concurrency), config.rollout.prompts)
@@ -108,8 +107,9 @@ class AsyncRollouts(SourceWrapper):
 
     def state_dict(self) -> dict[str, Any]:
         first = self.slots.queue[0] if self.slots.queue else None
-        state, position = (self.source.state_dict(), self.position) if first is None else (first.source, first.position)
-        return {"source": state, "position": position}
+        if first is not None:  # what was drawn ahead is drawn again, and read from the ledger
+            return {"source": first.source, "position": first.position}
+        return {"source": self.source.state_dict(), "position": self.position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.source.load_state_dict(state["source"])
@@ -147,23 +147,17 @@ class AsyncRollouts(SourceWrapper):
 
     def _planned(self, index: int) -> StepParams | None:
         """The parameters of the step that uses the group of this number, as far as known; None after the last step."""
-        schedule, sampling_steps = self.run.stage_schedule, index // self.slots.prompts
-        for step in range(self.run.state.step, self.run.config.steps):
-            step_params = schedule.step_params(step)
-            if not step_params.samples:
-                continue
-            if not sampling_steps:
-                return step_params
-            sampling_steps -= 1
-        return None
+        steps = range(self.run.state.step, self.run.config.steps)
+        sampling = (params for params in map(self.run.stage_schedule.step_params, steps) if params.samples)
+        return next(islice(sampling, index // self.slots.prompts, None), None)
 
     def _recorded(self, group: Group) -> Rollouts | None:
-        assert self.ledger is not None and group.request is not None
+        assert group.request is not None
         found = self.ledger.find(group.position, group.request, group.sampling)
         if found is None or self.run.config.engine.replay:
             return found
         # versions that this run has not reached are of a killed process, which may have learned otherwise
-        versions = found.policy_version[found.mask]
+        versions = found.policy_version[found.mask]  # [chosen actions]
         return None if len(versions) and int(versions.max()) > self.run.state.version else found
 
     def call_engine(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts:
@@ -188,36 +182,27 @@ class AsyncRollouts(SourceWrapper):
 
     def _requested(self, request: Request, sampling: Any) -> Group:
         """The group of a request: the one that was sampled ahead if it is for the same parameters, or a new one."""
-        taken = self.slots.taken
+        taken, replay = self.slots.taken, self.run.config.engine.replay
         index = next(n for n, group in enumerate(taken) if group.prompt is request.prompt)
-        found = taken[index]
+        group = found = taken[index]
         own = found.request
-        if own is not None and (own.size, own.first, found.sampling) == (request.size, request.first, sampling):
-            self._check_replayed(found)
-            return found
-        group = replace(found, request=request, sampling=sampling, rollouts=None, is_started=False, is_dropped=False)
-        if request.first:  # a group that grows keeps its first samples
-            group.is_counted = False
-            taken.append(group)
-        else:
-            self.discarded += found.is_started or found.rollouts is not None
-            self.slots.drop(found)
-            taken[index] = group
-        group.rollouts = self._recorded(group)
-        self._check_replayed(group)
-        if group.rollouts is None:
+        if own is None or (own.size, own.first, found.sampling) != (request.size, request.first, sampling):
+            group = Group(found.position, found.prompt, found.source, request, sampling, is_counted=found.is_counted)
+            if request.first:  # a group that grows keeps its first samples
+                group.is_counted = False
+                taken.append(group)
+            else:
+                self.discarded += found.is_started or found.rollouts is not None
+                self.slots.drop(found)
+                taken[index] = group
+            group.rollouts = self._recorded(group)
+        if replay and group.rollouts is None:  # nothing would sample it
+            raise GruppoError(f"""the ledger of {replay} has no samples of prompt {group.prompt.id!r} (position
+                {group.position}) as step {self.run.state.step + 1} needs them. Replay with the options of the run that
+                decide what is sampled.""")
+        if group is not found and group.rollouts is None:
             self.slots.restart(group)
         return group
-
-    def _check_replayed(self, group: Group) -> None:
-        """Refuse a group that a replay needs and its ledger does not have: nothing would sample it."""
-        replay = self.run.config.engine.replay
-        if replay and group.rollouts is None:
-            raise GruppoError(
-                f"the ledger of {replay} has no samples of prompt {group.prompt.id!r} (position {group.position}) as "
-                f"step {self.run.state.step + 1} needs them. Replay with the options of the run that decide what is "
-                "sampled."
-            )
 
     def _are_ready(self, groups: Sequence[Group]) -> bool:
         """Whether all groups are there; those beyond the bound are sampled again from the same draw."""
@@ -228,10 +213,8 @@ class AsyncRollouts(SourceWrapper):
             versions = group.rollouts.policy_version[group.rollouts.mask]
             if len(versions) and self.slots.is_stale(int(versions.min()), int(versions.max()), version):
                 if self.run.config.engine.replay:
-                    raise GruppoError(
-                        f"the samples at position {group.position} are of version {int(versions.min())}, and the "
-                        f"replay trains version {version}. Replay with the run's own --engine.lag and steps."
-                    )
+                    raise GruppoError(f"""the samples at position {group.position} are of version {int(versions.min())},
+                        and the replay trains version {version}. Replay with the run's own --engine.lag and steps.""")
                 self.stale += 1
                 self.slots.restart(group)
                 self._changed.notify_all()
@@ -244,7 +227,6 @@ class AsyncRollouts(SourceWrapper):
             if isinstance(self._error, EngineLost):  # the publish has brought the engine back
                 self._error = None
             released = self.slots.release()
-            assert self.ledger is not None
             if released:
                 self.ledger.append_step(state.step, state.version, [group.position for group in released])
             if self.ledger.is_replayed:
@@ -255,7 +237,6 @@ class AsyncRollouts(SourceWrapper):
 
     def _work(self) -> None:
         """Sample waiting groups, in a thread of its own; after an error, none until ``release`` clears it."""
-        run = self.run
         while True:
             with self._changed:
                 while (self._error is not None or not self.slots.waiting) and not self._is_closed:
@@ -263,18 +244,17 @@ class AsyncRollouts(SourceWrapper):
                 if self._is_closed:
                     return
                 groups = self.slots.start(self._chunk)
-                self.idle_s, self._idle_since = self._idle(), None
+                if self._idle_since is not None:
+                    self.idle_s, self._idle_since = self.idle_s + time.perf_counter() - self._idle_since, None
             found: dict[tuple[str, int], Rollouts] = {}
             problem: BaseException | None = None
             try:
                 requests = [group.request for group in groups if group.request is not None]
-                rollouts = self.call_engine(requests, groups[0].sampling, seed=run.config.seed)
+                rollouts = self.call_engine(requests, groups[0].sampling, seed=self.run.config.seed)
                 found = {(one.prompts[0].id, one.prompts[0].draw): one for one in split(rollouts)}
                 if len(found) < len(groups):
-                    raise DataError(
-                        "two prompts that are sampled at a time have the same id and draw, so their samples are one "
-                        "group. Let the data source number its draws: Prompt(..., draw=n)."
-                    )
+                    raise DataError("""two prompts that are sampled at a time have the same id and draw, so their
+                        samples are one group. Let the data source number its draws: Prompt(..., draw=n).""")
             except BaseException as error:
                 problem = error
             with self._changed:
@@ -282,7 +262,10 @@ class AsyncRollouts(SourceWrapper):
                     for group in groups:
                         one = found.get((group.prompt.id, group.prompt.draw))
                         self.slots.finish(group, None if one is None else replace(one, prompts=(group.prompt,)))
-                    self._record(groups)
+                    # only after all have ended: a record that cannot be written must leave none of them running
+                    for group in groups if not self._is_closed else ():
+                        if group.rollouts is not None and group.request is not None and not group.is_dropped:
+                            self.ledger.append_group(group.position, group.request, group.sampling, group.rollouts)
                 except BaseException as error:  # whatever it is: without it the trainer would wait forever
                     problem = problem or error
                 if not self.slots.running:
@@ -291,59 +274,40 @@ class AsyncRollouts(SourceWrapper):
                     self._error = problem or self._error
                 self._changed.notify_all()
 
-    def _record(self, groups: Sequence[Group]) -> None:
-        for group in groups:
-            if group.rollouts is not None and group.request is not None and not (group.is_dropped or self._is_closed):
-                assert self.ledger is not None
-                self.ledger.append_group(group.position, group.request, group.sampling, group.rollouts)
-
-    def _idle(self) -> float:
-        since = self._idle_since
-        return self.idle_s + (0.0 if since is None else time.perf_counter() - since)
-
     # --- metrics and saving ---
 
     def metrics(self, rollouts: Rollouts) -> dict[str, float]:
         """Metrics of a step: the lag of its samples, groups that were sampled again, and how long each side waited."""
         lags = self.run.state.version - rollouts.policy_version[rollouts.mask]
         with self._changed:
-            idle_s, is_idle = self._idle(), self._idle_since is not None
+            now = time.perf_counter()
+            idle_s = self.idle_s + (0.0 if self._idle_since is None else now - self._idle_since)
             values = {"trainer": self.wait_s, "sampler": idle_s, "stale": self.stale, "discarded": self.discarded}
             self.wait_s, self.idle_s, self.stale, self.discarded = 0.0, 0.0, 0, 0
-            self._idle_since = time.perf_counter() if is_idle else None
+            self._idle_since = None if self._idle_since is None else now  # from here on it is of the next step
         stats = {"lag": Stat.of(lags)} | {name: Stat(1, float(value)) for name, value in values.items()}
         stats |= {str(n): Stat.of((lags == n).double()) for n in range(self.slots.lag + 1)}
         stats = dist.merge_stats(stats)
-        return {
-            "lag/mean": stats["lag"].mean,
-            "lag/max": stats["lag"].max,
-            **{f"lag/{n}_frac": stats[str(n)].mean for n in range(self.slots.lag + 1)},
-            "lag/stale_groups_count": stats["stale"].sum,
-            "lag/discarded_groups_count": stats["discarded"].sum,
-            "time/trainer_wait_s": stats["trainer"].mean,
-            "time/sampler_wait_s": stats["sampler"].mean,
-        }
+        metrics = {"lag/mean": stats["lag"].mean, "lag/max": stats["lag"].max}
+        metrics |= {f"lag/{n}_frac": stats[str(n)].mean for n in range(self.slots.lag + 1)}
+        metrics |= {f"lag/{name}_groups_count": stats[name].sum for name in ("stale", "discarded")}
+        return metrics | {f"time/{name}_wait_s": stats[name].mean for name in ("trainer", "sampler")}
 
     def ledger_state(self) -> dict[str, int]:
         """Segments of all ranks that a run needs which is resumed from here. A collective."""
-        assert self.ledger is not None
         with self._changed:
             own = self.ledger.state(self.state_dict()["position"])
-        needed: dict[str, int] = {}
-        for part in dist.all_gather(json.dumps(own).encode()):
-            needed |= json.loads(part)
-        return needed
+        parts = map(json.loads, dist.all_gather(json.dumps(own).encode()))  # no two ranks write to one segment
+        return {name: size for part in parts for name, size in part.items()}
 
     def sync(self, position: int | None = None) -> None:
         """Wait until the ledger has reached the disk; ``position``: of a checkpoint that is about to be written."""
-        assert self.ledger is not None
         with self._changed:
             self._saved_position = self._saved_position if position is None else position
             self.ledger.sync()
 
     def _prune(self) -> None:
         """Delete what no checkpoint needs from a ledger that has grown beyond its limit."""
-        assert self.ledger is not None
         positions, folder = [self.state_dict()["position"]], self.ledger.folder.parent / "checkpoints"
         if self._saved_position is not None:
             positions.append(self._saved_position)

@@ -6,9 +6,10 @@ import logging
 from collections.abc import Mapping
 
 from gruppo import distributed as dist
+from gruppo.trainer import checkpoint
 from gruppo.trainer.run import Run
-from gruppo.trainer.run_dir import RunFolder
-from gruppo.trainer.stages import agreed, nearest_metric
+from gruppo.trainer.run_dir import RunFolder, sharded_tensors
+from gruppo.trainer.stages import agreed
 from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
@@ -33,7 +34,7 @@ def watch(run: Run, folder: RunFolder, metrics: Mapping[str, float]) -> None:
     folder.finish_saving()
     try:
         with dist.fail_together():
-            saved = folder.best_weights(run)
+            saved = checkpoint.load(folder.best / checkpoint.name_of(int(best["step"])), sharded_tensors(run))
     except GruppoError as error:
         log.warning("step %d: %s is %.4g, was %.4g, but %s", state.step, config.metric, value, best["value"], error)
         return
@@ -48,12 +49,3 @@ def watch(run: Run, folder: RunFolder, metrics: Mapping[str, float]) -> None:
         *(state.step, config.metric, value, best["value"], best["step"], run.stage_schedule.lr_scale),
     )
     run.log({"back_off/returns_count": state.totals["back_offs"]})
-
-
-def warn_if_never(run: Run) -> None:
-    """At the end of a run, warn where the metric was never measured."""
-    name = run.config.back_off.metric
-    if name and run.state.best is None:
-        near = nearest_metric(name, run.known)
-        hint = f" Did you mean {near}?" if near else ""
-        log.warning("back_off.metric %r was never measured, so that nothing was watched.%s", name, hint)

@@ -7,7 +7,6 @@ between ranks, and is made even where a rank fails alone, as its error ends the 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import threading
 import time
@@ -17,16 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
-from torch import Tensor
 
 from gruppo import distributed as dist
 from gruppo.integrity import SEAL, fingerprint, read_json
 from gruppo.platforms import sync_to_disk
 from gruppo.trainer import checkpoint
-from gruppo.trainer.shards import Shard, file_name, own_shards
+from gruppo.trainer.shards import Shard, own_shards
 from gruppo.types import GruppoError
-
-log = logging.getLogger("gruppo")
 
 VISIBLE_S = 60.0
 """Seconds until what one machine has written must be seen by another. NFS keeps names for up to 60 s."""
@@ -60,7 +56,8 @@ class Save:
             folder.mkdir(parents=True, exist_ok=True)
             for name, shards in self.files.items():
                 if shards or self.rank == 0:  # before the first update, the optimizer has no tensors
-                    paths.append(folder / file_name(name, self.rank, self.world_size))
+                    # from 1 to the number of ranks, as Hugging Face numbers the parts of a model
+                    paths.append(folder / f"{name}-shard-{self.rank + 1:05d}-of-{self.world_size:05d}.safetensors")
                     places = {n: json.dumps([s.offset, s.shape]) for n, s in shards.items()}
                     save_file({n: s.data for n, s in shards.items()}, paths[-1], metadata=places)
             if self.state is not None:
@@ -84,9 +81,8 @@ class Save:
             self.shared_folder.rename(sealed)
         except FileNotFoundError:  # another rank was the last too, and this is its to commit
             return
-        done = [sealed / path.name for path in done]
         seal: dict[str, Any] = {}
-        for path in done:
+        for path in (sealed / path.name for path in done):
             seal |= read_json(path)
             path.unlink()
         (sealed / SEAL).write_text(json.dumps(seal, indent=1), encoding="utf-8")
@@ -102,35 +98,31 @@ class Save:
                 self.commit()
             if time.monotonic() > until:
                 missing = [str(rank) for rank in range(self.world_size) if not self.done(rank).is_file()]
-                raise GruppoError(
-                    f"{self.target} is incomplete: the shards of rank {', '.join(missing)} are not in its folder. All "
-                    "ranks write to one folder: give a --runs-dir that all machines share."
-                )
+                raise GruppoError(f"""{self.target} is incomplete: the shards of rank {", ".join(missing)} are not in
+                    its folder. All ranks write to one folder: give a --runs-dir that all machines share.""")
             time.sleep(0.05)
 
 
+@dataclass(eq=False)
 class Writer:
     """Writes one save at a time in a thread."""
 
-    def __init__(self) -> None:
-        self._save: Save | None = None
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+    _save: Save | None = None
+    _thread: threading.Thread | None = None
+    _error: BaseException | None = None
 
     def begin(
-        self,
-        target: Path,
-        step: int,
-        tensors: Mapping[str, Mapping[str, Tensor] | None],
-        state: Mapping[str, Any],
-        after_commit: Callable[[], None],
+        self, target: Path, step: int, files: Mapping[str, Any], state: Mapping[str, Any], done: Callable[[], None]
     ) -> None:
-        """Copy what this rank has to write, and begin to write it; ``tensors`` as of ``checkpoint.save``."""
+        """Copy what this rank has to write, and begin to write it; ``files``: the tensors of each.
+
+        ``done`` is called on the rank that commits the checkpoint.
+        """
         self.wait()
         text = json.dumps({"format": checkpoint.FORMAT, "step": step, **state}) if dist.is_main() else None
-        files = zip(checkpoint.FILES, (tensors[name] for name in ("weights", *checkpoint.FILES[1:])), strict=True)
-        copies = {name: own_shards(own or {}) for name, own in files if own or name == "optimizer"}
-        save = Save(target, copies, text, dist.rank(), dist.world_size(), after_commit)
+        # an optimizer without tensors has a file too: a checkpoint without one is damaged
+        copies = {name: own_shards(own or {}) for name, own in files.items() if own or name == "optimizer"}
+        save = Save(target, copies, text, dist.rank(), dist.world_size(), done)
 
         def write() -> None:
             try:
@@ -150,13 +142,6 @@ class Writer:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
-
-    def close(self) -> None:
-        """Wait for this rank's files; an error is only logged, since the run is over."""
-        try:
-            self.wait()
-        except Exception as error:
-            log.warning("%s", error)
 
     def check_committed(self) -> None:
         """For one rank, after all have waited: the checkpoint is complete, or an error says what is missing."""

@@ -65,17 +65,16 @@ class Callbacks:
         for callback in callbacks:
             name, named = type(callback).__name__, [n for n in dir(callback) if n.startswith("on_")]
             if isinstance(callback, type):
-                raise GruppoError(
-                    f"the callback {callback.__name__} is a class; pass an object, {callback.__name__}()."
-                )
-            if unknown := [n for n in named if n not in EVENTS]:
+                own = callback.__name__
+                raise GruppoError(f"the callback {own} is a class; pass an object, {own}().")
+            events = ", ".join(EVENTS)
+            if unknown := [n for n in named if n not in EVENTS]:  # a mistyped name would be silently ignored
                 hint = " gruppo.trl takes those of transformers." if "on_step_end" in named else ""
-                hint = hint or did_you_mean(unknown[0], EVENTS, f" Methods: {', '.join(EVENTS)}.")
+                hint = hint or did_you_mean(unknown[0], EVENTS, f" Methods: {events}.")
                 raise GruppoError(f"the callback {name} has a method {unknown[0]}, which is never called.{hint}")
             if not named:
-                raise GruppoError(
-                    f"the callback {name} has none of the methods {', '.join(EVENTS)}; write one of them."
-                )
+                raise GruppoError(f"the callback {name} has none of the methods {events}; write one of them.")
+        # numbered, since two of one class keep their own states in a checkpoint
         self._callbacks, self._trainer = {f"{n} {type(c).__name__}": c for n, c in enumerate(callbacks)}, trainer
 
     def notify(self, event: str, *what: Any) -> None:
@@ -91,10 +90,8 @@ class Callbacks:
                 try:
                     states[name] = json.loads(json.dumps(dict(method())))  # a copy: the callback may change its own
                 except (TypeError, ValueError) as error:
-                    raise GruppoError(
-                        f"state_dict of the callback {name.split()[-1]} does not fit into a checkpoint ({error}); it "
-                        "needs a dict of numbers, texts, lists and dicts."
-                    ) from None
+                    raise GruppoError(f"""state_dict of the callback {name.split()[-1]} does not fit into a checkpoint
+                        ({error}); it needs a dict of numbers, texts, lists and dicts.""") from None
         return states
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
@@ -104,6 +101,7 @@ class Callbacks:
 
     def digests(self) -> dict[str, str]:
         """The code of each by name, as a resume compares it; a callback that is left out is a difference too."""
+        # a class of gruppo or of the standard library has no digest, and is known by its name
         kinds = {name: type(callback) for name, callback in self._callbacks.items()}
         return {
             f"callback {name}": code_digest(f"{kind.__module__}:{kind.__qualname__}") or kind.__qualname__

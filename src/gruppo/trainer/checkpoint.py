@@ -56,23 +56,16 @@ class Saved:
     """Weights of a reference that follows the policy."""
 
 
-def save(
-    folder: Path,
-    *,
-    step: int,
-    weights: Mapping[str, Tensor],
-    optimizer: Mapping[str, Tensor],
-    state: Mapping[str, Any],
-    critic: Mapping[str, Tensor] | None = None,
-    reference: Mapping[str, Tensor] = MappingProxyType({}),
-) -> Path:
-    """Write ``folder/step_NNNNNN`` atomically and point ``folder/latest`` at it."""
+def save(folder: Path, *, step: int, state: Mapping[str, Any], **files: Mapping[str, Tensor] | None) -> Path:
+    """Write ``folder/step_NNNNNN`` atomically and point ``folder/latest`` at it.
+
+    ``files``: tensors by the names in FILES; None, and a reference without tensors, which is frozen, have no file.
+    """
     target = folder / name_of(step)
     if not seal_holds(target):  # a resumed run that is stopped again before its first step writes the same save
-        files = {"model": weights, "optimizer": optimizer, "critic": critic, "reference": reference or None}
         with replacing(target) as temporary:
             for name, tensors in files.items():
-                if tensors is not None:
+                if tensors is not None and (tensors or name != "reference"):
                     save_file(dict(tensors), temporary / f"{name}.safetensors")
             text = json.dumps({"format": FORMAT, "step": step, **state})
             (temporary / "state.json").write_text(text, encoding="utf-8")
@@ -111,7 +104,7 @@ def put_in_place(temporary: Path, target: Path, written: Iterable[Path]) -> None
     replaced = target.with_name(f".{target.name}.old-{os.getpid()}")
     for path in written:
         sync_to_disk(path)
-    if target.is_dir():
+    if target.is_dir():  # a folder cannot be renamed onto another one that holds files
         target.rename(replaced)
     temporary.replace(target)
     sync_to_disk(target.parent)
@@ -125,15 +118,11 @@ def explained_failures(target: Path) -> Iterator[None]:
         yield
     except Exception as error:
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
-            raise GruppoError(
-                f"the disk is full: {target} could not be written, and the save before it is intact. Free some space, "
-                f"then continue with {command_name()} resume."
-            ) from error
+            raise GruppoError(f"""the disk is full: {target} could not be written, and the save before it is intact.
+                Free some space, then continue with {command_name()} resume.""") from error
         if isinstance(error, OSError | SafetensorError):
-            raise GruppoError(
-                f"{target} could not be written: {getattr(error, 'strerror', None) or error}; what was saved before is "
-                "intact. Check the folder, its permissions and its limits."
-            ) from error
+            raise GruppoError(f"""{target} could not be written: {getattr(error, "strerror", None) or error}; what was
+                saved before is intact. Check the folder, its permissions and its limits.""") from error
         raise
 
 
@@ -159,12 +148,13 @@ def prune(folder: Path, keep: int, *, newest: int) -> None:
     not removed.
     """
     older = [step for step in steps(folder) if step < newest]
+    # the newest counts as one of those that are kept
     dropped = older[: max(len(older) + 1 - max(keep, 1), 0)]
     keep_only(folder, set(steps(folder)) - set(dropped))
     sweep(folder)
 
 
-def keep_only(folder: Path, kept: Collection[int | None]) -> None:
+def keep_only(folder: Path, kept: Collection[int]) -> None:
     """Remove the checkpoints of all other steps."""
     for step in steps(folder):
         if step not in kept:
@@ -233,15 +223,13 @@ def load(path: Path, sharded: Sharded = MappingProxyType({})) -> Saved:
         verify(path, share=slice(dist.rank(), None, dist.world_size()) if sharded else slice(None))
         state = read_json(path / "state.json")
         if state.get("format") != FORMAT:
-            raise GruppoError(
-                f"checkpoint {path} has format {state.get('format')!r}, this version reads {FORMAT}. {advice}"
-            )
+            raise GruppoError(f"""checkpoint {path} has format {state.get("format")!r}, this version reads {FORMAT}.
+                {advice}""")
         files = {name: shards.read(path, name, sharded.get(name, {})) for name in FILES}
         if (lost := next((name for name in FILES[:2] if files[name] is None), None)) is not None:
             raise ValueError(f"it has no {lost}.safetensors and no shards of it")
-        weights, optimizer, critic, reference = (files[name] or {} for name in FILES)
-        has_critic = files["critic"] is not None
-        return Saved(int(state["step"]), weights, optimizer, state, critic if has_critic else None, reference)
+        model, optimizer, critic, reference = (files[name] for name in FILES)
+        return Saved(int(state["step"]), model or {}, optimizer or {}, state, critic, reference or {})
     except (OSError, ValueError, AttributeError, KeyError, TypeError, SafetensorError) as error:
         reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         if isinstance(error, OSError) and error.filename:
@@ -251,11 +239,10 @@ def load(path: Path, sharded: Sharded = MappingProxyType({})) -> Saved:
 
 def seal_holds(path: Path) -> bool:
     """Whether a sealed folder is there and unchanged."""
-    try:
+    with suppress(OSError, ValueError):
         verify(path)
-    except (OSError, ValueError):
-        return False
-    return True
+        return True
+    return False
 
 
 # --- optimizer and random state as tensors and JSON ------------------------------------------------------------------
@@ -263,12 +250,10 @@ def seal_holds(path: Path) -> bool:
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Tensor]:
     """AdamW's state, not copied, keyed ``exp_avg.<parameter>``; ``names`` in the order of its parameters."""
-    per_index = optimizer.state_dict()["state"]
-    return {
-        f"{key}.{names[i]}": torch.as_tensor(value).contiguous()
-        for i, entries in per_index.items()
-        for key, value in entries.items()
-    }
+    tensors: dict[str, Tensor] = {}
+    for i, entries in optimizer.state_dict()["state"].items():
+        tensors |= {f"{key}.{names[i]}": torch.as_tensor(value).contiguous() for key, value in entries.items()}
+    return tensors
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], names: list[str]) -> None:
@@ -281,6 +266,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Te
 
 def random_state() -> dict[str, Any]:
     """State of the global generators of Python, numpy and torch, which only functions of users draw from."""
+    # lists and hex digits in place of pickles: a checkpoint may come from someone else
     numpy_state: Any = np.random.get_state(legacy=True)
     kind, keys, position, has_gauss, cached = numpy_state
     version, internal, gauss = random.getstate()

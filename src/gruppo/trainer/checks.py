@@ -22,13 +22,10 @@ def check(config: Config, modality: Modality = NEUTRAL) -> None:
     check_config(config)
     trackers.check(config.track)
     modality.validate(config)
-    modality.check_objective(
-        config,
-        group_size=smallest_group(config),
-        updates_per_row=config.updates_per_batch,
-        kl_coef=highest(config, "kl_coef"),
-        has_positions=config.objective.credit == "position",  # known once the rewards are opened
-    )
+    updates, has_positions = config.updates_per_batch, config.objective.credit == "position"
+    sizes = {"group_size": smallest_group(config), "updates_per_row": updates}
+    # whether rewards have positions is known once they are opened: until then, as the objective needs
+    modality.check_objective(config, **sizes, kl_coef=highest(config, "kl_coef"), has_positions=has_positions)
     if highest(config, "sup_coef"):
         Answers(config.supervised)  # parses the template
     check_reference(config, modality)

@@ -18,7 +18,7 @@ from gruppo.rewards.scoring import Scores
 from gruppo.trainer import dynamic_sampling
 from gruppo.trainer.advantages import assemble
 from gruppo.trainer.demonstrations import demonstrations, unsampled
-from gruppo.trainer.dynamic_sampling import Round, empty_slots, join_rounds
+from gruppo.trainer.dynamic_sampling import Round, empty_slots, further_requests, join_rounds
 from gruppo.trainer.memory import whole_weights
 from gruppo.trainer.metrics import batch_metrics
 from gruppo.trainer.run import Run
@@ -113,9 +113,7 @@ def sample(run: Run, step_params: StepParams) -> tuple[list[Round], Round | None
         requests = _requests(run, empty, size)
         latest = _round(run, step_params, requests) if requests else None  # none of them is this rank's
         rounds += [latest] if latest else []
-    further = (
-        dynamic_sampling.further_requests(rounds, config, step_params, sampled=sampled) if config.first_samples else {}
-    )
+    further = further_requests(rounds, config, step_params, sampled=sampled) if config.first_samples else {}
     return rounds, _round(run, step_params, further) if further else None
 
 
@@ -143,10 +141,8 @@ def _round(run: Run, step_params: StepParams, requests: dict[int, Request]) -> R
         rollouts = sampler.generate(list(requests.values()), step_params.sampling, seed=run.config.seed)
     began = time.perf_counter()
     if len(rollouts.prompts) < len(requests) and (run.config.rollout.refill_rounds or run.config.rollout.first_samples):
-        raise DataError(
-            "two prompts of a step have the same id and draw, so their samples are one group; refilled or grown groups "
-            "need to be told apart. Let the data source number its draws: Prompt(..., draw=n)."
-        )
+        raise DataError("""two prompts of a step have the same id and draw, so their samples are one group; refilled or
+            grown groups need to be told apart. Let the data source number its draws: Prompt(..., draw=n).""")
     with dist.phase("reward"):
         scores = run.rewards.score(rollouts, run.trainer_state)
     return Round(rollouts, scores, list(requests), time.perf_counter() - began)
@@ -155,31 +151,25 @@ def _round(run: Run, step_params: StepParams, requests: dict[int, Request]) -> R
 def _stop_if_useless(run: Run, rollouts: Rollouts, scores: Scores) -> None:
     """Warn of rows that failed; end the run where no row has been scored for too long, with the reason."""
     state = run.state
-    scored = int(scores.rewards.isfinite().sum())
-    state.unscored_steps = 0 if dist.all_max(scored) else state.unscored_steps + 1
+    has_scored = dist.all_max(int(scores.rewards.isfinite().any()))
+    state.unscored_steps = 0 if has_scored else state.unscored_steps + 1
     failures = environment_failures(rollouts)
     for row, reason in list(failures.items())[:3]:
         log.warning("step %d row %d: the environment gave no reply: %s", state.step, row, reason)
     is_hopeless = state.unscored_steps and (state.step == 0 or state.unscored_steps >= MAX_UNSCORED_STEPS)
     if is_hopeless and dist.all_max(len(failures)):
         first = f": {next(iter(failures.values()))}" if failures else ""
-        raise DataError(
-            f"step {state.step}: the environment failed in {len(failures)} of {len(rollouts)} conversations and no "
-            f"other was scored{first}. Fix the environment, then start or resume the run."
-        )
+        raise DataError(f"""step {state.step}: the environment failed in {len(failures)} of {len(rollouts)}
+            conversations and no other was scored{first}. Fix the environment, then start or resume the run.""")
     usable = sum(finish != "error" for finish in rollouts.finish) + len(failures)
     if state.unscored_steps and not dist.all_max(usable):
-        raise NumericalStop(
-            f"step {state.step}: every rollout ended in logits that are not finite; the weights are not usable. Train "
-            "again with a lower --optim.lr, or with another --model."
-        )
+        raise NumericalStop(f"""step {state.step}: every rollout ended in logits that are not finite; the weights are
+            not usable. Train again with a lower --optim.lr, or with another --model.""")
     if is_hopeless:
         first = f": {scores.failures[0].message}" if scores.failures else " (every reward was None)"
         in_a_row = f", {state.unscored_steps} steps in a row" if state.step else ""
-        raise DataError(
-            f"step {state.step}: the reward scored none of {len(rollouts)} completions{in_a_row}{first}. Fix the "
-            "reward function, then start or resume the run."
-        )
+        raise DataError(f"""step {state.step}: the reward scored none of {len(rollouts)} completions{in_a_row}{first}.
+            Fix the reward function, then start or resume the run.""")
     for failed in scores.failures[:3]:
         where = (state.step, failed.row, failed.reward)
         log.warning("step %d row %d: reward %s: %s: %s", *where, failed.kind, failed.message)

@@ -50,10 +50,8 @@ class Answers:
         if not problem and any(name == "" or conversion for _, name, _, conversion in self._parts):
             problem = "has a brace without a column's name"
         if problem:
-            raise GruppoError(
-                f"supervised.template={self.template!r} {problem}; columns stand in braces, as in "
-                "'<answer>{answer}</answer>', and a brace of the text is written twice."
-            )
+            raise GruppoError(f"""supervised.template={self.template!r} {problem}; columns stand in braces, as in
+                '<answer>{{answer}}</answer>', and a brace of the text is written twice.""")
         columns = [name for _, name, _, _ in self._parts if name is not None]
         self.names = columns if self.template else [self.column or "target"]
         """The columns that are read."""
@@ -64,15 +62,11 @@ class Answers:
         if not missing:
             return
         if not self.template and not self.column:
-            raise GruppoError(
-                f"{of} have no target to learn from; their columns are {listed}. Set --supervised.column to what is to "
-                "be answered, or --supervised.data."
-            )
+            raise GruppoError(f"""{of} have no target to learn from; their columns are {listed}. Set --supervised.column
+                to what is to be answered, or --supervised.data.""")
         where = "template" if self.template else "column"
-        raise GruppoError(
-            f"supervised.{where} names {missing[0]!r}, which is none of {of}'s columns, {listed}"
-            f"{nearest(missing[0], columns)}. Set --supervised.{where}."
-        )
+        raise GruppoError(f"""supervised.{where} names {missing[0]!r}, which is none of {of}'s columns,
+            {listed}{nearest(missing[0], columns)}. Set --supervised.{where}.""")
 
     def given(self, prompt: Prompt) -> Prompt:
         """The prompt with what to answer as its target; None where a column that is needed is empty.
@@ -87,12 +81,10 @@ class Answers:
         if len(present) < len(values) or any(value is None or value == "" for value in present):
             return replace(prompt, target=None)
         if other := [name for name, value in values.items() if not isinstance(value, str | int | float)]:
-            raise GruppoError(
-                f"supervised.template={self.template!r} stands around texts and numbers, and the column {other[0]!r} "
-                f"holds {values[other[0]]!r:.80}. Set --supervised.column {other[0]} in its place."
-            )
+            raise GruppoError(f"""supervised.template={self.template!r} stands around texts and numbers, and the column
+                {other[0]!r} holds {values[other[0]]!r:.80}. Set --supervised.column {other[0]} in its place.""")
+        parts = self._parts
         try:
-            parts = self._parts
             texts = [text + ("" if name is None else format(values[name], form or "")) for text, name, form, _ in parts]
         except (ValueError, TypeError) as error:
             raise GruppoError(f"supervised.template={self.template!r} does not fit {values!r:.80}: {error}.") from None
@@ -111,16 +103,12 @@ def open_demos(config: Config, data: Any) -> PromptSource | None:
     if not highest(config, "sup_coef"):
         return None
     if config.supervised.batch < dist.world_size():
-        raise GruppoError(
-            f"supervised.batch={config.supervised.batch} leaves some of the {dist.world_size()} ranks without a "
-            f"demonstration. Set --supervised.batch {dist.world_size()} or more, or start fewer ranks."
-        )
-    own = not config.supervised.data
+        raise GruppoError(f"""supervised.batch={config.supervised.batch} leaves some of the {dist.world_size()} ranks
+            without a demonstration. Set --supervised.batch {dist.world_size()} or more, or start fewer ranks.""")
+    own = not config.supervised.data  # from the run's data
     if own and is_custom_source(data):
-        raise GruppoError(
-            "the data are an object with a stream of its own, which demonstrations cannot be drawn from as well. Set "
-            "--supervised.data."
-        )
+        raise GruppoError("""the data are an object with a stream of its own, which demonstrations cannot be drawn from
+            as well. Set --supervised.data.""")
     source: Any = open_source(
         data if own else config.supervised.data,
         seed=seed_at(config.seed, "demonstrations"),
@@ -148,17 +136,15 @@ def prepared(
             prompt = reset_prompt(environment, prompt, config.seed)
         except DataError as error:
             return prompt, str(error)
-    prompt = answers.given(prompt)
+    prompt = answers.given(prompt)  # None as its target where a column is empty: the policy says that it cannot learn
     return prompt, policy.check_demonstration(prompt)
 
 
 def check_demos(config: Config, source: PromptSource, policy: Any, environment: Environment | None) -> None:
     """Refuse a policy that cannot learn from targets, and data whose first prompts all have nothing to learn from."""
     if "demonstrations" not in policy.supports:
-        raise GruppoError(
-            f"a stage's sup_coef is above 0, and a {type(policy).__name__} does not say how it would give a target: it "
-            "has no demonstrations and supervised_loss. Set --stage.sup-coef 0."
-        )
+        raise GruppoError(f"""a stage's sup_coef is above 0, and a {type(policy).__name__} does not say how it would
+            give a target: it has no demonstrations and supervised_loss. Set --stage.sup-coef 0.""")
     answers = Answers(config.supervised)
     problems = [prepared(prompt, answers, config, policy, environment)[1] for prompt in peek(source)]
     if all(problems):
@@ -200,7 +186,7 @@ def demonstrations(run: Run, step_params: StepParams) -> tuple[Rollouts | None, 
 
 def unsampled(demos: Rollouts | None) -> Batch:
     """The batch of a step that learns from demonstrations alone."""
-    nothing = torch.zeros(0, 0)
+    nothing = torch.zeros(0, 0)  # no rows, no columns
     return Batch(None, demos, torch.zeros(0), {}, nothing, nothing.bool())
 
 
@@ -222,9 +208,8 @@ def supervised_backward(
     run: Run, demos: Rollouts, step_params: StepParams, weights: Float[Tensor, "B T"], micro_batches: list[MicroBatch]
 ) -> dict[str, Stat]:
     """Accumulate gradients of the supervised term, and of the consistency where nothing is sampled; no collectives."""
-    names = ["loss/sup", "sup/nats", "sup/tokens", "update/micro_batches"]
-    names += ["loss/cons"] if step_params.cons_coef else []
-    stats = dict.fromkeys(names, Stat())
+    names = ("loss/sup", "sup/nats", "sup/tokens", "update/micro_batches")
+    stats = dict.fromkeys((*names, "loss/cons") if step_params.cons_coef else names, Stat())
     for micro_batch in micro_batches:
         likelihood = forward(run.policy.module, run.policy.likelihood, demos, micro_batch)
         loss = run.policy.supervised_loss(demos.take(micro_batch.rows), likelihood)  # [b, t]
@@ -235,6 +220,7 @@ def supervised_backward(
         if step_params.cons_coef:
             held = consistency_term(run, demos, micro_batch, micro_batch.of(weights), likelihood)
             total, stats["loss/cons"] = total + step_params.cons_coef * held, stats["loss/cons"] + Stat.of(held)
+        # a repeat runs as many collectives as other ranks, and adds nothing
         (total * 0 if micro_batch.is_repeat else total).backward()
         if micro_batch.is_repeat:
             continue
@@ -253,8 +239,6 @@ def consistency_term(
     if run.reference is not None and run.policy.modality.consistency_reads_reference(run.config):
         ref = run.reference.likelihood(rollouts, micro_batch, outputs=("output",))
     policy, rows = run.policy, rollouts.take(micro_batch.rows)
-    loss = forward(policy.module, policy.consistency_loss, rows, likelihood, ref)[
-        :, micro_batch.cols
-    ]  # may call it again
-    loss_mask = micro_batch.of(rollouts.mask).to(loss.device)
-    return (weights.to(loss) * torch.where(loss_mask, loss, 0)).sum()
+    loss = forward(policy.module, policy.consistency_loss, rows, likelihood, ref)  # [b, T]; may call the module again
+    loss = loss[:, micro_batch.cols]  # [b, t]
+    return (weights.to(loss) * torch.where(micro_batch.of(rollouts.mask).to(loss.device), loss, 0)).sum()

@@ -36,43 +36,35 @@ def explain(run: Run, *, gpus: int = 1, samples_here: bool = True, is_colocated:
     ``gpus``: the number of ranks, for an estimate of the memory of each. ``samples_here``: with the model itself, not
     on servers; ``is_colocated``: on servers that share its GPU.
     """
-    return [
-        *_objective(run),
-        *_stages(run.config),
-        *_work(run),
-        "",
-        *_memory(run, gpus, samples_here, is_colocated),
-        "",
-        *_example(run),
-    ]
+    memory = _memory(run, gpus, samples_here, is_colocated)
+    return [*_objective(run), *_stages(run.config), *_work(run), "", *memory, "", *_example(run)]
 
 
 def _objective(run: Run) -> list[str]:
     config, rollout, optim = run.config, run.config.rollout, run.config.optim
     if not learns_from_samples(config):
         return []
-    lines = describe_objective(
-        config.objective,
-        kl_coef=highest(config, "kl_coef"),
-        group_size=max(group_sizes(config)),
-        max_length=run.sampling.max_actions,
-        action=run.policy.action_name,
-    )
+    kl_coef, group_size = highest(config, "kl_coef"), max(group_sizes(config))
+    limits: dict[str, Any] = {"max_length": run.sampling.max_actions, "action": run.policy.action_name}
+    lines = describe_objective(config.objective, kl_coef=kl_coef, group_size=group_size, **limits)
     passes = f"{counted(optim.epochs, 'epoch')} of {counted(optim.minibatches, 'minibatch', 'minibatches')}"
     stop = f", fewer where the KL to the old policy exceeds {optim.stop_kl:g}" if optim.stop_kl else ""
     lines.append(f"updates     {config.updates_per_batch} per step: {passes}{stop}")
     if rollout.refill_rounds:
         lines.append(f"resampling  groups without spread, by up to {rollout.refill_rounds} further rounds of prompts")
     if rollout.first_samples:
-        largest = dynamic_sampling.max_group_size(rollout, max(group_sizes(config)))
+        largest = dynamic_sampling.max_group_size(rollout, group_size)
         lines.append(f"growth      groups with spread in {rollout.first_samples} first samples, to {largest} at most")
-    notes = objective_warnings(
-        config.objective,
-        kl_coef=highest(config, "kl_coef"),
-        updates_per_batch=config.updates_per_batch,
-        truncates=rollout.top_k > 0 or rollout.top_p < 1,
-    )
-    lines += [f"note        {note}" for note in (*notes, *references.cautions(config, run.policy.modality))]
+    truncates, updates = rollout.top_k > 0 or rollout.top_p < 1, config.updates_per_batch
+    notes = [*objective_warnings(config.objective, kl_coef=kl_coef, updates_per_batch=updates, truncates=truncates)]
+    # options that work but may not be intended
+    if references.has_reference(config, run.policy.modality):
+        if config.reference.is_mixed:
+            notes += ["the reference follows the policy: the KL slows it down, and is no anchor to where it began"]
+        elif config.lora.adapter:
+            base = "the base without the adapter that training begins with"
+            notes += [f"the reference is {base}: the KL does not begin at 0"]
+    lines += [f"note        {note}" for note in notes]
     return ["OBJECTIVE", *(f"  {line}" for line in lines), ""]
 
 
@@ -87,13 +79,10 @@ def _stages(config: Config) -> list[str]:
         names = (*SCHEDULED, "warmup_steps", "new_reference")
         changed = [name for name in names if getattr(stage, name) != getattr(Stage(), name)]
         values = {name: getattr(stage, name) for name in dict.fromkeys(["rl_coef", *changed])}
-        sets = ", ".join(
-            name if value is True else f"{name}={value if isinstance(value, str) else f'{value:g}'}"
-            for name, value in values.items()
-        )
-        samples = learns_from_samples(replace(config, stages=(stage,)))
+        texts = {name: value if isinstance(value, str) else f"{value:g}" for name, value in values.items()}
+        sets = ", ".join(name if name == "new_reference" else f"{name}={text}" for name, text in texts.items())
+        nothing = "" if learns_from_samples(replace(config, stages=(stage,))) else "; samples nothing"
         where = flag(stage_path(config, index))
-        nothing = "" if samples else "; samples nothing"
         lines.append(f"  {where:<11} {stage.name or '(no name)':<12}{steps}{until}: {sets}{nothing}")
     return [*lines, ""]
 
@@ -110,9 +99,8 @@ def _work(run: Run) -> list[str]:
         lines.append(f"  supervised  {config.supervised.batch} demonstrations per step, in {where}")
     if base := policy.frozen_base():
         trained = sum(p.numel() for p in policy.module.parameters() if p.requires_grad)
-        lines.append(
-            f"  adapter     {trained:,} trained weights on a frozen base of {sum(map(torch.numel, base.values())):,}"
-        )
+        frozen = sum(map(torch.numel, base.values()))
+        lines.append(f"  adapter     {trained:,} trained weights on a frozen base of {frozen:,}")
     if run.reference is not None:
         chosen = config.reference
         where = "" if base else f", on {'the device' if chosen.place == 'device' else chosen.place}"
@@ -128,15 +116,13 @@ def _work(run: Run) -> list[str]:
     if run.environment is not None:
         if names := [schema["function"]["name"] for schema in run.environment.tools]:
             lines.append(f"  tools       {', '.join(names)}: in each prompt, as the chat template writes them")
-        lines.append(
-            f"  environment {run.environment.name}: up to {config.environment.turns} answers per row, replies of up to "
-            f"{config.environment.max_reply_tokens} tokens, which are read and not learned from"
-        )
+        tokens, turns = config.environment.max_reply_tokens, f"up to {config.environment.turns} answers per row"
+        replies = f"replies of up to {tokens} tokens, which are read and not learned from"
+        lines.append(f"  environment {run.environment.name}: {turns}, {replies}")
     if (back_off := config.back_off).metric:
-        lines.append(
-            f"  back off    where {back_off.metric} falls more than {back_off.drop:g} below its best: return to the "
-            f"best weights, with {back_off.lr_factor:g} of the learning rate"
-        )
+        fall = f"{back_off.metric} falls more than {back_off.drop:g} below its best"
+        back = f"return to the best weights, with {back_off.lr_factor:g} of the learning rate"
+        lines.append(f"  back off    where {fall}: {back}")
     lines.append(f"  steps       {config.steps}, optimizer steps {config.steps * config.updates_per_batch}")
     return ["WORK", *lines]
 
@@ -156,12 +142,11 @@ def _memory(run: Run, gpus: int, samples_here: bool, is_colocated: bool) -> list
         parts = {f"base, {'4 bits' if is_4bit else run.config.compute}": parts.pop("base"), **parts}
     if policy.compute_module is not policy.module and shards == 1:  # sharded weights are cast as they are gathered
         parts[f"compute copy, {run.config.compute}"] = width * own
-    if run.reference is not None:
-        parts |= {name: size / shards for name, size in run.reference.memory_estimate(width).items()}
-    if run.critic is not None:
-        parts |= {name: size / shards for name, size in run.critic.memory_estimate(width).items()}
-        # its activations are made after the policy's are gone: those of a larger network need the difference more
-        critic_more = run.critic.bytes_per_unit() - policy.bytes_per_unit()
+    for network in (run.reference, run.critic):
+        if network is not None:
+            parts |= {name: size / shards for name, size in network.memory_estimate(width).items()}
+    # A critic's activations are made after the policy's are gone: those of a larger network need the difference more.
+    critic_more = 0.0 if run.critic is None else run.critic.bytes_per_unit() - policy.bytes_per_unit()
     opened = base_bytes + 4 * own + sum(run.reference.memory_estimate(width).values() if run.reference else ())
     on_cpu = sum(parts.values()) if run.config.distributed.offload_params and shards > 1 else 0
     parts = {} if on_cpu else parts
@@ -172,14 +157,15 @@ def _memory(run: Run, gpus: int, samples_here: bool, is_colocated: bool) -> list
         parts["whole weights to sample"] = base_bytes + width * own
     parts |= {f"reward {name}": size for name, size in run.rewards.memory_bytes.items()}
     prompts = peek(run.source, PROMPTS_READ)
+    # from the model's shape: nothing has been measured, and memory has not run out yet
     budget = budget_for(run, policy.longest_prompt(prompts))
-    if run.critic is not None and critic_more > 0:
+    if critic_more > 0:
         parts["critic's activations"] = critic_more * budget
     largest = dynamic_sampling.max_group_size(run.config.rollout, max(group_sizes(run.config)))
     parts |= policy.memory_estimate(run.config, prompts, budget, largest)
     if not samples_here:
         parts.pop("cache while sampling", None)
-    elif gpus > 1 and "cache while sampling" in parts:
+    elif gpus > 1 and "cache while sampling" in parts:  # each rank samples its share of the prompts, rounded up
         parts["cache while sampling"] *= -(-run.config.rollout.prompts // gpus) / run.config.rollout.prompts
     total = sum(parts.values())
     unit, name = (2**30, "GiB") if total > 2**29 else (2**20, "MiB")
@@ -202,6 +188,8 @@ def _split(kept: float, peak: float, weights: float) -> list[str]:
     device = torch.cuda.mem_get_info()[1] if has_gpu else ASSUMED_GPU_BYTES
     share = (device - kept - RESERVED_BYTES) / device
     gib, fits = 2**30, share * device > 1.2 * weights and peak + RESERVED_BYTES <= device
+    command = f"gruppo serve MODEL -- --enable-sleep-mode --gpu-memory-utilization {math.floor(100 * share) / 100:.2f}"
+    no_room = "This does not fit. Use a GPU for each, shard the trainer, or train an adapter with --lora.rank."
     return [
         "",
         f"ONE GPU FOR TRAINER AND SERVER, {device / gib:.1f} GiB{'' if has_gpu else ' (there is none here)'}",
@@ -209,9 +197,7 @@ def _split(kept: float, peak: float, weights: float) -> list[str]:
         f"{weights / gib:.2f} of it weights",
         f"  while the trainer updates trainer {peak / gib:.2f} GiB, server asleep",
         f"  reserved for both         {RESERVED_BYTES / gib:.2f} GiB",
-        f"  gruppo serve MODEL -- --enable-sleep-mode --gpu-memory-utilization {math.floor(100 * share) / 100:.2f}"
-        if fits
-        else "  This does not fit. Use a GPU for each, shard the trainer, or train an adapter with --lora.rank.",
+        f"  {command if fits else no_room}",
     ]
 
 
@@ -223,18 +209,14 @@ def _example(run: Run) -> list[str]:
     if run.rewards.names:
         rollouts = run.engine.generate([Request(prompt, 1)], run.sampling, seed=run.config.seed)
         scores = run.rewards.score(rollouts, run.trainer_state)
-        length = int(rollouts.mask[0].sum())
-        sample = shown(run.policy.render(rollouts, 0))
+        sample, length = shown(run.policy.render(rollouts, 0)), int(rollouts.mask[0].sum())
         lines.append(f"  completion  {sample}  ({length} {run.policy.action_name}s, ended by {rollouts.finish[0]})")
     lines.append(f"  target      {shown(prompt.target)}")
     if prompt.meta and not isinstance(prompt.inputs, str | list | tuple):
         lines.append(f"  columns     {', '.join(f'{name} {shown(value)}' for name, value in prompt.meta.items())}")
     if run.rewards.names:
-        column = "images" if run.policy.renders_images else "completions"
-        lines += [
-            f"  reward      {name}(prompts=[...], {column}=[...], ...) = {float(part[0]):g}"
-            for name, part in scores.parts.items()
-        ]
+        call = f"(prompts=[...], {'images' if run.policy.renders_images else 'completions'}=[...], ...)"
+        lines += [f"  reward      {name}{call} = {float(part[0]):g}" for name, part in scores.parts.items()]
         lines += [f"  failed      {f.reward}: {f.kind}: {f.message}" for f in scores.failures]
     if run.demos is not None:
         demonstration = take_demonstrations(run)[0][0]

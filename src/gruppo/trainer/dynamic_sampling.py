@@ -94,6 +94,7 @@ class Sampled:
 
     def thrown(self) -> dict[str, float]:
         """What no update learns from, on all ranks: discarded, or the last group of a slot left unfilled."""
+        # all rows, without those of the batch whose slot was filled
         is_thrown = torch.ones(len(self.rollouts), dtype=torch.bool)
         is_thrown[torch.tensor(self.rows)[self.is_filled]] = False
         groups = len(self.rollouts.group_ids[is_thrown].unique())
@@ -124,8 +125,7 @@ def join_rounds(rounds: Sequence[Round], by: str, *, refills: bool, grown: Round
         rollouts = join_rollouts([one.rollouts for one in every_round])
         scores = Scores.cat([one.scores for one in every_round])
         if (moved := rollouts.lengths - lengths).any():  # environments began the rows of a group differently
-            columns = rollouts.mask.shape[1]
-            steps = {name: shifted(x, moved, columns, torch.nan) for name, x in scores.steps.items()}
+            steps = {name: shifted(x, moved, rollouts.mask.shape[1], torch.nan) for name, x in scores.steps.items()}
             scores = replace(scores, steps=steps)
         is_error = torch.tensor([finish == "error" for finish in rollouts.finish])  # some only since they were joined
         scores = replace(scores, rewards=scores.rewards.where(~is_error, torch.nan))
@@ -155,10 +155,8 @@ def further_requests(
         prompts |= dict(zip(one.slots, one.rollouts.prompts, strict=True))
     sizes = torch.full((rollout.prompts,), rollout.first_samples)
     budget = max(rollout.prompts * step_params.group_size - sampled, 0)
-    more = allocate_samples(
-        dist.all_sum(spread), sizes, budget=budget, cap=max_group_size(rollout, step_params.group_size)
-    ).tolist()
-    first = rollout.first_samples
+    first, largest = rollout.first_samples, max_group_size(rollout, step_params.group_size)
+    more = allocate_samples(dist.all_sum(spread), sizes, budget=budget, cap=largest).tolist()
     return {slot: Request(prompt, more[slot], first=first) for slot, prompt in prompts.items() if more[slot]}
 
 
@@ -190,9 +188,6 @@ def growth_metrics(
     stats = {name: Stat(1, value) for name, value in counts.items()}
     stats = dist.merge_stats(stats | {"reward": Stat.of(first, first.isfinite())})
     sampled = stats["first"].sum + stats["rows"].sum
-    return {
-        "growth/first_reward_mean": stats["reward"].mean,
-        "growth/grown_groups_count": stats["groups"].sum,
-        "growth/grown_rows_count": stats["rows"].sum,
-        "growth/unspent_rows_count": max(rollout.prompts * step_params.group_size - sampled, 0.0),
-    }
+    metrics = {"growth/first_reward_mean": stats["reward"].mean}
+    metrics |= {f"growth/grown_{name}_count": stats[name].sum for name in ("groups", "rows")}
+    return metrics | {"growth/unspent_rows_count": max(rollout.prompts * step_params.group_size - sampled, 0.0)}

@@ -37,15 +37,12 @@ class Evaluated:
     parts: dict[str, float]
 
     def metrics(self) -> dict[str, float]:
-        parts = {f"eval/{name}": value for name, value in self.parts.items()}
-        return {"eval/reward_mean": self.mean, **parts}
+        return {"eval/reward_mean": self.mean, **{f"eval/{name}": value for name, value in self.parts.items()}}
 
 
 def held_out(run: Run, count: int) -> list[Prompt]:
     """Return at most ``count`` evaluation prompts, the same at every evaluation of a run."""
-    prompts: list[Prompt] = []
-    if count:
-        prompts = (run.validation or run.source).held_out(count)
+    prompts = (run.validation or run.source).held_out(count) if count else []
     if not prompts and count and run.validation is not None:  # a source of the user's own, without a split
         prompts = peek(run.validation, count)
     return [prompt for prompt in prompts if run.policy.check_prompt(prompt, run.sampling) is None]
@@ -67,7 +64,7 @@ def evaluate(
     """
     count = run.config.evaluation.samples if generate is None and run.rewards.names else 0
     generate = generate or (run.async_rollouts.call_engine if run.async_rollouts else run.engine.generate)
-    mine = list(prompts)[dist.rank() :: dist.world_size()]
+    mine = list(prompts)[dist.rank() :: dist.world_size()]  # fewer prompts than ranks leave some without any
     sampling = run.sampling.greedy()
     stats = {"": Stat(), **{name: Stat() for name in run.rewards.names}}
     own: dict[str, Stat] = {}
@@ -78,10 +75,8 @@ def evaluate(
         if run.rewards.names:
             scores = run.rewards.score(rollouts, run.trainer_state, is_evaluation=True)
             if failed := environment_failures(rollouts):
-                why = next(iter(failed.values()))
-                log.warning(
-                    "held out: the environment failed in %d of %d conversations: %s", len(failed), len(mine), why
-                )
+                values = (len(failed), len(mine), next(iter(failed.values())))
+                log.warning("held out: the environment failed in %d of %d conversations: %s", *values)
             stats[""] = Stat.of(scores.rewards, scores.rewards.isfinite())
             stats |= {name: Stat.of(part, part.isfinite()) for name, part in scores.parts.items()}
             own = run.policy.batch_stats(rollouts, scores.rewards, sampling, is_evaluation=True)
@@ -93,9 +88,9 @@ def evaluate(
         seed = seed_at(run.config.seed, "evaluation")
         rollouts = generate([Request(p, count) for p in mine], run.sampling, seed=seed)
         rewards = run.rewards.score(rollouts, run.trainer_state, is_evaluation=True).rewards
-        best = torch.full((len(mine),), -torch.inf).scatter_reduce(
-            0, rollouts.group_ids.cpu(), rewards.nan_to_num(nan=-torch.inf), "amax"
-        )
+        # -inf stays where no sample of a prompt was scored: it is in no mean
+        filled, group_ids = rewards.nan_to_num(nan=-torch.inf), rollouts.group_ids.cpu()
+        best = torch.full((len(mine),), -torch.inf).scatter_reduce(0, group_ids, filled, "amax")
         stats[f"mean@{count}"] = Stat.of(rewards, rewards.isfinite())
         stats[f"pass@{count}"] = Stat.of(best, best.isfinite())
     stats = dist.merge_stats(stats)
@@ -103,11 +98,10 @@ def evaluate(
     # 95% interval: Wilson's for a share of successes, else the normal one. A restored image that is scored against the
     # reference is exactly 0 at first, which is no share.
     is_share = total.min >= 0 and total.max <= 1 and abs(total.sum - total.sum_sq) < 1e-9 * total.count
+    half = Z_95 * total.std / math.sqrt(max(total.count - 1, 1))
+    low, high = total.mean - half, total.mean + half
     if total.count and is_share and not run.policy.actions_are_positions:
         low, high = wilson_interval(total.sum, total.count)
-    else:
-        half = Z_95 * total.std / math.sqrt(max(total.count - 1, 1))
-        low, high = total.mean - half, total.mean + half
     parts = {name: stat.mean for name, stat in stats.items()}
     parts |= {name: value for name, value in reduced(dist.merge_stats(own)).items() if name not in parts}
     return Evaluated(run.state.step, len(prompts), int(total.count), total.mean, low, high, parts), rows

@@ -18,14 +18,7 @@ from gruppo.trainer.run import Run
 from gruppo.trainer.stages import StepParams
 from gruppo.types import Batch, Stat
 
-TERMS = {
-    "policy": "rl_coef",
-    "sup": "sup_coef",
-    "cons": "cons_coef",
-    "kl": "kl_coef",
-    "entropy": "entropy_coef",
-    "value": "value_coef",
-}
+TERMS = {"policy": "rl_coef", **{name: f"{name}_coef" for name in ("sup", "cons", "kl", "entropy", "value")}}
 """Terms of the loss, and the step parameter that each is multiplied by."""
 Backward = Callable[[Run, Batch, StepParams], Mapping[str, Stat]]
 
@@ -37,13 +30,9 @@ def of_terms(run: Run, batch: Batch, step_params: StepParams, backward: Backward
     cosine is NaN where a gradient is 0. The update that follows is the same as without.
     """
     vectors: dict[str, tuple[Float[Tensor, "N"], Float[Tensor, "M"]]] = {}  # of whole weights, of this rank's shards
+    is_possible = {"value": run.critic is not None and step_params.samples, "kl": run.config.objective.kl_in == "loss"}
     for name, coef in TERMS.items():  # those that take part in this step's loss; the same on all ranks
-        is_used: bool = getattr(step_params, coef) > 0
-        if name == "value":
-            is_used = is_used and run.critic is not None and step_params.samples
-        elif name == "kl":
-            is_used = is_used and run.config.objective.kl_in == "loss"
-        if not is_used:
+        if not (getattr(step_params, coef) > 0 and is_possible.get(name, True)):
             continue
         others: dict[str, Any] = dict.fromkeys((c for c in TERMS.values() if c != coef), 0.0)
         run.optimizer.zero_grad(set_to_none=True)
@@ -60,10 +49,9 @@ def of_terms(run: Run, batch: Batch, step_params: StepParams, backward: Backward
         of_shards = float(dist.all_sum(shards @ other_shards)) / replicas() if len(shards) else 0.0
         return float(whole @ other_whole) + of_shards
 
-    norms = {
-        name: math.sqrt(product(name, name)) if len(shards) else float(whole.norm())
-        for name, (whole, shards) in vectors.items()
-    }
+    norms: dict[str, float] = {}
+    for name, (whole, shards) in vectors.items():  # of shards, squares are added over ranks
+        norms[name] = math.sqrt(product(name, name)) if len(shards) else float(whole.norm())
     metrics = {f"grad_norm/{name}": norm for name, norm in norms.items()}
     for one, other in combinations(vectors, 2):
         both = norms[one] * norms[other]

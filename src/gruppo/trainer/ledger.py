@@ -55,6 +55,9 @@ class Ledger:
         self, folder: Path, config: Mapping[str, Any], *, max_bytes: float = 1e9, is_replayed: bool = False
     ) -> None:
         self.folder, self.max_bytes, self.is_replayed = folder / "ledger", max_bytes, is_replayed
+        # the remedy where a ledger cannot be restored: a replay must not cost the other run its ledger
+        delete = f"or delete {self.folder}: its draws are sampled again"
+        self._otherwise = "or give another RUN" if is_replayed else delete
         settings = {name: config[name] for name in ("name", "seed", "model", "data", "prompts", "rollout")}
         self.run = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         """The run that the ledger belongs to."""
@@ -64,12 +67,19 @@ class Ledger:
         """To replay: the newest record of each step, with "positions" of the groups that it took, and "version"."""
         self._last: dict[str, int] = {}  # position up to which a segment has groups
         self._file: IO[bytes] | None = None
-        sessions = {
-            path: next((record.get("session", 0) for _, record in _records(path)), 0) for path in self.segments()
-        }
+        sessions = {path: next((r.get("session", 0) for _, r in _records(path)), 0) for path in self.segments()}
         # not by name: another number of ranks gives a draw to another rank, whose segments have other numbers
         for path in sorted(sessions, key=lambda path: (sessions[path], path)):
-            self._read(path)
+            for location, record in _records(path):
+                event = record["event"]
+                if event == "begin" and record["run"] != self.run:
+                    raise GruppoError(f"""{path} belongs to another run than {self.folder.parent}. Put this run's own
+                        ledger {"and config.json " if self.is_replayed else ""}back, {self._otherwise}.""")
+                if event == "step" and self.is_replayed:
+                    self.steps[record["step"]] = record
+                if event == "group":
+                    self.groups[record["position"], record["first"]] = location
+                    self._last[path.name] = max(self._last.get(path.name, -1), record["position"])
         self.session = 1 + max(sessions.values(), default=-1)
         """Number of the process that writes, counted over the run and its resumes."""
         self.size = sum(path.stat().st_size for path in self.segments(dist.rank()))
@@ -82,20 +92,6 @@ class Ledger:
 
     # --- reading ---
 
-    def _read(self, path: Path) -> None:
-        for location, record in _records(path):
-            event = record["event"]
-            if event == "begin" and record["run"] != self.run:
-                raise GruppoError(
-                    f"{path} belongs to another run than {self.folder.parent}. Put this run's own ledger "
-                    f"{'and config.json ' if self.is_replayed else ''}back, {self._otherwise}."
-                )
-            if event == "step" and self.is_replayed:
-                self.steps[record["step"]] = record
-            if event == "group":
-                self.groups[record["position"], record["first"]] = location
-                self._last[path.name] = max(self._last.get(path.name, -1), record["position"])
-
     def check(self, needed: Mapping[str, int]) -> None:
         """Refuse a ledger that lacks segments, or parts of them, which ``state`` of a checkpoint has named."""
         for name, size in needed.items():
@@ -104,11 +100,6 @@ class Ledger:
                 state = f"has {path.stat().st_size} of {size} bytes" if path.is_file() else "is missing"
                 raise GruppoError(f"{path} {state}, and the checkpoint needs it. Put it back, {self._otherwise}.")
 
-    @property
-    def _otherwise(self) -> str:
-        """Remedy where a ledger cannot be restored. A replay must not cost the other run its ledger."""
-        return "or give another RUN" if self.is_replayed else f"or delete {self.folder}: its draws are sampled again"
-
     def find(self, position: int, request: Request, sampling: Any) -> Rollouts | None:
         """The samples of a request; None where it was not sampled, or was for other settings."""
         location = self.groups.get((position, request.first))
@@ -116,18 +107,16 @@ class Ledger:
             return None
         with location.path.open("rb") as file:
             file.seek(location.offset)
-            record, data = _parse(file.read(location.bytes))
-        prompt = request.prompt
+            whole = file.read(location.bytes)
+        begin = _HEADER.size + _HEADER.unpack_from(whole)[1]  # of the tensors, after the JSON
+        record, prompt = parse_json(whole[_HEADER.size : begin]), request.prompt
         if record["settings"] != _settings(request, sampling):
             return None
         if (record["id"], record["draw"]) != (prompt.id, prompt.draw):
-            raise GruppoError(
-                f"{location.path} has samples of prompt {record['id']!r} at position {position}, where the data have "
-                f"{prompt.id!r}. Use the data of the run {self.folder.parent}."
-            )
-        tensors = load(data)
-        values = {name: _unpack(record["rollouts"][name], tensors) for name in _FIELDS}
-        return Rollouts(prompts=(prompt,), **values)
+            raise GruppoError(f"""{location.path} has samples of prompt {record["id"]!r} at position {position}, where
+                the data have {prompt.id!r}. Use the data of the run {self.folder.parent}.""")
+        tensors = load(whole[begin:])
+        return Rollouts(prompts=(prompt,), **{name: _unpack(record["rollouts"][name], tensors) for name in _FIELDS})
 
     # --- writing ---
 
@@ -144,8 +133,7 @@ class Ledger:
 
     def append_step(self, step: int, version: int, positions: Sequence[int]) -> None:
         """Append what a step has learned from."""
-        record = {"event": "step", "step": step, "version": version, "positions": list(positions)}
-        self._append(record)
+        self._append({"event": "step", "step": step, "version": version, "positions": list(positions)})
 
     def _append(self, record: Mapping[str, Any], data: bytes = b"") -> Location | None:
         if self.is_replayed:
@@ -205,19 +193,16 @@ def check_whole(ledger: Ledger) -> None:
     """Refuse to replay a ledger without its beginning, or with a segment missing."""
     run = ledger.folder.parent
     if not ledger.steps:
-        raise GruppoError(
-            f"{run} has no complete step in its ledger; it needs a run with --engine.lag above 0. Give another RUN."
-        )
+        raise GruppoError(f"""{run} has no complete step in its ledger; it needs a run with --engine.lag above 0. Give
+            another RUN.""")
     numbers: dict[str, list[int]] = {}
     for path in ledger.segments():
         numbers.setdefault(path.name[6:], []).append(int(path.name[:6]))
     for rank, found in numbers.items():
         lost = sorted({*range(found[-1] + 1)} - {*found})
         if lost and lost == [*range(found[0])]:
-            raise GruppoError(
-                f"the ledger of {run} begins after its first steps, which were deleted: a replay needs all of it. Give "
-                "the run a higher --saving.ledger-gb."
-            )
+            raise GruppoError(f"""the ledger of {run} begins after its first steps, which were deleted: a replay needs
+                all of it. Give the run a higher --saving.ledger-gb.""")
         if lost:
             raise GruppoError(f"{ledger.folder / f'{lost[0]:06d}{rank}'} is missing. Put it back, or give another RUN.")
 
@@ -228,11 +213,6 @@ def check_whole(ledger: Ledger) -> None:
 def _bytes(record: Mapping[str, Any], data: bytes = b"") -> bytes:
     text = json.dumps(record).encode()
     return _HEADER.pack(_MAGIC, len(text), len(data), zlib.crc32(data, zlib.crc32(text))) + text + data
-
-
-def _parse(whole: bytes) -> tuple[dict[str, Any], bytes]:
-    length = _HEADER.unpack_from(whole)[1]
-    return parse_json(whole[_HEADER.size : _HEADER.size + length]), whole[_HEADER.size + length :]
 
 
 def _records(path: Path) -> Iterator[tuple[Location, dict[str, Any]]]:
@@ -265,10 +245,8 @@ def _pack(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
         return {"dict": [[_pack(key, tensors, where), _pack(one, tensors, where)] for key, one in value.items()]}
     if value is None or isinstance(value, str | int | float):
         return value
-    raise GruppoError(
-        f"rollouts.{where} holds a {type(value).__name__}, which the ledger cannot keep. Use texts, numbers, tensors, "
-        "lists and dicts, or set --engine.lag 0."
-    )
+    raise GruppoError(f"""rollouts.{where} holds a {type(value).__name__}, which the ledger cannot keep. Use texts,
+        numbers, tensors, lists and dicts, or set --engine.lag 0.""")
 
 
 def _unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from gruppo import distributed as dist
 from gruppo.core.groups import has_no_spread
@@ -32,9 +30,10 @@ from gruppo.trainer.memory import whole_weights
 from gruppo.trainer.run import Run
 from gruppo.trainer.run_dir import RunFolder, boundary_state
 from gruppo.trainer.signals import Interrupted
+from gruppo.trainer.stages import nearest_metric
 from gruppo.trainer.update import learn
 from gruppo.trainer.weight_change import warn_if_idle
-from gruppo.types import EngineLost, GruppoError, NumericalStop, Rollouts
+from gruppo.types import EngineLost, GruppoError, NumericalStop
 
 log = logging.getLogger("gruppo")
 
@@ -66,7 +65,8 @@ def steps(run: Run, folder: RunFolder) -> Generator[Step]:
             step_params = run.stage_schedule.step_params(run.state.step)
             with boundary_kept(run, folder), dist.phase("collect"):
                 collected = collect(run, step_params)
-                run.notify("on_rollouts", collected.rollouts, collected.scores)
+                if run.callbacks is not None:
+                    run.callbacks.notify("on_rollouts", collected.rollouts, collected.scores)
             with dist.phase("learn"):
                 run.before_update()
                 metrics = collected.metrics | learn(run, collected.batch, step_params)
@@ -86,7 +86,10 @@ def steps(run: Run, folder: RunFolder) -> Generator[Step]:
         if run.is_stopped:
             evaluate_if_due(run, folder)
             save(run, folder)
-        back_off.warn_if_never(run)
+        if (metric := run.config.back_off.metric) and run.state.best is None:
+            near = nearest_metric(metric, run.known)
+            hint = f" Did you mean {near}?" if near else ""
+            log.warning("back_off.metric %r was never measured, so that nothing was watched.%s", metric, hint)
     except Interrupted:
         raise Stopped(how_to_continue(folder.path)) from None
     except EngineLost as error:
@@ -116,11 +119,9 @@ def check_mismatch(run: Run, metrics: Mapping[str, float]) -> None:
     is_known = not engine.lag or metrics.get("mismatch/lag_0_count", 0.0) >= LEAST_ACTIONS
     mismatch = metrics.get("mismatch/lag_0_mean_nats" if engine.lag else "mismatch/mean_nats", 0.0)
     if engine.urls and is_known and mismatch > engine.max_mismatch:  # NaN where a step has trained on no row
-        raise NumericalStop(
-            f"the servers' log-probs of version {run.state.version} are {mismatch:.2g} nats from the trainer's on "
-            f"average, more than engine.max_mismatch={engine.max_mismatch:g}. Restart the servers with gruppo serve, "
-            "and continue with gruppo resume. If rounding alone does this, set a higher --engine.max-mismatch."
-        )
+        raise NumericalStop(f"""the servers' log-probs of version {run.state.version} are {mismatch:.2g} nats from the
+            trainer's on average, more than engine.max_mismatch={engine.max_mismatch:g}. Restart the servers with gruppo
+            serve, and continue with gruppo resume. If rounding alone does this, set a higher --engine.max-mismatch.""")
 
 
 def how_to_continue(path: Path) -> str:
@@ -129,10 +130,8 @@ def how_to_continue(path: Path) -> str:
         return "stopped by a signal before the run began; nothing was written. Give the command again."
     if checkpoint.steps(path / "checkpoints"):
         return f"stopped by a signal; what is complete is saved. Continue with: {command_name()} resume {path}"
-    return (
-        "stopped by a signal before a step was complete and saved: there is nothing to continue from. "
-        f"Begin again with: {command_name()} resume {path}"
-    )
+    advice = f"Begin again with: {command_name()} resume {path}"
+    return f"stopped by a signal before a step was complete and saved: there is nothing to continue from. {advice}"
 
 
 @contextmanager
@@ -151,7 +150,7 @@ def boundary_kept(run: Run, folder: RunFolder, *, may_leave: bool = True) -> Ite
     except (Interrupted, Exception):
         if boundary["step"] > 0:
             folder.save(run, boundary)
-            folder.wait()
+            folder.writer.wait()
         raise
 
 
@@ -161,7 +160,7 @@ def save(run: Run, folder: RunFolder) -> None:
     with dist.phase("save"):
         folder.finish_saving()
     with dist.phase("save"), dist.fail_together():
-        references.check_unchanged(run)
+        references.check_unchanged(run)  # else the KL was to something else: nothing is saved
         folder.save(run, boundary)
 
 
@@ -229,8 +228,9 @@ def end_of_step(run: Run, folder: RunFolder, metrics: Mapping[str, float]) -> di
         log.info("%s", message)
         if run.stage_schedule.is_over:
             evaluate_if_due(run, folder)  # a metric of training may have ended it
-        else:
-            references.renew_if_asked(run)
+        elif run.stage_schedule.stage.new_reference and run.reference is not None and run.reference.follows_policy:
+            run.reference.reset_to(run.policy)
+            log.info("step %d: the reference is now the policy as it is.", step)
     return watched
 
 
@@ -268,7 +268,8 @@ def evaluate_now(run: Run, folder: RunFolder) -> dict[str, float]:
             folder.write_evaluations(run)
             run.log(done.metrics() | watched | usage)
         if run.policy.renders_images and dist.is_main() and run.config.show_samples_every:
-            run.show(rows[: 2 * IMAGES_SHOWN * GROUPS_SHOWN])
+            for tracker in run.trackers:
+                tracker.log_samples(run.state.step, rows[: 2 * IMAGES_SHOWN * GROUPS_SHOWN])
     call_back(run, folder, "on_evaluate", done)
     return watched
 
@@ -277,7 +278,7 @@ def call_back(run: Run, folder: RunFolder, event: str, what: Any) -> None:
     """Call the callbacks between two steps; the run is stopped where a rank's wants it to be."""
     if run.callbacks is not None:
         with boundary_kept(run, folder, may_leave=False), dist.phase(event):
-            run.notify(event, what)
+            run.callbacks.notify(event, what)
         run.is_stopped = bool(dist.all_max(int(run.is_stopped)))
 
 
@@ -321,27 +322,20 @@ def show_samples(run: Run, collected: Collected) -> None:
     rows = sample_rows(run.policy, rollouts, scores, failed)
     rows = [row | {"failures": failures[number]} for number, row in zip(failed, rows, strict=True)]
     if every and (run.state.step - 1) % every == 0:
-        shown = rows_to_show(run, rollouts, scores.rewards)
-        rows += sample_rows(run.policy, rollouts, scores, shown)
-    if rows:
-        run.show(rows)
-
-
-def rows_to_show(run: Run, rollouts: Rollouts, rewards: Float[Tensor, "B"]) -> list[int]:
-    """Images: rows of the first groups, each from its best on. Else the best and the worst of one group, whose rewards
-    differ where there is such a group."""
-    group_ids, count = rollouts.group_ids, len(rollouts.prompts)
-    shown = list(range(min(count, GROUPS_SHOWN)))
-    if not run.policy.renders_images:
-        differing = (~has_no_spread(rewards, group_ids)).nonzero()[:, 0].tolist()
-        shown = [random.Random(seed_at(run.config.seed, "shown", run.state.step)).choice(differing or range(count))]
-    chosen: list[int] = []
-    for group in shown:
-        rows = (group_ids == group).nonzero()[:, 0]
-        order = rewards[rows].nan_to_num(nan=float("-inf")).argsort(descending=True, stable=True)
-        ranked = rows[order].tolist()
-        if run.policy.renders_images:
-            chosen += ranked[:IMAGES_SHOWN]
-        else:
-            chosen += [*ranked[: SAMPLES_SHOWN // 2], *ranked[len(ranked) - SAMPLES_SHOWN // 2 :]]
-    return list(dict.fromkeys(chosen))
+        # Images: rows of the first groups, each from its best on. Else the best and the worst of one group, whose
+        # rewards differ where there is such a group.
+        group_ids, rewards, count = rollouts.group_ids, scores.rewards, len(rollouts.prompts)
+        shown = list(range(min(count, GROUPS_SHOWN)))
+        if not run.policy.renders_images:
+            differing = (~has_no_spread(rewards, group_ids)).nonzero()[:, 0].tolist()
+            shown = [random.Random(seed_at(run.config.seed, "shown", run.state.step)).choice(differing or range(count))]
+        chosen: list[int] = []
+        for group in shown:
+            own = (group_ids == group).nonzero()[:, 0]
+            ranked = own[rewards[own].nan_to_num(nan=float("-inf")).argsort(descending=True, stable=True)].tolist()
+            ends = [*ranked[: SAMPLES_SHOWN // 2], *ranked[len(ranked) - SAMPLES_SHOWN // 2 :]]
+            chosen += ranked[:IMAGES_SHOWN] if run.policy.renders_images else ends
+        # once each: of a small group, the best may be the worst too
+        rows += sample_rows(run.policy, rollouts, scores, list(dict.fromkeys(chosen)))
+    for tracker in run.trackers if rows else ():
+        tracker.log_samples(run.state.step, rows)

@@ -42,10 +42,8 @@ class MemoryRanOut(GruppoError):
     """Memory ran out on a rank in a step of sharded weights, which it cannot try again alone."""
 
     exit_code = 75
-
-    def __init__(self, message: str, budget: int) -> None:
-        super().__init__(message)
-        self.budget = budget
+    budget = 0
+    """Tokens of a micro-batch with which a resumed run continues."""
 
 
 @dataclass
@@ -75,12 +73,10 @@ class Attempt:
             error = None
             if self.in_step:
                 budget = max(self.budget // 2, 1)
-                error = MemoryRanOut(
-                    f"memory ran out on rank {dist.rank()} in micro-batches of {self.budget} tokens; "
-                    "with sharded weights, a step cannot be repeated by one rank. Resume the run: it continues with "
-                    f"{budget}.",
-                    budget,
-                )
+                error = MemoryRanOut(f"""memory ran out on rank {dist.rank()} in micro-batches of {self.budget} tokens;
+                    with sharded weights, a step cannot be repeated by one rank. Resume the run: it continues with
+                    {budget}.""")
+                error.budget = budget
         elif error is not None:
             try:
                 self._waits.__exit__(kind, error, traceback)
@@ -90,8 +86,7 @@ class Attempt:
         if error is not None and not isinstance(error, Exception):
             return False
         with dist.phase("memory back-off"):
-            status = int(self.error is not None)
-            self.has_run_out = dist.share_failure(error, status, in_step=self.in_step) > 0
+            self.has_run_out = dist.share_failure(error, int(self.error is not None), in_step=self.in_step) > 0
         return True
 
 
@@ -138,11 +133,11 @@ def attempts(run: Run, parts: Sequence[Part]) -> Iterator[Attempt]:
                 if not finer:
                     request = re.search(r"tried to allocate ([\d.]+ ?\w+)", attempt.error, re.IGNORECASE)
                     raise _does_not_fit(run, longest, f"the last request was for {request[1]}" if request else "")
-        run.state.token_budget = dist.all_min(finer or attempt.budget)
+        budget = run.state.token_budget = dist.all_min(finer or attempt.budget)
         log.warning(
             "step %d: memory ran out in micro-batches of %d tokens; going on with %d. Set --optim.token-budget %d "
             "to begin there.",
-            *(run.state.step, attempt.budget, run.state.token_budget, run.state.token_budget),
+            *(run.state.step, attempt.budget, budget, budget),
         )
 
 
@@ -159,10 +154,9 @@ def equally_many(policy: Policy, rollouts: Rollouts, micro_batches: list[MicroBa
         first = torch.arange(len(has_action)) == int(has_action.int().argmax())
         spare = policy.micro_batches(rollouts, rollouts.mask & first[:, None], 1)[0]
     if dist.all_max(int(missing > 0 and spare is None)):
-        raise GruppoError(
-            "a rank has no row of a minibatch to run, which sharded weights need on all ranks. Set --optim.minibatches "
-            "1, and --supervised.batch to a multiple of the ranks where demonstrations are learned from."
-        )
+        raise GruppoError("""a rank has no row of a minibatch to run, which sharded weights need on all ranks. Set
+            --optim.minibatches 1, and --supervised.batch to a multiple of the ranks where demonstrations are learned
+            from.""")
     return micro_batches if spare is None else [*micro_batches, *[replace(spare, is_repeat=True)] * missing]
 
 
@@ -177,17 +171,14 @@ def finer_budget(policy: Policy, parts: Sequence[Part], budget: int, count: int)
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out: on a CPU, torch raises a plain RuntimeError, known by its text."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
     texts = ("DefaultCPUAllocator: ", "CUBLAS_STATUS_ALLOC_FAILED")
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+    has_text = isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+    return has_text or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def longest_row(policy: Policy, rollouts: Rollouts, micro_batches: Sequence[MicroBatch]) -> int:
     """Units of the longest row in the micro-batches, its prompt included."""
-    if not micro_batches:
-        return 0
-    return policy.longest_row(rollouts, torch.cat([micro_batch.rows for micro_batch in micro_batches]))
+    return policy.longest_row(rollouts, torch.cat([one.rows for one in micro_batches])) if micro_batches else 0
 
 
 def _does_not_fit(run: Run, units: int, reason: str) -> GruppoError:
@@ -214,11 +205,9 @@ def whole_weights(policy: Policy, *, engine: str = "") -> Iterator[None]:
     needed = policy.compute_dtype.itemsize * sum(p.numel() for p in policy.module.parameters() if is_sharded(p))
     free = free_bytes(policy.device)
     if dist.all_max(int(free is not None and needed > free)):
-        raise GruppoError(
-            f"sampling with the model itself needs its weights whole on each rank, {needed / GIB:.2f} GiB, and "
-            f"{0 if free is None else free / GIB:.2f} GiB are free on rank {dist.rank()}. Sample on servers with "
-            "--engine vllm, or train a smaller --model."
-        )
+        raise GruppoError(f"""sampling with the model itself needs its weights whole on each rank, {needed / GIB:.2f}
+            GiB, and {0 if free is None else free / GIB:.2f} GiB are free on rank {dist.rank()}. Sample on servers with
+            --engine vllm, or train a smaller --model.""")
     if policy not in _logged:
         _logged.add(policy)
         log.info("sampling gathers the sharded weights: %.2f GiB on each rank, while it samples.", needed / GIB)
@@ -233,6 +222,7 @@ def measured_bytes(policy: Policy, rollouts: Rollouts, mask: Bool[Tensor, "B T"]
     if row is None:
         return 0
     (micro_batch, *_) = policy.micro_batches(rollouts, mask & (torch.arange(len(mask)) == row)[:, None], 1)
+    # with a gradient, as in an update: what the backward needs is kept, and the peak is that of the forward
     peaks = []
     for _ in range(2):  # the first call compiles, and takes workspaces that stay
         torch.cuda.reset_peak_memory_stats(policy.device)

@@ -30,8 +30,7 @@ _METRICS = {
     "truncated": ("mean:finish/truncated_frac",),
     "error": ("sum:finish/error_count",),
     "turns": ("mean:turns/mean", "max:turns/max"),
-    "context_full": ("sum:turns/context_full_count",),
-    "reencoded": ("sum:turns/reencoded_count",),
+    **{name: (f"sum:turns/{name}_count",) for name in ("context_full", "reencoded")},
     "ended": ("mean:environment/ended_frac",),
     "replies": ("mean:environment/reply_tokens_mean",),
     "environment_failed": ("sum:environment/failed_count",),
@@ -60,18 +59,13 @@ def batch_metrics(run: Run, batch: Batch, rollouts: Rollouts, scores: Scores) ->
     Rewards are those before any penalty. Discarded samples count, or the reward would look better than it is.
     """
     counts = {name: value for name, value in reward_stats(scores).items() if name.endswith("_count")}
-    finish, lengths = rollouts.finish, completion_lengths(rollouts)
-    kept = batch.loss_mask
+    lengths, kept = completion_lengths(rollouts), batch.loss_mask
     if run.config.objective.credit == "outcome":  # once a row, where its actions share one advantage
         kept = kept & (kept.cumsum(dim=1) == 1)
-    stats = {
-        "size": Stat.of(rollouts.group_ids.bincount()),
-        "len": Stat.of(lengths),
-        "truncated": Stat.of(torch.tensor([f == "length" for f in finish]).double()),
-        "error": Stat.of(torch.tensor([f == "error" for f in finish]).double()),
-        "advantage": Stat.of(batch.advantages, kept),
-        "advantage_abs": Stat.of(batch.advantages.abs(), kept),
-    }
+    stats = {"size": Stat.of(rollouts.group_ids.bincount()), "len": Stat.of(lengths)}
+    for name, ending in {"truncated": "length", "error": "error"}.items():
+        stats[name] = Stat.of(torch.tensor([end == ending for end in rollouts.finish]).double())
+    stats |= {"advantage": Stat.of(batch.advantages, kept), "advantage_abs": Stat.of(batch.advantages.abs(), kept)}
     if "turns" in rollouts.per_row:  # conversations with an environment
         own = rollouts.per_row
         failed = torch.tensor([reason is not None for reason in own["environment_failure"]])

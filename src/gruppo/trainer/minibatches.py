@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 from jaxtyping import Bool, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from gruppo import distributed as dist
 from gruppo.distributed.sharding import forward, is_unit
@@ -45,13 +45,13 @@ def minibatch_rows(run: Run, rollouts: Rollouts, epoch: int) -> Iterator[Int[Ten
     held = torch.arange(len(sizes)) * dist.world_size() + dist.rank()  # slots of this rank: every world-th
     of_slots = torch.zeros(run.config.rollout.prompts, dtype=torch.long)
     of_slots[held] = sizes
-    of_slots = dist.all_sum(of_slots)
+    of_slots = dist.all_sum(of_slots)  # a slot is on one rank: the others add 0
     first = (of_slots.cumsum(0) - of_slots)[held]  # number of each group's first row
+    # A row's number is that of its group's first row, and its place within the group.
     within = torch.arange(len(rollouts)) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
     numbers = first.repeat_interleave(sizes) + within
-    generator = generator_at(run.config.seed, "minibatches", run.state.step, epoch)
-    order = torch.randperm(int(of_slots.sum()), generator=generator)
-    for part in order.tensor_split(run.config.optim.minibatches):
+    generator = generator_at(run.config.seed, "minibatches", run.state.step, epoch)  # the same on all ranks
+    for part in torch.randperm(int(of_slots.sum()), generator=generator).tensor_split(run.config.optim.minibatches):
         yield torch.isin(numbers, part).nonzero()[:, 0]
 
 
@@ -104,19 +104,6 @@ def likelihood_of(policy: Policy, rollouts: Rollouts, micro_batch: MicroBatch, *
     return likelihood
 
 
-@contextmanager
-def frozen(module: nn.Module) -> Iterator[None]:
-    """Forwards within give the module's weights no gradient."""
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    for parameter in parameters:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in parameters:
-            parameter.requires_grad_(True)
-
-
 # --- before the updates -----------------------------------------------------------------------------------------------
 
 
@@ -139,10 +126,8 @@ def evaluated(run: Run, batch: Batch, step_params: StepParams) -> Batch:
     needed += ["ref"] if run.reference is not None and (needed or run.reference.is_offloaded) else []
     needed += ["old_values"] if run.critic is not None else []
     stored = {name: torch.zeros(batch.loss_mask.shape) for name in needed}
-    with (
-        dist.fail_together(),
-        run.reference.on_device() if "ref" in needed and run.reference is not None else nullcontext(),
-    ):
+    reference = run.reference if "ref" in needed else None
+    with dist.fail_together(), nullcontext() if reference is None else reference.on_device():
         assert batch.rollouts is not None
         for rows in minibatch_rows(run, batch.rollouts, epoch=0):
             part = _part(run, batch, rows)
@@ -160,14 +145,12 @@ def evaluated(run: Run, batch: Batch, step_params: StepParams) -> Batch:
                         shape = (*batch.loss_mask.shape, *numbers.shape[2:])
                         stored[name] = torch.full(shape, float(name.endswith(":std")), dtype=numbers.dtype)
                     stored[name][rows[micro_batch.rows][:, None], cols[None]] = numbers
-    ref = stored.get("ref")
-    return replace(
-        batch,
-        old_logprobs=stored.get("old_logprobs"),
-        old_gaussian=_gaussian(stored, "old_logprobs"),
-        ref=None if ref is None else Likelihood(ref, gaussian=_gaussian(stored, "ref")),
-        old_values=stored.get("old_values"),
-    )
+    has_normal = [name for name in needed if f"{name}:mean" in stored]
+    normals = {name: Gaussian(stored[f"{name}:mean"], stored[f"{name}:std"]) for name in has_normal}
+    ref = Likelihood(stored["ref"], gaussian=normals.get("ref")) if "ref" in stored else None
+    old_logprobs, old_values = stored.get("old_logprobs"), stored.get("old_values")
+    old_gaussian = normals.get("old_logprobs")
+    return replace(batch, old_logprobs=old_logprobs, old_gaussian=old_gaussian, ref=ref, old_values=old_values)
 
 
 def _evaluate(
@@ -189,7 +172,3 @@ def _evaluate(
         if likelihood.gaussian is not None:
             values |= {f"{name}:mean": likelihood.gaussian.mean, f"{name}:std": likelihood.gaussian.std}
     return values
-
-
-def _gaussian(stored: Mapping[str, Tensor], name: str) -> Gaussian | None:
-    return Gaussian(stored[f"{name}:mean"], stored[f"{name}:std"]) if f"{name}:mean" in stored else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from typing import Any
 
@@ -15,8 +14,6 @@ from gruppo.trainer.evaluate import evaluate, held_out
 from gruppo.trainer.memory import whole_weights
 from gruppo.trainer.run import Run
 from gruppo.types import GruppoError
-
-log = logging.getLogger("gruppo")
 
 
 def check_reference(config: Config, modality: Modality) -> None:
@@ -31,54 +28,29 @@ def check_reference(config: Config, modality: Modality) -> None:
         raise unread_error("a reference")
     for name in ("update_rate", "update_every", "watch_prompts") if not chosen.is_mixed else ():
         if getattr(chosen, name) != getattr(default, name):
-            raise GruppoError(
-                f"reference.{name} is of a reference that moves, and reference.kind='frozen' never does. Set "
-                "--reference.kind mixed, or leave it out."
-            )
+            raise GruppoError(f"""reference.{name} is of a reference that moves, and reference.kind='frozen' never does.
+                Set --reference.kind mixed, or leave it out.""")
     if chosen.is_mixed and chosen.update_every > config.steps:
-        raise GruppoError(
-            f"reference.kind='mixed' with reference.update_every={chosen.update_every} never moves in {config.steps} "
-            f"steps. Set --reference.update-every {max(config.steps // 10, 1)} or so, or --reference.kind frozen."
-        )
+        raise GruppoError(f"""reference.kind='mixed' with reference.update_every={chosen.update_every} never moves in
+            {config.steps} steps. Set --reference.update-every {max(config.steps // 10, 1)} or so, or --reference.kind
+            frozen.""")
     if chosen.place != "device" and (config.lora.rank or config.lora.adapter):
         raise storage_error(config)
 
 
 def unread_error(what: str) -> GruppoError:
-    return GruppoError(
-        f"{what} was set, but no stage's kl_coef is above 0, so that nothing is measured against it. Set "
-        "--stage.kl-coef 0.05 or the like, or leave the --reference options and new_reference out."
-    )
+    return GruppoError(f"""{what} was set, but no stage's kl_coef is above 0, so that nothing is measured against it.
+        Set --stage.kl-coef 0.05 or the like, or leave the --reference options and new_reference out.""")
 
 
 def storage_error(config: Config) -> GruppoError:
-    return GruppoError(
-        f"reference.place={config.reference.place!r} has nothing to place: of a policy with adapters the reference is "
-        "its base, which is there once for both. Leave --reference.place out."
-    )
+    return GruppoError(f"""reference.place={config.reference.place!r} has nothing to place: of a policy with adapters
+        the reference is its base, which is there once for both. Leave --reference.place out.""")
 
 
 def has_reference(config: Config, modality: Modality) -> bool:
     """Whether a KL or a consistency term needs a reference."""
     return highest(config, "kl_coef") > 0 or modality.consistency_reads_reference(config)
-
-
-def cautions(config: Config, modality: Modality) -> list[str]:
-    """Notes of ``gruppo explain`` on options that work but may not be intended."""
-    if not has_reference(config, modality):
-        return []
-    if config.reference.is_mixed:
-        return ["the reference follows the policy: the KL slows it down, and is no anchor to where it began"]
-    if config.lora.adapter:
-        return ["the reference is the base without the adapter that training begins with: the KL does not begin at 0"]
-    return []
-
-
-def renew_if_asked(run: Run) -> None:
-    """Reset the reference to the current policy as a stage with ``new_reference`` begins."""
-    if run.stage_schedule.stage.new_reference and run.reference is not None and run.reference.follows_policy:
-        run.reference.reset_to(run.policy)
-        log.info("step %d: the reference is now the policy as it is.", run.state.step)
 
 
 def remember(run: Run) -> str | None:
@@ -93,13 +65,10 @@ def check_unchanged(run: Run) -> None:
     then = run.reference_shards_sha256 or run.reference_sha256
     if run.reference is None or then is None:
         return
-    frozen = {name: local(tensor) for name, tensor in run.reference.frozen_state_dict().items()}
-    if (now := digest(frozen)) != then:
-        raise GruppoError(
-            f"step {run.state.step}: the frozen weights of the reference have changed since the start (SHA-256 "
-            f"{now[:12]}, was {then[:12]}), so the KL was to something else. Nothing was saved at this "
-            "step; every save before it is kept. Something other than gruppo writes to the model: find it, then resume."
-        )
+    if (now := digest({name: local(tensor) for name, tensor in run.reference.frozen_state_dict().items()})) != then:
+        raise GruppoError(f"""step {run.state.step}: the frozen weights of the reference have changed since the start
+            (SHA-256 {now[:12]}, was {then[:12]}), so the KL was to something else. Nothing was saved at this step;
+            every save before it is kept. Something other than gruppo writes to the model: find it, then resume.""")
 
 
 def watch(run: Run) -> dict[str, float]:
@@ -112,12 +81,7 @@ def watch(run: Run) -> dict[str, float]:
         with reference.active() as policy, whole_weights(policy):
             generate: Any = policy.sample
             if run.environment is not None:
-                generate = partial(
-                    converse,
-                    policy.sample,
-                    policy.continue_rollouts,
-                    run.environment,
-                    check_prompt=policy.check_prompt,
-                )
+                first, further = policy.sample, policy.continue_rollouts
+                generate = partial(converse, first, further, run.environment, check_prompt=policy.check_prompt)
             metrics["reference/eval_reward_mean"] = evaluate(run, prompts, generate=generate)[0].mean
     return metrics

@@ -121,43 +121,27 @@ class Run:
         for tracker in self.trackers:
             tracker.log(self.state.step, metrics)
 
-    def notify(self, event: str, *what: Any) -> None:
-        if self.callbacks is not None:
-            self.callbacks.notify(event, *what)
-
-    def show(self, rows: list[dict[str, Any]]) -> None:
-        for tracker in self.trackers:
-            tracker.log_samples(self.state.step, rows)
-
 
 def trained(policy: nn.Module, critic: Critic | None) -> dict[str, nn.Parameter]:
     """Parameters with a gradient, by names that no two share: an attribute's name cannot begin with ``critic:``."""
-    modules = [("", policy)] if critic is None else [("", policy), ("critic:", critic.module)]
-    return {
-        prefix + name: parameter
-        for prefix, module in modules
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad
-    }
+    named = dict(policy.named_parameters())
+    if critic is not None:
+        named |= {f"critic:{name}": parameter for name, parameter in critic.module.named_parameters()}
+    return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
 
 
 def flatten(stats: Mapping[str, Stat], entries: Mapping[str, tuple[str, ...]]) -> dict[str, float]:
     """Metrics from statistics: ``entries`` maps a statistic to the metrics it gives, ``"mean:len/mean_actions"``."""
     metrics, stats = {}, Stat.read(stats)
     for name, named in entries.items():
-        if name in stats:
-            for entry in named:
-                what, metric = entry.split(":", 1)  # a reward may have one in its name
-                is_known = stats[name].count or what in ("sum", "count")
-                metrics[metric] = float(getattr(stats[name], what)) if is_known else float("nan")
+        for entry in named if name in stats else ():
+            what, metric = entry.split(":", 1)  # a reward may have one in its name
+            is_known = stats[name].count or what in ("sum", "count")
+            metrics[metric] = float(getattr(stats[name], what)) if is_known else float("nan")
     return metrics
 
 
 def reduced(stats: Mapping[str, Stat]) -> dict[str, float]:
     """Metrics from statistics that are keyed ``<reduction>:<metric>``; those without a value are left out."""
-    metrics = {}
-    for name, stat in Stat.read(stats).items():
-        reduction, _, metric = name.partition(":")
-        if stat.count:
-            metrics[metric] = float(getattr(stat, reduction))
-    return metrics
+    known = {name.partition(":"): stat for name, stat in Stat.read(stats).items() if stat.count}
+    return {metric: float(getattr(stat, reduction)) for (reduction, _, metric), stat in known.items()}

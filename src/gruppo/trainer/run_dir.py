@@ -33,7 +33,7 @@ from gruppo.trainer import checkpoint, shards
 from gruppo.trainer.background_save import VISIBLE_S, Writer
 from gruppo.trainer.memory import token_budget
 from gruppo.trainer.references import check_unchanged, remember
-from gruppo.trainer.run import Run, State
+from gruppo.trainer.run import Run, State, trained
 from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
@@ -57,11 +57,11 @@ class RunFolder:
         self.path = path
         self.checkpoints, self.best = path / "checkpoints", path / "best"
         self.completions: CompletionFiles | None = None
-        self._writer = Writer()
+        self.writer = Writer()
         self._written: set[Path] = set()
         """Of a sharded run, the checkpoints that this process has begun to write or was resumed from."""
-        self._saved_best: int | None = None
-        """Step of the best weights that the newest checkpoint names."""
+        self._saved_best: Mapping[str, float] | None = None
+        """``State.best`` of the newest checkpoint."""
         self._lock: IO[str] | None = None
         self._identity: os.stat_result | None = None
         """Of the folder that was opened, should it be deleted or replaced."""
@@ -73,10 +73,8 @@ class RunFolder:
             return
         aborted = {*(self.path / name for name in (".lock", "log.txt", "logs")), *checkpoint.leftovers(self.path)}
         if not self.path.is_dir() or {*self.path.iterdir()} - aborted:
-            raise GruppoError(
-                f"the run folder {self.path} exists already. Choose another --name, continue it with {command_name()} "
-                f"resume {self.path}, or delete it."
-            )
+            raise GruppoError(f"""the run folder {self.path} exists already. Choose another --name, continue it with
+                {command_name()} resume {self.path}, or delete it.""")
 
     def create(self, config: Config) -> None:
         """Make a new folder with its config, and open it."""
@@ -86,9 +84,8 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise GruppoError(
-                f"the run folder {self.path} cannot be made: {error.strerror}. Choose another --runs-dir."
-            ) from error
+            raise GruppoError(f"""the run folder {self.path} cannot be made: {error.strerror}. Choose another
+                --runs-dir.""") from error
         self.open()
         checkpoint.write_text(self.path / "config.json", json.dumps(serialization.to_dict(config), indent=2))
         self.checkpoints.mkdir(exist_ok=True)  # a resumed run without this folder has lost its checkpoints
@@ -98,10 +95,8 @@ class RunFolder:
         until = time.monotonic() + VISIBLE_S
         while any(sharded_tensors(run).values()) and not (self.path / "config.json").is_file():
             if time.monotonic() > until:
-                raise GruppoError(
-                    f"rank {dist.rank()} does not see the run folder {self.path} of the main rank, and sharded weights "
-                    "are saved by all ranks. Give a --runs-dir that all machines share."
-                )
+                raise GruppoError(f"""rank {dist.rank()} does not see the run folder {self.path} of the main rank, and
+                    sharded weights are saved by all ranks. Give a --runs-dir that all machines share.""")
             time.sleep(0.1)
 
     def open(self) -> None:
@@ -115,10 +110,8 @@ class RunFolder:
             raise GruppoError(f"another process is writing to {self.path}; wait for it or stop it first.") from None
         except OSError as error:
             self.close()
-            raise GruppoError(
-                f"{error.filename} cannot be written: {error.strerror}. The run needs a folder with free space that it "
-                "may write to."
-            ) from error
+            raise GruppoError(f"""{error.filename} cannot be written: {error.strerror}. The run needs a folder with free
+                space that it may write to.""") from error
         self._identity = self.path.stat()
         for folder in (self.path, self.checkpoints, self.best):
             checkpoint.sweep(folder)
@@ -132,13 +125,14 @@ class RunFolder:
         with suppress(FileNotFoundError):
             if self._identity is None or os.path.samestat(self._identity, self.path.stat()):
                 return
-        raise GruppoError(
-            f"the run folder {self.path} was deleted or moved during training, so nothing can be saved in it. Move it "
-            f"back and continue with {command_name()} resume, or give the command again."
-        )
+        raise GruppoError(f"""the run folder {self.path} was deleted or moved during training, so nothing can be saved
+            in it. Move it back and continue with {command_name()} resume, or give the command again.""")
 
     def close(self) -> None:
-        self._writer.close()
+        try:
+            self.writer.wait()
+        except Exception as error:  # the run is over
+            log.warning("%s", error)
         if self._handler is not None:
             log.removeHandler(self._handler)
             with suppress(OSError):
@@ -189,37 +183,33 @@ class RunFolder:
                 if file is not None and file.exists():
                     sync_to_disk(file)
         # a run that resumes from the newest checkpoint may return to the best weights that it names
-        saved_best = self._saved_best if state is None else best_step(state["best"])
-        keep, newest_best = run.config.saving.keep, best_step(run.state.best)
+        saved_best = self._saved_best if state is None else state["best"]
+        keep, newest_best = run.config.saving.keep, run.state.best
         step = run.state.step if state is None else int(state["step"])
 
         def delete_old() -> None:
             if state is not None:
                 checkpoint.prune(self.checkpoints, keep, newest=step)
-            checkpoint.keep_only(self.best, {saved_best, newest_best})
+            checkpoint.keep_only(self.best, {int(best["step"]) for best in (saved_best, newest_best) if best})
 
         target = (self.best if state is None else self.checkpoints) / checkpoint.name_of(step)
-        files, content = tensors_of(run), state or {}
+        content = state or {}
         if is_sharded:
             if target not in self._written:
                 self._written.add(target)
-                self._writer.begin(target, step, files, content, delete_old)
+                self.writer.begin(target, step, tensors_of(run), content, delete_old)
         else:
-            checkpoint.save(target.parent, step=step, state=content, **files)
+            checkpoint.save(target.parent, step=step, state=content, **tensors_of(run))
             delete_old()
         self._saved_best = saved_best
-
-    def wait(self) -> None:
-        """Wait until this rank has written its part of the checkpoint."""
-        self._writer.wait()
 
     def finish_saving(self) -> None:
         """Wait until what all ranks are writing is a complete checkpoint. A collective."""
         with dist.fail_together():
-            self.wait()
+            self.writer.wait()
         with dist.fail_together():
             if dist.is_main():
-                self._writer.check_committed()
+                self.writer.check_committed()
 
     def limit_budget(self, run: Run, budget: int = 0) -> None:
         """Keep ``budget``, with which memory did not suffice for a step of sharded weights, and apply what was kept."""
@@ -230,24 +220,18 @@ class RunFolder:
             limit = int(file.read_text(encoding="utf-8"))
             run.state.token_budget, run.state.has_run_out = min(limit, run.state.token_budget or limit), True
 
-    def best_weights(self, run: Run) -> checkpoint.Saved:
-        """Load the best weights so far."""
-        assert run.state.best is not None
-        return checkpoint.load(self.best / checkpoint.name_of(int(run.state.best["step"])), sharded_tensors(run))
-
     def return_to(self, run: Run, saved: checkpoint.Saved) -> None:
         """Restore weights, reference and optimizer; nothing else of the run changes.
 
         ValueError if the weights of the policy or the critic differ in names or shapes, before anything is restored.
         """
+        # compared before anything is copied: a refused checkpoint leaves the run as it was
         critic = None if run.critic is None else run.critic.checkpoint_weights()
         if (critic is None) != (saved.critic is None):
             kinds = ("a critic, and this run has none", "no critic, and this run needs one")
             raise ValueError(f"it holds {kinds[critic is not None]}")
-        pairs = {
-            "model": (run.policy.checkpoint_weights(), saved.weights),
-            "critic": (critic or {}, saved.critic or {}),
-        }
+        pairs = {"model": (run.policy.checkpoint_weights(), saved.weights)}
+        pairs["critic"] = (critic or {}, saved.critic or {})
         for what, (weights, loaded) in pairs.items():
             if odd := sorted(weights.keys() ^ loaded.keys()):
                 difference = f"{len(odd)} tensors differ by name, {odd[0]} among them"
@@ -272,18 +256,15 @@ class RunFolder:
             # killed before its first save, a run has logged no step after the one at which it is due
             was_saved = 0 < run.config.saving.every < steps or (self.checkpoints / "latest").exists()
             if steps and (was_saved or not self.checkpoints.is_dir()):
-                raise GruppoError(
-                    f"{self.checkpoints} holds no checkpoint, and {steps} steps were logged: resuming would begin at "
-                    f"step 0 and delete their metrics. Put the checkpoints back, or begin again under another name "
-                    f"with {command_name()} train {self.path / 'config.json'}."
-                )
+                raise GruppoError(f"""{self.checkpoints} holds no checkpoint, and {steps} steps were logged: resuming
+                    would begin at step 0 and delete their metrics. Put the checkpoints back, or begin again under
+                    another name with {command_name()} train {self.path / "config.json"}.""")
             return False
         base, saved_base = run.policy.base_sha256, saved.state.get("base_sha256")
         try:
-            if base is None and saved_base is not None:
-                raise ValueError("it holds an adapter, and this run trains all weights")
-            if base is not None and saved_base is None:
-                raise ValueError("it holds all weights, and this run trains an adapter")
+            kinds = ("all weights", "an adapter")
+            if (base is None) != (saved_base is None):
+                raise ValueError(f"it holds {kinds[base is None]}, and this run trains {kinds[base is not None]}")
             if base != saved_base:
                 raise ValueError(
                     f"it holds an adapter of weights with SHA-256 {saved_base:.16}..., and {run.config.model} has "
@@ -303,14 +284,13 @@ class RunFolder:
                 checkpoint.restore_random_state(saved.state["random"][dist.rank()])
             else:  # there are more ranks than when it was saved
                 checkpoint.seed_random_state(seed_at(run.config.seed, "rewards", dist.rank(), run.state.step))
-            self._saved_best = best_step(run.state.best)
+            self._saved_best = run.state.best
             self._written = {self.checkpoints / checkpoint.name_of(saved.step)}
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
             reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            raise GruppoError(
-                f"the checkpoint of step {saved.step} in {self.checkpoints} does not belong to this model and data "
-                f"({reason}). Resume with the run's own config and the model as it was, or start a new run."
-            ) from error
+            raise GruppoError(f"""the checkpoint of step {saved.step} in {self.checkpoints} does not belong to this
+                model and data ({reason}). Resume with the run's own config and the model as it was, or start a new
+                run.""") from error
         self.write_evaluations(run)  # the file may be torn, or ahead of the checkpoint
         return True
 
@@ -327,15 +307,13 @@ class RunFolder:
         """Write versions, hardware, seed, and the origin of model and data; no environment variables."""
         if not dist.is_main():
             return
-        config, demos = run.config, run.demos
+        config, demos, demos_name = run.config, run.demos, run.config.supervised.data or run.config.data
         manifest = {
             "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "seed": config.seed,
             "model": dict(model_source),
             "data": {"name": config.data, "fingerprint": run.source.fingerprint()},
-            "demonstrations": None
-            if demos is None
-            else {"name": config.supervised.data or config.data, "fingerprint": demos.fingerprint()},
+            "demonstrations": demos and {"name": demos_name, "fingerprint": demos.fingerprint()},
             "token_budget": token_budget(run),
             "compute_dtype": str(run.policy.compute_dtype).removeprefix("torch."),
             **setup(run),
@@ -353,47 +331,38 @@ class RunFolder:
         """
         if not dist.is_main():
             return
+        file = self.path / "manifest.json"
         try:
-            manifest = read_json(self.path / "manifest.json")
+            manifest, present = read_json(file), setup(run)
             weights_then, reference_then = manifest["first_weights_sha256"], manifest["reference_sha256"]
             model_then = manifest["model"]
-            present = setup(run)
             # without a checkpoint, the run begins again, with the present setup
             is_begun = bool(checkpoint.steps(self.checkpoints))
             is_on_cpu = run.policy.device.type == "cpu"
             changing, other = differences(manifest, present, is_on_cpu=is_on_cpu) if is_begun else ([], [])
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             if checkpoint.steps(self.checkpoints):  # a run killed before its manifest was written has none
-                log.warning(
-                    "%s is missing or damaged: whether code and versions have changed is not known.",
-                    self.path / "manifest.json",
-                )
+                log.warning("%s is missing or damaged: whether code and versions have changed is not known.", file)
             return
         if weights_then is not None and weights_then != first_weights(run):
-            raise GruppoError(
-                f"the model {run.config.model} is not the one that {self.path} began with: its weights have changed. "
-                "Resume with the model as it was before training, which is the KL reference and the starting point."
-            )
+            raise GruppoError(f"""the model {run.config.model} is not the one that {self.path} began with: its weights
+                have changed. Resume with the model as it was before training, which is the KL reference and the
+                starting point.""")
         run.reference_sha256 = reference_then
         check_unchanged(run)
         if "sha256" in model_then and (file_now := model_source.get("sha256")) != model_then["sha256"]:
             log.warning(
                 "the file of the model %s has changed since %s began (SHA-256 %.12s..., now %.12s...): the run may "
                 "continue differently.",
-                model_source["name"],
-                self.path,
-                model_then["sha256"] or "none",
-                file_now or "none",
+                *(model_source["name"], self.path, model_then["sha256"] or "none", file_now or "none"),
             )
         if changing:
             if not allow_changes:
-                raise GruppoError(
-                    f"{self.path} would not continue to the same results: {'; '.join(changing)}. Restore what has "
-                    "changed, or continue with --allow-changes (gruppo.resume(..., allow_changes=True))."
-                )
+                raise GruppoError(f"""{self.path} would not continue to the same results: {"; ".join(changing)}. Restore
+                    what has changed, or continue with --allow-changes (gruppo.resume(..., allow_changes=True)).""")
             entry = {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "changes": changing}
             manifest |= present | {"resumed_with": [*manifest.get("resumed_with", []), entry]}
-            checkpoint.write_text(self.path / "manifest.json", json.dumps(manifest, indent=2))
+            checkpoint.write_text(file, json.dumps(manifest, indent=2))
         if changing or other:
             log.warning("since the run began: %s.", "; ".join([*changing, *other]))
 
@@ -411,11 +380,8 @@ class RunFolder:
             return target
         module, own = run.policy.module, run.policy.checkpoint_weights()
         read = dict(module.named_parameters()) if run.policy.saves_base else own
-        with (
-            checkpoint.explained_failures(target),
-            shards.whole_parameters(module, self.path, read),
-            dist.fail_together(),
-        ):
+        whole = shards.whole_parameters(module, self.path, read)
+        with checkpoint.explained_failures(target), whole, dist.fail_together():
             if dist.is_main():
                 with checkpoint.replacing(target) as temporary:
                     run.policy.save_with_origin(temporary)
@@ -423,9 +389,9 @@ class RunFolder:
 
 
 def tensors_of(run: Run) -> dict[str, Any]:
-    """The tensors of a checkpoint, as ``checkpoint.save`` takes them."""
+    """The tensors of a checkpoint, by its files."""
     return {
-        "weights": run.policy.checkpoint_weights(),
+        "model": run.policy.checkpoint_weights(),
         "optimizer": checkpoint.optimizer_tensors(run.optimizer, optimized_names(run)),
         "critic": None if run.critic is None else run.critic.checkpoint_weights(),
         "reference": {} if run.reference is None else run.reference.state_dict(),
@@ -434,28 +400,17 @@ def tensors_of(run: Run) -> dict[str, Any]:
 
 def optimized_names(run: Run) -> list[str]:
     """Names of the parameters in the order of the optimizer, which has sharded ones and whole ones apart."""
-    names = {id(p): name for name, p in zip(run.parameter_names, run.parameters, strict=True)}
+    names = {id(parameter): name for name, parameter in trained(run.policy.module, run.critic).items()}
     return [names[id(parameter)] for group in run.optimizer.param_groups for parameter in group["params"]]
 
 
 def sharded_tensors(run: Run) -> checkpoint.Sharded:
     """The tensors of a checkpoint that are divided among ranks, by its files."""
-    moments = {
-        f"{moment}.{name}": parameter
-        for moment in ("exp_avg", "exp_avg_sq")
-        for name, parameter in zip(run.parameter_names, run.parameters, strict=True)
-    }
-    files: dict[str, Mapping[str, Any]] = {
-        "model": run.policy.checkpoint_weights(),
-        "optimizer": moments,
-        "critic": {} if run.critic is None else run.critic.checkpoint_weights(),
-        "reference": {} if run.reference is None else run.reference.state_dict(),
-    }
-    return {file: shards.only_sharded(tensors) for file, tensors in files.items()}
-
-
-def best_step(best: Mapping[str, float] | None) -> int | None:
-    return None if best is None else int(best["step"])
+    parameters = trained(run.policy.module, run.critic)
+    moments = {f"{moment}.{name}": p for moment in ("exp_avg", "exp_avg_sq") for name, p in parameters.items()}
+    # AdamW has no moments before its first step: those of a checkpoint are then known by their parameters alone
+    files = tensors_of(run) | {"optimizer": moments}
+    return {file: shards.only_sharded(tensors or {}) for file, tensors in files.items()}
 
 
 def boundary_state(run: Run) -> dict[str, Any]:
@@ -463,6 +418,7 @@ def boundary_state(run: Run) -> dict[str, Any]:
 
     A collective: ``random`` holds the generators of every rank, since rewards on each rank draw different numbers.
     """
+    # first of all: the state of a source or a callback may fail on one rank alone
     random_states = dist.all_gather(json.dumps(checkpoint.random_state()).encode())
     return {
         **{name: copy(value) for name, value in vars(run.state).items()},

@@ -44,10 +44,6 @@ class Part(NamedTuple):
     size: list[int]
 
 
-def file_name(name: str, rank: int, world_size: int) -> str:
-    return f"{name}-shard-{rank + 1:05d}-of-{world_size:05d}.safetensors"
-
-
 def own_shards(tensors: Mapping[str, Tensor]) -> dict[str, Shard]:
     """Copy what this rank has to write to host memory; of equal copies, the first rank that has one writes it."""
     from torch.distributed.tensor import DTensor
@@ -57,8 +53,7 @@ def own_shards(tensors: Mapping[str, Tensor]) -> dict[str, Shard]:
         local, offset, is_written = tensor, [0] * tensor.dim(), dist.is_main()
         if isinstance(tensor, DTensor):
             local, offset = tensor.to_local(), own_slice(tensor)[0]
-            mesh = tensor.device_mesh
-            place = zip(mesh.get_coordinate() or (), tensor.placements, strict=True)
+            place = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
             is_written = local.numel() > 0 and all(index == 0 for index, kind in place if kind.is_replicate())
         if is_written:
             # a copy even on a CPU: training goes on while it is written
@@ -89,7 +84,7 @@ def read(folder: Path, name: str, sharded: Mapping[str, Any]) -> dict[str, Tenso
 
     Of a tensor that is in ``sharded``, a DTensor, only this rank's slice is read, and returned as such a DTensor.
     """
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Any] = {}
     if not (paths := paths_of(folder, name)):
         return None
     with opened(paths) as (parts, shapes):
@@ -100,7 +95,10 @@ def read(folder: Path, name: str, sharded: Mapping[str, Any]) -> dict[str, Tenso
             if like is None or [*like.shape] != shape:
                 tensors[key] = assembled(key, found, [0] * len(shape), shape)
             else:
-                tensors[key] = as_dtensor(assembled(key, found, *own_slice(like)), like)
+                own = assembled(key, found, *own_slice(like))
+                # made like the other one, so that it is offloaded where that is
+                tensors[key] = torch.empty_like(like, dtype=own.dtype, requires_grad=False)
+                tensors[key].to_local().copy_(own)
     return tensors
 
 
@@ -147,13 +145,6 @@ def assembled(name: str, parts: Sequence[Part], offset: list[int], size: list[in
 
 def ranges(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
-
-
-def as_dtensor(local: Tensor, like: Any) -> Tensor:
-    """Return a DTensor of this rank's slice, sharded as another one."""
-    tensor: Any = torch.empty_like(like, dtype=local.dtype, requires_grad=False)  # offloaded where the other one is
-    tensor.to_local().copy_(local)
-    return tensor
 
 
 @contextmanager

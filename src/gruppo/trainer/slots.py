@@ -9,7 +9,7 @@ threads and clocks; ``AsyncRollouts`` calls it under its lock.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gruppo.types import Prompt, Request, Rollouts
@@ -35,18 +35,19 @@ class Group:
     """Whether its samples are not needed any more."""
 
 
+@dataclass(eq=False)
 class Slots:
     """Groups in the order of draws: queued (waiting, being sampled, or done), then taken by a step, then released."""
 
-    def __init__(self, lag: int, prompts: int) -> None:
-        self.lag, self.prompts = lag, prompts
-        self.queue: deque[Group] = deque()
-        self.taken: list[Group] = []
-        """Groups of the step that is under way."""
-        self.waiting: list[Group] = []
-        """Groups to be sampled, in this order."""
-        self.running = 0
-        """Groups that are being sampled."""
+    lag: int
+    prompts: int
+    queue: deque[Group] = field(default_factory=deque)
+    taken: list[Group] = field(default_factory=list)
+    """Groups of the step that is under way."""
+    waiting: list[Group] = field(default_factory=list)
+    """Groups to be sampled, in this order."""
+    running: int = 0
+    """Groups that are being sampled."""
 
     @property
     def held(self) -> int:

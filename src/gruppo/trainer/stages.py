@@ -8,6 +8,7 @@ import math
 import operator
 import re
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from gruppo import distributed as dist
 from gruppo.config.schema import Config, Stage
 from gruppo.config.stages import SCHEDULED, peak_lr, stage_path
-from gruppo.core.schedules import AdaptiveSpec, Controller, Schedule, make_controller, parse_schedule, warmup_decay
+from gruppo.core.schedules import AdaptiveSpec, Schedule, make_controller, parse_schedule, warmup_decay
 from gruppo.types import GruppoError, Sampling
 
 log = logging.getLogger("gruppo")
@@ -73,10 +74,9 @@ class Gate:
             if flat:  # losses are to fall
                 assert self._number >= 0 and not self.metric.startswith(("loss/", "sup/"))
         except (AssertionError, ValueError):
-            raise GruppoError(
-                f"{where}.until={text!r} is not understood; it needs a metric, a comparison and a number, such as "
-                "'eval/reward_mean > 0.5', or a metric that is to rise and no longer does, such as 'eval/psnr flat 3'."
-            ) from None
+            raise GruppoError(f"""{where}.until={text!r} is not understood; it needs a metric, a comparison and a
+                number, such as 'eval/reward_mean > 0.5', or a metric that is to rise and no longer does, such as
+                'eval/psnr flat 3'.""") from None
 
     def is_open(self, values: Sequence[float]) -> bool:
         """``values``: the metric's in the stage, the latest last."""
@@ -93,10 +93,10 @@ class StageSchedule:
         """``sampling``: what each step samples from, at its own temperature; that of a text model by default."""
         self.config, self.plan = config, config.plan
         self.sampling = config.rollout.sampling if sampling is None else sampling
-        self._schedules: list[dict[str, Schedule | Controller]] = []
+        self._schedules: list[dict[str, Any]] = []
         self._gates: list[Gate | None] = []
         for index, stage in enumerate(self.plan):
-            where, schedules = stage_path(config, index), dict[str, Schedule | Controller]()
+            where, schedules = stage_path(config, index), dict[str, Any]()
             for name in (field.name for field in fields(stage) if field.name in SCHEDULED):
                 if (value := getattr(stage, name)) is not None:
                     spec: Any = parse_schedule(value, f"{where}.{name}")
@@ -116,8 +116,8 @@ class StageSchedule:
         """Step whose gates have been evaluated."""
         self.is_over = False
         """Whether the gate of the last stage has opened, which ends the run."""
-        self._sampled_since: int | None = None
-        self._seen: list[float] = []
+        self.sampled_since: int | None = None
+        self.seen: list[float] = []
         """The values of the gate's metric in the stage."""
 
     @property
@@ -141,24 +141,15 @@ class StageSchedule:
         if self.index + 1 < len(self.plan) and stage.steps:
             length = min(stage.steps, length)
         now: dict[str, Any] = dict.fromkeys(SCHEDULED)
-        for name, schedule in self._schedules[self.index].items():
-            if isinstance(schedule, Schedule):
-                now[name] = schedule.at(step - self.began, length=length)
-            else:
-                now[name] = schedule.value
+        for name, one in self._schedules[self.index].items():
+            now[name] = one.at(step - self.began, length=length) if isinstance(one, Schedule) else one.value
         now |= self.overrides
         lr, optim = now["lr"], config.optim
         if lr is None:
-            lr = warmup_decay(
-                step,
-                peak=optim.lr,
-                warmup=optim.warmup_steps,
-                total=config.steps,
-                decay=optim.decay,
-                final_frac=optim.final_lr_frac,
-            )
+            shape: Any = {"warmup": optim.warmup_steps, "decay": optim.decay, "final_frac": optim.final_lr_frac}
+            lr = warmup_decay(step, peak=optim.lr, total=config.steps, **shape)
         warmth = min((step - self.began + 1) / stage.warmup_steps, 1.0) if stage.warmup_steps else 1.0
-        lr *= warmth * self.lr_scale
+        lr *= warmth * self.lr_scale  # of each return to the best weights
         own, peak = config.critic.lr, peak_lr(config, self.index)
         temperature, group_size = now["temperature"], now["group_size"]
         step_params = StepParams(
@@ -172,7 +163,7 @@ class StageSchedule:
         )
         if not config.objective.has_critic or not step_params.samples:
             return step_params
-        since = step if self._sampled_since is None else min(self._sampled_since, step)
+        since = step if self.sampled_since is None else min(self.sampled_since, step)
         return replace(step_params, is_critic_alone=step - since < config.critic.warmup_steps)
 
     def metrics(self, step_params: StepParams) -> dict[str, float]:
@@ -181,23 +172,20 @@ class StageSchedule:
         changing |= {name for stage in self.plan for name in SCHEDULED if isinstance(getattr(stage, name), str)}
         changing |= self.overrides.keys()
         now = {"temperature": step_params.sampling.temperature}
-        metrics = {
-            f"stage/{name}": float(now.get(name, getattr(step_params, name, math.nan)))
-            for name in SCHEDULED
-            if name in changing and name != "lr"
-        }
+        shown = [name for name in SCHEDULED if name in changing and name != "lr"]  # that is "optim/lr"
+        metrics = {f"stage/{name}": float(now.get(name, getattr(step_params, name, math.nan))) for name in shown}
         return metrics | ({"stage/number": self.index + 1.0} if len(self.plan) > 1 else {})
 
     def measure(self, step: int, metrics: Mapping[str, float], *, rows: float = 0.0) -> None:
         """After step ``step``'s update: controllers move on, and gates remember."""
-        if rows and self._sampled_since is None:
-            self._sampled_since = step
+        if rows and self.sampled_since is None:
+            self.sampled_since = step
         for schedule in self._schedules[self.index].values():
             if not isinstance(schedule, Schedule) and schedule.metric in metrics:
                 schedule.update(metrics[schedule.metric], rows=rows)
         gate = self._gates[self.index]
         if gate is not None and (value := agreed(metrics, gate.metric)) is not None:
-            self._seen.append(value)
+            self.seen.append(value)
 
     def advance(self, step: int, known: Mapping[str, float]) -> str | None:
         """At the boundary after ``step`` steps: begin the next stage, or end the run, if it is due, and return why.
@@ -209,18 +197,17 @@ class StageSchedule:
             return None
         self.settled = step
         is_last = self.index + 1 == len(self.plan)
-        gate, stage, name, seen = self._gates[self.index], self.stage, self.name, self._seen
-        if gate and gate.is_open(self._seen):
+        gate, stage, name, seen = self._gates[self.index], self.stage, self.name, self.seen
+        if gate and gate.is_open(self.seen):
             why = f"{gate.metric} is {seen[-1]:.4g}, and {name} lasts until {stage.until}"
         elif (step == self.config.steps) if is_last else stage.steps and step - self.began >= stage.steps:
             why = f"{name} has had its {stage.steps} steps"
             if gate:
                 near = "" if seen else nearest_metric(gate.metric, known)
                 last = f"{gate.metric} was {seen[-1]:.4g} at last" if seen else f"{gate.metric} was never measured"
-                log.warning(
-                    "%s ends after its %d steps, and its gate %r never opened: %s.%s",
-                    *(name, step - self.began, stage.until, last, f" Did you mean {near}?" if near else ""),
-                )
+                hint = f" Did you mean {near}?" if near else ""
+                parts = (name, step - self.began, stage.until, last, hint)
+                log.warning("%s ends after its %d steps, and its gate %r never opened: %s.%s", *parts)
             if is_last:
                 return None
         else:
@@ -228,38 +215,26 @@ class StageSchedule:
         if is_last:
             self.is_over = True
             return f"step {step}: the run ends ({why})."
-        self.index, self.began, self._seen = self.index + 1, step, []
+        self.index, self.began, self.seen = self.index + 1, step, []
         return f"step {step}: {self.name} begins ({why})."
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "index": self.index,
-            "began": self.began,
-            "lr_scale": self.lr_scale,
-            "overrides": dict(self.overrides),
-            "settled": self.settled,
-            "is_over": self.is_over,
-            "sampled_since": self._sampled_since,
-            "seen": list(self._seen),
-            "controllers": [
-                {name: one.state_dict() for name, one in stage.items() if not isinstance(one, Schedule)}
-                for stage in self._schedules
-            ],
-        }
+        controllers = [
+            {name: one.state_dict() for name, one in stage.items() if not isinstance(one, Schedule)}
+            for stage in self._schedules
+        ]
+        # copies: a checkpoint may be written after the next step has changed these
+        return {name: copy(getattr(self, name)) for name in _SAVED} | {"controllers": controllers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.index, self.began, self.lr_scale = int(state["index"]), int(state["began"]), float(state["lr_scale"])
-        self.settled, self._sampled_since = int(state["settled"]), state["sampled_since"]
-        self.is_over = bool(state["is_over"])
-        self._seen = list(state["seen"])
-        self.overrides = dict(state["overrides"])
+        vars(self).update({name: copy(state[name]) for name in _SAVED})
         for stage, saved in zip(self._schedules, state["controllers"], strict=True):
             for name, numbers in saved.items():
-                controller = stage[name]
-                assert not isinstance(controller, Schedule)
-                controller.load_state_dict(numbers)
+                stage[name].load_state_dict(numbers)
 
 
+_SAVED = ("index", "began", "lr_scale", "overrides", "settled", "is_over", "sampled_since", "seen")
+"""What a checkpoint holds of a StageSchedule, beside the controllers."""
 _PLAIN = ("rl_coef", "sup_coef", "kl_coef", "entropy_coef", "value_coef", "cons_coef", "difficulty")
 """Step parameters that are the value of their schedule, which no stage may leave out."""
 
@@ -267,7 +242,7 @@ _PLAIN = ("rl_coef", "sup_coef", "kl_coef", "entropy_coef", "value_coef", "cons_
 def step_params_at(config: Config, step: int) -> StepParams:
     """The parameters of step 0, 1, ... in the first stage, if it samples from the beginning."""
     stage_schedule = StageSchedule(config)
-    stage_schedule._sampled_since = 0
+    stage_schedule.sampled_since = 0
     return stage_schedule.step_params(step)
 
 

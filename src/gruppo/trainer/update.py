@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from gruppo import distributed as dist
 from gruppo import types
@@ -24,17 +24,10 @@ from gruppo.distributed.sharding import clip_grad_norm, is_sharded, is_unit
 from gruppo.trainer import gradients
 from gruppo.trainer.demonstrations import consistency_term, supervised_backward
 from gruppo.trainer.memory import Part, attempts
-from gruppo.trainer.minibatches import (
-    frozen,
-    gaussian_outputs,
-    has_gradient,
-    likelihood_of,
-    minibatches,
-    required_outputs,
-)
+from gruppo.trainer.minibatches import gaussian_outputs, has_gradient, likelihood_of, minibatches, required_outputs
 from gruppo.trainer.run import Run, flatten, reduced, trained
 from gruppo.trainer.stages import StepParams
-from gruppo.trainer.weight_change import EVERY, Moved, warn_if_still
+from gruppo.trainer.weight_change import EVERY, NORMS, Moved, warn_if_still
 from gruppo.types import Batch, Gaussian, GruppoError, Likelihood, MicroBatch, NumericalStop, Stat
 
 log = logging.getLogger("gruppo")
@@ -47,27 +40,18 @@ LEARNED = ("ratio", "sup/nats")
 
 _METRICS = {
     "ratio": ("mean:ratio/mean", "max:ratio/max"),
-    "kl/old_nats": ("mean:kl/old_nats",),
-    "kl/old_k3_nats": ("mean:kl/old_k3_nats",),
-    "kl/ref_nats": ("mean:kl/ref_nats",),
+    **{name: (f"mean:{name}",) for name in ("kl/old_nats", "kl/old_k3_nats", "kl/ref_nats")},
     "entropy/nats": ("mean:entropy/mean_nats",),
-    "clip/high_frac": ("mean:clip/high_frac",),
-    "clip/low_frac": ("mean:clip/low_frac",),
-    "clip/kl_mask_frac": ("mean:clip/kl_mask_frac",),
+    **{name: (f"mean:{name}",) for name in ("clip/high_frac", "clip/low_frac", "clip/kl_mask_frac")},
     "correction/weight": tuple(f"{what}:correction/{what}" for what in ("mean", "min", "max", "ess_frac")),
     "value/clip_frac": ("mean:value/clip_frac",),
     "mismatch/nats": ("mean:mismatch/mean_nats", "max:mismatch/max_nats"),
     "mismatch/lag_0_nats": ("mean:mismatch/lag_0_mean_nats", "count:mismatch/lag_0_count"),
-    "loss/policy": ("sum:loss/policy",),
-    "loss/kl": ("sum:loss/kl",),
-    "loss/sup": ("sum:loss/sup",),
-    "loss/cons": ("sum:loss/cons",),
+    **{name: (f"sum:{name}",) for name in ("loss/policy", "loss/kl", "loss/sup", "loss/cons")},
     "sup/nats": ("mean:sup/loss_nats",),
     "sup/tokens": ("sum:sup/tokens_count",),
     "loss/value": ("sum:loss/value",),
-    "grad/norm": ("mean:grad/norm",),
-    "grad/critic_norm": ("mean:grad/critic_norm",),
-    "grad/action_norm": ("mean:grad/action_norm",),
+    **{name: (f"mean:{name}",) for name in NORMS},
     "update/taken": ("sum:update/updates_count",),
     "update/skipped": ("sum:update/skipped_count",),
     "update/changed": ("mean:update/changed_frac",),
@@ -89,7 +73,7 @@ def learn(run: Run, batch: Batch, step_params: StepParams) -> dict[str, float]:
     began = time.perf_counter()
     for group in run.optimizer.param_groups:
         group["lr"] = step_params.critic_lr if group["is_critic"] else step_params.lr * group["lr_factor"]
-        group["weight_decay"] = step_params.weight_decay
+        group["weight_decay"] = step_params.weight_decay  # AdamW multiplies it by the learning rate
     stats = {"update/taken": Stat(), "update/skipped": Stat()}
     metrics: dict[str, float] = {}
     epochs: list[dict[str, Stat]] = [{} for _ in range(run.config.optim.epochs)]
@@ -105,6 +89,7 @@ def learn(run: Run, batch: Batch, step_params: StepParams) -> dict[str, float]:
         _accumulate(epoch_stats, update_stats)
         if has_moved_far:
             break
+    # a loss is a weighted sum over its minibatch: the metric is the mean over minibatches, not over rows
     losses = {name: Stat(1, stat.sum / tried) for name, stat in stats.items() if name.startswith("loss/")}
     metrics |= flatten(stats | losses, _METRICS) | reduced({n: s for n, s in stats.items() if ":" in n})
     metrics |= epoch_metrics(run.config.optim, epochs, tried - has_moved_far)
@@ -142,9 +127,9 @@ def update(run: Run, batch: Batch, step_params: StepParams) -> tuple[dict[str, S
     """
     run.optimizer.zero_grad(set_to_none=True)
     stats = backward(run, batch, step_params)
-    learned = [stats[name] for name in LEARNED if name in stats]
-    flags = [any(stat.count or stat.pending for stat in learned), *(p.grad is not None for p in run.parameters)]
-    is_learned, *reached = dist.all_sum(torch.tensor(flags, dtype=torch.long)).tolist()
+    has_learned = any(stats[name].count or stats[name].pending for name in LEARNED if name in stats)
+    flags = torch.tensor([has_learned, *(parameter.grad is not None for parameter in run.parameters)], dtype=torch.long)
+    is_learned, *reached = dist.all_sum(flags).tolist()
     dist.sum_gradients(p for p in learning(run, step_params) if not is_sharded(p))  # FSDP has summed those
     for parameter, ranks in zip(run.parameters, reached, strict=True):
         if not ranks:  # as an action's std while only demonstrations are learned from: no momentum or decay moves it
@@ -155,7 +140,7 @@ def update(run: Run, batch: Batch, step_params: StepParams) -> tuple[dict[str, S
             stats = dist.merge_stats(stats)
         has_moved_far = stats.get("kl/old_k3_nats", Stat()).mean > limit  # the same number on all ranks
     # Networks whose gradient norms are limited apart: a separate critic must not shrink the policy's gradient.
-    networks: dict[str, list[torch.nn.Parameter]] = {"norm": []}
+    networks: dict[str, list[nn.Parameter]] = {"norm": []}
     for group in run.optimizer.param_groups:
         networks.setdefault(group["norm"], []).extend(group["params"])
     taken = dict[str, Stat]()
@@ -170,7 +155,7 @@ def update(run: Run, batch: Batch, step_params: StepParams) -> tuple[dict[str, S
     return stats | taken, has_moved_far
 
 
-def learning(run: Run, step_params: StepParams) -> list[torch.nn.Parameter]:
+def learning(run: Run, step_params: StepParams) -> list[nn.Parameter]:
     """Parameters that may have a gradient on some rank; the others keep none, so that no momentum or decay moves them.
 
     The critic's alone during its warmup, and none of them while nothing is sampled.
@@ -181,12 +166,13 @@ def learning(run: Run, step_params: StepParams) -> list[torch.nn.Parameter]:
     return run.parameters if step_params.samples else policy
 
 
-def _step(run: Run, networks: Mapping[str, list[torch.nn.Parameter]]) -> dict[str, Stat]:
+def _step(run: Run, networks: Mapping[str, list[nn.Parameter]]) -> dict[str, Stat]:
     """Clip each network's gradient and step; skip the update where a gradient is not finite."""
     limit = run.config.optim.max_grad_norm or float("inf")
     device = run.policy.device
     of_networks = {name: clip_grad_norm(own, limit) for name, own in networks.items()}
-    before = Moved(run.optimizer) if run.state.step % EVERY == 0 else None
+    step = run.state.step
+    before = Moved(run.optimizer) if step % EVERY == 0 else None
     has_taken = types.is_deferred(device) and dist.world_size() == 1  # ranks agree on a number before the step
     if has_taken:
         # AdamW itself leaves out a step whose gradient is not finite: what GradScaler sets, without waiting to know
@@ -211,13 +197,11 @@ def _step(run: Run, networks: Mapping[str, list[torch.nn.Parameter]]) -> dict[st
     # of one kind on all ranks, unless their hardware rounds otherwise
     name, norm = next(((name, norm) for name, norm in norms.items() if not math.isfinite(norm)), ("norm", math.inf))
     whose, option = ("critic", "--critic.lr") if name == "critic_norm" else ("policy", "--optim.lr")
-    step = run.state.step
     log.warning("step %d: the norm of the %s's gradient is %s; this update was skipped.", step, whose, norm)
     if run.state.skipped_updates >= MAX_SKIPPED_UPDATES:
-        raise NumericalStop(
-            f"step {step}: {MAX_SKIPPED_UPDATES} updates in a row had a gradient that is not finite, the last one the "
-            f"{whose}'s; every save before this step is kept. Train again with a lower {option}, or --compute float32."
-        )
+        raise NumericalStop(f"""step {step}: {MAX_SKIPPED_UPDATES} updates in a row had a gradient that is not finite,
+            the last one the {whose}'s; every save before this step is kept. Train again with a lower {option}, or
+            --compute float32.""")
     return stats | {"update/skipped": Stat(1, 1.0)}
 
 
@@ -282,13 +266,23 @@ def _backward(
     """Gradients and statistics of these micro-batches; no collectives, so that each rank may begin again alone."""
     objective, rollouts = run.config.objective, batch.rollouts
     assert rollouts is not None
-    stats = {name: Stat() for name in _stat_names(run, step_params)}
+    # The names are the same on a rank without any row, as ``merge_stats`` needs them.
+    names = ["ratio", "kl/old_nats", "kl/old_k3_nats", "clip/high_frac", "clip/low_frac", "entropy/nats"]
+    names += ["mismatch/nats", "loss/policy", "update/micro_batches"]
+    names += ["mismatch/lag_0_nats"] if run.config.engine.lag else []
+    names += ["correction/weight"] if objective.correction != "none" else []
+    names += ["clip/kl_mask_frac"] if objective.kl_mask else []
+    names += ["loss/value", "value/clip_frac"] if run.critic is not None else []
+    names += ["loss/cons"] if step_params.cons_coef else []
+    names += ["kl/ref_nats"] if run.reference is not None else []
+    names += ["loss/kl"] if run.reference is not None and objective.kl_in == "loss" else []
+    stats = dict.fromkeys(names, Stat())
     for micro_batch in micro_batches:
         with frozen(run.policy.compute_module) if step_params.is_critic_alone else nullcontext():
-            outputs = required_outputs(run, step_params)
-            likelihood = likelihood_of(run.policy, rollouts, micro_batch, outputs=outputs)
+            likelihood = likelihood_of(run.policy, rollouts, micro_batch, outputs=required_outputs(run, step_params))
         inputs = loss_inputs(run, batch, micro_batch, weights, likelihood)
         if micro_batch.is_repeat:
+            # not skipped: FSDP gathers and reduces in each forward and backward, which other ranks wait for
             nothing = torch.zeros_like(inputs.weights)
             inputs = replace(inputs, weights=nothing, loss_mask=nothing.bool())
         terms, micro_batch_stats = policy_loss(likelihood, inputs, objective)
@@ -325,6 +319,18 @@ def _backward(
     return stats
 
 
+@contextmanager
+def frozen(module: nn.Module) -> Iterator[None]:
+    """Forwards within give the module's weights no gradient."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    module.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+
+
 def loss_inputs(
     run: Run, batch: Batch, micro_batch: MicroBatch, weights: Float[Tensor, "B T"], likelihood: Likelihood
 ) -> LossInputs:
@@ -334,47 +340,28 @@ def loss_inputs(
     if objective.needs_whole_rows:
         outside = batch.loss_mask[micro_batch.rows].sum() - micro_batch.of(batch.loss_mask).sum()
         if outside > 0:
-            raise GruppoError(
-                f"this policy cuts rows into columns, and {int(outside)} kept actions of a micro-batch's rows are in "
-                "others; ratios and corrections of a sequence need whole rows. Set --objective.ratio token and "
-                "--objective.correction-level token."
-            )
+            raise GruppoError(f"""this policy cuts rows into columns, and {int(outside)} kept actions of a micro-batch's
+                rows are in others; ratios and corrections of a sequence need whole rows. Set --objective.ratio token
+                and --objective.correction-level token.""")
 
     def cut(x: Any) -> Any:  # without waiting for the device
+        if isinstance(x, Gaussian):
+            return Gaussian(cut(x.mean), cut(x.std))
         return None if x is None else micro_batch.of(x).to(device, non_blocking=True)
 
-    def cut_gaussian(x: Gaussian | None) -> Gaussian | None:
-        return None if x is None else Gaussian(cut(x.mean), cut(x.std))
-
     ref = None
-    if batch.ref is not None and run.reference is not None:
-        ref = Likelihood(cut(batch.ref.logprobs), gaussian=cut_gaussian(batch.ref.gaussian))
-    elif run.reference is not None:
-        ref = run.reference.likelihood(rollouts, micro_batch, outputs=gaussian_outputs(run))
+    if run.reference is not None:  # as evaluated before the updates, if it was
+        ref = batch.ref and Likelihood(cut(batch.ref.logprobs), gaussian=cut(batch.ref.gaussian))
+        ref = ref or run.reference.likelihood(rollouts, micro_batch, outputs=gaussian_outputs(run))
     return LossInputs(
         advantages=cut(batch.advantages),
         loss_mask=cut(batch.loss_mask),
         weights=cut(weights),
         old_logprobs=cut(batch.old_logprobs),
-        old_gaussian=cut_gaussian(batch.old_gaussian),
+        old_gaussian=cut(batch.old_gaussian),
         ref=ref,
         sampler_logprobs=cut(rollouts.sampler_logprobs) if objective.correction != "none" else None,
         old_values=cut(batch.old_values),
         returns=cut(batch.returns),
         dims=math.prod(rollouts.actions.shape[2:]),
     )
-
-
-def _stat_names(run: Run, step_params: StepParams) -> list[str]:
-    """Statistics of an update, the same on a rank without any row."""
-    objective = run.config.objective
-    names = ["ratio", "kl/old_nats", "kl/old_k3_nats", "clip/high_frac", "clip/low_frac", "entropy/nats"]
-    names += ["mismatch/nats", "loss/policy", "update/micro_batches"]
-    names += ["mismatch/lag_0_nats"] if run.config.engine.lag else []
-    names += ["correction/weight"] if objective.correction != "none" else []
-    names += ["clip/kl_mask_frac"] if objective.kl_mask else []
-    names += ["loss/value", "value/clip_frac"] if run.critic is not None else []
-    names += ["loss/cons"] if step_params.cons_coef else []
-    if run.reference is not None:
-        names += ["kl/ref_nats", *(["loss/kl"] if objective.kl_in == "loss" else [])]
-    return names

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,11 @@ class Screen(ConsoleTracker):
             log.addHandler(handler)
 
 
+@dataclass(eq=False)
 class Output:
     """A standard stream whose reader may leave, as ``head`` does, or whose terminal may close: the rest is dropped."""
 
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
+    _stream: Any
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -55,10 +55,7 @@ def warn_if_still(run: Run, changed: Stat) -> None:
         log.warning(
             "step %d: an update changed %.1f%% of the weights that have a gradient; at --optim.lr %g the rest is lost "
             "in rounding to %s. Raise it, or hold the weights in float32.",
-            run.state.step,
-            100 * changed.mean,
-            run.config.optim.lr,
-            " and ".join(dtypes),
+            *(run.state.step, 100 * changed.mean, run.config.optim.lr, " and ".join(dtypes)),
         )
 
 
@@ -79,20 +76,12 @@ def warn_if_idle(run: Run, metrics: Mapping[str, float], folder: Path, rollouts:
     elif run.config.objective.mask_truncated and metrics.get("finish/truncated_frac") == 1:
         reason = "all completions were truncated, which --objective.mask-truncated leaves out of the loss"
     elif rollouts is not None and _are_identical(rollouts):
-        reason = (
-            f"{IDENTICAL} (mean reward {metrics['reward/mean']:.3g}): the policy has no entropy left, which a large "
-            f"learning rate causes (--optim.lr is {run.config.optim.lr:g}), or the temperature is too low"
-        )
+        reason = f"{IDENTICAL} (mean reward {metrics['reward/mean']:.3g}): the policy has no entropy left, which a "
+        reason += f"large learning rate causes (--optim.lr is {run.config.optim.lr:g}), or the temperature is too low"
     elif not size > 0:
         reason = f"the rewards of each group are equal (mean {metrics['reward/mean']:.3g})"
-    log.warning(
-        "step %d: nothing was learned in the last %d steps: %s. %s doctor %s says what to change.",
-        state.step,
-        state.idle_steps,
-        reason,
-        command_name(),
-        folder,
-    )
+    values = (state.step, state.idle_steps, reason, command_name(), folder)
+    log.warning("step %d: nothing was learned in the last %d steps: %s. %s doctor %s says what to change.", *values)
 
 
 def _are_identical(rollouts: Rollouts) -> bool:
