@@ -12,10 +12,48 @@ from gruppo import distributed as dist
 from gruppo.config import peer_options, serialization
 from gruppo.config.schema import Config
 from gruppo.core.objective import PRESETS
-from gruppo.trl.arguments import WITHOUT_EFFECT, GRPOConfig, RLOOConfig
+from gruppo.trl.arguments import GRPOConfig, RLOOConfig
 from gruppo.types import GruppoError
 
+
+def _names(*lines: str) -> set[str]:
+    return {name for line in lines for name in line.split()}
+
+
 DEFAULTS = {"GRPO": GRPOConfig, "RLOO": RLOOConfig}
+WITHOUT_EFFECT = _names(
+    # memory and speed, which gruppo arranges itself without a change to the gradient
+    "gradient_checkpointing_kwargs activation_checkpointing_kwargs torch_empty_cache_steps use_liger_kernel tf32",
+    "liger_kernel_config torch_compile torch_compile_backend torch_compile_mode cast_lm_head_to_fp32 disable_dropout",
+    # sampling, which runs on the training weights with packed rows and a cache per group
+    "ds3_gather_for_generation use_transformers_paged use_transformers_continuous_batching use_cache",
+    "transformers_continuous_batching_config cache_implementation pad_to_multiple_of",
+    # data loaders: prompts are read by index, and every column goes to the rewards
+    "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor",
+    "dataloader_drop_last dataloader_in_order dataloader_multiprocessing_context remove_unused_columns label_names",
+    "length_column_name",
+    # processes: denominators are those of the whole batch, so ranks do not change the gradient
+    "average_tokens_across_devices ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph",
+    "ddp_backend local_rank full_determinism accelerator_config",
+    # evaluation, which samples completions and has no loss
+    "bf16_full_eval fp16_full_eval eval_accumulation_steps per_device_eval_batch_size eval_do_concat_batches",
+    "eval_use_gather_object batch_eval_metrics prediction_loss_only include_for_metrics",
+    # what is logged: every step is, with all completions
+    "logging_steps logging_strategy logging_first_step logging_nan_inf_filter log_on_each_node log_level",
+    "log_level_replica disable_tqdm log_completions num_completions_to_print debug log_unique_prompts log_multimodal",
+    "include_num_input_tokens_seen skip_memory_metrics run_name project trackio_space_id trackio_bucket_id",
+    "trackio_static_space_id",
+    # what the script does itself, and what save and push_to_hub of the trainer read
+    "do_train do_eval do_predict resume_from_checkpoint push_to_hub hub_model_id hub_token hub_private_repo",
+    "hub_revision hub_strategy hub_always_push save_only_model save_on_each_node ignore_data_skip",
+    "restore_callback_states_from_checkpoint enable_jit_checkpoint greater_is_better",
+    # of vLLM, without use_vllm
+    "vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_server_base_url",
+    "vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization",
+    "vllm_max_model_length vllm_tensor_parallel_size vllm_importance_sampling_correction vllm_importance_sampling_mode",
+    "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min vllm_importance_sampling_cap",
+)
+"""Arguments that change nothing that is learned here."""
 DIRECT = {
     option.theirs: option.ours
     for option in peer_options.peer_options("trl")
@@ -23,17 +61,15 @@ DIRECT = {
     if " " not in option.ours and option.theirs not in WITHOUT_EFFECT
 }
 """Arguments whose value is that of one option; those below replace some of them."""
-_READ = """
-    output_dir per_device_train_batch_size gradient_accumulation_steps generation_batch_size steps_per_generation
-    num_train_epochs max_steps lr_scheduler_type lr_scheduler_kwargs warmup_steps adam_beta1 adam_beta2 optim bf16
-    use_cpu report_to eval_strategy eval_steps eval_on_start save_strategy save_steps save_total_limit
-    model_init_kwargs chat_template_kwargs ddp_timeout num_generations_eval epsilon epsilon_high delta beta
-    use_bias_correction_kl entropy_coef use_adaptive_entropy entropy_target entropy_coef_delta scale_rewards
-    loss_type sync_ref_model ref_model_mixup_alpha ref_model_sync_steps data_seed shuffle_dataset use_vllm
-    gradient_checkpointing activation_checkpointing
-"""
-TRANSLATED = set(_READ.split())
-"""Arguments that the functions below read."""
+TRANSLATED = _names(
+    "output_dir per_device_train_batch_size gradient_accumulation_steps generation_batch_size steps_per_generation",
+    "num_train_epochs max_steps lr_scheduler_type lr_scheduler_kwargs warmup_steps adam_beta1 adam_beta2 optim bf16",
+    "use_cpu report_to eval_strategy eval_steps eval_on_start save_strategy save_steps save_total_limit",
+    "model_init_kwargs chat_template_kwargs ddp_timeout num_generations_eval epsilon epsilon_high delta beta",
+    "use_bias_correction_kl entropy_coef use_adaptive_entropy entropy_target entropy_coef_delta scale_rewards",
+    "loss_type sync_ref_model ref_model_mixup_alpha ref_model_sync_steps data_seed shuffle_dataset use_vllm",
+    "gradient_checkpointing activation_checkpointing",
+)
 DECAYS = {"linear": "linear", "cosine": "cosine", "constant": "constant"}
 DECAYS |= {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
 TRACKERS = ("tensorboard", "wandb", "trackio")
