@@ -50,8 +50,6 @@ from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
 
-PARTS = ("model", "data", "reward", "environment", "tools", "engine", "validation")
-"""Arguments that take Python objects, in the order of ``Parts.of``."""
 MAX_PROMPT = 120
 """Characters of a prompt that is put into a command."""
 
@@ -159,9 +157,21 @@ class Trainer:
             raise
 
     @classmethod
-    def resume(cls, path: str | Path, **options: Any) -> Trainer:
-        """Open a stopped or killed run; the arguments are those of ``gruppo.resume``."""
-        return cls.open(path, Parts.of(*(options.pop(name, None) for name in PARTS)), **options)
+    def resume(
+        cls,
+        path: str | Path,
+        *,
+        model: Any = None,
+        data: Any = None,
+        reward: Any = None,
+        environment: Any = None,
+        tools: Any = None,
+        engine: Any = None,
+        validation: Any = None,
+        **options: Any,
+    ) -> Trainer:
+        """Open a stopped or killed run; see ``gruppo.resume``."""
+        return cls.open(path, Parts.of(model, data, reward, environment, tools, engine, validation), **options)
 
     @classmethod
     def open(cls, source: Config | str | Path, parts: Parts | None = None, **options: Any) -> Trainer:

@@ -138,7 +138,7 @@ def with_absolute_paths(config: Config) -> Config:
         return name if kind in generated else absolute_path(name)
 
     environment, engine = config.environment, config.engine
-    specs = {name: absolute_spec(getattr(environment, name)) for name in ("kind", "reply")}
+    specs: dict[str, Any] = {name: absolute_spec(getattr(environment, name)) for name in ("kind", "reply")}
     # unlike a path to read, a folder to write need not exist yet
     folders = {name: getattr(engine, name) for name in ("replay", "publish_dir")}
     folders = {name: path and os.path.abspath(os.path.expanduser(path)) for name, path in folders.items()}
@@ -425,7 +425,8 @@ def open_rewards(
     """Open the rewards, and the environment that replies to the policy, if any; check the columns that they read."""
     targets = {"answer", "target", "solution", "label", config.prompts.target_column}
     environment = open_environment(config, parts)
-    weights, own = config.scoring.weights, {} if environment is None else environment.rewards
+    weights: Sequence[float] | None = config.scoring.weights
+    own = {} if environment is None else environment.rewards
     processes = RewardProcesses(config.seed) if config.scoring.isolate and CAN_ISOLATE else None
     functions = [*(resolve_reward(reward, processes) for reward in parts.rewards or config.reward), *own.values()]
     weights = weights if weights is None else [*weights, *(1.0 for _ in own)]

@@ -381,4 +381,4 @@ def merge_stats(stats: Mapping[str, Stat]) -> dict[str, Stat]:
     ends = torch.tensor([[-s.min, s.max] for s in local], dtype=torch.float64).reshape(-1, 2)
     sums, ends = all_sum(sums), all_sum(ends, op=td.ReduceOp.MAX)
     rows = zip(names, sums.tolist(), ends.tolist(), strict=True)
-    return {name: Stat(*total, -low, high) for name, total, (low, high) in rows}
+    return {name: Stat(n, total, squares, -low, high) for name, (n, total, squares), (low, high) in rows}

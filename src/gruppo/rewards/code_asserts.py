@@ -302,8 +302,8 @@ def _evaluate(node: ast.expr, values: Sequence[Any] = ()) -> Any:
         case ast.Compare(left=left, ops=ops, comparators=others):
             nodes = [left, *others]
             sides = [_evaluate(side, values) for side in nodes]
-            parts = zip(ops, nodes, pairwise(sides), strict=False)
-            return all(_compare(op, a, b, is_left_expected=isinstance(n, ast.Constant)) for op, n, (a, b) in parts)
+            pairs = zip(ops, nodes, pairwise(sides), strict=False)
+            return all(_compare(op, a, b, is_left_expected=isinstance(n, ast.Constant)) for op, n, (a, b) in pairs)
         case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
             return _OPERATORS[type(op)](_evaluate(operand, values))
         case ast.Call(func=func, args=args, keywords=keywords) if _name(func) in _FUNCTIONS:

@@ -109,7 +109,10 @@ def _build(factory: Callable[..., Any], style: str, arguments: str | None) -> Ca
         if arguments is not None:
             raise ValueError("it takes no arguments")
         # A package that is not installed is missed before the run, not at the first answer.
-        extras = {text.reasoning_gym_score: ("reasoning_gym", "tasks"), text.math_verify: ("math_verify", "math")}
+        extras: dict[Any, tuple[str, str]] = {
+            text.reasoning_gym_score: ("reasoning_gym", "tasks"),
+            text.math_verify: ("math_verify", "math"),
+        }
         if factory in extras:
             loading.import_extra(*extras[factory], factory.__name__)
         return factory

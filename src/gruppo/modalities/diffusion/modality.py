@@ -73,7 +73,7 @@ class DiffusionModality(Modality):
             raise GruppoError(f"""compute='bfloat16' holds the base below adapters, and the weights of {model!r} are
                 trained themselves. Set --compute float32, or --lora.rank with a pipeline.""")
         # a saved network has its own sizes and path, and none but a pipeline has a size to choose
-        unread = () if model == NEW else NEW_OPTIONS
+        unread: tuple[str, ...] = () if model == NEW else NEW_OPTIONS
         unread += () if has_pipeline else PIPELINE_OPTIONS
         if changed := [name for name in unread if getattr(chosen, name) != getattr(default, name)]:
             owner = f"a new network (--model {NEW})" if changed[0] in NEW_OPTIONS else "a pipeline of diffusers"

@@ -237,7 +237,7 @@ def call_of(value: Any, tools: Sequence[Mapping[str, Any]] = ()) -> dict[str, An
     arguments = arguments or {}
     if not isinstance(arguments, Mapping):
         raise ValueError(f"its arguments are a {type(arguments).__name__}; they need to be an object")
-    schema = next((tool.get("function", tool) for tool in tools if name_of(tool) == name), {})
+    schema: Any = next((tool.get("function", tool) for tool in tools if name_of(tool) == name), {})
     schemas = schema.get("parameters", {}).get("properties", {})
     arguments = {key: _typed(item, schemas[key]) if key in schemas else item for key, item in arguments.items()}
     try:  # half a surrogate pair, or a value that JSON does not have, would fail where rows are written
