@@ -59,6 +59,7 @@ def test_a_run_is_pushed_with_its_weights_card_and_picture(run, hub, capsys):
     assert not (run / "final" / "README.md").exists()
 
 
+@pytest.mark.slow
 def test_the_environment_names_the_hub(run, hub, tmp_path):
     """As users set it; the library reads it when it is imported."""
     env = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": fake_hub.TOKEN}

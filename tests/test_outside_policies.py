@@ -45,6 +45,7 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return request.param, api.start(config(request.param, folder)).folder
 
 
+@pytest.mark.slow
 def test_a_policy_from_outside_is_killed_and_resumes_to_the_bit(finished, tmp_path, monkeypatch):
     name, run = finished
     learn = loop.learn

@@ -73,6 +73,7 @@ def commands(text: str) -> Iterator[list[str]]:
                     yield shlex.split(line, comments=True)[1:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_the_files_and_commands_of_a_page_work(
     page: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: fake_hub.FakeHub

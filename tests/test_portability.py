@@ -47,6 +47,7 @@ assert refused
 """
 
 
+@pytest.mark.slow
 def test_training_runs_on_the_cpu_without_modules_calls_signals_and_encoding_of_unix(tmp_path):
     subprocess.run(
         [sys.executable, "-X", "warn_default_encoding", "-c", TRAIN, str(tmp_path)],

@@ -33,6 +33,7 @@ def test_the_saving_is_that_of_the_rank_that_holds_most_and_the_step_that_of_the
     assert rows[1][:5] == ["2", "none", "2.00", "1.60", ""] and rows[2][:5] == ["4", "fsdp", "0.80", "0.40", "80%"]
 
 
+@pytest.mark.slow
 def test_one_rank_measures_what_it_holds_its_steps_and_a_save():
     """In a process of its own: one that has run other tests may give memory back."""
     (found,) = ranks.on_ranks(1, {"size": "tiny", "steps": 1, "shard": "none"})

@@ -52,6 +52,7 @@ def darkness(images: list[Any], **_: Any) -> list[float]:
     return [1 - float(image.mean()) for image in images]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STAGED)
 def test_a_staged_recipe_goes_through_its_stages(tmp_path: Path, name: str) -> None:
     config = short(name, tmp_path)

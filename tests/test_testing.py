@@ -33,6 +33,7 @@ def test_the_checks_are_public_and_their_error_is_ours_and_an_assertion():
 # --- policies --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", POLICIES, ids=lambda make: make.__name__)
 def test_every_policy_of_ours_keeps_the_contract(make):
     check_policy(make(), PROMPTS, sampling=Sampling(max_actions=4))

@@ -160,6 +160,7 @@ def test_the_plain_recipe_takes_ones_own_model_data_and_reward(tmp_path):
     assert code == 2 and "Set --model" in line
 
 
+@pytest.mark.slow
 def test_nothing_but_our_own_lines_reaches_the_terminal(tmp_path, recipe):
     """In a process of its own, where the libraries are imported with nothing set beforehand."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "TRANSFORMERS_", "TOKENIZERS_"))}

@@ -80,6 +80,7 @@ def failed(tmp_path_factory) -> dict[str, list[list[Any]]]:
     return dict(zip(phases, of_ranks([(file, phase) for phase in phases], failing, folder / "ranks"), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", (*DECISIONS, *WORK))
 def test_where_one_rank_fails_in_a_collective_both_end_and_rank_0_names_it_and_the_phase(failed, phase):
     (code, line), (other_code, other_line) = failed[phase]

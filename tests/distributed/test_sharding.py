@@ -33,6 +33,7 @@ def alone(name, optimizer):
     return sharded.three_steps(name, optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.silent_bug(12)
 @pytest.mark.parametrize(
     ("started", "name", "optimizer"), [(key, *case) for key, cases in CASES.items() for case in cases]

@@ -72,6 +72,7 @@ PROVOKED: dict[str, tuple[dict[str, Any], list[str], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "names", "change"), PROVOKED.values(), ids=PROVOKED)
 def test_a_symptom_that_is_provoked_is_named(tmp_path, config, names, change):
     run = api.start(tiny.config(tmp_path, **(QUICK | config))).folder

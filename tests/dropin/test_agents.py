@@ -202,6 +202,7 @@ def trained(by_heart: Any, prompt: str, reward: Any = None, steps: int = 2, **ar
     return trainer
 
 
+@pytest.mark.slow
 def test_the_tools_of_the_page_on_agents(by_heart):
     seen = []
 

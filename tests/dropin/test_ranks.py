@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from tests import fake_hub, processes, tiny
@@ -65,6 +66,7 @@ def read(folder: Path, ranks: int) -> list[Any]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
+@pytest.mark.slow
 def test_a_script_of_trl_on_two_ranks_trains_evaluates_saves_and_pushes_as_on_one(tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     with fake_hub.serving() as hub:

@@ -230,6 +230,7 @@ def test_a_method_of_a_callback_that_would_never_be_called_is_refused():
         GRPOTrainer(tiny.model(), length, GRPOConfig("out", **SHORT), ROWS, callbacks=[Never()])
 
 
+@pytest.mark.slow
 def test_the_model_is_pushed_with_its_card_under_the_name_of_its_folder(tmp_path, monkeypatch, hub):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HF_TOKEN")

@@ -65,6 +65,7 @@ def config(tmp_path: Any, server: Sleeper, **changes: Any) -> Any:
     return tiny.config(tmp_path, **served | {"steps": 2, "compute": "float32"} | changes)
 
 
+@pytest.mark.slow
 def test_a_server_sleeps_from_the_last_sample_of_a_step_until_its_next_weights(tmp_path, server, monkeypatch):
     learn, asleep = update.backward, []
 

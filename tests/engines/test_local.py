@@ -14,6 +14,7 @@ from gruppo.types import Sampling
 SAMPLING = Sampling(max_actions=6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", POLICIES, ids=lambda make: make.__name__)
 def test_it_keeps_the_contract_of_engines_with_every_policy(make):
     policy = make()

@@ -142,6 +142,7 @@ def another_model(policy: TextPolicy, weights: dict[str, torch.Tensor]) -> None:
     policy.module.load_state_dict(from_pretrained(tiny.model(seed=5), compute="float32").module.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("load", "reason"),
     [
@@ -221,6 +222,7 @@ def test_log_probs_that_are_not_those_of_sampling_are_refused(engine, servers, p
 # --- servers that fail later ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load", [nothing, Before(), another_model], ids=["nothing", "previous version", "another"])
 def test_a_server_that_begins_to_load_wrongly_is_left_out_at_once_and_comes_back(engine, servers, policy, load):
     for version in range(3):

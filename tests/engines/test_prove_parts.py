@@ -38,6 +38,7 @@ def adapter(base: str) -> TextPolicy:
     return from_pretrained(base, compute="float32", adapt=partial(inject, rank=2, alpha=4.0, base=base))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("skipped", "reason"), [("layers.1.", r"layers.1 was not loaded"), ("layers.", "nothing of it was loaded")]
 )

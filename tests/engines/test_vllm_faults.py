@@ -105,6 +105,7 @@ def process(moment: int, number: int) -> Iterator[tuple[str, int]]:
         child.join()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX")
 @pytest.mark.parametrize("moment", range(1, 11))
 def test_a_server_killed_at_any_of_its_requests_costs_nothing_but_time(policy, sound, expected, tmp_path, moment):
@@ -280,6 +281,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
     return [{name: x for name, x in line.items() if not name.startswith(skipped)} for line in lines]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["while rows are sampled", "while weights are published"])
 def test_with_no_server_left_a_run_is_saved_and_continues_on_others(whole, tmp_path, monkeypatch, moment):
     servers = [FakeServer(tiny.model()) for _ in range(2)]

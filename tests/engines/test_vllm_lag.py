@@ -116,6 +116,7 @@ def test_a_row_with_a_stop_text_that_might_lie_across_two_requests_begins_again(
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_run_with_lag_keeps_the_bound_and_survives_the_loss_of_a_server(servers, tmp_path):
     urls = [server.url for server in servers]
     chosen = tiny.config(tmp_path, engine__kind="vllm", engine__urls=urls, engine__lag=1, engine__timeout_s=5, steps=5)
@@ -134,6 +135,7 @@ def test_a_run_with_lag_keeps_the_bound_and_survives_the_loss_of_a_server(server
     assert rows[-1]["engine/servers_count"] == 1
 
 
+@pytest.mark.slow
 def test_samples_of_the_newest_weights_are_held_against_the_limit(servers, tmp_path):
     """Log-probs that go wrong after the proof, whose rows are sampled at another temperature."""
 

@@ -454,6 +454,7 @@ def test_a_role_that_the_template_refuses_costs_its_row():
 # --- engines and references -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_engine_that_converses_keeps_the_contract_of_engines():
     policy = tiny_policy()
     engine = ConversationEngine(LocalEngine(policy, version=3), Environment(echo), policy.check_prompt)

@@ -21,6 +21,7 @@ def opened(name, credit="outcome"):
     return gymnasium_factory(name, SimpleNamespace(reward=(), objective=SimpleNamespace(credit=credit)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2**40])
 @pytest.mark.parametrize("name", ["Blackjack-v1", "FrozenLake-v1", "CliffWalking-v1", "Taxi-v4"])
 def test_an_episode_is_gymnasiums_own_with_the_same_seed_and_actions(name, seed):
@@ -158,6 +159,7 @@ class Letters(Words):
         return "more", float(worth), worth > 2, False, {}
 
 
+@pytest.mark.slow
 def test_ten_steps_are_trained_and_the_rewards_are_those_of_the_environment(tmp_path):
     changes = {"rollout__stop": ("s", "t"), "rollout__max_new_tokens": 12}
     metrics, rows = trained(tmp_path, environment="gymnasium:gruppo/Letters-v0", **changes)

@@ -152,6 +152,7 @@ def test_the_first_values_are_zero_and_draw_nothing(kind):
 # --- pieces, padding, company, order ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.silent_bug(3)
 def test_micro_batch_size_changes_neither_value_nor_gradient(policy, critic, rollouts):
     budget = 1 if critic.is_shared else 25
@@ -169,6 +170,7 @@ def test_the_order_of_rows_permutes_the_values(critic, rollouts):
     same(values_of(critic, rollouts.take(order), [straight]), values_of(critic, rollouts, [straight])[order])
 
 
+@pytest.mark.slow
 @pytest.mark.silent_bug(4)
 def test_longer_neighbours_change_neither_value_nor_gradient(policy, critic, rollouts):
     neighbour = replace(prompts("the prompt of a long neighbour")[0], id="long")

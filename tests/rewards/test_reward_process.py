@@ -32,6 +32,7 @@ def isolated(processes):
     return lambda name: resolve_reward(f"{FILE}:{name}", processes)
 
 
+@pytest.mark.slow
 @pytest.mark.silent_bug(23)
 @pytest.mark.parametrize(
     ("name", "kind", "says"),

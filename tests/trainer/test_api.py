@@ -200,6 +200,7 @@ print("after")
 """
 
 
+@pytest.mark.slow
 def test_a_run_of_a_ten_line_script_is_resumed_by_its_folder_without_training_again(tmp_path):
     script = tmp_path / "script.py"
     tiny.write_rows(tmp_path / "data.jsonl")
@@ -290,6 +291,7 @@ def test_commands_are_written_as_the_shell_needs_them(tmp_path, monkeypatch):
 ALL = {"sample", "eval", "doctor", "train"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "given"),
     [

@@ -130,6 +130,7 @@ def in_columns(run: Run) -> Run:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.silent_bug(11)
 @pytest.mark.parametrize("preset", ["grpo", "ppo", "reinforce_pp", "dapo"])
 def test_a_policy_that_cuts_rows_into_columns_takes_the_same_step(tmp_path, preset):

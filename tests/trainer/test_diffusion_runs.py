@@ -223,6 +223,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.silent_bug(33)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_that_is_stopped_in_the_middle_goes_on_to_the_bit(tmp_path, monkeypatch, folder_of_images, kind):

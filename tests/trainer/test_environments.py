@@ -95,6 +95,7 @@ FULL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FULL)
 def test_a_run_that_is_stopped_goes_on_to_the_bit(tmp_path, kind):
     changes = {"steps": 4} | FULL[kind]

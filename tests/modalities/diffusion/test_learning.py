@@ -98,6 +98,7 @@ def test_several_updates_of_one_batch_move_the_ratio_and_the_clip_stops_them():
     assert metrics[1]["ratio/max"] > 1.1 and metrics[1]["clip/high_frac"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("critic_of", [SharedCritic, DenoiserCritic])
 def test_a_critic_of_denoising_steps_learns_what_they_come_to(critic_of):
     fake = ancestral()

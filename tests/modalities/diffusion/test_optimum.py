@@ -63,6 +63,7 @@ def test_the_kl_regularised_policy_gradient_ends_at_its_closed_form():
     torch.testing.assert_close(shift, 0.25 * SLOPE / BETA, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_the_same_with_samples_that_are_drawn():
     """120 updates of 256 draws each; the mean of the last 100 is within a twentieth."""
     policy = DenoiserPolicy(OnePicture(), (DIMS,))

@@ -280,6 +280,7 @@ def learned(fake, rollouts, *, steps=3, rate=3e-3):
 # --- one distribution -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_it_keeps_the_contract_of_a_policy():
     check_policy(made(sd15).policy, list(CAPTIONS), sampling=SAMPLINGS[sd15])
 
@@ -552,6 +553,7 @@ def test_a_value_of_each_step_from_the_middle_of_the_network(fake):
 # --- saved and opened -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "lora"),
     [(sdxl, False), (flux, False), (sd15, True), (sd3, True)],

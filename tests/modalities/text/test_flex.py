@@ -68,6 +68,7 @@ def test_blocks_of_the_mask_are_those_of_every_pair_of_tokens():
 # --- the layers ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "dtype"), [*((make, torch.float64) for make in STREAMING), (STREAMING[0], torch.float32)]
 )
@@ -110,6 +111,7 @@ def test_a_policy_scores_with_them_and_without_a_gradient_to_the_bit_as_with_one
     assert float((fast_grad - slow_grad).norm() / slow_grad.norm()) < 1e-4
 
 
+@pytest.mark.slow
 def test_all_layers_and_streams_of_any_length_share_two_graphs(on_cpu, monkeypatch):
     graphs = []
     monkeypatch.undo()

@@ -71,6 +71,7 @@ def test_samples_log_probs_and_gradients_are_those_of_the_dequantized_weights(bi
         assert float(weight.grad.abs().max()) > 0 and torch.equal(weight.grad, gradients[1][name].grad), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"objective": "ppo", "critic__kind": "separate"}], ids=["grpo", "ppo"])
 def test_a_run_resumes_to_the_bit_on_a_base_that_stays_what_it_was(bitsandbytes, tmp_path, changes):
     changes = {"steps": 4, "evaluation__prompts": 0} | FULL | changes
