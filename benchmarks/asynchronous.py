@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import gruppo
+from gruppo.plan.simulate import Loop, simulate
 from gruppo.protocols import Tracker
 
 LOCAL = "local engine"
@@ -156,14 +157,40 @@ def reached(options: Any, variant: str, seed: int) -> dict[str, Any] | None:
     return next((row for row in rows if row.get("reward", 0.0) >= options.goal), None)
 
 
+def simulated(rows: Sequence[dict[str, Any]], lag: int) -> float:
+    """Seconds of a step by the simulation of ``gruppo plan``, from the medians of a run without lag."""
+    sampled, learned, published = (
+        statistics.median(row[f"time/{part}_s"] for row in rows) for part in ("rollout", "update", "sync")
+    )
+    groups, steps = [[1] * 8] * 48, 20  # rows of equal length, as the answers of arithmetic nearly are
+    loop = Loop(
+        prompts=len(groups),
+        lag=lag,
+        servers=1,
+        max_rows=128,  # of vLLM on a CPU
+        decode_step_s=lambda rows, cached: sampled / 384 * rows,
+        prefill_s=lambda tokens: 0.0,  # within the seconds of a row
+        train_s=lambda groups: learned,
+        publish_s=published,
+        prompt_tokens=0.0,
+    )
+    return simulate(loop, groups * steps).step_s(steps // 2)
+
+
 def table(options: Any) -> str:
-    """Of each variant: seeds that reached the goal, their median step and seconds, and medians of metrics."""
-    lines = [f"{'':22}{'reached':>9}{'steps':>7}{'seconds':>9}" + "".join(f"{name:>15}" for name in COLUMNS)]
+    """Of each variant: seeds that reached the goal, their median step and seconds, and of metrics the medians.
+
+    The mean step is that of all but the first, which fills the slots; beside it what ``gruppo plan`` simulates.
+    """
+    heads = f"{'':22}{'reached':>9}{'steps':>7}{'seconds':>9}{'mean step s':>13}{'simulated':>11}"
+    lines = [heads + "".join(f"{name:>15}" for name in COLUMNS)]
+    base: list[dict[str, Any]] = []
     for variant in VARIANTS:
         folders = [folder_of(options, variant, seed) for seed in options.seeds]
         rows = [row for folder in folders for row in read(folder / "metrics.jsonl") if "time/step_s" in row]
         if not rows:
             continue
+        base = base or rows  # lag 0 comes first
         goals = [goal for seed in options.seeds if (goal := reached(options, variant, seed))]
         steps, seconds = (
             statistics.median(g[k] for g in goals) if goals else float("nan") for k in ("step", "seconds")
@@ -171,7 +198,9 @@ def table(options: Any) -> str:
         begun = sum(folder.is_dir() for folder in folders)
         medians = [[row[name] for row in rows if row.get(name) is not None] for name in COLUMNS.values()]
         cells = "".join(f"{statistics.median(values):15.3g}" if values else f"{'-':>15}" for values in medians)
-        lines.append(f"{variant:22}{f'{len(goals)} of {begun}':>9}{steps:7.0f}{seconds:9.0f}{cells}")
+        mean = statistics.mean(row["time/step_s"] for row in rows if row["step"] > 1)
+        plan = f"{simulated(base, int(VARIANTS[variant][0])):11.1f}" if variant != LOCAL else f"{'-':>11}"
+        lines.append(f"{variant:22}{f'{len(goals)} of {begun}':>9}{steps:7.0f}{seconds:9.0f}{mean:13.1f}{plan}{cells}")
     return "\n".join(lines)
 
 
@@ -186,10 +215,12 @@ def draw(options: Any) -> None:
         figure = Figure(figsize=(9, 3.5), layout="constrained")
         for axes, by in zip(figure.subplots(1, 2, sharey=True), ("seconds", "step"), strict=True):
             for color, variant in zip(COLORS, VARIANTS, strict=False):
-                for number, seed in enumerate(options.seeds):
+                label = {"label": variant}  # once, where there is a run
+                for seed in options.seeds:
                     rows = [row for row in read(folder_of(options, variant, seed) / CLOCK) if "reward" in row]
-                    label = {"label": variant} if number == 0 else {}
-                    axes.plot([row[by] for row in rows], [row["reward"] for row in rows], color=color, **label)
+                    if rows:
+                        axes.plot([row[by] for row in rows], [row["reward"] for row in rows], color=color, **label)
+                        label = {}
             axes.axhline(options.goal, lw=0.8, ls=":", color="grey")
             axes.set_xlabel(by)
         figure.axes[0].set_ylabel("held-out reward")
