@@ -20,7 +20,6 @@ from gruppo.errors import GruppoError
 class ServerError(Exception):
     """A server did not do what was asked of it. The request can be repeated, there or on another server."""
 
-    # The text of the error: BaseException keeps the positional arguments, of which this is the only one.
     reason: str
     _: KW_ONLY
     status: int = 0
@@ -30,6 +29,9 @@ class ServerError(Exception):
     is_timeout: bool = False
     retry_after_s: float | None = None
     """Seconds to wait, where the server says so."""
+
+    def __str__(self) -> str:
+        return self.reason
 
 
 def read_key(variable: str) -> str:

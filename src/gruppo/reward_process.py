@@ -161,7 +161,7 @@ class RewardProcesses:
         digest = hashlib.blake2b(b"%d " % self.seed + body, digest_size=4)
         for buffer in buffers:
             digest.update(buffer)
-        # a call without a deadline, such as a check of columns, is one that nothing waits for
+        # outside of a timed call, as a check of columns is, nothing reads this one
         call, process = current_call() or TimedCall(lambda: None), self._take(key)
         torch = sys.modules.get("torch")
         device = torch.cuda.current_device() if torch is not None and torch.cuda.is_initialized() else 0

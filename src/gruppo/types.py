@@ -332,8 +332,13 @@ class Stat:
         """Add what is pending, in one transfer from the device."""
         pending = [part for stat in stats.values() for part in stat.pending]
         numbers = iter(torch.stack(pending).tolist() if pending else ())
-        # sum() adds from the left, as every addition of statistics, so that the last digits are the same
-        return {n: sum((Stat(*next(numbers)) for _ in s.pending), replace(s, pending=())) for n, s in stats.items()}
+        read = dict[str, Stat]()
+        for name, stat in stats.items():
+            own = replace(stat, pending=())
+            for _ in stat.pending:
+                own += Stat(*next(numbers))
+            read[name] = own
+        return read
 
     @property
     def mean(self) -> float:

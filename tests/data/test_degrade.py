@@ -82,8 +82,7 @@ def test_strengths_lie_in_their_range_and_hang_on_the_generator_alone():
     assert set(qualities) == {30.0, 31.0, 32.0}
     a, b = (degradation(picture(), generator(7)) for _ in range(2))
     assert torch.equal(a[0], b[0]) and a[1] == b[1]
-    assert str(degradation) == "blur=0.5-2,noise=10-50,jpeg=30-32"
-    assert tuple(degradation.steps) == ("blur", "noise", "jpeg")
+    assert str(degradation) == "blur=0.5-2,noise=10-50,jpeg=30-32" and degradation.names == ("blur", "noise", "jpeg")
 
 
 def test_the_expected_degradation_has_each_image_s_own_strength_no_noise_and_a_gradient():

@@ -57,7 +57,7 @@ def _stage_rules(config: Config, index: int) -> Iterator[str]:
     """How long a stage lasts, what ends it, and that it learns something."""
     stage, where, is_last = config.plan[index], stage_path(config, index), index + 1 == len(config.plan)
     names = ("rl_coef", "sup_coef", "kl_coef", "entropy_coef")
-    # Not value_coef and cons_coef: a critic or a consistency term alone gives the policy nothing to learn.
+    # Not value_coef, which trains the critic alone, and cons_coef, which needs what the others sample or demonstrate.
     coefs = [value for name in names for value in parse_schedule(getattr(stage, name), where).values]
     cons = "; cons_coef applies only to what is sampled or demonstrated" if stage.cons_coef else ""
     if not is_last and not stage.steps:

@@ -60,10 +60,12 @@ class PeerOption:
         ours = self.describe(config)
         value = FORMULAS[self.rule](config) if self.rule in FORMULAS else None
         if rules := TABLE["rules"].get(self.rule):
-            value = "no counterpart"
-            for candidate, needed in reversed(rules):  # of the rules that hold, the first counts
-                found = {path: attrgetter(path)(config if "." in path else config.objective) for path in needed}
-                value = candidate if found == needed else value
+            held = (
+                candidate
+                for candidate, needed in rules
+                if all(attrgetter(path)(config if "." in path else config.objective) == needed[path] for path in needed)
+            )
+            value = next(held, "no counterpart")
         is_shown = value is not None and not ours.endswith(f" {as_text(value)}")
         remark = "; ".join(filter(None, [f"there {as_text(value)}" if is_shown else "", self.remark]))
         return f"{self.theirs:<{width}}  {ours}" + (f"   ({remark})" if remark else "")

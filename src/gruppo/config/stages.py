@@ -67,7 +67,7 @@ def planned(text: str, config: Config) -> Config:
                 in {kind}:50. The last stage may go without, for all that are left.""")
         stage = full
         if kind == "supervised":
-            # The other coefficients of the config's stage are for samples, of which this one has none.
+            # kl_coef and entropy_coef need samples, of which this stage has none; it also goes without cons_coef.
             stage = Stage(rl_coef=0.0, sup_coef=1.0, lr=full.lr)
         elif kind == "ramp":
             # A schedule of rl_coef is over its own stage: the ramp ends at the default.

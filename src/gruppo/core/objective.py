@@ -266,5 +266,16 @@ PPO = Objective(
 NANOCHAT = Objective(scale="none", surrogate="reinforce", average="prompt")
 """nanochat's simplified GRPO: reward minus the group mean, on-policy, no clip, no KL, the average of each prompt."""
 
-PRESETS = {name.lower(): preset for name, preset in globals().items() if isinstance(preset, Objective)}
-"""All of the above by name, in this order."""
+PRESETS: Mapping[str, Objective] = {
+    "grpo": GRPO,
+    "dr_grpo": DR_GRPO,
+    "dapo": DAPO,
+    "gspo": GSPO,
+    "cispo": CISPO,
+    "sapo": SAPO,
+    "rloo": RLOO,
+    "reinforce": REINFORCE,
+    "reinforce_pp": REINFORCE_PP,
+    "ppo": PPO,
+    "nanochat": NANOCHAT,
+}

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import itertools
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -65,9 +63,13 @@ def _split(images: Tensor, labels: Tensor, fraction: float, name: str) -> tuple[
         found = f"{images.dtype} of shape {tuple(images.shape)} with {len(labels)} labels"
         raise DataError(f"{name}: {found}; it needs bytes (uint8) [N, C, H, W], N >= 1, and a label for each.")
     train, held_out = split_by_hash([image.numpy().tobytes().hex() for image in images], fraction, name)
-    turns: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)  # so that a short evaluation has every class
-    places = [(next(turns[label]), label, index) for index in held_out for label in [int(labels[index])]]
-    return train, [index for _, _, index in sorted(places)]
+    counts: Counter[int] = Counter()
+    turns: list[tuple[int, int, int]] = []  # so that a short evaluation has every class
+    for index in held_out:
+        label = int(labels[index])
+        turns.append((counts[label], label, index))
+        counts[label] += 1
+    return train, [index for _, _, index in sorted(turns)]
 
 
 @cache  # reading the file takes about a second

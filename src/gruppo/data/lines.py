@@ -62,7 +62,7 @@ def text_lines(
         return Prompt(f"{number}-{index}", degraded, image if clean else None, {"text": texts[index]} | strengths, draw)
 
     train, held_out = split_by_hash(texts, held_out_fraction, name)
-    columns = (*(("target",) if clean else ()), "text", *degradation.steps)
+    columns = (*(("target",) if clean else ()), "text", *degradation.names)
     digest = digest_of([texts, str(degradation), clean, number, height, width])
     identity = {"held_out_lines": len(held_out)}
     return IndexedSource(name, seed, train, held_out, prompt_at, columns, digest, identity, degradation=degradation)

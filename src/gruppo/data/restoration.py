@@ -129,7 +129,7 @@ def image_pairs(
     ]
     digest = digest_of([sorted(sizes.items()), contents, evaluation, str(degradation), crop, channels, flips])
     further = dict.fromkeys(column for pair in pairs.values() for column in pair.meta)
-    columns = ("target", "image", *(degradation.steps if degradation else ()), *further)
+    columns = ("target", "image", *(degradation.names if degradation else ()), *further)
     places, identity = [turn[1:] for turn in sorted(turns)], {"held_out_images": len(evaluation)}
     source = IndexedSource(name, seed, train, places, prompt_at, columns, digest, identity, unreadable=unreadable)
     source.degradation = degradation

@@ -97,7 +97,7 @@ def init(
         td.init_process_group(named, store=store, rank=number, world_size=count, timeout=timeout)
         shared = td.PrefixStore("gruppo", store)
         _heartbeat = Heartbeat(shared, number, count, interval_s=interval_s, limit_s=timeout_s, on_stuck=_end_stuck)
-        _processes = [""] * count  # the error of a rank that is lost in this first collective names processes too
+        _processes = [""] * count  # not known yet: an error of the collective below reads one entry per rank
         own = f" (process {os.getpid()} on {socket.gethostname()})"
         _processes = [text.decode() for text in all_gather(own.encode())]
     except (td.DistError, ValueError) as error:  # ValueError: MASTER_ADDR is not set
@@ -368,6 +368,7 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
             td.all_reduce(flat)
         for gradient, total in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
             gradient.copy_(total.view_as(gradient))
+        del flat, total, gradient  # before the next bucket is copied
 
 
 def merge_stats(stats: Mapping[str, Stat]) -> dict[str, Stat]:

@@ -17,6 +17,7 @@ class LocalEngine:
     """The policy's own ``sample``. It runs on the weights that the trainer scores with, so they cannot be stale."""
 
     def __init__(self, policy: Any, version: int = 0) -> None:
+        self.policy, self.version = policy, version  # also for a subclass with a sync of its own
         self.sync(policy, version)
 
     def generate(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts:

@@ -32,6 +32,8 @@ def gymnasium_factory(rest: str, config: Any) -> Callable[[], Any]:
         with closing(Gymnasium(make)) as episode:
             actions = episode._kind
             length = len(episode.reset(seed=0)) if actions in ACTIONS else 0
+    except GruppoError:  # of the module that it imports
+        raise
     except Exception as problem:
         raise GruppoError(f"{name} cannot be started: {type(problem).__name__}: {problem}") from problem
     if actions not in ACTIONS:

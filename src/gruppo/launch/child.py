@@ -63,11 +63,11 @@ class ChildProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
 
-class RemoteProcess(ChildProcess):
+class RemoteProcess:
     """Class of the actors: a process on the actor's machine, which ends with the actor."""
 
     def __init__(self) -> None:
-        pass  # the process is begun by ``start``: its command has the port that ``address`` has found
+        self._child: ChildProcess | None = None
 
     def address(self, port: int) -> tuple[str, int]:
         """Of this machine, and a free port if none is given."""
@@ -76,7 +76,18 @@ class RemoteProcess(ChildProcess):
         return ray.util.get_node_ip_address(), port or free_ports(1)[0]
 
     def start(self, *what: Any) -> None:
-        super().__init__(*what)
+        self._child = ChildProcess(*what)
+
+    def poll(self) -> int | None:
+        return None if self._child is None else self._child.poll()
+
+    def terminate(self) -> None:
+        if self._child is not None:
+            self._child.terminate()
+
+    def kill(self) -> None:
+        if self._child is not None:
+            self._child.kill()
 
 
 def free_ports(count: int) -> list[int]:

@@ -31,7 +31,15 @@ class FunctionModality(Modality):
                 from torch's generator, which --seed seeds, or read them from a file.""")
         return policy.modality.adapt(config, policy, data), found_model(config.model)[1]
 
-    def load(self, model: str, *, compute: Any = "auto", seed: int = 0, **unused: Any) -> Policy:
+    def load(
+        self,
+        model: str,
+        *,
+        compute: Any = "auto",
+        trust_remote_code: bool = False,
+        is_merged: bool = False,
+        seed: int = 0,
+    ) -> Policy:
         policy = open_custom(model_of(model), seed=seed)
         return place(policy, compute) if isinstance(policy, TextPolicy) else policy
 

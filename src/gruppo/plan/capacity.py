@@ -224,8 +224,19 @@ def simulated(work: Work, gpus: int, trainers: int, parallel: int, *, is_shared:
     timeline = simulate(loop, lengths.reshape(-1, rollout.group_size).tolist())
     step_s, lags = timeline.step_s(first), timeline.lags(rollout.prompts)[first * rollout.prompts :]
     used = max(trainers, servers * parallel) if is_shared else trainers + servers * parallel
-    division = (trainers, servers, parallel, is_shared, used)
-    speed = (step_s, float(lengths.sum()) / steps / step_s, rollout.prompts * rollout.group_size / step_s)
-    waits = (sum(timeline.waited_s[first:]) / step_s / STEPS, timeline.idle_s / servers / timeline.published[-1])
-    gib = (sum(own.values()) / GIB, (weights + numbers * timeline.most_cached) / parallel / GIB)
-    return Split(*division, *speed, *waits, sum(lags) / len(lags), max(lags), *gib)
+    return Split(
+        trainers,
+        servers,
+        parallel,
+        is_shared,
+        used,
+        step_s,
+        float(lengths.sum()) / steps / step_s,
+        rollout.prompts * rollout.group_size / step_s,
+        sum(timeline.waited_s[first:]) / step_s / STEPS,
+        timeline.idle_s / servers / timeline.published[-1],
+        sum(lags) / len(lags),
+        max(lags),
+        sum(own.values()) / GIB,
+        (weights + numbers * timeline.most_cached) / parallel / GIB,
+    )

@@ -116,5 +116,6 @@ def questions() -> list[dict[str, Any]]:
         for fact, phrasings in QUESTIONS.items():
             name, question = building["name"], phrasings[number % len(phrasings)].format(name=building["name"])
             row = with_one_call(question, "search", {"query": name}, search(name), building[fact])
-            rows.append(row | {"fact": fact})
+            # in this order: the rows' text is what a resumed run compares
+            rows.append({"prompt": row["prompt"], "answer": row["answer"], "fact": fact} | row)
     return rows

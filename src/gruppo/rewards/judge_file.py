@@ -144,6 +144,6 @@ def _checked(data: Mapping[str, Any]) -> JudgeConfig:
             mode="pairs"."""
     if config.reference in PROVIDED:
         mistakes["reference"] = f"reference={config.reference!r} is no column of data; name one."
-    for entry, message in mistakes.items():
-        raise EntryError(entry, message)
+    if mistakes:
+        raise EntryError(*next(iter(mistakes.items())))
     return config

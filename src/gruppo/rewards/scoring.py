@@ -94,7 +94,10 @@ class Scores:
             failures=tuple(replace(f, row=f.row + n) for n, x in zip(starts, several, strict=True) for f in x.failures),
             metrics=_means(entry for scores in several for entry in scores.metrics.items()),
             # A column that some scores lack is None in their rows.
-            extras={name: sum((x.extras.get(name, (None,) * len(x.rewards)) for x in several), ()) for name in columns},
+            extras={
+                name: tuple(value for x in several for value in x.extras.get(name, (None,) * len(x.rewards)))
+                for name in columns
+            },
         )
 
 

@@ -69,9 +69,9 @@ def append_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         file.write(_json_text(rows))
 
 
-def cut_lines(path: Path, step: float = math.inf) -> None:
+def cut_lines(path: Path, step: int | None = None) -> None:
     """Delete the rows after ``step``, and a last line torn by a crash. Without a file, write an empty one."""
-    replace_file(path, _json_text([row for row in read_lines(path) if row["step"] <= step]))
+    replace_file(path, _json_text([row for row in read_lines(path) if step is None or row["step"] <= step]))
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

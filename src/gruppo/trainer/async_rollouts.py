@@ -288,10 +288,15 @@ class AsyncRollouts(SourceWrapper):
         stats = {"lag": Stat.of(lags)} | {name: Stat(1, float(value)) for name, value in values.items()}
         stats |= {str(n): Stat.of((lags == n).double()) for n in range(self.slots.lag + 1)}
         stats = dist.merge_stats(stats)
-        metrics = {"lag/mean": stats["lag"].mean, "lag/max": stats["lag"].max}
-        metrics |= {f"lag/{n}_frac": stats[str(n)].mean for n in range(self.slots.lag + 1)}
-        metrics |= {f"lag/{name}_groups_count": stats[name].sum for name in ("stale", "discarded")}
-        return metrics | {f"time/{name}_wait_s": stats[name].mean for name in ("trainer", "sampler")}
+        return {
+            "lag/mean": stats["lag"].mean,
+            "lag/max": stats["lag"].max,
+            **{f"lag/{n}_frac": stats[str(n)].mean for n in range(self.slots.lag + 1)},
+            "lag/stale_groups_count": stats["stale"].sum,
+            "lag/discarded_groups_count": stats["discarded"].sum,
+            "time/trainer_wait_s": stats["trainer"].mean,
+            "time/sampler_wait_s": stats["sampler"].mean,
+        }
 
     def ledger_state(self) -> dict[str, int]:
         """Segments of all ranks that a run needs which is resumed from here. A collective."""

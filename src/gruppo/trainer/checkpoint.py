@@ -56,16 +56,23 @@ class Saved:
     """Weights of a reference that follows the policy."""
 
 
-def save(folder: Path, *, step: int, state: Mapping[str, Any], **files: Mapping[str, Tensor] | None) -> Path:
-    """Write ``folder/step_NNNNNN`` atomically and point ``folder/latest`` at it.
-
-    ``files``: tensors by the names in FILES; None, and a reference without tensors, which is frozen, have no file.
-    """
+def save(
+    folder: Path,
+    *,
+    step: int,
+    state: Mapping[str, Any],
+    model: Mapping[str, Tensor],
+    optimizer: Mapping[str, Tensor],
+    critic: Mapping[str, Tensor] | None = None,
+    reference: Mapping[str, Tensor] = MappingProxyType({}),
+) -> Path:
+    """Write ``folder/step_NNNNNN`` atomically and point ``folder/latest`` at it."""
     target = folder / name_of(step)
     if not seal_holds(target):  # a resumed run that is stopped again before its first step writes the same save
+        files = {"model": model, "optimizer": optimizer, "critic": critic, "reference": reference or None}
         with replacing(target) as temporary:
             for name, tensors in files.items():
-                if tensors is not None and (tensors or name != "reference"):
+                if tensors is not None:
                     save_file(dict(tensors), temporary / f"{name}.safetensors")
             text = json.dumps({"format": FORMAT, "step": step, **state})
             (temporary / "state.json").write_text(text, encoding="utf-8")

@@ -189,5 +189,6 @@ def growth_metrics(
     stats = dist.merge_stats(stats | {"reward": Stat.of(first, first.isfinite())})
     sampled = stats["first"].sum + stats["rows"].sum
     metrics = {"growth/first_reward_mean": stats["reward"].mean}
-    metrics |= {f"growth/grown_{name}_count": stats[name].sum for name in ("groups", "rows")}
+    metrics["growth/grown_groups_count"] = stats["groups"].sum
+    metrics["growth/grown_rows_count"] = stats["rows"].sum
     return metrics | {"growth/unspent_rows_count": max(rollout.prompts * step_params.group_size - sampled, 0.0)}

@@ -18,7 +18,14 @@ from gruppo.trainer.run import Run
 from gruppo.trainer.stages import StepParams
 from gruppo.types import Batch, Stat
 
-TERMS = {"policy": "rl_coef", **{name: f"{name}_coef" for name in ("sup", "cons", "kl", "entropy", "value")}}
+TERMS = {
+    "policy": "rl_coef",
+    "sup": "sup_coef",
+    "cons": "cons_coef",
+    "kl": "kl_coef",
+    "entropy": "entropy_coef",
+    "value": "value_coef",
+}
 """Terms of the loss, and the step parameter that each is multiplied by."""
 Backward = Callable[[Run, Batch, StepParams], Mapping[str, Stat]]
 

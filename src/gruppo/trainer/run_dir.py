@@ -167,8 +167,8 @@ class RunFolder:
     def save(self, run: Run, state: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint of ``state``, which ``boundary_state`` made, and delete old ones.
 
-        Without ``state``, keep weights and optimizer state as the best so far, for ``best_weights``. Where weights are
-        sharded, each rank begins to write its own; ``finish_saving`` waits until all are written.
+        Without ``state``, keep weights and optimizer state as the best so far, for ``back_off.watch``. Where weights
+        are sharded, each rank begins to write its own; ``finish_saving`` waits until all are written.
         """
         is_sharded = any(sharded_tensors(run).values())
         if run.async_rollouts is not None:  # on each rank: a checkpoint must not outlive the samples that it counts on
@@ -313,7 +313,7 @@ class RunFolder:
             "seed": config.seed,
             "model": dict(model_source),
             "data": {"name": config.data, "fingerprint": run.source.fingerprint()},
-            "demonstrations": demos and {"name": demos_name, "fingerprint": demos.fingerprint()},
+            "demonstrations": None if demos is None else {"name": demos_name, "fingerprint": demos.fingerprint()},
             "token_budget": token_budget(run),
             "compute_dtype": str(run.policy.compute_dtype).removeprefix("torch."),
             **setup(run),
@@ -390,9 +390,13 @@ class RunFolder:
 
 def tensors_of(run: Run) -> dict[str, Any]:
     """The tensors of a checkpoint, by its files."""
+    return weights_of(run) | {"optimizer": checkpoint.optimizer_tensors(run.optimizer, optimized_names(run))}
+
+
+def weights_of(run: Run) -> dict[str, Any]:
+    """Those of all files but the optimizer's."""
     return {
         "model": run.policy.checkpoint_weights(),
-        "optimizer": checkpoint.optimizer_tensors(run.optimizer, optimized_names(run)),
         "critic": None if run.critic is None else run.critic.checkpoint_weights(),
         "reference": {} if run.reference is None else run.reference.state_dict(),
     }
@@ -409,7 +413,7 @@ def sharded_tensors(run: Run) -> checkpoint.Sharded:
     parameters = trained(run.policy.module, run.critic)
     moments = {f"{moment}.{name}": p for moment in ("exp_avg", "exp_avg_sq") for name, p in parameters.items()}
     # AdamW has no moments before its first step: those of a checkpoint are then known by their parameters alone
-    files = tensors_of(run) | {"optimizer": moments}
+    files = weights_of(run) | {"optimizer": moments}
     return {file: shards.only_sharded(tensors or {}) for file, tensors in files.items()}
 
 

@@ -99,6 +99,7 @@ def read(folder: Path, name: str, sharded: Mapping[str, Any]) -> dict[str, Tenso
                 # made like the other one, so that it is offloaded where that is
                 tensors[key] = torch.empty_like(like, dtype=own.dtype, requires_grad=False)
                 tensors[key].to_local().copy_(own)
+                del own  # before the next one is read
     return tensors
 
 

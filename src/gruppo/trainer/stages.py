@@ -7,7 +7,7 @@ import logging
 import math
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -149,7 +149,7 @@ class StageSchedule:
             shape: Any = {"warmup": optim.warmup_steps, "decay": optim.decay, "final_frac": optim.final_lr_frac}
             lr = warmup_decay(step, peak=optim.lr, total=config.steps, **shape)
         warmth = min((step - self.began + 1) / stage.warmup_steps, 1.0) if stage.warmup_steps else 1.0
-        lr *= warmth * self.lr_scale  # of each return to the best weights
+        lr *= warmth * self.lr_scale  # lowered at each return to the best weights
         own, peak = config.critic.lr, peak_lr(config, self.index)
         temperature, group_size = now["temperature"], now["group_size"]
         step_params = StepParams(
@@ -227,13 +227,22 @@ class StageSchedule:
         return {name: copy(getattr(self, name)) for name in _SAVED} | {"controllers": controllers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        vars(self).update({name: copy(state[name]) for name in _SAVED})
+        vars(self).update({name: kind(state[name]) for name, kind in _SAVED.items()})
         for stage, saved in zip(self._schedules, state["controllers"], strict=True):
             for name, numbers in saved.items():
                 stage[name].load_state_dict(numbers)
 
 
-_SAVED = ("index", "began", "lr_scale", "overrides", "settled", "is_over", "sampled_since", "seen")
+_SAVED: dict[str, Callable[[Any], Any]] = {
+    "index": int,
+    "began": int,
+    "lr_scale": float,
+    "overrides": dict,
+    "settled": int,
+    "is_over": bool,
+    "sampled_since": copy,
+    "seen": list,
+}
 """What a checkpoint holds of a StageSchedule, beside the controllers."""
 _PLAIN = ("rl_coef", "sup_coef", "kl_coef", "entropy_coef", "value_coef", "cons_coef", "difficulty")
 """Step parameters that are the value of their schedule, which no stage may leave out."""

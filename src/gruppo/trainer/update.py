@@ -351,8 +351,10 @@ def loss_inputs(
 
     ref = None
     if run.reference is not None:  # as evaluated before the updates, if it was
-        ref = batch.ref and Likelihood(cut(batch.ref.logprobs), gaussian=cut(batch.ref.gaussian))
-        ref = ref or run.reference.likelihood(rollouts, micro_batch, outputs=gaussian_outputs(run))
+        if batch.ref is not None:
+            ref = Likelihood(cut(batch.ref.logprobs), gaussian=cut(batch.ref.gaussian))
+        else:
+            ref = run.reference.likelihood(rollouts, micro_batch, outputs=gaussian_outputs(run))
     return LossInputs(
         advantages=cut(batch.advantages),
         loss_mask=cut(batch.loss_mask),

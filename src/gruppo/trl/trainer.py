@@ -134,7 +134,9 @@ class GRPOTrainer:
             notes.append(f"max_completion_length: {meaning}")
         policy = self._opened(model, settings, notes)
         self.rewards = [] if reward_funcs is None and environment else _rewards(reward_funcs, reward_processing_classes)
-        self.parts = Parts.of(policy, train_dataset, self.rewards, environment, tools or None, None, eval_dataset)
+        self.parts = Parts.of(
+            policy, train_dataset, self.rewards, environment, tools or None, engine=None, validation=eval_dataset
+        )
         settings |= {
             "model": source if policy is None else IN_MEMORY,
             "data": IN_MEMORY,
@@ -303,8 +305,8 @@ class GRPOTrainer:
         for name in ("attn_implementation", "device_map", "use_cache"):
             if name in kwargs:
                 notes.append(f"model_init_kwargs: {name}={kwargs.pop(name)!r} is not used")
-        # A model in memory, or one with arguments of its own, is a policy; a plain name stays in the config.
         settings["trust_remote_code"] |= bool(kwargs.pop("trust_remote_code", False))
+        # A model in memory, or one with arguments of its own, is a policy; a plain name stays in the config.
         if not isinstance(model, str):
             module = model
         elif kwargs or self.processing_class is not None:

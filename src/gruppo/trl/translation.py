@@ -25,7 +25,7 @@ WITHOUT_EFFECT = _names(
     # memory and speed, which gruppo arranges itself without a change to the gradient
     "gradient_checkpointing_kwargs activation_checkpointing_kwargs torch_empty_cache_steps use_liger_kernel tf32",
     "liger_kernel_config torch_compile torch_compile_backend torch_compile_mode cast_lm_head_to_fp32 disable_dropout",
-    # sampling, which runs on the training weights with packed rows and a cache per group
+    # sampling: the local engine packs rows and keeps a cache per group; and padding
     "ds3_gather_for_generation use_transformers_paged use_transformers_continuous_batching use_cache",
     "transformers_continuous_batching_config cache_implementation pad_to_multiple_of",
     # data loaders: prompts are read by index, and every column goes to the rewards

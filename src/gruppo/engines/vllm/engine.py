@@ -216,6 +216,7 @@ class VllmEngine:
                 others = [other for other in self._usable() if other is not replica]
                 if others:
                     replica.inflight -= 1
+                    self._notify()
                     replica = min(others, key=lambda other: other.inflight)
                     replica.inflight += 1
                 continue
@@ -255,7 +256,7 @@ class VllmEngine:
                 continue
             if not self._is_publishing:
                 replica = min(usable, key=lambda replica: replica.inflight)
-                # a group that is larger than max_inflight has a server to itself
+                # a group that is larger than max_inflight starts on an idle server
                 if not replica.inflight or replica.inflight + count <= self.max_inflight:
                     if not replica.inflight:  # it begins to work now: how long it was idle is no sign that it hangs
                         replica.progress_at, replica.tokens = time.monotonic(), None
@@ -277,6 +278,9 @@ class VllmEngine:
         for task in replica.tasks:
             task.cancel()
         self._notify()
+
+    async def _eject_in_loop(self, replica: Replica, why: str) -> None:
+        self._eject(replica, why)  # the loop owns the rows and what waits
 
     async def _watch(self) -> None:
         """Eject servers that hang, and those that keep all others waiting."""
@@ -342,13 +346,13 @@ class VllmEngine:
             self._published = folder = self._deliver(policy, self.label, self.replicas, self._admit)
             if proof is not None:
                 # the regression refuses a good server now and then; the canary is certain
-                if _agreed(any(standing.is_doubted for standing in proof.standings.values())):
+                if _agreed(any(standing.is_doubted for standing in [*proof.standings.values()])):
                     self._canary(policy, proof)
                     out = [self.replicas[n] for n in _agreed([r.number for r in self.replicas if r.label is None])]
                     self._deliver(policy, self.label, out, self._admit, folder=folder)
                 for number, rows in _agreed(proof.sampled_rows()):
                     if why := proof.check_sampled(policy, rows):
-                        self._eject(self.replicas[number], why)
+                        self._run(self._eject_in_loop(self.replicas[number], why))
             states = _agreed([replica.why if replica.label is None else "" for replica in self.replicas])
             for replica, why in zip(self.replicas, states, strict=True):  # the first rank has asked the servers
                 replica.loaded = label = replica.label_of(self.label)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from gruppo.types import Finish, GruppoError, Prompt, Request, Rollouts
@@ -70,27 +70,28 @@ def image_rollouts(
     prompts: Sequence[Prompt],
     actions: Float[Tensor, "B T ..."],
     completions: Iterable[Tensor],
+    *,
     shared: dict[str, Any],
     per_row: dict[str, Tensor],
     group_ids: Int[Tensor, "B"] | None = None,
+    logprobs: Float[Tensor, "B T"] | None = None,
+    mask: Bool[Tensor, "B T"] | None = None,
+    is_finite: Bool[Tensor, "B"] | None = None,
     temperature: float = 1.0,
-    **scored: Tensor,
 ) -> Rollouts:
-    """Rollouts whose rows have T actions each; by default demonstrations: one row per prompt, with log-probs of 0.
-
-    ``scored``: ``logprobs`` and ``mask`` [B, T] of sampled actions, and ``is_finite`` [B].
-    """
+    """Rollouts whose rows have T actions each; by default demonstrations: one row per prompt, with log-probs of 0."""
     rows, columns = actions.shape[:2]
-    is_finite = scored.get("is_finite", torch.ones(rows, dtype=torch.bool))
-    finish: list[Finish] = ["stop" if finite else "error" for finite in is_finite.tolist()]
+    finish: list[Finish] = ["stop"] * rows
+    if is_finite is not None:
+        finish = ["stop" if finite else "error" for finite in is_finite.tolist()]
     return Rollouts(
         prompts=tuple(prompts),
         group_ids=torch.arange(rows) if group_ids is None else group_ids,
         actions=actions,
-        mask=scored.get("mask", torch.ones(rows, columns, dtype=torch.bool)),
+        mask=torch.ones(rows, columns, dtype=torch.bool) if mask is None else mask,
         lengths=torch.full((rows,), columns),
         completions=tuple(completions),
-        sampler_logprobs=scored.get("logprobs", torch.zeros(rows, columns)),
+        sampler_logprobs=torch.zeros(rows, columns) if logprobs is None else logprobs,
         policy_version=torch.zeros(rows, columns, dtype=torch.long),
         temperature=torch.full((rows,), temperature),
         finish=tuple(finish),

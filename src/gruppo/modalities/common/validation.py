@@ -16,7 +16,7 @@ ROUNDING_NATS = 3e-5
 
 
 def refuse(*problems: object) -> None:
-    """Raise GruppoError with the first problem that is not falsy; each argument reads ``condition and message``."""
+    """Raise GruppoError with the first problem that is not falsy; each is a message, or falsy where all is well."""
     for problem in filter(None, problems):
         raise GruppoError(str(problem))
 

@@ -139,7 +139,14 @@ class Denoiser:
         return StepLevels(*(level.to(self.device) for level in levels)), times[0].to(self.device)
 
     def predict(
-        self, x: Tensor, times: Tensor, condition: Tensor | None, guidance: Tensor, ids: Tensor, features: bool = False
+        self,
+        x: Float[Tensor, "N ..."],
+        times: Float[Tensor, "N"],
+        condition: Tensor | None,
+        guidance: Float[Tensor, "N"],
+        ids: Int[Tensor, "N"],
+        *,
+        features: bool = False,
     ) -> tuple[Float[Tensor, "N ..."], Float[Tensor, "N F"]]:
         """Guided prediction for each state x [N, ...], and the features under its condition (width 0 by default).
 

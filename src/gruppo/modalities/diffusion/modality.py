@@ -121,7 +121,9 @@ class DiffusionModality(Modality):
             add_adapter(policy, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=config.seed, base=base)
         return policy
 
-    def load(self, model: str, **unused: Any) -> Policy:
+    def load(
+        self, model: str, *, compute: Any = "auto", trust_remote_code: bool = False, is_merged: bool = False
+    ) -> Policy:
         path = model_of(model).removeprefix(HUB)
         return load_diffusers(path, dtype=torch.float32) if is_pipeline(model) else load_denoiser(path)
 

@@ -363,7 +363,7 @@ class DenoiserPolicy(Policy):
         }
         states = torch.stack([denoiser.codec.encode(target) for target in targets])[:, None]  # [B, 1, *E]
         shared = {} if conditions is None else {"condition": conditions}
-        return image_rollouts(prompts, states, targets, shared, per_row)
+        return image_rollouts(prompts, states, targets, shared=shared, per_row=per_row)
 
 
 class DenoiserCritic(HeadCritic):

@@ -172,7 +172,15 @@ def sample_batch(denoiser: Denoiser, batch: RowBatch, sampling: DiffusionSamplin
         order = torch.randperm(last - first, generator=generator_at(seed, "trained steps", prompt.draw))
         chosen[group, first + order[:count]] = True
     mask = chosen[groups] & is_finite[:, None]  # a row that is not finite is not trained on
-    nats, images = torch.stack(logprobs, dim=1), denoiser.codec.decode(actions[:, -1].nan_to_num())
-    scored = {"logprobs": torch.where(mask, nats, 0), "mask": mask, "is_finite": is_finite}
-    shared, temperature = {} if batch.inputs is None else {"condition": batch.inputs}, float(sampling.temperature)
-    return image_rollouts(batch.prompts, actions, images, shared, per_row, groups, temperature, **scored)
+    return image_rollouts(
+        batch.prompts,
+        actions,
+        denoiser.codec.decode(actions[:, -1].nan_to_num()),
+        shared={} if batch.inputs is None else {"condition": batch.inputs},
+        per_row=per_row,
+        group_ids=groups,
+        logprobs=torch.where(mask, torch.stack(logprobs, dim=1), 0),
+        mask=mask,
+        is_finite=is_finite,
+        temperature=float(sampling.temperature),
+    )

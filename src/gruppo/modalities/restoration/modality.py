@@ -99,7 +99,9 @@ class RestorationModality(Modality):
             policy.consistency = consistency_of(chosen.consistency, policy.loss, data)
         return policy
 
-    def load(self, model: str, **unused: Any) -> Policy:
+    def load(
+        self, model: str, *, compute: Any = "auto", trust_remote_code: bool = False, is_merged: bool = False
+    ) -> Policy:
         return load_restorer(model_of(model))
 
     def sampling(self, config: Config, policy: Policy | None = None) -> Sampling:

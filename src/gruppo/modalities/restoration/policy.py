@@ -228,10 +228,17 @@ class RestorationPolicy(Policy):
             mask = is_finite[:, None].expand(-1, self.columns)
             actions, means = to_columns(action, self.patches), to_columns(means, self.patches)[group]  # [B, T, K, h, w]
             logprobs = masked_logprob(actions, means, std, mask).float()
-            scored = {"logprobs": logprobs.cpu(), "mask": mask.cpu().contiguous(), "is_finite": is_finite.cpu()}
-            files, shared = quantize(restored.nan_to_num()).cpu(), {"degraded": batch.inputs}
             rollouts = image_rollouts(
-                batch.prompts, actions.cpu(), files, shared, {}, batch.group_ids, temperature, **scored
+                batch.prompts,
+                actions.cpu(),
+                quantize(restored.nan_to_num()).cpu(),
+                shared={"degraded": batch.inputs},
+                per_row={},
+                group_ids=batch.group_ids,
+                logprobs=logprobs.cpu(),
+                mask=mask.cpu().contiguous(),
+                is_finite=is_finite.cpu(),
+                temperature=temperature,
             )
             sampled.append(rollouts)
         return Rollouts.cat(sampled)
@@ -317,7 +324,7 @@ class RestorationPolicy(Policy):
         shared = {"degraded": stack_images([prompt.inputs for prompt in prompts])}
         per_row = {"demonstration": torch.ones(len(prompts), dtype=torch.bool)}
         actions = to_columns(stack_images(targets), self.patches)  # [B, T, C, h, w]
-        return image_rollouts(prompts, actions, targets, shared, per_row)
+        return image_rollouts(prompts, actions, targets, shared=shared, per_row=per_row)
 
     def supervised_loss(self, rollouts: Rollouts, likelihood: Likelihood) -> Float[Tensor, "b t"]:
         """Mean of rho(image, clean) over the channels and pixels of each patch.
