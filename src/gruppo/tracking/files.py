@@ -207,7 +207,7 @@ class MetricsFile(Tracker):
         with writing(self._csv), self._csv.open("a", encoding="utf-8", newline="") as file:
             file.write(_csv_text(self._columns, [row]))
 
-    def cut(self, step: float = math.inf) -> None:
+    def cut(self, step: int | None = None) -> None:
         """Keep the steps up to ``step``, before a resumed run continues."""
         cut_lines(self._path, step)
         self._write_csv()
