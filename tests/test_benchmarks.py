@@ -51,6 +51,7 @@ def test_the_start_of_a_seed_is_the_same_each_time_and_no_other_seeds() -> None:
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 
+@pytest.mark.slow
 def test_a_preset_is_trained_on_the_sorting_task(tmp_path: Path) -> None:
     one = presets.run("ppo", seed=0, steps=2)
     assert one["steps"] == [0, 1, 2] and 0.1 < one["accuracy"][0] < 0.6

@@ -80,6 +80,7 @@ def test_ddpo_trains_a_denoiser_against_a_reference_that_follows_it(tmp_path: Pa
     assert all(row["reward/jpeg_compressibility/mean"] < 0 for row in steps)
 
 
+@pytest.mark.slow
 def test_ddpo_trains_an_adapter_of_a_pipeline(tmp_path: Path) -> None:
     pytest.importorskip("diffusers")
     pytest.importorskip("peft")

@@ -71,6 +71,7 @@ def test_the_environment_names_the_hub(run, hub, tmp_path):
     assert {path.name: path.read_bytes() for path in (tmp_path / "kept").iterdir()}.items() <= files.items()
 
 
+@pytest.mark.slow
 def test_a_merged_model_replaces_an_adapter_and_what_the_user_added_stays(adapter, hub):
     export.export(adapter, None, push="someone/both", is_adapter_kept=True)
     files = hub.repositories["someone/both"]

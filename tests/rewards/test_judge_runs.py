@@ -97,6 +97,7 @@ def test_a_resumed_run_counts_on_and_asks_nothing_twice(server, tmp_path, monkey
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_spent_budget_ends_a_run_that_has_no_other_reward_and_more_budget_continues_it(server, tmp_path):
     file = write_judge(tmp_path / "mine.toml", server, "[budget]\ncalls = 15\n")
     with pytest.raises(DataError, match=r"10 steps in a row: the judge's budget of 15 calls is spent; raise"):

@@ -206,6 +206,7 @@ def test_a_function_that_sets_a_signal_is_told_how_to_run():
     assert RewardSet([reward], timeout_s=None).score(rollouts_of("a")).rewards.tolist() == [1.0]
 
 
+@pytest.mark.slow
 @pytest.mark.silent_bug(23)
 def test_a_hung_reward_does_not_keep_the_process_from_exiting():
     code = """

@@ -10,6 +10,7 @@ from gruppo import api
 from gruppo.core.objective import PRESETS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("preset", "updates"), [*((name, 1) for name in PRESETS), ("grpo", 2)])
 def test_the_share_of_digits_rises_from_a_third_to_nearly_all(tmp_path, preset, updates):
     """Over seeds 0 to 3, the lowest of the last is 0.84."""

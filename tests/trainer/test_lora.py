@@ -59,6 +59,7 @@ def assert_same(run, other):
     assert metrics(run) == metrics(other)
 
 
+@pytest.mark.slow
 @pytest.mark.silent_bug(33)
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_an_adapter_resumes_to_the_bit(tmp_path, whole, compute):
@@ -133,6 +134,7 @@ def test_an_adapter_learns(whole):
     assert before["mean"] < 1.0 and after["mean"] > 1.4
 
 
+@pytest.mark.slow
 @pytest.mark.silent_bug(12)
 def test_two_ranks_train_the_adapter_of_one(tmp_path):
     changes = {"rollout__prompts": 3, "optim__epochs": 2, "stage__kl_coef": 0.1, "reference__kind": "mixed"}

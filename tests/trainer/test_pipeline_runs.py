@@ -69,6 +69,7 @@ def chosen(saved: Path, kind: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.silent_bug(33)
 @pytest.mark.silent_bug(36)
 @pytest.mark.parametrize("kind", RUNS)

@@ -132,6 +132,7 @@ def until_stopped(config: dict[str, Any], stop_at: str) -> None:
     begin_or_go_on(config)
 
 
+@pytest.mark.slow
 @pytest.mark.silent_bug(33)
 def test_two_ranks_resume_to_the_bit_each_with_its_own_random_state(tmp_path):
     rewards = {"reward": [f"{Path(__file__).resolve()}:noisy_and_stopping"]}

@@ -56,6 +56,7 @@ def dull_odd(completions: Sequence[Any], prompts: Sequence[Any], **_: Any) -> li
     return [1.0 if int(p[0]["content"].split()[0]) % 2 else v for p, v in zip(prompts, values, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.silent_bug(12)
 @pytest.mark.silent_bug(31)
 @pytest.mark.parametrize("case", CASES)

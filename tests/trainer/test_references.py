@@ -105,6 +105,7 @@ def test_the_kl_is_exactly_zero_before_the_policy_moves(tmp_path, kind, updates)
         run.reference.update(run.policy, run.state.step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("places", "updates"),
     [
@@ -255,6 +256,7 @@ def stopped(folder: Path, changes: dict[str, Any], *, at: int) -> Path:
     return folder / "runs/run"
 
 
+@pytest.mark.slow
 @pytest.mark.silent_bug(19)
 @pytest.mark.silent_bug(33)
 @pytest.mark.parametrize("kind", ["mixed on disk", "mixed adapter", "base"])

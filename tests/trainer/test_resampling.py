@@ -318,6 +318,7 @@ def test_prompts_that_score_nothing_at_first_are_no_reason_to_end_where_others_d
 # --- resuming ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.silent_bug(33)
 @pytest.mark.parametrize("preset", ["dapo", "ppo"])
 def test_a_run_that_was_stopped_while_it_refilled_is_the_run_that_was_not(tmp_path, preset):

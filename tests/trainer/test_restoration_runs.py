@@ -241,6 +241,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.silent_bug(33)
 @pytest.mark.parametrize("what", RUNS)
 def test_a_run_that_is_stopped_in_the_ramp_goes_on_to_the_bit(tmp_path, monkeypatch, what):

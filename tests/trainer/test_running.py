@@ -34,6 +34,7 @@ def counted(completions: Sequence[Any], **_: Any) -> list[float]:
     return [100.0 * tiny.said(completion).count("a") for completion in completions]
 
 
+@pytest.mark.slow
 @pytest.mark.silent_bug(33)
 @pytest.mark.parametrize("kind", ["scale running", "each of two", "ppo"])
 def test_moving_statistics_are_saved_and_resumed_to_the_bit(tmp_path, kind):

@@ -280,6 +280,7 @@ def train(config) -> None:
     api.start(serialization.from_dict(config))
 
 
+@pytest.mark.slow
 def test_two_ranks_go_through_the_stages_as_one(tmp_path):
     found = []
     for name, count in (("one", 1), ("two", 2)):
@@ -338,6 +339,7 @@ def returned(tmp_path_factory):
     return api.start(tiny.config(tmp_path_factory.mktemp("returned"), **changes), Parts(rewards=[Falls(2)])).folder
 
 
+@pytest.mark.slow
 @pytest.mark.silent_bug(33)
 @pytest.mark.parametrize("calls_before", [4, 6, 8])
 def test_a_run_with_a_return_is_resumed_to_the_bit(returned, tmp_path, calls_before):
@@ -600,6 +602,7 @@ RENEWED = {
 }
 
 
+@pytest.mark.slow
 def test_the_reference_of_an_adapter_is_renewed_and_resumed_to_the_bit(tmp_path):
     path = api.start(tiny.config(tmp_path, **RENEWED)).folder
     kls = [row["kl/ref_nats"] for row in metrics(path) if "kl/ref_nats" in row]

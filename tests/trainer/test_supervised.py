@@ -180,6 +180,7 @@ def test_rows_and_demonstrations_are_cut_side_by_side(tmp_path):
     assert demo_parts(run, None, 0) == [None] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.silent_bug(12)
 @pytest.mark.parametrize("minibatches_", [1, 4])
 def test_two_ranks_give_the_weights_and_metrics_of_one(tmp_path, minibatches_):

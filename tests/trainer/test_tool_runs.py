@@ -92,6 +92,7 @@ def test_the_ratio_starts_at_one_behind_prompts_of_single_rows(tmp_path):
     run.engine.close()
 
 
+@pytest.mark.slow
 def test_a_run_with_lag_trains_from_what_its_environments_were_and_goes_on_from_its_ledger(tmp_path):
     changes = runs.LAGGED | {"engine__kind": f"{HERE}:engine", "reward": SETTINGS["reward"]}
     chosen = config(tmp_path, **changes)
@@ -190,6 +191,7 @@ def test_explain_names_the_tools(tmp_path):
     assert "environment Walk: up to 4 answers per row" in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["environment", "environment__tools"])
 def test_a_run_whose_tools_have_changed_is_not_resumed_in_silence(tmp_path, option):
     file = tmp_path / "own.py"
