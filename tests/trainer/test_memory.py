@@ -263,7 +263,8 @@ def test_a_row_that_cannot_fit_is_refused_before_linux_ends_the_process(tmp_path
     micro_batches = run.policy.micro_batches(
         batch.rollouts, batch.loss_mask & (batch.advantages != 0).any(dim=1, keepdim=True), 1
     )
-    needs = memory.longest_row(run.policy, batch.rollouts, micro_batches) * per_token(run)
+    rows = torch.cat([one.rows for one in micro_batches])
+    needs = run.policy.longest_row(batch.rollouts, rows) * per_token(run)
     full = Full(run.policy, "likelihood", rows=1 << 30)
     free(monkeypatch, (needs - 1) / GIB)
     with pytest.raises(GruppoError, match=r"does not fit into memory: its activations alone need about .* GiB, "):

@@ -156,7 +156,7 @@ def credit_of_steps(
     objective, rollouts = run.config.objective, batch.rollouts
     loss_mask, weights = batch.loss_mask, run.rewards.weight_of
     assert rollouts is not None
-    late, rewards = overlong(run.config, rollouts), rewards_of_steps(run.rewards, scores, names)
+    late, (of_rows, rewards) = overlong(run.config, rollouts), weighted_sums(run.rewards, scores, names)
     each_apart = objective.combine == "normalize_then_sum"
     row, is_step = torch.zeros_like(late), rewards.isfinite()
     if each_apart:  # each reward by itself, the penalty as one more; then their weighted sums
@@ -165,15 +165,15 @@ def credit_of_steps(
         if objective.overlong:
             parts, weights = parts | {OVERLONG: late}, weights | {OVERLONG: 1.0}
         for name, part in parts.items():
+            own = (scores.steps[name] if name in names else part[:, None]).where(is_scored[:, None], torch.nan)
+            compared = weights[name] * _compared(run, rollouts, own, name, steps=name in names)
             if name in names:
-                own = scores.steps[name].where(is_scored[:, None], torch.nan)
-                steps = steps + weights[name] * _compared(run, rollouts, own, name, steps=True)
+                steps = steps + compared
             else:
-                own = part.where(is_scored, torch.nan)[:, None]
-                row = row + weights[name] * _compared(run, rollouts, own, name)[:, 0]
+                row = row + compared[:, 0]
     else:  # the penalty is the row's, or the last step's
         if run.rewards.has_outcome_rewards:
-            row = _compared(run, rollouts, (score_of_rows(run.rewards, scores, names) + late)[:, None], "sum")[:, 0]
+            row = _compared(run, rollouts, (of_rows + late)[:, None], "sum")[:, 0]
         else:
             rewards = rewards + place_score(late, is_step)
         steps, is_step = _compared(run, rollouts, rewards, "steps", steps=True), rewards.isfinite()
@@ -191,19 +191,20 @@ def credit_of_steps(
 def action_rewards(run: Run, batch: Batch, scores: Scores, names: Sequence[str]) -> Float[Tensor, "B T"]:
     """Rewards for a critic: each step's at its end, those of rows and the overlong penalty at the last kept action."""
     assert batch.rollouts is not None
-    row = score_of_rows(run.rewards, scores, names) + overlong(run.config, batch.rollouts)
-    return place_score(row, batch.loss_mask) + rewards_of_steps(run.rewards, scores, names).nan_to_num(0)
+    row, steps = weighted_sums(run.rewards, scores, names)
+    return place_score(row + overlong(run.config, batch.rollouts), batch.loss_mask) + steps.nan_to_num(0)
 
 
-def score_of_rows(rewards: RewardSet, scores: Scores, names: Sequence[str]) -> Float[Tensor, "B"]:
-    """The weighted sum of the rewards of whole rows; NaN where the row is not scored."""
+def weighted_sums(
+    rewards: RewardSet, scores: Scores, names: Sequence[str]
+) -> tuple[Float[Tensor, "B"], Float[Tensor, "B T"]]:
+    """The weighted sum of the rewards of whole rows, and that of step rewards at the actions that end a step.
+
+    NaN where a row is not scored, and where no step ends.
+    """
     parts = {name: part.nan_to_num(0) for name, part in scores.parts.items() if name not in names}
     total = sum((rewards.weight_of[name] * part for name, part in parts.items()), torch.zeros_like(scores.rewards))
-    return torch.where(scores.rewards.isfinite(), total, torch.nan)
-
-
-def rewards_of_steps(rewards: RewardSet, scores: Scores, names: Sequence[str]) -> Float[Tensor, "B T"]:
-    """The weighted sum of step rewards at the actions that end a step; NaN elsewhere, and in unscored rows."""
-    each = torch.stack([rewards.weight_of[name] * scores.steps[name] for name in names])
+    each = torch.stack([rewards.weight_of[name] * scores.steps[name] for name in names])  # [names, B, T]
     is_step = each.isfinite().any(0) & scores.rewards.isfinite()[:, None]
-    return torch.where(is_step, each.nan_to_num(0).sum(0), torch.nan)
+    row = torch.where(scores.rewards.isfinite(), total, torch.nan)
+    return row, torch.where(is_step, each.nan_to_num(0).sum(0), torch.nan)

@@ -44,8 +44,6 @@ def watch(run: Run, folder: RunFolder, metrics: Mapping[str, float]) -> None:
     state.version += 1
     run.engine.sync(run.policy, state.version)
     state.totals["back_offs"] = state.totals.get("back_offs", 0.0) + 1
-    log.warning(
-        "step %d: %s fell to %.4g from %.4g; back to the weights of step %d, with %g of the learning rate.",
-        *(state.step, config.metric, value, best["value"], best["step"], run.stage_schedule.lr_scale),
-    )
+    text = "step %d: %s fell to %.4g from %.4g; back to the weights of step %d, with %g of the learning rate."
+    log.warning(text, state.step, config.metric, value, best["value"], best["step"], run.stage_schedule.lr_scale)
     run.log({"back_off/returns_count": state.totals["back_offs"]})

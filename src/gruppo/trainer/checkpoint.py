@@ -14,7 +14,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -156,16 +156,9 @@ def prune(folder: Path, keep: int, *, newest: int) -> None:
     """
     older = [step for step in steps(folder) if step < newest]
     # the newest counts as one of those that are kept
-    dropped = older[: max(len(older) + 1 - max(keep, 1), 0)]
-    keep_only(folder, set(steps(folder)) - set(dropped))
+    for step in older[: max(len(older) + 1 - max(keep, 1), 0)]:
+        remove(folder / name_of(step))
     sweep(folder)
-
-
-def keep_only(folder: Path, kept: Collection[int]) -> None:
-    """Remove the checkpoints of all other steps."""
-    for step in steps(folder):
-        if step not in kept:
-            remove(folder / name_of(step))
 
 
 def sweep(folder: Path) -> None:

@@ -18,7 +18,7 @@ from gruppo.rewards.scoring import Scores
 from gruppo.trainer import dynamic_sampling
 from gruppo.trainer.advantages import assemble
 from gruppo.trainer.demonstrations import demonstrations, unsampled
-from gruppo.trainer.dynamic_sampling import Round, empty_slots, further_requests, join_rounds
+from gruppo.trainer.dynamic_sampling import Round, further_requests, join_rounds
 from gruppo.trainer.memory import whole_weights
 from gruppo.trainer.metrics import batch_metrics
 from gruppo.trainer.run import Run
@@ -78,8 +78,7 @@ def collect(run: Run, step_params: StepParams) -> Collected:
         metrics |= run.async_rollouts.metrics(sampled.rollouts)
     if source.level is not None:  # every rank draws all prompts, and passes over the same ones
         difficulties = [source.difficulty(prompt) for prompt in sampled.rollouts.prompts]
-        stat = Stat.of(torch.tensor(difficulties, dtype=torch.float64))
-        stat = dist.merge_stats({"difficulty": stat})["difficulty"]
+        stat = dist.merge_stats({"difficulty": Stat.of(torch.tensor(difficulties, dtype=torch.float64))})["difficulty"]
         metrics |= {"difficulty/mean": stat.mean, "difficulty/max": stat.max}
         metrics["difficulty/passed_over_count"] = float(source.passed_over - skipped_before)
     run.state.totals["tokens"] += metrics["tokens"]
@@ -92,8 +91,8 @@ def collect(run: Run, step_params: StepParams) -> Collected:
     advantages = torch.full((len(sampled.rollouts),), torch.nan)
     learned = torch.where(batch.loss_mask, batch.advantages, 0.0).sum(1) / batch.loss_mask.sum(1)
     advantages[sampled.rows] = learned.float().cpu()
-    batch = replace(batch, demos=demos)
-    return Collected(batch, sampled.rollouts, sampled.scores, metrics | demo_metrics, advantages)
+    metrics |= demo_metrics
+    return Collected(replace(batch, demos=demos), sampled.rollouts, sampled.scores, metrics, advantages)
 
 
 def sample(run: Run, step_params: StepParams) -> tuple[list[Round], Round | None]:
@@ -106,7 +105,11 @@ def sample(run: Run, step_params: StepParams) -> tuple[list[Round], Round | None
     latest: Round | None = rounds[0]
     sampled = config.prompts * size
     for _ in range(config.refill_rounds):
-        empty = empty_slots(latest, config.refill_by, config.prompts)
+        is_empty = torch.zeros(config.prompts)  # of all ranks' slots, those whose group has no spread
+        if latest is not None:
+            is_empty[torch.tensor(latest.slots)] = latest.has_equal_rewards(config.refill_by).float()
+        with dist.phase("dynamic sampling"):
+            empty = dist.all_sum(is_empty).nonzero()[:, 0].tolist()
         if not empty:
             break
         sampled += len(empty) * size

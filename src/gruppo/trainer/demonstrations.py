@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from string import Formatter
 from typing import Any
@@ -56,18 +55,6 @@ class Answers:
         self.names = columns if self.template else [self.column or "target"]
         """The columns that are read."""
 
-    def check(self, columns: Sequence[str], of: str) -> None:
-        """Refuse a column that the data do not have."""
-        missing, listed = [name for name in self.names if name not in columns], ", ".join(map(repr, columns))
-        if not missing:
-            return
-        if not self.template and not self.column:
-            raise GruppoError(f"""{of} have no target to learn from; their columns are {listed}. Set --supervised.column
-                to what is to be answered, or --supervised.data.""")
-        where = "template" if self.template else "column"
-        raise GruppoError(f"""supervised.{where} names {missing[0]!r}, which is none of {of}'s columns,
-            {listed}{nearest(missing[0], columns)}. Set --supervised.{where}.""")
-
     def given(self, prompt: Prompt) -> Prompt:
         """The prompt with what to answer as its target; None where a column that is needed is empty.
 
@@ -116,10 +103,17 @@ def open_demos(config: Config, data: Any) -> PromptSource | None:
         target_column=config.prompts.target_column if own else None,
         held_out_fraction=config.prompts.held_out_fraction,
     )
-    first = peek(source)
+    first, answers, of = peek(source), Answers(config.supervised), config.supervised.data or "the data"
     columns = set(source.columns or ()).union(*(prompt.meta for prompt in first))
     columns |= {"target", "answer"} if any(prompt.target is not None for prompt in first) else set()
-    Answers(config.supervised).check(sorted(columns), config.supervised.data or "the data")
+    listed = ", ".join(map(repr, sorted(columns)))
+    if missing := [name for name in answers.names if name not in columns]:
+        if not answers.template and not answers.column:
+            raise GruppoError(f"""{of} have no target to learn from; their columns are {listed}. Set --supervised.column
+                to what is to be answered, or --supervised.data.""")
+        where = "template" if answers.template else "column"
+        raise GruppoError(f"""supervised.{where} names {missing[0]!r}, which is none of {of}'s columns,
+            {listed}{nearest(missing[0], sorted(columns))}. Set --supervised.{where}.""")
     return source
 
 

@@ -221,12 +221,8 @@ def _example(run: Run) -> list[str]:
     if run.demos is not None:
         demonstration = take_demonstrations(run)[0][0]
         target = run.policy.format_prompt(demonstration, is_target=True) or shown(demonstration.target)
-        lines += [
-            "",
-            "ONE REAL DEMONSTRATION",
-            f"  prompt      {shown(demonstration.inputs)}",
-            f"  target      {target}",
-        ]
+        lines += ["", "ONE REAL DEMONSTRATION", f"  prompt      {shown(demonstration.inputs)}"]
+        lines.append(f"  target      {target}")
     return lines
 
 

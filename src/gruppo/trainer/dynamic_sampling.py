@@ -65,15 +65,6 @@ class Round:
         return has_no_spread(self.deciding_reward(by), self.rollouts.group_ids)
 
 
-def empty_slots(one: Round | None, by: str, slots: int) -> list[int]:
-    """Slots of all ranks whose group has no spread, ascending."""
-    flags = torch.zeros(slots)
-    if one is not None:
-        flags[torch.tensor(one.slots)] = one.has_equal_rewards(by).float()
-    with dist.phase("dynamic sampling"):
-        return dist.all_sum(flags).nonzero()[:, 0].tolist()
-
-
 @dataclass(frozen=True, eq=False)
 class Sampled:
     """All rounds of a step, on this rank."""

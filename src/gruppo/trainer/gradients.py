@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, combinations_with_replacement
 from typing import Any
 
 import torch
@@ -18,14 +18,7 @@ from gruppo.trainer.run import Run
 from gruppo.trainer.stages import StepParams
 from gruppo.types import Batch, Stat
 
-TERMS = {
-    "policy": "rl_coef",
-    "sup": "sup_coef",
-    "cons": "cons_coef",
-    "kl": "kl_coef",
-    "entropy": "entropy_coef",
-    "value": "value_coef",
-}
+TERMS = {"policy": "rl_coef"} | {name: f"{name}_coef" for name in ("sup", "cons", "kl", "entropy", "value")}
 """Terms of the loss, and the step parameter that each is multiplied by."""
 Backward = Callable[[Run, Batch, StepParams], Mapping[str, Stat]]
 
@@ -51,16 +44,16 @@ def of_terms(run: Run, batch: Batch, step_params: StepParams, backward: Backward
         run.optimizer.zero_grad(set_to_none=True)
         vectors[name] = dist.all_sum(whole), shards  # FSDP has summed those
 
-    def product(one: str, other: str) -> float:
+    norms, products = dict[str, float](), dict[tuple[str, str], float]()
+    for one, other in combinations_with_replacement(vectors, 2):
         (whole, shards), (other_whole, other_shards) = vectors[one], vectors[other]
+        # each rank has its shards: their products are added over ranks, and copies of a shard count once
         of_shards = float(dist.all_sum(shards @ other_shards)) / replicas() if len(shards) else 0.0
-        return float(whole @ other_whole) + of_shards
-
-    norms: dict[str, float] = {}
-    for name, (whole, shards) in vectors.items():  # of shards, squares are added over ranks
-        norms[name] = math.sqrt(product(name, name)) if len(shards) else float(whole.norm())
+        products[one, other] = float(whole @ other_whole) + of_shards
+        if one == other:
+            norms[one] = math.sqrt(products[one, one]) if len(shards) else float(whole.norm())
     metrics = {f"grad_norm/{name}": norm for name, norm in norms.items()}
     for one, other in combinations(vectors, 2):
         both = norms[one] * norms[other]
-        metrics[f"grad_cosine/{one}/{other}"] = product(one, other) / both if both else float("nan")
+        metrics[f"grad_cosine/{one}/{other}"] = products[one, other] / both if both else float("nan")
     return metrics

@@ -93,7 +93,24 @@ class Ledger:
     # --- reading ---
 
     def check(self, needed: Mapping[str, int]) -> None:
-        """Refuse a ledger that lacks segments, or parts of them, which ``state`` of a checkpoint has named."""
+        """Refuse a ledger that lacks segments, or parts of them, which ``state`` of a checkpoint has named.
+
+        A replay needs a complete step, and each rank's segments from the first on.
+        """
+        run, numbers = self.folder.parent, dict[str, list[int]]()
+        if self.is_replayed and not self.steps:
+            raise GruppoError(f"""{run} has no complete step in its ledger; it needs a run with --engine.lag above 0.
+                Give another RUN.""")
+        for path in self.segments() if self.is_replayed else ():
+            numbers.setdefault(path.name[6:], []).append(int(path.name[:6]))
+        for rank, found in numbers.items():
+            lost = sorted({*range(found[-1] + 1)} - {*found})
+            if lost and lost == [*range(found[0])]:
+                raise GruppoError(f"""the ledger of {run} begins after its first steps, which were deleted: a replay
+                    needs all of it. Give the run a higher --saving.ledger-gb.""")
+            if lost:
+                path = self.folder / f"{lost[0]:06d}{rank}"
+                raise GruppoError(f"{path} is missing. Put it back, or give another RUN.")
         for name, size in needed.items():
             path = self.folder / name
             if self.folder.is_dir() and (not path.is_file() or path.stat().st_size < size):
@@ -187,24 +204,6 @@ class Ledger:
             self.sync()
             self._file.close()
             self._file = None
-
-
-def check_whole(ledger: Ledger) -> None:
-    """Refuse to replay a ledger without its beginning, or with a segment missing."""
-    run = ledger.folder.parent
-    if not ledger.steps:
-        raise GruppoError(f"""{run} has no complete step in its ledger; it needs a run with --engine.lag above 0. Give
-            another RUN.""")
-    numbers: dict[str, list[int]] = {}
-    for path in ledger.segments():
-        numbers.setdefault(path.name[6:], []).append(int(path.name[:6]))
-    for rank, found in numbers.items():
-        lost = sorted({*range(found[-1] + 1)} - {*found})
-        if lost and lost == [*range(found[0])]:
-            raise GruppoError(f"""the ledger of {run} begins after its first steps, which were deleted: a replay needs
-                all of it. Give the run a higher --saving.ledger-gb.""")
-        if lost:
-            raise GruppoError(f"{ledger.folder / f'{lost[0]:06d}{rank}'} is missing. Put it back, or give another RUN.")
 
 
 # --- records ----------------------------------------------------------------------------------------------------------

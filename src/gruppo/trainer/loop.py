@@ -16,7 +16,7 @@ import torch
 
 from gruppo import distributed as dist
 from gruppo.core.groups import has_no_spread
-from gruppo.loading import command_name
+from gruppo.loading import command_name, did_you_mean
 from gruppo.platforms import peak_memory_gib
 from gruppo.rewards.scoring import Scores
 from gruppo.seeds import seed_at
@@ -30,7 +30,6 @@ from gruppo.trainer.memory import whole_weights
 from gruppo.trainer.run import Run
 from gruppo.trainer.run_dir import RunFolder, boundary_state
 from gruppo.trainer.signals import Interrupted
-from gruppo.trainer.stages import nearest_metric
 from gruppo.trainer.update import learn
 from gruppo.trainer.weight_change import warn_if_idle
 from gruppo.types import EngineLost, GruppoError, NumericalStop
@@ -87,8 +86,7 @@ def steps(run: Run, folder: RunFolder) -> Generator[Step]:
             evaluate_if_due(run, folder)
             save(run, folder)
         if (metric := run.config.back_off.metric) and run.state.best is None:
-            near = nearest_metric(metric, run.known)
-            hint = f" Did you mean {near}?" if near else ""
+            hint = did_you_mean(metric, run.known.keys() - {metric})
             log.warning("back_off.metric %r was never measured, so that nothing was watched.%s", metric, hint)
     except Interrupted:
         raise Stopped(how_to_continue(folder.path)) from None

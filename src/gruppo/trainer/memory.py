@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import starmap
 from types import TracebackType
 from weakref import WeakSet
 
@@ -104,7 +105,9 @@ def attempts(run: Run, parts: Sequence[Part]) -> Iterator[Attempt]:
                 token_budget(run, measured_bytes(run.policy, *parts[0]))
             budgets = [budget_for(run, run.policy.longest_prompt(rollouts)) for rollouts, _ in parts]
             cuts = [run.policy.micro_batches(*part, budget) for part, budget in zip(parts, budgets, strict=True)]
-            longest = max(longest_row(run.policy, part[0], cut) for part, cut in zip(parts, cuts, strict=True))
+            # units of the longest row in the micro-batches, its prompt included
+            own = ((part[0], torch.cat([mb.rows for mb in cut])) for part, cut in zip(parts, cuts, strict=True) if cut)
+            longest = max(starmap(run.policy.longest_row, own), default=0)
             # Where a row alone needs more than is free, Linux would kill the process without a message.
             free, needed = free_bytes(run.policy.device), longest * run.policy.bytes_per_unit(least=True)
             if free is not None and needed > free and run.policy.device.type == "cpu":
@@ -134,11 +137,8 @@ def attempts(run: Run, parts: Sequence[Part]) -> Iterator[Attempt]:
                     request = re.search(r"tried to allocate ([\d.]+ ?\w+)", attempt.error, re.IGNORECASE)
                     raise _does_not_fit(run, longest, f"the last request was for {request[1]}" if request else "")
         budget = run.state.token_budget = dist.all_min(finer or attempt.budget)
-        log.warning(
-            "step %d: memory ran out in micro-batches of %d tokens; going on with %d. Set --optim.token-budget %d "
-            "to begin there.",
-            *(run.state.step, attempt.budget, budget, budget),
-        )
+        text = "step %d: memory ran out in micro-batches of %d tokens; going on with %d. Set --optim.token-budget %d "
+        log.warning(text + "to begin there.", run.state.step, attempt.budget, budget, budget)
 
 
 def equally_many(policy: Policy, rollouts: Rollouts, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
@@ -174,11 +174,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     texts = ("DefaultCPUAllocator: ", "CUBLAS_STATUS_ALLOC_FAILED")
     has_text = isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
     return has_text or isinstance(error, torch.OutOfMemoryError | MemoryError)
-
-
-def longest_row(policy: Policy, rollouts: Rollouts, micro_batches: Sequence[MicroBatch]) -> int:
-    """Units of the longest row in the micro-batches, its prompt included."""
-    return policy.longest_row(rollouts, torch.cat([one.rows for one in micro_batches])) if micro_batches else 0
 
 
 def _does_not_fit(run: Run, units: int, reason: str) -> GruppoError:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import combinations
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from gruppo import distributed as dist
@@ -157,12 +157,25 @@ def of_rewards(rollouts: Rollouts, scores: Scores) -> dict[str, Stat]:
     A part counts the groups in which it scores any row: it does not apply to the others.
     """
     group_ids, parts = rollouts.group_ids, scores.parts
-    is_group = group_ids.bincount() > 1  # one row has no spread to lack
-    stats = _of_reward("reward", scores.rewards, group_ids, is_group)
-    for name, part in parts.items():
-        applies = ~group_reduce(part, group_ids, "mean").isnan()
-        stats |= _of_reward(f"reward/{name}", part, group_ids, is_group & applies)
-    stats |= {f"reward/{name}:steps": _scored(steps) for name, steps in scores.steps.items()}
+    stats = {f"reward/{name}:steps": _scored(steps) for name, steps in scores.steps.items()}
+    for area, rewards in {"reward": scores.rewards, **{f"reward/{name}": part for name, part in parts.items()}}.items():
+        score, spread = normalized_rewards(rewards, group_ids), group_std(rewards, group_ids)  # [B], [P]
+        means = group_reduce(rewards, group_ids, "mean")
+        is_group = group_ids.bincount() > 1  # one row has no spread to lack
+        if area != "reward":
+            is_group &= ~means.isnan()
+        own = {
+            "rows": _scored(rewards),
+            "within": _scored(spread),
+            "between": _scored(means),
+            "best": _scored(group_reduce(rewards, group_ids, "amax")),
+            "worst": _scored(group_reduce(rewards, group_ids, "amin")),
+            "normalised": _scored(score),
+            "normalised_abs": _scored(score.abs()),
+            "alike": Stat.of(has_no_spread(rewards, group_ids).double(), is_group),
+            "too_few": Stat.of(spread.isnan().double(), is_group),
+        }
+        stats |= {f"{area}:{name}": stat for name, stat in own.items()}
     for one, other in combinations(parts, 2):  # over the rows that both score
         both = parts[one].isfinite() & parts[other].isfinite()
         x, y = (parts[name].double().where(both, torch.nan) for name in (one, other))
@@ -172,24 +185,6 @@ def of_rewards(rollouts: Rollouts, scores: Scores) -> dict[str, Stat]:
             columns = {"x": a, "y": b, "xy": a * b}
             stats |= {f"{area}/{one}/{other}:{name}": _scored(values) for name, values in columns.items()}
     return stats
-
-
-def _of_reward(
-    area: str, rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"], is_group: Tensor
-) -> dict[str, Stat]:
-    score = normalized_rewards(rewards, group_ids)
-    stats = {
-        "rows": _scored(rewards),
-        "within": _scored(spread := group_std(rewards, group_ids)),
-        "between": _scored(group_reduce(rewards, group_ids, "mean")),
-        "best": _scored(group_reduce(rewards, group_ids, "amax")),
-        "worst": _scored(group_reduce(rewards, group_ids, "amin")),
-        "normalised": _scored(score),
-        "normalised_abs": _scored(score.abs()),
-        "alike": Stat.of(has_no_spread(rewards, group_ids).double(), is_group),
-        "too_few": Stat.of(spread.isnan().double(), is_group),
-    }
-    return {f"{area}:{name}": stat for name, stat in stats.items()}
 
 
 def _scored(x: Tensor) -> Stat:

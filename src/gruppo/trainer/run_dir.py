@@ -155,11 +155,9 @@ class RunFolder:
             file.cut(-1 if from_step is None else from_step)
         logged = {row["step"] for row in read_lines(self.path / "metrics.jsonl")}
         if missing := [step for step in range(1, (from_step or 0) + 1) if step not in logged]:
-            log.warning(
-                "metrics.jsonl has no row for %d of the %d steps before the checkpoint, from step %d to %d: they are "
-                "lost, and curves and gruppo doctor go without them.",
-                *(len(missing), from_step, missing[0], missing[-1]),
-            )
+            text = "metrics.jsonl has no row for %d of the %d steps before the checkpoint, from step %d to %d: "
+            text += "they are lost, and curves and gruppo doctor go without them."
+            log.warning(text, len(missing), from_step, missing[0], missing[-1])
         return [*files, *trackers.open_trackers(config.track, self.path, config, from_step=from_step)]
 
     # --- checkpoints ---
@@ -190,7 +188,8 @@ class RunFolder:
         def delete_old() -> None:
             if state is not None:
                 checkpoint.prune(self.checkpoints, keep, newest=step)
-            checkpoint.keep_only(self.best, {int(best["step"]) for best in (saved_best, newest_best) if best})
+            for other in {*checkpoint.steps(self.best)} - {best["step"] for best in (saved_best, newest_best) if best}:
+                checkpoint.remove(self.best / checkpoint.name_of(other))
 
         target = (self.best if state is None else self.checkpoints) / checkpoint.name_of(step)
         content = state or {}
@@ -266,10 +265,8 @@ class RunFolder:
             if (base is None) != (saved_base is None):
                 raise ValueError(f"it holds {kinds[base is None]}, and this run trains {kinds[base is not None]}")
             if base != saved_base:
-                raise ValueError(
-                    f"it holds an adapter of weights with SHA-256 {saved_base:.16}..., and {run.config.model} has "
-                    f"{base:.16}...: it belongs to another base"
-                )
+                other = f"it holds an adapter of weights with SHA-256 {saved_base:.16}..., and {run.config.model} has "
+                raise ValueError(f"{other}{base:.16}...: it belongs to another base")
             self.return_to(run, saved)
             run.source.load_state_dict(saved.state["source"])
             if run.async_rollouts is not None:
@@ -351,11 +348,9 @@ class RunFolder:
         run.reference_sha256 = reference_then
         check_unchanged(run)
         if "sha256" in model_then and (file_now := model_source.get("sha256")) != model_then["sha256"]:
-            log.warning(
-                "the file of the model %s has changed since %s began (SHA-256 %.12s..., now %.12s...): the run may "
-                "continue differently.",
-                *(model_source["name"], self.path, model_then["sha256"] or "none", file_now or "none"),
-            )
+            digests = (model_then["sha256"] or "none", file_now or "none")
+            text = "the file of the model %s has changed since %s began (SHA-256 %.12s..., now %.12s...): the run may "
+            log.warning(text + "continue differently.", model_source["name"], self.path, *digests)
         if changing:
             if not allow_changes:
                 raise GruppoError(f"""{self.path} would not continue to the same results: {"; ".join(changing)}. Restore
@@ -390,15 +385,11 @@ class RunFolder:
 
 def tensors_of(run: Run) -> dict[str, Any]:
     """The tensors of a checkpoint, by its files."""
-    return weights_of(run) | {"optimizer": checkpoint.optimizer_tensors(run.optimizer, optimized_names(run))}
-
-
-def weights_of(run: Run) -> dict[str, Any]:
-    """Those of all files but the optimizer's."""
     return {
         "model": run.policy.checkpoint_weights(),
         "critic": None if run.critic is None else run.critic.checkpoint_weights(),
         "reference": {} if run.reference is None else run.reference.state_dict(),
+        "optimizer": checkpoint.optimizer_tensors(run.optimizer, optimized_names(run)),
     }
 
 
@@ -413,7 +404,7 @@ def sharded_tensors(run: Run) -> checkpoint.Sharded:
     parameters = trained(run.policy.module, run.critic)
     moments = {f"{moment}.{name}": p for moment in ("exp_avg", "exp_avg_sq") for name, p in parameters.items()}
     # AdamW has no moments before its first step: those of a checkpoint are then known by their parameters alone
-    files = weights_of(run) | {"optimizer": moments}
+    files = tensors_of(run) | {"optimizer": moments}
     return {file: shards.only_sharded(tensors or {}) for file, tensors in files.items()}
 
 

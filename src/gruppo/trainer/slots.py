@@ -50,14 +50,11 @@ class Slots:
     """Groups that are being sampled."""
 
     @property
-    def held(self) -> int:
-        """Slots of the step under way. A prompt that replaces another one uses its slot."""
-        return min(sum(group.is_counted for group in self.taken), self.prompts)
-
-    @property
     def next_index(self) -> int:
         """Number of the next group to draw, counted from the first of the step under way, or of the next step."""
-        return self.held + sum(group.is_counted for group in self.queue)
+        # a prompt that replaces another one of the step under way uses its slot
+        held = min(sum(group.is_counted for group in self.taken), self.prompts)
+        return held + sum(group.is_counted for group in self.queue)
 
     @property
     def has_room(self) -> bool:

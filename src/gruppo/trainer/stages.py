@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -18,6 +17,7 @@ from gruppo import distributed as dist
 from gruppo.config.schema import Config, Stage
 from gruppo.config.stages import SCHEDULED, peak_lr, stage_path
 from gruppo.core.schedules import AdaptiveSpec, Schedule, make_controller, parse_schedule, warmup_decay
+from gruppo.loading import did_you_mean
 from gruppo.types import GruppoError, Sampling
 
 log = logging.getLogger("gruppo")
@@ -129,10 +129,6 @@ class StageSchedule:
         """Of all stages, in order."""
         return [stage.name or f"stage {number}" for number, stage in enumerate(self.plan, start=1)]
 
-    @property
-    def name(self) -> str:
-        return self.names[self.index]
-
     def step_params(self, step: int) -> StepParams:
         """The parameters of step 0, 1, ..., which is in the current stage."""
         config, stage = self.config, self.stage
@@ -197,15 +193,14 @@ class StageSchedule:
             return None
         self.settled = step
         is_last = self.index + 1 == len(self.plan)
-        gate, stage, name, seen = self._gates[self.index], self.stage, self.name, self.seen
-        if gate and gate.is_open(self.seen):
+        gate, stage, name, seen = self._gates[self.index], self.stage, self.names[self.index], self.seen
+        if gate and gate.is_open(seen):
             why = f"{gate.metric} is {seen[-1]:.4g}, and {name} lasts until {stage.until}"
         elif (step == self.config.steps) if is_last else stage.steps and step - self.began >= stage.steps:
             why = f"{name} has had its {stage.steps} steps"
             if gate:
-                near = "" if seen else nearest_metric(gate.metric, known)
                 last = f"{gate.metric} was {seen[-1]:.4g} at last" if seen else f"{gate.metric} was never measured"
-                hint = f" Did you mean {near}?" if near else ""
+                hint = "" if seen else did_you_mean(gate.metric, known.keys() - {gate.metric})
                 parts = (name, step - self.began, stage.until, last, hint)
                 log.warning("%s ends after its %d steps, and its gate %r never opened: %s.%s", *parts)
             if is_last:
@@ -216,33 +211,24 @@ class StageSchedule:
             self.is_over = True
             return f"step {step}: the run ends ({why})."
         self.index, self.began, self.seen = self.index + 1, step, []
-        return f"step {step}: {self.name} begins ({why})."
+        return f"step {step}: {self.names[self.index]} begins ({why})."
 
     def state_dict(self) -> dict[str, Any]:
         controllers = [
-            {name: one.state_dict() for name, one in stage.items() if not isinstance(one, Schedule)}
-            for stage in self._schedules
+            {name: one.state_dict() for name, one in own.items() if not isinstance(one, Schedule)}
+            for own in self._schedules
         ]
         # copies: a checkpoint may be written after the next step has changed these
         return {name: copy(getattr(self, name)) for name in _SAVED} | {"controllers": controllers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        vars(self).update({name: kind(state[name]) for name, kind in _SAVED.items()})
+        vars(self).update({name: copy(state[name]) for name in _SAVED})
         for stage, saved in zip(self._schedules, state["controllers"], strict=True):
             for name, numbers in saved.items():
                 stage[name].load_state_dict(numbers)
 
 
-_SAVED: dict[str, Callable[[Any], Any]] = {
-    "index": int,
-    "began": int,
-    "lr_scale": float,
-    "overrides": dict,
-    "settled": int,
-    "is_over": bool,
-    "sampled_since": copy,
-    "seen": list,
-}
+_SAVED = ("index", "began", "lr_scale", "overrides", "settled", "is_over", "sampled_since", "seen")
 """What a checkpoint holds of a StageSchedule, beside the controllers."""
 _PLAIN = ("rl_coef", "sup_coef", "kl_coef", "entropy_coef", "value_coef", "cons_coef", "difficulty")
 """Step parameters that are the value of their schedule, which no stage may leave out."""
@@ -261,8 +247,3 @@ def agreed(metrics: Mapping[str, float], name: str) -> float | None:
     is_there = math.isfinite(value)
     total, count = dist.all_sum(torch.tensor([value if is_there else 0.0, float(is_there)], dtype=torch.float64))
     return float(total / count) if count else None
-
-
-def nearest_metric(name: str, known: Mapping[str, float]) -> str:
-    """The known metric with the most similar name; empty where there is none."""
-    return next(iter(difflib.get_close_matches(name, [other for other in known if other != name], 1)), "")

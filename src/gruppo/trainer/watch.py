@@ -98,16 +98,13 @@ def on_screen(run: Run, folder: Path) -> Tracker:
 @contextmanager
 def logged() -> Iterator[None]:
     """Print the log's notes within, such as that of a download, unless the caller has configured the log."""
-    level, handler = log.level, None
+    level, handler = log.level, logging.StreamHandler(sys.stderr)  # without a format, it writes the message alone
     if level == logging.NOTSET:
         log.setLevel(logging.INFO)
     if not log.hasHandlers():
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(message)s"))
         log.addHandler(handler)
     try:
         yield
     finally:
         log.setLevel(level)
-        if handler is not None:
-            log.removeHandler(handler)
+        log.removeHandler(handler)

@@ -52,11 +52,9 @@ class Moved:
 def warn_if_still(run: Run, changed: Stat) -> None:
     if changed.count and changed.mean < LEAST:
         dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in run.parameters})
-        log.warning(
-            "step %d: an update changed %.1f%% of the weights that have a gradient; at --optim.lr %g the rest is lost "
-            "in rounding to %s. Raise it, or hold the weights in float32.",
-            *(run.state.step, 100 * changed.mean, run.config.optim.lr, " and ".join(dtypes)),
-        )
+        text = "step %d: an update changed %.1f%% of the weights that have a gradient; at --optim.lr %g the rest "
+        text += "is lost in rounding to %s. Raise it, or hold the weights in float32."
+        log.warning(text, run.state.step, 100 * changed.mean, run.config.optim.lr, " and ".join(dtypes))
 
 
 def warn_if_idle(run: Run, metrics: Mapping[str, float], folder: Path, rollouts: Rollouts | None = None) -> None:
