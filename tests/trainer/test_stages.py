@@ -51,7 +51,7 @@ def advanced(stage_schedule: StageSchedule, *values: float, metric: str = "eval/
     for step, value in enumerate(values, start=1):
         stage_schedule.measure(step, {metric: value})
         stage_schedule.advance(step, {metric: value})
-        names.append(stage_schedule.name)
+        names.append(stage_schedule.names[stage_schedule.index])
     return names
 
 
@@ -160,7 +160,7 @@ def test_a_value_that_is_not_finite_opens_no_gate():
 def test_a_boundary_is_settled_once():
     stage_schedule = StageSchedule(given(replace(WARM, steps=1), replace(WARM, name="second", steps=1), LAST))
     stage_schedule.advance(1, {})
-    assert stage_schedule.name == "second" and stage_schedule.advance(1, {}) is None and stage_schedule.name == "second"
+    assert stage_schedule.index == 1 and stage_schedule.advance(1, {}) is None and stage_schedule.index == 1
 
 
 # --- refusals ---
@@ -509,7 +509,7 @@ def test_a_flat_gate_counts_measurements_and_not_steps():
         result = {"m": 1.0} if step % 4 == 0 else {"other": 0.0}
         stage_schedule.measure(step, result)
         stage_schedule.advance(step, result)
-    assert stage_schedule.name == "warm" and stage_schedule.measure(12, {"m": 1.0}) is None
+    assert stage_schedule.stage.name == "warm" and stage_schedule.measure(12, {"m": 1.0}) is None
     assert "warm lasts until m flat 2 by 0.05" in str(stage_schedule.advance(12, {"m": 1.0}))
 
 
@@ -526,7 +526,7 @@ def test_a_flat_gate_sees_its_own_stage_alone():
     ]
     stage_schedule.measure(6, {"m": 1.0})
     stage_schedule.advance(6, {})
-    assert stage_schedule.name == "last"
+    assert stage_schedule.stage.name == "last"
 
 
 def test_a_flat_gate_goes_on_where_it_was():

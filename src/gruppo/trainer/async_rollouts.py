@@ -226,9 +226,9 @@ class AsyncRollouts(SourceWrapper):
         with self._changed:
             if isinstance(self._error, EngineLost):  # the publish has brought the engine back
                 self._error = None
-            released = self.slots.release()
-            if released:
-                self.ledger.append_step(state.step, state.version, [group.position for group in released])
+            if positions := [group.position for group in self.slots.release()]:
+                step = {"event": "step", "step": state.step, "version": state.version, "positions": positions}
+                self.ledger.append(step)
             if self.ledger.is_replayed:
                 self.run.is_stopped |= state.step >= max(self.ledger.steps)
             if self.ledger.size > self.ledger.max_bytes and not self.ledger.is_replayed:

@@ -107,7 +107,8 @@ class Save:
 class Writer:
     """Writes one save at a time in a thread."""
 
-    _save: Save | None = None
+    unchecked: Save | None = None
+    """The newest save, until one rank has found it complete: after all have waited, ``check_committed``."""
     _thread: threading.Thread | None = None
     _error: BaseException | None = None
 
@@ -130,7 +131,7 @@ class Writer:
             except BaseException as error:
                 self._error = error
 
-        self._save = replace(save, files={})  # the copies are released as soon as they are written
+        self.unchecked = replace(save, files={})  # the copies are released as soon as they are written
         self._thread = threading.Thread(target=write, name="gruppo-checkpoint", daemon=True)
         self._thread.start()
 
@@ -142,9 +143,3 @@ class Writer:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
-
-    def check_committed(self) -> None:
-        """For one rank, after all have waited: the checkpoint is complete, or an error says what is missing."""
-        if self._save is not None:
-            self._save.check_committed()
-            self._save = None

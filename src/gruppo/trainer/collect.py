@@ -107,7 +107,7 @@ def sample(run: Run, step_params: StepParams) -> tuple[list[Round], Round | None
     for _ in range(config.refill_rounds):
         is_empty = torch.zeros(config.prompts)  # of all ranks' slots, those whose group has no spread
         if latest is not None:
-            is_empty[torch.tensor(latest.slots)] = latest.has_equal_rewards(config.refill_by).float()
+            is_empty[torch.tensor(latest.slots)] = (latest.spread(config.refill_by) == 0).float()
         with dist.phase("dynamic sampling"):
             empty = dist.all_sum(is_empty).nonzero()[:, 0].tolist()
         if not empty:

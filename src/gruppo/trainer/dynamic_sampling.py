@@ -47,22 +47,19 @@ class Round:
     """Of all ranks' slots, the one of each prompt."""
     reward_s: float
 
-    def deciding_reward(self, by: str) -> Float[Tensor, "B"]:
-        """The reward whose spread within a group counts: ``by``, or the sum of all before it is shaped.
+    def spread(self, by: str) -> Float[Tensor, "P"]:
+        """Standard deviation of each group's rewards, 0 where they are equal or fewer than two rows are scored.
 
-        Of the rows that are scored. Where ``by`` scores no row of a group it does not apply to that group, and the sum
-        decides.
+        Of the reward ``by``, or of the sum of all before it is shaped. Where ``by`` scores no row of a group it does
+        not apply to that group, and the sum decides.
         """
         rewards, group_ids = self.scores.rewards, self.rollouts.group_ids
-        if not by:
-            return rewards
-        named = torch.where(rewards.isfinite(), self.scores.parts[by], torch.nan)
-        applies = group_ids[named.isfinite()].bincount(minlength=len(self.slots)) > 0
-        return torch.where(applies[group_ids], named, rewards)
-
-    def has_equal_rewards(self, by: str) -> Bool[Tensor, "P"]:
-        """Groups without spread in the deciding reward; one with fewer than two scored rows has none."""
-        return has_no_spread(self.deciding_reward(by), self.rollouts.group_ids)
+        if by:
+            named = torch.where(rewards.isfinite(), self.scores.parts[by], torch.nan)
+            applies = group_ids[named.isfinite()].bincount(minlength=len(self.slots)) > 0
+            rewards = torch.where(applies[group_ids], named, rewards)
+        # equal but for rounding, which a standard deviation would show
+        return torch.where(has_no_spread(rewards, group_ids), 0.0, group_std(rewards, group_ids))
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +100,7 @@ def join_rounds(rounds: Sequence[Round], by: str, *, refills: bool, grown: Round
     starts = accumulate((len(one.rollouts) for one in every_round), initial=0)
     last: dict[int, tuple[list[int], bool]] = {}
     for one, first in zip(every_round, starts, strict=False):
-        is_empty = [False] * len(one.slots) if one is grown or not refills else one.has_equal_rewards(by).tolist()
+        is_empty = [False] * len(one.slots) if one is grown or not refills else (one.spread(by) == 0).tolist()
         sizes = one.rollouts.group_ids.bincount(minlength=len(one.slots))
         rows_by_group = one.rollouts.group_ids.argsort(stable=True).split(sizes.tolist())
         for slot, own, is_alike in zip(one.slots, rows_by_group, is_empty, strict=True):
@@ -141,8 +138,7 @@ def further_requests(
     spread = torch.zeros(rollout.prompts, dtype=torch.float64)
     prompts: dict[int, Prompt] = {}
     for one in rounds:  # a later round's group takes the place of the slot's earlier one
-        spreads = group_std(one.deciding_reward(rollout.refill_by), one.rollouts.group_ids)
-        spread[torch.tensor(one.slots)] = torch.where(one.has_equal_rewards(rollout.refill_by), 0.0, spreads)
+        spread[torch.tensor(one.slots)] = one.spread(rollout.refill_by)
         prompts |= dict(zip(one.slots, one.rollouts.prompts, strict=True))
     sizes = torch.full((rollout.prompts,), rollout.first_samples)
     budget = max(rollout.prompts * step_params.group_size - sampled, 0)

@@ -14,7 +14,7 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -143,16 +143,13 @@ class Ledger:
         packed = {name: _pack(getattr(rollouts, name), tensors, name) for name in _FIELDS}
         record = {"event": "group", "position": position, "first": request.first, "id": request.prompt.id}
         record |= {"draw": request.prompt.draw, "settings": _settings(request, sampling), "rollouts": packed}
-        location = self._append(record, save(tensors))
+        location = self.append(record, save(tensors))
         if location is not None:
             self.groups[position, request.first] = location
             self._last[location.path.name] = max(self._last.get(location.path.name, -1), position)
 
-    def append_step(self, step: int, version: int, positions: Sequence[int]) -> None:
-        """Append what a step has learned from."""
-        self._append({"event": "step", "step": step, "version": version, "positions": list(positions)})
-
-    def _append(self, record: Mapping[str, Any], data: bytes = b"") -> Location | None:
+    def append(self, record: Mapping[str, Any], data: bytes = b"") -> Location | None:
+        """Append a record: the samples of a group, or what a step has learned from. None in a replay."""
         if self.is_replayed:
             return None
         written = _bytes(record, data)

@@ -207,8 +207,9 @@ class RunFolder:
         with dist.fail_together():
             self.writer.wait()
         with dist.fail_together():
-            if dist.is_main():
-                self.writer.check_committed()
+            if dist.is_main() and self.writer.unchecked is not None:
+                self.writer.unchecked.check_committed()
+                self.writer.unchecked = None
 
     def limit_budget(self, run: Run, budget: int = 0) -> None:
         """Keep ``budget``, with which memory did not suffice for a step of sharded weights, and apply what was kept."""

@@ -27,7 +27,7 @@ from gruppo.trainer.memory import Part, attempts
 from gruppo.trainer.minibatches import gaussian_outputs, has_gradient, likelihood_of, minibatches, required_outputs
 from gruppo.trainer.run import Run, flatten, reduced, trained
 from gruppo.trainer.stages import StepParams
-from gruppo.trainer.weight_change import EVERY, NORMS, Moved, warn_if_still
+from gruppo.trainer.weight_change import EVERY, LEAST, NORMS, Moved
 from gruppo.types import Batch, Gaussian, GruppoError, Likelihood, MicroBatch, NumericalStop, Stat
 
 log = logging.getLogger("gruppo")
@@ -95,8 +95,12 @@ def learn(run: Run, batch: Batch, step_params: StepParams) -> dict[str, float]:
     metrics |= epoch_metrics(run.config.optim, epochs, tried - has_moved_far)
     if run.config.optim.stop_kl:
         metrics["update/early_stop_frac"] = float(has_moved_far)
-    if "update/changed" in stats:
-        warn_if_still(run, stats["update/changed"])
+    changed = stats.get("update/changed", Stat())
+    if changed.count and changed.mean < LEAST:
+        dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in run.parameters})
+        text = "step %d: an update changed %.1f%% of the weights that have a gradient; at --optim.lr %g the rest "
+        text += "is lost in rounding to %s. Raise it, or hold the weights in float32."
+        log.warning(text, run.state.step, 100 * changed.mean, run.config.optim.lr, " and ".join(dtypes))
     return metrics | {"optim/lr": step_params.lr, "time/update_s": time.perf_counter() - began}
 
 

@@ -49,14 +49,6 @@ class Moved:
         return Stat.of(torch.cat(differs).double()) if differs else Stat()
 
 
-def warn_if_still(run: Run, changed: Stat) -> None:
-    if changed.count and changed.mean < LEAST:
-        dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in run.parameters})
-        text = "step %d: an update changed %.1f%% of the weights that have a gradient; at --optim.lr %g the rest "
-        text += "is lost in rounding to %s. Raise it, or hold the weights in float32."
-        log.warning(text, run.state.step, 100 * changed.mean, run.config.optim.lr, " and ".join(dtypes))
-
-
 def warn_if_idle(run: Run, metrics: Mapping[str, float], folder: Path, rollouts: Rollouts | None = None) -> None:
     """Count steps without a gradient, or with one of regularizers alone; name the reason after three of them."""
     norms = [metrics[name] for name in NORMS if name in metrics]
@@ -66,6 +58,15 @@ def warn_if_idle(run: Run, metrics: Mapping[str, float], folder: Path, rollouts:
     state.idle_steps = state.idle_steps + 1 if norms and (is_flat or not any(norms)) else 0
     if state.idle_steps not in IDLE:
         return
+    # whether this rank's groups repeat one sequence of actions; not if each group has a single row
+    is_repeated = False
+    if rollouts is not None:
+        groups, mask, actions = rollouts.group_ids.tolist(), rollouts.mask, rollouts.actions
+        first = {group: row for row, group in reversed([*enumerate(groups)])}
+        firsts = torch.tensor([first[group] for group in groups], dtype=torch.long)
+        chosen = (mask | mask[firsts]).reshape(*mask.shape, *[1] * (actions.dim() - 2))
+        is_equal = torch.equal(mask, mask[firsts]) and not ((actions != actions[firsts]) & chosen).any()
+        is_repeated = len(first) < len(groups) and is_equal
     reason = f"--optim.lr {run.config.optim.lr:g} may have ruined the weights, which give a gradient of exactly 0"
     if size is None:
         reason = "the demonstrations give a gradient of exactly 0"
@@ -73,21 +74,10 @@ def warn_if_idle(run: Run, metrics: Mapping[str, float], folder: Path, rollouts:
         reason = "no completion was scored"
     elif run.config.objective.mask_truncated and metrics.get("finish/truncated_frac") == 1:
         reason = "all completions were truncated, which --objective.mask-truncated leaves out of the loss"
-    elif rollouts is not None and _are_identical(rollouts):
+    elif is_repeated:
         reason = f"{IDENTICAL} (mean reward {metrics['reward/mean']:.3g}): the policy has no entropy left, which a "
         reason += f"large learning rate causes (--optim.lr is {run.config.optim.lr:g}), or the temperature is too low"
     elif not size > 0:
         reason = f"the rewards of each group are equal (mean {metrics['reward/mean']:.3g})"
     values = (state.step, state.idle_steps, reason, command_name(), folder)
     log.warning("step %d: nothing was learned in the last %d steps: %s. %s doctor %s says what to change.", *values)
-
-
-def _are_identical(rollouts: Rollouts) -> bool:
-    """Whether this rank's groups repeat one sequence of actions; not if each group has a single row."""
-    groups = rollouts.group_ids
-    first = {group: row for row, group in reversed([*enumerate(groups.tolist())])}
-    firsts = torch.tensor([first[group] for group in groups.tolist()], dtype=torch.long)
-    mask, actions = rollouts.mask, rollouts.actions
-    chosen = (mask | mask[firsts]).reshape(*mask.shape, *[1] * (actions.dim() - 2))
-    is_equal = torch.equal(mask, mask[firsts]) and not ((actions != actions[firsts]) & chosen).any()
-    return len(first) < len(groups) and is_equal
