@@ -67,8 +67,7 @@ def with_advantages(run: Run, step_params: StepParams, batch: Batch, scores: Sco
     penalty = torch.zeros(batch.loss_mask.shape)
     if has_kl_in_reward(run, step_params):
         assert batch.old_logprobs is not None and batch.ref is not None
-        kl = torch.where(batch.loss_mask, batch.old_logprobs - batch.ref.logprobs, 0)
-        penalty = step_params.kl_coef * kl
+        penalty = step_params.kl_coef * torch.where(batch.loss_mask, batch.old_logprobs - batch.ref.logprobs, 0)
     score = scores.rewards + overlong(run.config, batch.rollouts)
     names = [name for name in scores.steps if run.rewards.weight_of[name]]  # step rewards with a weight
     by_step = objective.credit != "outcome" and bool(names)

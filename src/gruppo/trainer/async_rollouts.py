@@ -313,15 +313,13 @@ class AsyncRollouts(SourceWrapper):
 
     def _prune(self) -> None:
         """Delete what no checkpoint needs from a ledger that has grown beyond its limit."""
-        positions, folder = [self.state_dict()["position"]], self.ledger.folder.parent / "checkpoints"
-        if self._saved_position is not None:
-            positions.append(self._saved_position)
-        for step in checkpoint.steps(folder):
-            try:
-                positions.append(read_json(folder / checkpoint.name_of(step) / "state.json")["source"]["position"])
-            except (OSError, ValueError, KeyError, TypeError):  # damaged: what it needs is unknown
-                return
-        self.ledger.prune(min(positions))
+        folder, own = self.ledger.folder.parent / "checkpoints", (self.state_dict()["position"], self._saved_position)
+        states = (folder / checkpoint.name_of(step) / "state.json" for step in checkpoint.steps(folder))
+        try:
+            saved = [read_json(state)["source"]["position"] for state in states]
+        except (OSError, ValueError, KeyError, TypeError):  # damaged: what it needs is unknown
+            return
+        self.ledger.prune(min(position for position in (*own, *saved) if position is not None))
 
     def close(self) -> None:
         """Begin nothing more. What is being sampled ends with the engine."""

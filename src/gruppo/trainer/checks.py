@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from gruppo.config.checks import check_config, smallest_group
 from gruppo.config.options import check_ranges
-from gruppo.config.schema import Config
-from gruppo.config.stages import highest
+from gruppo.config.schema import Config, ReferenceConfig
+from gruppo.config.stages import highest, stage_path
 from gruppo.protocols import Modality
 from gruppo.tracking import trackers
 from gruppo.trainer.demonstrations import Answers
-from gruppo.trainer.references import check_reference
+from gruppo.trainer.references import has_reference, storage_error, unread_error
 from gruppo.trainer.stages import StageSchedule
+from gruppo.types import GruppoError
 
 NEUTRAL = Modality()
 
@@ -28,4 +29,20 @@ def check(config: Config, modality: Modality = NEUTRAL) -> None:
     modality.check_objective(config, **sizes, kl_coef=highest(config, "kl_coef"), has_positions=has_positions)
     if highest(config, "sup_coef"):
         Answers(config.supervised)  # parses the template
-    check_reference(config, modality)
+    # options of a reference that nothing would read
+    chosen, default = config.reference, ReferenceConfig()
+    renewed = [index for index, stage in enumerate(config.plan) if stage.new_reference]
+    if renewed and not has_reference(config, modality) and not modality.rewards_read_reference:
+        raise unread_error(f"{stage_path(config, renewed[0])}.new_reference")  # of a restorer, a reward may read it
+    if chosen != default and not has_reference(config, modality):
+        raise unread_error("a reference")
+    for name in ("update_rate", "update_every", "watch_prompts") if not chosen.is_mixed else ():
+        if getattr(chosen, name) != getattr(default, name):
+            raise GruppoError(f"""reference.{name} is of a reference that moves, and reference.kind='frozen' never does.
+                Set --reference.kind mixed, or leave it out.""")
+    if chosen.is_mixed and chosen.update_every > config.steps:
+        raise GruppoError(f"""reference.kind='mixed' with reference.update_every={chosen.update_every} never moves in
+            {config.steps} steps. Set --reference.update-every {max(config.steps // 10, 1)} or so, or --reference.kind
+            frozen.""")
+    if chosen.place != "device" and (config.lora.rank or config.lora.adapter):
+        raise storage_error(config)

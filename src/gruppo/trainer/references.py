@@ -1,12 +1,12 @@
-"""References of the KL term: checks of the options, proof that frozen weights are frozen, metrics of moving ones."""
+"""References of the KL term: errors of the options, proof that frozen weights are frozen, metrics of moving ones."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
-from gruppo.config.schema import Config, ReferenceConfig
-from gruppo.config.stages import highest, stage_path
+from gruppo.config.schema import Config
+from gruppo.config.stages import highest
 from gruppo.distributed.sharding import local
 from gruppo.environments import converse
 from gruppo.protocols import Modality, digest
@@ -14,28 +14,6 @@ from gruppo.trainer.evaluate import evaluate, held_out
 from gruppo.trainer.memory import whole_weights
 from gruppo.trainer.run import Run
 from gruppo.types import GruppoError
-
-
-def check_reference(config: Config, modality: Modality) -> None:
-    """Refuse options that nothing would read."""
-    chosen, default = config.reference, ReferenceConfig()
-    renewed = [index for index, stage in enumerate(config.plan) if stage.new_reference]
-    if renewed and not has_reference(config, modality) and not modality.rewards_read_reference:
-        raise unread_error(f"{stage_path(config, renewed[0])}.new_reference")  # of a restorer, a reward may read it
-    if chosen == default:
-        return
-    if not has_reference(config, modality):
-        raise unread_error("a reference")
-    for name in ("update_rate", "update_every", "watch_prompts") if not chosen.is_mixed else ():
-        if getattr(chosen, name) != getattr(default, name):
-            raise GruppoError(f"""reference.{name} is of a reference that moves, and reference.kind='frozen' never does.
-                Set --reference.kind mixed, or leave it out.""")
-    if chosen.is_mixed and chosen.update_every > config.steps:
-        raise GruppoError(f"""reference.kind='mixed' with reference.update_every={chosen.update_every} never moves in
-            {config.steps} steps. Set --reference.update-every {max(config.steps // 10, 1)} or so, or --reference.kind
-            frozen.""")
-    if chosen.place != "device" and (config.lora.rank or config.lora.adapter):
-        raise storage_error(config)
 
 
 def unread_error(what: str) -> GruppoError:

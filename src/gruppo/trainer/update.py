@@ -134,12 +134,7 @@ def update(run: Run, batch: Batch, step_params: StepParams) -> tuple[dict[str, S
     has_learned = any(stats[name].count or stats[name].pending for name in LEARNED if name in stats)
     flags = torch.tensor([has_learned, *(parameter.grad is not None for parameter in run.parameters)], dtype=torch.long)
     is_learned, *reached = dist.all_sum(flags).tolist()
-    # Parameters that may have a gradient on some rank; the others keep none, so that no momentum or decay moves them:
-    # the critic's alone during its warmup, and none of them while nothing is sampled.
-    policy = list(trained(run.policy.module, None).values())
-    learning = run.parameters if step_params.samples else policy
-    learning = run.parameters[len(policy) :] if step_params.is_critic_alone else learning
-    dist.sum_gradients(p for p in learning if not is_sharded(p))  # FSDP has summed those
+    dist.sum_gradients(p for p in learning(run, step_params) if not is_sharded(p))  # FSDP has summed those
     for parameter, ranks in zip(run.parameters, reached, strict=True):
         if not ranks:  # as an action's std while only demonstrations are learned from: no momentum or decay moves it
             parameter.grad = None
@@ -162,6 +157,17 @@ def update(run: Run, batch: Batch, step_params: StepParams) -> tuple[dict[str, S
         with dist.phase("statistics"):
             stats = dist.merge_stats(stats)
     return stats | taken, has_moved_far
+
+
+def learning(run: Run, step_params: StepParams) -> list[nn.Parameter]:
+    """Parameters that may have a gradient on some rank; the others keep none, so that no momentum or decay moves them.
+
+    The critic's alone during its warmup, and none of them while nothing is sampled.
+    """
+    policy = list(trained(run.policy.module, None).values())
+    if step_params.is_critic_alone:
+        return run.parameters[len(policy) :]
+    return run.parameters if step_params.samples else policy
 
 
 def _step(run: Run, networks: Mapping[str, list[nn.Parameter]]) -> dict[str, Stat]:
