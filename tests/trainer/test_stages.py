@@ -537,7 +537,7 @@ def test_a_flat_gate_goes_on_where_it_was():
     for one in (stage_schedule, other):
         one.measure(4, {"m": 1.21})
         one.advance(4, {})
-        assert one.name == "last"
+        assert one.stage.name == "last"
 
 
 @pytest.mark.parametrize(
