@@ -7,19 +7,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from safetensors.torch import save_model
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from gruppo.core.compiled import NotCompiled
 from gruppo.distributed.sharding import is_unit
-from gruppo.modalities.common.adapters import save_adapter
-from gruppo.modalities.common.lora import has_adapter
 from gruppo.modalities.text import flex
 from gruppo.modalities.text.decoder import read_decoder, stream_features
 from gruppo.modalities.text.decoding import FusedDecoder, LayeredDecoding
@@ -67,10 +63,6 @@ class Backbone:
     the plain layers are compared with the model's own forward."""
     source: ModelFunction | None = None
     """The function that made the module, if it was opened by name."""
-
-    def on(self, module: nn.Module) -> Backbone:
-        """Run another module of the same kind in the same way."""
-        return replace(self, module=module)
 
     @property
     def layout(self) -> Layout:
@@ -148,23 +140,6 @@ class Backbone:
         unread = [ids[len(row.ids) :] for row, ids in zip(kept, rows, strict=True)]
         return resume(decoding_on(rows[0].device), kept, unread)
 
-    def save(self, folder: Path) -> None:
-        """Write a folder that ``from_pretrained`` opens; of a plain module, one for safetensors.torch.load_model."""
-        if self.is_plain:
-            folder.mkdir(parents=True, exist_ok=True)
-            save_model(self.module, str(folder / "model.safetensors"))
-            if self.source is not None:
-                self.source.write(folder)
-        elif has_adapter(self.module):
-            save_adapter(self.module, folder)
-        else:
-            if (generation := getattr(self.module, "generation_config", None)) is not None:
-                try:
-                    generation.validate(strict=True)
-                except ValueError:  # a published temperature without do_sample: transformers loads it, but cannot save
-                    generation.do_sample = True
-            self.module.save_pretrained(folder)
-
 
 def decoding_on(device: torch.device) -> type[LayeredDecoding]:
     return StaticDecoding if device.type == "cuda" else LayeredDecoding
@@ -175,20 +150,20 @@ class RereadDecoding:
 
     def __init__(self, backbone: Backbone, prompts: Texts, owners: Tensor) -> None:
         self.backbone = backbone
-        self.ids = pad_sequence(list(prompts), batch_first=True)
-        if backbone.is_plain and self.ids.shape[1] == 1:  # nanochat's module refuses a single token
-            self.ids = nn.functional.pad(self.ids, (0, 1))
-        self.lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.ids.device)
-        self.logits = self._read()
+        self.ids = pad_sequence([prompt[:-1] for prompt in prompts], batch_first=True)
+        self.lengths = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.ids.device)
+        self.advance(torch.stack([prompt[-1] for prompt in prompts]))
         self.select(owners)
 
     def advance(self, tokens: Int[Tensor, "N"]) -> None:
-        """Append one token to each row."""
+        """Append one token to each row, and read all rows again."""
         if int(self.lengths.max()) == self.ids.shape[1]:
             self.ids = nn.functional.pad(self.ids, (0, 1))
-        self.ids[torch.arange(len(tokens)), self.lengths] = tokens
-        self.lengths = self.lengths + 1
-        self.logits = self._read()
+        if self.backbone.is_plain and self.ids.shape[1] == 1:  # nanochat's module refuses a single token
+            self.ids = nn.functional.pad(self.ids, (0, 1))
+        rows, last = torch.arange(len(tokens)), self.lengths
+        self.ids[rows, last], self.lengths = tokens, last + 1
+        self.logits = self.backbone.head(self.backbone.features(self.ids)[rows, last])  # [N, V]
 
     def select(self, slots: Int[Tensor, "n"]) -> None:
         """Continue with these rows only."""
@@ -196,11 +171,6 @@ class RereadDecoding:
 
     def kept_bytes(self, slot: int, tokens: int) -> None:
         """None: there is nothing to keep."""
-
-    def _read(self) -> Float[Tensor, "N V"]:
-        features = self.backbone.features(self.ids)
-        last = features[torch.arange(len(self.ids)), self.lengths - 1]
-        return self.backbone.head(last)
 
 
 class CachedDecoding:

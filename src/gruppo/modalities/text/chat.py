@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile, zip_longest
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from gruppo.config.schema import PromptsConfig
 from gruppo.loading import code_digest
@@ -58,34 +58,32 @@ class Chat:
         end = None if is_plain else tokenizer.eos_token_id
         self.closing = [end] if end in self.eos_ids else list(self.eos_ids[:1])
         """The end token that closes a completion where the conversation does not say which; empty if there is none."""
-        self.special_tokens: Literal["split", "refuse", "keep"] = "split"
-        """What becomes of special tokens in the text of messages; a tokenizer of one's own decides by itself."""
         added = {} if is_plain else tokenizer.added_tokens_decoder
         names = sorted((token.content for token in added.values() if token.special), key=len, reverse=True)
         self._special = _any_of(names)
         self._guarded_special = _any_of([name[0] + BREAK + name[1:] for name in names])
         self._given = tokenizer
-        self.template_kwargs: dict[str, Any] = {}
-        """Further variables of the chat template, such as enable_thinking."""
         self.tools: list[dict[str, Any]] = []
         """JSON schemas of all tools; each call says which of them its conversation has."""
         self._tool_format: ToolFormat | None = None
         """How the model writes calls; None where the tokenizer's response template reads them."""
         self._begun = ""
-        self._probe_empty_system()
-
-    def _probe_empty_system(self) -> None:
-        self._drops_empty_system = False
-        if self.can_chat and not self.is_plain:
-            try:
-                self._drops_empty_system = not self._encode_messages([_EMPTY_SYSTEM, _GREETING])
-            except Exception:  # a template may fail in any way; the error is raised when a conversation needs it
-                self._drops_empty_system = True
+        self.configure(PromptsConfig())
 
     def configure(self, prompts: PromptsConfig) -> None:
         """Write conversations as the config says: by another template, with further variables of it."""
-        template, values = prompts.chat_template, chat_template.read_kwargs(prompts.chat_template_kwargs)
+        template, kwargs = prompts.chat_template, prompts.chat_template_kwargs
+        try:
+            values = json.loads(kwargs or "{}")
+        except ValueError:
+            values = None
+        if not isinstance(values, dict) or not all(map(str.isidentifier, values)):
+            raise GruppoError(f"""prompts.chat_template_kwargs is {kwargs!r:.80}; it needs a JSON object, such as
+                --prompts.chat-template-kwargs '{{"enable_thinking": false}}'.""")
+        if taken := [name for name in values if name in chat_template.SET_BY_GRUPPO]:
+            raise GruppoError(f"prompts.chat_template_kwargs sets {taken[0]}, which gruppo sets itself. Leave it out.")
         self.special_tokens = prompts.special_tokens
+        """What becomes of special tokens in the text of messages; a tokenizer of one's own decides by itself."""
         if self.is_plain and (template or values):
             raise GruppoError("""a module with render of its own has no chat template. Leave --prompts.chat-template
                 out.""")
@@ -100,13 +98,19 @@ class Chat:
                 raise GruppoError(f"""prompts.chat_template_kwargs sets {name}, which the model's chat template never
                     reads. Correct the name, or leave it out.""")
         self.template_kwargs = values
+        """Further variables of the chat template, such as enable_thinking."""
+        self._drops_empty_system = False
         if template or values:
             try:
                 self.rendered([_GREETING])
             except Exception as error:  # a template may fail in any way
                 name = f"the chat template {template}" if template else "the model's chat template"
                 raise GruppoError(f"{name} with {values} cannot write a conversation: {error}. Correct it.") from None
-        self._probe_empty_system()
+        if self.can_chat and not self.is_plain:
+            try:
+                self._drops_empty_system = not self._encode_messages([_EMPTY_SYSTEM, _GREETING])
+            except Exception:  # a template may fail in any way; the error is raised when a conversation needs it
+                self._drops_empty_system = True
 
     def set_tools(self, tools: Tools) -> None:
         """Read the calls of these tools from what the model writes; GruppoError if the template has no tools."""
@@ -395,8 +399,12 @@ class Chat:
             return
         tokenizer = self.tokenizer
         if self.template_kwargs:
+            # defaults for its variables, so that the saved model writes prompts as it was trained
+            values, text = self.template_kwargs.items(), tokenizer.chat_template
+            lines = [f"{{%- if {n} is not defined %}}{{%- set {n} = {v!r} %}}{{%- endif +%}}" for n, v in values]
+            begin, variants = "".join(lines), text if isinstance(text, Mapping) else {}  # such as one for tools
             tokenizer = copy.copy(tokenizer)
-            tokenizer.chat_template = chat_template.with_defaults(tokenizer.chat_template, self.template_kwargs)
+            tokenizer.chat_template = {name: begin + part for name, part in variants.items()} or begin + text
         tokenizer.save_pretrained(folder)
 
 

@@ -42,29 +42,6 @@ def read_template(name: str) -> str:
             file, or to {", ".join(BUNDLED_TEMPLATES)}.""") from None
 
 
-def read_kwargs(text: str) -> dict[str, Any]:
-    """The variables of ``prompts.chat_template_kwargs``, a JSON object."""
-    try:
-        values = json.loads(text or "{}")
-    except ValueError:
-        values = None
-    if not isinstance(values, dict) or not all(map(str.isidentifier, values)):
-        raise GruppoError(f"""prompts.chat_template_kwargs is {text!r:.80}; it needs a JSON object, such as
-            --prompts.chat-template-kwargs '{{"enable_thinking": false}}'.""")
-    if taken := [name for name in values if name in SET_BY_GRUPPO]:
-        raise GruppoError(f"prompts.chat_template_kwargs sets {taken[0]}, which gruppo sets itself. Leave it out.")
-    return values
-
-
-def with_defaults(template: Any, values: Mapping[str, Any]) -> Any:
-    """A template with defaults for its variables, so that a saved model writes prompts as it was trained."""
-    lines = [f"{{%- if {n} is not defined %}}{{%- set {n} = {v!r} %}}{{%- endif +%}}" for n, v in values.items()]
-    begin = "".join(lines)
-    if isinstance(template, Mapping):  # variants, such as one for tools
-        return {name: begin + text for name, text in template.items()}
-    return begin + template
-
-
 def prepared(messages: Sequence[Mapping[str, Any]], *, arguments_as_text: bool) -> list[dict[str, Any]]:
     """Messages whose tool calls have the form and the ids that templates read, and whose results have those ids.
 

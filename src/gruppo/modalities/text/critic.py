@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ class SeparateCritic(HeadCritic):
         else:
             check_same_tokens(policy, model)
             trunk = model.trunk()
-        network = TextPolicy(trunk, model.backbone.on(trunk), model.chat, compute_dtype=policy.compute_dtype)
+        backbone = replace(model.backbone, module=trunk)
+        network = TextPolicy(trunk, backbone, model.chat, compute_dtype=policy.compute_dtype)
         network.value_head = head = value_head_for(network)
         self._policy, self.trunk = network, trunk
         self.compute_copy = None if network.copy is None else network.copy.module

@@ -110,11 +110,10 @@ def _attention(decoder: Decoder, part: Any, x: Tensor, stream: Tokens, cos: Tens
 def _mlp(decoder: Decoder, part: Any, x: Tensor) -> Tensor:
     gate, up = part.gate_proj(x), part.up_proj(x)
     down = low_rank(part.down_proj) if decoder.is_silu else None
-    if isinstance(down, LowRank):
-        return _GatedDown.apply(gate, up, down.base.weight, down.base.bias, down.a, down.b, down.scale)
-    if down is not None:
-        return _GatedDown.apply(gate, up, down.weight, down.bias, None, None, 1.0)
-    return part.down_proj(part.act_fn(gate) * up)
+    if down is None:
+        return part.down_proj(part.act_fn(gate) * up)
+    base, *adapter = (down.base, down.a, down.b, down.scale) if isinstance(down, LowRank) else (down, None, None, 1.0)
+    return _GatedDown.apply(gate, up, base.weight, base.bias, *adapter)
 
 
 def norm(module: Any, x: Float[Tensor, "*b F"]) -> Float[Tensor, "*b F"]:
@@ -155,23 +154,19 @@ class _Rotated(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.scale = scale
-        return _rotate(x, cos, sin, scale)
+        wide, half = x.to(cos.dtype), x.shape[-1] // 2  # [N, h, D]
+        cos, sin = (cos * scale)[:, None], (sin * scale)[:, None]
+        out = wide * cos
+        out[..., :half].addcmul_(wide[..., half:], sin[..., :half], value=-1)
+        out[..., half:].addcmul_(wide[..., :half], sin[..., half:])
+        return out.to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, -sin, ctx.scale), None, None, None
-
-
-def _rotate(x: Float[Tensor, "N h D"], cos: Tensor, sin: Tensor, scale: float) -> Float[Tensor, "N h D"]:
-    wide = x.to(cos.dtype)
-    half = x.shape[-1] // 2
-    cos, sin = (cos * scale)[:, None], (sin * scale)[:, None]
-    out = wide * cos
-    out[..., :half].addcmul_(wide[..., half:], sin[..., :half], value=-1)
-    out[..., half:].addcmul_(wide[..., :half], sin[..., half:])
-    return out.to(x.dtype)
+        # the transpose of a rotation turns the other way
+        return _Rotated.apply(grad, cos, -sin, ctx.scale), None, None, None
 
 
 class _GatedDown(torch.autograd.Function):
@@ -217,20 +212,16 @@ class _GatedDown(torch.autograd.Function):
 # --- attention over blocks of a stream --------------------------------------------------------------------------------
 
 
-def attend(
-    q: Float[Tensor, "N H D"], k: Float[Tensor, "N K D"], v: Float[Tensor, "N K D"], blocks: Sequence[AttentionBlock]
-) -> Float[Tensor, "N H D"]:
+class _Attention(torch.autograd.Function):
     """softmax(q k + bias) v, each query over the keys of its block, 0 outside any; ``q`` carries the scale.
 
     H / K query heads share one key head. Products are in the dtype of ``q``, the softmax in that of the blocks' biases,
     float32 or more. Only q, k and v are stored for the backward pass.
     """
-    return _Attention.apply(q, k, v, blocks)
 
-
-class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[AttentionBlock]) -> Tensor:
+        """q [N, H, D], k and v [N, K, D] to [N, H, D]."""
         ctx.save_for_backward(q, k, v)
         ctx.blocks = blocks
         out = torch.zeros_like(q)
@@ -257,11 +248,19 @@ class _Attention(torch.autograd.Function):
         return to_q, to_k.to(k.dtype), to_v.to(v.dtype), None
 
 
+attend = _Attention.apply
+
+
 def _probabilities(q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Queries [cK, Gr, D], probabilities [cK, Gr, S], keys and values [cK, S, D]; G heads share one of K."""
-    queries, keys, values = _queries(q, block, k.shape[1]), _keys(k, block), _keys(v, block)
+    queries, texts, both = _queries(q, block, k.shape[1]), len(block.tokens), []
+    for x in (k, v):
+        own = x.index_select(0, block.tokens.flatten()).unflatten(0, block.tokens.shape).transpose(1, 2)  # [c, K, s, D]
+        shared = x[block.shared].transpose(0, 1).expand(texts, -1, -1, -1)  # [c, K, P, D]
+        both.append(torch.cat([shared, own], dim=2).flatten(0, 1))  # [cK, S, D]
+    keys, values = both
     scores = torch.bmm(queries, keys.mT).to(block.bias.dtype)
-    scores.view(len(block.tokens), -1, *block.bias.shape[-2:]).add_(block.bias)
+    scores.view(texts, -1, *block.bias.shape[-2:]).add_(block.bias)
     return queries, torch.softmax(scores, dim=-1).to(q.dtype), keys, values
 
 
@@ -275,14 +274,6 @@ def _queries(x: Tensor, block: AttentionBlock, kv_heads: int, *, hide: bool = Fa
     shared_by = x.shape[1] // kv_heads
     taken = taken.view(texts, rows, kv_heads, shared_by, x.shape[2]).permute(0, 2, 3, 1, 4)
     return taken.reshape(texts * kv_heads, shared_by * rows, x.shape[2])
-
-
-def _keys(x: Tensor, block: AttentionBlock) -> Tensor:
-    """[N, K, D] to the block's keys [cK, S, D]."""
-    texts, columns = block.tokens.shape
-    suffix = x.index_select(0, block.tokens.flatten()).unflatten(0, (texts, columns)).transpose(1, 2)  # [c, K, s, D]
-    shared = x[block.shared].transpose(0, 1).expand(texts, -1, -1, -1)  # [c, K, P, D]
-    return torch.cat([shared, suffix], dim=2).flatten(0, 1)
 
 
 def _put(out: Tensor, of_queries: Tensor, block: AttentionBlock) -> None:

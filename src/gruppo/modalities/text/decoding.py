@@ -126,16 +126,12 @@ class LayeredDecoding:
         self.lengths, self.names = self.lengths[kept], [self.names[n] for n in kept.tolist()]
         self._lay_out(owners)
         longest = int(self.lengths.max())
-        self.prompts = self._moved(self.prompts, self._with_heads(kept, 1), longest, longest)
-        places = self._with_heads(home[self.rows], old_width)
-        places = places.view(self.groups, self.width, -1).transpose(1, 2).flatten()
-        self.suffixes = self._moved(self.suffixes, places, self.suffixes[0].shape[2], self.written)
-
-    def _with_heads(self, places: Int[Tensor, "n"], width: int) -> Int[Tensor, "m"]:
-        """Indices of the heads of a cell [g, j] in a buffer [g, kv heads, j]."""
-        kv_heads = torch.arange(self.decoder.kv_heads, device=places.device)
-        group, column = places // width, places % width
-        return ((group[:, None] * self.decoder.kv_heads + kv_heads) * width + column[:, None]).flatten()
+        kv_heads = self.decoder.kv_heads
+        heads = torch.arange(kv_heads, device=home.device)[:, None]
+        self.prompts = self._moved(self.prompts, (kept * kv_heads + heads).T.flatten(), longest, longest)
+        cells = home[self.rows].view(self.groups, 1, self.width)
+        places = (cells // old_width * kv_heads + heads) * old_width + cells % old_width  # [g, K, j]
+        self.suffixes = self._moved(self.suffixes, places.flatten(), self.suffixes[0].shape[2], self.written)
 
     def _moved(self, buffers: list[Tensor], places: Tensor | None, columns: int, used: int) -> list[Tensor]:
         """The buffers at these places, or at all; one layer at a time, so that only one layer is in memory twice."""

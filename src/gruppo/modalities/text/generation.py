@@ -16,6 +16,7 @@ from gruppo.modalities.text.backbones import Decoding
 from gruppo.modalities.text.chat import Chat, cut_at_stop
 from gruppo.modalities.text.decoding import FusedDecoder, LayeredDecoding
 from gruppo.modalities.text.kept import Keeper
+from gruppo.modalities.text.precision import weight_versions
 from gruppo.protocols import GenerateTokens
 from gruppo.seeds import uniforms_at
 from gruppo.timeouts import describe_error
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from gruppo.modalities.text.policy import TextPolicy
 
 _FUSED: WeakValueDictionary[Any, FusedDecoder] = WeakValueDictionary()
-"""By ``TextPolicy.weights_state``: the copies of weights that kept rows hold, so that all batches hold the same."""
+"""By ``KeptRow.weights``: the copies of weights that kept rows hold, so that all batches hold the same."""
 
 
 @torch.no_grad()
@@ -99,7 +100,9 @@ def generate_locally(policy: TextPolicy, batch: TokenBatch, sampling: Sampling, 
     if batch.kept is None:
         return generate(_opened(policy, batch), uniforms, sampling, policy.chat, batch.limits)
 
-    weights, histories = policy.weights_state(), [batch.prompts[n] for n in batch.owners.tolist()]
+    # equal as long as no weight of the policy has changed
+    weights = (policy, policy.module, policy.forced_refreshes, *weight_versions(policy.module.parameters()))
+    histories = [batch.prompts[n] for n in batch.owners.tolist()]
     if batch.prefixes is not None:
         histories = [torch.cat(parts) for parts in zip(histories, batch.prefixes, strict=True)]
     has_kept = [row is not None and row.fits(ids, weights) for row, ids in zip(batch.kept, histories, strict=True)]

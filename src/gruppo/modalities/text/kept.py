@@ -34,7 +34,7 @@ class KeptRow:
     ids: Int[Tensor, "L"] = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
     """Tokens that have been read."""
     weights: Any = None
-    """``TextPolicy.weights_state`` under which they were read."""
+    """The policy and the versions of its weights under which they were read (``generate_locally``)."""
 
     def fits(self, ids: Int[Tensor, "T"], weights: Any) -> bool:
         """Whether a row of these tokens can go on from here: with the same weights, and something left to read."""

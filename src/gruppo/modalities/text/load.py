@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -195,7 +196,7 @@ def place(policy: TextPolicy, compute: Compute) -> TextPolicy:
 def give_adapter(policy: TextPolicy, adapt: Adapt) -> None:
     """Add an adapter to an open policy, in place; its base is stored once from then on, in the compute dtype."""
     policy.copy = None  # frees the copy before the adapter is made
-    policy.backbone = policy.backbone.on(policy.module)
+    policy.backbone = replace(policy.backbone, module=policy.module)
     adapt(policy.module)
     cast_base(policy.module, policy.compute_dtype)
     policy.compute_in(policy.compute_dtype)

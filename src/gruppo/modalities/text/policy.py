@@ -13,12 +13,14 @@ from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
+from safetensors.torch import save_model
 from torch import Tensor, nn
 
 from gruppo.core.distributions import chunked_categorical
 from gruppo.core.layers import recompute_layers
 from gruppo.loading import counted
-from gruppo.modalities.common.lora import AdaptablePolicy
+from gruppo.modalities.common.adapters import save_adapter
+from gruppo.modalities.common.lora import AdaptablePolicy, has_adapter
 from gruppo.modalities.text.backbones import Backbone
 from gruppo.modalities.text.chat import Chat, special_token_error
 from gruppo.modalities.text.chat_template import rewritten
@@ -26,7 +28,7 @@ from gruppo.modalities.text.demonstrations import demonstrate
 from gruppo.modalities.text.generation import append_turns, cut_at_stop, generate_locally, next_turns
 from gruppo.modalities.text.layouts import split_rows
 from gruppo.modalities.text.memory import TOKENS, TOKENS_ON_CPU, activations, working_memory
-from gruppo.modalities.text.precision import ComputeCopy, weight_versions
+from gruppo.modalities.text.precision import ComputeCopy
 from gruppo.protocols import GenerateTokens, Outputs
 from gruppo.types import Generated, GruppoError, Likelihood, MicroBatch, Prompt, Request, Rollouts, Sampling, TokenBatch
 
@@ -86,7 +88,7 @@ class TextPolicy(AdaptablePolicy):
         self.compute_dtype = dtype
         is_needed = {p.dtype for p in self.module.parameters() if p.is_floating_point()} != {dtype}
         self.copy = ComputeCopy(self.module, dtype) if is_needed else None
-        self.backbone = self.backbone.on(self.module if self.copy is None else self.copy.module)
+        self.backbone = replace(self.backbone, module=self.module if self.copy is None else self.copy.module)
 
     def to(self, device: torch.device) -> None:
         self.module.to(device)
@@ -99,7 +101,7 @@ class TextPolicy(AdaptablePolicy):
     def shard(self, apply: Callable[..., None]) -> None:
         """Shard the master weights; FSDP casts them where they are gathered, in place of a copy."""
         self.copy, dtypes = None, {p.dtype for p in self.module.parameters() if p.is_floating_point()}
-        self.backbone = replace(self.backbone.on(self.module), dtype=self.compute_dtype)
+        self.backbone = replace(self.backbone, module=self.module, dtype=self.compute_dtype)
         apply(self.module, compute_dtype=None if dtypes == {self.compute_dtype} else self.compute_dtype)
 
     def recompute(self) -> None:
@@ -108,7 +110,7 @@ class TextPolicy(AdaptablePolicy):
     def at(self, module: nn.Module) -> TextPolicy:
         """Return this policy over other weights of the same kind, without a copy or value head: a reference."""
         other = copy.copy(self)
-        other.module, other.backbone = module.eval(), self.backbone.on(module)
+        other.module, other.backbone = module.eval(), replace(self.backbone, module=module)
         other.copy = other.value_head = None
         return other
 
@@ -129,13 +131,26 @@ class TextPolicy(AdaptablePolicy):
         if self.copy is not None:
             self.copy.refresh(force=force)
 
-    def weights_state(self) -> tuple[Any, ...]:
-        """Equal as long as no weight of this policy has changed."""
-        return (self, self.module, self.forced_refreshes, *weight_versions(self.module.parameters()))
-
     def save(self, folder: Path) -> None:
-        """Write the master weights and the tokenizer: of a Hugging Face model, a folder for ``from_pretrained``."""
-        self.backbone.on(self.module).save(folder)
+        """Write the master weights and the tokenizer: a folder that ``from_pretrained`` opens.
+
+        Of a plain module, only its weights, for ``safetensors.torch.load_model``.
+        """
+        module: Any = self.module
+        if self.backbone.is_plain:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_model(module, str(folder / "model.safetensors"))
+            if self.backbone.source is not None:
+                self.backbone.source.write(folder)
+        elif has_adapter(module):
+            save_adapter(module, folder)
+        else:
+            if (generation := getattr(module, "generation_config", None)) is not None:
+                try:
+                    generation.validate(strict=True)
+                except ValueError:  # a published temperature without do_sample: transformers loads it, but cannot save
+                    generation.do_sample = True
+            module.save_pretrained(folder)
         self.chat.save(folder)
 
     def describe(self, config: Any, sampling: Sampling, prompts: Sequence[Prompt], group_size: int) -> list[str]:
