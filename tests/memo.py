@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def prober(probe: Callable[[Any], backbones.Backbone]) -> Callable[[Any], backbo
         key = loaded_from, backbones.TOLERANCE
         if key not in known:
             known[key] = probe(module)
-        return known[key].on(module)
+        return replace(known[key], module=module)
 
     return remembered
 

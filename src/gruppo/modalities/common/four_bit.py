@@ -7,17 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gruppo.loading import import_extra
 from gruppo.types import GruppoError
-
-
-def quantization_config() -> Any:
-    """NF4 with double quantization, for ``from_pretrained`` of transformers."""
-    for package in ("bitsandbytes", "accelerate"):
-        import_extra(package, "qlora", "a 4-bit base (lora.load_in_4bit)")
-    from transformers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
 
 
 def check_quantized(settings: Any, what: str, *, has_adapter: bool) -> None:
@@ -38,18 +28,6 @@ def check_quantized(settings: Any, what: str, *, has_adapter: bool) -> None:
 def four_bit_layers(module: nn.Module) -> dict[str, Any]:
     """The layers with 4-bit weights, by name."""
     return {name: part for name, part in module.named_modules() if type(part).__module__.startswith("bitsandbytes.")}
-
-
-def check_blocks(module: nn.Module) -> None:
-    """Refuse layers whose rows are no whole blocks of 64 weights, which share a scale.
-
-    On a CPU, bitsandbytes 0.50 takes the wrong scales for them: an error of 38% in place of 9% at 48 inputs, silently.
-    """
-    for name, layer in four_bit_layers(module).items():
-        if layer.in_features % layer.weight.quant_state.blocksize:
-            raise GruppoError(f"""{name} has {layer.in_features} inputs, and bitsandbytes computes 4-bit layers rightly
-                only where they are a multiple of {layer.weight.quant_state.blocksize}. Set --lora.load-in-4bit
-                False.""")
 
 
 def compute_in(module: nn.Module, dtype: torch.dtype) -> None:

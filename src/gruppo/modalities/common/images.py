@@ -81,9 +81,8 @@ def image_rollouts(
 ) -> Rollouts:
     """Rollouts whose rows have T actions each; by default demonstrations: one row per prompt, with log-probs of 0."""
     rows, columns = actions.shape[:2]
-    finish: list[Finish] = ["stop"] * rows
-    if is_finite is not None:
-        finish = ["stop" if finite else "error" for finite in is_finite.tolist()]
+    are_finite = [True] * rows if is_finite is None else is_finite.tolist()
+    finish: list[Finish] = ["stop" if finite else "error" for finite in are_finite]
     return Rollouts(
         prompts=tuple(prompts),
         group_ids=torch.arange(rows) if group_ids is None else group_ids,

@@ -217,9 +217,8 @@ def low_rank(module: Any) -> LowRank | nn.Linear | None:
     """Return what calling the module computes if that is a plain linear layer with at most one plain adapter."""
     if is_plain_linear(module):
         return module
-    if not is_adapted(module) or "forward" in vars(module) or has_hooks(module):
-        return None
-    if not is_plain_linear(module.base_layer):
+    is_changed = "forward" in vars(module) or has_hooks(module)
+    if is_changed or not is_adapted(module) or not is_plain_linear(module.base_layer):
         return None
     if module._disable_adapters:
         return None if module.merged_adapters else module.base_layer
@@ -228,9 +227,8 @@ def low_rank(module: Any) -> LowRank | nn.Linear | None:
         return None
     a, b, dropout = module.lora_A[active[0]], module.lora_B[active[0]], module.lora_dropout[active[0]]
     is_off = isinstance(dropout, nn.Identity) or not dropout.training
-    if not (is_off and is_plain_linear(a) and is_plain_linear(b)) or b.bias is not None:
-        return None
-    if a.weight.dtype != module.base_layer.weight.dtype:  # float32 masters on a bfloat16 base: peft casts
+    is_plain = is_off and is_plain_linear(a) and is_plain_linear(b) and b.bias is None
+    if not is_plain or a.weight.dtype != module.base_layer.weight.dtype:  # float32 on a bfloat16 base: peft casts
         return None
     return LowRank(module.base_layer, a.weight, b.weight, float(module.scaling[active[0]]))
 

@@ -10,7 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -129,8 +129,8 @@ class Backbone:
             prompts = [torch.cat([prompts[o], prefix]) for o, prefix in zip(owners.tolist(), prefixes, strict=True)]
             owners, prefixes = torch.arange(len(prompts), device=owners.device), None
         if decoder is not None:
-            head = self.module.get_output_embeddings()
-            return decoding_on(owners.device)(decoder, head, prompts, owners, prefixes, fused)
+            kind, head = decoding_on(owners.device), self.module.get_output_embeddings()
+            return kind(decoder, head, prompts, owners, prefixes, fused)
         return (CachedDecoding if self.caches else RereadDecoding)(self, prompts, owners)
 
     def resume(self, kept: Sequence[KeptRow], rows: Texts) -> Decoding:
@@ -187,8 +187,7 @@ class CachedDecoding:
         self.cache = DynamicCache(config=self.module.config)
         ids = pad_sequence(list(prompts), batch_first=True, padding_side="left")
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=ids.device)
-        columns = torch.arange(ids.shape[1], device=ids.device)
-        self.mask: Bool[Tensor, "b L"] = columns >= ids.shape[1] - lengths[:, None]
+        self.mask = torch.arange(ids.shape[1], device=ids.device) >= ids.shape[1] - lengths[:, None]  # [b, L]
         # 0, 1, 2, ... over the real tokens of each row
         positions = (self.mask.long().cumsum(dim=1) - 1).clamp(min=0)
         first = 0  # column from which on rows are read
@@ -246,9 +245,8 @@ class CachedDecoding:
     def _forward(self, ids: Int[Tensor, "N t"], positions: Int[Tensor, "N t"]) -> None:
         options: dict[str, Any] = {"position_ids": positions, "logits_to_keep": 1}
         options = {name: value for name, value in options.items() if name in self.accepted}
-        mask = self.mask.long()  # [N, L]
-        out = self.module(input_ids=ids, attention_mask=mask, past_key_values=self.cache, use_cache=True, **options)
-        self.logits = out.logits[:, -1]
+        options |= {"attention_mask": self.mask.long(), "past_key_values": self.cache, "use_cache": True}
+        self.logits = self.module(input_ids=ids, **options).logits[:, -1]
 
 
 Decoding = RereadDecoding | CachedDecoding | LayeredDecoding

@@ -132,9 +132,9 @@ class Chat:
         content = {"vocabulary": self.tokenizer.get_vocab()} if backend is None else json.loads(backend.to_str())
         # without the settings that the last call has left in the tokenizer
         kept = {name: part for name, part in content.items() if name not in ("padding", "truncation")}
-        parts = (kept, [self.tokenizer.chat_template, self.template_kwargs, self.tools])
-        hashes = [hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest() for part in parts]
-        return dict(zip(("tokenizer", "chat template"), hashes, strict=True))
+        parts = {"tokenizer": kept, "chat template": [self.tokenizer.chat_template, self.template_kwargs, self.tools]}
+        written = {name: json.dumps(part, sort_keys=True) for name, part in parts.items()}
+        return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in written.items()}
 
     @_one_at_a_time()
     def encode(self, inputs: Any, tools: Tools = ()) -> list[int]:
@@ -162,11 +162,10 @@ class Chat:
             return list(self.tokenizer.encode(inputs + answer["content"], **self._split(inputs)))
         if self.is_plain:
             return []
-        begun = inputs[-1]["content"] if inputs[-1]["role"] == "assistant" else ""
-        before = inputs[:-1] if inputs[-1]["role"] == "assistant" else inputs
+        if inputs[-1]["role"] == "assistant":  # an answer begun there goes on
+            inputs, answer = inputs[:-1], {**answer, "content": inputs[-1]["content"] + answer["content"]}
         try:
-            messages = [*before, {**answer, "content": begun + answer["content"]}]
-            return self._encode_messages(messages, tools, is_whole=True)
+            return self._encode_messages([*inputs, answer], tools, is_whole=True)
         except DataError:
             return []
 

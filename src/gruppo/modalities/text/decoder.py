@@ -66,10 +66,9 @@ def read_decoder(module: Any) -> Decoder | None:
         query, key = attention.q_proj.out_features, attention.k_proj.out_features
         if query % head_dim or key % head_dim or query % key:
             return None
-        heads, kv_heads = query // head_dim, key // head_dim
         is_silu = all(torch.equal(layer.mlp.act_fn(_PROBE), silu(_PROBE)) for layer in layers)
-        embed, rotary = trunk.embed_tokens, trunk.rotary_emb
-        return Decoder(embed, layers, trunk.norm, rotary, heads, kv_heads, head_dim, is_silu)
+        parts = (trunk.embed_tokens, layers, trunk.norm, trunk.rotary_emb)
+        return Decoder(*parts, query // head_dim, key // head_dim, head_dim, is_silu)
     except (AttributeError, TypeError, ValueError):
         return None
 
@@ -253,7 +252,7 @@ attend = _Attention.apply
 
 def _probabilities(q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Queries [cK, Gr, D], probabilities [cK, Gr, S], keys and values [cK, S, D]; G heads share one of K."""
-    queries, texts, both = _queries(q, block, k.shape[1]), len(block.tokens), []
+    queries, texts, both = _queries(q, block, k.shape[1]), len(block.tokens), list[Tensor]()
     for x in (k, v):
         own = x.index_select(0, block.tokens.flatten()).unflatten(0, block.tokens.shape).transpose(1, 2)  # [c, K, s, D]
         shared = x[block.shared].transpose(0, 1).expand(texts, -1, -1, -1)  # [c, K, P, D]
@@ -290,10 +289,9 @@ def _put(out: Tensor, of_queries: Tensor, block: AttentionBlock) -> None:
 
 def _add(out: Tensor, of_keys: Tensor, block: AttentionBlock) -> None:
     """Add the block's keys [cK, S, D] to their places in [N, K, D]."""
-    texts = len(block.tokens)
     kv_heads, width = out.shape[1:]
     prefix = block.shared.stop - block.shared.start
-    of_keys = of_keys.view(texts, kv_heads, -1, width).transpose(1, 2)  # [c, S, K, D]
+    of_keys = of_keys.view(len(block.tokens), kv_heads, -1, width).transpose(1, 2)  # [c, S, K, D]
     if prefix:
         out[block.shared] += of_keys[:, :prefix].sum(dim=0, dtype=out.dtype)
     out.index_add_(0, block.tokens.flatten(), of_keys[:, prefix:].reshape(-1, kv_heads, width).to(out.dtype))

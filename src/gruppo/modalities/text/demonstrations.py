@@ -46,31 +46,24 @@ def answer_ids(chat: Chat, inputs: Any, text: str, tools: Tools = ()) -> list[in
     return [*ids, *chat.closing]
 
 
-def target_messages(target: Any) -> list[dict[str, Any]]:
-    """Messages of a target that is a conversation, or a call of tools; none of a text or a message with a text."""
-    messages = [target] if isinstance(target, Mapping) else target
-    if not isinstance(messages, list | tuple) or not all(isinstance(message, Mapping) for message in messages):
-        return []
-    if len(messages) < 2 and not any(message.get("tool_calls") for message in messages):
-        return []
-    whole = [{**message, "content": message.get("content") or ""} for message in messages]
-    roles = [message.get("role") for message in whole]
-    is_alternating = roles[0] == roles[-1] == "assistant" and ("assistant", "assistant") not in pairwise(roles)
-    if not is_alternating or not all(isinstance(message["content"], str) for message in whole):
-        raise GruppoError(f"""the target {target!r:.80} is no answer; it needs a text, or one message of the assistant
-            with a text, or several that begin and end with the assistant's, with what it reads between them.""")
-    return whole
-
-
 def demonstrate(chat: Chat, inputs: Any, target: Any, tools: Tools = ()) -> tuple[list[int], list[bool], Any]:
     """Tokens of a target behind its prompt, which of them the policy writes, and the completion.
 
     A target of several messages has the tokens of a conversation that was sampled turn by turn.
     """
-    if not (messages := target_messages(target)):
+    given = [target] if isinstance(target, Mapping) else target
+    is_messages = isinstance(given, list | tuple) and all(isinstance(message, Mapping) for message in given)
+    # a conversation or a call of tools; else a text, or a message with a text
+    if not is_messages or (len(given) < 2 and not any(message.get("tool_calls") for message in given)):
         text = target_text(target)
         ids = answer_ids(chat, inputs, text, tools) if text.strip() else []
         return ids, [True] * len(ids), text if isinstance(inputs, str) else [{"role": "assistant", "content": text}]
+    messages = [{**message, "content": message.get("content") or ""} for message in given]
+    roles = [message.get("role") for message in messages]
+    is_alternating = roles[0] == roles[-1] == "assistant" and ("assistant", "assistant") not in pairwise(roles)
+    if not is_alternating or not all(isinstance(message["content"], str) for message in messages):
+        raise GruppoError(f"""the target {target!r:.80} is no answer; it needs a text, or one message of the assistant
+            with a text, or several that begin and end with the assistant's, with what it reads between them.""")
     if isinstance(inputs, str):
         raise GruppoError(f"the target {target!r:.80} is a conversation, and its prompt a text. Give messages there.")
     ids, mask = list[int](), list[bool]()

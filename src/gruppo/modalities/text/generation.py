@@ -89,6 +89,7 @@ def generate(
     return Generated(tokens, logprobs, lengths, tuple(finish))
 
 
+@torch.no_grad()
 def generate_locally(policy: TextPolicy, batch: TokenBatch, sampling: Sampling, seed: int) -> Generated:
     """Sample the rows of a batch from the policy's own weights."""
     if batch.limits is None:
@@ -97,16 +98,13 @@ def generate_locally(policy: TextPolicy, batch: TokenBatch, sampling: Sampling, 
         uniforms = torch.zeros(len(batch.owners), int(batch.limits.max()), dtype=torch.float64)
         for row, (start, limit) in enumerate(zip(batch.starts, batch.limits.tolist(), strict=True)):
             uniforms[row, :limit] = uniforms_at(seed, *batch.addresses[row], start + limit)[start:]
-    if batch.kept is None:
-        return generate(_opened(policy, batch), uniforms, sampling, policy.chat, batch.limits)
-
     # equal as long as no weight of the policy has changed
     weights = (policy, policy.module, policy.forced_refreshes, *weight_versions(policy.module.parameters()))
     histories = [batch.prompts[n] for n in batch.owners.tolist()]
     if batch.prefixes is not None:
         histories = [torch.cat(parts) for parts in zip(histories, batch.prefixes, strict=True)]
-    has_kept = [row is not None and row.fits(ids, weights) for row, ids in zip(batch.kept, histories, strict=True)]
-    kept = list[Any]([None] * len(has_kept))
+    kept = list[Any](batch.kept or [None] * len(histories))
+    has_kept = [row is not None and row.fits(ids, weights) for row, ids in zip(kept, histories, strict=True)]
     parts, order = list[Generated](), list[int]()
     for resumes in (True, False):  # two batches: one goes on from what is kept, the other reads the whole history
         if not (rows := [row for row, own in enumerate(has_kept) if own == resumes]):
@@ -115,10 +113,15 @@ def generate_locally(policy: TextPolicy, batch: TokenBatch, sampling: Sampling, 
         limits = None if batch.limits is None else batch.limits[index]
         if resumes:
             texts = [histories[row].to(policy.device) for row in rows]
-            with torch.no_grad():
-                decoding: Decoding = policy.backbone.resume([batch.kept[row] for row in rows], texts)
+            decoding: Decoding = policy.backbone.resume([kept[row] for row in rows], texts)
         else:
-            decoding = _opened(policy, batch, index, _FUSED.get(weights))
+            used, owners = batch.owners[index].unique(return_inverse=True)
+            prompts = [batch.prompts[n].to(policy.device) for n in used.tolist()]
+            prefixes = None if batch.prefixes is None else [batch.prefixes[n].to(policy.device) for n in rows]
+            fused = None if batch.kept is None else _FUSED.get(weights)
+            decoding = policy.backbone.start(prompts, owners.to(policy.device), prefixes, fused)
+        if batch.kept is None:
+            return generate(decoding, uniforms, sampling, policy.chat, limits)
         if isinstance(decoding, LayeredDecoding):
             _FUSED[weights] = decoding.fused
         keeper = Keeper(decoding, len(rows))
@@ -134,18 +137,6 @@ def generate_locally(policy: TextPolicy, batch: TokenBatch, sampling: Sampling, 
     tokens, logprobs, lengths = (torch.cat(of_parts)[back] for of_parts in columns)
     finish = [finish for part in parts for finish in part.finish]
     return Generated(tokens, logprobs, lengths, tuple(finish[n] for n in back.tolist()), kept=tuple(kept))
-
-
-@torch.no_grad()
-def _opened(
-    policy: TextPolicy, batch: TokenBatch, rows: Int[Tensor, "n"] | None = None, fused: FusedDecoder | None = None
-) -> Decoding:
-    """Read the histories of all rows of a batch, or of some."""
-    rows = torch.arange(len(batch.owners)) if rows is None else rows
-    used, owners = batch.owners[rows].unique(return_inverse=True)
-    prompts = [batch.prompts[n].to(policy.device) for n in used.tolist()]
-    prefixes = None if batch.prefixes is None else [batch.prefixes[n].to(policy.device) for n in rows.tolist()]
-    return policy.backbone.start(prompts, owners.to(policy.device), prefixes, fused)
 
 
 # --- further turns of a conversation ----------------------------------------------------------------------------------
@@ -233,7 +224,7 @@ def append_turns(
     groups, owners = rollouts.group_ids[rows].unique(return_inverse=True)
     draws = [rollouts.prompts[group].draw for group in rollouts.group_ids[rows].tolist()]
     prefixes = tuple(torch.cat([turn.prefix, turn.added]) for turn in turns)
-    kept = rollouts.per_row.get("kept")
+    kept = list[Any](rollouts.per_row.get("kept") or ())  # by row; empty where nothing is ever kept
     batch = TokenBatch(
         prompts=tuple(rollouts.shared["prompt_ids"][group] for group in groups.tolist()),
         owners=owners,
@@ -241,18 +232,17 @@ def append_turns(
         starts=tuple(rollouts.mask[rows].sum(dim=1).tolist()),
         prefixes=prefixes,
         limits=torch.tensor([turn.limit for turn in turns]),
-        kept=None if kept is None else tuple(kept[turn.row] for turn in turns),
+        kept=tuple(kept[turn.row] for turn in turns) if kept else None,
     )
     is_ready = [state is not None and bool(state.suffix) for state in batch.kept or ()]
     generated = generate(batch, sampling, seed)
 
     is_full, reencoded = rollouts.per_row["context_full"].clone(), rollouts.per_row["reencoded"].clone()
-    states = None if kept is None else list(kept)
-    if states is not None and batch.kept is not None and generated.kept is not None:
+    if batch.kept is not None and generated.kept is not None:
         # a history is read again where nothing was kept of it, or where no decoding has taken what was kept
         for turn, ready, before, state in zip(turns, is_ready, batch.kept, generated.kept, strict=True):
             reencoded[turn.row] += not (ready and not before.suffix)
-            states[turn.row] = state
+            kept[turn.row] = state
     lengths, finish, completions = rollouts.lengths.clone(), list(rollouts.finish), list(rollouts.completions)
     texts, counts = list(rollouts.per_row["text"]), generated.lengths.tolist()
     ends = [len(prefix) + count for prefix, count in zip(prefixes, counts, strict=True)]
@@ -279,7 +269,7 @@ def append_turns(
             answer = policy.chat.answer(ids.tolist(), texts[row], turn.reply, tools, sampling.stop)
             completions[row] = [*completions[row], *turn.reply, answer]
     per_row = {**rollouts.per_row, "text": tuple(texts), "context_full": is_full, "reencoded": reencoded}
-    if states is not None:
-        per_row["kept"] = tuple(states)
+    if kept:
+        per_row["kept"] = tuple(kept)
     rollouts = replace(rollouts, actions=actions, mask=mask, sampler_logprobs=logprobs, policy_version=versions)
     return replace(rollouts, lengths=lengths, completions=tuple(completions), finish=tuple(finish), per_row=per_row)

@@ -11,7 +11,7 @@ each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -125,7 +125,16 @@ def stream(
             texts = zip(ends[:-1].tolist(), sizes[1:].tolist(), strict=True)
             blocks += _blocks(slice(end, end + len(prompt)), list(texts))
         end += len(ids)
-    blocks += _group_blocks(small)
+    # blocks of whole small groups
+    for group in _of_like_length(0, [(first, len(text)) for first, text in small.items()]):
+        text = pad_sequence([small[first] for first, _ in group], batch_first=True, padding_value=-1)  # [c, s]
+        column, is_real = torch.arange(text.shape[1]), text >= 0
+        sees = (text[:, :, None] == text[:, None]) | (text == 0)[:, None]
+        visible = sees & (column <= column[:, None])  # padding is behind all tokens, and sees the prompt
+        bias = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)[:, None]
+        tokens = torch.tensor([first for first, _ in group])[:, None] + torch.where(is_real, column, 0)
+        real = None if is_real.all() else is_real.flatten().nonzero()[:, 0]
+        blocks.append(AttentionBlock(slice(0, 0), tokens, 0, bias, real))
     padding = torch.zeros(-end % (MULTIPLE if has_blocks else SPAN_BLOCK), dtype=torch.long)
     parts.append((padding, padding))
     all_ids, all_positions = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -187,19 +196,6 @@ def _of_like_length(prefix: int, texts: Sequence[tuple[int, int]]) -> list[list[
             groups.append([])
         groups[-1].append((start, length))
     return groups
-
-
-def _group_blocks(small: Mapping[int, Int[Tensor, "L"]]) -> Iterator[AttentionBlock]:
-    """Blocks of whole groups: by the first token of each, the text of each of its tokens, 0 for the prompt."""
-    for group in _of_like_length(0, [(start, len(texts)) for start, texts in small.items()]):
-        text = pad_sequence([small[start] for start, _ in group], batch_first=True, padding_value=-1)  # [c, s]
-        column, is_real = torch.arange(text.shape[1]), text >= 0
-        sees = (text[:, :, None] == text[:, None]) | (text == 0)[:, None]
-        visible = sees & (column <= column[:, None])  # padding is behind all tokens, and sees the prompt
-        bias = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)[:, None]
-        tokens = torch.tensor([start for start, _ in group])[:, None] + torch.where(is_real, column, 0)
-        real = None if is_real.all() else is_real.flatten().nonzero()[:, 0]
-        yield AttentionBlock(slice(0, 0), tokens, 0, bias, real)
 
 
 def _blocks(shared: slice, texts: Sequence[tuple[int, int]]) -> Iterator[AttentionBlock]:

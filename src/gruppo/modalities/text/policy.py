@@ -261,17 +261,17 @@ class TextPolicy(AdaptablePolicy):
             generated = generate(TokenBatch(encoded, owners, addresses, kept=kept), sampling, seed)
             ids = [row[:length].tolist() for row, length in zip(generated.tokens, generated.lengths, strict=True)]
             texts = [cut_at_stop(self.chat.text(row), sampling.stop) for row in ids]
-            part = _rollouts([r.prompt for r in batch], owners, encoded, generated, texts, sampling)
+            own = [batch[owner].prompt for owner in owners.tolist()]
+            completions = [
+                text  # in the form of its prompt
+                if isinstance(prompt.inputs, str)
+                else [self.chat.answer(row, text, prompt.inputs, self.tools_of(prompt), sampling.stop)]
+                for row, text, prompt in zip(ids, texts, own, strict=True)
+            ]
+            part = _rollouts([r.prompt for r in batch], owners, encoded, generated, completions, sampling)
             if self.chat.tools:
-                own = [batch[owner].prompt for owner in owners.tolist()]
-                completions = [
-                    text  # a prompt without tools may be a text
-                    if isinstance(prompt.inputs, str)
-                    else [self.chat.answer(row, text, prompt.inputs, self.tools_of(prompt), sampling.stop)]
-                    for row, text, prompt in zip(ids, texts, own, strict=True)
-                ]
-                per_row = {**part.per_row, "text": tuple(texts)}  # a call of a tool is not in the message's content
-                part = replace(part, completions=tuple(completions), per_row=per_row)
+                # a call of a tool is not in the message's content
+                part = replace(part, per_row={**part.per_row, "text": tuple(texts)})
             parts.append(part)
         return Rollouts.cat(parts)
 
@@ -353,7 +353,7 @@ class TextPolicy(AdaptablePolicy):
         if len(top_k) > 1 or len(top_p) > 1:
             raise GruppoError("these rollouts mix several top_k or top_p; evaluate each kind separately.")
         actions = micro_batch.of(rollouts.actions)
-        features, row, column = self._action_features(rollouts, micro_batch)  # [N, F]
+        features, row, column, place = self._action_features(rollouts, micro_batch)  # [N, F]
         logprobs, entropy = chunked_categorical(
             features,
             self.backbone.head,
@@ -364,19 +364,17 @@ class TextPolicy(AdaptablePolicy):
             top_p=float(top_p[0]) if len(top_p) else 1.0,
             entropy="gradient" if "entropy" in outputs else "value" if "entropy_value" in outputs else "none",
         )
-        place = (row.to(self.device, non_blocking=True), column.to(self.device, non_blocking=True))
         nats = None if entropy is None else _scatter(entropy, place, actions.shape)
         values = _scatter(self._values(features), place, actions.shape) if "values" in outputs else None
         return Likelihood(_scatter(logprobs, place, actions.shape), nats, values=values)
 
     def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
         """Values before each action, 0 where mask is False; no logits are computed."""
-        features, row, column = self._action_features(rollouts, micro_batch)
-        place = (row.to(self.device, non_blocking=True), column.to(self.device, non_blocking=True))
+        features, _, _, place = self._action_features(rollouts, micro_batch)
         return _scatter(self._values(features), place, micro_batch.of(rollouts.mask).shape)
 
-    def _action_features(self, rollouts: Rollouts, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Features [N, F] at the position before each action, and the row and column of each action."""
+    def _action_features(self, rollouts: Rollouts, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """Features [N, F] at the position before each action, its row and column, and both of them on the device."""
         self.refresh()
         rows = micro_batch.rows
         mask = micro_batch.of(rollouts.mask)  # [b, t]
@@ -384,7 +382,8 @@ class TextPolicy(AdaptablePolicy):
         groups, owners = rollouts.group_ids[rows].unique(return_inverse=True)
         prompts = [rollouts.shared["prompt_ids"][g] for g in groups.tolist()]
         completions = [rollouts.actions[r, : int(rollouts.lengths[r])] for r in rows.tolist()]
-        return self.backbone.features_before(prompts, completions, owners, row, column), row, column
+        features = self.backbone.features_before(prompts, completions, owners, row, column)
+        return features, row, column, tuple(index.to(self.device, non_blocking=True) for index in (row, column))
 
     # --- demonstrations ---
 
@@ -415,10 +414,9 @@ class TextPolicy(AdaptablePolicy):
         actions = nn.utils.rnn.pad_sequence(ids, batch_first=True)  # [B, T]
         lengths = torch.tensor([len(row) for row in ids])
         rows = Generated(actions, torch.zeros(actions.shape), lengths, cast(Any, ("stop",) * len(prompts)))
-        prompt_ids, texts = [torch.tensor(self.encode(prompt)) for prompt in prompts], [""] * len(prompts)
-        rollouts = _rollouts(prompts, torch.arange(len(prompts)), prompt_ids, rows, texts, Sampling())
-        mask = nn.utils.rnn.pad_sequence(masks, batch_first=True)
-        return replace(rollouts, mask=mask, completions=tuple(completion for _, _, completion in shown))
+        prompt_ids, completions = [torch.tensor(self.encode(prompt)) for prompt in prompts], [row[2] for row in shown]
+        rollouts = _rollouts(prompts, torch.arange(len(prompts)), prompt_ids, rows, completions, Sampling())
+        return replace(rollouts, mask=nn.utils.rnn.pad_sequence(masks, batch_first=True))
 
 
 def _rollouts(
@@ -426,23 +424,21 @@ def _rollouts(
     owners: Int[Tensor, "B"],
     prompt_ids: Sequence[Int[Tensor, "L"]],
     generated: Generated,
-    texts: Sequence[str],
+    completions: Sequence[Any],
     sampling: Sampling,
 ) -> Rollouts:
-    """Collect rows and their texts into a batch; each row belongs to the prompt that owns it, an index."""
+    """Collect rows into a batch; each row belongs to the prompt that owns it, an index."""
     rows, columns = len(owners), max(int(generated.lengths.max()), 1)
     top_p = torch.full((rows,), sampling.top_p, dtype=torch.float64)
     kept = {} if generated.kept is None else {"kept": generated.kept}
     mask = torch.arange(columns) < generated.lengths[:, None]
-    # a completion has the form of its prompt
-    forms = zip(texts, [isinstance(prompts[owner].inputs, str) for owner in owners.tolist()], strict=True)
     return Rollouts(
         prompts=tuple(prompts),
         group_ids=owners,
         actions=generated.tokens[:, :columns],
         mask=mask,
         lengths=generated.lengths,
-        completions=tuple(text if plain else [{"role": "assistant", "content": text}] for text, plain in forms),
+        completions=tuple(completions),
         sampler_logprobs=torch.where(mask, generated.logprobs[:, :columns], 0),
         policy_version=torch.where(mask, 0 if generated.versions is None else generated.versions[:, :columns], 0),
         temperature=torch.full((rows,), float(sampling.temperature)),

@@ -79,13 +79,11 @@ def _read(decoding: LayeredDecoding, unread: Texts) -> Tensor:
     Products of weights are computed for these tokens only, attention for a rectangle of columns of all cells.
     """
     device, begun, width = decoding.owners.device, decoding.begun, decoding.width
-    longest = max(map(len, unread))
     at_once = max(1, layered.READ_AT_ONCE // (decoding.groups * width))  # columns in one pass
     row = torch.cat([torch.full((len(ids),), n) for n, ids in enumerate(unread)]).to(device)
     column = torch.cat([torch.arange(begun - len(ids), begun) for ids in unread]).to(device)
     tokens = torch.cat(list(unread))
-    hidden = None
-    for start in range(begun - longest, begun, at_once):
+    for start in range(begun - max(map(len, unread)), begun, at_once):
         stop = min(start + at_once, begun)
         inside = (column >= start) & (column < stop)
         rows, at, ids = row[inside], column[inside], tokens[inside]
@@ -97,13 +95,10 @@ def _read(decoding: LayeredDecoding, unread: Texts) -> Tensor:
         cell = decoding.home[rows]
         for block, prompt, suffix in zip(decoding.blocks, decoding.prompts, decoding.suffixes, strict=True):
             q, k, v = block.rotate(block.qkv(block.attention_norm(x)), turns)
-            attended = _attend(decoding, (q * block.scale, k, v), prompt, suffix, (cell, at), mask)
-            x = block.finish(x, attended)
-        is_last = at == begun - 1
-        if hidden is None:
-            hidden = x.new_zeros(len(unread), x.shape[-1])
-        hidden[rows[is_last]] = x[is_last]
-    assert hidden is not None
+            x = block.finish(x, _attend(decoding, (q * block.scale, k, v), prompt, suffix, (cell, at), mask))
+    # the last pass holds the last token of every row that was read
+    hidden, is_last = x.new_zeros(len(unread), x.shape[-1]), at == begun - 1  # [N, F]
+    hidden[rows[is_last]] = x[is_last]
     return decoding.head(decoding.norm(hidden))
 
 
