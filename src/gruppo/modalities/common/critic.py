@@ -46,8 +46,8 @@ class HeadCritic(Critic):
         return {"critic, float32": 4.0 * sum(p.numel() for p in self.module.parameters() if p.requires_grad)}
 
     def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
-        policy = self._policy
-        return check_values(forward(policy.module, policy.values, rollouts, micro_batch), micro_batch)
+        values = forward(self._policy.module, self._policy.values, rollouts, micro_batch)
+        return check_values(values, micro_batch)
 
 
 class SharedCritic(HeadCritic):

@@ -7,7 +7,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from gruppo.loading import import_extra
 from gruppo.types import GruppoError
+
+
+def quantization_config() -> Any:
+    """NF4 with double quantization, for ``from_pretrained`` of transformers."""
+    for package in ("bitsandbytes", "accelerate"):
+        import_extra(package, "qlora", "a 4-bit base (lora.load_in_4bit)")
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
 
 
 def check_quantized(settings: Any, what: str, *, has_adapter: bool) -> None:

@@ -199,8 +199,7 @@ class AdaptablePolicy(Policy):
 
     @property
     def base_sha256(self) -> str | None:
-        base: Base | None = getattr(self.module, "gruppo_base", None)
-        return None if base is None else base.sha256
+        return getattr(getattr(self.module, "gruppo_base", None), "sha256", None)
 
 
 @dataclass(frozen=True, eq=False)

@@ -75,13 +75,12 @@ class Backbone:
         """Features to logits; an ``nn.Linear`` is run in chunks by the scoring."""
         return self.module.get_output_embeddings() if self.splits else nn.Identity()
 
-    def features(self, ids: Int[Tensor, "b L"], **inputs: Tensor) -> Float[Tensor, "b L F"]:
+    def features(self, ids: Int[Tensor, "b L"], **inputs: Any) -> Float[Tensor, "b L F"]:
         """Features of rows padded on the right, or with positions and an attention mask."""
         if self.is_plain:
             return self.module(ids)
-        if self.splits:
-            return self.module.base_model(input_ids=ids, **inputs, use_cache=False).last_hidden_state
-        return self.module(input_ids=ids, **inputs, use_cache=False).logits
+        inputs = {"input_ids": ids, "use_cache": False, **inputs}
+        return self.module.base_model(**inputs).last_hidden_state if self.splits else self.module(**inputs).logits
 
     def features_before(
         self, prompts: Texts, completions: Texts, owners: Tensor, row: Tensor, column: Tensor
@@ -157,10 +156,9 @@ class RereadDecoding:
 
     def advance(self, tokens: Int[Tensor, "N"]) -> None:
         """Append one token to each row, and read all rows again."""
-        if int(self.lengths.max()) == self.ids.shape[1]:
-            self.ids = nn.functional.pad(self.ids, (0, 1))
-        if self.backbone.is_plain and self.ids.shape[1] == 1:  # nanochat's module refuses a single token
-            self.ids = nn.functional.pad(self.ids, (0, 1))
+        # nanochat's module refuses a single token
+        columns = max(int(self.lengths.max()) + 1, 2 if self.backbone.is_plain else 1)
+        self.ids = nn.functional.pad(self.ids, (0, max(columns - self.ids.shape[1], 0)))  # [N, L]
         rows, last = torch.arange(len(tokens)), self.lengths
         self.ids[rows, last], self.lengths = tokens, last + 1
         self.logits = self.backbone.head(self.backbone.features(self.ids)[rows, last])  # [N, V]
@@ -202,17 +200,14 @@ class CachedDecoding:
     def _fill(self, kept: Sequence[KeptRow], lengths: Sequence[int], first: int, end: int) -> None:
         """Move kept keys and values to the first columns of the cache, where rows end at column ``end``."""
         # a function of its own, so that what was kept is freed before the forward
-        taken = [row.suffix for row in kept]
+        taken, used = [row.suffix for row in kept], [max(length - (end - first), 0) for length in lengths]
         for row in kept:
             row.suffix = []
         for layer in range(len(taken[0]) // 2 if first else 0):
-            both = []  # keys and values
+            both = []  # keys and values [N, K, first, D]
             for of_rows in zip(*(suffix[2 * layer : 2 * layer + 2] for suffix in taken), strict=True):
-                heads, _, width = of_rows[0].shape
-                both.append(of_rows[0].new_zeros(len(kept), heads, first, width))
-                for buffer, own, length in zip(both[-1], of_rows, lengths, strict=True):
-                    used = max(length - (end - first), 0)
-                    buffer[:, first - used :] = own[:, :used]
+                own = [nn.functional.pad(x[:, :n], (0, 0, first - n, 0)) for x, n in zip(of_rows, used, strict=True)]
+                both.append(torch.stack(own))
             self.cache.update(*both, layer)
 
     def advance(self, tokens: Int[Tensor, "N"]) -> None:

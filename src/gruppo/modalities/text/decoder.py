@@ -98,8 +98,8 @@ def layer_output(x: Tensor, decoder: Decoder, layer: Any, stream: Tokens, cos: T
 
 
 def _attention(decoder: Decoder, part: Any, x: Tensor, stream: Tokens, cos: Tensor, sin: Tensor) -> Tensor:
-    projections = (part.q_proj, part.k_proj, part.v_proj)
-    q, k, v = (project(x).unflatten(-1, (-1, decoder.head_dim)) for project in projections)  # [N, heads, D]
+    # [N, heads, D]
+    q, k, v = (project(x).unflatten(-1, (-1, decoder.head_dim)) for project in (part.q_proj, part.k_proj, part.v_proj))
     if getattr(part, "q_norm", None) is not None:
         q, k = norm(part.q_norm, q), norm(part.k_norm, k)
     q, k = _Rotated.apply(q, cos, sin, part.scaling), _Rotated.apply(k, cos, sin, 1.0)

@@ -201,9 +201,8 @@ def _truncate(policy: TextPolicy, reply: Any, max_tokens: int) -> Any:
     """Cut a reply to ``max_tokens`` tokens of text; messages beyond them become empty."""
     if isinstance(reply, str):
         ids = policy.chat.encode_text(reply)
-        if len(ids) <= max_tokens:
-            return reply
-        return policy.chat.text(ids[:max_tokens]).rstrip("\ufffd")  # the last token may end within a character
+        # the last token may end within a character
+        return reply if len(ids) <= max_tokens else policy.chat.text(ids[:max_tokens]).rstrip("\ufffd")
     messages = []
     for message in reply:
         content = _truncate(policy, message["content"], max_tokens)

@@ -15,9 +15,9 @@ from torch import nn
 
 from gruppo.distributed.sharding import is_requested
 from gruppo.integrity import check_seal
-from gruppo.loading import import_extra, transformers_error
+from gruppo.loading import transformers_error
 from gruppo.modalities.common.adapters import BASE, Adapter, is_adapter, model_of, read_adapter
-from gruppo.modalities.common.four_bit import check_quantized, compute_in, four_bit_layers
+from gruppo.modalities.common.four_bit import check_quantized, compute_in, four_bit_layers, quantization_config
 from gruppo.modalities.common.lora import cast_base, has_adapter
 from gruppo.modalities.text.backbones import Backbone, probe
 from gruppo.modalities.text.bundled import BUNDLED
@@ -76,9 +76,8 @@ def from_pretrained(
         folder = Path(path).expanduser()
         # an adapter that others saved may lack the tokenizer, which is then that of its base
         tokenizer_path = str(folder) if (folder / "tokenizer_config.json").is_file() else None
-    module, tokenizer, loading = _load(
-        model_path, tokenizer_path, trust_remote_code, load_in_4bit=load_in_4bit, is_adapted=bool(adapt)
-    )
+    chosen = quantization_config() if load_in_4bit else None
+    module, tokenizer, loading = _load(model_path, tokenizer_path, trust_remote_code, chosen, is_adapted=bool(adapt))
     missing = sorted(loading["missing_keys"])
     # of a reward model, nothing but the output embedding is missing, and at most a score is in its place
     head_names = {name for name, part in module.named_modules() if part is module.get_output_embeddings()}
@@ -113,14 +112,12 @@ def four_bit_error(model: str) -> GruppoError:
 
 
 def _load(
-    path: str, tokenizer_path: str | None, trust_remote_code: bool, *, load_in_4bit: bool, is_adapted: bool
+    path: str, tokenizer_path: str | None, trust_remote_code: bool, quantization: Any, *, is_adapted: bool
 ) -> tuple[Any, Any, dict[str, Any]]:
     """Return module, tokenizer, and transformers' loading info: the names of missing and unexpected weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as hf_logging
 
-    for package in ("bitsandbytes", "accelerate") if load_in_4bit else ():
-        import_extra(package, "qlora", "a 4-bit base (lora.load_in_4bit)")
     folder = Path(path).expanduser()
     is_local = folder.exists() or path.startswith((".", "/", "~"))
     if is_local and not (folder / "config.json").is_file():
@@ -128,13 +125,11 @@ def _load(
         raise GruppoError(f"the model folder {path!r} {problem}. Give a folder of save_pretrained, or a hub id.")
     check_seal(folder)
     source, kind = str(folder) if is_local else path, "tokenizer"
-    options: dict[str, Any] = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": trust_remote_code}
-    if load_in_4bit:
+    options = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": trust_remote_code}
+    if quantization is not None:
         device = None if is_requested() else _accelerator()
-        options["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
-        )
-        options["device_map"] = {"": device or "cpu"}  # by default, transformers takes the first GPU, on all ranks
+        # by default, transformers takes the first GPU, on all ranks
+        options |= {"quantization_config": quantization, "device_map": {"": device or "cpu"}}
     hf_logging.disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_path or source, trust_remote_code=trust_remote_code)
