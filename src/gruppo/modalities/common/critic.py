@@ -38,12 +38,17 @@ class HeadCritic(Critic):
     """A critic whose values are those of a policy with a value head: the trained one, or a copy of it."""
 
     _policy: Any
+    compute_copy: nn.Module | None = None
+    """Of a network of its own, the copy in the compute dtype."""
 
     def checkpoint_weights(self) -> dict[str, Tensor]:
         return module_weights(self.module)
 
     def memory_estimate(self, dtype_bytes: int) -> dict[str, float]:
-        return {"critic, float32": 4.0 * sum(p.numel() for p in self.module.parameters() if p.requires_grad)}
+        found = {"critic, float32": 4.0 * sum(p.numel() for p in self.module.parameters() if p.requires_grad)}
+        if self.compute_copy is not None:
+            found["critic's copy"] = float(dtype_bytes * sum(p.numel() for p in self.compute_copy.parameters()))
+        return found
 
     def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
         values = forward(self._policy.module, self._policy.values, rollouts, micro_batch)

@@ -52,10 +52,6 @@ class SeparateCritic(HeadCritic):
     def bytes_per_unit(self) -> int:
         return self._policy.bytes_per_unit()
 
-    def memory_estimate(self, dtype_bytes: int) -> dict[str, float]:
-        copied = 0 if self.compute_copy is None else sum(p.numel() for p in self.compute_copy.parameters())
-        return super().memory_estimate(dtype_bytes) | ({"critic's copy": float(dtype_bytes * copied)} if copied else {})
-
 
 @torch.no_grad()
 def check_same_tokens(policy: TextPolicy, model: TextPolicy) -> None:

@@ -39,8 +39,8 @@ class KeptRow:
     def fits(self, ids: Int[Tensor, "T"], weights: Any) -> bool:
         """Whether a row of these tokens can go on from here: with the same weights, and something left to read."""
         read = len(self.ids)
-        is_prefix = read < len(ids) and torch.equal(ids[:read], self.ids)
-        return self.weights == weights and is_prefix and bool(self.suffix)
+        is_same = self.weights == weights and read < len(ids) and torch.equal(ids[:read], self.ids)
+        return is_same and bool(self.suffix)
 
 
 class Keeper:

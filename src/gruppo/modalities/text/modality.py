@@ -78,7 +78,7 @@ class TextModality(Modality):
         assert isinstance(policy, TextPolicy)
         rewards.set_decoder(policy.chat.text)
         # special tokens in the text of a prompt are refused, or encoded as text with one warning for all rows
-        prompts = data.all_prompts() if hasattr(data, "all_prompts") and policy.chat.special_tokens != "keep" else ()
+        prompts = data.all_prompts() if policy.chat.special_tokens != "keep" else ()
         for row, prompt in enumerate(prompts, start=1):
             if not (token := policy.chat.special_token_in(prompt.inputs)):
                 continue
@@ -93,8 +93,7 @@ class TextModality(Modality):
             return
         # a conversation with the longest prompt and the longest replies may outgrow the model's context
         turns, reply = config.environment.turns, config.environment.max_reply_tokens
-        prompts = data.all_prompts() if hasattr(data, "all_prompts") else ()
-        longest = max(prompts, key=lambda prompt: len(str(prompt.inputs)), default=None)
+        longest = max(data.all_prompts(), key=lambda prompt: len(str(prompt.inputs)), default=None)
         prompt_tokens = 0 if longest is None else len(policy.encode(longest))
         tokens = prompt_tokens + config.rollout.max_new_tokens + (turns - 1) * reply
         if policy.context is not None and tokens > policy.context:
@@ -133,7 +132,7 @@ def check_lengths(source: Any, policy: TextPolicy, config: Config) -> None:
     added = TEMPLATE_TOKENS
     if policy.chat.tools:
         added += len(policy.chat.rendered([{"role": "user", "content": ""}], policy.chat.tools).encode())
-    for prompt in source.all_prompts() if hasattr(source, "all_prompts") else ():
+    for prompt in source.all_prompts():
         longest = len(str(prompt.inputs).encode()) + added  # a token of text is at least a byte
         is_short = policy.context and longest + config.rollout.max_new_tokens < policy.context
         if is_short and not (policy.chat.tools and isinstance(prompt.inputs, str)):  # tools need a conversation
