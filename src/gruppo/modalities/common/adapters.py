@@ -50,6 +50,7 @@ class Adapter:
     def attach(self, module: nn.Module, *, base: str = "", is_merged: bool = False) -> None:
         """Add the adapter to a model that was loaded as ``base``, or to its weights; refuse another base."""
         lora.check_adaptable(module)
+        # before anything is changed: each layer is there, with as many inputs and outputs
         parts, problem = dict(module.named_modules()), ""
         for name, weight in self.weights.items():
             path, half = name.removesuffix(".weight").rsplit(".", 1)

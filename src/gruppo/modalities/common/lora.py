@@ -49,6 +49,7 @@ def inject(
     check_adaptable(module)
     peft = import_extra("peft", "lora", "LoRA (lora.rank)")
     model: Any = module
+    # the head by identity: its name differs between models
     head, parts = model.get_output_embeddings(), dict(module.named_modules())
     linear = {name.rpartition(".")[2] for name, part in parts.items() if part is not head and is_linear(part)}
     some = f"Set --lora.targets to some of {', '.join(sorted(linear))}."
@@ -86,7 +87,7 @@ def inject_config(module: nn.Module, config: Any, *, base: str) -> str:
     """Add adapters according to a peft config; return the SHA-256 of the base. The global generators do not change."""
     peft = import_extra("peft", "lora", "LoRA (lora.rank)")
     sha256 = digest(base_weights(module))
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):  # peft draws A; the caller sets or reads it afterwards
         peft.inject_adapter_in_model(config, module, POLICY)
     trained = {id(parameter) for parameter in adapter_weights(module).values()}
     for parameter in module.parameters():
@@ -235,7 +236,7 @@ def low_rank(module: Any) -> LowRank | nn.Linear | None:
 @torch.no_grad()
 def merge(module: nn.Module) -> None:
     """Replace W and its adapter with W + (alpha / rank) B A; all weights of the resulting plain model are trainable."""
-    for path, layer in list(module.named_modules()):
+    for path, layer in list(module.named_modules()):  # a list: the loop replaces modules
         if is_adapted(layer):
             weight = layer.base_layer.weight
             weight += layer.get_delta_weight(POLICY).to(weight.dtype)

@@ -152,6 +152,7 @@ class ReferenceModel:
                 target.copy_(tensor)
             elif rate:
                 target.mul_(1 - rate).add_(rate * tensor.to(target.device))
+        # weights that are stored in another dtype than they compute in are copied to the module
         if not self.is_offloaded and not self.shares_module:
             weights = self._read()
             for name, parameter in self.module.named_parameters():

@@ -46,11 +46,12 @@ def load_strictly(module: nn.Module, weights: Mapping[str, Tensor], source: str)
     Tied weights are in a file once, under any of their names.
     """
     state = module.state_dict()
-    tied: dict[Any, list[str]] = {}  # names by memory
+    tied: dict[Any, list[str]] = {}  # names by memory, which empty tensors do not have
     keys = {n: (t.data_ptr(), t.shape, t.stride(), t.dtype) if t.numel() else n for n, t in state.items()}
     for name, key in keys.items():
         tied.setdefault(key, []).append(name)
     full = {name: weights[twin] for name in state for twin in tied[keys[name]] if twin in weights}
+    # the own entry of a name comes before that of a twin
     full |= {name: weights[name] for name in state.keys() & weights.keys()}
     differences = {
         "missing": sorted(state.keys() - full.keys()),

@@ -65,6 +65,7 @@ def joint_clip_nats(objective: Objective, dims: int) -> float:
 
 def check_trust_region(objective: Objective, dims: int) -> None:
     """Refuse a clip that never takes effect with ``dims`` dimensions per action, or one that rounding alone reaches."""
+    # of one dimension, the joint ratio is the ratio
     if objective.surrogate not in ("clip", "cispo") or dims < 2:
         return
     is_ratio, nats = objective.clip_unit == "ratio", joint_clip_nats(objective, dims)

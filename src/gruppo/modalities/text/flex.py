@@ -50,12 +50,13 @@ def block_mask(spans: Int[Tensor, "3 N"], device: torch.device) -> BlockMask:
     def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return ((k >= shared_start[q]) & (k < shared_end[q])) | ((k >= text_start[q]) & (k <= q))
 
-    listed = list[Tensor]()  # of each row of blocks: how many are seen in part, and which come first; the same in whole
+    listed = list[Tensor]()  # of each block of queries: how many blocks of keys, and all of them in order, those first
     for blocks in (partly, covered):
         blocks = blocks.to(device, non_blocking=True).int()
         order = blocks.argsort(dim=1, descending=True, stable=True)
         listed += [blocks.sum(dim=1, dtype=torch.int32)[None, None], order.int()[None, None]]
-    return BlockMask.from_kv_blocks(*listed, BLOCK_SIZE=SPAN_BLOCK, mask_mod=sees, seq_lengths=(length, length))
+    options: Any = {"BLOCK_SIZE": SPAN_BLOCK, "mask_mod": sees, "seq_lengths": (length, length)}
+    return BlockMask.from_kv_blocks(*listed, **options)
 
 
 def _layer(x: Tensor, layer: Any, cos: Tensor, sin: Tensor, mask: BlockMask) -> Tensor:
