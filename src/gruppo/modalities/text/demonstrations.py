@@ -81,8 +81,7 @@ def demonstrate(chat: Chat, inputs: Any, target: Any, tools: Tools = ()) -> tupl
 
 def turn_ids(chat: Chat, inputs: Sequence[Any], message: Mapping[str, Any], tools: Tools) -> list[int]:
     """Tokens of one turn of the assistant, as it would write and end it; ``inputs``: all messages before."""
-    calls = message.get("tool_calls")
-    if not calls:
+    if not (calls := message.get("tool_calls")):
         if not message["content"].strip():
             raise GruppoError("a message of the assistant in the target is empty. Give it a text or a call.")
         return answer_ids(chat, inputs, message["content"], tools)
