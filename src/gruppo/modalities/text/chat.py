@@ -398,7 +398,7 @@ class Chat:
             return
         tokenizer = self.tokenizer
         if self.template_kwargs:
-            # defaults for its variables, so that the saved model writes prompts as it was trained
+            # the template gets defaults for its variables, so that the saved model writes prompts as it was trained
             values, text = self.template_kwargs.items(), tokenizer.chat_template
             lines = [f"{{%- if {n} is not defined %}}{{%- set {n} = {v!r} %}}{{%- endif +%}}" for n, v in values]
             begin, variants = "".join(lines), text if isinstance(text, Mapping) else {}  # such as one for tools

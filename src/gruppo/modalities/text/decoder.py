@@ -67,8 +67,8 @@ def read_decoder(module: Any) -> Decoder | None:
         if query % head_dim or key % head_dim or query % key:
             return None
         is_silu = all(torch.equal(layer.mlp.act_fn(_PROBE), silu(_PROBE)) for layer in layers)
-        parts = (trunk.embed_tokens, layers, trunk.norm, trunk.rotary_emb)
-        return Decoder(*parts, query // head_dim, key // head_dim, head_dim, is_silu)
+        heads, kv_heads = query // head_dim, key // head_dim
+        return Decoder(trunk.embed_tokens, layers, trunk.norm, trunk.rotary_emb, heads, kv_heads, head_dim, is_silu)
     except (AttributeError, TypeError, ValueError):
         return None
 

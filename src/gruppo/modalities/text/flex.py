@@ -50,7 +50,7 @@ def block_mask(spans: Int[Tensor, "3 N"], device: torch.device) -> BlockMask:
     def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return ((k >= shared_start[q]) & (k < shared_end[q])) | ((k >= text_start[q]) & (k <= q))
 
-    listed = list[Tensor]()  # of each block of queries: how many blocks of keys, and all of them in order, those first
+    listed = list[Tensor]()  # for each block of queries: how many key blocks it sees, and all of them, those first
     for blocks in (partly, covered):
         blocks = blocks.to(device, non_blocking=True).int()
         order = blocks.argsort(dim=1, descending=True, stable=True)
