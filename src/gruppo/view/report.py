@@ -12,27 +12,23 @@ import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from gruppo.tracking.files import replace_file
+from gruppo.tracking.samples import FOLDER
 from gruppo.types import GruppoError
 from gruppo.view.run import RunView, open_runs
 
 MAX_BYTES = 12 << 20
 """Of compressed completions, and of images, in a report; of more, only every n-th step is kept."""
-
-
-@cache
-def page() -> str:
-    """The page, whose single script and style are the only ones that its policy allows to run."""
-    return Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+"""The page, whose single script and style are the only ones that its policy allows to run."""
 
 
 def content_security_policy(*, connect: str, images: str) -> str:
     """Content security policy: no code, style or request but the page's own, whatever a completion contains."""
-    contents = (re.findall(f"<{tag}>(.*?)</{tag}>", page(), re.DOTALL)[0] for tag in ("script", "style"))
+    contents = (re.findall(f"<{tag}>(.*?)</{tag}>", PAGE, re.DOTALL)[0] for tag in ("script", "style"))
     digests = (hashlib.sha256(content.encode()).digest() for content in contents)
     script, style = (f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
     return (
@@ -48,7 +44,7 @@ def write_report(folders: Sequence[str | Path], path: Path | None = None) -> Pat
     content = json.dumps({"made": time.time(), "runs": [_embedded(run, MAX_BYTES // len(runs)) for run in runs]})
     data = base64.b64encode(gzip.compress(content.encode(), 6, mtime=0)).decode()
     title = html.escape(", ".join(run.name for run in runs))
-    text = page().replace("<title>gruppo</title>", f"<title>{title}</title>", 1)
+    text = PAGE.replace("<title>gruppo</title>", f"<title>{title}</title>", 1)
     # The content of an element that is no script is not run, and base64 has no "<" that could end it.
     block = f'<script type="application/octet-stream" id="data">{data}</script>\n<script>'
     text = text.replace("<script>", block, 1)
@@ -79,9 +75,10 @@ def _embedded(run: RunView, max_bytes: int) -> dict[str, Any]:
             chunks.append((first, text.decode("utf-8", "replace")))
             before, size = first, size + len(text)
         rows[source] = chunks
-    state, images, sheets = state | {"notices": notices}, dict[str, str](), run.sheets()
-    every = max(math.ceil(sum(sheet.stat().st_size for sheet in sheets) / max_bytes), 1)
-    for sheet in sheets[::-every]:  # from the newest, which is always among them
+    images, sheets = dict[str, str](), state["sheets"]
+    every = max(math.ceil(sum((run.path / FOLDER / name).stat().st_size for name in sheets) / max_bytes), 1)
+    for name in sheets[::-every]:  # from the newest, which is always among them
         with suppress(GruppoError):  # no PNG
-            images[sheet.name] = base64.b64encode(run.image(sheet.name)).decode()
+            images[name] = base64.b64encode(run.image(name)).decode()
+    state = state | {"notices": notices}
     return {"state": state, "metrics": run.metrics()[0].decode("utf-8", "replace"), "rows": rows, "images": images}

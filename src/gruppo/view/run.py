@@ -76,6 +76,7 @@ class RunView:
         if not rows:
             notices.append("No step has been logged yet.")
         files, texts = self.files(), ("config.json", "metrics.jsonl")
+        sheets = [path.name for path in (self.path / FOLDER).glob("*.png") if _SHEET.fullmatch(path.name)]
         if rows and not files:
             notices.append("completions/ is empty, so only the samples that the run has shown are listed.")
         # Lists of pairs: the lines of a panel have an order, which a JSON object does not promise.
@@ -87,7 +88,7 @@ class RunView:
             "written": max(_stamp(self.path / name)[0] for name in texts) / 1e9,
             "is_complete": (self.path / "final").is_dir(),
             "sources": [*(["completions"] if files else []), *(["samples"] if self.files("samples") else [])],
-            "sheets": [path.name for path in self.sheets()],
+            "sheets": sorted(sheets, key=lambda name: (len(name), name)),  # steps may have more digits than six
             "starts": list(stage_starts(self.path, rows).items()),
             "panels": panels,
             "doctor": to_json(doctor),
@@ -112,8 +113,9 @@ class RunView:
         """Files of rows in the order of their steps."""
         if source == "samples":
             return [path for path in [self.path / "samples.jsonl"] if path.is_file() and path.stat().st_size]
-        found = [path for path in self.path.glob("completions/*") if _FILE.fullmatch(path.name)]
-        return sorted(found, key=_first_step)
+        paths = self.path.glob("completions/*")
+        found = [(int(match[1]), path) for path in paths if (match := _FILE.fullmatch(path.name))]
+        return [path for _, path in sorted(found)]
 
     def rows(self, source: str, before: int, *, every: int = 1, last: int = 0) -> tuple[bytes, int | None]:
         """JSON lines of whole steps before ``before``, and the first of these steps; None if there is none.
@@ -125,7 +127,7 @@ class RunView:
         parts, size = list[bytes](), 0
         first: int | None = None
         for path in reversed(self.files(source)):
-            start = _first_step(path)
+            start = int(match[1]) if (match := _FILE.fullmatch(path.name)) else 0
             # Most files of a sparse report hold none of its steps, and are not unpacked.
             may_have_it = every == 1 or any((last - step) % every == 0 for step in range(start, start + STEPS_PER_FILE))
             for step, text in reversed(_steps(path, _stamp(path)) if start < before and may_have_it else ()):
@@ -136,10 +138,6 @@ class RunView:
                 parts.append(text)
                 first, size = step, size + len(text)
         return b"".join(reversed(parts)), first
-
-    def sheets(self) -> list[Path]:
-        found = [path for path in (self.path / FOLDER).glob("*.png") if _SHEET.fullmatch(path.name)]
-        return sorted(found, key=lambda path: (len(path.name), path.name))  # steps may have more digits than six
 
     def image(self, name: str) -> bytes:
         """A sheet of images; GruppoError if there is none of this name in the folder, or if it is no PNG."""
@@ -182,10 +180,6 @@ def _number(value: Any) -> float:
         return math.nan if value is None else float(value)
     except (TypeError, ValueError, OverflowError):
         return math.nan
-
-
-def _first_step(path: Path) -> int:
-    return int(match[1]) if (match := _FILE.fullmatch(path.name)) else 0
 
 
 def _stamp(path: Path | int) -> tuple[int, int, int]:

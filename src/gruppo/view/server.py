@@ -17,7 +17,7 @@ from urllib.parse import parse_qs
 
 from gruppo.loading import describe_error
 from gruppo.types import GruppoError
-from gruppo.view.report import content_security_policy, page
+from gruppo.view.report import PAGE, content_security_policy
 from gruppo.view.run import RunView, open_runs
 
 HOST = "127.0.0.1"
@@ -76,7 +76,7 @@ class _Handler(BaseHTTPRequestHandler):
         if re.sub(r":\d*$", "", self.headers.get("Host", "")).lower() not in NAMES:
             status, content = 403, b"This server answers to 127.0.0.1 and localhost only."
         elif path == "/":
-            kind, content = "text/html", page().encode()
+            kind, content = "text/html", PAGE.encode()
         elif not hmac.compare_digest(token, self.server.token.encode()):  # in the same time for every wrong token
             status, content = 401, b"The token is missing or wrong."
         elif path[1:] not in answers:
