@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -18,8 +18,6 @@ from gruppo.types import GruppoError, Likelihood, MicroBatch, Rollouts
 
 Weighting = Literal["uniform", "clean"]
 """Of the denoising loss: 1, or 1 / (sigma^2 + 0.05)."""
-MIN_ALPHA = 1e-3
-"""Least alpha at which a noise prediction determines x0 well enough: log-ratios stay within 1e-5 nats per dimension."""
 
 
 class ConditionEncoder(Protocol):
@@ -102,41 +100,26 @@ class Denoiser:
     """Name of the submodule whose pooled output a value head reads, or ""."""
     call: ModuleCall
 
-    def __post_init__(self) -> None:
-        names, known = [name for name, _ in self.module.named_modules()], get_args(PredictionType)
-        alpha = float(self.schedule.level(self.schedule.times(1)[:1])[0])
-        if self.middle not in names:  # "" is the module itself
-            raise GruppoError(f"""the network has no submodule {self.middle!r} to read features from; it has
-                {", ".join(names[1:9])}.""")
-        if self.predicts not in known:
-            raise GruppoError(f"predicts={self.predicts!r} is not one of {', '.join(map(repr, known))}. Use 'x0'.")
-        if self.predicts == "noise" and alpha < MIN_ALPHA:
-            raise GruppoError(f"""predicts='noise' with a schedule that starts at alpha={alpha:.1g} divides rounding
-                errors by it; it needs at least {MIN_ALPHA:g}. Predict 'v', 'velocity' or 'x0', or use
-                DiffusionSchedule('linear').""")
-
-    @property
-    def device(self) -> torch.device:
-        return device_of(self.module)
-
     def encode(self, inputs: Sequence[object]) -> Tensor | None:
         """Conditions [P, ...] of prompts' inputs; None for a network without conditions."""
         return None if self.condition is None else torch.stack([self.condition.encode(one) for one in inputs])
 
     def dummy_features(self) -> Float[Tensor, "1 F"]:
         """Features of a state of zeros, for their width and for what they depend on."""
-        condition = None if self.condition is None else self.condition.unconditional[None].to(self.device)
-        x, one = torch.zeros(1, *self.shape, device=self.device), torch.ones(1)
-        return self.predict(x, one.to(self.device), condition, one, torch.zeros(1).long(), features=True)[1]
+        device, one = device_of(self.module), torch.ones(1)
+        condition = None if self.condition is None else self.condition.unconditional[None].to(device)
+        x, ids = torch.zeros(1, *self.shape, device=device), torch.zeros(1).long()
+        return self.predict(x, one.to(device), condition, one, ids, features=True)[1]
 
     def levels(self, counts: Int[Tensor, "N"], columns: Int[Tensor, "N"]) -> tuple[StepLevels, Float[Tensor, "N"]]:
         """Levels of step ``columns`` of samplers with ``counts`` steps, and the time that the network is given."""
-        times = torch.zeros(2, len(columns), dtype=torch.float64)  # of the step, and of the next
+        device = device_of(self.module)
+        times = torch.zeros(2, len(columns), dtype=torch.float64)  # [2, N]: of the step, and of the next
         for count in counts.unique().tolist():
             rows = counts == count
             times[:, rows] = self.schedule.times(count)[torch.stack([columns[rows], columns[rows] + 1])]
         levels = (*self.schedule.level(times[0]), *self.schedule.level(times[1]))
-        return StepLevels(*(level.to(self.device) for level in levels)), times[0].to(self.device)
+        return StepLevels(*(level.to(device) for level in levels)), times[0].to(device)
 
     def predict(
         self,
@@ -223,7 +206,7 @@ class StepSelection:
 
 def demonstration_likelihood(denoiser: Denoiser, steps: StepSelection, weighting: str, outputs: Outputs) -> Likelihood:
     """Log-probs -w mean((prediction - truth)^2): of a normal with std (d / 2 w)^(1/2), without its constant."""
-    device, row, per_row = denoiser.device, steps.row, steps.rollouts.per_row
+    device, row, per_row = device_of(denoiser.module), steps.row, steps.rollouts.per_row
     x0, e = steps.rollouts.actions[row, 0].to(device).double(), per_row["first"][row].to(device).double()
     times, condition = per_row["level"][row], steps.condition
     alpha, sigma = (level.to(device) for level in denoiser.schedule.level(times))

@@ -73,8 +73,7 @@ class DiffusionModality(Modality):
             raise GruppoError(f"""compute='bfloat16' holds the base below adapters, and the weights of {model!r} are
                 trained themselves. Set --compute float32, or --lora.rank with a pipeline.""")
         # a saved network has its own sizes and path, and none but a pipeline has a size to choose
-        unread: tuple[str, ...] = () if model == NEW else NEW_OPTIONS
-        unread += () if has_pipeline else PIPELINE_OPTIONS
+        unread = (*(() if model == NEW else NEW_OPTIONS), *(() if has_pipeline else PIPELINE_OPTIONS))
         if changed := [name for name in unread if getattr(chosen, name) != getattr(default, name)]:
             owner = f"a new network (--model {NEW})" if changed[0] in NEW_OPTIONS else "a pipeline of diffusers"
             option = f"diffusion.{changed[0]}"
@@ -138,7 +137,7 @@ class DiffusionModality(Modality):
 
     def check(self, config: Config, policy: Policy, sampling: Any, data: PromptSource, rewards: Any) -> None:
         assert isinstance(policy, DenoiserPolicy)
-        policy.check_sampling(policy.check_sampling(sampling))
+        policy.check_sampling(sampling)
         policy.check_sampling(sampling.greedy())
         first = peek(data)
         errors = [policy.check_prompt(prompt, None) for prompt in first]  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import torch
 from jaxtyping import Bool, Float
@@ -28,10 +28,12 @@ from gruppo.modalities.diffusion import schedules
 from gruppo.modalities.diffusion.sampling import DiffusionSampling, sample_batch
 from gruppo.modalities.diffusion.schedules import DiffusionSchedule, FlowSchedule, NoiseSchedule, PredictionType
 from gruppo.modalities.diffusion.unet import DenoisingUNet
-from gruppo.protocols import Outputs, Policy
+from gruppo.protocols import Generate, Outputs, Policy, Score
 from gruppo.seeds import generator_at
 from gruppo.types import Batch, Gaussian, GruppoError, Likelihood, MicroBatch, Prompt, Request, Rollouts, Sampling, Stat
 
+MIN_ALPHA = 1e-3
+"""Least alpha at which a noise prediction determines x0 well enough: log-ratios stay within 1e-5 nats per dimension."""
 WEIGHTS, SETTINGS = "model.safetensors", "denoiser.json"
 NOISE = {
     "independent": "each sample its own",
@@ -77,6 +79,17 @@ class DenoiserPolicy(Policy):
         schedule, call = schedule or FlowSchedule(), call or denoising.ModuleCall()
         codec = codec or denoising.PixelCodec(tuple(shape))
         self.module = module.eval()
+        names, known = [name for name, _ in module.named_modules()], get_args(PredictionType)
+        alpha = float(schedule.level(schedule.times(1)[:1])[0])
+        if middle not in names:  # "" is the module itself
+            raise GruppoError(f"""the network has no submodule {middle!r} to read features from; it has
+                {", ".join(names[1:9])}.""")
+        if predicts not in known:
+            raise GruppoError(f"predicts={predicts!r} is not one of {', '.join(map(repr, known))}. Use 'x0'.")
+        if predicts == "noise" and alpha < MIN_ALPHA:
+            raise GruppoError(f"""predicts='noise' with a schedule that starts at alpha={alpha:.1g} divides rounding
+                errors by it; it needs at least {MIN_ALPHA:g}. Predict 'v', 'velocity' or 'x0', or use
+                DiffusionSchedule('linear').""")
         self.denoiser = denoising.Denoiser(module, tuple(shape), predicts, schedule, condition, codec, middle, call)
         self.weighting: denoising.Weighting = weighting
         self.value_head: nn.Module | None = None
@@ -194,13 +207,7 @@ class DenoiserPolicy(Policy):
 
     @torch.no_grad()
     def evaluate_steps(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: DiffusionSampling,
-        *,
-        generate: Callable[[Sequence[Request], Any], Rollouts],
-        score: Callable[[Rollouts], Float[Tensor, "B"]],
-        budget: int,
+        self, prompts: Sequence[Prompt], sampling: Any, *, generate: Generate, score: Score, budget: int
     ) -> dict[str, Stat]:
         """Mean reward of the image that the network predicts at each step, sampled as in training."""
         every_step = replace(sampling, noise="independent", train_from=0, train_to=0, train_fraction=1.0)
@@ -233,7 +240,7 @@ class DenoiserPolicy(Policy):
         sampling, condition, schedule = DiffusionSampling.of(sampling), self.denoiser.condition, self.denoiser.schedule
         schedule.times(sampling.steps)  # raises for more steps than the schedule has times
         fitting = [n for n, t in schedules.TRANSITIONS.items() if n != "ode" and t.is_flow in (None, schedule.is_flow)]
-        if not sampling.is_mode and sampling.transition not in fitting:
+        if sampling.temperature and sampling.transition not in fitting:
             raise GruppoError(f"""transition={sampling.transition!r} does not fit the
                 {"flow" if schedule.is_flow else "diffusion"} schedule that this network was trained on. Set one of
                 {", ".join(fitting)}.""")

@@ -14,6 +14,7 @@ from gruppo.core.distributions import gaussian_logprob
 from gruppo.modalities.common.images import RowBatch, image_rollouts
 from gruppo.modalities.diffusion.denoiser import Denoiser
 from gruppo.modalities.diffusion.schedules import TRANSITIONS, ode, split_prediction, step_of
+from gruppo.protocols import device_of
 from gruppo.seeds import generator_at
 from gruppo.types import GruppoError, Rollouts, Sampling
 
@@ -62,7 +63,7 @@ class DiffusionSampling(Sampling):
                 them out.""")
         if name in ("ddpm", "ddpm_large") and eta not in (None, 1):
             raise GruppoError(f"eta={eta} is not read by transition={name!r}. Set transition ddim, or leave eta out.")
-        if not self.is_mode and (name == "ode" or eta == 0):
+        if self.temperature and (name == "ode" or eta == 0):
             got = "eta=0" if eta == 0 else f"transition={name!r}"
             raise GruppoError(f"""{got} draws nothing: without a density there is no policy gradient. Set eta above 0;
                 the ODE is for evaluation, temperature 0.""")
@@ -71,7 +72,7 @@ class DiffusionSampling(Sampling):
         if self.ode_steps < 0:
             raise GruppoError(f"ode_steps={self.ode_steps} is negative; use 0 for as many steps as in training.")
         step_of(name, eta)  # raises for an eta out of its range
-        if self.is_mode:
+        if self.temperature == 0:
             return
         if noisy < 1:
             raise GruppoError(f"""{self.max_actions} step has no noise to learn from: the last is of the ODE. Set 2
@@ -94,12 +95,8 @@ class DiffusionSampling(Sampling):
         return DiffusionSampling(**{field.name: getattr(sampling, field.name) for field in fields(Sampling)})
 
     @property
-    def is_mode(self) -> bool:
-        return self.temperature == 0
-
-    @property
     def steps(self) -> int:
-        return self.ode_steps or self.max_actions if self.is_mode else self.max_actions
+        return self.max_actions if self.temperature else self.ode_steps or self.max_actions
 
 
 # --- noise and its addresses ------------------------------------------------------------------------------------------
@@ -123,7 +120,7 @@ def step_noise(
         is_own = sampling.noise == "independent" if step is None else step == branches.get(draw, step)
         address = (seed, "noise", draw, sample if is_own else "group", "first" if step is None else step)
         # An evaluation at temperature 0 has the same latents for every seed, so that runs are comparable.
-        addresses.append(("mode", draw, sample) if sampling.is_mode else address)
+        addresses.append(("mode", draw, sample) if sampling.temperature == 0 else address)
     noise = {at: torch.randn(shape, generator=generator_at(*at)) for at in dict.fromkeys(addresses)}
     return torch.stack([noise[at] for at in addresses])
 
@@ -134,8 +131,8 @@ def step_noise(
 @torch.no_grad()
 def sample_batch(denoiser: Denoiser, batch: RowBatch, sampling: DiffusionSampling, seed: int) -> Rollouts:
     """Rollouts of a batch of rows, with all that scoring needs to know about how they were sampled."""
-    size, groups, device = (len(batch.group_ids),), batch.group_ids, denoiser.device
-    name = "ode" if sampling.is_mode else sampling.transition
+    size, groups, device = (len(batch.group_ids),), batch.group_ids, device_of(denoiser.module)
+    name = sampling.transition if sampling.temperature else "ode"
     per_row = {
         "first": step_noise(sampling, seed, batch.addresses, denoiser.shape, None),
         "steps": torch.full(size, sampling.steps),
@@ -147,7 +144,7 @@ def sample_batch(denoiser: Denoiser, batch: RowBatch, sampling: DiffusionSamplin
     condition = None if batch.inputs is None else batch.inputs[groups].to(device)
     x, states, logprobs = per_row["first"].to(device), [], []
     for column in range(sampling.steps):
-        is_stochastic = column < sampling.steps - 1 and not sampling.is_mode
+        is_stochastic = column < sampling.steps - 1 and sampling.temperature > 0
         levels, times = denoiser.levels(per_row["steps"], torch.full_like(groups, column))
         prediction, _ = denoiser.predict(x, times, condition, per_row["guidance"], groups)
         step = step_of(name, sampling.eta) if is_stochastic else ode
@@ -164,7 +161,7 @@ def sample_batch(denoiser: Denoiser, batch: RowBatch, sampling: DiffusionSamplin
     # The steps that are trained, by group: one where its samples part, else a random share of a range; none of the ODE.
     chosen = torch.zeros(len(batch.prompts), sampling.steps, dtype=torch.bool)  # [P, T]
     first, last = sampling.train_from, sampling.train_to or sampling.max_actions - 1
-    for group, prompt in enumerate(() if sampling.is_mode else batch.prompts):
+    for group, prompt in enumerate(batch.prompts if sampling.temperature else ()):
         if sampling.noise == "branched":
             chosen[group, branch_step(sampling, seed, prompt.draw)] = True
             continue

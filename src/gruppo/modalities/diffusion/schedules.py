@@ -279,9 +279,6 @@ def cps(x: Tensor, x0: Tensor, noise: Tensor, step: StepLevels, eta: float = 0.7
     return Gaussian(broadcast(step.next_alpha, x) * x0 + broadcast(left, x) * noise, std)
 
 
-Step = Callable[[Tensor, Tensor, Tensor, StepLevels], Gaussian]
-
-
 @dataclass(frozen=True)
 class Transition:
     """A sampler by name."""
@@ -307,7 +304,7 @@ TRANSITIONS = {
 """By the name that a config has for them. Rollouts store the index of a name in this order."""
 
 
-def step_of(name: str, eta: float | None) -> Step:
+def step_of(name: str, eta: float | None) -> Callable[[Tensor, Tensor, Tensor, StepLevels], Gaussian]:
     """The step of a transition; ``eta`` None takes its own default."""
     transition = TRANSITIONS[name]
     if eta is None or transition.etas is None:
