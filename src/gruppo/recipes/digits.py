@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from gruppo.config import schema
@@ -150,17 +150,13 @@ def _non_digits(images: Any) -> Any:
 
     from gruppo.seeds import generator_at
 
-    generator = generator_at(0, "no digits")
+    generator, side = generator_at(0, "no digits"), images.shape[-1]
     some = images[torch.randperm(len(images), generator=generator)[: len(images) // 4]].clone()
     faded, torn, gray, specks = some.tensor_split(4)
-
-    def uniform(like: Any) -> Any:
-        return torch.rand(len(like), 1, 1, 1, generator=generator)
-
-    faded *= uniform(faded) / 3
-    side = images.shape[-1]
-    kept = (torch.arange(side) - (uniform(torn)[:, 0, 0] * side)) % side < side // 3  # [n, side]
-    torn *= torch.where(uniform(torn) < 0.5, kept[:, None, :, None], kept[:, None, None, :])
-    gray = (uniform(gray) ** 3).expand_as(gray)
-    brightness, chance = (torch.rand(specks.shape, generator=generator) for _ in range(2))
-    return torch.cat([faded, torn, gray, brightness * (chance < 0.1 * uniform(specks))])
+    uniform = partial(torch.rand, generator=generator)
+    faded *= uniform(len(faded), 1, 1, 1) / 3
+    kept = (torch.arange(side) - uniform(len(torn), 1) * side) % side < side // 3  # [n, side]
+    torn *= torch.where(uniform(len(torn), 1, 1, 1) < 0.5, kept[:, None, :, None], kept[:, None, None, :])
+    gray = (uniform(len(gray), 1, 1, 1) ** 3).expand_as(gray)
+    brightness, chance = uniform(specks.shape), uniform(specks.shape)
+    return torch.cat([faded, torn, gray, brightness * (chance < 0.1 * uniform(len(specks), 1, 1, 1))])

@@ -11,12 +11,11 @@ import torch
 
 from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.config.stages import highest, learns_from_samples
-from gruppo.core.images import PixelLoss
 from gruppo.loading import load_object
 from gruppo.modalities.common.adapters import model_of
 from gruppo.modalities.common.validation import check_trust_region, refuse_unused_options
 from gruppo.modalities.restoration.config import RestorationConfig
-from gruppo.modalities.restoration.consistency import CONSISTENCIES, Consistency, ToDegraded
+from gruppo.modalities.restoration.consistency import CONSISTENCIES, ToDegraded
 from gruppo.modalities.restoration.load import load_restorer, open_restorer
 from gruppo.modalities.restoration.policy import SETTINGS, RestorationPolicy
 from gruppo.protocols import Modality, ParameterGroup, Policy, PromptSource, peek
@@ -94,9 +93,28 @@ class RestorationModality(Modality):
             options: dict[str, Any] = {name: getattr(policy, name) for name in KEPT} | changed
             policy = RestorationPolicy(module.network, module.action, **options)
         # a policy from memory keeps its own consistency unless the options name another
-        is_named = config.model != IN_MEMORY or chosen.consistency != RestorationConfig().consistency
-        if is_named and highest(config, "cons_coef"):
-            policy.consistency = consistency_of(chosen.consistency, policy.loss, data)
+        name, loss = chosen.consistency, policy.loss
+        is_named = config.model != IN_MEMORY or name != RestorationConfig().consistency
+        if not is_named or not highest(config, "cons_coef"):
+            return policy
+        if name in CONSISTENCIES:
+            policy.consistency = CONSISTENCIES[name](loss)
+        elif name == "degradation":
+            degradation: Any = None if data is None else data.degradation
+            if degradation is None:
+                raise GruppoError("""restoration.consistency='degradation' degrades a restored image as the data were,
+                    and these data do not say how. Set --data photos:... or degrade:..., or --restoration.consistency
+                    FILE.py:function.""")
+            policy.consistency = ToDegraded(lambda x, prompts: degradation.expected(x, [p.meta for p in prompts]), loss)
+        elif ":" not in name:
+            known = ", ".join([*CONSISTENCIES, "degradation"])
+            raise GruppoError(f"""restoration.consistency={name!r} is not one of {known} or FILE.py:function. Set
+                --restoration.consistency to one of them.""")
+        elif callable(function := load_object(name)):
+            policy.consistency = ToDegraded(function, loss)
+        else:
+            kind = type(function).__name__
+            raise GruppoError(f"{name} is a {kind}; a degradation is a function of images and prompts.")
         return policy
 
     def load(
@@ -151,24 +169,3 @@ class RestorationModality(Modality):
 
 RESTORATION = RestorationModality()
 RestorationPolicy.modality = RESTORATION
-
-
-def consistency_of(name: str, loss: PixelLoss, data: Any) -> Consistency:
-    """Return the consistency term of ``--restoration.consistency``."""
-    if name in CONSISTENCIES:
-        return CONSISTENCIES[name](loss)
-    if name == "degradation":
-        degradation = None if data is None else data.degradation
-        if degradation is None:
-            raise GruppoError("""restoration.consistency='degradation' degrades a restored image as the data were, and
-                these data do not say how. Set --data photos:... or degrade:..., or --restoration.consistency
-                FILE.py:function.""")
-        return ToDegraded(lambda images, prompts: degradation.expected(images, [p.meta for p in prompts]), loss)
-    if ":" not in name:
-        known = ", ".join([*CONSISTENCIES, "degradation"])
-        raise GruppoError(f"""restoration.consistency={name!r} is not one of {known} or FILE.py:function. Set
-            --restoration.consistency to one of them.""")
-    function = load_object(name)
-    if not callable(function):
-        raise GruppoError(f"{name} is a {type(function).__name__}; a degradation is a function of images and prompts.")
-    return ToDegraded(function, loss)
