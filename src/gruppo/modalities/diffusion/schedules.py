@@ -228,7 +228,7 @@ def ancestral(x: Tensor, x0: Tensor, noise: Tensor, step: StepLevels, eta: float
     return Gaussian(broadcast(step.next_alpha, x) * x0 + broadcast(left, x) * noise, var.sqrt())
 
 
-def ode(x: Tensor, x0: Tensor, noise: Tensor, step: StepLevels, eta: float = 0.0) -> Gaussian:
+def ode(x: Tensor, x0: Tensor, noise: Tensor, step: StepLevels) -> Gaussian:
     """alpha' x0 + sigma' e: DDIM at eta 0, and Euler's step of a flow. For evaluation; it has no density."""
     mean = broadcast(step.next_alpha, x) * x0 + broadcast(step.next_sigma, x) * noise
     return Gaussian(mean, torch.zeros_like(step.sigma))

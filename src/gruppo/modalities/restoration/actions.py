@@ -61,7 +61,7 @@ class MeanHead(nn.Module):
             nn.init.zeros_(parameter)
 
     def forward(self, x: Images) -> Grid:
-        hidden = silu(self.weigh(silu(self.look(x.to(self.look.weight.dtype)))))
+        hidden = silu(self.weigh(silu(self.look(x.to(self.look.weight.dtype)))))  # [N, width, H/2, W/2]
         return self.say(silu(self.mix(adaptive_avg_pool2d(hidden, self.grid))))
 
 

@@ -59,13 +59,13 @@ class RestorationUNet(nn.Module):
         self.up = nn.Conv2d(wide, 4 * width, 1)
         self.merge = nn.Sequential(PlainResBlock(width), PlainResBlock(width))
         self.conv_out = nn.Conv2d(width, 4 * channels, 3, padding=1)
-        for parameter in self.conv_out.parameters():
+        for parameter in self.conv_out.parameters():  # the identity at first, as DnCNN
             nn.init.zeros_(parameter)
 
     def forward(self, x: Images, conditions: Float[Tensor, "N K"] | None = None) -> Images:
         height, width = x.shape[-2:]
         inputs = _with_conditions(x, conditions, self.sizes["conditions"])
-        inputs = pad(inputs, (0, -width % 4, 0, -height % 4), mode="replicate")
+        inputs = pad(inputs, (0, -width % 4, 0, -height % 4), mode="replicate")  # sides that are halved twice
         fine = self.fine(self.conv_in(pixel_unshuffle(inputs, 2)))  # [N, width, H/2, W/2]
         coarse = self.coarse(self.down(fine))  # [N, 2 width, H/4, W/4]
         residual = self.conv_out(self.merge(fine + pixel_shuffle(self.up(coarse), 2)))

@@ -215,17 +215,17 @@ class RestorationPolicy(Policy):
         for batch in row_batches(requests, images, self.batch_rows):
             assert batch.inputs is not None
             x, group = batch.inputs.to(self.device), batch.group_ids.to(self.device)
-            means, base = module(x)
+            means, base = module(x)  # [P, K, h, w], and [P, C, H, W] or None
             action = means.double()[group]  # [B, K, h, w]
             if temperature:
                 generators = [generator_at(seed, "restoration", *address) for address in batch.addresses]
                 noise = [torch.randn(tuple(action.shape[1:]), generator=generator) for generator in generators]
                 action = action + std * torch.stack(noise).to(self.device).double()
             action = action.float()  # rounded as it is stored, before it is scored
-            base = None if base is None else base[group]
+            base = None if base is None else base[group]  # one forward of the network serves a group
             restored = module.action.render(module.call_network, x[group], base, action).float()
             is_finite = action.isfinite().flatten(1).all(dim=1) & restored.isfinite().flatten(1).all(dim=1)
-            mask = is_finite[:, None].expand(-1, self.columns)
+            mask = is_finite[:, None].expand(-1, self.columns)  # [B, T]
             actions, means = to_columns(action, self.patches), to_columns(means, self.patches)[group]  # [B, T, K, h, w]
             logprobs = masked_logprob(actions, means, std, mask).float()
             rollouts = image_rollouts(
@@ -270,7 +270,7 @@ class RestorationPolicy(Policy):
             zeros = torch.zeros(mask.shape, dtype=torch.float64, device=self.device)
             prompts = [rollouts.prompts[n] for n in prompt_ids.tolist()]
             return Likelihood(zeros, output=self.output_of(x, self.supervises, prompts)[group])
-        mean, base = module(x)
+        mean, base = module(x)  # [P, K, h, w], and [P, C, H, W] or None
         output = module.action.render(module.call_network, x, base, mean)[group] if "output" in outputs else None
         mean = to_columns(mean, self.patches)[group][:, cols]  # [b, t, *E]
         # the density to the power 1 / t is a normal with t^(1/2) times the std; at temperature 0 rows are scored at 1
