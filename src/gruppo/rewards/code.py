@@ -7,7 +7,7 @@ import queue
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gruppo.platforms import usable_processors
@@ -88,8 +88,7 @@ class CodeTests:
         self, completions: Sequence[Any], log_metric: LogMetric = None, log_extra: LogExtra = None, **columns: Any
     ) -> list[Any]:
         """One score per completion; None without tests; ``CallError`` where it could not be scored."""
-        programs = [program_in(text_of(completion)) for completion in completions]
-        results = self._run(programs, self._read_tests(len(completions), columns))
+        results = self._run([program_in(text_of(completion)) for completion in completions], columns)
         scores = [result if isinstance(result, ProgramScore) else None for result in results]
         if log_metric is not None and any(scores):
             for name, value in code_metrics([score for score in scores if score]).items():
@@ -102,26 +101,22 @@ class CodeTests:
             shares = [share and float(share == 1) for share in shares]
         return [result if share is None else share for result, share in zip(results, shares, strict=True)]
 
-    def _read_tests(self, size: int, columns: dict[str, Any]) -> list[RowTests]:
-        """Read the tests of each row. Rows of a group hold the same cell, which is read once."""
+    def _run(self, programs: Sequence[str], columns: dict[str, Any]) -> list[ProgramScore | CallError | None]:
+        """Score each row by its tests. A program that occurs several times for one task is run once."""
         column = self.column or next((name for name in COLUMNS if name in columns), COLUMNS[0])
         names = (column, "entry_point", "test_setup_code", "test_imports")
-        known: dict[Any, RowTests] = {}
-        tests = []
-        for cell, entry, setup, imports in zip(*(columns.get(name) or [None] * size for name in names), strict=True):
-            key = tuple(x if isinstance(x, str) else id(x) for x in (cell, entry, setup, imports))
-            if key not in known:
+        cells = (columns.get(name) or [None] * len(programs) for name in names)
+        known: dict[Any, RowTests] = {}  # rows of a group hold the same cells, which are read once
+        keys, tasks = [], dict[tuple[str, int], RowTests]()
+        for program, cell, entry, setup, imports in zip(programs, *cells, strict=True):
+            row = tuple(x if isinstance(x, str) else id(x) for x in (cell, entry, setup, imports))
+            if row not in known:
                 try:
-                    known[key] = read_tests(cell, entry=entry, setup=setup, imports=imports)
+                    known[row] = read_tests(cell, entry=entry, setup=setup, imports=imports)
                 except BadTest as error:
-                    known[key] = error
-            tests.append(known[key])
-        return tests
-
-    def _run(self, programs: Sequence[str], tests: Sequence[RowTests]) -> list[ProgramScore | CallError | None]:
-        """Score each row. A program that occurs several times for one task is run once."""
-        keys = [(program, id(test)) for program, test in zip(programs, tests, strict=True)]
-        tasks = dict(zip(keys, tests, strict=True))
+                    known[row] = error
+            keys.append((program, id(known[row])))
+            tasks[keys[-1]] = known[row]
         sandboxes = _SandboxPool(self.open_sandbox)
         pool = ThreadPoolExecutor(max(1, min(self.workers, len(tasks))), thread_name_prefix="gruppo-code")
         try:
@@ -138,12 +133,14 @@ class CodeTests:
 code_tests = CodeTests  # ``CodeTests`` under the name that ``--reward`` has for it
 
 
+@dataclass
 class _SandboxPool:
     """Pool of sandboxes, opened as threads need them."""
 
-    def __init__(self, open_sandbox: Callable[[], Sandbox]) -> None:
-        self._open, self.opened, self._idle = open_sandbox, list[Sandbox](), queue.SimpleQueue[Sandbox]()
-        self._setup_problems = dict[str, str]()  # by the text of a setup; empty where there is none
+    open: Callable[[], Sandbox]
+    opened: list[Sandbox] = field(default_factory=list)
+    idle: queue.SimpleQueue[Sandbox] = field(default_factory=queue.SimpleQueue)
+    setup_problems: dict[str, str] = field(default_factory=dict)  # by the text of a setup; empty where there is none
 
     def score(self, program: str, tests: RowTests) -> ProgramScore | CallError | None:
         if tests is None:
@@ -155,9 +152,9 @@ class _SandboxPool:
                 raise BadTest(str(tests))
             requests = [case.request for case in tests.cases]
             try:
-                sandbox = self._idle.get_nowait()
+                sandbox = self.idle.get_nowait()
             except queue.Empty:
-                sandbox = self._open()
+                sandbox = self.open()
                 self.opened.append(sandbox)
             if tests.is_script:
                 results = sandbox.script(program, requests, room=tests.room)
@@ -166,12 +163,12 @@ class _SandboxPool:
             problem = ""
             if tests.setup and not any(result.status == "value" for result in results):
                 # A setup that fails without any program is no program's fault; a NameError may be.
-                if tests.setup not in self._setup_problems:
+                if tests.setup not in self.setup_problems:
                     (alone,) = sandbox.calls("", [()], setup=tests.setup)
                     is_its_own = alone.status != "value" and not alone.message.startswith("NameError")
-                    self._setup_problems[tests.setup] = _printable(alone.message) if is_its_own else ""
-                problem = self._setup_problems[tests.setup]
-            self._idle.put(sandbox)
+                    self.setup_problems[tests.setup] = _printable(alone.message) if is_its_own else ""
+                problem = self.setup_problems[tests.setup]
+            self.idle.put(sandbox)
             if problem:
                 raise BadTest(f"its setup (test_imports, test_setup_code) fails: {problem}")
             return score_results(results, tests)

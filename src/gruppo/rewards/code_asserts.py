@@ -10,6 +10,7 @@ import builtins
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -85,14 +86,6 @@ _OPERATORS: dict[type, Callable[..., Any]] = {
 }
 
 
-def _length(expected: Any) -> int:
-    """Characters that an expected value has as plain data: [0] * 10**6 is short only in the test."""
-    try:
-        return len(encode(expected.value if isinstance(expected, Approx) else expected))
-    except NotPlain:  # a range, or types
-        return 0
-
-
 def check_compiles(source: str) -> str:
     """Return an expression for the jail, where it is compiled in each program's time; BadTest if it cannot be."""
     if len(source) > _LONGEST_SOURCE:
@@ -137,7 +130,10 @@ def read_asserts(text: str) -> tuple[list[ProgramCase], str]:
             raise BadTest(f"{_show(line)}: {error}") from None
         except RecursionError:
             raise BadTest(f"{' '.join(text.split()):.80} is nested too deeply") from None
-        length = sum(_length(node.value) for node in ast.walk(outside) if isinstance(node, ast.Constant))
+        length = 0  # characters of the expected values as plain data: [0] * 10**6 is short only in the test
+        for expected in (node.value for node in ast.walk(outside) if isinstance(node, ast.Constant)):
+            with suppress(NotPlain):  # a range, or types
+                length += len(encode(expected.value if isinstance(expected, Approx) else expected))
         cases.append(ProgramCase(tuple(sources), partial(_evaluate, outside), max(length, len(text)), exceptions))
     return cases, "\n".join(imports)
 
@@ -229,17 +225,18 @@ def _is_plain_call(node: ast.expr) -> bool:
 
     Not ``f(x).equals(y)``, where what the program gave would answer, nor ``is_close(f(x), y)``.
     """
-
-    def root(function: ast.expr) -> ast.expr:
-        return root(function.value) if isinstance(function, ast.Attribute) else function
-
-    if not isinstance(node, ast.Call):
+    owners = dict[ast.AST, ast.expr]()  # of each call what it begins with: f, module or Class()
+    for part in ast.walk(node):
+        if isinstance(part, ast.Call) and _name(part.func) not in _FUNCTIONS:
+            owner = part.func
+            while isinstance(owner, ast.Attribute):
+                owner = owner.value
+            owners[part] = owner
+    if node not in owners or len({*filter(None, map(_name, owners.values()))}) != 1:
         return False
-    calls = [part for part in ast.walk(node) if isinstance(part, ast.Call) and _name(part.func) not in _FUNCTIONS]
-    functions = {name for call in calls if (name := _name(root(call.func)))}
-    owner = root(node.func)
+    owner = owners[node]
     is_method = isinstance(owner, ast.Call) and _name(owner.func).rpartition(".")[2][:1].isupper()
-    return len(functions) == 1 and node in calls and (isinstance(owner, ast.Name) or is_method)
+    return isinstance(owner, ast.Name) or is_method
 
 
 def _mentions(node: ast.AST) -> bool:

@@ -71,15 +71,15 @@ def read_tests(cell: Any, *, entry: Any = None, setup: Any = None, imports: Any 
         entry = entry or cell.get("fn_name")
         if not inputs:
             return None
-        if entry is None:
-            return _script(list(zip(inputs, outputs, strict=True)))
-        # Some of its values that are returned are wrapped in a list.
-        wrapped = [x if isinstance(x, list) and len(x) == 1 else [] for x in outputs]
-        calls = [(args, None, [output, *more]) for args, output, more in zip(inputs, outputs, wrapped, strict=True)]
-        return _calls(calls, entry, code)
+        if entry is not None:
+            # Some of its values that are returned are wrapped in a list.
+            wrapped = [x if isinstance(x, list) and len(x) == 1 else [] for x in outputs]
+            calls = [(args, None, [output, *more]) for args, output, more in zip(inputs, outputs, wrapped, strict=True)]
+            return _calls(calls, entry, code)
+        cell = [{"input": given, "output": expected} for given, expected in zip(inputs, outputs, strict=True)]
     items = list(cell) if isinstance(cell, Sequence) and not isinstance(cell, str) else [cell]
+    cases: list[ProgramCase] = []
     if all(isinstance(item, str) for item in items):
-        cases: list[ProgramCase] = []
         for number, text in enumerate(items, start=1):
             try:
                 asserts, imported = read_asserts(text)
@@ -92,7 +92,11 @@ def read_tests(cell: Any, *, entry: Any = None, setup: Any = None, imports: Any 
         raise BadTest(f"it is {cell!r:.60}; it needs {FORMS}")
     if all("input" in item and "output" in item for item in items):
         if any(item.get("testtype") != "functional" for item in items):
-            return _script([(item["input"], item["output"]) for item in items])
+            what, need = "an input or output is", "without a column entry_point it needs text"
+            for item in items:  # each is a run of the whole program
+                given, expected = (_joined(item[name], what, need) for name in ("input", "output"))
+                cases.append(ProgramCase(given, partial(equal_text, expected=expected), len(expected)))
+            return ProgramTests(is_script=True, cases=tuple(cases))
         calls = []
         for item in items:  # LiveCodeBench: a JSON value in each line
             lines = (str(item[name]).splitlines() for name in ("input", "output"))
@@ -114,13 +118,6 @@ def _joined(value: Any, what: str, need: str) -> str:
     if not isinstance(lines, (list, tuple)) or not all(isinstance(line, str) for line in lines):
         raise BadTest(f"{what} {value!r:.60}; {need}")
     return "\n".join(lines)
-
-
-def _script(pairs: Sequence[tuple[Any, Any]]) -> ProgramTests:
-    what, need = "an input or output is", "without a column entry_point it needs text"
-    texts = [[_joined(value, what, need) for value in pair] for pair in pairs]
-    cases = (ProgramCase(given, partial(equal_text, expected=expected), len(expected)) for given, expected in texts)
-    return ProgramTests(is_script=True, cases=tuple(cases))
 
 
 def _calls(calls: Sequence[tuple[Any, Any, Sequence[Any]]], entry: Any, setup: str) -> ProgramTests:

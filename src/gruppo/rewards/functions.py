@@ -7,6 +7,7 @@ the calls: for all rows at once, and for single rows where that fails.
 from __future__ import annotations
 
 import inspect
+import os
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -104,8 +105,7 @@ class FunctionReward:
         # objects do not leave this process: where a function is in another one, they have to be asked for
         takes_objects = self._takes_all and not getattr(self.fn, "is_isolated", False)
         if self.view is not None and (takes_objects or "environments" in self._parameters):
-            view, states = self.view, per_row["state"]
-            cells["environments"] = [view(prompt, state) for prompt, state in zip(prompts, states, strict=True)]
+            cells["environments"] = list(map(self.view, prompts, per_row["state"]))
         # A batch may lack a column that other prompts of the data have: it is then None in all rows.
         self.check({*self._data_columns, *columns, *cells})
         if self.separator is not None and self.decode is None:
@@ -170,9 +170,8 @@ class ObjectReward:
 
     def check(self, columns: Collection[str]) -> None:
         if missing := sorted(self.requested_columns - {*columns}):
-            problem = f"reward {self.name!r} needs the column {missing[0]!r}, which the data do not have"
-            has = ", ".join(sorted(columns)) or "no columns"
-            raise DataError(f"{problem}; they have: {has}. Add the column, or rename one.")
+            raise DataError(f"""reward {self.name!r} needs the column {missing[0]!r}, which the data do not have; they
+                have: {", ".join(sorted(columns)) or "no columns"}. Add the column, or rename one.""")
         getattr(self.fn, "check", lambda columns: None)(columns)
 
     def prepare(self, rollouts: Rollouts, state: TrainerState) -> RowCall:
@@ -192,8 +191,8 @@ class ObjectReward:
             for row, ends in zip(returned, is_scored & mask, strict=True):
                 values.append(StepScores(ends.nonzero()[:, 0].tolist(), row[ends].tolist()))
             for n in (is_scored & ~mask & (returned != 0)).any(dim=1).nonzero()[:, 0].tolist():
-                problem = "has a score at an action that the policy did not choose; use NaN or 0"
-                values[n] = CallError("exception", problem)
+                reason = "has a score at an action that the policy did not choose; use NaN or 0"
+                values[n] = CallError("exception", reason)
             return Answer(len(rows), values)
 
         return call
@@ -279,10 +278,7 @@ def step_ends(steps: Sequence[TextStep], text: str, ids: Sequence[int], decode: 
     def written(index: int) -> int:
         """Characters of the text that the ids up to ``index`` have written."""
         prefix = decode(ids[: index + 1])
-        if text.startswith(prefix):
-            return len(prefix)
-        pairs = enumerate(zip(prefix, text, strict=False))
-        return next((n for n, (x, y) in pairs if x != y), min(len(prefix), len(text)))
+        return len(prefix if text.startswith(prefix) else os.path.commonprefix([prefix, text]))  # noqa: RUF071
 
     ends: list[int] = []
     for _, end in steps[:-1]:

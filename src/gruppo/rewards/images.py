@@ -138,7 +138,9 @@ def ocr_match(read: OcrReader | None = None, *, line: bool = False) -> ImageRewa
     scored. ``read`` is rapidocr (extra ``ocr``) by default. ``line``: every image is one line of text; text detection,
     which takes most of the time, is skipped. Ugly letters earn as much as fine ones.
     """
-    return _ocr_reward("ocr_match", read, line, ignore_case=True)
+    reward = ocr_accuracy(read, line=line, ignore_case=True)
+    reward.__name__ = "ocr_match"
+    return reward
 
 
 def ocr_accuracy(read: OcrReader | None = None, *, line: bool = True, ignore_case: bool = False) -> ImageReward:
@@ -146,10 +148,6 @@ def ocr_accuracy(read: OcrReader | None = None, *, line: bool = True, ignore_cas
 
     One minus the character error rate, cut at 0. Options as of ``ocr_match``.
     """
-    return _ocr_reward("ocr_accuracy", read, line, ignore_case)
-
-
-def _ocr_reward(name: str, read: OcrReader | None, line: bool, ignore_case: bool) -> ImageReward:
     if read is None:  # the networks of rapidocr are in its wheel
         package = import_extra("rapidocr", "ocr", "ocr_match")
         import_extra("onnxruntime", "ocr", "ocr_match")
@@ -164,7 +162,7 @@ def _ocr_reward(name: str, read: OcrReader | None, line: bool, ignore_case: bool
         recognized = normalize("".join(read(np.asarray(to_pillow(image).convert("RGB"))).split()))
         return max(0.0, 1 - edit_distance(recognized, expected) / len(expected))
 
-    return per_image(name, score, "text", is_network=True)
+    return per_image("ocr_accuracy", score, "text", is_network=True)
 
 
 def edit_distance(a: str, b: str) -> int:
@@ -263,8 +261,7 @@ def per_image(name: str, score: Callable[..., float | None], *columns: str, is_n
     """
 
     def reward(images: Sequence[Image], **data: Sequence[Any]) -> list[float | None]:
-        rows = zip(images, *(data[column] for column in columns), strict=True)
-        return [score_or_nothing(score, *row) for row in rows]
+        return [score_or_nothing(score, *row) for row in zip(images, *(data[name] for name in columns), strict=True)]
 
     reward.__name__ = name
     # The signature is what tells FunctionReward which columns of the data to pass.

@@ -74,17 +74,20 @@ class Judge:
     ) -> list[Any]:
         try:
             references = columns.get(self.config.reference, [None] * len(prompts))
-            shared = [_shared(*row) for row in zip(prompts, references, strict=True)]
+            asked = list(zip(prompts, references, strict=True))
             texts = [text_of(completion) for completion in completions]
             if self.config.mode == "score":
-                return await self._grades(shared, texts, log_extra)
-            return await self._ranks(shared, texts, group_ids, log_metric)
+                return await self._grades(asked, texts, log_extra)
+            return await self._ranks(asked, texts, group_ids, log_metric)
         except Exception as error:
             # "count": row by row, every question would be asked again, and a tournament would have no opponents
             raise CallError("count", describe_error(error)) from error
 
-    def _bodies(self, question: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _bodies(self, prompt: Any, reference: Any, answers: Mapping[str, str]) -> list[dict[str, Any]]:
         """The requests of one question, one for each sample."""
+        if not isinstance(prompt, str):  # text_of reads the assistant's messages alone
+            prompt = [{"role": str(m.get("role")), "content": text_of([{**m, "role": "assistant"}])} for m in prompt]
+        question = {"prompt": prompt} | ({} if reference is None else {"reference answer": str(reference)}) | answers
         config, is_pair = self.config, self.config.mode == "pairs"
         properties: dict[str, Any] = {REASON: {"type": "string"}} if config.reason else {}
         criteria = []
@@ -104,8 +107,8 @@ class Judge:
         }
         return [body | {"seed": config.seed + sample} for sample in range(config.samples)]
 
-    async def _grades(self, shared: Sequence[Mapping[str, Any]], texts: Sequence[str], log_extra: Extra) -> list[Any]:
-        bodies = [self._bodies({**one, "answer": text}) for one, text in zip(shared, texts, strict=True)]
+    async def _grades(self, asked: Sequence[tuple[Any, Any]], texts: Sequence[str], log_extra: Extra) -> list[Any]:
+        bodies = [self._bodies(*one, {"answer": text}) for one, text in zip(asked, texts, strict=True)]
         answers = iter(await self.client.ask([body for row in bodies for body in row]))
         rewards, reasons = list[Any](), list[Any]()
         for row in bodies:
@@ -119,14 +122,14 @@ class Judge:
         return rewards
 
     async def _ranks(
-        self, shared: list[Any], texts: list[str], group_ids: Sequence[int], log_metric: Callable[[str, float], None]
+        self, asked: list[Any], texts: list[str], group_ids: Sequence[int], log_metric: Callable[[str, float], None]
     ) -> list[Any]:
         groups: dict[int, list[int]] = {}
         for row, group in enumerate(group_ids):
             groups.setdefault(group, []).append(row)
         pairs = [pair for rows in groups.values() for pair in self._pairs(rows)]
         orders = [order for a, b in pairs if texts[a] != texts[b] for order in ((a, b), (b, a))]
-        bodies = [self._bodies({**shared[a], "first": texts[a], "second": texts[b]}) for a, b in orders]
+        bodies = [self._bodies(*asked[a], {"first": texts[a], "second": texts[b]}) for a, b in orders]
         answers = iter(await self.client.ask([body for order in bodies for body in order]))
         wins: dict[int, list[float]] = {row: [] for row in range(len(texts))}
         problems, answered, of_first, is_same = dict[int, CallError](), set[int](), list[float](), list[float]()
@@ -202,13 +205,6 @@ def ranks(shares: Sequence[float]) -> list[float]:
     """
     rounded, others = [round(share, 9) for share in shares], max(len(shares) - 1, 1)
     return [(sum(other < own for other in rounded) + (rounded.count(own) - 1) / 2) / others for own in rounded]
-
-
-def _shared(prompt: Any, reference: Any) -> dict[str, Any]:
-    """The prompt and the reference answer as the judge sees them."""
-    if not isinstance(prompt, str):  # text_of reads the assistant's messages alone
-        prompt = [{"role": str(m.get("role")), "content": text_of([{**m, "role": "assistant"}])} for m in prompt]
-    return {"prompt": prompt} | ({} if reference is None else {"reference answer": str(reference)})
 
 
 def quoted(question: Mapping[str, Any]) -> str:

@@ -124,11 +124,20 @@ class ProcessRewardModel:
             raise GruppoError(f"{problem}, at which a step is scored. Set mark to a text that it knows.")
 
     def __call__(self, prompts: Column, completions: Column, log_metric: LogMetric = None, **_: Any) -> list[Any]:
-        texts, ends = [self._encode_prompt(prompt) for prompt in prompts], [list[int]() for _ in prompts]
-        for ids, positions, completion in zip(texts, ends, completions, strict=True):
+        tokenizer, texts, ends = self.network.tokenizer, [], []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            if not isinstance(prompt, str) and getattr(tokenizer, "chat_template", None):
+                continues = prompt[-1]["role"] == "assistant"
+                how = {"add_generation_prompt": not continues, "continue_final_message": continues}
+                ids = list(tokenizer.apply_chat_template(prompt, tokenize=True, return_dict=False, **how))
+            else:
+                opening = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+                ids = [*opening, *self._encode(plain_text(prompt))]
+            texts.append(ids)
+            ends.append(list[int]())
             for step, _end in split_steps(text_of(completion), self.separator):
                 ids += [*self._encode(step), *self.mark]
-                positions.append(len(ids) - 1)
+                ends[-1].append(len(ids) - 1)
         truncated = self.network.truncate(texts, self.__name__, log_metric)
         scores = []
         for n, values in enumerate(map(Tensor.tolist, self.network.scores(truncated))):
@@ -142,15 +151,6 @@ class ProcessRewardModel:
 
     def _encode(self, text: str) -> list[int]:
         return list(self.network.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def _encode_prompt(self, prompt: Any) -> list[int]:
-        tokenizer = self.network.tokenizer
-        if not isinstance(prompt, str) and getattr(tokenizer, "chat_template", None):
-            continues = prompt[-1]["role"] == "assistant"
-            how = {"add_generation_prompt": not continues, "continue_final_message": continues}
-            return list(tokenizer.apply_chat_template(prompt, tokenize=True, return_dict=False, **how))
-        text = self._encode(plain_text(prompt))
-        return text if tokenizer.bos_token_id is None else [tokenizer.bos_token_id, *text]
 
 
 def plain_text(prompt: Any) -> str:

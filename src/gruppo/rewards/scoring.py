@@ -83,7 +83,6 @@ class Scores:
         """Concatenate rows. Steps are padded to the widest; a metric is the mean over the scores that have it."""
         width = max((x.shape[1] for scores in several for x in scores.steps.values()), default=0)
         starts = accumulate([0, *(len(scores.rewards) for scores in several[:-1])])
-        columns = sorted({name for scores in several for name in scores.extras})
         return Scores(
             rewards=torch.cat([scores.rewards for scores in several]),
             parts={name: torch.cat([scores.parts[name] for scores in several]) for name in several[0].parts},
@@ -96,7 +95,7 @@ class Scores:
             # A column that some scores lack is None in their rows.
             extras={
                 name: tuple(value for x in several for value in x.extras.get(name, (None,) * len(x.rewards)))
-                for name in columns
+                for name in sorted({name for scores in several for name in scores.extras})
             },
         )
 

@@ -44,7 +44,9 @@ def numeric_match(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -
     scores: list[float | None] = [None] * len(completions)
     for n, (completion, gold) in enumerate(zip(completions, answer, strict=True)):
         inside = boxed(str(gold))
-        expected = number_of(str(gold).rpartition("####")[2] if inside is None else inside)
+        whole = _plain(str(gold).rpartition("####")[2] if inside is None else inside)
+        match = _NUMBER.fullmatch(whole.strip().rstrip("% ."))  # a currency sign is in the pattern
+        expected = match and _fraction(match)
         if expected is not None:  # None and True, as texts, are no numbers either
             text = text_of(completion)
             inside = boxed(text)
@@ -214,12 +216,6 @@ def numbers_in(text: str) -> list[Fraction]:
     is two.
     """
     return [number for match in _NUMBER.finditer(_plain(text)) if (number := _fraction(match)) is not None]
-
-
-def number_of(text: str) -> Fraction | None:
-    """Parse a text that is a number as a whole, else None. A currency sign and a % are allowed."""
-    match = _NUMBER.fullmatch(_plain(text).strip().rstrip("% ."))
-    return None if match is None else _fraction(match)
 
 
 def _plain(text: str) -> str:

@@ -53,10 +53,8 @@ def choose_sandbox(
         return partial(Jail, limits, command=command, packages=packages)
     if packages:
         raise ValueError("packages are those of the server; leave packages= out")
-    opened: Callable[[], Sandbox] = (
-        partial(SandboxFusion, sandbox, limits) if isinstance(sandbox, str) else partial(sandbox, limits)
-    )
-    trial = opened()
+    factory = partial(SandboxFusion, sandbox) if isinstance(sandbox, str) else sandbox
+    trial = factory(limits)
     try:
         results = [*trial.calls("def f(x): return 6 * x", [["f(7)"]]), *trial.script("print(6 * int(input()))", ["7"])]
     except SandboxError as error:
@@ -67,7 +65,7 @@ def choose_sandbox(
     if results != [CaseResult("value", [42]), CaseResult("value", "42\n")]:
         got = ", ".join(result.message or repr(result.value) for result in results)
         raise GruppoError(f"a program that computes 6 * 7 gave {got:.200} in {sandbox}; it needs 42 twice.")
-    return opened
+    return partial(factory, limits)
 
 
 class SandboxFusion:

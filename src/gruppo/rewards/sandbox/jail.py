@@ -94,20 +94,20 @@ class Jail(AbstractContextManager["Jail"]):
             arguments = [*command, "-c", _CONTAINED, _BARE_IN_MEMORY, json.dumps(settings)]
             environment = None  # that of the command, which does not pass it on
         else:
-            settings |= {"folders": _folders_of(packages), "source": str(_FOLDER)}
+            folders = []  # from which the packages can be imported
+            for name in packages:
+                spec = importlib.util.find_spec(name)
+                if spec is None or spec.origin is None:
+                    raise SandboxError(f"there is no package {name!r} here")
+                folders.append(str(Path(spec.origin).parents[1 if spec.submodule_search_locations else 0]))
+            settings |= {"folders": folders, "source": str(_FOLDER)}
             arguments = [sys.executable, *_FLAGS, "-c", _BARE, json.dumps(settings)]
             environment = {"PYTHONHASHSEED": "0"} | {name: os.environ[name] for name in _KEPT if name in os.environ}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         try:
-            self._process = subprocess.Popen(
-                arguments,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._errors,
-                env=environment,
-                cwd=None if command else "/",
-                start_new_session=True,
-            )
+            streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
+            folder = None if command else "/"
+            self._process = subprocess.Popen(arguments, env=environment, cwd=folder, start_new_session=True, **streams)
         except OSError as error:
             self._errors.close()
             raise SandboxError(f"{arguments[0]} cannot be started: {error}") from None
@@ -192,17 +192,6 @@ class Jail(AbstractContextManager["Jail"]):
         if "refused" in record:
             raise SandboxError(record["refused"])
         return record
-
-
-def _folders_of(packages: Sequence[str]) -> list[str]:
-    """Folders from which packages can be imported."""
-    folders = []
-    for name in packages:
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:
-            raise SandboxError(f"there is no package {name!r} here")
-        folders.append(str(Path(spec.origin).parents[1 if spec.submodule_search_locations else 0]))
-    return folders
 
 
 ATTEMPTS = {

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .syscalls import ABSENT, AUDIT, NUMBERS, conditions
+from .syscalls import ABSENT, ANY_PID, AUDIT, CONDITIONS, NUMBERS
 
 # Landlock: the same numbers on every architecture.
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
@@ -41,8 +41,6 @@ _RECEIVE, _SEND = 0xC0502100, 0xC0182101  # SECCOMP_IOCTL_NOTIF_RECV and _SEND
 _ALLOW, _ASK, _ERRNO, _KILL = 0x7FFF0000, 0x7FC00000, 0x00050000, 0x80000000
 _LOAD, _AND, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x54, 0x15, 0x06  # instructions of classic BPF
 
-_ANY_PID = 0x7E57C0DE  # stands for the process in a filter that is not yet its own
-
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -58,7 +56,7 @@ class Lockdown:
         if self.machine not in NUMBERS:
             raise OSError(errno.ENOSYS, f"no table of system calls for {self.machine}")
         # Assembled here and not in each child.
-        self._filter = _filter(self.machine, _ANY_PID)
+        self._filter = _filter(self.machine)
         self._watch = _program(
             _instruction(_LOAD, 0)
             + _instruction(_JUMP_IF_EQUAL, NUMBERS[self.machine]["clone"], 1)
@@ -114,7 +112,7 @@ class Lockdown:
         if self.abi:
             _call(libc.syscall, _RESTRICT_SELF, self.rules, 0)
             os.close(self.rules)
-        header, _code = _program(self._filter.replace(struct.pack("=I", _ANY_PID), struct.pack("=I", pid)))
+        header, _code = _program(self._filter.replace(struct.pack("=I", ANY_PID), struct.pack("=I", pid)))
         _call(libc.prctl, _PR_SET_SECCOMP, _MODE_FILTER, header, 0, 0)
 
 
@@ -166,16 +164,14 @@ def _instruction(code: int, number: int, if_true: int = 0, if_false: int = 0) ->
     return struct.pack("=HBBI", code, if_true, if_false, number)
 
 
-def _filter(machine: str, pid: int) -> bytes:
+def _filter(machine: str) -> bytes:
     """Assemble the BPF program of seccomp: system calls are allowed, allowed for some arguments, or refused."""
-
     line = _instruction
     refused = line(_RETURN, _ERRNO | errno.EPERM)
     lines = [line(_LOAD, 4), line(_JUMP_IF_EQUAL, AUDIT[machine], 1), line(_RETURN, _KILL), line(_LOAD, 0)]
-    rules = conditions(pid)
     for name, number in NUMBERS[machine].items():
         body = []
-        for argument, mask, values in rules.get(name, ()):
+        for argument, mask, values in CONDITIONS.get(name, ()):
             # Little endian: the lower half of an argument comes first.
             body += [line(_LOAD, 16 + 8 * argument), line(_AND, mask)]
             body += [line(_JUMP_IF_EQUAL, value, len(values) - n) for n, value in enumerate(values)]

@@ -59,17 +59,18 @@ ABSENT = ("clone3", "openat2")
 """These take their arguments through a pointer, which a filter cannot read; the C library does without them."""
 
 
-def conditions(pid: int) -> dict[str, tuple[Condition, ...]]:
-    """Return conditions on the arguments of system calls that process ``pid`` may make only in part."""
-    return {
-        "open": ((1, _WRITES, (0,)),),
-        "openat": ((2, _WRITES, (0,)),),
-        "clone": ((0, _THREAD, (_THREAD,)),),
-        "kill": ((0, ALL, (pid,)),),
-        "tgkill": ((0, ALL, (pid,)),),
-        "prlimit64": ((0, ALL, (0, pid)),),
-        "prctl": ((0, ALL, (_SET_NAME,)),),
-        "socketpair": ((0, ALL, (_UNIX,)), (1, 0xF, (_STREAM,))),
-        "fcntl": ((1, ALL, _ON_FDS),),
-        "ioctl": ((1, ALL, _TERMINAL),),
-    }
+ANY_PID = 0x7E57C0DE
+"""Stands for the process in a filter that is not yet its own."""
+CONDITIONS: dict[str, tuple[Condition, ...]] = {
+    "open": ((1, _WRITES, (0,)),),
+    "openat": ((2, _WRITES, (0,)),),
+    "clone": ((0, _THREAD, (_THREAD,)),),
+    "kill": ((0, ALL, (ANY_PID,)),),
+    "tgkill": ((0, ALL, (ANY_PID,)),),
+    "prlimit64": ((0, ALL, (0, ANY_PID)),),
+    "prctl": ((0, ALL, (_SET_NAME,)),),
+    "socketpair": ((0, ALL, (_UNIX,)), (1, 0xF, (_STREAM,))),
+    "fcntl": ((1, ALL, _ON_FDS),),
+    "ioctl": ((1, ALL, _TERMINAL),),
+}
+"""Conditions on the arguments of system calls that a process may make only in part."""
