@@ -31,7 +31,8 @@ DATA = (
 )
 _TOKEN = re.compile(r"<(?=[/|\uff5c!A-Za-z_])|\[(?=/?(?:[A-Z_]{2,}|[gs]MASK)\])")
 """Where a special token of a chat template may begin, such as <|im_end|>, </s> or [INST]. Servers read it as one."""
-Extra = Callable[[str, list[Any]], None]
+Cells = Sequence[Any]  # an entry for each row
+Log = Callable[[str, Any], None]
 
 
 class Judge:
@@ -63,22 +64,26 @@ class Judge:
                 pick_score, image_reward or another reward of images.""")
 
     async def __call__(
-        self,
-        *,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        group_ids: Sequence[int],
-        log_metric: Callable[[str, float], None],
-        log_extra: Extra,
-        **columns: Sequence[Any],
+        self, *, prompts: Cells, completions: Cells, group_ids: Cells, log_metric: Log, log_extra: Log, **data: Cells
     ) -> list[Any]:
         try:
-            references = columns.get(self.config.reference, [None] * len(prompts))
+            references = data.get(self.config.reference, [None] * len(prompts))
             asked = list(zip(prompts, references, strict=True))
             texts = [text_of(completion) for completion in completions]
-            if self.config.mode == "score":
-                return await self._grades(asked, texts, log_extra)
-            return await self._ranks(asked, texts, group_ids, log_metric)
+            if self.config.mode == "pairs":
+                return await self._ranks(asked, texts, group_ids, log_metric)
+            bodies = [self._bodies(*one, {"answer": text}) for one, text in zip(asked, texts, strict=True)]
+            answers = iter(await self.client.ask([body for row in bodies for body in row]))
+            rewards, reasons = list[Any](), list[Any]()
+            for row in bodies:
+                verdicts = [next(answers) for _ in row]
+                known = [verdict for verdict in verdicts if not isinstance(verdict, CallError)]
+                grades = [self._weighted(v, lambda item, points: points / item.points) for v in known]
+                rewards.append(math.fsum(grades) / len(grades) if grades else verdicts[0])
+                reasons.append(visible(known[0][REASON])[:1000] if known and self.config.reason else None)
+            if self.config.reason:
+                log_extra(f"{self.__name__}_reason", reasons)
+            return rewards
         except Exception as error:
             # "count": row by row, every question would be asked again, and a tournament would have no opponents
             raise CallError("count", describe_error(error)) from error
@@ -107,23 +112,7 @@ class Judge:
         }
         return [body | {"seed": config.seed + sample} for sample in range(config.samples)]
 
-    async def _grades(self, asked: Sequence[tuple[Any, Any]], texts: Sequence[str], log_extra: Extra) -> list[Any]:
-        bodies = [self._bodies(*one, {"answer": text}) for one, text in zip(asked, texts, strict=True)]
-        answers = iter(await self.client.ask([body for row in bodies for body in row]))
-        rewards, reasons = list[Any](), list[Any]()
-        for row in bodies:
-            verdicts = [next(answers) for _ in row]
-            known = [verdict for verdict in verdicts if not isinstance(verdict, CallError)]
-            grades = [self._weighted(v, lambda item, points: points / item.points) for v in known]
-            rewards.append(math.fsum(grades) / len(grades) if grades else verdicts[0])
-            reasons.append(visible(known[0][REASON])[:1000] if known and self.config.reason else None)
-        if self.config.reason:
-            log_extra(f"{self.__name__}_reason", reasons)
-        return rewards
-
-    async def _ranks(
-        self, asked: list[Any], texts: list[str], group_ids: Sequence[int], log_metric: Callable[[str, float], None]
-    ) -> list[Any]:
+    async def _ranks(self, asked: list[Any], texts: list[str], group_ids: Cells, log_metric: Log) -> list[Any]:
         groups: dict[int, list[int]] = {}
         for row, group in enumerate(group_ids):
             groups.setdefault(group, []).append(row)

@@ -86,8 +86,7 @@ class JudgeClient:
         left is divided among the ranks.
         """
         rank, world = dist.rank(), dist.world_size()
-        files = [path for path in folder.glob("*.json") if path.stem.isdecimal()]
-        mine = [path for path in files if int(path.stem) % world == rank]
+        mine = [path for path in folder.glob("*.json") if path.stem.isdecimal() and int(path.stem) % world == rank]
         for path in mine:  # those of more ranks, if there were more before
             with suppress(OSError, ValueError):
                 self.counts = {name: count + int(read_json(path).get(name, 0)) for name, count in self.counts.items()}
@@ -99,8 +98,7 @@ class JudgeClient:
         spent = self._spent()
         total = dist.all_sum(torch.tensor([*spent.values()], dtype=torch.float64)).tolist()
         for name, used in zip(spent, map(int, total), strict=True):
-            limit = getattr(self.config.budget, name)
-            if limit is not None:
+            if (limit := getattr(self.config.budget, name)) is not None:
                 left = max(limit - used, 0)
                 self._limits[name] = spent[name] + left // world + (rank < left % world)
 
@@ -158,9 +156,8 @@ class JudgeClient:
         for attempt in range(self.config.retries + 1):
             while (wait_s := self._not_before - time.monotonic()) > 0:
                 await asyncio.sleep(wait_s)
-            spent = self._spent()
-            for name, limit in self._limits.items():
-                if limit is not None and spent[name] >= limit:
+            for name, spent in self._spent().items():
+                if (limit := self._limits[name]) is not None and spent >= limit:
                     self.counts["over_budget"] += 1
                     total = f"{getattr(self.config.budget, name):,} {name}"
                     reason = f"the judge's budget of {total} is spent; raise budget.{name} in {self.name}.toml"

@@ -31,13 +31,17 @@ class BuiltIn:
     usage: str = ""
     is_isolated: bool = False
     """Called in a process of its own: what a model writes can make it hang, where no thread can stop it."""
+    package: tuple[str, str] | None = None
+    """A module that it imports when it is called, and the extra that installs it."""
 
 
 BUILT_INS = {
     "exact_match": BuiltIn(text.exact_match, "none", "exact_match"),
     "numeric_match": BuiltIn(text.numeric_match, "none", "numeric_match"),
-    "reasoning_gym_score": BuiltIn(text.reasoning_gym_score, "none", "reasoning_gym_score"),
-    "math_verify": BuiltIn(text.math_verify, "none", "math_verify", is_isolated=True),
+    "reasoning_gym_score": BuiltIn(
+        text.reasoning_gym_score, "none", "reasoning_gym_score", package=("reasoning_gym", "tasks")
+    ),
+    "math_verify": BuiltIn(text.math_verify, "none", "math_verify", is_isolated=True, package=("math_verify", "math")),
     "regex_format": BuiltIn(text.regex_format, "text", "regex_format:PATTERN", is_isolated=True),
     "length_target": BuiltIn(text.length_target, "values", "length_target:50 or length_target:50,characters"),
     "keywords": BuiltIn(text.keywords, "values", "keywords:because,so or keywords for 因为, 所以, 然而, 但是"),
@@ -70,7 +74,7 @@ def resolve_reward(spec: Any, processes: RewardProcesses | None = None) -> Any:
     if name in BUILT_INS:
         try:
             entry = BUILT_INS[name]
-            reward = _build(entry.factory, entry.arguments, arguments if colon else None)
+            reward = _build(entry, arguments if colon else None)
             if processes is None or not entry.is_isolated:
                 return reward
             place = f"{entry.factory.__module__}:{entry.factory.__name__}"
@@ -103,18 +107,14 @@ def resolve_reward(spec: Any, processes: RewardProcesses | None = None) -> Any:
     return reward
 
 
-def _build(factory: Callable[..., Any], style: str, arguments: str | None) -> Callable[..., Any]:
+def _build(entry: BuiltIn, arguments: str | None) -> Callable[..., Any]:
     """Call a factory with the arguments after the colon; None: there is no colon."""
+    factory, style = entry.factory, entry.arguments
     if style == "none":
         if arguments is not None:
             raise ValueError("it takes no arguments")
-        # A package that is not installed is missed before the run, not at the first answer.
-        extras: dict[Any, tuple[str, str]] = {
-            text.reasoning_gym_score: ("reasoning_gym", "tasks"),
-            text.math_verify: ("math_verify", "math"),
-        }
-        if factory in extras:
-            loading.import_extra(*extras[factory], factory.__name__)
+        if entry.package is not None:  # one that is not installed is missed before the run, not at the first answer
+            loading.import_extra(*entry.package, factory.__name__)
         return factory
     if style in ("text", "path") and not arguments:
         raise ValueError(f"it needs a {'pattern' if style == 'text' else 'path'}")

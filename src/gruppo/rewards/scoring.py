@@ -156,8 +156,7 @@ class RewardSet:
         """Whether a reward that scores whole rows has a weight."""
         self.requested_columns = frozenset[str]().union(*(r.requested_columns for r in self._rewards.values()))
         """Columns that some reward reads, where the data have them."""
-        sizes = {name: getattr(reward.fn, "memory_bytes", 0) for name, reward in self._rewards.items()}
-        self.memory_bytes = {name: size for name, size in sizes.items() if size}
+        self.memory_bytes = {n: b for n, r in self._rewards.items() if (b := getattr(r.fn, "memory_bytes", 0))}
         """Memory of the reward models' weights, by name."""
         self.comparing = tuple(n for n, reward in self._rewards.items() if getattr(reward.fn, "compares_group", False))
         """Rewards that compare the completions of a group."""
@@ -220,13 +219,12 @@ class RewardSet:
         for name, result in results.items():
             for column, values in result.extras.items():  # a column that two rewards log carries the second one's name
                 extras[f"{name}/{column}" if column in extras else column] = tuple(values)
-        logged = (entry for result in results.values() for entry in result.metrics)
         return Scores(
             rewards=combine([*results.values()], self.weights, None if is_evaluation else rollouts.group_ids.cpu()),
             parts={name: result.rewards.float() for name, result in results.items()},
             steps={name: results[name].steps for name in self.step_names},
             failures=tuple(result.failures[row] for result in results.values() for row in sorted(result.failures)),
-            metrics=_means((f"reward_metric/{name}", value) for name, value in logged),
+            metrics=_means((f"reward_metric/{name}", x) for result in results.values() for name, x in result.metrics),
             extras=extras,
         )
 
