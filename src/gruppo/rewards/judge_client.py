@@ -222,9 +222,6 @@ def fits(verdict: Any, schema: Mapping[str, Any]) -> bool:
     properties = schema["properties"]
     if not isinstance(verdict, dict) or verdict.keys() != properties.keys():
         return False
-    return all(
-        type(verdict[name]) is type(rule["enum"][0]) and verdict[name] in rule["enum"]
-        if "enum" in rule
-        else isinstance(verdict[name], str)
-        for name, rule in properties.items()
-    )
+    pairs = ((verdict[name], rule.get("enum")) for name, rule in properties.items())
+    # The type too: True is in a list of points, and so is 3.0.
+    return all(isinstance(x, str) if enum is None else type(x) is type(enum[0]) and x in enum for x, enum in pairs)

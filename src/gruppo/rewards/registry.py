@@ -36,12 +36,10 @@ class BuiltIn:
 
 
 BUILT_INS = {
-    "exact_match": BuiltIn(text.exact_match, "none", "exact_match"),
-    "numeric_match": BuiltIn(text.numeric_match, "none", "numeric_match"),
-    "reasoning_gym_score": BuiltIn(
-        text.reasoning_gym_score, "none", "reasoning_gym_score", package=("reasoning_gym", "tasks")
-    ),
-    "math_verify": BuiltIn(text.math_verify, "none", "math_verify", is_isolated=True, package=("math_verify", "math")),
+    "exact_match": BuiltIn(text.exact_match, "none"),
+    "numeric_match": BuiltIn(text.numeric_match, "none"),
+    "reasoning_gym_score": BuiltIn(text.reasoning_gym_score, "none", package=("reasoning_gym", "tasks")),
+    "math_verify": BuiltIn(text.math_verify, "none", is_isolated=True, package=("math_verify", "math")),
     "regex_format": BuiltIn(text.regex_format, "text", "regex_format:PATTERN", is_isolated=True),
     "length_target": BuiltIn(text.length_target, "values", "length_target:50 or length_target:50,characters"),
     "keywords": BuiltIn(text.keywords, "values", "keywords:because,so or keywords for 因为, 所以, 然而, 但是"),
@@ -82,7 +80,7 @@ def resolve_reward(spec: Any, processes: RewardProcesses | None = None) -> Any:
             return processes.load(place, *positional, is_built_in=True) or reward
         except (TypeError, ValueError) as error:
             options = ",".join(f"{option}=VALUE" for option in inspect.signature(entry.factory).parameters)
-            usage = entry.usage or f"{name} or {name}:{options}"
+            usage = entry.usage or (name if entry.arguments == "none" else f"{name} or {name}:{options}")
             raise GruppoError(f"reward {name}:{arguments} is not understood ({error}); write {usage}.") from None
     try:
         is_module = importlib.util.find_spec(name.partition(".")[0]) is not None  # that of a.b would import a
