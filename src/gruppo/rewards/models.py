@@ -124,7 +124,8 @@ class ProcessRewardModel:
             raise GruppoError(f"{problem}, at which a step is scored. Set mark to a text that it knows.")
 
     def __call__(self, prompts: Column, completions: Column, log_metric: LogMetric = None, **_: Any) -> list[Any]:
-        tokenizer, texts, ends = self.network.tokenizer, [], []
+        tokenizer = self.network.tokenizer
+        texts, ends = list[list[int]](), list[list[int]]()  # ids of each row, and the index of each step's last one
         for prompt, completion in zip(prompts, completions, strict=True):
             if not isinstance(prompt, str) and getattr(tokenizer, "chat_template", None):
                 continues = prompt[-1]["role"] == "assistant"
@@ -134,7 +135,7 @@ class ProcessRewardModel:
                 opening = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
                 ids = [*opening, *self._encode(plain_text(prompt))]
             texts.append(ids)
-            ends.append(list[int]())
+            ends.append([])
             for step, _end in split_steps(text_of(completion), self.separator):
                 ids += [*self._encode(step), *self.mark]
                 ends[-1].append(len(ids) - 1)
