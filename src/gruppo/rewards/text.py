@@ -296,10 +296,9 @@ def is_harmless(answer: str, evaluator: str) -> bool:
         return evaluator == "eval"  # eval refuses it as well; sympy's parser knows more than Python's
     except (ValueError, RecursionError, MemoryError):
         return False
-    nodes = list(ast.walk(tree))
     if evaluator == "eval":
-        return all(isinstance(node, _LITERAL) for node in nodes)
-    return len(answer) <= _LONGEST_FORMULA and all(map(_is_formula, nodes))
+        return all(isinstance(node, _LITERAL) for node in ast.walk(tree))
+    return len(answer) <= _LONGEST_FORMULA and all(map(_is_formula, ast.walk(tree)))
 
 
 def _is_formula(node: ast.AST) -> bool:
