@@ -88,7 +88,7 @@ class Judge:
             # "count": row by row, every question would be asked again, and a tournament would have no opponents
             raise CallError("count", describe_error(error)) from error
 
-    def _bodies(self, prompt: Any, reference: Any, answers: Mapping[str, str]) -> list[dict[str, Any]]:
+    def _bodies(self, prompt: Any, reference: Any, answers: dict[str, str]) -> list[dict[str, Any]]:
         """The requests of one question, one for each sample."""
         if not isinstance(prompt, str):  # text_of reads the assistant's messages alone
             prompt = [{"role": str(m.get("role")), "content": text_of([{**m, "role": "assistant"}])} for m in prompt]
@@ -112,7 +112,7 @@ class Judge:
         }
         return [body | {"seed": config.seed + sample} for sample in range(config.samples)]
 
-    async def _ranks(self, asked: list[Any], texts: list[str], group_ids: Cells, log_metric: Log) -> list[Any]:
+    async def _ranks(self, asked: list[tuple[Any, Any]], texts: Cells, group_ids: Cells, log_metric: Log) -> list[Any]:
         groups: dict[int, list[int]] = {}
         for row, group in enumerate(group_ids):
             groups.setdefault(group, []).append(row)
