@@ -207,19 +207,15 @@ def write_card(model: Path, run: str | Path, *, license: str = "", is_online: bo
     steps, best = checkpoint.steps(folder / "checkpoints"), None
     if steps:
         best = read_json(folder / "checkpoints" / checkpoint.name_of(steps[-1]) / "state.json")["best"]
-    license = license or known or _license(base or name, is_online=is_online)
+    license = license or known
+    if not license:  # that of the base model's card; without one or a connection, our card says that it is not stated
+        from huggingface_hub import ModelCard, hf_hub_download
+
+        with suppress(Exception):
+            here = Path(base or name) / CARD
+            file = here if here.parent.is_dir() else hf_hub_download(base or name, CARD, local_files_only=not is_online)
+            license = str(ModelCard.load(file).data.license or "")
     step = best["step"] if best and best.get("returned_at") == steps[-1] else None
     shown = PICTURE if picture.is_file() else ""
     text = model_card(folder, model, base=base, license=license, step=step, picture=shown)
     (model / CARD).write_text(text, encoding="utf-8")
-
-
-def _license(model: str, *, is_online: bool) -> str:
-    """The license that a base model's card states; empty without one."""
-    from huggingface_hub import ModelCard, hf_hub_download
-
-    with suppress(Exception):  # no card, no such repository, no connection: then our card says that it is not stated
-        here = Path(model) / CARD
-        file = here if here.parent.is_dir() else hf_hub_download(model, CARD, local_files_only=not is_online)
-        return str(ModelCard.load(file).data.license or "")
-    return ""

@@ -21,6 +21,7 @@ class ServerError(Exception):
     """A server did not do what was asked of it. The request can be repeated, there or on another server."""
 
     reason: str
+    # first and by position, so that it is what str() shows: BaseException keeps such arguments before __init__ runs
     _: KW_ONLY
     status: int = 0
     """HTTP status; 0 without an answer."""
@@ -29,9 +30,6 @@ class ServerError(Exception):
     is_timeout: bool = False
     retry_after_s: float | None = None
     """Seconds to wait, where the server says so."""
-
-    def __str__(self) -> str:
-        return self.reason
 
 
 def read_key(variable: str) -> str:
@@ -74,7 +72,13 @@ async def request_json(
             while isinstance(found, dict):
                 found = next(found[key] for key in ("message", "error", "detail") if key in found)
             what = str(found)
-        wait_s, what = _retry_after_s(answer.headers.get("retry-after", "")), " ".join(what.split())[:300]
+        # seconds or a date (RFC 9110, section 10.2.3)
+        after, wait_s = answer.headers.get("retry-after", ""), None
+        with suppress(ValueError, OverflowError):
+            wait_s = max(parsedate_to_datetime(after).timestamp() - time.time(), 0.0)
+        with suppress(ValueError):  # float reads "nan" too
+            wait_s = max(float(after), 0.0) if "nan" not in after.lower() else None
+        what = " ".join(what.split())[:300]
         raise ServerError(f"{route} answered {status}: {what}", status=status, retry_after_s=wait_s)
     try:
         return json.loads(answer.text) if answer.text else {}
@@ -82,12 +86,3 @@ async def request_json(
         if is_text:
             return answer.text
         raise ServerError(f"{route} answered with something that is not JSON: {answer.text[:80]!r}") from None
-
-
-def _retry_after_s(text: str) -> float | None:
-    """Seconds of a Retry-After header: a number or a date (RFC 9110, section 10.2.3)."""
-    with suppress(ValueError):  # float reads "nan" too
-        return max(float(text), 0.0) if "nan" not in text.lower() else None
-    with suppress(ValueError, OverflowError):
-        return max(parsedate_to_datetime(text).timestamp() - time.time(), 0.0)
-    return None

@@ -82,14 +82,10 @@ def free_bytes(device: torch.device, root: Path = Path("/")) -> int | None:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
-    limits, on_machine = list(_left_in_cgroups(root)), _numbers(root / "proc/meminfo")
+    limits, on_machine = list[int](), _numbers(root / "proc/meminfo")
     if "MemAvailable:" in on_machine:
         limits.append(1024 * (on_machine["MemAvailable:"] + on_machine.get("SwapFree:", 0)))
-    return min(limits, default=None)
-
-
-def _left_in_cgroups(root: Path) -> Iterator[int]:
-    """Limit less use of each cgroup that this process is in, versions 2 and 1. Pages of files can be dropped: free."""
+    # of each cgroup that this process is in, versions 2 and 1: its limit less its use; pages of files can be dropped
     base = root / "sys/fs/cgroup"
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, kinds, path = line.split(":", 2)
@@ -105,9 +101,10 @@ def _left_in_cgroups(root: Path) -> Iterator[int]:
             if limit.isdigit() and used.isdigit():  # "max" is no limit
                 stat = _numbers(folder / "memory.stat")
                 files = stat.get(f"{pages}inactive_file", 0) + stat.get(f"{pages}active_file", 0)
-                yield max(int(limit) - int(used) + files, 0)
+                limits.append(max(int(limit) - int(used) + files, 0))
             if folder == top:
                 break
+    return min(limits, default=None)
 
 
 def _numbers(path: Path) -> dict[str, int]:

@@ -28,7 +28,7 @@ from gruppo.errors import DataError, GruppoError
 from gruppo.loading import check_unsealed
 from gruppo.reward_values import NotEncodable, encode
 from gruppo.reward_worker import make
-from gruppo.timeouts import CallError, TimedCall, current_call
+from gruppo.timeouts import CallError, TimedCall, this_thread
 from gruppo.watchdog import GRACE_S
 
 log = logging.getLogger("gruppo")
@@ -76,19 +76,16 @@ class _Process:
                     raise CallError("timeout", f"its process did not start within {limit_s:.3g} s")
             return json.loads(self.connection.recv_bytes())
         except (EOFError, OSError, ValueError):
-            raise self._end() from None
-
-    def _end(self) -> CallError:
-        """Why there is no answer."""
+            pass  # there is no answer; what follows says why
         try:
             code = self.process.wait(5.0)
         except subprocess.TimeoutExpired:
-            return CallError("exception", "its process closed the pipe, or wrote into it", "pipe")
+            raise CallError("exception", "its process closed the pipe, or wrote into it", "pipe") from None
         how = f"exited with status {code}, as by os._exit({code})"
         if code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
             how += " (out of memory?)" if -code == signal.SIGKILL else ""
-        return CallError("exception", f"its process {how}", code)
+        raise CallError("exception", f"its process {how}", code)
 
     def kill(self) -> None:
         """Kill the process and those that it has started."""
@@ -162,7 +159,7 @@ class RewardProcesses:
         for buffer in buffers:
             digest.update(buffer)
         # outside of a timed call, as a check of columns is, nothing reads this one
-        call, process = current_call() or TimedCall(lambda: None), self._take(key)
+        call, process = getattr(this_thread, "call", None) or TimedCall(lambda: None), self._take(key)
         torch = sys.modules.get("torch")
         device = torch.cuda.current_device() if torch is not None and torch.cuda.is_initialized() else 0
         try:

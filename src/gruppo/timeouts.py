@@ -26,7 +26,8 @@ from gruppo.loading import visible
 from gruppo.watchdog import watching
 
 FailureKind = Literal["exception", "timeout", "count", "not_finite"]
-_current = threading.local()
+this_thread = threading.local()
+"""``call``: the call that this thread makes, if any."""
 _abandoned: list[TimedCall] = []
 _loop: asyncio.AbstractEventLoop | None = None
 _loop_thread: threading.Thread | None = None
@@ -51,7 +52,6 @@ class TimedCall:
 
     fn: Callable[[], Any]
     timeout_s: float | None = None
-    name: str = "a call"
     on_done: Callable[[], None] = lambda: None
     done: threading.Event = field(default_factory=threading.Event)
     started: float = field(default_factory=time.monotonic)
@@ -68,7 +68,7 @@ class TimedCall:
 
         if device is not None:
             torch.cuda.set_device(device)  # the current device is per thread, and a new thread starts at 0
-        _current.call = self
+        this_thread.call = self
         try:
             with torch.no_grad():
                 self.value = self.fn()
@@ -88,7 +88,7 @@ class TimedCall:
             raise self.error
         raise CallError.from_exception(self.error) from self.error
 
-    def abandon(self, patience_s: float = 0.5) -> None:
+    def abandon(self) -> None:
         """Stop waiting. A coroutine is cancelled, and a process killed; a thread cannot be, and runs on, counted by
         ``abandoned_count``."""
         global _loop
@@ -101,7 +101,7 @@ class TimedCall:
         # A coroutine that blocks (time.sleep, a synchronous request) holds the event loop: later calls get a new one.
         loop, responded = _loop, threading.Event()
         loop.call_soon_threadsafe(responded.set)
-        if not responded.wait(patience_s):
+        if not responded.wait(0.5):
             with _loop_lock:
                 _loop = None if _loop is loop else _loop
 
@@ -109,16 +109,15 @@ class TimedCall:
 def start_call(
     fn: Callable[[], Any],
     timeout_s: float | None = None,
-    name: str = "a call",
     *,
     on_done: Callable[[], None] = lambda: None,
     inline: bool = False,
 ) -> TimedCall:
     """Run ``fn`` in a daemon thread of its own, with the caller's context variables and CUDA device.
 
-    With ``inline``, run it to its end in the caller's thread. ``name`` is what errors call it.
+    With ``inline``, run it to its end in the caller's thread.
     """
-    call = TimedCall(fn, timeout_s, name, on_done)
+    call = TimedCall(fn, timeout_s, on_done)
     if inline:
         call.run()
     else:
@@ -130,9 +129,12 @@ def start_call(
 
 
 def call_with_timeout(fn: Callable[[], Any], timeout_s: float | None, name: str = "a call") -> Any:
-    """Value of ``fn()``. Raises CallError when it raises or takes longer. None: no deadline, in the caller's thread."""
+    """Value of ``fn()``. Raises CallError when it raises or takes longer. None: no deadline, in the caller's thread.
+
+    ``name``: what a message calls it, if it never gives the interpreter lock back.
+    """
     with watching(name, timeout_s) as beat:  # from before the start: a thread may never give the lock back
-        call = start_call(fn, timeout_s, name, inline=timeout_s is None)
+        call = start_call(fn, timeout_s, inline=timeout_s is None)
         left = math.inf if timeout_s is None else timeout_s
         while not call.done.wait(min(left, 1.0)):
             beat()
@@ -140,11 +142,6 @@ def call_with_timeout(fn: Callable[[], Any], timeout_s: float | None, name: str 
                 call.abandon()
                 raise CallError("timeout", f"no answer within {timeout_s:.3g} s")
     return call.result()
-
-
-def current_call() -> TimedCall | None:
-    """The call that this thread makes."""
-    return getattr(_current, "call", None)
 
 
 def run_awaitable(awaitable: Awaitable[Any]) -> Any:
@@ -166,7 +163,7 @@ def run_awaitable(awaitable: Awaitable[Any]) -> Any:
             _loop_thread = threading.Thread(target=_loop.run_forever, name="gruppo-reward-loop", daemon=True)
             _loop_thread.start()
         loop = _loop
-    future = _current.call.future = asyncio.run_coroutine_threadsafe(body(), loop)
+    future = this_thread.call.future = asyncio.run_coroutine_threadsafe(body(), loop)
     value, exit_error = future.result()
     if exit_error is not None:
         raise exit_error

@@ -146,16 +146,13 @@ def _is_trusted(folder: Path, names: Collection[str]) -> bool:
             raise GruppoError(f"{TRUSTED} has {text!r}, which means another folder in each folder. Give its full path.")
         if place.is_relative_to(parent.resolve()):
             return True
-    # a model's folder is part of the run above it
-    return any(set(names) <= _recorded(path) for path in (place, *place.parents))
-
-
-def _recorded(place: Path) -> set[str]:
-    with suppress(OSError, ValueError, RuntimeError, KeyError, TypeError):
-        record = read_json(_record_of(place))
-        if record["folder"] == str(place):  # its name is a part of the folder's SHA-256
-            return {str(name) for name in record["imports"]}
-    return set()
+    for path in (place, *place.parents):  # a model's folder is part of the run above it
+        with suppress(OSError, ValueError, RuntimeError, KeyError, TypeError):
+            record = read_json(_record_of(path))
+            # the name of a record is only a part of the folder's SHA-256
+            if record["folder"] == str(path) and set(names) <= set(map(str, record["imports"])):
+                return True
+    return False
 
 
 # --- the state folder -------------------------------------------------------------------------------------------------

@@ -195,13 +195,8 @@ class Generated:
 
 # Tests empty it, so that the CPU stands for a device that has to be waited for.
 AT_ONCE = frozenset({"cpu"})
-"""Kinds of devices whose numbers can be read without waiting for work that was queued before."""
-
-
-def is_deferred(device: torch.device) -> bool:
-    """Whether reading a number waits for the device, so that statistics are read together at the end of an update."""
-    return device.type not in AT_ONCE
-
+"""Kinds of devices whose numbers can be read without waiting for work that was queued before. On others, statistics
+are read together at the end of an update."""
 
 _COLUMN_FIELDS = ("actions", "mask", "sampler_logprobs", "policy_version")
 _ROW_FIELDS = (*_COLUMN_FIELDS, "lengths", "completions", "temperature", "finish")
@@ -308,7 +303,7 @@ class Stat:
     @staticmethod
     def of(x: Tensor, where: Tensor | None = None) -> Stat:
         """Compute the statistics of ``x``, where ``where`` is True if given; on an accelerator they are pending."""
-        if is_deferred(x.device):
+        if x.device.type not in AT_ONCE:
             if x.numel() == 0:
                 return Stat()
             # Masked entries are replaced: indexing by the mask would wait for the device, to count them.

@@ -101,7 +101,7 @@ def run_calls(rows: Mapping[int, Calls], timeout_s: float | None, what: str) -> 
     if timeout_s is None:
         for calls in rows.values():
             while calls.waiting:
-                calls.results.append(_result(start_call(calls.waiting.pop(0), None, what, inline=True)))
+                calls.results.append(_result(start_call(calls.waiting.pop(0), inline=True)))
         return
     ready = deque(calls for calls in rows.values() if calls.waiting)
     running, finished = dict[TimedCall, Calls](), queue.SimpleQueue[TimedCall]()
@@ -123,7 +123,7 @@ def run_calls(rows: Mapping[int, Calls], timeout_s: float | None, what: str) -> 
                 if abandoned_count() >= MAX_HANGING:
                     go_on(calls, CallError("timeout", f"not called: {MAX_HANGING} calls are still hanging"))
                     continue
-                call = TimedCall(fn, timeout_s, what)
+                call = TimedCall(fn, timeout_s)
                 call.on_done = partial(finished.put, call)
                 running[call] = calls
                 (start_call if calls.worker is None else calls.worker.start)(call.run)

@@ -317,13 +317,13 @@ def _retry(call: RowCall, rows: Sequence[int], result: RewardResult, timeout_s: 
     places = POOL_THREADS if first.kind == "timeout" else 1
     waiting, running, finished = deque(rows), dict[int, TimedCall](), queue.SimpleQueue[int]()
     tried = repeated = 0
-    with watching(name := f"reward {result.name!r}", timeout_s) as beat:
+    with watching(f"reward {result.name!r}", timeout_s) as beat:
         while (waiting or running) and repeated < SAME_ERRORS and now < deadline:
             busy = sum(now - timed.started < patience for timed in running.values())
             while waiting and busy < places:
                 row = waiting.popleft()
                 one, done = partial(call, [row]), partial(finished.put, row)
-                running[row] = start_call(one, timeout_s, name, on_done=done, inline=timeout_s is None)
+                running[row] = start_call(one, timeout_s, on_done=done, inline=timeout_s is None)
                 busy += 1
             is_starting = any(timed.started == math.inf for timed in running.values())
             try:

@@ -177,7 +177,7 @@ def _step(run: Run, networks: Mapping[str, list[nn.Parameter]]) -> dict[str, Sta
     of_networks = {name: clip_grad_norm(own, limit) for name, own in networks.items()}
     step = run.state.step
     before = Moved(run.optimizer) if step % EVERY == 0 else None
-    has_taken = types.is_deferred(device) and dist.world_size() == 1  # ranks agree on a number before the step
+    has_taken = device.type not in types.AT_ONCE and dist.world_size() == 1  # ranks agree on a number before the step
     if has_taken:
         # AdamW itself leaves out a step whose gradient is not finite: what GradScaler sets, without waiting to know
         are_finite = torch.stack([norm.to(device, non_blocking=True) for norm in of_networks.values()]).isfinite()
