@@ -321,19 +321,39 @@ def shard(config: Config, policy: Policy, reference: Reference | None, critic: C
 
 def open_engine(config: Config, parts: Parts, policy: Policy, sampling: Any, source: Any) -> Engine:
     """Return the engine that samples: the policy itself in this process, servers, or a checked one from outside."""
-    kind = config.engine.kind
-    if parts.engine is None and not kind:
+    chosen, engine = config.engine, parts.engine
+    if engine is None and not chosen.kind:
         return LocalEngine(policy)
-    if parts.engine is None and kind == "vllm":
-        return open_vllm(config, policy, sampling, source)
-    if (engine := parts.engine) is None:
-        function = load_object(kind)
-        if not callable(function):
-            raise GruppoError(f"{kind} is a {type(function).__name__}; it needs a function of a policy.")
-        engine = function(policy)
-    # 0.1 nats: an engine from outside may have arithmetic of its own, such as bfloat16
-    check_engine(engine, policy, peek(source, PROMPTS_CHECKED), sampling=sampling, tolerance=0.1)
-    return engine
+    if engine is not None or chosen.kind != "vllm":
+        if engine is None:
+            function = load_object(chosen.kind)
+            if not callable(function):
+                raise GruppoError(f"{chosen.kind} is a {type(function).__name__}; it needs a function of a policy.")
+            engine = function(policy)
+        # 0.1 nats: an engine from outside may have arithmetic of its own, such as bfloat16
+        check_engine(engine, policy, peek(source, PROMPTS_CHECKED), sampling=sampling, tolerance=0.1)
+        return engine
+
+    # servers of vLLM, each of which is found to fit this run
+    from gruppo.engines.vllm import NcclTransfer, Proof, VllmEngine
+
+    # a batch system may start the servers of a resumed run elsewhere
+    texts = [os.environ["GRUPPO_ENGINE_URLS"]] if os.environ.get("GRUPPO_ENGINE_URLS") else chosen.urls
+    urls = [url for text in texts for url in text.split(",") if url]
+    run_folder = Path(config.runs_dir).absolute() / config.name
+    folder = Path(chosen.publish_dir) / config.name if chosen.publish_dir else run_folder / "published"
+    proof = Proof(policy, peek(source, PROMPTS_PROBED), sampling, max_mismatch=chosen.max_mismatch)
+    nccl = NcclTransfer(policy.device, timeout_s=chosen.timeout_s) if chosen.transfer == "nccl" else None
+    limits: Any = {"timeout_s": chosen.timeout_s, "max_inflight": chosen.max_inflight}
+    servers = VllmEngine(policy, urls, folder, proof=proof, nccl=nccl, is_colocated=chosen.colocated, **limits)
+    try:
+        # the longest prompts of the data, by their texts, show whether the servers' context is long enough
+        prompts = sorted(source.all_prompts(), key=lambda prompt: len(str(prompt.inputs)))[-64:] or peek(source, 64)
+        servers.check(policy.longest_prompt(prompts) + sampling.max_actions)
+    except BaseException:
+        servers.close()
+        raise
+    return servers
 
 
 def check_lag(config: Config, engine: Any) -> None:
@@ -348,30 +368,6 @@ def check_lag(config: Config, engine: Any) -> None:
         raise GruppoError(f"""rollout.refill_rounds={config.rollout.refill_rounds} moves prompts between ranks, and with
             engine.lag their samples are on the rank that was to use them. Set --rollout.refill-rounds 0, or
             --engine.lag 0.""")
-
-
-def open_vllm(config: Config, policy: Policy, sampling: Any, source: Any) -> Engine:
-    """Return the engine of vLLM servers, each of which was found to fit this run."""
-    from gruppo.engines.vllm import NcclTransfer, Proof, VllmEngine
-
-    chosen = config.engine
-    # a batch system may start the servers of a resumed run elsewhere
-    texts = [os.environ["GRUPPO_ENGINE_URLS"]] if os.environ.get("GRUPPO_ENGINE_URLS") else chosen.urls
-    urls = [url for text in texts for url in text.split(",") if url]
-    run_folder = Path(config.runs_dir).absolute() / config.name
-    folder = Path(chosen.publish_dir) / config.name if chosen.publish_dir else run_folder / "published"
-    proof = Proof(policy, peek(source, PROMPTS_PROBED), sampling, max_mismatch=chosen.max_mismatch)
-    nccl = NcclTransfer(policy.device, timeout_s=chosen.timeout_s) if chosen.transfer == "nccl" else None
-    limits: Any = {"timeout_s": chosen.timeout_s, "max_inflight": chosen.max_inflight}
-    engine = VllmEngine(policy, urls, folder, proof=proof, nccl=nccl, is_colocated=chosen.colocated, **limits)
-    try:
-        # the longest prompts of the data, by their texts, show whether the servers' context is long enough
-        prompts = sorted(source.all_prompts(), key=lambda prompt: len(str(prompt.inputs)))[-64:] or peek(source, 64)
-        engine.check(policy.longest_prompt(prompts) + sampling.max_actions)
-    except BaseException:
-        engine.close()
-        raise
-    return engine
 
 
 def open_reference(config: Config, policy: Policy, *, is_read: bool = False) -> Reference | None:

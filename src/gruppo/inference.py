@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from gruppo.modalities.text.custom import names_function
 from gruppo.protocols import Policy
 from gruppo.rewards.images import to_pillow
 from gruppo.tracking.images import Cell, SheetRow, draw, to_pil
-from gruppo.tracking.samples import FOLDER, write_sheet
 from gruppo.trainer import checkpoint
 from gruppo.trainer.evaluate import Evaluated, evaluate, held_out
 from gruppo.trainer.run_dir import check_is_run
@@ -117,12 +116,6 @@ def with_saved_reference(path: Path, config: Config, source: WithReference) -> W
         if saved is not None and name in saved.reference:
             parameter.data.copy_(saved.reference[name])
     return with_reference(source.source, policy, None)
-
-
-def evaluation_sheet(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path | None:
-    """Write the images of an evaluation to one sheet in the run's folder, each with its reward; None for texts."""
-    file = path / FOLDER / "evaluated.png"
-    return file if write_sheet(file, rows, f"{path.name}, evaluated") else None
 
 
 def sample(

@@ -17,8 +17,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from inspect import Parameter, Signature
 from multiprocessing import Pipe
@@ -140,16 +140,11 @@ class RewardProcesses:
             check_unsealed(spec)  # the process knows nothing of a seal
         key = json.dumps([spec, *arguments])
         self._functions.add(key)
-        process = self._take(key)
         try:
-            info = self._load(process, key)
+            with self._process(key) as process:
+                info = self._load(process, key)
         except CallError as error:
-            self._end(process)
             raise DataError(f"{spec} cannot be imported: {error.message}. Fix the file and try again.") from None
-        except BaseException:
-            self._end(process)
-            raise
-        self._put(process)
         return None if info.get("is_here") else _IsolatedFunction(self, key, info)
 
     def ask(self, key: str, request: Any, buffers: Sequence[bytes] = ()) -> dict[str, Any]:
@@ -159,44 +154,44 @@ class RewardProcesses:
         for buffer in buffers:
             digest.update(buffer)
         # outside of a timed call, as a check of columns is, nothing reads this one
-        call, process = getattr(this_thread, "call", None) or TimedCall(lambda: None), self._take(key)
+        call = getattr(this_thread, "call", None) or TimedCall(lambda: None)
         torch = sys.modules.get("torch")
         device = torch.cuda.current_device() if torch is not None and torch.cuda.is_initialized() else 0
-        try:
-            call.kill = process.kill
-            if key not in process.loaded:
-                call.started = math.inf  # importing the file costs nothing of the call's time
-                self._load(process, key, limit_s=_START_S)
-            call.started = time.monotonic()
-            # Past this limit the process ends by itself, where nobody is left to kill it.
-            limit_s = None if call.timeout_s is None else 2 * call.timeout_s + GRACE_S
-            seed = int.from_bytes(digest.digest(), "big")
-            answer = process.ask(body, buffers, seed=seed, device=device, exit_after_s=limit_s)
-        except BaseException:  # also of a signal: the answer would be taken for that of the next call
-            self._end(process)
-            raise
-        finally:
-            call.kill = None
-        self._put(process)
+        with self._process(key) as process:
+            try:
+                call.kill = process.kill
+                if key not in process.loaded:
+                    call.started = math.inf  # importing the file costs nothing of the call's time
+                    self._load(process, key, limit_s=_START_S)
+                call.started = time.monotonic()
+                # Past this limit the process ends by itself, where nobody is left to kill it.
+                limit_s = None if call.timeout_s is None else 2 * call.timeout_s + GRACE_S
+                seed = int.from_bytes(digest.digest(), "big")
+                answer = process.ask(body, buffers, seed=seed, device=device, exit_after_s=limit_s)
+            finally:
+                call.kill = None  # before another call may take the process
         return _checked(answer)
 
-    def _take(self, key: str) -> _Process:
-        """An idle process, one that has loaded the function if there is one, or a new one."""
+    @contextmanager
+    def _process(self, key: str) -> Iterator[_Process]:
+        """Within, an idle process, one that has loaded the function if there is one, or a new one."""
         with self._lock:
             self._idle.sort(key=lambda process: key in process.loaded)
             while self._idle:
                 process = self._idle.pop()
                 if process.process.poll() is None:
-                    return process
+                    break
                 self._end(process)
-            process = _Process()
-            self._all.add(process)
-            return process
-
-    def _put(self, process: _Process) -> None:
-        """Keep as many processes as there are functions, which may run at once; others were for retried rows."""
+            else:
+                process = _Process()
+                self._all.add(process)
+        try:
+            yield process
+        except BaseException:  # also of a signal: the answer would be taken for that of the next call
+            self._end(process)
+            raise
         with self._lock:
-            if len(self._idle) < len(self._functions):
+            if len(self._idle) < len(self._functions):  # all may run at once; further processes were for retried rows
                 self._idle.append(process)
                 return
         self._end(process)

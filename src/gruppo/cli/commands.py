@@ -123,6 +123,7 @@ def eval_(
 ) -> None:
     """Evaluate a run's newest model on its held-out prompts with its rewards, at temperature 0."""
     from gruppo import inference
+    from gruppo.tracking.samples import FOLDER, write_sheet
 
     trusts = {"trust_run": trust_run, "trust_remote_code": trust_remote_code}
     result, rows = inference.evaluate_run(Path(run), prompts=prompts, data=data, samples=samples, **trusts)
@@ -130,7 +131,8 @@ def eval_(
         is_image = "group" in row  # shown on the sheet of images instead
         answer = "" if is_image else f" -> '{as_text(row['completion'])}'   target {row['target']!r}"
         print(f"  '{as_text(row['prompt'])}'{answer}   reward {row['reward']:g}")
-    if (sheet := inference.evaluation_sheet(Path(run), rows)) is not None:
+    sheet = Path(run) / FOLDER / "evaluated.png"
+    if write_sheet(sheet, rows, f"{Path(run).name}, evaluated"):
         print(f"  images: {sheet}")
     unscored = f", {result.prompts - result.scored} not scored" if result.scored < result.prompts else ""
     interval = f"95% interval {result.low:.3f} to {result.high:.3f}"
