@@ -100,6 +100,11 @@ class Trainer:
     ``Trainer.resume`` continues from there.
     """
 
+    config: Config
+    policy: Policy
+    folder: Path
+    """The run's folder."""
+
     def __init__(
         self,
         config: Config | str | Path | None = None,
@@ -281,23 +286,11 @@ class Trainer:
             if not is_restored:  # reward functions may draw from the global generators
                 checkpoint.seed_random_state(seed_at(run.config.seed, "rewards", dist.rank()))
             self.run, self._files, self._code, self._first = run, folder, code, run.state.step
+            self.config, self.policy, self.folder = run.config, run.policy, path
             folder.limit_budget(run)
             self.steps = loop.steps(run, folder)
             # also where a trainer is forgotten, and at the end of the process
             self._close = weakref.finalize(self, stack.pop_all().close)
-
-    @property
-    def config(self) -> Config:
-        return self.run.config
-
-    @property
-    def policy(self) -> Policy:
-        return self.run.policy
-
-    @property
-    def folder(self) -> Path:
-        """The run's folder."""
-        return self._files.path
 
     @property
     def is_complete(self) -> bool:
@@ -398,8 +391,7 @@ class Trainer:
                 what = "reference to measure a KL against" if name == "kl_coef" else "demonstrations"
                 raise GruppoError(f"""set({name}={value}): the run was built without {what}. Start it with a small
                     stage__{name}.""")
-        merged = {**schedule.overrides, **params}
-        schedule.overrides = {name: value for name, value in merged.items() if value is not None}
+        schedule.overrides = {n: value for n, value in {**schedule.overrides, **params}.items() if value is not None}
 
     def finish(self) -> Result:
         """Write the model of a complete run and return the result; called where the last step is done."""
@@ -580,8 +572,7 @@ def next_commands(run: Run, path: Path) -> tuple[tuple[str, str], ...]:
         inputs = next((message["content"] for message in inputs if message["role"] == "user"), "")
     lines = str(inputs).strip().splitlines() if isinstance(inputs, str | int) else []
     if is_opened and lines and lines[0].isprintable():
-        text = shlex.quote(lines[0][:MAX_PROMPT])
-        commands.append((f"{gruppo} sample {folder} {text}", "sample from the model"))
+        commands.append((f"{gruppo} sample {folder} {shlex.quote(lines[0][:MAX_PROMPT])}", "sample from the model"))
     if is_opened and run.state.evaluations and not needed and not (config.model == IN_MEMORY and reads_policy):
         commands.append((f"{gruppo} eval {folder}", "evaluate it again"))
     commands.append((f"{gruppo} doctor {folder}", "check its metrics for problems"))
@@ -589,8 +580,7 @@ def next_commands(run: Run, path: Path) -> tuple[tuple[str, str], ...]:
         # a last stage of a fixed length would refuse more steps
         to_the_end = f" --{stage_path(config, len(config.plan) - 1)}.steps 0" if config.plan[-1].steps else ""
         file = shlex.quote(str(path / "config.json"))
-        longer = f"--steps {2 * config.steps}{to_the_end}"
-        commands.append((f"{gruppo} train {file} {longer}", "train again, for longer"))
+        commands.append((f"{gruppo} train {file} --steps {2 * config.steps}{to_the_end}", "train again, for longer"))
     return tuple(commands)
 
 

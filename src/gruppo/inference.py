@@ -49,8 +49,8 @@ def load_policy(
     """
     name = model_of(model)
     path = Path(name)
-    is_folder = not names_function(name)
-    if is_folder and not path.exists() and path.parent != Path() and path.parent.is_dir():  # no hub id: it is here
+    # in a folder that is here, it is no hub id
+    if not names_function(name) and not path.exists() and path.parent != Path() and path.parent.is_dir():
         raise GruppoError(f"there is no {path.name} in {path.parent}. Name a run's folder or a model that is there.")
     name = str(BUNDLED[name]().path) if name in BUNDLED else name
     modality, code = find_modality(name), trust.imports_of_model(Path(name).expanduser())

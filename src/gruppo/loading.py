@@ -218,8 +218,7 @@ def _imported_files(tree: ast.AST, file: Path) -> Iterator[Path]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            prefix = f"{node.module}." if node.module else ""
-            names = [prefix + alias.name for alias in node.names]
+            names = [f"{node.module}.{alias.name}" if node.module else alias.name for alias in node.names]
             if node.level:
                 folders = [file.parents[node.level - 1]]
         for name in names:

@@ -46,7 +46,7 @@ class _Process:
     def __init__(self) -> None:
         self.loaded = set[str]()
         self.connection, other = Pipe()
-        path = json.dumps([str(entry) for entry in sys.path])
+        path = json.dumps([*map(str, sys.path)])
         command = [sys.executable, "-u", "-W", "ignore", "-c", _START, path, str(other.fileno())]
         pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         # In a session of its own: Ctrl-C is the trainer's; and processes that a function starts are killed with it.
@@ -125,8 +125,7 @@ class RewardProcesses:
         self.seed = seed
         self._lock = threading.Lock()
         self._all, self._idle = set[_Process](), list[_Process]()
-        self._sources: dict[str, Any] = {}
-        self._functions = set[str]()
+        self._sources: dict[str, Any] = {}  # file and hash of each function
         weakref.finalize(self, _close_all, self._all)
 
     def load(self, spec: str, *arguments: Any, is_built_in: bool = False) -> Callable[..., Any] | None:
@@ -139,7 +138,6 @@ class RewardProcesses:
         if not is_built_in:
             check_unsealed(spec)  # the process knows nothing of a seal
         key = json.dumps([spec, *arguments])
-        self._functions.add(key)
         try:
             with self._process(key) as process:
                 info = self._load(process, key)
@@ -191,7 +189,7 @@ class RewardProcesses:
             self._end(process)
             raise
         with self._lock:
-            if len(self._idle) < len(self._functions):  # all may run at once; further processes were for retried rows
+            if len(self._idle) < len(self._sources):  # all may run at once; further processes were for retried rows
                 self._idle.append(process)
                 return
         self._end(process)

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from gruppo.protocols import Engine, Policy
-from gruppo.testing.sampling import MIN_SHARE, Case, ContractError, as_prompts, check_sampling, same_rows, share_alike
+from gruppo.testing.sampling import MIN_SHARE, Case, ContractError, as_requests, check_sampling, same_rows, share_alike
 from gruppo.types import GruppoError, Rollouts, Sampling
 
 ALL = 1 << 30
@@ -39,7 +39,7 @@ def check_policy(
     if not isinstance(module, nn.Module):
         raise ContractError(f"""policy.module is a {type(module).__name__}; it needs to be the torch module that is
             trained.""")
-    case = Case("policy.sample", policy.sample, as_prompts(prompts), sampling or DEFAULT, seed, tolerance)
+    case = Case("policy.sample", policy.sample, as_requests(prompts), sampling or DEFAULT, seed, tolerance)
     with _restored(policy.module):
         policy.module.eval()
         rollouts = check_sampling(case)
@@ -59,7 +59,7 @@ def check_engine(
     ``tolerance`` in nats: an engine with arithmetic of its own needs about 0.1. For the rest see ``check_policy``.
     """
     _require_methods(engine, ("generate", "sync", "close"), "engine")
-    case = Case("engine.generate", engine.generate, as_prompts(prompts), sampling or DEFAULT, seed, tolerance)
+    case = Case("engine.generate", engine.generate, as_requests(prompts), sampling or DEFAULT, seed, tolerance)
     for version in (1, 2, 3):
         with _restored(policy.module):
             if version == 2:
@@ -116,8 +116,7 @@ def _check_micro_batches(policy: Policy, rollouts: Rollouts) -> None:
                 {needed}.""")
     if likelihood.logprobs.requires_grad:
         likelihood.logprobs.sum().backward()
-    gradients = [parameter.grad for parameter in policy.module.parameters() if parameter.grad is not None]
-    if not any(gradient.any() for gradient in gradients):
+    if not any(p.grad is not None and p.grad.any() for p in policy.module.parameters()):
         raise ContractError("""policy.likelihood sends no gradient to the parameters of policy.module; compute it
             without no_grad or detach.""")
 

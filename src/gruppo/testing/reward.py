@@ -12,7 +12,7 @@ from gruppo.data.open import open_source
 from gruppo.protocols import peek
 from gruppo.reward_process import CAN_ISOLATE, RewardProcesses
 from gruppo.rewards import RewardSet, Scores, columns_of, resolve_reward
-from gruppo.testing.sampling import ContractError, as_prompts
+from gruppo.testing.sampling import ContractError, as_requests
 from gruppo.types import Prompt, Rollouts
 
 SUM = Prompt("sum", "1 + 1 =", "2")
@@ -48,7 +48,7 @@ def check_reward(
         advice = " Give check_reward some of your data as prompts to check with the form of their completions."
         cases = [[replace(p, inputs=[{"role": "user", "content": p.inputs}]) for p in (SUM, WORD)], [SUM, WORD]]
     elif isinstance(prompts, list | tuple) and all(isinstance(prompt, Prompt) for prompt in prompts):
-        cases = [as_prompts(prompts)]
+        cases = [[request.prompt for request in as_requests(prompts)]]
     else:
         columns: Any = {"prompt_column": prompt_column, "target_column": target_column}
         source = open_source(prompts, seed=0, held_out_fraction=0.0, **columns)

@@ -29,15 +29,11 @@ class Case:
     who: str
     generate: Callable[..., Rollouts]
     """(requests, sampling, seed=) to rollouts: of a policy or of an engine."""
-    prompts: list[Prompt]
+    requests: list[Request]
     sampling: Any
     seed: int
     tolerance: float
     """Largest difference of log-probabilities, in nats."""
-
-    @property
-    def requests(self) -> list[Request]:
-        return [Request(prompt, SIZES[n % len(SIZES)]) for n, prompt in enumerate(self.prompts)]
 
     def sample(self, requests: Sequence[Request] | None = None, *, seed: int | None = None, **changes: Any) -> Rollouts:
         """The case's samples, or those of other requests, another seed or changed sampling options."""
@@ -55,14 +51,14 @@ class Case:
                 allowed. {advice}""")
 
 
-def as_prompts(inputs: Sequence[Any]) -> list[Prompt]:
-    """Prompts as they are; anything else becomes the input of one."""
+def as_requests(inputs: Sequence[Any]) -> list[Request]:
+    """A request for each prompt; anything else becomes the input of one."""
     prompts = [p if isinstance(p, Prompt) else Prompt(f"check-{n}", p, draw=n) for n, p in enumerate(inputs)]
     if not prompts:
         raise ContractError("there are no prompts to check with; give two or more, of unequal length.")
     if len({(prompt.id, prompt.draw) for prompt in prompts}) < len(prompts):
         raise ContractError("two of the prompts have one id and draw, so they are one group; number them.")
-    return prompts
+    return [Request(prompt, SIZES[n % len(SIZES)]) for n, prompt in enumerate(prompts)]
 
 
 def _check_record(case: Case, rollouts: Rollouts) -> None:
