@@ -338,8 +338,7 @@ def open_engine(config: Config, parts: Parts, policy: Policy, sampling: Any, sou
     from gruppo.engines.vllm import NcclTransfer, Proof, VllmEngine
 
     # a batch system may start the servers of a resumed run elsewhere
-    texts = [os.environ["GRUPPO_ENGINE_URLS"]] if os.environ.get("GRUPPO_ENGINE_URLS") else chosen.urls
-    urls = [url for text in texts for url in text.split(",") if url]
+    urls = [url for url in (os.environ.get("GRUPPO_ENGINE_URLS") or ",".join(chosen.urls)).split(",") if url]
     run_folder = Path(config.runs_dir).absolute() / config.name
     folder = Path(chosen.publish_dir) / config.name if chosen.publish_dir else run_folder / "published"
     proof = Proof(policy, peek(source, PROMPTS_PROBED), sampling, max_mismatch=chosen.max_mismatch)

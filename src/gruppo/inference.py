@@ -35,17 +35,12 @@ log = logging.getLogger("gruppo")
 
 
 def load_policy(
-    model: str | Path,
-    *,
-    compute: Any = "auto",
-    trust_run: bool = False,
-    trust_remote_code: bool = False,
-    **options: Any,
+    model: str | Path, *, compute: Any = "auto", trust_run: bool = False, trust_remote_code: bool = False, **kwargs: Any
 ) -> Policy:
     """Open the policy of a run, a folder, a bundled model, a hub id or FILE.py:FUNCTION.
 
     ``trust_run``: import the code that a folder names, though you did not create it; ``trust_remote_code``: run the
-    code of a hub model's repository.
+    code of a hub model's repository. ``kwargs``: those of the modality's ``load``.
     """
     name = model_of(model)
     path = Path(name)
@@ -56,7 +51,7 @@ def load_policy(
     modality, code = find_modality(name), trust.imports_of_model(Path(name).expanduser())
     trust.check(Path(name), code, trust_run=trust_run)
     with trust.importing(code, closed_for=path if path.is_dir() and not trust_run else None):
-        return modality.load(name, compute=compute, trust_remote_code=trust_remote_code, **options)
+        return modality.load(name, compute=compute, trust_remote_code=trust_remote_code, **kwargs)
 
 
 def evaluate_run(
