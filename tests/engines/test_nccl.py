@@ -222,7 +222,7 @@ def test_a_server_that_fails_to_receive_is_left_out_and_comes_back_on_a_new_conn
 def test_with_no_server_left_within_a_step_the_run_ends_at_once(engine, servers, policy):
     engine.sync(policy, 0)
     for replica in engine.replicas:
-        engine._eject(replica, "it hung")
+        engine._run(engine._eject(replica, "it hung"))
     with pytest.raises(EngineLost, match=r"no vLLM server is left .*it hung"):
         engine.generate(requests(2), SAMPLING, seed=0)
 

@@ -258,7 +258,7 @@ def test_a_server_that_fails_to_load_once_is_loaded_again_by_way_of_a_canary(eng
 
 def test_a_server_that_was_ejected_needs_a_canary(engine, servers, policy):
     engine.sync(policy, 0)
-    engine._eject(engine.replicas[1], "it hung")
+    engine._run(engine._eject(engine.replicas[1], "it hung"))
     update(policy, 3e-3, 0)
     engine.sync(policy, 1)
     assert [canaries(server) for server in servers] == [1, 2]

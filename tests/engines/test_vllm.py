@@ -76,7 +76,6 @@ def test_a_connection_is_not_used_again_after_the_time_at_which_a_server_may_clo
 
     async def ask() -> None:
         replica = client.Replica(server.url)
-        replica.open()
         for pause_s in (0.0, 0.4, 0.0):
             await asyncio.sleep(pause_s)
             await replica.request("GET", "/health")

@@ -85,8 +85,15 @@ def regress(publishes: Sequence[Evidence], confidence: float = CONFIDENCE) -> Sl
     b +- t se with G_eff - 1 degrees of freedom, where G_eff = (sum_g h_g)^2 / sum_g h_g^2 for the row's part h_g of
     Z'X. It is infinite where nothing can be estimated, and NaN where a log-prob is not finite.
     """
-    columns = [_columns(evidence) for evidence in publishes]
-    design, instrument, outcome = (torch.cat([part[k] for part in columns]) for k in (0, 1, 2))  # [M, 2], [M, 2], [M]
+    parts = []
+    for evidence in publishes:  # centered: each has an intercept of its own
+        server, new, previous = (x.double() for x in (evidence.server, evidence.new, evidence.previous))
+        change, outcome = new - previous, server - previous
+        limit = change.abs().quantile(CLIPPED).item()
+        last_error = torch.zeros_like(new) if evidence.last_error is None else evidence.last_error.double()
+        design, instrument = (torch.stack([x, last_error], dim=1) for x in (change, change.clamp(-limit, limit)))
+        parts.append((design - design.mean(dim=0), instrument - instrument.mean(dim=0), outcome - outcome.mean()))
+    design, instrument, outcome = map(torch.cat, zip(*parts, strict=True))  # [M, 2], [M, 2], [M]
     errors = torch.cat([(evidence.server - evidence.new).double().abs() for evidence in publishes])
     row_ids = torch.cat([evidence.row_ids for evidence in publishes]).unique(return_inverse=True)[1]
     rows = int(row_ids.max()) + 1
@@ -122,13 +129,3 @@ def student_t(confidence: float, freedom: float) -> float:
     tail = torch.cumulative_trapezoid(angles.sin() ** (freedom - 1), angles)
     place = int(torch.searchsorted(tail, (1 - confidence) * tail[-1]))
     return math.sqrt(freedom) / math.tan(angles[place + 1].item())
-
-
-def _columns(evidence: Evidence) -> tuple[Float[Tensor, "N 2"], Float[Tensor, "N 2"], Float[Tensor, "N"]]:
-    """Regressors, instruments and outcome of one publish, centered: each publish has an intercept of its own."""
-    server, new, previous = (x.double() for x in (evidence.server, evidence.new, evidence.previous))
-    change, outcome = new - previous, server - previous
-    limit = change.abs().quantile(CLIPPED).item()
-    last_error = torch.zeros_like(new) if evidence.last_error is None else evidence.last_error.double()
-    design, instrument = (torch.stack([x, last_error], dim=1) for x in (change, change.clamp(-limit, limit)))
-    return design - design.mean(dim=0), instrument - instrument.mean(dim=0), outcome - outcome.mean()

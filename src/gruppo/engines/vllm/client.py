@@ -70,7 +70,15 @@ class Replica:
         self.labels: dict[str, int] = {}
         """Versions of the newest labels that it was proved to hold."""
         self.tasks: set[asyncio.Task[SampledRow]] = set()
-        self._client: Any = None
+        httpx, key = import_extra("httpx2", "vllm", "the vllm engine"), read_key(KEY)
+        self._client = httpx.AsyncClient(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            # each request has its own deadline, and the engine decides how many are in flight
+            timeout=httpx.Timeout(None, connect=CONNECT_S),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=IDLE_S),
+            trust_env=False,  # a proxy for the internet cannot reach servers of a private network
+        )
 
     def label_of(self, version: str) -> str:
         """The label of a version on this server, by which two servers behind one address are told apart."""
@@ -84,22 +92,8 @@ class Replica:
 
     # --- HTTP ---
 
-    def open(self) -> None:
-        """Open the pool of connections, in the event loop that uses it."""
-        httpx = import_extra("httpx2", "vllm", "the vllm engine")
-        key = read_key(KEY)
-        self._client = httpx.AsyncClient(
-            base_url=self.url,
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            # each request has its own deadline, and the engine decides how many are in flight
-            timeout=httpx.Timeout(None, connect=CONNECT_S),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=IDLE_S),
-            trust_env=False,  # a proxy for the internet cannot reach servers of a private network
-        )
-
     async def close(self) -> None:
-        if self._client is not None:
-            await self._client.aclose()
+        await self._client.aclose()
 
     async def request(self, method: str, path: str, body: Any = None, *, timeout_s: float | None = CONTROL_S) -> Any:
         """Return the JSON of an answer, {} for an empty one, or the text of ``TEXT_ROUTES``; else ServerError."""
@@ -198,8 +192,8 @@ class Replica:
         cleared = await self.request("POST", "/reset_prefix_cache", timeout_s=control_s)
         if not cleared.get("success"):
             raise ServerError("/reset_prefix_cache did not clear the prefix cache")
-        named = {"new_version": label}  # after the load, never before it
-        await self.request("POST", "/update_weight_version", named, timeout_s=control_s)
+        # after the load, never before it
+        await self.request("POST", "/update_weight_version", {"new_version": label}, timeout_s=control_s)
         await self._wake("?tags=kv_cache")
         await self.request("POST", "/resume", timeout_s=control_s)
         self.loaded = label
@@ -208,11 +202,6 @@ class Replica:
         """Load the weights of a folder."""
         call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await self.request("POST", "/collective_rpc", call, timeout_s=self._load_s(folder))
-
-    async def sleep(self) -> None:
-        """Give up the device's memory until the next ``load``. The base of an adapter is kept on the CPU."""
-        self.is_asleep = True
-        await self.request("POST", f"/sleep?level={1 if self.is_lora else 2}&mode=abort", timeout_s=self.timeout_s)
 
     async def _wake(self, tags: str) -> None:
         if self.is_asleep:

@@ -70,7 +70,7 @@ class VllmEngine:
         self.publication, self.proof, self.version, self.label = Publication(folder), proof, 0, ""
         self.nccl, self.is_colocated = nccl, is_colocated
         # another process's labels differ: a server that an older trainer still feeds is never taken for ours
-        self._name = f"gruppo-{dist.all_gather(secrets.token_hex(4).encode())[0].decode()}"
+        self._name = f"gruppo-{_agreed(secrets.token_hex(4))}"
         is_lora = policy.base_sha256 is not None
         self.replicas = [Replica(url, number, is_lora=is_lora, timeout_s=timeout_s) for number, url in enumerate(urls)]
         self.context = sys.maxsize
@@ -82,20 +82,19 @@ class VllmEngine:
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="gruppo-vllm", daemon=True).start()
-        self._run(self._open())
 
     def check(self, tokens: int) -> None:
         """Refuse a folder that cannot be written, and servers that do not fit; ``tokens``: the longest row."""
         if self.nccl is None:
-            self.publication.check()
+            self.publication.write_folder("probe", lambda folder: (folder / "probe").touch())
+            self.publication.clear()  # of versions that an earlier process has left, too
         else:
             self.nccl.check(is_adapter=self.policy.base_sha256 is not None)
-        needs = {"is_colocated": self.is_colocated, "is_nccl": self.nccl is not None}
+        needs = dict[str, Any](tokens=tokens, is_colocated=self.is_colocated, is_nccl=self.nccl is not None)
         with dist.fail_together():
             if dist.is_main():
-                checks = (check_server(replica, self.policy, tokens=tokens, **needs) for replica in self.replicas)
-                self.context = min(map(self._run, checks))
-        self.context = int(dist.all_gather(str(self.context).encode())[0])
+                self.context = min(self._run(check_server(one, self.policy, **needs)) for one in self.replicas)
+        self.context = _agreed(self.context)
         if self.proof is not None:
             self.proof.limit(self.context)
 
@@ -211,7 +210,7 @@ class VllmEngine:
                     raise EngineLost(f"a request failed {failures} times, at last on {replica.url}: {error}.") from None
                 replica.failures += 1
                 if error.is_lasting or replica.failures >= MAX_FAILURES:
-                    self._eject(replica, str(error))
+                    await self._eject(replica, str(error))
                 await asyncio.sleep(BACK_OFF_S * 2 ** min(failures, 4))
                 others = [other for other in self._usable() if other is not replica]
                 if others:
@@ -267,8 +266,11 @@ class VllmEngine:
 
     # --- failures ---
 
-    def _eject(self, replica: Replica, why: str) -> None:
-        """Sample nothing more from a server until weights are published to it; what it was sampling goes elsewhere."""
+    async def _eject(self, replica: Replica, why: str) -> None:
+        """Sample nothing more from a server until weights are published to it; what it was sampling goes elsewhere.
+
+        Never waits; a coroutine because the loop owns the rows and what waits.
+        """
         if replica.label is None:
             return
         replica.label, replica.why = None, why
@@ -278,9 +280,6 @@ class VllmEngine:
         for task in replica.tasks:
             task.cancel()
         self._notify()
-
-    async def _eject_in_loop(self, replica: Replica, why: str) -> None:
-        self._eject(replica, why)  # the loop owns the rows and what waits
 
     async def _watch(self) -> None:
         """Eject servers that hang, and those that keep all others waiting."""
@@ -306,10 +305,10 @@ class VllmEngine:
         have_waited = others and all(not r.inflight and now - r.idle_at > self.timeout_s for r in others)
         fastest = max((other.rate for other in others), default=0.0)
         if replica.inflight and now - replica.progress_at > self.timeout_s:
-            self._eject(replica, f"no token for {self.timeout_s:g} s")
+            await self._eject(replica, f"no token for {self.timeout_s:g} s")
         elif replica.inflight and have_waited and rate < fastest / SLOW_FACTOR:
             # a long row of a sound server is not sampled again: alone, it is faster than rows of a full batch
-            self._eject(replica, f"{rate:.3g} tokens per second and row, where others have {fastest:.3g}")
+            await self._eject(replica, f"{rate:.3g} tokens per second and row, where others have {fastest:.3g}")
 
     async def _revive(self) -> None:
         """Wait until a server is back, and load the published weights again; EngineLost after ``timeout_s``."""
@@ -350,9 +349,12 @@ class VllmEngine:
                     self._canary(policy, proof)
                     out = [self.replicas[n] for n in _agreed([r.number for r in self.replicas if r.label is None])]
                     self._deliver(policy, self.label, out, self._admit, folder=folder)
-                for number, rows in _agreed(proof.sampled_rows()):
+                # tokens and log-probs that newly admitted servers have sampled, once
+                sampled, proof.sampled = proof.sampled, {}
+                admitted = [(n, [(row.tokens, row.logprobs) for row in rows]) for n, rows in sampled.items() if rows]
+                for number, rows in _agreed(admitted):
                     if why := proof.check_sampled(policy, rows):
-                        self._run(self._eject_in_loop(self.replicas[number], why))
+                        self._run(self._eject(self.replicas[number], why))
             states = _agreed([replica.why if replica.label is None else "" for replica in self.replicas])
             for replica, why in zip(self.replicas, states, strict=True):  # the first rank has asked the servers
                 replica.loaded = label = replica.label_of(self.label)
@@ -370,10 +372,11 @@ class VllmEngine:
         """Have the servers leave the device's memory to the trainer until the next ``sync``."""
 
         async def sleep(replica: Replica) -> None:
+            replica.is_asleep, level = True, 1 if replica.is_lora else 2  # the base of an adapter is kept on the CPU
             try:
-                await replica.sleep()
+                await replica.request("POST", f"/sleep?level={level}&mode=abort", timeout_s=self.timeout_s)
             except ServerError as error:
-                self._eject(replica, str(error))
+                await self._eject(replica, str(error))
 
         with dist.fail_together():
             if dist.is_main():
@@ -490,10 +493,6 @@ class VllmEngine:
         except BaseException:
             future.cancel()
             raise
-
-    async def _open(self) -> None:
-        for replica in self.replicas:
-            replica.open()
 
     def close(self) -> None:
         async def close() -> None:

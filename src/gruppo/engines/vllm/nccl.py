@@ -128,9 +128,8 @@ class NcclTransfer:
         threading.Thread(target=join, name="gruppo-nccl", daemon=True).start()
         info = {"nccl_unique_id_b64": base64.b64encode(unique_id).decode(), "rank_offset": 1, "world_size": workers + 1}
         info |= {"packed": True, "packed_buffer_size_bytes": CHUNK_BYTES, "packed_num_buffers": 1}
-        body = {"init_info": info}
         try:
-            await replica.request("POST", "/init_weight_transfer_engine", body, timeout_s=self.timeout_s)
+            await replica.request("POST", "/init_weight_transfer_engine", {"init_info": info}, timeout_s=self.timeout_s)
             return await asyncio.wait_for(joined, self.timeout_s)
         except TimeoutError:
             raise ServerError(f"no NCCL connection within {self.timeout_s:g} s; NCCL_DEBUG=INFO says why") from None

@@ -124,8 +124,7 @@ class Proof:
             policy.refresh(force=True)
             self.canary = self.score(policy)
             # in the compute dtype, as servers score: what rounding alone may make
-            rounding = _rms(_logprobs(policy, self.rollouts) - self.canary)
-            self.canary_limit = max(MAX_RATIO * rounding, LEAST_NATS)
+            self.canary_limit = max(MAX_RATIO * _rms(_logprobs(policy, self.rollouts) - self.canary), LEAST_NATS)
             yield
         finally:
             for name, tensor in tensors.items():
@@ -175,8 +174,8 @@ class Proof:
 
     def judge(self, replica: Replica, server: Float[Tensor, "N"]) -> None:
         """Note what a server's log-probs prove; ServerError if it does not hold the published weights."""
-        standing = self.standings.get(replica.number)
-        known = standing or Standing(self.first)  # restarted during a step: the canary follows at the next publish
+        # one that was restarted during a step has no standing: the canary follows at the next publish
+        known = self.standings.get(replica.number) or Standing(self.first)
         evidence = Evidence(server, self.new, known.previous, self.row_ids, known.last_error)
         slope = known.slope = regress([*known.undecided, evidence])
         known.is_doubted = slope.verdict == "refused" or not slope.error_nats <= OTHER_NATS
@@ -193,11 +192,6 @@ class Proof:
         self.sampled.pop(replica.number, None)
 
     # --- after a canary ---
-
-    def sampled_rows(self) -> list[tuple[int, list[tuple[list[int], list[float]]]]]:
-        """Tokens and log-probs that newly admitted servers have sampled, by server, once."""
-        sampled, self.sampled = self.sampled, {}
-        return [(n, [(row.tokens, row.logprobs) for row in rows]) for n, rows in sampled.items() if rows]
 
     def check_sampled(self, policy: Any, rows: Sequence[tuple[Sequence[int], Sequence[float]]]) -> str:
         """Return why the log-probs of sampled tokens are not those of the published weights; "" if they are."""
@@ -289,9 +283,8 @@ def _logprobs(policy: Any, rollouts: Rollouts) -> Float[Tensor, "N"]:
     logprobs = torch.zeros(rollouts.mask.shape, dtype=torch.float64)
     columns = torch.arange(logprobs.shape[1])
     for micro_batch in policy.micro_batches(rollouts, rollouts.mask, policy.default_budget):
-        place = (micro_batch.rows[:, None], columns[micro_batch.cols][None])
         likelihood = sharding.forward(policy.module, policy.likelihood, rollouts, micro_batch)
-        logprobs[place] = likelihood.logprobs.double().cpu()
+        logprobs[micro_batch.rows[:, None], columns[micro_batch.cols][None]] = likelihood.logprobs.double().cpu()
     return logprobs[rollouts.mask]
 
 

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,11 @@ SHARD_BYTES = 1 << 29
 """Of one file: no more than this, or one tensor, is in memory beside the model."""
 
 
+@dataclass(frozen=True)
 class Publication:
     """A run's folder of published versions, of which the newest two are kept. Its methods are collectives."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def check(self) -> None:
-        """Refuse a folder that cannot be written."""
-        self.write_folder("probe", lambda folder: (folder / "probe").touch())
-        self.clear()  # of versions that an earlier process has left, too
+    folder: Path
 
     def write(self, label: str, weights: Iterable[tuple[str, Tensor]], config: dict[str, Any]) -> Path:
         """Write ``weights`` as the version ``label``, and return its folder. ``config``: the model's config.json."""
