@@ -19,7 +19,7 @@ from gruppo.distributed.heartbeat import ROUNDS, Heartbeat, RankFailure
 from gruppo.loading import describe_error
 from gruppo.types import GruppoError, Stat
 
-__all__ = ["Failed", "RankLost", "all_gather", "all_max", "all_min", "all_sum", "fail_together", "init", "is_main"]
+__all__ = ["Failed", "RankLost", "all_gather", "all_max", "all_sum", "fail_together", "init", "is_main"]
 __all__ += ["is_reported", "leaving", "merge_stats", "phase", "rank", "record_error", "restarts", "share_failure"]
 __all__ += ["set_advice", "shutdown", "sum_gradients", "waiting", "world_size"]
 
@@ -320,11 +320,6 @@ def all_sum(x: Tensor, *, op: td.ReduceOp.RedOpType = td.ReduceOp.SUM) -> Tensor
 def all_max(x: int) -> int:
     """Maximum over ranks."""
     return int(all_sum(torch.tensor(x), op=td.ReduceOp.MAX)) if world_size() > 1 else x
-
-
-def all_min(x: int) -> int:
-    """Minimum over ranks."""
-    return -all_max(-x)
 
 
 def all_gather(data: bytes) -> list[bytes]:

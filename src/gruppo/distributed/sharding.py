@@ -74,12 +74,7 @@ def shard(
     # FSDP cannot cut a single number: these stay whole on each rank, and their gradients are summed like replicas'
     numbers = {parameter for parameter in module.parameters() if parameter.dim() == 0}
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if is_offloaded else OffloadPolicy()
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": precision,
-        "offload_policy": offload,
-        "ignored_params": numbers,
-    }
+    options = dict[str, Any](mesh=mesh, mp_policy=precision, offload_policy=offload, ignored_params=numbers)
     try:
         for unit in blocks_of(module) if units is None else units:
             fully_shard(unit, reshard_after_forward=True, **options)
@@ -115,13 +110,10 @@ ROOT = "_gruppo_root"
 """Attribute of a sharded model: its ``_Root``."""
 
 
-def ranks_of_machine() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
 def is_hybrid_possible() -> bool:
     """Whether there are several machines, with the same number of ranks on each, two or more."""
-    return world_size() % ranks_of_machine() == 0 and 1 < ranks_of_machine() < world_size()
+    ranks, local = world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return ranks % local == 0 and 1 < local < ranks
 
 
 def _mesh_of(mode: Shard, device: torch.device) -> Any:
@@ -133,7 +125,7 @@ def _mesh_of(mode: Shard, device: torch.device) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.utils import _pytree
 
-    ranks, local = world_size(), ranks_of_machine()
+    ranks, local = world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if mode == "hybrid" and not is_hybrid_possible():
         raise GruppoError(f"""distributed.shard=hybrid shards within each machine and replicates over machines; {ranks}
             ranks at {local} per machine leave nothing to {"shard" if local == 1 else "replicate"}. Set
@@ -193,12 +185,6 @@ def forward(module: nn.Module, function: Callable[..., T], *args: Any, **kwargs:
         raise
     finally:
         vars(target).pop("forward", None)
-
-
-def reset(module: nn.Module) -> None:
-    """Forget a forward or backward that failed, and the gradients that it has not reduced."""
-    if ROOT in vars(module):
-        vars(module)[ROOT].reset_iter_state()
 
 
 @contextmanager

@@ -136,7 +136,7 @@ def attempts(run: Run, parts: Sequence[Part]) -> Iterator[Attempt]:
                 if not finer:
                     request = re.search(r"tried to allocate ([\d.]+ ?\w+)", attempt.error, re.IGNORECASE)
                     raise _does_not_fit(run, longest, f"the last request was for {request[1]}" if request else "")
-        budget = run.state.token_budget = dist.all_min(finer or attempt.budget)
+        budget = run.state.token_budget = -dist.all_max(-(finer or attempt.budget))  # the least
         text = "step %d: memory ran out in micro-batches of %d tokens; going on with %d. Set --optim.token-budget %d "
         log.warning(text + "to begin there.", run.state.step, attempt.budget, budget, budget)
 
