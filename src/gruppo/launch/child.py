@@ -63,11 +63,11 @@ class ChildProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
 
-class RemoteProcess:
+class RemoteProcess(ChildProcess):
     """Class of the actors: a process on the actor's machine, which ends with the actor."""
 
     def __init__(self) -> None:
-        self._child: ChildProcess | None = None
+        """Start nothing: the launcher asks for the address first, and calls ``start`` before anything else."""
 
     def address(self, port: int) -> tuple[str, int]:
         """Of this machine, and a free port if none is given."""
@@ -76,18 +76,7 @@ class RemoteProcess:
         return ray.util.get_node_ip_address(), port or free_ports(1)[0]
 
     def start(self, *what: Any) -> None:
-        self._child = ChildProcess(*what)
-
-    def poll(self) -> int | None:
-        return None if self._child is None else self._child.poll()
-
-    def terminate(self) -> None:
-        if self._child is not None:
-            self._child.terminate()
-
-    def kill(self) -> None:
-        if self._child is not None:
-            self._child.kill()
+        super().__init__(*what)
 
 
 def free_ports(count: int) -> list[int]:

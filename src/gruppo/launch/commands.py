@@ -118,8 +118,7 @@ def check(launch: Launch) -> None:
     if chosen.servers:
         if any(word.split("=")[0] == "--engine.urls" for word in launch.words):
             raise GruppoError("--engine.urls: gruppo launch starts the servers. Leave it out, or set --servers 0.")
-        is_begun = (launch.folder / "config.json").is_file()
-        if config.engine.kind not in (("vllm",) if is_begun else ("", "vllm")):
+        if config.engine.kind not in (("vllm",) if (launch.folder / "config.json").is_file() else ("", "vllm")):
             kind = config.engine.kind or "the policy itself"  # which a run that has begun cannot change
             raise GruppoError(f"{config.name} samples with {kind}, and --servers starts vLLM servers. Set --servers 0.")
         config = serialization.change(config, {"engine.kind": "vllm", "engine.urls": ["http://127.0.0.1"]})

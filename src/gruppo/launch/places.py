@@ -114,19 +114,16 @@ class InActor:
 
     def call(self, method: str, *args: Any) -> Any:
         try:
-            return self._call(method, *args)
+            return self._ray.get(getattr(self._actor, method).remote(*args))
         except self._ray.exceptions.RayError as error:
             why = visible("".join(str(error).strip().splitlines()[-1:]))  # above it stands the actor's traceback
             raise GruppoError(f"""Ray cannot start a process of the launch: {why:.300}. All nodes need the same paths,
                 such as {sys.executable} and {os.getcwd()}, and the same packages.""") from error
 
-    def _call(self, method: str, *args: Any) -> Any:
-        return self._ray.get(getattr(self._actor, method).remote(*args))
-
     def poll(self) -> int | None:
         if self._code is None:
             try:
-                self._code = self._call("poll")
+                self._code = self._ray.get(self._actor.poll.remote())
             except self._ray.exceptions.RayActorError:
                 self._code = LOST
             if self._code is not None:
@@ -135,11 +132,11 @@ class InActor:
 
     def terminate(self) -> None:
         with suppress(self._ray.exceptions.RayActorError):
-            self._call("terminate")
+            self._ray.get(self._actor.terminate.remote())
 
     def kill(self) -> None:
         with suppress(self._ray.exceptions.RayActorError):
-            self._call("kill")
+            self._ray.get(self._actor.kill.remote())
 
 
 class Ray:
