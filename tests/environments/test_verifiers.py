@@ -11,7 +11,7 @@ import pytest
 from tests.environments.adapted import said, trained
 
 from gruppo.data.open import open_source
-from gruppo.environments.verifiers import EnvironmentLoop, verifiers_factory
+from gruppo.environments.verifiers import open_loop, verifiers_factory
 from gruppo.tasksets import has_rubrics
 from gruppo.types import GruppoError
 
@@ -210,7 +210,7 @@ def test_closing_stops_the_servers_of_the_environment():
     make, prompts = opened("gruppo_sums:count=2")
     with started(make, prompts[0]) as conversation:
         conversation.step("1")
-    loop = EnvironmentLoop.of("gruppo_sums:count=2")
+    loop = open_loop("gruppo_sums:count=2")
     server = None if has_rubrics() else loop.env._interception
     loop.close()
     assert not loop.thread.is_alive()

@@ -5,15 +5,5 @@ from gruppo.environments.conversation import ConversationEngine, completion_leng
 from gruppo.environments.environment import Environment
 from gruppo.environments.tools import COUNTS
 
-__all__ = [
-    "COUNTS",
-    "ConversationEngine",
-    "Environment",
-    "EnvironmentClass",
-    "completion_lengths",
-    "converse",
-    "environment_failures",
-    "is_adapter",
-    "is_class",
-    "open_adapter",
-]
+__all__ = ["COUNTS", "ConversationEngine", "Environment", "EnvironmentClass", "completion_lengths", "converse"]
+__all__ += ["environment_failures", "is_adapter", "is_class", "open_adapter"]

@@ -151,12 +151,11 @@ class Environment:
             except IndexError:  # not checked before: engines with lag converse in several threads
                 episode.worker = Worker()
             jobs[row] = Calls([partial(self._reset, episode, made)], episode.worker)
-        self._run(jobs)
-        for row, job in jobs.items():
-            if isinstance(job.results[0], CallError):
-                episodes[row].failure = f"reset: {job.results[0].message}"
+        for row, (result,) in self._run(jobs).items():
+            if isinstance(result, CallError):
+                episodes[row].failure = f"reset: {result.message}"
             else:
-                episodes[row].inputs = job.results[0]
+                episodes[row].inputs = result
 
     def _reset(self, episode: Episode, made: EnvironmentClass) -> Any:
         """Reset the environment of a conversation; returns the prompt of the policy."""
@@ -187,12 +186,11 @@ class Environment:
         for row, episode in enumerate(episodes):
             if episode.made_by is not None and episode.instance is not None and episode.failure is None:
                 jobs[row] = Calls([partial(episode.outcome, episode.made_by, turns[row])], episode.worker)
-        self._run(jobs)
-        for row, job in jobs.items():
-            if isinstance(job.results[0], CallError):
-                episodes[row].failure = job.results[0].message
+        for row, (result,) in self._run(jobs).items():
+            if isinstance(result, CallError):
+                episodes[row].failure = result.message
             else:
-                episodes[row].rewards, episodes[row].state = job.results[0]
+                episodes[row].rewards, episodes[row].state = result
 
     def close(self, episodes: Sequence[Episode] = ()) -> None:
         """Close the objects, whatever has happened; one of a class without ``close`` is reset for another
@@ -209,11 +207,10 @@ class Environment:
                 continue
             workers.append(worker)
             if instance is not None and "close" in made.methods:
-                jobs[row] = Calls([partial(_close, instance)], worker)
-        self._run(jobs)
-        for job in jobs.values():
-            if isinstance(job.results[0], CallError):
-                self._warn_once("close", job.results[0].message)
+                jobs[row] = Calls([lambda closed=instance: awaited(closed.close())], worker)
+        for (result,) in self._run(jobs).values():
+            if isinstance(result, CallError):
+                self._warn_once("close", result.message)
         for worker in workers:
             worker.stop()
         for made in () if episodes else self.classes.values():
@@ -235,31 +232,30 @@ class Environment:
                 calls += [] if made is None else [partial(_is_done, episode.instance)]
                 jobs[key] = Calls(calls, episode.worker)
             elif made is not None and "step" in made.signatures:
-                jobs[key] = Calls([partial(self._step, episode, made)], episode.worker)
+                jobs[key] = Calls([partial(self._reply, episode)], episode.worker)
             elif self.fn is None:
                 answers[key] = None
             else:
                 functions[key] = episode
-        self._run(jobs)
-        for key, job in jobs.items():
+        for key, results in self._run(jobs).items():
             if key not in calling:
-                answers[key] = job.results[0]
+                answers[key] = results[0]
                 continue
-            is_done = False if episodes[key].made_by is None else job.results.pop()
-            results = self._results(episodes[key], job.results)
-            answers[key] = is_done if isinstance(is_done, CallError) else None if is_done else results
+            is_done = False if episodes[key].made_by is None else results.pop()
+            messages = self._results(episodes[key], results)
+            answers[key] = is_done if isinstance(is_done, CallError) else None if is_done else messages
         if functions and self.is_async:
             with self._timed():
                 answers |= self._concurrent(functions)
         elif functions:  # one conversation after another in one thread; in a new thread after each late reply
             worker = Worker()
-            job = Calls([partial(self._reply, episode) for episode in functions.values()], worker, MAX_LATE_REPLIES)
+            calls = [partial(self._reply, episode) for episode in functions.values()]
             try:
                 with self._one_at_a_time:  # engines with lag converse in several threads; the wait is not in elapsed_s
-                    self._run({0: job})
+                    (results,) = self._run({0: Calls(calls, worker, MAX_LATE_REPLIES)}).values()
             finally:
                 worker.stop()
-            answers |= zip(functions, job.results, strict=True)
+            answers |= zip(functions, results, strict=True)
         return answers
 
     def _results(self, episode: Episode, results: Sequence[Any]) -> Reply:
@@ -300,14 +296,12 @@ class Environment:
             text, _ = safe_text(f"{type(error).__name__}: {error_message(error)}".removesuffix(": "), MAX_ERROR)
             raise CallError("exception", text) from error
 
-    def _step(self, episode: Episode, made: EnvironmentClass) -> Reply | None:
-        raw = awaited(episode.instance.step(**made.signatures["step"].arguments(episode.values)))
-        return safe_reply(parse_reply(raw, episode.inputs), CHARACTERS_PER_TOKEN * self.max_reply_tokens)
-
-    def _run(self, jobs: Mapping[int, Calls]) -> None:
+    def _run(self, jobs: Mapping[int, Calls]) -> dict[int, list[Any]]:
+        """Make the calls; return what each returned, or the ``CallError`` that it ended in."""
         if jobs:
             with self._timed():
                 run_calls(jobs, self.timeout_s, f"environment {self.name!r}")
+        return {key: calls.results for key, calls in jobs.items()}
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -325,7 +319,12 @@ class Environment:
             log.warning("environment %s: %s failed: %s. Further failures of it are only counted.", self.name, what, why)
 
     def _reply(self, episode: Episode) -> Reply | None:
-        return parse_reply(awaited(self._call(episode)), episode.inputs)
+        """The reply of ``step``, or of the function."""
+        if episode.made_by is None:
+            return parse_reply(awaited(self._call(episode)), episode.inputs)
+        arguments = episode.made_by.signatures["step"].arguments(episode.values)
+        reply = parse_reply(awaited(episode.instance.step(**arguments)), episode.inputs)
+        return safe_reply(reply, CHARACTERS_PER_TOKEN * self.max_reply_tokens)
 
     def _concurrent(self, requests: Mapping[int, Episode]) -> dict[int, Any]:
         """Call for all conversations at the same time, in one event loop."""
@@ -366,10 +365,6 @@ class Environment:
 def _is_done(instance: Any) -> bool:
     value = getattr(instance, "is_done", False)
     return bool(awaited(value()) if callable(value) else value)
-
-
-def _close(instance: Any) -> None:
-    awaited(instance.close())
 
 
 def safe_reply(reply: Reply | None, limit: int) -> Reply | None:

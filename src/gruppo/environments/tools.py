@@ -53,20 +53,15 @@ class Worker:
     """A thread for the calls of one environment: some objects, such as connections, belong to the thread that made
     them."""
 
-    def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] | None = None
-        self.was_late = False
+    was_late = False
+    """Whether its thread was left to a late call; further ones are made in another."""
+    _calls: queue.SimpleQueue[Callable[[], None] | None] | None = None
 
     def start(self, run: Callable[[], None]) -> None:
         if self._calls is None:
             self._calls = queue.SimpleQueue()
-            start_call(partial(_make_all, self._calls))  # of this queue: after ``leave``, the object gets another one
+            start_call(partial(_make_all, self._calls))  # of this queue: after ``stop``, the object gets another one
         self._calls.put(run)
-
-    def leave(self) -> None:
-        """Leave the thread to a call that is late; further ones are made in another."""
-        self.stop()
-        self.was_late = True
 
     def stop(self) -> None:
         """End the thread after the call that is under way."""
@@ -139,7 +134,8 @@ def run_calls(rows: Mapping[int, Calls], timeout_s: float | None, what: str) -> 
                 calls = running.pop(call)
                 call.abandon()
                 if calls.worker is not None:
-                    calls.worker.leave()
+                    calls.worker.stop()
+                    calls.worker.was_late = True
                 calls.late += 1
                 go_on(calls, CallError("timeout", f"no answer within {timeout_s:.3g} s"))
 

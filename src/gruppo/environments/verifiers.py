@@ -33,7 +33,7 @@ def verifiers_factory(spec: str, config: Any) -> Callable[[], Any]:
     The columns ``taskset`` and ``task_index`` of the data say which task it is.
     """
     named = {data.removeprefix("verifiers:") for data in (config.data, config.evaluation.data) if is_taskset(data)}
-    return partial(Verifiers, {name: EnvironmentLoop.of(name) for name in sorted({spec} | named)})
+    return partial(Verifiers, {name: open_loop(name) for name in sorted({spec} | named)})
 
 
 class EnvironmentLoop:
@@ -49,11 +49,6 @@ class EnvironmentLoop:
         self.start(self.exits.enter_async_context(self.backend.serving(self.env))).result()
         atexit.register(self.close)
 
-    @classmethod
-    @lru_cache(maxsize=4)
-    def of(cls, spec: str) -> EnvironmentLoop:
-        return cls(spec)
-
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> Future:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
@@ -63,6 +58,9 @@ class EnvironmentLoop:
             self.start(self.exits.aclose()).result(CLOSE_TIMEOUT_S)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(CLOSE_TIMEOUT_S)
+
+
+open_loop = lru_cache(maxsize=4)(EnvironmentLoop)
 
 
 class Verifiers:
