@@ -263,16 +263,14 @@ def share_failure(error: Exception | None, status: int = 0, *, in_step: bool = F
     of a sharded model. Then they are told through the store, and this rank does not wait for them.
     """
     global _shared
-    if error is not None and (in_step or world_size() == 1):
-        _leave(error)
-        raise error
-    if isinstance(error, RankLost | Failed) or (error is not None and error is _shared):
-        raise error
     if error is not None:
-        _shared = error
-        with suppress(RankLost, Failed):  # the other ranks may have ended
-            all_max(_FAILED)
-            all_gather(json.dumps(vars(_failure(error))).encode())
+        if in_step or world_size() == 1:
+            _leave(error)
+        elif not isinstance(error, RankLost | Failed) and error is not _shared:  # else the others know
+            _shared = error
+            with suppress(RankLost, Failed):  # the other ranks may have ended
+                all_max(_FAILED)
+                all_gather(json.dumps(vars(_failure(error))).encode())
         raise error
     if (worst := all_max(status)) < _FAILED:
         return worst
