@@ -207,7 +207,7 @@ class Environment:
                 continue
             workers.append(worker)
             if instance is not None and "close" in made.methods:
-                jobs[row] = Calls([lambda closed=instance: awaited(closed.close())], worker)
+                jobs[row] = Calls([partial(_close, instance)], worker)
         for (result,) in self._run(jobs).values():
             if isinstance(result, CallError):
                 self._warn_once("close", result.message)
@@ -365,6 +365,10 @@ class Environment:
 def _is_done(instance: Any) -> bool:
     value = getattr(instance, "is_done", False)
     return bool(awaited(value()) if callable(value) else value)
+
+
+def _close(instance: Any) -> None:
+    awaited(instance.close())
 
 
 def safe_reply(reply: Reply | None, limit: int) -> Reply | None:
