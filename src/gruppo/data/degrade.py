@@ -21,10 +21,6 @@ from gruppo.types import DataError
 Images = Float[Tensor, "B C H W"]
 
 
-def _add_noise(images: Images, levels: float, generator: torch.Generator) -> Images:
-    return images + levels / 255 * torch.randn(images.shape, generator=generator)
-
-
 def _downscale(images: Images, factor: float, _generator: torch.Generator | None = None) -> Images:
     """Mean of each square, resized to the original size by bicubic interpolation."""
     height, width = images.shape[-2:]
@@ -62,7 +58,10 @@ class DegradationKind:
 
 
 KINDS: Mapping[str, DegradationKind] = {
-    "noise": DegradationKind(_add_noise, "levels of 255, standard deviation", 0, 255, "25"),
+    "noise": DegradationKind(
+        lambda images, levels, generator: images + levels / 255 * torch.randn(images.shape, generator=generator),
+        *("levels of 255, standard deviation", 0, 255, "25"),
+    ),
     "blur": DegradationKind(
         lambda x, std, _=None: gaussian_blur(x, std), "pixels, standard deviation", 0, 20, "1.5", is_expected=True
     ),

@@ -59,42 +59,39 @@ def open_source(
     options: dict[str, Any] = {"seed": seed, "held_out_fraction": held_out_fraction}
     if isinstance(data, str) and is_function_name(data):
         data = load_object(data)()
-    source: Any = data if isinstance(data, IndexedSource | SourceWrapper) else None
-    if source is None and is_custom_source(data) and not hasattr(data, "column_names"):  # as an IterableDataset has
+    source: Any = None
+    kind, _, rest = data.partition(":") if isinstance(data, str) else ("", "", "")
+    if isinstance(data, IndexedSource | SourceWrapper):
+        source = data
+    elif is_custom_source(data) and not hasattr(data, "column_names"):  # as an IterableDataset has
         source = SourceWrapper(data)
-    elif source is None and isinstance(data, str):
-        source = _open_generated(data, **options)
-    if source is None:
-        rows, options["name"] = _rows_of(data, prompt_column)
-        source = row_source(rows, prompt_column=prompt_column, target_column=target_column, **options)
-    return Curriculum(source, difficulty_column) if difficulty_column else source
-
-
-def _open_generated(data: str, **options: Any) -> IndexedSource | None:
-    """Data that is not rows: generated problems and images; None for other names."""
-    kind, _, rest = data.partition(":")
-    if kind == "reasoning_gym" and rest:
-        return reasoning_gym(rest, **options)
-    if data == "digits":
-        return labelled_images(*load_digits(), name=data, **options)
-    if kind == "images" and rest:
+    elif kind == "reasoning_gym" and rest:
+        source = reasoning_gym(rest, **options)
+    elif kind == "digits" and data == kind:
+        source = labelled_images(*load_digits(), name=data, **options)
+    elif kind == "images" and rest:
         folder, _, size = rest.rpartition(":") if re.search(r":\d+$", rest) else (rest, "", "")
         if size and int(size) < 1:
             raise DataError(f"data={data!r}: images of {size} pixels are empty. Write images:{folder}:64.")
-        return image_folder(folder, size=int(size) if size else None, **options)
-    if kind == "arithmetic":
+        source = image_folder(folder, size=int(size) if size else None, **options)
+    elif kind == "arithmetic":
         match = re.fullmatch(r"(-?\d+):(-?\d+)(:natural)?", rest or "0:20")
         if match is None:
             need = "two integers, as in arithmetic:0:99, or arithmetic:0:99:natural for differences of 0 and above"
             raise DataError(f"cannot read the range of {data!r}; it needs {need}.")
-        return arithmetic(int(match[1]), int(match[2]), allow_negative=match[3] is None, **options)
-    if kind == "lines":
+        source = arithmetic(int(match[1]), int(match[2]), allow_negative=match[3] is None, **options)
+    elif kind == "lines":
         degradation, settings = parse_data_options(rest, data, ("count", "set", "height", "width"), ("clean",), LINES)
         if degradation is None:
             raise DataError(f"data={data!r} does not say how lines are degraded; write {LINES}.")
-        settings["number"] = settings.pop("set", 0)
-        return text_lines(degradation, name=data, **settings, **options)
-    return open_pairs(data, **options)
+        number = settings.pop("set", 0)
+        source = text_lines(degradation, name=data, number=number, **settings, **options)
+    elif isinstance(data, str):
+        source = open_pairs(data, **options)  # None for the names of rows
+    if source is None:
+        rows, options["name"] = _rows_of(data, prompt_column)
+        source = row_source(rows, prompt_column=prompt_column, target_column=target_column, **options)
+    return Curriculum(source, difficulty_column) if difficulty_column else source
 
 
 def _rows_of(data: Any, prompt_column: str) -> tuple[list[Any], str]:

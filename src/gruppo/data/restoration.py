@@ -195,7 +195,21 @@ def open_pairs(data: str, *, seed: int, held_out_fraction: float = 0.1) -> Index
         root = Path(parts[0]).expanduser()
         pairs = {name: ImagePair(root / name) for name in list_images(root)}
     else:
-        pairs = _paired_files(*parts)
+        # Images of the same name in both folders are a pair, whatever their file types.
+        degraded, clean = dict[str, Path](), dict[str, Path]()
+        for folder, stems in zip((Path(part).expanduser() for part in parts), (degraded, clean), strict=True):
+            for file in list_images(folder):
+                stem = file.rpartition(".")[0]
+                if stem in stems:
+                    other = stems[stem].relative_to(folder).as_posix()
+                    raise DataError(f"{folder} holds both {other} and {file}: one name for two images. Rename one.")
+                stems[stem] = folder / file
+        if unpaired := sorted(degraded.keys() ^ clean.keys()):
+            has, lacks = parts if unpaired[0] in degraded else parts[::-1]
+            shown = ", ".join(unpaired[:5]) + (", ..." if len(unpaired) > 5 else "")
+            raise DataError(f"""{len(unpaired)} images are unpaired: {shown} ({unpaired[0]} is in {has} and not in
+                {lacks}). Rename, add or remove images.""")
+        pairs = {stem: ImagePair(clean[stem], degraded[stem]) for stem in sorted(degraded)}
     options |= {"seed": seed, "held_out_fraction": held_out_fraction, "name": " and ".join(parts) or kind}
     return image_pairs(pairs, degradation=degradation, **options)
 
@@ -212,24 +226,6 @@ def photographs(*, with_gray: bool = False) -> dict[str, Path]:
         counts = len(missing), len(requested), ", ".join(missing), packages
         log.warning("%d of %d photographs are missing (%s); install %s for them.", *counts)
     return found
-
-
-def _paired_files(degraded: str, clean: str) -> dict[str, ImagePair]:
-    """Images of the same name in two folders, whatever their file types. An unpaired image is refused."""
-    first, second = dict[str, Path](), dict[str, Path]()
-    for folder, files in ((Path(degraded).expanduser(), first), (Path(clean).expanduser(), second)):
-        for file in list_images(folder):
-            stem = file.rpartition(".")[0]
-            if stem in files:
-                other = files[stem].relative_to(folder).as_posix()
-                raise DataError(f"{folder} holds both {other} and {file}: one name for two images. Rename one.")
-            files[stem] = folder / file
-    if unpaired := sorted(first.keys() ^ second.keys()):
-        has, lacks = (degraded, clean) if unpaired[0] in first else (clean, degraded)
-        shown = ", ".join(unpaired[:5]) + (", ..." if len(unpaired) > 5 else "")
-        raise DataError(f"""{len(unpaired)} images are unpaired: {shown} ({unpaired[0]} is in {has} and not in {lacks}).
-            Rename, add or remove images.""")
-    return {stem: ImagePair(second[stem], first[stem]) for stem in sorted(first)}
 
 
 class WithReference(SourceWrapper):

@@ -61,7 +61,15 @@ def check_zero_spread(run: Record) -> Iterator[Match]:
         yield Match("zero-spread", [resample], "easy")
     elif is_constant:
         changes: list[Change] = []
-        reward, of_targets = run.reward.span().mean, reward_of_targets(run)
+        reward, of_targets, specs = run.reward.span().mean, math.nan, run.config.reward
+        targets = [str(row["target"]) for row in run.samples if isinstance(row.get("target"), str | int | float)]
+        # The mean reward of the data's own targets, where no code of the user's has to run for it.
+        if targets and all(spec.partition(":")[0] in TEXT_REWARDS for spec in specs):
+            inputs = {"completions": targets, "answer": targets, "completion_ids": [list(target) for target in targets]}
+            scores = [resolve_reward(spec)(**inputs) for spec in specs]
+            means = [sum(filter(None, score)) / len(score) for score in scores]
+            weights = run.config.scoring.weights or (1.0,) * len(specs)
+            of_targets = sum(weight * mean for weight, mean in zip(weights, means, strict=True))
         advice = "Give partial credit, or start with demonstrations that this reward scores higher."
         if of_targets > reward and len(run.config.plan) == 1 and run.config.steps >= 2:
             advice = f"The reward of the data's own targets is {of_targets:.3g}: start with them as demonstrations."
@@ -78,19 +86,6 @@ def check_zero_spread(run: Record) -> Iterator[Match]:
             option = "--rollout.group-size" if run.stage.group_size is None else run.option("group_size")
             changes = [Change({option: str(larger)}, f"rare answers are sampled more often than with {size}")]
         yield Match("zero-spread", [*changes, resample, *remedies.higher_temperature(run)], "stuck")
-
-
-def reward_of_targets(run: Record) -> float:
-    """Mean reward of the targets in samples.jsonl; NaN if it is not known without running code of the user's."""
-    targets = [str(row["target"]) for row in run.samples if isinstance(row.get("target"), str | int | float)]
-    weights = run.config.scoring.weights or (1.0,) * len(run.config.reward)
-    names = [spec.partition(":")[0] for spec in run.config.reward]
-    if not targets or not all(name in TEXT_REWARDS for name in names):
-        return math.nan
-    inputs = {"completions": targets, "answer": targets, "completion_ids": [list(target) for target in targets]}
-    scores = [resolve_reward(spec)(**inputs) for spec in run.config.reward]
-    means = [sum(filter(None, score)) / len(score) for score in scores]
-    return sum(weight * mean for weight, mean in zip(weights, means, strict=True))
 
 
 def check_flat_reward(run: Record) -> Iterator[Match]:

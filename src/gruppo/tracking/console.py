@@ -217,8 +217,25 @@ class ConsoleTracker:
         if self._held_out:
             parts.append(Text(self._held_out, "bold", no_wrap=True, overflow="ellipsis"))
         panels: list[RenderableType] = [Panel(Group(*parts), border_style="dim", width=width)] if parts else [Text()]
-        if self._samples:
-            panels.append(_samples_panel(*self._samples, width))
+        if self._samples:  # the best and the worst rows, each on at most two lines; of images the prompts
+            step, rows, sheet = self._samples
+            target = min(max([6, *(len(as_text(row.get("target", ""))) for row in rows)]), 14)
+            free = inner - 6 - target - 6  # without the rewards, and two spaces between each two of four columns
+            columns = {"prompt": free * 2 // 5, "completion": free - free * 2 // 5, "target": target}
+            if any(has_pixels(row.get("completion")) for row in rows):
+                columns = {"prompt": inner - 8}
+            table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+            table.add_column("reward", width=6, overflow="fold", justify="right")
+            for name, size in columns.items():
+                table.add_column(name, width=size, overflow="fold")
+            for row in best_and_worst(rows):
+                reward = reward_of(row, math.nan)
+                style = "dim" if reward != reward else "green" if reward > 0 else "red"
+                texts = [shorten(as_text(row.get(name, "")), 2 * size - 2) for name, size in columns.items()]
+                table.add_row(Text(number(reward), style), *map(Text, texts))
+            parts = [table, Text(f"images: {sheet}", "dim", overflow="fold")] if sheet else [table]
+            title = f"samples of step {step}"
+            panels.append(Panel(Group(*parts), title=title, title_align="left", border_style="dim", width=width))
         self._body = Group(*panels)
 
     def _print(self, text: Text) -> None:
@@ -237,27 +254,6 @@ def time_bar(metrics: Mapping[str, float], width: int) -> Text:
     for name, value in seconds.items():  # the bar takes what the legend leaves
         bar.append("━" * round((width - LABEL - legend.cell_len) * value / total), PHASES[name])
     return bar.append_text(legend)
-
-
-def _samples_panel(step: int, rows: Sequence[Row], sheet: str, width: int) -> RenderableType:
-    """The best and the worst rows, each on at most two lines; for images their prompts, and their sheet."""
-    target = min(max([6, *(len(as_text(row.get("target", ""))) for row in rows)]), 14)
-    free = width - BORDER - 6 - target - 6  # without the rewards, and two spaces between each two of four columns
-    columns = {"prompt": free * 2 // 5, "completion": free - free * 2 // 5, "target": target}
-    if any(has_pixels(row.get("completion")) for row in rows):
-        columns = {"prompt": width - BORDER - 8}
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    table.add_column("reward", width=6, overflow="fold", justify="right")
-    for name, size in columns.items():
-        table.add_column(name, width=size, overflow="fold")
-    for row in best_and_worst(rows):
-        reward = reward_of(row, math.nan)
-        style = "dim" if reward != reward else "green" if reward > 0 else "red"
-        texts = [shorten(as_text(row.get(name, "")), 2 * size - 2) for name, size in columns.items()]
-        table.add_row(Text(number(reward), style), *map(Text, texts))
-    parts = [table, Text(f"images: {sheet}", "dim", overflow="fold")] if sheet else [table]
-    title = Text(f"samples of step {step}")
-    return Panel(Group(*parts), title=title, title_align="left", border_style="dim", width=width)
 
 
 def best_and_worst(rows: Sequence[Row], count: int = 4) -> list[Row]:

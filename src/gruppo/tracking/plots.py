@@ -28,6 +28,8 @@ LOG_RANGE = 100
 """Ratio of the largest value to a small one above which colors are logarithmic."""
 MAX_COLUMNS, MAX_PROFILES = 60, 6
 """Columns of a heatmap, and lines over denoising steps."""
+ROUNDING = 1e-6
+"""Absolute value below which a number is zero up to rounding."""
 UNSAFE = re.compile(r"[^A-Za-z0-9.-]+")
 """Characters of a metric's name that become an underscore in that of a file."""
 STYLE = Path(__file__).with_name("plots.mplstyle")
@@ -163,7 +165,7 @@ def _draw_lines(axes: Any, panel: Panel, metrics: Metrics) -> None:
         steps, values = series(metrics, name)
         if steps:
             axes.plot(steps, values, "o", color=color, markersize=6, markeredgecolor=PAPER, label=label, zorder=4)
-    if panel.zero_note and is_zero(metrics, panel):
+    if panel.zero_note and all(abs(x) < ROUNDING for name in panel.metrics for x in series(metrics, name)[1]):
         axes.set_ylim(-1, 1)
         at = {"transform": axes.transAxes, "ha": "center", "va": "bottom", "color": "#555555"}
         axes.text(0.5, 0.6, panel.zero_note, bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1}, **at)
@@ -300,28 +302,25 @@ def panels_of(metrics: Metrics) -> list[Panel]:
         rows = matching(rf"timestep/{re.escape(family)}/(\d+)")
         steps.append(Panel(file, title, "denoising step (0 = first)", rows, style="heatmap", value=family))
     everything = [*fixed["reward"], *rewards, *fixed["learning"], *steps, *fixed["prompts"], *fixed["stages"]]
-    return [panel for panel in everything if _has_content(panel, metrics)]
+    # A panel without content is left out.
+    shown: list[Panel] = []
+    for panel in everything:
+        lines = [series(metrics, name)[1] for name in (*panel.metrics, *list(panel.points)[:1])]
+        distinct = {value for values in lines for value in values}
+        has_content = any(lines)
+        if panel.style == "histogram":
+            has_content = sum(any(values) for values in lines) > 1
+        elif panel.style in ("heatmap", "profile"):  # a single color shows nothing
+            has_content = sum(map(bool, lines)) > 1 and len(distinct) > 1
+        elif panel.shown == "if nonzero":
+            has_content = any(abs(value) >= ROUNDING for value in distinct)
+        elif panel.shown == "if it changes":
+            has_content = any(len(set(values)) > 1 for values in lines)
+        shown += [panel] if has_content else []
+    return shown
 
 
 def series(metrics: Metrics, name: str) -> tuple[list[int], list[float]]:
     """Steps and values where the metric was logged and finite."""
     pairs = [(int(row["step"]), row[name]) for row in metrics if math.isfinite(row.get(name, math.nan))]
     return [step for step, _ in pairs], [value for _, value in pairs]
-
-
-def is_zero(metrics: Metrics, panel: Panel) -> bool:
-    """Whether all values are zero up to rounding."""
-    return all(abs(value) < 1e-6 for name in panel.metrics for value in series(metrics, name)[1])
-
-
-def _has_content(panel: Panel, metrics: Metrics) -> bool:
-    lines = [series(metrics, name)[1] for name in (*panel.metrics, *list(panel.points)[:1])]
-    if panel.style == "histogram":
-        return sum(any(values) for values in lines) > 1
-    if panel.style in ("heatmap", "profile"):  # a single color shows nothing
-        return sum(map(bool, lines)) > 1 and len({value for values in lines for value in values}) > 1
-    if panel.shown == "if nonzero":
-        return not is_zero(metrics, panel)
-    if panel.shown == "if it changes":
-        return any(len(set(values)) > 1 for values in lines)
-    return any(lines)

@@ -76,7 +76,24 @@ def closing_lines(
         summary.append(f"; {unscored:.0f}{of_all} sampled rows had no reward (log.txt, samples.jsonl)", "yellow")
     parts: list[RenderableType] = [summary]
     if before or after:
-        parts.append(Padding(_evaluation_table(before or {}, after or {}), (1, 0, 0, 0)))
+        evaluation, sides = after or before or {}, (before or {}, after or {})
+        # With a padding of one, negative rewards fit in 80 columns.
+        table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+        table.add_column(f"held-out, {evaluation.get('prompts', '?')} prompts")
+        for name in ("before", "after", "change"):
+            table.add_column(name, justify="right", no_wrap=True)
+        intervals = [f" [{_cell(side['low'])}, {_cell(side['high'])}]" if side else "" for side in sides]
+        means: list[tuple[str, Any, list[str]]] = [("reward [95% interval]", [s.get("mean") for s in sides], intervals)]
+        if len(names := evaluation.get("parts", {})) > 1:  # of a single reward the mean says the same
+            means += [(f"  {name}", [s.get("parts", {}).get(name) for s in sides], ["", ""]) for name in names]
+        for name, (old, new), ends in means:
+            cells = [_cell(mean) + end for mean, end in zip((old, new), ends, strict=True)]
+            change = Text("-")
+            if old is not None and new is not None:
+                color = "green" if new > old else "red" if new < old else ""
+                change = Text(_cell(new - old, "+"), color if name.startswith(" ") else f"bold {color}")
+            table.add_row(Text(name), *map(Text, cells), change)
+        parts.append(Padding(table, (1, 0, 0, 0)))
     files = [(str(run_dir / name), text) for name, text in FILES.items() if (run_dir / name).exists()]
     for title, rows, separator in (("Files", files, "  "), ("Next", commands, "  # ")):
         if rows:
@@ -84,26 +101,6 @@ def closing_lines(
             lines = [part for left, right in rows for part in (f"\n  {left.ljust(width)}", (separator + right, "dim"))]
             parts.append(Text.assemble((f"\n{title}", "bold"), *lines))
     return Group(*parts)
-
-
-def _evaluation_table(before: Mapping[str, Any], after: Mapping[str, Any]) -> Table:
-    evaluation, sides = after or before, (before, after)
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))  # negative rewards fit in 80
-    table.add_column(f"held-out, {evaluation.get('prompts', '?')} prompts")
-    for name in ("before", "after", "change"):
-        table.add_column(name, justify="right", no_wrap=True)
-    intervals = [f" [{_cell(side['low'])}, {_cell(side['high'])}]" if side else "" for side in sides]
-    rows: list[tuple[str, Any, list[str]]] = [("reward [95% interval]", [s.get("mean") for s in sides], intervals)]
-    if len(parts := evaluation.get("parts", {})) > 1:  # of a single reward the mean says the same
-        rows += [(f"  {name}", [side.get("parts", {}).get(name) for side in sides], ["", ""]) for name in parts]
-    for name, (old, new), ends in rows:
-        cells = [_cell(mean) + end for mean, end in zip((old, new), ends, strict=True)]
-        change = Text("-")
-        if old is not None and new is not None:
-            color = "green" if new > old else "red" if new < old else ""
-            change = Text(_cell(new - old, "+"), color if name.startswith(" ") else f"bold {color}")
-        table.add_row(Text(name), *map(Text, cells), change)
-    return table
 
 
 def _cell(value: float | None, sign: str = "") -> str:

@@ -16,6 +16,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -186,25 +187,28 @@ class TensorBoard:
         self._writer.close()
 
 
+@dataclass
 class HostedTracker:
     """A run of wandb or trackio, which have tables and images in common."""
 
-    def __init__(self, package: Any, run: Any, run_dir: Path, log: Callable[[int, dict[str, Any]], None]) -> None:
-        self._package, self._run, self._run_dir, self._log = package, run, run_dir, log
+    package: Any
+    run: Any
+    run_dir: Path
+    send: Callable[[int, dict[str, Any]], None]
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._log(step, dict(metrics))
+        self.send(step, dict(metrics))
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        for tag, texts, sheet in _samples(self._run_dir, step, rows):
+        for tag, texts, sheet in _samples(self.run_dir, step, rows):
             if texts:
-                self._log(step, {tag: self._package.Table(columns=texts[0], data=texts[1])})
+                self.send(step, {tag: self.package.Table(columns=texts[0], data=texts[1])})
             if sheet:
-                self._log(step, {f"{tag}_sheet": self._package.Image(str(sheet))})
+                self.send(step, {f"{tag}_sheet": self.package.Image(str(sheet))})
 
     def close(self) -> None:
         with redirect_stdout(io.StringIO()):  # trackio prints
-            self._run.finish()
+            self.run.finish()
 
 
 def open_wandb(run_dir: Path, settings: Mapping[str, Any], from_step: int | None) -> Tracker:
