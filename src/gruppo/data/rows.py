@@ -133,8 +133,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
         # bytes: splitting text would also cut at the Unicode line separators that JSON strings may hold
         lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
     except FileNotFoundError:
-        siblings = path.parent.glob("*.jsonl") if path.parent.is_dir() else ()
-        hint = nearest(path.name, [other.name for other in siblings])
+        hint = nearest(path.name, [other.name for other in path.parent.glob("*.jsonl")])  # none without the folder
         raise DataError(f"there is no file {path}{hint}. Check the path.") from None
     except OSError as problem:
         raise DataError(f"{path} cannot be read: {problem.strerror}. It needs a readable JSON Lines file.") from problem

@@ -86,8 +86,8 @@ def check_warmup(run: Record) -> Iterator[Match]:
         steps = [s for s in lr.steps if s > 0 and (len(config.plan) == 1 or stage_at.get(s) == index + 1)]
         if not steps:
             continue
-        is_over = index < run.stage_at(run.steps)
-        length = len(steps) if is_over else stage.steps or config.steps - steps[0] + 1
+        # Of a stage that is over the steps that it had, else those that it will have.
+        length = len(steps) if index < run.stage_at(run.steps) else stage.steps or config.steps - steps[0] + 1
         # The run's warm-up may reach into a stage without a learning rate of its own.
         run_warmup = 0 if stage.lr is not None else config.optim.warmup_steps - (steps[0] - 1)
         warmup, peak = max(stage.warmup_steps, run_warmup), peak_lr(config, index)
@@ -151,8 +151,7 @@ def check_critic(run: Record) -> Iterator[Match]:
     if is_worse:
         lr = config.optim.lr if config.critic.lr is None else config.critic.lr
         # A growing loss means that the rate is too high; else the critic has not learned enough.
-        is_growing = len(loss) >= TREND_STEPS and loss.rises()
-        factor, why = (0.3, "a third of") if is_growing else (3.0, "three times")
+        factor, why = (0.3, "a third of") if len(loss) >= TREND_STEPS and loss.rises() else (3.0, "three times")
         changes.append(Change({"--critic.lr": remedies.number(lr * factor)}, f"{why} {lr:g}"))
         if not config.critic.warmup_steps:
             steps = str(max(config.steps // 20, 1))

@@ -94,8 +94,7 @@ def check_clip(run: Record) -> Iterator[Match]:
 
     # The clip is inert where no ratio of the whole run has come farther than a tenth of the way to it.
     limit, largest = clip_range(o)[1], max(ratio.values, default=math.nan) - 1
-    is_clipped = any(high.values) or any(low.values)
-    if updates > 1 and o.surrogate == "clip" and not is_clipped and largest <= 0.1 * limit:
+    if updates > 1 and o.surrogate == "clip" and not any(high.values + low.values) and largest <= 0.1 * limit:
         changes = [remedies.scale_lr(run, 3.0)]
         if o.dims == "mean":  # an average over thousands of dimensions stays near 1 however far the policy moves
             why = "joint ratio of all dimensions, in nats"

@@ -82,8 +82,7 @@ def more_kl(run: Record, *, target: float) -> Change:
 def fewer_updates(run: Record) -> list[Change]:
     """Half the epochs per batch, else half the minibatches."""
     counts = {"epochs": run.config.optim.epochs, "minibatches": run.config.optim.minibatches}
-    changes = [Change({f"--optim.{name}": str(n // 2)}, f"half of {n}") for name, n in counts.items() if n > 1]
-    return changes[:1]
+    return [Change({f"--optim.{name}": str(n // 2)}, f"half of {n}") for name, n in counts.items() if n > 1][:1]
 
 
 def return_to_best(run: Record) -> list[Change]:

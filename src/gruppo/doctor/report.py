@@ -93,8 +93,7 @@ def diagnose(run: Record) -> Report:
         shown = [run.reward if name == "reward" else run[name] for name in rule.shows]
         evidence = [*match.evidence, *((series, (series.third(0), series.third(2))) for series in shown)]
         measured = [(series.name, spans) for series, spans in evidence if len(series)]  # the others were never logged
-        meaning = text.format(run=run, **match.values)
-        findings.append(Finding(rule.name, rule.title, measured, meaning, match.changes))
+        findings.append(Finding(rule.name, rule.title, measured, text.format(run=run, **match.values), match.changes))
     return Report(run, sorted(findings, key=lambda finding: not matches[finding.rule].blocks), skipped)
 
 

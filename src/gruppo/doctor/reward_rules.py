@@ -22,8 +22,7 @@ TEXT_REWARDS = ("exact_match", "numeric_match", "length_target", "keywords", "re
 def check_reward_failures(run: Record) -> Iterator[Match]:
     unscored, rollout, timeout_s = run["reward/unscored_count"], run.config.rollout, run.config.scoring.timeout_s
     # Rows per step from the sizes of the groups: they vary where groups grow.
-    sizes = run.named(r"group/size_(\d+)_count")
-    rows = sum(int(size) * sum(run[name].values) for name, size in sizes)
+    rows = sum(int(size) * sum(run[name].values) for name, size in run.named(r"group/size_(\d+)_count"))
     rows = rows or rollout.prompts * rollout.group_size * len(unscored) or math.nan
     counts = {kind: run[f"reward/{kind}_count"] for kind in ("exception", "timeout", "not_finite")}
     totals = {kind: sum(series.values) for kind, series in counts.items()}

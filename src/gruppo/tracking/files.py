@@ -49,13 +49,12 @@ def writing(path: Path) -> Iterator[None]:
 
 def replace_file(path: Path, content: bytes | str) -> None:
     """Write a file that holds either its old content or the new one, whenever the machine stops."""
-    # What UTF-8 cannot encode (half of a surrogate pair) becomes \\udc80, as JSON writes it.
-    data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     scratch = path.with_name(f".{path.name}.new")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with scratch.open("wb") as file:
-            file.write(data)
+            # What UTF-8 cannot encode (half of a surrogate pair) becomes \\udc80, as JSON writes it.
+            file.write(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(scratch, path)

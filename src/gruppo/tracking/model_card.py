@@ -110,8 +110,7 @@ def _evaluations(evaluations: list[Mapping[str, Any]]) -> list[str]:
 
 
 def _table(header: list[str], rows: list[list[str]]) -> list[str]:
-    lines = [header, ["---"] * len(header), *rows]
-    return [f"| {' | '.join(map(_cell, line))} |" for line in lines]
+    return [f"| {' | '.join(map(_cell, line))} |" for line in [header, ["---"] * len(header), *rows]]
 
 
 def _cell(text: str) -> str:

@@ -245,8 +245,7 @@ def color_scale(values: np.ndarray) -> tuple[Any, str]:
     if low < 0 < high and min(-low, high) > max(-low, high) / 4:
         return Normalize(-max(-low, high), max(-low, high)), "RdBu_r"
     small = float(np.quantile(values[values > 0], 0.05, method="lower")) if low >= 0 and high > 0 else high
-    is_log = small > 0 and high > LOG_RANGE * small
-    return (LogNorm(small, high) if is_log else Normalize(low, high)), "viridis"
+    return (LogNorm(small, high) if small > 0 and high > LOG_RANGE * small else Normalize(low, high)), "viridis"
 
 
 def _shades(count: int) -> list[Any]:
@@ -301,10 +300,9 @@ def panels_of(metrics: Metrics) -> list[Panel]:
         file, title = f"timestep_{UNSAFE.sub('_', family)}", f"{family.replace('_', ' ')} by denoising step"
         rows = matching(rf"timestep/{re.escape(family)}/(\d+)")
         steps.append(Panel(file, title, "denoising step (0 = first)", rows, style="heatmap", value=family))
-    everything = [*fixed["reward"], *rewards, *fixed["learning"], *steps, *fixed["prompts"], *fixed["stages"]]
-    # A panel without content is left out.
+    # All panels in the order of the overview; one without content is left out.
     shown: list[Panel] = []
-    for panel in everything:
+    for panel in (*fixed["reward"], *rewards, *fixed["learning"], *steps, *fixed["prompts"], *fixed["stages"]):
         lines = [series(metrics, name)[1] for name in (*panel.metrics, *list(panel.points)[:1])]
         distinct = {value for values in lines for value in values}
         has_content = any(lines)

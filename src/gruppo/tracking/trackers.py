@@ -179,8 +179,7 @@ class TensorBoard:
                 from PIL import Image
 
                 with Image.open(sheet) as image:
-                    pixels = numpy.asarray(image.convert("RGB"))
-                self._writer.add_image(f"{tag}_sheet", pixels, step, dataformats="HWC")
+                    self._writer.add_image(f"{tag}_sheet", numpy.asarray(image.convert("RGB")), step, dataformats="HWC")
         self._writer.flush()
 
     def close(self) -> None:
