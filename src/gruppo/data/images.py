@@ -6,7 +6,7 @@ import csv
 import importlib.util
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -202,9 +202,8 @@ def list_images(folder: Path) -> list[str]:
 
 def package_file(package: str, file: str) -> Path | None:
     """A file of an installed package, which is not imported; None without the package or the file."""
-    try:
+    folders: list[str] = []
+    with suppress(ImportError, ValueError):
         spec = importlib.util.find_spec(package)
-    except (ImportError, ValueError):
-        return None
-    folders = [] if spec is None else list(spec.submodule_search_locations or [])
+        folders += (spec and spec.submodule_search_locations) or []
     return next((path for folder in folders if (path := Path(folder) / file).is_file()), None)

@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,12 +79,10 @@ def is_stringified(text: str) -> bool:
     if (match := AS_TEXT.fullmatch(text)) is None:
         return False
     for read in (parse_json, ast.literal_eval):
-        try:
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
             value = read(match["messages"])
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            continue
-        messages = value if isinstance(value, list | tuple) else [value]
-        return bool(messages) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages)
+            messages = value if isinstance(value, list | tuple) else [value]
+            return bool(messages) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages)
     return False
 
 

@@ -124,8 +124,7 @@ class IndexedSource:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a saved position. One of another stream would silently repeat or skip prompts: refused."""
         current = self.state_dict()
-        changed = [key for key, value in current.items() if key != "cursor" and state.get(key) != value]
-        if changed:
+        if changed := [key for key, value in current.items() if key != "cursor" and state.get(key) != value]:
             reasons = "; ".join(f"{key} was {state.get(key)!r}, is {current[key]!r}" for key in changed)
             raise DataError(f"""the saved position does not belong to {self.name}: {reasons}. Resume with the data, seed
                 and held-out fraction of the saved run, or start a new run.""")

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from gruppo.config.schema import IN_MEMORY
@@ -159,9 +159,7 @@ def suggestion(report: Report) -> Text:
 
 
 def _grid(rows: Sequence[Sequence[RenderableType]]) -> Table:
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True)
-    grid.add_column()
+    grid = Table.grid(Column(no_wrap=True), Column(), padding=(0, 2, 0, 0))
     for row in rows:
         grid.add_row(*row)
     return grid

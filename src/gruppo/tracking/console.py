@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from gruppo.tracking.formatting import as_text, duration, number, percent, shorten, trend
@@ -175,9 +175,8 @@ class ConsoleTracker:
         """The live screen: title, clock and progress bar, metrics with trends, and samples."""
         clock = f"{duration(self._clock() - self._start)} elapsed"
         clock += "" if (left := self._seconds_left()) is None else f", about {duration(left)} left"
-        header = Table.grid(expand=True)
-        header.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-        header.add_column(justify="right", no_wrap=True)
+        left_column, right_column = Column(ratio=1, no_wrap=True), Column(justify="right", no_wrap=True)
+        header = Table.grid(left_column, right_column, expand=True)
         title = f"{self._title}  {self._stage}".rstrip()
         header.add_row(Text.assemble(f"step {self._step}/{self._total}  ", (title, "bold")), Text(clock, "dim"))
         bar = ProgressBar(max(self._total, 1), completed=self._step, complete_style="green", finished_style="green")
@@ -224,10 +223,9 @@ class ConsoleTracker:
             columns = {"prompt": free * 2 // 5, "completion": free - free * 2 // 5, "target": target}
             if any(has_pixels(row.get("completion")) for row in rows):
                 columns = {"prompt": inner - 8}
-            table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-            table.add_column("reward", width=6, overflow="fold", justify="right")
-            for name, size in columns.items():
-                table.add_column(name, width=size, overflow="fold")
+            heads = [Column("reward", width=6, overflow="fold", justify="right")]
+            heads += [Column(name, width=size, overflow="fold") for name, size in columns.items()]
+            table = Table(*heads, box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
             for row in best_and_worst(rows):
                 reward = reward_of(row, math.nan)
                 style = "dim" if reward != reward else "green" if reward > 0 else "red"

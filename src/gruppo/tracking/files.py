@@ -16,7 +16,7 @@ import os
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -80,14 +80,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         if odd:
             raise GruppoError(f"""{path}, line {odd} is not a JSON object with a step. Delete that line, or move the
                 file away.""")
-        try:
-            row = parse_json(line)
-        except ValueError:  # neither JSON nor UTF-8, or beyond its limits
-            row = None
-        if isinstance(row, dict) and "step" in row:
-            rows.append(row)
-        else:
-            odd = number  # unless it is the last
+        odd = number  # which the last line may be
+        with suppress(ValueError):  # neither JSON nor UTF-8, or beyond its limits
+            if isinstance(row := parse_json(line), dict) and "step" in row:
+                rows.append(row)
+                odd = 0
     return rows
 
 
@@ -163,14 +160,11 @@ def read_completions(path: Path) -> tuple[list[bytes], bool]:
     """Lines of a file of gzip members, and whether it is whole: a kill may leave the last member half-written."""
     data, text, is_whole = path.read_bytes(), b"", True
     while data and is_whole:
-        member = zlib.decompressobj(wbits=31)  # 31: the format of gzip
-        try:
+        member, is_whole = zlib.decompressobj(wbits=31), False  # 31: the format of gzip
+        with suppress(zlib.error):
             part = member.decompress(data, MAX_TEXT)
-        except zlib.error:
-            is_whole = False
-            break
-        is_whole, data = member.eof, member.unused_data
-        text += part if is_whole else b""
+            is_whole, data = member.eof, member.unused_data
+            text += part if is_whole else b""
     return text.splitlines(keepends=True), is_whole
 
 

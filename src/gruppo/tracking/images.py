@@ -59,8 +59,7 @@ class SheetRow:
 def is_image(value: Any) -> bool:
     """Whether a value can be drawn: a float tensor [C, H, W] of 1 or 3 channels, PNG bytes, a PIL image or a figure."""
     if isinstance(value, Tensor):
-        is_shape = value.ndim == 3 and value.shape[0] in (1, 3) and value.shape[1] > 0 and value.shape[2] > 0
-        return is_shape and value.is_floating_point()
+        return value.is_floating_point() and value.ndim == 3 and value.shape[0] in (1, 3) and min(value.shape) > 0
     if isinstance(value, bytes):
         return value.startswith(PNG)
     # A value cannot be of a class whose module was never imported.
@@ -90,24 +89,20 @@ def to_pil(image: Any) -> Any:
     elif isinstance(image, bytes):
         image = Image.open(io.BytesIO(image))
     elif not isinstance(image, Image.Image):  # a matplotlib figure
-        file = io.BytesIO()
-        image.savefig(file, format="png")
+        image.savefig(file := io.BytesIO(), format="png")
         image = Image.open(file)
     image = image.convert("RGB")
     image.thumbnail((MAX_SIDE, MAX_SIDE), Image.Resampling.LANCZOS)
     return image
 
 
-def draw(
-    rows: Sequence[SheetRow], *, title: str, heads: Mapping[int, str] | None = None
-) -> tuple[Any, list[list[Box | None]]]:
+def draw(rows: Sequence[SheetRow], *, title: str, heads: Mapping[int, str] = {}) -> tuple[Any, list[list[Box | None]]]:
     """Draw a sheet; return it with the box of each image, by row and place.
 
     ``heads``: text above columns, by their number. Such a column stands a little apart from the one before it.
     """
     from PIL import Image, ImageDraw
 
-    heads = heads or {}
     captions = (text for row in rows for cell in row.cells if cell for text in (cell.caption, cell.note))
     fonts = fonts_for([title, *heads.values(), *(row.label for row in rows), *captions])
     labels = [wrap(row.label, fonts[LABEL], MAX_LABEL, max_lines=8) for row in rows]

@@ -121,12 +121,27 @@ def draw_panel(axes: Any, panel: Panel, metrics: Metrics, starts: Mapping[int, s
     if panel.style == "profile":  # over denoising steps: no stage starts between two of them
         starts = {}
         axes.set(xlabel=panel.value)
+        # A line over the metrics for some of the steps that logged them: the first, the last, and some between.
+        rows = [row for row in metrics if any(math.isfinite(row.get(name, math.nan)) for name in panel.metrics)]
+        count = min(len(rows), MAX_PROFILES)
+        rows = [rows[round(n * (len(rows) - 1) / max(count - 1, 1))] for n in range(count)]
+        for row, color in zip(rows, _shades(count), strict=True):
+            values = [row.get(name, math.nan) for name in panel.metrics]
+            finite = [value if math.isfinite(value) else math.nan for value in values]  # NaN leaves a gap in the line
+            line = {
+                "color": color,
+                "linewidth": 1.9,
+                "marker": "o",
+                "markersize": 3.5,
+                "label": f"step {row['step']:g}",
+            }
+            axes.plot(list(map(int, panel.metrics.values())), finite, **line)
     else:
         steps = [int(row["step"]) for row in metrics]
         margin = max(0.02 * (max(steps) - min(steps)), 0.5)
         axes.set_xlim(min(steps) - margin, max(steps) + margin)
-    drawers = {"histogram": _draw_histogram, "heatmap": _draw_heatmap, "profile": _draw_profile}
-    drawers.get(panel.style, _draw_lines)(axes, panel, metrics)
+        drawers = {"histogram": _draw_histogram, "heatmap": _draw_heatmap}
+        drawers.get(panel.style, _draw_lines)(axes, panel, metrics)
     axes.set_title(panel.title, pad=17 if starts else None)  # the stages' names are below it
     for step, stage in starts.items():
         axes.axvline(step - 0.5, color=STAGE, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
@@ -202,18 +217,6 @@ def _draw_heatmap(axes: Any, panel: Panel, metrics: Metrics) -> None:
     every = math.ceil(len(values) / 12)
     axes.set_yticks(range(0, len(values), every), list(panel.metrics.values())[::every])
     axes.figure.colorbar(mesh, ax=axes, label=panel.value)
-
-
-def _draw_profile(axes: Any, panel: Panel, metrics: Metrics) -> None:
-    """A line over the metrics for some of the steps that logged them: the first, the last, and some between."""
-    rows = [row for row in metrics if any(math.isfinite(row.get(name, math.nan)) for name in panel.metrics)]
-    count = min(len(rows), MAX_PROFILES)
-    rows = [rows[round(n * (len(rows) - 1) / max(count - 1, 1))] for n in range(count)]
-    for row, color in zip(rows, _shades(count), strict=True):
-        values = [row.get(name, math.nan) for name in panel.metrics]
-        finite = [value if math.isfinite(value) else math.nan for value in values]  # NaN leaves a gap in the line
-        line = {"color": color, "linewidth": 1.9, "marker": "o", "markersize": 3.5, "label": f"step {row['step']:g}"}
-        axes.plot(list(map(int, panel.metrics.values())), finite, **line)
 
 
 def heatmap_cells(panel: Panel, metrics: Metrics, *, max_columns: int = MAX_COLUMNS) -> tuple[np.ndarray, np.ndarray]:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from gruppo.loading import counted
@@ -77,11 +77,10 @@ def closing_lines(
     parts: list[RenderableType] = [summary]
     if before or after:
         evaluation, sides = after or before or {}, (before or {}, after or {})
+        heads = [Column(f"held-out, {evaluation.get('prompts', '?')} prompts")]
+        heads += [Column(name, justify="right", no_wrap=True) for name in ("before", "after", "change")]
         # With a padding of one, negative rewards fit in 80 columns.
-        table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-        table.add_column(f"held-out, {evaluation.get('prompts', '?')} prompts")
-        for name in ("before", "after", "change"):
-            table.add_column(name, justify="right", no_wrap=True)
+        table = Table(*heads, box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
         intervals = [f" [{_cell(side['low'])}, {_cell(side['high'])}]" if side else "" for side in sides]
         means: list[tuple[str, Any, list[str]]] = [("reward [95% interval]", [s.get("mean") for s in sides], intervals)]
         if len(names := evaluation.get("parts", {})) > 1:  # of a single reward the mean says the same
