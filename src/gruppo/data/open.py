@@ -75,8 +75,7 @@ def open_source(
             raise DataError(f"data={data!r}: images of {size} pixels are empty. Write images:{folder}:64.")
         source = image_folder(folder, size=int(size) if size else None, **options)
     elif kind == "arithmetic":
-        match = re.fullmatch(r"(-?\d+):(-?\d+)(:natural)?", rest or "0:20")
-        if match is None:
+        if (match := re.fullmatch(r"(-?\d+):(-?\d+)(:natural)?", rest or "0:20")) is None:
             need = "two integers, as in arithmetic:0:99, or arithmetic:0:99:natural for differences of 0 and above"
             raise DataError(f"cannot read the range of {data!r}; it needs {need}.")
         source = arithmetic(int(match[1]), int(match[2]), allow_negative=match[3] is None, **options)
@@ -104,8 +103,7 @@ def _rows_of(data: Any, prompt_column: str) -> tuple[list[Any], str]:
             return read_jsonl(path), str(path)
         if str(data) and (path.exists() or path.suffix in FILE_KINDS):
             return read_dataset(path), str(path)
-        hub_name = re.fullmatch(r"([\w.-]+/[\w.-]+)(?::(?:([^:\[\]]+):)?(.+))?", str(data))
-        if hub_name is None:
+        if (hub_name := re.fullmatch(r"([\w.-]+/[\w.-]+)(?::(?:([^:\[\]]+):)?(.+))?", str(data))) is None:
             raise DataError(f"data={str(data)!r} is no file, folder or known name{nearest(str(data), KINDS)}. {FORMS}")
         return read_dataset(hub_name[1], hub_name[2], hub_name[3] or "train"), str(data)
     if hasattr(data, "column_names"):  # a Hugging Face data set, recognized without importing the package

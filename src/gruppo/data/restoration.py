@@ -198,8 +198,7 @@ def open_pairs(data: str, *, seed: int, held_out_fraction: float = 0.1) -> Index
         degraded, clean = dict[str, Path](), dict[str, Path]()
         for folder, stems in zip((Path(part).expanduser() for part in parts), (degraded, clean), strict=True):
             for file in list_images(folder):
-                stem = file.rpartition(".")[0]
-                if stem in stems:
+                if (stem := file.rpartition(".")[0]) in stems:
                     other = stems[stem].relative_to(folder).as_posix()
                     raise DataError(f"{folder} holds both {other} and {file}: one name for two images. Rename one.")
                 stems[stem] = folder / file
@@ -216,8 +215,7 @@ def open_pairs(data: str, *, seed: int, held_out_fraction: float = 0.1) -> Index
 def photographs(*, with_gray: bool = False) -> dict[str, Path]:
     """Name to file of the installed photographs, in color unless ``with_gray``. Missing ones are logged."""
     requested = PHOTOGRAPHS["color"] | (PHOTOGRAPHS["gray"] if with_gray else {})
-    found = {name: path for name, file in requested.items() if (path := package_file(*file)) is not None}
-    if not found:
+    if not (found := {name: path for name, file in requested.items() if (path := package_file(*file)) is not None}):
         raise GruppoError(f"""the photographs need one of {", ".join(DISTRIBUTIONS.values())}, and none of them is
             installed; run: {install_command("photos")}""")
     if missing := [name for name in requested if name not in found]:

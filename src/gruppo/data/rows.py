@@ -47,12 +47,11 @@ def row_source(
             raise DataError(f"row {number} of {name} is of type {type(row).__name__}; it needs a dict of columns.")
     columns = tuple(dict.fromkeys(column for row in rows for column in row))
     for column in (prompt_column, target_column):
-        if column is None or column in columns:
-            continue
-        usual = next((f"; the nearest is {c!r}" for c in PROMPT_LIKE if c in columns and column == "prompt"), "")
-        raise DataError(f"""{name} has no column {column!r}; its columns are
-            {", ".join(map(repr, columns))}{nearest(column, columns) or usual}. Name the right one with --prompts.column
-            or --prompts.target-column.""")
+        if column is not None and column not in columns:
+            usual = next((f"; the nearest is {c!r}" for c in PROMPT_LIKE if c in columns and column == "prompt"), "")
+            raise DataError(f"""{name} has no column {column!r}; its columns are
+                {", ".join(map(repr, columns))}{nearest(column, columns) or usual}. Name the right one with
+                --prompts.column or --prompts.target-column.""")
     target_column = target_column or next((c for c in TARGET_COLUMNS if c in columns), None)
     inputs = [checked_inputs(row.get(prompt_column), f"row {n} of {name}") for n, row in enumerate(rows, start=1)]
 

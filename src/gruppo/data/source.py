@@ -128,8 +128,7 @@ class IndexedSource:
             reasons = "; ".join(f"{key} was {state.get(key)!r}, is {current[key]!r}" for key in changed)
             raise DataError(f"""the saved position does not belong to {self.name}: {reasons}. Resume with the data, seed
                 and held-out fraction of the saved run, or start a new run.""")
-        position = state.get("cursor")
-        if not isinstance(position, int) or position < 0:
+        if not isinstance(position := state.get("cursor"), int) or position < 0:
             raise DataError(f"the saved position of {self.name} is {position!r}. Resume from an earlier checkpoint.")
         self.position = position
 
@@ -203,12 +202,10 @@ class Curriculum(SourceWrapper):
         prompts = list[Prompt]()
         while len(prompts) < n:
             prompt = self.source.take(1)[0]  # one at a time, so that the position stays right behind the last prompt
-            if self.difficulty(prompt) <= hardest:
-                prompts.append(prompt)
-                too_hard = 0
-                continue
-            self.passed_over += 1
-            too_hard += 1
+            is_hard = self.difficulty(prompt) > hardest
+            prompts += [] if is_hard else [prompt]
+            self.passed_over += is_hard
+            too_hard = too_hard + 1 if is_hard else 0
             if too_hard >= limit:
                 raise DataError(f"""{limit} prompts of {self.name} in a row have {self.column} above {hardest:g}, the
                     hardest at difficulty={self.level:g}. Raise the stage's difficulty.""")
@@ -255,8 +252,7 @@ def split_by_hash(keys: Sequence[str], fraction: float, name: str) -> tuple[list
     # of few prompts often none hashes below the fraction, and an evaluation needs at least one
     is_short = fraction > 0 and len(distinct) > 1 and distinct[0] >= fraction
     limit = distinct[1] if is_short else fraction  # where short, the smallest hash alone is below it
-    train = [index for index, x in enumerate(hashes) if x >= limit]
-    if not train:
+    if not (train := [index for index, x in enumerate(hashes) if x >= limit]):
         raise DataError(f"""all {len(hashes)} prompts of {name} are held out for evaluation, which leaves none to train
             on; lower --prompts.held-out-fraction, or add prompts.""")
     held_out = [index for index, x in enumerate(hashes) if x < limit]

@@ -58,8 +58,7 @@ def check_updates(run: Record) -> Iterator[Match]:
 def check_gradient(run: Record) -> Iterator[Match]:
     """Steps up to the last one in which no network had a gradient. Equal rewards have rules of their own."""
     moving = {step for name in NORMS for step, value in run[name].items() if value}
-    idle = [step for step in run["grad/norm"].steps if step > max(moving, default=-1)]
-    if len(idle) < IDLE[0]:
+    if len(idle := [step for step in run["grad/norm"].steps if step > max(moving, default=-1)]) < IDLE[0]:
         return
     size, truncated, lr = run["advantage/mean_abs"], run["finish/truncated_frac"], peak_lr(run.config, run.stage_index)
     differs = [value > 0 for step, value in size.items() if step in idle]
@@ -83,8 +82,7 @@ def check_warmup(run: Record) -> Iterator[Match]:
     lr, config = run["optim/lr"], run.config
     lr_at, stage_at = dict(lr.items()), dict(run["stage/number"].items())
     for index, stage in enumerate(config.plan):
-        steps = [s for s in lr.steps if s > 0 and (len(config.plan) == 1 or stage_at.get(s) == index + 1)]
-        if not steps:
+        if not (steps := [s for s in lr.steps if s > 0 and (len(config.plan) == 1 or stage_at.get(s) == index + 1)]):
             continue
         # Of a stage that is over the steps that it had, else those that it will have.
         length = len(steps) if index < run.stage_at(run.steps) else stage.steps or config.steps - steps[0] + 1

@@ -79,8 +79,7 @@ def check_clip(run: Record) -> Iterator[Match]:
     high, low, ratio, old_kl = (run[n] for n in ("clip/high_frac", "clip/low_frac", "ratio/max", "kl/old_k3_nats"))
     o, updates, changes = run.config.objective, run.config.updates_per_batch, list[Change]()
     fewer = [remedies.scale_lr(run, 0.5), *remedies.fewer_updates(run)]
-    fraction = high.last_mean + (low.last_mean if len(low) else 0.0)
-    if fraction >= 0.3:  # most of a batch is wasted
+    if (fraction := high.last_mean + (low.last_mean if len(low) else 0.0)) >= 0.3:  # most of a batch is wasted
         if run.is_image_run:
             wide = {"clip_unit": "nats", "dims": "sum", "clip_low": 1.0, "clip_high": 1.0}
             changes = remedies.set_objective(run, "a range in nats for the whole image", **wide)

@@ -142,8 +142,7 @@ def render(report: Report) -> RenderableType:
 
 def suggestion(report: Report) -> Text:
     """The command that tries the first change; empty if there is none."""
-    change = next((change for finding in report.findings for change in finding.changes), None)
-    if change is None:
+    if (change := next((change for finding in report.findings for change in finding.changes), None)) is None:
         return Text()
     config, advice = report.run.config, "\nTry one change at a time"
     if IN_MEMORY not in (config.model, config.data, *config.reward, *config.environment.names):

@@ -119,8 +119,7 @@ def check_reward_pairs(run: Record) -> Iterator[Match]:
     if len(weighted) < 2 or run.config.objective.combine != "sum_then_normalize":
         return
     largest, smallest = max(weighted, key=weighted.__getitem__), min(weighted, key=weighted.__getitem__)
-    ratio = weighted[largest] / weighted[smallest]
-    if ratio >= 20:
+    if (ratio := weighted[largest] / weighted[smallest]) >= 20:
         why = "normalizes each reward by itself, so that only its weight counts"
         factors = {name: weighted[largest] / weighted[name] if name in weighted else 1.0 for name in weights}
         changes = remedies.set_objective(run, why, combine="normalize_then_sum")

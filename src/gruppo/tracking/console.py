@@ -105,8 +105,7 @@ class ConsoleTracker:
                 metrics["rate/tokens_per_s"] = rate / actions
             metrics = {name: value for name, value in metrics.items() if name not in TEXT_ONLY}
         evaluated = {name[5:].removesuffix("_mean"): v for name, v in metrics.items() if name.startswith("eval/")}
-        held_out = ", ".join(f"{name} {number(value)}" for name, value in evaluated.items())
-        if held_out:
+        if held_out := ", ".join(f"{name} {number(value)}" for name, value in evaluated.items()):
             self._held_out = f"held-out at step {step}: {held_out}"
         index = int(metrics.get("stage/number", 0)) - 1  # of a step of evaluation alone, none is logged
         stage = self._stages[index] if 0 <= index < len(self._stages) else ""

@@ -125,13 +125,11 @@ class CompletionFiles:
     def cut(self, step: int) -> None:
         """Delete what was written after ``step``, and what a kill left half-written."""
         for path in sorted(self.folder.glob("*")):
-            match = re.fullmatch(r"step_(\d+)\.jsonl\.gz", path.name)
-            if match is None:  # a file of the user's, or what a kill left
-                if path.name.startswith(".step_") and path.name.endswith(".new"):
-                    path.unlink()
-            elif int(match[1]) > step:
+            match = re.fullmatch(r"step_(\d+)\.jsonl\.gz", path.name)  # files of other names are the user's
+            is_scratch = path.name.startswith(".step_") and path.name.endswith(".new")  # which a kill left
+            if is_scratch or (match and int(match[1]) > step):
                 path.unlink()
-            elif int(match[1]) + STEPS_PER_FILE > step:
+            elif match and int(match[1]) + STEPS_PER_FILE > step:
                 lines, is_whole = read_completions(path)
                 kept = [line for line in lines if parse_json(line)["step"] <= step]
                 if not is_whole or len(kept) < len(lines):

@@ -96,13 +96,16 @@ def to_pil(image: Any) -> Any:
     return image
 
 
-def draw(rows: Sequence[SheetRow], *, title: str, heads: Mapping[int, str] = {}) -> tuple[Any, list[list[Box | None]]]:
+def draw(
+    rows: Sequence[SheetRow], *, title: str, heads: Mapping[int, str] | None = None
+) -> tuple[Any, list[list[Box | None]]]:
     """Draw a sheet; return it with the box of each image, by row and place.
 
     ``heads``: text above columns, by their number. Such a column stands a little apart from the one before it.
     """
     from PIL import Image, ImageDraw
 
+    heads = heads or {}
     captions = (text for row in rows for cell in row.cells if cell for text in (cell.caption, cell.note))
     fonts = fonts_for([title, *heads.values(), *(row.label for row in rows), *captions])
     labels = [wrap(row.label, fonts[LABEL], MAX_LABEL, max_lines=8) for row in rows]

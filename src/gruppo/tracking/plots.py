@@ -70,8 +70,7 @@ def plot_run(run_dir: str | Path, *, note: Callable[[str], None] = lambda messag
         note(f"No plots were drawn: matplotlib is not installed. Install it with: {install_command('report')}")
         return []
     metrics = read_metrics(run_dir)
-    panels = panels_of(metrics)
-    if not panels:
+    if not (panels := panels_of(metrics)):
         return []
     folder = Path(run_dir) / "plots"
     folder.mkdir(parents=True, exist_ok=True)
@@ -128,14 +127,8 @@ def draw_panel(axes: Any, panel: Panel, metrics: Metrics, starts: Mapping[int, s
         for row, color in zip(rows, _shades(count), strict=True):
             values = [row.get(name, math.nan) for name in panel.metrics]
             finite = [value if math.isfinite(value) else math.nan for value in values]  # NaN leaves a gap in the line
-            line = {
-                "color": color,
-                "linewidth": 1.9,
-                "marker": "o",
-                "markersize": 3.5,
-                "label": f"step {row['step']:g}",
-            }
-            axes.plot(list(map(int, panel.metrics.values())), finite, **line)
+            line = {"label": f"step {row['step']:g}", "color": color, "linewidth": 1.9, "markersize": 3.5}
+            axes.plot(list(map(int, panel.metrics.values())), finite, marker="o", **line)
     else:
         steps = [int(row["step"]) for row in metrics]
         margin = max(0.02 * (max(steps) - min(steps)), 0.5)
@@ -148,8 +141,7 @@ def draw_panel(axes: Any, panel: Panel, metrics: Metrics, starts: Mapping[int, s
         at = axes.get_xaxis_transform()  # x in steps, y in the axes' height
         axes.text(step - 0.5, 1.0, stage, ha="center", va="bottom", transform=at, color=STAGE, fontsize=7.5)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    labels = axes.get_legend_handles_labels()[1]
-    if len(labels) > 1:  # a legend above the curves, with space of its own
+    if len(labels := axes.get_legend_handles_labels()[1]) > 1:  # a legend above the curves, with space of its own
         columns = 3 if max(map(len, labels)) < 9 else 2
         low, high = axes.get_ylim()
         axes.set_ylim(low, high + 0.11 * math.ceil(len(labels) / columns) * (high - low))

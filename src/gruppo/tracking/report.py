@@ -69,8 +69,7 @@ def closing_lines(
     if rewards:
         last = "last step" if len(rewards) == 1 else f"last {len(rewards)} steps"
         summary.append(f"; reward {sum(rewards) / len(rewards):.3f} over the {last}")
-    unscored = sum(row.get("reward/unscored_count", 0) for row in steps)
-    if unscored > 0:
+    if (unscored := sum(row.get("reward/unscored_count", 0) for row in steps)) > 0:
         sampled = steps[-1].get("progress/rollouts", math.nan)  # counted since the start, over all resumes
         of_all = f" of {sampled:.0f}" if math.isfinite(sampled) else ""
         summary.append(f"; {unscored:.0f}{of_all} sampled rows had no reward (log.txt, samples.jsonl)", "yellow")

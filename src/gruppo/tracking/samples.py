@@ -112,8 +112,7 @@ class SamplesFile(Tracker):
         path = self.run_dir / FOLDER / BEFORE_AFTER
         # From the file, not from memory: a resumed run compares with the first evaluation, too.
         rows = [r for r in read_lines(self._path) if r.get("held_out") and _is_place(r.get(image_field(r)))]
-        steps = sorted({row["step"] for row in rows})
-        if len(steps) < 2:
+        if len(steps := sorted({row["step"] for row in rows})) < 2:
             return path.unlink(missing_ok=True)
         try:
             sheet = _before_and_after(self.run_dir, rows, steps[0], steps[-1])

@@ -59,8 +59,7 @@ def check(names: Sequence[str]) -> None:
             close = difflib.get_close_matches(name, TRACKERS, 1)
             hint = f"Did you mean {close[0]}?" if close else f"Available: {', '.join(TRACKERS)}."
             raise GruppoError(f"unknown tracker {name!r}. {hint} For your own class write path/to/file.py:Class.")
-        factory = load_object(name)
-        if not callable(factory):
+        if not callable(factory := load_object(name)):
             found = f"{factory!r:.80} ({type(factory).__name__})"
             raise GruppoError(f"the tracker {name} is {found}; name a class, as file.py:Class.")
         missing = [method for method in METHODS if not callable(getattr(factory, method, None))]
@@ -274,8 +273,7 @@ def _samples(
 ) -> Iterator[tuple[str, tuple[list[str], list[list[Any]]] | None, Path | None]]:
     """Training and held-out samples: a tag, columns and cells of those with text, and the sheet of images."""
     for tag, is_held_out in {"samples": False, "held_out": True}.items():
-        tagged = [row for row in rows if bool(row.get("held_out")) == is_held_out]
-        if not tagged:
+        if not (tagged := [row for row in rows if bool(row.get("held_out")) == is_held_out]):
             continue
         texts = [row for row in tagged if not has_pixels(row.get("completion"))]
         columns = [name for name in FIELDS if name in COLUMNS or any(name in row for row in texts)]
