@@ -70,8 +70,7 @@ def arithmetic(
         generator = generator_at("arithmetic", "held_out")  # without the seed: the same for every run
         indices = torch.randint(count, (ENUMERABLE,), generator=generator).unique().tolist()
     # ordered by hash, so that the first n are a random sample of the held-out problems
-    held_out = [index for index in indices if problem(index)[-1]]
-    held_out.sort(key=lambda index: hash_unit("{} {} {}".format(*problem(index))))
+    held_out = sorted((i for i in indices if problem(i)[-1]), key=lambda i: hash_unit("{} {} {}".format(*problem(i))))
     if count <= ENUMERABLE and not any(problem(index)[-1] is False for index in indices):  # item_at() would not end
         text = "which leaves none to train on; widen the range or lower --prompts.held-out-fraction."
         raise DataError(f"all {len(held_out)} problems of arithmetic:{low}:{high} are held out, {text}")

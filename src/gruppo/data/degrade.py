@@ -77,13 +77,13 @@ class Degradation:
     A range draws the strength for each image. The result is what a file of 8 bits would hold, in [0, 1].
     """
 
-    steps: Mapping[str, tuple[float, float]]
-    """Lowest and highest strength by kind, in the order of their application."""
+    steps: tuple[tuple[str, float, float], ...]
+    """Kind, lowest and highest strength."""
 
     @classmethod
     def parse(cls, text: str) -> Degradation:
         """``kind=strength`` or ``kind=low-high``, separated by commas."""
-        steps, known = dict[str, tuple[float, float]](), ", ".join(KINDS)
+        steps, known = dict[str, tuple[str, float, float]](), ", ".join(KINDS)
         for part in filter(None, map(str.strip, text.split(","))):
             name, equals, strength = (piece.strip() for piece in part.partition("="))
             where = f"the degradation {text!r} has"
@@ -103,24 +103,24 @@ class Degradation:
                 number = f"{'an integer' if kind.is_whole else 'a number'} from {kind.low:g} to {kind.high:g}"
                 usage = f"{number} ({kind.unit}), or a range low-high. Write {name}={kind.usual}."
                 raise DataError(f"{where} {part!r}; {name} is {usage}")
-            steps[name] = low, high
+            steps[name] = name, low, high
         if not steps:
             raise DataError(f"the degradation {text!r} has no step; write one such as noise=25, of {known}.")
-        return cls(steps)
+        return cls(tuple(steps.values()))
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(self.steps)
+        return tuple(name for name, _, _ in self.steps)
 
     def __str__(self) -> str:
-        return ",".join(f"{n}={low:g}" + (f"-{high:g}" if high != low else "") for n, (low, high) in self.steps.items())
+        return ",".join(f"{name}={low:g}" + (f"-{high:g}" if high != low else "") for name, low, high in self.steps)
 
     def __call__(
         self, image: Float[Tensor, "C H W"], generator: torch.Generator
     ) -> tuple[Float[Tensor, "C H W"], dict[str, float]]:
         """The degraded image, and the strength of each step by its name."""
         strengths: dict[str, float] = {}
-        for name, (low, high) in self.steps.items():
+        for name, low, high in self.steps:
             # drawn also where low equals high: a range in place of a number keeps the noise of later steps
             uniform = float(torch.rand((), generator=generator, dtype=torch.float64))
             is_whole = KINDS[name].is_whole  # then + 1, so that the highest integer is as likely as the others
@@ -137,7 +137,7 @@ class Degradation:
         degraded = []
         for image, strength in zip(images, strengths, strict=True):
             x = image[None]
-            for name in self.steps:
+            for name in self.names:
                 x = KINDS[name].apply(x, strength[name]) if KINDS[name].is_expected else x
             degraded.append(x)
         return torch.cat(degraded)

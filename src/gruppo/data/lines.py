@@ -93,8 +93,7 @@ def line_image(text: str, font: Any, number: int, index: int, height: int, width
 
     x, y, ink, paper = torch.rand(4, generator=generator_at("place", number, index)).tolist()
     canvas = Image.new("L", (width, height), 0)
-    left = MARGIN + x * (width - 2 * MARGIN - font.getlength(text))
-    position = round(left), height / 2 + round(2 * y - 1)
+    position = round(MARGIN + x * (width - 2 * MARGIN - font.getlength(text))), height / 2 + round(2 * y - 1)
     ImageDraw.Draw(canvas).text(position, text, fill=255, font=font, anchor="lm")
     cover = torch.from_numpy(np.array(canvas)).float() / 255
     ink, paper = 0.3 * ink, 0.8 + 0.2 * paper

@@ -83,8 +83,7 @@ def reasoning_gym(
         return prompt if is_held_out != isinstance(item, int) else None
 
     # the first entries too: a task can change with the packages that it uses
-    first_seed = seed_at(seed, "reasoning_gym", task, 0)
-    first = [entry_at(first_seed, index)["question"] for index in range(min(3, size_per_epoch))]
+    first = [entry_at(seed_at(seed, "reasoning_gym", task, 0), i)["question"] for i in range(min(3, size_per_epoch))]
     facts = [task, dict(sorted(task_options.items())), size_per_epoch, metadata.version("reasoning_gym"), first]
     columns, identity = ("target", "entry"), {"held_out_fraction": held_out_fraction}
     return IndexedSource(name, seed, lambda draw: draw, held_out_items, prompt_at, columns, digest_of(facts), identity)
