@@ -298,17 +298,17 @@ def panels_of(metrics: Metrics) -> list[Panel]:
     # All panels in the order of the overview; one without content is left out.
     shown: list[Panel] = []
     for panel in (*fixed["reward"], *rewards, *fixed["learning"], *steps, *fixed["prompts"], *fixed["stages"]):
-        lines = [series(metrics, name)[1] for name in (*panel.metrics, *list(panel.points)[:1])]
-        distinct = {value for values in lines for value in values}
-        has_content = any(lines)
+        logged = [series(metrics, name)[1] for name in (*panel.metrics, *list(panel.points)[:1])]
+        distinct = {value for values in logged for value in values}
+        has_content = any(logged)
         if panel.style == "histogram":
-            has_content = sum(any(values) for values in lines) > 1
+            has_content = sum(any(values) for values in logged) > 1
         elif panel.style in ("heatmap", "profile"):  # a single color shows nothing
-            has_content = sum(map(bool, lines)) > 1 and len(distinct) > 1
+            has_content = sum(map(bool, logged)) > 1 and len(distinct) > 1
         elif panel.shown == "if nonzero":
             has_content = any(abs(value) >= ROUNDING for value in distinct)
         elif panel.shown == "if it changes":
-            has_content = any(len(set(values)) > 1 for values in lines)
+            has_content = any(len(set(values)) > 1 for values in logged)
         shown += [panel] if has_content else []
     return shown
 
