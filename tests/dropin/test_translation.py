@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from tests import fake_hub, tiny
 
+from gruppo.config import serialization
+from gruppo.config.schema import Config
 from gruppo.trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, translation
 from gruppo.types import GruppoError
 
@@ -127,6 +129,13 @@ def test_the_objective_is_trls():
     )
     with pytest.raises(GruppoError, match="normalize_advantages=True of TRL has no counterpart"):
         settings("RLOO", normalize_advantages=True)
+
+
+def test_rloo_on_vllm_servers_has_no_correction_as_in_trl():
+    """TRL's RLOOConfig has no ``vllm_importance_sampling_correction``, which was read here, and failed."""
+    found = settings("RLOO", use_vllm=True, vllm_mode="server")
+    assert found["engine.urls"] == ("http://127.0.0.1:8000",)
+    assert serialization.change(Config(), found).objective.correction == "none"
 
 
 def test_what_means_something_else_is_reported_once(caplog):

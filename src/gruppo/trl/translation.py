@@ -131,7 +131,8 @@ def translated(args: Any, kind: str, *, rows: int, has_evaluation: bool) -> tupl
         notes.append("vLLM servers are started with gruppo serve in place of trl vllm-serve")
         url = of("vllm_server_base_url") or f"http://{of('vllm_server_host')}:{of('vllm_server_port')}"
         settings |= {"engine.kind": "vllm", "engine.urls": (url.replace("//0.0.0.0", "//127.0.0.1"),)}
-    if of("use_vllm") and of("vllm_importance_sampling_correction"):
+    # RLOO of TRL corrects for no sampler, and its config has none of these arguments.
+    if of("use_vllm") and kind == "GRPO" and of("vllm_importance_sampling_correction"):
         level, _, correction = of("vllm_importance_sampling_mode").partition("_")
         high = of("vllm_importance_sampling_cap") or of("vllm_importance_sampling_clip_max")
         settings |= {"objective.correction": correction, "objective.correction_level": level}
