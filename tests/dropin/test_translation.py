@@ -138,6 +138,12 @@ def test_rloo_on_vllm_servers_has_no_correction_as_in_trl():
     assert serialization.change(Config(), found).objective.correction == "none"
 
 
+def test_a_correction_that_is_switched_off_stays_off():
+    """With servers, a config that does not choose a correction would get one."""
+    found = settings(use_vllm=True, vllm_mode="server", vllm_importance_sampling_correction=False)
+    assert serialization.change(Config(), found).objective.correction == "none"
+
+
 def test_what_means_something_else_is_reported_once(caplog):
     with caplog.at_level("WARNING", "gruppo"):
         trainer(steps_per_generation=2, warmup_steps=1, top_p=0.9)

@@ -255,6 +255,7 @@ def _objective(of: Callable[[str], Any], kind: str, notes: list[str]) -> dict[st
         "clip_high": high,
         "dual_clip": float(of("delta") or 0.0) if choice["surrogate"] == "clip" else 0.0,
         "kl_gradient": "unbiased" if of("use_bias_correction_kl") else "naive",
+        "correction": "none",  # chosen, or servers would bring a correction that is none of TRL's
     }
     entropy: Any = float(of("entropy_coef"))
     if of("use_adaptive_entropy"):
