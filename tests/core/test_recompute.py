@@ -10,7 +10,7 @@ from tests import fakes
 from tests.modalities.updates import SAMPLING, whole
 from torch import nn
 
-from gruppo.core.layers import layers_of, recompute, recompute_layers
+from gruppo.core.layers import layers_of, recompute_layers
 from gruppo.types import GruppoError
 
 
@@ -43,7 +43,7 @@ def test_recomputed_layers_have_the_same_gradients_to_the_last_bit_and_keep_less
 
 def test_a_copy_of_a_recomputed_layer_runs_its_own_weights():
     layer = fakes.TinyGPT().blocks[0]
-    recompute([layer])
+    recompute_layers(nn.Sequential(nn.ModuleList([layer])))
     copied = copy.deepcopy(layer)
     with torch.no_grad():
         for parameter in copied.parameters():

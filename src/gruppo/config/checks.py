@@ -44,44 +44,56 @@ def _refusals(config: Config) -> Iterator[str]:
     if config.stages and config.stage != Stage():
         yield f"""both stage and stages were set; with several stages, each has its own settings. Set
             --stages.{len(config.stages) - 1}.kl-coef and the like instead of --stage.kl-coef."""
-    for index in range(len(config.plan)):
-        yield from _stage_rules(config, index)
-    yield from _plan_rules(config)
+    yield from _stage_rules(config)
     yield from _batch_rules(config)
     yield from _section_rules(config)
-    if config.objective.has_critic:
-        yield from _critic_rules(config)
+    if not config.objective.has_critic:
+        return
+    critic, peaks = config.critic, [peak_lr(config, index) for index in range(len(config.plan))]
+    lowest = peaks.index(min(peaks))  # learning rates are not negative: the stage of 0, if there is one
+    where = "optim" if config.plan[lowest].lr is None else stage_path(config, lowest)
+    if critic.kind == "shared" and critic.model:
+        yield f"""critic.model={critic.model!r} is a separate network, but critic.kind='shared' uses the policy's. Set
+            --critic.kind separate, or leave --critic.model out."""
+    if critic.lr and 0 in peaks:
+        yield f"""critic.lr={critic.lr:g} is relative to {where}.lr=0 and would be 0 too. Set {flag(where)}.lr
+            above 0; --critic.warmup-steps trains the critic alone."""
+    if critic.lr == 0 and any(peaks):
+        yield f"""critic.lr=0 never trains the critic, whose values stay 0. Set --critic.lr above 0, or leave it out for
+            the policy's {max(peaks):g}."""
+    if not highest(config, "value_coef"):
+        yield """stage.value_coef=0 never trains the critic, whose values stay 0. Set --stage.value-coef above 0, or a
+            baseline without a critic."""
+    if critic.warmup_steps >= config.steps:
+        yield f"""critic.warmup_steps={critic.warmup_steps} leaves the policy none of the {config.steps} steps to learn
+            in. Lower --critic.warmup-steps or raise --steps."""
 
 
-def _stage_rules(config: Config, index: int) -> Iterator[str]:
-    """How long a stage lasts, what ends it, and that it learns something."""
-    stage, where, is_last = config.plan[index], stage_path(config, index), index + 1 == len(config.plan)
-    names = ("rl_coef", "sup_coef", "kl_coef", "entropy_coef")
-    # Not value_coef, which trains the critic alone, and cons_coef, which needs what the others sample or demonstrate.
-    coefs = [value for name in names for value in parse_schedule(getattr(stage, name), where).values]
-    cons = "; cons_coef applies only to what is sampled or demonstrated" if stage.cons_coef else ""
-    if not is_last and not stage.steps:
-        yield f"""{where}.steps=0 lasts to the end, but another stage follows. Set {flag(where)}.steps to its maximum
-            length."""
-    if stage.until.strip().startswith("eval/") and not config.evaluation.is_repeated:
-        yield f"""{where}.until={stage.until!r} waits for an evaluation, but evaluations only run before and after
-            training. Set --evaluation.every to the steps between evaluations."""
-    if not any(value > 0 for value in coefs):
-        yield f"""{where} learns nothing: its rl_coef, sup_coef, kl_coef and entropy_coef are all 0{cons}. Set
-            {flag(where)}.rl-coef 1."""
-
-
-def _plan_rules(config: Config) -> Iterator[str]:
-    """The steps of all stages, and the difficulty of their prompts."""
-    plan, steps = config.plan, sum(stage.steps for stage in config.plan)
-    last, is_open = stage_path(config, len(plan) - 1), not plan[-1].steps
+def _stage_rules(config: Config) -> Iterator[str]:
+    """How long stages last, what ends them, that each learns something, and the difficulty of their prompts."""
+    plan, evaluation = config.plan, config.evaluation
+    for index, stage in enumerate(plan):
+        where, names = stage_path(config, index), ("rl_coef", "sup_coef", "kl_coef", "entropy_coef")
+        # Not value_coef, which trains the critic alone, nor cons_coef, which needs what the others sample.
+        coefs = [value for name in names for value in parse_schedule(getattr(stage, name), where).values]
+        cons = "; cons_coef applies only to what is sampled or demonstrated" if stage.cons_coef else ""
+        if index + 1 < len(plan) and not stage.steps:
+            yield f"""{where}.steps=0 lasts to the end, but another stage follows. Set {flag(where)}.steps to its
+                maximum length."""
+        if stage.until.strip().startswith("eval/") and not (evaluation.every and evaluation.prompts):
+            yield f"""{where}.until={stage.until!r} waits for an evaluation, but evaluations only run before and after
+                training. Set --evaluation.every to the steps between evaluations."""
+        if not any(value > 0 for value in coefs):
+            yield f"""{where} learns nothing: its rl_coef, sup_coef, kl_coef and entropy_coef are all 0{cons}. Set
+                {flag(where)}.rl-coef 1."""
+    steps, is_open = sum(stage.steps for stage in plan), not plan[-1].steps
     column, is_used = config.prompts.difficulty_column, any(v < 1 for v in values_of(config, "difficulty"))
     if is_open and steps >= config.steps:
         yield f"""the stages before the last have {steps} steps and the run {config.steps}, which leaves the last none.
             Set --steps above {steps}, or fewer in {flag(stage_path(config, 0))}.steps."""
     if not is_open and steps != config.steps:
-        yield f"""the stages have {steps} steps and the run {config.steps}. Set --steps {steps}, or --{last}.steps 0 for
-            a last stage that lasts to the end."""
+        yield f"""the stages have {steps} steps and the run {config.steps}. Set --steps {steps}, or --{where}.steps 0
+            for a last stage that lasts to the end."""
     if is_used and not column:
         yield """a stage samples the easiest prompts (its difficulty is below 1), but no column says which they are. Set
             --prompts.difficulty-column to a column of numbers, higher is harder."""
@@ -154,7 +166,7 @@ def _section_rules(config: Config) -> Iterator[str]:
     if config.distributed.offload_params and optim.state_place == "cpu":
         yield """distributed.offload_params keeps AdamW's state on the CPU, and steps there; optim.state_place='cpu'
             would move it to the device for each update. Leave --optim.state-place out."""
-    if back_off.metric.startswith("eval/") and not config.evaluation.is_repeated:
+    if back_off.metric.startswith("eval/") and not (config.evaluation.every and config.evaluation.prompts):
         yield f"""back_off.metric={back_off.metric!r} is only measured before and after training. Set --evaluation.every
             to the steps between evaluations."""
     if supervised.template and supervised.column:
@@ -204,24 +216,3 @@ def _section_rules(config: Config) -> Iterator[str]:
     if "critic" in is_set and not config.objective.has_critic:
         yield f"""a critic was set, but objective.baseline={config.objective.baseline!r} uses none. Set --objective ppo,
             or leave the --critic options out."""
-
-
-def _critic_rules(config: Config) -> Iterator[str]:
-    critic, peaks = config.critic, [peak_lr(config, index) for index in range(len(config.plan))]
-    lowest = peaks.index(min(peaks))  # learning rates are not negative: the stage of 0, if there is one
-    where = "optim" if config.plan[lowest].lr is None else stage_path(config, lowest)
-    if critic.kind == "shared" and critic.model:
-        yield f"""critic.model={critic.model!r} is a separate network, but critic.kind='shared' uses the policy's. Set
-            --critic.kind separate, or leave --critic.model out."""
-    if critic.lr and 0 in peaks:
-        yield f"""critic.lr={critic.lr:g} is relative to {where}.lr=0 and would be 0 too. Set {flag(where)}.lr
-            above 0; --critic.warmup-steps trains the critic alone."""
-    if critic.lr == 0 and any(peaks):
-        yield f"""critic.lr=0 never trains the critic, whose values stay 0. Set --critic.lr above 0, or leave it out for
-            the policy's {max(peaks):g}."""
-    if not highest(config, "value_coef"):
-        yield """stage.value_coef=0 never trains the critic, whose values stay 0. Set --stage.value-coef above 0, or a
-            baseline without a critic."""
-    if critic.warmup_steps >= config.steps:
-        yield f"""critic.warmup_steps={critic.warmup_steps} leaves the policy none of the {config.steps} steps to learn
-            in. Lower --critic.warmup-steps or raise --steps."""

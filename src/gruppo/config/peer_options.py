@@ -51,9 +51,8 @@ class PeerOption:
 
     def describe(self, config: Config) -> str:
         """Our options with their values, or that there is none and the nearest."""
-        if self.ours:
-            return " ".join(_typed(config, name) for name in self.ours.split())
-        return "no counterpart" + (f"; nearest {_typed(config, self.near)}" if self.near else "")
+        ours = " ".join(_typed(config, name) for name in self.ours.split())
+        return ours or "no counterpart" + (f"; nearest {_typed(config, self.near)}" if self.near else "")
 
     def line(self, config: Config, width: int = 0) -> str:
         """Their name, our options, and in parentheses what to write there and the remark."""
@@ -104,9 +103,9 @@ def peer_options(system: str) -> tuple[PeerOption, ...]:
     found = []
     for part, entries in TABLE[system].items():
         for theirs, entry in entries.items():
-            ours, remark, rule = [*([entry] if isinstance(entry, str) else entry), "", ""][:3]
-            is_near = ours.startswith("~")
-            found.append(PeerOption(part, theirs, "" if is_near else ours, ours[1:] if is_near else "", remark, rule))
+            text, remark, rule = [*([entry] if isinstance(entry, str) else entry), "", ""][:3]
+            ours, _, near = text.partition("~")  # ~our.option is the nearest
+            found.append(PeerOption(part, theirs, ours, near, remark, rule))
     return tuple(found)
 
 

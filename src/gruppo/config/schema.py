@@ -391,11 +391,6 @@ class EvaluationConfig:
     along_steps: Count = 16
     """Held-out prompts rewarded after each denoising step too (diffusion); 0 disables."""
 
-    @property
-    def is_repeated(self) -> bool:
-        """Whether evaluations run during training too."""
-        return bool(self.every and self.prompts)
-
 
 @dataclass(frozen=True)
 class SavingConfig:

@@ -165,8 +165,7 @@ def position_advantages(
     """``group_advantages`` of one reward for each action (patches): each column of a group is compared by itself."""
     rows, columns = mask.shape
     ids = group_ids[:, None] * columns + torch.arange(columns, device=group_ids.device)
-    flat = torch.where(mask, rewards, torch.nan).flatten()
-    advantages, state = group_advantages(flat, ids.flatten(), **choices)
+    advantages, state = group_advantages(torch.where(mask, rewards, torch.nan).flatten(), ids.flatten(), **choices)
     return advantages.reshape(rows, columns), state
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +17,7 @@ DEVICES = {"cuda"}
 BACKEND = "inductor"
 
 
+@dataclass(eq=False)
 class Compiled:
     """A function that is compiled at its first call on CUDA, for tensors of any size, in one graph.
 
@@ -23,9 +25,10 @@ class Compiled:
     from then on ``is_used`` is False: ``function`` itself runs, or with ``needs_compiling`` the caller's plain path.
     """
 
-    def __init__(self, function: Callable[..., Any], name: str, *, needs_compiling: bool = False) -> None:
-        self.function, self.name, self.needs_compiling = function, name, needs_compiling
-        self.has_failed = False
+    function: Callable[..., Any]
+    name: str
+    needs_compiling: bool = False
+    has_failed: bool = False
 
     @cached_property
     def _compiled(self) -> Callable[..., Any]:

@@ -47,7 +47,8 @@ def psnr(x: Float[Tensor, "B C H W"], y: Float[Tensor, "B C H W"], *, patch: int
     [B]; with ``patch`` [B, H / patch, W / patch], one for each square. Incomplete squares at the end are left out.
     """
     error = (x.double() - y.double()).square()
-    return -10 * _mean_or_patches(error, patch).log10()
+    mean = avg_pool2d(error, patch).mean(dim=1) if patch else error.mean(dim=(1, 2, 3))
+    return -10 * mean.log10()
 
 
 def ssim(x: Float[Tensor, "B C H W"], y: Float[Tensor, "B C H W"], *, patch: int = 0) -> Float[Tensor, "B ..."]:
@@ -69,11 +70,7 @@ def ssim(x: Float[Tensor, "B C H W"], y: Float[Tensor, "B C H W"], *, patch: int
     mx, my, xx, yy, xy = _gaussian_filter(flat, SSIM_STD, r).reshape(stack.shape)
     vx, vy, cov = xx - mx * mx, yy - my * my, xy - mx * my
     map_ = (2 * mx * my + SSIM_C1) * (2 * cov + SSIM_C2) / ((mx * mx + my * my + SSIM_C1) * (vx + vy + SSIM_C2))
-    return _mean_or_patches(map_ if patch else map_[..., r:-r, r:-r], patch)
-
-
-def _mean_or_patches(map_: Float[Tensor, "B C H W"], patch: int) -> Float[Tensor, "B ..."]:
-    return avg_pool2d(map_, patch).mean(dim=1) if patch else map_.mean(dim=(1, 2, 3))
+    return avg_pool2d(map_, patch).mean(dim=1) if patch else map_[..., r:-r, r:-r].mean(dim=(1, 2, 3))
 
 
 # --- pixel losses: unreduced, for supervised and consistency terms ----------------------------------------------------

@@ -33,27 +33,22 @@ def _outermost_lists(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class Recomputed:
-    """Marks the class of a layer that keeps its inputs alone; see ``recompute``."""
-
-
-def recompute(layers: list[nn.Module]) -> None:
-    """Let each layer keep only its inputs for the backward pass, which computes the rest again. Chen et al. 2016.
-
-    The class of the layer is replaced: a copy of the layer then runs its own forward.
-    """
-    for layer in layers:
-        if not isinstance(layer, Recomputed):
-            kind: Any = type(layer)
-            layer.__class__ = _recomputed(kind)
+    """Marks the class of a layer that keeps its inputs alone; see ``recompute_layers``."""
 
 
 def recompute_layers(*modules: nn.Module) -> bool:
-    """``recompute`` the layers of several modules; return True, or raise GruppoError where one has none."""
+    """Let each layer keep only its inputs for the backward pass, which computes the rest again. Chen et al. 2016.
+
+    The class of a layer is replaced: a copy of the layer then runs its own forward. Return True, or raise GruppoError
+    where a module has no layers.
+    """
     for module in modules:
         if not (layers := layers_of(module)):
             raise GruppoError(f"""optim.recompute=layer: {type(module).__name__} has no layers that could be computed
                 again, neither a list nor parts of several modules. Set --optim.recompute none.""")
-        recompute(layers)
+        for layer in layers:
+            if not isinstance(layer, Recomputed):
+                layer.__class__ = _recomputed(type(layer))
     return True
 
 

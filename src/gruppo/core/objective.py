@@ -266,16 +266,7 @@ PPO = Objective(
 NANOCHAT = Objective(scale="none", surrogate="reinforce", average="prompt")
 """nanochat's simplified GRPO: reward minus the group mean, on-policy, no clip, no KL, the average of each prompt."""
 
+# Those above in their order, by the lower-case name of the constant: dr_grpo, reinforce_pp.
 PRESETS: Mapping[str, Objective] = {
-    "grpo": GRPO,
-    "dr_grpo": DR_GRPO,
-    "dapo": DAPO,
-    "gspo": GSPO,
-    "cispo": CISPO,
-    "sapo": SAPO,
-    "rloo": RLOO,
-    "reinforce": REINFORCE,
-    "reinforce_pp": REINFORCE_PP,
-    "ppo": PPO,
-    "nanochat": NANOCHAT,
+    name.lower(): preset for name, preset in list(globals().items()) if isinstance(preset, Objective)
 }

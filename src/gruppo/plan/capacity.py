@@ -39,7 +39,7 @@ class Machine:
 
     name: str
     memory: float
-    """Bytes; 0: unknown."""
+    """Bytes; infinite where unknown."""
     rates: Rates
     width: int
     """Bytes of a weight as it is computed with."""
@@ -89,7 +89,7 @@ def machine_for(name: str, constants: Constants, shape: ModelShape) -> Machine:
     rates, device = constants.rates, str(constants.machine["gpu"] or constants.machine["cpu"])
     error, measured = constants.errors["step"], f"measured on {device}"
     if name == THIS:
-        return Machine(name, constants.memory, rates, constants.width, error, measured)
+        return Machine(name, constants.memory or math.inf, rates, constants.width, error, measured)
     gpu, key = find_gpu(name), recognized(str(constants.machine["gpu"] or ""))
     if not key:
         why = f"published runs, since a fit on {device} says nothing about a GPU"
@@ -143,7 +143,7 @@ def splits(work: Work, gpus: int) -> list[Split]:
         raise GruppoError(f"--gpus {gpus} leaves no server beside the trainer, which --engine.lag {lag} needs; give 2.")
     most, of = gpus - 1 if lag else gpus, f"on {machine.name} ({machine.memory / GIB:.0f} GiB)"
     parts = {n: trainer_bytes(shape, config, longest, gpus=n) for n in range(1, most + 1)}
-    needed = next((n for n, of_n in parts.items() if fits(sum(of_n.values()), machine)), 0)
+    needed = next((n for n, of_n in parts.items() if sum(of_n.values()) <= machine.memory), 0)
     if not needed:
         raise GruppoError(f"""the model does not fit: each of {most} trainers lacks
             {(sum(parts[most].values()) - machine.memory) / GIB:.1f} GiB of memory {of}. Give more --gpus, a larger
@@ -151,7 +151,7 @@ def splits(work: Work, gpus: int) -> list[Split]:
     # weights of a server, and the cache of one row
     served = machine.width * (shape.counts.total + shape.kv_numbers * longest)
     sizes = [2**n for n in range(MAX_TENSOR_PARALLEL.bit_length()) if 2**n <= gpus]
-    parallel = next((n for n in sizes if fits(served / n, machine, USABLE)), 0)
+    parallel = next((n for n in sizes if served / n <= USABLE * machine.memory), 0)
     if not parallel:
         raise GruppoError(f"""the model does not fit: each of the {sizes[-1]} GPUs of a server lacks
             {(served / sizes[-1] - USABLE * machine.memory) / GIB:.1f} GiB of memory {of}, {USABLE:.0%} of it used. Give
@@ -174,17 +174,13 @@ def splits(work: Work, gpus: int) -> list[Split]:
     found = [split(n) for n in tried | {*trainers[low : high + 1]}]
     if not lag:  # in turns, on the same GPUs: with servers beside the trainers, or by the trainers themselves
         n, over = max(n for n in useful if n <= gpus), parallel if config.engine.kind else 1
-        if fits(kept_bytes(parts[n]) + served / over, machine, USABLE):
+        if kept_bytes(parts[n]) + served / over <= USABLE * machine.memory:
             found.append(split(n, over, is_shared=True))
     if not found:
         raise GruppoError(f"""the model does not fit: {needed} GPUs for trainers and {parallel} for a server are more
             than {gpus}, which lack {(needed + parallel - gpus) * machine.memory / GIB:.0f} GiB. Give --gpus
             {needed + parallel}.""")
     return sorted(found, key=lambda split: (split.step_s, split.gpus))
-
-
-def fits(size: float, machine: Machine, share: float = 1.0) -> bool:
-    return not machine.memory or size <= share * machine.memory
 
 
 def kept_bytes(parts: dict[str, float]) -> float:
@@ -205,7 +201,7 @@ def simulated(work: Work, gpus: int, trainers: int, parallel: int, *, is_shared:
     # rows are admitted while their caches fit as long as they are on average; vLLM preempts some beyond
     own = trainer_bytes(shape, config, prompt + rollout.max_new_tokens, gpus=trainers)
     weights, numbers = machine.width * shape.counts.total, machine.width * shape.kv_numbers
-    room = parallel * (USABLE * machine.memory - is_shared * kept_bytes(own)) - weights if machine.memory else math.inf
+    room = parallel * (USABLE * machine.memory - is_shared * kept_bytes(own)) - weights
     limit = BATCH_ROWS if is_local else config.engine.max_inflight
     loop = Loop(
         prompts=rollout.prompts,

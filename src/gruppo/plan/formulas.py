@@ -164,19 +164,16 @@ def learn_s(shape: ModelShape, rates: Rates, config: Config, groups: Groups, pro
     epochs = config.optim.epochs * (2.0 + (not config.lora.rank) + (config.optim.recompute == "layer"))
     # before the updates: log-probs of a reference, and the policy's with the values of a head on it. Where there are
     # no such values, and the batch has one update, its own log-probs are the old ones.
-    has_kl, is_separate = bool(highest(config, "kl_coef")), has_separate_critic(config)
+    has_kl, has_critic = bool(highest(config, "kl_coef")), config.objective.has_critic
+    is_separate = has_critic and config.critic.kind == "separate"
     has_old = config.updates_per_batch > 1 or (has_kl and config.objective.kl_in == "reward")
-    evaluated = has_kl + (has_old or (config.objective.has_critic and not is_separate))
+    evaluated = has_kl + (has_old or (has_critic and not is_separate))
     of_adam = {"updates": config.updates_per_batch, "minibatches": config.optim.minibatches}
     seconds = train_s(shape, rates, groups, prompt, gpus=gpus, passes=evaluated + epochs, **of_adam)
     if is_separate:
         critic = replace(shape, head=0)
         seconds += train_s(critic, rates, groups, prompt, gpus=gpus, passes=1 + epochs, **of_adam)
     return seconds
-
-
-def has_separate_critic(config: Config) -> bool:
-    return config.objective.has_critic and config.critic.kind == "separate"
 
 
 def trainer_bytes(shape: ModelShape, config: Config, longest: float, *, gpus: int) -> dict[str, float]:
@@ -188,7 +185,7 @@ def trainer_bytes(shape: ModelShape, config: Config, longest: float, *, gpus: in
     counts = shape.adapted(lora.rank).counts
     base = counts.total * (NF4_BITS / 8 if lora.load_in_4bit else 2) if lora.rank else 0.0
     parts = state_bytes(counts, shards=gpus, base_bytes=base)
-    if has_separate_critic(config):  # under an adapter, it has one of its own on the same base
+    if config.objective.has_critic and config.critic.kind == "separate":  # its adapter is on the same base
         parts |= {f"critic, {name}": size for name, size in parts.items() if name != "base"}
     if highest(config, "kl_coef") and not base:
         parts["reference"] = 2.0 * counts.total / gpus

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from gruppo.config.schema import Config
@@ -87,7 +87,7 @@ def render(work: Work, found: Sequence[Split], gpus: int, totals: dict[str, floa
     """The best split with its figures, each with its error, then the other splits."""
     config, machine, best = work.config, work.machine, found[0]
     rollout, lag, error = config.rollout, config.engine.lag, f"± {machine.error:.0%}"
-    of = f" of {machine.memory / GIB:.0f}" if machine.memory else ""
+    of = f" of {machine.memory / GIB:.0f}" if machine.memory < math.inf else ""
     each = f" of {best.tensor_parallel} GPUs" if best.tensor_parallel > 1 else ""
     joint = " on the same GPUs as" if best.is_shared else ","
     run = f"{counted(config.steps, 'step')} in {duration(3600 * (totals['hours'] or 0))}"
@@ -105,11 +105,10 @@ def render(work: Work, found: Sequence[Split], gpus: int, totals: dict[str, floa
         ("cost", f"${totals['cost']:,.2f}" if has_price else "no price was given: --price", error if has_price else ""),
     )
     titles = ("trainers", "servers", "GPUs", "step s", "tokens/s", "trainers wait", "servers wait", "lag")
-    top, others = Table(box=None, show_header=False), Table(box=None, header_style="dim")
+    top, right = Table(box=None, show_header=False), (Column(title, justify="right") for title in titles)
+    others = Table(*right, box=None, header_style="dim")
     for row in figures:
         top.add_row(*row)
-    for title in titles:
-        others.add_column(title, justify="right")
     for split in found[:SHOWN]:
         each = f" x {split.tensor_parallel}" if split.tensor_parallel > 1 else ""
         servers = f"{'shared ' * split.is_shared}{split.servers}{each}"

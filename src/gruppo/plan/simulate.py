@@ -98,10 +98,7 @@ class SimulatedServer:
         for length in lengths:
             heapq.heappush(self.rows, (self.tokens + length, self.tokens, group))
         self.begun += self.tokens * len(lengths)
-        self.stall(self.loop.prefill_s(self.loop.prompt_tokens))
-
-    def stall(self, seconds: float) -> None:
-        self.free_at = max(self.at, self.free_at) + seconds
+        self.free_at = max(self.at, self.free_at) + self.loop.prefill_s(self.loop.prompt_tokens)
 
 
 START, ROW, TRAINED, PUBLISHED = range(4)
@@ -133,7 +130,8 @@ def simulate(loop: Loop, lengths: Groups) -> Timeline:
             heapq.heappush(events, (now + loop.publish_s, PUBLISHED, 0, 0))
             for server in servers:
                 server.advance(now)
-                server.stall(loop.publish_s + (loop.prefill_s(server.cached) if server.rows else 0.0))
+                reading_s = loop.prefill_s(server.cached) if server.rows else 0.0
+                server.free_at = max(now, server.free_at) + (loop.publish_s + reading_s)
             changed = {*range(len(servers))}
         elif kind == PUBLISHED:
             timeline.published.append(now)

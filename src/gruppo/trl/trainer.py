@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -112,7 +112,9 @@ class GRPOTrainer:
         self.train_dataset, self.eval_dataset, self.processing_class = train_dataset, eval_dataset, processing_class
         self.output_dir = Path(getattr(args, "output_dir", None) or "trainer_output")
         rows = len(train_dataset) if hasattr(train_dataset, "__len__") else 0
-        settings, notes = translated(args, self.kind, rows=rows, has_evaluation=self._evaluates)
+        strategy = getattr(args, "eval_strategy", "no")
+        evaluates = eval_dataset is not None and getattr(strategy, "value", strategy) != "no"
+        settings, notes = translated(args, self.kind, rows=rows, has_evaluation=evaluates)
         if not rows and not getattr(args, "max_steps", -1) > 0:
             raise GruppoError("train_dataset has no length, so its epochs are not known. Set max_steps.")
         settings |= _adapter(peft_config, source, notes)
@@ -144,7 +146,7 @@ class GRPOTrainer:
             "reward": tuple(map(name_of, self.rewards)),
             "runs_dir": str(self.output_dir),
             "evaluation.data": "" if eval_dataset is None else IN_MEMORY,
-            "evaluation.prompts": len(eval_dataset) if self._evaluates else 0,
+            "evaluation.prompts": len(eval_dataset) if evaluates else 0,
         }
         self.config = serialization.change(Config(), settings)
         validate(self.config, self.parts)
@@ -210,15 +212,14 @@ class GRPOTrainer:
         run, data = self.run.run, self.eval_dataset if eval_dataset is None else eval_dataset
         if data is None:
             raise GruppoError("evaluate has no data: pass eval_dataset to it or to the trainer.")
-        if eval_dataset is None and self._evaluates:
+        if eval_dataset is None and self.config.evaluation.prompts:
             return self._metrics(self.run.evaluate())
         source = open_source(data, seed=self.config.seed, held_out_fraction=0.0).only_held_out()
         # A prompt that does not fit into the context is left out, as from a run's own held-out prompts.
         held_out = [p for p in source.held_out(len(data)) if run.policy.check_prompt(p, run.sampling) is None]
         with run.stopper.listening(), whole_weights(run.policy, engine=run.config.engine.kind):
             done, _rows = evaluate(run, held_out)
-        self._evaluated(done)
-        return self._metrics(done)
+        return self._evaluated(done)
 
     def save_model(self, output_dir: str | None = None, **_: Any) -> None:
         """Write the model as it is now, and its tokenizer, to a folder for transformers (an adapter: for peft)."""
@@ -282,11 +283,6 @@ class GRPOTrainer:
 
     # --- parts ---
 
-    @property
-    def _evaluates(self) -> bool:
-        strategy = getattr(self.args, "eval_strategy", "no")
-        return self.eval_dataset is not None and getattr(strategy, "value", strategy) != "no"
-
     def _opened(self, model: Any, settings: dict[str, Any], notes: list[str]) -> Any:
         """A policy where the model or its tokenizer is in memory or needs arguments; None where its name says all."""
         from gruppo.modalities.text import from_transformers
@@ -342,10 +338,11 @@ class GRPOTrainer:
         parts = {f"eval_rewards/{name}/mean": value for name, value in done.parts.items()}
         return {"eval_reward": done.mean, **parts, "epoch": self.state.epoch or 0.0}
 
-    def _evaluated(self, done: Evaluated) -> None:
+    def _evaluated(self, done: Evaluated) -> dict[str, float]:
         metrics = self._metrics(done)
         self.state.log_history.append(metrics | {"step": self.state.global_step})
         self._call("on_evaluate", metrics=metrics)
+        return metrics
 
 
 class RLOOTrainer(GRPOTrainer):
@@ -354,11 +351,11 @@ class RLOOTrainer(GRPOTrainer):
     kind = "RLOO"
 
 
+@dataclass(eq=False)
 class _Hooks(Callback):
     """Keeps ``state`` and ``log_history`` of a trainer, and calls its transformers callbacks."""
 
-    def __init__(self, owner: GRPOTrainer) -> None:
-        self.owner = owner
+    owner: GRPOTrainer
 
     def on_step(self, trainer: Any, step: Step) -> None:
         owner, metrics = self.owner, step.metrics
@@ -429,9 +426,8 @@ def _rewards(reward_funcs: Any, tokenizers: Any) -> list[Any]:
                 from transformers import AutoTokenizer
 
                 tokenizer = AutoTokenizer.from_pretrained(name)
-            opened.append(RewardModel(function, tokenizer, name=name.split("/")[-1] or "reward_model"))
-        else:
-            opened.append(function)
+            function = RewardModel(function, tokenizer, name=name.split("/")[-1] or "reward_model")
+        opened.append(function)
     return opened
 
 

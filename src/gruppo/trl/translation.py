@@ -47,11 +47,8 @@ WITHOUT_EFFECT = _names(
     "do_train do_eval do_predict resume_from_checkpoint push_to_hub hub_model_id hub_token hub_private_repo",
     "hub_revision hub_strategy hub_always_push save_only_model save_on_each_node ignore_data_skip",
     "restore_callback_states_from_checkpoint enable_jit_checkpoint greater_is_better",
-    # of vLLM, without use_vllm
-    "vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_server_base_url",
-    "vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization",
-    "vllm_max_model_length vllm_tensor_parallel_size vllm_importance_sampling_correction vllm_importance_sampling_mode",
-    "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min vllm_importance_sampling_cap",
+    # of vLLM, without use_vllm; with it, some are translated below
+    *(field.name for field in fields(GRPOConfig) if field.name.startswith("vllm_")),
 )
 """Arguments that change nothing that is learned here."""
 DIRECT = {
