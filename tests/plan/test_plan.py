@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -272,7 +272,7 @@ def test_more_gpus_than_groups_are_said_to_have_nothing_to_do():
 
 
 def plan(folder: Path, *words: str, **changes: Any) -> None:
-    constants(**changes).save(folder / "plan.json")
+    (folder / "plan.json").write_text(json.dumps(asdict(constants(**changes))))
     words = ("plain", "--constants", str(folder / "plan.json"), "--model-config", tiny.model(), *words)
     commands.plan(**parse_command("plan", commands.plan, words))
 
@@ -327,7 +327,7 @@ def test_json_has_all_figures(tmp_path, capsys):
     ],
 )
 def test_a_mistake_is_one_line(tmp_path, words, message):
-    constants().save(tmp_path / "plan.json")
+    (tmp_path / "plan.json").write_text(json.dumps(asdict(constants())))
     given = ["plain", "--constants", str(tmp_path / "plan.json")]
     given += [] if "--model-config" in words else ["--model-config", tiny.model()]
     with pytest.raises(GruppoError, match=message):
@@ -383,7 +383,7 @@ def test_without_constants_it_says_how_to_fit_them(tmp_path):
 )
 def test_constants_of_a_damaged_file_are_refused_in_one_line(tmp_path, damage):
     file = tmp_path / "plan.json"
-    constants().save(file)
+    file.write_text(json.dumps(asdict(constants())))
     assert Constants.load(file).rates == RATES
     file.write_text(json.dumps(json.loads(file.read_text()) | damage))
     with pytest.raises(GruppoError, match=r"plan\.json has no constants of gruppo plan .*gruppo plan RECIPE --fit"):

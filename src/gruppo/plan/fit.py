@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -73,9 +72,6 @@ class Constants:
     """Median of |predicted / measured - 1| of sizes that were not fitted, by what was measured."""
     steps: list
     """The measured steps, fitted ones first."""
-
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> Constants:

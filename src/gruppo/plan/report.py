@@ -30,10 +30,11 @@ def run_fit(config: Config, path: Path, *, is_json: bool) -> None:
         raise GruppoError(f"--constants {path}: it needs a file in a folder that exists. Make the folder, or name one.")
     console = Console(stderr=True)
     constants = fit(config, lambda line: console.print(line, highlight=False, style="dim"))
-    constants.save(path)
+    text = json.dumps(asdict(constants), indent=1)
+    path.write_text(text + "\n", encoding="utf-8")
     rates, errors, machine = constants.rates, constants.errors, constants.machine
     if is_json:
-        return print(json.dumps(asdict(constants), indent=1))
+        return print(text)
     print(
         f"{constants.model} on {machine['gpu'] or '{threads} threads of {cpu}'.format(**machine)}:\n"
         f"  training   {rates.train_flops / 1e9:,.0f} GFLOP/s\n"

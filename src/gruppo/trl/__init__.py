@@ -24,7 +24,7 @@ ELSEWHERE = {
 
 def __getattr__(name: str) -> Any:
     """A name of the installed TRL, except its other trainers, so that one import changes in a script."""
-    if name.startswith("__"):
+    if name.startswith("__"):  # such as __path__, which the import system looks for
         raise AttributeError(name)
     if name.endswith(("Trainer", "Config")) and name not in ("ModelConfig", "DatasetMixtureConfig"):
         near = next((text for start, text in ELSEWHERE.items() if start in name), "Import it from trl")

@@ -212,7 +212,7 @@ class GRPOTrainer:
         run, data = self.run.run, self.eval_dataset if eval_dataset is None else eval_dataset
         if data is None:
             raise GruppoError("evaluate has no data: pass eval_dataset to it or to the trainer.")
-        if eval_dataset is None and self.config.evaluation.prompts:
+        if eval_dataset is None and self.config.evaluation.prompts:  # 0 under eval_strategy="no"
             return self._metrics(self.run.evaluate())
         source = open_source(data, seed=self.config.seed, held_out_fraction=0.0).only_held_out()
         # A prompt that does not fit into the context is left out, as from a run's own held-out prompts.
