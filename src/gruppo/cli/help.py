@@ -58,8 +58,7 @@ def config_help(config: Config, command: str, *, is_complete: bool) -> str:
     hidden += [re.compile(r"stage\..*")] if config.stages else []
     section: str | None = None
     for name, option in sorted(options(config).items(), key=lambda item: "." in item[0]):  # single options first
-        is_hidden = any(pattern.fullmatch(name) for pattern in hidden)
-        if is_hidden and not is_complete and option.value == option.default:
+        if not is_complete and option.value == option.default and any(pattern.fullmatch(name) for pattern in hidden):
             continue
         if (group := name.rpartition(".")[0]) != section:
             section = group

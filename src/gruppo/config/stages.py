@@ -77,6 +77,6 @@ def planned(text: str, config: Config) -> Config:
         resets = stage.new_reference and bool(stages) and not has_reset
         has_reset |= stage.new_reference
         stages.append(replace(stage, name=kind, steps=int(steps or 0), new_reference=resets))
-    learns = any(stage.sup_coef for stage in stages)  # otherwise a recipe's demonstrations would be refused as unused
-    supervised = config.supervised if learns else SupervisedConfig()
+    # Where no stage learns from a recipe's demonstrations, they would be refused as unused.
+    supervised = config.supervised if any(stage.sup_coef for stage in stages) else SupervisedConfig()
     return replace(config, stages=tuple(stages), stage=Stage(), supervised=supervised)
