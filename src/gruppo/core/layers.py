@@ -48,7 +48,8 @@ def recompute_layers(*modules: nn.Module) -> bool:
                 again, neither a list nor parts of several modules. Set --optim.recompute none.""")
         for layer in layers:
             if not isinstance(layer, Recomputed):
-                layer.__class__ = _recomputed(type(layer))
+                kind: Any = type(layer)
+                layer.__class__ = _recomputed(kind)
     return True
 
 

@@ -148,8 +148,9 @@ def evaluated(run: Run, batch: Batch, step_params: StepParams) -> Batch:
     has_normal = [name for name in needed if f"{name}:mean" in stored]
     normals = {name: Gaussian(stored[f"{name}:mean"], stored[f"{name}:std"]) for name in has_normal}
     ref = Likelihood(stored["ref"], gaussian=normals.get("ref")) if "ref" in stored else None
-    old = {"old_logprobs": stored.get("old_logprobs"), "old_values": stored.get("old_values")}
-    return replace(batch, ref=ref, old_gaussian=normals.get("old_logprobs"), **old)
+    old_logprobs, old_values = stored.get("old_logprobs"), stored.get("old_values")
+    old_gaussian = normals.get("old_logprobs")
+    return replace(batch, old_logprobs=old_logprobs, old_gaussian=old_gaussian, ref=ref, old_values=old_values)
 
 
 def _evaluate(

@@ -50,13 +50,14 @@ def block_mask(spans: Int[Tensor, "3 N"], device: torch.device) -> BlockMask:
     def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return ((k >= shared_start[q]) & (k < shared_end[q])) | ((k >= text_start[q]) & (k <= q))
 
-    listed = list[Tensor]()  # for each block of queries: how many key blocks it sees, and all of them, those first
-    for blocks in (partly, covered):
+    def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
         blocks = blocks.to(device, non_blocking=True).int()
         order = blocks.argsort(dim=1, descending=True, stable=True)
-        listed += [blocks.sum(dim=1, dtype=torch.int32)[None, None], order.int()[None, None]]
-    options: Any = {"BLOCK_SIZE": SPAN_BLOCK, "mask_mod": sees, "seq_lengths": (length, length)}
-    return BlockMask.from_kv_blocks(*listed, **options)
+        return blocks.sum(dim=1, dtype=torch.int32)[None, None], order.int()[None, None]
+
+    return BlockMask.from_kv_blocks(
+        *listed(partly), *listed(covered), BLOCK_SIZE=SPAN_BLOCK, mask_mod=sees, seq_lengths=(length, length)
+    )
 
 
 def _layer(x: Tensor, layer: Any, cos: Tensor, sin: Tensor, mask: BlockMask) -> Tensor:
