@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from tests.trainer import runs
 
 from gruppo import api
 from gruppo.config import serialization
-from gruppo.engines.vllm import Proof, VllmEngine
+from gruppo.distributed import collectives, sharding
+from gruppo.engines.vllm import Proof, VllmEngine, prove
 from gruppo.modalities.common.lora import inject
 from gruppo.modalities.text import TextPolicy, from_pretrained
 
@@ -86,3 +88,28 @@ def test_two_ranks_with_sharded_weights_publish_what_one_process_does_and_name_a
     finally:
         for server in servers:
             server.close()
+
+
+def limits_of_the_canary(base: str, file: str) -> None:
+    """In bfloat16, of replicated and then of sharded weights."""
+    collectives.init(60)
+    policy, limits = from_pretrained(base, compute="bfloat16"), []
+    proof, prove.LEAST_NATS = Proof(policy, PROMPTS, SAMPLING, max_mismatch=0.2), 0.0
+    for is_sharded in (False, True):
+        if is_sharded:
+            policy.shard(partial(sharding.shard, mode="fsdp", device=torch.device("cpu")))
+        before = [sharding.local(parameter).clone() for parameter in policy.module.parameters()]
+        with proof.perturbed(policy):
+            limits.append(proof.canary_limit)
+        after = [sharding.local(parameter) for parameter in policy.module.parameters()]
+        assert all(map(torch.equal, before, after))
+    if collectives.is_main():
+        Path(file).write_text(json.dumps(limits))
+    collectives.shutdown()
+
+
+def test_the_canary_of_sharded_weights_allows_for_rounding_of_both_sides(tmp_path: Path):
+    """Once 0, as scores in the compute dtype were held against themselves: every server in bfloat16 was refused."""
+    processes.run_ranks(2, limits_of_the_canary, tiny.model(seed=1), str(tmp_path / "limits.json"), folder=tmp_path)
+    replicated, sharded = json.loads((tmp_path / "limits.json").read_text())
+    assert 0.5 * replicated < sharded < 4 * replicated
