@@ -208,6 +208,10 @@ class ReferenceConfig:
     watch_prompts: Count = 64
     """Held-out prompts on which a mixed reference is evaluated too; 0 disables."""
 
+    @property
+    def is_mixed(self) -> bool:
+        return self.kind == "mixed"
+
 
 @dataclass(frozen=True)
 class LoraConfig:

@@ -36,11 +36,11 @@ def check(config: Config, modality: Modality = NEUTRAL) -> None:
         raise unread_error(f"{stage_path(config, renewed[0])}.new_reference")  # of a restorer, a reward may read it
     if chosen != default and not has_reference(config, modality):
         raise unread_error("a reference")
-    for name in ("update_rate", "update_every", "watch_prompts") if chosen.kind == "frozen" else ():
+    for name in ("update_rate", "update_every", "watch_prompts") if not chosen.is_mixed else ():
         if getattr(chosen, name) != getattr(default, name):
             raise GruppoError(f"""reference.{name} is of a reference that moves, and reference.kind='frozen' never does.
                 Set --reference.kind mixed, or leave it out.""")
-    if chosen.kind == "mixed" and chosen.update_every > config.steps:
+    if chosen.is_mixed and chosen.update_every > config.steps:
         raise GruppoError(f"""reference.kind='mixed' with reference.update_every={chosen.update_every} never moves in
             {config.steps} steps. Set --reference.update-every {max(config.steps // 10, 1)} or so, or --reference.kind
             frozen.""")

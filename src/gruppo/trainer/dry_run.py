@@ -59,7 +59,7 @@ def _objective(run: Run) -> list[str]:
     notes = [*objective_warnings(config.objective, kl_coef=kl_coef, updates_per_batch=updates, truncates=truncates)]
     # options that work but may not be intended
     if references.has_reference(config, run.policy.modality):
-        if config.reference.kind == "mixed":
+        if config.reference.is_mixed:
             notes += ["the reference follows the policy: the KL slows it down, and is no anchor to where it began"]
         elif config.lora.adapter:
             base = "the base without the adapter that training begins with"
@@ -104,7 +104,7 @@ def _work(run: Run) -> list[str]:
     if run.reference is not None:
         chosen = config.reference
         where = "" if base else f", on {'the device' if chosen.place == 'device' else chosen.place}"
-        if chosen.kind == "mixed":
+        if chosen.is_mixed:
             source = "a second adapter" if base else "a copy"
             source += f" that follows the policy: {chosen.update_rate:g} policy + {1 - chosen.update_rate:g} reference "
             source += f"after every {chosen.update_every} steps"

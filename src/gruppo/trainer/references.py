@@ -55,7 +55,7 @@ def watch(run: Run) -> dict[str, float]:
     if reference is None or not reference.follows_policy:
         return {}
     metrics = {"reference/distance_frac": reference.distance(run.policy)}
-    if run.config.reference.kind == "mixed" and (prompts := held_out(run, run.config.reference.watch_prompts)):
+    if run.config.reference.is_mixed and (prompts := held_out(run, run.config.reference.watch_prompts)):
         with reference.active() as policy, whole_weights(policy):
             generate: Any = policy.sample
             if run.environment is not None:
