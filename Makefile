@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 ARGS ?=
-JOBS ?= 2
+JOBS ?= 3
 TORCH_INDEX ?=
 RESULTS ?= build/bench
 VLLM_PYTHON ?=
@@ -65,8 +65,9 @@ lines: .venv/.ready-lines
 	@$(bin)/gruppo train restore-text --name lines $(ARGS)
 	@$(bin)/python -m benchmarks.lines lines=runs/lines
 
-# Each process takes tests that follow each other, which share fixtures, and then some of another's; children read the
-# bytecode that the first of them wrote, where the environment says not to write any.
+# One process more than two cores, as tests wait for children. Each takes tests that follow each other, which share
+# fixtures, and then some of another's; children read the bytecode that the first of them wrote, where the environment
+# says not to write any.
 test: .venv/.ready-test
 	@OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(bin)/python -m pytest -q -n $(JOBS) --dist worksteal $(or $(ARGS),-m "not slow")
 
