@@ -292,6 +292,7 @@ def test_a_saved_head_of_another_width_is_refused_with_both_shapes(tmp_path, ope
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.silent_bug(33)
 @KINDS
 def test_a_run_that_was_stopped_and_resumed_is_the_run_that_was_not(tmp_path, kind):

@@ -165,6 +165,7 @@ def gradients(run: Run) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in run.parameters])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("compute", "who", "kind", "error"),
     [

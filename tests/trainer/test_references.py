@@ -195,6 +195,7 @@ def test_explain_says_what_a_reference_costs_and_what_a_moving_one_means(tmp_pat
 # --- a frozen one is frozen -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.silent_bug(18)
 @pytest.mark.parametrize("kind", ["device", "disk", "base", "mixed adapter"])
 def test_the_frozen_weights_have_one_hash_from_the_manifest_to_the_end(tmp_path, kind):

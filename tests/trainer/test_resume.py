@@ -75,6 +75,7 @@ def test_2n_steps_are_n_steps_a_stop_and_n_steps(tmp_path, kind, whole, calls_be
     assert_same(api.start(tmp_path / "runs/run").folder, whole(kind))
 
 
+@pytest.mark.slow
 @pytest.mark.silent_bug(33)
 def test_sigterm_at_random_moments_exits_75_and_resumes_to_the_bit(tmp_path, whole):
     config = same_data(tmp_path, SIMPLE, whole)

@@ -54,6 +54,7 @@ def test_a_run_logs_its_calls_and_closes_its_environments(whole):
     assert '"role": "tool"' in sample and " at " in sample
 
 
+@pytest.mark.slow
 def test_a_run_with_environments_that_is_stopped_goes_on_to_the_bit(tmp_path, whole):
     stop = Signalling(5)
 
@@ -161,6 +162,7 @@ def test_demonstrations_begin_as_conversations_do(tmp_path):
     run.engine.close()
 
 
+@pytest.mark.slow
 def test_tools_and_environments_may_be_given_in_python(tmp_path):
     def treble(by: int) -> int:
         """
