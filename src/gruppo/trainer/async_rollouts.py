@@ -313,13 +313,14 @@ class AsyncRollouts(SourceWrapper):
 
     def _prune(self) -> None:
         """Delete what no checkpoint needs from a ledger that has grown beyond its limit."""
-        folder, own = self.ledger.folder.parent / "checkpoints", (self.state_dict()["position"], self._saved_position)
+        folder, own = self.ledger.folder.parent / "checkpoints", [self.state_dict()["position"]]
+        own += [] if self._saved_position is None else [self._saved_position]
         states = (folder / checkpoint.name_of(step) / "state.json" for step in checkpoint.steps(folder))
         try:
             saved = [read_json(state)["source"]["position"] for state in states]
         except (OSError, ValueError, KeyError, TypeError):  # damaged: what it needs is unknown
             return
-        self.ledger.prune(min(position for position in (*own, *saved) if position is not None))
+        self.ledger.prune(min(own + saved))
 
     def close(self) -> None:
         """Begin nothing more. What is being sampled ends with the engine."""

@@ -386,11 +386,15 @@ class RunFolder:
 
 def tensors_of(run: Run) -> dict[str, Any]:
     """The tensors of a checkpoint, by its files."""
+    return weights_of(run) | {"optimizer": checkpoint.optimizer_tensors(run.optimizer, optimized_names(run))}
+
+
+def weights_of(run: Run) -> dict[str, Any]:
+    """Those of all files but the optimizer's."""
     return {
         "model": run.policy.checkpoint_weights(),
         "critic": None if run.critic is None else run.critic.checkpoint_weights(),
         "reference": {} if run.reference is None else run.reference.state_dict(),
-        "optimizer": checkpoint.optimizer_tensors(run.optimizer, optimized_names(run)),
     }
 
 
@@ -405,7 +409,7 @@ def sharded_tensors(run: Run) -> checkpoint.Sharded:
     parameters = trained(run.policy.module, run.critic)
     moments = {f"{moment}.{name}": p for moment in ("exp_avg", "exp_avg_sq") for name, p in parameters.items()}
     # AdamW has no moments before its first step: those of a checkpoint are then known by their parameters alone
-    files = tensors_of(run) | {"optimizer": moments}
+    files = weights_of(run) | {"optimizer": moments}
     return {file: shards.only_sharded(tensors or {}) for file, tensors in files.items()}
 
 

@@ -252,14 +252,9 @@ attend = _Attention.apply
 
 def _probabilities(q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Queries [cK, Gr, D], probabilities [cK, Gr, S], keys and values [cK, S, D]; G heads share one of K."""
-    queries, texts, both = _queries(q, block, k.shape[1]), len(block.tokens), list[Tensor]()
-    for x in (k, v):
-        own = x.index_select(0, block.tokens.flatten()).unflatten(0, block.tokens.shape).transpose(1, 2)  # [c, K, s, D]
-        shared = x[block.shared].transpose(0, 1).expand(texts, -1, -1, -1)  # [c, K, P, D]
-        both.append(torch.cat([shared, own], dim=2).flatten(0, 1))  # [cK, S, D]
-    keys, values = both
+    queries, keys, values = _queries(q, block, k.shape[1]), _keys(k, block), _keys(v, block)
     scores = torch.bmm(queries, keys.mT).to(block.bias.dtype)
-    scores.view(texts, -1, *block.bias.shape[-2:]).add_(block.bias)
+    scores.view(len(block.tokens), -1, *block.bias.shape[-2:]).add_(block.bias)
     return queries, torch.softmax(scores, dim=-1).to(q.dtype), keys, values
 
 
@@ -273,6 +268,13 @@ def _queries(x: Tensor, block: AttentionBlock, kv_heads: int, *, hide: bool = Fa
     shared_by = x.shape[1] // kv_heads
     taken = taken.view(texts, rows, kv_heads, shared_by, x.shape[2]).permute(0, 2, 3, 1, 4)
     return taken.reshape(texts * kv_heads, shared_by * rows, x.shape[2])
+
+
+def _keys(x: Tensor, block: AttentionBlock) -> Tensor:
+    """[N, K, D] to the block's keys [cK, S, D]."""
+    own = x.index_select(0, block.tokens.flatten()).unflatten(0, block.tokens.shape).transpose(1, 2)  # [c, K, s, D]
+    shared = x[block.shared].transpose(0, 1).expand(len(block.tokens), -1, -1, -1)  # [c, K, P, D]
+    return torch.cat([shared, own], dim=2).flatten(0, 1)
 
 
 def _put(out: Tensor, of_queries: Tensor, block: AttentionBlock) -> None:

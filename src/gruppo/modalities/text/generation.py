@@ -99,7 +99,9 @@ def generate_locally(policy: TextPolicy, batch: TokenBatch, sampling: Sampling, 
         for row, (start, limit) in enumerate(zip(batch.starts, batch.limits.tolist(), strict=True)):
             uniforms[row, :limit] = uniforms_at(seed, *batch.addresses[row], start + limit)[start:]
     # equal as long as no weight of the policy has changed
-    weights = (policy, policy.module, policy.forced_refreshes, *weight_versions(policy.module.parameters()))
+    weights: Any = None
+    if batch.kept is not None:
+        weights = (policy, policy.module, policy.forced_refreshes, *weight_versions(policy.module.parameters()))
     histories = [batch.prompts[n] for n in batch.owners.tolist()]
     if batch.prefixes is not None:
         histories = [torch.cat(parts) for parts in zip(histories, batch.prefixes, strict=True)]
