@@ -101,7 +101,7 @@ def model_of(name: str | Path) -> str:
     path = Path(name).expanduser()
     final = path / "final"
     run = path.parent if path.name == "final" else path
-    if (run / "manifest.json").is_file() or (run / "final/COMPLETE").is_file():  # in the cache of a hub, links are usual
+    if (run / "manifest.json").is_file() or (run / "final/COMPLETE").is_file():  # a folder of a hub's cache has links
         check_links(run)
     if (final / "COMPLETE").is_file():
         if not any((final / file).is_file() for file in (*MODELS, CONFIG)):
