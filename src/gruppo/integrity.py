@@ -1,14 +1,23 @@
-"""Reads files that may be damaged or hostile: JSON within limits of size and depth, and sealed folders."""
+"""Files that may be damaged or hostile: JSON within limits of size and depth, sealed folders, folders with links.
+
+``replace_file`` writes a file so that it is whole, whenever the machine stops.
+"""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from gruppo.loading import command_name
+from safetensors import SafetensorError
+
+from gruppo.loading import command_name, visible
+from gruppo.platforms import sync_to_disk
 from gruppo.types import GruppoError
 
 SEAL = "COMPLETE"
@@ -88,3 +97,63 @@ def fingerprint(path: Path) -> dict[str, Any]:
     """Size and SHA-256 of a file."""
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+# --- folders of runs --------------------------------------------------------------------------------------------------
+
+
+def check_links(folder: Path) -> None:
+    """Refuse a run folder with a link to something outside it, which would be read, overwritten or deleted.
+
+    The folder itself may be a link. Nothing is read in ``wandb``, which links its logs to the user's cache.
+    """
+    root = os.path.realpath(folder)
+    pending = [root]
+    while pending:
+        with suppress(OSError), os.scandir(pending.pop()) as entries:  # another process may delete a part of a run
+            for entry in entries:
+                if entry.is_symlink() and not Path(os.path.realpath(entry.path)).is_relative_to(root):
+                    link = visible(f"{folder / os.path.relpath(entry.path, root)} is a link to {os.readlink(entry)}")
+                    raise GruppoError(f"""{link}, outside the run folder: what is there could be read, overwritten or
+                        deleted. Replace the link by a copy, or remove it; to keep a run on another disk, move its whole
+                        folder and link that.""")
+                if entry.is_dir(follow_symlinks=False) and entry.path != os.path.join(root, "wandb"):
+                    pending.append(entry.path)
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def explained_failures(target: Path) -> Iterator[None]:
+    """Raise failures to write as GruppoError."""
+    try:
+        yield
+    except Exception as error:
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
+            raise GruppoError(f"""the disk is full: {target} could not be written, and the save before it is intact.
+                Free some space, then continue with {command_name()} resume.""") from error
+        if isinstance(error, OSError | SafetensorError):
+            raise GruppoError(f"""{target} could not be written: {getattr(error, "strerror", None) or error}; what was
+                saved before is intact. Check the folder, its permissions and its limits.""") from error
+        raise
+
+
+def replace_file(path: Path, content: bytes | str, *, is_synced: bool = True) -> None:
+    """Write a file that holds either its old content or the new one, whenever the process is killed.
+
+    ``is_synced``: also whenever the machine stops, for the price of two waits for the disk.
+    """
+    scratch = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    with explained_failures(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch.unlink(missing_ok=True)
+        with scratch.open("xb") as file:  # "x" opens no file that is there, nor one that a link names
+            # What UTF-8 cannot encode (half of a surrogate pair) becomes \\udc80, as JSON writes it.
+            file.write(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
+            file.flush()
+            if is_synced:
+                os.fsync(file.fileno())
+        scratch.replace(path)
+        if is_synced:
+            sync_to_disk(path.parent)

@@ -393,6 +393,7 @@ def test_a_torn_evaluations_file_is_written_anew_and_partial_writes_are_removed(
     run = shutil.copytree(whole(SIMPLE), tmp_path / "run")
     (run / "evaluations.json").write_text("[{")
     leftovers = [run / ".config.json.tmp-9", run / "best/.step_000003.tmp-9", run / "checkpoints/.latest.old-9"]
+    leftovers += [run / "completions/.step_000001.jsonl.gz.tmp-9", run / "images/.step_000004.png.tmp-9"]
     for path in leftovers:
         path.parent.mkdir(exist_ok=True)
         path.write_text("")

@@ -119,4 +119,4 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pyt
     path = write_run(tmp_path / "run", steps=1)
     (path / "report.html").mkdir()
     assert processes.exit_code(["report", str(path)]) == 2
-    assert "cannot be written" in capsys.readouterr().err
+    assert "could not be written" in capsys.readouterr().err

@@ -19,6 +19,7 @@ from gruppo.cli.serve import find_vllm
 from gruppo.config import serialization
 from gruppo.config.schema import Config, LaunchConfig
 from gruppo.engines.vllm.client import KEY
+from gruppo.integrity import check_links
 from gruppo.loading import counted, import_extra
 from gruppo.platforms import lock_file
 from gruppo.recipes.open import run_stem
@@ -104,6 +105,7 @@ def parse_launch(args: list[str]) -> Launch:
         config = replace(config, name=new_name(run_stem(words[0]), config.runs_dir))
         words += ["--name", config.name]
     launch = Launch(chosen, config, (*words, *(["--trust-run"] if trust_run else [])), tuple(args[at + 1 :]))
+    check_links(launch.folder)
     if (saved := launch.folder / "config.json").is_file():
         # the code of a model runs in servers only if the command line says so, as in gruppo resume
         launch = replace(launch, config=replace(serialization.load(saved), trust_remote_code=config.trust_remote_code))

@@ -9,6 +9,7 @@ from pathlib import Path
 from gruppo import trust
 from gruppo.config import serialization
 from gruppo.config.schema import Config
+from gruppo.integrity import check_links
 from gruppo.loading import did_you_mean, is_file_name, load_object
 from gruppo.recipes import RECIPES
 from gruppo.types import GruppoError
@@ -19,6 +20,9 @@ def recipe_config(name: str) -> Config:
     if name in RECIPES:
         return RECIPES[name]()
     if (path := config_file(name)) is not None:
+        is_run = path != Path(name) or (path.name == "config.json" and (path.parent / "manifest.json").is_file())
+        if is_run:  # and not a file of the user's own, in any folder
+            check_links(path.parent)
         config = serialization.load(path)
         # A saved run's name is taken; one that the user wrote in a file of their own is kept.
         return replace(config, name="") if path.name == "config.json" else config

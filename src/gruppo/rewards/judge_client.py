@@ -18,7 +18,7 @@ import torch
 
 from gruppo import distributed as dist
 from gruppo.http_json import ServerError, is_loopback, read_key, request_json
-from gruppo.integrity import json_lines, parse_json, read_json
+from gruppo.integrity import json_lines, parse_json, read_json, replace_file
 from gruppo.loading import import_extra, visible
 from gruppo.rewards.judge_file import JudgeConfig
 from gruppo.timeouts import CallError
@@ -107,10 +107,8 @@ class JudgeClient:
 
     def _save_usage(self) -> None:
         if self._usage_file is not None:
-            temporary = self._usage_file.with_suffix(".tmp")
-            with suppress(OSError):  # a full disk ends the run elsewhere, with a message
-                temporary.write_text(json.dumps(self.counts), encoding="utf-8")
-                temporary.replace(self._usage_file)
+            with suppress(GruppoError):  # a full disk ends the run elsewhere, with a message
+                replace_file(self._usage_file, json.dumps(self.counts), is_synced=False)
 
     # --- requests ---
 

@@ -12,16 +12,15 @@ import io
 import json
 import logging
 import math
-import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-from gruppo.integrity import json_lines, parse_json
+from gruppo.integrity import explained_failures, json_lines, parse_json, replace_file
 from gruppo.protocols import Tracker
 from gruppo.tracking.formatting import ARRAYS, as_text, shape_text
 from gruppo.types import GruppoError
@@ -36,35 +35,11 @@ MAX_ARRAY = 16
 """Numbers of an array that are written out; of a larger one only the shape."""
 
 
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Report an OSError as a ``GruppoError`` that says what to do."""
-    try:
-        yield
-    except OSError as error:
-        raise GruppoError(f"""{path} cannot be written: {error.strerror or error}. The run needs a folder with free
-            space that it may write to. Nothing saved before is lost: make room, or choose another folder, and resume
-            the run.""") from error
-
-
-def replace_file(path: Path, content: bytes | str) -> None:
-    """Write a file that holds either its old content or the new one, whenever the machine stops."""
-    scratch = path.with_name(f".{path.name}.new")
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with scratch.open("wb") as file:
-            # What UTF-8 cannot encode (half of a surrogate pair) becomes \\udc80, as JSON writes it.
-            file.write(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, path)
-
-
 # --- JSON lines -------------------------------------------------------------------------------------------------------
 
 
 def append_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    with writing(path), path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
+    with explained_failures(path), path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
         file.write(_json_text(rows))
 
 
@@ -123,11 +98,10 @@ class CompletionFiles:
         self._size, self._is_full = 0, False
 
     def cut(self, step: int) -> None:
-        """Delete what was written after ``step``, and what a kill left half-written."""
+        """Delete what was written after ``step``, and a last member that a kill left half-written."""
         for path in sorted(self.folder.glob("*")):
             match = re.fullmatch(r"step_(\d+)\.jsonl\.gz", path.name)  # files of other names are the user's
-            is_scratch = path.name.startswith(".step_") and path.name.endswith(".new")  # which a kill left
-            if is_scratch or (match and int(match[1]) > step):
+            if match and int(match[1]) > step:
                 path.unlink()
             elif match and int(match[1]) + STEPS_PER_FILE > step:
                 lines, is_whole = read_completions(path)
@@ -147,7 +121,7 @@ class CompletionFiles:
             text = "completions/ has reached --saving.completions-gb %g: from step %d on only shown samples are kept."
             return log.warning(text, self.max_bytes / 1e9, step)
         path = self.folder / f"step_{(step - 1) // STEPS_PER_FILE * STEPS_PER_FILE + 1:06d}.jsonl.gz"
-        with writing(path):
+        with explained_failures(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("ab") as file:  # gzip members may follow one another: nothing written before is touched
                 file.write(data)
@@ -195,7 +169,7 @@ class MetricsFile(Tracker):
         if not row.keys() <= set(self._columns):
             return self._write_csv()
         self._last = row
-        with writing(self._csv), self._csv.open("a", encoding="utf-8", newline="") as file:
+        with explained_failures(self._csv), self._csv.open("a", encoding="utf-8", newline="") as file:
             file.write(_csv_text(self._columns, [row]))
 
     def cut(self, step: int | None = None) -> None:

@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gruppo.integrity import replace_file
 from gruppo.loading import install_command
 from gruppo.protocols import Tracker
-from gruppo.tracking.files import append_lines, cut_lines, read_lines, replace_file, to_json
+from gruppo.tracking.files import append_lines, cut_lines, read_lines, to_json
 from gruppo.tracking.formatting import ARRAYS, as_text, number, shape_text
 from gruppo.tracking.images import Cell, SheetRow, draw, has_pixels, is_image, to_pil
 
@@ -25,6 +26,7 @@ Row = Mapping[str, Any]
 FOLDER, BEFORE_AFTER = "images", "before_after.png"
 MAX_ROWS, MAX_SAMPLES, MAX_PAIRS = 12, 10, 4
 """Rows of a sheet, samples in a row, and samples of a prompt before and after."""
+_SHEET = re.compile(rf"{FOLDER}/(step|eval)_(\d+)\.png")
 FLOW = 8
 """Images side by side where each has another prompt."""
 ENDS = ("prompt", "target")
@@ -79,7 +81,7 @@ class SamplesFile(Tracker):
         cut_lines(self._path, step)
         for path in sorted((self.run_dir / FOLDER).glob("*")):
             match = re.fullmatch(r"(?:step|eval)_(\d+)\.png", path.name)
-            if path.name.endswith(".png.new") or (match and int(match[1]) > step):  # or left half-written by a crash
+            if match and int(match[1]) > step:
                 path.unlink()
         self._compare_evaluations()
 
@@ -127,8 +129,9 @@ class SamplesFile(Tracker):
 
 
 def _is_place(value: Any) -> bool:
-    """Whether a field of samples.jsonl is the place of an image on a sheet."""
-    return isinstance(value, Mapping) and value.keys() == {"file", "line", "column", "box"}
+    """Whether a field of samples.jsonl is the place of an image on a sheet; the file may come from somebody else."""
+    is_place = isinstance(value, Mapping) and value.keys() == {"file", "line", "column", "box"}
+    return is_place and _SHEET.fullmatch(str(value["file"])) is not None
 
 
 def write_sheet(path: Path, rows: Sequence[Row], title: str) -> bool:

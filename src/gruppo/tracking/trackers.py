@@ -25,7 +25,7 @@ import numpy
 
 from gruppo.config.schema import Config
 from gruppo.config.serialization import to_dict
-from gruppo.integrity import read_json
+from gruppo.integrity import read_json, replace_file
 from gruppo.loading import import_extra, install_command, load_object
 from gruppo.protocols import Tracker
 from gruppo.tracking.formatting import as_text
@@ -256,7 +256,7 @@ def _tracker_ids(run_dir: Path, **opened: str) -> dict[str, str]:
     with suppress(OSError, ValueError, TypeError):
         ids = dict(read_json(path))
     if opened:
-        path.write_text(json.dumps({**ids, **opened}), encoding="utf-8")
+        replace_file(path, json.dumps({**ids, **opened}))
     return ids
 
 

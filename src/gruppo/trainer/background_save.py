@@ -18,7 +18,7 @@ from typing import Any
 from safetensors.torch import save_file
 
 from gruppo import distributed as dist
-from gruppo.integrity import SEAL, fingerprint, read_json
+from gruppo.integrity import SEAL, explained_failures, fingerprint, read_json, replace_file
 from gruppo.platforms import sync_to_disk
 from gruppo.trainer import checkpoint
 from gruppo.trainer.shards import Shard, own_shards
@@ -52,7 +52,7 @@ class Save:
     def write(self) -> None:
         """Write this rank's files, and commit the checkpoint if no other rank's are missing."""
         folder, paths = self.shared_folder, list[Path]()
-        with checkpoint.explained_failures(self.target):
+        with explained_failures(self.target):
             folder.mkdir(parents=True, exist_ok=True)
             for name, shards in self.files.items():
                 if shards or self.rank == 0:  # before the first update, the optimizer has no tensors
@@ -87,14 +87,14 @@ class Save:
             path.unlink()
         (sealed / SEAL).write_text(json.dumps(seal, indent=1), encoding="utf-8")
         checkpoint.put_in_place(sealed, self.target, [sealed / SEAL, sealed])  # each rank has synced its own
-        checkpoint.write_text(self.target.parent / "latest", self.target.name)
+        replace_file(self.target.parent / "latest", self.target.name)
         self.after_commit()
 
     def check_committed(self) -> None:
         """Wait until the checkpoint is complete, after all ranks have written theirs."""
         until = time.monotonic() + VISIBLE_S
         while self.shared_folder.exists() or not (self.target / SEAL).is_file():
-            with checkpoint.explained_failures(self.target):
+            with explained_failures(self.target):
                 self.commit()
             if time.monotonic() > until:
                 missing = [str(rank) for rank in range(self.world_size) if not self.done(rank).is_file()]

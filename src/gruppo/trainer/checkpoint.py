@@ -7,7 +7,6 @@ lost 25 of 25 newest saves, writing in place 15, this none.
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -28,8 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gruppo import distributed as dist
-from gruppo.integrity import SEAL, fingerprint, read_json, verify
-from gruppo.loading import command_name
+from gruppo.integrity import SEAL, explained_failures, fingerprint, read_json, replace_file, verify
 from gruppo.platforms import sync_to_disk
 from gruppo.trainer import shards
 from gruppo.types import GruppoError
@@ -76,38 +74,34 @@ def save(
                     save_file(dict(tensors), temporary / f"{name}.safetensors")
             text = json.dumps({"format": FORMAT, "step": step, **state})
             (temporary / "state.json").write_text(text, encoding="utf-8")
-    write_text(folder / "latest", target.name)
+    replace_file(folder / "latest", target.name)
     return target
 
 
 @contextmanager
-def replacing(target: Path, *, is_folder: bool = True) -> Iterator[Path]:
-    """Yield a temporary folder, or the path of a file, that takes the place of ``target`` if the block succeeds.
+def replacing(target: Path) -> Iterator[Path]:
+    """Yield a temporary folder, which is sealed and takes the place of ``target`` if the block succeeds.
 
-    A folder is sealed with COMPLETE. A full disk and other failures to write are raised as GruppoError.
+    A full disk and other failures to write are raised as GruppoError.
     """
     temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
     with explained_failures(target):
         try:
-            if is_folder:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                remove(temporary)
-                temporary.mkdir()
+            target.parent.mkdir(parents=True, exist_ok=True)
+            remove(temporary)
+            temporary.mkdir()
             yield temporary
-            written = [temporary]
-            if is_folder:
-                inside = sorted(temporary.rglob("*"))
-                seal = {path.relative_to(temporary).as_posix(): fingerprint(path) for path in inside if path.is_file()}
-                (temporary / SEAL).write_text(json.dumps(seal, indent=1), encoding="utf-8")
-                written = [*inside, temporary / SEAL, temporary]
-            put_in_place(temporary, target, written)
+            inside = sorted(temporary.rglob("*"))
+            seal = {path.relative_to(temporary).as_posix(): fingerprint(path) for path in inside if path.is_file()}
+            (temporary / SEAL).write_text(json.dumps(seal, indent=1), encoding="utf-8")
+            put_in_place(temporary, target, [*inside, temporary / SEAL, temporary])
         except Exception:
             remove(temporary)
             raise
 
 
 def put_in_place(temporary: Path, target: Path, written: Iterable[Path]) -> None:
-    """Rename a file or folder to ``target``, after all that was ``written`` has reached the disk."""
+    """Rename a folder to ``target``, after all that was ``written`` has reached the disk."""
     replaced = target.with_name(f".{target.name}.old-{os.getpid()}")
     for path in written:
         sync_to_disk(path)
@@ -118,30 +112,9 @@ def put_in_place(temporary: Path, target: Path, written: Iterable[Path]) -> None
     remove(replaced)
 
 
-@contextmanager
-def explained_failures(target: Path) -> Iterator[None]:
-    """Raise failures to write as GruppoError."""
-    try:
-        yield
-    except Exception as error:
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
-            raise GruppoError(f"""the disk is full: {target} could not be written, and the save before it is intact.
-                Free some space, then continue with {command_name()} resume.""") from error
-        if isinstance(error, OSError | SafetensorError):
-            raise GruppoError(f"""{target} could not be written: {getattr(error, "strerror", None) or error}; what was
-                saved before is intact. Check the folder, its permissions and its limits.""") from error
-        raise
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace a text file atomically."""
-    with replacing(path, is_folder=False) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-
-
 def remove(path: Path) -> None:
-    """Delete a file or a folder, if it exists and can be deleted."""
-    if path.is_dir():
+    """Delete a file, a folder or a link, if it exists and can be deleted."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         with suppress(OSError):

@@ -24,9 +24,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from gruppo import distributed as dist
-from gruppo.integrity import parse_json
+from gruppo.integrity import explained_failures, parse_json
 from gruppo.platforms import sync_to_disk
-from gruppo.trainer.checkpoint import explained_failures
 from gruppo.types import GruppoError, Request, Rollouts
 
 SEGMENT_BYTES = 1 << 26

@@ -21,7 +21,7 @@ import torch
 from gruppo import distributed as dist
 from gruppo.config import serialization
 from gruppo.config.schema import IN_MEMORY, Config
-from gruppo.integrity import read_json
+from gruppo.integrity import check_links, explained_failures, read_json, replace_file
 from gruppo.loading import code_digest, command_name, did_you_mean
 from gruppo.platforms import lock_file, sync_to_disk
 from gruppo.protocols import digest
@@ -40,7 +40,8 @@ log = logging.getLogger("gruppo")
 
 
 def check_is_run(path: Path) -> None:
-    """Refuse what is not the folder of a run, and name the nearest run beside it."""
+    """Refuse what is not the folder of a run, and name the nearest run beside it; and links that lead out of it."""
+    check_links(path)
     if (path / "config.json").is_file():
         return
     problem = "does not exist" if not path.exists() else "has no config.json" if path.is_dir() else "is a file"
@@ -75,6 +76,7 @@ class RunFolder:
         if not self.path.is_dir() or {*self.path.iterdir()} - aborted:
             raise GruppoError(f"""the run folder {self.path} exists already. Choose another --name, continue it with
                 {command_name()} resume {self.path}, or delete it.""")
+        check_links(self.path)
 
     def create(self, config: Config) -> None:
         """Make a new folder with its config, and open it."""
@@ -87,7 +89,7 @@ class RunFolder:
             raise GruppoError(f"""the run folder {self.path} cannot be made: {error.strerror}. Choose another
                 --runs-dir.""") from error
         self.open()
-        checkpoint.write_text(self.path / "config.json", json.dumps(serialization.to_dict(config), indent=2))
+        replace_file(self.path / "config.json", json.dumps(serialization.to_dict(config), indent=2))
         self.checkpoints.mkdir(exist_ok=True)  # a resumed run without this folder has lost its checkpoints
 
     def check_is_shared(self, run: Run) -> None:
@@ -113,8 +115,8 @@ class RunFolder:
             raise GruppoError(f"""{error.filename} cannot be written: {error.strerror}. The run needs a folder with free
                 space that it may write to.""") from error
         self._identity = self.path.stat()
-        for folder in (self.path, self.checkpoints, self.best):
-            checkpoint.sweep(folder)
+        for name in (".", "checkpoints", "best", "completions", "images"):
+            checkpoint.sweep(self.path / name)
         # lines that cannot be written are dropped: the metrics file reports a full disk
         self._handler.handleError = lambda record: None  # type: ignore[method-assign]
         self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -215,7 +217,7 @@ class RunFolder:
         """Keep ``budget``, with which memory did not suffice for a step of sharded weights, and apply what was kept."""
         file = self.path / "token_budget"
         if budget:
-            checkpoint.write_text(file, str(budget))
+            replace_file(file, str(budget))
         elif file.is_file():
             limit = int(file.read_text(encoding="utf-8"))
             run.state.token_budget, run.state.has_run_out = min(limit, run.state.token_budget or limit), True
@@ -299,7 +301,7 @@ class RunFolder:
             self.check_exists()
             # JSON has no NaN: null
             evaluations = json.loads(json.dumps(run.state.evaluations), parse_constant=lambda _: None)
-            checkpoint.write_text(self.path / "evaluations.json", json.dumps(evaluations, indent=2))
+            replace_file(self.path / "evaluations.json", json.dumps(evaluations, indent=2))
 
     def write_manifest(self, run: Run, model_source: Mapping[str, Any]) -> None:
         """Write versions, hardware, seed, and the origin of model and data; no environment variables."""
@@ -319,7 +321,7 @@ class RunFolder:
             "base_sha256": run.policy.base_sha256,
             "reference_sha256": remember(run),
         }
-        checkpoint.write_text(self.path / "manifest.json", json.dumps(manifest, indent=2))
+        replace_file(self.path / "manifest.json", json.dumps(manifest, indent=2))
 
     def check_manifest(self, run: Run, model_source: Mapping[str, Any], *, allow_changes: bool) -> None:
         """Refuse to resume with what changes the results, unless ``allow_changes``; warn of every other difference.
@@ -358,7 +360,7 @@ class RunFolder:
                     what has changed, or continue with --allow-changes (gruppo.resume(..., allow_changes=True)).""")
             entry = {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "changes": changing}
             manifest |= present | {"resumed_with": [*manifest.get("resumed_with", []), entry]}
-            checkpoint.write_text(file, json.dumps(manifest, indent=2))
+            replace_file(file, json.dumps(manifest, indent=2))
         if changing or other:
             log.warning("since the run began: %s.", "; ".join([*changing, *other]))
 
@@ -377,7 +379,7 @@ class RunFolder:
         module, own = run.policy.module, run.policy.checkpoint_weights()
         read = dict(module.named_parameters()) if run.policy.saves_base else own
         whole = shards.whole_parameters(module, self.path, read)
-        with checkpoint.explained_failures(target), whole, dist.fail_together():
+        with explained_failures(target), whole, dist.fail_together():
             if dist.is_main():
                 with checkpoint.replacing(target) as temporary:
                     run.policy.save_with_origin(temporary)

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from gruppo.tracking.files import replace_file
+from gruppo.integrity import replace_file
 from gruppo.tracking.samples import FOLDER
 from gruppo.types import GruppoError
 from gruppo.view.run import RunView, open_runs

@@ -14,7 +14,7 @@ from typing import Any
 
 from gruppo.doctor import record
 from gruppo.doctor.report import diagnose
-from gruppo.integrity import json_lines, parse_json, read_json
+from gruppo.integrity import check_links, json_lines, parse_json, read_json
 from gruppo.tracking.files import STEPS_PER_FILE, read_completions, to_json
 from gruppo.tracking.images import PNG
 from gruppo.tracking.plots import panels_of, stage_starts
@@ -99,8 +99,6 @@ class RunView:
     def metrics(self, version: str = "", start: int = 0) -> tuple[bytes, str]:
         """Lines of metrics.jsonl from byte ``start``, and the file's version; all of them if it was replaced."""
         path = self.path / "metrics.jsonl"
-        if not (path.is_file() and path.resolve().is_relative_to(self.path.resolve())):  # a link could show other files
-            return b"", ""
         try:
             with path.open("rb") as file:
                 now = str(_stamp(file.fileno())[2])
@@ -142,8 +140,7 @@ class RunView:
     def image(self, name: str) -> bytes:
         """A sheet of images; GruppoError if there is none of this name in the folder, or if it is no PNG."""
         path = self.path / FOLDER / name
-        # The name comes from the browser, and a link in the folder could show other files.
-        if _SHEET.fullmatch(name) and path.is_file() and path.resolve().is_relative_to(self.path.resolve()):
+        if _SHEET.fullmatch(name) and path.is_file():  # the name comes from the browser
             data = path.read_bytes()
             if data.startswith(PNG):
                 return data
@@ -158,6 +155,7 @@ def open_runs(folders: Sequence[str]) -> list[RunView]:
     for path in paths:
         if not (path / "metrics.jsonl").is_file():  # half a run has something to show
             check_is_run(path)
+        check_links(path)
     names = [path.absolute().name for path in paths]
     names = [name if names.count(name) == 1 else str(path) for path, name in zip(paths, names, strict=True)]
     return list(map(RunView, paths, names))

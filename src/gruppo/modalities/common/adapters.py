@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from gruppo.integrity import check_seal, read_json
+from gruppo.integrity import check_links, check_seal, read_json
 from gruppo.loading import command_name, import_extra
 from gruppo.modalities.common import lora
 from gruppo.modalities.common.four_bit import four_bit_layers
@@ -100,6 +100,9 @@ def model_of(name: str | Path) -> str:
     """Return the final model folder of a run; any other name unchanged."""
     path = Path(name).expanduser()
     final = path / "final"
+    run = path.parent if path.name == "final" else path
+    if (run / "manifest.json").is_file() or (run / "final/COMPLETE").is_file():  # a folder of a hub's cache has links
+        check_links(run)
     if (final / "COMPLETE").is_file():
         if not any((final / file).is_file() for file in (*MODELS, CONFIG)):
             raise GruppoError(f"""the model of {name} is a module of your own; load {final}/model.safetensors into it.
