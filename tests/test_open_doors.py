@@ -323,7 +323,7 @@ def test_what_no_question_lists_runs_with_no_flag_either(stranger, name):
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-@pytest.mark.parametrize("file", ["module.json", "restorer.json"])
+@pytest.mark.parametrize("file", ["module.json", pytest.param("restorer.json", marks=pytest.mark.slow)])
 def test_no_spelling_in_a_saved_model_runs(stranger, file, spelling):
     name = stranger.spelled(spelling)
     for old in (stranger.run / "final").iterdir():
