@@ -119,8 +119,8 @@ def test_every_entry_that_names_code_is_listed(tmp_path, capsys, clean, evil, en
         ({"model": "restore:/x/net.py:Net"}, ["/x/net.py:Net"]),
         ({"reward": ["json:loads", "exact_match", "keywords:because", "reward_model:/m,trust_remote_code=true"]},
          ["json:loads", "reward_model:/m,trust_remote_code=true"]),
-        ({"track": ["wandb", "/x/t.so:T"], "data": "reasoning_gym:json", "supervised": {"data": "rows.py:f"}},
-         ["/x/t.so:T", "rows.py:f"]),
+        ({"track": ["wandb", "/x/t.so:T"], "data": "reasoning_gym:json", "supervised": {"data": "/x/rows.py:f"}},
+         ["/x/rows.py:f"]),
         ({"reward": ["code_tests:timeout_s=5,sandbox=podman run img", "code_tests"]},
          ["code_tests:timeout_s=5,sandbox=podman run img"]),
         ({"restoration": {"consistency": "/x/c.py:blur"}, "trust_remote_code": False}, ["/x/c.py:blur"]),
@@ -153,12 +153,12 @@ def test_servers_of_a_copied_run_get_no_key_and_no_weights_without_the_flag(tmp_
 
 def test_an_entry_that_is_not_listed_imports_nothing(tmp_path, clean, evil, monkeypatch):
     run = edit(shutil.copytree(clean, tmp_path / "run"), reward=[evil])
-    monkeypatch.setattr(trust, "imports", lambda settings, key="": [])
-    with pytest.raises(GruppoError, match=r"names code to run: .*evil.py:f.*--trust-run"):
+    monkeypatch.setattr(trust, "imports_of_run", lambda settings, folder: [])
+    with pytest.raises(GruppoError, match=r"evil.py:f would run code, .* so it is not imported"):
         inference.evaluate_run(run, prompts=2)
     own = tmp_path / "own.py"
     own.write_text("def rows():\n    return [{'prompt': '1 + 1', 'answer': '2'}]\n")
-    with pytest.raises(GruppoError, match=r"names code to run: .*evil.py:f.*--trust-run"):  # data of one's own may
+    with pytest.raises(GruppoError, match=r"evil.py:f would run code"):  # data of one's own may
         inference.evaluate_run(run, prompts=2, data=f"{own}:rows")
     assert not (tmp_path / "executed").exists()
 

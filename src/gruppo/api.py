@@ -30,7 +30,7 @@ from gruppo.config.sections import sections
 from gruppo.config.stages import SCHEDULED, stage_path
 from gruppo.distributed import sharding
 from gruppo.environments import is_class
-from gruppo.loading import code_digest, command_name, refuse_during_import
+from gruppo.loading import code_digest, command_name, importing, refuse_during_import
 from gruppo.protocols import Policy
 from gruppo.recipes.open import check_code, config_file, recipe_config, run_stem
 from gruppo.seeds import seed_at
@@ -218,7 +218,8 @@ class Trainer:
         if not isinstance(source, Config):
             path = Path(source)
             check_is_run(path)
-            config = serialization.load(path / "config.json")
+            place = path.resolve()  # wherever the config says that it is
+            config = replace(serialization.load(path / "config.json"), name=place.name, runs_dir=str(place.parent))
             if missing := missing_parts(config, parts):
                 raise GruppoError(f"""this run's {" and ".join(missing)} came from Python objects. Continue it with
                     gruppo.resume({str(path)!r}, {", ".join(f"{m}=..." for m in missing)}).""")
@@ -242,8 +243,8 @@ class Trainer:
                     folder.open()
                 elif dist.is_main():
                     folder.check_is_new()
-            self._imports: dict[str, Any] = {"closed_for": None if is_new or trust_run else path, "typed": parts.names}
-            opening.enter_context(trust.importing(code, **self._imports))
+            self._listed = [*code, *trust.imports(parts.names)]
+            opening.enter_context(importing(self._listed))
             with dist.phase("build"):
                 run, model_source = build(config, parts)
             check_equal({"the data": run.source.fingerprint(), **run.rewards.input_digests()})
@@ -308,7 +309,7 @@ class Trainer:
         previous, watchdog.run_folder = watchdog.run_folder, str(self.folder)
         listening = self.run.stopper.listening()
         try:
-            with trust.importing(self._code, **self._imports), output_may_close(), listening, dist.leaving():
+            with importing(self._listed), output_may_close(), listening, dist.leaving():
                 yield
         except MemoryRanOut as error:  # the next attempt, a resume, starts with a smaller budget
             self._files.limit_budget(self.run, error.budget)
@@ -591,10 +592,11 @@ def explain(config: Config, *, gpus: int = 1, trust_run: bool = False) -> list[s
     """
     config = with_own_environment(config)
     validate(config, Parts())
-    models = trust.imports_of_models(serialization.to_dict(config))
+    settings = serialization.to_dict(config)
+    models = trust.imports_of_models(settings)
     for place, names in models.items():
         trust.check(place, names, trust_run=trust_run)
-    with trust.importing([*chain(*models.values())]):
+    with importing([*trust.imports(settings), *chain(*models.values())]):
         here = config.without_servers  # they need not run yet
         run = build(here, Parts())[0]
         return dry_run.explain(run, gpus=gpus, samples_here=here is config, is_colocated=config.engine.colocated)

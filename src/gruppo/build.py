@@ -16,6 +16,8 @@ from typing import Any, Self
 import torch
 
 from gruppo import distributed as dist
+from gruppo import trust
+from gruppo.config import serialization
 from gruppo.config.checks import smallest_group
 from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.config.stages import learns_from_samples, stage_path
@@ -25,7 +27,7 @@ from gruppo.data.source import Curriculum, IndexedSource, prompt_key
 from gruppo.distributed import sharding
 from gruppo.engines import LocalEngine
 from gruppo.environments import ConversationEngine, Environment, EnvironmentClass, is_adapter, is_class, open_adapter
-from gruppo.loading import absolute_path, absolute_spec, load_object, split_names
+from gruppo.loading import absolute_path, absolute_spec, importing, load_object, split_names
 from gruppo.modalities import find_modality
 from gruppo.modalities.common.critic import SharedCritic
 from gruppo.modalities.common.lora import has_adapter
@@ -111,7 +113,9 @@ def missing_parts(config: Config, parts: Parts) -> list[str]:
 
 def validate(config: Config, parts: Parts) -> None:
     """Refuse options that contradict each other, and a config whose Python objects are not given; nothing is loaded."""
-    checks.check(config, find_modality(config.model) if parts.model is None else parts.model.modality)
+    modality = find_modality(config.model) if parts.model is None else parts.model.modality
+    with importing(trust.imports([serialization.to_dict(config), parts.names])):
+        checks.check(config, modality)
     if missing := missing_parts(config, parts):
         reply = "--environment.reply" if config.environment.reply else "--environment"
         named = {"environment": reply, "tools": "--environment.tools", "validation": "--evaluation.data"}

@@ -49,8 +49,7 @@ def load_policy(
         raise GruppoError(f"there is no {path.name} in {path.parent}. Name a run's folder or a model that is there.")
     name = str(BUNDLED[name]().path) if name in BUNDLED else name
     modality, code = find_modality(name), trust.imports_of_model(Path(name).expanduser())
-    trust.check(Path(name), code, trust_run=trust_run)
-    with trust.importing(code, closed_for=path if path.is_dir() and not trust_run else None):
+    with trust.opening(Path(name), code, typed=name, trust_run=trust_run):
         return modality.load(name, compute=compute, trust_remote_code=trust_remote_code, **kwargs)
 
 
@@ -70,7 +69,6 @@ def evaluate_run(
     check_is_run(path)
     first = serialization.load(path / "config.json").without_servers  # they hold other weights by now, or are gone
     code = trust.imports_of_run(serialization.to_dict(first), path)
-    trust.check(path, code, trust_run=trust_run, trust_remote_code=trust_remote_code)
     if prompts < 1:
         raise GruppoError(f"--prompts {prompts} leaves nothing to evaluate; it needs at least 1.")
     if not first.reward:
@@ -84,7 +82,7 @@ def evaluate_run(
     config = replace(config, data=data or first.data, evaluation=chosen, prompts=texts)
     if missing := missing_parts(config, Parts()):
         raise GruppoError(f"this run's {' and '.join(missing)} came from Python objects, which a file does not hold.")
-    with trust.importing(code, closed_for=None if trust_run else path, typed=[data]):
+    with trust.opening(path, code, typed=data, trust_run=trust_run, trust_remote_code=trust_remote_code):
         policy = load_policy(path, compute=config.compute, trust_remote_code=config.trust_remote_code)
         run, _ = build(config, Parts(policy))
         for source in ("source", "validation"):

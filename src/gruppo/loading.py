@@ -30,10 +30,8 @@ INSTALLED = frozenset({"site-packages", "dist-packages"})
 _depth = 0
 _named: set[str] = set()
 """Packages from which an object was named."""
-_sealed_for = ""
-"""Folder of somebody else that is being opened, from which nothing may be imported."""
-_typed: frozenset[str] = frozenset()
-"""Names that this command was given, which may be."""
+listed: frozenset[str] | None = None
+"""Full names that may be imported; None: any, because no folder is open."""
 
 
 def refuse_during_import() -> None:
@@ -43,29 +41,44 @@ def refuse_during_import() -> None:
 
 
 @contextmanager
-def sealed_imports(folder: str, typed: Collection[str] = ()) -> Iterator[None]:
-    """Within, ``load_object`` refuses all names but ``typed``, because ``folder`` is not trusted; "" allows all."""
-    global _sealed_for, _typed
-    previous, (_sealed_for, _typed) = (_sealed_for, _typed), (folder, frozenset(typed))
+def importing(names: Collection[str] | None) -> Iterator[None]:
+    """Within, only these names may be imported: what a folder's list of names does not show cannot run. None: any."""
+    global listed
+    previous, listed = listed, None if names is None else frozenset(names)
     try:
         yield
     finally:
-        _sealed_for, _typed = previous
+        listed = previous
 
 
-def check_unsealed(spec: str) -> None:
-    """Refuse a name within ``sealed_imports``."""
-    if _sealed_for and spec not in _typed:
-        raise GruppoError(f"{_sealed_for} names code to run: {spec}. Read the code; if you trust it, add --trust-run.")
+def check_listed(name: str) -> None:
+    """Refuse a name that is not among those of ``importing``."""
+    if listed is not None and name not in listed:
+        raise GruppoError(f"""{name} would run code, and what is open was not found to name it, so it is not imported.
+            Write it as path/to/file.py:name or package.module:name.""")
+
+
+def full_name(spec: str) -> str:
+    """The one spelling of the name of an object: ``/resolved/file.py:name`` or ``package.module:name``; "" for any
+    other text."""
+    place, _, name = spec.strip().rpartition(":")
+    is_file = is_file_name(place)
+    if is_file:
+        try:
+            place = os.path.realpath(os.path.expanduser(place))
+        except (OSError, ValueError):  # a null character
+            return ""
+    is_place = place.endswith(".py") if is_file else all(map(str.isidentifier, place.split(".")))
+    return f"{place}:{name}" if is_place and name.isidentifier() else ""
 
 
 def load_object(spec: str) -> Any:
     """Object that ``file.py:name`` or ``package.module:name`` names."""
     global _depth
-    check_unsealed(spec)
-    place, colon, name = spec.rpartition(":")
-    if not colon or not place or not name:
+    place, _, name = full_name(spec).rpartition(":")
+    if not place:
         raise GruppoError(f"{spec!r} names no object; write path/to/file.py:name or package.module:name.")
+    check_listed(f"{place}:{name}")
     if is_file_name(place):
         module = load_file(Path(place))
     else:
@@ -111,7 +124,8 @@ def is_file_name(place: str) -> bool:
 def absolute_path(path: str) -> str:
     """Return the absolute path of a file or folder that exists; any other name as it is."""
     expanded = os.path.expanduser(path)
-    return os.path.abspath(expanded) if path and os.path.exists(expanded) else path
+    # not os.path.abspath: what follows a link and .. is another file than without them
+    return str(Path(expanded).absolute()) if path and os.path.exists(expanded) else path
 
 
 def split_names(text: str) -> list[str]:
@@ -132,10 +146,7 @@ def absolute_spec(spec: str) -> str:
 
 
 def load_file(path: Path) -> ModuleType:
-    """Import a Python file. An unchanged file is imported once, and it can import the files beside it."""
-    path = path.expanduser().resolve()
-    if path.is_dir():
-        raise GruppoError(f"{path} is a folder; name a Python file in it, as folder/file.py:name.")
+    """Import a Python file by its resolved path. An unchanged one is imported once; it can import files beside it."""
     if not path.is_file():
         where = "" if path.parent.is_dir() else f" (there is no folder {path.parent} either)"
         guess = did_you_mean(path.name, [other.name for other in path.parent.glob("*.py")])
@@ -146,8 +157,7 @@ def load_file(path: Path) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise GruppoError(f"{path} is not a Python file; name a file that ends in .py.")
+    assert spec is not None and spec.loader is not None  # it ends in .py
     if str(path.parent) not in sys.path:  # last, so that a file beside it hides no installed package
         sys.path.append(str(path.parent))
     module = sys.modules[name] = importlib.util.module_from_spec(spec)

@@ -25,7 +25,7 @@ from multiprocessing import Pipe
 from typing import IO, Any
 
 from gruppo.errors import DataError, GruppoError
-from gruppo.loading import check_unsealed
+from gruppo.loading import check_listed, full_name
 from gruppo.reward_values import NotEncodable, encode
 from gruppo.reward_worker import make
 from gruppo.timeouts import CallError, TimedCall, this_thread
@@ -131,12 +131,12 @@ class RewardProcesses:
     def load(self, spec: str, *arguments: Any, is_built_in: bool = False) -> Callable[..., Any] | None:
         """Return the function of a spec, or what the factory of a spec returns for ``arguments``.
 
-        ``is_built_in``: the spec is not the user's, so that a folder that is not trusted may name it.
+        ``is_built_in``: the spec is not the user's, so that any folder may name it.
         None for what has to be called in this process: anything but a function, such as an object with the ``Reward``
         protocol, which reads tensors. GruppoError where it cannot be imported.
         """
         if not is_built_in:
-            check_unsealed(spec)  # the process knows nothing of a seal
+            check_listed(full_name(spec))  # the process has no list
         key = json.dumps([spec, *arguments])
         try:
             with self._process(key) as process:

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 from gruppo.errors import DataError, GruppoError
-from gruppo.loading import check_unsealed, import_extra
+from gruppo.loading import check_listed, import_extra
 
 MAX_TASKS = 10_000
 """Tasks that are read of an infinite taskset."""
@@ -31,7 +31,7 @@ def is_taskset(data: str) -> bool:
 def open_taskset(spec: str) -> Any:
     """The taskset that ``NAME`` or ``NAME:key=value,key=value`` names, with its ``tasks``; of 0.1, the environment."""
     name = f"verifiers:{spec}"
-    check_unsealed(name)
+    check_listed(name)
     import_extra("verifiers", "verifiers", name)
     identity, _, settings = spec.partition(":")
     options: dict[str, Any] = {}

@@ -17,13 +17,13 @@ import re
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from importlib.machinery import all_suffixes
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from gruppo import loading
 from gruppo.integrity import read_json
-from gruppo.loading import absolute_path, absolute_spec, is_file_name, sealed_imports
+from gruppo.loading import full_name, is_file_name
 from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
@@ -42,9 +42,6 @@ ADAPTERS = tuple(f"{prefix}:" for prefix in (*ENVIRONMENTS, "judge"))
 MODEL_FILES = ("module.json", "restorer.json")
 """Files of saved models that name a function."""
 
-_allowed: frozenset[str] = frozenset()
-"""Names that the folder being opened may import; those of the folders that it names in turn are among them."""
-
 
 # --- what a folder would import ---------------------------------------------------------------------------------------
 
@@ -61,23 +58,25 @@ def imports(settings: Any, key: str = "") -> list[str]:
     text = settings.strip() if isinstance(settings, str) else ""
     if key in SERVERS:
         return [SERVERS[key] + text] if text else []
-    if RUNS_CODE.search(text) or text.startswith(ADAPTERS):
-        return [text]
-    spec = text.removeprefix("restore:")
-    place, _, name = spec.rpartition(":")
-    if is_file_name(place) or key == "data":  # data with a colon is a task, reasoning_gym:NAME, unless it is a file
-        return [absolute_spec(spec)] if place.endswith(tuple(all_suffixes())) else []
-    # package.module:name is a name only where such a package is installed: texts with a colon are settings too
-    parts = [*place.split("."), name]
+    if text.startswith(ADAPTERS):
+        return [":".join(map(str.strip, text.split(":", 1)))]
+    names = [text] if RUNS_CODE.search(text) else []
+    name = full_name(text.removeprefix("restore:"))
+    place = name.rpartition(":")[0]
+    if is_file_name(place):
+        return [*names, name]
+    # package.module:name is a name only where such a package is installed: texts with a colon are settings too, and as
+    # data they are tasks, reasoning_gym:NAME
     with suppress(ImportError, ValueError):
-        if all(map(str.isidentifier, parts)) and importlib.util.find_spec(parts[0]) is not None:
-            return [spec]
-    return []
+        top = place.split(".")[0]
+        if top and key != "data" and (top in sys.modules or importlib.util.find_spec(top) is not None):
+            return [*names, name]
+    return names
 
 
-def imports_of_run(settings: Any, folder: Path) -> list[str]:
-    """Names in a run's config, in the saved models that it names, and in its own model."""
-    return [*imports(settings), *chain(*imports_of_models([settings, str(folder)]).values())]
+def imports_of_run(settings: Any, folder: Path | None = None) -> list[str]:
+    """Names in a run's config, in the saved models that it names, and in its own model, in ``folder``."""
+    return [*imports(settings), *chain(*imports_of_models([settings, str(folder or "")]).values())]
 
 
 def imports_of_models(settings: Any) -> dict[Path, list[str]]:
@@ -87,7 +86,7 @@ def imports_of_models(settings: Any) -> dict[Path, list[str]]:
         return {folder: names for part in parts for folder, names in imports_of_models(part).items()}
     if not isinstance(settings, str) or not settings:  # "" would be the folder that the command is called from
         return {}
-    folder = Path(absolute_path(settings))
+    folder = Path(settings).expanduser()
     return {path: names for path in (folder, folder / "final") if (names := imports_of_model(path))}
 
 
@@ -105,6 +104,8 @@ def imports_of_model(folder: Path) -> list[str]:
 
 def check(folder: Path, names: Collection[str], *, trust_run: bool = False, trust_remote_code: bool = False) -> None:
     """Refuse a folder that would import what it did not name when this user created it."""
+    if not names:
+        return
     is_served = any(name.startswith((*SERVERS.values(), "openenv:", "judge:")) for name in names)
     what, look = ("code to run, or servers to use", " and check the servers") if is_served else ("code to run", "")
     listed = f"{folder} names {what}: {', '.join(dict.fromkeys(names))}."
@@ -121,23 +122,15 @@ def check(folder: Path, names: Collection[str], *, trust_run: bool = False, trus
 
 
 @contextmanager
-def importing(names: Collection[str], *, closed_for: Path | None = None, typed: Collection[str] = ()) -> Iterator[None]:
-    """Within, these names, which ``check`` has passed, may be imported; with ``closed_for`` and no names, none at all
-    but ``typed``, which this command was given.
-
-    So a setting that ``imports`` does not know cannot import anything from a folder of somebody else.
-    """
-    global _allowed
-    previous, _allowed = _allowed, frozenset(names)
-    try:
-        with sealed_imports("" if names or closed_for is None else str(closed_for), typed):
-            yield
-    finally:
-        _allowed = previous
+def opening(folder: Path, names: Collection[str], *, typed: Any = (), **trusts: bool) -> Iterator[None]:
+    """Within, a folder's names, which are checked first, may be imported, and those that the command was given."""
+    check(folder, names, **trusts)
+    with loading.importing([*names, *imports(typed)]):
+        yield
 
 
 def _is_trusted(folder: Path, names: Collection[str]) -> bool:
-    if _allowed.issuperset(names):
+    if loading.listed is not None and loading.listed.issuperset(names):  # of the run that names this folder
         return True
     place = folder.expanduser().resolve()
     for text in filter(None, os.environ.get(TRUSTED, "").split(os.pathsep)):
@@ -150,7 +143,8 @@ def _is_trusted(folder: Path, names: Collection[str]) -> bool:
         with suppress(OSError, ValueError, RuntimeError, KeyError, TypeError):
             record = read_json(_record_of(path))
             # the name of a record is only a part of the folder's SHA-256
-            if record["folder"] == str(path) and set(names) <= set(map(str, record["imports"])):
+            own = {full_name(str(name)) or name for name in record["imports"]}
+            if record["folder"] == str(path) and own.issuperset(names):
                 return True
     return False
 

@@ -110,7 +110,7 @@ def test_a_missing_file_names_the_nearest_and_a_missing_folder_is_said(file):
         load_object(f"{file.parent}/my_reward.py:length")
     with pytest.raises(GruppoError, match=r"there is no folder .*nowhere either"):
         load_object(f"{file.parent}/nowhere/x.py:length")
-    with pytest.raises(GruppoError, match="is a folder"):
+    with pytest.raises(GruppoError, match=r"names no object; write path/to/file.py:name"):
         load_object(f"{file.parent}/:length")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import fields
 
@@ -11,6 +12,8 @@ from gruppo.config.stages import highest, learns_from_samples, peak_lr, stage_pa
 from gruppo.core.schedules import parse_schedule
 from gruppo.tasksets import is_taskset
 from gruppo.types import GruppoError
+
+CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def check_config(config: Config) -> None:
@@ -32,6 +35,9 @@ def smallest_group(config: Config) -> int:
 
 def _refusals(config: Config) -> Iterator[str]:
     """Messages of the rules that a config breaks, the most basic first: the later ones may follow from them."""
+    for name, value in (("name", config.name), ("runs_dir", config.runs_dir)):
+        if CONTROLS.search(value):  # each line of it would be one of a Slurm script
+            yield f"{name}={value!r} has a control character; it needs to be one line of text. Set {flag(name)} again."
     if not config.model:
         yield "no model was given; it needs a hub id, a folder, a bundled model, or unet for images. Set --model."
     if not config.data:

@@ -6,7 +6,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
-from gruppo.loading import load_object
+from gruppo.loading import importing, load_object
 from gruppo.protocols import Modality
 from gruppo.types import GruppoError
 
@@ -26,13 +26,14 @@ by name: modalities are a layer above."""
 def modalities() -> dict[str, Modality]:
     """Return all modalities by name: those of installed packages first, then the built-in ones."""
     found: dict[str, Modality] = {}
-    for point in entry_points(group=ENTRY_POINTS):
-        modality = load_object(point.value)
-        if not isinstance(modality, Modality):
-            raise GruppoError(f"""the entry point {point.name!r} of {ENTRY_POINTS} is a {type(modality).__name__}; it
-                needs a gruppo.Modality. Uninstall or repair its package.""")
-        found[modality.name] = modality
-    return found | {modality.name: modality for modality in map(load_object, BUILT_IN)}
+    with importing(None):  # no folder names them
+        for point in entry_points(group=ENTRY_POINTS):
+            modality = load_object(point.value)
+            if not isinstance(modality, Modality):
+                raise GruppoError(f"""the entry point {point.name!r} of {ENTRY_POINTS} is a {type(modality).__name__};
+                    it needs a gruppo.Modality. Uninstall or repair its package.""")
+            found[modality.name] = modality
+        return found | {modality.name: modality for modality in map(load_object, BUILT_IN)}
 
 
 def find_modality(model: str) -> Modality:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from gruppo.environments.episodes import MAX_CHARACTERS, SEEDS, ScoredEpisode, as_json, scored_by
-from gruppo.loading import check_unsealed, import_extra
+from gruppo.loading import check_listed, import_extra
 from gruppo.types import GruppoError
 
 ACTIONS = ("Discrete", "Text", "MultiDiscrete", "MultiBinary", "Box")
@@ -22,7 +22,7 @@ HIGHLIGHT = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0m", re.DOTALL)
 def gymnasium_factory(rest: str, config: Any) -> Callable[[], Any]:
     """Factory of episodes of ``gymnasium.make(rest)``, which may be ``module:ID`` to import the module first."""
     name = f"gymnasium:{rest}"
-    check_unsealed(name)
+    check_listed(name)
     package = import_extra("gymnasium", "gymnasium", name)
     own = "wrap it, register what you get, and name it as gymnasium:MODULE:ID"
     try:

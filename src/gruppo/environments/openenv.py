@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from gruppo.environments.episodes import SEEDS, ScoredEpisode, as_json, scored_by
 from gruppo.http_json import is_loopback
-from gruppo.loading import check_unsealed, import_extra
+from gruppo.loading import check_listed, import_extra
 from gruppo.types import GruppoError
 
 FENCED = re.compile(r"```(?:json)?\s*\n(.*?)\n?```", re.DOTALL)
@@ -24,7 +24,7 @@ TOOL_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")
 def openenv_factory(url: str, config: Any) -> Callable[[], Any]:
     """Factory of sessions with the server at ``url``, which has to answer now."""
     name = f"openenv:{url}"
-    check_unsealed(name)
+    check_listed(name)
     if urlsplit(url).scheme not in ("http", "https"):
         raise GruppoError(f"{name} names no server; it needs an address, as in openenv:http://127.0.0.1:8000.")
     client = import_extra("openenv.core.generic_client", "openenv", name).GenericEnvClient

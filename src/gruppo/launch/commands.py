@@ -22,7 +22,7 @@ from gruppo.engines.vllm.client import KEY
 from gruppo.integrity import check_links
 from gruppo.loading import counted, import_extra
 from gruppo.platforms import lock_file
-from gruppo.recipes.open import run_stem
+from gruppo.recipes.open import check_code, run_stem
 from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
@@ -108,7 +108,10 @@ def parse_launch(args: list[str]) -> Launch:
     check_links(launch.folder)
     if (saved := launch.folder / "config.json").is_file():
         # the code of a model runs in servers only if the command line says so, as in gruppo resume
-        launch = replace(launch, config=replace(serialization.load(saved), trust_remote_code=config.trust_remote_code))
+        own = {name: getattr(config, name) for name in ("name", "runs_dir", "trust_remote_code")}
+        config = replace(serialization.load(saved), **own)
+        check_code(saved, config, config, trust_run=trust_run)
+        launch = replace(launch, config=config)
         log.info("%s exists: the run is continued, with its own options.", launch.folder)
     check(launch)
     return launch

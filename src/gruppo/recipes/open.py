@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,8 @@ from gruppo.loading import did_you_mean, is_file_name, load_object
 from gruppo.recipes import RECIPES
 from gruppo.types import GruppoError
 
+log = logging.getLogger("gruppo")
+
 
 def recipe_config(name: str) -> Config:
     """The config of a built-in recipe, file.py:function, a config file or a run's folder."""
@@ -24,8 +28,12 @@ def recipe_config(name: str) -> Config:
         if is_run:  # and not a file of the user's own, in any folder
             check_links(path.parent)
         config = serialization.load(path)
-        # A saved run's name is taken; one that the user wrote in a file of their own is kept.
-        return replace(config, name="") if path.name == "config.json" else config
+        if not is_of_run(path):  # the user wrote it
+            return config
+        place, own = path.resolve().parent.parent, config.runs_dir
+        if not (os.path.exists(own) and os.path.samefile(own, place)):  # nobody else chooses where runs are written
+            config = replace(config, runs_dir=Config().runs_dir)
+        return replace(config, name="")  # it is taken
     if ":" not in name and not is_file_name(name):
         hint = did_you_mean(name, RECIPES, f" Built in: {', '.join(RECIPES)}; or give file.py:function.")
         raise GruppoError(f"unknown recipe {name!r}.{hint}")
@@ -42,21 +50,29 @@ def config_file(name: str) -> Path | None:
     return path if name not in RECIPES and path.suffix in serialization.SUFFIXES else None
 
 
+def is_of_run(file: Path) -> bool:
+    """Whether a config file is that of a run, and not one that the user wrote."""
+    place = file.resolve()
+    return place.name == "config.json" or (place.parent / "manifest.json").is_file()
+
+
 def check_code(file: Path, recipe: Config, config: Config, *, trust_run: bool = False) -> None:
     """Refuse code that a run's config file names, unless this user created the run or ``trust_run``.
 
     ``recipe``: as in the file; ``config``: with the options, which may replace names of the file and alone turn on
     ``trust_remote_code``.
     """
-    used = {*trust.imports(serialization.to_dict(config)), trust.REMOTE_CODE}
-    is_run = file.name == "config.json" or (file.parent / "manifest.json").is_file()
-    in_file = [name for name in trust.imports(serialization.to_dict(recipe)) if name in used]
+    used = {*trust.imports_of_run(serialization.to_dict(config)), trust.REMOTE_CODE}
+    is_run = is_of_run(file)
+    in_file = [name for name in trust.imports_of_run(serialization.to_dict(recipe)) if name in used]
     trust.check(
-        file.parent if is_run else file,
+        file.resolve().parent if is_run else file,
         [name for name in in_file if is_run or trust.REMOTE_CODE in name],
         trust_run=trust_run or not is_run,  # a config file of the user's own may name what it likes
         trust_remote_code=config.trust_remote_code,
     )
+    if config.runs_dir == recipe.runs_dir != (other := serialization.load(file).runs_dir):
+        log.warning("%s: its runs_dir %r is ignored, new runs go to %s.", file, other, config.runs_dir)
 
 
 def run_stem(name: str) -> str:

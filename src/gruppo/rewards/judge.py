@@ -10,7 +10,7 @@ from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any
 
-from gruppo.loading import check_unsealed, visible
+from gruppo.loading import check_listed, visible
 from gruppo.rewards.judge_client import COUNTS, JudgeClient
 from gruppo.rewards.judge_file import REASON, Criterion, load_judge
 from gruppo.rewards.text import text_of
@@ -48,7 +48,7 @@ class Judge:
     timeout_s = None  # each request has its own deadline; a retry of rows would ask for them again
 
     def __init__(self, file: str) -> None:
-        check_unsealed(f"judge:{file}")
+        check_listed(f"judge:{file}")
         path = Path(file).expanduser()
         self.config = load_judge(path)
         self.client = JudgeClient(self.config, path)

@@ -117,8 +117,8 @@ def load_restorer(
     elif network is None and not spec:
         raise GruppoError(f"{folder} holds the weights of a module of your own. Give load_restorer that module.")
     elif network is None:
-        trust.check(folder, trust.imports(spec))  # the name is of a file or package whose code would run
-        network = open_network(spec, channels=settings["channels"], conditions=opened.conditions)
+        with trust.opening(folder, trust.imports(spec)):
+            network = open_network(spec, channels=settings["channels"], conditions=opened.conditions)
     load_strictly(Restorer(network, opened), weights, str(folder))
     options = {name: settings[name] for name in ("channels", *SAVED)}
     return RestorationPolicy(network, opened, consistency=consistency, spec=spec, **options)

@@ -86,7 +86,7 @@ class ModelFunction:
 
     def write(self, folder: Path) -> None:
         (folder / SETTINGS).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-        trust.record(folder, [self.made_by])
+        trust.record(folder, trust.imports(self.made_by))
 
 
 def open_custom(name: str | Path, *, seed: int = 0) -> Policy:
@@ -99,13 +99,13 @@ def open_custom(name: str | Path, *, seed: int = 0) -> Policy:
     folder = Path(name).expanduser()
     check_seal(folder)
     source = ModelFunction.read(folder)
-    trust.check(folder, [source.made_by])
     weights = read_safetensors(folder / WEIGHTS)
     try:
-        policy = _make(source.made_by, seed, folder)
+        with trust.opening(folder, trust.imports(source.made_by)):
+            policy = _make(source.made_by, seed, folder)
+            current = ModelFunction.from_name(source.made_by)
     except GruppoError as error:
         raise type(error)(f"the model {folder} is made by {source.made_by}, which cannot be used: {error}") from error
-    current = ModelFunction.from_name(source.made_by)
     if current.sha256 != source.sha256:
         facts = (source.made_by.rpartition(":")[0], folder, source.sha256 or "none", current.sha256 or "none")
         text = "the file %s has changed since the model %s was saved (SHA-256 %.12s..., now %.12s...)"
