@@ -128,7 +128,7 @@ def end_within(seconds: float, processes: list[int]) -> bool:
 
 
 def test_a_forked_copy_of_a_reward_process_gives_no_answers(code):
-    rewards = reward(code, "forks")
+    rewards = reward(code, "forks", timeout_s=None)
     for size in (1, 2, 3):
         assert rewards.score(rollouts_of(["a" * size])).rewards.tolist() == [float(size)]
         time.sleep(0.5)  # until the copy has answered too
