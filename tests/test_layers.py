@@ -21,6 +21,7 @@ LAYERS: tuple[set[str], ...] = (
         "timeouts",
         "errors",
         "watchdog",
+        "worker",
         "reward_process",
         "reward_values",
         "reward_worker",

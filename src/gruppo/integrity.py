@@ -9,10 +9,12 @@ import errno
 import hashlib
 import json
 import os
+import re
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from safetensors import SafetensorError
 
@@ -26,38 +28,76 @@ MAX_BYTES = 1 << 28
 """Of one JSON document. The largest that gruppo writes is a checkpoint's state: tens of KB."""
 MAX_DEPTH = 100
 """Levels of nesting. Functions that walk over JSON recurse; Python allows about 1000 calls."""
+MAX_LAYERS = 10_000
+"""Of a model, and experts of a layer. transformers makes all that a config.json asks for before it reads a weight."""
+_TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a regular file; OSError for anything else: a FIFO may never be written to, a device has no end."""
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    file = os.fdopen(handle, "rb")  # OSError for a folder
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return file
+
+
+def read_file(path: Path, limit: int | None = None) -> bytes:
+    """Content of a regular file; ValueError if it has more than ``limit`` bytes, by default ``MAX_BYTES``."""
+    limit = MAX_BYTES if limit is None else limit
+    with open_file(path) as file:  # one byte more than allowed: that it is too large shows without reading it all
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise ValueError(f"it has more than {limit >> 20} MiB")
+    return data
 
 
 def read_json(path: Path) -> Any:
     """Content of a JSON file; ValueError if it is not JSON, too large or too deep."""
-    with path.open("rb") as file:  # one byte more than allowed: that it is too large shows without reading it all
-        return parse_json(file.read(MAX_BYTES + 1))
+    return parse_json(read_file(path))
 
 
 def parse_json(text: str | bytes) -> Any:
     """``json.loads`` that refuses huge and deeply nested documents with a ValueError."""
     if len(text) > MAX_BYTES:
         raise ValueError(f"it has more than {MAX_BYTES >> 20} MiB of JSON")
-    too_deep = f"its JSON is nested more than {MAX_DEPTH} levels deep"
     try:
         value = json.loads(text)
     except RecursionError:
-        raise ValueError(too_deep) from None
+        raise ValueError(_TOO_DEEP) from None
     opening = ("[", "{") if isinstance(text, str) else (b"[", b"{")
     if sum(map(text.count, opening)) > MAX_DEPTH:  # type: ignore[arg-type]  # else it cannot be that deep
-        level, depth = [value], 0  # level by level, and not by recursion, which is what a deep document would break
-        while level := [node for node in level if isinstance(node, dict | list)]:
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise ValueError(too_deep)
-            level = [part for node in level for part in (node.values() if isinstance(node, dict) else node)]
+        for _ in levels(value):
+            pass
     return value
+
+
+def levels(value: Any) -> Iterator[list[Any]]:
+    """Values of a nested document, level by level; ValueError if it is nested too deep."""
+    level = [value]  # not by recursion, which is what a deep document would break
+    for _ in range(MAX_DEPTH + 1):
+        yield level
+        nested = [node for node in level if isinstance(node, dict | list)]
+        if not nested:
+            return
+        level = [part for node in nested for part in (node.values() if isinstance(node, dict) else node)]
+    raise ValueError(_TOO_DEEP)
 
 
 def json_lines(path: Path) -> Iterator[bytes]:
     """Lines of a file that are not blank; a line beyond ``MAX_BYTES`` comes in parts, none of which is JSON."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         yield from (line for line in iter(lambda: file.readline(MAX_BYTES + 1), b"") if line.strip())
+
+
+def check_layers(settings: Any, source: str) -> None:
+    """Refuse a model whose settings have more layers or experts than any model has."""
+    counts = (item for level in levels(settings) for node in level if isinstance(node, dict) for item in node.items())
+    for name, count in counts:
+        if re.search("(layers?|experts?)$", name) and isinstance(count, int) and count > MAX_LAYERS:
+            raise GruppoError(f"""the config.json of the model {source!r} has {name} above {MAX_LAYERS:,}; no model has
+                so many. Correct it, or give another model.""")
 
 
 def check_seal(folder: Path) -> None:
@@ -95,7 +135,7 @@ def verify(path: Path, *, share: slice = slice(None)) -> None:
 
 def fingerprint(path: Path) -> dict[str, Any]:
     """Size and SHA-256 of a file."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 

@@ -1,7 +1,6 @@
 """Reward functions in a process of their own, which can be killed: whatever they do, the run goes on.
 
-Arguments and answers cross a pipe as JSON, tensors beside it as bytes; nothing is unpickled. ``reward_worker`` is the
-other side.
+``reward_worker`` is the other side.
 """
 
 from __future__ import annotations
@@ -11,106 +10,28 @@ import json
 import logging
 import math
 import os
-import signal
-import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from inspect import Parameter, Signature
-from multiprocessing import Pipe
-from typing import IO, Any
+from typing import Any
 
-from gruppo.errors import DataError, GruppoError
+from gruppo.errors import DataError
 from gruppo.loading import check_listed, full_name
 from gruppo.reward_values import NotEncodable, encode
 from gruppo.reward_worker import make
 from gruppo.timeouts import CallError, TimedCall, this_thread
-from gruppo.watchdog import GRACE_S
+from gruppo.worker import Worker
 
 log = logging.getLogger("gruppo")
 
 CAN_ISOLATE = os.name == "posix"
 """Whether functions can run in another process. Windows passes no pipes to a process by number."""
 _START_S = 60.0
-
-_START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from gruppo.reward_worker import main; main()"
-
-
-class _Process:
-    """A process that loads functions and calls them, one call at a time."""
-
-    def __init__(self) -> None:
-        self.loaded = set[str]()
-        self.connection, other = Pipe()
-        path = json.dumps([*map(str, sys.path)])
-        command = [sys.executable, "-u", "-W", "ignore", "-c", _START, path, str(other.fileno())]
-        pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        # In a session of its own: Ctrl-C is the trainer's; and processes that a function starts are killed with it.
-        self.process = subprocess.Popen(
-            command, text=True, errors="replace", pass_fds=[other.fileno()], start_new_session=True, **pipes
-        )
-        other.close()
-        # The live screen and notebooks show what is written to sys.stdout, not to its file descriptor.
-        self._output = list[threading.Thread]()
-        for name in ("stdout", "stderr"):
-            lines = (getattr(self.process, name), name)
-            thread = threading.Thread(target=_copy_lines, args=lines, name="gruppo-reward-output", daemon=True)
-            thread.start()
-            self._output.append(thread)
-
-    def ask(self, request: bytes, buffers: Sequence[bytes] = (), *, limit_s: float = math.inf, **header: Any) -> Any:
-        """Send a request and return the answer. ``CallError`` where the process ends, or answers too late."""
-        until = time.monotonic() + limit_s
-        try:
-            for part in (json.dumps(header | {"buffers": len(buffers)}).encode(), request, *buffers):
-                self.connection.send_bytes(part)
-            # A process that the function has forked may hold the pipe open, so that its end alone is no sign.
-            while not self.connection.poll(0.5):
-                if self.process.poll() is not None and not self.connection.poll():
-                    raise EOFError
-                if time.monotonic() > until:
-                    raise CallError("timeout", f"its process did not start within {limit_s:.3g} s")
-            return json.loads(self.connection.recv_bytes())
-        except (EOFError, OSError, ValueError):
-            pass  # there is no answer; what follows says why
-        try:
-            code = self.process.wait(5.0)
-        except subprocess.TimeoutExpired:
-            raise CallError("exception", "its process closed the pipe, or wrote into it", "pipe") from None
-        how = f"exited with status {code}, as by os._exit({code})"
-        if code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
-            how += " (out of memory?)" if -code == signal.SIGKILL else ""
-        raise CallError("exception", f"its process {how}", code)
-
-    def kill(self) -> None:
-        """Kill the process and those that it has started."""
-        with suppress(OSError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-
-    def close(self) -> None:
-        with suppress(OSError):
-            self.connection.close()
-        with suppress(subprocess.TimeoutExpired):  # it ends where its pipe ends, unless a call hangs
-            self.process.wait(1.0)
-        self.kill()
-        self.process.wait()
-        for thread in self._output:  # the last lines are shown
-            thread.join(1.0)
-
-
-def _copy_lines(pipe: IO[str] | None, name: str) -> None:
-    """Write the lines of a process to ``sys.stdout`` or ``sys.stderr`` of this one."""
-    assert pipe is not None
-    with pipe:
-        for line in pipe:
-            with suppress(Exception):
-                getattr(sys, name).write(line)
-                getattr(sys, name).flush()
 
 
 class RewardProcesses:
@@ -124,7 +45,8 @@ class RewardProcesses:
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         self._lock = threading.Lock()
-        self._all, self._idle = set[_Process](), list[_Process]()
+        self._all = dict[Worker, set[str]]()  # the functions that each has loaded
+        self._idle = list[Worker]()
         self._sources: dict[str, Any] = {}  # file and hash of each function
         weakref.finalize(self, _close_all, self._all)
 
@@ -158,31 +80,28 @@ class RewardProcesses:
         with self._process(key) as process:
             try:
                 call.kill = process.kill
-                if key not in process.loaded:
+                if key not in self._all[process]:
                     call.started = math.inf  # importing the file costs nothing of the call's time
                     self._load(process, key, limit_s=_START_S)
                 call.started = time.monotonic()
-                # Past this limit the process ends by itself, where nobody is left to kill it.
-                limit_s = None if call.timeout_s is None else 2 * call.timeout_s + GRACE_S
                 seed = int.from_bytes(digest.digest(), "big")
-                answer = process.ask(body, buffers, seed=seed, device=device, exit_after_s=limit_s)
+                return process.ask(body, buffers, seed=seed, device=device)
             finally:
                 call.kill = None  # before another call may take the process
-        return _checked(answer)
 
     @contextmanager
-    def _process(self, key: str) -> Iterator[_Process]:
+    def _process(self, key: str) -> Iterator[Worker]:
         """Within, an idle process, one that has loaded the function if there is one, or a new one."""
         with self._lock:
-            self._idle.sort(key=lambda process: key in process.loaded)
+            self._idle.sort(key=lambda process: key in self._all[process])
             while self._idle:
                 process = self._idle.pop()
                 if process.process.poll() is None:
                     break
                 self._end(process)
             else:
-                process = _Process()
-                self._all.add(process)
+                process = Worker("gruppo.reward_worker:Functions")
+                self._all[process] = set()
         try:
             yield process
         except BaseException:  # also of a signal: the answer would be taken for that of the next call
@@ -194,33 +113,23 @@ class RewardProcesses:
                 return
         self._end(process)
 
-    def _end(self, process: _Process) -> None:
+    def _end(self, process: Worker) -> None:
         process.kill()
         process.close()
-        self._all.discard(process)
+        self._all.pop(process, None)
 
-    def _load(self, process: _Process, key: str, *, limit_s: float = math.inf) -> dict[str, Any]:
-        info = _checked(process.ask(json.dumps({"load": key}).encode(), limit_s=limit_s))
-        process.loaded.add(key)
+    def _load(self, process: Worker, key: str, *, limit_s: float = math.inf) -> dict[str, Any]:
+        info = process.ask(json.dumps({"load": key}).encode(), limit_s=limit_s)
+        self._all[process].add(key)
         if self._sources.setdefault(key, info["source"]) != info["source"]:
             message = "has changed since the run began; use it with gruppo resume RUN --allow-changes"
             raise CallError("exception", f"{info['source'][0]} {message}", "changed")
         return info
 
 
-def _close_all(processes: set[_Process]) -> None:
+def _close_all(processes: Iterable[Worker]) -> None:
     for process in [*processes]:
         process.close()
-
-
-def _checked(answer: dict[str, Any]) -> dict[str, Any]:
-    """Raise the error of an answer, if it is one."""
-    if (error := answer.get("error")) is not None:
-        kind, message, identity = error
-        if kind in ("GruppoError", "DataError"):
-            raise (DataError if kind == "DataError" else GruppoError)(message)
-        raise CallError(kind, message, identity)
-    return answer
 
 
 class _IsolatedFunction:

@@ -1,26 +1,22 @@
-"""The process that ``reward_process`` starts: it loads reward functions and calls them.
+"""What runs in the workers of ``reward_process``: it loads reward functions and calls them.
 
-It imports this module and what the functions need, so it has to stay free of torch.
+The worker imports this module and what the functions need, so it has to stay free of torch.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import hashlib
 import inspect
 import json
-import os
 import random
 import sys
 from asyncio import AbstractEventLoop, new_event_loop
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from typing import Any
 
-from gruppo.errors import DataError, GruppoError
 from gruppo.loading import load_object
 from gruppo.reward_values import Answer, TrainerState, as_list, decode, plain_entry
-from gruppo.timeouts import CallError, function_name
+from gruppo.timeouts import function_name
 
 
 def make(key: str) -> Any:
@@ -30,36 +26,21 @@ def make(key: str) -> Any:
     return loaded(*arguments) if arguments else loaded
 
 
-def main() -> None:
-    """Serve requests until the pipe is closed."""
-    faulthandler.enable()
-    number = int(sys.argv[2])
-    os.set_inheritable(number, False)
-    connection, functions = Connection(number), dict[str, Any]()
-    loop = new_event_loop()  # one for all calls: a client that a function opens on it stays usable
-    while True:
-        try:
-            header, request = json.loads(connection.recv_bytes()), json.loads(connection.recv_bytes())
-            buffers = [connection.recv_bytes() for _ in range(header["buffers"])]
-        except (EOFError, OSError):
-            os._exit(0)
-        try:
-            if "load" in request:
-                function = functions[request["load"]] = make(request["load"])
-                answer = _described(function)
-            elif "check" in request:
-                functions[request["of"]].check(request["check"])
-                answer = {}
-            else:
-                answer = _answer(functions[request["of"]], request, buffers, header, loop)
-            reply = json.dumps(answer, default=lambda value: value.tolist() if hasattr(value, "tolist") else str(value))
-        except GruppoError as error:
-            kind = "DataError" if isinstance(error, DataError) else "GruppoError"
-            reply = json.dumps({"error": [kind, str(error), ""]})
-        except BaseException as error:  # SystemExit and KeyboardInterrupt too: the trainer has to get an answer
-            problem = error if isinstance(error, CallError) else CallError.from_exception(error)
-            reply = json.dumps({"error": [problem.kind, problem.message, str(problem.identity)]})
-        connection.send_bytes(reply.encode())
+class Functions:
+    """Loads functions and calls them, as requests say."""
+
+    def __init__(self) -> None:
+        self.functions = dict[str, Any]()
+        self.loop = new_event_loop()  # one for all calls: a client that a function opens on it stays usable
+
+    def __call__(self, header: dict[str, Any], request: dict[str, Any], buffers: list[bytes]) -> dict[str, Any]:
+        if "load" in request:
+            function = self.functions[request["load"]] = make(request["load"])
+            return _described(function)
+        if "check" in request:
+            self.functions[request["of"]].check(request["check"])
+            return {}
+        return _answer(self.functions[request["of"]], request, buffers, header, self.loop)
 
 
 def _described(function: Any) -> dict[str, Any]:
@@ -102,13 +83,8 @@ def _answer(
         torch.set_grad_enabled(False)
         if header["device"]:
             torch.cuda.set_device(header["device"])
-    if header["exit_after_s"] is not None:
-        faulthandler.dump_traceback_later(header["exit_after_s"], exit=True)
-    try:
-        returned = function(**arguments)
-        if inspect.isawaitable(returned):
-            returned = loop.run_until_complete(returned)
-        values = [plain_entry(entry) for entry in as_list(returned, None)]
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+    returned = function(**arguments)
+    if inspect.isawaitable(returned):
+        returned = loop.run_until_complete(returned)
+    values = [plain_entry(entry) for entry in as_list(returned, None)]
     return {"values": values, "metrics": logged.metrics, "extras": logged.extras}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import ctypes
 import difflib
 import inspect
 import math
@@ -62,6 +63,7 @@ class TimedCall:
     """The coroutine that the call waits for."""
     kill: Callable[[], None] | None = None
     """Kills the process that makes the call."""
+    thread: threading.Thread | None = None
 
     def run(self, device: int | None = None) -> None:
         import torch
@@ -124,7 +126,8 @@ def start_call(
         torch = sys.modules.get("torch")
         device = torch.cuda.current_device() if torch is not None and torch.cuda.is_initialized() else None
         run = contextvars.copy_context().run
-        threading.Thread(target=run, args=(call.run, device), name="gruppo-reward", daemon=True).start()
+        call.thread = threading.Thread(target=run, args=(call.run, device), name="gruppo-reward", daemon=True)
+        call.thread.start()
     return call
 
 
@@ -142,6 +145,21 @@ def call_with_timeout(fn: Callable[[], Any], timeout_s: float | None, name: str 
                 call.abandon()
                 raise CallError("timeout", f"no answer within {timeout_s:.3g} s")
     return call.result()
+
+
+def interrupt_after(fn: Callable[[], Any], timeout_s: float, name: str) -> Any:
+    """Value of ``fn()``, code of ours or of libraries; ``CallError`` after ``timeout_s``, when its thread is stopped at
+    the next line of Python. Its own exceptions pass."""
+    with watching(name, timeout_s):
+        call = start_call(fn, timeout_s)
+        if not call.done.wait(timeout_s):
+            assert call.thread is not None
+            thread = ctypes.c_ulong(call.thread.ident or 0)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(SystemExit))
+            raise CallError("timeout", f"no answer within {timeout_s:.3g} s")
+    if call.error is not None:
+        raise call.error
+    return call.value
 
 
 def run_awaitable(awaitable: Awaitable[Any]) -> Any:

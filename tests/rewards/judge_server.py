@@ -26,7 +26,8 @@ class JudgeServer:
         self.faults: list[tuple[int, dict[str, str]]] = []
         """Statuses and headers of the next answers, before any is good."""
         self.delay_s = 0.0
-        self.finish, self.usage = "stop", True
+        self.finish = "stop"
+        self.usage: Any = {"prompt_tokens": 100, "completion_tokens": 10}
         self.lock = threading.Lock()
         server = self
 
@@ -66,7 +67,7 @@ class JudgeServer:
             grade = self.grade(question)
             verdict[name] = grade.get(name) if isinstance(grade, dict) else grade
         message = {"role": "assistant", "content": self.content(json.dumps(verdict))}
-        usage = {"usage": {"prompt_tokens": 100, "completion_tokens": 10}} if self.usage else {}
+        usage = {"usage": self.usage} if self.usage else {}
         return {"choices": [{"message": message, "finish_reason": self.finish}], **usage}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import threading
@@ -358,3 +359,21 @@ def test_a_wrong_key_is_the_reason_of_the_failure(tmp_path, monkeypatch):
     scores, used = judged(write_judge(tmp_path / "j.toml", server, 'key_env = "JUDGE_KEY"'), ["a"])
     server.close()
     assert "answered 401" in scores.failures[0].message and used["calls_count"] == 1
+
+
+def test_a_count_of_tokens_that_no_answer_has_is_not_counted_and_said_once(server, tmp_path, caplog):
+    logging.getLogger("gruppo").propagate = True
+    server.usage = {"prompt_tokens": 10**400, "completion_tokens": 10}
+    scores, used = judged(write_judge(tmp_path / "j.toml", server), ["xx", "yyy"])
+    assert not scores.rewards.isnan().any()
+    assert used["input_tokens_count"] == 0 and used["output_tokens_count"] == 20
+    assert caplog.text.count("reports no usable number of prompt_tokens") == 1
+
+
+def test_counts_of_a_run_s_folder_that_no_run_has_are_not_counted_on(server, tmp_path):
+    place = tmp_path / "run" / "judges" / "j"
+    place.mkdir(parents=True)
+    (place / "0.json").write_text(json.dumps({"calls": 10**400, "input_tokens": 7}))
+    rewards = RewardSet([resolve_reward(f"judge:{write_judge(tmp_path / 'j.toml', server)}")])
+    rewards.attach(tmp_path / "run")
+    assert (rewards.usage()["judge/j/calls_count"], rewards.usage()["judge/j/input_tokens_count"]) == (0, 7)

@@ -15,13 +15,15 @@ from gruppo.config.options import convert, describe_type, fields_of, nested_type
 from gruppo.config.schema import Config, CriticConfig, EngineConfig, EnvironmentConfig
 from gruppo.config.sections import section_name, sections
 from gruppo.core.objective import PRESETS, Objective
-from gruppo.integrity import parse_json
+from gruppo.integrity import levels, parse_json, read_file
 from gruppo.loading import did_you_mean
 from gruppo.types import GruppoError
 
 T = TypeVar("T")
-MAX_BYTES = 1 << 22
+MAX_BYTES = 1 << 20
 """Of a config file; those of gruppo have a few KB."""
+MAX_DOTS = 256
+"""In a line up to its "=". TOML's reader takes minutes for a key of many parts."""
 NO_CORRECTION = ("correction", "none")
 SUFFIXES = (".toml", ".yaml", ".yml", ".json")
 
@@ -173,10 +175,10 @@ def load(path: Path) -> Config:
 def read(path: Path, make: Callable[[Mapping[str, Any]], T], needed: str) -> T:
     """What ``make`` returns for the settings of a file; the line of an ``EntryError`` is added to it."""
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ValueError(f"it has more than {MAX_BYTES >> 20} MiB")
-        text = path.read_text(encoding="utf-8")
+        text = read_file(path, MAX_BYTES).decode("utf-8")
         data = _parse(text, path.suffix)
+        if any(isinstance(value, int) and value.bit_length() > 64 for level in levels(data) for value in level):
+            raise ValueError("it has a whole number of more than 64 bits")
     except FileNotFoundError:
         guess = did_you_mean(path.name, [other.name for other in path.parent.glob(f"*{path.suffix}")])
         raise GruppoError(f"{path} does not exist; {needed}{guess}") from None
@@ -193,6 +195,8 @@ def read(path: Path, make: Callable[[Mapping[str, Any]], T], needed: str) -> T:
 
 def _parse(text: str, suffix: str) -> Any:
     if suffix == ".toml":
+        if any(part.count(".") > MAX_DOTS for line in text.splitlines() for part in line.split("=")):
+            raise ValueError(f"a line has more than {MAX_DOTS} dots")
         return tomllib.loads(text)
     if suffix not in (".yaml", ".yml"):
         return parse_json(text)
@@ -201,6 +205,11 @@ def _parse(text: str, suffix: str) -> Any:
     # Safe: a config file of somebody else must not construct Python objects.
     class Loader(yaml.SafeLoader):
         """YAML 1.1 reads 1e-6 as a string; numbers need a dot there."""
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):  # a few of them stand for billions of entries
+                raise ValueError(f"it refers to the anchor *{self.peek_event().anchor:.40}; write its value out")
+            return super().compose_node(parent, index)
 
     number = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))

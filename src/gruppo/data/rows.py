@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gruppo.data.source import IndexedSource, nearest, prompt_key, split_by_hash
-from gruppo.integrity import parse_json
+from gruppo.integrity import MAX_BYTES, open_file, parse_json
 from gruppo.loading import import_extra
 from gruppo.types import DataError, Prompt
 
@@ -129,7 +129,8 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     path = Path(path)
     try:
         # bytes: splitting text would also cut at the Unicode line separators that JSON strings may hold
-        lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
+        with open_file(path) as file:
+            lines = [*iter(lambda: file.readline(MAX_BYTES + 1), b"")]
     except FileNotFoundError:
         hint = nearest(path.name, [other.name for other in path.parent.glob("*.jsonl")])  # none without the folder
         raise DataError(f"there is no file {path}{hint}. Check the path.") from None
@@ -141,7 +142,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
             continue
         where = f"line {number} of {path}"
         try:
-            row = parse_json(line.decode("utf-8"))
+            row = parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8"))
         except UnicodeDecodeError:
             raise DataError(f"{where} is not UTF-8; save the file as UTF-8.") from None
         except ValueError as problem:

@@ -32,6 +32,8 @@ COUNTS += ["failed", "timeouts", "rate_limited", "errors", "invalid", "over_budg
 """Counters, for metrics; failed: questions without a verdict."""
 REPEATED = (0, 408, 409, 429)
 """HTTP statuses after which a request is sent again, beside 5xx; 0: no answer."""
+MAX_COUNT = 1 << 40
+"""Of tokens in one answer, or of a run. What is beyond it is no count, and may not fit in a float."""
 BACKOFF_S, MAX_WAIT_S = 1.0, 60.0
 """Wait before the first retry, doubled each time; longest wait, also where the server asks for more."""
 
@@ -89,7 +91,7 @@ class JudgeClient:
         mine = [path for path in folder.glob("*.json") if path.stem.isdecimal() and int(path.stem) % world == rank]
         for path in mine:  # those of more ranks, if there were more before
             with suppress(OSError, ValueError):
-                self.counts = {name: count + int(read_json(path).get(name, 0)) for name, count in self.counts.items()}
+                self.counts = {name: count + _count(read_json(path).get(name)) for name, count in self.counts.items()}
         folder.mkdir(parents=True, exist_ok=True)
         self._usage_file = folder / f"{rank}.json"
         self._save_usage()
@@ -192,16 +194,17 @@ class JudgeClient:
         JSON within prose is not looked for: the judge may quote what the policy wrote.
         """
         usage = reply.get("usage") if isinstance(reply, dict) else None
+        usage = usage if isinstance(usage, dict) else {}
         for name, field in (("input_tokens", "prompt_tokens"), ("output_tokens", "completion_tokens")):
-            count = usage.get(field) if isinstance(usage, dict) else None
-            self.counts[name] += count if isinstance(count, int) and count > 0 else 0
-        if not isinstance(usage, dict) and not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                "judge %s: the endpoint reports no usage, so tokens and cost are not counted, and a budget of tokens "
-                "has no effect. Set budget.calls.",
-                self.name,
-            )
+            count = usage.get(field)
+            self.counts[name] += _count(count)
+            if _count(count) != count and not self._has_warned:
+                self._has_warned = True
+                log.warning(
+                    "judge %s: the endpoint reports no usable number of %s, so tokens and cost are not counted right, "
+                    "and a budget of tokens has no effect. Set budget.calls.",
+                    *(self.name, field),
+                )
         try:
             choice = reply["choices"][0]
             text, finish = choice["message"]["content"], choice.get("finish_reason")
@@ -213,6 +216,11 @@ class JudgeClient:
         self.counts["invalid"] += 1
         cut = ", cut off at max_tokens: raise request.max_tokens" if finish == "length" else ""
         raise CallError("exception", f"the judge's answer is not the JSON asked for{cut}: {visible(str(text))[:120]!r}")
+
+
+def _count(value: Any) -> int:
+    """A number of calls or tokens that somebody else wrote; 0 for anything that is none."""
+    return value if isinstance(value, int) and 0 < value <= MAX_COUNT else 0
 
 
 def fits(verdict: Any, schema: Mapping[str, Any]) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from gruppo.integrity import check_layers
 from gruppo.loading import transformers_error
 from gruppo.rewards.functions import split_steps, step_reward
 from gruppo.rewards.text import LogMetric, text_of
@@ -340,6 +341,7 @@ def _load(path: str, head: Head, dtype: str, trust_remote_code: bool) -> tuple[A
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     what = "config"
     try:
+        check_layers(transformers.PretrainedConfig.get_config_dict(path)[0], path)
         architecture = (transformers.AutoConfig.from_pretrained(path, **options).architectures or [""])[0]
         for other, (spec, unit) in KINDS.items():
             if other != head and architecture.endswith(other):

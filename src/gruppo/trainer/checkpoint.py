@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gruppo import distributed as dist
-from gruppo.integrity import SEAL, explained_failures, fingerprint, read_json, replace_file, verify
+from gruppo.integrity import SEAL, explained_failures, fingerprint, read_file, read_json, replace_file, verify
 from gruppo.platforms import sync_to_disk
 from gruppo.trainer import shards
 from gruppo.types import GruppoError
@@ -164,7 +164,7 @@ def load_latest(folder: Path, sharded: Sharded = MappingProxyType({})) -> Saved 
     """
     problem, latest = None, ""
     with suppress(OSError, ValueError):
-        latest = (folder / "latest").read_text(encoding="utf-8").strip()
+        latest = read_file(folder / "latest").decode().strip()
     # the one that was completed last, then from the newest on: a later one was written but never pointed at
     names = sorted(map(name_of, reversed(steps(folder))), key=lambda name: name != latest)
     for name in json.loads(dist.all_gather(json.dumps(names).encode())[0]):

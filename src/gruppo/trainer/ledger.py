@@ -24,7 +24,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from gruppo import distributed as dist
-from gruppo.integrity import explained_failures, parse_json
+from gruppo.integrity import explained_failures, open_file, parse_json
 from gruppo.platforms import sync_to_disk
 from gruppo.types import GruppoError, Request, Rollouts
 
@@ -121,7 +121,7 @@ class Ledger:
         location = self.groups.get((position, request.first))
         if location is None:
             return None
-        with location.path.open("rb") as file:
+        with open_file(location.path) as file:
             file.seek(location.offset)
             whole = file.read(location.bytes)
         begin = _HEADER.size + _HEADER.unpack_from(whole)[1]  # of the tensors, after the JSON
@@ -212,7 +212,7 @@ def _bytes(record: Mapping[str, Any], data: bytes = b"") -> bytes:
 
 def _records(path: Path) -> Iterator[tuple[Location, dict[str, Any]]]:
     """The records of a segment up to the first that is not whole."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         while len(header := file.read(_HEADER.size)) == _HEADER.size:
             magic, length, size, crc = _HEADER.unpack(header)
             offset = file.tell() - _HEADER.size

@@ -18,6 +18,7 @@ from gruppo.loading import code_digest
 from gruppo.modalities.text import chat_template
 from gruppo.modalities.text.chat_template import prepared, strings
 from gruppo.modalities.text.tool_calls import ToolFormat, call_of, read_calls, split_reasoning
+from gruppo.timeouts import CallError, interrupt_after
 from gruppo.types import DataError, GruppoError
 
 T = TypeVar("T")
@@ -30,6 +31,8 @@ _GREETING = {"role": "user", "content": "Hello."}
 _EMPTY_SYSTEM = {"role": "system", "content": ""}
 _PLACEHOLDER = "gruppo5spoke5here"
 """Stands for the assistant's turn where only the text that a template writes behind it is needed."""
+RENDER_S = 10.0
+"""Of one conversation, which takes milliseconds. The template of a model is a program: it may loop."""
 BREAK = "\ue0f0\ue0f1\ue0f0"
 """Private-use characters that keep a special token of the user's text apart from those that a template writes."""
 
@@ -63,6 +66,8 @@ class Chat:
         self._special = _any_of(names)
         self._guarded_special = _any_of([name[0] + BREAK + name[1:] for name in names])
         self._given = tokenizer
+        self._hangs = False
+        """Whether the template has once not come to its end."""
         self.tools: list[dict[str, Any]] = []
         """JSON schemas of all tools; each call says which of them its conversation has."""
         self._tool_format: ToolFormat | None = None
@@ -335,13 +340,23 @@ class Chat:
         if self._drops_empty_system and (messages[0]["role"], messages[0]["content"]) == ("system", ""):
             messages = messages[1:] or messages
         options |= {**self.template_kwargs, "tools": self._guarded(list(tools)) or None}
-        try:
+
+        def apply() -> Any:
             try:
                 return self.tokenizer.apply_chat_template(prepared(messages, arguments_as_text=False), **options)
             except TypeError:  # DeepSeek's templates join the arguments of a call to texts
                 return self.tokenizer.apply_chat_template(prepared(messages, arguments_as_text=True), **options)
+
+        roles = ", ".join(str(message["role"]) for message in messages)
+        try:
+            if self._hangs:  # not waited for again at each conversation
+                raise CallError("timeout", "it did not come to its end before")
+            return interrupt_after(apply, RENDER_S, "the model's chat template")
+        except CallError as error:
+            self._hangs = True
+            raise DataError(f"""the model's chat template cannot write a conversation of {roles}: {error}. Use a model
+                whose template ends, or another template with --prompts.chat-template.""") from None
         except (TemplateError, TypeError) as error:
-            roles = ", ".join(str(message["role"]) for message in messages)
             raise DataError(f"""the model's chat template cannot write a conversation of {roles}: {error}. Change the
                 messages, or use a model whose template takes them.""") from error
 

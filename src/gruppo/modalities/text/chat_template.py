@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gruppo.integrity import read_file
 from gruppo.modalities.text.tool_calls import FORMATS, REASONING, ToolFormat, name_of, read_calls
 from gruppo.types import DataError, GruppoError
 
@@ -18,6 +19,7 @@ log = logging.getLogger("gruppo")
 
 BUNDLED_TEMPLATES = {"chatml-tools": "chatml_tools.jinja"}
 """Templates of gruppo, by the name that ``prompts.chat_template`` takes."""
+MAX_TEMPLATE_BYTES = 1 << 20
 SET_BY_GRUPPO = ("add_generation_prompt", "chat_template", "continue_final_message", "messages", "tokenize", "tools")
 
 _QUESTION, _RESULT, _ARGUMENT, _THOUGHT = "probe question", "probe result", "probe argument", "probe thought"
@@ -35,9 +37,9 @@ def read_template(name: str) -> str:
     """The text of a chat template: a file, or one of gruppo's."""
     path = Path(__file__).parent / BUNDLED_TEMPLATES[name] if name in BUNDLED_TEMPLATES else Path(name).expanduser()
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is not UTF-8"
+        return read_file(path, MAX_TEMPLATE_BYTES).decode("utf-8")
+    except (OSError, ValueError) as error:
+        why = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else getattr(error, "strerror", None) or error
         raise GruppoError(f"""the chat template {name} cannot be read ({why}). Set --prompts.chat-template to a Jinja
             file, or to {", ".join(BUNDLED_TEMPLATES)}.""") from None
 

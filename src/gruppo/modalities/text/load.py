@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from gruppo.distributed.sharding import is_requested
-from gruppo.integrity import check_seal
+from gruppo.integrity import check_layers, check_seal, read_json
 from gruppo.loading import transformers_error
 from gruppo.modalities.common.adapters import BASE, Adapter, is_adapter, model_of, read_adapter
 from gruppo.modalities.common.four_bit import check_quantized, compute_in, four_bit_layers, quantization_config
@@ -115,7 +115,7 @@ def _load(
     path: str, tokenizer_path: str | None, trust_remote_code: bool, quantization: Any, *, is_adapted: bool
 ) -> tuple[Any, Any, dict[str, Any]]:
     """Return module, tokenizer, and transformers' loading info: the names of missing and unexpected weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
     from transformers.utils import logging as hf_logging
 
     folder = Path(path).expanduser()
@@ -132,6 +132,8 @@ def _load(
         options |= {"quantization_config": quantization, "device_map": {"": device or "cpu"}}
     hf_logging.disable_progress_bar()
     try:
+        entries = read_json(folder / "config.json") if is_local else PretrainedConfig.get_config_dict(source)[0]
+        check_layers(entries, source)
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_path or source, trust_remote_code=trust_remote_code)
         kind = "model"
         settings = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
