@@ -21,8 +21,19 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMON = "--compute float32 --steps 3 --seed 1 --evaluation.prompts 4 --show-samples-every 0".split()
-SMALL = "--rollout.prompts 4 --rollout.group-size 4".split()
+COMMON = [
+    "--compute",
+    "float32",
+    "--steps",
+    "3",
+    "--seed",
+    "1",
+    "--evaluation.prompts",
+    "4",
+    "--show-samples-every",
+    "0",
+]
+SMALL = ["--rollout.prompts", "4", "--rollout.group-size", "4"]
 RUNS: dict[str, list[str]] = {
     "text": ["arithmetic", *SMALL],
     "ppo": ["arithmetic-ppo", "--model", "{tiny}", *SMALL],
