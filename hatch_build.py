@@ -14,7 +14,10 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!\w+:|#)([^)]+)\)")
 
 def with_absolute_links(text: str, repository: str, version: str) -> str:
     """README.md with links to the files of a version in a repository (GitHub's addresses)."""
-    return LINK.sub(lambda m: f"{m[1]}[{m[2]}]({repository}/{'raw' if m[1] else 'blob'}/v{version}/{m[3]})", text)
+    return LINK.sub(
+        lambda m: f"{m[1]}[{m[2]}]({repository}/{'raw' if m[1] else 'blob'}/v{version}/{m[3]})",
+        text,
+    )
 
 
 class RepositoryMetadata(MetadataHookInterface):
@@ -22,9 +25,14 @@ class RepositoryMetadata(MetadataHookInterface):
 
     def update(self, metadata: dict[str, Any]) -> None:
         repository = os.environ.get("GRUPPO_REPOSITORY", "").rstrip("/")
-        text, version = (Path(self.root) / "README.md").read_text(encoding="utf-8"), metadata["version"]
+        text, version = (
+            (Path(self.root) / "README.md").read_text(encoding="utf-8"),
+            metadata["version"],
+        )
         if repository:
-            text = with_absolute_links(text.replace("git clone …", f"git clone {repository}"), repository, version)
+            text = with_absolute_links(
+                text.replace("git clone …", f"git clone {repository}"), repository, version
+            )
         metadata["readme"] = {"content-type": "text/markdown", "text": text}
         metadata["urls"] = {
             name: f"{repository}/{path}".rstrip("/")

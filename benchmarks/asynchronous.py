@@ -71,10 +71,14 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("url", nargs="?", default="", help="address of a server")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS), metavar="VARIANT")
+    parser.add_argument(
+        "--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS), metavar="VARIANT"
+    )
     parser.add_argument("--steps", type=int, default=150, help="at most")
     parser.add_argument("--goal", type=float, default=0.8)
     parser.add_argument("--runs-dir", type=Path, default=Path("build/bench/asynchronous"))
@@ -85,7 +89,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.child is not None:
         return train(options.child)
     if not options.report and not options.url:
-        parser.error("it needs the address of a server, as of gruppo serve smollm2-135m; or --report")
+        parser.error(
+            "it needs the address of a server, as of gruppo serve smollm2-135m; or --report"
+        )
     for seed in options.seeds:
         for variant in () if options.report else options.variants:
             run(options, variant, seed, words[words.index("--") + 1 : -1])
@@ -116,13 +122,31 @@ def run(options: Any, variant: str, seed: int, rest: Sequence[str]) -> None:
         folder.name,
     ]
     words += ["--runs-dir", str(options.runs_dir), "--saving.every", "5", "--evaluation.every", "5"]
-    words += ["--stage.until", f"eval/reward_mean >= {options.goal}", "--objective.correction", correction]
+    words += [
+        "--stage.until",
+        f"eval/reward_mean >= {options.goal}",
+        "--objective.correction",
+        correction,
+    ]
     if variant != LOCAL:
-        words += ["--engine", "vllm", "--engine.urls", options.url, "--engine.lag", lag, "--engine.timeout-s", "600"]
-    toml = subprocess.run([sys.executable, "-m", *words, *rest], check=True, capture_output=True, text=True).stdout
+        words += [
+            "--engine",
+            "vllm",
+            "--engine.urls",
+            options.url,
+            "--engine.lag",
+            lag,
+            "--engine.timeout-s",
+            "600",
+        ]
+    toml = subprocess.run(
+        [sys.executable, "-m", *words, *rest], check=True, capture_output=True, text=True
+    ).stdout
     file = folder.with_suffix(".toml")
     file.write_text(toml)
-    child = subprocess.Popen([sys.executable, "-m", "benchmarks.asynchronous", "--child", str(file)])
+    child = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.asynchronous", "--child", str(file)]
+    )
     if variant == LOCAL and hasattr(os, "sched_setaffinity"):  # not only the trainer's core
         os.sched_setaffinity(child.pid, range(os.cpu_count() or 1))
     try:
@@ -160,9 +184,13 @@ def reached(options: Any, variant: str, seed: int) -> dict[str, Any] | None:
 def simulated(rows: Sequence[dict[str, Any]], lag: int) -> float:
     """Seconds of a step by the simulation of ``gruppo plan``, from the medians of a run without lag."""
     sampled, learned, published = (
-        statistics.median(row[f"time/{part}_s"] for row in rows) for part in ("rollout", "update", "sync")
+        statistics.median(row[f"time/{part}_s"] for row in rows)
+        for part in ("rollout", "update", "sync")
     )
-    groups, steps = [[1] * 8] * 48, 20  # rows of equal length, as the answers of arithmetic nearly are
+    groups, steps = (
+        [[1] * 8] * 48,
+        20,
+    )  # rows of equal length, as the answers of arithmetic nearly are
     loop = Loop(
         prompts=len(groups),
         lag=lag,
@@ -187,20 +215,36 @@ def table(options: Any) -> str:
     base: list[dict[str, Any]] = []
     for variant in VARIANTS:
         folders = [folder_of(options, variant, seed) for seed in options.seeds]
-        rows = [row for folder in folders for row in read(folder / "metrics.jsonl") if "time/step_s" in row]
+        rows = [
+            row
+            for folder in folders
+            for row in read(folder / "metrics.jsonl")
+            if "time/step_s" in row
+        ]
         if not rows:
             continue
         base = base or rows  # lag 0 comes first
         goals = [goal for seed in options.seeds if (goal := reached(options, variant, seed))]
         steps, seconds = (
-            statistics.median(g[k] for g in goals) if goals else float("nan") for k in ("step", "seconds")
+            statistics.median(g[k] for g in goals) if goals else float("nan")
+            for k in ("step", "seconds")
         )
         begun = sum(folder.is_dir() for folder in folders)
-        medians = [[row[name] for row in rows if row.get(name) is not None] for name in COLUMNS.values()]
-        cells = "".join(f"{statistics.median(values):15.3g}" if values else f"{'-':>15}" for values in medians)
+        medians = [
+            [row[name] for row in rows if row.get(name) is not None] for name in COLUMNS.values()
+        ]
+        cells = "".join(
+            f"{statistics.median(values):15.3g}" if values else f"{'-':>15}" for values in medians
+        )
         mean = statistics.mean(row["time/step_s"] for row in rows if row["step"] > 1)
-        plan = f"{simulated(base, int(VARIANTS[variant][0])):11.1f}" if variant != LOCAL else f"{'-':>11}"
-        lines.append(f"{variant:22}{f'{len(goals)} of {begun}':>9}{steps:7.0f}{seconds:9.0f}{mean:13.1f}{plan}{cells}")
+        plan = (
+            f"{simulated(base, int(VARIANTS[variant][0])):11.1f}"
+            if variant != LOCAL
+            else f"{'-':>11}"
+        )
+        lines.append(
+            f"{variant:22}{f'{len(goals)} of {begun}':>9}{steps:7.0f}{seconds:9.0f}{mean:13.1f}{plan}{cells}"
+        )
     return "\n".join(lines)
 
 
@@ -217,9 +261,18 @@ def draw(options: Any) -> None:
             for color, variant in zip(COLORS, VARIANTS, strict=False):
                 label = {"label": variant}  # once, where there is a run
                 for seed in options.seeds:
-                    rows = [row for row in read(folder_of(options, variant, seed) / CLOCK) if "reward" in row]
+                    rows = [
+                        row
+                        for row in read(folder_of(options, variant, seed) / CLOCK)
+                        if "reward" in row
+                    ]
                     if rows:
-                        axes.plot([row[by] for row in rows], [row["reward"] for row in rows], color=color, **label)
+                        axes.plot(
+                            [row[by] for row in rows],
+                            [row["reward"] for row in rows],
+                            color=color,
+                            **label,
+                        )
                         label = {}
             axes.axhline(options.goal, lw=0.8, ls=":", color="grey")
             axes.set_xlabel(by)

@@ -9,7 +9,12 @@ from typing import Any
 from gruppo.tracking.plots import COLORS, INK, PAPER, STYLE
 
 GREY = "#b9b9b9"
-NAMES = {"gruppo": "gruppo", "trl": "TRL", "hf-fp32": "transformers, float32", "hf-bf16": "transformers, bfloat16"}
+NAMES = {
+    "gruppo": "gruppo",
+    "trl": "TRL",
+    "hf-fp32": "transformers, float32",
+    "hf-bf16": "transformers, bfloat16",
+}
 NAMES |= {"vllm": "vLLM"}
 
 
@@ -30,11 +35,20 @@ def draw_steps(results: Mapping[str, Any], path: Path, heading: str) -> None:
                 hatch="//",
                 edgecolor=PAPER,
             )
-            seconds.text(s["rollout_s"] + s["update_s"], place, f" {s['seconds_median']:.1f} s", va="center")
+            seconds.text(
+                s["rollout_s"] + s["update_s"], place, f" {s['seconds_median']:.1f} s", va="center"
+            )
             memory.barh(place, s["above_state_gb"], color=GREY if light else COLORS[0])
             memory.text(s["above_state_gb"], place, f" {s['above_state_gb']:.2f} GB", va="center")
-        for axes, title in ((seconds, "Seconds a step: rollout, update (hatched)"), (memory, "Memory above state, GB")):
-            _label(axes, title, [(place, f"{_plain(workload)}: {NAMES[side]}") for place, workload, side in rows])
+        for axes, title in (
+            (seconds, "Seconds a step: rollout, update (hatched)"),
+            (memory, "Memory above state, GB"),
+        ):
+            _label(
+                axes,
+                title,
+                [(place, f"{_plain(workload)}: {NAMES[side]}") for place, workload, side in rows],
+            )
         memory.set_yticklabels([])
 
     _figure(path, heading, panels, columns=2, height=0.9 + 0.75 * len(results))
@@ -52,7 +66,10 @@ def draw_rates(results: Mapping[Any, Any], path: Path, heading: str) -> None:
         _label(
             axes,
             "New tokens a second",
-            [(place, f"{count} row{'s' if int(count) > 1 else ''}: {NAMES[side]}") for place, count, side in rows],
+            [
+                (place, f"{count} row{'s' if int(count) > 1 else ''}: {NAMES[side]}")
+                for place, count, side in rows
+            ],
         )
 
     _figure(path, heading, panel, height=0.9 + 0.32 * sum(len(sides) for sides in results.values()))
@@ -66,20 +83,36 @@ def draw_fractions(results: Mapping[str, Any], path: Path, heading: str) -> None
             workload: {name.strip(): phase for name, phase in result["phases"].items()}
             for workload, result in results.items()
         }
-        rows = _rows(found, tuple(dict.fromkeys(name for phases in found.values() for name in phases)))
+        rows = _rows(
+            found, tuple(dict.fromkeys(name for phases in found.values() for name in phases))
+        )
         for place, workload, name in rows:
             phase = found[workload][name]
             axes.barh(place, phase["fraction"], color=COLORS[0] if "flops" in phase else GREY)
             peak = f"{phase['peak'] / 1e9:.0f} {'GFLOP/s' if 'flops' in phase else 'GB/s'}"
             axes.text(phase["fraction"], place, f" {phase['fraction']:.0%} of {peak}", va="center")
-        _label(axes, "Of the measured peak", [(place, f"{_plain(workload)}: {name}") for place, workload, name in rows])
-        axes.set_xlim(0, max(1.35, 1.35 * max(found[workload][name]["fraction"] for _, workload, name in rows)))
+        _label(
+            axes,
+            "Of the measured peak",
+            [(place, f"{_plain(workload)}: {name}") for place, workload, name in rows],
+        )
+        axes.set_xlim(
+            0,
+            max(1.35, 1.35 * max(found[workload][name]["fraction"] for _, workload, name in rows)),
+        )
         axes.axvline(1, color=INK, linewidth=0.8)
 
-    _figure(path, heading, panel, height=0.9 + 0.3 * sum(len(result["phases"]) for result in results.values()))
+    _figure(
+        path,
+        heading,
+        panel,
+        height=0.9 + 0.3 * sum(len(result["phases"]) for result in results.values()),
+    )
 
 
-def _rows(results: Mapping[Any, Mapping[str, Any]], kinds: tuple[str, ...]) -> list[tuple[float, Any, str]]:
+def _rows(
+    results: Mapping[Any, Mapping[str, Any]], kinds: tuple[str, ...]
+) -> list[tuple[float, Any, str]]:
     """Place, group and kind of each bar, from the top; a gap between groups."""
     rows, place = [], 0.0
     for group, of_group in results.items():
@@ -104,7 +137,9 @@ def _label(axes: Any, title: str, names: list[tuple[float, str]]) -> None:
     axes.spines["bottom"].set_visible(False)
 
 
-def _figure(path: Path, heading: str, panels: Callable[..., None], *, height: float, columns: int = 1) -> None:
+def _figure(
+    path: Path, heading: str, panels: Callable[..., None], *, height: float, columns: int = 1
+) -> None:
     """``panels`` draws into as many axes as there are columns."""
     import matplotlib as mpl
     from matplotlib.figure import Figure

@@ -36,15 +36,22 @@ def take_turns(side: str, spec: Mapping[str, Any]) -> None:
     force_turns(generation, policy, spec["new_tokens"])
     ids = policy.chat.encode_text(" the tool says that it is so," * spec["reply_tokens"])
     reply = policy.chat.text(ids[: spec["reply_tokens"]])
-    environment = Environment(lambda: reply, turns=spec["turns"], max_reply_tokens=2 * spec["reply_tokens"])
+    environment = Environment(
+        lambda: reply, turns=spec["turns"], max_reply_tokens=2 * spec["reply_tokens"]
+    )
     sampling = Sampling(max_actions=spec["new_tokens"] * spec["turns"])
     say()
     for turn in range(10**9):
         wait_for_turn()
         conversations = prompts(spec["prompts"], spec["words"], first=turn * spec["prompts"])
-        requests = [Request(Prompt(str(n), inputs, draw=turn), GROUP) for n, inputs in enumerate(conversations)]
+        requests = [
+            Request(Prompt(str(n), inputs, draw=turn), GROUP)
+            for n, inputs in enumerate(conversations)
+        ]
         began, cpu_began = time.perf_counter(), time.process_time()
-        rollouts = converse(policy.sample, policy.continue_rollouts, environment, requests, sampling, seed=0)
+        rollouts = converse(
+            policy.sample, policy.continue_rollouts, environment, requests, sampling, seed=0
+        )
         seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
         turns = int(rollouts.per_row["turns"].sum())
         reread = rollouts.per_row.get("reencoded")
@@ -68,7 +75,9 @@ def force_turns(generation: Any, policy: Any, length: int) -> None:
     def sample(logits: Any, *inputs: Any, **options: Any) -> Any:
         calls[0] += 1
         sampled, logprobs = plain(logits, *inputs, **options)
-        return torch.full_like(sampled, end) if calls[0] % length == 0 else sampled.where(sampled != end, 0), logprobs
+        return torch.full_like(sampled, end) if calls[0] % length == 0 else sampled.where(
+            sampled != end, 0
+        ), logprobs
 
     generation.sample_categorical = sample
 
@@ -78,13 +87,21 @@ def measure(spec: Mapping[str, Any], rounds: int, against: str) -> dict[str, lis
     try:
         for name in ("kept", "reencoded", *(["before"] if against else [])):
             environment = {"PYTHONPATH": f"{against}/src"} if name == "before" else {}
-            started.append(Side(name, ["benchmarks.conversations", name, json.dumps(spec)], environment=environment))
+            started.append(
+                Side(
+                    name,
+                    ["benchmarks.conversations", name, json.dumps(spec)],
+                    environment=environment,
+                )
+            )
         done = in_turns(started, rounds, warm=1)
     finally:
         for side in started:
             side.close()
     if len({turn["turns"] for turns in done.values() for turn in turns}) > 1:
-        raise SystemExit("the sides took different numbers of turns; their times cannot be compared.")
+        raise SystemExit(
+            "the sides took different numbers of turns; their times cannot be compared."
+        )
     return done
 
 
@@ -93,13 +110,17 @@ def summarize(done: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]
 
     The processor seconds of a side say the same on a machine that others use too.
     """
-    rates = {name: [turn["turns"] / turn["seconds"] for turn in turns] for name, turns in done.items()}
+    rates = {
+        name: [turn["turns"] / turn["seconds"] for turn in turns] for name, turns in done.items()
+    }
     cpu = {name: [turn["cpu_seconds"] for turn in turns] for name, turns in done.items()}
     return {
         name: {
             **spread(values),
             "kept_over_it": spread([k / v for k, v in zip(rates["kept"], values, strict=True)]),
-            "cpu_over_kept": spread([own / k for own, k in zip(cpu[name], cpu["kept"], strict=True)]),
+            "cpu_over_kept": spread(
+                [own / k for own, k in zip(cpu[name], cpu["kept"], strict=True)]
+            ),
             "reencoded": done[name][-1]["reencoded"],
             "tokens_per_row": done[name][-1]["tokens"] * 8 // done[name][-1]["turns"],
             "peak_gib": max(turn["peak_gib"] for turn in done[name]),
@@ -116,7 +137,9 @@ def table(sides: Mapping[str, Any]) -> str:
         shown = f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})"
         span = f"({s['min']:.1f} to {s['max']:.1f})"
         cpu = f"{s['cpu_over_kept']['median']:.2f}"
-        lines.append(f"{name:<10}{s['median']:8.1f}{span:>16}   {shown:<22}{cpu:<16}{read:>11}{s['peak_gib']:10.2f}")
+        lines.append(
+            f"{name:<10}{s['median']:8.1f}{span:>16}   {shown:<22}{cpu:<16}{read:>11}{s['peak_gib']:10.2f}"
+        )
     return "\n".join(lines)
 
 
@@ -126,16 +149,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--rows", type=int, default=32, help="in groups of 8")
-    parser.add_argument("--words", type=int, default=WORDS[55], help="of filler in a prompt: 347 make 441 tokens")
+    parser.add_argument(
+        "--words", type=int, default=WORDS[55], help="of filler in a prompt: 347 make 441 tokens"
+    )
     parser.add_argument("--new-tokens", type=int, default=24, help="of each turn")
     parser.add_argument("--reply-tokens", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--against", default="", help="folder of another checkout, as a further side")
+    parser.add_argument(
+        "--against", default="", help="folder of another checkout, as a further side"
+    )
     options = parser.parse_args(arguments)
     names = ("compute", "words", "new_tokens", "reply_tokens", "turns")
-    spec = {name: getattr(options, name) for name in names} | {"prompts": max(1, options.rows // GROUP)}
+    spec = {name: getattr(options, name) for name in names} | {
+        "prompts": max(1, options.rows // GROUP)
+    }
     spec["model"] = options.model or str(smollm2_135m().path)
-    measured = measure(spec, min(options.rounds, 2) if options.short else options.rounds, options.against)
+    measured = measure(
+        spec, min(options.rounds, 2) if options.short else options.rounds, options.against
+    )
     results = summarize(measured)
     report.tell("conversations", results, table(results), options, measured=measured)
 

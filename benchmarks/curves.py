@@ -34,7 +34,12 @@ def bands(runs: Sequence[dict[str, Any]]) -> dict[str, Band]:
 def _band(runs: Sequence[dict[str, Any]]) -> Band:
     by_step = list(zip(*(one["accuracy"] for one in runs), strict=True))
     mean = [statistics.mean(values) for values in by_step]
-    return Band(runs[0]["steps"], mean, [min(values) for values in by_step], [max(values) for values in by_step])
+    return Band(
+        runs[0]["steps"],
+        mean,
+        [min(values) for values in by_step],
+        [max(values) for values in by_step],
+    )
 
 
 def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
@@ -62,7 +67,9 @@ def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
 
 def _key(seeds: int) -> str:
     of_seeds = f"mean of {seeds} seeds; band: lowest to highest" if seeds > 1 else "one seed"
-    return f"Blue: {of_seeds}. Number: at the end. Grey: the other presets. Dotted: before training."
+    return (
+        f"Blue: {of_seeds}. Number: at the end. Grey: the other presets. Dotted: before training."
+    )
 
 
 def _panel(axes: Any, preset: str, found: dict[str, Band]) -> None:
@@ -74,6 +81,8 @@ def _panel(axes: Any, preset: str, found: dict[str, Band]) -> None:
     axes.fill_between(band.steps, band.low, band.high, color=COLORS[0], alpha=0.22, linewidth=0)
     axes.plot(band.steps, band.mean, color=COLORS[0], linewidth=1.9)
     axes.set_title(preset)
-    axes.text(0.97, 0.05, f"{band.mean[-1]:.2f}", color=COLORS[0], ha="right", transform=axes.transAxes)
+    axes.text(
+        0.97, 0.05, f"{band.mean[-1]:.2f}", color=COLORS[0], ha="right", transform=axes.transAxes
+    )
     axes.set_ylim(0, 1.03)
     axes.set_xlim(0, band.steps[-1])

@@ -30,7 +30,15 @@ VARIANTS: Mapping[str, tuple[str, Sequence[str]]] = {
     "alone": ("rewards alone", _ALONE),
     "partly": (
         "rewards alone, part of it for each tag and for the number",
-        (*_ALONE, "--reward", f"{_REWARDS}partly_in_tags", f"{_REWARDS}in_tags", "--scoring.weights", "1", "0"),
+        (
+            *_ALONE,
+            "--reward",
+            f"{_REWARDS}partly_in_tags",
+            f"{_REWARDS}in_tags",
+            "--scoring.weights",
+            "1",
+            "0",
+        ),
     ),
 }
 Row = Mapping[str, Any]
@@ -45,7 +53,11 @@ class Clock:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now = time.process_time()
-        kept = {name: value for name, value in metrics.items() if name.startswith(("eval/", "reward/mean", "sup/"))}
+        kept = {
+            name: value
+            for name, value in metrics.items()
+            if name.startswith(("eval/", "reward/mean", "sup/"))
+        }
         self.file.write(json.dumps({"step": step, "cpu_s": now, **kept}) + "\n")
         self.file.flush()
         if now - self.first > self.seconds:
@@ -69,18 +81,43 @@ def run_one(arguments: Sequence[str], seconds: float) -> None:
     torch.set_num_threads(1)
     with suppress(Stopped):
         os.environ["CLOCK_SECONDS"] = str(seconds)
-        api.start(parse_config("train", [RECIPE, *arguments, "--track", "benchmarks.demonstrations:Clock"]))
+        api.start(
+            parse_config(
+                "train", [RECIPE, *arguments, "--track", "benchmarks.demonstrations:Clock"]
+            )
+        )
 
 
-def run_all(folder: Path, variants: Sequence[str], seeds: Sequence[int], seconds: float, more: Sequence[str]) -> None:
+def run_all(
+    folder: Path, variants: Sequence[str], seeds: Sequence[int], seconds: float, more: Sequence[str]
+) -> None:
     """Seed by seed, its variants side by side. Runs that are there are left as they are."""
     for seed in seeds:
         started = {}
         for variant in variants:
             if (name := name_of(variant, seed)) and not (folder / name).exists():
-                own = ["--runs-dir", str(folder), "--name", name, "--seed", str(seed), *VARIANTS[variant][1], *more]
-                command = [sys.executable, "-W", "ignore", "-m", "benchmarks.demonstrations", "--one", json.dumps(own)]
-                started[name] = subprocess.Popen([*command, "--seconds", str(seconds)], cwd=Path(__file__).parents[1])
+                own = [
+                    "--runs-dir",
+                    str(folder),
+                    "--name",
+                    name,
+                    "--seed",
+                    str(seed),
+                    *VARIANTS[variant][1],
+                    *more,
+                ]
+                command = [
+                    sys.executable,
+                    "-W",
+                    "ignore",
+                    "-m",
+                    "benchmarks.demonstrations",
+                    "--one",
+                    json.dumps(own),
+                ]
+                started[name] = subprocess.Popen(
+                    [*command, "--seconds", str(seconds)], cwd=Path(__file__).parents[1]
+                )
         for name, child in started.items():
             if child.wait():
                 raise SystemExit(f"{name} ended early.")
@@ -93,13 +130,19 @@ def name_of(variant: str, seed: int) -> str:
 # --- what came of it --------------------------------------------------------------------------------------------------
 
 
-def stamps(folder: Path, variants: Sequence[str], seeds: Sequence[int]) -> dict[str, dict[int, list[Row]]]:
+def stamps(
+    folder: Path, variants: Sequence[str], seeds: Sequence[int]
+) -> dict[str, dict[int, list[Row]]]:
     """By variant and seed, the evaluations of runs that are there: seconds since the first, and seconds in all."""
     found: dict[str, dict[int, list[Row]]] = {}
     for variant in variants:
         for seed in seeds:
             path = folder / name_of(variant, seed) / "stamps.jsonl"
-            rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+            rows = (
+                [json.loads(line) for line in path.read_text().splitlines()]
+                if path.exists()
+                else []
+            )
             done = [row for row in rows if METRIC in row]
             if done:
                 first, had = done[0]["cpu_s"], rows[-1]["cpu_s"] - done[0]["cpu_s"]
@@ -128,7 +171,9 @@ def table(found: Mapping[str, Mapping[int, Sequence[Row]]], parts: int = 4) -> s
         cells = []
         for seconds in times:
             each = [at(rows, seconds) for rows in of_seeds.values()]
-            cells.append(f"{statistics.mean(each):.3f} ({', '.join(f'{value:.3f}' for value in each)})")
+            cells.append(
+                f"{statistics.mean(each):.3f} ({', '.join(f'{value:.3f}' for value in each)})"
+            )
         lines.append(f"| {VARIANTS[variant][0]} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -156,7 +201,9 @@ def draw(found: Mapping[str, Mapping[int, Sequence[Row]]], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--seconds", type=float, default=300.0, help="of a core, for each run")
@@ -170,7 +217,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return run_one(options.one, options.seconds)
     folder = options.runs_dir.resolve()
     if not options.read:
-        more = ["--evaluation.every", "5", "--evaluation.prompts", "128", "--steps", "1000", *options.more]
+        more = [
+            "--evaluation.every",
+            "5",
+            "--evaluation.prompts",
+            "128",
+            "--steps",
+            "1000",
+            *options.more,
+        ]
         run_all(folder, options.variants, options.seeds, options.seconds, more)
     found = stamps(folder, options.variants, options.seeds)
     print(table(found))

@@ -92,7 +92,9 @@ def sheet(file: Path, shown: Sequence[tuple[str, Tensor, Tensor]], per_class: in
 
     lines = []
     for name, images, labels in shown:
-        chosen = [n for label in range(10) for n in (labels == label).nonzero()[:per_class, 0].tolist()]
+        chosen = [
+            n for label in range(10) for n in (labels == label).nonzero()[:per_class, 0].tolist()
+        ]
         lines.append(SheetRow(name, [Cell(to_pil(images[n])) for n in chosen]))
     picture, _ = draw(lines, title="the same classes and noise")
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -106,9 +108,15 @@ def newest() -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", metavar="RUN", help="run folders or models; NAME=RUN names one")
-    parser.add_argument("--compare", action="store_true", help="the pretrained digits and the newest run on them")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "models", nargs="*", metavar="RUN", help="run folders or models; NAME=RUN names one"
+    )
+    parser.add_argument(
+        "--compare", action="store_true", help="the pretrained digits and the newest run on them"
+    )
     parser.add_argument("--per-class", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--ode", action="store_true", help="temperature 0, as evaluations draw")
@@ -132,7 +140,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.sheet:
         sheet(options.sheet, shown)
     if options.json:
-        rows: list[dict[str, Any]] = [{"name": f.name, "sevens_frac": f.sevens_frac, **asdict(f.said)} for f in found]
+        rows: list[dict[str, Any]] = [
+            {"name": f.name, "sevens_frac": f.sevens_frac, **asdict(f.said)} for f in found
+        ]
         options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
 
 

@@ -44,7 +44,9 @@ class ScriptedEnds:
         if not self.lengths:
             return decoding
         now, self.lengths = self.lengths[: len(owners)], self.lengths[len(owners) :]
-        return ScriptedDecoding(decoding, torch.tensor(now, device=decoding.logits.device), self.ends)
+        return ScriptedDecoding(
+            decoding, torch.tensor(now, device=decoding.logits.device), self.ends
+        )
 
 
 class ScriptedDecoding:

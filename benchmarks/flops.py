@@ -98,7 +98,11 @@ def forward(shape: Shape, groups: Sequence[Group]) -> Work:
     scored = sum(sum(rows) for _, rows in groups)
     return Work(
         trunk=2.0 * shape.trunk_weights * tokens,
-        attention=4.0 * shape.layers * shape.heads * shape.head_dim * sum(_pairs(*group) for group in groups),
+        attention=4.0
+        * shape.layers
+        * shape.heads
+        * shape.head_dim
+        * sum(_pairs(*group) for group in groups),
         head=2.0 * shape.head_weights * scored,
     )
 
@@ -125,7 +129,9 @@ def prefill(shape: Shape, prompts: Sequence[int]) -> Work:
 def decode(shape: Shape, groups: Sequence[Group]) -> Work:
     """Of all tokens after the first of each row, which prefilling gives."""
     whole, start = forward(shape, groups), prefill(shape, [prompt for prompt, _ in groups])
-    firsts = sum(len(rows) for _, rows in groups) - len(groups)  # a prompt's logits serve all of its rows
+    firsts = sum(len(rows) for _, rows in groups) - len(
+        groups
+    )  # a prompt's logits serve all of its rows
     return Work(
         whole.trunk - start.trunk,
         whole.attention - start.attention,
@@ -138,7 +144,9 @@ def decode_bytes(shape: Shape, groups: Sequence[Group], *, bytes_each: int) -> f
     steps = max((row for _, rows in groups for row in rows), default=1) - 1
     read = float(steps * (shape.trunk_weights + shape.head_weights))
     for prompt, rows in groups:
-        read += shape.kv_numbers * (prompt * (max(rows) - 1) + sum(_triangle(row - 1) for row in rows))
+        read += shape.kv_numbers * (
+            prompt * (max(rows) - 1) + sum(_triangle(row - 1) for row in rows)
+        )
     return read * bytes_each
 
 

@@ -50,7 +50,11 @@ def measure(
 
 def vllm_environment(python: str) -> dict[str, str]:
     """All cores for its threads, and Intel's OpenMP, which it asks for, where it is installed beside it."""
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    cores = (
+        sorted(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else range(os.cpu_count() or 1)
+    )
     openmp = Path(python).absolute().parents[1] / "lib" / "libiomp5.so"
     return {
         **({"LD_PRELOAD": str(openmp)} if openmp.is_file() else {}),
@@ -64,11 +68,16 @@ def vllm_environment(python: str) -> dict[str, str]:
 
 def summarise(done: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
     """Tokens a second of each side, and gruppo's over each other's, turn by turn."""
-    rates = {name: [sum(turn["lengths"]) / turn["seconds"] for turn in turns] for name, turns in done.items()}
+    rates = {
+        name: [sum(turn["lengths"]) / turn["seconds"] for turn in turns]
+        for name, turns in done.items()
+    }
     sides: dict[str, Any] = {name: spread(values) for name, values in rates.items()}
     for name, values in rates.items():
         if name != "gruppo":
-            sides[name]["gruppo_over_it"] = spread([g / v for g, v in zip(rates["gruppo"], values, strict=True)])
+            sides[name]["gruppo_over_it"] = spread(
+                [g / v for g, v in zip(rates["gruppo"], values, strict=True)]
+            )
     return sides
 
 
@@ -81,7 +90,9 @@ def table(results: Mapping[int, Mapping[str, Any]]) -> str:
     for rows, sides in results.items():
         for name, s in sides.items():
             ratio = s.get("gruppo_over_it")
-            shown = f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})" if ratio else ""
+            shown = (
+                f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})" if ratio else ""
+            )
             of_turns = f"({s['min']:.0f} to {s['max']:.0f})"
             lines.append(f"{rows:>5}  {name:<10}{s['median']:9.0f}{of_turns:>18}   {shown}")
     return "\n".join(lines)
@@ -89,11 +100,17 @@ def table(results: Mapping[int, Mapping[str, Any]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = report.parser(__doc__)
-    parser.add_argument("--rows", type=int, nargs="+", default=[32], help="completions at once, in groups of 8")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[32], help="completions at once, in groups of 8"
+    )
     parser.add_argument("--sides", nargs="+", default=["gruppo", "hf-fp32", "hf-bf16"])
-    parser.add_argument("--vllm-python", default="", help="a Python that has vLLM, which is then timed too")
+    parser.add_argument(
+        "--vllm-python", default="", help="a Python that has vLLM, which is then timed too"
+    )
     parser.add_argument("--vllm-eager", action="store_true", help="vLLM without torch.compile")
-    parser.add_argument("--words", type=int, default=WORDS[55], help="of filler in a prompt: 347 make 441 tokens")
+    parser.add_argument(
+        "--words", type=int, default=WORDS[55], help="of filler in a prompt: 347 make 441 tokens"
+    )
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--turns", type=int, default=7)
     options = parser.parse_args(arguments)
@@ -110,9 +127,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "new_tokens": options.new_tokens,
             "vllm_eager": options.vllm_eager,
         }
-        measured[rows] = measure(spec, turns, sides, options.vllm_python, warm=1 if options.short else 2)
+        measured[rows] = measure(
+            spec, turns, sides, options.vllm_python, warm=1 if options.short else 2
+        )
         results[rows] = summarise(measured[rows])
-    report.tell("generate", results, table(results), options, draw=bars.draw_rates, measured=measured)
+    report.tell(
+        "generate", results, table(results), options, draw=bars.draw_rates, measured=measured
+    )
 
 
 if __name__ == "__main__":

@@ -56,28 +56,44 @@ def parts(out: Path, *, is_tiny: bool, vllm_python: str) -> Iterator[Part]:
     scale = ["--prompts", "2"] if is_tiny else ["--prompts", "16"]
     quick = ["--steps", "1"] if is_tiny else ["--steps", "3"]
     if importlib.util.find_spec("pytest"):
-        yield Part("tests", python("pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/gpu"), 150)
+        yield Part(
+            "tests", python("pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/gpu"), 150
+        )
     for model, folder in folders.items():
         yield Part(f"model-{model}", python("benchmarks.random_model", model, folder), 60, 5)
         for workload in WORKLOADS:
             name = f"step-{model}-{workload}"
-            step = python("benchmarks.step", "--model", folder, "--workloads", workload, *scale, *quick)
+            step = python(
+                "benchmarks.step", "--model", folder, "--workloads", workload, *scale, *quick
+            )
             yield Part(name, [*step, *json_of(name)], 100)
     vllm = ["--vllm-python", vllm_python] if vllm_python else []
     rows = ["--rows", "8"] if is_tiny else ["--rows", "32", "128"]
     generate = python("benchmarks.generate", "--model", folders[small], "--short", *rows, *vllm)
     yield Part("generate", [*generate, *json_of("generate")], 90)
     yield Part(
-        "roofline", [*python("benchmarks.roofline", "--model", folders[small], "--short"), *json_of("roofline")], 90
+        "roofline",
+        [
+            *python("benchmarks.roofline", "--model", folders[small], "--short"),
+            *json_of("roofline"),
+        ],
+        90,
     )
 
 
 def run(part: Part, log: Path, timeout_s: float) -> str:
     """Run a part and return what became of it: "done", or why it is not."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), *sys.path[1:]])}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), *sys.path[1:]])
+    }
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
-            part.command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True
+            part.command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env=environment,
+            start_new_session=True,
         )
         try:
             code = process.wait(timeout_s)
@@ -96,12 +112,22 @@ def run(part: Part, log: Path, timeout_s: float) -> str:
 def summary(out: Path, states: Mapping[str, Mapping[str, Any]]) -> str:
     """What became of each part, and the tables that the benchmarks printed, as Markdown."""
     lines = ["# GPU kit", "", device(), "", "| part | result | seconds |", "|---|---|---|"]
-    lines += [f"| {name} | {record['state']} | {record['seconds']:.0f} |" for name, record in states.items()]
+    lines += [
+        f"| {name} | {record['state']} | {record['seconds']:.0f} |"
+        for name, record in states.items()
+    ]
     for name, record in states.items():
         log = out / f"{name}.log"
         if record["state"] == "done" and log.exists() and not name.startswith("model"):
             text = log.read_text(encoding="utf-8", errors="replace").rstrip()
-            lines += ["", f"## {name}", "", "```", text.rpartition("\n" if name == "tests" else "\n\n")[2], "```"]
+            lines += [
+                "",
+                f"## {name}",
+                "",
+                "```",
+                text.rpartition("\n" if name == "tests" else "\n\n")[2],
+                "```",
+            ]
     return "\n".join(lines) + "\n"
 
 
@@ -114,19 +140,27 @@ def device() -> str:
         return f"No CUDA device: the CPU, torch {torch.__version__}."
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     with suppress(OSError, subprocess.SubprocessError):
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+        answer = subprocess.run(
+            query, capture_output=True, text=True, timeout=20, check=True
+        ).stdout.strip()
         return f"{answer.splitlines()[0]}, torch {torch.__version__}"
     return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("build/gpu"))
     parser.add_argument("--minutes", type=float, default=9.0, help="for everything")
     parser.add_argument("--only", default="", help="parts whose name contains this")
     parser.add_argument("--again", action="store_true", help="run complete parts again")
-    parser.add_argument("--tiny", action="store_true", help="a model of two layers: proves the kit on a CPU")
-    parser.add_argument("--vllm-python", default="", help="a Python that has vLLM, which is then timed too")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a model of two layers: proves the kit on a CPU"
+    )
+    parser.add_argument(
+        "--vllm-python", default="", help="a Python that has vLLM, which is then timed too"
+    )
     options = parser.parse_args(arguments)
     out, until = options.out.absolute(), time.monotonic() + 60 * options.minutes - END_S
     out.mkdir(parents=True, exist_ok=True)
@@ -149,12 +183,18 @@ def run_all(
     states = json.loads(saved.read_text(encoding="utf-8")) if saved.exists() else {}
     for part in parts:
         is_done = states.get(part.name, {}).get("state") == "done"
-        if (is_done and not (again and only in part.name)) or not (only in part.name or part.name.startswith("model")):
+        if (is_done and not (again and only in part.name)) or not (
+            only in part.name or part.name.startswith("model")
+        ):
             continue
         began, left_s, state = time.monotonic(), until - time.monotonic(), "interrupted"
         try:
             is_short = left_s < part.least_s
-            state = "no time left" if is_short else run(part, out / f"{part.name}.log", min(part.limit_s, left_s))
+            state = (
+                "no time left"
+                if is_short
+                else run(part, out / f"{part.name}.log", min(part.limit_s, left_s))
+            )
         finally:
             states[part.name] = {"state": state, "seconds": time.monotonic() - began}
             for file, text in (

@@ -29,7 +29,9 @@ CLAIMED = 0.5
 """Of PPO's memory and compute, that GRPO is said to need."""
 
 
-def measure(spec: Mapping[str, Any], variants: Sequence[str], kls: Sequence[str]) -> dict[str, dict[str, Any]]:
+def measure(
+    spec: Mapping[str, Any], variants: Sequence[str], kls: Sequence[str]
+) -> dict[str, dict[str, Any]]:
     """By KL and variant. The arithmetic that the first process finds faster is everyone's."""
     spec = dict(spec)
     results: dict[str, dict[str, Any]] = {}
@@ -51,7 +53,9 @@ def in_own_process(spec: Mapping[str, Any]) -> dict[str, Any]:
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.variants", json.dumps(spec)]
     here = Path(__file__).parents[1]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=here, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=here, check=False
+    )
     if done.returncode:
         raise SystemExit(f"{spec['variant']} ended early. {done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -60,7 +64,9 @@ def in_own_process(spec: Mapping[str, Any]) -> dict[str, Any]:
 def check_same_rollouts(results: Mapping[str, Mapping[str, dict[str, Any]]]) -> None:
     """Refuse a comparison of different work: each step's completions, and how many actions its update learns from."""
     work = {
-        f"{variant}, KL {kl}": [(step["rollouts_sha256"], step["update_tokens"]) for step in one["steps"]]
+        f"{variant}, KL {kl}": [
+            (step["rollouts_sha256"], step["update_tokens"]) for step in one["steps"]
+        ]
         for kl, of_kl in results.items()
         for variant, one in of_kl.items()
     }
@@ -76,18 +82,29 @@ def summary(one: Mapping[str, Any]) -> dict[str, float]:
     """Medians over the steps, and the range of the whole step."""
     seconds = [step["seconds"] for step in one["steps"]]
     medians = {phase: statistics.median(step[phase] for step in one["steps"]) for phase in PHASES}
-    spread = {"seconds": statistics.median(seconds), "seconds_min": min(seconds), "seconds_max": max(seconds)}
+    spread = {
+        "seconds": statistics.median(seconds),
+        "seconds_min": min(seconds),
+        "seconds_max": max(seconds),
+    }
     return spread | medians | {"peak_gib": one["peak_gib"], "held_gib": one["held_gib"]}
 
 
-def summarise(results: Mapping[str, Mapping[str, dict[str, Any]]]) -> dict[str, dict[str, dict[str, float]]]:
+def summarise(
+    results: Mapping[str, Mapping[str, dict[str, Any]]],
+) -> dict[str, dict[str, dict[str, float]]]:
     """By KL and variant, with ratios to the first variant, GRPO."""
     summaries = {}
     for kl, of_kl in results.items():
         of_kl = {variant: summary(one) for variant, one in of_kl.items()}
         first = next(iter(of_kl.values()))
         for s in list(of_kl.values()):
-            for name in ("seconds", "update_s", "peak_gib", "held_gib"):  # a tiny model may hold nothing that is seen
+            for name in (
+                "seconds",
+                "update_s",
+                "peak_gib",
+                "held_gib",
+            ):  # a tiny model may hold nothing that is seen
                 s[f"{name}_ratio"] = s[name] / first[name] if first[name] else math.nan
         summaries[kl] = of_kl
     return summaries
@@ -127,24 +144,40 @@ def verdict(summaries: Mapping[str, Mapping[str, dict[str, float]]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--steps", type=int, default=3, help="measured, after one that is not")
-    parser.add_argument("--passes", type=int, default=1, help="epochs, and minibatches of each: 2 makes 4 updates")
+    parser.add_argument(
+        "--passes", type=int, default=1, help="epochs, and minibatches of each: 2 makes 4 updates"
+    )
     parser.add_argument("--compute", default="auto", choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--kl", nargs="+", default=list(KL_COEF), choices=list(KL_COEF))
     parser.add_argument("--json", type=Path, default=None, help="write the numbers here too")
     options = parser.parse_args(arguments)
-    spec = {name: getattr(options, name) for name in ("prompts", "group_size", "new_tokens", "steps", "passes")}
+    spec = {
+        name: getattr(options, name)
+        for name in ("prompts", "group_size", "new_tokens", "steps", "passes")
+    }
     spec |= {"model": found_model(options.model)[0], "compute": options.compute, "words": 8}
     results = measure(spec, VARIANTS, options.kl)
     summaries = summarise(results)
-    machine = {"cpu": environment()["hardware"]["cpu"], "cores": os.cpu_count(), "python": platform.python_version()}
+    machine = {
+        "cpu": environment()["hardware"]["cpu"],
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+    }
     compute = next(iter(results[options.kl[0]].values()))["compute"]
-    document = {"machine": machine, "workload": spec | {"compute": compute}, "summary": summaries, "steps": results}
+    document = {
+        "machine": machine,
+        "workload": spec | {"compute": compute},
+        "summary": summaries,
+        "steps": results,
+    }
     text = json.dumps(document, indent=1)
     print(text)
     print(table(summaries))

@@ -35,10 +35,15 @@ def main(times: int = 100, batch: int = 64) -> dict[str, float]:
     began = time.perf_counter()
     reward = code_tests()
     probe_ms = 1000 * (time.perf_counter() - began)
-    texts = [f"```python\n{PROGRAM}# {n}\n```" for n in range(batch)]  # no two alike, of which one would be run
+    texts = [
+        f"```python\n{PROGRAM}# {n}\n```" for n in range(batch)
+    ]  # no two alike, of which one would be run
     tests = [TESTS] * batch
     assert reward(texts, tests=tests) == [1.0] * batch
-    found = {"probe": probe_ms, "start of an interpreter": median_ms(lambda: Jail().close(), max(times // 10, 1))}
+    found = {
+        "probe": probe_ms,
+        "start of an interpreter": median_ms(lambda: Jail().close(), max(times // 10, 1)),
+    }
     with Jail() as jail:
         found["a program with three calls"] = median_ms(lambda: jail.calls(PROGRAM, CALLS), times)
         found["a script with one input"] = median_ms(lambda: jail.script(SCRIPT, ["21\n"]), times)

@@ -34,7 +34,11 @@ class Judge(nn.Module):
         super().__init__()
         layers: list[nn.Module] = []
         for before, after in ((1, width), (width, 2 * width), (2 * width, 4 * width)):
-            layers += [nn.Conv2d(before, after, 5, padding=2, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
+            layers += [
+                nn.Conv2d(before, after, 5, padding=2, bias=False),
+                nn.BatchNorm2d(after),
+                nn.ReLU(),
+            ]
             layers += [nn.AvgPool2d(2)]
         self.trunk = nn.Sequential(*layers)
         self.pool = nn.Sequential(nn.Flatten(), nn.Linear(4 * width * 9, 48), nn.ReLU())
@@ -64,7 +68,10 @@ class Verdict:
 
 @torch.no_grad()
 def verdict(
-    judge: Judge, images: Float[Tensor, "n 1 28 28"], asked: Int[Tensor, "n"], real: Float[Tensor, "m 1 28 28"]
+    judge: Judge,
+    images: Float[Tensor, "n 1 28 28"],
+    asked: Int[Tensor, "n"],
+    real: Float[Tensor, "m 1 28 28"],
 ) -> Verdict:
     """Compare Frechet distances at equal numbers of images only."""
     images = quantize(images)
@@ -89,7 +96,9 @@ def trained_judge(images: Tensor, labels: Tensor, *, seed: int = 0, epochs: int 
     return judge
 
 
-def trained_reader(images: Tensor, labels: Tensor, *, seed: int = 0, epochs: int = 20) -> ImageClassifier:
+def trained_reader(
+    images: Tensor, labels: Tensor, *, seed: int = 0, epochs: int = 20
+) -> ImageClassifier:
     torch.manual_seed(seed)
     reader = ImageClassifier()
     train_classifier(reader, images, labels, seed=seed, epochs=epochs)
@@ -104,7 +113,11 @@ def warped(images: Float[Tensor, "b 1 H W"], generator: torch.Generator) -> Tens
     cos, sin = angle.cos() / scale, angle.sin() / scale
     rows = [torch.stack([cos, shear - sin, right], dim=1), torch.stack([sin, cos, down], dim=1)]
     grid = affine_grid(torch.stack(rows, dim=1), list(images.shape), align_corners=False)
-    noise = torch.randn(images.shape, generator=generator) * 0.05 * torch.rand(count, 1, 1, 1, generator=generator)
+    noise = (
+        torch.randn(images.shape, generator=generator)
+        * 0.05
+        * torch.rand(count, 1, 1, 1, generator=generator)
+    )
     return (grid_sample(images, grid, align_corners=False) + noise).clamp(0, 1)
 
 
@@ -112,23 +125,31 @@ spread = torch.tensor([0.21, 0.15, 0.12, 0.12])
 """Radians, then shares of half an image."""
 
 
-def no_digits(images: Float[Tensor, "N 1 H W"], labels: Int[Tensor, "N"], generator: torch.Generator) -> Tensor:
+def no_digits(
+    images: Float[Tensor, "N 1 H W"], labels: Int[Tensor, "N"], generator: torch.Generator
+) -> Tensor:
     """A fifth as many images that are none: a third of a digit, two halves of two classes, and blanks."""
     some = torch.randperm(len(images), generator=generator)[: len(images) // 5]
     scraps, halves, blanks = images[some].clone().tensor_split([len(some) // 2, len(some) * 4 // 5])
     for n, image in enumerate(scraps):
-        turned = apply_symmetry(image, n % 4)  # what is kept is the top, the left, the bottom or the right
+        turned = apply_symmetry(
+            image, n % 4
+        )  # what is kept is the top, the left, the bottom or the right
         turned[:, 11:] = 0
         scraps[n] = apply_symmetry(turned, -n % 4)
     others = torch.randperm(len(images), generator=generator)[: len(halves)]
     own = labels[some[len(scraps) :][: len(halves)]]
-    halves[:, :, 14:] = torch.where((labels[others] == own)[:, None, None, None], 0, images[others][:, :, 14:])
+    halves[:, :, 14:] = torch.where(
+        (labels[others] == own)[:, None, None, None], 0, images[others][:, :, 14:]
+    )
     grey = torch.rand(len(blanks), 1, 1, 1, generator=generator) ** 3
     return torch.cat([scraps, halves, grey.expand_as(blanks).clone()])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--judge-epochs", type=int, default=24)
     parser.add_argument("--reader-epochs", type=int, default=20)
@@ -146,10 +167,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         result[f"{name}_parameters"] = sum(p.numel() for p in module.parameters())
         result[f"{name}_accuracy"] = round(accuracy(module, held, asked), 4)
     scraps = no_digits(held, asked, torch.Generator().manual_seed(options.seed + 1))
-    result["judge_no_digit_accuracy"] = round(accuracy(module, scraps, torch.full((len(scraps),), NO_DIGIT)), 4)
-    some = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[: len(held)]  # they come by class
+    result["judge_no_digit_accuracy"] = round(
+        accuracy(module, scraps, torch.full((len(scraps),), NO_DIGIT)), 4
+    )
+    some = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[
+        : len(held)
+    ]  # they come by class
     real = asdict(verdict(module, held, asked, images[some]))
-    print(json.dumps(result | {"real": {name: round(value, 4) for name, value in real.items()}}, indent=1))
+    print(
+        json.dumps(
+            result | {"real": {name: round(value, 4) for name, value in real.items()}}, indent=1
+        )
+    )
 
 
 if __name__ == "__main__":

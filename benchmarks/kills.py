@@ -28,12 +28,27 @@ from gruppo.config.schema import Config
 from gruppo.errors import GruppoError
 
 KINDS: dict[str, Callable[[Path], Config]] = {
-    "text, KL reference, random reward": lambda folder: tiny.config(folder, **FULL | {"saving__keep": 2}),
-    "restoration": lambda folder: restoration_runs.config(folder, saving__every=1, evaluation__prompts=2),
-    "text, PPO with a critic": lambda folder: tiny.config(folder, objective="ppo", critic__kind="separate"),
-    "text, lag": lambda folder: tiny.config(folder, **LAGGED | {"saving__every": 2, "saving__keep": 1}),
+    "text, KL reference, random reward": lambda folder: tiny.config(
+        folder, **FULL | {"saving__keep": 2}
+    ),
+    "restoration": lambda folder: restoration_runs.config(
+        folder, saving__every=1, evaluation__prompts=2
+    ),
+    "text, PPO with a critic": lambda folder: tiny.config(
+        folder, objective="ppo", critic__kind="separate"
+    ),
+    "text, lag": lambda folder: tiny.config(
+        folder, **LAGGED | {"saving__every": 2, "saving__keep": 1}
+    ),
     "text, two sharded ranks": lambda folder: tiny.config(
-        folder, **FULL | {"distributed__shard": "fsdp", "distributed__timeout_s": 20, "saving__every": 1, "steps": 4}
+        folder,
+        **FULL
+        | {
+            "distributed__shard": "fsdp",
+            "distributed__timeout_s": 20,
+            "saving__every": 1,
+            "steps": 4,
+        },
     ),
 }
 FILE_EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate"}
@@ -54,7 +69,9 @@ def count_operations(config: dict[str, Any], kill_at: int, victim: int, result: 
 
     def on_event(event: str, arguments: tuple[Any, ...]) -> None:
         # rmtree deletes names relative to an open folder
-        if event in FILE_EVENTS and (event in ("os.remove", "os.rmdir") or str(arguments[0]).startswith(runs_dir)):
+        if event in FILE_EVENTS and (
+            event in ("os.remove", "os.rmdir") or str(arguments[0]).startswith(runs_dir)
+        ):
             operation()
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,7 +92,9 @@ def count_operations(config: dict[str, Any], kill_at: int, victim: int, result: 
     Path(f"{result}-{rank}").write_text(str(count))
 
 
-def kill_and_resume(make: Callable[[Path], Config], kills: int, folder: Path, chance: random.Random) -> str:
+def kill_and_resume(
+    make: Callable[[Path], Config], kills: int, folder: Path, chance: random.Random
+) -> str:
     """Kill runs of one kind ``kills`` times; return what happened. AssertionError if a run differs."""
     result, killed, runs = folder / "operations", 0, 0
     ranks = 1 if make(folder).distributed.shard == "none" else 2
@@ -93,7 +112,9 @@ def kill_and_resume(make: Callable[[Path], Config], kills: int, folder: Path, ch
         codes = [one.wait() for one in children]
         errors = "\n".join(one.err for one in children)
         is_lost = -signal.SIGKILL in codes
-        assert {*codes} <= ({0, 75, -signal.SIGKILL} if is_lost else {0}), f"{name}: exit codes {codes}: {errors}"
+        assert {*codes} <= ({0, 75, -signal.SIGKILL} if is_lost else {0}), (
+            f"{name}: exit codes {codes}: {errors}"
+        )
         return is_lost
 
     child("whole", 0)
@@ -102,7 +123,9 @@ def kill_and_resume(make: Callable[[Path], Config], kills: int, folder: Path, ch
         runs += 1
         # a run that resumes has fewer operations to come, and may be complete before it is killed
         victim = chance.randrange(ranks)
-        while child(f"run{runs}", chance.randint(1, operations[victim]) if killed < kills else 0, victim):
+        while child(
+            f"run{runs}", chance.randint(1, operations[victim]) if killed < kills else 0, victim
+        ):
             killed += 1
             victim = chance.randrange(ranks)
         if make(folder).engine.lag:
@@ -114,8 +137,12 @@ def kill_and_resume(make: Callable[[Path], Config], kills: int, folder: Path, ch
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=60, help="in all, divided among the kinds of runs")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--kills", type=int, default=60, help="in all, divided among the kinds of runs"
+    )
     parser.add_argument("--kind", default="", help="only kinds whose name has this text")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

@@ -71,7 +71,12 @@ def paired(a: Tensor, b: Tensor, *, draws: int = DRAWS) -> tuple[float, float, f
     """Mean of a - b, and the 2.5% and 97.5% quantiles of that mean over lines drawn anew, in pairs."""
     apart = (a - b).double()
     drawn = torch.randint(len(apart), (draws, len(apart)), generator=generator_at(0, "bootstrap"))
-    low, high = apart[drawn].mean(dim=1).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    low, high = (
+        apart[drawn]
+        .mean(dim=1)
+        .quantile(torch.tensor([0.025, 0.975], dtype=torch.float64))
+        .tolist()
+    )
     return float(apart.mean()), low, high
 
 
@@ -79,7 +84,9 @@ def reader_score(read: Any = None) -> Score:
     reward = ocr_accuracy(read)
 
     def score(images: Sequence[Tensor], prompts: Sequence[Prompt]) -> Tensor:
-        return torch.tensor(reward(images=list(images), text=[p.meta["text"] for p in prompts]), dtype=torch.float64)
+        return torch.tensor(
+            reward(images=list(images), text=[p.meta["text"] for p in prompts]), dtype=torch.float64
+        )
 
     return score
 
@@ -124,14 +131,18 @@ def grid(policy: RestorationPolicy) -> list[Tensor]:
 
 def best_constant(policy: RestorationPolicy, prompts: Sequence[Prompt], score: Score) -> Tensor:
     """The values of the grid under which these lines are read best."""
-    found = [float(score(restored(policy, prompts, values), prompts).mean()) for values in grid(policy)]
+    found = [
+        float(score(restored(policy, prompts, values), prompts).mean()) for values in grid(policy)
+    ]
     return grid(policy)[max(range(len(found)), key=found.__getitem__)]
 
 
 # --- the same head, taught --------------------------------------------------------------------------------------------
 
 
-def taught(policy: RestorationPolicy, source: Any, *, by: str, steps: int, lr: float = 5e-3) -> RestorationPolicy:
+def taught(
+    policy: RestorationPolicy, source: Any, *, by: str, steps: int, lr: float = 5e-3
+) -> RestorationPolicy:
     """A new head on the same network, which rests: taught ``by`` clean "pictures", or by the true "parameters"."""
     settings = dict(policy.module.action.settings)
     settings.pop("kind")
@@ -144,7 +155,9 @@ def taught(policy: RestorationPolicy, source: Any, *, by: str, steps: int, lr: f
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = lr * (1 - step / steps)
         prompts = source.take(16)
-        loss = _of_pictures(learner, prompts) if by == "pictures" else _of_parameters(learner, prompts)
+        loss = (
+            _of_pictures(learner, prompts) if by == "pictures" else _of_parameters(learner, prompts)
+        )
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(action.head.parameters(), 1.0)
@@ -195,12 +208,17 @@ def judged(
         best = best_constant(policy, train, score)
         pictures["best constant"] = (restored(policy, test, best), best)
         for by in ("pictures", "parameters"):
-            pictures[f"head taught by {by}"] = (taught(policy, source, by=by, steps=steps).restore(x), None)
+            pictures[f"head taught by {by}"] = (
+                taught(policy, source, by=by, steps=steps).restore(x),
+                None,
+            )
     pictures["the run's head"] = (policy.restore(x), None)
     scores = {name: score(list(shown), test) for name, (shown, _) in pictures.items()}
     rows = []
     for name, (_, values) in pictures.items():
-        gain = {"over_nominal": paired(scores[name], scores["nominal"])} if name != "nominal" else {}
+        gain = (
+            {"over_nominal": paired(scores[name], scores["nominal"])} if name != "nominal" else {}
+        )
         if name != "the run's head":
             gain["run_over_this"] = paired(scores["the run's head"], scores[name])
         settings = None if values is None else dict(zip(names, values.tolist(), strict=True))
@@ -209,13 +227,19 @@ def judged(
 
 
 def main(arguments: Sequence[str] | None = None, *, read: Any = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", metavar="NAME=RUN", help="run folders; NAME= may be left out")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "runs", nargs="+", metavar="NAME=RUN", help="run folders; NAME= may be left out"
+    )
     parser.add_argument("--data", default=TARGET, help="the lines that the run learned from")
     parser.add_argument("--source", default=SOURCE, help="other lines, with clean images")
     parser.add_argument("--held-out-fraction", type=float, default=0.25, help="as in the run")
     parser.add_argument("--lines", type=int, default=1000, help="held-out lines that are read")
-    parser.add_argument("--grid-lines", type=int, default=100, help="training lines that a constant is chosen on")
+    parser.add_argument(
+        "--grid-lines", type=int, default=100, help="training lines that a constant is chosen on"
+    )
     parser.add_argument("--head-steps", type=int, default=300)
     parser.add_argument("--quick", action="store_true", help="neither grid nor taught heads")
     parser.add_argument("--json", type=Path)
@@ -224,20 +248,33 @@ def main(arguments: Sequence[str] | None = None, *, read: Any = None) -> None:
     target = open_source(options.data, seed=0, held_out_fraction=options.held_out_fraction)
     test, train = target.held_out(options.lines), target.take(options.grid_lines)
     found: list[Row] = []
-    print(f"{len(test)} held-out lines; the reader is an ONNX file: direct back-propagation has no gradient.\n")
+    print(
+        f"{len(test)} held-out lines; the reader is an ONNX file: direct back-propagation has no gradient.\n"
+    )
     print(HEAD, flush=True)
     for given in options.runs:
         name, _, folder = given.rpartition("=")
-        policy = load_restorer(folder if (Path(folder) / "restorer.json").is_file() else Path(folder) / "final")
+        policy = load_restorer(
+            folder if (Path(folder) / "restorer.json").is_file() else Path(folder) / "final"
+        )
         policy.module.requires_grad_(False)
         source = None if options.quick else open_source(options.source, seed=0, held_out_fraction=0)
         rows = judged(
-            name or folder, policy, train=train, test=test, source=source, score=score, steps=options.head_steps
+            name or folder,
+            policy,
+            train=train,
+            test=test,
+            source=source,
+            score=score,
+            steps=options.head_steps,
         )
         print("\n".join(row.line() for row in rows), flush=True)
         found += rows
     if options.json:
-        said = [{"run": r.run, "name": r.name, "accuracy": r.accuracy, "settings": r.settings, **r.gain} for r in found]
+        said = [
+            {"run": r.run, "name": r.name, "accuracy": r.accuracy, "settings": r.settings, **r.gain}
+            for r in found
+        ]
         options.json.write_text(json.dumps(said, indent=1), encoding="utf-8")
 
 

@@ -53,8 +53,13 @@ def modules_called() -> Iterator[None]:
         decoding.low_rank = before
 
 
-def sampling(policy: TextPolicy, rows: int, length: int, *, is_called: bool = False) -> tuple[int, float]:
-    asked = [Prompt(str(n), text, draw=n) for n, text in enumerate(prompts(max(1, rows // GROUP), WORDS[55]))]
+def sampling(
+    policy: TextPolicy, rows: int, length: int, *, is_called: bool = False
+) -> tuple[int, float]:
+    asked = [
+        Prompt(str(n), text, draw=n)
+        for n, text in enumerate(prompts(max(1, rows // GROUP), WORDS[55]))
+    ]
     requests = [Request(prompt, min(GROUP, rows)) for prompt in asked]
     began = time.perf_counter()
     if is_called:
@@ -87,7 +92,9 @@ def in_turns(sides: Mapping[str, Work], turns: int) -> dict[str, list[float]]:
     return rates
 
 
-def measure(path: str, compute: Any, rank: int, rows: Sequence[int], length: int, turns: int) -> dict[str, Any]:
+def measure(
+    path: str, compute: Any, rank: int, rows: Sequence[int], length: int, turns: int
+) -> dict[str, Any]:
     plain, lora = opened(path, compute, 0), opened(path, compute, rank)
     done = {}
     for count in rows:
@@ -99,9 +106,14 @@ def measure(path: str, compute: Any, rank: int, rows: Sequence[int], length: int
             },
             turns,
         )
-    asked = [Request(Prompt(str(n), text, draw=n), GROUP) for n, text in enumerate(prompts(2, WORDS[55]))]
+    asked = [
+        Request(Prompt(str(n), text, draw=n), GROUP) for n, text in enumerate(prompts(2, WORDS[55]))
+    ]
     rollouts = plain.sample(asked, Sampling(max_actions=length), seed=0)
-    works = {"no adapter": partial(gradients, plain, rollouts), "adapter": partial(gradients, lora, rollouts)}
+    works = {
+        "no adapter": partial(gradients, plain, rollouts),
+        "adapter": partial(gradients, lora, rollouts),
+    }
     done["gradients"] = in_turns(works, turns)
     return done
 
@@ -125,22 +137,32 @@ def table(results: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
     for work, sides in results.items():
         for name, s in sides.items():
             of_turns = f"({s['min']:.0f} to {s['max']:.0f})"
-            lines.append(f"{work:<20}{name:<16}{s['median']:9.0f}{of_turns:>18}   {s['of_plain']:.2f}")
+            lines.append(
+                f"{work:<20}{name:<16}{s['median']:9.0f}{of_turns:>18}   {s['of_plain']:.2f}"
+            )
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="", help="a Hugging Face folder; without it, SmolLM2-135M")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="", help="a Hugging Face folder; without it, SmolLM2-135M"
+    )
     parser.add_argument("--compute", default="auto", choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128], help="completions at once")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[1, 8, 32, 128], help="completions at once"
+    )
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--turns", type=int, default=5)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     path = options.model or str(smollm2_135m().path)
-    measured = measure(path, options.compute, options.rank, options.rows, options.new_tokens, options.turns)
+    measured = measure(
+        path, options.compute, options.rank, options.rows, options.new_tokens, options.turns
+    )
     results = {work: summarise(rates) for work, rates in measured.items()}
     print(f"lora, rank {options.rank}: {report.heading(report.machine())}\n{table(results)}")
 

@@ -40,7 +40,9 @@ def most(after_imports: int) -> int:
     """Bytes that came to be needed beyond the imports; where there is a GPU, of its memory."""
     import torch
 
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else peak() - after_imports
+    return (
+        torch.cuda.max_memory_allocated() if torch.cuda.is_available() else peak() - after_imports
+    )
 
 
 def above_state(peak_bytes: float, parameters: int) -> float:

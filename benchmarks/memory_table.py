@@ -50,7 +50,11 @@ def model(size: str, layers: int | None = None) -> torch.nn.Module:
 
 def linear_layers(module: torch.nn.Module) -> list[torch.nn.Linear]:
     """All but the head: those that get an adapter, and that 4 bits are for."""
-    return [part for name, part in module.named_modules() if isinstance(part, torch.nn.Linear) and name != "lm_head"]
+    return [
+        part
+        for name, part in module.named_modules()
+        if isinstance(part, torch.nn.Linear) and name != "lm_head"
+    ]
 
 
 def with_adapter(module: torch.nn.Module, counts: WeightCounts) -> WeightCounts:
@@ -59,7 +63,9 @@ def with_adapter(module: torch.nn.Module, counts: WeightCounts) -> WeightCounts:
     return WeightCounts(counts.total + adapter, adapter, counts.largest_block, counts.root)
 
 
-def gigabytes(counts: WeightCounts, gpus: int, base_bytes: float = 0, block_bytes: float = 0) -> float:
+def gigabytes(
+    counts: WeightCounts, gpus: int, base_bytes: float = 0, block_bytes: float = 0
+) -> float:
     """Weights, gradients, AdamW and what a step gathers, of one GPU; no activations."""
     parts = state_bytes(counts, shards=gpus, base_bytes=base_bytes)
     parts |= gathered_bytes(counts, shards=gpus, compute_bytes=2, block_bytes=block_bytes)
@@ -69,7 +75,9 @@ def gigabytes(counts: WeightCounts, gpus: int, base_bytes: float = 0, block_byte
 
 
 def rows() -> Iterator[str]:
-    yield "| model | method | " + " | ".join(f"{gpus} GPU{'s' * (gpus > 1)}" for gpus in GPUS) + " |"
+    yield (
+        "| model | method | " + " | ".join(f"{gpus} GPU{'s' * (gpus > 1)}" for gpus in GPUS) + " |"
+    )
     yield "|---|---|" + "---:|" * len(GPUS)
     for size in SIZES:
         module = model(size)

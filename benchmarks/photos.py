@@ -89,7 +89,9 @@ def measured(pictures: Pictures, clean: Pictures) -> Measures:
 def sizes(pictures: Pictures) -> Float[Tensor, "N"]:
     """Bytes of each one's JPEG file, without the header."""
     header = _header(tuple(pictures.shape[1:]))
-    return torch.tensor([jpeg_bytes(picture, QUALITY) - header for picture in pictures], dtype=torch.float64)
+    return torch.tensor(
+        [jpeg_bytes(picture, QUALITY) - header for picture in pictures], dtype=torch.float64
+    )
 
 
 @cache
@@ -149,7 +151,11 @@ TRIES = 60
 
 
 def _by_bytes(
-    base: Pictures, details: Tensor, clean: Pictures, values: Sequence[Sequence[float]], least_psnr: float
+    base: Pictures,
+    details: Tensor,
+    clean: Pictures,
+    values: Sequence[Sequence[float]],
+    least_psnr: float,
 ) -> Float[Tensor, "G K"]:
     """Those points of the grid that keep the PSNR, the fewest bytes first; both as they are before rounding.
 
@@ -158,11 +164,19 @@ def _by_bytes(
     """
     parts = []
     for first in range(0, len(values), 2):
-        points = torch.tensor(list(itertools.product(*values[first : first + 2])), dtype=torch.float64)
+        points = torch.tensor(
+            list(itertools.product(*values[first : first + 2])), dtype=torch.float64
+        )
         own = details[:, first : first + 2]
-        parts.append((points, torch.stack([sizes(filtered(base, own, point)).sum() for point in points])))
-    grid = torch.stack([torch.cat(point) for point in itertools.product(*(points for points, _ in parts))])
-    size = torch.stack([torch.stack(one).sum() for one in itertools.product(*(cost for _, cost in parts))])
+        parts.append(
+            (points, torch.stack([sizes(filtered(base, own, point)).sum() for point in points]))
+        )
+    grid = torch.stack(
+        [torch.cat(point) for point in itertools.product(*(points for points, _ in parts))]
+    )
+    size = torch.stack(
+        [torch.stack(one).sum() for one in itertools.product(*(cost for _, cost in parts))]
+    )
     d, apart = details.flatten(2).double(), (base - clean).flatten(1).double()
     cross = torch.einsum("nkp,np->nk", d, apart)
     error = torch.einsum("gk,nkl,gl->gn", grid, d @ d.transpose(1, 2), grid) + 2 * grid @ cross.T
@@ -202,7 +216,9 @@ def taught(
     optimiser = torch.optim.AdamW(weights, lr=lr, weight_decay=0.0)
     pairs = opened(data, seed)
     for step in range(steps):
-        optimiser.param_groups[0]["lr"] = warmup_decay(step, peak=lr, warmup=10, total=steps, decay="cosine")
+        optimiser.param_groups[0]["lr"] = warmup_decay(
+            step, peak=lr, warmup=10, total=steps, decay="cosine"
+        )
         prompts = pairs.take(batch)
         noisy = torch.stack([prompt.inputs for prompt in prompts])
         clean = torch.stack([prompt.target for prompt in prompts])
@@ -248,7 +264,9 @@ def rate(pictures: Float[Tensor, "N 3 H W"]) -> Float[Tensor, "N"]:
     chroma = torch.nn.functional.avg_pool2d(torch.cat([blue, red], dim=1), 2)
     steps = (torch.tensor(LUMA_STEPS) / 5).round().clamp(min=1)
     coarse = torch.full((8, 8), 20.0)
-    corner = torch.tensor([[17.0, 18, 24, 47], [18, 21, 26, 66], [24, 26, 56, 99], [47, 66, 99, 99]])
+    corner = torch.tensor(
+        [[17.0, 18, 24, 47], [18, 21, 26, 66], [24, 26, 56, 99], [47, 66, 99, 99]]
+    )
     coarse[:4, :4] = (corner / 5).round()
     return (_bits(y, steps) + _bits(chroma, coarse)) / 8000
 
@@ -297,13 +315,20 @@ def compared(
     yield row_of("degraded", measured(noisy, clean), alone)
     yield row_of(f"{name}: network alone", alone, alone)
     yield row_of(f"{name}: restored", found, alone)
-    floors = {"at this PSNR": float(found.psnr.mean()), "at the network's": float(alone.psnr.mean())}
+    floors = {
+        "at this PSNR": float(found.psnr.mean()),
+        "at the network's": float(alone.psnr.mean()),
+    }
     for what, floor in floors.items():
         began = time.process_time()
         gains = best_filter(base, clean, floor)
         spent = time.process_time() - began
-        yield row_of(f"{name}: best filter {what}", _by(gains, base, clean), alone, cpu_s=spent, gains=gains)
-    losses = {"pixels": of_pixels, "stand-in for bytes": of_rate(rate_weight)} if teach_steps else {}
+        yield row_of(
+            f"{name}: best filter {what}", _by(gains, base, clean), alone, cpu_s=spent, gains=gains
+        )
+    losses = (
+        {"pixels": of_pixels, "stand-in for bytes": of_rate(rate_weight)} if teach_steps else {}
+    )
     for what, loss in losses.items():
         began = time.process_time()
         other = taught(policy, loss, data, steps=teach_steps)
@@ -321,7 +346,9 @@ def held_out(data: str = DATA) -> tuple[Pictures, Pictures]:
     prompts = opened(data, 0).held_out(10**6)
     if not prompts:
         raise GruppoError(f"data={data!r} holds no image out. Give data of more images.")
-    return torch.stack([prompt.inputs for prompt in prompts]), torch.stack([prompt.target for prompt in prompts])
+    return torch.stack([prompt.inputs for prompt in prompts]), torch.stack(
+        [prompt.target for prompt in prompts]
+    )
 
 
 def opened(data: str, seed: int) -> IndexedSource:
@@ -332,7 +359,9 @@ def opened(data: str, seed: int) -> IndexedSource:
     return pairs
 
 
-def sheet(path: Path, policy: RestorationPolicy, noisy: Pictures, clean: Pictures, *, count: int = 8) -> None:
+def sheet(
+    path: Path, policy: RestorationPolicy, noisy: Pictures, clean: Pictures, *, count: int = 8
+) -> None:
     """Some crops side by side: degraded, the network alone, restored, clean; with PSNR and bytes."""
     from gruppo.tracking.images import Cell, SheetRow, draw, to_pil
 
@@ -343,7 +372,9 @@ def sheet(path: Path, policy: RestorationPolicy, noisy: Pictures, clean: Picture
     for n in range(count):
         said = [f"{float(m.psnr[n]):.1f} dB, {int(m.bytes[n])} bytes" for m in found[:3]]
         words = [*said, f"{int(found[3].bytes[n])} bytes"]
-        cells = [Cell(to_pil(quantize(c[n : n + 1])[0]), w) for c, w in zip(columns, words, strict=True)]
+        cells = [
+            Cell(to_pil(quantize(c[n : n + 1])[0]), w) for c, w in zip(columns, words, strict=True)
+        ]
         lines.append(SheetRow("", cells))
     heads = {0: "degraded", 1: "network alone", 2: "after GRPO", 3: "clean"}
     draw(lines, title="held-out photographs", heads=heads)[0].save(path)
@@ -355,17 +386,32 @@ def final_of(run: Path) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders; NAME=RUN names one")
     parser.add_argument("--data", default=DATA)
-    parser.add_argument("--teach-steps", type=int, default=200, help="of each head by back-propagation; 0 for none")
-    parser.add_argument("--rate-weight", type=float, default=5.0, help="dB that a kB of the stand-in costs")
-    parser.add_argument("--sheet", type=Path, help="a PNG of some crops of the first run, side by side; no table then")
+    parser.add_argument(
+        "--teach-steps", type=int, default=200, help="of each head by back-propagation; 0 for none"
+    )
+    parser.add_argument(
+        "--rate-weight", type=float, default=5.0, help="dB that a kB of the stand-in costs"
+    )
+    parser.add_argument(
+        "--sheet",
+        type=Path,
+        help="a PNG of some crops of the first run, side by side; no table then",
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     noisy, clean = held_out(options.data)
     if options.sheet:
-        return sheet(options.sheet, load_restorer(final_of(Path(options.runs[0].rpartition("=")[2]))), noisy, clean)
+        return sheet(
+            options.sheet,
+            load_restorer(final_of(Path(options.runs[0].rpartition("=")[2]))),
+            noisy,
+            clean,
+        )
     print(f"{len(noisy)} crops of {noisy.shape[-2]} x {noisy.shape[-1]}\n{HEAD}", flush=True)
     found: list[Row] = []
     for given in options.runs:
@@ -385,7 +431,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(row.line(), flush=True)
             found.append(row)
     if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in found], indent=1), encoding="utf-8")
+        options.json.write_text(
+            json.dumps([asdict(row) for row in found], indent=1), encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

@@ -64,9 +64,13 @@ class Setting:
 
     @property
     def name(self) -> str:
-        changes = " ".join(self.options).replace("--", "").replace("optim.", "").replace("stage.", "")
+        changes = (
+            " ".join(self.options).replace("--", "").replace("optim.", "").replace("stage.", "")
+        )
         changes += self.model if self.model != MODEL else ""
-        return f"{self.prompts} x {self.group_size} x {self.tokens}{' ' + changes if changes else ''}"
+        return (
+            f"{self.prompts} x {self.group_size} x {self.tokens}{' ' + changes if changes else ''}"
+        )
 
     def words(self, folder: Path) -> list[str]:
         sizes = ["--rollout.prompts", self.prompts, "--rollout.group-size", self.group_size]
@@ -104,10 +108,23 @@ PARTS = ("generate", "learn", "step")
 def measure(setting: Setting, folder: Path) -> dict[str, float]:
     """Seconds of the fastest of a run's steps but the first, from its metrics; other work on a machine only adds."""
     name = f"{setting.name.replace(' ', '-').replace('.', '-')}-{time.time_ns()}"
-    words = ["train", RECIPE, *setting.words(folder), "--runs-dir", str(folder / "runs"), "--name", name]
+    words = [
+        "train",
+        RECIPE,
+        *setting.words(folder),
+        "--runs-dir",
+        str(folder / "runs"),
+        "--name",
+        name,
+    ]
     try:
-        subprocess.run([sys.executable, "-m", "gruppo", *words], check=True, stdout=subprocess.DEVNULL)
-        rows = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+        subprocess.run(
+            [sys.executable, "-m", "gruppo", *words], check=True, stdout=subprocess.DEVNULL
+        )
+        rows = [
+            json.loads(line)
+            for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+        ]
     finally:
         shutil.rmtree(folder / "runs" / name, ignore_errors=True)  # 2 GB of weights
     row = min([row for row in rows if "time/step_s" in row][1:], key=lambda row: row["time/step_s"])
@@ -127,7 +144,10 @@ def predict(setting: Setting, folder: Path, constants: Constants) -> dict[str, f
 
 def table(folder: Path, constants: Constants) -> tuple[str, dict[str, float]]:
     """Predicted and measured seconds of each setting; the median error of each part."""
-    lines = [f"{'prompts x samples x tokens':<36}" + "".join(f"{part + ', s':>17}{'error':>8}" for part in PARTS)]
+    lines = [
+        f"{'prompts x samples x tokens':<36}"
+        + "".join(f"{part + ', s':>17}{'error':>8}" for part in PARTS)
+    ]
     errors: dict[str, list[float]] = {part: [] for part in PARTS}
     for setting in SETTINGS:
         file = folder / f"{setting.name}.json"
@@ -142,14 +162,21 @@ def table(folder: Path, constants: Constants) -> tuple[str, dict[str, float]]:
         lines.append(f"{setting.name:<36}{cells}")
     medians = {part: statistics.median(found) for part, found in errors.items() if found}
     largest = {part: max(found) for part, found in errors.items() if found}
-    lines.append(f"{'median, largest error':<36}" + "".join(f"{medians[p]:17.0%}{largest[p]:8.0%}" for p in medians))
+    lines.append(
+        f"{'median, largest error':<36}"
+        + "".join(f"{medians[p]:17.0%}{largest[p]:8.0%}" for p in medians)
+    )
     return "\n".join(lines), medians
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", type=Path, default=Path("build/bench/plan"))
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing after so many")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="begin nothing after so many"
+    )
     parser.add_argument("--report", action="store_true")
     options = parser.parse_args(argv)
     began, folder = time.perf_counter(), options.folder

@@ -40,11 +40,25 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-405b": {"kind": "llama", "sizes": (16384, 53248, 126, 128, 8, 128, 128256)},
     "qwen-math-7b": {"kind": "qwen2", "sizes": (3584, 18944, 28, 28, 4, 128, 152064)},
     "qwen3-32b": {"kind": "qwen3", "sizes": (5120, 25600, 64, 64, 8, 128, 151936)},
-    "qwen3-30b": {"kind": "qwen3_moe", "sizes": (2048, 6144, 48, 32, 4, 128, 151936), "expert": 768},
-    "qwen3-235b": {"kind": "qwen3_moe", "sizes": (4096, 12288, 94, 64, 4, 128, 151936), "expert": 1536},
+    "qwen3-30b": {
+        "kind": "qwen3_moe",
+        "sizes": (2048, 6144, 48, 32, 4, 128, 151936),
+        "expert": 768,
+    },
+    "qwen3-235b": {
+        "kind": "qwen3_moe",
+        "sizes": (4096, 12288, 94, 64, 4, 128, 151936),
+        "expert": 1536,
+    },
 }
 """Of their config.json: hidden, intermediate, layers, heads, key-value heads, size of a head, vocabulary."""
-NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+NAMES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
 PROMPT = 150.0
 """Tokens; published lengths include it."""
 
@@ -58,7 +72,9 @@ def shape(name: str) -> ModelShape:
         else {}
     )
     sizes = dict(zip((*NAMES, "head_dim", "vocab_size"), model["sizes"], strict=True))
-    return ModelShape.of(AutoConfig.for_model(model["kind"], **sizes, **moe, tie_word_embeddings=False))
+    return ModelShape.of(
+        AutoConfig.for_model(model["kind"], **sizes, **moe, tie_word_embeddings=False)
+    )
 
 
 @dataclass(frozen=True)
@@ -80,10 +96,14 @@ def run(job: Job, fractions: Fractions) -> dict[str, float]:
     gpu = GPUS[job.gpu]
     # these trainers make room for servers on the same GPUs by moving their state to the CPU
     more = 0.0 if job.lag else 16 * shape(job.model).counts.total / job.gpus
-    machine = Machine(job.gpu, gpu.memory + more, published_rates(gpu, shape(job.model), fractions), 2, 0.0, "")
+    machine = Machine(
+        job.gpu, gpu.memory + more, published_rates(gpu, shape(job.model), fractions), 2, 0.0, ""
+    )
     rollout = schema.RolloutConfig(prompts=job.samples, group_size=1, max_new_tokens=job.longest)
     engine = schema.EngineConfig(kind="vllm", lag=job.lag, max_inflight=1024)
-    optim = schema.OptimConfig(minibatches=2)  # these systems evaluate old log-probs before they update
+    optim = schema.OptimConfig(
+        minibatches=2
+    )  # these systems evaluate old log-probs before they update
     config = Config(rollout=rollout, engine=engine, optim=optim)
     trainers = job.gpus // 2 if job.lag else job.gpus
     survival = geometric_survival(min(max(job.mean, 2.0), job.longest - 1.0), job.longest)
@@ -121,7 +141,9 @@ def nemo(fractions: Fractions) -> dict[str, tuple[float, float]]:
 
 
 def verl(fractions: Fractions) -> dict[str, tuple[float, float]]:
-    def job(gpus: int, mean: float, lag: int = 0) -> Job:  # a quarter of the GPUs and samples: as long, and faster
+    def job(
+        gpus: int, mean: float, lag: int = 0
+    ) -> Job:  # a quarter of the GPUs and samples: as long, and faster
         return Job("qwen-math-7b", "h20", gpus // 4, 512 * 16 // 4, mean, 28 * 1024, 1, lag)
 
     # the work of an update is all but proportional to the length
@@ -136,7 +158,10 @@ def verl(fractions: Fractions) -> dict[str, tuple[float, float]]:
     for gpus, (generate, old, update, ahead) in rows.items():
         parts = run(job(gpus, mean), fractions)
         published = {"generate": generate, "old": old} | ({"update": update} if update else {})
-        found |= {f"{gpus} GPUs in turns: {part}": (parts[part], value) for part, value in published.items()}
+        found |= {
+            f"{gpus} GPUs in turns: {part}": (parts[part], value)
+            for part, value in published.items()
+        }
         found[f"{gpus} GPUs ahead: step"] = (run(job(gpus, mean, lag=1), fractions)["step"], ahead)
     return found
 
@@ -188,8 +213,12 @@ def main() -> None:
         errors += found if name != "llama" else []
         print(f"{name}, with {told(fractions)} of the others")
         for row, (predicted, published) in rows.items():
-            print(f"  {row:<40}{predicted:10.2f} /{published:8.2f}{predicted / published - 1:+8.0%}")
-        print(f"  {'median, as a factor':<40}{math.exp(statistics.median(found)):28.2f}", flush=True)
+            print(
+                f"  {row:<40}{predicted:10.2f} /{published:8.2f}{predicted / published - 1:+8.0%}"
+            )
+        print(
+            f"  {'median, as a factor':<40}{math.exp(statistics.median(found)):28.2f}", flush=True
+        )
     print(f"of all three: {told(fitted(list(TABLES)))}")
     print(
         f"median of all rows, each predicted from other tables: a factor of {math.exp(statistics.median(errors)):.2f}"
@@ -197,7 +226,9 @@ def main() -> None:
 
 
 def told(fractions: Fractions) -> str:
-    return "fractions {:.3f} of operations, {:.3f} of bandwidth, {:.3f} with experts".format(*fractions)
+    return "fractions {:.3f} of operations, {:.3f} of bandwidth, {:.3f} with experts".format(
+        *fractions
+    )
 
 
 if __name__ == "__main__":

@@ -62,7 +62,9 @@ def config(preset: str, seed: int, steps: int) -> Config:
         objective=objective,
         rollout=RolloutConfig(prompts=32, group_size=8, max_new_tokens=sorting.DIGITS + 2),
         optim=OptimConfig(lr=OWN_LR.get(preset, LR), epochs=passes, minibatches=passes),
-        critic=CriticConfig(kind="separate", lr=CRITIC_LR) if objective.has_critic else CriticConfig(),
+        critic=CriticConfig(kind="separate", lr=CRITIC_LR)
+        if objective.has_critic
+        else CriticConfig(),
         prompts=PromptsConfig(held_out_fraction=0.125),
         evaluation=EvaluationConfig(prompts=512, every=max(steps // POINTS, 1)),
         saving=SavingConfig(every=0, keep=1),
@@ -82,7 +84,10 @@ def run(preset: str, seed: int, steps: int) -> dict[str, Any]:
     settings = config(preset, seed, steps)
     with tempfile.TemporaryDirectory() as folder:
         done = gruppo.train(
-            replace(settings, runs_dir=folder), model=policy, data=sorting.problems(PROBLEMS), show=False
+            replace(settings, runs_dir=folder),
+            model=policy,
+            data=sorting.problems(PROBLEMS),
+            show=False,
         )
         rows = read_metrics(done.folder)
     evaluated = [row for row in rows if "eval/reward_mean" in row]
@@ -94,7 +99,9 @@ def run(preset: str, seed: int, steps: int) -> dict[str, Any]:
         "updates_per_batch": settings.updates_per_batch,
         "steps": [int(row["step"]) for row in evaluated],
         "accuracy": [row["eval/reward_mean"] for row in evaluated],
-        "seconds_per_step": statistics.median(row["time/step_s"] for row in rows if "time/step_s" in row),
+        "seconds_per_step": statistics.median(
+            row["time/step_s"] for row in rows if "time/step_s" in row
+        ),
         "seconds": done.seconds,
         "explained_variance": statistics.mean(explained) if explained else None,
     }
@@ -109,8 +116,12 @@ def run_all(presets: Sequence[str], seeds: int, steps: int, processes: int) -> l
     """Every preset with every seed; what is done is said as it comes."""
     os.environ["OMP_NUM_THREADS"] = "1"
     runs = []
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=be_quiet) as pool:
-        waiting = [pool.submit(run, preset, seed, steps) for seed in range(seeds) for preset in presets]
+    with ProcessPoolExecutor(
+        processes, mp_context=get_context("spawn"), initializer=be_quiet
+    ) as pool:
+        waiting = [
+            pool.submit(run, preset, seed, steps) for seed in range(seeds) for preset in presets
+        ]
         for future in as_completed(waiting):
             runs.append(one := future.result())
             where = f"{len(runs)}/{len(waiting)} {one['preset']} seed {one['seed']}"
@@ -165,7 +176,9 @@ def table(summaries: Mapping[str, dict[str, Any]]) -> str:
             f"{s['over_run_mean']:10.3f}  {halves:<15}{s['seconds_per_step']:7.2f}"
         )
         if s["explained_variance"] is not None:
-            lines.append(f"{'':<14}its critic explained {s['explained_variance']:.2f} of the returns' variance")
+            lines.append(
+                f"{'':<14}its critic explained {s['explained_variance']:.2f} of the returns' variance"
+            )
     return "\n".join(lines)
 
 
@@ -174,19 +187,27 @@ def _numbers(values: Sequence[float]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     names = [*PRESETS, CONTROL]
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="PRESET")
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="runs at a time, of one thread each")
+    parser.add_argument(
+        "--processes", type=int, default=os.cpu_count(), help="runs at a time, of one thread each"
+    )
     parser.add_argument("--json", type=Path, default=None, help="write the numbers here too")
     parser.add_argument("--plot", type=Path, default=None, help="draw the curves here, as PNG")
     options = parser.parse_args(arguments)
     runs = run_all(options.only, options.seeds, options.steps, options.processes)
     summaries = summarise(runs)
     print(table(summaries))
-    machine = {"cpu": environment()["hardware"]["cpu"], "cores": os.cpu_count(), "python": platform.python_version()}
+    machine = {
+        "cpu": environment()["hardware"]["cpu"],
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+    }
     results = {"machine": machine, "steps": options.steps, "summary": summaries, "runs": runs}
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

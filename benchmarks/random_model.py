@@ -13,7 +13,12 @@ from typing import Any
 
 from benchmarks.workloads import FILLER, PROMPTS, prompts
 
-TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"kind": "llama", "vocab_size": 2048, "num_key_value_heads": 2, **TINY},
     "smollm2-135m": {

@@ -20,7 +20,9 @@ from tests.distributed.faults import EXIT_CODES, Fault, Faults
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="only cases whose name has this text")
     parser.add_argument("--victim", type=int, default=1, help="the rank that something happens to")
     parser.add_argument("--timeout-s", type=float, default=20)
@@ -42,11 +44,18 @@ def main() -> None:
             except AssertionError as error:
                 return False, str(error)
 
-        cases = [fault for fault in cases if arguments.only in f"{fault.shard} {fault.action} {fault.phase}"]
+        cases = [
+            fault
+            for fault in cases
+            if arguments.only in f"{fault.shard} {fault.action} {fault.phase}"
+        ]
         with ThreadPoolExecutor(arguments.jobs) as pool:
             for fault, (is_right, what) in zip(cases, pool.map(outcome, cases), strict=True):
                 failed += not is_right
-                print(f"{'ok' if is_right else 'WRONG'} {fault.shard} {fault.action} {fault.phase}: {what}", flush=True)
+                print(
+                    f"{'ok' if is_right else 'WRONG'} {fault.shard} {fault.action} {fault.phase}: {what}",
+                    flush=True,
+                )
     print(f"{len(cases) - failed} of {len(cases)} right")
     sys.exit(failed > 0)
 

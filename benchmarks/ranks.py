@@ -30,8 +30,18 @@ from benchmarks.tables import markdown
 
 VARIANTS = ((1, "none"), (2, "none"), (2, "fsdp"), (4, "fsdp"))
 SIZES = {
-    "350M": {"hidden_size": 1024, "intermediate_size": 2944, "num_hidden_layers": 24, "num_attention_heads": 16},
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "350M": {
+        "hidden_size": 1024,
+        "intermediate_size": 2944,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+    },
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    },
 }
 VOCABULARY = {"350M": 32_000, "tiny": 64}
 BEGIN, END = "<!-- ranks -->", "<!-- end ranks -->"
@@ -53,7 +63,9 @@ def policy_of(size: str) -> Any:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            parameter.fill_(1.0) if "norm" in name else parameter.normal_(std=0.02, generator=generator)
+            parameter.fill_(1.0) if "norm" in name else parameter.normal_(
+                std=0.02, generator=generator
+            )
     policy = from_transformers(module, character_tokenizer(), compute="float32")
     policy.chat.eos_ids = ()
     return policy
@@ -131,12 +143,24 @@ def on_ranks(count: int, spec: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What each of several processes measured."""
     with tempfile.TemporaryDirectory(prefix="gruppo-ranks-") as folder:
         text = json.dumps({**spec, "folder": folder})
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={count}",
+        ]
         command += ["-m", "benchmarks.ranks", "--spec", text]
         # large tensors are given back to the system when they are freed, and are not kept by the allocator
-        quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+        quiet = {
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
+        }
         here = Path(__file__).parents[1]
-        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | quiet, cwd=here, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=os.environ | quiet, cwd=here, check=False
+        )
         files = sorted(Path(folder).glob("rank-*.json"))
         if done.returncode or len(files) != count:
             raise SystemExit(f"{count} ranks of {spec} ended early. {done.stderr[-3000:]}")
@@ -147,7 +171,9 @@ def summary(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, di
     """Of each variant ``COUNT SHARD``: what the rank that has most holds, and the slowest rank's median step."""
     alone = max(rank["held_gb"] for rank in measured["1 none"])
     found = {}
-    for name, ranks in sorted(measured.items(), key=lambda item: (int(item[0].split()[0]), "fsdp" in item[0])):
+    for name, ranks in sorted(
+        measured.items(), key=lambda item: (int(item[0].split()[0]), "fsdp" in item[0])
+    ):
         count, most = int(name.split()[0]), max(rank["held_gb"] for rank in ranks)
         ideal = 1 - 1 / count
         found[name] = {
@@ -166,39 +192,73 @@ def table(found: Mapping[str, Mapping[str, float]]) -> str:
     for name, s in found.items():
         count, shard = name.split()
         is_sharded = shard != "none"
-        share = f"{s['ideal_gb']:.2f}" if is_sharded or count == "1" else f"{s['ideal_gb'] * int(count):.2f}"
+        share = (
+            f"{s['ideal_gb']:.2f}"
+            if is_sharded or count == "1"
+            else f"{s['ideal_gb'] * int(count):.2f}"
+        )
         saving = f"{s['saving_frac']:.0%}" if is_sharded else ""
         saves = (f"{s['save_waited_s']:.1f}", f"{s['save_written_s']:.1f}")
-        rows.append((count, shard, f"{s['held_gb']:.2f}", share, saving, f"{s['step_s']:.1f}", *saves))
-    head = ("ranks", "shard", "held per rank, GB", "16 bytes per weight, GB", "of the ideal saving", "s a step")
+        rows.append(
+            (count, shard, f"{s['held_gb']:.2f}", share, saving, f"{s['step_s']:.1f}", *saves)
+        )
+    head = (
+        "ranks",
+        "shard",
+        "held per rank, GB",
+        "16 bytes per weight, GB",
+        "of the ideal saving",
+        "s a step",
+    )
     return markdown((*head, "a save stops the step, s", "and is complete after, s"), rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", default="350M", choices=[*SIZES])
-    parser.add_argument("--variants", nargs="*", default=[], help="1:none, or some of 1:none 2:none 2:fsdp 4:fsdp")
-    parser.add_argument("--steps", type=int, default=3, help="that are timed, after one that is not")
-    parser.add_argument("--json", type=Path, default=None, help="write the numbers here, and keep those it has")
-    parser.add_argument("--document", type=Path, default=None, help="write the table into this page")
+    parser.add_argument(
+        "--variants", nargs="*", default=[], help="1:none, or some of 1:none 2:none 2:fsdp 4:fsdp"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=3, help="that are timed, after one that is not"
+    )
+    parser.add_argument(
+        "--json", type=Path, default=None, help="write the numbers here, and keep those it has"
+    )
+    parser.add_argument(
+        "--document", type=Path, default=None, help="write the table into this page"
+    )
     parser.add_argument("--spec", default="", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.spec:
         spec = json.loads(options.spec)
         text = json.dumps(measure(spec))
-        (Path(spec["folder"]) / f"rank-{os.environ['RANK']}.json").write_text(text, encoding="utf-8")
+        (Path(spec["folder"]) / f"rank-{os.environ['RANK']}.json").write_text(
+            text, encoding="utf-8"
+        )
         return
     measured: dict[str, list[dict[str, Any]]] = {}
     if options.json is not None and options.json.is_file():
         measured = json.loads(options.json.read_text(encoding="utf-8"))["measured"]
     about = machine() | {"threads": 1}
-    chosen = [(int(count), shard) for count, shard in (name.split(":") for name in options.variants)] or VARIANTS
+    chosen = [
+        (int(count), shard) for count, shard in (name.split(":") for name in options.variants)
+    ] or VARIANTS
     for count, shard in chosen:
         if (name := f"{count} {shard}") not in measured:
-            measured[name] = on_ranks(count, {"size": options.size, "steps": options.steps, "shard": shard})
+            measured[name] = on_ranks(
+                count, {"size": options.size, "steps": options.steps, "shard": shard}
+            )
             print(f"{name}: {measured[name][0]['held_gb']:.2f} GB", file=sys.stderr, flush=True)
         if options.json:  # after each, so that what is measured is not lost
-            record = {"benchmark": "ranks", "machine": about, "results": summary(measured), "measured": measured}
+            record = {
+                "benchmark": "ranks",
+                "machine": about,
+                "results": summary(measured),
+                "measured": measured,
+            }
             options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     found = summary(measured)
     text = f"{about['date']}, {heading(about)}, {measured['1 none'][0]['parameters'] / 1e6:.0f}M weights, float32:"

@@ -55,11 +55,15 @@ def cells(workloads: Sequence[str], threads: Sequence[int]) -> Iterator[Cell]:
 
 @contextmanager
 def other_job() -> Iterator[None]:
-    process = subprocess.Popen([sys.executable, "-m", "benchmarks.ratios", OTHER_JOB], cwd=ROOT, env=_environment(1))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.ratios", OTHER_JOB], cwd=ROOT, env=_environment(1)
+    )
     try:
         yield
         if process.poll() is not None:
-            raise SystemExit(f"the other job ended with code {process.returncode}: the cell was not beside it.")
+            raise SystemExit(
+                f"the other job ended with code {process.returncode}: the cell was not beside it."
+            )
     finally:
         process.kill()
         process.wait()
@@ -79,7 +83,14 @@ def be_the_other_job() -> None:
 def run(cell: Cell, path: Path, options: argparse.Namespace) -> None:
     """Run the cell; its file is there only if it is complete."""
     unfinished = path.with_suffix(".unfinished")
-    arguments = ["--workloads", cell.workload, "--steps", str(options.steps), "--json", str(unfinished)]
+    arguments = [
+        "--workloads",
+        cell.workload,
+        "--steps",
+        str(options.steps),
+        "--json",
+        str(unfinished),
+    ]
     arguments += ["--model", options.model] if options.model else []
     if cell.benchmark == "step":
         arguments += ["--prompts", str(options.prompts)]
@@ -121,28 +132,52 @@ def gathered(done: Sequence[tuple[Cell, Mapping[str, Any]]]) -> dict[str, Any]:
             results["ratios"].append(about | {"seconds": seconds} | result["trl_over_gruppo"])
         else:
             update = result["phases"]["update"]
-            results["updates"].append(about | {"rate": update["rate"], "fraction": update["fraction"]})
+            results["updates"].append(
+                about | {"rate": update["rate"], "fraction": update["fraction"]}
+            )
     return {"benchmark": "ratios", "machine": done[0][1]["machine"], "results": results}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("build/ratios"))
-    parser.add_argument("--workloads", nargs="+", default=["short", "ragged", "long_prompt"], choices=list(WORKLOADS))
+    parser.add_argument(
+        "--workloads",
+        nargs="+",
+        default=["short", "ragged", "long_prompt"],
+        choices=list(WORKLOADS),
+    )
     parser.add_argument("--threads", nargs="+", type=int, default=[2, 1])
-    parser.add_argument("--steps", type=int, default=3, help="of each side in a cell, after one to warm up")
-    parser.add_argument("--prompts", type=int, default=4, help="prompts a step, of 8 completions each")
-    parser.add_argument("--model", default=None, help="a Hugging Face folder; without it, SmolLM2-135M")
-    parser.add_argument("--trl-python", default=None, help="a Python that has TRL; without it, this one")
+    parser.add_argument(
+        "--steps", type=int, default=3, help="of each side in a cell, after one to warm up"
+    )
+    parser.add_argument(
+        "--prompts", type=int, default=4, help="prompts a step, of 8 completions each"
+    )
+    parser.add_argument(
+        "--model", default=None, help="a Hugging Face folder; without it, SmolLM2-135M"
+    )
+    parser.add_argument(
+        "--trl-python", default=None, help="a Python that has TRL; without it, this one"
+    )
     options = parser.parse_args(arguments)
     if options.trl_python is None and importlib.util.find_spec("trl") is None:
-        parser.error("TRL is not installed here. Run pip install trl==1.16.0, or name a Python that has it.")
+        parser.error(
+            "TRL is not installed here. Run pip install trl==1.16.0, or name a Python that has it."
+        )
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     out = options.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
-    chosen, saved = {name: getattr(options, name) for name in ("model", "prompts", "steps")}, out / "options.json"
+    chosen, saved = (
+        {name: getattr(options, name) for name in ("model", "prompts", "steps")},
+        out / "options.json",
+    )
     if saved.exists() and json.loads(saved.read_text(encoding="utf-8")) != chosen:
-        parser.error(f"{out} has cells of other options, {saved.read_text(encoding='utf-8')}. Choose another --out.")
+        parser.error(
+            f"{out} has cells of other options, {saved.read_text(encoding='utf-8')}. Choose another --out."
+        )
     saved.write_text(json.dumps(chosen), encoding="utf-8")
     done = []
     for cell in cells(options.workloads, options.threads):

@@ -54,7 +54,9 @@ def config(spec: Mapping[str, Any]) -> Any:
         model=spec["model"] or base.model,
         compute=spec["compute"],
         rollout=replace(base.rollout, prompts=spec["prompts"]),
-        optim=replace(base.optim, token_budget=TOKENS_ON_CPU),  # not fewer where others use the memory
+        optim=replace(
+            base.optim, token_budget=TOKENS_ON_CPU
+        ),  # not fewer where others use the memory
         stage=Stage(kl_coef=spec.get("kl_coef", 0.05)),
         reference=ReferenceConfig(**settings),
         lora=LoraConfig(rank=spec.get("rank", 0)),
@@ -73,7 +75,9 @@ def measure(spec: Mapping[str, Any]) -> dict[str, Any]:
     settings = config(spec)
     check(settings)
     after_imports = memory.begin()
-    run, _ = build(settings, Parts(rewards=[alternating]))  # every row is learned from, with a KL and without
+    run, _ = build(
+        settings, Parts(rewards=[alternating])
+    )  # every row is learned from, with a KL and without
     memory.begin()
     seconds, kl = [], []
     for _ in range(spec["steps"]):
@@ -82,7 +86,13 @@ def measure(spec: Mapping[str, Any]) -> dict[str, Any]:
         seconds.append(time.perf_counter() - began)
     peak, held = memory.most(after_imports), memory.held() - after_imports
     trained = sum(p.numel() for p in run.parameters)
-    return {"peak_gb": peak / memory.GB, "held_gb": held / memory.GB, "seconds": seconds, "kl": kl, "trained": trained}
+    return {
+        "peak_gb": peak / memory.GB,
+        "held_gb": held / memory.GB,
+        "seconds": seconds,
+        "kl": kl,
+        "trained": trained,
+    }
 
 
 def one_step(run: Any) -> dict[str, float]:
@@ -101,9 +111,19 @@ def one_step(run: Any) -> dict[str, float]:
 
 def in_own_process(spec: Mapping[str, Any]) -> dict[str, Any]:
     quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.references", "--spec", json.dumps(spec)]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "benchmarks.references",
+        "--spec",
+        json.dumps(spec),
+    ]
     here = Path(__file__).parents[1]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | quiet, cwd=here, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | quiet, cwd=here, check=False
+    )
     if done.returncode:
         raise SystemExit(f"{spec} ended early. {done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -127,31 +147,62 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:
     rows = []
     for name, s in results.items():
-        alone = results[next(n for n in results if n.startswith(name.partition(",")[0]))]  # without a reference
+        alone = results[
+            next(n for n in results if n.startswith(name.partition(",")[0]))
+        ]  # without a reference
         more = "" if s is alone else f"{s['peak_gb'] - alone['peak_gb']:+.2f}"
         spread = f"{s['peak_gb']:.2f} ({s['peak_gb_min']:.2f} to {s['peak_gb_max']:.2f})"
-        rows.append((name, f"{s['trained'] / 1e6:.1f} M", spread, more, f"{s['held_gb']:.2f}", f"{s['seconds']:.1f}"))
-    head = ("policy and reference", "trained", "peak of a step, GB", "the reference", "held between, GB", "s a step")
+        rows.append(
+            (
+                name,
+                f"{s['trained'] / 1e6:.1f} M",
+                spread,
+                more,
+                f"{s['held_gb']:.2f}",
+                f"{s['seconds']:.1f}",
+            )
+        )
+    head = (
+        "policy and reference",
+        "trained",
+        "peak of a step, GB",
+        "the reference",
+        "held between, GB",
+        "s a step",
+    )
     return markdown(head, rows)
 
 
 def written(document: str, about: str) -> str:
     """The document with the table between its marks."""
-    changed, count = re.subn(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n{about}\n{END}", document, flags=re.DOTALL)
+    changed, count = re.subn(
+        f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n{about}\n{END}", document, flags=re.DOTALL
+    )
     if count != 1:
         raise ValueError(f"the document has {count} places {BEGIN} ... {END}; it needs one.")
     return changed
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="", help="a Hugging Face folder; without it, the recipe's")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="", help="a Hugging Face folder; without it, the recipe's"
+    )
     parser.add_argument("--compute", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--steps", type=int, default=3, help="of each process")
-    parser.add_argument("--repeats", type=int, default=3, help="processes of each variant, of which the median counts")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=3,
+        help="processes of each variant, of which the median counts",
+    )
     parser.add_argument("--json", type=Path, default=None, help="write the numbers here too")
-    parser.add_argument("--document", type=Path, default=None, help="write the table into this page")
+    parser.add_argument(
+        "--document", type=Path, default=None, help="write the table into this page"
+    )
     parser.add_argument("--spec", default="", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.spec:
@@ -166,8 +217,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"{name}: {runs[name][-1]['peak_gb']:.2f} GB", file=sys.stderr, flush=True)
         results = {name: summary(of) for name, of in runs.items()}
         if options.json:  # after each round, so that what is measured is not lost
-            document = {"benchmark": "references", "machine": about, "workload": shared, "results": results}
-            options.json.write_text(json.dumps(document | {"measured": runs}, indent=1) + "\n", encoding="utf-8")
+            document = {
+                "benchmark": "references",
+                "machine": about,
+                "workload": shared,
+                "results": results,
+            }
+            options.json.write_text(
+                json.dumps(document | {"measured": runs}, indent=1) + "\n", encoding="utf-8"
+            )
     text = f"{about['date']}, {heading(about)}, {options.compute}:\n\n{table(results)}"
     print(text)
     if options.document:

@@ -35,7 +35,9 @@ def machine() -> dict[str, Any]:
 
 def heading(about: Mapping[str, Any]) -> str:
     """One line that names the hardware."""
-    where = about["gpu"] or f"{about['threads']} threads on {about['cores']} cores of {about['cpu']}"
+    where = (
+        about["gpu"] or f"{about['threads']} threads on {about['cores']} cores of {about['cpu']}"
+    )
     return f"{where}, {about['memory_gb']:.0f} GB, torch {about['torch']}"
 
 
@@ -61,14 +63,22 @@ def tell(
 
 def _json(document: Any) -> str:
     """Lists of numbers on one line each."""
-    return re.sub(r"\[[-+\d.e,\s]+\]", lambda numbers: " ".join(numbers[0].split()), json.dumps(document, indent=1))
+    return re.sub(
+        r"\[[-+\d.e,\s]+\]",
+        lambda numbers: " ".join(numbers[0].split()),
+        json.dumps(document, indent=1),
+    )
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """Options that all benchmarks share."""
-    options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--short", action="store_true", help="the small form, one or two minutes")
-    options.add_argument("--model", default=None, help="a Hugging Face folder; without it, SmolLM2-135M")
+    options.add_argument(
+        "--model", default=None, help="a Hugging Face folder; without it, SmolLM2-135M"
+    )
     options.add_argument("--compute", default="auto", choices=["auto", "float32", "bfloat16"])
     options.add_argument("--json", type=Path, default=None, help="write the numbers here too")
     options.add_argument("--plot", type=Path, default=None, help="draw them here")

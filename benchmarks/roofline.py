@@ -34,7 +34,9 @@ def timed_steps(run: Run, spec: Mapping[str, Any], steps: int) -> list[dict[str,
     ends = ScriptedEnds(run.policy)
     optimiser: list[float] = []
     run.optimizer.register_step_pre_hook(lambda *_: optimiser.append(-time.perf_counter()))
-    run.optimizer.register_step_post_hook(lambda *_: optimiser.append(optimiser.pop() + time.perf_counter()))
+    run.optimizer.register_step_post_hook(
+        lambda *_: optimiser.append(optimiser.pop() + time.perf_counter())
+    )
     done = []
     for number in range(steps + 1):
         ends.script(spec, run.state.step)
@@ -48,7 +50,9 @@ def timed_steps(run: Run, spec: Mapping[str, Any], steps: int) -> list[dict[str,
 def prefill_seconds(run: Run, spec: Mapping[str, Any], number: int) -> float:
     """Of sampling a single token for each prompt, the draw included."""
     prompts = run.source.take(spec["prompts"])
-    requests = [Request(Prompt(str(i), prompt.inputs, draw=number), 1) for i, prompt in enumerate(prompts)]
+    requests = [
+        Request(Prompt(str(i), prompt.inputs, draw=number), 1) for i, prompt in enumerate(prompts)
+    ]
     began = time.perf_counter()
     run.policy.sample(requests, Sampling(max_actions=1), seed=number)
     return time.perf_counter() - began
@@ -64,12 +68,16 @@ def even(tokens: int) -> int:
     return -(-tokens // 16) * 16
 
 
-def measured_peaks(shape: Shape, groups: Sequence[Group], micro_batches: int, dtype: torch.dtype) -> dict[str, Any]:
+def measured_peaks(
+    shape: Shape, groups: Sequence[Group], micro_batches: int, dtype: torch.dtype
+) -> dict[str, Any]:
     """Rates at the shapes of a step: per product for an update, per product for decoding, and the memory's."""
     trunk = sum(prompt + sum(rows) - len(rows) for prompt, rows in groups)
     scored = sum(sum(rows) for _, rows in groups)
     return {
-        "update": peaks.update_rates(shape, even(trunk // micro_batches), even(scored // micro_batches), dtype),
+        "update": peaks.update_rates(
+            shape, even(trunk // micro_batches), even(scored // micro_batches), dtype
+        ),
         "prefill": peaks.forward_rates(shape, even(sum(prompt for prompt, _ in groups)), dtype),
         "decode": peaks.forward_rates(shape, sum(len(rows) for _, rows in groups), dtype),
         "memory": peaks.memory_rates(),
@@ -80,23 +88,39 @@ def measured_peaks(shape: Shape, groups: Sequence[Group], micro_batches: int, dt
 def fastest(measured: Sequence[Rates]) -> dict[str, dict[str, float]]:
     """Of several measurements of the same rates, each at its best."""
     first = measured[0]
-    return {kind: {name: max(one[kind][name] for one in measured) for name in first[kind]} for kind in first}
+    return {
+        kind: {name: max(one[kind][name] for one in measured) for name in first[kind]}
+        for kind in first
+    }
 
 
 def summarise(
-    shape: Shape, step: Mapping[str, Any], groups: Sequence[Group], best: Rates, *, bytes_each: int, parameters: int
+    shape: Shape,
+    step: Mapping[str, Any],
+    groups: Sequence[Group],
+    best: Rates,
+    *,
+    bytes_each: int,
+    parameters: int,
 ) -> dict[str, Any]:
     """Of each phase: seconds, work, rate, the rate or bandwidth that bounds it, and the fraction reached."""
     update, decode = flops.update(shape, groups), flops.decode(shape, groups)
     prefill = flops.prefill(shape, [prompt for prompt, _ in groups])
-    decode_s, backward_s = step["rollout_s"] - step["prefill_s"], step["update_s"] - step["optimiser_s"]
+    decode_s, backward_s = (
+        step["rollout_s"] - step["prefill_s"],
+        step["update_s"] - step["optimiser_s"],
+    )
     update_peak = flops.ideal_rate(flops.products(shape, groups), best["update"])
     phases = {
-        "prefill": _arithmetic(step["prefill_s"], prefill.total, _forward_peak(shape, prefill, best["prefill"])),
+        "prefill": _arithmetic(
+            step["prefill_s"], prefill.total, _forward_peak(shape, prefill, best["prefill"])
+        ),
         "decode": _arithmetic(decode_s, decode.total, _forward_peak(shape, decode, best["decode"])),
         "update": _arithmetic(step["update_s"], update.total, update_peak),
         "  forward, backward": _arithmetic(backward_s, update.total, update_peak),
-        "  optimiser": _traffic(step["optimiser_s"], flops.ADAM_BYTES * parameters, best["memory"]["in place"]),
+        "  optimiser": _traffic(
+            step["optimiser_s"], flops.ADAM_BYTES * parameters, best["memory"]["in place"]
+        ),
     }
     read = flops.decode_bytes(shape, groups, bytes_each=bytes_each)
     phases["decode"]["memory"] = _traffic(decode_s, read, best["memory"]["read"])
@@ -111,25 +135,44 @@ def _forward_peak(shape: Shape, work: flops.Work, rates: Mapping[str, float]) ->
 
 
 def _arithmetic(seconds: float, work: float, peak: float) -> dict[str, Any]:
-    return {"seconds": seconds, "flops": work, "rate": work / seconds, "peak": peak, "fraction": work / seconds / peak}
+    return {
+        "seconds": seconds,
+        "flops": work,
+        "rate": work / seconds,
+        "peak": peak,
+        "fraction": work / seconds / peak,
+    }
 
 
 def _traffic(seconds: float, traffic: float, peak: float) -> dict[str, Any]:
     rate = traffic / seconds
-    return {"seconds": seconds, "bytes": traffic, "rate": rate, "peak": peak, "fraction": rate / peak}
+    return {
+        "seconds": seconds,
+        "bytes": traffic,
+        "rate": rate,
+        "peak": peak,
+        "fraction": rate / peak,
+    }
 
 
 def table(results: Mapping[str, Any]) -> str:
     lines = []
     for workload, found in results.items():
-        lines.append(f"{workload}, {found['compute']}, {found['tokens_a_forward']:.0f} tokens a forward")
-        lines.append(f"{'phase':<22}{'seconds':>8}{'work':>14}{'rate':>14}{'measured peak':>16}{'reached':>9}")
+        lines.append(
+            f"{workload}, {found['compute']}, {found['tokens_a_forward']:.0f} tokens a forward"
+        )
+        lines.append(
+            f"{'phase':<22}{'seconds':>8}{'work':>14}{'rate':>14}{'measured peak':>16}{'reached':>9}"
+        )
         for name, phase in found["phases"].items():
             lines.append(_line(name, phase))
             if "memory" in phase:
                 lines.append(_line(f"{name}, memory", phase["memory"]))
         square, memory = found["peaks"]["square"], found["peaks"]["memory"]
-        told = ", ".join(f"{kind.removeprefix('torch.')} {rate / 1e9:.0f} GFLOP/s" for kind, rate in square.items())
+        told = ", ".join(
+            f"{kind.removeprefix('torch.')} {rate / 1e9:.0f} GFLOP/s"
+            for kind, rate in square.items()
+        )
         moved = ", ".join(f"{kind} {rate / 1e9:.0f} GB/s" for kind, rate in memory.items())
         lines.append(f"products of 2048^3: {told}; memory {moved}")
     return "\n".join(lines)
@@ -137,7 +180,9 @@ def table(results: Mapping[str, Any]) -> str:
 
 def _line(name: str, phase: Mapping[str, Any]) -> str:
     work, unit = (phase["flops"], "FLOP") if "flops" in phase else (phase["bytes"], "B")
-    done, rate, peak = (f"{number / 1e9:.0f} G{unit}" for number in (work, phase["rate"], phase["peak"]))
+    done, rate, peak = (
+        f"{number / 1e9:.0f} G{unit}" for number in (work, phase["rate"], phase["peak"])
+    )
     return f"{name:<22}{phase['seconds']:8.2f}{done:>14}{rate + '/s':>14}{peak + '/s':>16}{phase['fraction']:9.0%}"
 
 
@@ -149,27 +194,46 @@ def main(arguments: Sequence[str] | None = None) -> None:
     names, steps = (["short"], 2) if options.short else (options.workloads, options.steps)
     results, measured = {}, {}
     for name in names:
-        spec = {"model": options.model or str(smollm2_135m().path), "compute": options.compute, **WORKLOADS[name]}
+        spec = {
+            "model": options.model or str(smollm2_135m().path),
+            "compute": options.compute,
+            **WORKLOADS[name],
+        }
         spec |= {"prompts": 4, "group_size": 8}
         run = started(spec)
         shape = Shape.of(run.policy.module.config)
         done = timed_steps(run, spec, steps)
         middle = statistics.median_low([step["seconds"] for step in done])
         step = next(step for step in done if step["seconds"] == middle)
-        groups, micro_batches = groups_of(step, spec["group_size"]), max(1, round(step["micro_batches"]))
+        groups, micro_batches = (
+            groups_of(step, spec["group_size"]),
+            max(1, round(step["micro_batches"])),
+        )
         dtype = run.policy.compute_dtype
-        best = fastest([measured_peaks(shape, groups, micro_batches, dtype) for _ in range(1 if options.short else 2)])
+        best = fastest(
+            [
+                measured_peaks(shape, groups, micro_batches, dtype)
+                for _ in range(1 if options.short else 2)
+            ]
+        )
         parameters = sum(parameter.numel() for parameter in run.parameters)
         results[name] = {
             "phases": summarise(
-                shape, step, groups, best, bytes_each=torch.finfo(dtype).bits // 8, parameters=parameters
+                shape,
+                step,
+                groups,
+                best,
+                bytes_each=torch.finfo(dtype).bits // 8,
+                parameters=parameters,
             ),
             "peaks": best,
             "compute": run.config.compute,
             "tokens_a_forward": sum(prompt + sum(rows) for prompt, rows in groups) / micro_batches,
         }
         measured[name] = {"spec": spec, "shape": asdict(shape), "steps": done}
-    report.tell("roofline", results, table(results), options, draw=bars.draw_fractions, measured=measured)
+    report.tell(
+        "roofline", results, table(results), options, draw=bars.draw_fractions, measured=measured
+    )
 
 
 if __name__ == "__main__":

@@ -25,7 +25,9 @@ def started(spec: Mapping[str, Any], *, model: Any = None) -> Run:
         steps=10_000,
         compute=spec.get("compute", "auto"),
         rollout=RolloutConfig(
-            prompts=spec["prompts"], group_size=spec["group_size"], max_new_tokens=spec["new_tokens"]
+            prompts=spec["prompts"],
+            group_size=spec["group_size"],
+            max_new_tokens=spec["new_tokens"],
         ),
         optim=OptimConfig(lr=spec.get("lr", 1e-6), **optim),
     )

@@ -47,8 +47,20 @@ class Series(NamedTuple):
 
 GROUPS, DEPTHS = (4, 8, 16, 32), (4, 8, 16, 32)
 SERIES = (
-    Series("group size, short prompts", "completions of a prompt", "group_size", GROUPS, {"words": WORDS[55]}),
-    Series("group size, long prompts", "completions of a prompt", "group_size", GROUPS, {"words": WORDS[440]}),
+    Series(
+        "group size, short prompts",
+        "completions of a prompt",
+        "group_size",
+        GROUPS,
+        {"words": WORDS[55]},
+    ),
+    Series(
+        "group size, long prompts",
+        "completions of a prompt",
+        "group_size",
+        GROUPS,
+        {"words": WORDS[440]},
+    ),
     Series("prompt length", "tokens of a prompt", "words", tuple(WORDS.values()), {}),
     Series("completion length", "tokens of a completion", "new_tokens", (32, 64, 128, 256), {}),
     Series("model size", "layers", "layers", DEPTHS, {}),
@@ -58,7 +70,9 @@ SERIES = (
 def smaller(series: Series) -> Series:
     """With an eighth of the layers, and half of the prompts."""
     if series.knob == "layers":
-        return series._replace(values=tuple(depth // 2 for depth in DEPTHS), rest={**series.rest, "prompts": 1})
+        return series._replace(
+            values=tuple(depth // 2 for depth in DEPTHS), rest={**series.rest, "prompts": 1}
+        )
     return series._replace(rest={**series.rest, "prompts": 1, "layers": 4})
 
 
@@ -78,7 +92,9 @@ def fit(x: Sequence[float], y: Sequence[float]) -> Line:
     intercept = mean_y - slope * mean_x
     lines = [intercept + slope * a for a in x]
     return Line(
-        intercept, slope, max(abs(b - at) / at if at > 0 else float("inf") for b, at in zip(y, lines, strict=True))
+        intercept,
+        slope,
+        max(abs(b - at) / at if at > 0 else float("inf") for b, at in zip(y, lines, strict=True)),
     )
 
 
@@ -118,15 +134,27 @@ def point(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_own_process(spec: Mapping[str, Any]) -> dict[str, Any]:
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.scaling", "--point", json.dumps(spec)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=False)
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "benchmarks.scaling",
+        "--point",
+        json.dumps(spec),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=False
+    )
     lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     if done.returncode or not lines:
         raise SystemExit(f"the point {spec} ended early. {done.stderr[-2000:]}")
     return json.loads(lines[-1][len(MARK) :])
 
 
-def measure(common: Mapping[str, Any], series: Sequence[Series], *, apart: bool) -> dict[str, list[dict[str, Any]]]:
+def measure(
+    common: Mapping[str, Any], series: Sequence[Series], *, apart: bool
+) -> dict[str, list[dict[str, Any]]]:
     """Points of each series; those that two series share are measured once. Without ``apart``, in this process."""
     known: dict[str, dict[str, Any]] = {}
     found: dict[str, list[dict[str, Any]]] = {}
@@ -136,13 +164,18 @@ def measure(common: Mapping[str, Any], series: Sequence[Series], *, apart: bool)
             if (key := json.dumps(spec)) not in known:
                 known[key] = (in_own_process if apart else point)(spec)
                 told = ", ".join(f"{phase} {known[key][phase]:.2f}" for phase in PHASES)
-                print(f"{one.name}, {one.knob}={spec[one.knob]}: {told}", file=sys.stderr, flush=True)
+                print(
+                    f"{one.name}, {one.knob}={spec[one.knob]}: {told}", file=sys.stderr, flush=True
+                )
             found.setdefault(one.name, []).append(known[key])
     return found
 
 
 def summarise(
-    series: Sequence[Series], points: Mapping[str, Sequence[Mapping[str, Any]]], *, with_memory: bool
+    series: Sequence[Series],
+    points: Mapping[str, Sequence[Mapping[str, Any]]],
+    *,
+    with_memory: bool,
 ) -> dict[str, Any]:
     """Of each series: where its points are, and the line through each phase's."""
     found = {}
@@ -168,12 +201,18 @@ def marginal(found: Mapping[str, Any]) -> dict[str, float] | None:
     kinds = {kind: found.get(f"group size, {kind} prompts") for kind in ("short", "long")}
     if not all(kinds.values()):
         return None
-    cost = {kind: sum(series["lines"][phase]["slope"] for phase in PHASES) for kind, series in kinds.items() if series}
+    cost = {
+        kind: sum(series["lines"][phase]["slope"] for phase in PHASES)
+        for kind, series in kinds.items()
+        if series
+    }
     return {**cost, "long_over_short": cost["long"] / cost["short"]}
 
 
 def table(found: Mapping[str, Any], further: Mapping[str, float] | None) -> str:
-    lines = [f"{'grows with':<28}{'from':>6}{'to':>6}  {'of':<10}{'first':>8}{'last':>8}{'off the line':>14}"]
+    lines = [
+        f"{'grows with':<28}{'from':>6}{'to':>6}  {'of':<10}{'first':>8}{'last':>8}{'off the line':>14}"
+    ]
     for name, series in found.items():
         for what, line in series["lines"].items():
             y, verdict = series[what], "linear" if line["distance"] <= LINEAR else "not linear"
@@ -192,14 +231,23 @@ def table(found: Mapping[str, Any], further: Mapping[str, float] | None) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--steps", type=int, default=3, help="measured, after one that is not")
-    parser.add_argument("--series", nargs="+", default=[s.name for s in SERIES], choices=[s.name for s in SERIES])
     parser.add_argument(
-        "--point", type=json.loads, default=None, help="measure this one here; for the benchmark itself"
+        "--series", nargs="+", default=[s.name for s in SERIES], choices=[s.name for s in SERIES]
+    )
+    parser.add_argument(
+        "--point",
+        type=json.loads,
+        default=None,
+        help="measure this one here; for the benchmark itself",
     )
     options = parser.parse_args(arguments)
     if options.point:
         return say(**point(options.point))
-    common = {"model": options.model or str(smollm2_135m().path), "compute": options.compute, "steps": options.steps}
+    common = {
+        "model": options.model or str(smollm2_135m().path),
+        "compute": options.compute,
+        "steps": options.steps,
+    }
     series = [one for one in SERIES if one.name in options.series]
     if options.short:
         series, common["steps"] = [smaller(one) for one in series], 1

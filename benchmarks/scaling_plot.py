@@ -28,7 +28,9 @@ def draw(results: Mapping[str, Any], path: Path, heading: str) -> None:
     from matplotlib.figure import Figure
 
     found, steps = results["series"], results["steps"]
-    heading += f". Points: shortest of {steps} step{'s' if steps > 1 else ''}; lines: least squares."
+    heading += (
+        f". Points: shortest of {steps} step{'s' if steps > 1 else ''}; lines: least squares."
+    )
     panels = [(title, [name for name in names if name in found]) for title, names in PANELS]
     panels = [(title, names) for title, names in panels if names]
     rows = (len(panels) + 1) // 2
@@ -45,21 +47,54 @@ def draw(results: Mapping[str, Any], path: Path, heading: str) -> None:
 
 def _panel(axes: Any, title: str, kinds: Sequence[Mapping[str, Any]]) -> None:
     last = kinds[0]["x"][-1]
-    top = (1.12 if len(kinds) == 1 else 1.42) * max(max(series[phase]) for series in kinds for phase in PHASES)
+    top = (1.12 if len(kinds) == 1 else 1.42) * max(
+        max(series[phase]) for series in kinds for phase in PHASES
+    )
     ends: list[tuple[float, str, str]] = []
     for series, dashes in zip(kinds, DASHES, strict=False):
         for (phase, word), colour in zip(PHASES.items(), COLORS, strict=False):
             line = series["lines"][phase]
-            ends.append((line["intercept"] + line["slope"] * last, f"{word}, {line['distance']:.0%} off", colour))
-            axes.plot((0, last), (line["intercept"], ends[-1][0]), color=colour, linewidth=1.5, linestyle=dashes)
+            ends.append(
+                (
+                    line["intercept"] + line["slope"] * last,
+                    f"{word}, {line['distance']:.0%} off",
+                    colour,
+                )
+            )
+            axes.plot(
+                (0, last),
+                (line["intercept"], ends[-1][0]),
+                color=colour,
+                linewidth=1.5,
+                linestyle=dashes,
+            )
             inside = colour if dashes == DASHES[0] else PAPER
-            axes.plot(series["x"], series[phase], "o", color=colour, markersize=5.5, markerfacecolor=inside)
+            axes.plot(
+                series["x"],
+                series[phase],
+                "o",
+                color=colour,
+                markersize=5.5,
+                markerfacecolor=inside,
+            )
     ends.sort()
-    for (_, text, colour), height in zip(ends, apart([end[0] for end in ends], APART * top), strict=True):
+    for (_, text, colour), height in zip(
+        ends, apart([end[0] for end in ends], APART * top), strict=True
+    ):
         axes.text(1.03 * last, height, text, color=colour, fontsize=8.8, va="center")
     if len(kinds) > 1:
-        axes.text(0.03, 0.97, _key(kinds), transform=axes.transAxes, va="top", fontsize=8.8, backgroundcolor=PAPER)
-    axes.set(title=title, xlabel=kinds[0]["axis"], ylabel="seconds", xlim=(0, ROOM * last), ylim=(0, top))
+        axes.text(
+            0.03,
+            0.97,
+            _key(kinds),
+            transform=axes.transAxes,
+            va="top",
+            fontsize=8.8,
+            backgroundcolor=PAPER,
+        )
+    axes.set(
+        title=title, xlabel=kinds[0]["axis"], ylabel="seconds", xlim=(0, ROOM * last), ylim=(0, top)
+    )
     axes.set_xticks([0, *kinds[0]["x"]])
 
 

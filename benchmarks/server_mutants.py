@@ -68,7 +68,9 @@ class Proxy:
 
     def send(self, path: str, body: Any, method: str = "POST") -> tuple[int, bytes]:
         data = None if method == "GET" else b"" if body is None else json.dumps(body).encode()
-        call = urllib.request.Request(self.target + path, data, {"Content-Type": "application/json"}, method=method)
+        call = urllib.request.Request(
+            self.target + path, data, {"Content-Type": "application/json"}, method=method
+        )
         try:
             with urllib.request.urlopen(call, timeout=900) as reply:
                 return reply.status, reply.read()
@@ -92,7 +94,11 @@ def loads(proxy: Proxy, other: Callable[[Path, Path], Path]) -> None:
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: x for file in sorted(folder.glob("*.safetensors")) for name, x in load_file(file).items()}
+    return {
+        name: x
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, x in load_file(file).items()
+    }
 
 
 def without(part: str) -> Callable[[Path, Path], Path]:
@@ -100,7 +106,10 @@ def without(part: str) -> Callable[[Path, Path], Path]:
 
     def other(folder: Path, before: Path) -> Path:
         old = weights_of(before)
-        return write(folder, {name: old[name] if part in name else x for name, x in weights_of(folder).items()})
+        return write(
+            folder,
+            {name: old[name] if part in name else x for name, x in weights_of(folder).items()},
+        )
 
     return other
 
@@ -108,7 +117,10 @@ def without(part: str) -> Callable[[Path, Path], Path]:
 def another_model(folder: Path, before: Path) -> Path:
     generator = torch.Generator().manual_seed(7)
     weights = {name: x.float() for name, x in weights_of(folder).items()}
-    noise = {name: 0.2 * x.std() * torch.randn(x.shape, generator=generator) for name, x in weights.items()}
+    noise = {
+        name: 0.2 * x.std() * torch.randn(x.shape, generator=generator)
+        for name, x in weights.items()
+    }
     return write(folder, {name: (x + noise[name]).bfloat16() for name, x in weights.items()})
 
 
@@ -151,7 +163,9 @@ def raw(proxy: Proxy) -> Callable[[list[float], Any, Any], list[float]]:
     def change(logprobs: list[float], body: Any, tokens: Any) -> list[float]:
         ids = [*body["token_ids"], *tokens]
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        scored = json.loads(proxy.send("/inference/v1/generate", {"token_ids": ids, "sampling_params": params})[1])
+        scored = json.loads(
+            proxy.send("/inference/v1/generate", {"token_ids": ids, "sampling_params": params})[1]
+        )
         entries = scored["prompt_logprobs"][-len(tokens) :]
         return [entry[str(token)]["logprob"] for token, entry in zip(tokens, entries, strict=True)]
 
@@ -168,12 +182,16 @@ FAULTS: dict[str, Callable[[Proxy], None]] = {
     "swapped replicas": lambda proxy: None,
     "cache not cleared": keeps_cache,
     "raw log-probs": lambda proxy: reports(proxy, raw(proxy)),
-    "log-probs off by one": lambda proxy: reports(proxy, lambda logprobs, body, tokens: [*logprobs[1:], logprobs[0]]),
+    "log-probs off by one": lambda proxy: reports(
+        proxy, lambda logprobs, body, tokens: [*logprobs[1:], logprobs[0]]
+    ),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("url", help="a server started by gruppo serve")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--probes", type=int, default=prove.PROBES)
@@ -181,7 +199,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     prove.PROBES = options.probes
     policy = load_policy(options.model)
-    prompts = [Prompt(str(n), [{"role": "user", "content": f"What is {n} + {n * n % 23}?"}]) for n in range(64)]
+    prompts = [
+        Prompt(str(n), [{"role": "user", "content": f"What is {n} + {n * n % 23}?"}])
+        for n in range(64)
+    ]
     for fault in options.faults:
         print(f"{fault:22} {attempt(fault, policy, prompts, options.url)}", flush=True)
 
@@ -189,13 +210,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 def attempt(fault: str, policy: Any, prompts: Sequence[Prompt], url: str) -> str:
     """Publish to a server with a fault; what the engine says of it."""
     with tempfile.TemporaryDirectory(prefix="gruppo-mutants-") as place:
-        untrained = Publication(Path(place) / "untrained").write("v", policy.served_weights(), policy.served_config())
+        untrained = Publication(Path(place) / "untrained").write(
+            "v", policy.served_weights(), policy.served_config()
+        )
         proxies = [Proxy(url, untrained) for _ in range(2 if fault == "swapped replicas" else 1)]
         for proxy in proxies:
             FAULTS[fault](proxy)
         sampling = Sampling(temperature=1.5, top_k=12, max_actions=8)
         proof = Proof(policy, prompts, sampling, max_mismatch=0.2)
-        engine = VllmEngine(policy, [p.url for p in proxies], Path(place) / "published", proof=proof, timeout_s=600)
+        engine = VllmEngine(
+            policy, [p.url for p in proxies], Path(place) / "published", proof=proof, timeout_s=600
+        )
         began = time.perf_counter()
         try:
             engine.check(64)
@@ -206,7 +231,9 @@ def attempt(fault: str, policy: Any, prompts: Sequence[Prompt], url: str) -> str
             engine.close()
         out = [replica.why for replica in engine.replicas if replica.why]
         error = engine.metrics().get("engine/proof_error_nats", float("nan"))
-        return f"{'partly refused: ' + '; '.join(out) if out else f'admitted, error {error:.3f} nats'}"
+        return (
+            f"{'partly refused: ' + '; '.join(out) if out else f'admitted, error {error:.3f} nats'}"
+        )
 
 
 if __name__ == "__main__":

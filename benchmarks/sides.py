@@ -38,7 +38,12 @@ def trl_side(spec: dict[str, Any]) -> None:
     import torch
     import transformers.models.llama.modeling_llama  # noqa: F401  # part of the imports, not of the model
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList, TrainerCallback
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        LogitsProcessorList,
+        TrainerCallback,
+    )
     from trl import GRPOConfig, GRPOTrainer
 
     from benchmarks.ends import force_ends
@@ -75,11 +80,18 @@ def trl_side(spec: dict[str, Any]) -> None:
         """Where rows end; made anew for each batch of rows."""
 
         def __init__(self, prompt_tokens: int) -> None:
-            lengths = row_lengths(rows, next(steps), most=spec["new_tokens"], mean=spec["mean_tokens"])
-            self.lengths, self.prompt_tokens = torch.tensor(lengths, device=model.device), prompt_tokens
+            lengths = row_lengths(
+                rows, next(steps), most=spec["new_tokens"], mean=spec["mean_tokens"]
+            )
+            self.lengths, self.prompt_tokens = (
+                torch.tensor(lengths, device=model.device),
+                prompt_tokens,
+            )
 
         def __call__(self, input_ids: Any, scores: Any) -> Any:
-            force_ends(scores, self.lengths, input_ids.shape[1] - self.prompt_tokens, trainer.eos_token_ids)
+            force_ends(
+                scores, self.lengths, input_ids.shape[1] - self.prompt_tokens, trainer.eos_token_ids
+            )
             return scores
 
     class Turns(TrainerCallback):
@@ -102,7 +114,9 @@ def trl_side(spec: dict[str, Any]) -> None:
         processing_class=AutoTokenizer.from_pretrained(spec["model"]),
         reward_funcs=rewarded,
         args=arguments,
-        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts(PROMPTS, spec["words"])]),
+        train_dataset=Dataset.from_list(
+            [{"prompt": prompt} for prompt in prompts(PROMPTS, spec["words"])]
+        ),
         callbacks=[Turns()],
     )
     generate = model.generate

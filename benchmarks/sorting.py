@@ -39,8 +39,12 @@ class SmallGPT(nn.Module):
     def __init__(self, width: int = 64, layers: int = 2, heads: int = 4) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(len(ALPHABET), width), nn.Embedding(CONTEXT, width)
-        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        layer = nn.TransformerEncoderLayer(
+            width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(
+            layer, layers, nn.LayerNorm(width), enable_nested_tensor=False
+        )
         self.head = nn.Linear(width, len(ALPHABET))
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -74,7 +78,9 @@ def _warm_weights(seed: int) -> dict[str, Tensor]:
     model = SmallGPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=WARM_LR)
     for _ in range(WARM_STEPS):
-        asked = torch.rand(WARM_ROWS, 10).argsort(dim=1)[:, :DIGITS] + 1  # [rows, digits], digit d is token d + 1
+        asked = (
+            torch.rand(WARM_ROWS, 10).argsort(dim=1)[:, :DIGITS] + 1
+        )  # [rows, digits], digit d is token d + 1
         mark, end = (torch.full((WARM_ROWS, 1), token) for token in (ALPHABET.index(">"), END))
         answer = torch.cat([asked.sort(dim=1).values, end], dim=1)
         logits = model(torch.cat([asked, mark, answer], dim=1))[:, DIGITS:-1]

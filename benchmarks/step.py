@@ -30,12 +30,17 @@ Steps = Sequence[Mapping[str, Any]]
 def measure(spec: Mapping[str, Any], steps: int, pythons: Mapping[str, str]) -> dict[str, Any]:
     """Steps of all sides in turn, after one warm-up step each, and the number of the model's parameters."""
     sides = [
-        Side(name, ["benchmarks.sides", name, json.dumps(spec)], python=python) for name, python in pythons.items()
+        Side(name, ["benchmarks.sides", name, json.dumps(spec)], python=python)
+        for name, python in pythons.items()
     ]
     try:
         done = in_turns(sides, steps)
         check_same_work(done)
-        return {"parameters": sides[0].ready["parameters"], "compute": sides[0].ready.get("compute"), "steps": done}
+        return {
+            "parameters": sides[0].ready["parameters"],
+            "compute": sides[0].ready.get("compute"),
+            "steps": done,
+        }
     finally:
         for side in sides:
             side.close()
@@ -43,7 +48,10 @@ def measure(spec: Mapping[str, Any], steps: int, pythons: Mapping[str, str]) -> 
 
 def check_same_work(done: Mapping[str, Steps]) -> None:
     """Refuse a comparison of different work: each step's prompt lengths and completion lengths, row by row."""
-    work = {name: [(step["prompt_tokens"], step["lengths"]) for step in steps] for name, steps in done.items()}
+    work = {
+        name: [(step["prompt_tokens"], step["lengths"]) for step in steps]
+        for name, steps in done.items()
+    }
     first, *others = work
     for other in others:
         if work[other] != work[first]:
@@ -58,34 +66,53 @@ def span(steps: Steps) -> str:
     told = []
     for what, name in (("prompts", "prompt_tokens"), ("completions", "lengths")):
         tokens = [n for step in steps for n in step[name]]
-        told.append(f"{what} of {min(tokens)} / {statistics.mean(tokens):.1f} / {max(tokens)} tokens")
+        told.append(
+            f"{what} of {min(tokens)} / {statistics.mean(tokens):.1f} / {max(tokens)} tokens"
+        )
     return ", ".join(told)
 
 
 def fastest_trl(spec: Mapping[str, Any], python: str) -> dict[str, Any]:
     """Of rows a forward and of recomputing activations, what makes one step of TRL shortest."""
     rows = spec["prompts"] * spec["group_size"]
-    tried = [{"trl_batch": batch, "trl_checkpointing": False} for batch in (4, 8, 16, 32) if batch <= rows]
+    tried = [
+        {"trl_batch": batch, "trl_checkpointing": False}
+        for batch in (4, 8, 16, 32)
+        if batch <= rows
+    ]
     tried.append({"trl_batch": min(8, rows), "trl_checkpointing": True})
     for settings in tried:
         step = measure({**spec, **settings}, 1, {"trl": python})["steps"]["trl"][0]
         settings |= {"seconds": step["seconds"], "peak_gb": step["peak_bytes"] / GB}
         print(f"TRL {settings}", file=sys.stderr, flush=True)
     best = min(tried, key=lambda settings: settings["seconds"])
-    return {"trl_batch": best["trl_batch"], "trl_checkpointing": best["trl_checkpointing"], "tried": tried}
+    return {
+        "trl_batch": best["trl_batch"],
+        "trl_checkpointing": best["trl_checkpointing"],
+        "tried": tried,
+    }
 
 
 def summarise(measured: Mapping[str, Any]) -> dict[str, Any]:
     """Medians and ranges of each side, and its memory; ratios of the two sides step by step."""
     done = measured["steps"]
-    sides: dict[str, Any] = {name: _side(steps, measured["parameters"]) for name, steps in done.items()}
+    sides: dict[str, Any] = {
+        name: _side(steps, measured["parameters"]) for name, steps in done.items()
+    }
     if "trl" in done:
-        pairs = [t["seconds"] / g["seconds"] for g, t in zip(done["gruppo"], done["trl"], strict=True)]
-        sides["trl_over_gruppo"] = {"median": statistics.median(pairs), "min": min(pairs), "max": max(pairs)}
+        pairs = [
+            t["seconds"] / g["seconds"] for g, t in zip(done["gruppo"], done["trl"], strict=True)
+        ]
+        sides["trl_over_gruppo"] = {
+            "median": statistics.median(pairs),
+            "min": min(pairs),
+            "max": max(pairs),
+        }
         for phase in ("rollout_s", "update_s"):
             sides["trl_over_gruppo"][phase] = sides["trl"][phase] / sides["gruppo"][phase]
         sides["memory_gruppo_over_trl"] = {
-            name: sides["gruppo"][name] / sides["trl"][name] for name in ("peak_gb", "above_state_gb")
+            name: sides["gruppo"][name] / sides["trl"][name]
+            for name in ("peak_gb", "above_state_gb")
         }
     return sides
 
@@ -139,15 +166,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--prompts", type=int, default=4, help="prompts a step, of 8 completions each")
-    parser.add_argument("--trl-python", default=None, help="a Python that has TRL; without it, this one if it has")
+    parser.add_argument(
+        "--prompts", type=int, default=4, help="prompts a step, of 8 completions each"
+    )
+    parser.add_argument(
+        "--trl-python", default=None, help="a Python that has TRL; without it, this one if it has"
+    )
     parser.add_argument("--trl-batch", type=int, default=8, help="rows of one TRL forward")
-    parser.add_argument("--trl-checkpointing", action="store_true", help="let TRL recompute activations")
-    parser.add_argument("--tune-trl", action="store_true", help="try TRL's settings first, and take the fastest")
+    parser.add_argument(
+        "--trl-checkpointing", action="store_true", help="let TRL recompute activations"
+    )
+    parser.add_argument(
+        "--tune-trl", action="store_true", help="try TRL's settings first, and take the fastest"
+    )
     options = parser.parse_args(arguments)
     trl_python = options.trl_python or (sys.executable if importlib.util.find_spec("trl") else None)
     if trl_python is None:
-        print("TRL is not installed here (pip install trl==1.16.0), so gruppo is timed alone.", file=sys.stderr)
+        print(
+            "TRL is not installed here (pip install trl==1.16.0), so gruppo is timed alone.",
+            file=sys.stderr,
+        )
     pythons = {"gruppo": sys.executable} | ({"trl": trl_python} if trl_python else {})
     common = {
         "model": options.model or str(smollm2_135m().path),

@@ -26,20 +26,35 @@ def markdown(head: Row, rows: Sequence[Row]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def spread(found: Mapping[str, float], digits: int, *, median: str = "median", unit: str = "") -> str:
+def spread(
+    found: Mapping[str, float], digits: int, *, median: str = "median", unit: str = ""
+) -> str:
     least, most = found[median.replace("median", "min")], found[median.replace("median", "max")]
     return f"{found[median]:.{digits}f}{unit} ({least:.{digits}f} to {most:.{digits}f})"
 
 
 def of_steps(results: Mapping[str, Any]) -> str:
-    head = ("workload", "", "seconds a step", "rollout", "update", "new tokens/s", "peak, GB", "above state, GB")
+    head = (
+        "workload",
+        "",
+        "seconds a step",
+        "rollout",
+        "update",
+        "new tokens/s",
+        "peak, GB",
+        "above state, GB",
+    )
     rows: list[Row] = []
     for workload, sides in results.items():
         for side in ("gruppo", "trl"):
             if side in sides:
                 s = sides[side]
                 seconds = spread(s, 1, median="seconds_median")
-                phases = (f"{s['rollout_s']:.1f}", f"{s['update_s']:.1f}", f"{s['tokens_per_s']:.0f}")
+                phases = (
+                    f"{s['rollout_s']:.1f}",
+                    f"{s['update_s']:.1f}",
+                    f"{s['tokens_per_s']:.0f}",
+                )
                 memory = (f"{s['peak_gb']:.2f}", f"{s['above_state_gb']:.2f}")
                 rows.append((workload.replace("_", " "), NAMES[side], seconds, *phases, *memory))
         if "trl_over_gruppo" in sides:
@@ -47,7 +62,13 @@ def of_steps(results: Mapping[str, Any]) -> str:
             phases = (f"{r['rollout_s']:.2f}", f"{r['update_s']:.2f}", "")
             memory = (f"{m['peak_gb']:.0%} of TRL's", f"**{m['above_state_gb']:.0%}** of TRL's")
             rows.append(
-                ("", "TRL / gruppo", f"**{r['median']:.2f}** ({r['min']:.2f} to {r['max']:.2f})", *phases, *memory)
+                (
+                    "",
+                    "TRL / gruppo",
+                    f"**{r['median']:.2f}** ({r['min']:.2f} to {r['max']:.2f})",
+                    *phases,
+                    *memory,
+                )
             )
     return markdown(head, rows)
 
@@ -65,14 +86,24 @@ def of_roofline(results: Mapping[str, Any]) -> str:
     rows: list[Row] = []
     for workload, found in results.items():
         phases = [(name, phase) for name, phase in found["phases"].items()]
-        phases += [(f"{name}, its reading", phase["memory"]) for name, phase in phases if "memory" in phase]
+        phases += [
+            (f"{name}, its reading", phase["memory"]) for name, phase in phases if "memory" in phase
+        ]
         for name, phase in phases:
             work, unit = (phase["flops"], "FLOP") if "flops" in phase else (phase["bytes"], "B")
             numbers = (f"{n / 1e9:.0f} G{unit}" for n in (work, phase["rate"], phase["peak"]))
             done, rate, peak = numbers
-            told = (f"{phase['seconds']:.2f}", done, f"{rate}/s", f"{peak}/s", f"{phase['fraction']:.0%}")
+            told = (
+                f"{phase['seconds']:.2f}",
+                done,
+                f"{rate}/s",
+                f"{peak}/s",
+                f"{phase['fraction']:.0%}",
+            )
             rows.append((workload.replace("_", " "), name.strip(), *told))
-    return markdown(("workload", "phase", "seconds", "work", "rate", "measured peak", "reached"), rows)
+    return markdown(
+        ("workload", "phase", "seconds", "work", "rate", "measured peak", "reached"), rows
+    )
 
 
 def of_scaling(results: Mapping[str, Any]) -> str:
@@ -105,14 +136,21 @@ def of_ratios(results: Mapping[str, Any]) -> str:
     for workload in dict.fromkeys(one["workload"] for one in results["ratios"]):
         cells = [found.get((workload, *condition)) for condition in conditions]
         told = (
-            f"{spread(one, 2)}; rollout {one['rollout_s']:.1f}, update {one['update_s']:.1f}" if one else ""
+            f"{spread(one, 2)}; rollout {one['rollout_s']:.1f}, update {one['update_s']:.1f}"
+            if one
+            else ""
             for one in cells
         )
         rows.append((workload.replace("_", " "), *told))
     shares = {(True, one["threads"]): f"{one['fraction']:.0%}" for one in results["updates"]}
     if shares:
-        rows.append(("update of gruppo, share of the matrix rate", *(shares.get(c, "") for c in conditions)))
-    names = (f"{'alone' if is_alone else 'beside a job'}, threads: {count}" for is_alone, count in conditions)
+        rows.append(
+            ("update of gruppo, share of the matrix rate", *(shares.get(c, "") for c in conditions))
+        )
+    names = (
+        f"{'alone' if is_alone else 'beside a job'}, threads: {count}"
+        for is_alone, count in conditions
+    )
     return markdown(("TRL / gruppo", *names), rows)
 
 
@@ -134,20 +172,26 @@ PICTURES = {
 """What each shows; below the table where there is one, ``docs/images/NAME.png``."""
 
 
-def replaced(document: str, name: str, told: Mapping[str, Any], *, has_picture: bool = False) -> str:
+def replaced(
+    document: str, name: str, told: Mapping[str, Any], *, has_picture: bool = False
+) -> str:
     """The document with the table of a benchmark, under a line that says when and where it was measured."""
     begin, end = f"<!-- {name} -->", "<!-- end -->"
     about = f"{told['machine']['date']}, {heading(told['machine'])}:"
     picture = f"\n\n![{PICTURES[name]}](../images/{name}.png)" if has_picture else ""
     table = f"{begin}\n{about}\n\n{TABLES[name](told['results'])}{picture}\n{end}"
-    changed, count = re.subn(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _: table, document, flags=re.DOTALL)
+    changed, count = re.subn(
+        f"{re.escape(begin)}.*?{re.escape(end)}", lambda _: table, document, flags=re.DOTALL
+    )
     if count != 1:
         raise ValueError(f"the document has {count} places {begin} ... {end}; it needs one.")
     return changed
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--document", type=Path, default=DOCUMENT)
     options = parser.parse_args(arguments)
@@ -155,7 +199,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in TABLES:
         if (path := options.folder / f"{name}.json").is_file():
             has_picture = (DOCUMENT.parents[1] / "images" / f"{name}.png").is_file()
-            text = replaced(text, name, json.loads(path.read_text(encoding="utf-8")), has_picture=has_picture)
+            text = replaced(
+                text, name, json.loads(path.read_text(encoding="utf-8")), has_picture=has_picture
+            )
     options.document.write_text(text, encoding="utf-8")
 
 

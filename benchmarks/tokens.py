@@ -39,7 +39,10 @@ class Curve:
 
     def smooth(self) -> Curve:
         """Each point the mean of itself and the two before it: no point knows what came later."""
-        means = [statistics.mean(self.reward[max(n - SMOOTHED + 1, 0) : n + 1]) for n in range(len(self.reward))]
+        means = [
+            statistics.mean(self.reward[max(n - SMOOTHED + 1, 0) : n + 1])
+            for n in range(len(self.reward))
+        ]
         return Curve(self.tokens, tuple(means))
 
     def until(self, reward: float) -> float:
@@ -74,13 +77,19 @@ def by_variant(runs: Sequence[Path]) -> dict[str, dict[str, Curve]]:
 def table(curves: Mapping[str, Mapping[str, Curve]], share: float) -> str:
     """Markdown: tokens to ``share`` of the smoothed reward that the first variant ended with under the same seed."""
     first = {seed: curve.smooth() for seed, curve in next(iter(curves.values())).items()}
-    lines = ["| variant | seed | tokens in all | reward at the end | target | tokens to it | of the first variant's |"]
+    lines = [
+        "| variant | seed | tokens in all | reward at the end | target | tokens to it | of the first variant's |"
+    ]
     lines.append("|---|---|---|---|---|---|---|")
     for variant, seeds in curves.items():
         for seed in sorted(seeds.keys() & first.keys()):
             curve, target = seeds[seed].smooth(), share * first[seed].reward[-1]
             needed, base = curve.until(target), first[seed].until(target)
-            said = f"{needed:,.0f} | {needed / base:.0%}" if math.isfinite(needed) else "not reached | "
+            said = (
+                f"{needed:,.0f} | {needed / base:.0%}"
+                if math.isfinite(needed)
+                else "not reached | "
+            )
             lines.append(
                 f"| {variant} | {seed} | {curve.tokens[-1]:,.0f} | {curve.reward[-1]:.3f} | {target:.3f} | {said} |"
             )
@@ -101,7 +110,9 @@ def rewards_at(curves: Mapping[str, Mapping[str, Curve]], tokens: Sequence[float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path)
-    parser.add_argument("--share", type=float, default=1.0, help="of the reward that the first variant ended with")
+    parser.add_argument(
+        "--share", type=float, default=1.0, help="of the reward that the first variant ended with"
+    )
     parser.add_argument("--at", nargs="*", type=float, default=[10e3, 20e3, 30e3, 40e3, 50e3])
     options = parser.parse_args()
     curves = by_variant(options.runs)

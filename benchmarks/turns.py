@@ -19,7 +19,11 @@ from typing import Any
 
 MARK = "@@ "
 """Before each line of JSON: libraries print what they like between them."""
-QUIET = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
 
 
 def say(**numbers: Any) -> None:
@@ -37,7 +41,12 @@ class Side:
     """One library in a process of its own."""
 
     def __init__(
-        self, name: str, arguments: Sequence[str], *, python: str = "", environment: Mapping[str, str] | None = None
+        self,
+        name: str,
+        arguments: Sequence[str],
+        *,
+        python: str = "",
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # lives as long as the process
@@ -48,7 +57,9 @@ class Side:
             stderr=self.errors,
             text=True,
             # gruppo, imported here, may have chosen how its own threads wait: each side decides for itself
-            env={k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"} | QUIET | dict(environment or {}),
+            env={k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"}
+            | QUIET
+            | dict(environment or {}),
             cwd=Path(__file__).parents[1],
             process_group=0,  # of this session: were this process to die, the halted ones would be hung up
         )
@@ -83,7 +94,9 @@ class Side:
             os.killpg(self.process.pid, number)
 
 
-def in_turns(sides: Sequence[Side], turns: int, *, warm: int = 1) -> dict[str, list[dict[str, Any]]]:
+def in_turns(
+    sides: Sequence[Side], turns: int, *, warm: int = 1
+) -> dict[str, list[dict[str, Any]]]:
     """Turns of all sides by name, after ``warm`` that are not kept."""
     done: dict[str, list[dict[str, Any]]] = {side.name: [] for side in sides}
     for turn in range(warm + turns):

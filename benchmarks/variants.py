@@ -38,7 +38,9 @@ def config(spec: dict[str, Any]) -> Any:
         critic=CriticConfig(kind=kind) if name == "ppo" else CriticConfig(),
         stage=Stage(kl_coef=spec["kl_coef"]),
         rollout=RolloutConfig(
-            prompts=spec["prompts"], group_size=spec["group_size"], max_new_tokens=spec["new_tokens"]
+            prompts=spec["prompts"],
+            group_size=spec["group_size"],
+            max_new_tokens=spec["new_tokens"],
         ),
         optim=OptimConfig(lr=0.0, epochs=passes, minibatches=passes),
     )
@@ -59,7 +61,12 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     run.policy.chat.eos_ids = ()  # every row to its full length
     steps = [one_step(run) for _ in range(spec["steps"] + 1)][1:]
     peak = memory.most(after_imports) / 2**30
-    return {"compute": run.config.compute, "peak_gib": peak, "held_gib": held_gib(run), "steps": steps}
+    return {
+        "compute": run.config.compute,
+        "peak_gib": peak,
+        "held_gib": held_gib(run),
+        "steps": steps,
+    }
 
 
 def one_step(run: Any) -> dict[str, Any]:
@@ -93,9 +100,20 @@ def held_gib(run: Any) -> float:
     if run.critic is not None:
         copied = getattr(run.critic, "compute_copy", None)
         modules += [run.critic.module, *([copied] if copied is not None else [])]
-    weights = {id(tensor): tensor for module in modules for tensor in (*module.parameters(), *module.buffers())}
-    moments = [value for state in run.optimizer.state.values() for value in state.values() if hasattr(value, "nbytes")]
-    return _bytes([*weights.values(), *run.parameters, *moments]) / 2**30  # a gradient is as large as its parameter
+    weights = {
+        id(tensor): tensor
+        for module in modules
+        for tensor in (*module.parameters(), *module.buffers())
+    }
+    moments = [
+        value
+        for state in run.optimizer.state.values()
+        for value in state.values()
+        if hasattr(value, "nbytes")
+    ]
+    return (
+        _bytes([*weights.values(), *run.parameters, *moments]) / 2**30
+    )  # a gradient is as large as its parameter
 
 
 def _bytes(tensors: Iterable[Any]) -> int:

@@ -27,7 +27,10 @@ def prompts(count: int, words: int, *, first: int = 0) -> list[list[dict[str, st
     """Conversations of about 46 tokens and ``words`` words more, all different, numbered from ``first``."""
     filler = " ".join((FILLER.split() * (words // 20 + 1))[:words])
     numbers = [100 + (first + i) % PROMPTS for i in range(count)]
-    return [[{"role": "user", "content": f"Question {n}: tell me about number {n}. {filler}"}] for n in numbers]
+    return [
+        [{"role": "user", "content": f"Question {n}: tell me about number {n}. {filler}"}]
+        for n in numbers
+    ]
 
 
 def alternating(completions: Sequence[Any], **_: Any) -> list[float]:
@@ -46,7 +49,10 @@ def row_lengths(rows: int, step: int, *, most: int, mean: float | None = None) -
         return [most] * rows
     stay = math.log1p(-ending_rate(mean, most))
     chance = random.Random(step)
-    lengths = [min(most, 1 + int(math.log1p(-(i + chance.uniform(0.25, 0.75)) / rows) / stay)) for i in range(rows)]
+    lengths = [
+        min(most, 1 + int(math.log1p(-(i + chance.uniform(0.25, 0.75)) / rows) / stay))
+        for i in range(rows)
+    ]
     chance.shuffle(lengths)
     return lengths
 

@@ -77,20 +77,28 @@ def vllm_writer(spec: dict[str, Any]) -> Write:
     )
     tokenizer = llm.get_tokenizer()
     asked = SamplingParams(
-        n=spec["group_size"], temperature=1.0, max_tokens=spec["new_tokens"], ignore_eos=True, detokenize=False
+        n=spec["group_size"],
+        temperature=1.0,
+        max_tokens=spec["new_tokens"],
+        ignore_eos=True,
+        detokenize=False,
     )
 
     def write(conversations: list[Any]) -> tuple[list[int], list[int]]:
         ids = [encoded(tokenizer, conversation) for conversation in conversations]
         written = llm.generate([{"prompt_token_ids": one} for one in ids], asked, use_tqdm=False)
-        return [len(one) for one in ids], [len(row.token_ids) for prompt in written for row in prompt.completions]
+        return [len(one) for one in ids], [
+            len(row.token_ids) for prompt in written for row in prompt.completions
+        ]
 
     return write
 
 
 def encoded(tokenizer: Any, conversation: Any) -> list[int]:
     return list(
-        tokenizer.apply_chat_template(conversation, tokenize=True, return_dict=False, add_generation_prompt=True)
+        tokenizer.apply_chat_template(
+            conversation, tokenize=True, return_dict=False, add_generation_prompt=True
+        )
     )
 
 

@@ -16,7 +16,13 @@ ROOT = DOCS.parent
 LINK = re.compile(r"\]\(([^)#\s:]+)(#[^)\s]*)?\)")
 LANGUAGE = re.compile(r"\(?\[(?:中文|English)\]\([^)]*\)(?: · |\) )?")
 """Links between languages; the site has its own switch."""
-BOOSTS = {"start/your-own": 10, "start/": 4, "guides/": 4, "objectives/": 2, "reference/run-directory": 4}
+BOOSTS = {
+    "start/your-own": 10,
+    "start/": 4,
+    "guides/": 4,
+    "objectives/": 2,
+    "reference/run-directory": 4,
+}
 BOOSTS |= {"reference/api": 0.1, "dev/": 0.1, "files/": 0.1}
 """Weight of a page in the search by the beginning of its address: guides come before lab notes and docstrings."""
 FENCED_OR_HEADING = re.compile(r"^```.*?^```$|^#+ (?P<heading>[^\n]+)$", re.MULTILINE | re.DOTALL)
@@ -65,8 +71,14 @@ def on_config(config: Any) -> Any:
         else:
             text = LINK.sub(on_site, LANGUAGE.sub("", text))
         if page.endswith(".zh.md"):
-            text = with_english_anchors(text, path.with_name(path.name.replace(".zh", "")).read_text(encoding="utf-8"))
-        if (boost := next((boost for start, boost in BOOSTS.items() if page.startswith(start)), None)) is not None:
+            text = with_english_anchors(
+                text, path.with_name(path.name.replace(".zh", "")).read_text(encoding="utf-8")
+            )
+        if (
+            boost := next(
+                (boost for start, boost in BOOSTS.items() if page.startswith(start)), None
+            )
+        ) is not None:
             text = f"---\nsearch:\n  boost: {boost}\n---\n\n{text}"
         (source / page).parent.mkdir(parents=True, exist_ok=True)
         (source / page).write_text(text, encoding="utf-8")

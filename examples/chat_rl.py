@@ -31,7 +31,9 @@ class Pieces:
     def encode(self, text):
         found = re.findall("|".join(map(re.escape, PIECES)), text)
         if "".join(found) != text:
-            raise gruppo.GruppoError(f"{text!r} has characters beside sums and differences such as 'What is 7 + 12?'.")
+            raise gruppo.GruppoError(
+                f"{text!r} has characters beside sums and differences such as 'What is 7 + 12?'."
+            )
         return [PIECES.index(piece) for piece in found]
 
     def decode(self, ids):
@@ -42,7 +44,11 @@ class Pieces:
         ids = []
         for message in (m for m in messages if m["content"]):
             is_user = message["role"] == "user"
-            ids += [USER if is_user else ASSISTANT, *self.encode(message["content"]), *([] if is_user else [END])]
+            ids += [
+                USER if is_user else ASSISTANT,
+                *self.encode(message["content"]),
+                *([] if is_user else [END]),
+            ]
         return ids[:-1] if ids[-1] == END else [*ids, ASSISTANT]
 
 
@@ -52,7 +58,9 @@ def rotated(x):
     rates = 100.0 ** (-torch.arange(half, device=x.device) / half)
     angles = torch.arange(x.shape[2], device=x.device)[:, None] * rates  # [T, D / 2]
     a, b = x[..., :half], x[..., half:]
-    return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], dim=-1)
+    return torch.cat(
+        [a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], dim=-1
+    )
 
 
 def norm(x):
@@ -66,13 +74,22 @@ class Block(nn.Module):
     def __init__(self, width, heads):
         super().__init__()
         self.heads = heads
-        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+        self.qkv, self.out = (
+            nn.Linear(width, 3 * width, bias=False),
+            nn.Linear(width, width, bias=False),
+        )
+        self.up, self.down = (
+            nn.Linear(width, 4 * width, bias=False),
+            nn.Linear(4 * width, width, bias=False),
+        )
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.down.weight)
 
     def forward(self, x):
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(norm(x)).chunk(3, -1))
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.qkv(norm(x)).chunk(3, -1)
+        )
         seen = F.scaled_dot_product_attention(norm(rotated(q)), norm(rotated(k)), v, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).flatten(2))
         return x + self.down(F.relu(self.up(norm(x))).square())
@@ -100,7 +117,13 @@ def problems():
     sums = [(f"{a} + {b}", a + b) for a in numbers for b in numbers]
     sums += [(f"{a} - {b}", a - b) for a in numbers for b in range(a + 1)]
     return [
-        ([{"role": "user", "content": f"What is {text}?"}, {"role": "assistant", "content": f"{text} ="}], answer)
+        (
+            [
+                {"role": "user", "content": f"What is {text}?"},
+                {"role": "assistant", "content": f"{text} ="},
+            ],
+            answer,
+        )
         for text, answer in sums
     ]
 
@@ -109,13 +132,24 @@ def taught(module, steps, batch=64, lr=3e-3):
     """Pretrain on the wrong answers by cross-entropy."""
     tokenizer, rows = Pieces(), problems()
     prompts = [tokenizer.render_for_completion(messages) for messages, _ in rows]
-    answers = [[[*tokenizer.encode(f" {answer + off}"), END] for off in TEACHER] for _, answer in rows]
+    answers = [
+        [[*tokenizer.encode(f" {answer + off}"), END] for off in TEACHER] for _, answer in rows
+    ]
     optimizer = torch.optim.AdamW(module.parameters(), lr=lr)
     for step in range(steps):
-        chosen = [(i, j) for i, j in zip(torch.randint(len(rows), (batch,)), torch.randint(3, (batch,)), strict=True)]
+        chosen = [
+            (i, j)
+            for i, j in zip(
+                torch.randint(len(rows), (batch,)), torch.randint(3, (batch,)), strict=True
+            )
+        ]
         texts = [(prompts[i], answers[i][j]) for i, j in chosen]
-        ids = nn.utils.rnn.pad_sequence([torch.tensor(p + a) for p, a in texts], batch_first=True, padding_value=END)
-        is_answer = torch.zeros_like(ids, dtype=torch.bool)  # [batch, T]: the assistant's tokens, end token included
+        ids = nn.utils.rnn.pad_sequence(
+            [torch.tensor(p + a) for p, a in texts], batch_first=True, padding_value=END
+        )
+        is_answer = torch.zeros_like(
+            ids, dtype=torch.bool
+        )  # [batch, T]: the assistant's tokens, end token included
         for row, (prompt, answer) in enumerate(texts):
             is_answer[row, len(prompt) : len(prompt) + len(answer)] = True
         for group in optimizer.param_groups:
@@ -135,17 +169,25 @@ def model(folder=None, taught_steps=1000):
     module, tokenizer = GPT(), Pieces()
     if folder is None:
         taught(module, taught_steps)
-    return gruppo.from_module(module, tokenizer, eos_ids=[END], context=128, render=tokenizer.render_for_completion)
+    return gruppo.from_module(
+        module, tokenizer, eos_ids=[END], context=128, render=tokenizer.render_for_completion
+    )
 
 
 def main(taught_steps=1000, steps=50, **options):
     """Pretrain, train by reward and return the result."""
     torch.manual_seed(0)
     recipe = RECIPES["chat"]()
-    recipe = replace(recipe, optim=replace(recipe.optim, lr=5e-4))  # a small model needs a higher learning rate
+    recipe = replace(
+        recipe, optim=replace(recipe.optim, lr=5e-4)
+    )  # a small model needs a higher learning rate
     data = f"arithmetic:0:{HIGHEST}:natural"
-    result = gruppo.train(recipe, model=model(taught_steps=taught_steps), data=data, steps=steps, **options)
-    print(f"right answers {result.before['mean']:.2f} before, {result.after['mean']:.2f} after {steps} steps")
+    result = gruppo.train(
+        recipe, model=model(taught_steps=taught_steps), data=data, steps=steps, **options
+    )
+    print(
+        f"right answers {result.before['mean']:.2f} before, {result.after['mean']:.2f} after {steps} steps"
+    )
     return result
 
 

@@ -63,12 +63,19 @@ def main(steps=400, **options):
         }
         | options,
     )
-    requests = [gruppo.Request(gruppo.Prompt(game["answer"], "?", target=game["answer"]), 1) for game in games]
+    requests = [
+        gruppo.Request(gruppo.Prompt(game["answer"], "?", target=game["answer"]), 1)
+        for game in games
+    ]
     greedy = gruppo.Sampling(temperature=0.0, max_actions=6)
     environment = gruppo.Environment(reply, turns=3)
-    played = gruppo.converse(policy.sample, policy.continue_rollouts, environment, requests, greedy, seed=0)
+    played = gruppo.converse(
+        policy.sample, policy.continue_rollouts, environment, requests, greedy, seed=0
+    )
     for game, text, state in zip(games, played.completions, played.per_row["state"], strict=True):
-        print(f"{game['answer']}: {' '.join(text.split())}  {'found' if state.get('found') else 'not found'}")
+        print(
+            f"{game['answer']}: {' '.join(text.split())}  {'found' if state.get('found') else 'not found'}"
+        )
     return result, sum(bool(state.get("found")) for state in played.per_row["state"])
 
 

@@ -18,16 +18,24 @@ def model():
     """Return the policy of nanochat's newest "sft" checkpoint."""
     from nanochat.checkpoint_manager import load_model
 
-    module, tokenizer, _ = load_model("sft", torch.device("cpu"), phase="eval")  # gruppo moves it to the GPU
+    module, tokenizer, _ = load_model(
+        "sft", torch.device("cpu"), phase="eval"
+    )  # gruppo moves it to the GPU
 
     def render(messages):
         # render_for_completion drops the assistant's last message and refuses a conversation without one
         begun = messages[-1]["content"] if messages[-1]["role"] == "assistant" else None
-        messages = messages if begun is not None else [*messages, {"role": "assistant", "content": ""}]
-        return tokenizer.render_for_completion({"messages": list(messages)}) + tokenizer.encode(begun or "")
+        messages = (
+            messages if begun is not None else [*messages, {"role": "assistant", "content": ""}]
+        )
+        return tokenizer.render_for_completion({"messages": list(messages)}) + tokenizer.encode(
+            begun or ""
+        )
 
     ends = [tokenizer.encode_special("<|assistant_end|>"), tokenizer.get_bos_token_id()]
-    return gruppo.from_module(module, tokenizer, eos_ids=ends, context=module.config.sequence_len, render=render)
+    return gruppo.from_module(
+        module, tokenizer, eos_ids=ends, context=module.config.sequence_len, render=render
+    )
 
 
 @cache

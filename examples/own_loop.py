@@ -23,13 +23,17 @@ class TwoTokens(nn.Module):
 
     def logprobs(self, prompts, tokens):
         """Return the log-probs [B, 2] of the tokens."""
-        both = torch.stack([self.first[prompts], self.second[prompts, tokens[:, 0]]], dim=1)  # [B, 2, NUMBERS]
+        both = torch.stack(
+            [self.first[prompts], self.second[prompts, tokens[:, 0]]], dim=1
+        )  # [B, 2, NUMBERS]
         return both.log_softmax(-1).gather(-1, tokens[:, :, None])[:, :, 0]
 
     @torch.no_grad()
     def sample(self, prompts):
         first = self.first[prompts].softmax(-1).multinomial(1)[:, 0]
-        return torch.stack([first, self.second[prompts, first].softmax(-1).multinomial(1)[:, 0]], dim=1)
+        return torch.stack(
+            [first, self.second[prompts, first].softmax(-1).multinomial(1)[:, 0]], dim=1
+        )
 
 
 def main(steps=60, epochs=2):
@@ -48,7 +52,9 @@ def main(steps=60, epochs=2):
         with torch.no_grad():
             old, ref = policy.logprobs(prompts, tokens), reference.logprobs(prompts, tokens)
         for _ in range(epochs):
-            loss = loss_of(policy.logprobs(prompts, tokens), old, rewards.view(NUMBERS, GROUP), ref, mask)
+            loss = loss_of(
+                policy.logprobs(prompts, tokens), old, rewards.view(NUMBERS, GROUP), ref, mask
+            )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -9,7 +9,9 @@ import gruppo
 def short_and_right(completions, answer, **kwargs):
     """Return 1 for the right number, minus 0.05 per word. Called with lists, one entry per completion."""
     texts = [completion[0]["content"] for completion in completions]
-    return [float(a in text) - 0.05 * len(text.split()) for text, a in zip(texts, answer, strict=True)]
+    return [
+        float(a in text) - 0.05 * len(text.split()) for text, a in zip(texts, answer, strict=True)
+    ]
 
 
 def main(model="smollm2-135m", steps=20, **options):
@@ -17,7 +19,10 @@ def main(model="smollm2-135m", steps=20, **options):
     result = gruppo.train(
         model=model,
         data=[
-            {"prompt": [{"role": "user", "content": f"How much is {a} plus {b}?"}], "answer": str(a + b)}
+            {
+                "prompt": [{"role": "user", "content": f"How much is {a} plus {b}?"}],
+                "answer": str(a + b),
+            }
             for a in range(10)
             for b in range(10)
         ],

@@ -65,7 +65,9 @@ class PendulumPolicy(gruppo.Policy):
 
     def check_sampling(self, sampling):
         if sampling.temperature not in (0, 1) or sampling.top_k or sampling.top_p < 1:
-            raise gruppo.GruppoError("a Gaussian policy samples at temperature 1, or its mean at 0. Leave others out.")
+            raise gruppo.GruppoError(
+                "a Gaussian policy samples at temperature 1, or its mean at 0. Leave others out."
+            )
         return sampling
 
     @torch.no_grad()
@@ -74,7 +76,9 @@ class PendulumPolicy(gruppo.Policy):
         group = torch.tensor([g for g, request in enumerate(requests) for _ in range(request.size)])
         noise = torch.stack(
             [
-                torch.randn(STEPS, generator=generator_at(seed, "noise", request.prompt.draw, number))
+                torch.randn(
+                    STEPS, generator=generator_at(seed, "noise", request.prompt.draw, number)
+                )
                 for request in requests
                 for number in range(request.first, request.first + request.size)
             ]
@@ -108,15 +112,21 @@ class PendulumPolicy(gruppo.Policy):
         )
 
     def likelihood(self, rollouts, micro_batch, *, outputs=()):
-        features = self.module.trunk(observe(micro_batch.of(rollouts.per_row["states"])))  # [b, t, 64]
+        features = self.module.trunk(
+            observe(micro_batch.of(rollouts.per_row["states"]))
+        )  # [b, t, 64]
         mean = self.module.mean(features)[..., 0]
         normal = torch.distributions.Normal(mean, self.module.log_std.exp().expand(mean.shape))
         wants_entropy = "entropy" in outputs or "entropy_value" in outputs
         return gruppo.Likelihood(
             normal.log_prob(micro_batch.of(rollouts.actions)[..., 0]),
             normal.entropy() if wants_entropy else None,
-            gruppo.Gaussian(mean[..., None], normal.stddev[..., None]) if "gaussian" in outputs else None,
-            self.value_head(features.flatten(0, 1)).reshape(mean.shape) if "values" in outputs else None,
+            gruppo.Gaussian(mean[..., None], normal.stddev[..., None])
+            if "gaussian" in outputs
+            else None,
+            self.value_head(features.flatten(0, 1)).reshape(mean.shape)
+            if "values" in outputs
+            else None,
         )
 
     def values(self, rollouts, micro_batch):
@@ -167,7 +177,12 @@ def pendulum():
         data=f"{__file__}:starts",
         reward=(f"{__file__}:step_reward",),
         objective=gruppo.Objective(
-            baseline="critic", scale="none", whiten=True, credit="return_to_go", gamma=0.97, lam=0.95
+            baseline="critic",
+            scale="none",
+            whiten=True,
+            credit="return_to_go",
+            gamma=0.97,
+            lam=0.95,
         ),
         rollout=gruppo.RolloutConfig(prompts=64, group_size=1, max_new_tokens=STEPS),
         optim=gruppo.OptimConfig(lr=1e-3, epochs=5, minibatches=4, token_budget=10000),
@@ -206,7 +221,9 @@ def compare(run):
         rows = {
             "no torque": returns_of(lambda state: torch.zeros(len(state))),
             "energy controller": returns_of(energy_controller),
-            "policy": returns_of(lambda s: trained.module.mean(trained.module.trunk(observe(s)))[:, 0]),
+            "policy": returns_of(
+                lambda s: trained.module.mean(trained.module.trunk(observe(s)))[:, 0]
+            ),
         }
     for name, values in rows.items():
         print(f"{name:<20} {float(values.mean()):8.1f}")

@@ -29,7 +29,9 @@ class TinyGPT(nn.Module):
     def __init__(self, width=32, context=64):
         super().__init__()
         self.tokens, self.places = nn.Embedding(len(ALPHABET), width), nn.Embedding(context, width)
-        layer = nn.TransformerEncoderLayer(width, 2, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            width, 2, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+        )
         self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(width, len(ALPHABET))
 

@@ -30,7 +30,10 @@ class Writer(nn.Module):
 
     def __init__(self, width=32):
         super().__init__()
-        self.symbols, self.memory = nn.Embedding(len(SYMBOLS), width), nn.GRU(width, width, batch_first=True)
+        self.symbols, self.memory = (
+            nn.Embedding(len(SYMBOLS), width),
+            nn.GRU(width, width, batch_first=True),
+        )
         self.head = nn.Linear(width, len(SYMBOLS))
 
     def forward(self, ids):
@@ -49,15 +52,24 @@ def main(steps=80, **options):
     score = code_tests()
 
     def share_of_tests(completions, tests, **columns):
-        return score([f"def f(x, y): return {text}" for text in completions], tests=tests, **columns)
+        return score(
+            [f"def f(x, y): return {text}" for text in completions], tests=tests, **columns
+        )
 
     policy = gruppo.from_module(Writer(), Symbols(), eos_ids=[0], context=8)
     result = gruppo.train(
         model=policy,
-        data=[{"prompt": task, "tests": tests_of(expression)} for task, expression in TASKS.items()],
+        data=[
+            {"prompt": task, "tests": tests_of(expression)} for task, expression in TASKS.items()
+        ],
         reward=share_of_tests,
         steps=steps,
-        **{"rollout__max_new_tokens": 3, "rollout__prompts": 3, "rollout__group_size": 32, "optim__lr": 5e-3}
+        **{
+            "rollout__max_new_tokens": 3,
+            "rollout__prompts": 3,
+            "rollout__group_size": 32,
+            "optim__lr": 5e-3,
+        }
         | {"stage__entropy_coef": 0.02, "prompts__held_out_fraction": 0.0}
         | options,
     )

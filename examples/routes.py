@@ -29,13 +29,21 @@ class PointerNetwork(nn.Module):
         super().__init__()
         self.embed = nn.Linear(2, WIDTH)
         layer = nn.TransformerEncoderLayer(
-            WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True, activation="gelu"
+            WIDTH,
+            HEADS,
+            4 * WIDTH,
+            dropout=0.0,
+            batch_first=True,
+            norm_first=True,
+            activation="gelu",
         )
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.first_query, self.last_query = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
         self.mean_query = nn.Linear(WIDTH, WIDTH)
         self.keys, self.attended = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.start = nn.Parameter(torch.zeros(2, WIDTH))  # stands for the first and last city before there is one
+        self.start = nn.Parameter(
+            torch.zeros(2, WIDTH)
+        )  # stands for the first and last city before there is one
 
     def encode(self, cities):
         cities = self.encoder(self.embed(cities))  # [P, N, W]
@@ -58,7 +66,9 @@ class PointerNetwork(nn.Module):
             return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)  # [b, H, n, W / H]
 
         seen = ~visited[:, None]  # every row has a city left
-        glimpse = nn.functional.scaled_dot_product_attention(heads(query), heads(keys), heads(values), attn_mask=seen)
+        glimpse = nn.functional.scaled_dot_product_attention(
+            heads(query), heads(keys), heads(values), attn_mask=seen
+        )
         glimpse = self.attended(glimpse.transpose(1, 2).flatten(2))  # [b, t, W]
         scores = 10 * torch.tanh(glimpse @ nodes.transpose(1, 2) / math.sqrt(WIDTH))
         return scores.masked_fill(visited, -math.inf)
@@ -75,7 +85,9 @@ class RoutePolicy(gruppo.Policy):
 
     def check_sampling(self, sampling):
         if sampling.top_k or sampling.top_p < 1:
-            raise gruppo.GruppoError("routes have no top-k and top-p. Leave --rollout.top-k and --rollout.top-p out.")
+            raise gruppo.GruppoError(
+                "routes have no top-k and top-p. Leave --rollout.top-k and --rollout.top-p out."
+            )
         return sampling
 
     @torch.no_grad()
@@ -84,20 +96,37 @@ class RoutePolicy(gruppo.Policy):
         cities = torch.tensor([request.prompt.inputs for request in requests])  # [P, N, 2]
         count = cities.shape[1]
         group = torch.tensor([g for g, request in enumerate(requests) for _ in range(request.size)])
-        samples = [(q.prompt.draw, number) for q in requests for number in range(q.first, q.first + q.size)]
-        uniforms = torch.stack([uniforms_at(seed, draw, sample, count) for draw, sample in samples])  # [B, N], float64
+        samples = [
+            (q.prompt.draw, number) for q in requests for number in range(q.first, q.first + q.size)
+        ]
+        uniforms = torch.stack(
+            [uniforms_at(seed, draw, sample, count) for draw, sample in samples]
+        )  # [B, N], float64
         encoded, rows = self.module.encode(cities.to(self.device)), len(group)
         visited = torch.zeros(rows, 1, count, dtype=torch.bool)
         first = last = torch.full((rows, 1), -1)
         actions, logprobs = torch.zeros(rows, count, dtype=torch.long), torch.zeros(rows, count)
         for t in range(count):
-            scores = self.module.logits(encoded, group, first, last, visited)[:, 0].double()  # [B, N]
+            scores = self.module.logits(encoded, group, first, last, visited)[
+                :, 0
+            ].double()  # [B, N]
             distribution = (scores / (sampling.temperature or 1.0)).log_softmax(-1)
-            if sampling.temperature:  # inverse of the distribution function, at the sample's own random number
+            if (
+                sampling.temperature
+            ):  # inverse of the distribution function, at the sample's own random number
                 cumulative = distribution.exp().cumsum(-1)
-                choice = torch.searchsorted(cumulative, (uniforms[:, t] * cumulative[:, -1])[:, None], right=True)
-                possible = torch.arange(count).expand(rows, -1).masked_fill(visited[:, 0], -1).amax(-1, keepdim=True)
-                choice = torch.minimum(choice, possible)  # rounding may go past the last city that is left
+                choice = torch.searchsorted(
+                    cumulative, (uniforms[:, t] * cumulative[:, -1])[:, None], right=True
+                )
+                possible = (
+                    torch.arange(count)
+                    .expand(rows, -1)
+                    .masked_fill(visited[:, 0], -1)
+                    .amax(-1, keepdim=True)
+                )
+                choice = torch.minimum(
+                    choice, possible
+                )  # rounding may go past the last city that is left
             else:
                 choice = scores.argmax(-1, keepdim=True)
             actions[:, t], logprobs[:, t] = choice[:, 0], distribution.gather(-1, choice)[:, 0]
@@ -126,7 +155,9 @@ class RoutePolicy(gruppo.Policy):
         first = torch.cat([none, actions[:, :1].expand(-1, actions.shape[1] - 1)], dim=1)
         chosen = nn.functional.one_hot(actions, cities.shape[1]).bool()
         visited = chosen.cumsum(1) - chosen.long() > 0
-        scores = self.module.logits(self.module.encode(cities.to(self.device)), group, first, last, visited).double()
+        scores = self.module.logits(
+            self.module.encode(cities.to(self.device)), group, first, last, visited
+        ).double()
         temperature = rollouts.temperature[micro_batch.rows][:, None, None]
         logprobs = (scores / temperature).log_softmax(-1)
         entropy = None
@@ -136,7 +167,9 @@ class RoutePolicy(gruppo.Policy):
 
     def render(self, rollouts, row):
         """The tour as an image [3, 128, 128]: cities dark, its first edge blue, the others orange."""
-        cities = torch.tensor(rollouts.prompts[int(rollouts.group_ids[row])].inputs)[rollouts.actions[row]]
+        cities = torch.tensor(rollouts.prompts[int(rollouts.group_ids[row])].inputs)[
+            rollouts.actions[row]
+        ]
         image, steps = torch.ones(3, 128, 128), torch.linspace(0, 1, 200)[:, None]
         colors = {"edge": (0.9, 0.5, 0.1), "start": (0.1, 0.4, 0.9), "city": (0.1, 0.1, 0.1)}
         for n, (a, b) in enumerate(zip(cities, cities.roll(-1, 0), strict=True)):
@@ -228,17 +261,26 @@ def compare(run):
     """Print the mean length of held-out tours, of the policy and of the baselines."""
     trained = gruppo.load_policy(run)
     prompts = instances().held_out(HELD_OUT)
-    greedy = trained.sample([gruppo.Request(p, 1) for p in prompts], gruppo.Sampling(temperature=0.0), seed=0)
+    greedy = trained.sample(
+        [gruppo.Request(p, 1) for p in prompts], gruppo.Sampling(temperature=0.0), seed=0
+    )
     sampled = trained.sample([gruppo.Request(p, 16) for p in prompts], gruppo.Sampling(), seed=0)
     tours = zip(sampled.group_ids.tolist(), sampled.completions, strict=True)
-    lengths = torch.tensor([length_of(sampled.prompts[group].inputs, tour) for group, tour in tours])
+    lengths = torch.tensor(
+        [length_of(sampled.prompts[group].inputs, tour) for group, tour in tours]
+    )
     neighbours = [nearest_neighbour(p.inputs) for p in prompts]
     rows = {
-        "nearest neighbour": [length_of(p.inputs, tour) for p, tour in zip(prompts, neighbours, strict=True)],
-        "2-opt from it": [
-            length_of(p.inputs, two_opt(p.inputs, list(tour))) for p, tour in zip(prompts, neighbours, strict=True)
+        "nearest neighbour": [
+            length_of(p.inputs, tour) for p, tour in zip(prompts, neighbours, strict=True)
         ],
-        "policy, greedy": [length_of(p.inputs, tour) for p, tour in zip(prompts, greedy.completions, strict=True)],
+        "2-opt from it": [
+            length_of(p.inputs, two_opt(p.inputs, list(tour)))
+            for p, tour in zip(prompts, neighbours, strict=True)
+        ],
+        "policy, greedy": [
+            length_of(p.inputs, tour) for p, tour in zip(prompts, greedy.completions, strict=True)
+        ],
         "policy, best of 16": lengths.reshape(len(prompts), 16).amin(1).tolist(),
     }
     for name, values in rows.items():

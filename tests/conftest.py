@@ -21,9 +21,13 @@ from tests import fake_hub, memo, processes
 from gruppo.tracking.plots import plot_run
 from gruppo.view.report import write_report
 
-os.environ["GRUPPO_STATE"] = tempfile.mkdtemp(prefix="gruppo-state-")  # children of the tests inherit it
+os.environ["GRUPPO_STATE"] = tempfile.mkdtemp(
+    prefix="gruppo-state-"
+)  # children of the tests inherit it
 atexit.register(shutil.rmtree, os.environ["GRUPPO_STATE"], ignore_errors=True)
-os.environ["GRUPPO_TRUSTED_RUNS"] = tempfile.gettempdir()  # tests copy runs; those of trust unset it
+os.environ["GRUPPO_TRUSTED_RUNS"] = (
+    tempfile.gettempdir()
+)  # tests copy runs; those of trust unset it
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("gruppo", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("gruppo")

@@ -45,7 +45,10 @@ class _Handler(BaseHTTPRequestHandler):
     def answer(self, code: int, value: Any = None) -> None:
         body = b"" if value is None else json.dumps(value).encode()
         self.send_response(code)
-        for name, text in {"Content-Type": "application/json", "Content-Length": str(len(body))}.items():
+        for name, text in {
+            "Content-Type": "application/json",
+            "Content-Length": str(len(body)),
+        }.items():
             self.send_header(name, text)
         if code >= 400:
             self.send_header("X-Error-Message", value["error"])
@@ -70,11 +73,18 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/api/repos/create":
             name = f"{value.get('organization') or OWNER}/{value['name']}"
             if not name.startswith(f"{OWNER}/"):
-                return self.answer(403, {"error": f"You don't have the rights to create a model under {name}"})
+                return self.answer(
+                    403, {"error": f"You don't have the rights to create a model under {name}"}
+                )
             if name in hub.repositories:
-                return self.answer(409, {"error": "You already created this model repo", "url": f"{hub.url}/{name}"})
+                return self.answer(
+                    409,
+                    {"error": "You already created this model repo", "url": f"{hub.url}/{name}"},
+                )
             hub.repositories[name] = {".gitattributes": b""}
-            hub.private |= {name} if value.get("visibility") == "private" or value.get("private") else set()
+            hub.private |= (
+                {name} if value.get("visibility") == "private" or value.get("private") else set()
+            )
             return self.answer(200, {"url": f"{hub.url}/{name}"})
         if path == "/api/validate-yaml":
             hub.metadata.append(value["content"])
@@ -94,18 +104,34 @@ class _Handler(BaseHTTPRequestHandler):
             files = hub.repositories[place]
             if action == "preupload":
                 found = [{"path": each["path"], "shouldIgnore": False} for each in value["files"]]
-                modes = [{"uploadMode": "lfs" if each["path"].endswith(LARGE) else "regular"} for each in found]
-                return self.answer(200, {"files": [each | mode for each, mode in zip(found, modes, strict=True)]})
+                modes = [
+                    {"uploadMode": "lfs" if each["path"].endswith(LARGE) else "regular"}
+                    for each in found
+                ]
+                return self.answer(
+                    200, {"files": [each | mode for each, mode in zip(found, modes, strict=True)]}
+                )
             if action == "commit":
                 self.commit(place, [json.loads(line) for line in body.splitlines()])
-                return self.answer(200, {"commitUrl": f"{hub.url}/{name}/commit/{'a' * 40}", "commitOid": "a" * 40})
+                return self.answer(
+                    200, {"commitUrl": f"{hub.url}/{name}/commit/{'a' * 40}", "commitOid": "a" * 40}
+                )
             if action == "tree":
-                tree = [{"type": "file", "path": p, "size": len(b), "oid": "b" * 40} for p, b in files.items()]
+                tree = [
+                    {"type": "file", "path": p, "size": len(b), "oid": "b" * 40}
+                    for p, b in files.items()
+                ]
                 return self.answer(200, tree)
             if action in ("", "revision"):
                 siblings = [{"rfilename": path} for path in files]
                 is_private = name in hub.private
-                found = {"id": name, "private": is_private, "siblings": siblings, "sha": "a" * 40, "tags": []}
+                found = {
+                    "id": name,
+                    "private": is_private,
+                    "siblings": siblings,
+                    "sha": "a" * 40,
+                    "tags": [],
+                }
                 return self.answer(200, found)
         return self.answer(404, {"error": f"no route {self.command} {path}"})
 

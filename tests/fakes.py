@@ -40,7 +40,9 @@ class ByteTokenizer:
 class TinyGPT(nn.Module):
     """Ids [B, T] to logits [B, T, V]: learned positions, causal attention, dropout where asked for."""
 
-    def __init__(self, vocabulary: int = END + 1, width: int = 16, context: int = 64, dropout: float = 0.0) -> None:
+    def __init__(
+        self, vocabulary: int = END + 1, width: int = 16, context: int = 64, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(2))
@@ -58,8 +60,14 @@ class Block(nn.Module):
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
-        self.norm, self.qkv, self.dropout = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Dropout(dropout)
-        self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
+        self.norm, self.qkv, self.dropout = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Dropout(dropout),
+        )
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
@@ -73,12 +81,17 @@ def bpe_tokenizer(merges: Sequence[tuple[str, str]] = (("a", "b"), ("ab", "c"), 
     from transformers import PreTrainedTokenizerFast
 
     micro_batches = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(a + b for a, b in merges)]
-    tokenizer = Tokenizer(models.BPE({micro_batch: n for n, micro_batch in enumerate(micro_batches)}, list(merges)))
+    tokenizer = Tokenizer(
+        models.BPE({micro_batch: n for n, micro_batch in enumerate(micro_batches)}, list(merges))
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"])
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>", chat_template=CHAT_TEMPLATE
+        tokenizer_object=tokenizer,
+        eos_token="<|end|>",
+        pad_token="<|end|>",
+        chat_template=CHAT_TEMPLATE,
     )
 
 
@@ -108,15 +121,35 @@ def _made(kind: str, seed: int, changes: dict[str, Any]) -> Any:
     import transformers
 
     tokenizer = bpe_tokenizer()
-    sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128}
-    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+    }
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+    }
+    ends = {
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.eos_token_id,
+    }
     defaults = sizes | heads | ends | {"initializer_range": 0.25} | changes
     if kind == "GPT2":
-        defaults = {name: value for name, value in defaults.items() if name not in ("num_key_value_heads", "head_dim")}
+        defaults = {
+            name: value
+            for name, value in defaults.items()
+            if name not in ("num_key_value_heads", "head_dim")
+        }
     torch.manual_seed(seed)
     config = getattr(transformers, f"{kind}Config")(**defaults)
-    return getattr(transformers, f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")(config)
+    return getattr(transformers, f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")(
+        config
+    )
 
 
 # --- policies --------------------------------------------------------------------------------------------------------
@@ -125,7 +158,9 @@ def _made(kind: str, seed: int, changes: dict[str, Any]) -> Any:
 def plain(*, seed: int = 0, **changes: Any) -> TextPolicy:
     """A module of one's own."""
     torch.manual_seed(seed)
-    return from_module(TinyGPT(**changes), ByteTokenizer(), eos_ids=[END], context=64, render=render)
+    return from_module(
+        TinyGPT(**changes), ByteTokenizer(), eos_ids=[END], context=64, render=render
+    )
 
 
 def llama(**changes: Any) -> TextPolicy:
@@ -133,9 +168,13 @@ def llama(**changes: Any) -> TextPolicy:
     return of("Llama", tie_word_embeddings=True, **changes)
 
 
-def adapted(*, rank: int = 3, targets: Sequence[str] = (), compute: Any = "float32", **changes: Any) -> TextPolicy:
+def adapted(
+    *, rank: int = 3, targets: Sequence[str] = (), compute: Any = "float32", **changes: Any
+) -> TextPolicy:
     """A frozen Llama below an adapter that changes what it says."""
-    adapt = functools.partial(inject, rank=rank, alpha=2.0 * rank, targets=targets, seed=0, base="tiny")
+    adapt = functools.partial(
+        inject, rank=rank, alpha=2.0 * rank, targets=targets, seed=0, base="tiny"
+    )
     module = probed_once("Llama", tie_word_embeddings=True, **changes)
     policy = from_transformers(module, bpe_tokenizer(), compute=compute, chunk=1024, adapt=adapt)
     return with_random_adapter(policy)
@@ -210,13 +249,19 @@ def mistral(**changes: Any) -> TextPolicy:
 
 def gemma2(**changes: Any) -> TextPolicy:
     """Soft-capped logits; sliding and full attention in turn."""
-    caps = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 8}
+    caps = {
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 3.0,
+        "query_pre_attn_scalar": 8,
+    }
     return of("Gemma2", **({"sliding_window": 6} | caps | changes))
 
 
 def of(kind: str, *, compute: Any = "float32", chunk: int = 1024, **changes: Any) -> TextPolicy:
     """The policy of a tiny Hugging Face model."""
-    return from_transformers(probed_once(kind, **changes), bpe_tokenizer(), compute=compute, chunk=chunk)
+    return from_transformers(
+        probed_once(kind, **changes), bpe_tokenizer(), compute=compute, chunk=chunk
+    )
 
 
 POLICIES: list[Callable[..., TextPolicy]] = [plain, llama, adapted, gpt2, qwen2, mistral, gemma2]
@@ -244,7 +289,9 @@ def doubled(policy: TextPolicy) -> TextPolicy:
 class Float64(TorchFunctionMode):
     """What is asked for in float32 comes in float64: norms, rotary angles and softmax of transformers ask for it."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function is Tensor.float:
             return args[0].double()
         kwargs = {name: widened(value) for name, value in (kwargs or {}).items()}
@@ -279,8 +326,12 @@ class LeftPadded(Backbone):
         inside = (column >= 0) & (column < t)
         moved = torch.where(inside, ids.gather(1, column.clamp(0, t - 1)), 7)
         positions = column.clamp(min=0)
-        features = super().features(moved, attention_mask=(column >= 0).long(), position_ids=positions)
-        return features.gather(1, (torch.arange(t) + shift[:, None])[..., None].expand(-1, -1, features.shape[-1]))
+        features = super().features(
+            moved, attention_mask=(column >= 0).long(), position_ids=positions
+        )
+        return features.gather(
+            1, (torch.arange(t) + shift[:, None])[..., None].expand(-1, -1, features.shape[-1])
+        )
 
 
 def left_padded(policy: TextPolicy) -> TextPolicy:
@@ -302,7 +353,9 @@ def _with_backbone(policy: TextPolicy, kind: type[Backbone]) -> TextPolicy:
 
 def ragged(rollouts: Rollouts) -> Rollouts:
     """The rollouts cut at unequal lengths; one has a column that the environment wrote."""
-    given = torch.tensor([10, 3, 7, 1, 9, 5, 2, 8, 4]).repeat(len(rollouts) // 9 + 1)[: len(rollouts)]
+    given = torch.tensor([10, 3, 7, 1, 9, 5, 2, 8, 4]).repeat(len(rollouts) // 9 + 1)[
+        : len(rollouts)
+    ]
     lengths = torch.minimum(given, rollouts.lengths)
     mask = torch.arange(rollouts.mask.shape[1]) < lengths[:, None]
     mask[0, 1] = False
@@ -326,8 +379,12 @@ class Says(nn.Module):
 
     def __init__(self, *scripts: Sequence[int], vocabulary: int = END + 1) -> None:
         super().__init__()
-        script = nn.utils.rnn.pad_sequence([torch.tensor(list(s)) for s in scripts], batch_first=True)
-        self.logits = nn.Parameter(50.0 * nn.functional.one_hot(script, vocabulary))  # by (first token, position)
+        script = nn.utils.rnn.pad_sequence(
+            [torch.tensor(list(s)) for s in scripts], batch_first=True
+        )
+        self.logits = nn.Parameter(
+            50.0 * nn.functional.one_hot(script, vocabulary)
+        )  # by (first token, position)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Rows follow the script that their first token numbers."""

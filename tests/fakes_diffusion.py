@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gruppo.modalities.diffusion import ClassLabels, DenoiserPolicy, DiffusionSampling, DiffusionSchedule, FlowSchedule
+from gruppo.modalities.diffusion import (
+    ClassLabels,
+    DenoiserPolicy,
+    DiffusionSampling,
+    DiffusionSchedule,
+    FlowSchedule,
+)
 from gruppo.types import MicroBatch, Prompt, Request, Rollouts
 
 SHAPE = (2, 4, 4)
@@ -19,16 +25,23 @@ CLASSES = 3
 class TinyDenoiser(nn.Module):
     """Two convolutions, with what is known of time and class between them."""
 
-    def __init__(self, *, dropout: float = 0.0, channels: int = SHAPE[0], norm: bool = False) -> None:
+    def __init__(
+        self, *, dropout: float = 0.0, channels: int = SHAPE[0], norm: bool = False
+    ) -> None:
         super().__init__()
-        self.conv_in, self.conv_out = nn.Conv2d(channels, 6, 3, padding=1), nn.Conv2d(6, channels, 3, padding=1)
+        self.conv_in, self.conv_out = (
+            nn.Conv2d(channels, 6, 3, padding=1),
+            nn.Conv2d(6, channels, 3, padding=1),
+        )
         self.labels, self.times = nn.Embedding(CLASSES + 1, 6), nn.Linear(1, 6)
         self.norm = nn.BatchNorm2d(6) if norm else nn.Identity()
         self.middle, self.dropout = nn.Tanh(), nn.Dropout(dropout)
 
     def forward(self, x: Tensor, times: Tensor, labels: Tensor) -> Tensor:
         shift = self.labels(labels) + self.times(times[:, None] / (1 + times[:, None] / 100))
-        return self.conv_out(self.dropout(self.middle(self.norm(self.conv_in(x)) + shift[..., None, None])))
+        return self.conv_out(
+            self.dropout(self.middle(self.norm(self.conv_in(x)) + shift[..., None, None]))
+        )
 
 
 @dataclass(frozen=True)
@@ -39,10 +52,14 @@ class Fake:
     sampling: DiffusionSampling
 
 
-def denoiser(*, seed: int = 0, module: dict[str, Any] | None = None, dropped: float = 0.0, **changes: Any) -> Any:
+def denoiser(
+    *, seed: int = 0, module: dict[str, Any] | None = None, dropped: float = 0.0, **changes: Any
+) -> Any:
     torch.manual_seed(seed)
     net = TinyDenoiser(**(module or {}))
-    return DenoiserPolicy(net, SHAPE, condition=ClassLabels(CLASSES, dropped=dropped), middle="middle", **changes)
+    return DenoiserPolicy(
+        net, SHAPE, condition=ClassLabels(CLASSES, dropped=dropped), middle="middle", **changes
+    )
 
 
 def ancestral(**changes: Any) -> Fake:
@@ -57,14 +74,18 @@ def flow_sde(**changes: Any) -> Fake:
 
 def cps(**changes: Any) -> Fake:
     """Guided, and a group's own half of the steps."""
-    sampling = DiffusionSampling(max_actions=5, transition="cps", guidance=2.5, noise="shared", train_fraction=0.5)
+    sampling = DiffusionSampling(
+        max_actions=5, transition="cps", guidance=2.5, noise="shared", train_fraction=0.5
+    )
     return Fake(denoiser(dropped=0.1, **changes), sampling)
 
 
 def ddim(**changes: Any) -> Fake:
     """Noise predicted on a diffusion's path."""
     sampling = DiffusionSampling(max_actions=5, transition="ddim", eta=0.8)
-    return Fake(denoiser(predicts="noise", schedule=DiffusionSchedule("scaled_linear"), **changes), sampling)
+    return Fake(
+        denoiser(predicts="noise", schedule=DiffusionSchedule("scaled_linear"), **changes), sampling
+    )
 
 
 def ddpm(**changes: Any) -> Fake:

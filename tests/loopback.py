@@ -31,9 +31,13 @@ class LoopbackServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, handler: type[LoopbackHandler], host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self, handler: type[LoopbackHandler], host: str = "127.0.0.1", port: int = 0
+    ) -> None:
         super().__init__((host, port), handler)
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        threading.Thread(
+            target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
 
     @property
     def url(self) -> str:

@@ -32,7 +32,11 @@ def loader(load: Callable[..., Any]) -> Callable[..., Any]:
     def remembered(path: str, *options: Any, **named: Any) -> Any:
         if path not in tiny.FOLDERS:
             return load(path, *options, **named)
-        key = path, max(file.stat().st_mtime_ns for file in Path(path).iterdir()), repr((options, named))
+        key = (
+            path,
+            max(file.stat().st_mtime_ns for file in Path(path).iterdir()),
+            repr((options, named)),
+        )
         if key not in known:
             known[key] = load(path, *options, **named)
         module, *others = copy.deepcopy(known[key])
@@ -60,4 +64,6 @@ def prober(probe: Callable[[Any], backbones.Backbone]) -> Callable[[Any], backbo
 def reader(code_digest: Callable[[str], str | None]) -> Callable[[str], str | None]:
     """Digests of the tests' own files, which stay as they are."""
     remembered = cache(code_digest)
-    return lambda spec: (remembered if Path(spec.rpartition(":")[0]).is_relative_to(TESTS) else code_digest)(spec)
+    return lambda spec: (
+        remembered if Path(spec.rpartition(":")[0]).is_relative_to(TESTS) else code_digest
+    )(spec)

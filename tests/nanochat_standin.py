@@ -36,15 +36,21 @@ class Tokenizer:
     def render_conversation(self, conversation: dict[str, Any]) -> tuple[list[int], list[int]]:
         messages = copy.deepcopy(conversation)["messages"]
         if messages[0]["role"] == "system":
-            assert messages[1]["role"] == "user", "System message must be followed by a user message"
+            assert messages[1]["role"] == "user", (
+                "System message must be followed by a user message"
+            )
             messages[1]["content"] = f"{messages[0]['content']}\n\n{messages[1]['content']}"
             messages = messages[1:]
         assert len(messages) >= 1
         ids = [BOS]
         for i, message in enumerate(messages):
-            assert message["role"] == ("user", "assistant")[i % 2], f"Message {i} is from {message['role']}"
+            assert message["role"] == ("user", "assistant")[i % 2], (
+                f"Message {i} is from {message['role']}"
+            )
             is_user = message["role"] == "user"
-            assert not is_user or isinstance(message["content"], str), "User messages are simply expected to be strings"
+            assert not is_user or isinstance(message["content"], str), (
+                "User messages are simply expected to be strings"
+            )
             ids += [USER if is_user else ASSISTANT, *self.encode(message["content"])]
             ids += [USER_END if is_user else ASSISTANT_END]
         return ids, [0] * len(ids)
@@ -67,17 +73,25 @@ class GPT(TinyGPT):
     def __init__(self) -> None:
         super().__init__(vocabulary=261)
         self.config = Config()
-        self.register_buffer("cos", torch.zeros(1, 10 * Config.sequence_len, 1, 8), persistent=False)
+        self.register_buffer(
+            "cos", torch.zeros(1, 10 * Config.sequence_len, 1, 8), persistent=False
+        )
 
-    def forward(self, idx: Tensor, targets: Any = None, kv_cache: Any = None, loss_reduction: str = "mean") -> Tensor:
+    def forward(
+        self, idx: Tensor, targets: Any = None, kv_cache: Any = None, loss_reduction: str = "mean"
+    ) -> Tensor:
         T = idx.size(1)
-        assert self.cos.size(1) >= T, f"Sequence length grew beyond the rotary embeddings cache: {T}"
+        assert self.cos.size(1) >= T, (
+            f"Sequence length grew beyond the rotary embeddings cache: {T}"
+        )
         assert idx.device == self.cos.device, "Rotary embeddings and idx are on different devices"
         assert T > 1, "Training forward pass should have T > 1"
         logits = super().forward(idx).float()
         if targets is None:
             return logits
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=loss_reduction)
+        return F.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=loss_reduction
+        )
 
 
 class GSM8K:
@@ -100,7 +114,9 @@ class GSM8K:
         return float(sum(map(ord, assistant_response)) % 2)
 
 
-def load_model(source: str, device: torch.device, phase: str) -> tuple[GPT, Tokenizer, dict[str, Any]]:
+def load_model(
+    source: str, device: torch.device, phase: str
+) -> tuple[GPT, Tokenizer, dict[str, Any]]:
     assert source in ("base", "sft", "rl") and phase in ("train", "eval")
     return GPT().to(device), Tokenizer(), {}
 

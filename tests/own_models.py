@@ -29,7 +29,9 @@ def render(messages: Any) -> list[int]:
 
 
 def wrapped(module: nn.Module, **changes: Any) -> TextPolicy:
-    return from_module(module, ByteTokenizer(), **({"eos_ids": [END], "context": 64, "render": render} | changes))
+    return from_module(
+        module, ByteTokenizer(), **({"eos_ids": [END], "context": 64, "render": render} | changes)
+    )
 
 
 # --- right ones -------------------------------------------------------------------------------------------------------
@@ -95,7 +97,9 @@ def has_no_decode() -> TextPolicy:
 
 
 def render_raises() -> TextPolicy:
-    return wrapped(TinyGPT(), render=lambda messages: [len(message.content) for message in messages])
+    return wrapped(
+        TinyGPT(), render=lambda messages: [len(message.content) for message in messages]
+    )
 
 
 class NarrowHead(TinyGPT):

@@ -83,7 +83,9 @@ class Child:
             time.sleep(0.002)
 
 
-def start(target: Callable[..., Any], *args: Any, folder: Path, env: Mapping[str, str] | None = None) -> Child:
+def start(
+    target: Callable[..., Any], *args: Any, folder: Path, env: Mapping[str, str] | None = None
+) -> Child:
     """Call ``target(*args)`` in a child, its output in files of ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     arguments = (target, args, str(folder), dict(env or {}), draws_plots)
@@ -126,9 +128,19 @@ def ranks(count: int, target: Callable[..., Any], *args: Any, folder: Path) -> l
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count), "GLOO_SOCKET_IFNAME": "lo"}
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": str(count),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     return [
-        start(target, *args, folder=folder / f"rank{n}", env=shared | {"RANK": str(n), "LOCAL_RANK": str(n)})
+        start(
+            target,
+            *args,
+            folder=folder / f"rank{n}",
+            env=shared | {"RANK": str(n), "LOCAL_RANK": str(n)},
+        )
         for n in range(count)
     ]
 
@@ -153,7 +165,13 @@ def redirect(number: int, to: int) -> None:
         sys.stderr = stream
 
 
-def _child(target: Callable[..., Any], args: Sequence[Any], folder: str, env: Mapping[str, str], draws: bool) -> None:
+def _child(
+    target: Callable[..., Any],
+    args: Sequence[Any],
+    folder: str,
+    env: Mapping[str, str],
+    draws: bool,
+) -> None:
     os.environ.update(env)
     for number, name in ((1, "stdout"), (2, "stderr")):
         file = os.open(Path(folder) / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

@@ -21,7 +21,11 @@ def measure(path: Path) -> tuple[Counter[str], list[str]]:
     tree, strings = ast.parse(text), set[int]()
     functions, classes = 0, []
     for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             strings.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
         functions += isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         if isinstance(node, ast.ClassDef):
@@ -48,7 +52,9 @@ def main(root: Path) -> None:
         classes.update(names)
     total = sum(parts.values(), Counter())
     width = max(map(len, parts)) + 2
-    print(" " * width + "".join(f"{name:>11}" for name in COLUMNS) + "   functions/100   comments/100")
+    print(
+        " " * width + "".join(f"{name:>11}" for name in COLUMNS) + "   functions/100   comments/100"
+    )
     for part, counts in [*sorted(parts.items()), ("total", total)]:
         ratios = (100 * counts[name] / max(counts["code"], 1) for name in ("functions", "comments"))
         row = "".join(f"{counts[name]:>11}" for name in COLUMNS)

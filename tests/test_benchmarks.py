@@ -19,7 +19,12 @@ from gruppo.core.objective import PRESETS
 
 def run_of(preset: str, seed: int, accuracy: list[float]) -> dict[str, Any]:
     steps = [10 * n for n in range(len(accuracy))]
-    lr = {"lr": 1e-3, "updates_per_batch": 4, "seconds_per_step": 0.5 + seed, "explained_variance": None}
+    lr = {
+        "lr": 1e-3,
+        "updates_per_batch": 4,
+        "seconds_per_step": 0.5 + seed,
+        "explained_variance": None,
+    }
     return {"preset": preset, "seed": seed, "steps": steps, "accuracy": accuracy, **lr}
 
 
@@ -29,20 +34,34 @@ def test_half_is_half_of_what_was_missing_before_training() -> None:
 
 
 def test_a_summary_is_over_the_seeds_of_a_preset() -> None:
-    runs = [run_of("grpo", 0, [0.2, 0.8]), run_of("grpo", 1, [0.4, 0.6]), run_of("ppo", 0, [0.2, 0.3])]
+    runs = [
+        run_of("grpo", 0, [0.2, 0.8]),
+        run_of("grpo", 1, [0.4, 0.6]),
+        run_of("ppo", 0, [0.2, 0.3]),
+    ]
     found = presets.summarise(runs)
-    assert found["grpo"]["final"] == [0.8, 0.6] and found["grpo"]["final_mean"] == pytest.approx(0.7)
+    assert found["grpo"]["final"] == [0.8, 0.6] and found["grpo"]["final_mean"] == pytest.approx(
+        0.7
+    )
     assert found["grpo"]["steps_to_half"] == [10, None] and found["grpo"]["seconds_per_step"] == 1.0
-    assert found["ppo"]["final_mean"] == 0.3 and found["ppo"]["over_run_mean"] == pytest.approx(0.25)
+    assert found["ppo"]["final_mean"] == 0.3 and found["ppo"]["over_run_mean"] == pytest.approx(
+        0.25
+    )
     band = curves.bands(runs)["grpo"]
-    assert band.mean == pytest.approx([0.3, 0.7]) and band.low == [0.2, 0.6] and band.high == [0.4, 0.8]
+    assert (
+        band.mean == pytest.approx([0.3, 0.7])
+        and band.low == [0.2, 0.6]
+        and band.high == [0.4, 0.8]
+    )
 
 
 def test_every_preset_has_settings_that_its_objective_allows() -> None:
     for name in (*PRESETS, presets.CONTROL):
         config = presets.config(name, 0, 80)
         config.objective.check(group_size=8, updates_per_row=config.updates_per_batch)
-        assert config.updates_per_batch == (1 if name in ("rloo", "reinforce", "nanochat", "grpo_once") else 4)
+        assert config.updates_per_batch == (
+            1 if name in ("rloo", "reinforce", "nanochat", "grpo_once") else 4
+        )
         assert config.rollout == presets.config("grpo", 0, 80).rollout
 
 
@@ -63,7 +82,12 @@ def test_a_preset_is_trained_on_the_sorting_task(tmp_path: Path) -> None:
 
 def spec_of(variant: str, kl_coef: float = 0.0) -> dict[str, Any]:
     size = {"prompts": 2, "group_size": 2, "new_tokens": 4, "words": 1, "steps": 1, "passes": 1}
-    return size | {"model": tiny.model(), "compute": "float32", "variant": variant, "kl_coef": kl_coef}
+    return size | {
+        "model": tiny.model(),
+        "compute": "float32",
+        "variant": variant,
+        "kl_coef": kl_coef,
+    }
 
 
 def test_all_variants_learn_from_the_same_actions_and_hold_what_they_must() -> None:
@@ -72,7 +96,9 @@ def test_all_variants_learn_from_the_same_actions_and_hold_what_they_must() -> N
         for kl, coef in (("off", 0.0), ("on", 0.1))
     }
     grpo_vs_ppo.check_same_rollouts(results)
-    held = {kl: {name: one["held_gib"] for name, one in of_kl.items()} for kl, of_kl in results.items()}
+    held = {
+        kl: {name: one["held_gib"] for name, one in of_kl.items()} for kl, of_kl in results.items()
+    }
     weights = held["off"]["grpo"] / 4  # a weight, its gradient and Adam's two moments
     assert held["on"]["grpo"] == pytest.approx(5 * weights, rel=0.02)
     assert held["off"]["ppo-separate"] == pytest.approx(8 * weights, rel=0.02)
@@ -80,21 +106,37 @@ def test_all_variants_learn_from_the_same_actions_and_hold_what_they_must() -> N
 
 def test_unequal_work_is_refused() -> None:
     step = {"rollouts_sha256": "a", "update_tokens": 8}
-    with pytest.raises(SystemExit, match="ppo-shared, KL off learned from other actions than grpo, KL off"):
+    with pytest.raises(
+        SystemExit, match="ppo-shared, KL off learned from other actions than grpo, KL off"
+    ):
         grpo_vs_ppo.check_same_rollouts(
-            {"off": {"grpo": {"steps": [step]}, "ppo-shared": {"steps": [step | {"update_tokens": 6}]}}}
+            {
+                "off": {
+                    "grpo": {"steps": [step]},
+                    "ppo-shared": {"steps": [step | {"update_tokens": 6}]},
+                }
+            }
         )
 
 
 def test_ratios_are_of_medians_and_grpo_is_one() -> None:
     def one(seconds: list[float], gib: float) -> dict[str, Any]:
-        steps = [{"seconds": s, "rollout_s": 1.0, "credit_s": 0.0, "update_s": s - 1} for s in seconds]
+        steps = [
+            {"seconds": s, "rollout_s": 1.0, "credit_s": 0.0, "update_s": s - 1} for s in seconds
+        ]
         return {"steps": steps, "peak_gib": gib, "held_gib": gib}
 
-    found = grpo_vs_ppo.summarise({"off": {"grpo": one([2, 9, 3], 2.0), "ppo-shared": one([6, 5, 7], 3.0)}})["off"]
+    found = grpo_vs_ppo.summarise(
+        {"off": {"grpo": one([2, 9, 3], 2.0), "ppo-shared": one([6, 5, 7], 3.0)}}
+    )["off"]
     assert found["grpo"]["seconds_ratio"] == 1 and found["grpo"]["seconds_max"] == 9
-    assert found["ppo-shared"]["seconds_ratio"] == 2 and found["ppo-shared"]["update_s_ratio"] == 2.5
-    assert "of ppo-shared with KL off 67% of the peak memory and 50% of the time" in grpo_vs_ppo.verdict({"off": found})
+    assert (
+        found["ppo-shared"]["seconds_ratio"] == 2 and found["ppo-shared"]["update_s_ratio"] == 2.5
+    )
+    assert (
+        "of ppo-shared with KL off 67% of the peak memory and 50% of the time"
+        in grpo_vs_ppo.verdict({"off": found})
+    )
 
 
 def as_main(module: str, *arguments: str) -> None:
@@ -118,21 +160,35 @@ def test_both_commands_print_a_table_and_write_json(
     monkeypatch.setattr(grpo_vs_ppo, "in_own_process", lambda spec: variants.measure(dict(spec)))
     small = "--prompts 2 --group-size 2 --new-tokens 4 --steps 1 --kl off --compute float32"
     grpo_vs_ppo.main([*small.split(), "--model", tiny.model(), "--json", str(tmp_path / "a")])
-    assert {"grpo", "ppo-shared", "ppo-separate"} == json.loads((tmp_path / "a").read_text())["summary"]["off"].keys()
-    monkeypatch.setattr(presets, "get_context", lambda kind: processes._server)  # it has imported torch
+    assert {"grpo", "ppo-shared", "ppo-separate"} == json.loads((tmp_path / "a").read_text())[
+        "summary"
+    ]["off"].keys()
+    monkeypatch.setattr(
+        presets, "get_context", lambda kind: processes._server
+    )  # it has imported torch
     small = "--only grpo --seeds 1 --steps 1 --processes 1"
     presets.main([*small.split(), "--json", str(tmp_path / "b"), "--plot", str(tmp_path / "c.png")])
-    assert len(json.loads((tmp_path / "b").read_text())["runs"]) == 1 and (tmp_path / "c.png").is_file()
+    assert (
+        len(json.loads((tmp_path / "b").read_text())["runs"]) == 1
+        and (tmp_path / "c.png").is_file()
+    )
     assert "steps to half" in capsys.readouterr().out
 
 
 def evaluated(had: float, *pairs: tuple[float, float]) -> list[dict[str, float]]:
-    return [{"seconds": seconds, "had": had, demonstrations.METRIC: value} for seconds, value in pairs]
+    return [
+        {"seconds": seconds, "had": had, demonstrations.METRIC: value} for seconds, value in pairs
+    ]
 
 
-def test_runs_are_compared_at_the_time_that_all_have_had_and_by_their_last_evaluation_until_then() -> None:
+def test_runs_are_compared_at_the_time_that_all_have_had_and_by_their_last_evaluation_until_then() -> (
+    None
+):
     found = {
-        "both": {0: evaluated(90, (0, 0.0), (30, 0.5), (80, 0.75)), 1: evaluated(60, (0, 0.0), (50, 0.5))},
+        "both": {
+            0: evaluated(90, (0, 0.0), (30, 0.5), (80, 0.75)),
+            1: evaluated(60, (0, 0.0), (50, 0.5)),
+        },
         "alone": {0: evaluated(100, (0, 0.0), (40, 0.125), (100, 1.0))},
     }
     assert demonstrations.shared_seconds(found) == 60
@@ -146,10 +202,20 @@ def test_runs_are_compared_at_the_time_that_all_have_had_and_by_their_last_evalu
 
 def test_a_run_stops_when_it_has_had_its_time_and_what_it_stamped_is_read(tmp_path, capsys) -> None:
     small = "--rollout.prompts 2 --rollout.group-size 2 --evaluation.prompts 2 --evaluation.every 1 --compute float32"
-    own = ["--runs-dir", str(tmp_path), "--name", "both-s0", "--model", tiny.model(), *small.split()]
+    own = [
+        "--runs-dir",
+        str(tmp_path),
+        "--name",
+        "both-s0",
+        "--model",
+        tiny.model(),
+        *small.split(),
+    ]
     demonstrations.run_one(own, seconds=0.0)
     rows = demonstrations.stamps(tmp_path, ["both", "alone"], [0])["both"][0]
     assert [(row["step"], row["seconds"], row["eval/in_tags"]) for row in rows] == [(0, 0.0, 0.0)]
-    demonstrations.main(["--read", "--runs-dir", str(tmp_path), "--plot", str(tmp_path / "curves.png")])
+    demonstrations.main(
+        ["--read", "--runs-dir", str(tmp_path), "--plot", str(tmp_path / "curves.png")]
+    )
     assert "| demonstrations, then rewards | 0.000 (0.000) |" in capsys.readouterr().out
     assert (tmp_path / "curves.png").stat().st_size > 1000

@@ -24,7 +24,9 @@ from gruppo.modalities.text.chat_template import read_template
 from gruppo.rewards.models import RewardModel
 from gruppo.types import GruppoError
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs FIFOs and limits of memory")
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/statm").exists(), reason="needs FIFOs and limits of memory"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -118,10 +120,19 @@ def test_what_is_no_regular_file_is_not_read(tmp_path, kind, name, read):
 
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory) -> Path:
-    return api.start(tiny.config(tmp_path_factory.mktemp("clean"), **BARE, reward=["exact_match"])).folder
+    return api.start(
+        tiny.config(tmp_path_factory.mktemp("clean"), **BARE, reward=["exact_match"])
+    ).folder
 
 
-PARTS = ["config.json", "manifest.json", "evaluations.json", "metrics.jsonl", "samples.jsonl", "checkpoints/latest"]
+PARTS = [
+    "config.json",
+    "manifest.json",
+    "evaluations.json",
+    "metrics.jsonl",
+    "samples.jsonl",
+    "checkpoints/latest",
+]
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device"])
@@ -149,7 +160,9 @@ def test_a_chat_template_that_loops_is_stopped_and_not_waited_for_again(monkeypa
     tokenizer.chat_template = LOOP
     looping = Chat(tokenizer, [tokenizer.eos_token_id])
     monkeypatch.setattr(chat, "RENDER_S", 1000.0, raising=False)
-    with pytest.raises(GruppoError, match=r"chat template cannot write a conversation of user: .*come to its end"):
+    with pytest.raises(
+        GruppoError, match=r"chat template cannot write a conversation of user: .*come to its end"
+    ):
         looping.encode([{"role": "user", "content": "Hello."}])
 
 

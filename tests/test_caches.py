@@ -29,8 +29,14 @@ def sysfs(root: Path, *caches: tuple[str, str, str]) -> Path:
     [
         ([*L1, ("2", "Unified", "1024K"), ("3", "Unified", "32768K")], (MIB, 32 * MIB)),
         ([*L1, ("2", "Unified", "512K"), ("3", "Unified", "16M")], (512 * KIB, 16 * MIB)),
-        ([*L1, ("2", "Unified", "2048K")], (2 * MIB, 2 * MIB)),  # a small board: its second level is the last
-        ([*L1, ("2", "Unified", "0K"), ("3", "Unified", "unknown")], (MIB, 8 * MIB)),  # some virtual machines
+        (
+            [*L1, ("2", "Unified", "2048K")],
+            (2 * MIB, 2 * MIB),
+        ),  # a small board: its second level is the last
+        (
+            [*L1, ("2", "Unified", "0K"), ("3", "Unified", "unknown")],
+            (MIB, 8 * MIB),
+        ),  # some virtual machines
         ([], (MIB, 8 * MIB)),
     ],
 )
@@ -42,8 +48,14 @@ def test_caches_are_those_that_linux_tells(tmp_path, monkeypatch, caches, sizes)
 @pytest.mark.parametrize(
     ("told", "sizes"),
     [
-        ({"hw.l2cachesize": 4 * MIB, "hw.perflevel0.l2cachesize": 12 * MIB}, (12 * MIB, 12 * MIB)),  # an M1
-        ({"hw.l2cachesize": 256 * KIB, "hw.l3cachesize": 6 * MIB}, (256 * KIB, 6 * MIB)),  # an Intel
+        (
+            {"hw.l2cachesize": 4 * MIB, "hw.perflevel0.l2cachesize": 12 * MIB},
+            (12 * MIB, 12 * MIB),
+        ),  # an M1
+        (
+            {"hw.l2cachesize": 256 * KIB, "hw.l3cachesize": 6 * MIB},
+            (256 * KIB, 6 * MIB),
+        ),  # an Intel
         ({}, (MIB, 8 * MIB)),
     ],
 )
@@ -54,7 +66,9 @@ def test_caches_are_those_that_macos_tells(tmp_path, monkeypatch, told, sizes):
 
 
 @pytest.mark.parametrize(("last_mib", "rows"), [(32, 256), (20, 256), (16, 128), (8, 64), (1, 64)])
-def test_a_tile_of_logits_fits_into_half_of_the_last_cache_unless_products_would_be_slow(monkeypatch, last_mib, rows):
+def test_a_tile_of_logits_fits_into_half_of_the_last_cache_unless_products_would_be_slow(
+    monkeypatch, last_mib, rows
+):
     monkeypatch.setattr(linear_head, "cache_bytes", lambda: (MIB, last_mib * MIB))
     assert linear_head._tile(torch.device("cpu")) == (rows, 4096)
     assert linear_head._tile(torch.device("cuda")) == linear_head.TILE

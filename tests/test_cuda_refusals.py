@@ -31,7 +31,9 @@ NO_KERNEL = (
 
 
 def old_driver(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: warnings.warn(OLD_DRIVER, stacklevel=1) or False)
+    monkeypatch.setattr(
+        torch.cuda, "is_available", lambda: warnings.warn(OLD_DRIVER, stacklevel=1) or False
+    )
     return "The NVIDIA driver on your system is too old (found version 11040)"
 
 
@@ -66,7 +68,9 @@ def test_a_gpu_that_torch_cannot_use_is_named_in_one_warning_or_one_error(
     assert line == f"the GPU cannot be used, so the run is on the CPU: {reason}."
     with pytest.raises(GruppoError) as error:
         place(run.policy, tiny.config(tmp_path, device="cuda"))
-    assert str(error.value).startswith(f"--device cuda: {reason}. Set --device cpu") and "\n" not in str(error.value)
+    assert str(error.value).startswith(
+        f"--device cuda: {reason}. Set --device cpu"
+    ) and "\n" not in str(error.value)
     assert not recwarn.list
 
 
@@ -86,7 +90,9 @@ def test_a_gpu_that_works_is_asked_once(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "3")
     devices, ones = [], torch.ones
-    monkeypatch.setattr(torch, "ones", lambda *shape, device: devices.append(device) or ones(*shape))
+    monkeypatch.setattr(
+        torch, "ones", lambda *shape, device: devices.append(device) or ones(*shape)
+    )
     assert usable_cuda() == usable_cuda() == (True, "") and calls == [1] and devices == ["cuda:1"]
 
 
@@ -96,7 +102,9 @@ def test_memory_of_a_gpu_that_runs_out_is_one_line():
         "free. Process 7 has\n6 GiB memory in use."
     )
     line, code = describe_error(error)
-    assert line.startswith("the GPU's memory ran out (Tried to allocate 2.00 GiB). Train a smaller --model")
+    assert line.startswith(
+        "the GPU's memory ran out (Tried to allocate 2.00 GiB). Train a smaller --model"
+    )
     assert code == GruppoError.exit_code
     assert "\n" not in line and "bug" not in line
 
@@ -121,15 +129,22 @@ class FakeMemory:
         monkeypatch.setattr(policy, "likelihood", watched)
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: self.now)
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: self.peak)
-        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: setattr(self, "peak", self.now))
+        monkeypatch.setattr(
+            torch.cuda, "reset_peak_memory_stats", lambda device: setattr(self, "peak", self.now)
+        )
 
 
-def test_a_tokens_bytes_are_measured_on_the_longest_row_and_set_the_micro_batches(tmp_path, monkeypatch):
+def test_a_tokens_bytes_are_measured_on_the_longest_row_and_set_the_micro_batches(
+    tmp_path, monkeypatch
+):
     run = run_in(tmp_path)
     rollouts = collect(run, step_params_at(run.config, 0)).rollouts
     fake = FakeMemory(monkeypatch, run.policy, per_token=4096)
     measured = memory.measured_bytes(run.policy, rollouts, rollouts.mask)
-    assert measured == 4096 and fake.tokens == [run.policy.longest_row(rollouts, torch.arange(len(rollouts)))] * 2
+    assert (
+        measured == 4096
+        and fake.tokens == [run.policy.longest_row(rollouts, torch.arange(len(rollouts)))] * 2
+    )
     assert memory.measured_bytes(run.policy, rollouts, rollouts.mask & False) == 0
     room = memory.still_to_come(run) + 4096 * 600
     monkeypatch.setattr(memory, "free_bytes", lambda device: room)
@@ -170,5 +185,9 @@ def test_the_first_steps_forecast_the_run_and_name_its_gate(tmp_path):
     gated = run_in(tmp_path, steps=50, stage__until="eval/reward_mean >= 0.8")
     gated.state.step = FORECAST_STEPS
     text = forecast(gated, 12.0 * FORECAST_STEPS)
-    assert text.startswith(f"12.0 s a step over the first {FORECAST_STEPS} on {torch.get_num_threads()} thread")
-    assert text.endswith("the other 45 take about 9:00, fewer end the run once eval/reward_mean >= 0.8.")
+    assert text.startswith(
+        f"12.0 s a step over the first {FORECAST_STEPS} on {torch.get_num_threads()} thread"
+    )
+    assert text.endswith(
+        "the other 45 take about 9:00, fewer end the run once eval/reward_mean >= 0.8."
+    )

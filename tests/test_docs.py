@@ -40,7 +40,9 @@ PAGES = sorted(OBJECTIVES.glob("*.md"))
 OURS = [page for page in PAGES if page.name != "peers.md"]
 """Pages whose names are all gruppo's; peers.md has those of TRL and verl."""
 DOCS = ROOT / "docs"
-START, GUIDES, REFERENCE = (sorted((DOCS / folder).glob("*.md")) for folder in ("start", "guides", "reference"))
+START, GUIDES, REFERENCE = (
+    sorted((DOCS / folder).glob("*.md")) for folder in ("start", "guides", "reference")
+)
 LEARNED = sorted((DOCS / "learn").rglob("*.md"))
 READMES = [ROOT / "README.md", ROOT / "README.zh-CN.md", DOCS / "index.md"]
 WITH_OPTIONS = [*PAGES, *START, *GUIDES, *REFERENCE, *LEARNED, *READMES, DOCS / "dev/sources.md"]
@@ -60,12 +62,33 @@ FOREIGN_OPTIONS = {
         "--max-model-len",
     ),
     *("--debug", "--help", "--help-all", "--names", "--options", "--tours"),
-    *("--bind", "--cap-drop", "--dev", "--mount", "--network", "--proc", "--read-only", "--rm", "--ro-bind"),
+    *(
+        "--bind",
+        "--cap-drop",
+        "--dev",
+        "--mount",
+        "--network",
+        "--proc",
+        "--read-only",
+        "--rm",
+        "--ro-bind",
+    ),
     *("--runtime", "--unshare-all"),
-    *("--dtype", "--enable-prefix-caching", "--enable-scale-out", "--enforce-eager", "--generation-config"),
+    *(
+        "--dtype",
+        "--enable-prefix-caching",
+        "--enable-scale-out",
+        "--enforce-eager",
+        "--generation-config",
+    ),
     "--no-enable-chunked-prefill",
     *("--gpu-memory-utilization", "--logprobs-mode", "--max-model-len", "--enable-sleep-mode"),
-    *("--weight-transfer-config", "--enable-deterministic-inference", "--served-model-name", "--tensor-parallel-size"),
+    *(
+        "--weight-transfer-config",
+        "--enable-deterministic-inference",
+        "--served-model-name",
+        "--tensor-parallel-size",
+    ),
 }
 """Of other programs, or for all commands."""
 OTHER_WORDS = {"std", "gather", "range", "epsilon_high", "gruppo", "None"}
@@ -74,7 +97,9 @@ PARAMETERS = {name: parameters(run) for name, run in COMMANDS.items() if name no
 PARAMETERS["launch"] = ({}, options(configs.LaunchConfig()))
 """Positional arguments and options of each command beside those of a config."""
 OPTIONS = {flag(name): option.hint for name, option in all_options().items()} | {"--stages": str}
-OPTIONS |= {flag(name): option.hint for _, named in PARAMETERS.values() for name, option in named.items()}
+OPTIONS |= {
+    flag(name): option.hint for _, named in PARAMETERS.values() for name, option in named.items()
+}
 """Type of each command-line option."""
 
 
@@ -91,7 +116,9 @@ def blocks(page: Path) -> Iterator[tuple[str, int, str]]:
 
 def spans(page: Path) -> set[str]:
     """Return the inline code of a page."""
-    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(
+        r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
     return set(re.findall(r"`([^`\n]+)`", text))
 
 
@@ -121,7 +148,9 @@ def test_the_table_of_presets_is_that_of_the_code() -> None:
     lines = (OBJECTIVES / "README.md").read_text(encoding="utf-8").splitlines()
     start = next(n for n, line in enumerate(lines) if line.startswith("| preset"))
     end = next(n for n in range(start, len(lines)) if not lines[n])
-    head, _, *table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start:end]]
+    head, _, *table = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in lines[start:end]
+    ]
     assert head == ["preset", *COLUMNS]
     assert table == [row(name, objective) for name, objective in PRESETS.items()]
 
@@ -133,7 +162,9 @@ def test_the_overview_of_presets_lists_each_of_them() -> None:
 
 
 def test_the_table_shows_every_field_in_which_a_preset_is_not_the_default() -> None:
-    changed = {f.name for o in PRESETS.values() for f in fields(o) if getattr(o, f.name) != f.default}
+    changed = {
+        f.name for o in PRESETS.values() for f in fields(o) if getattr(o, f.name) != f.default
+    }
     assert changed <= set().union(*COLUMNS.values())
 
 
@@ -141,7 +172,11 @@ def test_the_table_shows_every_field_in_which_a_preset_is_not_the_default() -> N
 
 
 def names_of_tests() -> set[str]:
-    return {n for path in (ROOT / "tests").rglob("*.py") for n in re.findall(r"def (test_\w+)", path.read_text())}
+    return {
+        n
+        for path in (ROOT / "tests").rglob("*.py")
+        for n in re.findall(r"def (test_\w+)", path.read_text())
+    }
 
 
 def defined_in(pattern: str) -> set[str]:
@@ -161,11 +196,26 @@ def defined_in(pattern: str) -> set[str]:
 @cache
 def known_words() -> set[str]:
     """Return options, choices, record fields, names of core, losses and rewards, presets, recipes and tests."""
-    settings = {part.replace("-", "_") for option in OPTIONS for part in option.lstrip("-").split(".")}
-    choices = {choice for hint in OPTIONS.values() for choice in typing.get_args(hint) if isinstance(choice, str)}
+    settings = {
+        part.replace("-", "_") for option in OPTIONS for part in option.lstrip("-").split(".")
+    }
+    choices = {
+        choice
+        for hint in OPTIONS.values()
+        for choice in typing.get_args(hint)
+        if isinstance(choice, str)
+    }
     records = {f.name for kind in (Likelihood, Rollouts, Batch) for f in fields(kind)}
     mathematics = defined_in("core/*.py") | defined_in("losses.py") | defined_in("rewards/*.py")
-    return settings | choices | records | mathematics | {*PRESETS, *RECIPES} | names_of_tests() | OTHER_WORDS
+    return (
+        settings
+        | choices
+        | records
+        | mathematics
+        | {*PRESETS, *RECIPES}
+        | names_of_tests()
+        | OTHER_WORDS
+    )
 
 
 @each(OURS)
@@ -190,14 +240,21 @@ def test_every_setting_exists_and_can_have_the_value_that_is_named(page: Path) -
 @each(OURS)
 def test_every_dotted_setting_exists(page: Path) -> None:
     groups = {option[2:].partition(".")[0] for option in OPTIONS if "." in option}
-    named = {span for span in spans(page) if re.fullmatch(r"[a-z_]+\.[a-z_]+", span) and span.split(".")[0] in groups}
+    named = {
+        span
+        for span in spans(page)
+        if re.fullmatch(r"[a-z_]+\.[a-z_]+", span) and span.split(".")[0] in groups
+    }
     unknown = {name for name in named if flag(name) not in OPTIONS}
     assert not unknown
 
 
 @each(PAGES)
 def test_every_test_and_dotted_name_that_a_page_names_exists(page: Path) -> None:
-    unknown = set(re.findall(r"\btest_\w+\b(?!\.py)", page.read_text(encoding="utf-8"))) - names_of_tests()
+    unknown = (
+        set(re.findall(r"\btest_\w+\b(?!\.py)", page.read_text(encoding="utf-8")))
+        - names_of_tests()
+    )
     assert not unknown
     for span in spans(page):
         if found := re.fullmatch(r"(gruppo(?:\.[a-z_]+)*)\.(\w+)(\(.*\))?", span):
@@ -207,7 +264,11 @@ def test_every_test_and_dotted_name_that_a_page_names_exists(page: Path) -> None
 
 @each(WITH_OPTIONS)
 def test_every_option_exists(page: Path) -> None:
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*(?:\.[a-z][a-z0-9-]*)*", page.read_text(encoding="utf-8")))
+    named = set(
+        re.findall(
+            r"(?<![\w-])--[a-z][a-z-]*(?:\.[a-z][a-z0-9-]*)*", page.read_text(encoding="utf-8")
+        )
+    )
     groups = {option.rpartition(".")[0] for option in OPTIONS}
     unknown = named - {*OPTIONS} - groups - FOREIGN_OPTIONS
     assert not unknown
@@ -239,7 +300,10 @@ def test_every_command_is_one_that_can_run(page: Path) -> None:
             if words[2] in RECIPES and not {"--help", "--help-all"} & {*words}:
                 try:
                     _, typed = pop_option(pop_option(words[2:], "--names")[1], "--gpus")
-                    checks.check(parse_config(words[1], typed), modalities()[KINDS.get(words[2].split("-")[0], "text")])
+                    checks.check(
+                        parse_config(words[1], typed),
+                        modalities()[KINDS.get(words[2].split("-")[0], "text")],
+                    )
                 except GruppoError as error:
                     pytest.fail(f"{page.name}:{line + n}: {error}")
 
@@ -265,50 +329,92 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     }
     grpo = tiny.config(folder, name="grpo", **everything)
     ppo = tiny.config(folder, name="ppo", objective="ppo", critic__kind="separate", **everything)
-    moving = {"objective__baseline": "running", "objective__scale": "running", "back_off__metric": "eval/reward_mean"}
+    moving = {
+        "objective__baseline": "running",
+        "objective__scale": "running",
+        "back_off__metric": "eval/reward_mean",
+    }
     staged = tiny.config(folder, name="staged", steps=2, evaluation__every=1, **moving)
     several = (configs.Stage(steps=1, kl_coef=0.01, sup_coef=0.1), configs.Stage(rl_coef=0.5))
     staged = replace(
-        staged, stages=several, back_off=replace(staged.back_off, drop=0.0), optim=configs.OptimConfig(lr=10.0)
+        staged,
+        stages=several,
+        back_off=replace(staged.back_off, drop=0.0),
+        optim=configs.OptimConfig(lr=10.0),
     )
-    staged = replace(staged, environment=configs.EnvironmentConfig(reply="gruppo.recipes.guess:reply"))
+    staged = replace(
+        staged, environment=configs.EnvironmentConfig(reply="gruppo.recipes.guess:reply")
+    )
     held = configs.Stage(sup_coef=0.1, cons_coef=0.1, kl_coef=0.1)
-    restored = restoring(folder, steps=1, stage=held, optim=configs.OptimConfig(lr=1e-4, terms_every=1))
+    restored = restoring(
+        folder, steps=1, stage=held, optim=configs.OptimConfig(lr=1e-4, terms_every=1)
+    )
     server = FakeServer(tiny.model())
-    served = tiny.config(folder, name="served", engine__kind="vllm", engine__urls=[server.url], engine__lag=1, steps=1)
-    calling = {"model": "tests.trainer.calling:policy", "environment": "tests.trainer.calling:Walk", "steps": 1}
+    served = tiny.config(
+        folder,
+        name="served",
+        engine__kind="vllm",
+        engine__urls=[server.url],
+        engine__lag=1,
+        steps=1,
+    )
+    calling = {
+        "model": "tests.trainer.calling:policy",
+        "environment": "tests.trainer.calling:Walk",
+        "steps": 1,
+    }
     tools = tiny.config(folder, name="tools", **calling)
     every = (grpo, ppo, staged, restored, served, tools)
     rows = [row for config in every for row in read_metrics(api.start(config).folder)]
     server.close()
     of_programs = {f"reward_metric/{name}" for name in code_metrics([ProgramScore(1, 1)])}
-    of_servers = {"engine/proof_slope", "engine/proof_error_nats", "engine/update_nats", "engine/undecided"}
-    return {name for row in rows for name in row} - {"step"} | of_programs | of_servers | {"time/proof_s"}
+    of_servers = {
+        "engine/proof_slope",
+        "engine/proof_error_nats",
+        "engine/update_nats",
+        "engine/undecided",
+    }
+    return (
+        {name for row in rows for name in row} - {"step"}
+        | of_programs
+        | of_servers
+        | {"time/proof_s"}
+    )
 
 
 @each([*OURS, *START, *GUIDES, *REFERENCE, DOCS / "dev/sources.md"])
 def test_every_metric_is_one_that_a_run_logs(page: Path, logged: set[str]) -> None:
-    unknown = {span for span in spans(page) if re.fullmatch(r"[a-z_]+(/[a-z0-9_]+)+", span)} - logged
+    unknown = {
+        span for span in spans(page) if re.fullmatch(r"[a-z_]+(/[a-z0-9_]+)+", span)
+    } - logged
     unknown = {name for name in unknown if not name.startswith("tests/")}
-    unknown = {name for name in unknown if re.sub(r"^reward/\w+/", "reward/digits/", name) not in logged}
+    unknown = {
+        name for name in unknown if re.sub(r"^reward/\w+/", "reward/digits/", name) not in logged
+    }
     assert not unknown - {"owner/name", "grad/action_norm", "eval/psnr"}
 
 
 def documented_metrics() -> list[str]:
     """Patterns of the first columns of the metrics page; NAME and the like stand for any word."""
-    cells = re.findall(r"^\| (`.+?) \|", (DOCS / "reference/metrics.md").read_text(encoding="utf-8"), re.MULTILINE)
+    cells = re.findall(
+        r"^\| (`.+?) \|", (DOCS / "reference/metrics.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     patterns = []
     for cell in cells:
         prefix = ""
         for name in re.findall(r"`([^`]+)`", cell):
             prefix = name.rpartition("/")[0] if "/" in name else prefix
             full = name if "/" in name else f"{prefix}/{name}"
-            patterns.append(re.sub(r"(?<![a-z])[A-Z]+(?![a-z])", r"[^/]+", re.escape(full)).replace("…", ".+"))
+            patterns.append(
+                re.sub(r"(?<![a-z])[A-Z]+(?![a-z])", r"[^/]+", re.escape(full)).replace("…", ".+")
+            )
     return patterns
 
 
 def test_the_metrics_page_explains_every_metric_of_a_run(logged: set[str]) -> None:
-    unknown = {name for name in logged if not any(re.fullmatch(p, name) for p in documented_metrics())}
+    unknown = {
+        name for name in logged if not any(re.fullmatch(p, name) for p in documented_metrics())
+    }
     assert not unknown, ", ".join(sorted(unknown))
 
 
@@ -319,11 +425,23 @@ def option_table() -> str:
     """All options by section, with defaults and the first paragraph of their help."""
     lines: list[str] = []
     section = None
-    for name, option in sorted(all_options().items(), key=lambda item: "." in item[0]):  # single options first
+    for name, option in sorted(
+        all_options().items(), key=lambda item: "." in item[0]
+    ):  # single options first
         if name.rpartition(".")[0] != section:
             section = name.rpartition(".")[0]
-            lines += ["", f"### {section or 'run'}", "", "| option | default | meaning |", "|---|---|---|"]
-        summary = " ".join(option.help.partition("\n\n")[0].split()).replace("``", "`").replace("|", "\\|")
+            lines += [
+                "",
+                f"### {section or 'run'}",
+                "",
+                "| option | default | meaning |",
+                "|---|---|---|",
+            ]
+        summary = (
+            " ".join(option.help.partition("\n\n")[0].split())
+            .replace("``", "`")
+            .replace("|", "\\|")
+        )
         lines.append(f"| `{flag(name)}` | {as_text(option.value) or '-'} | {summary} |")
     return "\n".join(lines).strip()
 
@@ -334,7 +452,10 @@ def command_tables() -> str:
     for command, (positional, named) in PARAMETERS.items():
         lines += ["", f"### gruppo {command}", "", inspect.getdoc(COMMANDS[command]) or ""]
         rows = [f"| `{name.upper()}` | | {option.help} |" for name, option in positional.items()]
-        rows += [f"| `{flag(name)}` | {as_text(o.value) or '-'} | {o.help} |" for name, o in named.items()]
+        rows += [
+            f"| `{flag(name)}` | {as_text(o.value) or '-'} | {o.help} |"
+            for name, o in named.items()
+        ]
         lines += ["", "| argument | default | meaning |", "|---|---|---|", *rows]
     return "\n".join(lines).strip()
 
@@ -351,12 +472,16 @@ def with_tables(page: Path) -> str:
 
 @each([*GENERATED])
 def test_the_config_and_command_line_pages_list_every_option(page: Path) -> None:
-    assert page.read_text(encoding="utf-8") == with_tables(page), "python -m tests.test_docs writes the table"
+    assert page.read_text(encoding="utf-8") == with_tables(page), (
+        "python -m tests.test_docs writes the table"
+    )
 
 
 def test_the_page_of_docstrings_lists_every_public_name() -> None:
     page = (DOCS / "reference/api.md").read_text(encoding="utf-8")
-    assert sorted(re.findall(r"^::: gruppo\.(\w+)$", page, re.MULTILINE)) == sorted({*gruppo.__all__} - {"__version__"})
+    assert sorted(re.findall(r"^::: gruppo\.(\w+)$", page, re.MULTILINE)) == sorted(
+        {*gruppo.__all__} - {"__version__"}
+    )
 
 
 # --- links, files and examples ---------------------------------------------------------------------------------------
@@ -375,8 +500,14 @@ def slug(heading: str) -> str:
 
 @each(ALL)
 def test_every_link_to_a_section_leads_to_its_heading(page: Path) -> None:
-    for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", page.read_text(encoding="utf-8")):
-        text = (page.parent / target if target else page).read_text(encoding="utf-8") if "://" not in target else ""
+    for target, anchor in re.findall(
+        r"\]\(([^)#\s]*)#([^)\s]+)\)", page.read_text(encoding="utf-8")
+    ):
+        text = (
+            (page.parent / target if target else page).read_text(encoding="utf-8")
+            if "://" not in target
+            else ""
+        )
         text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
         headings = {slug(heading) for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
         assert anchor in headings or "://" in target, (target, anchor)
@@ -398,11 +529,17 @@ def test_every_page_is_linked_from_the_index_or_from_a_page_below_it(page: Path)
 @each(PAGES)
 def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     named = {span for span in spans(page) if re.fullmatch(r"[\w/]+/[\w/]+\.(py|md|txt)", span)}
-    assert [name for name in sorted(named) if not any((ROOT / at / name).exists() for at in (".", "src/gruppo"))] == []
+    assert [
+        name
+        for name in sorted(named)
+        if not any((ROOT / at / name).exists() for at in (".", "src/gruppo"))
+    ] == []
 
 
 @each([*PAGES, *START, *GUIDES, *REFERENCE])
-def test_the_examples_of_a_page_hold(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_of_a_page_hold(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Run all Python blocks of a page in one session, with a tiny model in place of the bundled one."""
     own = {"model": tiny.model(), "compute": "float32", "runs_dir": str(tmp_path)}
     monkeypatch.setitem(RECIPES, "arithmetic", lambda: replace(arithmetic(), **own))

@@ -53,9 +53,21 @@ def short(name: str, folder: Path, **changes: Any) -> Config:
 def test_ddpo_has_the_documents_numbers_and_what_they_need_to_mean_something() -> None:
     """beta 0.04 and epsilon 0.2 are those of its loss; a mixed reference; several updates, or nothing is clipped."""
     config = RECIPES["ddpo"]()
-    assert (config.stage.kl_coef, config.rollout.group_size, config.objective.scale) == (0.04, 8, "group")
-    assert (config.objective.clip_low, config.objective.clip_high, config.objective.clip_unit) == (0.2, 0.2, "nats")
-    assert config.objective.kl == "exact" and config.reference.kind == "mixed" and config.updates_per_batch > 1
+    assert (config.stage.kl_coef, config.rollout.group_size, config.objective.scale) == (
+        0.04,
+        8,
+        "group",
+    )
+    assert (config.objective.clip_low, config.objective.clip_high, config.objective.clip_unit) == (
+        0.2,
+        0.2,
+        "nats",
+    )
+    assert (
+        config.objective.kl == "exact"
+        and config.reference.kind == "mixed"
+        and config.updates_per_batch > 1
+    )
     assert config.reference.update_every < config.steps, "or the reference would never be mixed"
     checks.check(config, modalities()["diffusion"])
 
@@ -74,8 +86,12 @@ def test_ddpo_trains_a_denoiser_against_a_reference_that_follows_it(tmp_path: Pa
     )
     rows = metrics(api.start(config).folder)
     steps = [row for row in rows if "reward/mean" in row]
-    assert all(row["kl/ref_nats"] > 0.0 and row["ratio/max"] > 1.0 for row in steps), "the second update has moved"
-    first, last = (row["reference/distance_frac"] for row in rows if "reference/distance_frac" in row)
+    assert all(row["kl/ref_nats"] > 0.0 and row["ratio/max"] > 1.0 for row in steps), (
+        "the second update has moved"
+    )
+    first, last = (
+        row["reference/distance_frac"] for row in rows if "reference/distance_frac" in row
+    )
     assert first == 0.0 < last
     assert all(row["reward/jpeg_compressibility/mean"] < 0 for row in steps)
 
@@ -90,23 +106,40 @@ def test_ddpo_trains_an_adapter_of_a_pipeline(tmp_path: Path) -> None:
     made(sd15).policy.save(tmp_path / "sd15")
     (tmp_path / "images").mkdir()
     captions = []
-    for n, caption in enumerate(("a seven", "a dot", "two lines", "a cross", "7", "a line", "an eight", "a three")):
+    for n, caption in enumerate(
+        ("a seven", "a dot", "two lines", "a cross", "7", "a line", "an eight", "a three")
+    ):
         image.new("RGB", (16, 16), (30 * n, 0, 0)).save(tmp_path / f"images/{n}.png")
         captions.append(json.dumps({"file_name": f"{n}.png", "caption": caption}))
     (tmp_path / "images/captions.jsonl").write_text("\n".join(captions))
     typed = f"ddpo --model {tmp_path / 'sd15'} --data images:{tmp_path / 'images'} --lora.rank 2 --diffusion.steps 4"
-    config = parse_config("train", [*typed.split(), "--diffusion.guidance", "5", "--prompts.held-out-fraction", "0.3"])
+    config = parse_config(
+        "train", [*typed.split(), "--diffusion.guidance", "5", "--prompts.held-out-fraction", "0.3"]
+    )
     config = api.change(
-        config, {**SHORT, "runs_dir": str(tmp_path / "runs"), "optim__lr": 1e-3, "reference__update_every": 2}
+        config,
+        {
+            **SHORT,
+            "runs_dir": str(tmp_path / "runs"),
+            "optim__lr": 1e-3,
+            "reference__update_every": 2,
+        },
     )
     run = api.start(config).folder
     rows = [row for row in metrics(run) if "reward/mean" in row]
-    assert rows[1]["kl/ref_nats"] > rows[0]["kl/ref_nats"] > 0.0 and (run / "final/model_index.json").is_file()
+    assert (
+        rows[1]["kl/ref_nats"] > rows[0]["kl/ref_nats"] > 0.0
+        and (run / "final/model_index.json").is_file()
+    )
 
 
-def test_ddpo_without_its_model_says_which_to_train_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ddpo_without_its_model_says_which_to_train_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(GruppoError, match=r"no folder 'runs/digits-pretrain'.*train digits-pretrain") as error:
+    with pytest.raises(
+        GruppoError, match=r"no folder 'runs/digits-pretrain'.*train digits-pretrain"
+    ) as error:
         api.start(replace(RECIPES["ddpo"](), name="run"))
     assert "\n" not in str(error.value) and not (tmp_path / "runs").exists()
 
@@ -120,7 +153,11 @@ def test_qwen_has_the_documents_numbers() -> None:
     assert (config.rollout.group_size, config.rollout.temperature) == (8, 0.8)
     assert (config.stage.kl_coef, config.stage.entropy_coef) == (0.1, 0.01)
     assert (config.optim.lr, config.optim.max_grad_norm) == (1e-5, 0.5)
-    assert (config.objective.clip_low, config.objective.clip_high, config.objective.has_critic) == (0.2, 0.2, False)
+    assert (config.objective.clip_low, config.objective.clip_high, config.objective.has_critic) == (
+        0.2,
+        0.2,
+        False,
+    )
     checks.check(config)
 
 
@@ -135,7 +172,9 @@ def test_qwens_rewards_are_the_documents_with_length_in_characters() -> None:
 
 def test_the_prompts_of_qwen_are_conversations_and_no_two_are_the_same() -> None:
     rows = [json.loads(line) for line in QWEN_PROMPTS.read_text(encoding="utf-8").splitlines()]
-    requested = {message["content"] for row in rows for message in row["prompt"] if message["role"] == "user"}
+    requested = {
+        message["content"] for row in rows for message in row["prompt"] if message["role"] == "user"
+    }
     assert len(rows) == len(requested) == 30
 
 
@@ -144,13 +183,19 @@ def test_qwen_trains_any_chat_model_that_is_named(tmp_path: Path) -> None:
     run = api.start(config).folder
     rows = [row for row in metrics(run) if "reward/mean" in row]
     assert len(rows) == 2 and rows[0]["kl/ref_nats"] == 0.0 < rows[1]["kl/ref_nats"]
-    untrained = api.start(replace(config, name="untrained", optim=replace(config.optim, lr=0.0))).folder
+    untrained = api.start(
+        replace(config, name="untrained", optim=replace(config.optim, lr=0.0))
+    ).folder
     assert not torch.equal(weights(run), weights(untrained))
 
 
 def test_qwen_without_hub_and_folder_is_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(GruppoError, match=r"'Qwen/Qwen2.5-0.5B' could not be loaded.*Give a local folder") as error:
-        api.start(api.change(RECIPES["qwen"](), {"runs_dir": str(tmp_path / "runs"), "name": "run"}))
+    with pytest.raises(
+        GruppoError, match=r"'Qwen/Qwen2.5-0.5B' could not be loaded.*Give a local folder"
+    ) as error:
+        api.start(
+            api.change(RECIPES["qwen"](), {"runs_dir": str(tmp_path / "runs"), "name": "run"})
+        )
     assert "\n" not in str(error.value) and not (tmp_path / "runs").exists()
 
 
@@ -159,8 +204,16 @@ def test_qwen_without_hub_and_folder_is_refused_in_one_line(tmp_path: Path) -> N
 
 def test_chat_has_the_documents_numbers_and_goes_back_to_the_script_as_it_was() -> None:
     config = RECIPES["chat"]()
-    assert (config.rollout.group_size, config.stage.kl_coef, config.updates_per_batch) == (16, 0.04, 1)
-    assert (config.objective.clip_low, config.objective.clip_high, config.objective.scale) == (0.2, 0.2, "group")
+    assert (config.rollout.group_size, config.stage.kl_coef, config.updates_per_batch) == (
+        16,
+        0.04,
+        1,
+    )
+    assert (config.objective.clip_low, config.objective.clip_high, config.objective.scale) == (
+        0.2,
+        0.2,
+        "group",
+    )
     assert config.objective.scale_eps == 1e-4
     before = parse_config("train", ["chat", "--objective", "nanochat", "--stage.kl-coef", "0"])
     assert before.objective == NANOCHAT and before.stage.kl_coef == 0.0
@@ -173,7 +226,11 @@ def test_chat_trains_a_chat_model(tmp_path: Path, options: tuple[str, ...]) -> N
     data = tiny.write_rows(tmp_path / "data.jsonl")
     config = parse_config("train", ["chat", "--model", tiny.model(), "--data", data, *options])
     changes = {**SHORT, "runs_dir": str(tmp_path / "runs"), "reward": [tiny.reward("digits")]}
-    rows = [row for row in metrics(api.start(api.change(config, changes)).folder) if "reward/mean" in row]
+    rows = [
+        row
+        for row in metrics(api.start(api.change(config, changes)).folder)
+        if "reward/mean" in row
+    ]
     assert len(rows) == 2 and ("kl/ref_nats" in rows[1]) == (not options)
 
 
@@ -200,7 +257,10 @@ def test_the_plain_module_of_the_chat_script_is_causal_and_reads_what_it_writes(
     result = "<|user|>What is 7 + 15?<|assistant|>7 + 15 ="
     assert tokenizer.decode(tokenizer.render_for_completion(begun)) == result
     reported = [*begun, {"role": "user", "content": "9"}]
-    assert tokenizer.decode(tokenizer.render_for_completion(reported)) == result + "<|end|><|user|>9<|assistant|>"
+    assert (
+        tokenizer.decode(tokenizer.render_for_completion(reported))
+        == result + "<|end|><|user|>9<|assistant|>"
+    )
     with pytest.raises(GruppoError, match="has characters beside sums and differences"):
         tokenizer.encode("7 times 5")
 
@@ -212,13 +272,17 @@ def test_the_recipe_trains_the_plain_module_of_the_chat_script_by_its_name(tmp_p
     assert text.count("taught_steps=1000") == 2
     file.write_text(text.replace("taught_steps=1000", "taught_steps=30"))
     config = parse_config("train", ["chat", "--model", f"{file}:model", "--optim.lr", "5e-4"])
-    run = api.start(api.change(config, {"steps": 2, "name": "run", "runs_dir": str(tmp_path / "runs")})).folder
+    run = api.start(
+        api.change(config, {"steps": 2, "name": "run", "runs_dir": str(tmp_path / "runs")})
+    ).folder
     steps = [row for row in metrics(run) if "reward/mean" in row]
     assert len(steps) == 2 and steps[0]["kl/ref_nats"] == 0.0 < steps[1]["kl/ref_nats"]
     assert json.loads((run / "final/module.json").read_text())["made_by"] == f"{file}:model"
     opened = from_pretrained(run)
     trained = load_file(run / "final/model.safetensors")
-    assert all(torch.equal(value, trained[name]) for name, value in opened.module.state_dict().items())
+    assert all(
+        torch.equal(value, trained[name]) for name, value in opened.module.state_dict().items()
+    )
     assert opened.chat.can_chat and opened.context == 128
 
 
@@ -227,7 +291,9 @@ def test_the_chat_script_learns_what_its_teacher_seldom_says(tmp_path: Path) -> 
     """Taught less and for a smaller range than the script itself: half a minute of it would be too long here."""
     script = example("chat_rl")
     script.HIGHEST = 6
-    result = script.main(150, 8, show=False, runs_dir=str(tmp_path), rollout__prompts=8, evaluation__prompts=24)
+    result = script.main(
+        150, 8, show=False, runs_dir=str(tmp_path), rollout__prompts=8, evaluation__prompts=24
+    )
     assert result.before["mean"] < 0.3 and result.after["mean"] > 0.5
 
 
@@ -240,16 +306,28 @@ def test_explain_says_what_a_recipe_of_a_document_would_do(tmp_path: Path, name:
     if name == "ddpo":
         pytest.importorskip("PIL")
         images = diffusion_runs.write_images(tmp_path / "images")
-        changes = {"model": diffusion_runs.denoiser(), "data": f"images:{images}", "diffusion__steps": 4}
+        changes = {
+            "model": diffusion_runs.denoiser(),
+            "data": f"images:{images}",
+            "diffusion__steps": 4,
+        }
     else:
         changes["rollout__max_new_tokens"] = 8
     output = "\n".join(explain(api.change(RECIPES[name](), changes)))
     coefficient = {"chat": "0.04", "qwen": "0.1", "ddpo": "0.04"}[name]
-    assert coefficient in output and ("a copy that follows the policy" in output) == (name == "ddpo")
+    assert coefficient in output and ("a copy that follows the policy" in output) == (
+        name == "ddpo"
+    )
 
 
-def test_recipes_are_described_with_their_time_and_hardware(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipes_are_described_with_their_time_and_hardware(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for name in ("ddpo", "qwen", "chat"):
         commands.recipes((name,))
         out = " ".join(capsys.readouterr().out.split())
-        assert out.startswith(f"{name} ") and "CPU" in out and re.search(r"minutes|hours|\bs a step", out)
+        assert (
+            out.startswith(f"{name} ")
+            and "CPU" in out
+            and re.search(r"minutes|hours|\bs a step", out)
+        )

@@ -33,16 +33,25 @@ def test_ones_own_reward_trains_a_chat_model(tmp_path: Path) -> None:
     own_reward = example("own_reward")
     words = [[{"content": "it is 7"}], [{"content": "7"}], [{"content": "8"}]]
     assert own_reward.short_and_right(words, ["7", "7", "7"]) == [1 - 0.15, 1 - 0.05, -0.05]
-    options = {"show": False, "runs_dir": str(tmp_path), "rollout__prompts": 2, "rollout__group_size": 2}
+    options = {
+        "show": False,
+        "runs_dir": str(tmp_path),
+        "rollout__prompts": 2,
+        "rollout__group_size": 2,
+    }
     result = own_reward.main(tiny.model(), steps=2, **options)
     assert (result.model / "model.safetensors").is_file() and result.after["scored"] == 8
 
 
 @pytest.mark.slow
-def test_a_policy_learns_to_listen_to_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_learns_to_listen_to_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever does not listen finds 3 of 7."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    _, found = example("guess_the_number").main(steps=100, optim__lr=4e-3, show=False, runs_dir=str(tmp_path))
+    _, found = example("guess_the_number").main(
+        steps=100, optim__lr=4e-3, show=False, runs_dir=str(tmp_path)
+    )
     assert found >= 6
 
 

@@ -24,7 +24,8 @@ from gruppo.tracking.files import replace_file
 ROOT = Path(__file__).parents[1]
 LLAMA_CPP = Path(os.environ.get("LLAMA_CPP", "llama.cpp"))
 needs_converter = pytest.mark.skipif(
-    not (LLAMA_CPP / "convert_hf_to_gguf.py").is_file(), reason="LLAMA_CPP names no folder of llama.cpp"
+    not (LLAMA_CPP / "convert_hf_to_gguf.py").is_file(),
+    reason="LLAMA_CPP names no folder of llama.cpp",
 )
 
 
@@ -32,7 +33,9 @@ needs_converter = pytest.mark.skipif(
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two rewards with a picture, as ``gruppo train`` leaves it."""
     rewards = [tiny.reward("digits"), "length_target:4"]
-    config = tiny.config(tmp_path_factory.mktemp("export"), reward=rewards, scoring__weights=(1.0, 0.25))
+    config = tiny.config(
+        tmp_path_factory.mktemp("export"), reward=rewards, scoring__weights=(1.0, 0.25)
+    )
     folder = api.start(config).folder
     replace_file(folder / "plots" / "overview.png", b"a picture")
     return folder
@@ -51,7 +54,9 @@ def test_a_run_is_pushed_with_its_weights_card_and_picture(run, hub, capsys):
     assert f"written to {hub.url}/someone/sums/commit/" in capsys.readouterr().out
     files = hub.repositories["someone/sums"]
     assert files["model.safetensors"] == (run / "final" / "model.safetensors").read_bytes()
-    assert {"config.json", "tokenizer.json", "README.md"} < files.keys() and files["metrics.png"] == b"a picture"
+    assert {"config.json", "tokenizer.json", "README.md"} < files.keys() and files[
+        "metrics.png"
+    ] == b"a picture"
     assert hub.private == {"someone/sums"}
     assert "library_name: transformers" in hub.metadata[0]  # the hub has read the card's header
     card = files["README.md"].decode()
@@ -62,13 +67,29 @@ def test_a_run_is_pushed_with_its_weights_card_and_picture(run, hub, capsys):
 @pytest.mark.slow
 def test_the_environment_names_the_hub(run, hub, tmp_path):
     """As users set it; the library reads it when it is imported."""
-    env = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": fake_hub.TOKEN}
-    command = [sys.executable, "-m", "gruppo", "export", str(run), str(tmp_path / "kept"), "--push", "someone/named"]
+    env = {
+        "HF_ENDPOINT": hub.url,
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_TOKEN": fake_hub.TOKEN,
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "gruppo",
+        "export",
+        str(run),
+        str(tmp_path / "kept"),
+        "--push",
+        "someone/named",
+    ]
     done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert f"written to {tmp_path / 'kept'} and {hub.url}/someone/named" in done.stdout
     files = hub.repositories["someone/named"]
-    assert {path.name: path.read_bytes() for path in (tmp_path / "kept").iterdir()}.items() <= files.items()
+    assert {
+        path.name: path.read_bytes() for path in (tmp_path / "kept").iterdir()
+    }.items() <= files.items()
 
 
 @pytest.mark.slow
@@ -88,7 +109,10 @@ def test_a_missing_token_is_one_line_before_anything_is_written(run, hub, tmp_pa
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     message = one_line(lambda: export.export(run, tmp_path / "out", push="someone/new"))
-    assert message == "pushing to the hub needs a token, and there is none. Run hf auth login, or set HF_TOKEN."
+    assert (
+        message
+        == "pushing to the hub needs a token, and there is none. Run hf auth login, or set HF_TOKEN."
+    )
     assert not (tmp_path / "out").exists() and not hub.repositories
 
 
@@ -119,8 +143,13 @@ def test_a_private_push_never_reaches_a_public_repository(run, hub):
 def test_a_failed_upload_keeps_the_folder_and_says_how_to_go_on(run, hub, tmp_path):
     hub.problem = "/api/models/someone/later/commit"
     message = one_line(lambda: export.export(run, tmp_path / "out", push="someone/later"))
-    assert "storage limit reached" in message and f"hf upload someone/later {tmp_path / 'out'}" in message
-    assert (tmp_path / "out" / "model.safetensors").is_file() and (tmp_path / "out" / "README.md").is_file()
+    assert (
+        "storage limit reached" in message
+        and f"hf upload someone/later {tmp_path / 'out'}" in message
+    )
+    assert (tmp_path / "out" / "model.safetensors").is_file() and (
+        tmp_path / "out" / "README.md"
+    ).is_file()
 
 
 def test_without_a_folder_and_a_repository_there_is_nothing_to_write(run):
@@ -133,14 +162,24 @@ def test_without_a_folder_and_a_repository_there_is_nothing_to_write(run):
 def test_the_card_has_objective_data_rewards_evaluation_versions_and_license(run, tmp_path):
     export.export(run, tmp_path / "out", license="mit")
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    assert card.startswith("---\nlicense: mit\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n")
-    for row in ("| data | data.jsonl |", "| objective | grpo |", "| digits | 1 |", "| length\\_target | 0.25 |"):
+    assert card.startswith(
+        "---\nlicense: mit\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n"
+    )
+    for row in (
+        "| data | data.jsonl |",
+        "| objective | grpo |",
+        "| digits | 1 |",
+        "| length\\_target | 0.25 |",
+    ):
         assert row in card
     assert "| license | mit |" in card and f"| torch | {torch.__version__} |" in card
     assert "advantage   A = (reward - mean of the group)" in card and "optim.lr = 0.01" in card
     first, *_, last = api.json.loads((run / "evaluations.json").read_text())
     for each in (first, last):
-        assert f"| {each['step']} | {model_card.number(each['mean'])} | {model_card.number(each['low'])} to" in card
+        assert (
+            f"| {each['step']} | {model_card.number(each['mean'])} | {model_card.number(each['low'])} to"
+            in card
+        )
     assert (tmp_path / "out" / "metrics.png").read_bytes() == b"a picture"
 
 
@@ -192,15 +231,24 @@ def gguf_model(folder: Path) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    model = models.BPE({text: n for n, text in enumerate(tokens)}, [], byte_fallback=True, unk_token="<unk>")
+    model = models.BPE(
+        {text: n for n, text in enumerate(tokens)}, [], byte_fallback=True, unk_token="<unk>"
+    )
     tokenizer = Tokenizer(model)
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     tokenizer.add_special_tokens(tokens[:3])
     special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **special)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=len(tokens), bos_token_id=1, eos_token_id=2, max_position_embeddings=64, **sizes)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    config = LlamaConfig(
+        vocab_size=len(tokens), bos_token_id=1, eos_token_id=2, max_position_embeddings=64, **sizes
+    )
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)
     fast.save_pretrained(folder)
@@ -226,7 +274,9 @@ def test_a_gguf_file_holds_the_models_weights_and_vocabulary(tmp_path, monkeypat
 
 
 @needs_converter
-def test_a_model_that_the_converter_does_not_know_is_one_line_and_leaves_no_folder(run, tmp_path, monkeypatch):
+def test_a_model_that_the_converter_does_not_know_is_one_line_and_leaves_no_folder(
+    run, tmp_path, monkeypatch
+):
     monkeypatch.setenv("LLAMA_CPP", str(LLAMA_CPP))
     message = one_line(lambda: export.export(run, tmp_path / "out", gguf=True))
     assert "converter" in message and "BPE pre-tokenizer was not recognized" in message
@@ -238,7 +288,9 @@ def test_a_model_that_the_converter_does_not_know_is_one_line_and_leaves_no_fold
     [("raise SystemExit('no such tokenizer')", "no such tokenizer"), ("", "exit code 0")],
     ids=["it fails", "it writes nothing"],
 )
-def test_a_converter_that_fails_is_one_line_and_leaves_no_folder(run, tmp_path, monkeypatch, script, reason):
+def test_a_converter_that_fails_is_one_line_and_leaves_no_folder(
+    run, tmp_path, monkeypatch, script, reason
+):
     (tmp_path / "convert_hf_to_gguf.py").write_text(script)
     monkeypatch.setenv("LLAMA_CPP", str(tmp_path))
     message = one_line(lambda: export.export(run, tmp_path / "out", gguf=True))
@@ -260,7 +312,10 @@ def test_an_adapter_is_converted_with_the_config_of_its_base(adapter, tmp_path, 
     (tmp_path / "convert_lora_to_gguf.py").write_text(SCRIPT)
     monkeypatch.setenv("LLAMA_CPP", str(tmp_path))
     export.export(adapter, tmp_path / "out", is_adapter_kept=True, gguf=True)
-    assert api.json.loads((tmp_path / "out" / "out-F32.gguf").read_text()) == ["--base", tiny.model()]
+    assert api.json.loads((tmp_path / "out" / "out-F32.gguf").read_text()) == [
+        "--base",
+        tiny.model(),
+    ]
 
 
 def test_a_missing_converter_is_one_line_before_anything_is_written(run, tmp_path, monkeypatch):
@@ -270,5 +325,7 @@ def test_a_missing_converter_is_one_line_before_anything_is_written(run, tmp_pat
     message = one_line(lambda: export.export(run, tmp_path / "out", gguf=True))
     assert "convert_hf_to_gguf.py was not found" in message and "Set LLAMA_CPP" in message
     monkeypatch.setenv("LLAMA_CPP", str(tmp_path))
-    assert "has no convert_hf_to_gguf.py" in one_line(lambda: export.export(run, tmp_path / "out", gguf=True))
+    assert "has no convert_hf_to_gguf.py" in one_line(
+        lambda: export.export(run, tmp_path / "out", gguf=True)
+    )
     assert not (tmp_path / "out").exists()

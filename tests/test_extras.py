@@ -21,9 +21,13 @@ REQUIRED_BY = {"opencv-python-headless": "brisque"}
 
 
 def test_every_package_of_an_extra_is_imported_or_read_by_the_library():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
-    used = [name for extra, names in extras.items() if extra not in ("dev", "docs") for name in names]
+    used = [
+        name for extra, names in extras.items() if extra not in ("dev", "docs") for name in names
+    ]
     packages = {re.split(r"[<>=\[]", name)[0] for name in used}
     unused = []
     for package in packages:
@@ -36,5 +40,7 @@ def test_every_package_of_an_extra_is_imported_or_read_by_the_library():
 
 def test_an_extra_is_installed_from_the_clone_or_from_the_index(monkeypatch, tmp_path):
     assert f'install -e "{ROOT}[report]"' in loading.install_command("report")
-    monkeypatch.setattr(loading, "__file__", str(tmp_path / "lib/python3.11/site-packages/gruppo/loading.py"))
+    monkeypatch.setattr(
+        loading, "__file__", str(tmp_path / "lib/python3.11/site-packages/gruppo/loading.py")
+    )
     assert loading.install_command("report").endswith('install "gruppo[report]"')

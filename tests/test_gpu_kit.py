@@ -34,13 +34,18 @@ def test_a_part_that_fails_or_hangs_costs_no_other_and_is_run_again_with_the_res
         "over its 0 s",
         "done",
     ]
-    assert "its table" in (tmp_path / "summary.md").read_text() and "head" not in (tmp_path / "summary.md").read_text()
+    assert (
+        "its table" in (tmp_path / "summary.md").read_text()
+        and "head" not in (tmp_path / "summary.md").read_text()
+    )
     marker.touch()
     states = gpu.run_all(parts, tmp_path, time.monotonic() + 600)
     assert states["fails"]["state"] == "done" and (tmp_path / "count").read_text() == "x"
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="the system does not list processes as files")
+@pytest.mark.skipif(
+    not os.path.isdir("/proc/self"), reason="the system does not list processes as files"
+)
 def test_a_part_that_is_over_its_time_leaves_no_process_behind(tmp_path):
     """A side of a benchmark has a process group of its own, and would hold memory of the device."""
     child = "[sys.executable, '-S', '-c', 'import time; time.sleep(600)']"
@@ -56,7 +61,11 @@ def test_a_part_that_is_over_its_time_leaves_no_process_behind(tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         wait = subprocess.Popen.wait
-        patch.setattr(subprocess.Popen, "wait", lambda self, *limit: interrupt(*limit) if limit else wait(self))
+        patch.setattr(
+            subprocess.Popen,
+            "wait",
+            lambda self, *limit: interrupt(*limit) if limit else wait(self),
+        )
         with pytest.raises(KeyboardInterrupt):
             gpu.run(part, log, 60)
     pid = int(written.read_text())
@@ -67,7 +76,9 @@ def test_a_part_that_is_over_its_time_leaves_no_process_behind(tmp_path):
         time.sleep(0.05)
 
 
-def test_no_part_is_started_without_time_for_it_and_an_interrupt_keeps_what_is_complete(tmp_path, monkeypatch):
+def test_no_part_is_started_without_time_for_it_and_an_interrupt_keeps_what_is_complete(
+    tmp_path, monkeypatch
+):
     parts = [Part("first", python(""), 60, 0), Part("second", python(""), 60, 20)]
     states = gpu.run_all(parts, tmp_path, time.monotonic() + 10)
     assert [record["state"] for record in states.values()] == ["done", "no time left"]

@@ -63,5 +63,7 @@ def test_the_judge_shares_no_layer_type_with_the_reader_but_linear_ones_and_flat
     networks = (Judge(), ImageClassifier())
     kinds = [{type(m).__name__ for m in net.modules()} for net in networks]
     assert kinds[0] & kinds[1] == {"Sequential", "Conv2d", "Linear", "Flatten"}
-    kernels = [{m.kernel_size for m in net.modules() if isinstance(m, torch.nn.Conv2d)} for net in networks]
+    kernels = [
+        {m.kernel_size for m in net.modules() if isinstance(m, torch.nn.Conv2d)} for net in networks
+    ]
     assert not kernels[0] & kernels[1]

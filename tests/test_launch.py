@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = Path(__file__).parents[1] / "examples/launch"
-SLURM = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "41234", "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2"}
+SLURM = {
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_JOB_ID": "41234",
+    "SLURM_NTASKS": "4",
+    "SLURM_NTASKS_PER_NODE": "2",
+}
 SLURM |= {"SLURM_CPUS_PER_TASK": "8", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
 
 
@@ -27,7 +32,9 @@ def launch(script: str, folder: Path, env: dict[str, str], *args: str) -> tuple[
         (folder / "bin" / name).write_text(f"#!/bin/sh\n{body}\n")
         (folder / "bin" / name).chmod(0o755)
     env = {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}", "CODE": "0", **env}
-    done = subprocess.run([SCRIPTS / script, *args], cwd=folder, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [SCRIPTS / script, *args], cwd=folder, env=env, capture_output=True, text=True, check=False
+    )
     assert not done.stderr
     return done.returncode, done.stdout.strip()
 
@@ -36,7 +43,11 @@ def launch(script: str, folder: Path, env: dict[str, str], *args: str) -> tuple[
 @pytest.mark.parametrize(
     ("script", "env", "before"),
     [
-        ("one_machine.sh", {"GPUS": "2"}, "torchrun --standalone --nproc-per-node 2 --max-restarts 3 -m gruppo"),
+        (
+            "one_machine.sh",
+            {"GPUS": "2"},
+            "torchrun --standalone --nproc-per-node 2 --max-restarts 3 -m gruppo",
+        ),
         (
             "several_machines.sh",
             {"MAIN": "n1", "MACHINES": "2"},
@@ -51,7 +62,10 @@ def test_a_script_starts_a_run_and_continues_it(tmp_path, script, env, before):
     assert started == (0, f"{before} train arithmetic --name r --runs-dir runs --steps 3")
     (tmp_path / "runs/r").mkdir(parents=True)
     (tmp_path / "runs/r/config.json").touch()
-    assert launch(script, tmp_path, env, "r", "arithmetic", "--steps", "3") == (0, f"{before} resume runs/r")
+    assert launch(script, tmp_path, env, "r", "arithmetic", "--steps", "3") == (
+        0,
+        f"{before} resume runs/r",
+    )
 
 
 @pytest.mark.skipif(os.name != "posix", reason="shell scripts")

@@ -57,7 +57,9 @@ def imports(tree: ast.Module, package: list[str]) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
-            names |= {".".join([*base, *filter(None, [node.module]), alias.name]) for alias in node.names}
+            names |= {
+                ".".join([*base, *filter(None, [node.module]), alias.name]) for alias in node.names
+            }
     return names
 
 
@@ -87,7 +89,10 @@ def violations(src: Path) -> list[str]:
             continue
         for name in sorted(imports(tree, ["gruppo", *inside[:-1]])):
             found += faults(part, name)
-        if any(isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.load" for node in ast.walk(tree)):
+        if any(
+            isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.load"
+            for node in ast.walk(tree)
+        ):
             found.append(f"{part} uses torch.load")
     return found
 
@@ -101,18 +106,34 @@ def test_imports_point_downward_and_nothing_is_unpickled():
     [
         ("core/a.py", "from gruppo.tracking import files", ["core imports tracking"]),
         ("core/a.py", "import numpy as np", ["core imports numpy"]),
-        ("core/a.py", "import math, torch.nn\nfrom jaxtyping import Float\nfrom gruppo.types import Stat", []),
+        (
+            "core/a.py",
+            "import math, torch.nn\nfrom jaxtyping import Float\nfrom gruppo.types import Stat",
+            [],
+        ),
         ("core/a.py", "def f():\n    from gruppo import Trainer", ["core imports __init__"]),
         ("rewards/deep/a.py", "from ...data import tasks", ["rewards imports data"]),
-        ("rewards/deep/a.py", "from .. import numeric\nfrom . import b\nimport gruppo.core.kl, rich", []),
+        (
+            "rewards/deep/a.py",
+            "from .. import numeric\nfrom . import b\nimport gruppo.core.kl, rich",
+            [],
+        ),
         ("losses/a.py", "from gruppo import distributed", ["losses imports distributed"]),
         ("losses/a.py", "from gruppo.rewards import score", ["losses imports rewards"]),
-        ("losses/a.py", "from gruppo.core.loss import policy_loss\nfrom gruppo.losses.inputs import Rows", []),
+        (
+            "losses/a.py",
+            "from gruppo.core.loss import policy_loss\nfrom gruppo.losses.inputs import Rows",
+            [],
+        ),
         ("core/a.py", "from gruppo.losses import GRPOLoss", ["core imports losses"]),
         ("losses/a.py", "import numpy", ["losses imports numpy"]),
         ("engines/a.py", "import gruppo.trainer.loop", ["engines imports trainer"]),
         ("trainer/a.py", "from gruppo.recipes import arithmetic", ["trainer imports recipes"]),
-        ("cli/app.py", "from gruppo import recipes, testing\nfrom gruppo.tracking.files import read_metrics", []),
+        (
+            "cli/app.py",
+            "from gruppo import recipes, testing\nfrom gruppo.tracking.files import read_metrics",
+            [],
+        ),
         ("data/a.py", "from pickle import loads", ["data uses pickle.loads"]),
         ("data/a.py", "import torch\ntorch.load('x', weights_only=True)", ["data uses torch.load"]),
         ("data/a.py", "from torch import load", ["data uses torch.load"]),
@@ -125,7 +146,9 @@ def test_the_checker_sees_a_bad_import(tmp_path, file, line, found):
     assert violations(tmp_path) == found
 
 
-KIND = re.compile(r"is_gaussian|\.restores\b|\bkind [!=]=|isinstance\([^)]*(Policy|policy)\b|hasattr\(")
+KIND = re.compile(
+    r"is_gaussian|\.restores\b|\bkind [!=]=|isinstance\([^)]*(Policy|policy)\b|hasattr\("
+)
 """Questions about the kind of policy."""
 
 
@@ -135,7 +158,9 @@ def test_the_trainer_imports_no_modality_and_asks_no_policy_what_kind_it_is():
     for file in sorted((SRC / "trainer").glob("*.py")):
         text = file.read_text(encoding="utf-8")
         modules = [
-            name for name in imports(ast.parse(text), ["gruppo", "trainer"]) if name.startswith("gruppo.modalities")
+            name
+            for name in imports(ast.parse(text), ["gruppo", "trainer"])
+            if name.startswith("gruppo.modalities")
         ]
         lines = [line.strip() for line in text.splitlines() if KIND.search(line)]
         found += [f"{file.name}: {what}" for what in modules + lines]
@@ -149,7 +174,9 @@ def test_no_modules_import_each_other():
         parts = file.relative_to(SRC).with_suffix("").parts
         name = ".".join(["gruppo", *parts]).removesuffix(".__init__")
         tree = ast.parse(file.read_text(encoding="utf-8"))
-        top = ast.Module([node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)], [])
+        top = ast.Module(
+            [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)], []
+        )
         graph[name] = imports(top, ["gruppo", *parts[:-1]])
     modules = set(graph)
     edges = {

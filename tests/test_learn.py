@@ -20,13 +20,17 @@ ENGLISH, CHINESE = (
     for is_chinese in (False, True)
 )
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SHOWN = re.compile(r"^```python\n(?P<code>.*?)^```$(?:\n\n^```text\n(?P<said>.*?)^```$)?", re.MULTILINE | re.DOTALL)
+SHOWN = re.compile(
+    r"^```python\n(?P<code>.*?)^```$(?:\n\n^```text\n(?P<said>.*?)^```$)?", re.MULTILINE | re.DOTALL
+)
 """A Python block, and the text block after it: what it prints."""
 NEW_LINE = "\n"
 
 
 def each(pages: list[Path]) -> Any:
-    return pytest.mark.parametrize("page", pages, ids=lambda page: str(page.relative_to(LEARN).with_suffix("")))
+    return pytest.mark.parametrize(
+        "page", pages, ids=lambda page: str(page.relative_to(LEARN).with_suffix(""))
+    )
 
 
 def chinese_of(page: Path) -> Path:
@@ -73,7 +77,14 @@ def test_a_wrong_digit_a_missing_text_and_a_text_too_many_are_seen() -> None:
     assert differences("```python\nprint(0.25)\n```\n\n```text\n0.25\n```\n") == []
     assert len(differences("```python\nprint(0.25)\n```\n\n```text\n0.26\n```\n")) == 1
     assert len(differences("```python\nprint(0.25)\n```\n")) == 1
-    assert len(differences("```python\nx = 1\n```\n\n```text\n1\n```\n\n```python\nassert x == 1\n```\n")) == 1
+    assert (
+        len(
+            differences(
+                "```python\nx = 1\n```\n\n```text\n1\n```\n\n```python\nassert x == 1\n```\n"
+            )
+        )
+        == 1
+    )
 
 
 @each([*ENGLISH, *CHINESE])
@@ -81,34 +92,53 @@ def test_no_text_block_stands_where_nothing_prints_it(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     languages = [block[1] for block in FENCED.finditer(text)]
     assert set(languages) <= {"python", "text", ""}
-    assert languages.count("text") == len([block for block in SHOWN.finditer(text) if block["said"] is not None])
+    assert languages.count("text") == len(
+        [block for block in SHOWN.finditer(text) if block["said"] is not None]
+    )
 
 
 def test_both_languages_have_the_same_pages_and_each_but_the_first_has_code() -> None:
     assert [chinese_of(page) for page in ENGLISH] == CHINESE
-    assert [page.name for page in ENGLISH if "```python" not in page.read_text(encoding="utf-8")] == ["README.md"]
+    assert [
+        page.name for page in ENGLISH if "```python" not in page.read_text(encoding="utf-8")
+    ] == ["README.md"]
 
 
 @each(ENGLISH)
-def test_the_chinese_page_has_the_code_the_numbers_and_the_sources_of_the_english_one(page: Path) -> None:
+def test_the_chinese_page_has_the_code_the_numbers_and_the_sources_of_the_english_one(
+    page: Path,
+) -> None:
     english, chinese = (p.read_text(encoding="utf-8") for p in (page, chinese_of(page)))
-    shown, reported = ([block.groups() for block in SHOWN.finditer(text)] for text in (english, chinese))
+    shown, reported = (
+        [block.groups() for block in SHOWN.finditer(text)] for text in (english, chinese)
+    )
     assert shown == reported
     for kind in (r"^#+ ", r"^\|", r"arxiv\.org/abs/([\d.]+)", r"`(--[^`]+)`", r"`(gruppo [^`]+)`"):
-        assert sorted(re.findall(kind, chinese, re.M)) == sorted(re.findall(kind, english, re.M)), kind
+        assert sorted(re.findall(kind, chinese, re.M)) == sorted(re.findall(kind, english, re.M)), (
+            kind
+        )
 
 
 @each([*ENGLISH, *CHINESE])
 def test_a_paper_is_named_by_its_number_and_listed_on_the_first_page(page: Path) -> None:
-    text, first = page.read_text(encoding="utf-8"), page.with_name("README.md").read_text(encoding="utf-8")
-    papers = re.findall(r"\[(?:arXiv )?(\d{4}\.\d{5})\]\(https://arxiv\.org/abs/(\d{4}\.\d{5})\)", text)
-    assert len(papers) == text.count("arxiv.org") and all(number == address for number, address in papers)
+    text, first = (
+        page.read_text(encoding="utf-8"),
+        page.with_name("README.md").read_text(encoding="utf-8"),
+    )
+    papers = re.findall(
+        r"\[(?:arXiv )?(\d{4}\.\d{5})\]\(https://arxiv\.org/abs/(\d{4}\.\d{5})\)", text
+    )
+    assert len(papers) == text.count("arxiv.org") and all(
+        number == address for number, address in papers
+    )
     assert {number for number, _ in papers} <= set(re.findall(r"abs/([\d.]+)", first))
 
 
 def commands(page: Path) -> list[str]:
     """The lines of shell blocks, without comments; ends of lines that only explain do not count."""
-    shell = [block[2] for block in FENCED.finditer(page.read_text(encoding="utf-8")) if not block[1]]
+    shell = [
+        block[2] for block in FENCED.finditer(page.read_text(encoding="utf-8")) if not block[1]
+    ]
     lines = [re.sub(r"\s+#.*", "", line).strip() for text in shell for line in text.splitlines()]
     return [line for line in lines if re.match(r"(git clone|make|gruppo) ", line)]
 
@@ -117,7 +147,11 @@ def test_the_chinese_readme_has_the_commands_and_the_code_of_the_english_one() -
     english, chinese = ROOT / "README.md", ROOT / "README.zh-CN.md"
     assert commands(chinese) == commands(english) and len(commands(english)) > 8
     code = [
-        [re.sub(r"\s+#.*", "", block[2]) for block in FENCED.finditer(page.read_text(encoding="utf-8")) if block[1]]
+        [
+            re.sub(r"\s+#.*", "", block[2])
+            for block in FENCED.finditer(page.read_text(encoding="utf-8"))
+            if block[1]
+        ]
         for page in (english, chinese)
     ]
     assert code[0] == code[1] != []

@@ -36,12 +36,17 @@ def policy_of(*controls: Control) -> RestorationPolicy:
 
 
 def prompts(*levels: float) -> list[Prompt]:
-    return [Prompt(str(n), torch.full((1, 8, 8), level), meta={"blur": 0.5}) for n, level in enumerate(levels)]
+    return [
+        Prompt(str(n), torch.full((1, 8, 8), level), meta={"blur": 0.5})
+        for n, level in enumerate(levels)
+    ]
 
 
 def near(wanted: float) -> lines.Score:
     """1 less the distance of the mean level from the wanted one."""
-    return lambda images, prompts: torch.tensor([1 - abs(float(image.mean()) - wanted) for image in images]).double()
+    return lambda images, prompts: torch.tensor(
+        [1 - abs(float(image.mean()) - wanted) for image in images]
+    ).double()
 
 
 def test_a_paired_difference_has_the_interval_of_its_mean():
@@ -59,9 +64,13 @@ def test_a_paired_difference_has_the_interval_of_its_mean():
 def test_pictures_of_values_are_the_network_s_mixed_with_what_was_given():
     policy = policy_of(Control("blur", 0, 2, 1), Control("mix", 0, 1, 1))
     shown = lines.restored(policy, prompts(0.2, 0.4), torch.tensor([2.0, 0.5]))
-    torch.testing.assert_close(shown.mean(dim=(1, 2, 3)), quantize(torch.tensor([0.3, 0.5])[:, None])[:, 0])
+    torch.testing.assert_close(
+        shown.mean(dim=(1, 2, 3)), quantize(torch.tensor([0.3, 0.5])[:, None])[:, 0]
+    )
     each = lines.restored(policy, prompts(0.2, 0.4), torch.tensor([[0.0, 1.0], [1.0, 1.0]]))
-    torch.testing.assert_close(each.mean(dim=(1, 2, 3)), quantize(torch.tensor([0.2, 0.5])[:, None])[:, 0])
+    torch.testing.assert_close(
+        each.mean(dim=(1, 2, 3)), quantize(torch.tensor([0.2, 0.5])[:, None])[:, 0]
+    )
     assert lines.nominal(policy).tolist() == [1, 1]
 
 
@@ -82,8 +91,12 @@ def test_a_head_taught_by_parameters_says_them_and_the_network_rests():
     learner = lines.taught(policy, Same(), by="parameters", steps=60)
     values = learner.module.action.values(learner.module(prompts(0.5)[0].inputs[None])[0])
     assert float(values.detach()) == pytest.approx(0.5, abs=0.1)
-    assert learner.module.network is policy.module.network and float(policy.module.network.by) == pytest.approx(0.1)
-    assert float(policy.module.action.head.say.weight.abs().sum()) == 0  # the run's own head is as it was
+    assert learner.module.network is policy.module.network and float(
+        policy.module.network.by
+    ) == pytest.approx(0.1)
+    assert (
+        float(policy.module.action.head.say.weight.abs().sum()) == 0
+    )  # the run's own head is as it was
 
 
 def test_a_head_taught_by_clean_pictures_comes_nearer_to_them():

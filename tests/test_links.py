@@ -26,7 +26,9 @@ def _reports(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps with a checkpoint, completions, evaluations and a final model."""
-    return gruppo.train(tiny.config(tmp_path_factory.mktemp("finished"), **OPTIONS), show=False).folder
+    return gruppo.train(
+        tiny.config(tmp_path_factory.mktemp("finished"), **OPTIONS), show=False
+    ).folder
 
 
 @pytest.fixture
@@ -43,7 +45,10 @@ def outside(finished: Path, tmp_path: Path) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
-    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+    }
 
 
 def plant(run: Path, part: str, target: Path) -> None:
@@ -67,7 +72,9 @@ def refuses(capsys: pytest.CaptureFixture[str]) -> Gruppo:
         capsys.readouterr()
         assert processes.exit_code([*map(str, args)]) == 2
         line = capsys.readouterr().err
-        assert line.count("\n") == 1 and "is a link to" in line and "outside the run folder" in line, line
+        assert (
+            line.count("\n") == 1 and "is a link to" in line and "outside the run folder" in line
+        ), line
         return line
 
     return call
@@ -80,11 +87,31 @@ def accepts(*args: object) -> None:
 # --- a part of the run is a link to something outside -----------------------------------------------------------------
 
 FILES = ["config.json", "manifest.json", "metrics.jsonl", "samples.jsonl", "evaluations.json"]
-SAVES = ["checkpoints", "checkpoints/latest", "checkpoints/step_000002", "completions", "final", "final/config.json"]
+SAVES = [
+    "checkpoints",
+    "checkpoints/latest",
+    "checkpoints/step_000002",
+    "completions",
+    "final",
+    "final/config.json",
+]
 SAME = [*FILES, *SAVES, "completions/step_000001.jsonl.gz", "metrics.csv", "log.txt", ".lock"]
 """Parts of a run that are links to those of another run."""
-SCRATCH = [".report.html.new", ".metrics.csv.new", ".metrics.jsonl.new", ".samples.jsonl.new", ".latest.tmp-1"]
-OTHERS = [*SCRATCH, "report.html", "token_budget", "images/step_000001.png", "trackers.json", "judges/x/0.tmp"]
+SCRATCH = [
+    ".report.html.new",
+    ".metrics.csv.new",
+    ".metrics.jsonl.new",
+    ".samples.jsonl.new",
+    ".latest.tmp-1",
+]
+OTHERS = [
+    *SCRATCH,
+    "report.html",
+    "token_budget",
+    "images/step_000001.png",
+    "trackers.json",
+    "judges/x/0.tmp",
+]
 """Files of a run that are links to the text of somebody else."""
 FOLDERS = ["images", "plots", "judges", "best", "ledger", "tensorboard", "logs", "wandb"]
 
@@ -94,7 +121,15 @@ FOLDERS = ["images", "plots", "judges", "best", "ledger", "tensorboard", "logs",
 def test_a_run_with_a_part_outside_is_refused_and_nothing_outside_changes(
     run: Path, outside: Path, refuses: Gruppo, part: str, command: str
 ) -> None:
-    plant(run, part, outside / "other" / part if part in SAME else outside / "text" if part in OTHERS else outside)
+    plant(
+        run,
+        part,
+        outside / "other" / part
+        if part in SAME
+        else outside / "text"
+        if part in OTHERS
+        else outside,
+    )
     before, own = contents(outside), contents(run)
     line = refuses(command, run)
     assert str(run / part) in line and contents(outside) == before and contents(run) == own
@@ -122,7 +157,12 @@ COMMANDS = [
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_every_command_that_opens_a_run_refuses_it(
-    run: Path, outside: Path, refuses: Gruppo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: list[str]
+    run: Path,
+    outside: Path,
+    refuses: Gruppo,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    command: list[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     plant(run, "checkpoints", outside / "other/checkpoints")
@@ -135,7 +175,9 @@ def test_every_command_that_opens_a_run_refuses_it(
 def test_python_refuses_it_too(run: Path, outside: Path, call: Callable[..., object]) -> None:
     plant(run, "completions", outside / "other/completions")
     before = contents(outside)
-    with pytest.raises(gruppo.GruppoError, match=r"completions is a link to .* outside the run folder"):
+    with pytest.raises(
+        gruppo.GruppoError, match=r"completions is a link to .* outside the run folder"
+    ):
         call(run)
     assert contents(outside) == before
 
@@ -154,9 +196,16 @@ def test_a_new_run_does_not_follow_the_links_of_a_folder_that_waits_for_it(
 @pytest.mark.parametrize(
     "target",
     ["../../outside/text", "absent", "../run-2", "loop"],
-    ids=["relative", "dangling", "a folder whose name begins like the run's", "over a link that leads back"],
+    ids=[
+        "relative",
+        "dangling",
+        "a folder whose name begins like the run's",
+        "over a link that leads back",
+    ],
 )
-def test_any_spelling_of_a_target_outside_is_refused(run: Path, outside: Path, refuses: Gruppo, target: str) -> None:
+def test_any_spelling_of_a_target_outside_is_refused(
+    run: Path, outside: Path, refuses: Gruppo, target: str
+) -> None:
     shutil.copytree(outside / "other", run.parent / "run-2")
     (outside / "loop").symlink_to(outside / "text")
     places = {"absent": outside / "absent", "loop": Path("images/../../../outside/loop")}
@@ -166,7 +215,9 @@ def test_any_spelling_of_a_target_outside_is_refused(run: Path, outside: Path, r
     assert not (outside / "absent").exists() and (outside / "text").read_text() == "mine"
 
 
-def test_the_refusal_of_a_name_with_a_line_end_is_one_line(run: Path, outside: Path, refuses: Gruppo) -> None:
+def test_the_refusal_of_a_name_with_a_line_end_is_one_line(
+    run: Path, outside: Path, refuses: Gruppo
+) -> None:
     plant(run, "plots/a\nb\x1b[2J", outside / "text")
     assert r"a\nb\x1b[2J" in refuses("report", run)
 
@@ -174,7 +225,9 @@ def test_the_refusal_of_a_name_with_a_line_end_is_one_line(run: Path, outside: P
 # --- links that are no fault ------------------------------------------------------------------------------------------
 
 
-def test_a_run_folder_that_is_a_link_and_links_within_it_are_opened(run: Path, outside: Path, tmp_path: Path) -> None:
+def test_a_run_folder_that_is_a_link_and_links_within_it_are_opened(
+    run: Path, outside: Path, tmp_path: Path
+) -> None:
     (run / "newest").symlink_to("checkpoints/step_000002")
     (run / "wandb/run-1/logs").mkdir(parents=True)
     (run / "wandb/run-1/logs/debug-core.log").symlink_to(outside / "text")  # as wandb does
@@ -183,7 +236,9 @@ def test_a_run_folder_that_is_a_link_and_links_within_it_are_opened(run: Path, o
         accepts(command, tmp_path / "link")
 
 
-def test_a_model_folder_of_links_as_in_the_cache_of_a_hub_is_opened(finished: Path, tmp_path: Path) -> None:
+def test_a_model_folder_of_links_as_in_the_cache_of_a_hub_is_opened(
+    finished: Path, tmp_path: Path
+) -> None:
     (tmp_path / "snapshot").mkdir()
     for path in (finished / "final").iterdir():
         (tmp_path / "snapshot" / path.name).symlink_to(path)
@@ -193,16 +248,18 @@ def test_a_model_folder_of_links_as_in_the_cache_of_a_hub_is_opened(finished: Pa
 # --- links within the folder ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scratch", [".report.html.new", f".report.html.tmp-{os.getpid()}"])
+@pytest.mark.parametrize("scratch", [".report.html.new", ".report.html.tmp-{pid}"])
 def test_a_temporary_file_is_not_written_through_a_link(run: Path, scratch: str) -> None:
-    plant(run, scratch, Path("config.json"))
+    plant(run, scratch.format(pid=os.getpid()), Path("config.json"))
     before = (run / "config.json").read_bytes()
     accepts("report", run)
     assert (run / "config.json").read_bytes() == before
     assert (run / "report.html").is_file() and not (run / "report.html").is_symlink()
 
 
-def test_a_report_to_a_file_elsewhere_is_not_written_through_a_link_beside_it(run: Path, outside: Path) -> None:
+def test_a_report_to_a_file_elsewhere_is_not_written_through_a_link_beside_it(
+    run: Path, outside: Path
+) -> None:
     for scratch in (".page.html.new", f".page.html.tmp-{os.getpid()}"):
         (outside / scratch).symlink_to(outside / "text")
     accepts("report", run, "--output", outside / "page.html")
@@ -213,11 +270,21 @@ def test_a_report_to_a_file_elsewhere_is_not_written_through_a_link_beside_it(ru
 
 
 @pytest.mark.parametrize("place", ["../../outside/secret.png", "OUTSIDE/secret.png"])
-def test_pictures_outside_that_samples_name_are_not_drawn(run: Path, outside: Path, place: str) -> None:
+def test_pictures_outside_that_samples_name_are_not_drawn(
+    run: Path, outside: Path, place: str
+) -> None:
     image = pytest.importorskip("PIL.Image")
     image.new("RGB", (8, 8), "red").save(outside / "secret.png")
-    shown = {"file": place.replace("OUTSIDE", str(outside)), "line": 1, "column": 1, "box": [0, 0, 8, 8]}
-    rows = [{"step": step, "held_out": True, "prompt": "p", "completion": "c", "image": shown} for step in (1, 2)]
+    shown = {
+        "file": place.replace("OUTSIDE", str(outside)),
+        "line": 1,
+        "column": 1,
+        "box": [0, 0, 8, 8],
+    }
+    rows = [
+        {"step": step, "held_out": True, "prompt": "p", "completion": "c", "image": shown}
+        for step in (1, 2)
+    ]
     (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     accepts("resume", run)
     assert not (run / "images/before_after.png").exists()

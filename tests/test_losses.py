@@ -45,7 +45,10 @@ def test_grpo_of_whole_sequences_by_hand_in_value_and_gradient():
     by_hand = (-1.2 * A0 + 0.8 * A0 - A1 + 2 * A1) / 4
     assert loss_of(logprobs, old, BY_PROMPT).item() == pytest.approx(by_hand, rel=1e-6)
     torch.testing.assert_close(
-        slope_of(loss_of, logprobs, old, BY_PROMPT), f64([[0, 0], [-A1 / 4, 2 * A1 / 4]]), rtol=1e-6, atol=0
+        slope_of(loss_of, logprobs, old, BY_PROMPT),
+        f64([[0, 0], [-A1 / 4, 2 * A1 / 4]]),
+        rtol=1e-6,
+        atol=0,
     )
 
 
@@ -64,7 +67,10 @@ def test_the_kl_term_by_hand_is_the_ratio_times_k3():
 @pytest.mark.silent_bug(17)
 def test_the_kl_holds_in_expectation_where_the_sketched_mean_of_log_ratios_does_not():
     """Four outcomes, each weighted by its chance: the sketch's gradient is 0, ours is that of the KL."""
-    theta, ref = f64([0.4, -0.3, 0.9, 0.1]).requires_grad_(), f64([-0.2, 0.6, 0.3, 0.0]).log_softmax(0)
+    theta, ref = (
+        f64([0.4, -0.3, 0.9, 0.1]).requires_grad_(),
+        f64([-0.2, 0.6, 0.3, 0.0]).log_softmax(0),
+    )
     log_p = theta.log_softmax(0)
     chance = log_p.detach().exp()
     true = torch.autograd.grad((log_p.exp() * (log_p - ref)).sum(), theta, retain_graph=True)[0]
@@ -107,7 +113,9 @@ def test_tokens_with_a_mask_give_the_loss_and_gradient_of_policy_loss(name):
     inputs = (OLD, BY_PROMPT, REF, KEEP)
     loss_of = GRPOLoss(kl_beta=0.3, objective=name, max_length=4)
     torch.testing.assert_close(loss_of(LOGPROBS, *inputs), by_core(LOGPROBS), rtol=1e-12, atol=0)
-    torch.testing.assert_close(slope_of(loss_of, LOGPROBS, *inputs), slope_of(by_core, LOGPROBS), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        slope_of(loss_of, LOGPROBS, *inputs), slope_of(by_core, LOGPROBS), rtol=1e-12, atol=0
+    )
 
 
 def gruppo_advantages(objective: Objective) -> Tensor:
@@ -117,8 +125,16 @@ def gruppo_advantages(objective: Objective) -> Tensor:
         placed = torch.zeros(4, 3, dtype=torch.float64)
         placed[torch.arange(4), torch.tensor(LENGTHS) - 1] = score
         return whiten(returns_to_go(placed - 0.3 * torch.where(KEEP, OLD - REF, 0), KEEP), KEEP)
-    mean = {"mean": f64([0.5, 0.5, 1.5, 1.5]), "leave_one_out": f64([0, 1, 0, 3]), "batch_mean": f64([1] * 4)}
-    std = f64([0.5**0.5, 0.5**0.5, 4.5**0.5, 4.5**0.5]) + 1e-4 if objective.scale == "group" else f64([1.0] * 4)
+    mean = {
+        "mean": f64([0.5, 0.5, 1.5, 1.5]),
+        "leave_one_out": f64([0, 1, 0, 3]),
+        "batch_mean": f64([1] * 4),
+    }
+    std = (
+        f64([0.5**0.5, 0.5**0.5, 4.5**0.5, 4.5**0.5]) + 1e-4
+        if objective.scale == "group"
+        else f64([1.0] * 4)
+    )
     row = ((REWARDS - mean[objective.baseline]) / std).float()
     return torch.where(KEEP, row[:, None], 0)
 
@@ -130,7 +146,9 @@ def test_group_ids_in_any_order_and_of_any_numbers_give_the_same_loss(name):
     order = torch.tensor([2, 0, 3, 1])
     ids = torch.tensor([70, 70, -5, -5])[order]
     shuffled = loss_of(LOGPROBS[order], OLD[order], REWARDS[order], REF[order], KEEP[order], ids)
-    torch.testing.assert_close(shuffled, loss_of(LOGPROBS, OLD, BY_PROMPT, REF, KEEP), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        shuffled, loss_of(LOGPROBS, OLD, BY_PROMPT, REF, KEEP), rtol=1e-10, atol=1e-12
+    )
 
 
 @pytest.mark.silent_bug(5)
@@ -144,7 +162,10 @@ def test_what_fills_the_masked_slots_changes_neither_loss_nor_gradient(name):
         return loss_of(logprobs, *inputs), slope_of(loss_of, logprobs, *inputs)
 
     for filling in (NAN, 1e6, -math.inf):
-        assert all(torch.equal(got, outputs) for got, outputs in zip(outcome(filling), outcome(0.0), strict=True))
+        assert all(
+            torch.equal(got, outputs)
+            for got, outputs in zip(outcome(filling), outcome(0.0), strict=True)
+        )
 
 
 @pytest.mark.silent_bug(22)
@@ -157,7 +178,10 @@ def test_a_reward_that_is_no_number_takes_its_row_out_of_everything_and_is_count
     ids = torch.cat([GROUP_IDS, torch.tensor([1, 1])])
     inputs = (OLD[more], rewards, REF[more], KEEP[more], ids)
     torch.testing.assert_close(
-        loss_of(LOGPROBS[more], *inputs), loss_of(LOGPROBS, OLD, BY_PROMPT, REF, KEEP), rtol=1e-10, atol=1e-12
+        loss_of(LOGPROBS[more], *inputs),
+        loss_of(LOGPROBS, OLD, BY_PROMPT, REF, KEEP),
+        rtol=1e-10,
+        atol=1e-12,
     )
     assert not slope_of(loss_of, LOGPROBS[more], *inputs)[4:].any()
     _, stats = loss_of.terms(LOGPROBS[more], *inputs)
@@ -195,7 +219,9 @@ def test_clip_epsilon_bounds_both_sides_of_any_preset_and_zero_is_a_bound():
     logprobs = old + f64([[1.5, 0.5]]).log()
     for epsilon in (0.0, 0.1, 0.4):
         loss = GRPOLoss(epsilon, kl_beta=0.0, objective="dapo")(logprobs, old, f64([[1.0, 0.0]]))
-        assert loss.item() == pytest.approx((-(1 + epsilon) + (1 - epsilon)) * A0 / 2, rel=1e-6, abs=1e-9)
+        assert loss.item() == pytest.approx(
+            (-(1 + epsilon) + (1 - epsilon)) * A0 / 2, rel=1e-6, abs=1e-9
+        )
     loss = GRPOLoss(kl_beta=0.0, objective="dapo")(logprobs, old, f64([[1.0, 0.0]]))
     assert loss.item() == pytest.approx((-1.28 + 0.8) * A0 / 2, rel=1e-6)
 
@@ -252,7 +278,9 @@ def test_ppo_equals_the_textbook_lines_in_value_and_gradient_with_and_without_a_
     torch.manual_seed(0)
     six = [torch.randn(7, dtype=torch.float64) for _ in range(6)]
     six[0] = six[1] + 0.3 * six[0]
-    loss_mask = torch.tensor([[True, True, False, True], [False, True, False, True], [True, True, False, False]])
+    loss_mask = torch.tensor(
+        [[True, True, False, True], [False, True, False, True], [True, True, False, False]]
+    )
 
     def ragged(x: Tensor) -> Tensor:
         return torch.full(loss_mask.shape, NAN, dtype=torch.float64).masked_scatter(loss_mask, x)
@@ -270,7 +298,9 @@ def test_ppo_equals_the_textbook_lines_in_value_and_gradient_with_and_without_a_
 
         for ours in (flat, masked):
             torch.testing.assert_close(ours(six[n]), textbook(six[n]), rtol=1e-12, atol=0)
-            torch.testing.assert_close(slope_of(ours, six[n]), slope_of(textbook, six[n]), rtol=1e-12, atol=1e-15)
+            torch.testing.assert_close(
+                slope_of(ours, six[n]), slope_of(textbook, six[n]), rtol=1e-12, atol=1e-15
+            )
     assert torch.autograd.gradcheck(flat, (six[5].requires_grad_(),))
 
 
@@ -337,12 +367,27 @@ ONES = torch.ones(2, 3)
         ({"objective": "grpo2"}, "objective='grpo2' is none of grpo, dr_grpo.*Use one"),
         ({"objective": "ppo"}, "baseline='critic' needs values. Use PPOLoss"),
         ({"objective": "dr_grpo"}, "average='constant'.*max_length=None. Set"),
-        ({"objective": replace(GRPO, scale="running")}, "moving statistics need memory.*scale='group'"),
-        ({"objective": replace(GRPO, correction="mask")}, "a correction needs the sampler's log-probs. Set"),
+        (
+            {"objective": replace(GRPO, scale="running")},
+            "moving statistics need memory.*scale='group'",
+        ),
+        (
+            {"objective": replace(GRPO, correction="mask")},
+            "a correction needs the sampler's log-probs. Set",
+        ),
         ({"objective": replace(GRPO, overlong=3)}, "which rows were truncated. Apply"),
-        ({"objective": replace(GRPO, kl="exact")}, "kl='exact' is the closed form.*--objective.kl k3"),
-        ({"objective": replace(GRPO, credit="position")}, "credit='position' needs a reward for each action"),
-        ({"objective": replace(GRPO, kl="k1", kl_gradient="naive")}, "gradient of zero in expectation"),
+        (
+            {"objective": replace(GRPO, kl="exact")},
+            "kl='exact' is the closed form.*--objective.kl k3",
+        ),
+        (
+            {"objective": replace(GRPO, credit="position")},
+            "credit='position' needs a reward for each action",
+        ),
+        (
+            {"objective": replace(GRPO, kl="k1", kl_gradient="naive")},
+            "gradient of zero in expectation",
+        ),
     ],
 )
 def test_a_grpo_loss_that_cannot_learn_is_refused_when_it_is_made(choices, says):
@@ -354,18 +399,36 @@ def test_a_grpo_loss_that_cannot_learn_is_refused_when_it_is_made(choices, says)
     ("inputs", "says"),
     [
         ((PAIR, PAIR, f64([[1.0, 0.0]])), "kl_beta=0.1 needs reference_logprobs.*kl_beta=0"),
-        ((PAIR.T, PAIR.T, f64([[1.0], [0.0]]), PAIR.T), "every group has one row.*at least 2.*'reinforce'"),
+        (
+            (PAIR.T, PAIR.T, f64([[1.0], [0.0]]), PAIR.T),
+            "every group has one row.*at least 2.*'reinforce'",
+        ),
         ((PAIR, PAIR[0], f64([[1.0, 0.0]]), PAIR), r"old_policy_logprobs is \[2\] beside \[1, 2\]"),
-        ((PAIR, PAIR, f64([[1.0, 0.0]]), PAIR.T), r"reference_logprobs is \[2, 1\] beside \[1, 2\]"),
-        ((ONES, ONES, f64([[1.0, 0.0]]), ONES), r"policy_logprobs are \[2, 3\] and rewards \[1, 2\].*pass mask"),
+        (
+            (PAIR, PAIR, f64([[1.0, 0.0]]), PAIR.T),
+            r"reference_logprobs is \[2, 1\] beside \[1, 2\]",
+        ),
+        (
+            (ONES, ONES, f64([[1.0, 0.0]]), ONES),
+            r"policy_logprobs are \[2, 3\] and rewards \[1, 2\].*pass mask",
+        ),
         ((ONES, ONES, f64([[1.0, 0.0]]), ONES, ONES), "mask is torch.float32.*mask.bool()"),
-        ((ONES, ONES, f64([[1.0, 0.0]]), ONES, ONES[:1].bool()), r"mask is \[1, 3\] beside \[2, 3\]"),
-        ((ONES, ONES, f64([[1.0, 0.0, 2.0]]), ONES, ONES.bool()), r"rewards are \[1, 3\] for 2 rows"),
+        (
+            (ONES, ONES, f64([[1.0, 0.0]]), ONES, ONES[:1].bool()),
+            r"mask is \[1, 3\] beside \[2, 3\]",
+        ),
+        (
+            (ONES, ONES, f64([[1.0, 0.0, 2.0]]), ONES, ONES.bool()),
+            r"rewards are \[1, 3\] for 2 rows",
+        ),
         (
             (ONES, ONES, f64([1.0, 0.0]), ONES, ONES.bool()),
             r"rewards are \[2\] for 2 rows.*pass rewards \[2\] and group_",
         ),
-        ((ONES, ONES, f64([1.0, 0.0]), ONES, ONES.bool(), torch.zeros(3)), r"group_ids is \[3\] beside \[2\]"),
+        (
+            (ONES, ONES, f64([1.0, 0.0]), ONES, ONES.bool(), torch.zeros(3)),
+            r"group_ids is \[3\] beside \[2\]",
+        ),
     ],
 )
 def test_inputs_of_the_wrong_shape_are_refused_and_never_broadcast(inputs, says):
@@ -396,8 +459,18 @@ TWO = f64([0.0, 0.0])
         ({}, (TWO,) * 5, {}, "entropy_coef=0.01 needs entropy"),
         ({"value_clip": 0.2}, (TWO,) * 6, {}, "value_clip=0.2 needs old_values"),
         ({}, (TWO, TWO, TWO[:, None], TWO, TWO, TWO), {}, r"values is \[2, 1\] beside \[2\]"),
-        ({}, (TWO, TWO, TWO, TWO, f64([NAN, 1.0]), TWO), {}, "advantages holds 1 numbers that are not finite"),
-        ({}, (TWO, TWO, TWO, f64([NAN, NAN]), TWO, TWO), {}, "returns holds 2 numbers that are not finite"),
+        (
+            {},
+            (TWO, TWO, TWO, TWO, f64([NAN, 1.0]), TWO),
+            {},
+            "advantages holds 1 numbers that are not finite",
+        ),
+        (
+            {},
+            (TWO, TWO, TWO, f64([NAN, NAN]), TWO, TWO),
+            {},
+            "returns holds 2 numbers that are not finite",
+        ),
         ({}, (TWO,) * 6, {"mask": torch.ones(2)}, "mask is torch.float32"),
     ],
 )
@@ -409,7 +482,11 @@ def test_ppo_refuses_what_would_be_broadcast_missing_or_nan(choices, inputs, nam
 @pytest.mark.parametrize(
     ("inputs", "named", "says"),
     [
-        ((ONES, torch.ones(2, 4)), {}, r"values have 4 columns for 3 rewards.*bootstrap=values\[:, -1\]"),
+        (
+            (ONES, torch.ones(2, 4)),
+            {},
+            r"values have 4 columns for 3 rewards.*bootstrap=values\[:, -1\]",
+        ),
         ((ONES, ONES[:1]), {}, r"values is \[1, 3\] beside \[2, 3\]"),
         ((ONES[0], ONES[0]), {}, r"rewards are \[3\]; .*rewards\[None\]"),
         ((ONES, ONES), {"bootstrap": torch.ones(3)}, r"bootstrap \[3\]"),

@@ -28,10 +28,16 @@ def test_no_two_mutants_are_one():
 
 
 def test_a_mutant_is_read_with_its_indentation_and_empty_lines_or_refused():
-    [one, two] = read("[7] what is wrong\na.py\nb.py::c\n-     x\n-\n- y\n+   z\n\n[0] taken out\na.py\nb.py::c\n- x\n")
+    [one, two] = read(
+        "[7] what is wrong\na.py\nb.py::c\n-     x\n-\n- y\n+   z\n\n[0] taken out\na.py\nb.py::c\n- x\n"
+    )
     assert one == Mutant(7, "what is wrong", "a.py", "    x\n\ny", "  z", "b.py::c")
     assert two == Mutant(0, "taken out", "a.py", "x", "", "b.py::c")
-    for broken in ("no number\na.py\nb.py::c\n- x", "[1] no lines\na.py\nb.py::c", "[1] no sign\na.py\nb.py::c\nx"):
+    for broken in (
+        "no number\na.py\nb.py::c\n- x",
+        "[1] no lines\na.py\nb.py::c",
+        "[1] no sign\na.py\nb.py::c\nx",
+    ):
         with pytest.raises(ValueError, match="a mutant needs"):
             read(broken)
 
@@ -40,7 +46,14 @@ def test_a_test_that_does_not_exist_is_seen():
     assert has_test("test_mutants.py::test_no_two_mutants_are_one")
     assert has_test("test_mutants.py::test_no_two_mutants_are_one[any parameters]")
     assert not has_test("test_mutants.py::test_no_two") and not has_test("no_such_file.py::test_x")
-    broken = Mutant(0, "nothing", "types.py", "no such snippet", "", "test_mutants.py::test_no_two_mutants_are_one")
+    broken = Mutant(
+        0,
+        "nothing",
+        "types.py",
+        "no such snippet",
+        "",
+        "test_mutants.py::test_no_two_mutants_are_one",
+    )
     assert "holds this 0 times" in broken.complaints()[0]
 
 
@@ -52,17 +65,27 @@ MINE = f"{FILE}::test_mine"
     ("reports", "problem", "is_caught"),
     [
         ([Report(MINE, "call", "failed")], "", True),
-        ([Report(f"{MINE}[a]", "call", "passed"), Report(f"{MINE}[b]", "call", "failed")], "", True),
+        (
+            [Report(f"{MINE}[a]", "call", "passed"), Report(f"{MINE}[b]", "call", "failed")],
+            "",
+            True,
+        ),
         ([Report(MINE, "call", "passed")], "", False),
         ([Report(MINE, "setup", "failed")], "", False),  # a fixture, not the test
         ([Report(f"{MINE}_too", "call", "failed")], "", False),  # another test
         ([Report(MINE, "call", "skipped")], "", False),
-        ([Report(MINE, "call", "failed", "NameError: name 'x' is not defined")], "", False),  # no bug that runs
+        (
+            [Report(MINE, "call", "failed", "NameError: name 'x' is not defined")],
+            "",
+            False,
+        ),  # no bug that runs
         ([], "", False),
         ([Report(MINE, "call", "failed")], "the package that was tested is another", False),
     ],
 )
-def test_a_bug_is_caught_by_a_failure_inside_the_named_test_and_by_nothing_else(reports, problem, is_caught):
+def test_a_bug_is_caught_by_a_failure_inside_the_named_test_and_by_nothing_else(
+    reports, problem, is_caught
+):
     reported = Told(tuple(reports), problem)
     assert (reported.failed_in(MINE) is not None) == is_caught
 
@@ -94,8 +117,12 @@ raise SystemExit(command.main(["--cores", "1"]))
 
 @pytest.mark.slow
 def test_the_command_says_caught_of_a_fault_and_survived_of_what_is_none_or_breaks_the_import():
-    done = subprocess.run([sys.executable, "-c", PROBE], cwd=TESTS.parent, capture_output=True, text=True)
-    verdicts = [line.split()[0] for line in done.stdout.splitlines() if "core/schedules.py " in line]
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE], cwd=TESTS.parent, capture_output=True, text=True
+    )
+    verdicts = [
+        line.split()[0] for line in done.stdout.splitlines() if "core/schedules.py " in line
+    ]
     assert verdicts == ["caught", "SURVIVED", "SURVIVED"], done.stdout + done.stderr
     assert done.returncode == 1
     assert "no import (core/schedules.py): pytest ended with" in done.stdout
@@ -109,7 +136,10 @@ def test_a_change_of_the_source_or_the_test_of_a_mutant_makes_it_run_again(monke
     assert command.changed_and_sample([mutant]) == [mutant]
     command.record({mutant.what: command.fingerprint(mutant), "a mutant that is gone": "0"})
     assert command.changed_and_sample([mutant]) == [] and list(command.recorded()) == [mutant.what]
-    for folder, name in (("SOURCE", f"gruppo/{mutant.file}"), ("TESTS", mutant.by.partition("::")[0])):
+    for folder, name in (
+        ("SOURCE", f"gruppo/{mutant.file}"),
+        ("TESTS", mutant.by.partition("::")[0]),
+    ):
         with monkeypatch.context() as patch:
             original, copy = getattr(command, folder) / name, tmp_path / folder / name
             copy.parent.mkdir(parents=True)

@@ -35,7 +35,11 @@ Path({mark!r}).touch()
 def f(*args, completions=(), **_):
     return [0.0] * len(completions)
 """
-REMOTE = {"model_type": "evil", "architectures": ["Evil"], "auto_map": {"AutoConfig": "x.Evil", "AutoModel": "x.Evil"}}
+REMOTE = {
+    "model_type": "evil",
+    "architectures": ["Evil"],
+    "auto_map": {"AutoConfig": "x.Evil", "AutoModel": "x.Evil"},
+}
 
 
 def run_command(*args: str) -> tuple[int, str]:
@@ -153,7 +157,13 @@ RESTORERS = {"model": lambda name: f"restore:{name}"}
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory) -> Path:
     """A finished run whose config names no code."""
-    options = {"evaluation__prompts": 0, "saving__every": 1, "steps": 1, "reward": ["exact_match"], "engine__lag": 0}
+    options = {
+        "evaluation__prompts": 0,
+        "saving__every": 1,
+        "steps": 1,
+        "reward": ["exact_match"],
+        "engine__lag": 0,
+    }
     return gruppo.train(tiny.config(tmp_path_factory.mktemp("clean"), **options), show=False).folder
 
 
@@ -165,14 +175,29 @@ class Stranger:
         shutil.copytree(clean, self.run)
         code = EVIL.format(mark=str(self.mark))
         (self.run / "stranger").mkdir()
-        files = ("x.py", "x.PY", "x.Py", "x.txt", "\u00e9.py", "stranger_x.py", "stranger-x.py", "stranger/x.py")
+        files = (
+            "x.py",
+            "x.PY",
+            "x.Py",
+            "x.txt",
+            "\u00e9.py",
+            "stranger_x.py",
+            "stranger-x.py",
+            "stranger/x.py",
+        )
         for name in files:
             (self.run / name).write_text(code)
         py_compile.compile(str(self.run / "x.py"), cfile=str(self.run / "x.pyc"))
         (self.run / "folder.py").mkdir()
         (self.run / "folder.py/__init__.py").write_text(code)
         (self.run / "a/b/c").mkdir(parents=True)
-        links = {"link": "a/b/c", "linked.py": "x.py", "linked": "x.py", "LINKED.PY": "x.py", "text.py": "x.txt"}
+        links = {
+            "link": "a/b/c",
+            "linked.py": "x.py",
+            "linked": "x.py",
+            "LINKED.PY": "x.py",
+            "text.py": "x.txt",
+        }
         for name, target in (links | {"self": "."}).items():
             (self.run / name).symlink_to(target)
         self.config = json.loads((self.run / "config.json").read_text())
@@ -207,7 +232,11 @@ class Stranger:
             code, text = COMMANDS[command](str(self.run))
             if self.was_run():
                 open_doors.append(f"{command} runs the code")
-            elif question and command in IMPORTING and not (code == 2 and question in text and "--trust-" in text):
+            elif (
+                question
+                and command in IMPORTING
+                and not (code == 2 and question in text and "--trust-" in text)
+            ):
                 open_doors.append(f"{command} does not list {question}: {text}")
         assert not open_doors, open_doors
 
@@ -265,7 +294,9 @@ def test_every_key_is_asked_for(stranger, key):
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_the_network_of_a_restorer_is_asked_for(stranger, spelling):
     stranger.edit({"model": f"restore:{stranger.spelled(spelling)}"})
-    stranger.attack(("train DIR", "explain", "resume", "gruppo.train(FILE)"), stranger.listed(spelling))
+    stranger.attack(
+        ("train DIR", "explain", "resume", "gruppo.train(FILE)"), stranger.listed(spelling)
+    )
 
 
 @pytest.mark.slow
@@ -281,8 +312,15 @@ def test_no_spelling_of_any_key_runs_it(stranger, key, spelling):
 def test_the_question_lists_every_name(stranger, command):
     """Also beside a harmless one, in all keys at once, in a saved model, and where options of rewards run code."""
     (stranger.run / "saved").mkdir()
-    (stranger.run / "saved/module.json").write_text(json.dumps({"made_by": "st/linked.py/:f", "sha256": ""}))
-    rewards = ["json:loads", "st/x.py/:f", "code_tests:sandbox=podman run img", f"reward_model:{stranger.run},head=x"]
+    (stranger.run / "saved/module.json").write_text(
+        json.dumps({"made_by": "st/linked.py/:f", "sha256": ""})
+    )
+    rewards = [
+        "json:loads",
+        "st/x.py/:f",
+        "code_tests:sandbox=podman run img",
+        f"reward_model:{stranger.run},head=x",
+    ]
     names = {
         "reward": rewards,
         "environment.tools": ["st/\u00e9.py/.:f"],
@@ -301,11 +339,16 @@ def test_the_question_lists_every_name(stranger, command):
 def test_the_flag_runs_what_the_question_listed(stranger, command):
     """So the tests above are about names that would run."""
     stranger.edit({"reward": [stranger.spelled("slash dot")], "steps": 2})
-    options = {"train DIR": ["train", "st", "--steps", "1"], "eval": ["eval", "st", "--prompts", "2"]}
+    options = {
+        "train DIR": ["train", "st", "--steps", "1"],
+        "eval": ["eval", "st", "--prompts", "2"],
+    }
     if command == "gruppo.resume":
         gruppo.resume(stranger.run, show=False, trust_run=True, allow_changes=True)
     else:
-        code, text = run_command(*options.get(command, ["resume", "st", "--allow-changes"]), "--trust-run")
+        code, text = run_command(
+            *options.get(command, ["resume", "st", "--allow-changes"]), "--trust-run"
+        )
         assert code == 0, text
     assert stranger.mark.exists()
 
@@ -313,7 +356,12 @@ def test_the_flag_runs_what_the_question_listed(stranger, command):
 @pytest.mark.parametrize("name", ["{st}/x.PY:f", "{st}/text.py:f", "{st}/x.pyc:f", "stranger-x:f"])
 def test_what_no_question_lists_runs_with_no_flag_either(stranger, name):
     stranger.edit({"reward": ["json:loads", name.replace("{st}", str(stranger.run))]})
-    for command in (["train", "st"], ["explain", "st"], ["resume", "st"], ["eval", "st", "--prompts", "2"]):
+    for command in (
+        ["train", "st"],
+        ["explain", "st"],
+        ["resume", "st"],
+        ["eval", "st", "--prompts", "2"],
+    ):
         code, text = run_command(*command, "--trust-run")
         assert code and text.count("\n") <= 2 and "bug in gruppo" not in text, text
         assert not stranger.was_run()
@@ -323,7 +371,9 @@ def test_what_no_question_lists_runs_with_no_flag_either(stranger, name):
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-@pytest.mark.parametrize("file", ["module.json", pytest.param("restorer.json", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "file", ["module.json", pytest.param("restorer.json", marks=pytest.mark.slow)]
+)
 def test_no_spelling_in_a_saved_model_runs(stranger, file, spelling):
     name = stranger.spelled(spelling)
     for old in (stranger.run / "final").iterdir():
@@ -360,7 +410,8 @@ def test_code_beside_the_weights_runs_only_with_the_option_of_the_command_line(s
 
 
 @pytest.mark.parametrize(
-    "kind", ["gymnasium:stranger_x:Maze-v0", " gymnasium:stranger_x:Maze-v0", "verifiers:stranger_x"]
+    "kind",
+    ["gymnasium:stranger_x:Maze-v0", " gymnasium:stranger_x:Maze-v0", "verifiers:stranger_x"],
 )
 def test_an_environment_that_imports_a_package_is_asked_for(stranger, kind):
     stranger.edit({"environment.kind": kind})
@@ -418,7 +469,12 @@ def test_a_launch_that_continues_an_edited_run_asks(stranger, own, monkeypatch):
     saved.write_text(json.dumps(json.loads(text) | {"track": [f"{stranger.run}/x.py/:f"]}))
     try:
         code, said = run_command("launch", str(recipe), "--servers", "0", "--dry-run")
-        assert not stranger.was_run() and code == 2 and f"{stranger.run}/x.py:f" in said and "--trust-run" in said
+        assert (
+            not stranger.was_run()
+            and code == 2
+            and f"{stranger.run}/x.py:f" in said
+            and "--trust-run" in said
+        )
     finally:
         saved.write_text(text)
 
@@ -432,13 +488,23 @@ def test_control_characters_in_places_are_refused_in_one_line(stranger, key, val
     template = stranger.place / "cluster.sh"
     template.write_text("#SBATCH --partition=p\n")
     own = stranger.place / "own.json"
-    own.write_text(json.dumps(stranger.config | {"name": "", "runs_dir": str(stranger.place / "runs")} | {key: value}))
+    own.write_text(
+        json.dumps(
+            stranger.config | {"name": "", "runs_dir": str(stranger.place / "runs")} | {key: value}
+        )
+    )
     slurm = ["--on", "slurm", "--template", str(template), "--servers", "0", "--dry-run"]
     option = f"--{key.replace('_', '-')}"
     for file, given in ((own, []), (stranger.run, [option, value])):
-        for command in (["train", str(file)], ["explain", str(file)], ["launch", str(file), *slurm]):
+        for command in (
+            ["train", str(file)],
+            ["explain", str(file)],
+            ["launch", str(file), *slurm],
+        ):
             code, text = run_command(*command, *given)
-            assert code == 2 and f"{key}={value!r}"[:8] in text and "control character" in text, text
+            assert code == 2 and f"{key}={value!r}"[:8] in text and "control character" in text, (
+                text
+            )
             assert text.count("\n") <= 2 and "\nscancel" not in text
     code, text = call(gruppo.train, tiny.config(stranger.place, **{key: value}), show=False)
     assert code == 2 and "control character" in text
@@ -459,11 +525,16 @@ def test_a_strangers_config_does_not_choose_where_runs_are_written(stranger):
 
 
 def test_a_run_of_ones_own_is_trained_again_beside_it(stranger):
-    own = tiny.config(stranger.place / "far", evaluation__prompts=0, steps=1, reward=["exact_match"])
+    own = tiny.config(
+        stranger.place / "far", evaluation__prompts=0, steps=1, reward=["exact_match"]
+    )
     run = gruppo.train(own, show=False).folder
     code, text = run_command("train", str(run / "config.json"), "--name", "again")
     assert code == 0 and "ignored" not in text and (run.parent / "again/config.json").is_file()
 
 
 def test_names_differ_in_their_unicode_form():
-    assert unicodedata.normalize("NFC", SPELLINGS["unicode, decomposed"]) == SPELLINGS["unicode, composed"]
+    assert (
+        unicodedata.normalize("NFC", SPELLINGS["unicode, decomposed"])
+        == SPELLINGS["unicode, composed"]
+    )

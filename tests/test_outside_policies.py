@@ -32,14 +32,26 @@ SHORT: dict[str, dict[str, Any]] = {
 
 
 def config(name: str, folder: Path, **changes: Any) -> gruppo.Config:
-    short = {"steps": 3, "evaluation__prompts": 4, "evaluation__every": 0, "saving__every": 1, "name": "run"}
+    short = {
+        "steps": 3,
+        "evaluation__prompts": 4,
+        "evaluation__every": 0,
+        "saving__every": 1,
+        "name": "run",
+    }
     short |= {"runs_dir": str(folder / "runs"), "show_samples_every": 1}
-    short |= {"scoring__isolate": False}  # a process that imports the example, and torch with it, takes 2 s of CPU time
-    return api.change(load_object(f"{EXAMPLES / f'{name}.py'}:{name}")(), short | SHORT[name] | changes)
+    short |= {
+        "scoring__isolate": False
+    }  # a process that imports the example, and torch with it, takes 2 s of CPU time
+    return api.change(
+        load_object(f"{EXAMPLES / f'{name}.py'}:{name}")(), short | SHORT[name] | changes
+    )
 
 
 @pytest.fixture(scope="module", params=SHORT)
-def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+def finished(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path]:
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp(request.param)
     return request.param, api.start(config(request.param, folder)).folder
@@ -66,15 +78,28 @@ def test_a_command_reaches_backward_in_eight_frames_of_ours(tmp_path, monkeypatc
     backward, depths, source = torch.Tensor.backward, [], str(Path(gruppo.__file__).parent)
 
     def counted(self: torch.Tensor, *arguments: Any, **options: Any) -> None:
-        frames = [frame.name for frame in traceback.extract_stack() if frame.filename.startswith(source)]
+        frames = [
+            frame.name for frame in traceback.extract_stack() if frame.filename.startswith(source)
+        ]
         depths.append(frames[frames.index("main") :])
         backward(self, *arguments, **options)
 
     monkeypatch.setattr(torch.Tensor, "backward", counted)
-    options = ["--steps", "1", "--rollout.prompts", "2", "--evaluation.prompts", "0", "--runs-dir", str(tmp_path)]
+    options = [
+        "--steps",
+        "1",
+        "--rollout.prompts",
+        "2",
+        "--evaluation.prompts",
+        "0",
+        "--runs-dir",
+        str(tmp_path),
+    ]
     options += ["--scoring.isolate", "False"]
     with pytest.raises(SystemExit, match="0"):
-        main(["train", f"{EXAMPLES / 'pendulum.py'}:pendulum", "--optim.minibatches", "1", *options])
+        main(
+            ["train", f"{EXAMPLES / 'pendulum.py'}:pendulum", "--optim.minibatches", "1", *options]
+        )
     assert depths and all(len(frames) <= 8 for frames in depths), depths[0]
 
 
@@ -89,7 +114,9 @@ def test_it_is_evaluated_sampled_exported_and_explained(finished, tmp_path):
     exporting.export(run, tmp_path / "copy")
     copy = inference.load_policy(tmp_path / "copy")
     weights = inference.load_policy(run).module.state_dict()
-    assert all(torch.equal(tensor, weights[key]) for key, tensor in copy.module.state_dict().items())
+    assert all(
+        torch.equal(tensor, weights[key]) for key, tensor in copy.module.state_dict().items()
+    )
     text = "\n".join(api.explain(config(name, tmp_path)))
     assert "OBJECTIVE" in text and "ONE REAL PROMPT" in text and "Traceback" not in text
     assert diagnose(read(run)) is not None
@@ -206,7 +233,10 @@ def test_an_engine_from_outside_samples_a_run_to_the_same_numbers(finished, tmp_
     if name != "routes":
         pytest.skip("one policy is enough")
     torch.manual_seed(0)
-    changes = {"model": f"{EXAMPLES / 'routes.py'}:policy", "engine": f"{Path(__file__).resolve()}:counting"}
+    changes = {
+        "model": f"{EXAMPLES / 'routes.py'}:policy",
+        "engine": f"{Path(__file__).resolve()}:counting",
+    }
     other = api.start(config("routes", tmp_path, **changes)).folder
     skipped = ("time/", "rate/", "mem/")
     for row, same in zip(metrics(run), metrics(other), strict=True):

@@ -44,24 +44,33 @@ def test_the_metadata_has_urls_and_no_relative_link_where_the_repository_is_know
     hook.RepositoryMetadata(str(ROOT), {}).update(metadata)
     targets = re.findall(r"\]\(([^)]+)\)", metadata["readme"]["text"])
     assert all("://" in target for target in targets) == bool(repository)
-    assert all(url.startswith(REPOSITORY) and not url.endswith("/") for url in metadata["urls"].values())
+    assert all(
+        url.startswith(REPOSITORY) and not url.endswith("/") for url in metadata["urls"].values()
+    )
     assert bool(metadata["urls"]) == bool(repository)
 
 
 def test_every_link_of_the_readme_leads_to_a_file_that_the_repository_holds() -> None:
-    targets = re.findall(r"\]\((?!\w+:|#)([^)#]+)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    targets = re.findall(
+        r"\]\((?!\w+:|#)([^)#]+)", (ROOT / "README.md").read_text(encoding="utf-8")
+    )
     assert [target for target in targets if not (ROOT / target).is_file()] == []
 
 
 def test_the_version_is_named_once_and_the_citation_has_it() -> None:
     assert "version" in PROJECT["dynamic"] and "version" not in PROJECT
-    assert f"\nversion: {gruppo.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {gruppo.__version__}\n" in (ROOT / "CITATION.cff").read_text(
+        encoding="utf-8"
+    )
 
 
 def packages() -> dict[str, set[str]]:
     """Each package that gruppo names, with the extras that install it."""
     found: dict[str, set[str]] = {}
-    for extra, names in {"always": PROJECT["dependencies"], **PROJECT["optional-dependencies"]}.items():
+    for extra, names in {
+        "always": PROJECT["dependencies"],
+        **PROJECT["optional-dependencies"],
+    }.items():
         for name in names:
             found.setdefault(re.split(r"[<>=\[ ;]", name)[0], set()).add(extra)
     return found
@@ -71,11 +80,15 @@ def test_the_page_of_licenses_lists_every_package_with_its_extras() -> None:
     page = (ROOT / "docs/reference/licenses.md").read_text(encoding="utf-8")
     table = page[page.index("## Packages") : page.index("## Models and data")]
     rows = re.findall(r"^\| ([a-z][\w-]*) \| (.+?) \| \S", table, re.MULTILINE)
-    listed = {name: {*extras.replace("`", "").split(", ")} for name, extras in rows if name != "package"}
+    listed = {
+        name: {*extras.replace("`", "").split(", ")} for name, extras in rows if name != "package"
+    }
     assert listed == packages()
 
 
 def test_the_install_page_lists_every_extra() -> None:
     page = (ROOT / "docs/start/install.md").read_text(encoding="utf-8")
     table = page[page.index("| extra |") : page.index("## Platforms")]
-    assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == sorted(PROJECT["optional-dependencies"])
+    assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == sorted(
+        PROJECT["optional-dependencies"]
+    )

@@ -31,8 +31,19 @@ PAGES = {
 }
 """Number of ``gruppo train`` commands on each page."""
 SHORT = {
-    **{"steps": 1, "rollout__prompts": 2, "rollout__group_size": 2, "rollout__max_new_tokens": 6, "compute": "float32"},
-    **{"evaluation__prompts": 2, "evaluation__every": 0, "optim__warmup_steps": 0, "critic__warmup_steps": 0},
+    **{
+        "steps": 1,
+        "rollout__prompts": 2,
+        "rollout__group_size": 2,
+        "rollout__max_new_tokens": 6,
+        "compute": "float32",
+    },
+    **{
+        "evaluation__prompts": 2,
+        "evaluation__every": 0,
+        "optim__warmup_steps": 0,
+        "critic__warmup_steps": 0,
+    },
     **{"scoring__isolate": False, "track": ()},
     "lora__load_in_4bit": False,  # for layers of 64 inputs or more: modalities/text/test_four_bit.py
 }
@@ -44,7 +55,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = tiny.write_model(tmp_path_factory.mktemp("model") / "tiny", context=2048)
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(folder),
+        AutoModelForCausalLM.from_pretrained(folder),
+    )
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     model.resize_token_embeddings(len(tokenizer))
     model.save_pretrained(folder)
@@ -54,14 +68,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def reward_model(folder: Path, kind: str) -> None:
     """A model with one label per completion, or per token, where the page has its path/to/model."""
-    from transformers import LlamaConfig, LlamaForSequenceClassification, LlamaForTokenClassification
+    from transformers import (
+        LlamaConfig,
+        LlamaForSequenceClassification,
+        LlamaForTokenClassification,
+    )
 
     tokenizer = tiny.character_tokenizer()
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    config = LlamaConfig(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, num_labels=1, **sizes)
-    {"reward_model": LlamaForSequenceClassification, "process_reward": LlamaForTokenClassification}[kind](
-        config
-    ).save_pretrained(folder)
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, num_labels=1, **sizes
+    )
+    {"reward_model": LlamaForSequenceClassification, "process_reward": LlamaForTokenClassification}[
+        kind
+    ](config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -89,15 +114,25 @@ def test_the_files_and_commands_of_a_page_work(
             (tmp_path / name).write_text(block, encoding="utf-8")
     trained = 0
     for name, *words in commands(text):
-        words = [re.sub(r"(reward_model|process_reward):path/to/model", r"\1:\1", word) for word in words]
-        if name == "train" and words[0].startswith("tool-"):  # its model writes calls: trainer/test_tool_recipes.py
+        words = [
+            re.sub(r"(reward_model|process_reward):path/to/model", r"\1:\1", word) for word in words
+        ]
+        if name == "train" and words[0].startswith(
+            "tool-"
+        ):  # its model writes calls: trainer/test_tool_recipes.py
             parse_config("train", words)
         elif name == "train":
             trained += 1
             config = parse_config("train", words)
-            result = api.start(api.change(config, {"model": model, "name": config.name or f"run{trained}", **SHORT}))
+            result = api.start(
+                api.change(
+                    config, {"model": model, "name": config.name or f"run{trained}", **SHORT}
+                )
+            )
             (row,) = [row for row in read_metrics(result.folder) if row["step"] == 1]
             assert row["reward/unscored_count"] == 0 and row["progress/rollouts"] == 4
-        elif name in ("export", "doctor") and "--gguf" not in words:  # tests/test_export.py has a model of llama.cpp's
+        elif (
+            name in ("export", "doctor") and "--gguf" not in words
+        ):  # tests/test_export.py has a model of llama.cpp's
             COMMANDS[name](**parse_command(name, COMMANDS[name], words))
     assert trained == PAGES[page]

@@ -36,17 +36,23 @@ def noisy(clean: Tensor, levels: float = 8.0) -> Tensor:
 
 def test_a_row_compares_bytes_in_sum_and_psnr_in_the_mean_and_draws_pairs():
     base = Measures(
-        torch.tensor([30.0, 32.0], dtype=torch.float64), torch.tensor([1000.0, 3000.0], dtype=torch.float64)
+        torch.tensor([30.0, 32.0], dtype=torch.float64),
+        torch.tensor([1000.0, 3000.0], dtype=torch.float64),
     )
     found = Measures(
-        torch.tensor([30.1, 32.1], dtype=torch.float64), torch.tensor([800.0, 2400.0], dtype=torch.float64)
+        torch.tensor([30.1, 32.1], dtype=torch.float64),
+        torch.tensor([800.0, 2400.0], dtype=torch.float64),
     )
     row = row_of("both", found, base)
     assert (row.psnr, row.d_psnr, row.bytes) == pytest.approx((31.1, 0.1, 1600))
     assert row.saved_frac == pytest.approx(0.2)
-    assert row.saved_interval == pytest.approx((0.2, 0.2))  # in each picture alike: nothing is left to chance
+    assert row.saved_interval == pytest.approx(
+        (0.2, 0.2)
+    )  # in each picture alike: nothing is left to chance
     assert row.d_psnr_interval == pytest.approx((0.1, 0.1))
-    apart = row_of("one", Measures(base.psnr, torch.tensor([1000.0, 2400.0], dtype=torch.float64)), base)
+    apart = row_of(
+        "one", Measures(base.psnr, torch.tensor([1000.0, 2400.0], dtype=torch.float64)), base
+    )
     assert apart.saved_frac == pytest.approx(0.15)
     assert apart.saved_interval == pytest.approx((0.0, 0.2))  # the first twice, the second twice
 
@@ -65,13 +71,17 @@ def test_the_best_filter_keeps_the_psnr_and_no_point_beside_it_is_smaller():
     gains = torch.tensor(best_filter(base, clean, floor))
     own = measured(filtered(base, detail_bands(base), gains), clean)
     assert float(own.psnr.mean()) >= floor
-    assert float(own.bytes.sum()) < 0.7 * float(sizes(base).sum())  # noise is detail, and nothing of it is worth bytes
+    assert float(own.bytes.sum()) < 0.7 * float(
+        sizes(base).sum()
+    )  # noise is detail, and nothing of it is worth bytes
     for band in range(4):
         for step in (-0.1, 0.1):
             beside = gains.clone()
             beside[band] += step
             other = measured(filtered(base, detail_bands(base), beside), clean)
-            assert float(other.psnr.mean()) < floor or float(other.bytes.sum()) > 0.98 * float(own.bytes.sum())
+            assert float(other.psnr.mean()) < floor or float(other.bytes.sum()) > 0.98 * float(
+                own.bytes.sum()
+            )
 
 
 def test_no_filter_is_better_where_every_gain_costs_psnr():
@@ -105,7 +115,12 @@ class Small:
 
         files = {f"p{n}": ImagePair(picture) for n, picture in enumerate(scenes(6))}
         return image_pairs(
-            files, seed=seed, degradation=Degradation.parse("noise=25"), crop=16, held_out=("p0", "p1"), name="small"
+            files,
+            seed=seed,
+            degradation=Degradation.parse("noise=25"),
+            crop=16,
+            held_out=("p0", "p1"),
+            name="small",
         )
 
 
@@ -130,12 +145,18 @@ def test_the_table_of_a_run_has_a_line_for_each_side(monkeypatch, capsys, tmp_pa
     monkeypatch.setattr(photos, "opened", Small())
     run = tmp_path / "run"
     open_restorer("unet:width=4", "band_gains:grid=2,std=0.15").save(run / "final")
-    photos.main([f"seed 0={run}", str(run), "--teach-steps", "2", "--json", str(tmp_path / "rows.json")])
+    photos.main(
+        [f"seed 0={run}", str(run), "--teach-steps", "2", "--json", str(tmp_path / "rows.json")]
+    )
     output = capsys.readouterr().out.splitlines()
     assert output[0] == "8 crops of 16 x 16"
     assert len(output) == 3 + 7 + 6  # the degraded pictures are told of once
     rows = json.loads((tmp_path / "rows.json").read_text())
-    assert [row["name"] for row in rows[:3]] == ["degraded", "seed 0: network alone", "seed 0: restored"]
+    assert [row["name"] for row in rows[:3]] == [
+        "degraded",
+        "seed 0: network alone",
+        "seed 0: restored",
+    ]
     assert rows[2]["d_psnr"] == 0 and rows[2]["saved_frac"] == 0  # a new head does nothing
     assert rows[3]["saved_frac"] > 0.2 and len(rows[3]["gains"]) == 4
 
@@ -150,7 +171,11 @@ def test_a_sheet_shows_crops_at_equal_distances_side_by_side(tmp_path):
 
     clean = scenes(5)
     photos.sheet(
-        tmp_path / "sheet.png", open_restorer("dncnn:width=4", "band_gains:grid=4"), noisy(clean), clean, count=3
+        tmp_path / "sheet.png",
+        open_restorer("dncnn:width=4", "band_gains:grid=4"),
+        noisy(clean),
+        clean,
+        count=3,
     )
     with Image.open(tmp_path / "sheet.png") as image:
         width, height = image.size

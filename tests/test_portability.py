@@ -55,7 +55,10 @@ def test_training_runs_on_the_cpu_without_modules_calls_signals_and_encoding_of_
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )
     run = tmp_path / "runs" / "run"
-    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    steps = [
+        json.loads(line)["step"]
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert steps[-1] == 2 and (run / "final").is_dir()
 
 
@@ -98,14 +101,20 @@ def test_data_models_and_rewards_are_named_by_paths_with_a_drive(tmp_path, monke
     for name in (r"degrade:C:\clean:noise=25", r"pairs:C:\noisy:C:\clean", r"images:C:\clean:8"):
         source = open_source(name, seed=0)
         assert len(source.train) + len(source.evaluation) == 3
-    Path("C:\\code.py").write_text("def score(completions, **_):\n    return [1.0 for _ in completions]\n")
+    Path("C:\\code.py").write_text(
+        "def score(completions, **_):\n    return [1.0 for _ in completions]\n"
+    )
     assert resolve_reward(r"C:\code.py:score")(completions=["a"]) == [1.0]
     Path("C:\\rows.jsonl").write_text('{"prompt": "a"}\n')
     assert len(open_source(r"C:\rows.jsonl", seed=0).all_items) == 1
-    config = with_absolute_paths(Config(data=r"pairs:C:\noisy:C:\clean", reward=(r"C:\code.py:score",)))
+    config = with_absolute_paths(
+        Config(data=r"pairs:C:\noisy:C:\clean", reward=(r"C:\code.py:score",))
+    )
     assert config.data == rf"pairs:{tmp_path}/C:\noisy:{tmp_path}/C:\clean"
     assert config.reward == (rf"{tmp_path}/C:\code.py:score",)
-    config = RESTORATION.absolute_paths(Config(model=r"restore:C:\code.py:Net"), lambda path: f"<{path}>")
+    config = RESTORATION.absolute_paths(
+        Config(model=r"restore:C:\code.py:Net"), lambda path: f"<{path}>"
+    )
     assert config.model == r"restore:<C:\code.py>:Net"
 
 
@@ -114,6 +123,8 @@ def test_a_command_prints_what_its_console_cannot_show_as_escapes(encoding, monk
     """As a redirected output on Windows: its encoding is that of the system, and other characters are errors."""
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding=encoding))
-    code = processes.exit_code(["sample", tiny.model(), "\u4f60\u597d", "a", "--max-new-tokens", "2"])
+    code = processes.exit_code(
+        ["sample", tiny.model(), "\u4f60\u597d", "a", "--max-new-tokens", "2"]
+    )
     sys.stdout.flush()
     assert code == 0 and r"'\u4f60\u597d' ->" in raw.getvalue().decode(encoding)

@@ -15,7 +15,12 @@ def test_the_saving_is_that_of_the_rank_that_holds_most_and_the_step_that_of_the
     measured = {
         "1 none": [of_rank(2.0, 5.0, 1.0, 3.0)],
         "2 none": [of_rank(2.0, 2.0), of_rank(2.0, 2.0)],
-        "4 fsdp": [of_rank(0.5, 1.0), of_rank(0.8, 1.0), of_rank(0.5, 4.0, waited=2.0), of_rank(0.5, 1.0)],
+        "4 fsdp": [
+            of_rank(0.5, 1.0),
+            of_rank(0.8, 1.0),
+            of_rank(0.5, 4.0, waited=2.0),
+            of_rank(0.5, 1.0),
+        ],
     }
     found = ranks.summary(measured)
     assert found["1 none"]["step_s"] == 3.0
@@ -30,7 +35,13 @@ def test_the_saving_is_that_of_the_rank_that_holds_most_and_the_step_that_of_the
         }
     )
     rows = [line.strip("| ").split(" | ") for line in ranks.table(found).splitlines()[2:]]
-    assert rows[1][:5] == ["2", "none", "2.00", "1.60", ""] and rows[2][:5] == ["4", "fsdp", "0.80", "0.40", "80%"]
+    assert rows[1][:5] == ["2", "none", "2.00", "1.60", ""] and rows[2][:5] == [
+        "4",
+        "fsdp",
+        "0.80",
+        "0.40",
+        "80%",
+    ]
 
 
 @pytest.mark.slow

@@ -15,11 +15,19 @@ RULES = (None, "frozen", "frozen", "ema", "ema", None, "adapter_off", "ema")
 
 
 def spec(variant: str) -> dict[str, Any]:
-    return {"model": tiny.model(), "compute": "float32", "prompts": 2, "steps": 2} | dict(references.VARIANTS[variant])
+    return {"model": tiny.model(), "compute": "float32", "prompts": 2, "steps": 2} | dict(
+        references.VARIANTS[variant]
+    )
 
 
 def of_process(peak: float, *, kl: float | None = 0.0) -> dict[str, Any]:
-    return {"peak_gb": peak, "held_gb": 1.0, "seconds": [9.0, 2.0, 4.0], "kl": [kl, 0.5], "trained": 2_500_000}
+    return {
+        "peak_gb": peak,
+        "held_gb": 1.0,
+        "seconds": [9.0, 2.0, 4.0],
+        "kl": [kl, 0.5],
+        "trained": 2_500_000,
+    }
 
 
 @pytest.mark.parametrize(("name", "rule"), list(zip(references.VARIANTS, RULES, strict=True)))
@@ -38,12 +46,23 @@ def test_a_variant_is_measured_over_whole_steps() -> None:
     assert found["trained"] > 1000 and found["peak_gb"] >= found["held_gb"] - 0.01
 
 
-def test_the_table_holds_medians_and_the_difference_to_the_same_training_without_a_reference() -> None:
+def test_the_table_holds_medians_and_the_difference_to_the_same_training_without_a_reference() -> (
+    None
+):
     peaks = {name: [2.0 + n, 1.0 + n, 4.0 + n] for n, name in enumerate(references.VARIANTS)}
     results = {name: references.summary([of_process(p) for p in of]) for name, of in peaks.items()}
     rows = [line.split(" | ") for line in references.table(results).splitlines()[2:]]
     assert [row[2] for row in rows[:2]] == ["2.00 (1.00 to 4.00)", "3.00 (2.00 to 5.00)"]
-    assert [row[3] for row in rows] == ["", "+1.00", "+2.00", "+3.00", "+4.00", "", "+1.00", "+2.00"]
+    assert [row[3] for row in rows] == [
+        "",
+        "+1.00",
+        "+2.00",
+        "+3.00",
+        "+4.00",
+        "",
+        "+1.00",
+        "+2.00",
+    ]
     assert rows[0][1] == "2.5 M" and rows[0][5] == "3.0 |"
 
 
@@ -54,6 +73,9 @@ def test_a_first_kl_that_is_not_zero_ends_the_comparison() -> None:
 
 def test_the_table_takes_the_place_between_its_marks() -> None:
     page = f"before\n{references.BEGIN}\nold\n{references.END}\nafter"
-    assert references.written(page, r"new \1") == f"before\n{references.BEGIN}\nnew \\1\n{references.END}\nafter"
+    assert (
+        references.written(page, r"new \1")
+        == f"before\n{references.BEGIN}\nnew \\1\n{references.END}\nafter"
+    )
     with pytest.raises(ValueError, match="has 0 places"):
         references.written("no marks", "new")

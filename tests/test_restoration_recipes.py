@@ -27,9 +27,15 @@ def short(name: str, folder: Path, **changes: Any) -> Config:
         replace(stage, steps=2 if n + 1 < count else 0, warmup_steps=0, until="")
         for n, stage in enumerate(config.stages)
     )
-    data = config.data + ",crop=32" if config.data.startswith("photos") else config.data.replace("5000", "60")
+    data = (
+        config.data + ",crop=32"
+        if config.data.startswith("photos")
+        else config.data.replace("5000", "60")
+    )
     demos = replace(config.supervised, data=config.supervised.data.replace("16000", "60"))
-    reward = tuple(f"{__file__}:darkness" if one == "ocr_accuracy" else one for one in config.reward)
+    reward = tuple(
+        f"{__file__}:darkness" if one == "ocr_accuracy" else one for one in config.reward
+    )
     return replace(
         config,
         model=SMALL,
@@ -59,7 +65,9 @@ def test_a_staged_recipe_goes_through_its_stages(tmp_path: Path, name: str) -> N
     run = api.start(config).folder
     rows = metrics(run)
     steps = [row for row in rows if "stage/number" in row]
-    assert [row["stage/number"] for row in steps] == [1 + n // 2 for n in range(2 * len(config.stages))]
+    assert [row["stage/number"] for row in steps] == [
+        1 + n // 2 for n in range(2 * len(config.stages))
+    ]
     assert not any("loss/policy" in row for row in steps[:2])
     assert all("loss/policy" in row for row in steps[-2:])
     assert "loss/sup" in steps[0] and find_modality(str(run)).name == "restoration"

@@ -26,12 +26,30 @@ def test_every_address_has_a_seed_of_its_own():
 
 
 def test_parts_of_an_address_are_told_apart_by_place_and_type():
-    assert len({seed_at(1, 23), seed_at(12, 3), seed_at(123), seed_at("1", 23), seed_at(1, "23"), seed_at(23, 1)}) == 6
+    assert (
+        len(
+            {
+                seed_at(1, 23),
+                seed_at(12, 3),
+                seed_at(123),
+                seed_at("1", 23),
+                seed_at(1, "23"),
+                seed_at(23, 1),
+            }
+        )
+        == 6
+    )
 
 
 @pytest.mark.silent_bug(34)
 @settings(max_examples=20)
-@given(st.integers(0, 2**40), st.integers(0, 10**6), st.integers(0, 100), st.integers(0, 40), st.integers(0, 40))
+@given(
+    st.integers(0, 2**40),
+    st.integers(0, 10**6),
+    st.integers(0, 100),
+    st.integers(0, 40),
+    st.integers(0, 40),
+)
 def test_asking_for_more_of_an_address_only_appends(seed, draw, sample, few, more):
     long = uniforms_at(seed, draw, sample, few + more)
     assert torch.equal(long[:few], uniforms_at(seed, draw, sample, few))
@@ -52,7 +70,9 @@ def test_neither_the_global_generator_nor_other_addresses_matter():
 @pytest.mark.silent_bug(26)
 def test_neighbouring_samples_are_independent():
     """Correlations of 20 000 uniforms of neighbouring samples, draws and seeds: below five standard errors."""
-    x = torch.stack([uniforms_at(*address, 20_000) for address in [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)]])
+    x = torch.stack(
+        [uniforms_at(*address, 20_000) for address in [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)]]
+    )
     off_diagonal = torch.corrcoef(x) - torch.eye(4)
     assert off_diagonal.abs().max() < 5 / 20_000**0.5
     assert (x.mean(1) - 0.5).abs().max() < 5 * (1 / 12 / 20_000) ** 0.5

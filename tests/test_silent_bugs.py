@@ -13,6 +13,9 @@ NEEDED = {*range(1, 43)}
 def test_each_silent_bug_has_a_test_that_names_it() -> None:
     marks = re.compile(r"silent_bug\((\d+)\)")
     named = {
-        int(n) for path in TESTS.rglob("test_*.py") if path != Path(__file__) for n in marks.findall(path.read_text())
+        int(n)
+        for path in TESTS.rglob("test_*.py")
+        if path != Path(__file__)
+        for n in marks.findall(path.read_text())
     }
     assert not NEEDED - named

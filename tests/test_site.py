@@ -17,8 +17,16 @@ DOCS = ROOT / "docs"
 
 
 def test_the_navigation_lists_every_page_once() -> None:
-    listed = re.findall(r"^ +- (?:\S.*: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
-    pages = [path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md") if not path.name.endswith(".zh.md")]
+    listed = re.findall(
+        r"^ +- (?:\S.*: )?(\S+\.md)$",
+        (ROOT / "mkdocs.yml").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+    pages = [
+        path.relative_to(DOCS).as_posix()
+        for path in DOCS.rglob("*.md")
+        if not path.name.endswith(".zh.md")
+    ]
     assert sorted(listed) == sorted(pages)
 
 
@@ -34,9 +42,23 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built as ``make docs`` builds it: a warning is an error."""
     pytest.importorskip("material", reason="the extra docs is not installed")
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(folder),
+    ]
     done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, check=False
+        command,
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
     return folder
@@ -45,7 +67,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_the_site_builds_without_warnings_in_both_languages(site: Path) -> None:
     """Links to pages, headings and files that do not exist are warnings."""
-    english, chinese = ((site / page).read_text(encoding="utf-8") for page in ("index.html", "zh/index.html"))
+    english, chinese = (
+        (site / page).read_text(encoding="utf-8") for page in ("index.html", "zh/index.html")
+    )
     assert 'lang="en"' in english and 'lang="zh"' in chinese and "常见任务" in chinese
     assert "GRPO" in (site / "zh/learn/grpo-by-hand/index.html").read_text(encoding="utf-8")
     docstrings = (site / "reference/api/index.html").read_text(encoding="utf-8")
@@ -56,7 +80,11 @@ def test_the_site_builds_without_warnings_in_both_languages(site: Path) -> None:
 def test_the_site_makes_no_request_to_another_host(site: Path) -> None:
     script = r"<(?:script|img|iframe)[^>]+src=\"(https?:[^\"]+)"
     loaded = re.compile(script + r"|<link[^>]+rel=\"stylesheet\"[^>]+href=\"(https?:[^\"]+)")
-    assert [found for page in site.rglob("*.html") for found in loaded.findall(page.read_text(encoding="utf-8"))] == []
+    assert [
+        found
+        for page in site.rglob("*.html")
+        for found in loaded.findall(page.read_text(encoding="utf-8"))
+    ] == []
 
 
 QUERIES = {
@@ -81,7 +109,9 @@ def ranked(site: Path) -> Callable[[str], list[str]]:
 
     As in its integrations/search: titles weigh 1000 times as much as texts, pages and full matches are preferred.
     """
-    builder = pytest.importorskip("lunr.builder", reason="the extra docs is not installed").Builder()
+    builder = pytest.importorskip(
+        "lunr.builder", reason="the extra docs is not installed"
+    ).Builder()
     builder.pipeline.add(pytest.importorskip("lunr.stop_word_filter").stop_word_filter)
     builder.b(0)
     read = json.loads((site / "search/search_index.json").read_text(encoding="utf-8"))
@@ -90,8 +120,14 @@ def ranked(site: Path) -> Callable[[str], list[str]]:
     for name in ("title", "text"):
         builder.field(name, boost=read["config"]["fields"][name]["boost"])
     for document in read["docs"]:
-        texts = {name: re.sub(separator, " ", re.sub("<[^>]+>", " ", document[name])) for name in ("title", "text")}
-        builder.add({"location": document["location"], **texts}, attributes={"boost": document.get("boost", 1)})
+        texts = {
+            name: re.sub(separator, " ", re.sub("<[^>]+>", " ", document[name]))
+            for name in ("title", "text")
+        }
+        builder.add(
+            {"location": document["location"], **texts},
+            attributes={"boost": document.get("boost", 1)},
+        )
     index = builder.build()
 
     def search(query: str) -> list[str]:
@@ -109,5 +145,7 @@ def ranked(site: Path) -> Callable[[str], list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("query", QUERIES)
-def test_the_search_finds_the_page_for_the_words_of_a_reader(query: str, ranked: Callable[[str], list[str]]) -> None:
+def test_the_search_finds_the_page_for_the_words_of_a_reader(
+    query: str, ranked: Callable[[str], list[str]]
+) -> None:
     assert QUERIES[query] in ranked(query)[:3]

@@ -146,7 +146,11 @@ def rows() -> list[tuple[str, int, list[str]]]:
 def functions_of(path: str) -> set[str]:
     """Test functions that pytest would collect from a file."""
     tree = ast.parse((ROOT / path).read_text(encoding="utf-8")).body
-    return {node.name for node in tree if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+    return {
+        node.name
+        for node in tree
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    }
 
 
 def shows(span: str) -> bool:
@@ -155,7 +159,12 @@ def shows(span: str) -> bool:
         return (ROOT / found[1]).is_file() and found[2] in functions_of(found[1])
     words = shlex.split(span)
     if words[0] == "make":
-        return re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE) is not None
+        return (
+            re.search(
+                rf"^{words[1]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+            )
+            is not None
+        )
     if words[:2] == ["python", "-m"]:
         return importlib.util.find_spec(words[2]) is not None
     return words[0] == "gruppo" and runs(words[1], words[2:])
@@ -175,7 +184,9 @@ def runs(command: str, args: list[str]) -> bool:
 
 
 def test_each_row_has_four_cells_and_says_what_is_asked_and_what_shows_it() -> None:
-    wrong = [(number, n) for number, n, cells in rows() if len(cells) != 4 or not (cells[1] and cells[3])]
+    wrong = [
+        (number, n) for number, n, cells in rows() if len(cells) != 4 or not (cells[1] and cells[3])
+    ]
     assert not wrong
     assert len(rows()) > 230
 
@@ -194,19 +205,29 @@ def test_each_row_names_a_test_or_a_command_that_there_is(number: str) -> None:
 def test_each_section_has_a_row_and_each_row_a_section(number: str) -> None:
     named = {cells[0] for document, _, cells in rows() if document == number}
     assert {s for s in SECTIONS[number] if not any(name.startswith(s) for name in named)} == set()
-    assert {name for name in named if not any(name == s or name.startswith(f"{s}.") for s in SECTIONS[number])} == set()
+    assert {
+        name
+        for name in named
+        if not any(name == s or name.startswith(f"{s}.") for s in SECTIONS[number])
+    } == set()
 
 
 def test_a_test_that_is_gone_and_a_command_that_is_wrong_are_seen() -> None:
     assert shows("tests/test_sources.py::test_each_section_has_a_row_and_each_row_a_section")
     assert not shows("tests/test_sources.py::test_each_section_has_a_row")
-    assert not shows("tests/test_no_such_file.py::test_each_section_has_a_row_and_each_row_a_section")
+    assert not shows(
+        "tests/test_no_such_file.py::test_each_section_has_a_row_and_each_row_a_section"
+    )
     assert not shows("make nothing") and not shows("loss_pg")
-    assert shows("gruppo explain arithmetic --names trl:beta") and not shows("gruppo begin arithmetic")
+    assert shows("gruppo explain arithmetic --names trl:beta") and not shows(
+        "gruppo begin arithmetic"
+    )
 
 
 def test_every_recipe_of_the_page_is_built_in() -> None:
-    used = set(re.findall(r"`gruppo (?:train|explain) (\w[\w-]*)", PAGE.read_text(encoding="utf-8")))
+    used = set(
+        re.findall(r"`gruppo (?:train|explain) (\w[\w-]*)", PAGE.read_text(encoding="utf-8"))
+    )
     assert used <= {*RECIPES} and len(used) > 3
 
 
@@ -215,11 +236,32 @@ def test_settings_of_the_documents_that_the_page_names_are_known_by_name() -> No
     requested = {
         "000": re.findall(r"`(train\.\w+)`", " ".join(c[1] for d, _, c in rows() if d == "000")),
         "004": re.findall(r"`(grpo_\w+)", " ".join(c[1] for d, _, c in rows() if d == "004")),
-        "001": ["GROUP_SIZE", "TEMPERATURE", "BETA_KL", "LEARNING_RATE", "CLIP_RATIO", "ENTROPY_COEF", "MAX_GRAD_NORM"],
+        "001": [
+            "GROUP_SIZE",
+            "TEMPERATURE",
+            "BETA_KL",
+            "LEARNING_RATE",
+            "CLIP_RATIO",
+            "ENTROPY_COEF",
+            "MAX_GRAD_NORM",
+        ],
         "002": ["group_size", "clip_epsilon", "beta", "update_epochs", "device_batch_size"],
-        "003": ["clip_epsilon", "kl_beta", "value_loss_coef", "entropy_coef", "gamma", "lam", "num_epochs"],
+        "003": [
+            "clip_epsilon",
+            "kl_beta",
+            "value_loss_coef",
+            "entropy_coef",
+            "gamma",
+            "lam",
+            "num_epochs",
+        ],
     }
     for number, expected in requested.items():
-        known = {key for o in peer_options.peer_options("sources") if o.part.startswith(number) for key in o.keys}
+        known = {
+            key
+            for o in peer_options.peer_options("sources")
+            if o.part.startswith(number)
+            for key in o.keys
+        }
         assert [name for name in expected if peer_options.normalized(name) not in known] == []
         assert expected

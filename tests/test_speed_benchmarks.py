@@ -14,7 +14,18 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import flops, generate, memory, peaks, roofline, scaling, scaling_plot, step, tables, turns
+from benchmarks import (
+    flops,
+    generate,
+    memory,
+    peaks,
+    roofline,
+    scaling,
+    scaling_plot,
+    step,
+    tables,
+    turns,
+)
 from benchmarks.ends import ScriptedEnds, force_ends
 from benchmarks.flops import Shape
 from benchmarks.workloads import WORKLOADS, ending_rate, prompts, row_lengths
@@ -35,14 +46,19 @@ GROUP = (3, [2, 3])
 def test_the_rate_of_ends_is_by_hand() -> None:
     assert ending_rate(1.75, 2) == pytest.approx(0.25)  # E min(G, 2) = 2 - p
     assert ending_rate(10.0, 10**6) == pytest.approx(0.1)
-    with pytest.raises(ValueError, match="a mean of 70 new tokens is not between 1 and the most, 64"):
+    with pytest.raises(
+        ValueError, match="a mean of 70 new tokens is not between 1 and the most, 64"
+    ):
         ending_rate(70, 64)
 
 
 def test_ragged_lengths_have_their_mean_and_most_at_every_step() -> None:
     most, mean = WORKLOADS["ragged"]["new_tokens"], WORKLOADS["ragged"]["mean_tokens"]
     steps = [row_lengths(32, step, most=most, mean=mean) for step in range(20)]
-    assert all(abs(sum(lengths) / 32 - 65) < 2 and 240 < max(lengths) <= 256 and min(lengths) >= 1 for lengths in steps)
+    assert all(
+        abs(sum(lengths) / 32 - 65) < 2 and 240 < max(lengths) <= 256 and min(lengths) >= 1
+        for lengths in steps
+    )
     assert sum(map(sum, steps)) / (20 * 32) == pytest.approx(65, abs=0.3)
     assert steps[0] != steps[1] and steps[1] == row_lengths(32, 1, most=most, mean=mean)
     assert row_lengths(3, 0, most=64) == [64, 64, 64]
@@ -62,7 +78,9 @@ def test_gruppos_rows_end_where_they_are_told_to_and_only_then() -> None:
     ends = ScriptedEnds(policy)
     ends.lengths = [1, 12, 3, 3, 7, 2, 12, 5]
     scripted = policy.sample(requests, Sampling(max_actions=12), seed=0)
-    assert scripted.lengths.tolist() == [1, 12, 3, 3, 7, 2, 12, 5] and set(scripted.finish) == {"stop"}
+    assert scripted.lengths.tolist() == [1, 12, 3, 3, 7, 2, 12, 5] and set(scripted.finish) == {
+        "stop"
+    }
     again = policy.sample(requests, Sampling(max_actions=12), seed=0)
     assert torch.equal(again.actions, free.actions) and ends.lengths == []
 
@@ -76,7 +94,9 @@ def test_prompts_are_all_different_and_as_long_as_each_other() -> None:
 def test_different_work_is_refused() -> None:
     one = {"prompt_tokens": [5, 5], "lengths": [2, 4]}
     step.check_same_work({"gruppo": [one], "trl": [one]})
-    with pytest.raises(SystemExit, match=r"trl did other work than gruppo.*completions of 4 / 4\.0 / 4 tokens"):
+    with pytest.raises(
+        SystemExit, match=r"trl did other work than gruppo.*completions of 4 / 4\.0 / 4 tokens"
+    ):
         step.check_same_work({"gruppo": [one], "trl": [one | {"lengths": [4, 4]}]})
 
 
@@ -93,10 +113,14 @@ def test_ratios_are_step_by_step_and_memory_is_above_the_state() -> None:
         "trl": [turn(6, 2, 4.0e9), turn(20, 8, 6.6e9), turn(12, 4, 5.0e9)],
     }
     found = step.summarise({"parameters": 100_000_000, "steps": done})
-    assert found["trl_over_gruppo"]["median"] == 4 and found["trl_over_gruppo"]["max"] == 5  # of 3, 5 and 4
+    assert (
+        found["trl_over_gruppo"]["median"] == 4 and found["trl_over_gruppo"]["max"] == 5
+    )  # of 3, 5 and 4
     assert found["trl_over_gruppo"]["rollout_s"] == 4 and found["trl_over_gruppo"]["update_s"] == 4
     assert found["gruppo"]["seconds_median"] == 3 and found["gruppo"]["tokens_per_s"] == 2
-    assert found["gruppo"]["above_state_gb"] == pytest.approx(1.0)  # 2.6 - 16 bytes of each parameter
+    assert found["gruppo"]["above_state_gb"] == pytest.approx(
+        1.0
+    )  # 2.6 - 16 bytes of each parameter
     assert found["memory_gruppo_over_trl"]["above_state_gb"] == pytest.approx(0.2)
     assert "TRL / gruppo in time, step by step: 4.00 (3.00 to 5.00)" in step.table({"short": found})
 
@@ -112,11 +136,15 @@ def test_rates_of_writing_are_compared_turn_by_turn() -> None:
     assert "1.50 (1.00 to 2.00)" in generate.table({2: found})
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="the system does not tell a process's memory")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").is_file(), reason="the system does not tell a process's memory"
+)
 def test_the_peak_is_seen_after_the_memory_is_given_back() -> None:
     before = memory.begin()
     size = 100 * 2**20
-    with mmap.mmap(-1, size) as block:  # an allocator may reuse memory that the process holds already
+    with mmap.mmap(
+        -1, size
+    ) as block:  # an allocator may reuse memory that the process holds already
         for page in range(0, size, mmap.PAGESIZE):
             block[page] = 1
     assert memory.held() - before < 0.5 * size < 0.9 * size < memory.peak() - before < 2 * size
@@ -130,16 +158,24 @@ def test_operations_are_by_hand() -> None:
     assert SHAPE.trunk_weights == 4 * 4 + 3 * 6 and SHAPE.head_weights == 10
     # Tokens: the prompt's 3, and of each completion all but its last. Pairs: 1 + 2 + 3 of the prompt, 4 of the first
     # completion's one token, 4 + 5 of the second's two.
-    assert flops.forward(SHAPE, [GROUP]) == flops.Work(trunk=2 * 34 * 6, attention=4 * 2 * 19, head=2 * 10 * 5)
+    assert flops.forward(SHAPE, [GROUP]) == flops.Work(
+        trunk=2 * 34 * 6, attention=4 * 2 * 19, head=2 * 10 * 5
+    )
     assert flops.update(SHAPE, [GROUP]).total == 3 * (408 + 152 + 100)
-    assert flops.prefill(SHAPE, [3]) == flops.Work(trunk=2 * 34 * 3, attention=4 * 2 * 6, head=2 * 10)
-    assert flops.decode(SHAPE, [GROUP]) == flops.Work(trunk=2 * 34 * 3, attention=4 * 2 * 13, head=2 * 10 * 3)
+    assert flops.prefill(SHAPE, [3]) == flops.Work(
+        trunk=2 * 34 * 3, attention=4 * 2 * 6, head=2 * 10
+    )
+    assert flops.decode(SHAPE, [GROUP]) == flops.Work(
+        trunk=2 * 34 * 3, attention=4 * 2 * 13, head=2 * 10 * 3
+    )
 
 
 def test_decoding_reads_weights_at_each_step_and_a_prompt_once_a_group() -> None:
     # Three steps: 44 weights each; the prompt's 3 tokens each; own tokens 1, and 1 + 2 + 3; 4 numbers a token; 2 bytes.
     assert SHAPE.kv_numbers == 4
-    assert flops.decode_bytes(SHAPE, [(3, [2, 4])], bytes_each=2) == 2 * (3 * 44 + 4 * (3 * 3 + 1 + 1 + 2 + 3))
+    assert flops.decode_bytes(SHAPE, [(3, [2, 4])], bytes_each=2) == 2 * (
+        3 * 44 + 4 * (3 * 3 + 1 + 1 + 2 + 3)
+    )
 
 
 def test_products_are_what_torch_counts_in_the_models_own_forward() -> None:
@@ -155,13 +191,20 @@ def test_products_are_what_torch_counts_in_the_models_own_forward() -> None:
 
 
 def test_a_rate_of_several_parts_is_all_work_over_all_time() -> None:
-    assert flops.ideal_rate({"a": 6.0, "b": 2.0}, {"a": 3.0, "b": 1.0, "c": 9.0}) == 2.0  # 8 in 2 + 2 seconds
+    assert (
+        flops.ideal_rate({"a": 6.0, "b": 2.0}, {"a": 3.0, "b": 1.0, "c": 9.0}) == 2.0
+    )  # 8 in 2 + 2 seconds
 
 
 def test_a_phases_fraction_is_its_rate_over_the_measured_one() -> None:
     rates = dict.fromkeys(flops.products(SHAPE, [GROUP]), 1000.0)
     forward = dict.fromkeys([*SHAPE.linears, "head"], 500.0)
-    best = {"update": rates, "prefill": forward, "decode": forward, "memory": {"read": 800.0, "in place": 2800.0}}
+    best = {
+        "update": rates,
+        "prefill": forward,
+        "decode": forward,
+        "memory": {"read": 800.0, "in place": 2800.0},
+    }
     seconds = {"rollout_s": 3.0, "prefill_s": 1.0, "update_s": 4.0, "optimiser_s": 1.0}
     phases = roofline.summarise(SHAPE, seconds, [GROUP], best, bytes_each=2, parameters=50)
     assert phases["update"]["fraction"] == pytest.approx(1980 / 4 / 1000)
@@ -178,14 +221,18 @@ def test_rows_of_a_step_are_put_in_their_groups() -> None:
 
 
 def test_of_several_measurements_each_rate_is_at_its_best() -> None:
-    assert roofline.fastest([{"a": {"x": 1.0, "y": 5.0}}, {"a": {"x": 2.0, "y": 3.0}}]) == {"a": {"x": 2.0, "y": 5.0}}
+    assert roofline.fastest([{"a": {"x": 1.0, "y": 5.0}}, {"a": {"x": 2.0, "y": 3.0}}]) == {
+        "a": {"x": 2.0, "y": 5.0}
+    }
 
 
 def test_every_product_of_an_update_has_a_measured_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peaks, "SECONDS", 0.0)
     monkeypatch.setattr(peaks, "HEAD_CHUNKS", (2, 8))
     rates = peaks.update_rates(SHAPE, 6, 5, torch.float32)
-    assert rates.keys() == flops.products(SHAPE, [GROUP]).keys() and all(rate > 0 for rate in rates.values())
+    assert rates.keys() == flops.products(SHAPE, [GROUP]).keys() and all(
+        rate > 0 for rate in rates.values()
+    )
 
 
 # --- lines ----------------------------------------------------------------------------------------------------------
@@ -193,7 +240,9 @@ def test_every_product_of_an_update_has_a_measured_rate(monkeypatch: pytest.Monk
 
 def test_a_line_is_found_and_the_distance_from_it_is_in_shares_of_it() -> None:
     assert scaling.fit([4, 8, 32], [3.0, 5.0, 17.0]) == pytest.approx((1.0, 0.5, 0.0))
-    assert scaling.fit([0, 1, 2], [1.0, 1.0, 4.0]) == pytest.approx((0.5, 1.5, 1.0))  # 0.5, 2 and 3.5 on the line
+    assert scaling.fit([0, 1, 2], [1.0, 1.0, 4.0]) == pytest.approx(
+        (0.5, 1.5, 1.0)
+    )  # 0.5, 2 and 3.5 on the line
 
 
 def test_series_cover_a_factor_of_eight_and_tell_what_a_completion_costs() -> None:
@@ -209,10 +258,19 @@ def test_series_cover_a_factor_of_eight_and_tell_what_a_completion_costs() -> No
         ]
         for one in scaling.SERIES
     }
-    assert all(7.9 < one.values[-1] / one.values[0] <= 8 for one in scaling.SERIES if one.knob != "words")
+    assert all(
+        7.9 < one.values[-1] / one.values[0] <= 8 for one in scaling.SERIES if one.knob != "words"
+    )
     found = scaling.summarise(scaling.SERIES, points, with_memory=True)
-    assert found["prompt length"]["x"] == [54, 103, 200, 393] and found["model size"]["x"] == [4, 8, 16, 32]
-    assert scaling.marginal(found) == pytest.approx({"short": 0.3, "long": 0.4, "long_over_short": 4 / 3})
+    assert found["prompt length"]["x"] == [54, 103, 200, 393] and found["model size"]["x"] == [
+        4,
+        8,
+        16,
+        32,
+    ]
+    assert scaling.marginal(found) == pytest.approx(
+        {"short": 0.3, "long": 0.4, "long_over_short": 4 / 3}
+    )
     reported = scaling.table(found, scaling.marginal(found))
     assert "300 ms with short prompts, 400 ms with long ones, 1.33 times as much" in reported
 
@@ -232,7 +290,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(peaks, name, value)
     monkeypatch.setattr(step, "WORKLOADS", {"ragged": size | {"mean_tokens": 3.0}})
     monkeypatch.setattr(roofline, "WORKLOADS", {"short": size | {"mean_tokens": None}})
-    series = scaling.Series("prompt length", "tokens", "words", (1, 2), {"new_tokens": 4, "group_size": 2, "layers": 1})
+    series = scaling.Series(
+        "prompt length", "tokens", "words", (1, 2), {"new_tokens": 4, "group_size": 2, "layers": 1}
+    )
     monkeypatch.setattr(scaling, "SERIES", (series,))
 
 
@@ -251,7 +311,9 @@ def written(folder: Path, name: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small")
-def test_roofline_and_scaling_print_write_and_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_roofline_and_scaling_print_write_and_draw(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     roofline.main(["--workloads", "short", "--steps", "1", *arguments(tmp_path, "roofline")])
     phases = written(tmp_path, "roofline")["results"]["short"]["phases"]
     assert all(phase["fraction"] > 0 for phase in phases.values())
@@ -304,7 +366,9 @@ class Here(threading.Thread):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small")
-def test_both_sides_of_a_step_and_of_writing_do_the_same_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_sides_of_a_step_and_of_writing_do_the_same_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("trl")
     monkeypatch.setattr(sys, "argv", ["side"])
     monkeypatch.setattr(turns, "say", lambda **numbers: threading.current_thread().say(**numbers))
@@ -314,9 +378,28 @@ def test_both_sides_of_a_step_and_of_writing_do_the_same_work(tmp_path: Path, mo
     with torch.random.fork_rng():  # TRL's trainer seeds everything
         step.main(["--steps", "1", "--trl-python", sys.executable, *arguments(tmp_path, "step")])
     steps = written(tmp_path, "step")["measured"]["ragged"]["steps"]
-    expected = [row_lengths(32, turn, most=6, mean=3.0) for turn in (1,)]  # after the warm-up turn, 0
-    assert [turn["lengths"] for turn in steps["trl"]] == [turn["lengths"] for turn in steps["gruppo"]] == expected
-    size = ["--words", "1", "--new-tokens", "6", "--turns", "1", "--rows", "1", "16", "--sides", "gruppo", "hf-fp32"]
+    expected = [
+        row_lengths(32, turn, most=6, mean=3.0) for turn in (1,)
+    ]  # after the warm-up turn, 0
+    assert (
+        [turn["lengths"] for turn in steps["trl"]]
+        == [turn["lengths"] for turn in steps["gruppo"]]
+        == expected
+    )
+    size = [
+        "--words",
+        "1",
+        "--new-tokens",
+        "6",
+        "--turns",
+        "1",
+        "--rows",
+        "1",
+        "16",
+        "--sides",
+        "gruppo",
+        "hf-fp32",
+    ]
     generate.main([*size, *arguments(tmp_path, "generate")])
     rows = written(tmp_path, "generate")["measured"]["16"]
     assert rows["hf-fp32"][0]["lengths"] == rows["gruppo"][0]["lengths"] == [6] * 16
@@ -327,7 +410,10 @@ def test_sides_take_turns_in_processes_of_their_own_and_one_that_ends_early_is_n
     try:
         assert sides[0].ready["pid"] != sides[1].ready["pid"]
         done = turns.in_turns(sides, 2)
-        assert done == {"one": [{"turn": 1}, {"turn": 2}], "other": [{"turn": 1}, {"turn": 2}]}  # after a warm-up
+        assert done == {
+            "one": [{"turn": 1}, {"turn": 2}],
+            "other": [{"turn": 1}, {"turn": 2}],
+        }  # after a warm-up
         with pytest.raises(SystemExit, match=r"the one side ended early\. no further turn"):
             sides[0].turn()
     finally:
@@ -339,11 +425,21 @@ def test_sides_take_turns_in_processes_of_their_own_and_one_that_ends_early_is_n
 
 
 def test_a_table_of_the_page_is_replaced_and_nothing_else() -> None:
-    machine = {"date": "2026-11-20", "gpu": None, "threads": 2, "cores": 2, "cpu": "X", "memory_gb": 25.0, "torch": "2"}
+    machine = {
+        "date": "2026-11-20",
+        "gpu": None,
+        "threads": 2,
+        "cores": 2,
+        "cpu": "X",
+        "memory_gb": 25.0,
+        "torch": "2",
+    }
     rate = {"median": 90.4, "min": 80.0, "max": 100.0}
     ratio = {"median": 1.5, "min": 1.25, "max": 2.0}
     results = {"32": {"gruppo": rate, "vllm": rate | {"gruppo_over_it": ratio}}}
-    page = "before\n<!-- generate -->\nold\n<!-- end -->\nbetween\n<!-- step -->\nkept\n<!-- end -->\n"
+    page = (
+        "before\n<!-- generate -->\nold\n<!-- end -->\nbetween\n<!-- step -->\nkept\n<!-- end -->\n"
+    )
     assert tables.replaced(page, "generate", {"machine": machine, "results": results}) == (
         "before\n<!-- generate -->\n2026-11-20, 2 threads on 2 cores of X, 25 GB, torch 2:\n\n"
         "| rows |  | new tokens/s | gruppo over it |\n| --- | --- | --- | --- |\n"

@@ -41,7 +41,9 @@ def test_every_policy_of_ours_keeps_the_contract(make):
 
 def test_a_policy_that_computes_in_bfloat16_keeps_it_within_a_wider_tolerance():
     policy = llama(compute="bfloat16")
-    check_policy(policy, PROMPTS, tolerance=0.5)  # of 3 400 actions the mean is 0.016 nats apart and the worst 0.34
+    check_policy(
+        policy, PROMPTS, tolerance=0.5
+    )  # of 3 400 actions the mean is 0.016 nats apart and the worst 0.34
     with pytest.raises(ContractError, match="nats apart"):
         check_policy(policy, PROMPTS, tolerance=1e-6)
 
@@ -57,7 +59,9 @@ def test_the_module_is_restored():
     policy.module.head.weight.grad = torch.full_like(policy.module.head.weight, 3.0)
     before = {name: value.clone() for name, value in policy.module.state_dict().items()}
     check_policy(policy, PROMPTS)
-    assert all(torch.equal(value, before[name]) for name, value in policy.module.state_dict().items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in policy.module.state_dict().items()
+    )
     assert policy.module.head.weight.grad.eq(3).all() and policy.module.tokens.weight.grad is None
     assert policy.module.training and not policy.module.blocks[0].training
 
@@ -72,7 +76,11 @@ class Bigram(Policy):
     def sample(self, requests, sampling, *, seed):
         if sampling.top_k or sampling.top_p < 1:
             raise GruppoError("this policy has no top-k and no top-p; leave them out.")
-        rows = [(g, request.first + i) for g, request in enumerate(requests) for i in range(request.size)]
+        rows = [
+            (g, request.first + i)
+            for g, request in enumerate(requests)
+            for i in range(request.size)
+        ]
         actions = torch.zeros(len(rows), sampling.max_actions, dtype=torch.long)
         logprobs = torch.zeros(actions.shape)
         for row, (g, sample) in enumerate(rows):
@@ -109,10 +117,16 @@ class Bigram(Policy):
     def micro_batches(self, rollouts, loss_mask, budget):
         rows = loss_mask.any(1).nonzero()[:, 0]
         columns = slice(0, loss_mask.shape[1])
-        return [MicroBatch(row[None], columns) for row in rows] if budget < 100 else [MicroBatch(rows, columns)]
+        return (
+            [MicroBatch(row[None], columns) for row in rows]
+            if budget < 100
+            else [MicroBatch(rows, columns)]
+        )
 
     def likelihood(self, rollouts, micro_batch, *, outputs=()):
-        first = torch.tensor([self.start(rollouts.prompts[g]) for g in rollouts.group_ids[micro_batch.rows].tolist()])
+        first = torch.tensor(
+            [self.start(rollouts.prompts[g]) for g in rollouts.group_ids[micro_batch.rows].tolist()]
+        )
         actions = micro_batch.of(rollouts.actions)
         before = torch.cat([first[:, None], actions[:, :-1]], dim=1)
         logits = self.module(before) / rollouts.temperature[micro_batch.rows][:, None, None]
@@ -124,7 +138,9 @@ def changed(**changes):
 
     def sample(self, requests, sampling, *, seed):
         rollouts = Bigram.sample(self, requests, sampling, seed=seed)
-        return replace(rollouts, **{k: v(rollouts) if callable(v) else v for k, v in changes.items()})
+        return replace(
+            rollouts, **{k: v(rollouts) if callable(v) else v for k, v in changes.items()}
+        )
 
     return {"sample": sample}
 
@@ -133,7 +149,9 @@ def resampled(change):
     """A sample() whose arguments are changed first."""
 
     def sample(self, requests, sampling, *, seed):
-        return Bigram.sample(self, *change(requests, sampling, seed)[:2], seed=change(requests, sampling, seed)[2])
+        return Bigram.sample(
+            self, *change(requests, sampling, seed)[:2], seed=change(requests, sampling, seed)[2]
+        )
 
     return {"sample": sample}
 
@@ -207,7 +225,10 @@ def sample_halves(self, requests, sampling, *, seed):
     rollouts = Bigram.sample(self, requests, sampling, seed=seed)
     short = torch.arange(len(rollouts)) % 2 == 1
     mask = ~short[:, None] | half_mask(rollouts)
-    kept = {"actions": rollouts.actions * mask, "sampler_logprobs": rollouts.sampler_logprobs * mask}
+    kept = {
+        "actions": rollouts.actions * mask,
+        "sampler_logprobs": rollouts.sampler_logprobs * mask,
+    }
     return replace(rollouts, mask=mask, lengths=mask.sum(1), **kept)
 
 
@@ -217,47 +238,84 @@ BROKEN = {
         "policy.module is a str",
     ),
     "has no pieces": ({"micro_batches": None}, "has no method micro_batches"),
-    "returns a list": ({"sample": lambda self, *a, **k: []}, "returned a list; it needs gruppo.types.Rollouts"),
-    "samples a row less": (changed(group_ids=lambda r: r.group_ids[1:]), r"group_ids has the shape \(4,\); 5 samples"),
+    "returns a list": (
+        {"sample": lambda self, *a, **k: []},
+        "returned a list; it needs gruppo.types.Rollouts",
+    ),
+    "samples a row less": (
+        changed(group_ids=lambda r: r.group_ids[1:]),
+        r"group_ids has the shape \(4,\); 5 samples",
+    ),
     "has wide log-probs": (wider("sampler_logprobs"), r"sampler_logprobs has the shape \(5, 5\)"),
     "lacks outputs": (changed(completions=()), "0 completions for 5 samples"),
     "mixes groups": (changed(group_ids=lambda r: r.group_ids * 0), "samples of each prompt"),
     "repeats a prompt": (changed(prompts=lambda r: (r.prompts[0],) * 2), "samples of each prompt"),
-    "masks by number": (changed(mask=lambda r: r.mask.long()), r"mask is torch.int64; it needs torch.bool"),
-    "masks beyond lengths": (changed(lengths=lambda r: r.lengths - 1), "mask is True at or beyond lengths"),
+    "masks by number": (
+        changed(mask=lambda r: r.mask.long()),
+        r"mask is torch.int64; it needs torch.bool",
+    ),
+    "masks beyond lengths": (
+        changed(lengths=lambda r: r.lengths - 1),
+        "mask is True at or beyond lengths",
+    ),
     "reports NaN": (changed(sampler_logprobs=unscored), "sampler_logprobs needs finite nats"),
-    "reports positive nats": (changed(sampler_logprobs=lambda r: r.sampler_logprobs * -1), "at most 0 for discrete"),
+    "reports positive nats": (
+        changed(sampler_logprobs=lambda r: r.sampler_logprobs * -1),
+        "at most 0 for discrete",
+    ),
     "reports masked nats": (changed(mask=half_mask), "and 0 elsewhere"),
-    "forgets the temperature": (changed(temperature=lambda r: r.temperature * 0 + 0.5), "temperature is"),
+    "forgets the temperature": (
+        changed(temperature=lambda r: r.temperature * 0 + 0.5),
+        "temperature is",
+    ),
     "finishes oddly": (changed(finish=("eos",) * 5), "finish holds {'eos'}"),
     "chooses nothing": (
         changed(mask=lambda r: r.mask & False, sampler_logprobs=lambda r: r.sampler_logprobs * 0),
         "chose no action",
     ),
-    "draws globally": ({"uniforms": lambda self, *a: torch.rand(9).double()}, "other actions for the same seed"),
-    "ignores the seed": (resampled(lambda r, s, seed: (r, s, 0)), "same actions for the seeds 0 and 1"),
+    "draws globally": (
+        {"uniforms": lambda self, *a: torch.rand(9).double()},
+        "other actions for the same seed",
+    ),
+    "ignores the seed": (
+        resampled(lambda r, s, seed: (r, s, 0)),
+        "same actions for the seeds 0 and 1",
+    ),
     "keys by batch row": (
         {"uniforms": lambda self, seed, prompt, sample, row, n: uniforms_at(seed, 0, row, n)},
         "in another order",
     ),
-    "keys by batch size": (resampled(lambda r, s, seed: (r, s, seed + 1000 * len(r))), "without the others"),
+    "keys by batch size": (
+        resampled(lambda r, s, seed: (r, s, seed + 1000 * len(r))),
+        "without the others",
+    ),
     "ignores first": (
         resampled(lambda r, s, seed: ([replace(x, first=0) for x in r], s, seed)),
         "numbered by Request.first",
     ),
-    "reads the target": ({"start": lambda self, prompt: len(prompt.target or "") + 5}, "without their target"),
+    "reads the target": (
+        {"start": lambda self, prompt: len(prompt.target or "") + 5},
+        "without their target",
+    ),
     "draws at temperature 0": (
-        resampled(lambda r, s, seed: (r, replace(s, temperature=s.temperature or 1e-9 + 1.0), seed)),
+        resampled(
+            lambda r, s, seed: (r, replace(s, temperature=s.temperature or 1e-9 + 1.0), seed)
+        ),
         "at temperature 0 gave other actions",
     ),
     "loses a row": (
-        {"micro_batches": lambda self, r, loss_mask, budget: Bigram.micro_batches(self, r, loss_mask, 1)[1:]},
+        {
+            "micro_batches": lambda self, r, loss_mask, budget: Bigram.micro_batches(
+                self, r, loss_mask, 1
+            )[1:]
+        },
         "leaves out 4 of 20 kept actions",
     ),
     "repeats a row": (
         {
             "micro_batches": lambda self, r, loss_mask, budget: (
-                Bigram.micro_batches(self, r, loss_mask, 1) + Bigram.micro_batches(self, r, loss_mask, 1)[:1]
+                Bigram.micro_batches(self, r, loss_mask, 1)
+                + Bigram.micro_batches(self, r, loss_mask, 1)[:1]
             )
         },
         "repeats 4",
@@ -271,7 +329,11 @@ BROKEN = {
         "leaves out 5 of 20",
     ),
     "returns the wrong shape": (
-        {"likelihood": lambda self, r, p, *, outputs=(): Likelihood(Bigram.likelihood(self, r, p).logprobs.sum(1))},
+        {
+            "likelihood": lambda self, r, p, *, outputs=(): Likelihood(
+                Bigram.likelihood(self, r, p).logprobs.sum(1)
+            )
+        },
         r"log-probs of the shape \(1,\) for a micro-batch of the shape \(1, 4\)",
     ),
     "is off by one": (
@@ -287,7 +349,11 @@ BROKEN = {
         "top_k=1 starts as at temperature 0 in .* it is ignored",
     ),
     "detaches": (
-        {"likelihood": lambda self, r, p, *, outputs=(): Likelihood(Bigram.likelihood(self, r, p).logprobs.detach())},
+        {
+            "likelihood": lambda self, r, p, *, outputs=(): Likelihood(
+                Bigram.likelihood(self, r, p).logprobs.detach()
+            )
+        },
         "sends no gradient",
     ),
     "depends on piece-mates": (
@@ -302,13 +368,18 @@ BROKEN = {
         {"sample": sample_halves}
         | shifted(
             lambda self, r, micro_batch: (
-                0.01 * (micro_batch.of(r.actions)[:, -1:] == 1) * (r.lengths[micro_batch.rows] < 4)[:, None]
+                0.01
+                * (micro_batch.of(r.actions)[:, -1:] == 1)
+                * (r.lengths[micro_batch.rows] < 4)[:, None]
             )
         ),
         "depend on actions beyond lengths",
     ),
     "scores with dropout": (shifted(drop_half), r"after module.train\(\): dropout is on"),
-    "samples with dropout": ({"sample": sample_with_dropout}, r"start alike after module.train\(\)"),
+    "samples with dropout": (
+        {"sample": sample_with_dropout},
+        r"start alike after module.train\(\)",
+    ),
     "scores with stale weights": ({"likelihood": stale_likelihood}, "they are stale"),
     "samples with stale weights": ({"sample": stale_sample}, "are of different weights"),
 }
@@ -328,7 +399,9 @@ def test_truncation_in_sampling_alone_is_caught(left_out):
     class Untruncated(TextPolicy):
         def likelihood(self, rollouts, micro_batch, **options):
             whole = {"top_k": 0, "top_p": 1.0}[left_out]
-            per_row = rollouts.per_row | {left_out: torch.full_like(rollouts.per_row[left_out], whole)}
+            per_row = rollouts.per_row | {
+                left_out: torch.full_like(rollouts.per_row[left_out], whole)
+            }
             return super().likelihood(replace(rollouts, per_row=per_row), micro_batch, **options)
 
     policy = plain()
@@ -338,7 +411,8 @@ def test_truncation_in_sampling_alone_is_caught(left_out):
 
 
 @pytest.mark.parametrize(
-    ("unusable", "message"), [([], "no prompts"), ([Prompt("a", "x"), Prompt("a", "y")], "one id and draw")]
+    ("unusable", "message"),
+    [([], "no prompts"), ([Prompt("a", "x"), Prompt("a", "y")], "one id and draw")],
 )
 def test_prompts_that_show_nothing_are_refused(unusable, message):
     with pytest.raises(ContractError, match=message):
@@ -377,7 +451,9 @@ class Hot(LocalEngine):
         rollouts = super().generate(requests, sampling, seed=seed)
         whole = MicroBatch(torch.arange(len(rollouts)), slice(0, rollouts.mask.shape[1]))
         cold = replace(rollouts, temperature=torch.ones(len(rollouts)))
-        return replace(rollouts, sampler_logprobs=self.policy.likelihood(cold, whole).logprobs.detach())
+        return replace(
+            rollouts, sampler_logprobs=self.policy.likelihood(cold, whole).logprobs.detach()
+        )
 
 
 class Closed(LocalEngine):
@@ -397,7 +473,9 @@ class Closed(LocalEngine):
 def test_an_engine_that_breaks_a_rule_is_caught(engine, message):
     policy = plain()
     with pytest.raises(ContractError, match=message):
-        check_engine(engine(policy), policy, PROMPTS, sampling=Sampling(temperature=0.6, max_actions=6))
+        check_engine(
+            engine(policy), policy, PROMPTS, sampling=Sampling(temperature=0.6, max_actions=6)
+        )
 
 
 def test_an_engine_that_keeps_the_rules_passes_and_ends_with_the_weights_it_began_with():
@@ -406,7 +484,9 @@ def test_an_engine_that_keeps_the_rules_passes_and_ends_with_the_weights_it_bega
     before = {name: value.clone() for name, value in policy.module.state_dict().items()}
     check_engine(engine, policy, PROMPTS)
     assert engine.version == 3
-    assert all(torch.equal(value, before[name]) for name, value in policy.module.state_dict().items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in policy.module.state_dict().items()
+    )
 
 
 # --- rewards ---------------------------------------------------------------------------------------------------------
@@ -433,7 +513,9 @@ async def slowly(completions, **columns):
         "keywords",
         "repetition_penalty",
         "length_target:50",
-        lambda completions, target, **columns: [float(c == t) for c, t in zip(completions, target, strict=True)],
+        lambda completions, target, **columns: [
+            float(c == t) for c, t in zip(completions, target, strict=True)
+        ],
         lambda completions, **columns: [None if not c else 1.0 for c in completions],
         slowly,
         Model(),
@@ -457,7 +539,9 @@ def test_a_reward_is_shown_conversations_where_the_prompts_are():
 
 def short_and_right(completions, answer, **columns):
     texts = [completion[0]["content"] for completion in completions]
-    return [float(a in text) - 0.05 * len(text.split()) for text, a in zip(texts, answer, strict=True)]
+    return [
+        float(a in text) - 0.05 * len(text.split()) for text, a in zip(texts, answer, strict=True)
+    ]
 
 
 def test_a_reward_is_checked_with_all_that_training_takes_as_data(tmp_path):
@@ -466,8 +550,16 @@ def test_a_reward_is_checked_with_all_that_training_takes_as_data(tmp_path):
     (tmp_path / "data.jsonl").write_text(json.dumps(row))
     for data in (None, [row, row], str(tmp_path / "data.jsonl"), tmp_path / "data.jsonl"):
         check_reward(short_and_right, data)
-    check_reward(short_and_right, [{"q": messages, "a": 5, "answer": "5"}], prompt_column="q", target_column="a")
-    check_reward(lambda completions: [float(len(c.split())) for c in completions], ["1 + 1 =", "a longer prompt"])
+    check_reward(
+        short_and_right,
+        [{"q": messages, "a": 5, "answer": "5"}],
+        prompt_column="q",
+        target_column="a",
+    )
+    check_reward(
+        lambda completions: [float(len(c.split())) for c in completions],
+        ["1 + 1 =", "a longer prompt"],
+    )
     with pytest.raises(ContractError, match="Completions were texts"):
         check_reward(short_and_right, [{"prompt": "2 + 3 =", "answer": "5"}])
     with pytest.raises(DataError, match="there is no file"):
@@ -528,8 +620,14 @@ def asks_for_more(completions, solutions):
             crashes_on_empty,
             "for the completion .*'content': ''}]: ZeroDivisionError.*Completions were lists of messages",
         ),
-        (crashes_on_empty_text, "exception for the completion '': ZeroDivisionError.*Completions were texts"),
-        (crashes, "Completions were lists of messages.*Completions were texts.*Give check_reward some of your data"),
+        (
+            crashes_on_empty_text,
+            "exception for the completion '': ZeroDivisionError.*Completions were texts",
+        ),
+        (
+            crashes,
+            "Completions were lists of messages.*Completions were texts.*Give check_reward some of your data",
+        ),
         (returns_one_less, "'returns_one_less', count for the completion"),
         (returns_inf, "'returns_inf', not_finite for the completion .*'content': ''"),
         (sleeps, "'sleeps', timeout for the completion"),

@@ -40,7 +40,10 @@ def test_variants_are_compared_with_the_first_under_the_same_seed(tmp_path):
         run(tmp_path, "grown-s1", [(0, 0.0), (50, 0.0), (100, 0.0), (150, 0.3)]),
     ]
     curves = by_variant(runs)
-    assert {variant: list(seeds) for variant, seeds in curves.items()} == {"plain": ["0", "1"], "grown": ["0", "1"]}
+    assert {variant: list(seeds) for variant, seeds in curves.items()} == {
+        "plain": ["0", "1"],
+        "grown": ["0", "1"],
+    }
     lines = table(curves, 1.0).splitlines()[2:]
     assert lines[0] == "| plain | 0 | 300 | 0.600 | 0.600 | 300 | 100% |"
     assert lines[2] == "| grown | 0 | 150 | 0.600 | 0.600 | 150 | 50% |"

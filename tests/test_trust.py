@@ -88,17 +88,28 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
-def test_a_copy_with_an_edited_config_imports_nothing_without_the_flag(tmp_path, capsys, clean, evil, command):
+def test_a_copy_with_an_edited_config_imports_nothing_without_the_flag(
+    tmp_path, capsys, clean, evil, command
+):
     run = edit(shutil.copytree(clean, tmp_path / "run"), reward=[evil], trust_remote_code=True)
     code, line = gives(capsys, *(word.replace("RUN", str(run)) for word in command))
-    assert code == 2 and f"{run} names code to run: " in line and evil in line and "trust_remote_code" in line
+    assert (
+        code == 2
+        and f"{run} names code to run: " in line
+        and evil in line
+        and "trust_remote_code" in line
+    )
     assert "add --trust-run" in line and not (tmp_path / "executed").exists()
 
 
-def test_training_from_python_by_the_name_of_a_copied_run_imports_nothing_either(tmp_path, clean, evil):
+def test_training_from_python_by_the_name_of_a_copied_run_imports_nothing_either(
+    tmp_path, clean, evil
+):
     run = edit(shutil.copytree(clean, tmp_path / "run"), reward=[evil], trust_remote_code=True)
     for config in (run, str(run / "config.json")):
-        with pytest.raises(GruppoError, match=r"names code to run: .*add --trust-run .*trust_remote_code=True"):
+        with pytest.raises(
+            GruppoError, match=r"names code to run: .*add --trust-run .*trust_remote_code=True"
+        ):
             gruppo.train(config, show=False, steps=1, runs_dir=tmp_path / "runs")
     assert not (tmp_path / "executed").exists()
 
@@ -133,7 +144,9 @@ def test_names_of_code_are_found_wherever_they_are(settings, names):
     assert trust.imports(settings) == names
 
 
-def test_servers_of_a_copied_run_get_no_key_and_no_weights_without_the_flag(tmp_path, capsys, clean, monkeypatch):
+def test_servers_of_a_copied_run_get_no_key_and_no_weights_without_the_flag(
+    tmp_path, capsys, clean, monkeypatch
+):
     """Commands that train nothing need neither the flag nor the servers."""
     monkeypatch.setenv("GRUPPO_ENGINE_KEY", "secret")
     server, place = FakeServer(tiny.model()), tmp_path / "place"
@@ -141,9 +154,16 @@ def test_servers_of_a_copied_run_get_no_key_and_no_weights_without_the_flag(tmp_
     run = edit(shutil.copytree(clean, tmp_path / "run"), engine=engine, steps=2)
     for command in (["resume", str(run)], ["train", str(run)]):
         code, line = gives(capsys, *command)
-        assert code == 2 and f"or servers to use: engine.urls={server.url}, engine.publish_dir={place}" in line
+        assert (
+            code == 2
+            and f"or servers to use: engine.urls={server.url}, engine.publish_dir={place}" in line
+        )
         assert "check the servers; if you trust it, add --trust-run" in line
-    assert gives(capsys, "eval", str(run), "--prompts", "2")[0] == gives(capsys, "doctor", str(run))[0] == 0
+    assert (
+        gives(capsys, "eval", str(run), "--prompts", "2")[0]
+        == gives(capsys, "doctor", str(run))[0]
+        == 0
+    )
     assert not server.log and not place.exists()
     with pytest.raises(GruppoError, match="names code to run, or servers to use"):
         api.resume(run)
@@ -163,7 +183,9 @@ def test_an_entry_that_is_not_listed_imports_nothing(tmp_path, clean, evil, monk
     assert not (tmp_path / "executed").exists()
 
 
-def test_the_flag_and_a_trusted_parent_allow_a_foreign_folder(tmp_path, capsys, clean, evil, monkeypatch):
+def test_the_flag_and_a_trusted_parent_allow_a_foreign_folder(
+    tmp_path, capsys, clean, evil, monkeypatch
+):
     run = edit(shutil.copytree(clean, tmp_path / "runs/run"), reward=[evil])
     assert gives(capsys, "eval", str(run), "--prompts", "2", "--trust-run")[0] == 0
     assert gives(capsys, "eval", str(run), "--prompts", "2")[0] == 2  # for one command
@@ -171,23 +193,35 @@ def test_the_flag_and_a_trusted_parent_allow_a_foreign_folder(tmp_path, capsys, 
     assert gives(capsys, "doctor", str(run))[0] == 0
     outside = edit(shutil.copytree(clean, tmp_path / "outside"), reward=[evil])
     (tmp_path / "runs/link").symlink_to(outside)
-    assert gives(capsys, "doctor", str(tmp_path / "runs/link"))[0] == 2  # it is where it is, not where its link is
+    assert (
+        gives(capsys, "doctor", str(tmp_path / "runs/link"))[0] == 2
+    )  # it is where it is, not where its link is
     monkeypatch.setenv(trust.TRUSTED, "runs")
     assert "Give its full path" in gives(capsys, "doctor", str(run))[1]
 
 
-def test_a_run_of_this_user_needs_no_flag_until_its_code_or_place_changes(tmp_path, capsys, evil, monkeypatch):
+def test_a_run_of_this_user_needs_no_flag_until_its_code_or_place_changes(
+    tmp_path, capsys, evil, monkeypatch
+):
     monkeypatch.setenv(trust.STATE, str(tmp_path / "state"))
     other = evil.replace("evil.py", "other.py")
     shutil.copy(tmp_path / "evil.py", tmp_path / "other.py")
     run = api.start(tiny.config(tmp_path, **BARE, reward=[evil, "exact_match"])).folder
     (record,) = (tmp_path / "state/runs").iterdir()
     assert json.loads(record.read_text()) == {"folder": str(run), "imports": [evil]}
-    for command in (["resume", str(run)], ["eval", str(run), "--prompts", "2"], ["doctor", str(run)]):
+    for command in (
+        ["resume", str(run)],
+        ["eval", str(run), "--prompts", "2"],
+        ["doctor", str(run)],
+    ):
         assert gives(capsys, *command)[0] == 0
     (tmp_path / "link").symlink_to(run)
     assert gives(capsys, "doctor", str(tmp_path / "link"))[0] == 0
-    for changes in ({"reward": [evil, other]}, {"engine": other}, {"environment__reply": "evil.py:f"}):
+    for changes in (
+        {"reward": [evil, other]},
+        {"engine": other},
+        {"environment__reply": "evil.py:f"},
+    ):
         copy = (run / "config.json").read_text()
         assert gives(capsys, "doctor", str(edit(run, **changes)))[0] == 2
         (run / "config.json").write_text(copy)
@@ -206,8 +240,13 @@ def test_a_state_folder_that_cannot_be_written_is_a_warning_and_the_run_needs_th
     (tmp_path / "file").touch()
     monkeypatch.setenv(trust.STATE, str(tmp_path / "file/state"))
     run = api.start(tiny.config(tmp_path, **BARE, reward=[evil])).folder
-    (warning,) = [record.getMessage() for record in caplog.records if trust.STATE in record.getMessage()]
-    assert "could not be recorded as yours" in warning and f"{trust.TRUSTED} to {run.parent}" in warning
+    (warning,) = [
+        record.getMessage() for record in caplog.records if trust.STATE in record.getMessage()
+    ]
+    assert (
+        "could not be recorded as yours" in warning
+        and f"{trust.TRUSTED} to {run.parent}" in warning
+    )
     assert gives(capsys, "resume", str(run))[0] == 2
     assert gives(capsys, "resume", str(run), "--trust-run")[0] == 0
 
@@ -222,7 +261,11 @@ def test_remote_code_is_turned_on_by_the_command_line_alone(tmp_path, capsys, cl
         ["explain", str(tmp_path / "mine.json")],
     ):
         code, line = gives(capsys, *command)
-        assert code == 2 and "Only the command line can turn that on" in line and "add --trust-remote-code" in line
+        assert (
+            code == 2
+            and "Only the command line can turn that on" in line
+            and "add --trust-remote-code" in line
+        )
         assert gives(capsys, *command, "--trust-remote-code")[0] == 0
 
 
@@ -231,13 +274,17 @@ def test_options_replace_the_code_of_a_foreign_config(tmp_path, clean, evil):
     parsed = commands.parse_config("train", [str(run), "--reward", "exact_match"])
     assert parsed.reward == ("exact_match",)
     (tmp_path / "mine.json").write_text((run / "config.json").read_text())
-    assert commands.parse_config("train", [str(tmp_path / "mine.json")]).reward == (evil,)  # a file of the user's own
+    assert commands.parse_config("train", [str(tmp_path / "mine.json")]).reward == (
+        evil,
+    )  # a file of the user's own
 
 
 # --- models that a function makes -------------------------------------------------------------------------------------
 
 
-def test_the_function_of_a_saved_model_runs_only_where_this_user_saved_it(tmp_path, capsys, monkeypatch):
+def test_the_function_of_a_saved_model_runs_only_where_this_user_saved_it(
+    tmp_path, capsys, monkeypatch
+):
     name = own_models.own("model")
     policy = gruppo.load_policy(name)
     policy.save_with_origin(tmp_path / "saved")
@@ -245,9 +292,20 @@ def test_the_function_of_a_saved_model_runs_only_where_this_user_saved_it(tmp_pa
     for folder in (tmp_path / "saved", tmp_path / "exported"):
         assert gives(capsys, "sample", str(folder), "hello", "--max-new-tokens", "2")[0] == 0
     foreign = str(shutil.copytree(tmp_path / "saved", tmp_path / "foreign"))
-    training = ["--model", foreign, "--steps", "1", "--runs-dir", str(tmp_path / "runs"), "--name", "own"]
+    training = [
+        "--model",
+        foreign,
+        "--steps",
+        "1",
+        "--runs-dir",
+        str(tmp_path / "runs"),
+        "--name",
+        "own",
+    ]
     recipe = tmp_path / "recipe.json"
-    settings = tiny.config(tmp_path, **BARE, reward=["exact_match"], data=tiny.config(tmp_path).data)
+    settings = tiny.config(
+        tmp_path, **BARE, reward=["exact_match"], data=tiny.config(tmp_path).data
+    )
     recipe.write_text(json.dumps(serialization.to_dict(settings)))
     for command in (
         ["sample", foreign, "hello"],
@@ -263,14 +321,20 @@ def test_the_function_of_a_saved_model_runs_only_where_this_user_saved_it(tmp_pa
     # a run that began with the flag is this user's own
     assert gives(capsys, "train", str(recipe), *training, "--trust-run")[0] == 0
     assert gives(capsys, "resume", str(tmp_path / "runs/own"))[0] == 0
-    assert gives(capsys, "sample", str(tmp_path / "runs/own"), "hello", "--max-new-tokens", "2")[0] == 0
+    assert (
+        gives(capsys, "sample", str(tmp_path / "runs/own"), "hello", "--max-new-tokens", "2")[0]
+        == 0
+    )
 
 
 def test_the_network_of_a_saved_restorer_is_not_imported(tmp_path, evil):
     policy = gruppo.open_restorer("dncnn", "band_gains", channels=1)
     policy.save(tmp_path / "saved")
     gruppo.load_restorer(tmp_path / "saved")
-    settings = json.loads((tmp_path / "saved/restorer.json").read_text()) | {"network": evil, "sizes": None}
+    settings = json.loads((tmp_path / "saved/restorer.json").read_text()) | {
+        "network": evil,
+        "sizes": None,
+    }
     (tmp_path / "saved/restorer.json").write_text(json.dumps(settings))
     for load in (gruppo.load_restorer, gruppo.load_policy):
         with pytest.raises(GruppoError, match=r"names code to run: .*evil.py:f"):
@@ -281,7 +345,9 @@ def test_the_network_of_a_saved_restorer_is_not_imported(tmp_path, evil):
 # --- seals ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_flipped_byte_in_the_final_model_is_refused_and_resume_writes_it_again(tmp_path, capsys, clean):
+def test_a_flipped_byte_in_the_final_model_is_refused_and_resume_writes_it_again(
+    tmp_path, capsys, clean
+):
     run = shutil.copytree(clean, tmp_path / "run")
     weights = run / "final/model.safetensors"
     data = weights.read_bytes()
@@ -296,7 +362,11 @@ def test_a_flipped_byte_in_the_final_model_is_refused_and_resume_writes_it_again
          "--runs-dir", str(tmp_path / "runs")],
     ):  # fmt: skip
         code, line = gives(capsys, *command)
-        assert code == 2 and "model.safetensors has changed since it was written" in line and f"resume {run}" in line
+        assert (
+            code == 2
+            and "model.safetensors has changed since it was written" in line
+            and f"resume {run}" in line
+        )
     assert gives(capsys, "resume", str(run))[0] == 0 and weights.read_bytes() == data
     assert gives(capsys, "sample", str(run), "hello")[0] == 0
 
@@ -308,7 +378,9 @@ def test_every_kind_of_model_is_compared_with_its_seal(tmp_path, kind):
     elif kind == "restorer":
         policy = gruppo.open_restorer("dncnn", "band_gains", channels=1)
     elif kind == "denoiser":
-        config = api.change(Config(), {"model": "unet", "data": "digits", "modality": DiffusionConfig(width=8)})
+        config = api.change(
+            Config(), {"model": "unet", "data": "digits", "modality": DiffusionConfig(width=8)}
+        )
         policy = find_modality("unet").open(config, open_source("digits", seed=0))[0]
     else:
         pytest.importorskip("peft")
@@ -322,7 +394,8 @@ def test_every_kind_of_model_is_compared_with_its_seal(tmp_path, kind):
     data = weights.read_bytes()
     weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(
-        GruppoError, match=rf"{weights.name} has changed since it was written\. Save or export it again"
+        GruppoError,
+        match=rf"{weights.name} has changed since it was written\. Save or export it again",
     ):
         gruppo.load_policy(tmp_path / "saved")
 
@@ -330,7 +403,9 @@ def test_every_kind_of_model_is_compared_with_its_seal(tmp_path, kind):
 # --- hostile files ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("file", ["config.json", "manifest.json", "evaluations.json", "metrics.jsonl", "samples.jsonl"])
+@pytest.mark.parametrize(
+    "file", ["config.json", "manifest.json", "evaluations.json", "metrics.jsonl", "samples.jsonl"]
+)
 @pytest.mark.parametrize("kind", ["deep", "huge", "long number"])
 def test_hostile_json_is_one_line(tmp_path, capsys, clean, file, kind, monkeypatch):
     run = shutil.copytree(clean, tmp_path / "run")
@@ -347,7 +422,9 @@ def test_hostile_json_is_one_line(tmp_path, capsys, clean, file, kind, monkeypat
         gives(capsys, *command)  # at most one line, never a bug
 
 
-@pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 101 + "1" + "}" * 101, "[" * 101 + "]" * 101])
+@pytest.mark.parametrize(
+    "text", ["[" * 200_000, '{"a":' * 101 + "1" + "}" * 101, "[" * 101 + "]" * 101]
+)
 def test_json_that_is_nested_too_deep_is_a_value_error(text):
     for form in (text, text.encode()):
         with pytest.raises(ValueError, match="nested more than 100 levels"):
@@ -366,7 +443,9 @@ def test_a_terminal_gets_no_control_characters_from_a_sample(capsys, monkeypatch
 
 
 def test_an_error_quotes_a_hostile_file_without_control_characters(tmp_path, capsys):
-    (tmp_path / "config.json").write_text(json.dumps(serialization.to_dict(Config()) | {"\x1b[2J": 1}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(serialization.to_dict(Config()) | {"\x1b[2J": 1})
+    )
     code, line = gives(capsys, "train", str(tmp_path))
     assert code == 2 and "\x1b" not in line and "\\x1b[2J" in line
 
@@ -374,13 +453,21 @@ def test_an_error_quotes_a_hostile_file_without_control_characters(tmp_path, cap
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"environment": {"kind": "openenv:http://10.0.0.7:8000"}}, "code to run, or servers to use: openenv:http://"),
-        ({"environment": {"kind": "gymnasium:games:Maze-v0"}}, "code to run: gymnasium:games:Maze-v0"),
+        (
+            {"environment": {"kind": "openenv:http://10.0.0.7:8000"}},
+            "code to run, or servers to use: openenv:http://",
+        ),
+        (
+            {"environment": {"kind": "gymnasium:games:Maze-v0"}},
+            "code to run: gymnasium:games:Maze-v0",
+        ),
         ({"data": "verifiers:sums:count=3"}, "code to run: verifiers:sums:count=3"),
         ({"evaluation": {"data": "verifiers:sums"}}, "code to run: verifiers:sums"),
     ],
 )
-def test_environments_of_other_libraries_are_code_or_servers_that_a_folder_names(tmp_path, settings, said):
+def test_environments_of_other_libraries_are_code_or_servers_that_a_folder_names(
+    tmp_path, settings, said
+):
     with pytest.raises(GruppoError) as error:
         trust.check(tmp_path, trust.imports(settings))
     assert said in str(error.value) and "--trust-run" in str(error.value)

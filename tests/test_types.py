@@ -10,10 +10,21 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from gruppo.types import Batch, GruppoError, Likelihood, MicroBatch, Prompt, Rollouts, Sampling, Stat
+from gruppo.types import (
+    Batch,
+    GruppoError,
+    Likelihood,
+    MicroBatch,
+    Prompt,
+    Rollouts,
+    Sampling,
+    Stat,
+)
 
 
-def rollouts_of(groups: list[int], lengths: list[int], *, first: int = 0, columns: int | None = None) -> Rollouts:
+def rollouts_of(
+    groups: list[int], lengths: list[int], *, first: int = 0, columns: int | None = None
+) -> Rollouts:
     """Row i holds the numbers 100 (first + i) + column; prompt g is pg, with a number and ragged ids of its own."""
     rows, columns = len(groups), max(lengths) if columns is None else columns
     mask = torch.arange(columns)[None] < torch.tensor(lengths)[:, None]
@@ -34,7 +45,10 @@ def rollouts_of(groups: list[int], lengths: list[int], *, first: int = 0, column
             "number": torch.tensor([10.0 * g for g in prompts]),
             "ids": tuple(torch.arange(g + 1) for g in prompts),
         },
-        per_row={"latent": 5.0 * (first + torch.arange(rows)), "note": tuple(f"n{first + i}" for i in range(rows))},
+        per_row={
+            "latent": 5.0 * (first + torch.arange(rows)),
+            "note": tuple(f"n{first + i}" for i in range(rows)),
+        },
     )
 
 
@@ -119,7 +133,10 @@ def test_cat_makes_one_group_of_the_same_prompt_and_draw_and_two_of_two_draws():
 
 def test_cat_pads_continuous_actions_with_event_dimensions():
     short, long = rollouts_of([0], [1]), rollouts_of([0], [3], first=1)
-    short, long = (replace(r, actions=r.actions[..., None, None].expand(-1, -1, 2, 5).float()) for r in (short, long))
+    short, long = (
+        replace(r, actions=r.actions[..., None, None].expand(-1, -1, 2, 5).float())
+        for r in (short, long)
+    )
     joined = Rollouts.cat([short, long])
     assert joined.actions.shape == (2, 3, 2, 5)
     assert torch.equal(joined.actions[1], long.actions[0])
@@ -172,14 +189,19 @@ def test_a_batch_without_the_optional_entries_takes_the_others():
 
 def test_a_micro_batch_cuts_rows_and_columns():
     x = torch.arange(24).reshape(3, 4, 2)
-    assert MicroBatch(torch.tensor([2, 0]), slice(1, 3)).of(x).tolist() == [[[18, 19], [20, 21]], [[2, 3], [4, 5]]]
+    assert MicroBatch(torch.tensor([2, 0]), slice(1, 3)).of(x).tolist() == [
+        [[18, 19], [20, 21]],
+        [[2, 3], [4, 5]],
+    ]
 
 
 # --- statistics ------------------------------------------------------------------------------------------------------
 
 
 def test_a_statistic_by_hand():
-    stat = Stat.of(torch.tensor([[1.0, 2.0], [6.0, 100.0]]), torch.tensor([[True, True], [True, False]]))
+    stat = Stat.of(
+        torch.tensor([[1.0, 2.0], [6.0, 100.0]]), torch.tensor([[True, True], [True, False]])
+    )
     assert stat == Stat(3, 9, 41, 1, 6)
     assert stat.mean == 3
     assert stat.std == pytest.approx((14 / 3) ** 0.5, rel=1e-12)

@@ -26,11 +26,19 @@ def score_what_holds_the_lock(folder: str) -> None:
     RewardSet(holds, timeout_s=0.1).score(rollouts_of("a"))
 
 
-def test_a_call_that_holds_the_lock_past_its_deadline_ends_the_process_and_names_the_function(tmp_path):
+def test_a_call_that_holds_the_lock_past_its_deadline_ends_the_process_and_names_the_function(
+    tmp_path,
+):
     child = processes.start(score_what_holds_the_lock, str(tmp_path), folder=tmp_path / "child")
     assert child.wait() == -signal.SIGKILL
-    assert child.err.startswith("gruppo: reward 'holds' has held Python's interpreter lock (GIL) for 0.4 s")
-    assert f"gruppo resume {tmp_path}" in child.err and "test_watchdog.py" in child.err and "in holds" in child.err
+    assert child.err.startswith(
+        "gruppo: reward 'holds' has held Python's interpreter lock (GIL) for 0.4 s"
+    )
+    assert (
+        f"gruppo resume {tmp_path}" in child.err
+        and "test_watchdog.py" in child.err
+        and "in holds" in child.err
+    )
     assert (tmp_path / "log.txt").read_text() == child.err  # what the next command can point to
 
 
@@ -38,7 +46,9 @@ def test_a_process_that_was_suspended_past_the_limit_goes_on():
     """Its timer runs out when it continues; it holds no lock, and says so within the patience."""
     sleeper = subprocess.Popen(["sleep", "60"])
     command = [sys.executable, "-I", "-S", "-c", watchdog._WATCHER, str(sleeper.pid), "2.0"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0) as watcher:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
+    ) as watcher:
         assert watcher.stdin is not None
         watcher.stdin.write(b"\0it hangs\x1f\nTimeout!\nThread 1\n")
         time.sleep(0.3)

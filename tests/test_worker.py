@@ -157,14 +157,20 @@ def test_output_without_a_line_end_is_cut_and_fills_no_memory(code, tmp_path):
     assert len(shown) < 100_000 and shown.endswith("(the rest of this line is cut)\nafter\n")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, processes that leave the session are not found")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="elsewhere, processes that leave the session are not found"
+)
 def test_a_call_past_its_deadline_ends_with_all_that_it_has_started(code, tmp_path):
-    scores = reward(code, "leaves_children", timeout_s=2.0).score(rollouts_of(["aa"], targets=[str(tmp_path / "pids")]))
+    scores = reward(code, "leaves_children", timeout_s=2.0).score(
+        rollouts_of(["aa"], targets=[str(tmp_path / "pids")])
+    )
     assert scores.rewards.isnan().all()
     assert end_within(10, pids(tmp_path / "pids", 2))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, processes that leave the session are not found")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="elsewhere, processes that leave the session are not found"
+)
 def test_a_killed_trainer_leaves_no_process_behind(code, tmp_path):
     process = trainer(code, "leaves_children", tmp_path / "pids", stderr=subprocess.DEVNULL)
     try:

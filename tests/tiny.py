@@ -91,13 +91,20 @@ def character_tokenizer() -> Any:
 def rows(count: int = 24) -> list[dict[str, Any]]:
     """Sums as conversations, their answers, and a column of their own."""
     return [
-        {"prompt": [{"role": "user", "content": f"{n} + {n % 7} = ?"}], "answer": str(n + n % 7), "number": n}
+        {
+            "prompt": [{"role": "user", "content": f"{n} + {n % 7} = ?"}],
+            "answer": str(n + n % 7),
+            "number": n,
+        }
         for n in range(count)
     ]
 
 
 def write_rows(path: Path, given: Sequence[Any] | None = None) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in (rows() if given is None else given)), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(row) + "\n" for row in (rows() if given is None else given)),
+        encoding="utf-8",
+    )
     return str(path)
 
 
@@ -143,7 +150,10 @@ def said(completion: Any) -> str:
 
 def digits(completions: Sequence[Any], **_: Any) -> list[float]:
     """The share of digits."""
-    return [sum(c.isdigit() for c in said(completion)) / max(len(said(completion)), 1) for completion in completions]
+    return [
+        sum(c.isdigit() for c in said(completion)) / max(len(said(completion)), 1)
+        for completion in completions
+    ]
 
 
 def noisy(completions: Sequence[Any], **_: Any) -> list[float]:

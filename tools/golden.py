@@ -45,7 +45,14 @@ RUNS: dict[str, list[str]] = {
     "tools": ["tool-search", *SMALL, "--stages.0.steps", "1"],
     "pretrain": ["digits-pretrain", "--supervised.batch", "8"],
     "diffusion": ["digits-compress", "--model", "{out}/pretrain", *SMALL],
-    "restoration": ["restore-progressive", "--stages.0.steps", "1", "--stages.1.steps", "1", *SMALL],
+    "restoration": [
+        "restore-progressive",
+        "--stages.0.steps",
+        "1",
+        "--stages.1.steps",
+        "1",
+        *SMALL,
+    ],
     "routes": ["{root}/examples/routes.py:routes", *SMALL],
     "pendulum": ["{root}/examples/pendulum.py:pendulum", *SMALL],
 }
@@ -81,7 +88,9 @@ def record(out: Path, source: Path, names: list[str]) -> None:
             text=True,
         )
         if done.returncode:
-            print(f"{name}: exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+            print(
+                f"{name}: exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+            )
             continue
         (out / f"{name}.json").write_text(json.dumps(read_run(out / name), indent=1))
         print(f"{name}: recorded", flush=True)
@@ -90,9 +99,14 @@ def record(out: Path, source: Path, names: list[str]) -> None:
 def read_run(run: Path) -> dict[str, object]:
     """The metrics of each step, and a digest of each file of the final weights."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    kept = [{key: value for key, value in row.items() if not key.endswith(NOT_COMPARED)} for row in rows]
+    kept = [
+        {key: value for key, value in row.items() if not key.endswith(NOT_COMPARED)} for row in rows
+    ]
     weights = sorted((run / "final").rglob("*.safetensors"))
-    return {"metrics": kept, "weights": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in weights}}
+    return {
+        "metrics": kept,
+        "weights": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in weights},
+    }
 
 
 def compare(before: Path, after: Path) -> int:
@@ -106,18 +120,27 @@ def compare(before: Path, after: Path) -> int:
         if old["weights"] != new["weights"]:
             differences.append(f"{file.stem}: the final weights differ")
         if len(old["metrics"]) != len(new["metrics"]):
-            differences.append(f"{file.stem}: {len(old['metrics'])} rows of metrics, then {len(new['metrics'])}")
+            differences.append(
+                f"{file.stem}: {len(old['metrics'])} rows of metrics, then {len(new['metrics'])}"
+            )
         for row, (first, second) in enumerate(zip(old["metrics"], new["metrics"], strict=False)):
             renamed = {RENAMED.get(key, key): value for key, value in first.items()}
             for key in sorted(renamed.keys() | second.keys()):
                 if not equal(renamed.get(key), second.get(key)):
-                    differences.append(f"{file.stem}, row {row}, {key}: {renamed.get(key)} -> {second.get(key)}")
+                    differences.append(
+                        f"{file.stem}, row {row}, {key}: {renamed.get(key)} -> {second.get(key)}"
+                    )
     print("\n".join(differences) or f"equal: {len(list(before.glob('*.json')))} runs")
     return int(bool(differences))
 
 
 def equal(first: object, second: object) -> bool:
-    both_nan = isinstance(first, float) and isinstance(second, float) and math.isnan(first) and math.isnan(second)
+    both_nan = (
+        isinstance(first, float)
+        and isinstance(second, float)
+        and math.isnan(first)
+        and math.isnan(second)
+    )
     return both_nan or first == second
 
 

@@ -32,27 +32,50 @@ __all__ = ["__version__", *_HOMES]
 
 if TYPE_CHECKING:
     from gruppo.api import Trainer, resume, train
-    from gruppo.config.schema import Config, EvaluationConfig, OptimConfig, RolloutConfig, SavingConfig, Stage
+    from gruppo.config.schema import (
+        Config,
+        EvaluationConfig,
+        OptimConfig,
+        RolloutConfig,
+        SavingConfig,
+        Stage,
+    )
     from gruppo.core.objective import PRESETS, Objective
     from gruppo.data.source import IndexedSource
     from gruppo.environments import Environment, converse
     from gruppo.inference import load_policy
     from gruppo.losses import GRPOLoss, PPOLoss, compute_gae
-    from gruppo.modalities.diffusion import DenoiserPolicy, DiffusionSampling, load_denoiser, load_diffusers
+    from gruppo.modalities.diffusion import (
+        DenoiserPolicy,
+        DiffusionSampling,
+        load_denoiser,
+        load_diffusers,
+    )
     from gruppo.modalities.restoration import RestorationPolicy, load_restorer, open_restorer
     from gruppo.modalities.text import TextPolicy, from_module, from_pretrained, from_transformers
     from gruppo.protocols import Modality, Policy
     from gruppo.testing import check_engine, check_policy, check_reward
     from gruppo.trainer.callbacks import Callback, Step
     from gruppo.trainer.loop import Stopped
-    from gruppo.types import Gaussian, GruppoError, Likelihood, MicroBatch, Prompt, Request, Rollouts, Sampling
+    from gruppo.types import (
+        Gaussian,
+        GruppoError,
+        Likelihood,
+        MicroBatch,
+        Prompt,
+        Request,
+        Rollouts,
+        Sampling,
+    )
 
 spin_briefly_beside_other_jobs()
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module 'gruppo' has no attribute {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(
+            f"module 'gruppo' has no attribute {name!r}; it has {', '.join(__all__)}"
+        )
     return getattr(import_module(_HOMES[name]), name)
 
 

@@ -22,7 +22,15 @@ from rich.console import Console
 
 from gruppo import distributed as dist
 from gruppo import trust, watchdog
-from gruppo.build import Parts, build, missing_parts, name_of, validate, warn_of_overlap, with_absolute_paths
+from gruppo.build import (
+    Parts,
+    build,
+    missing_parts,
+    name_of,
+    validate,
+    warn_of_overlap,
+    with_absolute_paths,
+)
 from gruppo.config import peer_options, serialization
 from gruppo.config.options import flag, options
 from gruppo.config.schema import IN_MEMORY, Config
@@ -130,7 +138,9 @@ class Trainer:
                 settings by name: gruppo.train(steps=50).""")
         name = str(config) if isinstance(config, str | Path) else None
         file = None if name is None else config_file(name)
-        recipe = recipe_config(str(config)) if isinstance(config, str | Path) else config or Config()
+        recipe = (
+            recipe_config(str(config)) if isinstance(config, str | Path) else config or Config()
+        )
         # a file does not turn on remote code: the caller does
         config = recipe if file is None else replace(recipe, trust_remote_code=False)
         parts = Parts.of(model, data, reward, environment, tools, engine, validation)
@@ -139,14 +149,22 @@ class Trainer:
         try:
             config = change(config, changes)
             singles = {"model": model, "data": data, "evaluation.data": validation}
-            names: dict[str, Any] = {option: name_of(part) for option, part in singles.items() if part is not None}
-            if environment is not None:  # a function replies; a class or an adapter's name is a kind
+            names: dict[str, Any] = {
+                option: name_of(part) for option, part in singles.items() if part is not None
+            }
+            if (
+                environment is not None
+            ):  # a function replies; a class or an adapter's name is a kind
                 is_kind = isinstance(parts.environment, str) or is_class(parts.environment)
                 names["environment.kind" if is_kind else "environment.reply"] = name_of(environment)
             # a resumed run opens the trackers that its config names; objects it is given again
             named = None if track is None else [one for one in track if name_of(one) != IN_MEMORY]
             lists = {"reward": parts.rewards, "track": named, "environment.tools": tools}
-            names |= {option: [*map(name_of, listed)] for option, listed in lists.items() if listed is not None}
+            names |= {
+                option: [*map(name_of, listed)]
+                for option, listed in lists.items()
+                if listed is not None
+            }
             if parts.rewards and not any(isinstance(reward, str) for reward in parts.rewards):
                 # on the command line too they are then called in the trainer's process, whose random state is saved
                 names["scoring.isolate"] = False
@@ -156,7 +174,14 @@ class Trainer:
             if name is not None and not config.name:
                 config = replace(config, name=new_name(run_stem(name), config.runs_dir))
             with logged() if show else nullcontext():
-                self._open(config, parts, callbacks=callbacks, track=track or (), show=show, trust_run=trust_run)
+                self._open(
+                    config,
+                    parts,
+                    callbacks=callbacks,
+                    track=track or (),
+                    show=show,
+                    trust_run=trust_run,
+                )
         except GruppoError as error:
             error.args = (as_passed(str(error), config, changes),)
             raise
@@ -176,10 +201,14 @@ class Trainer:
         **options: Any,
     ) -> Trainer:
         """Open a stopped or killed run; see ``gruppo.resume``."""
-        return cls.open(path, Parts.of(model, data, reward, environment, tools, engine, validation), **options)
+        return cls.open(
+            path, Parts.of(model, data, reward, environment, tools, engine, validation), **options
+        )
 
     @classmethod
-    def open(cls, source: Config | str | Path, parts: Parts | None = None, **options: Any) -> Trainer:
+    def open(
+        cls, source: Config | str | Path, parts: Parts | None = None, **options: Any
+    ) -> Trainer:
         """Open a new run of a config, or the run in a folder; see ``start``."""
         trainer = cls.__new__(cls)
         trainer._open(source, parts, **options)
@@ -209,17 +238,25 @@ class Trainer:
             validate(source, parts)
             join_ranks(source)
             # absolute paths: the run may be continued, evaluated and exported from another folder
-            config = with_absolute_paths(replace(source, name=source.name or new_name("run", source.runs_dir)))
+            config = with_absolute_paths(
+                replace(source, name=source.name or new_name("run", source.runs_dir))
+            )
             # the name of rank 0: the ranks may read other clocks
             config = replace(config, name=dist.all_gather(config.name.encode())[0].decode())
             path = Path(config.runs_dir) / config.name
-            if dist.restarts() and (path / "config.json").is_file():  # torchrun gives the command again
+            if (
+                dist.restarts() and (path / "config.json").is_file()
+            ):  # torchrun gives the command again
                 source, is_new = path, False
         if not isinstance(source, Config):
             path = Path(source)
             check_is_run(path)
             place = path.resolve()  # wherever the config says that it is
-            config = replace(serialization.load(path / "config.json"), name=place.name, runs_dir=str(place.parent))
+            config = replace(
+                serialization.load(path / "config.json"),
+                name=place.name,
+                runs_dir=str(place.parent),
+            )
             if missing := missing_parts(config, parts):
                 raise GruppoError(f"""this run's {" and ".join(missing)} came from Python objects. Continue it with
                     gruppo.resume({str(path)!r}, {", ".join(f"{m}=..." for m in missing)}).""")
@@ -238,7 +275,9 @@ class Trainer:
             with dist.fail_together():  # before the model is opened, which may take minutes
                 if dist.is_main():  # the config of a new run is this user's own; the models that it names may not be
                     for place, names in models.items() if is_new else [(path, code)]:
-                        trust.check(place, names, trust_run=trust_run, trust_remote_code=trust_remote_code)
+                        trust.check(
+                            place, names, trust_run=trust_run, trust_remote_code=trust_remote_code
+                        )
                 if not is_new:
                     folder.open()
                 elif dist.is_main():
@@ -262,16 +301,25 @@ class Trainer:
                     folder.check_manifest(run, model_source, allow_changes=allow_changes)
                 is_restored = not is_new and folder.restore(run)
                 if not is_new and not run.is_complete:
-                    log.info("%s is incomplete: %d of %d steps are saved.", path, run.state.step, run.config.steps)
+                    log.info(
+                        "%s is incomplete: %d of %d steps are saved.",
+                        path,
+                        run.state.step,
+                        run.config.steps,
+                    )
                 if not is_restored:
                     folder.write_manifest(run, model_source)
             if run.async_rollouts is not None:
                 stack.callback(run.async_rollouts.join)
             stack.callback(run.engine.close)
             run.rewards.attach(path)
-            run.engine.sync(run.policy, run.state.version)  # until now it held the first weights, or none
+            run.engine.sync(
+                run.policy, run.state.version
+            )  # until now it held the first weights, or none
             if run.async_rollouts is not None:
-                stack.callback(run.async_rollouts.close)  # before the engine, whose end ends what is being sampled
+                stack.callback(
+                    run.async_rollouts.close
+                )  # before the engine, whose end ends what is being sampled
                 with dist.fail_together():
                     run.async_rollouts.open(path)
             # closed in reverse order: the screen gives the terminal back before anything else is printed
@@ -327,7 +375,9 @@ class Trainer:
     def __iter__(self) -> Iterator[Step]:
         """Run the steps that are left and yield each; a signal stops the run between two, in your own code too."""
         with self._running():
-            while (step := next(self.steps, None)) is not None:  # yield from would end the steps where a loop is left
+            while (
+                step := next(self.steps, None)
+            ) is not None:  # yield from would end the steps where a loop is left
                 yield step
             self.finish()
 
@@ -335,7 +385,10 @@ class Trainer:
         """Run one step: sample, score, update, and evaluate and save where that is due."""
         with self._running():
             if (step := next(self.steps, None)) is None:
-                done, after = f"{self.run.state.step} of {self.config.steps} steps", "Start another run for more."
+                done, after = (
+                    f"{self.run.state.step} of {self.config.steps} steps",
+                    "Start another run for more.",
+                )
                 if not self.is_complete:
                     after = f"Continue it with gruppo.Trainer.resume({str(self.folder)!r})."
                 raise GruppoError(f"the run {self.folder} has ended after {done}. {after}")
@@ -376,23 +429,35 @@ class Trainer:
         schedule, config = self.run.stage_schedule, self.config
         for name, value in params.items():
             if name not in SCHEDULED:
-                hint = peer_options.suggestion(name, [f"stage.{n}" for n in SCHEDULED], lambda n: n.split(".")[-1])
-                raise GruppoError(f"unknown step parameter {name}. {hint}It needs one of {', '.join(SCHEDULED)}.")
+                hint = peer_options.suggestion(
+                    name, [f"stage.{n}" for n in SCHEDULED], lambda n: n.split(".")[-1]
+                )
+                raise GruppoError(
+                    f"unknown step parameter {name}. {hint}It needs one of {', '.join(SCHEDULED)}."
+                )
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise GruppoError(f"set({name}={value!r}): it needs a number, or None for the schedule's.")
-            leaves = {f"{stage_path(config, index)}.{name}": value for index in range(len(config.plan))}
+                raise GruppoError(
+                    f"set({name}={value!r}): it needs a number, or None for the schedule's."
+                )
+            leaves = {
+                f"{stage_path(config, index)}.{name}": value for index in range(len(config.plan))
+            }
             try:
                 checks.check(serialization.change(config, leaves), self.policy.modality)
             except GruppoError as error:
                 raise GruppoError(f"set({name}={value}): {error}") from None
             lacks = {"kl_coef": self.run.reference is None, "sup_coef": self.run.demos is None}
             if value > 0 and lacks.get(name):
-                what = "reference to measure a KL against" if name == "kl_coef" else "demonstrations"
+                what = (
+                    "reference to measure a KL against" if name == "kl_coef" else "demonstrations"
+                )
                 raise GruppoError(f"""set({name}={value}): the run was built without {what}. Start it with a small
                     stage__{name}.""")
-        schedule.overrides = {n: value for n, value in {**schedule.overrides, **params}.items() if value is not None}
+        schedule.overrides = {
+            n: value for n, value in {**schedule.overrides, **params}.items() if value is not None
+        }
 
     def finish(self) -> Result:
         """Write the model of a complete run and return the result; called where the last step is done."""
@@ -411,10 +476,14 @@ class Trainer:
             if dist.is_main() and set(names := trust.imports_of_model(model)) - set(self._code):
                 trust.record(model, names)
         seconds, last = time.perf_counter() - self._began, state.step
-        if state.best is not None and state.best.get("returned_at") == last:  # the weights are those of the best step
+        if (
+            state.best is not None and state.best.get("returned_at") == last
+        ):  # the weights are those of the best step
             last = int(state.best["step"])
         before = next((e for e in state.evaluations if e["step"] == 0), None)
-        after = next((e for e in reversed(state.evaluations) if e["step"] == last and state.step), None)
+        after = next(
+            (e for e in reversed(state.evaluations) if e["step"] == last and state.step), None
+        )
         commands, tokens = next_commands(run, self.folder), int(state.totals["tokens"])
         costs = tuple(run.rewards.describe_usage(run.rewards.usage()))
         self._result = Result(self.folder, model, before, after, tokens, seconds, commands, costs)
@@ -467,10 +536,18 @@ def train(
     A mistake raises ``GruppoError``. Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 finishes what would be lost, saves, and raises
     ``gruppo.Stopped``; ``resume`` continues from there. A second Ctrl-C or SIGTERM stops at once.
     """
-    parts: Any = {"model": model, "data": data, "reward": reward, "environment": environment, "tools": tools}
+    parts: Any = {
+        "model": model,
+        "data": data,
+        "reward": reward,
+        "environment": environment,
+        "tools": tools,
+    }
     parts |= {"engine": engine, "validation": validation, "callbacks": callbacks, "track": track}
     with logged() if show else nullcontext():
-        with Trainer(config, steps=steps, show=show, trust_run=trust_run, **parts, **changes) as trainer:
+        with Trainer(
+            config, steps=steps, show=show, trust_run=trust_run, **parts, **changes
+        ) as trainer:
             result = trainer.train()
         return finish(result, show=show)
 
@@ -502,7 +579,13 @@ def resume(
     """
     parts = Parts.of(model, data, reward, environment, tools, engine, validation)
     trusts = {"trust_run": trust_run, "trust_remote_code": trust_remote_code}
-    options = {"callbacks": callbacks, "track": track, "allow_changes": allow_changes, "show": show, **trusts}
+    options = {
+        "callbacks": callbacks,
+        "track": track,
+        "allow_changes": allow_changes,
+        "show": show,
+        **trusts,
+    }
     with logged() if show else nullcontext():
         return finish(start(path, parts, **options), show=show)
 
@@ -514,7 +597,9 @@ def start(source: Config | str | Path, parts: Parts | None = None, **options: An
     ``show``, ``trust_run`` and ``trust_remote_code`` of ``resume``.
     """
     with Trainer.open(source, parts, **options) as trainer, trainer._running():
-        for _ in trainer.steps:  # not Trainer.train: few frames lead from the command line to backward
+        for (
+            _
+        ) in trainer.steps:  # not Trainer.train: few frames lead from the command line to backward
             pass
         return trainer.finish()
 
@@ -526,7 +611,10 @@ def finish(result: Result, *, show: bool) -> Result:
     from gruppo.view import report  # the doctor's rules take a moment to import
 
     folder = result.folder
-    drawings = {"curves": lambda: plot_run(folder, note=log.info), "report": lambda: report.write_report([folder])}
+    drawings = {
+        "curves": lambda: plot_run(folder, note=log.info),
+        "report": lambda: report.write_report([folder]),
+    }
     for what, draw in drawings.items():
         try:
             draw()
@@ -553,18 +641,29 @@ def on_these_ranks(config: Config, path: Path) -> Config:
         raise GruppoError(f"""{path} samples {config.rollout.prompts} prompts per step, too few for {ranks} ranks.
             Resume it on at most {config.rollout.prompts}.""")
     if config.distributed.shard == "hybrid" and ranks > 1 and not sharding.is_hybrid_possible():
-        log.warning("%s was sharded within machines; on this one, it is sharded over all %d ranks.", path, ranks)
+        log.warning(
+            "%s was sharded within machines; on this one, it is sharded over all %d ranks.",
+            path,
+            ranks,
+        )
         return replace(config, distributed=replace(config.distributed, shard="fsdp"))
     return config
 
 
 def next_commands(run: Run, path: Path) -> tuple[tuple[str, str], ...]:
     """Commands that work for a finished run, each with what it does."""
-    config, policy, gruppo, folder = run.config, run.policy, shlex.quote(command_name()), shlex.quote(str(path))
+    config, policy, gruppo, folder = (
+        run.config,
+        run.policy,
+        shlex.quote(command_name()),
+        shlex.quote(str(path)),
+    )
     needed = [part for part in missing_parts(config, Parts()) if part != "model"]
     # of a policy that was a Python object, final/ may hold weights alone, without what makes the policy
     is_opened = config.model != IN_MEMORY or any((path / "final").glob("*.json"))
-    reads_policy = policy.modality.rewards_read_reference and "reference" in run.rewards.requested_columns
+    reads_policy = (
+        policy.modality.rewards_read_reference and "reference" in run.rewards.requested_columns
+    )
     commands = []
     # a prompt to type: a held-out one, or one that was trained on, where a prompt is a text
     prompt = next(iter(held_out(run, 1)), run.example)
@@ -573,15 +672,34 @@ def next_commands(run: Run, path: Path) -> tuple[tuple[str, str], ...]:
         inputs = next((message["content"] for message in inputs if message["role"] == "user"), "")
     lines = str(inputs).strip().splitlines() if isinstance(inputs, str | int) else []
     if is_opened and lines and lines[0].isprintable():
-        commands.append((f"{gruppo} sample {folder} {shlex.quote(lines[0][:MAX_PROMPT])}", "sample from the model"))
-    if is_opened and run.state.evaluations and not needed and not (config.model == IN_MEMORY and reads_policy):
+        commands.append(
+            (
+                f"{gruppo} sample {folder} {shlex.quote(lines[0][:MAX_PROMPT])}",
+                "sample from the model",
+            )
+        )
+    if (
+        is_opened
+        and run.state.evaluations
+        and not needed
+        and not (config.model == IN_MEMORY and reads_policy)
+    ):
         commands.append((f"{gruppo} eval {folder}", "evaluate it again"))
     commands.append((f"{gruppo} doctor {folder}", "check its metrics for problems"))
     if not needed and config.model != IN_MEMORY:
         # a last stage of a fixed length would refuse more steps
-        to_the_end = f" --{stage_path(config, len(config.plan) - 1)}.steps 0" if config.plan[-1].steps else ""
+        to_the_end = (
+            f" --{stage_path(config, len(config.plan) - 1)}.steps 0"
+            if config.plan[-1].steps
+            else ""
+        )
         file = shlex.quote(str(path / "config.json"))
-        commands.append((f"{gruppo} train {file} --steps {2 * config.steps}{to_the_end}", "train again, for longer"))
+        commands.append(
+            (
+                f"{gruppo} train {file} --steps {2 * config.steps}{to_the_end}",
+                "train again, for longer",
+            )
+        )
     return tuple(commands)
 
 
@@ -599,7 +717,9 @@ def explain(config: Config, *, gpus: int = 1, trust_run: bool = False) -> list[s
     with importing([*trust.imports(settings), *chain(*models.values())]):
         here = config.without_servers  # they need not run yet
         run = build(here, Parts())[0]
-        return dry_run.explain(run, gpus=gpus, samples_here=here is config, is_colocated=config.engine.colocated)
+        return dry_run.explain(
+            run, gpus=gpus, samples_here=here is config, is_colocated=config.engine.colocated
+        )
 
 
 def join_ranks(config: Config) -> None:
@@ -621,15 +741,22 @@ def check_equal_ranks(config: Config) -> None:
     functions = (config.model, *config.reward, *config.environment.names, config.engine.kind)
     own |= {f"the code of {name}": code_digest(name) for name in functions}
     sources = sorted(Path(__file__).parent.rglob("*.py"))
-    own["gruppo's code"] = hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()
-    check_equal(own | {f"the version of {name}": version for name, version in environment()["versions"].items()})
+    own["gruppo's code"] = hashlib.sha256(
+        b"".join(file.read_bytes() for file in sources)
+    ).hexdigest()
+    check_equal(
+        own
+        | {f"the version of {name}": version for name, version in environment()["versions"].items()}
+    )
 
 
 def check_equal(own: dict[str, Any]) -> None:
     """A collective: refuse ranks whose values differ from those of rank 0, and name the first that does."""
     first, *others = (json.loads(part) for part in dist.all_gather(json.dumps(own).encode()))
     for number, other in enumerate(others, start=1):
-        for name in sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name)):
+        for name in sorted(
+            name for name in first.keys() | other.keys() if first.get(name) != other.get(name)
+        ):
             theirs, ours = (str(values.get(name)) for values in (other, first))
             raise GruppoError(f"""rank {number} differs from rank 0 in {name}: {theirs:.40}, not {ours:.40}. Give all
                 ranks the same command, files and versions.""")
@@ -667,6 +794,10 @@ def as_passed(message: str, config: Config, changes: Iterable[str]) -> str:
 
     def in_python(match: re.Match[str]) -> str:
         dotted = match[0].removeprefix("--").replace("-", "_")
-        return dotted.replace(".", "__") if dotted in (known if match[0].startswith("--") else changed) else match[0]
+        return (
+            dotted.replace(".", "__")
+            if dotted in (known if match[0].startswith("--") else changed)
+            else match[0]
+        )
 
     return re.sub(r"(?<![\w.-])(?:--)?[a-z][\w-]*(?:\.\w[\w-]*)*(?![.-]?\w)", in_python, message)

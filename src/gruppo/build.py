@@ -26,7 +26,14 @@ from gruppo.data.restoration import WithReference
 from gruppo.data.source import Curriculum, IndexedSource, prompt_key
 from gruppo.distributed import sharding
 from gruppo.engines import LocalEngine
-from gruppo.environments import ConversationEngine, Environment, EnvironmentClass, is_adapter, is_class, open_adapter
+from gruppo.environments import (
+    ConversationEngine,
+    Environment,
+    EnvironmentClass,
+    is_adapter,
+    is_class,
+    open_adapter,
+)
 from gruppo.loading import absolute_path, absolute_spec, importing, load_object, split_names
 from gruppo.modalities import find_modality
 from gruppo.modalities.common.critic import SharedCritic
@@ -69,11 +76,27 @@ class Parts:
     @property
     def names(self) -> list[str]:
         """Parts that are names."""
-        parts = (self.data, self.environment, self.engine, self.validation, *(self.rewards or ()), *(self.tools or ()))
+        parts = (
+            self.data,
+            self.environment,
+            self.engine,
+            self.validation,
+            *(self.rewards or ()),
+            *(self.tools or ()),
+        )
         return [part for part in parts if isinstance(part, str)]
 
     @classmethod
-    def of(cls, model: Any, data: Any, reward: Any, environment: Any, tools: Any, engine: Any, validation: Any) -> Self:
+    def of(
+        cls,
+        model: Any,
+        data: Any,
+        reward: Any,
+        environment: Any,
+        tools: Any,
+        engine: Any,
+        validation: Any,
+    ) -> Self:
         """Check what a caller gave; names stay in the config."""
         if model is not None and not isinstance(model, str | os.PathLike | Policy):
             raise GruppoError(f"""model is a {type(model).__name__}; it needs a name, a folder, or a policy (a
@@ -81,7 +104,11 @@ class Parts:
                 module with gruppo.from_module, one that denoises with gruppo.DenoiserPolicy, one that restores images
                 with gruppo.RestorationPolicy.""")
         kinds = (str, os.PathLike, Mapping, EnvironmentClass)
-        if environment is not None and not callable(environment) and not isinstance(environment, kinds):
+        if (
+            environment is not None
+            and not callable(environment)
+            and not isinstance(environment, kinds)
+        ):
             raise GruppoError(f"""environment is {environment!r:.80} ({type(environment).__name__}); it needs to be a
                 class with reset, a function such as def reply(text, state) that returns what is said next or None, or
                 a name, file.py:Class or file.py:function.""")
@@ -91,7 +118,13 @@ class Parts:
             raise GruppoError(f"""tools is {tools!r:.80} ({type(tools).__name__}); it needs to be a list of functions,
                 or of their names, file.py:function.""")
         policy = model if isinstance(model, Policy) else None
-        rewards = None if reward is None else list(reward) if isinstance(reward, list | tuple) else [reward]
+        rewards = (
+            None
+            if reward is None
+            else list(reward)
+            if isinstance(reward, list | tuple)
+            else [reward]
+        )
         engine = None if isinstance(engine, str | os.PathLike) else engine
         return cls(policy, data, rewards, environment, tools, engine, validation)
 
@@ -118,7 +151,11 @@ def validate(config: Config, parts: Parts) -> None:
         checks.check(config, modality)
     if missing := missing_parts(config, parts):
         reply = "--environment.reply" if config.environment.reply else "--environment"
-        named = {"environment": reply, "tools": "--environment.tools", "validation": "--evaluation.data"}
+        named = {
+            "environment": reply,
+            "tools": "--environment.tools",
+            "validation": "--evaluation.data",
+        }
         options = [named.get(name, f"--{name}") for name in missing]
         raise GruppoError(f"""the {" and ".join(missing)} of this config came from Python objects, which a file does not
             hold. Set {" and ".join(options)}.""")
@@ -137,15 +174,21 @@ def with_absolute_paths(config: Config) -> Config:
             return absolute_spec(name)
         kind, *parts = split_names(name)
         if kind in ("images", "degrade", "pairs"):  # a decimal part is a size of images
-            return ":".join([kind, *(part if part.isdecimal() else absolute_path(part) for part in parts)])
+            return ":".join(
+                [kind, *(part if part.isdecimal() else absolute_path(part) for part in parts)]
+            )
         generated = ("arithmetic", "reasoning_gym", "verifiers", "digits", "photos", "lines")
         return name if kind in generated else absolute_path(name)
 
     environment, engine = config.environment, config.engine
-    specs: dict[str, Any] = {name: absolute_spec(getattr(environment, name)) for name in ("kind", "reply")}
+    specs: dict[str, Any] = {
+        name: absolute_spec(getattr(environment, name)) for name in ("kind", "reply")
+    }
     # unlike a path to read, a folder to write need not exist yet
     folders = {name: getattr(engine, name) for name in ("replay", "publish_dir")}
-    folders = {name: path and os.path.abspath(os.path.expanduser(path)) for name, path in folders.items()}
+    folders = {
+        name: path and os.path.abspath(os.path.expanduser(path)) for name, path in folders.items()
+    }
     config = replace(
         config,
         model=model(config.model),
@@ -157,10 +200,14 @@ def with_absolute_paths(config: Config) -> Config:
         critic=replace(config.critic, model=model(config.critic.model)),
         lora=replace(config.lora, adapter=absolute_path(config.lora.adapter)),
         track=tuple(map(absolute_spec, config.track)),
-        environment=replace(environment, **specs, tools=tuple(map(absolute_spec, environment.tools))),
+        environment=replace(
+            environment, **specs, tools=tuple(map(absolute_spec, environment.tools))
+        ),
         engine=replace(engine, **folders, kind=absolute_spec(engine.kind)),
     )
-    return find_modality(config.model).absolute_paths(config, lambda name: absolute_spec(absolute_path(name)))
+    return find_modality(config.model).absolute_paths(
+        config, lambda name: absolute_spec(absolute_path(name))
+    )
 
 
 def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
@@ -171,9 +218,17 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
             without a prompt. Set --rollout.prompts {dist.world_size()} or more, or start fewer ranks.""")
     data = config.data if parts.data is None else parts.data
     is_sharded = sharding.request(config.distributed.shard)
-    columns: Any = {"prompt_column": prompts.column, "target_column": prompts.target_column, "seed": config.seed}
-    fraction = 0.0 if own_validation else prompts.held_out_fraction  # with validation data, all others are trained on
-    source = open_source(data, held_out_fraction=fraction, difficulty_column=prompts.difficulty_column, **columns)
+    columns: Any = {
+        "prompt_column": prompts.column,
+        "target_column": prompts.target_column,
+        "seed": config.seed,
+    }
+    fraction = (
+        0.0 if own_validation else prompts.held_out_fraction
+    )  # with validation data, all others are trained on
+    source = open_source(
+        data, held_out_fraction=fraction, difficulty_column=prompts.difficulty_column, **columns
+    )
     sources: list[Any] = [source]
     validation: Any = None
     if own_validation:
@@ -189,7 +244,9 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
         policy, origin = modality.adapt(config, parts.model, source), {"name": config.model}
     else:
         policy, origin = modality.open(config, source)
-    if policy.modality is not modality:  # a function made another kind of policy than its name could tell
+    if (
+        policy.modality is not modality
+    ):  # a function made another kind of policy than its name could tell
         modality = policy.modality
         checks.check(config, modality)
     config = place(policy, config)
@@ -216,13 +273,20 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
         critic = modality.critic(config, policy, source) or SharedCritic(policy)
     engine: Any = open_engine(config, parts, policy, sampling, source)
     check_lag(config, engine)
-    components: dict[str, Any] = {"reference": reference, "critic": critic, "demos": demos, "validation": validation}
+    components: dict[str, Any] = {
+        "reference": reference,
+        "critic": critic,
+        "demos": demos,
+        "validation": validation,
+    }
     if parts.engine is None and config.engine.kind == "vllm":
         components |= {"progress": engine.progress, "engine_metrics": engine.metrics}
         components |= {"before_update": engine.sleep} if config.engine.colocated else {}
     if environment is not None:
         engine = ConversationEngine(engine, environment, policy.check_prompt)
-    if config.optim.recompute == "layer":  # after the reference, which has no backward pass, was copied
+    if (
+        config.optim.recompute == "layer"
+    ):  # after the reference, which has no backward pass, was copied
         policy.recompute()
         if critic is not None:
             critic.recompute()
@@ -230,7 +294,9 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
     components |= {"sampling": sampling, "environment": environment}
     # the optimizer after sharding, which replaces parameters
     run = Run(config, policy, engine, source, rewards, adamw(policy, critic, config), **components)
-    is_evaluated = bool(rewards.names) or policy.renders_images  # without rewards, images are still shown
+    is_evaluated = (
+        bool(rewards.names) or policy.renders_images
+    )  # without rewards, images are still shown
     if is_evaluated and config.evaluation.prompts and not held_out(run, config.evaluation.prompts):
         log.warning(
             "the data have no held-out prompts: nothing is evaluated. Set --prompts.held-out-fraction above 0 for "
@@ -248,7 +314,9 @@ def warn_of_overlap(run: Run) -> None:
         return
     prompts = [prompt.inputs for prompt in held_out(run, run.config.evaluation.prompts)]
     evaluated = {prompt_key(inputs) for inputs in prompts if isinstance(inputs, str | list)}
-    if common := evaluated & {prompt_key(prompt.inputs) for prompt in run.source.all_prompts() if evaluated}:
+    if common := evaluated & {
+        prompt_key(prompt.inputs) for prompt in run.source.all_prompts() if evaluated
+    }:
         log.warning(
             "%d of %d prompts of the validation data %s are trained on too, so their rewards measure memory. Remove "
             "them from one of the two.",
@@ -286,9 +354,13 @@ def place(policy: Policy, config: Config) -> Config:
             raise GruppoError(f"""--device cuda: {problem}. Set --device cpu, or install a torch that supports this GPU
                 and driver.""")
         if not has_cuda:
-            raise GruppoError("--device cuda: torch finds no CUDA device. Set --device cpu, or install a CUDA build.")
+            raise GruppoError(
+                "--device cuda: torch finds no CUDA device. Set --device cpu, or install a CUDA build."
+            )
         device = f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}"
-        torch.backends.cudnn.allow_tf32 = False  # 10 bits of a convolution are too few for a ratio of 1
+        torch.backends.cudnn.allow_tf32 = (
+            False  # 10 bits of a convolution are too few for a ratio of 1
+        )
     if device == "mps" and not torch.backends.mps.is_available():
         raise GruppoError("--device mps: torch finds no Metal device. Set --device cpu.")
     # a policy to be sharded is moved later, a unit at a time: the whole may not fit on one device
@@ -296,19 +368,27 @@ def place(policy: Policy, config: Config) -> Config:
         policy.to(torch.device(device))
     is_half = policy.compute_dtype == torch.bfloat16
     if dist.all_max(int(is_half)) and dist.all_max(int(not is_half)):
-        raise GruppoError("the ranks measured different --compute to be faster. Set --compute float32 or bfloat16.")
+        raise GruppoError(
+            "the ranks measured different --compute to be faster. Set --compute float32 or bfloat16."
+        )
     compute: Any = str(policy.compute_dtype).removeprefix("torch.")
     return replace(config, compute=compute)
 
 
-def shard(config: Config, policy: Policy, reference: Reference | None, critic: Critic | None) -> dict[str, Any]:
+def shard(
+    config: Config, policy: Policy, reference: Reference | None, critic: Critic | None
+) -> dict[str, Any]:
     """Shard all weights over ranks, in place; return digests of them from before and of this rank's shards, for Run.
 
     Last of all: copies are made, and an engine is checked, with whole weights.
     """
-    device = torch.device(config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(
+        config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    )
     chosen = config.distributed
-    apply = partial(sharding.shard, mode=chosen.shard, device=device, is_offloaded=chosen.offload_params)
+    apply = partial(
+        sharding.shard, mode=chosen.shard, device=device, is_offloaded=chosen.offload_params
+    )
     frozen = {} if reference is None else reference.frozen_state_dict()
     sha256 = {"reference_sha256": digest(frozen) if frozen else None}
     if reference is not None or config.model == IN_MEMORY:
@@ -318,7 +398,9 @@ def shard(config: Config, policy: Policy, reference: Reference | None, critic: C
         critic.shard(apply)
     if reference is not None:
         reference.shard(apply)
-        frozen = {name: sharding.local(tensor) for name, tensor in reference.frozen_state_dict().items()}
+        frozen = {
+            name: sharding.local(tensor) for name, tensor in reference.frozen_state_dict().items()
+        }
         sha256["reference_shards_sha256"] = digest(frozen) if frozen else None
     return sha256
 
@@ -332,26 +414,44 @@ def open_engine(config: Config, parts: Parts, policy: Policy, sampling: Any, sou
         if engine is None:
             function = load_object(chosen.kind)
             if not callable(function):
-                raise GruppoError(f"{chosen.kind} is a {type(function).__name__}; it needs a function of a policy.")
+                raise GruppoError(
+                    f"{chosen.kind} is a {type(function).__name__}; it needs a function of a policy."
+                )
             engine = function(policy)
         # 0.1 nats: an engine from outside may have arithmetic of its own, such as bfloat16
-        check_engine(engine, policy, peek(source, PROMPTS_CHECKED), sampling=sampling, tolerance=0.1)
+        check_engine(
+            engine, policy, peek(source, PROMPTS_CHECKED), sampling=sampling, tolerance=0.1
+        )
         return engine
 
     # servers of vLLM, each of which is found to fit this run
     from gruppo.engines.vllm import NcclTransfer, Proof, VllmEngine
 
     # a batch system may start the servers of a resumed run elsewhere
-    urls = [url for url in (os.environ.get("GRUPPO_ENGINE_URLS") or ",".join(chosen.urls)).split(",") if url]
+    urls = [
+        url
+        for url in (os.environ.get("GRUPPO_ENGINE_URLS") or ",".join(chosen.urls)).split(",")
+        if url
+    ]
     run_folder = Path(config.runs_dir).absolute() / config.name
-    folder = Path(chosen.publish_dir) / config.name if chosen.publish_dir else run_folder / "published"
+    folder = (
+        Path(chosen.publish_dir) / config.name if chosen.publish_dir else run_folder / "published"
+    )
     proof = Proof(policy, peek(source, PROMPTS_PROBED), sampling, max_mismatch=chosen.max_mismatch)
-    nccl = NcclTransfer(policy.device, timeout_s=chosen.timeout_s) if chosen.transfer == "nccl" else None
+    nccl = (
+        NcclTransfer(policy.device, timeout_s=chosen.timeout_s)
+        if chosen.transfer == "nccl"
+        else None
+    )
     limits: Any = {"timeout_s": chosen.timeout_s, "max_inflight": chosen.max_inflight}
-    servers = VllmEngine(policy, urls, folder, proof=proof, nccl=nccl, is_colocated=chosen.colocated, **limits)
+    servers = VllmEngine(
+        policy, urls, folder, proof=proof, nccl=nccl, is_colocated=chosen.colocated, **limits
+    )
     try:
         # the longest prompts of the data, by their texts, show whether the servers' context is long enough
-        prompts = sorted(source.all_prompts(), key=lambda prompt: len(str(prompt.inputs)))[-64:] or peek(source, 64)
+        prompts = sorted(source.all_prompts(), key=lambda prompt: len(str(prompt.inputs)))[
+            -64:
+        ] or peek(source, 64)
         servers.check(policy.longest_prompt(prompts) + sampling.max_actions)
     except BaseException:
         servers.close()
@@ -378,7 +478,10 @@ def open_reference(config: Config, policy: Policy, *, is_read: bool = False) -> 
 
     ``is_read``: whether a reward does.
     """
-    chosen, renewed = config.reference, [index for index, stage in enumerate(config.plan) if stage.new_reference]
+    chosen, renewed = (
+        config.reference,
+        [index for index, stage in enumerate(config.plan) if stage.new_reference],
+    )
     if not has_reference(config, policy.modality) and not (is_read and renewed):
         if renewed:
             raise unread_error(f"{stage_path(config, renewed[0])}.new_reference")
@@ -388,14 +491,20 @@ def open_reference(config: Config, policy: Policy, *, is_read: bool = False) -> 
     if has_adapter(policy.module):
         if chosen.place != "device":
             raise storage_error(config)
-        return ReferenceModel(policy, rule="adapter_off" if is_frozen else "ema", rate=rate, every=every)
+        return ReferenceModel(
+            policy, rule="adapter_off" if is_frozen else "ema", rate=rate, every=every
+        )
     if chosen.place == "cpu" and policy.device.type == "cpu":
-        log.info("reference.place=cpu saves nothing here: the device is the CPU. --reference.place disk does.")
+        log.info(
+            "reference.place=cpu saves nothing here: the device is the CPU. --reference.place disk does."
+        )
     # the first folder that exists; the system's folder for temporary files may be memory
     runs_dir = Path(config.runs_dir).absolute()
     folder = next((place for place in (runs_dir, *runs_dir.parents) if place.is_dir()), Path("/"))
     rule: Rule = "frozen" if is_frozen else "ema"
-    return ReferenceModel(policy, rule=rule, rate=rate, every=every, storage=chosen.place, folder=folder)
+    return ReferenceModel(
+        policy, rule=rule, rate=rate, every=every, storage=chosen.place, folder=folder
+    )
 
 
 def with_reference(source: Any, policy: Policy, reference: Reference | None) -> Any:
@@ -405,10 +514,14 @@ def with_reference(source: Any, policy: Policy, reference: Reference | None) -> 
     """
     if "reference" in (source.columns or ()):
         return source
-    if isinstance(source, Curriculum):  # what decides which prompts are drawn stays the run's source
+    if isinstance(
+        source, Curriculum
+    ):  # what decides which prompts are drawn stays the run's source
         source.source = with_reference(source.source, policy, reference)
         return source
-    first = policy.at(deepcopy(policy.module).requires_grad_(False)) if reference is None else policy
+    first = (
+        policy.at(deepcopy(policy.module).requires_grad_(False)) if reference is None else policy
+    )
 
     def restore(images: torch.Tensor) -> torch.Tensor:
         active = nullcontext(first) if reference is None else reference.active()
@@ -427,14 +540,21 @@ def open_rewards(
     weights: Sequence[float] | None = config.scoring.weights
     own = {} if environment is None else environment.rewards
     processes = RewardProcesses(config.seed) if config.scoring.isolate and CAN_ISOLATE else None
-    functions = [*(resolve_reward(reward, processes) for reward in parts.rewards or config.reward), *own.values()]
+    functions = [
+        *(resolve_reward(reward, processes) for reward in parts.rewards or config.reward),
+        *own.values(),
+    ]
     weights = weights if weights is None else [*weights, *(1.0 for _ in own)]
-    rewards = RewardSet(functions, weights, config.scoring.timeout_s, may_be_empty=not learns_from_samples(config))
+    rewards = RewardSet(
+        functions, weights, config.scoring.timeout_s, may_be_empty=not learns_from_samples(config)
+    )
     for source in sources:
         if source.columns is None:  # unknown before it is drawn from
             continue
         # the data's columns, and the target as answer and target
-        columns = {*source.columns} | ({"answer", "target"} if targets & {*source.columns} else set())
+        columns = {*source.columns} | (
+            {"answer", "target"} if targets & {*source.columns} else set()
+        )
         if environment is not None:
             if taken := sorted({*source.columns} & environment.shadowed - {config.prompts.column}):
                 raise DataError(f"""{source.name} has a column {taken[0]!r}, and an environment is given something else
@@ -464,7 +584,9 @@ def open_rewards(
     if by and by not in rewards.names:
         raise GruppoError(f"""rollout.refill_by={by!r} is none of this run's rewards, {", ".join(rewards.names)}. Set
             --rollout.refill-by to one of them, or leave it out for their sum.""")
-    config.objective.check_rewards(of_steps=rewards.has_step_rewards, of_rows=rewards.has_outcome_rewards)
+    config.objective.check_rewards(
+        of_steps=rewards.has_step_rewards, of_rows=rewards.has_outcome_rewards
+    )
     return rewards, environment
 
 
@@ -492,7 +614,9 @@ def adamw(policy: Policy, critic: Critic | None, config: Config) -> torch.optim.
         options = {"is_critic": False, "lr_factor": group.lr_factor, "norm": group.norm}
         kinds.append(([own[name] for name in group.names], options))
     # The critic's parameters follow the policy's, as in Run.parameters.
-    if critic is not None:  # a head on the policy's trunk is clipped with it, a network of its own apart
+    if (
+        critic is not None
+    ):  # a head on the policy's trunk is clipped with it, a network of its own apart
         norm = "norm" if critic.is_shared else "critic_norm"
         params = [p for p in critic.module.parameters() if p.requires_grad]
         kinds.append((params, {"is_critic": True, "lr_factor": 1.0, "norm": norm}))
@@ -500,7 +624,9 @@ def adamw(policy: Policy, critic: Critic | None, config: Config) -> torch.optim.
     for params, options in kinds:
         # sharded and whole parameters apart, since AdamW steps over all of a group at once
         for is_sharded in (True, False):
-            alike = [parameter for parameter in params if sharding.is_sharded(parameter) == is_sharded]
+            alike = [
+                parameter for parameter in params if sharding.is_sharded(parameter) == is_sharded
+            ]
             groups += [{"params": alike, **options}] if alike else []
     settings: Any = {"betas": optim.betas, "eps": optim.eps, "weight_decay": optim.weight_decay}
     return torch.optim.AdamW(groups, lr=optim.lr, fused=True, **settings)

@@ -77,12 +77,16 @@ def export(
     converter = _converter(is_adapter=is_adapter_kept) if gguf else []
     repository = create_repository(push, private=private) if push else ""
     trusts = {"trust_run": trust_run, "trust_remote_code": trust_remote_code}
-    policy = None if is_adapter_kept else load_policy(model, compute="float32", is_merged=True, **trusts)
+    policy = (
+        None if is_adapter_kept else load_policy(model, compute="float32", is_merged=True, **trusts)
+    )
     with tempfile.TemporaryDirectory() as work:
         target = Path(work) / (push.split("/")[-1] or "model") if folder is None else folder
         with checkpoint.replacing(target) as temporary:
             if policy is None:
-                shutil.copytree(path, temporary, dirs_exist_ok=True, ignore=shutil.ignore_patterns(SEAL))
+                shutil.copytree(
+                    path, temporary, dirs_exist_ok=True, ignore=shutil.ignore_patterns(SEAL)
+                )
             else:
                 policy.save_with_origin(temporary)
             if gguf:
@@ -91,7 +95,13 @@ def export(
             trust.record(folder, trust.imports_of_model(folder))
         try:
             write_card(target, model, license=license, is_online=bool(push))
-        except (OSError, ValueError, KeyError, TypeError, GruppoError) as error:  # of a damaged run; its model is whole
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            GruppoError,
+        ) as error:  # of a damaged run; its model is whole
             log.warning("%s has no model card: %s", target.name, " ".join(str(error).split()))
         if repository:
             repository = upload(target, repository, is_kept=folder is not None)
@@ -107,9 +117,13 @@ def _converter(*, is_adapter: bool) -> list[str]:
     if source := os.environ.get(LLAMA_CPP):
         if (file := Path(source).expanduser() / script).is_file():
             return [sys.executable, str(file)]
-        raise GruppoError(f"{LLAMA_CPP}={source} has no {script}. Set it to the folder of llama.cpp's source.")
+        raise GruppoError(
+            f"{LLAMA_CPP}={source} has no {script}. Set it to the folder of llama.cpp's source."
+        )
     places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    if found := next(filter(None, (shutil.which(name, path=places) for name in (script, *commands))), None):
+    if found := next(
+        filter(None, (shutil.which(name, path=places) for name in (script, *commands))), None
+    ):
         return [found]
     raise GruppoError(f"""--gguf needs llama.cpp's converter, and {script} was not found. Set {LLAMA_CPP} to the folder
         of llama.cpp's source (docs/guides/publishing.md).""")
@@ -120,12 +134,21 @@ def _convert(converter: list[str], model: Path, source: Path, *, name: str) -> N
     options = []
     if (model / CONFIG).is_file():
         # the converter needs the config of the base, not its weights; without --base, it asks the hub for it
-        names = (BUNDLED[name]().path if name in BUNDLED else Path(name) for name in read_adapter(source).base_names)
-        options = next((["--base", str(base)] for base in names if (base / "config.json").is_file()), [])
+        names = (
+            BUNDLED[name]().path if name in BUNDLED else Path(name)
+            for name in read_adapter(source).base_names
+        )
+        options = next(
+            (["--base", str(base)] for base in names if (base / "config.json").is_file()), []
+        )
     elif not (model / "config.json").is_file():
-        raise GruppoError("--gguf converts language models of transformers, and this model is none. Leave it out.")
+        raise GruppoError(
+            "--gguf converts language models of transformers, and this model is none. Leave it out."
+        )
     command = [*converter, str(model), "--outfile", str(model / f"{name}-{{FTYPE}}.gguf"), *options]
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        command, capture_output=True, encoding="utf-8", errors="replace", stdin=subprocess.DEVNULL
+    )
     if done.returncode or not any(model.glob("*.gguf")):
         lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
         raise GruppoError(f"""llama.cpp's converter {converter[-1]} failed:
@@ -142,7 +165,9 @@ def _hub_errors(repository: str, advice: str) -> Iterator[None]:
         yield
     except Exception as error:  # of the client, of its HTTP library, of the network
         text = " ".join(str(getattr(error, "server_message", None) or error).split())
-        raise GruppoError(f"{repository} was not pushed: {type(error).__name__}: {text:.300}. {advice}") from error
+        raise GruppoError(
+            f"{repository} was not pushed: {type(error).__name__}: {text:.300}. {advice}"
+        ) from error
 
 
 def create_repository(name: str, *, private: bool | None, token: str | None = None) -> str:
@@ -150,13 +175,19 @@ def create_repository(name: str, *, private: bool | None, token: str | None = No
     from huggingface_hub import HfApi, get_token
 
     if not (token or get_token()):
-        raise GruppoError("pushing to the hub needs a token, and there is none. Run hf auth login, or set HF_TOKEN.")
+        raise GruppoError(
+            "pushing to the hub needs a token, and there is none. Run hf auth login, or set HF_TOKEN."
+        )
     hub = HfApi(token=token)
-    with _hub_errors(name, f"Check the name, the connection, and that your token may write to {hub.endpoint}."):
+    with _hub_errors(
+        name, f"Check the name, the connection, and that your token may write to {hub.endpoint}."
+    ):
         created = hub.create_repo(name, private=private or None, exist_ok=True).repo_id
         is_public = private and not hub.model_info(created).private
     if is_public:  # of one that exists, the hub ignores the argument
-        raise GruppoError(f"{created} exists and is public. Make it private on the hub, or name another one.")
+        raise GruppoError(
+            f"{created} exists and is public. Make it private on the hub, or name another one."
+        )
     return created
 
 
@@ -176,12 +207,18 @@ def upload(
     from huggingface_hub import HfApi
 
     again = f"What is written can be pushed with: hf upload {repository} {model}"
-    with _hub_errors(repository, again if is_kept else "Nothing is kept of what was to be pushed; push again."):
+    with _hub_errors(
+        repository, again if is_kept else "Nothing is kept of what was to be pushed; push again."
+    ):
         hub = HfApi(token=token)
         if revision is not None:
             hub.create_branch(repository, branch=revision, exist_ok=True)
         commit = hub.upload_folder(
-            repo_id=repository, folder_path=model, revision=revision, commit_message=message, delete_patterns=REPLACED
+            repo_id=repository,
+            folder_path=model,
+            revision=revision,
+            commit_message=message,
+            delete_patterns=REPLACED,
         )
     return str(commit.commit_url)
 
@@ -192,10 +229,15 @@ def write_card(model: Path, run: str | Path, *, license: str = "", is_online: bo
     ``run``: the run's folder or its final model. Other models have no card. ``is_online``: ask the hub for a license.
     """
     path = Path(run).expanduser()
-    folder = next((place for place in (path, path.parent) if (place / "manifest.json").is_file()), None)
+    folder = next(
+        (place for place in (path, path.parent) if (place / "manifest.json").is_file()), None
+    )
     if folder is None or not (folder / "config.json").is_file():
         return
-    name, origin = serialization.load(folder / "config.json").model, read_json(folder / "manifest.json")["model"]
+    name, origin = (
+        serialization.load(folder / "config.json").model,
+        read_json(folder / "manifest.json")["model"],
+    )
     match = re.fullmatch(r"(?:diffusers:)?([\w.-]+/[\w.-]+)", name)
     base, known = (match[1], "") if match else ORIGINS.get(origin.get("source", ""), ("", ""))
     picture = folder / "plots" / "overview.png"
@@ -206,14 +248,20 @@ def write_card(model: Path, run: str | Path, *, license: str = "", is_online: bo
         shutil.copyfile(picture, model / PICTURE)
     steps, best = checkpoint.steps(folder / "checkpoints"), None
     if steps:
-        best = read_json(folder / "checkpoints" / checkpoint.name_of(steps[-1]) / "state.json")["best"]
+        best = read_json(folder / "checkpoints" / checkpoint.name_of(steps[-1]) / "state.json")[
+            "best"
+        ]
     license = license or known
     if not license:  # that of the base model's card; without one or a connection, our card says that it is not stated
         from huggingface_hub import ModelCard, hf_hub_download
 
         with suppress(Exception):
             here = Path(base or name) / CARD
-            file = here if here.parent.is_dir() else hf_hub_download(base or name, CARD, local_files_only=not is_online)
+            file = (
+                here
+                if here.parent.is_dir()
+                else hf_hub_download(base or name, CARD, local_files_only=not is_online)
+            )
             license = str(ModelCard.load(file).data.license or "")
     step = best["step"] if best and best.get("returned_at") == steps[-1] else None
     shown = PICTURE if picture.is_file() else ""

@@ -49,7 +49,13 @@ def is_loopback(host: str) -> bool:
 
 
 async def request_json(
-    client: Any, method: str, path: str, body: Any = None, *, timeout_s: float | None, is_text: bool = False
+    client: Any,
+    method: str,
+    path: str,
+    body: Any = None,
+    *,
+    timeout_s: float | None,
+    is_text: bool = False,
 ) -> Any:
     """Return the JSON of an answer, {} for an empty one, or with ``is_text`` other text; else ServerError.
 
@@ -62,12 +68,16 @@ async def request_json(
         async with asyncio.timeout(timeout_s):
             answer = await client.request(method, path, json=body)
     except TimeoutError:
-        raise ServerError(f"{route} had no answer within {timeout_s:g} s", is_timeout=True) from None
+        raise ServerError(
+            f"{route} had no answer within {timeout_s:g} s", is_timeout=True
+        ) from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:  # refused, reset, truncated
         raise ServerError(f"{route}: {str(error) or type(error).__name__}") from None
     if answer.status_code >= 300:  # redirects are not followed
         status, what = answer.status_code, answer.text
-        with suppress(ValueError, RecursionError, StopIteration):  # the message of an error in JSON, else its text
+        with suppress(
+            ValueError, RecursionError, StopIteration
+        ):  # the message of an error in JSON, else its text
             found = json.loads(what)
             while isinstance(found, dict):
                 found = next(found[key] for key in ("message", "error", "detail") if key in found)
@@ -85,4 +95,6 @@ async def request_json(
     except (ValueError, RecursionError):  # RecursionError: nested too deep
         if is_text:
             return answer.text
-        raise ServerError(f"{route} answered with something that is not JSON: {answer.text[:80]!r}") from None
+        raise ServerError(
+            f"{route} answered with something that is not JSON: {answer.text[:80]!r}"
+        ) from None

@@ -35,7 +35,12 @@ log = logging.getLogger("gruppo")
 
 
 def load_policy(
-    model: str | Path, *, compute: Any = "auto", trust_run: bool = False, trust_remote_code: bool = False, **kwargs: Any
+    model: str | Path,
+    *,
+    compute: Any = "auto",
+    trust_run: bool = False,
+    trust_remote_code: bool = False,
+    **kwargs: Any,
 ) -> Policy:
     """Open the policy of a run, a folder, a bundled model, a hub id or FILE.py:FUNCTION.
 
@@ -45,8 +50,15 @@ def load_policy(
     name = model_of(model)
     path = Path(name)
     # in a folder that is here, it is no hub id
-    if not names_function(name) and not path.exists() and path.parent != Path() and path.parent.is_dir():
-        raise GruppoError(f"there is no {path.name} in {path.parent}. Name a run's folder or a model that is there.")
+    if (
+        not names_function(name)
+        and not path.exists()
+        and path.parent != Path()
+        and path.parent.is_dir()
+    ):
+        raise GruppoError(
+            f"there is no {path.name} in {path.parent}. Name a run's folder or a model that is there."
+        )
     name = str(BUNDLED[name]().path) if name in BUNDLED else name
     modality, code = find_modality(name), trust.imports_of_model(Path(name).expanduser())
     with trust.opening(Path(name), code, typed=name, trust_run=trust_run):
@@ -67,7 +79,9 @@ def evaluate_run(
     ``samples``: completions per prompt beside the greedy one, for mean@k and pass@k.
     """
     check_is_run(path)
-    first = serialization.load(path / "config.json").without_servers  # they hold other weights by now, or are gone
+    first = serialization.load(
+        path / "config.json"
+    ).without_servers  # they hold other weights by now, or are gone
     code = trust.imports_of_run(serialization.to_dict(first), path)
     if prompts < 1:
         raise GruppoError(f"--prompts {prompts} leaves nothing to evaluate; it needs at least 1.")
@@ -75,18 +89,35 @@ def evaluate_run(
         raise GruppoError(f"""{path} was trained without a reward, so nothing is measured. Ask it: {command_name()}
             sample {path}""")
     # nothing is trained, so that no reference, critic or optimizer state takes memory; all held-out prompts are read
-    config = replace(first, stage=Stage(), stages=(), lora=LoraConfig(), objective=Objective(), model=model_of(path))
-    chosen = replace(first.evaluation, prompts=prompts, data=data or first.evaluation.data, samples=samples)
+    config = replace(
+        first,
+        stage=Stage(),
+        stages=(),
+        lora=LoraConfig(),
+        objective=Objective(),
+        model=model_of(path),
+    )
+    chosen = replace(
+        first.evaluation, prompts=prompts, data=data or first.evaluation.data, samples=samples
+    )
     # a saved model has its chat template, whose file may be gone
     texts = replace(first.prompts, difficulty_column="", chat_template="")
     config = replace(config, data=data or first.data, evaluation=chosen, prompts=texts)
     if missing := missing_parts(config, Parts()):
-        raise GruppoError(f"this run's {' and '.join(missing)} came from Python objects, which a file does not hold.")
-    with trust.opening(path, code, typed=data, trust_run=trust_run, trust_remote_code=trust_remote_code):
-        policy = load_policy(path, compute=config.compute, trust_remote_code=config.trust_remote_code)
+        raise GruppoError(
+            f"this run's {' and '.join(missing)} came from Python objects, which a file does not hold."
+        )
+    with trust.opening(
+        path, code, typed=data, trust_run=trust_run, trust_remote_code=trust_remote_code
+    ):
+        policy = load_policy(
+            path, compute=config.compute, trust_remote_code=config.trust_remote_code
+        )
         run, _ = build(config, Parts(policy))
         for source in ("source", "validation"):
-            if isinstance(getattr(run, source), WithReference):  # by now compared with the trained policy
+            if isinstance(
+                getattr(run, source), WithReference
+            ):  # by now compared with the trained policy
                 setattr(run, source, with_saved_reference(path, first, getattr(run, source)))
         if not (held := held_out(run, prompts)):
             raise DataError(f"""the data of {path} have no held-out prompts to evaluate on. Give other data with --data
@@ -136,7 +167,10 @@ def sample(
     config = Config()
     if chat_template_kwargs:
         policy.configure_prompts(replace(config.prompts, chat_template_kwargs=chat_template_kwargs))
-    if is_run := (Path(model) / "config.json").is_file() and (Path(model) / "manifest.json").is_file():
+    if (
+        is_run := (Path(model) / "config.json").is_file()
+        and (Path(model) / "manifest.json").is_file()
+    ):
         config = serialization.load(Path(model) / "config.json")
     sampling = Sampling(temperature=temperature, max_actions=max_new_tokens)
     if policy.renders_images or is_run:
@@ -146,7 +180,11 @@ def sample(
             sampling = replace(sampling, max_actions=max_new_tokens)
     requests = []
     for index, text in enumerate(prompts):
-        prompt = Prompt(str(index), policy.parse_prompt(text, is_plain=is_plain, read_image=read_image), draw=index)
+        prompt = Prompt(
+            str(index),
+            policy.parse_prompt(text, is_plain=is_plain, read_image=read_image),
+            draw=index,
+        )
         if why := policy.check_prompt(prompt, sampling):
             raise GruppoError(why)
         requests.append(Request(prompt, n))
@@ -158,11 +196,19 @@ def sample(
     # of a conversation, the last message
     rendered = [each[-1]["content"] if isinstance(each, list) else each for each in rendered]
     rendered = [rendered[i : i + n] for i in range(0, len(rendered), n)]
-    return _written(rendered, prompts, requests, folder, str(model)) if policy.renders_images else rendered
+    return (
+        _written(rendered, prompts, requests, folder, str(model))
+        if policy.renders_images
+        else rendered
+    )
 
 
 def _written(
-    images: Sequence[Sequence[Tensor]], texts: Sequence[str], requests: Sequence[Request], folder: Path, title: str
+    images: Sequence[Sequence[Tensor]],
+    texts: Sequence[str],
+    requests: Sequence[Request],
+    folder: Path,
+    title: str,
 ) -> list[Path]:
     """Write each image to a PNG file, then a sheet of all, beside the images that they were restored from."""
     files, lines = [], []

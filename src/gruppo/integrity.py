@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import json
 import os
 import re
@@ -14,7 +15,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -33,7 +34,7 @@ MAX_LAYERS = 10_000
 _TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
 
 
-def open_file(path: Path) -> BinaryIO:
+def open_file(path: Path) -> io.BufferedReader:
     """Open a regular file; OSError for anything else: a FIFO may never be written to, a device has no end."""
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     file = os.fdopen(handle, "rb")  # OSError for a folder
@@ -46,7 +47,9 @@ def open_file(path: Path) -> BinaryIO:
 def read_file(path: Path, limit: int | None = None) -> bytes:
     """Content of a regular file; ValueError if it has more than ``limit`` bytes, by default ``MAX_BYTES``."""
     limit = MAX_BYTES if limit is None else limit
-    with open_file(path) as file:  # one byte more than allowed: that it is too large shows without reading it all
+    with open_file(
+        path
+    ) as file:  # one byte more than allowed: that it is too large shows without reading it all
         data = file.read(limit + 1)
     if len(data) > limit:
         raise ValueError(f"it has more than {limit >> 20} MiB")
@@ -81,19 +84,29 @@ def levels(value: Any) -> Iterator[list[Any]]:
         nested = [node for node in level if isinstance(node, dict | list)]
         if not nested:
             return
-        level = [part for node in nested for part in (node.values() if isinstance(node, dict) else node)]
+        level = [
+            part for node in nested for part in (node.values() if isinstance(node, dict) else node)
+        ]
     raise ValueError(_TOO_DEEP)
 
 
 def json_lines(path: Path) -> Iterator[bytes]:
     """Lines of a file that are not blank; a line beyond ``MAX_BYTES`` comes in parts, none of which is JSON."""
     with open_file(path) as file:
-        yield from (line for line in iter(lambda: file.readline(MAX_BYTES + 1), b"") if line.strip())
+        yield from (
+            line for line in iter(lambda: file.readline(MAX_BYTES + 1), b"") if line.strip()
+        )
 
 
 def check_layers(settings: Any, source: str) -> None:
     """Refuse a model whose settings have more layers or experts than any model has."""
-    counts = (item for level in levels(settings) for node in level if isinstance(node, dict) for item in node.items())
+    counts = (
+        item
+        for level in levels(settings)
+        for node in level
+        if isinstance(node, dict)
+        for item in node.items()
+    )
     for name, count in counts:
         if re.search("(layers?|experts?)$", name) and isinstance(count, int) and count > MAX_LAYERS:
             raise GruppoError(f"""the config.json of the model {source!r} has {name} above {MAX_LAYERS:,}; no model has
@@ -107,7 +120,10 @@ def check_seal(folder: Path) -> None:
     try:
         verify(folder)
     except (OSError, ValueError) as error:
-        run, advice = folder.parent, f"Save or export it again; if you changed it yourself, delete {folder / SEAL}."
+        run, advice = (
+            folder.parent,
+            f"Save or export it again; if you changed it yourself, delete {folder / SEAL}.",
+        )
         if folder.name == "final" and (run / "config.json").is_file():
             advice = f"{command_name()} resume {run} writes it again from the last checkpoint."
         raise GruppoError(f"the model {folder} is damaged: {error}. {advice}") from None
@@ -125,7 +141,9 @@ def verify(path: Path, *, share: slice = slice(None)) -> None:
         raise ValueError(f"{SEAL} is not a gruppo seal")
     compared = {*sorted(seal)[share]}
     for name, expected in seal.items():
-        if Path(name).is_absolute() or ".." in Path(name).parts:  # a seal may come from somebody else
+        if (
+            Path(name).is_absolute() or ".." in Path(name).parts
+        ):  # a seal may come from somebody else
             raise ValueError(f"{SEAL} names {name!r}, which is outside the folder")
         if not (path / name).is_file():
             raise ValueError(f"its file {name!r} is missing")
@@ -136,7 +154,10 @@ def verify(path: Path, *, share: slice = slice(None)) -> None:
 def fingerprint(path: Path) -> dict[str, Any]:
     """Size and SHA-256 of a file."""
     with open_file(path) as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        return {
+            "bytes": path.stat().st_size,
+            "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
+        }
 
 
 # --- folders of runs --------------------------------------------------------------------------------------------------
@@ -150,14 +171,23 @@ def check_links(folder: Path) -> None:
     root = os.path.realpath(folder)
     pending = [root]
     while pending:
-        with suppress(OSError), os.scandir(pending.pop()) as entries:  # another process may delete a part of a run
+        with (
+            suppress(OSError),
+            os.scandir(pending.pop()) as entries,
+        ):  # another process may delete a part of a run
             for entry in entries:
-                if entry.is_symlink() and not Path(os.path.realpath(entry.path)).is_relative_to(root):
-                    link = visible(f"{folder / os.path.relpath(entry.path, root)} is a link to {os.readlink(entry)}")
+                if entry.is_symlink() and not Path(os.path.realpath(entry.path)).is_relative_to(
+                    root
+                ):
+                    link = visible(
+                        f"{folder / os.path.relpath(entry.path, root)} is a link to {os.readlink(entry)}"
+                    )
                     raise GruppoError(f"""{link}, outside the run folder: what is there could be read, overwritten or
                         deleted. Replace the link by a copy, or remove it; to keep a run on another disk, move its whole
                         folder and link that.""")
-                if entry.is_dir(follow_symlinks=False) and entry.path != os.path.join(root, "wandb"):
+                if entry.is_dir(follow_symlinks=False) and entry.path != os.path.join(
+                    root, "wandb"
+                ):
                     pending.append(entry.path)
 
 
@@ -170,7 +200,9 @@ def explained_failures(target: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(
+            error
+        ):
             raise GruppoError(f"""the disk is full: {target} could not be written, and the save before it is intact.
                 Free some space, then continue with {command_name()} resume.""") from error
         if isinstance(error, OSError | SafetensorError):
@@ -188,9 +220,13 @@ def replace_file(path: Path, content: bytes | str, *, is_synced: bool = True) ->
     with explained_failures(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch.unlink(missing_ok=True)
-        with scratch.open("xb") as file:  # "x" opens no file that is there, nor one that a link names
+        with scratch.open(
+            "xb"
+        ) as file:  # "x" opens no file that is there, nor one that a link names
             # What UTF-8 cannot encode (half of a surrogate pair) becomes \\udc80, as JSON writes it.
-            file.write(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
+            file.write(
+                content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
+            )
             file.flush()
             if is_synced:
                 os.fsync(file.fileno())

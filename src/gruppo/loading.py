@@ -77,7 +77,9 @@ def load_object(spec: str) -> Any:
     global _depth
     place, _, name = full_name(spec).rpartition(":")
     if not place:
-        raise GruppoError(f"{spec!r} names no object; write path/to/file.py:name or package.module:name.")
+        raise GruppoError(
+            f"{spec!r} names no object; write path/to/file.py:name or package.module:name."
+        )
     check_listed(f"{place}:{name}")
     if is_file_name(place):
         module = load_file(Path(place))
@@ -95,16 +97,30 @@ def load_object(spec: str) -> Any:
         finally:
             _depth -= 1
     try:
-        return getattr(module, name)  # and not from vars(): a module may load its names when they are first used
+        return getattr(
+            module, name
+        )  # and not from vars(): a module may load its names when they are first used
     except AttributeError:
         pass
     except (Exception, SystemExit) as error:
-        raise GruppoError(f"{place}:{name} cannot be loaded: {type(error).__name__}: {error}.") from error
+        raise GruppoError(
+            f"{place}:{name} cannot be loaded: {type(error).__name__}: {error}."
+        ) from error
     # what the module itself defines: neither what it imports nor private names
-    public = {n: v for n, v in vars(module).items() if not n.startswith("_") and not isinstance(v, ModuleType)}
-    names = [n for n, value in public.items() if getattr(value, "__module__", module.__name__) == module.__name__]
+    public = {
+        n: v
+        for n, v in vars(module).items()
+        if not n.startswith("_") and not isinstance(v, ModuleType)
+    }
+    names = [
+        n
+        for n, value in public.items()
+        if getattr(value, "__module__", module.__name__) == module.__name__
+    ]
     has = ", ".join(names) or "nothing public"
-    raise GruppoError(f"{place} has no {name!r}; it has: {has}.{did_you_mean(name, names, prefix=f'{place}:')}")
+    raise GruppoError(
+        f"{place} has no {name!r}; it has: {has}.{did_you_mean(name, names, prefix=f'{place}:')}"
+    )
 
 
 def functions_of(path: Path) -> list[str]:
@@ -113,7 +129,11 @@ def functions_of(path: Path) -> list[str]:
         body = ast.parse(path.read_bytes()).body
     except (OSError, ValueError, SyntaxError):
         return []
-    return [n.name for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef) and not n.name.startswith("_")]
+    return [
+        n.name
+        for n in body
+        if isinstance(n, ast.FunctionDef | ast.ClassDef) and not n.name.startswith("_")
+    ]
 
 
 def is_file_name(place: str) -> bool:
@@ -158,7 +178,9 @@ def load_file(path: Path) -> ModuleType:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # it ends in .py
-    if str(path.parent) not in sys.path:  # last, so that a file beside it hides no installed package
+    if (
+        str(path.parent) not in sys.path
+    ):  # last, so that a file beside it hides no installed package
         sys.path.append(str(path.parent))
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     global _depth
@@ -170,7 +192,9 @@ def load_file(path: Path) -> ModuleType:
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         frames = traceback.extract_tb(error.__traceback__)
-        line = next((frame.lineno for frame in reversed(frames) if Path(frame.filename) == path), None)
+        line = next(
+            (frame.lineno for frame in reversed(frames) if Path(frame.filename) == path), None
+        )
         text = (str(error).splitlines() or [""])[0]
         if isinstance(error, SyntaxError):
             text, line = error.msg, error.lineno if error.filename == str(path) else line
@@ -187,7 +211,9 @@ def is_users_module(name: str, file: str | None) -> bool:
     if file is None or file.startswith("<") or top == "gruppo":
         return False
     libraries = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib")]
-    return top in _named or not (INSTALLED & {*Path(file).parts} or any(map(Path(file).is_relative_to, libraries)))
+    return top in _named or not (
+        INSTALLED & {*Path(file).parts} or any(map(Path(file).is_relative_to, libraries))
+    )
 
 
 def code_digest(spec: str) -> str | None:
@@ -206,7 +232,9 @@ def code_digest(spec: str) -> str | None:
     else:  # a script that is run and named is the module __main__, one that is loaded has a name of ours
         # not getattr, with which a lazy module would import what it stands for
         root = getattr(sys.modules.get(place), "__dict__", {}).get("__file__")
-        root = root or next((str(file) for file in reversed(_files_of(place, map(Path, sys.path)))), None)
+        root = root or next(
+            (str(file) for file in reversed(_files_of(place, map(Path, sys.path)))), None
+        )
     waiting = [Path(root)] if root else []
     digests: dict[Path, str] = {}
     while waiting:
@@ -217,7 +245,9 @@ def code_digest(spec: str) -> str | None:
         digests[file] = hashlib.sha256(source).hexdigest()
         with suppress(SyntaxError, ValueError, RecursionError):
             waiting += _imported_files(ast.parse(source), file)
-    return hashlib.sha256("".join(sorted(digests.values())).encode()).hexdigest() if digests else None
+    return (
+        hashlib.sha256("".join(sorted(digests.values())).encode()).hexdigest() if digests else None
+    )
 
 
 def _imported_files(tree: ast.AST, file: Path) -> Iterator[Path]:
@@ -228,7 +258,9 @@ def _imported_files(tree: ast.AST, file: Path) -> Iterator[Path]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{alias.name}" if node.module else alias.name for alias in node.names]
+            names = [
+                f"{node.module}.{alias.name}" if node.module else alias.name for alias in node.names
+            ]
             if node.level:
                 folders = [file.parents[node.level - 1]]
         for name in names:
@@ -242,7 +274,11 @@ def _files_of(name: str, folders: Iterable[Path]) -> list[Path]:
     parts = name.split(".")
     for folder in folders:
         inner = [folder.joinpath(*parts[:end]) for end in range(1, len(parts) + 1)]
-        candidates = [path for each in inner for path in (each.parent / f"{each.name}.py", each / "__init__.py")]
+        candidates = [
+            path
+            for each in inner
+            for path in (each.parent / f"{each.name}.py", each / "__init__.py")
+        ]
         if files := [path.resolve() for path in candidates if path.is_file()]:
             return files
     return []
@@ -304,7 +340,9 @@ def command_name(program: str = "gruppo") -> str:
 def install_command(extra: str) -> str:
     """Command that installs an extra into this Python, for a clone of the repository or an installed wheel."""
     root = Path(__file__).resolve().parents[2]
-    package = f'-e "{root}[{extra}]"' if (root / "pyproject.toml").is_file() else f'"gruppo[{extra}]"'
+    package = (
+        f'-e "{root}[{extra}]"' if (root / "pyproject.toml").is_file() else f'"gruppo[{extra}]"'
+    )
     return f"{command_name('pip')} install {package}"
 
 

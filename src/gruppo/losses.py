@@ -43,7 +43,9 @@ class _PolicyLoss(nn.Module):
         self.objective = objective
         for name, value in coefficients.items():  # written so that NaN fails
             if not 0 <= value < math.inf:
-                raise GruppoError(f"{name}={value} is out of range; it needs a finite number from 0. Use 0 for none.")
+                raise GruppoError(
+                    f"{name}={value} is out of range; it needs a finite number from 0. Use 0 for none."
+                )
             setattr(self, name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Float[Tensor, ""]:
@@ -60,11 +62,17 @@ class _PolicyLoss(nn.Module):
     ) -> Terms:
         """``policy_loss`` with this batch as the whole update, and its terms times their coefficients."""
         average = self.objective.average
-        total = loss_total(loss_mask, average=average, max_length=self.max_length or 1, group_ids=group_ids)
+        total = loss_total(
+            loss_mask, average=average, max_length=self.max_length or 1, group_ids=group_ids
+        )
         weights = loss_weights(loss_mask, average=average, total=total, group_ids=group_ids)
-        batch = LossInputs(loss_mask=loss_mask, weights=weights, **inputs)  # the denominator is that of this call alone
+        batch = LossInputs(
+            loss_mask=loss_mask, weights=weights, **inputs
+        )  # the denominator is that of this call alone
         terms, stats = policy_loss(likelihood, batch, self.objective)
-        return {name: coefficients.get(name, 1) * term for name, term in terms.items()}, Stat.read(stats)
+        return {name: coefficients.get(name, 1) * term for name, term in terms.items()}, Stat.read(
+            stats
+        )
 
 
 class GRPOLoss(_PolicyLoss):
@@ -94,7 +102,9 @@ class GRPOLoss(_PolicyLoss):
         """
         if isinstance(objective, str):
             if objective not in PRESETS:
-                raise GruppoError(f"objective={objective!r} is none of {', '.join(PRESETS)}. Use one, or an Objective.")
+                raise GruppoError(
+                    f"objective={objective!r} is none of {', '.join(PRESETS)}. Use one, or an Objective."
+                )
             objective = PRESETS[objective]
         if clip_epsilon is not None:
             objective = replace(objective, clip_low=clip_epsilon, clip_high=clip_epsilon)
@@ -102,19 +112,29 @@ class GRPOLoss(_PolicyLoss):
         self.max_length = max_length
         objective.check(group_size=2, kl_coef=kl_beta)
         if objective.average == "constant" and (max_length is None or max_length < 1):
-            raise GruppoError(f"average='constant' divides by max_length={max_length}. Set it to the longest rollout.")
+            raise GruppoError(
+                f"average='constant' divides by max_length={max_length}. Set it to the longest rollout."
+            )
         uses_memory = bool({"running", "prompt"} & {objective.baseline, objective.scale})
         for is_unsupported, why in (
             (objective.has_critic, "baseline='critic' needs values. Use PPOLoss."),
-            (uses_memory, "moving statistics need memory between steps. Use baseline='mean' and scale='group'."),
-            (objective.correction != "none", "a correction needs the sampler's log-probs. Set correction='none'."),
+            (
+                uses_memory,
+                "moving statistics need memory between steps. Use baseline='mean' and scale='group'.",
+            ),
+            (
+                objective.correction != "none",
+                "a correction needs the sampler's log-probs. Set correction='none'.",
+            ),
             (
                 objective.mask_truncated or objective.overlong > 0,
                 "mask_truncated and overlong need to know which rows were truncated. Apply them to mask and rewards.",
             ),
         ):
             if is_unsupported:
-                raise GruppoError(f"GRPOLoss does not support this objective; gruppo.train does: {why}")
+                raise GruppoError(
+                    f"GRPOLoss does not support this objective; gruppo.train does: {why}"
+                )
 
     def terms(
         self,
@@ -136,18 +156,30 @@ class GRPOLoss(_PolicyLoss):
         Rewards that are not finite are not scored: their rows leave numerator and denominator, and are counted.
         """
         o = self.objective
-        _check_shapes(policy_logprobs, old_policy_logprobs=old_policy_logprobs, reference_logprobs=reference_logprobs)
+        _check_shapes(
+            policy_logprobs,
+            old_policy_logprobs=old_policy_logprobs,
+            reference_logprobs=reference_logprobs,
+        )
         rewards, group_ids, mask = _rows(policy_logprobs, rewards, mask, group_ids)
         if o.needs_groups and group_ids.numel() and int(group_ids.bincount().max()) < 2:
             raise GruppoError("""every group has one row; GRPO needs at least 2. Sample more of each prompt, or use
                 GRPOLoss(objective='reinforce').""")
         if self.kl_beta > 0 and reference_logprobs is None:
-            raise GruppoError(f"kl_beta={self.kl_beta:g} needs reference_logprobs. Pass them, or set kl_beta=0.")
+            raise GruppoError(
+                f"kl_beta={self.kl_beta:g} needs reference_logprobs. Pass them, or set kl_beta=0."
+            )
         # A failed reward is no reward of 0: its row is left out of the mean, as in training.
         is_scored = rewards.isfinite()
         loss_mask, logprobs = mask & is_scored[:, None], policy_logprobs.reshape(mask.shape)
-        old = (policy_logprobs if old_policy_logprobs is None else old_policy_logprobs).detach().reshape(mask.shape)
-        ref = None if reference_logprobs is None else reference_logprobs.detach().reshape(mask.shape)
+        old = (
+            (policy_logprobs if old_policy_logprobs is None else old_policy_logprobs)
+            .detach()
+            .reshape(mask.shape)
+        )
+        ref = (
+            None if reference_logprobs is None else reference_logprobs.detach().reshape(mask.shape)
+        )
 
         # Advantages; a KL in the reward is subtracted from the row's score, or from the reward of each action.
         penalty = torch.zeros_like(old)
@@ -155,17 +187,30 @@ class GRPOLoss(_PolicyLoss):
             _check_finite(loss_mask, old_policy_logprobs=old, reference_logprobs=ref)
             penalty = self.kl_beta * torch.where(loss_mask, old - ref, 0)
         score = rewards - penalty.sum(dim=1) if o.credit == "outcome" else rewards
-        row, _ = group_advantages(score, group_ids, baseline=o.baseline, scale=o.scale, eps=o.scale_eps)
+        row, _ = group_advantages(
+            score, group_ids, baseline=o.baseline, scale=o.scale, eps=o.scale_eps
+        )
         if o.credit == "outcome":
             advantages = torch.where(loss_mask, row[:, None], 0)
         else:
-            advantages = returns_to_go(place_score(row, loss_mask) - penalty, loss_mask, gamma=o.gamma)
+            advantages = returns_to_go(
+                place_score(row, loss_mask) - penalty, loss_mask, gamma=o.gamma
+            )
         advantages = whiten(advantages, loss_mask) if o.whiten else advantages
         advantages = advantages.clamp(-o.adv_clip, o.adv_clip) if o.adv_clip else advantages
 
-        stored = {"advantages": advantages, "old_logprobs": old, "ref": None if ref is None else Likelihood(ref)}
-        terms, stats = self._terms(Likelihood(logprobs), loss_mask, {"kl": self.kl_beta}, group_ids, **stored)
-        stats |= {"reward": Stat.of(rewards, is_scored), "reward/unscored_frac": Stat.of((~is_scored).double())}
+        stored = {
+            "advantages": advantages,
+            "old_logprobs": old,
+            "ref": None if ref is None else Likelihood(ref),
+        }
+        terms, stats = self._terms(
+            Likelihood(logprobs), loss_mask, {"kl": self.kl_beta}, group_ids, **stored
+        )
+        stats |= {
+            "reward": Stat.of(rewards, is_scored),
+            "reward/unscored_frac": Stat.of((~is_scored).double()),
+        }
         return terms, Stat.read(stats)
 
 
@@ -194,7 +239,9 @@ def compute_gae(
             rewards[None].""")
     for name, value in (("gamma", gamma), ("lam", lam)):
         if not 0 <= value <= 1:
-            raise GruppoError(f"{name}={value} is outside [0, 1]; use {0.99 if name == 'gamma' else 0.95}.")
+            raise GruppoError(
+                f"{name}={value} is outside [0, 1]; use {0.99 if name == 'gamma' else 0.95}."
+            )
     _check_finite(mask, rewards=rewards, values=values)
     if bootstrap is not None:
         _check_finite(torch.ones_like(bootstrap, dtype=torch.bool), bootstrap=bootstrap)
@@ -222,7 +269,9 @@ class PPOLoss(_PolicyLoss):
         entropy_coef: float = 0.01,
         value_clip: float = 0.0,
     ) -> None:
-        objective = replace(PPO, clip_low=clip_epsilon, clip_high=clip_epsilon, value_clip=value_clip)
+        objective = replace(
+            PPO, clip_low=clip_epsilon, clip_high=clip_epsilon, value_clip=value_clip
+        )
         super().__init__(objective, value_loss_coef=value_loss_coef, entropy_coef=entropy_coef)
 
     def terms(
@@ -243,12 +292,27 @@ class PPOLoss(_PolicyLoss):
         over a part of it (``core.returns.whiten``).
         """
         mask = torch.ones_like(policy_logprobs, dtype=torch.bool) if mask is None else mask
-        stored = {"returns": returns, "advantages": advantages, "old_policy_logprobs": old_policy_logprobs}
-        _check_shapes(policy_logprobs, mask=mask, values=values, entropy=entropy, old_values=old_values, **stored)
+        stored = {
+            "returns": returns,
+            "advantages": advantages,
+            "old_policy_logprobs": old_policy_logprobs,
+        }
+        _check_shapes(
+            policy_logprobs,
+            mask=mask,
+            values=values,
+            entropy=entropy,
+            old_values=old_values,
+            **stored,
+        )
         if self.entropy_coef > 0 and entropy is None:
-            raise GruppoError(f"entropy_coef={self.entropy_coef:g} needs entropy; pass it, or set entropy_coef=0.")
+            raise GruppoError(
+                f"entropy_coef={self.entropy_coef:g} needs entropy; pass it, or set entropy_coef=0."
+            )
         if self.objective.value_clip and old_values is None:
-            raise GruppoError(f"value_clip={self.objective.value_clip:g} needs old_values. Pass them, or set it to 0.")
+            raise GruppoError(
+                f"value_clip={self.objective.value_clip:g} needs old_values. Pass them, or set it to 0."
+            )
         _check_finite(mask, **stored)
 
         def columns(x: Tensor) -> Tensor:
@@ -256,7 +320,10 @@ class PPOLoss(_PolicyLoss):
 
         nats = None if entropy is None else columns(entropy)
         likelihood = Likelihood(columns(policy_logprobs), nats, values=columns(values))
-        coefficients = {"value": 2 * self.value_loss_coef, "entropy": -self.entropy_coef}  # 2: core halves the square
+        coefficients = {
+            "value": 2 * self.value_loss_coef,
+            "entropy": -self.entropy_coef,
+        }  # 2: core halves the square
         inputs = {"advantages": advantages, "old_logprobs": old_policy_logprobs, "returns": returns}
         inputs |= {} if old_values is None else {"old_values": old_values}
         stored = {name: columns(x).detach() for name, x in inputs.items()}
@@ -279,7 +346,9 @@ def _rows(
         raise GruppoError(f"""rewards are {list(rewards.shape)} for {rows} rows; they need [prompts, group], prompt
             after prompt. For groups of other sizes pass rewards [{rows}] and group_ids [{rows}].""")
     if group_ids is None:  # prompt after prompt: a row of rewards is a group
-        group_ids = torch.arange(len(rewards), device=rewards.device).repeat_interleave(rewards.shape[1])
+        group_ids = torch.arange(len(rewards), device=rewards.device).repeat_interleave(
+            rewards.shape[1]
+        )
     _check_shapes(rewards.flatten(), group_ids=group_ids)
     rewards = rewards.detach().flatten()
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
@@ -290,9 +359,13 @@ def _check_shapes(like: Tensor, mask: Tensor | None = None, **others: Tensor | N
     """Refuse shapes that differ from that of ``like``, and masks that are not boolean."""
     for name, other in {"mask": mask, **others}.items():
         if other is not None and other.shape != like.shape:
-            raise GruppoError(f"{name} is {list(other.shape)} beside {list(like.shape)}; give both the same shape.")
+            raise GruppoError(
+                f"{name} is {list(other.shape)} beside {list(like.shape)}; give both the same shape."
+            )
     if mask is not None and mask.dtype != torch.bool:
-        raise GruppoError(f"mask is {mask.dtype}; it needs True where the policy chose. Use mask.bool().")
+        raise GruppoError(
+            f"mask is {mask.dtype}; it needs True where the policy chose. Use mask.bool()."
+        )
 
 
 def _check_finite(loss_mask: Tensor, **inputs: Tensor) -> None:

@@ -54,7 +54,9 @@ def sync_to_disk(path: Path) -> None:
     is_windows = os.name == "nt"
     if is_windows and path.is_dir():
         return
-    handle = os.open(path, os.O_RDWR if is_windows else os.O_RDONLY)  # Windows syncs no handle that cannot write
+    handle = os.open(
+        path, os.O_RDWR if is_windows else os.O_RDONLY
+    )  # Windows syncs no handle that cannot write
     try:
         os.fsync(handle)
     finally:
@@ -92,7 +94,11 @@ def free_bytes(device: torch.device, root: Path = Path("/")) -> int | None:
         if not kinds:
             names, pages, top = ("memory.max", "memory.current"), "", base
         elif "memory" in kinds.split(","):
-            names, pages, top = ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_", base / "memory"
+            names, pages, top = (
+                ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+                "total_",
+                base / "memory",
+            )
         else:
             continue
         own = top / path.strip("/")
@@ -133,7 +139,11 @@ def spin_briefly_beside_other_jobs() -> None:
     imported; what the user has set stays.
     """
     jobs = Path("/proc/loadavg")
-    if "torch" in sys.modules or {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ) or not jobs.is_file():
+    if (
+        "torch" in sys.modules
+        or {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ)
+        or not jobs.is_file()
+    ):
         return
     given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     threads = int(given) if given.isdecimal() else usable_processors()
@@ -142,7 +152,9 @@ def spin_briefly_beside_other_jobs() -> None:
         running.append(int(jobs.read_text().split()[3].partition("/")[0]) - 1)
         time.sleep(0.002)
     if running and min(running) + threads > (os.cpu_count() or 1):
-        os.environ["GOMP_SPINCOUNT"] = "1000"  # libgomp's own number for more threads than processors
+        os.environ["GOMP_SPINCOUNT"] = (
+            "1000"  # libgomp's own number for more threads than processors
+        )
 
 
 @cache
@@ -160,7 +172,9 @@ def usable_cuda() -> tuple[bool, str]:
             if torch.cuda.is_available():
                 device = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
                 return float(torch.ones(2, device=f"cuda:{device}").sum()) == 2, ""
-            problem = next((str(each.message) for each in caught if "CUDA" in str(each.message)), "")
+            problem = next(
+                (str(each.message) for each in caught if "CUDA" in str(each.message)), ""
+            )
         except RuntimeError as error:
             problem = str(error)
     problem = problem.removeprefix("CUDA initialization: ").partition(". ")[0]
@@ -173,13 +187,20 @@ def cache_bytes(root: Path = Path("/")) -> tuple[int, int]:
     levels = dict[int, int]()
     if sys.platform == "darwin":
         for level in (2, 3):
-            for name in (f"hw.l{level}cachesize", f"hw.perflevel0.l{level}cachesize"):  # the latter on Apple silicon
+            for name in (
+                f"hw.l{level}cachesize",
+                f"hw.perflevel0.l{level}cachesize",
+            ):  # the latter on Apple silicon
                 levels[level] = _sysctl(name) or levels.get(level, 0)
     for folder in root.glob("sys/devices/system/cpu/cpu0/cache/index*"):
         with suppress(OSError, ValueError):
-            kind, level, size = ((folder / name).read_text("utf-8").strip() for name in ("type", "level", "size"))
+            kind, level, size = (
+                (folder / name).read_text("utf-8").strip() for name in ("type", "level", "size")
+            )
             if kind != "Instruction":
-                levels[int(level)] = int(size.rstrip("KM")) * {"K": 2**10, "M": 2**20}.get(size[-1], 1)
+                levels[int(level)] = int(size.rstrip("KM")) * {"K": 2**10, "M": 2**20}.get(
+                    size[-1], 1
+                )
     known = {level: size for level, size in levels.items() if level > 1 and size > 0}
     return known.get(2, 2**20), max(known.values(), default=2**23)
 
@@ -196,8 +217,16 @@ def stop_signals() -> list[signal.Signals]:
 
     Schedulers send SIGUSR1 before a time limit. Windows has only SIGTERM and SIGINT.
     """
-    known = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
-    return [number for number in known if number.name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN]
+    known = [
+        getattr(signal, name)
+        for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
+        if hasattr(signal, name)
+    ]
+    return [
+        number
+        for number in known
+        if number.name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN
+    ]
 
 
 def ends_with_parent() -> Callable[[], None] | None:
@@ -244,7 +273,9 @@ def no_clean_exit(message: str, status: int) -> Iterator[None]:
     streams = list[ctypes.c_void_p]()
     for argument, function in ((status, libc._exit), (2, libc.write)):
         functions = _StreamFunctions(write=ctypes.cast(function, ctypes.c_void_p))
-        streams.append(ctypes.c_void_p(libc.fopencookie(ctypes.c_void_p(argument), b"w", functions)))
+        streams.append(
+            ctypes.c_void_p(libc.fopencookie(ctypes.c_void_p(argument), b"w", functions))
+        )
         libc.fputs(message.encode()[:4000] + b"\n", streams[-1])  # less than a buffer
 
     def purge() -> None:

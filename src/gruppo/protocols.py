@@ -21,7 +21,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from gruppo.errors import GruppoError
-from gruppo.types import Batch, Generated, Likelihood, MicroBatch, Prompt, Request, Rollouts, Sampling, Stat, TokenBatch
+from gruppo.types import (
+    Batch,
+    Generated,
+    Likelihood,
+    MicroBatch,
+    Prompt,
+    Request,
+    Rollouts,
+    Sampling,
+    Stat,
+    TokenBatch,
+)
 
 Outputs = Collection[str]
 """Requested outputs of a likelihood beside ``logprobs``: "entropy" (with gradient), "entropy_value" (without, cheaper),
@@ -130,13 +141,18 @@ class Policy:
 
     def at(self, module: nn.Module) -> Self:
         """Return this policy over other weights of the same architecture, such as those of a reference."""
-        other = copy.copy(self)  # shallow: tokenizer and options are shared, only the weights are others
+        other = copy.copy(
+            self
+        )  # shallow: tokenizer and options are shared, only the weights are others
         other.module, other.value_head = module.eval(), None
         return other
 
     def checkpoint_weights(self) -> dict[str, Tensor]:
         """Return what a checkpoint holds: parameters and persistent buffers by name, tied weights once."""
-        return {name: tensor.detach().contiguous() for name, tensor in saved_tensors(self.module).items()}
+        return {
+            name: tensor.detach().contiguous()
+            for name, tensor in saved_tensors(self.module).items()
+        }
 
     def frozen_base(self) -> dict[str, Tensor]:
         """Return the weights that never change and that no checkpoint holds, such as the base of a LoRA adapter."""
@@ -166,7 +182,9 @@ class Policy:
         """Read the weights that ``save`` wrote, in place."""
         weights = load_file(folder / "model.safetensors")
         for name, tensor in self.checkpoint_weights().items():
-            if name not in weights or weights[name].shape != tensor.shape:  # copy_ would broadcast some other shapes
+            if (
+                name not in weights or weights[name].shape != tensor.shape
+            ):  # copy_ would broadcast some other shapes
                 found = list(weights[name].shape) if name in weights else "missing"
                 raise GruppoError(f"""{folder}: {name} is {found}, and this policy needs {list(tensor.shape)}. Open the
                     folder with the function that made the policy.""")
@@ -182,7 +200,9 @@ class Policy:
     def configure_prompts(self, prompts: Any) -> None:
         """Write prompts as ``config.prompts`` says, before any is written."""
 
-    def prepare_conversations(self, tools: Tools | None, tools_of: Callable[[Prompt], Tools] | None = None) -> None:
+    def prepare_conversations(
+        self, tools: Tools | None, tools_of: Callable[[Prompt], Tools] | None = None
+    ) -> None:
         """Get ready for an environment with these tools (JSON schemas); None without an environment.
 
         ``tools_of``: those that a prompt names, if not all.
@@ -204,7 +224,13 @@ class Policy:
         raise NotImplementedError(f"{type(self).__name__} does not define sample.")
 
     def continue_rollouts(
-        self, rollouts: Rollouts, replies: Mapping[int, Any], sampling: Any, *, seed: int, max_reply_tokens: int = 256
+        self,
+        rollouts: Rollouts,
+        replies: Mapping[int, Any],
+        sampling: Any,
+        *,
+        seed: int,
+        max_reply_tokens: int = 256,
     ) -> Rollouts:
         """Append the replies of an environment to their rows and sample the next turn ("conversations")."""
         raise NotImplementedError(f"{type(self).__name__} does not support conversations.")
@@ -249,18 +275,27 @@ class Policy:
 
     # --- likelihood ---
 
-    def likelihood(self, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs = ()) -> Likelihood:
+    def likelihood(
+        self, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs = ()
+    ) -> Likelihood:
         """Evaluate the actions of a micro-batch in one forward, with gradient."""
         raise NotImplementedError(f"{type(self).__name__} does not define likelihood.")
 
-    def micro_batches(self, rollouts: Rollouts, loss_mask: Bool[Tensor, "B T"], budget: int) -> list[MicroBatch]:
+    def micro_batches(
+        self, rollouts: Rollouts, loss_mask: Bool[Tensor, "B T"], budget: int
+    ) -> list[MicroBatch]:
         """Split the rows with a loss into micro-batches of at most ``budget`` actions, padding included.
 
         Each action of ``loss_mask`` is in exactly one micro-batch; a longer row is one of its own.
         """
-        rows, columns = loss_mask.any(dim=1).nonzero()[:, 0], loss_mask.shape[1]  # [b] rows of [B], and T
+        rows, columns = (
+            loss_mask.any(dim=1).nonzero()[:, 0],
+            loss_mask.shape[1],
+        )  # [b] rows of [B], and T
         parts = rows.split(max(budget // max(columns, 1), 1))
-        return [MicroBatch(part, slice(0, columns)) for part in parts if len(part)]  # no rows split into one empty part
+        return [
+            MicroBatch(part, slice(0, columns)) for part in parts if len(part)
+        ]  # no rows split into one empty part
 
     def bytes_per_unit(self, *, least: bool = False) -> int:
         """Return the activation memory of one unit of the budget; 0 if unknown. ``least``: of the leanest layout."""
@@ -281,7 +316,9 @@ class Policy:
     def _values(self, features: Float[Tensor, "N F"] | None) -> Float[Tensor, "N"]:
         """Apply ``value_head``; None stands for the features of no action."""
         if self.value_head is None:
-            raise GruppoError("values were requested from a policy without a value head. Set policy.value_head first.")
+            raise GruppoError(
+                "values were requested from a policy without a value head. Set policy.value_head first."
+            )
         return torch.zeros(0, device=self.device) if features is None else self.value_head(features)
 
     # --- demonstrations and consistency ---
@@ -298,7 +335,9 @@ class Policy:
         """Return the supervised loss of each action of the likelihood's rows."""
         return -likelihood.logprobs
 
-    def consistency_loss(self, rollouts: Rollouts, likelihood: Likelihood, ref: Likelihood) -> Float[Tensor, "b t"]:
+    def consistency_loss(
+        self, rollouts: Rollouts, likelihood: Likelihood, ref: Likelihood
+    ) -> Float[Tensor, "b t"]:
         """Return the consistency loss of each action ("consistency"); the likelihood has its "output"."""
         raise NotImplementedError(f"{type(self).__name__} has no consistency loss.")
 
@@ -310,7 +349,12 @@ class Policy:
     # Statistics are keyed "<reduction>:<metric>", such as "mean:eval/psnr"; reductions are attributes of Stat.
 
     def batch_stats(
-        self, rollouts: Rollouts, rewards: Float[Tensor, "B"], sampling: Any, *, is_evaluation: bool = False
+        self,
+        rollouts: Rollouts,
+        rewards: Float[Tensor, "B"],
+        sampling: Any,
+        *,
+        is_evaluation: bool = False,
     ) -> dict[str, Stat]:
         """Return further statistics of sampled rows, or of greedy samples of held-out prompts."""
         return {}
@@ -322,7 +366,13 @@ class Policy:
         return {}
 
     def evaluate_steps(
-        self, prompts: Sequence[Prompt], sampling: Any, *, generate: Generate, score: Score, budget: int
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Any,
+        *,
+        generate: Generate,
+        score: Score,
+        budget: int,
     ) -> dict[str, Stat]:
         """Return further statistics that need samples of their own, such as rewards along denoising steps."""
         return {}
@@ -338,7 +388,9 @@ class Policy:
         """Return a sample as it is shown: text, an image tensor [C, H, W] in [0, 1], or any object with a repr."""
         return rollouts.completions[row]
 
-    def describe(self, config: Any, sampling: Any, prompts: Sequence[Prompt], group_size: int) -> list[str]:
+    def describe(
+        self, config: Any, sampling: Any, prompts: Sequence[Prompt], group_size: int
+    ) -> list[str]:
         """Return lines for ``gruppo explain``: what a step samples and trains on."""
         return []
 
@@ -346,7 +398,9 @@ class Policy:
         """Return the prompt, or its target, as the model reads it, for ``gruppo explain``; None if that is the same."""
         return None
 
-    def memory_estimate(self, config: Any, prompts: Sequence[Prompt], budget: int, group_size: int) -> dict[str, float]:
+    def memory_estimate(
+        self, config: Any, prompts: Sequence[Prompt], budget: int, group_size: int
+    ) -> dict[str, float]:
         """Return bytes by name that a step needs beside weights, gradients and optimizer state."""
         return {}
 
@@ -383,13 +437,22 @@ class Modality:
 
     def open(self, config: Any, data: Any) -> tuple[Policy, dict[str, Any]]:
         """Open ``config.model``; return the policy and its origin for the manifest."""
-        raise GruppoError(f"model {config.model!r} is unknown. Set --model to a model, a folder or FILE.py:FUNCTION.")
+        raise GruppoError(
+            f"model {config.model!r} is unknown. Set --model to a model, a folder or FILE.py:FUNCTION."
+        )
 
     def load(
-        self, model: str, *, compute: Any = "auto", trust_remote_code: bool = False, is_merged: bool = False
+        self,
+        model: str,
+        *,
+        compute: Any = "auto",
+        trust_remote_code: bool = False,
+        is_merged: bool = False,
     ) -> Policy:
         """Open a model to evaluate, sample or export it. ``is_merged``: with an adapter merged into its base."""
-        raise GruppoError(f"model {model!r} is unknown. Name a model, a run's folder or FILE.py:FUNCTION.")
+        raise GruppoError(
+            f"model {model!r} is unknown. Name a model, a run's folder or FILE.py:FUNCTION."
+        )
 
     def adapt(self, config: Any, policy: Policy, data: Any) -> Policy:
         """Return a policy given in memory as the options say, such as with a LoRA adapter."""
@@ -406,7 +469,9 @@ class Modality:
         """Return the sampling parameters of ``gruppo sample``, from those of training."""
         return replace(sampling, temperature=float(temperature))
 
-    def check(self, config: Any, policy: Policy, sampling: Any, data: PromptSource, rewards: Any) -> None:
+    def check(
+        self, config: Any, policy: Policy, sampling: Any, data: PromptSource, rewards: Any
+    ) -> None:
         """Raise GruppoError for data, rewards and options that this policy cannot be trained with."""
 
     def consistency_reads_reference(self, config: Any) -> bool:
@@ -415,7 +480,11 @@ class Modality:
 
     def parameter_groups(self, config: Any, policy: Policy) -> list[ParameterGroup]:
         """Return the trainable parameters, grouped by learning rate factor and gradient clipping."""
-        return [ParameterGroup(tuple(name for name, p in policy.module.named_parameters() if p.requires_grad))]
+        return [
+            ParameterGroup(
+                tuple(name for name, p in policy.module.named_parameters() if p.requires_grad)
+            )
+        ]
 
     def critic(self, config: Any, policy: Policy, data: Any) -> Critic | None:
         """Return a critic of the untrained policy; None for the generic value head."""
@@ -512,7 +581,9 @@ class Reference(Protocol):
     def active(self) -> AbstractContextManager[Policy]:
         """Yield the policy over the reference's weights; within, a module that it shares has these weights."""
 
-    def likelihood(self, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs = ()) -> Likelihood: ...
+    def likelihood(
+        self, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs = ()
+    ) -> Likelihood: ...
 
     def update(self, policy: Policy, step: int) -> None:
         """Follow the policy after step 1, 2, ..., if this reference does."""
@@ -588,15 +659,23 @@ class PromptSource(Protocol):
 
 def saved_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by name, tied ones once."""
-    persistent = module.state_dict().keys()  # which names tied parameters twice, and named_parameters once
-    return dict(module.named_parameters()) | {n: b for n, b in module.named_buffers() if n in persistent}
+    persistent = (
+        module.state_dict().keys()
+    )  # which names tied parameters twice, and named_parameters once
+    return dict(module.named_parameters()) | {
+        n: b for n, b in module.named_buffers() if n in persistent
+    }
 
 
 def device_of(module: nn.Module) -> torch.device:
     """Return the device on which a module computes; sharded weights may be kept on the CPU between uses."""
     parameter: Any = next(module.parameters())
-    mesh = getattr(parameter, "device_mesh", None)  # of a DTensor, whose class takes two seconds to import
-    if mesh is None or mesh.device_type != "cuda":  # an offloaded shard is on the CPU, and its mesh is not
+    mesh = getattr(
+        parameter, "device_mesh", None
+    )  # of a DTensor, whose class takes two seconds to import
+    if (
+        mesh is None or mesh.device_type != "cuda"
+    ):  # an offloaded shard is on the CPU, and its mesh is not
         return parameter.device
     return torch.device("cuda", torch.cuda.current_device())
 

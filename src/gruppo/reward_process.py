@@ -50,7 +50,9 @@ class RewardProcesses:
         self._sources: dict[str, Any] = {}  # file and hash of each function
         weakref.finalize(self, _close_all, self._all)
 
-    def load(self, spec: str, *arguments: Any, is_built_in: bool = False) -> Callable[..., Any] | None:
+    def load(
+        self, spec: str, *arguments: Any, is_built_in: bool = False
+    ) -> Callable[..., Any] | None:
         """Return the function of a spec, or what the factory of a spec returns for ``arguments``.
 
         ``is_built_in``: the spec is not the user's, so that any folder may name it.
@@ -64,7 +66,9 @@ class RewardProcesses:
             with self._process(key) as process:
                 info = self._load(process, key)
         except CallError as error:
-            raise DataError(f"{spec} cannot be imported: {error.message}. Fix the file and try again.") from None
+            raise DataError(
+                f"{spec} cannot be imported: {error.message}. Fix the file and try again."
+            ) from None
         return None if info.get("is_here") else _IsolatedFunction(self, key, info)
 
     def ask(self, key: str, request: Any, buffers: Sequence[bytes] = ()) -> dict[str, Any]:
@@ -76,7 +80,9 @@ class RewardProcesses:
         # outside of a timed call, as a check of columns is, nothing reads this one
         call = getattr(this_thread, "call", None) or TimedCall(lambda: None)
         torch = sys.modules.get("torch")
-        device = torch.cuda.current_device() if torch is not None and torch.cuda.is_initialized() else 0
+        device = (
+            torch.cuda.current_device() if torch is not None and torch.cuda.is_initialized() else 0
+        )
         with self._process(key) as process:
             try:
                 call.kill = process.kill
@@ -104,11 +110,15 @@ class RewardProcesses:
                 self._all[process] = set()
         try:
             yield process
-        except BaseException:  # also of a signal: the answer would be taken for that of the next call
+        except (
+            BaseException
+        ):  # also of a signal: the answer would be taken for that of the next call
             self._end(process)
             raise
         with self._lock:
-            if len(self._idle) < len(self._sources):  # all may run at once; further processes were for retried rows
+            if len(self._idle) < len(
+                self._sources
+            ):  # all may run at once; further processes were for retried rows
                 self._idle.append(process)
                 return
         self._end(process)
@@ -122,7 +132,9 @@ class RewardProcesses:
         info = process.ask(json.dumps({"load": key}).encode(), limit_s=limit_s)
         self._all[process].add(key)
         if self._sources.setdefault(key, info["source"]) != info["source"]:
-            message = "has changed since the run began; use it with gruppo resume RUN --allow-changes"
+            message = (
+                "has changed since the run began; use it with gruppo resume RUN --allow-changes"
+            )
             raise CallError("exception", f"{info['source'][0]} {message}", "changed")
         return info
 
@@ -142,7 +154,9 @@ class _IsolatedFunction:
         self._local: Callable[..., Any] | None = None
         self.__name__: str = info["name"]
         parameters = [
-            Parameter(name, getattr(Parameter, kind), default=Parameter.empty if is_required else None)
+            Parameter(
+                name, getattr(Parameter, kind), default=Parameter.empty if is_required else None
+            )
             for name, kind, is_required in info["parameters"]
         ]
         self.__signature__ = Signature(parameters)
@@ -174,4 +188,7 @@ class _IsolatedFunction:
             logs["log_metric"](name, value)
         for column, values in answer["extras"]:
             logs["log_extra"](column, values)
-        return [CallError(*value["error"]) if isinstance(value, dict) else value for value in answer["values"]]
+        return [
+            CallError(*value["error"]) if isinstance(value, dict) else value
+            for value in answer["values"]
+        ]

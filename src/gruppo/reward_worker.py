@@ -31,9 +31,13 @@ class Functions:
 
     def __init__(self) -> None:
         self.functions = dict[str, Any]()
-        self.loop = new_event_loop()  # one for all calls: a client that a function opens on it stays usable
+        self.loop = (
+            new_event_loop()
+        )  # one for all calls: a client that a function opens on it stays usable
 
-    def __call__(self, header: dict[str, Any], request: dict[str, Any], buffers: list[bytes]) -> dict[str, Any]:
+    def __call__(
+        self, header: dict[str, Any], request: dict[str, Any], buffers: list[bytes]
+    ) -> dict[str, Any]:
         if "load" in request:
             function = self.functions[request["load"]] = make(request["load"])
             return _described(function)
@@ -61,14 +65,19 @@ def _described(function: Any) -> dict[str, Any]:
         "source": source,
         "name": function_name(function),
         "parameters": [[p.name, p.kind.name, p.default is p.empty] for p in parameters],
-        "is_async": inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__),
+        "is_async": inspect.iscoroutinefunction(function)
+        or inspect.iscoroutinefunction(type(function).__call__),
         "attributes": {name: getattr(function, name) for name in names if hasattr(function, name)},
         "has_check": hasattr(function, "check"),
     }
 
 
 def _answer(
-    function: Any, request: dict[str, Any], buffers: list[bytes], header: dict[str, Any], loop: AbstractEventLoop
+    function: Any,
+    request: dict[str, Any],
+    buffers: list[bytes],
+    header: dict[str, Any],
+    loop: AbstractEventLoop,
 ) -> dict[str, Any]:
     """Call a function. Its generators are seeded, and torch records no gradients."""
     arguments, logged = decode(request["arguments"], iter(buffers)), Answer()

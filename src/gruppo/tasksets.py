@@ -38,7 +38,9 @@ def open_taskset(spec: str) -> Any:
     for setting in filter(None, settings.split(",")):
         key, is_given, value = setting.partition("=")
         if not is_given:
-            raise GruppoError(f"cannot read {setting!r} in {name}; write verifiers:NAME:key=value,key=value.")
+            raise GruppoError(
+                f"cannot read {setting!r} in {name}; write verifiers:NAME:key=value,key=value."
+            )
         options[key] = value
         with suppress(json.JSONDecodeError):
             options[key] = json.loads(value)
@@ -46,12 +48,16 @@ def open_taskset(spec: str) -> Any:
         if has_rubrics():
             return importlib.import_module("verifiers").load_environment(identity, **options)
         package = importlib.import_module("verifiers.v1")
-        taskset = package.load_taskset(package.taskset_config_type(identity)(id=identity, **options))
+        taskset = package.load_taskset(
+            package.taskset_config_type(identity)(id=identity, **options)
+        )
         taskset.tasks = list(islice(taskset, MAX_TASKS))
         return taskset
     except Exception as problem:  # code of other people, which can raise anything
         text = " ".join(str(problem).split())
-        raise GruppoError(f"{name} cannot be opened: {type(problem).__name__}: {text:.300}") from problem
+        raise GruppoError(
+            f"{name} cannot be opened: {type(problem).__name__}: {text:.300}"
+        ) from problem
 
 
 def rows_of_taskset(spec: str) -> list[dict[str, Any]]:
@@ -62,7 +68,9 @@ def rows_of_taskset(spec: str) -> list[dict[str, Any]]:
         facts = task if is_old else {"system_prompt": None, **dict(task.data)}
         prompt = facts["prompt"]
         if prompt is None:
-            raise DataError(f"task {index} of verifiers:{spec} has no prompt: another agent opens its conversation.")
+            raise DataError(
+                f"task {index} of verifiers:{spec} has no prompt: another agent opens its conversation."
+            )
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         messages = [{"role": m["role"], "content": m["content"]} for m in map(dict, prompt)]

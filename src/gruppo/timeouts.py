@@ -69,14 +69,21 @@ class TimedCall:
         import torch
 
         if device is not None:
-            torch.cuda.set_device(device)  # the current device is per thread, and a new thread starts at 0
+            torch.cuda.set_device(
+                device
+            )  # the current device is per thread, and a new thread starts at 0
         this_thread.call = self
         try:
             with torch.no_grad():
                 self.value = self.fn()
-        except BaseException as error:  # SystemExit too: a reward that calls sys.exit() does not end the run
+        except (
+            BaseException
+        ) as error:  # SystemExit too: a reward that calls sys.exit() does not end the run
             self.error = error
-            if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            if (
+                isinstance(error, KeyboardInterrupt)
+                and threading.current_thread() is threading.main_thread()
+            ):
                 raise
         finally:
             self.done.set()
@@ -124,9 +131,15 @@ def start_call(
         call.run()
     else:
         torch = sys.modules.get("torch")
-        device = torch.cuda.current_device() if torch is not None and torch.cuda.is_initialized() else None
+        device = (
+            torch.cuda.current_device()
+            if torch is not None and torch.cuda.is_initialized()
+            else None
+        )
         run = contextvars.copy_context().run
-        call.thread = threading.Thread(target=run, args=(call.run, device), name="gruppo-reward", daemon=True)
+        call.thread = threading.Thread(
+            target=run, args=(call.run, device), name="gruppo-reward", daemon=True
+        )
         call.thread.start()
     return call
 
@@ -136,7 +149,9 @@ def call_with_timeout(fn: Callable[[], Any], timeout_s: float | None, name: str 
 
     ``name``: what a message calls it, if it never gives the interpreter lock back.
     """
-    with watching(name, timeout_s) as beat:  # from before the start: a thread may never give the lock back
+    with watching(
+        name, timeout_s
+    ) as beat:  # from before the start: a thread may never give the lock back
         call = start_call(fn, timeout_s, inline=timeout_s is None)
         left = math.inf if timeout_s is None else timeout_s
         while not call.done.wait(min(left, 1.0)):
@@ -178,7 +193,9 @@ def run_awaitable(awaitable: Awaitable[Any]) -> Any:
     with _loop_lock:
         if _loop is None or _loop_thread is None or not _loop_thread.is_alive():
             _loop = asyncio.new_event_loop()
-            _loop_thread = threading.Thread(target=_loop.run_forever, name="gruppo-reward-loop", daemon=True)
+            _loop_thread = threading.Thread(
+                target=_loop.run_forever, name="gruppo-reward-loop", daemon=True
+            )
             _loop_thread.start()
         loop = _loop
     future = this_thread.call.future = asyncio.run_coroutine_threadsafe(body(), loop)
@@ -208,7 +225,10 @@ def describe_error(error: BaseException) -> str:
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     text, hint = error_message(error).splitlines(), ""
     # math-verify raises an error of its own from Python's
-    if any("signal only works in main thread" in error_message(cause) for cause in (error, error.__cause__)):
+    if any(
+        "signal only works in main thread" in error_message(cause)
+        for cause in (error, error.__cause__)
+    ):
         hint = (
             "; it sets a signal, which needs a main thread: give the function as file.py:name, with --scoring.isolate, "
             "or set --scoring.timeout-s None"
@@ -224,12 +244,20 @@ def accepted_keywords(fn: Callable[..., Any], what: str) -> tuple[Mapping[str, b
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError) as error:
-        raise DataError(f"{what} has no readable signature ({error}); wrap it in a def with named arguments.") from None
-    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
+        raise DataError(
+            f"{what} has no readable signature ({error}); wrap it in a def with named arguments."
+        ) from None
+    positional = [
+        p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty
+    ]
     if positional:
         raise DataError(f"""{what} takes {positional[0]!r} by position only, but is called with keywords. Write it as
             def f(name, **kwargs).""")
-    named = {p.name: p.default is p.empty for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    named = {
+        p.name: p.default is p.empty
+        for p in parameters
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    }
     return named, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 

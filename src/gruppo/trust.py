@@ -69,7 +69,11 @@ def imports(settings: Any, key: str = "") -> list[str]:
     # data they are tasks, reasoning_gym:NAME
     with suppress(ImportError, ValueError):
         top = place.split(".")[0]
-        if top and key != "data" and (top in sys.modules or importlib.util.find_spec(top) is not None):
+        if (
+            top
+            and key != "data"
+            and (top in sys.modules or importlib.util.find_spec(top) is not None)
+        ):
             return [*names, name]
     return names
 
@@ -83,8 +87,12 @@ def imports_of_models(settings: Any) -> dict[Path, list[str]]:
     """Names of functions in the saved models that a nested config names, by their folders."""
     if isinstance(settings, Mapping | list | tuple):
         parts = settings.values() if isinstance(settings, Mapping) else settings
-        return {folder: names for part in parts for folder, names in imports_of_models(part).items()}
-    if not isinstance(settings, str) or not settings:  # "" would be the folder that the command is called from
+        return {
+            folder: names for part in parts for folder, names in imports_of_models(part).items()
+        }
+    if (
+        not isinstance(settings, str) or not settings
+    ):  # "" would be the folder that the command is called from
         return {}
     folder = Path(settings).expanduser()
     return {path: names for path in (folder, folder / "final") if (names := imports_of_model(path))}
@@ -102,14 +110,28 @@ def imports_of_model(folder: Path) -> list[str]:
 # --- what may be imported ---------------------------------------------------------------------------------------------
 
 
-def check(folder: Path, names: Collection[str], *, trust_run: bool = False, trust_remote_code: bool = False) -> None:
+def check(
+    folder: Path,
+    names: Collection[str],
+    *,
+    trust_run: bool = False,
+    trust_remote_code: bool = False,
+) -> None:
     """Refuse a folder that would import what it did not name when this user created it."""
     if not names:
         return
     is_served = any(name.startswith((*SERVERS.values(), "openenv:", "judge:")) for name in names)
-    what, look = ("code to run, or servers to use", " and check the servers") if is_served else ("code to run", "")
+    what, look = (
+        ("code to run, or servers to use", " and check the servers")
+        if is_served
+        else ("code to run", "")
+    )
     listed = f"{folder} names {what}: {', '.join(dict.fromkeys(names))}."
-    flags = ["--trust-remote-code"] if any(REMOTE_CODE in name for name in names) and not trust_remote_code else []
+    flags = (
+        ["--trust-remote-code"]
+        if any(REMOTE_CODE in name for name in names) and not trust_remote_code
+        else []
+    )
     if not (trust_run or _is_trusted(folder, names)):
         flags.insert(0, "--trust-run")
         options = ", ".join(f"{flag.strip('-').replace('-', '_')}=True" for flag in flags)
@@ -122,7 +144,9 @@ def check(folder: Path, names: Collection[str], *, trust_run: bool = False, trus
 
 
 @contextmanager
-def opening(folder: Path, names: Collection[str], *, typed: Any = (), **trusts: bool) -> Iterator[None]:
+def opening(
+    folder: Path, names: Collection[str], *, typed: Any = (), **trusts: bool
+) -> Iterator[None]:
     """Within, a folder's names, which are checked first, may be imported, and those that the command was given."""
     check(folder, names, **trusts)
     with loading.importing([*names, *imports(typed)]):
@@ -130,13 +154,17 @@ def opening(folder: Path, names: Collection[str], *, typed: Any = (), **trusts: 
 
 
 def _is_trusted(folder: Path, names: Collection[str]) -> bool:
-    if loading.listed is not None and loading.listed.issuperset(names):  # of the run that names this folder
+    if loading.listed is not None and loading.listed.issuperset(
+        names
+    ):  # of the run that names this folder
         return True
     place = folder.expanduser().resolve()
     for text in filter(None, os.environ.get(TRUSTED, "").split(os.pathsep)):
         parent = Path(text).expanduser()
         if not parent.is_absolute():
-            raise GruppoError(f"{TRUSTED} has {text!r}, which means another folder in each folder. Give its full path.")
+            raise GruppoError(
+                f"{TRUSTED} has {text!r}, which means another folder in each folder. Give its full path."
+            )
         if place.is_relative_to(parent.resolve()):
             return True
     for path in (place, *place.parents):  # a model's folder is part of the run above it
@@ -163,8 +191,12 @@ def record(folder: Path, names: Collection[str]) -> None:
             file.unlink(missing_ok=True)
             return
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        temporary = file.with_suffix(f".tmp-{os.getpid()}")  # another command of this user may read it meanwhile
-        temporary.write_text(json.dumps({"folder": str(place), "imports": sorted(set(names))}), encoding="utf-8")
+        temporary = file.with_suffix(
+            f".tmp-{os.getpid()}"
+        )  # another command of this user may read it meanwhile
+        temporary.write_text(
+            json.dumps({"folder": str(place), "imports": sorted(set(names))}), encoding="utf-8"
+        )
         temporary.replace(file)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
         if names:
@@ -182,12 +214,18 @@ def _record_of(place: Path) -> Path:
 def state_folder() -> Path:
     """GRUPPO_STATE, or where the platform keeps such files; the nodes of a cluster may share it."""
     if chosen := os.environ.get(STATE):
-        if not Path(chosen).expanduser().is_absolute():  # a folder of somebody else could hold records of its own
-            raise GruppoError(f"{STATE}={chosen!r} means another folder in each folder. Give its full path.")
+        if (
+            not Path(chosen).expanduser().is_absolute()
+        ):  # a folder of somebody else could hold records of its own
+            raise GruppoError(
+                f"{STATE}={chosen!r} means another folder in each folder. Give its full path."
+            )
         return Path(chosen).expanduser()
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "gruppo"
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Application Support" / "gruppo"
-    base = Path(os.environ.get("XDG_STATE_HOME") or "")  # the specification: a relative one is ignored
+    base = Path(
+        os.environ.get("XDG_STATE_HOME") or ""
+    )  # the specification: a relative one is ignored
     return (base if base.is_absolute() else Path.home() / ".local" / "state") / "gruppo"

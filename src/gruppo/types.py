@@ -69,15 +69,21 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
-            raise GruppoError(f"temperature={self.temperature} is not 0 or above; use 0 for greedy decoding, or 1.0.")
+            raise GruppoError(
+                f"temperature={self.temperature} is not 0 or above; use 0 for greedy decoding, or 1.0."
+            )
         if self.top_k < 0:
-            raise GruppoError(f"top_k={self.top_k} is negative; use 0 to keep every action, or how many to keep.")
+            raise GruppoError(
+                f"top_k={self.top_k} is negative; use 0 to keep every action, or how many to keep."
+            )
         if not 0 < self.top_p <= 1:
             raise GruppoError(f"top_p={self.top_p} is outside (0, 1]; use 1 to keep every action.")
         if self.max_actions < 1:
             raise GruppoError(f"max_actions={self.max_actions} samples nothing; use at least 1.")
         if isinstance(self.stop, str) or "" in self.stop:
-            raise GruppoError(f"stop={self.stop!r} ends every rollout at once; use a tuple of texts, such as ('###',).")
+            raise GruppoError(
+                f"stop={self.stop!r} ends every rollout at once; use a tuple of texts, such as ('###',)."
+            )
 
     def greedy(self) -> Self:
         """Return the parameters of an evaluation: the most likely actions, or the ODE of a diffusion model."""
@@ -118,11 +124,15 @@ class Rollouts:
     def take(self, rows: Int[Tensor, "b"] | Sequence[int]) -> Rollouts:
         """Select rows, in the order of ``rows``. Prompts without rows are dropped and ``group_ids`` re-indexed."""
         index = torch.as_tensor(rows, dtype=torch.long)  # [b]
-        groups, group_ids = self.group_ids[index].unique(return_inverse=True)  # [p] that have rows, and [b]
+        groups, group_ids = self.group_ids[index].unique(
+            return_inverse=True
+        )  # [p] that have rows, and [b]
         rows_of = {name: _pick(getattr(self, name), index) for name in _ROW_FIELDS}
         rows_of["per_row"] = {name: _pick(value, index) for name, value in self.per_row.items()}
         shared = {name: _pick(value, groups) for name, value in self.shared.items()}
-        return replace(self, prompts=_pick(self.prompts, groups), group_ids=group_ids, shared=shared, **rows_of)
+        return replace(
+            self, prompts=_pick(self.prompts, groups), group_ids=group_ids, shared=shared, **rows_of
+        )
 
     @staticmethod
     def cat(parts: Sequence[Rollouts]) -> Rollouts:
@@ -138,7 +148,9 @@ class Rollouts:
         first = torch.tensor(list(places.values()), dtype=torch.long)
         groups = {key: group for group, key in enumerate(places)}
         # for each part, the new group of each of its prompts
-        group_of = torch.tensor([groups[key] for key in keys], dtype=torch.long).split([len(p.prompts) for p in parts])
+        group_of = torch.tensor([groups[key] for key in keys], dtype=torch.long).split(
+            [len(p.prompts) for p in parts]
+        )
         shared = {name: _join([part.shared[name] for part in parts]) for name in parts[0].shared}
         # An environment may open a conversation by what reset(seed) returns; likelihoods read one prompt per group.
         for place, key in enumerate(keys if "prompt_ids" in shared else ()):
@@ -151,12 +163,22 @@ class Rollouts:
             values = [getattr(part, name) for part in parts]
             if name in _COLUMN_FIELDS:  # [B, T, *E]: T becomes that of the longest part
                 padding = [(0, 0) * (x.ndim - 2) + (0, columns - x.shape[1]) for x in values]
-                values = [nn.functional.pad(x, widths) for x, widths in zip(values, padding, strict=True)]
+                values = [
+                    nn.functional.pad(x, widths) for x, widths in zip(values, padding, strict=True)
+                ]
             fields[name] = _join(values)
-        group_ids = torch.cat([ids[part.group_ids] for ids, part in zip(group_of, parts, strict=True)])
+        group_ids = torch.cat(
+            [ids[part.group_ids] for ids, part in zip(group_of, parts, strict=True)]
+        )
         shared = {name: _pick(values, first) for name, values in shared.items()}
         per_row = {name: _join([part.per_row[name] for part in parts]) for name in parts[0].per_row}
-        return Rollouts(prompts=_pick(prompts, first), group_ids=group_ids, shared=shared, per_row=per_row, **fields)
+        return Rollouts(
+            prompts=_pick(prompts, first),
+            group_ids=group_ids,
+            shared=shared,
+            per_row=per_row,
+            **fields,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,7 +229,11 @@ def _pick(value: Any, index: Tensor) -> Any:
 
 
 def _join(values: Sequence[Any]) -> Any:
-    return torch.cat(list(values)) if isinstance(values[0], Tensor) else tuple(x for value in values for x in value)
+    return (
+        torch.cat(list(values))
+        if isinstance(values[0], Tensor)
+        else tuple(x for value in values for x in value)
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,7 +275,9 @@ class MicroBatch:
 
     def of(self, x: Tensor) -> Tensor:
         """Select the micro-batch, ``[b, t, ...]``, of a ``[B, T, ...]`` tensor."""
-        return x[self.rows][:, self.cols]  # [b, t, ...]; cols is a slice, so that the second step copies nothing
+        return x[self.rows][
+            :, self.cols
+        ]  # [b, t, ...]; cols is a slice, so that the second step copies nothing
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,7 +304,9 @@ class Batch:
 
     def take(self, rows: Int[Tensor, "b"]) -> Batch:
         """Select rows of every entry that has rows."""
-        changes: dict[str, Any] = {"reward_parts": {name: value[rows] for name, value in self.reward_parts.items()}}
+        changes: dict[str, Any] = {
+            "reward_parts": {name: value[rows] for name, value in self.reward_parts.items()}
+        }
         # without demos: demonstrations have rows of their own, which trainer.demonstrations splits
         tensors = ("rewards", "advantages", "loss_mask", "old_logprobs", "old_values", "returns")
         for name in (*tensors, "rollouts", "old_gaussian"):
@@ -312,15 +342,24 @@ class Stat:
                 kept = where.reshape(*where.shape, *[1] * (x.ndim - where.ndim)).expand_as(x)
             sums = torch.where(kept, x, 0)
             ends = [torch.where(kept, x, torch.inf).amin(), torch.where(kept, x, -torch.inf).amax()]
-            return Stat(pending=(torch.stack([kept.sum().to(x), sums.sum(), sums.square().sum(), *ends]),))
-        kept = (x if where is None else x[where]).detach().double()  # sums of bfloat16 would lose small terms
+            return Stat(
+                pending=(torch.stack([kept.sum().to(x), sums.sum(), sums.square().sum(), *ends]),)
+            )
+        kept = (
+            (x if where is None else x[where]).detach().double()
+        )  # sums of bfloat16 would lose small terms
         if kept.numel() == 0:  # aminmax refuses an empty tensor
             return Stat()
-        return Stat(float(kept.numel()), *torch.stack([kept.sum(), kept.square().sum(), *kept.aminmax()]).tolist())
+        return Stat(
+            float(kept.numel()),
+            *torch.stack([kept.sum(), kept.square().sum(), *kept.aminmax()]).tolist(),
+        )
 
     def __add__(self, other: Stat) -> Stat:
         sums = (self.count + other.count, self.sum + other.sum, self.sum_sq + other.sum_sq)
-        return Stat(*sums, min(self.min, other.min), max(self.max, other.max), self.pending + other.pending)
+        return Stat(
+            *sums, min(self.min, other.min), max(self.max, other.max), self.pending + other.pending
+        )
 
     @staticmethod
     def read(stats: Mapping[str, Stat]) -> dict[str, Stat]:

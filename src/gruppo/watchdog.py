@@ -99,9 +99,19 @@ def _send(beat: bytes) -> None:
         if _pipe is None:
             receiving, _pipe = os.pipe()
             os.set_blocking(_pipe, False)
-            command = [sys.executable, "-I", "-S", "-c", _WATCHER, str(os.getpid()), str(PATIENCE_S)]
+            command = [
+                sys.executable,
+                "-I",
+                "-S",
+                "-c",
+                _WATCHER,
+                str(os.getpid()),
+                str(PATIENCE_S),
+            ]
             # a session of its own: Ctrl-C ends the waiting process of a run no earlier than the run
-            process = subprocess.Popen(command, stdin=receiving, stdout=subprocess.DEVNULL, start_new_session=True)
+            process = subprocess.Popen(
+                command, stdin=receiving, stdout=subprocess.DEVNULL, start_new_session=True
+            )
             process.returncode = 0  # never waited for: it ends when this process does
             os.close(receiving)
         os.write(_pipe, beat)

@@ -55,23 +55,47 @@ class Worker:
         self._number = 0
         self.connection, other = Pipe()
         settings = {"path": [*map(str, sys.path)], "target": target, "connection": other.fileno()}
-        command = [sys.executable, "-u", "-W", "ignore", "-c", _START, json.dumps(settings | {"parent": os.getpid()})]
-        pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        command = [
+            sys.executable,
+            "-u",
+            "-W",
+            "ignore",
+            "-c",
+            _START,
+            json.dumps(settings | {"parent": os.getpid()}),
+        ]
+        pipes: Any = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+        }
         # In a session of its own: Ctrl-C is this process's.
         self.process = subprocess.Popen(
-            command, text=True, errors="replace", pass_fds=[other.fileno()], start_new_session=True, **pipes
+            command,
+            text=True,
+            errors="replace",
+            pass_fds=[other.fileno()],
+            start_new_session=True,
+            **pipes,
         )
         other.close()
         # The live screen and notebooks show what is written to sys.stdout, not to its file descriptor.
         self._output = list[threading.Thread]()
         for name in ("stdout", "stderr"):
             lines = (getattr(self.process, name), name)
-            thread = threading.Thread(target=_copy_lines, args=lines, name="gruppo-worker-output", daemon=True)
+            thread = threading.Thread(
+                target=_copy_lines, args=lines, name="gruppo-worker-output", daemon=True
+            )
             thread.start()
             self._output.append(thread)
 
     def ask(
-        self, request: bytes, buffers: Sequence[bytes] = (), *, limit_s: float = math.inf, **header: Any
+        self,
+        request: bytes,
+        buffers: Sequence[bytes] = (),
+        *,
+        limit_s: float = math.inf,
+        **header: Any,
     ) -> dict[str, Any]:
         """Send a request and return the answer, or raise its error.
 
@@ -121,7 +145,9 @@ class Worker:
     def close(self) -> None:
         with suppress(OSError):
             self.connection.close()
-        with suppress(subprocess.TimeoutExpired):  # it ends where its pipe ends, unless a call hangs
+        with suppress(
+            subprocess.TimeoutExpired
+        ):  # it ends where its pipe ends, unless a call hangs
             self.process.wait(1.0)
         self.kill()
         try:
@@ -147,7 +173,9 @@ def _copy_lines(pipe: IO[str] | None, name: str) -> None:
             is_whole = line.endswith("\n") or len(line) < MAX_LINE
             with suppress(Exception):
                 if is_new:
-                    getattr(sys, name).write(line if is_whole else f"{line} ... (the rest of this line is cut)\n")
+                    getattr(sys, name).write(
+                        line if is_whole else f"{line} ... (the rest of this line is cut)\n"
+                    )
                     getattr(sys, name).flush()
             is_new = is_whole
 
@@ -216,7 +244,9 @@ def _children() -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, ValueError):
-            fields = path.read_text(errors="replace").rpartition(")")[2].split()  # a name may hold spaces and brackets
+            fields = (
+                path.read_text(errors="replace").rpartition(")")[2].split()
+            )  # a name may hold spaces and brackets
             if int(fields[1]) == os.getpid():
                 found.append(int(path.parent.name))
     return found
@@ -232,7 +262,10 @@ def _serve(target: str, connection: Connection) -> NoReturn:
     answer = getattr(importlib.import_module(module), name)()
     while True:
         try:
-            header, request = json.loads(connection.recv_bytes()), json.loads(connection.recv_bytes())
+            header, request = (
+                json.loads(connection.recv_bytes()),
+                json.loads(connection.recv_bytes()),
+            )
             buffers = [connection.recv_bytes() for _ in range(header["buffers"])]
         except (EOFError, OSError):
             os._exit(0)
@@ -245,9 +278,13 @@ def _serve(target: str, connection: Connection) -> NoReturn:
         except GruppoError as error:
             kind = "DataError" if isinstance(error, DataError) else "GruppoError"
             reply = json.dumps(number | {"error": [kind, str(error), ""]})
-        except BaseException as error:  # SystemExit and KeyboardInterrupt too: the trainer has to get an answer
+        except (
+            BaseException
+        ) as error:  # SystemExit and KeyboardInterrupt too: the trainer has to get an answer
             problem = error if isinstance(error, CallError) else CallError.from_exception(error)
-            reply = json.dumps(number | {"error": [problem.kind, problem.message, str(problem.identity)]})
+            reply = json.dumps(
+                number | {"error": [problem.kind, problem.message, str(problem.identity)]}
+            )
         try:
             connection.send_bytes(reply.encode())
         except OSError:  # in a forked copy, or nobody waits any longer

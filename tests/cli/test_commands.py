@@ -65,7 +65,9 @@ def one_line(folder: Path, *args: str) -> tuple[int, str]:
 def only_line(capsys: pytest.CaptureFixture[str]) -> str:
     """The same of a command of this process."""
     out, err = capsys.readouterr()
-    assert err.startswith("gruppo: ") and err.count("\n") == 1 and err.endswith("\n") and not out, out + err
+    assert err.startswith("gruppo: ") and err.count("\n") == 1 and err.endswith("\n") and not out, (
+        out + err
+    )
     return err
 
 
@@ -78,7 +80,15 @@ def test_train_resume_eval_sample_and_explain(tmp_path, monkeypatch):
         f"def toy():\n    return tiny.config(Path({str(tmp_path)!r}))\n"
     )
     run = tmp_path / "runs/first"
-    overrides = ["--name", "first", "--steps", "3", "--objective", "dr-grpo", "--objective.clip_high=0.3"]
+    overrides = [
+        "--name",
+        "first",
+        "--steps",
+        "3",
+        "--objective",
+        "dr-grpo",
+        "--objective.clip_high=0.3",
+    ]
     with monkeypatch.context() as patch:
         patch.setattr(processes, "draws_plots", True)
         code, out, err = call(tmp_path, "train", f"{tmp_path / 'recipes.py'}:toy", *overrides)
@@ -88,8 +98,18 @@ def test_train_resume_eval_sample_and_explain(tmp_path, monkeypatch):
     assert config.objective == serialization.preset("dr_grpo").__class__(
         **{**vars(serialization.preset("dr_grpo")), "clip_high": 0.3}
     )
-    files = ["config.json", "evaluations.json", "final", "log.txt", "manifest.json", "metrics.csv", "metrics.jsonl"]
-    assert {*files, "samples.jsonl", "plots", "checkpoints"} <= {path.name for path in run.iterdir()}
+    files = [
+        "config.json",
+        "evaluations.json",
+        "final",
+        "log.txt",
+        "manifest.json",
+        "metrics.csv",
+        "metrics.jsonl",
+    ]
+    assert {*files, "samples.jsonl", "plots", "checkpoints"} <= {
+        path.name for path in run.iterdir()
+    }
 
     code, out, err = call(tmp_path, "resume", str(run))
     assert (code, err) == (0, "") and "held-out" in out
@@ -100,7 +120,9 @@ def test_train_resume_eval_sample_and_explain(tmp_path, monkeypatch):
     assert re.search(r"mean reward [\d.]+, 95% interval [\d.]+ to [\d.]+, 5 held-out prompts", out)
     assert out.count("-> ") == 2 and after["step"] == 3
 
-    code, out, err = call(tmp_path, "sample", str(run), "1 + 1 = ?", "2 + 2 = ?", "--n", "2", "--temperature", "1")
+    code, out, err = call(
+        tmp_path, "sample", str(run), "1 + 1 = ?", "2 + 2 = ?", "--n", "2", "--temperature", "1"
+    )
     assert (code, err) == (0, "") and out.count(" -> ") == 4 and out.count("'1 + 1 = ?' -> ") == 2
 
     before = sorted(tmp_path.rglob("*"))
@@ -121,7 +143,11 @@ def test_train_resume_eval_sample_and_explain(tmp_path, monkeypatch):
 
 def test_recipes_and_help(tmp_path):
     code, out, err = call(tmp_path, "recipes")
-    assert (code, err) == (0, "") and out.startswith("arithmetic ") and len(out.splitlines()) == len(RECIPES) + 2
+    assert (
+        (code, err) == (0, "")
+        and out.startswith("arithmetic ")
+        and len(out.splitlines()) == len(RECIPES) + 2
+    )
     code, out, err = call(tmp_path, "recipes", "arithmetic")
     assert (code, err) == (0, "") and out.startswith("arithmetic\n") and "CPU" in out
     for args in (["--help"], ["-h"], ["help"]):
@@ -143,19 +169,36 @@ def test_neither_help_nor_the_import_imports_torch():
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "gruppo" in imported and not imported & {"torch", "numpy"}
     code = "import sys, gruppo; dir(gruppo); print('torch' in sys.modules, 'numpy' in sys.modules)"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == ["False", "False"]
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == [
+        "False",
+        "False",
+    ]
 
 
 def test_the_plain_recipe_takes_ones_own_model_data_and_reward(tmp_path):
     data = tiny.write_rows(tmp_path / "mine.jsonl")
     own = ["--model", tiny.model(), "--data", data, "--reward", tiny.reward("digits")]
-    small = ["--steps", "1", "--rollout.max-new-tokens", "4", "--evaluation.prompts", "0", "--compute", "float32"]
+    small = [
+        "--steps",
+        "1",
+        "--rollout.max-new-tokens",
+        "4",
+        "--evaluation.prompts",
+        "0",
+        "--compute",
+        "float32",
+    ]
     runs = ["--runs-dir", str(tmp_path / "runs"), "--name", "run", "--scoring.timeout-s", "None"]
     code, _, err = call(tmp_path, "train", "plain", *own, *small, *runs)
     assert (code, err) == (0, "")
     config = serialization.load(tmp_path / "runs/run/config.json")
     sampling = config.rollout
-    assert (sampling.temperature, sampling.top_k, sampling.top_p, config.scoring.timeout_s) == (1.0, 0, 1.0, None)
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, config.scoring.timeout_s) == (
+        1.0,
+        0,
+        1.0,
+        None,
+    )
     code, line = one_line(tmp_path, "train", "plain", *own[2:])
     assert code == 2 and "Set --model" in line
 
@@ -163,7 +206,11 @@ def test_the_plain_recipe_takes_ones_own_model_data_and_reward(tmp_path):
 @pytest.mark.slow
 def test_nothing_but_our_own_lines_reaches_the_terminal(tmp_path, recipe):
     """In a process of its own, where the libraries are imported with nothing set beforehand."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "TRANSFORMERS_", "TOKENIZERS_"))}
+    env = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("HF_", "TRANSFORMERS_", "TOKENIZERS_"))
+    }
     command = [
         sys.executable,
         "-m",
@@ -177,7 +224,9 @@ def test_nothing_but_our_own_lines_reaches_the_terminal(tmp_path, recipe):
         "--stage.kl-coef",
         "0.1",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, env=env | {"OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=env | {"OMP_NUM_THREADS": "1"}
+    )
     assert (done.returncode, done.stderr) == (0, "")
     first, *_ = done.stdout.splitlines()
     assert first.startswith("step 1/1")
@@ -190,7 +239,16 @@ def test_a_reader_that_leaves_early_is_no_error():
 
 
 def test_a_reader_that_leaves_does_not_end_training(tmp_path, recipe):
-    args = ["train", recipe, "--name", "run", "--reward", tiny.reward("prints"), "--show-samples-every", "1"]
+    args = [
+        "train",
+        recipe,
+        "--name",
+        "run",
+        "--reward",
+        tiny.reward("prints"),
+        "--show-samples-every",
+        "1",
+    ]
     child = processes.start(unread, args, folder=tmp_path / "child")
     assert child.wait() == 0
     run = tmp_path / "runs/run"
@@ -213,13 +271,16 @@ def unread(args: list[str]) -> None:
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_exits_75_with_the_command_that_continues(tmp_path, recipe, number):
     run = tmp_path / "runs/run"
-    child = processes.gruppo("train", recipe, "--name", "run", "--steps", "5000", folder=tmp_path / "child")
+    child = processes.gruppo(
+        "train", recipe, "--name", "run", "--steps", "5000", folder=tmp_path / "child"
+    )
     child.wait_for(lambda: steps_logged(run) > 2)
     child.send(number)
     assert child.wait() == 75
     *heard, last = child.err.splitlines()
     assert (
-        last == f"gruppo: stopped by a signal; what is complete is saved. Continue with: {command_name()} resume {run}"
+        last
+        == f"gruppo: stopped by a signal; what is complete is saved. Continue with: {command_name()} resume {run}"
     )
     assert heard in ([], ["gruppo: finishing this step, then saving; again stops at once"])
     assert checkpoint.load_latest(run / "checkpoints").step >= 3
@@ -227,10 +288,13 @@ def test_a_signal_exits_75_with_the_command_that_continues(tmp_path, recipe, num
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_before_the_run_began_exits_75_and_leaves_nothing(tmp_path, recipe, number):
-    child = processes.start(signal_while_loading, ["train", recipe, "--name", "run"], number, folder=tmp_path / "child")
+    child = processes.start(
+        signal_while_loading, ["train", recipe, "--name", "run"], number, folder=tmp_path / "child"
+    )
     assert child.wait() == 75
     assert (
-        child.err == "gruppo: stopped by a signal before the run began; nothing was written. Give the command again.\n"
+        child.err
+        == "gruppo: stopped by a signal before the run began; nothing was written. Give the command again.\n"
     )
     assert not (tmp_path / "runs").exists()
 
@@ -240,7 +304,9 @@ def signal_while_loading(args: list[str], number: int) -> None:
 
     def killed(*_: object, **__: object) -> None:
         os.kill(os.getpid(), number)
-        time.sleep(processes.TIMEOUT_S)  # another thread may get the signal: this one is told a moment later
+        time.sleep(
+            processes.TIMEOUT_S
+        )  # another thread may get the signal: this one is told a moment later
 
     modality.from_pretrained = killed
     processes.command_line(args)
@@ -251,24 +317,52 @@ def signal_while_loading(args: list[str], number: int) -> None:
 EMPTY, LONG, NOT_JSON = "empty.jsonl", "long.jsonl", "broken.jsonl"
 MISTAKES = {
     "no such option": (["--stepz", "3"], 2, r"unknown option --stepz. Did you mean --steps\?"),
-    "the last part of an option": (["--lr", "3"], 2, r"unknown option --lr. Did you mean --optim.lr\?"),
-    "an option like no other": (["--zzzzz"], 2, r"unknown option --zzzzz. gruppo train .* --help lists them"),
+    "the last part of an option": (
+        ["--lr", "3"],
+        2,
+        r"unknown option --lr. Did you mean --optim.lr\?",
+    ),
+    "an option like no other": (
+        ["--zzzzz"],
+        2,
+        r"unknown option --zzzzz. gruppo train .* --help lists them",
+    ),
     "not a number": (["--steps", "many"], 2, r"--steps many: it needs a whole number"),
     "no value": (["--steps"], 2, r"--steps has no value: it needs a whole number"),
-    "no such choice": (["--compute", "fp4"], 2, r"--compute fp4: it needs one of 'auto', 'float32', 'bfloat16'"),
-    "too few values": (["--optim.betas", "0.9"], 2, r"--optim.betas 0.9: it needs a list of 2 numbers"),
+    "no such choice": (
+        ["--compute", "fp4"],
+        2,
+        r"--compute fp4: it needs one of 'auto', 'float32', 'bfloat16'",
+    ),
+    "too few values": (
+        ["--optim.betas", "0.9"],
+        2,
+        r"--optim.betas 0.9: it needs a list of 2 numbers",
+    ),
     "a stray word": (["stray"], 2, r"not understood: stray"),
     "out of range": (["--rollout.top-p", "1.5"], 2, r"rollout.top_p=1.5 is out of range"),
     "no such preset": (["--objective", "ppoo"], 2, r"ppoo is no preset.*Presets: grpo"),
     "a preset's near name": (["--objective", "drgrpo"], 2, r"Did you mean dr_grpo\?"),
-    "a group of one": (["--rollout.group-size", "1"], 2, r"group_size=1 gives no baseline.*Set --rollout.group-size 2"),
+    "a group of one": (
+        ["--rollout.group-size", "1"],
+        2,
+        r"group_size=1 gives no baseline.*Set --rollout.group-size 2",
+    ),
     "updates without a correction": (
         ["--objective", "rloo", "--optim.epochs", "2"],
         2,
         r"no correction.*--optim.epochs 1",
     ),
-    "no such model folder": (["--model", "./no/model"], 2, r"model folder '.*no/model' does not exist"),
-    "no such hub model": (["--model", "nobody/nothing"], 2, r"model 'nobody/nothing' could not be loaded"),
+    "no such model folder": (
+        ["--model", "./no/model"],
+        2,
+        r"model folder '.*no/model' does not exist",
+    ),
+    "no such hub model": (
+        ["--model", "nobody/nothing"],
+        2,
+        r"model 'nobody/nothing' could not be loaded",
+    ),
     "a bundled model's near name": (
         ["--model", "smollm2-135"],
         2,
@@ -276,15 +370,43 @@ MISTAKES = {
     ),
     "no such file": (["--data", "nothing.jsonl"], 3, r"there is no file nothing.jsonl"),
     "no such data": (["--data", "arithmetik"], 3, r"arithmetik.*'arithmetic'"),
-    "an empty data set": (["--data", EMPTY], 3, r"empty.jsonl is empty; it needs one JSON object per line"),
+    "an empty data set": (
+        ["--data", EMPTY],
+        3,
+        r"empty.jsonl is empty; it needs one JSON object per line",
+    ),
     "broken data": (["--data", NOT_JSON], 3, r"line 1 of .*broken.jsonl is not JSON"),
-    "no such column": (["--prompts.column", "promt"], 3, r"has no column 'promt'.*nearest is 'prompt'"),
-    "no such target": (["--prompts.target-column", "answr"], 3, r"no column 'answr'.*nearest is 'answer'"),
-    "a prompt that is too long": (["--data", LONG], 3, r"has 200 tokens, and 8 new ones make 208; the model's context"),
-    "everything held out": (["--prompts.held-out-fraction", "0.9999"], 3, r"all 24 prompts .* are held out"),
-    "no such reward": (["--reward", "exact_mach"], 2, r"no reward 'exact_mach'.*Did you mean exact_match\?"),
+    "no such column": (
+        ["--prompts.column", "promt"],
+        3,
+        r"has no column 'promt'.*nearest is 'prompt'",
+    ),
+    "no such target": (
+        ["--prompts.target-column", "answr"],
+        3,
+        r"no column 'answr'.*nearest is 'answer'",
+    ),
+    "a prompt that is too long": (
+        ["--data", LONG],
+        3,
+        r"has 200 tokens, and 8 new ones make 208; the model's context",
+    ),
+    "everything held out": (
+        ["--prompts.held-out-fraction", "0.9999"],
+        3,
+        r"all 24 prompts .* are held out",
+    ),
+    "no such reward": (
+        ["--reward", "exact_mach"],
+        2,
+        r"no reward 'exact_mach'.*Did you mean exact_match\?",
+    ),
     "no such reward file": (["--reward", "no.py:f"], 2, r"there is no file .*no.py"),
-    "no such function": (["--reward", tiny.reward("digitz")], 2, r"has no 'digitz'.*Did you mean .*:digits\?"),
+    "no such function": (
+        ["--reward", tiny.reward("digitz")],
+        2,
+        r"has no 'digitz'.*Did you mean .*:digits\?",
+    ),
     "not a function": (
         ["--reward", tiny.reward("not_a_function")],
         3,
@@ -301,10 +423,14 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("options", "exit_code", "says"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_one_line_and_starts_nothing(tmp_path, capsys, recipe, options, exit_code, says):
+def test_a_mistake_is_one_line_and_starts_nothing(
+    tmp_path, capsys, recipe, options, exit_code, says
+):
     (tmp_path / EMPTY).write_text("")
     (tmp_path / NOT_JSON).write_text("{oops\n")
-    tiny.write_rows(tmp_path / LONG, [{"prompt": "1" * 200, "answer": "1"}, {"prompt": "2", "answer": "2"}])
+    tiny.write_rows(
+        tmp_path / LONG, [{"prompt": "1" * 200, "answer": "1"}, {"prompt": "2", "answer": "2"}]
+    )
     options = [str(tmp_path / word) if (tmp_path / word).is_file() else word for word in options]
     assert processes.exit_code(["train", recipe, "--name", "run", *options]) == exit_code
     assert re.search(says, only_line(capsys))
@@ -314,19 +440,31 @@ def test_a_mistake_is_one_line_and_starts_nothing(tmp_path, capsys, recipe, opti
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        ("render_raises", "raised AttributeError: 'dict' object has no attribute 'content'. Correct"),
+        (
+            "render_raises",
+            "raised AttributeError: 'dict' object has no attribute 'content'. Correct",
+        ),
         ("forward_raises", "in forward, raised RuntimeError: "),
     ],
 )
-def test_an_error_in_code_of_the_users_names_its_line_and_is_not_called_a_bug(tmp_path, capfd, recipe, model, says):
-    assert processes.exit_code(["train", recipe, "--name", "run", "--model", own_models.own(model)]) == 2
+def test_an_error_in_code_of_the_users_names_its_line_and_is_not_called_a_bug(
+    tmp_path, capfd, recipe, model, says
+):
+    assert (
+        processes.exit_code(["train", recipe, "--name", "run", "--model", own_models.own(model)])
+        == 2
+    )
     last = capfd.readouterr().err.splitlines()[-1]
     assert f"gruppo: {own_models.FILE}, line " in last and says in last and "bug" not in last
 
 
 def test_a_reward_that_never_scores_exits_3_with_one_line(tmp_path, recipe):
-    code, line = one_line(tmp_path, "train", recipe, "--name", "run", "--reward", tiny.reward("raises"))
-    assert code == 3 and "scored none of 12 completions" in line and "Fix the reward function" in line
+    code, line = one_line(
+        tmp_path, "train", recipe, "--name", "run", "--reward", tiny.reward("raises")
+    )
+    assert (
+        code == 3 and "scored none of 12 completions" in line and "Fix the reward function" in line
+    )
 
 
 def test_a_model_of_nan_exits_4_with_one_line(tmp_path, recipe):
@@ -334,9 +472,21 @@ def test_a_model_of_nan_exits_4_with_one_line(tmp_path, recipe):
 
     folder = shutil.copytree(tiny.model(), tmp_path / "nan")
     weights = load_file(folder / "model.safetensors")
-    save_file({n: w * float("nan") for n, w in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {n: w * float("nan") for n, w in weights.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
     code, line = one_line(
-        tmp_path, "train", recipe, "--name", "run", "--model", str(folder), "--evaluation.prompts", "3"
+        tmp_path,
+        "train",
+        recipe,
+        "--name",
+        "run",
+        "--model",
+        str(folder),
+        "--evaluation.prompts",
+        "3",
     )
     assert code == 4 and "logits that are not finite" in line
 
@@ -353,7 +503,10 @@ def test_a_model_of_nan_exits_4_with_one_line(tmp_path, recipe):
         (["train", "no.py:recipe"], "there is no file"),
         (["train", "no.json"], "no.json does not exist"),
         (["train", tiny.reward("digitz")], "has no 'digitz'"),
-        (["train", tiny.reward("not_a_function")], "gives a float; a recipe returns a gruppo.Config"),
+        (
+            ["train", tiny.reward("not_a_function")],
+            "gives a float; a recipe returns a gruppo.Config",
+        ),
         (["train", tiny.reward("CHARACTERS")], "gives a str"),
         (["explain", "arithmetik"], "Did you mean arithmetic?"),
         (["resume", "no/run"], "the run folder no/run does not exist"),
@@ -373,19 +526,34 @@ def test_a_wrong_command_is_one_line_with_exit_code_2(capsys, args, says):
     ("args", "says"),
     [
         (["--reward", "a", "--reward", "b"], "--reward is given twice; write --reward A B."),
-        (["--optim.betas", "0.9", "0.9", "--optim.betas=0.9", "0.9"], "given twice; write --optim.betas A B."),
-        (["--scoring.weights", "1", "--scoring.weights", "1"], "given twice; write --scoring.weights A B."),
+        (
+            ["--optim.betas", "0.9", "0.9", "--optim.betas=0.9", "0.9"],
+            "given twice; write --optim.betas A B.",
+        ),
+        (
+            ["--scoring.weights", "1", "--scoring.weights", "1"],
+            "given twice; write --scoring.weights A B.",
+        ),
         (["--steps", "3", "--steps=4"], "--steps is given twice; leave one of them out."),
-        (["--optim.max-grad-norm=1", "--optim.max_grad_norm", "2"], "--optim.max-grad-norm is given twice"),
+        (
+            ["--optim.max-grad-norm=1", "--optim.max_grad_norm", "2"],
+            "--optim.max-grad-norm is given twice",
+        ),
         (["--steps", "3", "--steps", "4", "--steps", "5"], "--steps is given twice"),
         (["--objective", "grpo", "--objective=ppo"], "--objective is given twice"),
         (["--stages", "full", "--stages", "full"], "--stages is given twice"),
         (["--stages", "full", "--stage.lr", "1", "--stage.lr", "1"], "--stage.lr is given twice"),
-        (["--stages", TWO, "--stages.1.lr", "1", "--stages.1.lr", "1"], "--stages.1.lr is given twice"),
+        (
+            ["--stages", TWO, "--stages.1.lr", "1", "--stages.1.lr", "1"],
+            "--stages.1.lr is given twice",
+        ),
         (["--stages", TWO, "--stages.2.kl-coef", "1"], f"{THERE}: --stages.1.kl-coef."),
         (["--stages", TWO, "--stages.full.kl-coef=1"], f"{THERE}: --stages.1.kl-coef."),
         (["--stages", TWO, "--stages.supervised.lr", "1"], f"{THERE}: --stages.0.lr."),
-        (["--stages", "full", "--stages.1.lr", "1"], "there is the stage 0 full alone: --stages.0.lr."),
+        (
+            ["--stages", "full", "--stages.1.lr", "1"],
+            "there is the stage 0 full alone: --stages.0.lr.",
+        ),
         (["--stages", TWO, "--stages.1.kl-cof", "1"], "Did you mean --stages.1.kl-coef?"),
     ],
 )
@@ -395,7 +563,10 @@ def test_an_option_given_twice_and_one_of_a_stage_that_is_not_there_are_refused(
 
 
 def test_a_stage_of_a_run_that_has_one_is_named_as_that_one():
-    with pytest.raises(GruppoError, match=r"--stages\.0\.lr: this run has one stage, --stage\.lr\. Name several with"):
+    with pytest.raises(
+        GruppoError,
+        match=r"--stages\.0\.lr: this run has one stage, --stage\.lr\. Name several with",
+    ):
         parse_config("train", ["arithmetic", "--stages.0.lr", "1"])
 
 
@@ -408,7 +579,9 @@ def test_two_frames_of_ours_lead_from_the_command_line_to_the_api(monkeypatch):
     names = []
 
     def start(*args: object, **options: object) -> None:
-        names.extend(frame.name for frame in traceback.extract_stack() if "/src/gruppo/" in frame.filename)
+        names.extend(
+            frame.name for frame in traceback.extract_stack() if "/src/gruppo/" in frame.filename
+        )
         raise GruppoError("enough")
 
     monkeypatch.setattr(api, "start", start)
@@ -422,7 +595,9 @@ def test_no_command_shows_the_help_and_exits_2(tmp_path):
 
 
 def test_debug_shows_the_traceback(tmp_path, recipe):
-    code, _, err = call(tmp_path, "train", recipe, "--name", "run", "--model", "./no/model", "--debug")
+    code, _, err = call(
+        tmp_path, "train", recipe, "--name", "run", "--model", "./no/model", "--debug"
+    )
     assert code == 1 and "Traceback" in err and "GruppoError" in err
 
 
@@ -447,7 +622,9 @@ def test_a_damaged_only_checkpoint_is_one_line_and_nothing_is_lost(tmp_path, fin
     before = {path: data for path, data in content(run).items() if path.name != "log.txt"}
     code, line = one_line(tmp_path, "resume", str(run))
     assert (
-        code == 2 and "optimizer.safetensors has changed since it was written" in line and "Delete that folder" in line
+        code == 2
+        and "optimizer.safetensors has changed since it was written" in line
+        and "Delete that folder" in line
     )
     assert {path: data for path, data in content(run).items() if path.name != "log.txt"} == before
 
@@ -462,7 +639,12 @@ def test_a_foreign_checkpoint_is_one_line(tmp_path, finished):
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [("{", "cannot be read as JSON"), ("[]", "holds a list"), ('{"stepz": 1}', "Did you mean steps?")]
+    ("text", "says"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("[]", "holds a list"),
+        ('{"stepz": 1}', "Did you mean steps?"),
+    ],
 )
 def test_a_damaged_config_is_one_line(tmp_path, finished, text, says):
     run = shutil.copytree(finished, tmp_path / "run")
@@ -482,7 +664,11 @@ def test_the_objects_of_a_config_are_asked_for_by_explain_as_by_train(tmp_path, 
     Path(recipe).write_text(json.dumps(config))
     for command in ("train", "explain"):
         code, line = one_line(tmp_path, command, recipe)
-        assert code == 2 and "the data of this config came from Python objects" in line and "Set --data" in line
+        assert (
+            code == 2
+            and "the data of this config came from Python objects" in line
+            and "Set --data" in line
+        )
 
 
 def test_the_model_of_an_unfinished_run_is_asked_for_in_vain(tmp_path, finished):
@@ -490,10 +676,15 @@ def test_the_model_of_an_unfinished_run_is_asked_for_in_vain(tmp_path, finished)
     shutil.rmtree(run / "final")
     for command in (["eval", str(run)], ["sample", str(run), "hello"]):
         code, line = one_line(tmp_path, *command)
-        assert code == 2 and f"has no final model yet. Finish it with {command_name()} resume {run}" in line
+        assert (
+            code == 2
+            and f"has no final model yet. Finish it with {command_name()} resume {run}" in line
+        )
 
 
-def test_a_runs_folder_is_its_config_and_its_final_model_for_another_run(tmp_path, recipe, finished):
+def test_a_runs_folder_is_its_config_and_its_final_model_for_another_run(
+    tmp_path, recipe, finished
+):
     options = ["--steps", "1", "--model", str(finished), "--runs-dir", str(tmp_path / "runs")]
     code, _, err = call(tmp_path, "train", str(finished / "config.json"), *options)
     assert (code, err) == (0, "")
@@ -501,7 +692,11 @@ def test_a_runs_folder_is_its_config_and_its_final_model_for_another_run(tmp_pat
     run = shutil.copytree(finished, tmp_path / "run")
     shutil.rmtree(run / "final")
     code, line = one_line(tmp_path, "train", recipe, "--name", "none", "--model", str(run))
-    assert code == 2 and f"the run {run} has no final model yet. Finish it with {command_name()} resume {run}" in line
+    assert (
+        code == 2
+        and f"the run {run} has no final model yet. Finish it with {command_name()} resume {run}"
+        in line
+    )
 
 
 def with_a_full_disk_from(step: int, args: list[str]) -> None:
@@ -518,14 +713,23 @@ def with_a_full_disk_from(step: int, args: list[str]) -> None:
 
 
 def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(tmp_path, recipe):
-    child = processes.start(with_a_full_disk_from, 2, ["train", recipe, "--name", "run"], folder=tmp_path / "child")
+    child = processes.start(
+        with_a_full_disk_from, 2, ["train", recipe, "--name", "run"], folder=tmp_path / "child"
+    )
     assert child.wait() == 2
-    assert re.fullmatch(r"gruppo: the disk is full: .*step_000002 could not be written.*gruppo resume\.\n", child.err)
+    assert re.fullmatch(
+        r"gruppo: the disk is full: .*step_000002 could not be written.*gruppo resume\.\n",
+        child.err,
+    )
     run = tmp_path / "runs/run"
     assert checkpoint.load_latest(run / "checkpoints").step == 1
     assert call(tmp_path, "resume", str(run))[0] == 0
-    whole = api.start(tiny.config(tmp_path / "whole", data=str(tmp_path / "data.jsonl"), **BARE)).folder
-    assert (run / "final/model.safetensors").read_bytes() == (whole / "final/model.safetensors").read_bytes()
+    whole = api.start(
+        tiny.config(tmp_path / "whole", data=str(tmp_path / "data.jsonl"), **BARE)
+    ).folder
+    assert (run / "final/model.safetensors").read_bytes() == (
+        whole / "final/model.safetensors"
+    ).read_bytes()
 
 
 def with_small_files(limit: int, args: list[str]) -> None:
@@ -538,7 +742,11 @@ def with_small_files(limit: int, args: list[str]) -> None:
 def test_files_that_cannot_grow_are_one_line_wherever_the_run_is(tmp_path, recipe, limit):
     folder = tmp_path / "child"
     child = processes.start(
-        with_small_files_piped, limit, ["train", recipe, "--name", "run"], str(folder / "err"), folder=folder
+        with_small_files_piped,
+        limit,
+        ["train", recipe, "--name", "run"],
+        str(folder / "err"),
+        folder=folder,
     )
     code = child.wait()
     err = "".join(
@@ -582,7 +790,10 @@ def test_the_live_screen_is_closed_before_the_line_of_an_error(tmp_path, recipe)
     shown = os.read(ours, 1_000_000).decode()
     os.close(ours), os.close(theirs)
     assert "\x1b[?25l" in shown  # a live screen hides the cursor
-    *_, screen, last = shown.rstrip().rpartition("\x1b[?25h")[0], shown.rstrip().rpartition("\x1b[?25h")[2]
+    *_, screen, last = (
+        shown.rstrip().rpartition("\x1b[?25h")[0],
+        shown.rstrip().rpartition("\x1b[?25h")[2],
+    )
     assert screen and last.lstrip("\r\n").startswith("gruppo: step 0: the reward scored none")
 
 
@@ -616,7 +827,9 @@ def library(policy):
     ],
     ids=["os._exit", "sys.exit", "exit"],
 )
-def test_code_that_ends_the_process_with_0_does_not_pass_for_a_complete_run(tmp_path, recipe, options, says, left):
+def test_code_that_ends_the_process_with_0_does_not_pass_for_a_complete_run(
+    tmp_path, recipe, options, says, left
+):
     (tmp_path / "mine.py").write_text(INCOMPLETE)
     options = [option.replace("mine.py", str(tmp_path / "mine.py")) for option in options]
     code, _, err = call(tmp_path, "train", recipe, *options, "--name", "left")

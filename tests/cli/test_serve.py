@@ -21,20 +21,39 @@ from gruppo.types import GruppoError
 CPU, GPU = serve.Vllm("python", "0.32.0", True), serve.Vllm("python", "0.33.1", False)
 
 
-def command(vllm: serve.Vllm = CPU, *, has_key: bool = False, lora_rank: int = 0, options: tuple[str, ...] = ()) -> str:
+def command(
+    vllm: serve.Vllm = CPU,
+    *,
+    has_key: bool = False,
+    lora_rank: int = 0,
+    options: tuple[str, ...] = (),
+) -> str:
     words = serve.server_command(
-        vllm, "/m", host="127.0.0.1", port=8000, lora_rank=lora_rank, has_key=has_key, options=options
+        vllm,
+        "/m",
+        host="127.0.0.1",
+        port=8000,
+        lora_rank=lora_rank,
+        has_key=has_key,
+        options=options,
     )
     return " ".join(words)
 
 
 def test_the_command_has_what_the_engine_needs_and_the_users_options_last():
     text = command(options=("--logprobs-mode", "raw_logprobs"))
-    for part in ("--logprobs-mode processed_logprobs", "--enable-scale-out", "--enable-prefix-caching", "--model /m"):
+    for part in (
+        "--logprobs-mode processed_logprobs",
+        "--enable-scale-out",
+        "--enable-prefix-caching",
+        "--model /m",
+    ):
         assert part in text
     assert "--generation-config vllm" in text and text.endswith("--logprobs-mode raw_logprobs")
     assert "--enforce-eager" in text and "--enforce-eager" not in command(GPU)
-    assert "--no-enable-chunked-prefill" in text and "chunked" not in command(GPU)  # a GPU's generator can go back
+    assert "--no-enable-chunked-prefill" in text and "chunked" not in command(
+        GPU
+    )  # a GPU's generator can go back
     assert "--enable-lora --max-lora-rank 8" in command(lora_rank=8) and "lora" not in text
     assert "--middleware gruppo_guard.Guard" in command(has_key=True) and "guard" not in text
 
@@ -42,9 +61,15 @@ def test_the_command_has_what_the_engine_needs_and_the_users_options_last():
 def test_routes_that_load_weights_are_on_and_the_key_is_no_argument(monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     plain = serve.server_environment(GPU, key="", lora_rank=0)
-    assert plain["VLLM_SERVER_DEV_MODE"] == "1" and "VLLM_API_KEY" not in plain and "PYTHONPATH" not in plain
+    assert (
+        plain["VLLM_SERVER_DEV_MODE"] == "1"
+        and "VLLM_API_KEY" not in plain
+        and "PYTHONPATH" not in plain
+    )
     guarded = serve.server_environment(GPU, key="secret", lora_rank=4)
-    assert guarded["VLLM_API_KEY"] == guarded["GRUPPO_ENGINE_KEY"] == "secret" and "secret" not in command(has_key=True)
+    assert guarded["VLLM_API_KEY"] == guarded[
+        "GRUPPO_ENGINE_KEY"
+    ] == "secret" and "secret" not in command(has_key=True)
     assert (Path(guarded["PYTHONPATH"]) / "gruppo_guard.py").is_file()
     assert guarded["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
 
@@ -52,7 +77,11 @@ def test_routes_that_load_weights_are_on_and_the_key_is_no_argument(monkeypatch)
 def test_words_after_two_dashes_are_vllms():
     words = ["smollm2-135m", "--port", "8001", "--", "--max-model-len", "1024", "--help"]
     parsed = parse_command("serve", commands.serve, words)
-    assert parsed == {"model": "smollm2-135m", "port": 8001, "options": ("--max-model-len", "1024", "--help")}
+    assert parsed == {
+        "model": "smollm2-135m",
+        "port": 8001,
+        "options": ("--max-model-len", "1024", "--help"),
+    }
 
 
 def answers(path: str, authorization: str | None, kind: str = "http") -> tuple[bool, list[Any]]:
@@ -70,7 +99,9 @@ def answers(path: str, authorization: str | None, kind: str = "http") -> tuple[b
     return bool(reached), sent
 
 
-@pytest.mark.parametrize("path", ["/collective_rpc", "/pause", "/v1/completions", "/metrics", "//health", "/health/x"])
+@pytest.mark.parametrize(
+    "path", ["/collective_rpc", "/pause", "/v1/completions", "/metrics", "//health", "/health/x"]
+)
 def test_every_route_needs_the_key(monkeypatch, path):
     monkeypatch.setenv("GRUPPO_ENGINE_KEY", "secret")
     assert answers(path, "Bearer secret")[0]
@@ -108,7 +139,9 @@ def test_a_model_with_a_tied_head_is_served_from_an_untied_copy(tmp_path):
 
 
 def test_a_python_without_vllm_is_refused_with_how_to_get_one(monkeypatch):
-    with pytest.raises(GruppoError, match=r"has no vLLM\. Install it .* --python PATH or VLLM_PYTHON=PATH"):
+    with pytest.raises(
+        GruppoError, match=r"has no vLLM\. Install it .* --python PATH or VLLM_PYTHON=PATH"
+    ):
         serve.find_vllm(sys.executable)
     monkeypatch.setattr(serve, "FIND_VLLM", "print('vllm 0.19.1')")
     with pytest.raises(GruppoError, match=r"has vLLM 0\.19\.1; it needs 0\.32 or newer"):

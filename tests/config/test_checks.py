@@ -12,7 +12,14 @@ from gruppo.api import change
 from gruppo.cli.options import parse_config
 from gruppo.config import serialization
 from gruppo.config.options import check_ranges, flag, options
-from gruppo.config.schema import Config, CriticConfig, EngineConfig, OptimConfig, RolloutConfig, Stage
+from gruppo.config.schema import (
+    Config,
+    CriticConfig,
+    EngineConfig,
+    OptimConfig,
+    RolloutConfig,
+    Stage,
+)
 from gruppo.core.objective import PRESETS, Objective
 from gruppo.trainer import checks
 from gruppo.types import GruppoError
@@ -48,7 +55,10 @@ ONE_SUM = Objective(baseline="running", scale="none", combine="normalize_then_su
         ({"stage": Stage(entropy_coef=-1)}, "--stage.entropy-coef"),
         ({"stage": Stage(entropy_coef=math.nan)}, "--stage.entropy-coef"),
         ({"optim": OptimConfig(token_budget=-1)}, "--optim.token-budget"),
-        ({"optim": OptimConfig(minibatches=65)}, "more than the 64 rows of a step. Set --optim.minibatches 64 or less"),
+        (
+            {"optim": OptimConfig(minibatches=65)},
+            "more than the 64 rows of a step. Set --optim.minibatches 64 or less",
+        ),
         ({"stage": Stage(kl_coef=-1)}, "--stage.kl-coef"),
         (
             {"objective": PRESETS["reinforce"], "engine": EngineConfig("file.py:engine", lag=1)},
@@ -61,7 +71,10 @@ ONE_SUM = Objective(baseline="running", scale="none", combine="normalize_then_su
         ({"rollout": RolloutConfig(refill_rounds=-1)}, "--rollout.refill-rounds"),
         ({"rollout": RolloutConfig(refill_by="r")}, "refill_by='r' has no effect"),
         (
-            {"rollout": RolloutConfig(refill_rounds=1, group_size=1), "objective": PRESETS["reinforce"]},
+            {
+                "rollout": RolloutConfig(refill_rounds=1, group_size=1),
+                "objective": PRESETS["reinforce"],
+            },
             "which a group of one always has",
         ),
         ({"critic": CriticConfig(lr=-1.0), "objective": PPO}, "--critic.lr"),
@@ -69,19 +82,40 @@ ONE_SUM = Objective(baseline="running", scale="none", combine="normalize_then_su
         ({"critic": CriticConfig(warmup_steps=-1), "objective": PPO}, "--critic.warmup-steps"),
         ({"critic": CriticConfig(warmup_steps=200), "objective": PPO}, "none of the 200 steps"),
         ({"critic": CriticConfig(model="m"), "objective": PPO}, "--critic.kind separate"),
-        ({"critic": CriticConfig(lr=1e-5), "objective": PPO, "optim": OptimConfig(lr=0.0)}, "--optim.lr above 0"),
+        (
+            {"critic": CriticConfig(lr=1e-5), "objective": PPO, "optim": OptimConfig(lr=0.0)},
+            "--optim.lr above 0",
+        ),
         ({"stage": Stage(value_coef=0.0), "objective": PPO}, "never trains the critic"),
         ({"critic": CriticConfig(kind="separate")}, "objective.baseline='mean' uses none"),
-        ({"critic": CriticConfig(lr=1e-5)}, "Set --objective ppo, or leave the --critic options out"),
-        ({"critic": CriticConfig(warmup_steps=1)}, "Set --objective ppo, or leave the --critic options out"),
+        (
+            {"critic": CriticConfig(lr=1e-5)},
+            "Set --objective ppo, or leave the --critic options out",
+        ),
+        (
+            {"critic": CriticConfig(warmup_steps=1)},
+            "Set --objective ppo, or leave the --critic options out",
+        ),
         ({"critic": CriticConfig(lr=0.0), "objective": PPO}, "critic.lr=0 never trains the critic"),
         ({"optim": OptimConfig(stop_kl=0.1)}, "stop_kl=0.1 has no effect: a batch has one update"),
-        ({"rollout": ONE_ROW, "objective": PRESETS["reinforce"]}, "baseline='batch_mean' compares the rows of a step"),
+        (
+            {"rollout": ONE_ROW, "objective": PRESETS["reinforce"]},
+            "baseline='batch_mean' compares the rows of a step",
+        ),
         ({"rollout": ONE_ROW, "objective": PRESETS["reinforce_pp"]}, "--rollout.prompts 2 or more"),
-        ({"rollout": ONE_ROW, "objective": Objective(baseline="none", scale="batch")}, "scale='batch' compares"),
+        (
+            {"rollout": ONE_ROW, "objective": Objective(baseline="none", scale="batch")},
+            "scale='batch' compares",
+        ),
         ({"rollout": ONE_ROW, "objective": ONE_SUM}, "combine='normalize_then_sum' compares"),
         ({"objective": PRESETS["rloo"], "optim": OptimConfig(epochs=2)}, "--optim.epochs 1"),
-        ({"objective": Objective(baseline="leave_one_out"), "rollout": RolloutConfig(group_size=1)}, "at least 2"),
+        (
+            {
+                "objective": Objective(baseline="leave_one_out"),
+                "rollout": RolloutConfig(group_size=1),
+            },
+            "at least 2",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_is_loaded(changes, says):
@@ -92,10 +126,16 @@ def test_what_cannot_run_is_refused_before_anything_is_loaded(changes, says):
 
 
 def test_a_group_of_one_is_fine_for_reinforce():
-    checks.check(dataclasses.replace(GIVEN, objective=PRESETS["reinforce"], rollout=RolloutConfig(group_size=1)))
+    checks.check(
+        dataclasses.replace(
+            GIVEN, objective=PRESETS["reinforce"], rollout=RolloutConfig(group_size=1)
+        )
+    )
 
 
-@pytest.mark.parametrize("critic", [CriticConfig(), CriticConfig("separate", "m", lr=1e-5, warmup_steps=199)])
+@pytest.mark.parametrize(
+    "critic", [CriticConfig(), CriticConfig("separate", "m", lr=1e-5, warmup_steps=199)]
+)
 def test_a_critic_is_fine_where_the_objective_asks_for_one(critic):
     stage = Stage(value_coef=1.0)
     checks.check(dataclasses.replace(GIVEN, objective=PPO, critic=critic, stage=stage))
@@ -106,12 +146,16 @@ def test_resamplinging_by_one_reward_is_fine():
     checks.check(dataclasses.replace(GIVEN, rollout=rollout))
 
 
-@pytest.mark.parametrize("optim", [OptimConfig(stop_kl=0.1, epochs=2), OptimConfig(stop_kl=0.1, minibatches=2)])
+@pytest.mark.parametrize(
+    "optim", [OptimConfig(stop_kl=0.1, epochs=2), OptimConfig(stop_kl=0.1, minibatches=2)]
+)
 def test_stopping_early_is_fine_where_a_batch_has_several_updates(optim):
     checks.check(dataclasses.replace(GIVEN, optim=optim))
 
 
-@pytest.mark.parametrize("rollout", [RolloutConfig(prompts=2, group_size=1), RolloutConfig(prompts=1, group_size=2)])
+@pytest.mark.parametrize(
+    "rollout", [RolloutConfig(prompts=2, group_size=1), RolloutConfig(prompts=1, group_size=2)]
+)
 def test_two_rows_are_enough_to_compare_over_a_batch(rollout):
     for objective in (PRESETS["reinforce"], Objective(baseline="running", scale="batch"), ONE_SUM):
         checks.check(dataclasses.replace(GIVEN, rollout=rollout, objective=objective))
@@ -130,23 +174,33 @@ def test_a_number_outside_its_range_is_refused_with_its_option_and_a_value_to_se
     section, _, leaf = name.rpartition(".")
     for number in (*below, *above, math.inf, math.nan):
         value = (0.5, number) if isinstance(RANGED[name].default, tuple) else number
-        changed = dataclasses.replace(getattr(GIVEN, section) if section else GIVEN, **{leaf: value})
-        with pytest.raises(GruppoError, match=rf"^{name}=.* is out of range.* needs to be .*Set {flag(name)}\b"):
+        changed = dataclasses.replace(
+            getattr(GIVEN, section) if section else GIVEN, **{leaf: value}
+        )
+        with pytest.raises(
+            GruppoError, match=rf"^{name}=.* is out of range.* needs to be .*Set {flag(name)}\b"
+        ):
             check_ranges(dataclasses.replace(GIVEN, **{section: changed}) if section else changed)
 
 
 def test_every_value_that_a_schedule_reaches_is_in_the_range_of_its_field():
     stage = Stage(difficulty="linear:0.5,1.5")
-    with pytest.raises(GruppoError, match=r"^stage.difficulty=linear:0.5,1.5 reaches 1.5, which is out of range;"):
+    with pytest.raises(
+        GruppoError, match=r"^stage.difficulty=linear:0.5,1.5 reaches 1.5, which is out of range;"
+    ):
         check_ranges(dataclasses.replace(GIVEN, stage=stage))
 
 
 # --- an objective without the critic of the config --------------------------------------------------------------------
 
-WITH_CRITIC = dataclasses.replace(GIVEN, objective=PPO, critic=CriticConfig("separate", lr=1e-4, warmup_steps=2))
+WITH_CRITIC = dataclasses.replace(
+    GIVEN, objective=PPO, critic=CriticConfig("separate", lr=1e-4, warmup_steps=2)
+)
 
 
-@pytest.mark.parametrize("objective", ["grpo", PRESETS["grpo"], {"average": "token"}, {"baseline": "running"}])
+@pytest.mark.parametrize(
+    "objective", ["grpo", PRESETS["grpo"], {"average": "token"}, {"baseline": "running"}]
+)
 def test_an_objective_without_a_critic_leaves_the_configs_critic_behind(objective):
     config = change(WITH_CRITIC, {"objective": objective})
     assert config.critic == CriticConfig() and not config.objective.has_critic

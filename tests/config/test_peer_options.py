@@ -21,7 +21,9 @@ from gruppo.modalities.diffusion.config import DiffusionConfig
 from gruppo.types import GruppoError
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = {system: DOCS / f"start/coming-from-{system}.md" for system in SYSTEMS} | {"sources": DOCS / "dev/sources.md"}
+PAGES = {system: DOCS / f"start/coming-from-{system}.md" for system in SYSTEMS} | {
+    "sources": DOCS / "dev/sources.md"
+}
 """The page with the table of each system."""
 PEERS = DOCS / "objectives/peers.md"
 OPTIONS = {*map(flag, all_options()), "--stages"}
@@ -35,7 +37,8 @@ def table(system: str) -> str:
     all_options = peer_options(system)
     parts = dict.fromkeys(option.part for option in all_options)
     return "\n\n".join(
-        _table_of_part(part, [option for option in all_options if option.part == part]) for part in parts
+        _table_of_part(part, [option for option in all_options if option.part == part])
+        for part in parts
     )
 
 
@@ -72,30 +75,42 @@ def test_the_page_has_the_tables_of_the_program(system: str) -> None:
 def test_each_name_leads_to_options_that_there_are(system: str) -> None:
     for named in peer_options(system):
         fields = [*named.ours.split(), *named.near.split()]
-        typed = {flag(field) for field in fields} | set(re.findall(r"--[a-z][a-z.-]*[a-z]", named.remark))
+        typed = {flag(field) for field in fields} | set(
+            re.findall(r"--[a-z][a-z.-]*[a-z]", named.remark)
+        )
         groups = {name.rpartition(".")[0] for name in OPTIONS}
         assert typed <= OPTIONS | groups, named.theirs
         assert not (named.ours and named.near), named.theirs
-        assert named.ours or named.remark or named.near, f"{named.theirs}: nothing, and no word of why"
+        assert named.ours or named.remark or named.near, (
+            f"{named.theirs}: nothing, and no word of why"
+        )
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_name_of_one_part_means_one_thing(system: str) -> None:
-    names = [(named.part, word) for named in peer_options(system) for word in re.split(r", | x ", named.theirs)]
+    names = [
+        (named.part, word)
+        for named in peer_options(system)
+        for word in re.split(r", | x ", named.theirs)
+    ]
     assert len(names) == len(set(names))
 
 
 @pytest.mark.parametrize("recipe", ["arithmetic", "arithmetic-ppo", "digits-compress"])
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_what_is_printed_can_be_typed_and_gives_the_same_run(system: str, recipe: str) -> None:
-    config = parse_config("train", [recipe, "--objective.clip-low", "0.3", "--stage.kl-coef", "linear:0.1,0"])
+    config = parse_config(
+        "train", [recipe, "--objective.clip-low", "0.3", "--stage.kl-coef", "linear:0.1,0"]
+    )
     typed: dict[str, list[str]] = {}
     for named in peer_options(system):
         for words in re.findall(r"--[^ ]+(?: (?!--)[^ ]+)*", named.describe(config)):
             name, *values = words.split(" ")
             if values and values != ["None"]:
                 assert typed.setdefault(name, values) == values
-    options = [word for name, values in typed.items() if name != "--stages" for word in (name, *values)]
+    options = [
+        word for name, values in typed.items() if name != "--stages" for word in (name, *values)
+    ]
     again = parse_config("train", ["plain", *options])
     for name in typed:
         field: Any = again
@@ -163,7 +178,9 @@ def rows_of_peers() -> list[tuple[str, str, str]]:
             system = "verl" if "verl" in line else "trl"
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
         if line.startswith("| `") and len(cells) >= 4:
-            rows += [(system, name, cells[2]) for name in re.findall(r"(?<!of )`([\w.]+)`", cells[0])]
+            rows += [
+                (system, name, cells[2]) for name in re.findall(r"(?<!of )`([\w.]+)`", cells[0])
+            ]
     return rows
 
 
@@ -189,17 +206,31 @@ def there(system: str, name: str, **changes: Any) -> str:
 @pytest.mark.parametrize(
     ("system", "name", "presets"),
     [
-        ("trl", "loss_type", {name: name for name in ("grpo", "dr_grpo", "dapo", "cispo", "sapo")} | {"rloo": None}),
+        (
+            "trl",
+            "loss_type",
+            {name: name for name in ("grpo", "dr_grpo", "dapo", "cispo", "sapo")} | {"rloo": None},
+        ),
         (
             "verl",
             "adv_estimator",
-            {"ppo": "gae", "grpo": "grpo", "rloo": "rloo", "reinforce_pp": "reinforce_plus_plus", "reinforce": None},
+            {
+                "ppo": "gae",
+                "grpo": "grpo",
+                "rloo": "rloo",
+                "reinforce_pp": "reinforce_plus_plus",
+                "reinforce": None,
+            },
         ),
     ],
 )
-def test_presets_have_the_value_that_they_have_there(system: str, name: str, presets: dict[str, str | None]) -> None:
+def test_presets_have_the_value_that_they_have_there(
+    system: str, name: str, presets: dict[str, str | None]
+) -> None:
     for preset, value in presets.items():
-        assert f"there {value or 'no counterpart'};" in there(system, name, objective=PRESETS[preset])
+        assert f"there {value or 'no counterpart'};" in there(
+            system, name, objective=PRESETS[preset]
+        )
 
 
 def test_luspo_and_a_soft_gate_over_another_average() -> None:
@@ -229,12 +260,16 @@ def test_what_is_a_yes_there_is_a_choice_here() -> None:
 
 
 def test_a_squared_error_that_is_halved_here_has_half_the_coefficient_there() -> None:
-    assert "--stage.value-coef 1   (there 0.5;" in there("sources", "value_loss_coef", stage=Stage(value_coef=1.0))
+    assert "--stage.value-coef 1   (there 0.5;" in there(
+        "sources", "value_loss_coef", stage=Stage(value_coef=1.0)
+    )
 
 
 def test_of_several_stages_the_one_with_the_largest_coefficient_is_named() -> None:
     stages = (Stage(name="a", steps=3, kl_coef=0.02), Stage(name="b", kl_coef="linear:0.1,0"))
-    assert there("sources", "BETA_KL", stages=stages).startswith("BETA_KL  --stages.1.kl-coef linear:0.1,0")
+    assert there("sources", "BETA_KL", stages=stages).startswith(
+        "BETA_KL  --stages.1.kl-coef linear:0.1,0"
+    )
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -258,7 +293,9 @@ def run(capsys: Any, *args: str) -> tuple[int, str, str]:
 def test_names_may_stand_anywhere_and_load_no_model(capsys: Any, args: tuple[str, ...]) -> None:
     code, out, _ = run(capsys, *args)
     assert code == 0 and "GRPOConfig\n" in out and "ONE REAL PROMPT" not in out
-    assert re.search(r"^  max_steps +--steps 7   \(steps; there optimizer steps\)$", out, re.MULTILINE)
+    assert re.search(
+        r"^  max_steps +--steps 7   \(steps; there optimizer steps\)$", out, re.MULTILINE
+    )
     assert re.search(r"^  temperature +--rollout.temperature 1.5$", out, re.MULTILINE)
 
 
@@ -274,7 +311,9 @@ def test_the_value_of_one_name_is_that_of_the_recipe(capsys: Any) -> None:
 
 def test_a_name_that_maps_to_nothing_says_so_and_names_the_nearest(capsys: Any) -> None:
     code, out, _ = run(capsys, "explain", "--names", "trl:off_policy_mask_threshold")
-    assert code == 0 and "no counterpart; nearest --objective.kl-mask 0   (masks single actions" in out
+    assert (
+        code == 0 and "no counterpart; nearest --objective.kl-mask 0   (masks single actions" in out
+    )
 
 
 @pytest.mark.parametrize(
@@ -290,7 +329,9 @@ def test_a_name_that_maps_to_nothing_says_so_and_names_the_nearest(capsys: Any) 
         ("", "--names has no value"),
     ],
 )
-def test_what_is_not_known_is_one_line_with_the_nearest(capsys: Any, request_text: str, answer: str) -> None:
+def test_what_is_not_known_is_one_line_with_the_nearest(
+    capsys: Any, request_text: str, answer: str
+) -> None:
     code, out, err = run(capsys, "explain", "--names", request_text)
     assert code == 2 and not out and err.count("\n") == 1 and answer in err
 

@@ -38,7 +38,12 @@ def other_value(hint: Any, value: Any) -> Any:
         return (3, 5) if inner[0] is int else (0.25, 0.75)
     if type(None) in inner:
         return other_value(inner[0], 0 if value is None and inner[0] is int else value)
-    return {bool: lambda: not value, int: lambda: value + 3, float: lambda: 0.5, str: lambda: "other é"}[hint]()
+    return {
+        bool: lambda: not value,
+        int: lambda: value + 3,
+        float: lambda: 0.5,
+        str: lambda: "other é",
+    }[hint]()
 
 
 def changed_everywhere(kind: Any) -> Any:
@@ -49,7 +54,11 @@ def changed_everywhere(kind: Any) -> Any:
     for field in dataclasses.fields(kind):
         hint = DiffusionConfig if field.name == "modality" else hints[field.name]
         default = getattr(kind(), field.name)
-        values[field.name] = changed_everywhere(hint) if dataclasses.is_dataclass(hint) else other_value(hint, default)
+        values[field.name] = (
+            changed_everywhere(hint)
+            if dataclasses.is_dataclass(hint)
+            else other_value(hint, default)
+        )
     return kind(**values)
 
 
@@ -64,7 +73,9 @@ def test_every_field_survives_json():
 def test_every_field_of_the_objective_survives_json(name):
     """Changed in the first preset that takes it."""
     hint = typing.get_type_hints(Objective)[name]
-    objective = next(o for o in (with_other(preset, name, hint) for preset in PRESETS.values()) if o is not None)
+    objective = next(
+        o for o in (with_other(preset, name, hint) for preset in PRESETS.values()) if o is not None
+    )
     config = dataclasses.replace(GIVEN, objective=objective)
     assert serialization.from_dict(json.loads(json.dumps(serialization.to_dict(config)))) == config
 
@@ -78,7 +89,9 @@ def with_other(preset: Objective, name: str, hint: Any) -> Objective | None:
 
 
 def test_whole_numbers_become_the_floats_that_fields_are():
-    config = serialization.from_dict({"optim": {"lr": 1, "betas": [0, 0.5]}, "scoring": {"weights": [1, 2]}})
+    config = serialization.from_dict(
+        {"optim": {"lr": 1, "betas": [0, 0.5]}, "scoring": {"weights": [1, 2]}}
+    )
     values = [config.optim.lr, *config.optim.betas, *config.scoring.weights]
     assert values == [1.0, 0.0, 0.5, 1.0, 2.0] and all(type(value) is float for value in values)
 
@@ -87,12 +100,21 @@ def test_whole_numbers_become_the_floats_that_fields_are():
     ("data", "says"),
     [
         ({"stepz": 3}, "unknown entry stepz. Did you mean steps?"),
-        ({"diffusion": {"stepz": 3}}, "unknown entry diffusion.stepz. Did you mean diffusion.steps?"),
+        (
+            {"diffusion": {"stepz": 3}},
+            "unknown entry diffusion.stepz. Did you mean diffusion.steps?",
+        ),
         ({"difusion": {}}, "unknown entry difusion. Did you mean diffusion?"),
-        ({"diffusion": {}, "restoration": {}}, "sections of two modalities, diffusion and restoration. Keep one."),
+        (
+            {"diffusion": {}, "restoration": {}},
+            "sections of two modalities, diffusion and restoration. Keep one.",
+        ),
         ({"diffusion": 3}, "diffusion is 3; it needs a section"),
         ({"optim": {"learning_rate": 1}}, "unknown entry optim.learning_rate. Known: betas"),
-        ({"rollout": {"groupsize": 1}}, "unknown entry rollout.groupsize. Did you mean rollout.group_size?"),
+        (
+            {"rollout": {"groupsize": 1}},
+            "unknown entry rollout.groupsize. Did you mean rollout.group_size?",
+        ),
         ({"steps": "3"}, "steps is '3'; it needs a whole number"),
         ({"steps": 3.5}, "steps is 3.5; it needs a whole number"),
         ({"steps": True}, "steps is True; it needs a whole number"),
@@ -101,8 +123,14 @@ def test_whole_numbers_become_the_floats_that_fields_are():
         ({"optim": 3}, "optim is 3; it needs a section of settings"),
         ({"reward": "exact_match"}, "reward is 'exact_match'; it needs a list of texts"),
         ({"reward": [1]}, "reward is [1]; it needs a list of texts"),
-        ({"compute": "float8"}, "compute is 'float8'; it needs one of 'auto', 'float32', 'bfloat16'"),
-        ({"prompts": {"target_column": 3}}, "prompts.target_column is 3; it needs a text or nothing"),
+        (
+            {"compute": "float8"},
+            "compute is 'float8'; it needs one of 'auto', 'float32', 'bfloat16'",
+        ),
+        (
+            {"prompts": {"target_column": 3}},
+            "prompts.target_column is 3; it needs a text or nothing",
+        ),
         ({"trust_remote_code": "yes"}, "trust_remote_code is 'yes'; it needs true or false"),
         ({"objective": {"average": "tokens"}}, "objective.average is 'tokens'; it needs one of"),
         ({"objective": "grp"}, "objective grp is no preset. Did you mean grpo?"),
@@ -147,14 +175,22 @@ def test_every_field_survives_toml_and_yaml(tmp_path):
     config = dataclasses.replace(changed_everywhere(Config), stage=Stage())
     (tmp_path / "my.toml").write_text(serialization.to_toml(config), encoding="utf-8")
     (tmp_path / "my.yaml").write_text(json.dumps(serialization.to_dict(config)), encoding="utf-8")
-    assert serialization.load(tmp_path / "my.toml") == config == serialization.load(tmp_path / "my.yaml")
+    assert (
+        serialization.load(tmp_path / "my.toml")
+        == config
+        == serialization.load(tmp_path / "my.yaml")
+    )
 
 
 def test_toml_has_a_comment_for_each_option_and_none_is_a_word():
     lines = serialization.to_toml(GIVEN).splitlines()
     at = lines.index('target_column = "none"')
     assert lines[at - 1] == "# Column with the target; default: answer, target, solution or label."
-    assert all(lines[n - 1].startswith("#") for n, line in enumerate(lines) if " = " in line and line[0] != "#")
+    assert all(
+        lines[n - 1].startswith("#")
+        for n, line in enumerate(lines)
+        if " = " in line and line[0] != "#"
+    )
 
 
 TOML = """
@@ -197,12 +233,28 @@ def test_files_of_both_kinds_are_read(tmp_path):
             TOML.replace("lr = 1\n", "lr = [1]\n"),
             r"a\.toml, line 8: .*stages\.1\.lr is \[1\]; it needs a number",
         ),
-        ("a.toml", TOML + "[rolout]\n", r"a\.toml, line 9: .*unknown entry rolout\. Did you mean rollout"),
+        (
+            "a.toml",
+            TOML + "[rolout]\n",
+            r"a\.toml, line 9: .*unknown entry rolout\. Did you mean rollout",
+        ),
         ("a.toml", "steps = \n", r"a\.toml cannot be read as TOML \(.*line 1"),
-        ("a.yaml", YAML.replace("lr:", "lrr:"), r"a\.yaml, line 4: .*entry optim\.lrr\. Did you mean optim\.lr"),
-        ("a.yaml", YAML.replace("[psnr]", "psnr"), r"a\.yaml, line 7: .*reward is 'psnr'; it needs a list"),
+        (
+            "a.yaml",
+            YAML.replace("lr:", "lrr:"),
+            r"a\.yaml, line 4: .*entry optim\.lrr\. Did you mean optim\.lr",
+        ),
+        (
+            "a.yaml",
+            YAML.replace("[psnr]", "psnr"),
+            r"a\.yaml, line 7: .*reward is 'psnr'; it needs a list",
+        ),
         ("a.yaml", "a: [", r"a\.yaml cannot be read as YAML \(.*line 1"),
-        ("a.json", '{\n"steps": "3"}', r"a\.json, line 2: config entry steps is '3'; it needs a whole number"),
+        (
+            "a.json",
+            '{\n"steps": "3"}',
+            r"a\.json, line 2: config entry steps is '3'; it needs a whole number",
+        ),
     ],
 )
 def test_a_wrong_entry_of_a_file_is_one_line_with_its_key_and_its_line(tmp_path, name, text, says):
@@ -270,7 +322,9 @@ def test_keywords_that_name_nothing_are_refused(changes, says):
         ({"engine": "mine.py:engine"}, "none"),
     ],
 )
-def test_servers_turn_on_the_correction_of_their_arithmetic_unless_told_otherwise(changes, correction):
+def test_servers_turn_on_the_correction_of_their_arithmetic_unless_told_otherwise(
+    changes, correction
+):
     changed = serialization.change(Config(), changes)
     assert changed.objective.correction == correction
     assert serialization.from_dict(serialization.to_dict(changed)) == changed

@@ -58,11 +58,15 @@ def terms_of(
     """The loss terms of a batch of the given sequences, as the trainer forms them."""
     loss_mask = MASK[rows]
     one_group = torch.zeros(len(rows), dtype=torch.long)
-    total = loss_total(loss_mask, average=objective.average, max_length=MAX_LENGTH, group_ids=one_group)
+    total = loss_total(
+        loss_mask, average=objective.average, max_length=MAX_LENGTH, group_ids=one_group
+    )
     inputs = LossInputs(
         advantages=advantages,
         loss_mask=loss_mask,
-        weights=loss_weights(loss_mask, average=objective.average, total=total, group_ids=one_group),
+        weights=loss_weights(
+            loss_mask, average=objective.average, total=total, group_ids=one_group
+        ),
         old_logprobs=None if old is None else logprobs_of(old, rows),
         ref=None if ref is None else Likelihood(logprobs_of(ref, rows)),
     )

@@ -21,18 +21,24 @@ every_kind = pytest.mark.parametrize(("baseline", "scale"), KINDS)
 NAN, INF = float("nan"), float("inf")
 
 
-def advantages_of(rewards, groups, *, baseline="mean", scale="none", eps=0.0, dtype=torch.float64) -> Tensor:
+def advantages_of(
+    rewards, groups, *, baseline="mean", scale="none", eps=0.0, dtype=torch.float64
+) -> Tensor:
     """One number a row: [B]."""
     rewards = torch.as_tensor(rewards, dtype=dtype)
     mask = torch.ones(len(rewards), 1, dtype=torch.bool)
     ids = torch.tensor(groups)
     prompt_ids = [f"prompt {n}" for n in range(int(ids.max()) + 1)]
-    advantages, _ = group_advantages(rewards, ids, mask, baseline=baseline, scale=scale, eps=eps, prompt_ids=prompt_ids)
+    advantages, _ = group_advantages(
+        rewards, ids, mask, baseline=baseline, scale=scale, eps=eps, prompt_ids=prompt_ids
+    )
     return advantages[:, 0].double()
 
 
 def assert_close(got: Tensor, by_hand: list[float]) -> None:
-    torch.testing.assert_close(got, torch.tensor(by_hand, dtype=torch.float64), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(
+        got, torch.tensor(by_hand, dtype=torch.float64), rtol=1e-6, atol=1e-9
+    )
 
 
 # --- by hand ---------------------------------------------------------------------------------------------------------
@@ -43,7 +49,9 @@ def test_baselines_by_hand():
     assert_close(advantages_of(rewards, groups, baseline="none"), [1, 2, 6, 10, 20])
     assert_close(advantages_of(rewards, groups, baseline="mean"), [-2, -1, 3, -5, 5])
     assert_close(advantages_of(rewards, groups, baseline="leave_one_out"), [-3, -1.5, 4.5, -10, 10])
-    assert_close(advantages_of(rewards, groups, baseline="batch_mean"), [-6.8, -5.8, -1.8, 2.2, 12.2])
+    assert_close(
+        advantages_of(rewards, groups, baseline="batch_mean"), [-6.8, -5.8, -1.8, 2.2, 12.2]
+    )
 
 
 @pytest.mark.silent_bug(21)
@@ -52,7 +60,10 @@ def test_two_groups_of_different_scale_by_hand():
     rewards, groups = [1, 3, 10, 30], [0, 0, 1, 1]
     half, batch = 0.5**0.5, (526 / 3) ** 0.5
     assert_close(advantages_of(rewards, groups, scale="group"), [-half, half, -half, half])
-    assert_close(advantages_of(rewards, groups, scale="batch"), [-1 / batch, 1 / batch, -10 / batch, 10 / batch])
+    assert_close(
+        advantages_of(rewards, groups, scale="batch"),
+        [-1 / batch, 1 / batch, -10 / batch, 10 / batch],
+    )
     assert_close(
         advantages_of(rewards, groups, baseline="batch_mean", scale="batch"),
         [-10 / batch, -8 / batch, -1 / batch, 19 / batch],
@@ -61,7 +72,10 @@ def test_two_groups_of_different_scale_by_hand():
 
 @pytest.mark.silent_bug(21)
 def test_eps_is_added_to_the_spread_not_to_the_variance():
-    assert_close(advantages_of([0, 2], [0, 0], scale="group", eps=0.5), [-1 / (2**0.5 + 0.5), 1 / (2**0.5 + 0.5)])
+    assert_close(
+        advantages_of([0, 2], [0, 0], scale="group", eps=0.5),
+        [-1 / (2**0.5 + 0.5), 1 / (2**0.5 + 0.5)],
+    )
 
 
 @settings(max_examples=30)
@@ -69,13 +83,17 @@ def test_eps_is_added_to_the_spread_not_to_the_variance():
 def test_rloo_is_group_mean_times_g_over_g_minus_1(rewards):
     size, groups = len(rewards), [0] * len(rewards)
     by_mean = advantages_of(rewards, groups) * size / (size - 1)
-    torch.testing.assert_close(advantages_of(rewards, groups, baseline="leave_one_out"), by_mean, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        advantages_of(rewards, groups, baseline="leave_one_out"), by_mean, rtol=1e-6, atol=1e-6
+    )
 
 
 def test_one_advantage_a_row_spread_over_its_actions_alone():
     mask = torch.tensor([[True, True, False], [True, False, True]])
     rewards, group_ids = torch.tensor([1.0, 3.0]), torch.tensor([0, 0])
-    advantages, state = group_advantages(rewards, group_ids, mask, baseline="mean", scale="none", state={"carried": 7})
+    advantages, state = group_advantages(
+        rewards, group_ids, mask, baseline="mean", scale="none", state={"carried": 7}
+    )
     assert advantages.tolist() == [[-1, -1, 0], [1, 0, 1]]
     assert advantages.dtype == torch.float32
     assert state == {"carried": 7}
@@ -89,17 +107,25 @@ def test_one_advantage_a_row_spread_over_its_actions_alone():
 def test_constant_rewards_have_advantages_of_exactly_zero(baseline, scale):
     for reward, eps, rows in product([0.0, 1.0, 0.35, -7.3, 1e-6, 1e6], [0.0, 1e-4], [7, 8]):
         rewards, groups = [reward] * rows, [0] * rows
-        got = advantages_of(rewards, groups, baseline=baseline, scale=scale, eps=eps, dtype=torch.float32)
+        got = advantages_of(
+            rewards, groups, baseline=baseline, scale=scale, eps=eps, dtype=torch.float32
+        )
         if (baseline, scale) == ("none", "none"):
-            assert got.tolist() == torch.tensor(rewards).tolist()  # nothing to subtract: the reward itself
+            assert (
+                got.tolist() == torch.tensor(rewards).tolist()
+            )  # nothing to subtract: the reward itself
         else:
             assert got.tolist() == [0] * rows, (reward, eps, rows)
 
 
 @pytest.mark.silent_bug(20)
-@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "ppo"])  # a critic's are not of rewards alone
+@pytest.mark.parametrize(
+    "preset", [name for name in PRESETS if name != "ppo"]
+)  # a critic's are not of rewards alone
 @pytest.mark.parametrize("other", [0.35, 0.36])
-def test_constant_rewards_are_silent_under_every_preset_and_under_the_batch_mean_only_over_all_ranks(preset, other):
+def test_constant_rewards_are_silent_under_every_preset_and_under_the_batch_mean_only_over_all_ranks(
+    preset, other
+):
     """Three rows of 0.35 here and four on another rank: their mean is 0.35 and a rounding error, or above it."""
     objective, there = PRESETS[preset], torch.full((4,), other).double()
     mean = (3 * torch.tensor(0.35).double() + there.sum()) / 7
@@ -109,9 +135,13 @@ def test_constant_rewards_are_silent_under_every_preset_and_under_the_batch_mean
 
     rewards, mask = torch.full((3,), 0.35), torch.ones(3, 1, dtype=torch.bool)
     kinds = {"baseline": objective.baseline, "scale": objective.scale}
-    got, _ = group_advantages(rewards, torch.zeros(3, dtype=torch.long), mask, **kinds, all_sum=all_sum)
+    got, _ = group_advantages(
+        rewards, torch.zeros(3, dtype=torch.long), mask, **kinds, all_sum=all_sum
+    )
     by_hand = (
-        (torch.tensor(0.35).double() - mean).item() if objective.baseline == "batch_mean" and other == 0.36 else 0.0
+        (torch.tensor(0.35).double() - mean).item()
+        if objective.baseline == "batch_mean" and other == 0.36
+        else 0.0
     )
     assert_close(got[:, 0].double(), [by_hand] * 3)
     assert by_hand or got.count_nonzero() == 0
@@ -133,7 +163,9 @@ def test_rounding_residue_is_no_spread(baseline, scale):
 
 @pytest.mark.silent_bug(20)
 def test_a_small_true_spread_is_no_residue():
-    assert advantages_of([1.0, 1.0001], [0, 0], scale="group", dtype=torch.float32).abs().min() > 0.7
+    assert (
+        advantages_of([1.0, 1.0001], [0, 0], scale="group", dtype=torch.float32).abs().min() > 0.7
+    )
 
 
 @pytest.mark.silent_bug(20)
@@ -171,13 +203,20 @@ def test_rewards_that_are_not_finite_enter_no_statistic_and_get_zero(baseline, s
 @pytest.mark.silent_bug(22)
 @every_kind
 def test_nothing_scored_gives_zeros(baseline, scale):
-    assert advantages_of([NAN, INF, -INF, NAN], [0, 0, 1, 1], baseline=baseline, scale=scale).tolist() == [0] * 4
+    assert (
+        advantages_of([NAN, INF, -INF, NAN], [0, 0, 1, 1], baseline=baseline, scale=scale).tolist()
+        == [0] * 4
+    )
 
 
 @pytest.mark.silent_bug(22)
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
 def test_one_scored_row_of_a_group_has_nothing_to_compare(baseline):
-    assert advantages_of([NAN, 3, NAN, 1, 2], [0, 0, 0, 1, 1], baseline=baseline)[:3].tolist() == [0, 0, 0]
+    assert advantages_of([NAN, 3, NAN, 1, 2], [0, 0, 0, 1, 1], baseline=baseline)[:3].tolist() == [
+        0,
+        0,
+        0,
+    ]
 
 
 # --- invariances -----------------------------------------------------------------------------------------------------
@@ -189,19 +228,27 @@ def test_one_scored_row_of_a_group_has_nothing_to_compare(baseline):
 @given(data=st.data())
 def test_permuting_the_batch_permutes_the_advantages(baseline, scale, data):
     rows = data.draw(st.integers(2, 10))
-    rewards = data.draw(st.lists(st.sampled_from([NAN, 0.0, 0.25, 1.0, 3.5]), min_size=rows, max_size=rows))
+    rewards = data.draw(
+        st.lists(st.sampled_from([NAN, 0.0, 0.25, 1.0, 3.5]), min_size=rows, max_size=rows)
+    )
     groups = data.draw(st.lists(st.integers(0, 3), min_size=rows, max_size=rows))
     order = data.draw(st.permutations(range(rows)))
     names = data.draw(st.permutations(range(4)))
     kinds = {"baseline": baseline, "scale": scale, "eps": 1e-4}
-    permuted = advantages_of([rewards[i] for i in order], [names[groups[i]] for i in order], **kinds)
-    torch.testing.assert_close(permuted, advantages_of(rewards, groups, **kinds)[list(order)], rtol=1e-6, atol=1e-9)
+    permuted = advantages_of(
+        [rewards[i] for i in order], [names[groups[i]] for i in order], **kinds
+    )
+    torch.testing.assert_close(
+        permuted, advantages_of(rewards, groups, **kinds)[list(order)], rtol=1e-6, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out", "batch_mean"])
 @settings(max_examples=15)
 @given(shift=st.integers(-20, 20), stretch=st.sampled_from([0.5, 2.0, 8.0]))
-def test_a_shift_of_all_rewards_changes_nothing_and_a_stretch_only_what_has_no_scale(baseline, shift, stretch):
+def test_a_shift_of_all_rewards_changes_nothing_and_a_stretch_only_what_has_no_scale(
+    baseline, shift, stretch
+):
     rewards, groups = torch.tensor([1.0, 2.0, 4.0, -3.0, 0.5]).double(), [0, 0, 0, 1, 1]
     moved = rewards * stretch + shift
     for scale, factor in (("none", stretch), ("group", 1.0), ("batch", 1.0)):
@@ -223,4 +270,6 @@ def test_groups_do_not_see_each_other(baseline):
 def test_group_std_is_of_the_scored_rows_with_ddof_1_and_unknown_below_two():
     rewards = torch.tensor([1.0, 4.0, NAN, 2.0, 2.0, 5.0, NAN])
     got = group_std(rewards, torch.tensor([0, 0, 0, 1, 1, 2, 2]))
-    assert got.tolist()[:2] == [pytest.approx(4.5**0.5, rel=1e-12), 0.0] and got[2].isnan()  # (1.5^2 + 1.5^2) / 1
+    assert (
+        got.tolist()[:2] == [pytest.approx(4.5**0.5, rel=1e-12), 0.0] and got[2].isnan()
+    )  # (1.5^2 + 1.5^2) / 1

@@ -14,7 +14,9 @@ NAN = float("nan")
 
 
 def shares(spread: list[float], sizes: list[int], *, budget: int, cap: int) -> list[int]:
-    return allocate_samples(torch.tensor(spread), torch.tensor(sizes), budget=budget, cap=cap).tolist()
+    return allocate_samples(
+        torch.tensor(spread), torch.tensor(sizes), budget=budget, cap=cap
+    ).tolist()
 
 
 def test_a_trace_by_hand_with_ties_and_a_cap():
@@ -57,7 +59,11 @@ def test_the_greedy_shares_have_the_least_variance_of_all():
         spread = torch.rand(4, generator=generator, dtype=torch.float64)
         sizes = torch.randint(2, 5, (4,), generator=generator)
         added = allocate_samples(spread, sizes, budget=budget, cap=7)
-        every = [torch.tensor(more) for more in product(range(budget + 1), repeat=4) if sum(more) == budget]
+        every = [
+            torch.tensor(more)
+            for more in product(range(budget + 1), repeat=4)
+            if sum(more) == budget
+        ]
         allowed = [more for more in every if bool((sizes + more <= 7).all())]
         best = min(float((spread**2 / (sizes + more)).sum()) for more in allowed)
         assert int(added.sum()) == budget and bool((sizes + added <= 7).all())
@@ -81,10 +87,15 @@ def expected_gradient(rewards: list[float], first: int) -> torch.Tensor:
         seen = torch.tensor([rewards[i] for i in outcome[:first]])
         size = first if bool(has_no_spread(seen, torch.zeros(first, dtype=torch.long))[0]) else 4
         answers = list(outcome[:size])
-        observed, mask = torch.tensor([rewards[i] for i in answers]), torch.ones(size, 1, dtype=torch.bool)
+        observed, mask = (
+            torch.tensor([rewards[i] for i in answers]),
+            torch.ones(size, 1, dtype=torch.bool),
+        )
         ids = torch.zeros(size, dtype=torch.long)
         advantages, _ = group_advantages(observed, ids, mask, baseline="mean", scale="none")
-        gradients = torch.eye(3, dtype=torch.float64)[answers] - probabilities  # of each answer's log-probability
+        gradients = (
+            torch.eye(3, dtype=torch.float64)[answers] - probabilities
+        )  # of each answer's log-probability
         total += probabilities[list(outcome)].prod() * (advantages.double() * gradients).sum(0)
     return total
 
@@ -97,7 +108,9 @@ def true_gradient(rewards: list[float]) -> torch.Tensor:
 
 
 def cosine(rewards: list[float], first: int = 2) -> float:
-    return float(torch.cosine_similarity(expected_gradient(rewards, first), true_gradient(rewards), dim=0))
+    return float(
+        torch.cosine_similarity(expected_gradient(rewards, first), true_gradient(rewards), dim=0)
+    )
 
 
 def test_growing_changes_the_weight_of_a_prompt_with_two_valued_rewards_and_not_its_direction():

@@ -19,7 +19,9 @@ class Head(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        self.weight = nn.Parameter(torch.randn(VOCABULARY, WIDTH, generator=generator, dtype=torch.float64))
+        self.weight = nn.Parameter(
+            torch.randn(VOCABULARY, WIDTH, generator=generator, dtype=torch.float64)
+        )
         self.most_rows = self.calls = 0
 
     def forward(self, features: Tensor) -> Tensor:
@@ -56,9 +58,15 @@ def outcome(run, head: Head, features: Tensor) -> list[Tensor]:
 def test_chunks_change_neither_value_nor_gradient(chunk, kind):
     features, actions, temperature = inputs()
     head = Head()
-    plain = outcome(lambda x: categorical(head(x), actions, temperature, entropy="gradient", **kind), head, features)
+    plain = outcome(
+        lambda x: categorical(head(x), actions, temperature, entropy="gradient", **kind),
+        head,
+        features,
+    )
     cut = outcome(
-        lambda x: chunked_categorical(x, head, actions, temperature, chunk=chunk, entropy="gradient", **kind),
+        lambda x: chunked_categorical(
+            x, head, actions, temperature, chunk=chunk, entropy="gradient", **kind
+        ),
         head,
         features,
     )
@@ -69,7 +77,11 @@ def test_chunks_change_neither_value_nor_gradient(chunk, kind):
 def test_the_head_never_sees_more_rows_than_a_chunk():
     features, actions, temperature = inputs()
     head = Head()
-    outcome(lambda x: chunked_categorical(x, head, actions, temperature, chunk=4, entropy="gradient"), head, features)
+    outcome(
+        lambda x: chunked_categorical(x, head, actions, temperature, chunk=4, entropy="gradient"),
+        head,
+        features,
+    )
     assert head.most_rows == 4
 
 

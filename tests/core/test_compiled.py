@@ -47,8 +47,12 @@ def test_a_token_that_a_bias_forbids_has_no_mass_and_no_gradient(compiled_tiles)
     assert found[-2][0].shape[-1] == WIDTH and float(found[-2][0][3].abs().max()) == 0
 
 
-@pytest.mark.parametrize("error", [RuntimeError("Cannot find a working triton installation.\nmore"), KeyError("sm_50")])
-def test_a_function_that_does_not_compile_runs_as_it_is_with_one_warning(error, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    "error", [RuntimeError("Cannot find a working triton installation.\nmore"), KeyError("sm_50")]
+)
+def test_a_function_that_does_not_compile_runs_as_it_is_with_one_warning(
+    error, monkeypatch, caplog
+):
     def failing(*args):
         raise error
 

@@ -39,8 +39,13 @@ def test_sequence_weights_are_products_over_the_kept_actions_and_no_means():
     """2 * 0.5 * 4 = 4 and 1 * 0.25 * 0.5 = 0.125, for each action of the row."""
     sums = [[4, 4, 0, 4], [0.125, 0.125, 0.125, 0]]
     assert_close(weights(mode="truncate", level="sequence", high=5.0), sums)
-    assert_close(weights(mode="truncate", level="sequence", low=0.5, high=3.0), [[3, 3, 0, 3], [0.5, 0.5, 0.5, 0]])
-    assert_close(weights(mode="mask", level="sequence", high=3.0), [[0, 0, 0, 0], [0.125, 0.125, 0.125, 0]])
+    assert_close(
+        weights(mode="truncate", level="sequence", low=0.5, high=3.0),
+        [[3, 3, 0, 3], [0.5, 0.5, 0.5, 0]],
+    )
+    assert_close(
+        weights(mode="mask", level="sequence", high=3.0), [[0, 0, 0, 0], [0.125, 0.125, 0.125, 0]]
+    )
 
 
 @pytest.mark.silent_bug(8)
@@ -74,7 +79,12 @@ def test_weights_carry_no_gradient():
 
 @pytest.mark.silent_bug(8)
 def test_a_sampler_that_gave_an_action_no_chance_is_truncated_or_masked_and_never_infinite():
-    compute_module = SAMPLER.masked_fill(torch.tensor([[True, False, False, False], [False] * 4]), -float("inf"))
+    compute_module = SAMPLER.masked_fill(
+        torch.tensor([[True, False, False, False], [False] * 4]), -float("inf")
+    )
     for level in ("token", "sequence"):
         for mode, by_hand in (("truncate", 3.0), ("mask", 0.0)):
-            assert correction_weights(OLD, compute_module, KEEP, mode=mode, level=level)[0, 0] == by_hand
+            assert (
+                correction_weights(OLD, compute_module, KEEP, mode=mode, level=level)[0, 0]
+                == by_hand
+            )

@@ -29,12 +29,20 @@ def described(objective: Objective, kl_coef: float = 0.04) -> str:
         ),
         (
             "dr_grpo",
-            ["A = (reward - mean of the group)\n", "one for all tokens of a row", "sum over tokens / (rows x 64)"],
+            [
+                "A = (reward - mean of the group)\n",
+                "one for all tokens of a row",
+                "sum over tokens / (rows x 64)",
+            ],
         ),
         ("dapo", ["clip(r, 0.8, 1.28) A", "mean over all kept tokens of the update"]),
         (
             "rloo",
-            ["mean of the group's other rows", "A logprob", "sum over the tokens of a row, then mean over the rows"],
+            [
+                "mean of the group's other rows",
+                "A logprob",
+                "sum over the tokens of a row, then mean over the rows",
+            ],
         ),
         ("reinforce", ["A = (reward - mean of the batch)", "A logprob"]),
         ("gspo", ["clip(r, 0.9997, 1.0004) A", "the geometric mean over the row"]),
@@ -42,7 +50,11 @@ def described(objective: Objective, kl_coef: float = 0.04) -> str:
         ("sapo", ["sigmoid(tau (r - 1)) 4/tau A", "tau 1 for A > 0, else 1.05"]),
         (
             "nanochat",
-            ["A = (reward - mean of the group)\n", "A logprob", "tokens of a prompt's rows, then over the prompts"],
+            [
+                "A = (reward - mean of the group)\n",
+                "A logprob",
+                "tokens of a prompt's rows, then over the prompts",
+            ],
         ),
     ],
 )
@@ -63,7 +75,10 @@ def test_describe_says_what_the_objective_is(name, says):
                 "V changing by at most 0.2 per batch",
             ],
         ),
-        ("reinforce_pp", ["A = (reward - mean of the batch), whitened", "each token for what came after it"]),
+        (
+            "reinforce_pp",
+            ["A = (reward - mean of the batch), whitened", "each token for what came after it"],
+        ),
     ],
 )
 def test_describe_says_where_the_kl_is_in_the_reward(name, says):
@@ -133,7 +148,9 @@ def test_settings_without_effect_are_named():
         replace(RLOO, clip_high=0.3, lam=0.5, correction_high=2.0), kl_coef=0.0, updates_per_batch=1
     )
     assert [line.split()[0] for line in warnings] == ["clip_high", "lam", "correction_high"]
-    of_presets = [objective_warnings(preset, kl_coef=0, updates_per_batch=2) for preset in PRESETS.values()]
+    of_presets = [
+        objective_warnings(preset, kl_coef=0, updates_per_batch=2) for preset in PRESETS.values()
+    ]
     assert not any("has no effect here" in line for lines in of_presets for line in lines)
 
 

@@ -8,7 +8,13 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from gruppo.core.distributions import CDF_BLOCK, apply_temperature, apply_top_k_top_p, categorical, sample_categorical
+from gruppo.core.distributions import (
+    CDF_BLOCK,
+    apply_temperature,
+    apply_top_k_top_p,
+    categorical,
+    sample_categorical,
+)
 
 INF = float("inf")
 WIDE = 2 * CDF_BLOCK + 77
@@ -25,8 +31,15 @@ KINDS = [
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
 
 
-def random_logits(rows: int, width: int = WIDE, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
-    return (3 * torch.randn(rows, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)).to(dtype)
+def random_logits(
+    rows: int, width: int = WIDE, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> Tensor:
+    return (
+        3
+        * torch.randn(
+            rows, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
+    ).to(dtype)
 
 
 def grid(count: int) -> Tensor:
@@ -35,10 +48,14 @@ def grid(count: int) -> Tensor:
 
 
 def score(logits: Tensor, actions: Tensor, *, temperature: float, **kind) -> Tensor:
-    return categorical(logits, actions, torch.full((len(logits),), temperature, dtype=torch.float64), **kind)[0]
+    return categorical(
+        logits, actions, torch.full((len(logits),), temperature, dtype=torch.float64), **kind
+    )[0]
 
 
-def by_definition(logits: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+def by_definition(
+    logits: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0
+) -> Tensor:
     """Probabilities of one row, in plain Python: rank, cut at top_k, then at top_p, and share what is left."""
     p = (logits.double() / temperature).softmax(0).tolist()
     ranked = sorted(range(len(p)), key=lambda i: -p[i])
@@ -62,13 +79,18 @@ def by_definition(logits: Tensor, *, temperature: float, top_k: int = 0, top_p: 
 def test_drawing_and_scoring_give_the_same_log_probability_and_it_is_the_defined_one(kind, dtype):
     logits = random_logits(32, dtype=dtype)
     actions, logprobs = sample_categorical(logits, grid(32), **kind)
-    tolerance = {"rtol": 1e-10, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-6, "atol": 5e-6}
+    tolerance = (
+        {"rtol": 1e-10, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-6, "atol": 5e-6}
+    )
     torch.testing.assert_close(logprobs, score(logits, actions, **kind), **tolerance)
     if dtype == torch.bfloat16:
         return  # ties, which test_ties_* decide
     defined = torch.stack([by_definition(row, **kind) for row in logits])
     torch.testing.assert_close(
-        logprobs.double(), defined.gather(1, actions[:, None])[:, 0].log(), rtol=1e-6, atol=tolerance["atol"]
+        logprobs.double(),
+        defined.gather(1, actions[:, None])[:, 0].log(),
+        rtol=1e-6,
+        atol=tolerance["atol"],
     )
 
 
@@ -99,7 +121,10 @@ def test_temperature_divides_logits_and_the_gradient():
     actions = torch.tensor([0, 8, 3, 3, 1, 5])
     logprobs = score(logits, actions, temperature=0.7)
     torch.testing.assert_close(
-        logprobs, (logits / 0.7).log_softmax(-1).gather(1, actions[:, None])[:, 0], rtol=1e-6, atol=1e-6
+        logprobs,
+        (logits / 0.7).log_softmax(-1).gather(1, actions[:, None])[:, 0],
+        rtol=1e-6,
+        atol=1e-6,
     )
     slope = torch.autograd.grad(logprobs.sum(), logits)[0]
     by_hand = (torch.nn.functional.one_hot(actions, 9) - (logits / 0.7).softmax(-1)) / 0.7
@@ -110,7 +135,10 @@ def test_temperature_divides_logits_and_the_gradient():
 def test_each_row_has_its_own_temperature():
     logits, actions = random_logits(3, 11), torch.tensor([2, 5, 7])
     mixed, _ = categorical(logits, actions, torch.tensor([0.5, 1.0, 2.0]))
-    alone = [score(logits[i : i + 1], actions[i : i + 1], temperature=t) for i, t in enumerate((0.5, 1.0, 2.0))]
+    alone = [
+        score(logits[i : i + 1], actions[i : i + 1], temperature=t)
+        for i, t in enumerate((0.5, 1.0, 2.0))
+    ]
     torch.testing.assert_close(mixed, torch.cat(alone), rtol=1e-12, atol=0)
 
 
@@ -118,7 +146,9 @@ def test_temperature_zero_is_the_argmax_with_its_log_probability_at_one():
     logits = random_logits(5)
     actions, logprobs = sample_categorical(logits, grid(5), temperature=0, top_k=3, top_p=0.5)
     assert torch.equal(actions, logits.argmax(-1))
-    torch.testing.assert_close(logprobs, score(logits, actions, temperature=1.0), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        logprobs, score(logits, actions, temperature=1.0), rtol=1e-12, atol=0
+    )
 
 
 def test_bf16_logits_are_drawn_and_scored_in_float32():
@@ -130,7 +160,9 @@ def test_bf16_logits_are_drawn_and_scored_in_float32():
     assert narrow[1].dtype == torch.float32
     assert torch.equal(narrow[0], wide[0])
     assert torch.equal(narrow[1], wide[1])
-    assert torch.equal(score(logits, wide[0], temperature=0.7), score(logits.float(), wide[0], temperature=0.7))
+    assert torch.equal(
+        score(logits, wide[0], temperature=0.7), score(logits.float(), wide[0], temperature=0.7)
+    )
     assert apply_temperature(logits, 1.0).dtype == torch.float32
 
 
@@ -138,7 +170,9 @@ def test_bf16_logits_are_drawn_and_scored_in_float32():
 @pytest.mark.parametrize("shortlist", [1, 8, 256])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "kind", [kind for kind in KINDS if len(kind) > 1] + [{"temperature": 1.0, "top_p": 0.999}], ids=str
+    "kind",
+    [kind for kind in KINDS if len(kind) > 1] + [{"temperature": 1.0, "top_p": 0.999}],
+    ids=str,
 )
 def test_a_truncated_draw_is_that_of_the_whole_truncation_however_many_actions_are_ordered_first(
     kind, dtype, shortlist, monkeypatch
@@ -172,7 +206,9 @@ def test_rows_are_drawn_from_alike_however_many_are_worked_on_at_a_time(monkeypa
 @every_kind
 @pytest.mark.parametrize("width", [1, 5, CDF_BLOCK, CDF_BLOCK + 1, WIDE])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_the_smallest_uniform_draws_the_first_possible_action_and_the_largest_the_last(kind, width, dtype):
+def test_the_smallest_uniform_draws_the_first_possible_action_and_the_largest_the_last(
+    kind, width, dtype
+):
     logits = random_logits(1, width, dtype)
     logits[:, : width // 3] = logits[:, width - width // 3 :] = -INF
     possible = by_definition(logits[0], **kind).nonzero()[:, 0]
@@ -208,7 +244,9 @@ def test_an_impossible_action_is_never_drawn(data):
     logits = torch.full((len(uniforms), width), -INF)
     for action in possible:
         logits[:, action] = data.draw(st.floats(-60, 60, width=32))
-    actions, logprobs = sample_categorical(logits, torch.tensor(uniforms, dtype=torch.float64), temperature=1.0)
+    actions, logprobs = sample_categorical(
+        logits, torch.tensor(uniforms, dtype=torch.float64), temperature=1.0
+    )
     assert set(actions.tolist()) <= possible
     assert logprobs.isfinite().all()
 
@@ -227,7 +265,11 @@ def test_a_row_of_nan_has_a_log_probability_that_says_so_and_leaves_its_neighbou
 
 
 def kept_by(logits: list[float], **choices) -> list[bool]:
-    return apply_top_k_top_p(torch.tensor([logits], dtype=torch.float64), **choices)[0].isfinite().tolist()
+    return (
+        apply_top_k_top_p(torch.tensor([logits], dtype=torch.float64), **choices)[0]
+        .isfinite()
+        .tolist()
+    )
 
 
 @pytest.mark.silent_bug(7)
@@ -273,7 +315,9 @@ def test_a_top_k_of_zero_or_of_everything_cuts_nothing(top_k):
 
 
 @pytest.mark.silent_bug(7)
-@pytest.mark.parametrize("kind", [{"top_k": 2}, {"top_p": 0.5}, {"top_k": 3, "top_p": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "kind", [{"top_k": 2}, {"top_p": 0.5}, {"top_k": 3, "top_p": 0.5}], ids=str
+)
 def test_the_action_that_was_drawn_stays_when_an_update_has_moved_it_across_the_edge(kind):
     """Its log-probability is log 0.2 / (0.2 + what is kept), not -inf."""
     p = torch.tensor([[0.4, 0.35, 0.2, 0.05]], dtype=torch.float64)
@@ -301,4 +345,6 @@ def test_entropy_is_that_of_the_truncated_distribution_in_value_and_gradient(kin
 
     slope = torch.autograd.grad(entropy.sum(), logits)[0]
     log_p = torch.where(p > 0, p.log(), 0)
-    torch.testing.assert_close(slope, -p * (log_p + by_hand[:, None]) / kind["temperature"], rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(
+        slope, -p * (log_p + by_hand[:, None]) / kind["temperature"], rtol=1e-6, atol=1e-9
+    )

@@ -27,8 +27,12 @@ def normals(shape, *, scalar: bool):
 @pytest.mark.parametrize("scalar", [True, False])
 def test_the_density_and_the_entropy_are_those_of_torch(shape, scalar):
     x, mean, std, normal = normals(shape, scalar=scalar)
-    torch.testing.assert_close(gaussian_logprob(x, mean, std), normal.log_prob(x), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(gaussian_entropy(mean, std), normal.entropy(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        gaussian_logprob(x, mean, std), normal.log_prob(x), rtol=1e-12, atol=1e-12
+    )
+    torch.testing.assert_close(
+        gaussian_entropy(mean, std), normal.entropy(), rtol=1e-12, atol=1e-12
+    )
 
 
 @pytest.mark.silent_bug(35)

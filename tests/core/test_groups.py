@@ -17,7 +17,9 @@ GROUP_IDS = torch.tensor([0, 0, 1, 2, 0, 1, 3, 1, 0, 2])
 
 
 def close(got: torch.Tensor, expected: list[float]) -> None:
-    torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64), rtol=1e-7, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        got, torch.tensor(expected, dtype=torch.float64), rtol=1e-7, atol=0, equal_nan=True
+    )
 
 
 @pytest.mark.silent_bug(22)
@@ -40,8 +42,21 @@ def test_deviations_are_from_the_groups_mean_and_exactly_zero_without_spread():
 def test_normalised_is_the_deviation_over_the_groups_standard_deviation():
     std = math.sqrt(((2 - 7 / 3) ** 2 + (1 - 7 / 3) ** 2 + (4 - 7 / 3) ** 2) / 2)
     got = normalized_rewards(REWARDS, GROUP_IDS).double()
-    expected = [(2 - 7 / 3) / std, (1 - 7 / 3) / std, 0.0, NAN, (4 - 7 / 3) / std, 0.0, NAN, 0.0, NAN, 0.0]
-    torch.testing.assert_close(got, torch.tensor(expected).double(), rtol=1e-6, atol=0, equal_nan=True)
+    expected = [
+        (2 - 7 / 3) / std,
+        (1 - 7 / 3) / std,
+        0.0,
+        NAN,
+        (4 - 7 / 3) / std,
+        0.0,
+        NAN,
+        0.0,
+        NAN,
+        0.0,
+    ]
+    torch.testing.assert_close(
+        got, torch.tensor(expected).double(), rtol=1e-6, atol=0, equal_nan=True
+    )
 
 
 @pytest.mark.silent_bug(20)
@@ -49,7 +64,10 @@ def test_rewards_that_are_equal_up_to_rounding_do_not_stand_out():
     rewards = torch.tensor([0.3, 0.3, 0.3, 1.0])
     rewards[1] = torch.nextafter(rewards[1], torch.tensor(1.0))
     group_ids = torch.tensor([0, 0, 0, 1])
-    for deviations in (group_deviations(rewards, group_ids), normalized_rewards(rewards, group_ids)):
+    for deviations in (
+        group_deviations(rewards, group_ids),
+        normalized_rewards(rewards, group_ids),
+    ):
         assert deviations.tolist() == [0.0] * 4
 
 
@@ -65,5 +83,9 @@ def test_no_rows_are_no_groups():
     nothing, ids = torch.zeros(0), torch.zeros(0, dtype=torch.long)
     assert [
         len(x)
-        for x in (group_reduce(nothing, ids, "mean"), group_deviations(nothing, ids), normalized_rewards(nothing, ids))
+        for x in (
+            group_reduce(nothing, ids, "mean"),
+            group_deviations(nothing, ids),
+            normalized_rewards(nothing, ids),
+        )
     ] == [0] * 3

@@ -88,16 +88,24 @@ def test_patches_are_scored_each_by_itself():
     assert whole.shape == (1, 2, 3)
     assert whole[0, 1, 2] == psnr(x[..., 4:, 8:], y[..., 4:, 8:])[0]
     x, y = noise(1, 1, 16, 24), noise(1, 1, 16, 24, seed=1)
-    assert ssim(x, y, patch=8)[0, 1, 0] == pytest.approx(ssim(x, y, patch=1)[0, 8:, :8].mean().item(), rel=1e-12)
+    assert ssim(x, y, patch=8)[0, 1, 0] == pytest.approx(
+        ssim(x, y, patch=1)[0, 8:, :8].mean().item(), rel=1e-12
+    )
 
 
 def test_the_ssim_of_a_pixel_is_that_of_its_gaussian_window():
     x, y = noise(1, 1, 13, 15), noise(1, 1, 13, 15, seed=1)
     weights = [math.exp(-(k**2) / 4.5) for k in range(-5, 6)]
-    window = {(i, j): weights[i + 5] * weights[j + 5] / sum(weights) ** 2 for i in range(-5, 6) for j in range(-5, 6)}
+    window = {
+        (i, j): weights[i + 5] * weights[j + 5] / sum(weights) ** 2
+        for i in range(-5, 6)
+        for j in range(-5, 6)
+    }
 
     def moment(a, b):
-        return sum(w * float(a[0, 0, 6 + i, 8 + j] * b[0, 0, 6 + i, 8 + j]) for (i, j), w in window.items())
+        return sum(
+            w * float(a[0, 0, 6 + i, 8 + j] * b[0, 0, 6 + i, 8 + j]) for (i, j), w in window.items()
+        )
 
     one = torch.ones_like(x)
     mx, my = moment(x, one), moment(y, one)
@@ -110,25 +118,38 @@ def test_ssim_of_equal_images_is_one_and_of_two_greys_that_of_their_means():
     x = noise(2, 3, 16, 16)
     assert ssim(x, x).tolist() == pytest.approx([1, 1], rel=1e-12)
     grey = torch.ones(1, 1, 12, 12, dtype=F64)
-    assert ssim(0.5 * grey, 0.2 * grey).item() == pytest.approx((0.2 + 1e-4) / (0.29 + 1e-4), rel=1e-9)
+    assert ssim(0.5 * grey, 0.2 * grey).item() == pytest.approx(
+        (0.2 + 1e-4) / (0.29 + 1e-4), rel=1e-9
+    )
 
 
 def test_ssim_leaves_out_the_border():
     x, y = noise(1, 2, 12, 14), noise(1, 2, 12, 14, seed=1)
-    assert ssim(x, y).item() == pytest.approx(ssim(x, y, patch=1)[..., 5:7, 5:9].mean().item(), rel=1e-12)
+    assert ssim(x, y).item() == pytest.approx(
+        ssim(x, y, patch=1)[..., 5:7, 5:9].mean().item(), rel=1e-12
+    )
 
 
 def test_psnr_and_ssim_and_its_map_are_scikit_images():
     metrics = pytest.importorskip("skimage.metrics")
     x = noise(2, 3, 20, 31)
     y = (x + 0.2 * noise(2, 3, 20, 31, seed=1)).clamp(0, 1)
-    options = {"gaussian_weights": True, "sigma": 1.5, "use_sample_covariance": False, "data_range": 1.0}
+    options = {
+        "gaussian_weights": True,
+        "sigma": 1.5,
+        "use_sample_covariance": False,
+        "data_range": 1.0,
+    }
     for row in range(2):
         a, b = x[row].numpy(), y[row].numpy()
-        theirs, their_map = metrics.structural_similarity(a, b, channel_axis=0, full=True, **options)
+        theirs, their_map = metrics.structural_similarity(
+            a, b, channel_axis=0, full=True, **options
+        )
         assert ssim(x, y)[row].item() == pytest.approx(theirs, abs=1e-12)
         assert (ssim(x, y, patch=1)[row] - torch.from_numpy(their_map).mean(0)).abs().max() < 1e-12
-        assert psnr(x, y)[row].item() == pytest.approx(metrics.peak_signal_noise_ratio(a, b, data_range=1.0), rel=1e-12)
+        assert psnr(x, y)[row].item() == pytest.approx(
+            metrics.peak_signal_noise_ratio(a, b, data_range=1.0), rel=1e-12
+        )
 
 
 def test_float32_images_are_measured_in_float64():
@@ -149,7 +170,9 @@ def test_an_image_smaller_than_the_window_is_refused():
 def places(height: int, width: int, k: int = 1) -> torch.Tensor:
     """An image whose pixels say where they are, in pixels of the image k times smaller."""
     rows, columns = torch.arange(k * height) // k, torch.arange(k * width) // k
-    return torch.stack([rows[:, None].expand(-1, k * width), columns.expand(k * height, -1)]).double()
+    return torch.stack(
+        [rows[:, None].expand(-1, k * width), columns.expand(k * height, -1)]
+    ).double()
 
 
 @pytest.mark.silent_bug(39)
@@ -166,14 +189,18 @@ def test_a_pair_is_cropped_and_turned_alike_at_one_size_and_at_a_multiple(seed):
 def test_every_place_and_every_flip_is_drawn_and_the_generator_decides():
     image = places(3, 4)
     draw = [random_crop([image], 2, torch.Generator().manual_seed(seed))[0] for seed in range(60)]
-    assert {(int(crop[0, 0, 0]), int(crop[1, 0, 0])) for crop in draw} == {(r, c) for r in (0, 1) for c in (0, 1, 2)}
+    assert {(int(crop[0, 0, 0]), int(crop[1, 0, 0])) for crop in draw} == {
+        (r, c) for r in (0, 1) for c in (0, 1, 2)
+    }
     assert draw[7].equal(random_crop([image], 2, torch.Generator().manual_seed(7))[0])
     square = noise(1, 3, 3)
     symmetries = {
-        tuple(random_symmetry([square], torch.Generator().manual_seed(s))[0].flatten().tolist()) for s in range(100)
+        tuple(random_symmetry([square], torch.Generator().manual_seed(s))[0].flatten().tolist())
+        for s in range(100)
     }
     assert (
-        symmetries == {tuple(apply_symmetry(square, choice).flatten().tolist()) for choice in range(8)}
+        symmetries
+        == {tuple(apply_symmetry(square, choice).flatten().tolist()) for choice in range(8)}
         and len(symmetries) == 8
     )
 
@@ -199,7 +226,9 @@ def test_brightness_is_the_mean_of_grey_and_the_luma_of_colour():
 def test_diversity_is_the_spread_within_a_class_and_not_that_between_classes():
     images = torch.tensor([0.0, 0.4, 1.0, 1.0, 0.5])[:, None, None, None].expand(5, 1, 2, 2)
     labels = torch.tensor([7, 7, 3, 3, 5])
-    assert diversity(images, labels).item() == pytest.approx(0.4 / math.sqrt(2) / 2)  # (.283 of sevens + 0) / 2
+    assert diversity(images, labels).item() == pytest.approx(
+        0.4 / math.sqrt(2) / 2
+    )  # (.283 of sevens + 0) / 2
     assert diversity(images[:1], labels[:1]).isnan()
 
 
@@ -210,13 +239,17 @@ def test_the_frechet_distance_of_two_normals_is_their_wasserstein_distance():
     assert frechet_distance(x, x + shift).item() == pytest.approx(5.25, rel=1e-9)
     spread = torch.cov(x.T).trace().item()
     centred = x - x.mean(dim=0)
-    assert frechet_distance(centred, 3 * centred).item() == pytest.approx(4 * spread, rel=1e-9)  # (3 - 1)^2 tr C
+    assert frechet_distance(centred, 3 * centred).item() == pytest.approx(
+        4 * spread, rel=1e-9
+    )  # (3 - 1)^2 tr C
 
 
 def test_the_frechet_distance_of_diagonal_covariances_is_the_squared_difference_of_their_stds():
     corners = torch.tensor([[1, 1], [1, -1], [-1, 1], [-1, -1]], dtype=F64)
     x, y = corners * torch.tensor([1.0, 2.0]), corners * torch.tensor([3.0, 0.5])
-    assert frechet_distance(x, y).item() == pytest.approx((2**2 + 1.5**2) * 4 / 3, rel=1e-9)  # ddof 1: 4 / 3
+    assert frechet_distance(x, y).item() == pytest.approx(
+        (2**2 + 1.5**2) * 4 / 3, rel=1e-9
+    )  # ddof 1: 4 / 3
 
 
 # --- filters and pixel losses ----------------------------------------------------------------------------------------
@@ -226,7 +259,9 @@ def test_the_frechet_distance_of_diagonal_covariances_is_the_squared_difference_
 def test_a_blur_is_that_of_scikit_image_s_gaussian(std):
     filters = pytest.importorskip("skimage.filters")
     image = noise(1, 1, 20, 17)
-    theirs = filters.gaussian(image[0, 0].numpy(), sigma=std, mode="nearest", truncate=math.ceil(3 * std) / std)
+    theirs = filters.gaussian(
+        image[0, 0].numpy(), sigma=std, mode="nearest", truncate=math.ceil(3 * std) / std
+    )
     assert gaussian_blur(image, std)[0, 0].numpy() == pytest.approx(theirs, abs=1e-6)
     assert gaussian_blur(image, 0) is image
 
@@ -263,9 +298,13 @@ def test_grids_are_spread_smoothly_between_centres_or_as_squares():
 def test_distances_of_pixels_are_their_formulas():
     x, y = noise(2, 3, 4, 4), noise(2, 3, 4, 4, seed=1)
     d = x - y
-    assert torch.equal(PIXEL_LOSSES["l1"](x, y), d.abs()) and torch.equal(PIXEL_LOSSES["mse"](x, y), d**2)
+    assert torch.equal(PIXEL_LOSSES["l1"](x, y), d.abs()) and torch.equal(
+        PIXEL_LOSSES["mse"](x, y), d**2
+    )
     torch.testing.assert_close(PIXEL_LOSSES["charbonnier"](x, y), (d**2 + 1e-6).sqrt())
-    torch.testing.assert_close(-10 * PIXEL_LOSSES["mse"](x, y).mean(dim=(1, 2, 3)).log10(), psnr(x, y))
+    torch.testing.assert_close(
+        -10 * PIXEL_LOSSES["mse"](x, y).mean(dim=(1, 2, 3)).log10(), psnr(x, y)
+    )
     equal = x.clone().requires_grad_()
     charbonnier(equal, x).sum().backward()
     assert equal.grad.eq(0).all(), "finite where the images are equal"

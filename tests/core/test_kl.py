@@ -8,7 +8,16 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from tests.core.enumeration import LOGITS, MASK, OTHER, SEQUENCES, gradient, logprobs_of, probabilities, terms_of
+from tests.core.enumeration import (
+    LOGITS,
+    MASK,
+    OTHER,
+    SEQUENCES,
+    gradient,
+    logprobs_of,
+    probabilities,
+    terms_of,
+)
 from torch import Tensor
 
 from gruppo.core.kl import gaussian_kl, kl_penalty
@@ -23,7 +32,8 @@ SAMPLER = torch.tensor([0.1, 0.1, 0.5, -0.6], dtype=torch.float64)
 
 @pytest.mark.silent_bug(17)
 @pytest.mark.parametrize(
-    ("estimator", "nats"), [("k1", math.log(2)), ("k2", math.log(2) ** 2 / 2), ("k3", 0.5 - 1 + math.log(2))]
+    ("estimator", "nats"),
+    [("k1", math.log(2)), ("k2", math.log(2) ** 2 / 2), ("k3", 0.5 - 1 + math.log(2))],
 )
 def test_estimators_by_hand_at_half_against_a_quarter(estimator, nats):
     policy, reference = torch.tensor([[0.5]]).double().log(), torch.tensor([[0.25]]).double().log()
@@ -47,7 +57,9 @@ def test_equal_policies_have_neither_kl_nor_pull(estimator, gradient_choice):
     logprobs = torch.tensor([[-0.3, -2.0]], dtype=torch.float64, requires_grad=True)
     loss_mask = torch.ones(1, 2, dtype=torch.bool)
     ratio = logprobs - logprobs.detach()
-    value = kl_penalty(logprobs, logprobs.detach(), ratio, loss_mask, estimator=estimator, gradient=gradient_choice)
+    value = kl_penalty(
+        logprobs, logprobs.detach(), ratio, loss_mask, estimator=estimator, gradient=gradient_choice
+    )
     assert value.tolist() == [[0, 0]]
     assert torch.autograd.grad(value.sum(), logprobs)[0].tolist() == [[0, 0]]
 
@@ -59,7 +71,12 @@ def expected(compute_module: Tensor, estimator: str, choice: str) -> tuple[Tenso
         logprobs, old = logits.log_softmax(0)[None], compute_module.log_softmax(0)[None]
         loss_mask = torch.ones(1, 4, dtype=torch.bool)
         values = kl_penalty(
-            logprobs, REFERENCE.log_softmax(0)[None], logprobs - old, loss_mask, estimator=estimator, gradient=choice
+            logprobs,
+            REFERENCE.log_softmax(0)[None],
+            logprobs - old,
+            loss_mask,
+            estimator=estimator,
+            gradient=choice,
         )
         return (compute_module.softmax(0) * values[0]).sum()
 
@@ -86,7 +103,9 @@ def test_the_unbiased_gradient_is_right_whoever_drew(estimator, compute_module):
 
 @pytest.mark.silent_bug(17)
 def test_naive_gradients_are_zero_for_k1_right_for_k2_and_reversed_for_k3():
-    torch.testing.assert_close(expected(POLICY, "k1", "naive")[1], torch.zeros_like(TRUE), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        expected(POLICY, "k1", "naive")[1], torch.zeros_like(TRUE), rtol=0, atol=1e-12
+    )
     torch.testing.assert_close(expected(POLICY, "k2", "naive")[1], TRUE, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(expected(POLICY, "k3", "naive")[1], REVERSE, rtol=1e-10, atol=1e-12)
     assert (REVERSE - TRUE).norm() > 0.1 * TRUE.norm()  # so that the line above tells the two apart
@@ -101,12 +120,16 @@ def test_naive_gradients_are_wrong_where_another_policy_drew(estimator):
 @pytest.mark.silent_bug(17)
 @pytest.mark.parametrize("drawn_by", [LOGITS, OTHER], ids=["on-policy", "off-policy"])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_over_two_steps_the_kl_term_has_the_gradient_of_the_kl_at_each_visited_prefix(estimator, drawn_by):
+def test_over_two_steps_the_kl_term_has_the_gradient_of_the_kl_at_each_visited_prefix(
+    estimator, drawn_by
+):
     reference = LOGITS.flip(1)
     objective = Objective(average="sequence_sum", kl=estimator)
 
     def true_per_token_kl(logits: Tensor) -> Tensor:
-        each = (logits.softmax(1) * (logits.log_softmax(1) - reference.log_softmax(1))).sum(dim=1)  # [prefix]
+        each = (logits.softmax(1) * (logits.log_softmax(1) - reference.log_softmax(1))).sum(
+            dim=1
+        )  # [prefix]
         visits = torch.tensor([1.0, *drawn_by[0].softmax(0)[1:]], dtype=torch.float64)
         return (visits * each).sum()
 
@@ -114,16 +137,27 @@ def test_over_two_steps_the_kl_term_has_the_gradient_of_the_kl_at_each_visited_p
         chance = probabilities(drawn_by).detach()
         return sum(
             chance[row]
-            * terms_of(logits, torch.tensor([row]), torch.zeros(1, 2), objective, old=drawn_by, ref=reference)["kl"]
+            * terms_of(
+                logits,
+                torch.tensor([row]),
+                torch.zeros(1, 2),
+                objective,
+                old=drawn_by,
+                ref=reference,
+            )["kl"]
             for row in range(len(SEQUENCES))
         )
 
-    torch.testing.assert_close(gradient(expected_term), gradient(true_per_token_kl), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        gradient(expected_term), gradient(true_per_token_kl), rtol=1e-10, atol=1e-12
+    )
 
 
 def test_the_helper_scores_sequences_of_one_and_two_tokens():
     """log(.5) for the end at once, log(.3) + log(.2) for token 1 and then token 2."""
-    logits = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.7, 0.2], [1 / 3, 1 / 3, 1 / 3]], dtype=torch.float64).log()
+    logits = torch.tensor(
+        [[0.5, 0.3, 0.2], [0.1, 0.7, 0.2], [1 / 3, 1 / 3, 1 / 3]], dtype=torch.float64
+    ).log()
     rows = torch.tensor([0, 3])
     assert MASK[rows].tolist() == [[True, False], [True, True]]
     by_hand = torch.tensor([[0.5, 1.0], [0.3, 0.2]], dtype=torch.float64).log()
@@ -150,12 +184,19 @@ def test_gaussian_kl_equals_that_of_torch_distributions_in_value_and_gradient(ev
     std, ref_std = torch.rand(2, *shape, dtype=torch.float64) + 0.1
     leaves = [mean.requires_grad_(), std.requires_grad_()]
     got = gaussian_kl(mean, std, ref_mean, ref_std)
-    wide = [x.reshape(*x.shape, *[1] * (mean.ndim - x.ndim)).expand(mean.shape) for x in (std, ref_std)]
-    normals = torch.distributions.Normal(mean, wide[0]), torch.distributions.Normal(ref_mean, wide[1])
+    wide = [
+        x.reshape(*x.shape, *[1] * (mean.ndim - x.ndim)).expand(mean.shape) for x in (std, ref_std)
+    ]
+    normals = (
+        torch.distributions.Normal(mean, wide[0]),
+        torch.distributions.Normal(ref_mean, wide[1]),
+    )
     other = torch.distributions.kl_divergence(*normals).reshape(2, 4, -1).sum(-1)
     torch.testing.assert_close(got, other, rtol=1e-12, atol=1e-14)
     for mine, theirs in zip(
-        torch.autograd.grad(got.sum(), leaves), torch.autograd.grad(other.sum(), leaves), strict=True
+        torch.autograd.grad(got.sum(), leaves),
+        torch.autograd.grad(other.sum(), leaves),
+        strict=True,
     ):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
@@ -166,7 +207,9 @@ def test_equal_gaussians_have_neither_kl_nor_pull_and_many_dimensions_are_summed
     std = torch.full((1, 1), 0.3)
     same = gaussian_kl(mean, std, mean.detach(), std)
     assert same.item() == 0 and not torch.autograd.grad(same.sum(), mean)[0].any()
-    got = gaussian_kl(torch.full_like(mean, 0.1), torch.ones(1, 1), torch.zeros_like(mean), torch.ones(1, 1))
+    got = gaussian_kl(
+        torch.full_like(mean, 0.1), torch.ones(1, 1), torch.zeros_like(mean), torch.ones(1, 1)
+    )
     by_hand = 10_000 * torch.tensor(0.1).double().item() ** 2 / 2
     assert got.dtype == torch.float64 and got.item() == pytest.approx(by_hand, rel=1e-12)
 
@@ -177,8 +220,13 @@ def test_k1_of_samples_is_on_average_the_exact_gaussian_kl():
     nodes = torch.tensor([-math.sqrt(3), 0.0, math.sqrt(3)], dtype=torch.float64)
     chance = torch.tensor([1 / 6, 2 / 3, 1 / 6], dtype=torch.float64)
     numbers = [torch.tensor([[x]], dtype=torch.float64) for x in (0.4, 0.7, -0.2, 1.3)]
-    ours, theirs = torch.distributions.Normal(*numbers[:2]), torch.distributions.Normal(*numbers[2:])
+    ours, theirs = (
+        torch.distributions.Normal(*numbers[:2]),
+        torch.distributions.Normal(*numbers[2:]),
+    )
     actions = (0.4 + 0.7 * nodes)[None]
-    k1 = kl_penalty(ours.log_prob(actions), theirs.log_prob(actions), torch.zeros(1, 3), ONE, estimator="k1")
+    k1 = kl_penalty(
+        ours.log_prob(actions), theirs.log_prob(actions), torch.zeros(1, 3), ONE, estimator="k1"
+    )
     exact = gaussian_kl(*numbers)
     assert (chance * k1[0]).sum().item() == pytest.approx(exact.item(), rel=1e-12)

@@ -21,14 +21,20 @@ LEFT_OUT = torch.tensor([[True, False, True, False], [False, False, False, False
 WIDE = Objective(clip_low=0.99, clip_high=9.0)
 
 
-def loss_of(objective: Objective, logprobs: torch.Tensor, weights: torch.Tensor = WEIGHTS, **changes):
+def loss_of(
+    objective: Objective, logprobs: torch.Tensor, weights: torch.Tensor = WEIGHTS, **changes
+):
     inputs = LossInputs(ADVANTAGES, KEEP, weights, OLD)
     gaussian = changes.pop("gaussian", None)
-    return policy_loss(Likelihood(logprobs, gaussian=gaussian), replace(inputs, **changes), objective)
+    return policy_loss(
+        Likelihood(logprobs, gaussian=gaussian), replace(inputs, **changes), objective
+    )
 
 
 @pytest.mark.silent_bug(6)
-@pytest.mark.parametrize("objective", [WIDE, replace(WIDE, surrogate="cispo"), replace(WIDE, dims="mean")])
+@pytest.mark.parametrize(
+    "objective", [WIDE, replace(WIDE, surrogate="cispo"), replace(WIDE, dims="mean")]
+)
 def test_actions_beyond_the_mask_that_would_move_further_are_left_out_and_no_others(objective):
     """The gradient is that of the batch without them; the denominators stay."""
     logprobs = (OLD + LOG_RATIO).requires_grad_()
@@ -38,14 +44,21 @@ def test_actions_beyond_the_mask_that_would_move_further_are_left_out_and_no_oth
     without, _ = loss_of(objective, logprobs, WEIGHTS.where(~LEFT_OUT, 0))
     assert torch.equal(gradient, torch.autograd.grad(without["policy"], logprobs)[0])
     assert terms["policy"].item() == without["policy"].item()
-    assert not gradient[LEFT_OUT].any() and gradient[0, 1] != 0 and gradient[0, 3] != 0 and gradient[1, 0] != 0
+    assert (
+        not gradient[LEFT_OUT].any()
+        and gradient[0, 1] != 0
+        and gradient[0, 3] != 0
+        and gradient[1, 0] != 0
+    )
 
 
 def test_a_mask_of_zero_leaves_out_nothing_and_is_not_told():
     logprobs = OLD + LOG_RATIO
     terms, stats = loss_of(WIDE, logprobs)
     assert "clip/kl_mask_frac" not in stats
-    assert terms["policy"].item() == pytest.approx(-float((WEIGHTS * LOG_RATIO.exp() * ADVANTAGES)[KEEP].sum()))
+    assert terms["policy"].item() == pytest.approx(
+        -float((WEIGHTS * LOG_RATIO.exp() * ADVANTAGES)[KEEP].sum())
+    )
 
 
 @pytest.mark.parametrize(("mask", "count"), [(0.106, 2), (0.107, 1), (0.15, 0)])
@@ -71,7 +84,9 @@ def test_the_kl_to_an_old_normal_is_exact_whatever_the_log_ratios_are():
     ours, old = normals()
     _, stats = loss_of(WIDE, OLD + LOG_RATIO, gaussian=ours, old_gaussian=old)
     for name in ("kl/old_nats", "kl/old_k3_nats"):
-        assert stats[name].count == 7 and stats[name].mean == pytest.approx(float(KL_OLD.sum()) / 7, rel=1e-12)
+        assert stats[name].count == 7 and stats[name].mean == pytest.approx(
+            float(KL_OLD.sum()) / 7, rel=1e-12
+        )
         assert stats[name].max == pytest.approx(1.44, rel=1e-12)
 
 
@@ -80,8 +95,14 @@ def test_the_mask_of_normals_reads_their_exact_kl_and_which_way_from_the_log_rat
     ours, old = normals()
     logprobs = (OLD + LOG_RATIO).requires_grad_()
     further = KEEP & (ADVANTAGES * LOG_RATIO > 0)  # 0.04, 0.36 and 1.0 nats
-    for mask, left_out in ((0.03, further), (0.3, further & (KL_OLD > 0.3)), (1.1, torch.zeros(2, 4).bool())):
-        terms, stats = loss_of(replace(WIDE, kl_mask=mask), logprobs, gaussian=ours, old_gaussian=old)
+    for mask, left_out in (
+        (0.03, further),
+        (0.3, further & (KL_OLD > 0.3)),
+        (1.1, torch.zeros(2, 4).bool()),
+    ):
+        terms, stats = loss_of(
+            replace(WIDE, kl_mask=mask), logprobs, gaussian=ours, old_gaussian=old
+        )
         assert stats["clip/kl_mask_frac"].sum == int(left_out.sum())
         gradient = torch.autograd.grad(terms["policy"], logprobs)[0]
         without, _ = loss_of(WIDE, logprobs, WEIGHTS.where(~left_out, 0))
@@ -92,7 +113,9 @@ def test_the_mask_touches_neither_the_kl_nor_the_entropy():
     logprobs = (OLD + LOG_RATIO).requires_grad_()
     changes = {"ref": Likelihood(OLD)}
     masked, plain = (
-        torch.autograd.grad(loss_of(replace(WIDE, kl_mask=mask), logprobs, **changes)[0]["kl"], logprobs)[0]
+        torch.autograd.grad(
+            loss_of(replace(WIDE, kl_mask=mask), logprobs, **changes)[0]["kl"], logprobs
+        )[0]
         for mask in (0.1, 0.0)
     )
     assert torch.equal(masked, plain) and masked[LEFT_OUT].all()
@@ -103,7 +126,9 @@ def test_the_kl_to_a_reference_of_normals_is_told_exactly_also_in_the_reward():
     ours, ref = normals()
     objective = replace(REINFORCE, kl="k1", kl_in="reward")
     terms, stats = loss_of(objective, OLD, gaussian=ours, ref=Likelihood(OLD - 50, gaussian=ref))
-    assert "kl" not in terms and stats["kl/ref_nats"].mean == pytest.approx(float(KL_OLD.sum()) / 7, rel=1e-12)
+    assert "kl" not in terms and stats["kl/ref_nats"].mean == pytest.approx(
+        float(KL_OLD.sum()) / 7, rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("mask", [-0.1, float("inf"), float("nan")])
@@ -113,7 +138,9 @@ def test_a_mask_that_is_no_number_of_nats_is_refused(mask):
 
 
 def test_k3_of_a_normal_and_the_closed_form_of_tokens_are_refused():
-    with pytest.raises(GruppoError, match=r"kl='k3' of a Gaussian policy.*Set --objective.kl exact"):
+    with pytest.raises(
+        GruppoError, match=r"kl='k3' of a Gaussian policy.*Set --objective.kl exact"
+    ):
         GRPO.check(group_size=4, kl_coef=0.1, is_gaussian=True)
     with pytest.raises(GruppoError, match=r"kl='exact' is the closed form.*Set --objective.kl k3"):
         replace(GRPO, kl="exact").check(group_size=4, kl_coef=0.1)

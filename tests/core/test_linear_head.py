@@ -20,7 +20,9 @@ def _small_tiles(monkeypatch):
     monkeypatch.setattr(linear_head, "TILE_ON_CPU", (4, 8))
 
 
-def a_head(*, bias: bool = True, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> nn.Linear:
+def a_head(
+    *, bias: bool = True, dtype: torch.dtype = torch.float32, scale: float = 1.0
+) -> nn.Linear:
     generator = torch.Generator().manual_seed(0)
     head = nn.Linear(WIDTH, VOCABULARY, bias=bias, dtype=dtype)
     with torch.no_grad():
@@ -52,9 +54,17 @@ def outcome(score, head: nn.Linear, features: Tensor, entropy: str) -> list[Tens
 
 def both(head: nn.Linear, features: Tensor, actions: Tensor, temperature: Tensor, entropy: str):
     blocks = outcome(
-        lambda x: chunked_categorical(x, head, actions, temperature, entropy=entropy), head, features, entropy
+        lambda x: chunked_categorical(x, head, actions, temperature, entropy=entropy),
+        head,
+        features,
+        entropy,
     )
-    whole = outcome(lambda x: categorical(head(x), actions, temperature, entropy=entropy), head, features, entropy)
+    whole = outcome(
+        lambda x: categorical(head(x), actions, temperature, entropy=entropy),
+        head,
+        features,
+        entropy,
+    )
     return zip(blocks, whole, strict=True)
 
 
@@ -83,7 +93,9 @@ def test_the_gradient_in_float64_is_that_of_finite_differences():
     def score(x, weight, bias):
         for parameter, value in ((head.weight, weight), (head.bias, bias)):
             parameter.data = value.detach()
-        return linear_head._LinearCategorical.apply("gradient", 0, x, weight, bias, actions, temperature.double())
+        return linear_head._LinearCategorical.apply(
+            "gradient", 0, x, weight, bias, actions, temperature.double()
+        )
 
     arguments = [x.detach().clone().requires_grad_() for x in (features, head.weight, head.bias)]
     assert torch.autograd.gradcheck(score, arguments)
@@ -116,7 +128,9 @@ def test_what_is_frozen_gets_no_gradient_and_changes_that_of_nothing_else(frozen
 def test_bf16_logits_are_rounded_as_the_head_rounds_them_and_scored_in_float32():
     features, actions, temperature = inputs(dtype=torch.bfloat16)
     head = a_head(dtype=torch.bfloat16)
-    (logprobs, whole), *gradients = both(head, features.requires_grad_(), actions, temperature, "none")
+    (logprobs, whole), *gradients = both(
+        head, features.requires_grad_(), actions, temperature, "none"
+    )
     assert logprobs.dtype == torch.float32
     torch.testing.assert_close(logprobs, whole, rtol=0, atol=5e-6)
     for ours, theirs in gradients:
@@ -130,12 +144,18 @@ def test_what_a_bias_of_minus_infinity_forbids_has_no_mass():
     head = a_head()
     with torch.no_grad():
         head.bias[20:] = -torch.inf
-    for ours, theirs in both(head, features.requires_grad_(), actions % 20, temperature, "gradient"):
+    for ours, theirs in both(
+        head, features.requires_grad_(), actions % 20, temperature, "gradient"
+    ):
         torch.testing.assert_close(ours, theirs, rtol=5e-6, atol=5e-6)
 
 
-@pytest.mark.parametrize(("limit", "tiles"), [(0, 0), (2 * 4 * 8 * 4, 2), (2**26, 4 * 5)], ids=["none", "two", "all"])
-def test_logits_are_kept_for_the_backward_pass_up_to_a_limit_and_change_no_bit(monkeypatch, limit, tiles):
+@pytest.mark.parametrize(
+    ("limit", "tiles"), [(0, 0), (2 * 4 * 8 * 4, 2), (2**26, 4 * 5)], ids=["none", "two", "all"]
+)
+def test_logits_are_kept_for_the_backward_pass_up_to_a_limit_and_change_no_bit(
+    monkeypatch, limit, tiles
+):
     """16 rows, padding included, in tiles of 4, and 37 columns in tiles of 8, of 4 bytes each."""
     features, actions, temperature = inputs()
     head = a_head()
@@ -158,7 +178,11 @@ def test_logits_of_rows_that_are_only_scored_are_not_kept(monkeypatch):
     features, actions, temperature = inputs()
     asked: list[int] = []
     plain = linear_head._LinearCategorical.apply
-    monkeypatch.setattr(linear_head._LinearCategorical, "apply", lambda *given: asked.append(given[1]) or plain(*given))
+    monkeypatch.setattr(
+        linear_head._LinearCategorical,
+        "apply",
+        lambda *given: asked.append(given[1]) or plain(*given),
+    )
     with torch.no_grad():
         chunked_categorical(features, a_head(), actions, temperature)
     chunked_categorical(features, a_head(), actions, temperature)
@@ -182,7 +206,9 @@ def _patched() -> nn.Linear:
     return head
 
 
-@pytest.mark.parametrize("head", [Doubled(WIDTH, VOCABULARY), _hooked(), _patched()], ids=["subclass", "hook", "patch"])
+@pytest.mark.parametrize(
+    "head", [Doubled(WIDTH, VOCABULARY), _hooked(), _patched()], ids=["subclass", "hook", "patch"]
+)
 def test_a_head_that_does_more_than_its_product_is_called(head):
     features, actions, temperature = inputs()
     got, _ = chunked_categorical(features, head, actions, temperature)
@@ -191,12 +217,16 @@ def test_a_head_that_does_more_than_its_product_is_called(head):
     assert not torch.allclose(got, categorical(linear, actions, temperature)[0])
 
 
-@pytest.mark.parametrize(("kind", "is_taken"), [({}, True), ({"top_k": 5}, False), ({"top_p": 0.7}, False)])
+@pytest.mark.parametrize(
+    ("kind", "is_taken"), [({}, True), ({"top_k": 5}, False), ({"top_p": 0.7}, False)]
+)
 def test_blocks_serve_all_but_truncated_distributions(monkeypatch, kind, is_taken):
     features, actions, temperature = inputs()
     head, calls = a_head(), []
     monkeypatch.setattr(
-        distributions, "linear_categorical", lambda *a, **k: calls.append(1) or linear_head.linear_categorical(*a, **k)
+        distributions,
+        "linear_categorical",
+        lambda *a, **k: calls.append(1) or linear_head.linear_categorical(*a, **k),
     )
     got, _ = chunked_categorical(features, head, actions, temperature, **kind)
     torch.testing.assert_close(got, categorical(head(features), actions, temperature, **kind)[0])

@@ -56,8 +56,12 @@ def test_equal_sums_have_advantages_of_exactly_zero(value, eps):
 def test_two_ranks_normalise_the_sum_as_one():
     parts, weights = [f64(1, 5, 2, 9), f64(0, 1, 1, 0)], [0.5, 2.0]
     together = on_ranks(
-        lambda all_sum, all_gather: normalized_sum([p[:1] for p in parts], weights, EVERY[:1], all_sum=all_sum),
-        lambda all_sum, all_gather: normalized_sum([p[1:] for p in parts], weights, EVERY[1:], all_sum=all_sum),
+        lambda all_sum, all_gather: normalized_sum(
+            [p[:1] for p in parts], weights, EVERY[:1], all_sum=all_sum
+        ),
+        lambda all_sum, all_gather: normalized_sum(
+            [p[1:] for p in parts], weights, EVERY[1:], all_sum=all_sum
+        ),
     )
     assert_close(torch.cat(together), normalized_sum(parts, weights, EVERY))
 
@@ -84,7 +88,9 @@ def test_normalised_before_the_sum_no_unit_of_a_reward_decides_what_it_weighs():
 def test_normalised_after_the_sum_the_reward_with_the_larger_spread_weighs_more():
     """Group 0 has PSNR up and SSIM down: the two cancel or not by their units alone."""
     assert row_advantages(PSNR + SSIM)[1] > 0.7 and row_advantages(PSNR / 1000 + SSIM)[1] < -0.7
-    before = normalized_sum([row_advantages(PSNR), row_advantages(SSIM)], [1.0, 1.0], EVERY, eps=0.0)
+    before = normalized_sum(
+        [row_advantages(PSNR), row_advantages(SSIM)], [1.0, 1.0], EVERY, eps=0.0
+    )
     assert_close(before[:2], f64(0, 0))  # here they cancel, as two rewards of one weight should
 
 

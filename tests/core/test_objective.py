@@ -91,7 +91,9 @@ def test_three_tokens_by_hand_in_value_and_gradient():
     logprobs = torch.tensor([[0.5, 0.25, 0.8]]).double().log().requires_grad_()
     old = torch.tensor([[0.4, 0.5, 0.8]]).double().log()
     loss_mask = torch.ones(1, 3, dtype=torch.bool)
-    terms, _ = loss_of(PRESETS["grpo"], logprobs, loss_mask=loss_mask, advantages=torch.full((1, 3), 2.0), old=old)
+    terms, _ = loss_of(
+        PRESETS["grpo"], logprobs, loss_mask=loss_mask, advantages=torch.full((1, 3), 2.0), old=old
+    )
     assert terms["policy"].item() == pytest.approx(-5.4 / 3, rel=1e-12)
     slope = torch.autograd.grad(terms["policy"], logprobs)[0]
     torch.testing.assert_close(slope, torch.tensor([[0.0, -1 / 3, -2 / 3]], dtype=torch.float64))
@@ -121,15 +123,25 @@ def test_statistics_by_hand():
     assert (stats["ratio"].min, stats["ratio"].max) == (pytest.approx(0.5), pytest.approx(2.0))
     log_ratios = [math.log(r) for r in (1.5, 0.5, 1.1, 2.0)]
     assert stats["kl/old_nats"].mean == pytest.approx(-sum(log_ratios) / 8, rel=1e-12)
-    assert stats["kl/old_k3_nats"].mean == pytest.approx((9.1 - 8 - sum(log_ratios)) / 8, rel=1e-12)  # r - 1 - log r
+    assert stats["kl/old_k3_nats"].mean == pytest.approx(
+        (9.1 - 8 - sum(log_ratios)) / 8, rel=1e-12
+    )  # r - 1 - log r
     assert (stats["clip/high_frac"].mean, stats["clip/low_frac"].mean) == (1 / 8, 1 / 8)
-    _, capped = loss_of(replace(PRESETS["cispo"], clip_high=0.5))  # of either sign: 2 is above 1.5, none below 0
+    _, capped = loss_of(
+        replace(PRESETS["cispo"], clip_high=0.5)
+    )  # of either sign: 2 is above 1.5, none below 0
     assert (capped["clip/high_frac"].sum, capped["clip/low_frac"].sum) == (1, 0)
     _, unclipped = loss_of(PRESETS["rloo"])
     assert (unclipped["clip/high_frac"].mean, unclipped["clip/low_frac"].mean) == (0, 0)
 
 
-KL_GRADIENTS = [("k1", "naive"), ("k1", "unbiased"), ("k2", "naive"), ("k3", "naive"), ("k3", "unbiased")]
+KL_GRADIENTS = [
+    ("k1", "naive"),
+    ("k1", "unbiased"),
+    ("k2", "naive"),
+    ("k3", "naive"),
+    ("k3", "unbiased"),
+]
 
 # --- gradients -------------------------------------------------------------------------------------------------------
 
@@ -138,7 +150,10 @@ KL_GRADIENTS = [("k1", "naive"), ("k1", "unbiased"), ("k2", "naive"), ("k3", "na
 @pytest.mark.parametrize(
     ("average", "surrogate", "estimator", "choice"),
     [
-        *(("sequence", surrogate, *kl) for surrogate, kl in product(["clip", "reinforce"], KL_GRADIENTS)),
+        *(
+            ("sequence", surrogate, *kl)
+            for surrogate, kl in product(["clip", "reinforce"], KL_GRADIENTS)
+        ),
         *((average, "clip", "k3", "unbiased") for average in AVERAGES if average != "sequence"),
     ],
 )
@@ -155,14 +170,19 @@ def test_gradients_equal_finite_differences(average, surrogate, estimator, choic
     def loss(logits: Tensor) -> Tensor:
         log_p = logits.log_softmax(-1)
         entropy = -(log_p.exp() * log_p).sum(-1)
-        return sum_of(loss_of(objective, log_p.gather(-1, actions)[..., 0], old=old, ref=ref, entropy=entropy)[0])
+        return sum_of(
+            loss_of(
+                objective, log_p.gather(-1, actions)[..., 0], old=old, ref=ref, entropy=entropy
+            )[0]
+        )
 
     assert torch.autograd.gradcheck(loss, (logits,), eps=1e-6, atol=1e-8, rtol=1e-6)
 
 
 @pytest.mark.silent_bug(2)
 @pytest.mark.parametrize(
-    ("name", "average"), [*((name, None) for name in [*PRESETS, "vespo"]), *product(["grpo", "gspo"], AVERAGES)]
+    ("name", "average"),
+    [*((name, None) for name in [*PRESETS, "vespo"]), *product(["grpo", "gspo"], AVERAGES)],
 )
 @pytest.mark.parametrize("old", [None, LOGPROBS], ids=["detached", "stored"])
 def test_on_policy_the_ratio_is_one_and_the_gradient_is_that_of_reinforce(name, average, old):
@@ -171,11 +191,20 @@ def test_on_policy_the_ratio_is_one_and_the_gradient_is_that_of_reinforce(name, 
     objective = replace(objective, average=average)
     _, stats = loss_of(objective, old=old)
     assert (stats["ratio"].min, stats["ratio"].max, stats["ratio"].std) == (1, 1, 0)
-    assert (stats["clip/high_frac"].sum, stats["clip/low_frac"].sum, stats["kl/old_nats"].sum) == (0, 0, 0)
-    slope, reinforce = slope_of(objective, old=old), replace(objective, surrogate="reinforce", ratio="token")
+    assert (stats["clip/high_frac"].sum, stats["clip/low_frac"].sum, stats["kl/old_nats"].sum) == (
+        0,
+        0,
+        0,
+    )
+    slope, reinforce = (
+        slope_of(objective, old=old),
+        replace(objective, surrogate="reinforce", ratio="token"),
+    )
     torch.testing.assert_close(slope, slope_of(reinforce, old=old), rtol=1e-12, atol=0)
     total = loss_total(KEEP, average=average, max_length=MAX_LENGTH, group_ids=GROUP_IDS)
-    by_hand = -loss_weights(KEEP, average=average, total=total, group_ids=GROUP_IDS) * advantages_of(objective)
+    by_hand = -loss_weights(
+        KEEP, average=average, total=total, group_ids=GROUP_IDS
+    ) * advantages_of(objective)
     torch.testing.assert_close(slope, by_hand, rtol=1e-12, atol=0)
 
 
@@ -189,7 +218,9 @@ VARIANTS = {
     "nats": Objective(clip_unit="nats", clip_low=0.1, clip_high=0.3),
     "truncated tokens": Objective(correction="truncate", correction_low=0.9, correction_high=1.1),
     "masked tokens": Objective(correction="mask", correction_low=0.9, correction_high=1.1),
-    "truncated rows": Objective(correction="truncate", correction_level="sequence", correction_high=1.1),
+    "truncated rows": Objective(
+        correction="truncate", correction_level="sequence", correction_high=1.1
+    ),
     "masked rows": Objective(correction="mask", correction_level="sequence", correction_high=1.1),
 }
 
@@ -218,7 +249,9 @@ def test_of_this_grid_only_other_estimators_than_k1_in_the_reward_are_refused():
     assert refused == set(product(["ppo"], AVERAGES, ["k2", "k3"]))
 
 
-SAMPLER = OLD + torch.tensor([[0.3, 0, 0], [-0.2, 0.05, 0], [0, 0.02, 0], [-1, 0.2, 0]], dtype=torch.float64)
+SAMPLER = OLD + torch.tensor(
+    [[0.3, 0, 0], [-0.2, 0.05, 0], [0, 0.02, 0], [-1, 0.2, 0]], dtype=torch.float64
+)
 
 
 @pytest.mark.silent_bug(5)
@@ -226,7 +259,13 @@ SAMPLER = OLD + torch.tensor([[0.3, 0, 0], [-0.2, 0.05, 0], [0, 0.02, 0], [-1, 0
 @pytest.mark.parametrize("old", [None, OLD], ids=["detached", "stored"])
 def test_what_fills_the_masked_slots_changes_nothing(objective, old):
     names = ["entropy", "values", "old_values", "returns"]
-    rest = dict(zip(names, torch.rand(4, 4, 3, dtype=torch.float64, generator=torch.manual_seed(0)), strict=True))
+    rest = dict(
+        zip(
+            names,
+            torch.rand(4, 4, 3, dtype=torch.float64, generator=torch.manual_seed(0)),
+            strict=True,
+        )
+    )
     rest |= {"advantages": advantages_of(objective), "ref": REF, "sampler_logprobs": SAMPLER}
 
     def outcome(filling: float):
@@ -235,9 +274,15 @@ def test_what_fills_the_masked_slots_changes_nothing(objective, old):
 
         leaves = [fill(LOGPROBS).requires_grad_(), fill(rest["values"]).requires_grad_()]
         filled = {name: fill(x) for name, x in rest.items()} | {"values": leaves[1]}
-        terms, stats = loss_of(objective, leaves[0], old=None if old is None else fill(old), **filled)
+        terms, stats = loss_of(
+            objective, leaves[0], old=None if old is None else fill(old), **filled
+        )
         slopes = torch.autograd.grad(sum_of(terms), leaves)
-        return {name: term.item() for name, term in terms.items()}, stats, [slope.tolist() for slope in slopes]
+        return (
+            {name: term.item() for name, term in terms.items()},
+            stats,
+            [slope.tolist() for slope in slopes],
+        )
 
     for filling in (1e6, -1e6, float("nan"), float("inf"), -float("inf")):
         assert outcome(filling) == outcome(0.0)
@@ -253,7 +298,11 @@ def test_rows_that_are_not_kept_might_as_well_be_absent(objective):
     rest = {"advantages": advantages, "old": OLD, "ref": REF, "sampler_logprobs": SAMPLER}
     inside = slope_of(objective, loss_mask=loss_mask, **rest)
     outside = slope_of(
-        objective, LOGPROBS[rows], loss_mask=KEEP[rows], rows=rows, **{name: x[rows] for name, x in rest.items()}
+        objective,
+        LOGPROBS[rows],
+        loss_mask=KEEP[rows],
+        rows=rows,
+        **{name: x[rows] for name, x in rest.items()},
     )
     torch.testing.assert_close(inside[rows], outside, rtol=1e-12, atol=0)
     assert not inside[1].any()
@@ -273,8 +322,12 @@ def test_one_batch_equals_its_micro_batches(objective, data):
     rewards = torch.tensor([1.0, 0.0, 3.0, 0.5, float("nan")])
     baseline = "mean" if objective.has_critic else objective.baseline
     group_ids = torch.tensor([0, 0, 1, 1, 1])
-    advantages, _ = group_advantages(rewards, group_ids, loss_mask, baseline=baseline, scale=objective.scale)
-    total = loss_total(loss_mask, average=objective.average, max_length=MAX_LENGTH, group_ids=group_ids)
+    advantages, _ = group_advantages(
+        rewards, group_ids, loss_mask, baseline=baseline, scale=objective.scale
+    )
+    total = loss_total(
+        loss_mask, average=objective.average, max_length=MAX_LENGTH, group_ids=group_ids
+    )
     weights = loss_weights(loss_mask, average=objective.average, total=total, group_ids=group_ids)
     order = data.draw(st.permutations(range(4)))
     cuts = sorted(data.draw(st.sets(st.integers(1, 3))))
@@ -296,18 +349,26 @@ def test_one_batch_equals_its_micro_batches(objective, data):
                 sampler_logprobs=log_p[..., 0].detach() - 0.1 + 0.05 * log_p[..., 2].detach(),
                 returns=rewards[rows, None].nan_to_num() + log_p[..., 3].detach(),
             )
-            terms, stats = policy_loss(Likelihood(log_p[..., 0], entropy, values=log_p[..., 4]), inputs, objective)
+            terms, stats = policy_loss(
+                Likelihood(log_p[..., 0], entropy, values=log_p[..., 4]), inputs, objective
+            )
             sum_of(terms).backward()
             for name, stat in stats.items():
                 whole_stats[name] = whole_stats[name] + stat if name in whole_stats else stat
         return leaf.grad, whole_stats
 
     slope, stats = run([torch.arange(5)], lambda rows: 4)
-    slope_in_micro_batches, stats_in_micro_batches = run(micro_batches, lambda rows: int(lengths[rows].max()))
+    slope_in_micro_batches, stats_in_micro_batches = run(
+        micro_batches, lambda rows: int(lengths[rows].max())
+    )
     torch.testing.assert_close(slope_in_micro_batches, slope, rtol=1e-10, atol=1e-14)
     for name, stat in stats.items():
         in_micro_batches = stats_in_micro_batches[name]
-        assert (in_micro_batches.count, in_micro_batches.min, in_micro_batches.max) == (stat.count, stat.min, stat.max)
+        assert (in_micro_batches.count, in_micro_batches.min, in_micro_batches.max) == (
+            stat.count,
+            stat.min,
+            stat.max,
+        )
         assert (in_micro_batches.sum, in_micro_batches.sum_sq) == pytest.approx(
             (stat.sum, stat.sum_sq), rel=1e-10, abs=1e-14
         )
@@ -336,7 +397,9 @@ def test_a_correction_that_masks_an_action_takes_it_from_the_numerator_alone(ave
     """Weights 2 and 0.5 outside [0.8, 1.25] and the rest 1: the loss is the others', over the denominator of all."""
     weight = torch.ones(4, 3, dtype=torch.float64)
     weight[0, 0], weight[3, 1] = 2.0, 0.5
-    objective = Objective(average=average, correction="mask", correction_low=0.8, correction_high=1.25)
+    objective = Objective(
+        average=average, correction="mask", correction_low=0.8, correction_high=1.25
+    )
     slope = slope_of(objective, old=None, sampler_logprobs=LOGPROBS - weight.log())
     plain = slope_of(Objective(average=average), old=None)
     assert (slope[0, 0], slope[3, 1]) == (0, 0) and plain[0, 0] != 0 and plain[3, 1] != 0
@@ -346,18 +409,31 @@ def test_a_correction_that_masks_an_action_takes_it_from_the_numerator_alone(ave
 
 def test_a_correction_weighs_the_policy_term_and_neither_kl_nor_value():
     entropy = torch.ones(4, 3, dtype=torch.float64)
-    rest = {"ref": REF, "entropy": entropy, "values": entropy, "returns": entropy * 3, "old": LOGPROBS}
+    rest = {
+        "ref": REF,
+        "entropy": entropy,
+        "values": entropy,
+        "returns": entropy * 3,
+        "old": LOGPROBS,
+    }
     plain, _ = loss_of(Objective(average="sum"), **rest)
     doubled, stats = loss_of(
-        Objective(average="sum", correction="truncate"), sampler_logprobs=LOGPROBS - math.log(2), **rest
+        Objective(average="sum", correction="truncate"),
+        sampler_logprobs=LOGPROBS - math.log(2),
+        **rest,
     )
     torch.testing.assert_close(doubled.pop("policy"), 2 * plain.pop("policy"), rtol=1e-12, atol=0)
     assert doubled == plain
-    assert (stats["correction/weight"].mean, stats["correction/weight"].count) == (pytest.approx(2), sum(LENGTHS))
+    assert (stats["correction/weight"].mean, stats["correction/weight"].count) == (
+        pytest.approx(2),
+        sum(LENGTHS),
+    )
 
 
 def test_a_correction_without_the_samplers_log_probs_is_refused():
-    with pytest.raises(GruppoError, match=r"correction='mask'.*there are none.*--objective.correction none"):
+    with pytest.raises(
+        GruppoError, match=r"correction='mask'.*there are none.*--objective.correction none"
+    ):
         loss_of(Objective(correction="mask"))
 
 
@@ -405,7 +481,9 @@ def test_a_clip_in_nats_bounds_the_log_ratio():
     loss_mask = torch.ones(1, 2, dtype=torch.bool)
     moved = torch.tensor([[0.4, -0.2]], dtype=torch.float64)
     objective = Objective(clip_unit="nats", clip_low=0.1, clip_high=0.3, average="sum")
-    terms, stats = loss_of(objective, moved, loss_mask=loss_mask, advantages=torch.tensor([[1.0, -1.0]]), old=0 * moved)
+    terms, stats = loss_of(
+        objective, moved, loss_mask=loss_mask, advantages=torch.tensor([[1.0, -1.0]]), old=0 * moved
+    )
     assert terms["policy"].item() == pytest.approx(-math.exp(0.3) + math.exp(-0.1), rel=1e-12)
     assert (stats["clip/high_frac"].sum, stats["clip/low_frac"].sum) == (1, 1)
 
@@ -414,8 +492,15 @@ def test_a_clip_in_nats_bounds_the_log_ratio():
 @pytest.mark.parametrize("kl", ESTIMATORS)
 def test_the_kl_has_each_tokens_own_ratio_whatever_the_surrogates(kl):
     """A row's mean ratio, or one divided by dimensions, would weigh a token's KL by other tokens' chances."""
-    others = [GSPO, Objective(dims="mean"), Objective(surrogate="reinforce"), Objective(surrogate="vespo")]
+    others = [
+        GSPO,
+        Objective(dims="mean"),
+        Objective(surrogate="reinforce"),
+        Objective(surrogate="vespo"),
+    ]
     plain, _ = loss_of(Objective(kl=kl), ref=REF, dims=3)
     assert plain["kl"] != 0
     for objective in others:
-        assert torch.equal(loss_of(replace(objective, kl=kl), ref=REF, dims=3)[0]["kl"], plain["kl"])
+        assert torch.equal(
+            loss_of(replace(objective, kl=kl), ref=REF, dims=3)[0]["kl"], plain["kl"]
+        )

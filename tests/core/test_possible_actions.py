@@ -25,15 +25,23 @@ def example(dtype=torch.float64, *, step=0.0, scale=1.0):
             if step:
                 parameter.copy_((parameter / step).round() * step)
     features = ((features / step).round() * step if step else features).to(dtype)
-    actions = torch.randint(VOCABULARY, (ROWS,), generator=generator)  # most of them outside the top k
+    actions = torch.randint(
+        VOCABULARY, (ROWS,), generator=generator
+    )  # most of them outside the top k
     return head, features.requires_grad_(), actions, 0.5 + torch.rand(ROWS, generator=generator)
 
 
 def outcome(score, head, features):
     logprobs, nats = score(features)
     weights = torch.arange(1.0, len(logprobs) + 1, dtype=logprobs.dtype)
-    loss = (weights * logprobs).sum() + (0 if nats is None or not nats.requires_grad else (weights * nats).sum())
-    return [logprobs, *([] if nats is None else [nats]), *torch.autograd.grad(loss, [features, *head.parameters()])]
+    loss = (weights * logprobs).sum() + (
+        0 if nats is None or not nats.requires_grad else (weights * nats).sum()
+    )
+    return [
+        logprobs,
+        *([] if nats is None else [nats]),
+        *torch.autograd.grad(loss, [features, *head.parameters()]),
+    ]
 
 
 @pytest.mark.silent_bug(7)
@@ -45,10 +53,16 @@ def outcome(score, head, features):
     step=st.sampled_from([0.0, 0.5]),
     chunk=st.sampled_from([4, 256]),
 )
-def test_a_head_over_possible_actions_changes_neither_value_nor_gradient(top_k, top_p, entropy, step, chunk):
+def test_a_head_over_possible_actions_changes_neither_value_nor_gradient(
+    top_k, top_p, entropy, step, chunk
+):
     head, features, actions, temperature = example(step=step)
     kind = {"top_k": top_k, "top_p": top_p, "entropy": entropy}
-    got = outcome(lambda x: chunked_categorical(x, head, actions, temperature, chunk=chunk, **kind), head, features)
+    got = outcome(
+        lambda x: chunked_categorical(x, head, actions, temperature, chunk=chunk, **kind),
+        head,
+        features,
+    )
     needed = outcome(lambda x: categorical(head(x), actions, temperature, **kind), head, features)
     for ours, theirs in zip(got, needed, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
@@ -56,7 +70,9 @@ def test_a_head_over_possible_actions_changes_neither_value_nor_gradient(top_k, 
 
 def test_in_bfloat16_both_differ_by_rounding_alone():
     head, features, actions, temperature = example(torch.bfloat16)
-    got = outcome(lambda x: chunked_categorical(x, head, actions, temperature, top_k=5), head, features)
+    got = outcome(
+        lambda x: chunked_categorical(x, head, actions, temperature, top_k=5), head, features
+    )
     needed = outcome(lambda x: categorical(head(x), actions, temperature, top_k=5), head, features)
     torch.testing.assert_close(got[0], needed[0], rtol=0, atol=1e-5)
     for ours, theirs in zip(got[1:], needed[1:], strict=True):
@@ -78,10 +94,14 @@ def test_few_actions_are_possible_and_only_their_logits_are_computed_again(monke
     widths = []
     plain = distributions.categorical
     monkeypatch.setattr(
-        distributions, "categorical", lambda logits, *a, **k: widths.append(logits.shape[1]) or plain(logits, *a, **k)
+        distributions,
+        "categorical",
+        lambda logits, *a, **k: widths.append(logits.shape[1]) or plain(logits, *a, **k),
     )
     chunked_categorical(features, head, actions, temperature, top_k=1)[0].sum().backward()
-    assert len(widths) == 2 and max(widths) <= ROWS * (2 * 1 + 8) + ROWS < VOCABULARY  # forward, and again backward
+    assert (
+        len(widths) == 2 and max(widths) <= ROWS * (2 * 1 + 8) + ROWS < VOCABULARY
+    )  # forward, and again backward
     widths.clear()
     chunked_categorical(features, head, actions, temperature, top_k=VOCABULARY // 2)
     assert widths == [VOCABULARY], "most actions are possible: nothing to save"

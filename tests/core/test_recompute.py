@@ -27,7 +27,11 @@ def pass_over(policy):
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         logprobs = policy.likelihood(rollouts, whole(rollouts)).logprobs
     logprobs.sum().backward()
-    return [parameter.grad.clone() for parameter in policy.module.parameters() if parameter.grad is not None], sum(kept)
+    return [
+        parameter.grad.clone()
+        for parameter in policy.module.parameters()
+        if parameter.grad is not None
+    ], sum(kept)
 
 
 @pytest.mark.parametrize("make", [fakes.llama, fakes.gpt2, fakes.plain, fakes.adapted])
@@ -58,7 +62,9 @@ def test_layers_are_those_of_the_outermost_lists_or_the_parts_with_parts():
     assert layers_of(model) == [*model.blocks]
     block = fakes.Block(16, 0.0)
     assert layers_of(block) == []  # its one part with parts has none that has any
-    two = nn.ModuleDict({"first": fakes.Block(16, 0.0), "second": fakes.Block(16, 0.0), "head": nn.Linear(16, 2)})
+    two = nn.ModuleDict(
+        {"first": fakes.Block(16, 0.0), "second": fakes.Block(16, 0.0), "head": nn.Linear(16, 2)}
+    )
     assert layers_of(two) == [two["first"], two["second"]]
 
 

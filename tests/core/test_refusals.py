@@ -28,45 +28,90 @@ CRITIC = {"baseline": "critic", "credit": "return_to_go", "scale": "none"}
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"baseline": "median"}, r"objective\.baseline='median' is not one of 'none', 'mean', 'leave_one_out'"),
-        ({"scale": "std"}, r"objective\.scale='std' is not one of 'none', 'group', 'batch', 'running', 'prompt'"),
+        (
+            {"baseline": "median"},
+            r"objective\.baseline='median' is not one of 'none', 'mean', 'leave_one_out'",
+        ),
+        (
+            {"scale": "std"},
+            r"objective\.scale='std' is not one of 'none', 'group', 'batch', 'running', 'prompt'",
+        ),
         ({"surrogate": "ppo"}, r"objective\.surrogate='ppo' is not one of 'clip', 'cispo', 'sapo'"),
         ({"average": "mean"}, r"objective\.average='mean' is not one of .*'sequence_sum', 'sum'"),
         ({"kl": "k4"}, r"objective\.kl='k4' is not one of 'k1', 'k2', 'k3', 'exact'"),
-        ({"kl_gradient": "biased"}, r"objective\.kl_gradient='biased' is not one of 'unbiased', 'naive'"),
-        ({"credit": "token"}, r"objective\.credit='token' is not one of 'outcome', 'return_to_go', 'position'"),
-        ({"correction": "clip"}, r"objective\.correction='clip' is not one of 'none', 'truncate', 'mask'"),
-        ({"clip_low": -0.1}, r"clip_low=-0\.1 is out of range.*at least 0.*Set --objective\.clip-low 0\.2"),
+        (
+            {"kl_gradient": "biased"},
+            r"objective\.kl_gradient='biased' is not one of 'unbiased', 'naive'",
+        ),
+        (
+            {"credit": "token"},
+            r"objective\.credit='token' is not one of 'outcome', 'return_to_go', 'position'",
+        ),
+        (
+            {"correction": "clip"},
+            r"objective\.correction='clip' is not one of 'none', 'truncate', 'mask'",
+        ),
+        (
+            {"clip_low": -0.1},
+            r"clip_low=-0\.1 is out of range.*at least 0.*Set --objective\.clip-low 0\.2",
+        ),
         ({"clip_low": 1.5}, r"clip_low=1\.5.*needs clip_low <= 1.*--objective\.clip-low 0\.2"),
         ({"clip_high": NAN}, r"clip_high=nan is out of range.*--objective\.clip-high 0\.2"),
         ({"clip_high": float("inf")}, r"clip_high=inf is out of range.*finite"),
         ({"scale_eps": -1.0}, r"scale_eps=-1\.0 is out of range.*--objective\.scale-eps 0\.0001"),
         ({"scale_eps": NAN}, r"scale_eps=nan .*--objective\.scale-eps 0\.0001"),
-        ({"running_decay": 1.0}, r"running_decay=1\.0 is out of range.*--objective\.running-decay 0\.99"),
+        (
+            {"running_decay": 1.0},
+            r"running_decay=1\.0 is out of range.*--objective\.running-decay 0\.99",
+        ),
         ({"adv_clip": -1.0}, r"adv_clip=-1\.0 is out of range.*--objective\.adv-clip 0"),
         ({"gamma": 1.01}, r"gamma=1\.01 is out of range.*at most 1"),
         ({"lam": -0.1}, r"lam=-0\.1 is out of range.*--objective\.lam 0\.95"),
         ({"tau_pos": 0.0}, r"tau_pos=0\.0 is out of range"),
         ({"value_clip": -0.2}, r"value_clip=-0\.2 is out of range.*--objective\.value-clip 0\.2"),
         ({"overlong": -1}, r"overlong=-1 is out of range"),
-        ({"dual_clip": 3.0, "surrogate": "sapo"}, r"dual_clip=3 belongs to surrogate='clip', not 'sapo'.*dual-clip 0"),
-        ({"dual_clip": 1.2}, r"dual_clip=1\.2 crosses the clip range, which ends at 1\.2.*--objective\.dual-clip 3"),
-        ({"dual_clip": 1.3, "clip_unit": "nats", "clip_high": 0.3}, r"crosses the clip range, which ends at 1\.34986"),
+        (
+            {"dual_clip": 3.0, "surrogate": "sapo"},
+            r"dual_clip=3 belongs to surrogate='clip', not 'sapo'.*dual-clip 0",
+        ),
+        (
+            {"dual_clip": 1.2},
+            r"dual_clip=1\.2 crosses the clip range, which ends at 1\.2.*--objective\.dual-clip 3",
+        ),
+        (
+            {"dual_clip": 1.3, "clip_unit": "nats", "clip_high": 0.3},
+            r"crosses the clip range, which ends at 1\.34986",
+        ),
         (
             {"correction": "mask", "correction_low": 3.0},
             r"correction_low=3, correction_high=3: .*--objective\.correction-low 0",
         ),
         ({"baseline": "critic"}, r"not credit='outcome'. Set --objective\.credit return_to_go"),
         (CRITIC | {"scale": "group"}, r"scale='group' does not fit. Set --objective\.scale none"),
-        (CRITIC | {"combine": "normalize_then_sum"}, r"before a critic can learn them. Set --objective\.combine sum"),
-        ({"gamma": 0.9}, r"gamma=0\.9 discounts nothing under credit='outcome'. Set --objective\.credit return_to_go"),
-        ({"credit": "position", "scale": "prompt"}, r"credit='position' has no .*scale='prompt'. Set"),
-        ({"credit": "position", "combine": "normalize_then_sum"}, r"credit='position' has no combine='normalize_then"),
+        (
+            CRITIC | {"combine": "normalize_then_sum"},
+            r"before a critic can learn them. Set --objective\.combine sum",
+        ),
+        (
+            {"gamma": 0.9},
+            r"gamma=0\.9 discounts nothing under credit='outcome'. Set --objective\.credit return_to_go",
+        ),
+        (
+            {"credit": "position", "scale": "prompt"},
+            r"credit='position' has no .*scale='prompt'. Set",
+        ),
+        (
+            {"credit": "position", "combine": "normalize_then_sum"},
+            r"credit='position' has no combine='normalize_then",
+        ),
         (
             {"ratio": "sequence", "surrogate": "reinforce"},
             r"surrogate='reinforce' uses no ratio. Set --objective\.ratio",
         ),
-        ({"ratio": "sequence", "surrogate": "vespo"}, r"surrogate='vespo' has a sequence weight of its own. Set"),
+        (
+            {"ratio": "sequence", "surrogate": "vespo"},
+            r"surrogate='vespo' has a sequence weight of its own. Set",
+        ),
         (
             {"kl_in": "reward", "kl": "k2"},
             r"kl_in='reward' needs kl='k1'.*kl='k2'.*37 to 125% off. Set --objective\.kl k1",
@@ -101,25 +146,61 @@ def test_the_nearest_valid_choices_are_let_through(choices):
 @pytest.mark.parametrize(
     ("objective", "run", "message"),
     [
-        (PRESETS["grpo"], {"group_size": 1}, "gives no baseline for baseline='mean'.*--rollout.group-size 2"),
-        (PRESETS["rloo"], {"group_size": 1}, "baseline='leave_one_out'.*at least 2.*--objective reinforce"),
-        (Objective(baseline="none"), {"group_size": 1}, "gives no spread to scale by.*scale='group'"),
-        (PRESETS["rloo"], {"group_size": 4, "updates_per_row": 2}, "used for 2 updates.*--objective.surrogate clip"),
-        (PRESETS["reinforce"], {"group_size": 1, "updates_per_row": 3}, "used for 3 updates.*--optim.epochs 1"),
+        (
+            PRESETS["grpo"],
+            {"group_size": 1},
+            "gives no baseline for baseline='mean'.*--rollout.group-size 2",
+        ),
+        (
+            PRESETS["rloo"],
+            {"group_size": 1},
+            "baseline='leave_one_out'.*at least 2.*--objective reinforce",
+        ),
+        (
+            Objective(baseline="none"),
+            {"group_size": 1},
+            "gives no spread to scale by.*scale='group'",
+        ),
+        (
+            PRESETS["rloo"],
+            {"group_size": 4, "updates_per_row": 2},
+            "used for 2 updates.*--objective.surrogate clip",
+        ),
+        (
+            PRESETS["reinforce"],
+            {"group_size": 1, "updates_per_row": 3},
+            "used for 3 updates.*--optim.epochs 1",
+        ),
         (
             Objective(kl="k1", kl_gradient="naive"),
             {"group_size": 2, "kl_coef": 0.1},
             "gradient of zero in expectation, so kl_coef=0.1 has no effect.*--objective.kl-gradient unbiased",
         ),
-        (Objective(scale="running", baseline="none"), {"group_size": 1}, "gives no spread to scale by.*'running'"),
-        (Objective(kl="exact"), {"group_size": 2, "kl_coef": 0.1}, "no logits are kept. Set --objective.kl k3"),
-        (Objective(credit="position"), {"group_size": 2}, "needs a reward for each action.*--objective.credit outcome"),
+        (
+            Objective(scale="running", baseline="none"),
+            {"group_size": 1},
+            "gives no spread to scale by.*'running'",
+        ),
+        (
+            Objective(kl="exact"),
+            {"group_size": 2, "kl_coef": 0.1},
+            "no logits are kept. Set --objective.kl k3",
+        ),
+        (
+            Objective(credit="position"),
+            {"group_size": 2},
+            "needs a reward for each action.*--objective.credit outcome",
+        ),
         (
             Objective(overlong=64),
             {"group_size": 2, "max_length": 64},
             r"overlong=64 penalizes every length up to.*64; .*--objective\.overlong 12",
         ),
-        (Objective(overlong=65), {"group_size": 2, "max_length": 64}, "overlong=65 penalizes every length"),
+        (
+            Objective(overlong=65),
+            {"group_size": 2, "max_length": 64},
+            "overlong=65 penalizes every length",
+        ),
     ],
 )
 def test_a_combination_that_cannot_learn_is_refused_with_the_way_out(objective, run, message):
@@ -152,7 +233,14 @@ def test_what_can_learn_is_let_through(objective, run):
 
 # --- presets ---------------------------------------------------------------------------------------------------------
 
-IN_TIME = {"credit": "return_to_go", "scale": "none", "whiten": True, "average": "token", "kl": "k1", "kl_in": "reward"}
+IN_TIME = {
+    "credit": "return_to_go",
+    "scale": "none",
+    "whiten": True,
+    "average": "token",
+    "kl": "k1",
+    "kl_in": "reward",
+}
 
 
 @pytest.mark.parametrize(
@@ -166,11 +254,21 @@ IN_TIME = {"credit": "return_to_go", "scale": "none", "whiten": True, "average":
         ("sapo", {"surrogate": "sapo"}),
         (
             "rloo",
-            {"baseline": "leave_one_out", "scale": "none", "surrogate": "reinforce", "average": "sequence_sum"},
+            {
+                "baseline": "leave_one_out",
+                "scale": "none",
+                "surrogate": "reinforce",
+                "average": "sequence_sum",
+            },
         ),
         (
             "reinforce",
-            {"baseline": "batch_mean", "scale": "none", "surrogate": "reinforce", "average": "sequence_sum"},
+            {
+                "baseline": "batch_mean",
+                "scale": "none",
+                "surrogate": "reinforce",
+                "average": "sequence_sum",
+            },
         ),
         ("reinforce_pp", {"baseline": "batch_mean", **IN_TIME}),
         ("ppo", {"baseline": "critic", **IN_TIME}),
@@ -180,7 +278,9 @@ IN_TIME = {"credit": "return_to_go", "scale": "none", "whiten": True, "average":
 def test_presets_differ_from_grpo_by_these_fields_and_no_other(name, differs):
     preset = PRESETS[name]
     assert {
-        f.name: getattr(preset, f.name) for f in fields(Objective) if getattr(preset, f.name) != f.default
+        f.name: getattr(preset, f.name)
+        for f in fields(Objective)
+        if getattr(preset, f.name) != f.default
     } == differs
 
 
@@ -203,7 +303,10 @@ def test_what_an_objective_says_of_itself():
 def enumerated() -> dict[str, tuple[Any, ...]]:
     """The fields that are choices, with their choices."""
     hints = get_type_hints(Objective)
-    of = {f.name: get_args(hints[f.name]) or ((False, True) if f.default is False else ()) for f in fields(Objective)}
+    of = {
+        f.name: get_args(hints[f.name]) or ((False, True) if f.default is False else ())
+        for f in fields(Objective)
+    }
     return {name: values for name, values in of.items() if values}
 
 
@@ -243,7 +346,9 @@ def learned(o: Objective, logprobs: Tensor) -> dict[str, Tensor]:
     penalty = torch.where(KEEP, 0.1 * (old - ref), 0) if o.kl_in == "reward" else torch.zeros(4, 3)
     returns = None
     if o.has_critic:
-        advantages, returns = gae(place_score(rewards, KEEP) - penalty, values, KEEP, gamma=o.gamma, lam=o.lam)
+        advantages, returns = gae(
+            place_score(rewards, KEEP) - penalty, values, KEEP, gamma=o.gamma, lam=o.lam
+        )
     else:
         advantages = compared(o, rewards, penalty)
     advantages = whiten(advantages, KEEP) if o.whiten else advantages
@@ -263,9 +368,13 @@ def learned(o: Objective, logprobs: Tensor) -> dict[str, Tensor]:
         returns=None if returns is None else torch.where(loss_mask, returns, NAN),
         dims=dims,
     )
-    likelihood = Likelihood(logprobs, gaussian=Gaussian(mean, torch.full((4, 3), 0.5)), values=values)
+    likelihood = Likelihood(
+        logprobs, gaussian=Gaussian(mean, torch.full((4, 3), 0.5)), values=values
+    )
     terms, _ = policy_loss(likelihood, inputs, o)
-    assert set(terms) == {"policy"} | ({"kl"} if o.kl_in == "loss" else set()) | ({"value"} if o.has_critic else set())
+    assert set(terms) == {"policy"} | ({"kl"} if o.kl_in == "loss" else set()) | (
+        {"value"} if o.has_critic else set()
+    )
     return terms
 
 
@@ -289,7 +398,10 @@ def test_so_many_combinations_hold_every_triple_of_choices():
     choices = enumerated()
     seen = {triple for one in sampled(SAMPLES) for triple in combinations(sorted(one.items()), 3)}
     for names in combinations(sorted(choices), 3):
-        assert {tuple(zip(names, values, strict=True)) for values in product(*(choices[n] for n in names))} <= seen
+        assert {
+            tuple(zip(names, values, strict=True))
+            for values in product(*(choices[n] for n in names))
+        } <= seen
 
 
 @pytest.mark.silent_bug(5)
@@ -300,5 +412,8 @@ def test_every_combination_learns_from_a_ragged_batch_or_is_refused_with_the_way
     assert 100 < len(reasons) < SAMPLES - 100
     assert [why for why in reasons if "=" not in why or "Set --objective" not in why] == []
     # A rule that never speaks, or only ever after another, would be dead. Rules on numbers are tested above.
-    rules = {re.sub(r"'[^']*'|uses no ratio|has a sequence weight of its own", "", why) for why in reasons}
+    rules = {
+        re.sub(r"'[^']*'|uses no ratio|has a sequence weight of its own", "", why)
+        for why in reasons
+    }
     assert len(rules) == 8, sorted(rules)

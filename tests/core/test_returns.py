@@ -27,7 +27,10 @@ def gae_by_sums(rewards, values, mask, *, gamma, lam, bootstrap=None) -> Tensor:
     advantages = torch.zeros_like(values)
     for row in range(len(mask)):
         kept = mask[row].nonzero()[:, 0].tolist()
-        after = [*(values[row, t].item() for t in kept[1:]), 0.0 if bootstrap is None else bootstrap[row].item()]
+        after = [
+            *(values[row, t].item() for t in kept[1:]),
+            0.0 if bootstrap is None else bootstrap[row].item(),
+        ]
         for i in range(len(kept)):
             for j in range(i, len(kept)):
                 delta = rewards[row, kept[j]] + gamma * after[j] - values[row, kept[j]]
@@ -41,7 +44,9 @@ def episodes(draw):
     generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
     rewards, values = torch.randn(2, rows, columns, generator=generator, dtype=torch.float64)
     mask = torch.rand(rows, columns, generator=generator) < 0.7  # holes anywhere, whole rows too
-    bootstrap = draw(st.sampled_from([None, torch.randn(rows, generator=generator, dtype=torch.float64)]))
+    bootstrap = draw(
+        st.sampled_from([None, torch.randn(rows, generator=generator, dtype=torch.float64)])
+    )
     return rewards, values, mask, bootstrap
 
 
@@ -57,7 +62,9 @@ def test_gae_equals_the_sums_of_its_definition(episode, gamma, lam):
     filled = (x.masked_fill(~mask, NAN) for x in (rewards, values))
     advantages, returns = gae(*filled, mask, gamma=gamma, lam=lam, bootstrap=bootstrap)
     torch.testing.assert_close(advantages, by_sums, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(returns, torch.where(mask, by_sums + values, 0), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        returns, torch.where(mask, by_sums + values, 0), rtol=1e-10, atol=1e-12
+    )
 
 
 @pytest.mark.silent_bug(30)
@@ -74,7 +81,9 @@ def test_the_exercise_gae_by_hand():
     advantages, returns = gae(rewards, values, mask, gamma=0.9, lam=0.8)
     torch.testing.assert_close(advantages, f64([1.9112, 0.71, 0.5]), rtol=1e-12, atol=0)
     torch.testing.assert_close(returns, f64([2.4112, 1.71, 2.0]), rtol=1e-12, atol=0)
-    torch.testing.assert_close(gae_by_sums(rewards, values, mask, gamma=0.9, lam=0.8), advantages, rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        gae_by_sums(rewards, values, mask, gamma=0.9, lam=0.8), advantages, rtol=1e-12, atol=0
+    )
 
 
 @pytest.mark.silent_bug(30)
@@ -83,7 +92,9 @@ def test_a_row_that_was_cut_goes_on_with_the_bootstrap_and_one_that_ended_does_n
     rewards, values = f64([1, 0, 2], [1, 0, 2]), f64([0.5, 1, 1.5], [0.5, 1, 1.5])
     mask, after = where_true([1, 1, 1], [1, 1, 1]), torch.tensor([10.0, 0.0], dtype=torch.float64)
     advantages, _ = gae(rewards, values, mask, gamma=0.9, lam=0.8, bootstrap=after)
-    torch.testing.assert_close(advantages, f64([6.5768, 7.19, 9.5], [1.9112, 0.71, 0.5]), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        advantages, f64([6.5768, 7.19, 9.5], [1.9112, 0.71, 0.5]), rtol=1e-12, atol=0
+    )
 
 
 @pytest.mark.silent_bug(30)
@@ -102,12 +113,16 @@ def test_a_hole_in_a_row_neither_decays_nor_counts_where_multiplying_by_the_mask
 @pytest.mark.silent_bug(30)
 @settings(max_examples=30)
 @given(episodes(), fractions)
-def test_lambda_1_is_the_discounted_return_less_the_value_and_lambda_0_the_temporal_difference(episode, gamma):
+def test_lambda_1_is_the_discounted_return_less_the_value_and_lambda_0_the_temporal_difference(
+    episode, gamma
+):
     rewards, values, mask, _ = episode
     advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=1.0)
     to_go = returns_to_go(rewards, mask, gamma=gamma)
     torch.testing.assert_close(returns, to_go, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(advantages, torch.where(mask, to_go - values, 0), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        advantages, torch.where(mask, to_go - values, 0), rtol=1e-10, atol=1e-12
+    )
     one_step, _ = gae(rewards, values, mask, gamma=gamma, lam=0.0)
     torch.testing.assert_close(one_step, gae_by_sums(rewards, values, mask, gamma=gamma, lam=0.0))
 
@@ -130,7 +145,9 @@ def test_the_columns_of_padding_change_no_advantage():
 def test_a_batch_without_columns_has_advantages_without_columns():
     nothing = torch.zeros(2, 0)
     advantages, returns = gae(nothing, nothing, nothing.bool())
-    assert advantages.shape == returns.shape == returns_to_go(nothing, nothing.bool()).shape == (2, 0)
+    assert (
+        advantages.shape == returns.shape == returns_to_go(nothing, nothing.bool()).shape == (2, 0)
+    )
 
 
 def test_float32_values_have_float32_advantages_computed_in_float64():
@@ -168,7 +185,9 @@ def test_a_score_that_is_no_number_is_placed_nowhere():
 def test_an_undiscounted_score_reaches_every_action_of_its_row():
     mask = where_true([1, 0, 1, 1], [1, 1, 0, 0])
     score = torch.tensor([2.0, -3.0])
-    assert torch.equal(returns_to_go(place_score(score, mask), mask), torch.where(mask, score[:, None], 0))
+    assert torch.equal(
+        returns_to_go(place_score(score, mask), mask), torch.where(mask, score[:, None], 0)
+    )
 
 
 # --- whitening -------------------------------------------------------------------------------------------------------
@@ -205,7 +224,9 @@ def test_two_ranks_whiten_as_one():
         lambda all_sum, all_gather: whiten(x[:, 3:], loss_mask[:, 3:], all_sum=all_sum),
     )
     torch.testing.assert_close(torch.cat(together, dim=1), whiten(x, loss_mask), rtol=1e-12, atol=0)
-    assert not torch.allclose(whiten(x[:, :3], loss_mask[:, :3]), together[0])  # alone it would be another number
+    assert not torch.allclose(
+        whiten(x[:, :3], loss_mask[:, :3]), together[0]
+    )  # alone it would be another number
 
 
 @pytest.mark.silent_bug(31)
@@ -236,4 +257,8 @@ def test_the_overlong_penalty_by_hand():
 
 
 def test_without_a_cache_only_what_is_longer_than_the_longest_is_penalised():
-    assert overlong_penalty(torch.tensor([19, 20, 21]), max_length=20, cache=0).tolist() == [0, 0, -1]
+    assert overlong_penalty(torch.tensor([19, 20, 21]), max_length=20, cache=0).tolist() == [
+        0,
+        0,
+        -1,
+    ]

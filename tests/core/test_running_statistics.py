@@ -103,10 +103,14 @@ def test_the_prompt_scale_by_hand_over_three_calls():
     choices = {"scale": "prompt"}
     first, state = advantages_of([1, 3], [0, 0], prompt_ids=["p"], **choices)
     assert_close(first, [-(0.5**0.5), 0.5**0.5])
-    second, state = advantages_of([0, 8, 5, 7], [0, 0, 1, 1], prompt_ids=["q", "p"], state=state, **choices)
+    second, state = advantages_of(
+        [0, 8, 5, 7], [0, 0, 1, 1], prompt_ids=["q", "p"], state=state, **choices
+    )
     assert_close(second, [-4 / 32**0.5, 4 / 32**0.5, -1 / (20 / 3) ** 0.5, 1 / (20 / 3) ** 0.5])
     assert state == {"prompts": {"p": [1, 3, 5, 7], "q": [0, 8]}}
-    third, state = advantages_of([4, NAN], [0, 0], prompt_ids=["q"], baseline="none", state=state, **choices)
+    third, state = advantages_of(
+        [4, NAN], [0, 0], prompt_ids=["q"], baseline="none", state=state, **choices
+    )
     assert_close(third, [4 / 16**0.5, 0])  # 0, 8, 4 has variance 16
     assert state["prompts"] == {"p": [1, 3, 5, 7], "q": [0, 8, 4]}
 
@@ -119,7 +123,9 @@ def test_the_prompt_baseline_by_hand_is_the_mean_of_its_last_rewards_and_with_th
     )
     assert_close(second, [1, 3, 0])  # 1, 3, 5, 7 have the mean 4; q has its own reward alone
     assert state == {"prompts": {"p": [1, 3, 5, 7], "q": [4]}}
-    both, _ = advantages_of([5, NAN], [0, 0], prompt_ids=["p"], baseline="prompt", scale="prompt", state=state)
+    both, _ = advantages_of(
+        [5, NAN], [0, 0], prompt_ids=["p"], baseline="prompt", scale="prompt", state=state
+    )
     assert_close(both, [(5 - 4.2) / 5.2**0.5, 0])  # 1, 3, 5, 7, 5: mean 4.2, variance 5.2
 
 
@@ -131,7 +137,9 @@ def test_a_prompt_is_remembered_by_its_last_rewards_alone():
 
 @pytest.mark.silent_bug(20)
 def test_a_prompt_with_one_reward_so_far_has_no_spread_and_is_silent():
-    advantages, _ = advantages_of([5, 1, 2], [0, 1, 1], prompt_ids=["p", "q"], scale="prompt", baseline="none")
+    advantages, _ = advantages_of(
+        [5, 1, 2], [0, 1, 1], prompt_ids=["p", "q"], scale="prompt", baseline="none"
+    )
     assert advantages[0] == 0 and advantages[1:].all()
 
 
@@ -162,8 +170,14 @@ def test_a_state_that_went_through_json_goes_on_to_the_bit(baseline, scale):
 @pytest.mark.parametrize(("baseline", "scale"), KINDS)
 def test_two_ranks_of_unequal_size_have_the_advantages_and_the_state_of_one(baseline, scale):
     """Whole groups lie on one rank; two calls, so that what moved on is used."""
-    rewards = torch.tensor([[1.0, 0.5, 3.0, NAN, 7.0, 2.5], [0.0, 4.0, 3.5, 2.0, 1.0, 9.0]], dtype=torch.float64)
-    groups, mask, names = torch.tensor([0, 0, 1, 1, 1, 1]), torch.ones(6, 1, dtype=torch.bool), ["p", "q"]
+    rewards = torch.tensor(
+        [[1.0, 0.5, 3.0, NAN, 7.0, 2.5], [0.0, 4.0, 3.5, 2.0, 1.0, 9.0]], dtype=torch.float64
+    )
+    groups, mask, names = (
+        torch.tensor([0, 0, 1, 1, 1, 1]),
+        torch.ones(6, 1, dtype=torch.bool),
+        ["p", "q"],
+    )
     choices: dict[str, Any] = {"baseline": baseline, "scale": scale, "decay": 0.5}
 
     def whole() -> tuple[Tensor, dict[str, Any]]:
@@ -181,10 +195,14 @@ def test_two_ranks_of_unequal_size_have_the_advantages_and_the_state_of_one(base
         lambda all_sum, all_gather: part(slice(2, 6), ["q"], all_sum, all_gather),
     )
     advantages, state = whole()
-    torch.testing.assert_close(torch.cat([of_rank for of_rank, _ in together]), advantages, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(
+        torch.cat([of_rank for of_rank, _ in together]), advantages, rtol=1e-6, atol=1e-7
+    )
     assert together[0][1] == together[1][1]
     for name, value in state.items():
-        assert together[0][1][name] == (value if name == "prompts" else pytest.approx(value, rel=1e-12))
+        assert together[0][1][name] == (
+            value if name == "prompts" else pytest.approx(value, rel=1e-12)
+        )
 
 
 # --- a reward for each action ----------------------------------------------------------------------------------------
@@ -194,14 +212,18 @@ def test_position_advantages_by_hand_compare_one_column_of_one_group():
     """Column 0: 1, 3, 8 with mean 4; column 1: 10 and 20, the third row having no such action."""
     rewards = torch.tensor([[1, 10], [3, 20], [8, NAN], [5, 0], [5, 4]], dtype=torch.float64)
     mask = torch.tensor([[True, True], [True, True], [True, False], [True, True], [True, True]])
-    got, _ = position_advantages(rewards, torch.tensor([0, 0, 0, 1, 1]), mask, baseline="mean", scale="none")
+    got, _ = position_advantages(
+        rewards, torch.tensor([0, 0, 0, 1, 1]), mask, baseline="mean", scale="none"
+    )
     assert got.tolist() == [[-3, -5], [-1, 5], [4, 0], [0, -2], [0, 2]]
     scaled, _ = position_advantages(
         rewards, torch.tensor([0, 0, 0, 1, 1]), mask, baseline="mean", scale="group", eps=0.0
     )
     root = 0.5**0.5
     by_hand = [[-3 / 13**0.5, -root], [-1 / 13**0.5, root], [4 / 13**0.5, 0], [0, -root], [0, root]]
-    torch.testing.assert_close(scaled.double(), torch.tensor(by_hand, dtype=torch.float64), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        scaled.double(), torch.tensor(by_hand, dtype=torch.float64), rtol=1e-6, atol=0
+    )
 
 
 @pytest.mark.silent_bug(22)
@@ -209,7 +231,9 @@ def test_position_advantages_by_hand_compare_one_column_of_one_group():
 def test_a_position_without_a_score_is_silent_and_its_neighbours_are_not(broken):
     rewards = torch.tensor([[1, broken], [3, 2], [5, 6]], dtype=torch.float64)
     mask = torch.ones(3, 2, dtype=torch.bool)
-    got, _ = position_advantages(rewards, torch.zeros(3, dtype=torch.long), mask, baseline="mean", scale="none")
+    got, _ = position_advantages(
+        rewards, torch.zeros(3, dtype=torch.long), mask, baseline="mean", scale="none"
+    )
     assert got.tolist() == [[-2, 0], [0, -2], [2, 2]]
 
 
@@ -230,7 +254,9 @@ def test_the_batch_scale_is_not_whitening():
     assert (round(by_scale[0].item(), 2), round(whitened[0].item(), 2)) == (-0.48, -0.76)
 
 
-@pytest.mark.parametrize(("scale", "stretch"), list(product(["running", "prompt", "batch", "group"], [0.25, 8.0])))
+@pytest.mark.parametrize(
+    ("scale", "stretch"), list(product(["running", "prompt", "batch", "group"], [0.25, 8.0]))
+)
 def test_rewards_in_another_unit_have_the_same_advantages_under_every_scale(scale, stretch):
     """Over two calls, so that what was remembered is in the unit too."""
     batches, groups = ([1.0, 4.0, 2.0, 2.5], [0.0, 3.0, 7.0, 1.0]), [0, 0, 1, 1]
@@ -239,7 +265,9 @@ def test_rewards_in_another_unit_have_the_same_advantages_under_every_scale(scal
         state: dict[str, Any] = {}
         for batch in batches:
             rewards = [unit * r for r in batch]
-            advantages, state = advantages_of(rewards, groups, scale=scale, prompt_ids=["p", "q"], state=state)
+            advantages, state = advantages_of(
+                rewards, groups, scale=scale, prompt_ids=["p", "q"], state=state
+            )
         return advantages
 
     torch.testing.assert_close(second(stretch), second(1.0), rtol=1e-6, atol=1e-9)

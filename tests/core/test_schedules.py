@@ -68,7 +68,9 @@ def test_the_step_after_the_last_and_all_later_ones_have_the_final_value(decay):
     ],
 )
 def test_the_adaptive_coefficient_by_hand(kl, factor):
-    assert adapted(0.05, kl, target=6.0, horizon=1000, rows=100) == pytest.approx(0.05 * factor, rel=1e-12)
+    assert adapted(0.05, kl, target=6.0, horizon=1000, rows=100) == pytest.approx(
+        0.05 * factor, rel=1e-12
+    )
 
 
 def test_the_adaptive_coefficient_over_three_steps_by_hand():
@@ -113,18 +115,24 @@ def test_the_entropy_coefficient_over_six_steps_by_hand():
 
 
 def test_the_entropy_coefficient_is_never_negative():
-    assert trace(AdaptiveEntropy(0.005, 0.5, 0.01), [0.9, 0.9, 0.4]) == pytest.approx([0.005, 0, 0, 0.01], abs=1e-15)
+    assert trace(AdaptiveEntropy(0.005, 0.5, 0.01), [0.9, 0.9, 0.4]) == pytest.approx(
+        [0.005, 0, 0, 0.01], abs=1e-15
+    )
 
 
 def test_the_difficulty_over_five_steps_by_hand():
     """Target 0.6, rate 0.5, from 0.3: + 0.5 (r - 0.6), never below where it began nor above 1."""
     by_hand = [0.3, 0.4, 0.35, 0.3, 0.5, 0.5]
-    of = make_controller("difficulty", AdaptiveSpec(0.3, (("target", 0.6), ("rate", 0.5))), "stage.difficulty")
+    of = make_controller(
+        "difficulty", AdaptiveSpec(0.3, (("target", 0.6), ("rate", 0.5))), "stage.difficulty"
+    )
     assert trace(of, [0.8, 0.5, 0.1, 1.0, math.nan]) == pytest.approx(by_hand, rel=1e-12)
     assert trace(AdaptiveDifficulty(0.9, 0.1, 1.0, 0.9), [0.9])[-1] == 1.0
 
 
-@pytest.mark.parametrize("made", [AdaptiveKl(0.2, 0.05), AdaptiveEntropy(0.1, 0.5), AdaptiveDifficulty(0.2, 0.6)])
+@pytest.mark.parametrize(
+    "made", [AdaptiveKl(0.2, 0.05), AdaptiveEntropy(0.1, 0.5), AdaptiveDifficulty(0.2, 0.6)]
+)
 def test_a_controller_that_is_restored_goes_on_as_before(made):
     made.update(0.4, rows=10)
     again = type(made)(0.7, 0.7)
@@ -147,17 +155,33 @@ def test_a_controller_that_is_restored_goes_on_as_before(made):
 def test_schedules_by_hand(text, steps, by_hand):
     schedule = parse_schedule(text, "x")
     assert isinstance(schedule, Schedule)
-    assert [schedule.at(step, length=10) for step in steps] == pytest.approx(by_hand, rel=1e-12, abs=1e-15)
+    assert [schedule.at(step, length=10) for step in steps] == pytest.approx(
+        by_hand, rel=1e-12, abs=1e-15
+    )
 
 
 def test_a_schedule_ends_at_its_last_value_to_the_bit():
     for text in ("linear:0.1,0.3", "cosine:0.7,0.3"):
         schedule = parse_schedule(text, "x")
-        assert schedule.at(10, length=10) == 0.3 and schedule.values == (schedule.at(0, length=10), 0.3)
+        assert schedule.at(10, length=10) == 0.3 and schedule.values == (
+            schedule.at(0, length=10),
+            0.3,
+        )
 
 
 @pytest.mark.parametrize(
-    "text", ["", "linear", "linear:1", "linear:1,2,0", "linear:a,b", "steps:1", "steps:1,5=2,3=1", "steps:1,0=2", "on"]
+    "text",
+    [
+        "",
+        "linear",
+        "linear:1",
+        "linear:1,2,0",
+        "linear:a,b",
+        "steps:1",
+        "steps:1,5=2,3=1",
+        "steps:1,0=2",
+        "on",
+    ],
 )
 def test_what_is_no_schedule_is_refused_by_its_field(text):
     with pytest.raises(GruppoError, match=r"stage\.kl_coef=.*not understood.*linear:FROM,TO"):

@@ -10,7 +10,9 @@ from gruppo.core.advantages import step_advantages
 from gruppo.core.returns import broadcast_step_values, returns_to_go
 
 NAN = float("nan")
-ROWS = torch.tensor([[NAN, 1.0, NAN, NAN, 0.0], [1.0, NAN, 1.0, NAN, NAN], [NAN, NAN, NAN, NAN, NAN]])
+ROWS = torch.tensor(
+    [[NAN, 1.0, NAN, NAN, 0.0], [1.0, NAN, 1.0, NAN, NAN], [NAN, NAN, NAN, NAN, NAN]]
+)
 """Two steps in each of two rows, a row without any; the four are 1, 0, 1, 1: mean 0.75, deviation (ddof 1) 0.5."""
 KEEP = torch.arange(5) < torch.tensor([[5], [3], [4]])
 GROUP = torch.tensor([0, 0, 0])
@@ -37,7 +39,10 @@ def test_steps_are_compared_with_all_steps_of_the_group_by_hand():
     [
         ({"scale": "none"}, [[0, 0.25, 0, 0, -0.75], [0.25, 0, 0.25, 0, 0]]),
         ({"baseline": "none", "scale": "none"}, [[0, 1.0, 0, 0, 0.0], [1.0, 0, 1.0, 0, 0]]),
-        ({"baseline": "leave_one_out", "scale": "none"}, [[0, 0.0, 0, 0, -1.0], [0.5, 0, 0.5, 0, 0]]),
+        (
+            {"baseline": "leave_one_out", "scale": "none"},
+            [[0, 0.0, 0, 0, -1.0], [0.5, 0, 0.5, 0, 0]],
+        ),
         ({"baseline": "batch_mean", "scale": "batch"}, [[0, 0.5, 0, 0, -1.5], [0.5, 0, 0.5, 0, 0]]),
     ],
 )
@@ -59,10 +64,18 @@ def test_equal_steps_get_exactly_nothing():
 
 
 def test_no_steps_at_all_are_no_error_and_move_no_statistic():
-    for choices in ({}, {"baseline": "batch_mean", "scale": "batch"}, {"baseline": "running", "scale": "running"}):
+    for choices in (
+        {},
+        {"baseline": "batch_mean", "scale": "batch"},
+        {"baseline": "running", "scale": "running"},
+    ):
         got, state = advantages(torch.full((3, 5), NAN), **choices)
-        assert not got.any() and all(entry == [0.0, 0.0] or not any(entry) for entry in state.values())
-    assert step_advantages(torch.zeros(0, 4), torch.zeros(0, dtype=torch.long), baseline="mean", scale="group")[0].shape
+        assert not got.any() and all(
+            entry == [0.0, 0.0] or not any(entry) for entry in state.values()
+        )
+    assert step_advantages(
+        torch.zeros(0, 4), torch.zeros(0, dtype=torch.long), baseline="mean", scale="group"
+    )[0].shape
 
 
 @pytest.mark.silent_bug(12)
@@ -72,7 +85,9 @@ def test_two_ranks_compare_steps_with_those_of_all():
     whole, _ = advantages(rewards, baseline="batch_mean", scale="batch")
 
     def of(part):
-        return lambda all_sum, all_gather: advantages(*part, baseline="batch_mean", scale="batch", all_sum=all_sum)[0]
+        return lambda all_sum, all_gather: advantages(
+            *part, baseline="batch_mean", scale="batch", all_sum=all_sum
+        )[0]
 
     assert torch.allclose(torch.cat(on_ranks(*map(of, parts))), whole, rtol=1e-6)
 
@@ -92,9 +107,9 @@ def test_each_action_gets_the_number_of_the_step_that_it_is_in():
 def test_actions_after_the_last_end_are_in_the_last_step_and_what_is_not_kept_is_in_none():
     is_step = torch.tensor([[False, True, False, False]])
     loss_mask = torch.tensor([[True, True, False, True]])
-    assert broadcast_step_values(torch.tensor([[9.0, 2.0, 9.0, 9.0]]), is_step, loss_mask).tolist() == [
-        [2.0, 2.0, 0.0, 2.0]
-    ]
-    assert broadcast_step_values(torch.ones(1, 4), torch.zeros(1, 4, dtype=torch.bool), loss_mask).tolist() == [
-        [0.0] * 4
-    ]
+    assert broadcast_step_values(
+        torch.tensor([[9.0, 2.0, 9.0, 9.0]]), is_step, loss_mask
+    ).tolist() == [[2.0, 2.0, 0.0, 2.0]]
+    assert broadcast_step_values(
+        torch.ones(1, 4), torch.zeros(1, 4, dtype=torch.bool), loss_mask
+    ).tolist() == [[0.0] * 4]

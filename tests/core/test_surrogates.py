@@ -34,7 +34,9 @@ def test_clip_by_hand_in_value_and_gradient():
     leaf = ratio.log().requires_grad_()
     loss = clip_surrogate(leaf, advantages, low=0.2, high=0.3)
     torch.testing.assert_close(loss, row(-2.2, -2.6, -1.0, 2.2, 3.0, 1.6))
-    torch.testing.assert_close(torch.autograd.grad(loss.sum(), leaf)[0], row(-2.2, 0, -1.0, 2.2, 3.0, 0))
+    torch.testing.assert_close(
+        torch.autograd.grad(loss.sum(), leaf)[0], row(-2.2, 0, -1.0, 2.2, 3.0, 0)
+    )
 
 
 def test_reinforce_by_hand():
@@ -50,7 +52,9 @@ def test_log_ratio_is_zero_with_zero_gradient_where_not_kept(filling):
     logprobs, old = row(-1.0, filling, -3.0).requires_grad_(), row(-2.0, 5.0, filling)
     ratio = log_ratio(logprobs, old, torch.tensor([[True, False, False]]))
     assert ratio.tolist() == [[1, 0, 0]]
-    assert torch.autograd.grad(ratio.exp().sum(), logprobs)[0].tolist() == [[pytest.approx(torch.e), 0, 0]]
+    assert torch.autograd.grad(ratio.exp().sum(), logprobs)[0].tolist() == [
+        [pytest.approx(torch.e), 0, 0]
+    ]
 
 
 # --- the levels of a ratio -------------------------------------------------------------------------------------------
@@ -75,20 +79,26 @@ def test_the_token_form_of_the_sequence_ratio_has_its_value_and_the_gradient_of_
     token = log_ratio(logprobs, old, loss_mask, level="sequence_token")
     torch.testing.assert_close(whole, row(0.3, 0.3, 0.3))
     torch.testing.assert_close(token, whole)
-    torch.testing.assert_close(torch.autograd.grad((weight * whole).sum(), logprobs)[0], row(37, 37, 37))
+    torch.testing.assert_close(
+        torch.autograd.grad((weight * whole).sum(), logprobs)[0], row(37, 37, 37)
+    )
     torch.testing.assert_close(torch.autograd.grad((weight * token).sum(), logprobs)[0], weight)
 
 
 @pytest.mark.silent_bug(1)
 def test_both_forms_of_the_sequence_ratio_have_one_gradient_where_a_row_has_one_advantage():
     """Under the sequence average, clipped or not: equation 14 of GSPO reduces to 7."""
-    logprobs = torch.tensor([[-1.0, -2.0, -0.5, -1.0], [-1.0, -2.0, -0.5, -1.0]]).double().requires_grad_()
+    logprobs = (
+        torch.tensor([[-1.0, -2.0, -0.5, -1.0], [-1.0, -2.0, -0.5, -1.0]]).double().requires_grad_()
+    )
     old = logprobs.detach() - torch.tensor([[0.3, 9.0, -0.1, 0.2], [9.0, 0.5, 9.0, 9.0]])
     advantages = torch.tensor([[2.0], [-1.0]], dtype=torch.float64).expand(2, 4)
     weights = loss_weights(HOLES, average="sequence", total=2)
 
     def slope(level: str) -> Tensor:
-        loss = clip_surrogate(log_ratio(logprobs, old, HOLES, level=level), advantages, low=0.2, high=0.3)
+        loss = clip_surrogate(
+            log_ratio(logprobs, old, HOLES, level=level), advantages, low=0.2, high=0.3
+        )
         return torch.autograd.grad((weights * loss).sum(), logprobs)[0]
 
     torch.testing.assert_close(slope("sequence_token"), slope("sequence"), rtol=1e-12, atol=1e-15)
@@ -100,7 +110,9 @@ def test_both_forms_of_the_sequence_ratio_have_one_gradient_where_a_row_has_one_
 def test_dims_divides_the_log_ratio_of_a_continuous_action(level):
     loss_mask = torch.ones(1, 2, dtype=torch.bool)
     joint = log_ratio(row(3.0, 5.0), row(1.0, 1.0), loss_mask, level=level)
-    torch.testing.assert_close(log_ratio(row(3.0, 5.0), row(1.0, 1.0), loss_mask, level=level, dims=4), joint / 4)
+    torch.testing.assert_close(
+        log_ratio(row(3.0, 5.0), row(1.0, 1.0), loss_mask, level=level, dims=4), joint / 4
+    )
 
 
 # --- the other surrogates --------------------------------------------------------------------------------------------
@@ -133,7 +145,9 @@ def test_sapo_by_hand_with_a_slope_of_the_advantage_at_ratio_one():
     leaf = row(0.0, 0.0, math.log(3)).requires_grad_()
     advantages = row(2, -2, -1)
     loss = sapo_surrogate(leaf, advantages, tau_pos=0.5, tau_neg=2.0)
-    torch.testing.assert_close(loss, row(-4 / 0.5 / 2 * 2, 4 / 2 / 2 * 2, 4 / 2 / (1 + math.exp(-4))))
+    torch.testing.assert_close(
+        loss, row(-4 / 0.5 / 2 * 2, 4 / 2 / 2 * 2, 4 / 2 / (1 + math.exp(-4)))
+    )
     gate = 1 / (1 + math.exp(-4))
     slope = torch.autograd.grad(loss.sum(), leaf)[0]
     torch.testing.assert_close(slope, row(-2, 2, 4 * gate * (1 - gate) * 3))  # d/dr times r
@@ -207,7 +221,9 @@ def test_no_surrogate_and_no_value_loss_reads_what_is_not_kept(filling):
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
-@pytest.mark.parametrize("surrogate", [partial(clip_surrogate, low=0.2, high=0.2, dual=3.0), sapo_surrogate])
+@pytest.mark.parametrize(
+    "surrogate", [partial(clip_surrogate, low=0.2, high=0.2, dual=3.0), sapo_surrogate]
+)
 def test_a_ratio_past_the_largest_number_has_a_finite_gradient(surrogate, advantage):
     """exp(100) is inf in float32, and its gradient NaN where the minimum chose the other side."""
     rho = torch.tensor([[100.0]], requires_grad=True)

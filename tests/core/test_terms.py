@@ -26,7 +26,9 @@ def test_the_kl_is_weighed_by_the_tokens_ratio_also_where_the_surrogate_takes_th
     weights = loss_weights(KEEP, average=GSPO.average, total=total)
     by_hand = (weights * TOKEN_RATIO * K3).sum()
     row_ratio = (TOKEN_RATIO.log().sum(1, keepdim=True) / KEEP.sum(1, keepdim=True)).exp()
-    assert abs(float((weights * row_ratio * K3).sum() - by_hand)) > 1e-3, "the two differ, so the test can see it"
+    assert abs(float((weights * row_ratio * K3).sum() - by_hand)) > 1e-3, (
+        "the two differ, so the test can see it"
+    )
     assert terms["kl"].item() == pytest.approx(float(by_hand), rel=1e-10)
 
 
@@ -55,20 +57,34 @@ def test_values_that_moved_out_of_their_clip_are_counted_over_the_kept_alone():
     old = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]).double()
     values = torch.tensor([[1.2, 1.9, 9.0], [1.0, 9.0, 9.0]]).double()
     inputs = LossInputs(old, loss_mask, loss_mask.double(), old_values=old, returns=old)
-    _, stats = policy_loss(Likelihood(old, values=values), inputs, replace(PRESETS["ppo"], value_clip=0.5))
+    _, stats = policy_loss(
+        Likelihood(old, values=values), inputs, replace(PRESETS["ppo"], value_clip=0.5)
+    )
     assert (stats["value/clip_frac"].count, stats["value/clip_frac"].sum) == (3, 1)
 
 
 @pytest.mark.silent_bug(5)
 def test_the_exact_kl_takes_neither_value_nor_gradient_from_masked_slots():
     loss_mask = torch.tensor([[True, False]])
-    mean = torch.tensor([[[1.0, 2.0], [torch.nan, torch.inf]]], dtype=torch.float64, requires_grad=True)
+    mean = torch.tensor(
+        [[[1.0, 2.0], [torch.nan, torch.inf]]], dtype=torch.float64, requires_grad=True
+    )
     std = torch.tensor([[2.0, 0.0]], dtype=torch.float64, requires_grad=True)
     zeros = torch.zeros(1, 2, dtype=torch.float64)
-    reference = Likelihood(zeros, gaussian=Gaussian(torch.zeros(1, 2, 2).double(), torch.ones(1, 2).double()))
-    inputs = LossInputs(advantages=zeros, loss_mask=loss_mask, weights=loss_mask.double(), ref=reference)
-    terms, _ = policy_loss(Likelihood(zeros, gaussian=Gaussian(mean, std)), inputs, Objective(kl="exact"))
-    by_hand = 2 * (-math.log(2) - 0.5) + (2 * 4 + 1 + 4) / 2  # two dimensions of mean 1 and 2, std 2, to a unit normal
+    reference = Likelihood(
+        zeros, gaussian=Gaussian(torch.zeros(1, 2, 2).double(), torch.ones(1, 2).double())
+    )
+    inputs = LossInputs(
+        advantages=zeros, loss_mask=loss_mask, weights=loss_mask.double(), ref=reference
+    )
+    terms, _ = policy_loss(
+        Likelihood(zeros, gaussian=Gaussian(mean, std)), inputs, Objective(kl="exact")
+    )
+    by_hand = (
+        2 * (-math.log(2) - 0.5) + (2 * 4 + 1 + 4) / 2
+    )  # two dimensions of mean 1 and 2, std 2, to a unit normal
     torch.testing.assert_close(terms["kl"].item(), by_hand)
     of_mean, of_std = torch.autograd.grad(terms["kl"], (mean, std))
-    assert of_mean.tolist() == [[[1.0, 2.0], [0.0, 0.0]]] and of_std.tolist() == [[3.0, 0.0]]  # 2 (s - 1 / s)
+    assert of_mean.tolist() == [[[1.0, 2.0], [0.0, 0.0]]] and of_std.tolist() == [
+        [3.0, 0.0]
+    ]  # 2 (s - 1 / s)

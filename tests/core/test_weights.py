@@ -17,7 +17,10 @@ MAX_LENGTH = 8
 
 
 def keep_of(lengths: list[int], columns: int | None = None) -> Tensor:
-    return torch.arange(max([*lengths, 1]) if columns is None else columns)[None] < torch.tensor(lengths)[:, None]
+    return (
+        torch.arange(max([*lengths, 1]) if columns is None else columns)[None]
+        < torch.tensor(lengths)[:, None]
+    )
 
 
 def pairs(loss_mask: Tensor) -> Tensor:
@@ -30,7 +33,9 @@ def total_of(loss_mask: Tensor, average: str, group_ids: Tensor | None = None) -
     return loss_total(loss_mask, average=average, max_length=MAX_LENGTH, group_ids=group_ids)
 
 
-def weights_of(loss_mask: Tensor, average: str, total: Tensor | None = None, group_ids: Tensor | None = None) -> Tensor:
+def weights_of(
+    loss_mask: Tensor, average: str, total: Tensor | None = None, group_ids: Tensor | None = None
+) -> Tensor:
     group_ids = pairs(loss_mask) if group_ids is None else group_ids
     total = total_of(loss_mask, average, group_ids) if total is None else total
     return loss_weights(loss_mask, average=average, total=total, group_ids=group_ids)
@@ -52,7 +57,9 @@ def test_weight_of_a_token_by_the_length_of_its_row(average, weight):
     lengths = [1, 2, 5, 7]
     weights = weights_of(keep_of([*lengths, 0]), average)
     for row, length in enumerate(lengths):
-        by_hand = torch.tensor([weight(length, lengths)] * length + [0.0] * (7 - length), dtype=torch.float64)
+        by_hand = torch.tensor(
+            [weight(length, lengths)] * length + [0.0] * (7 - length), dtype=torch.float64
+        )
         torch.testing.assert_close(weights[row], by_hand, rtol=1e-12, atol=0)
     assert not weights[4].any()
 
@@ -60,8 +67,12 @@ def test_weight_of_a_token_by_the_length_of_its_row(average, weight):
 @pytest.mark.silent_bug(29)
 def test_each_row_counts_once_under_sequence_and_by_its_length_under_token():
     loss_mask = keep_of([1, 3, 4])
-    torch.testing.assert_close(weights_of(loss_mask, "sequence").sum(1), torch.full((3,), 1 / 3, dtype=torch.float64))
-    torch.testing.assert_close(weights_of(loss_mask, "token").sum(1), torch.tensor([1, 3, 4], dtype=torch.float64) / 8)
+    torch.testing.assert_close(
+        weights_of(loss_mask, "sequence").sum(1), torch.full((3,), 1 / 3, dtype=torch.float64)
+    )
+    torch.testing.assert_close(
+        weights_of(loss_mask, "token").sum(1), torch.tensor([1, 3, 4], dtype=torch.float64) / 8
+    )
 
 
 @pytest.mark.silent_bug(29)
@@ -70,7 +81,9 @@ def test_under_prompt_each_prompt_counts_once_however_many_rows_and_tokens_it_ha
     loss_mask, group_ids = keep_of([1, 2, 0, 3, 0]), torch.tensor([7, 3, 5, 7, 5])
     weights = weights_of(loss_mask, "prompt", group_ids=group_ids)
     by_hand = [[1 / 8, 0, 0], [1 / 4, 1 / 4, 0], [0] * 3, [1 / 8] * 3, [0] * 3]
-    torch.testing.assert_close(weights, torch.tensor(by_hand, dtype=torch.float64), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        weights, torch.tensor(by_hand, dtype=torch.float64), rtol=1e-12, atol=0
+    )
 
 
 def test_prompt_without_group_ids_is_refused():
@@ -119,7 +132,9 @@ def test_actions_of_the_environment_inside_a_row_count_nowhere(average):
 def test_padding_columns_change_no_weight(average):
     loss_mask = keep_of([3, 1])
     padded = torch.nn.functional.pad(loss_mask, (0, 4))
-    assert torch.equal(weights_of(padded, average), torch.nn.functional.pad(weights_of(loss_mask, average), (0, 4)))
+    assert torch.equal(
+        weights_of(padded, average), torch.nn.functional.pad(weights_of(loss_mask, average), (0, 4))
+    )
 
 
 @pytest.mark.parametrize("average", AVERAGES)

@@ -29,7 +29,9 @@ def test_the_prompt_is_a_question_and_the_beginning_of_its_answer():
         {"role": "user", "content": "What is 7 - 7?"},
         {"role": "assistant", "content": "7 - 7 ="},
     ]
-    plain = arithmetic(7, 7, "-", seed=0, held_out_fraction=0, answer_prefix=False, system="Be brief.")
+    plain = arithmetic(
+        7, 7, "-", seed=0, held_out_fraction=0, answer_prefix=False, system="Be brief."
+    )
     assert plain.take(1)[0].inputs == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "What is 7 - 7?"},
@@ -53,7 +55,9 @@ def test_problems_are_drawn_equally_often():
     sampled = problems(arithmetic(0, 3, "+", seed=0, held_out_fraction=0).take(16_000))
     counts = [sampled.count(problem) for problem in set(sampled)]
     assert len(counts) == 16
-    assert sum((c - 1000) ** 2 / 1000 for c in counts) < 44.3  # chi-square of 15 degrees, p = 0.0001
+    assert (
+        sum((c - 1000) ** 2 / 1000 for c in counts) < 44.3
+    )  # chi-square of 15 degrees, p = 0.0001
 
 
 def test_held_out_problems_do_not_depend_on_seed_prefix_or_range_order():
@@ -67,7 +71,9 @@ def test_held_out_problems_do_not_depend_on_seed_prefix_or_range_order():
 def test_a_range_too_wide_to_list_still_has_held_out_problems_that_are_never_drawn():
     source = arithmetic(-(10**6), 10**6, seed=1)
     held = problems(source.held_out(300))
-    assert len(set(held)) == 300 and held == problems(arithmetic(-(10**6), 10**6, seed=2).held_out(300))
+    assert len(set(held)) == 300 and held == problems(
+        arithmetic(-(10**6), 10**6, seed=2).held_out(300)
+    )
     assert len(source.take(50)) == 50
 
 

@@ -45,7 +45,9 @@ def drawn(source: Curriculum, level: float, n: int) -> list[int]:
         (0.91, 9, {1, 2, 3, 4, 5, 9}),
     ],
 )
-def test_a_level_is_the_share_of_the_rows_that_are_easiest_with_their_equals(level, hardest, allowed):
+def test_a_level_is_the_share_of_the_rows_that_are_easiest_with_their_equals(
+    level, hardest, allowed
+):
     source = opened()
     assert set(drawn(source, level, 40)) == allowed and source.hardest == hardest
 
@@ -74,7 +76,9 @@ def test_the_share_is_of_the_rows_that_are_trained_on():
     trained = sorted(n for n in range(40) if n not in kept)
     source.level = 0.5
     assert source.hardest == trained[(len(trained) + 1) // 2 - 1]
-    assert {p.meta["size"] for p in source.held_out(40)} == {100 + n for n in kept}  # whatever the level
+    assert {p.meta["size"] for p in source.held_out(40)} == {
+        100 + n for n in kept
+    }  # whatever the level
 
 
 def test_of_a_source_without_end_the_share_is_over_its_first_draws_and_the_stream_does_not_move():
@@ -111,15 +115,24 @@ def test_other_difficulties_than_the_run_began_with_are_refused():
 
 
 def test_a_missing_column_is_refused_with_the_nearest():
-    with pytest.raises(DataError, match=r"no column 'sise'; its columns are 'prompt', 'size'; the nearest is 'size'"):
+    with pytest.raises(
+        DataError,
+        match=r"no column 'sise'; its columns are 'prompt', 'size'; the nearest is 'size'",
+    ):
         opened(column="sise")
-    with pytest.raises(DataError, match=r"arithmetic has no column 'level'; .*'operation', 'size'.*difficulty-column"):
+    with pytest.raises(
+        DataError,
+        match=r"arithmetic has no column 'level'; .*'operation', 'size'.*difficulty-column",
+    ):
         opened("arithmetic", column="level")
 
 
 @pytest.mark.parametrize("value", ["hard", None, True, float("nan"), float("inf"), [1], "3"])
 def test_what_is_not_a_number_is_refused_with_the_prompt(value):
-    with pytest.raises(DataError, match=r"prompt '4' of the list has size=.* which is not a number; .* Fix the data"):
+    with pytest.raises(
+        DataError,
+        match=r"prompt '4' of the list has size=.* which is not a number; .* Fix the data",
+    ):
         opened(rows([1, 2, 3, 4, value]))
 
 
@@ -131,7 +144,10 @@ class Waning:
 
     def take(self, n: int) -> list[Prompt]:
         self.position += n
-        return [Prompt(str(i), "", meta={"size": min(i, 2)}, draw=i) for i in range(self.position - n, self.position)]
+        return [
+            Prompt(str(i), "", meta={"size": min(i, 2)}, draw=i)
+            for i in range(self.position - n, self.position)
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self.position}
@@ -143,7 +159,9 @@ class Waning:
 def test_a_search_without_end_is_given_up_with_the_reason():
     source = opened(Waning())
     assert drawn(source, 0.0, 1) == [0]
-    with pytest.raises(DataError, match=r"10000 prompts of Waning in a row have size above 0, .* Raise the stage's"):
+    with pytest.raises(
+        DataError, match=r"10000 prompts of Waning in a row have size above 0, .* Raise the stage's"
+    ):
         source.take(1)
     assert drawn(source, 0.9, 3) == [2, 2, 2]
     assert source.held_out(3) == [] and source.position == source.state_dict()["source"]["position"]

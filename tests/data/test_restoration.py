@@ -84,7 +84,9 @@ def test_strengths_and_noise_depend_on_seed_and_draw():
     assert a.columns == ("target", "image", "noise")
     first = a.take(12)
     assert contents(first) == contents(b.take(5) + b.take(7)) != contents(c.take(12))
-    assert len({p.meta["noise"] for p in first}) == 12 and all(5 <= p.meta["noise"] <= 50 for p in first)
+    assert len({p.meta["noise"] for p in first}) == 12 and all(
+        5 <= p.meta["noise"] <= 50 for p in first
+    )
     assert (first[0].inputs != first[0].target).any()
 
 
@@ -103,11 +105,17 @@ def test_whole_images_are_held_out_and_their_crops_lie_side_by_side_in_turns():
     trained = {p.id for p in chosen.take(40)}
     held_out = chosen.held_out(100)
     assert trained == {f"image {n}" for n in (0, 1, 2, 4, 5, 6, 8, 9)}
-    assert [p.id for p in held_out] == ["image 3", "image 7"] * 6, "3 x 2 crops of 8 pixels in 24 x 20"
+    assert [p.id for p in held_out] == ["image 3", "image 7"] * 6, (
+        "3 x 2 crops of 8 pixels in 24 x 20"
+    )
     assert [p.draw for p in held_out] == list(range(12))
     corners = {(p.id, *(p.target[:2, 0, 0] * 255).round().int().tolist()) for p in held_out}
-    assert corners == {(f"image {n}", top, left) for n in (3, 7) for top in (0, 8, 16) for left in (0, 8)}
-    other = source(held_out=("image 3", "image 7"), degradation=Degradation.parse("noise=10-20"), seed=99)
+    assert corners == {
+        (f"image {n}", top, left) for n in (3, 7) for top in (0, 8, 16) for left in (0, 8)
+    }
+    other = source(
+        held_out=("image 3", "image 7"), degradation=Degradation.parse("noise=10-20"), seed=99
+    )
     assert contents(other.held_out(5)) == contents(held_out[:5]), "the same in every run"
 
 
@@ -116,15 +124,24 @@ def test_a_share_of_the_images_is_held_out_by_name_and_none_at_0():
     kept = {p.id for p in some.held_out(1000)}
     assert 1 <= len(kept) <= 12 and not kept & {p.id for p in some.take(60)}
     assert source(held_out_fraction=0, held_out=("image 1",)).held_out(5) == []
-    assert {p.id for p in source(held_out=("nobody",)).held_out(99)}, "of names that are not there, the share"
+    assert {p.id for p in source(held_out=("nobody",)).held_out(99)}, (
+        "of names that are not there, the share"
+    )
 
 
 def test_whole_images_of_one_size_with_further_columns():
-    scenes = {n: ImagePair(scene(i, 6, 10), scene(i, 6, 10) / 2, {"text": n}) for i, n in enumerate("abcde")}
+    scenes = {
+        n: ImagePair(scene(i, 6, 10), scene(i, 6, 10) / 2, {"text": n})
+        for i, n in enumerate("abcde")
+    }
     lines = image_pairs(scenes, seed=0, crop=0, flips=False, held_out=("c",))
     assert lines.columns == ("target", "image", "text")
     p = lines.held_out(9)
-    assert len(p) == 1 and torch.equal(p[0].target, scene(2, 6, 10)) and p[0].meta == {"image": "c", "text": "c"}
+    assert (
+        len(p) == 1
+        and torch.equal(p[0].target, scene(2, 6, 10))
+        and p[0].meta == {"image": "c", "text": "c"}
+    )
     assert lines.take(1)[0].inputs.shape == (3, 6, 10)
     with pytest.raises(DataError, match=r"6 x 10, which do not fit after a turn\. Set flips=false"):
         image_pairs(scenes, seed=0, crop=0)
@@ -139,7 +156,9 @@ def test_whole_images_of_one_size_with_further_columns():
 def test_pairs_are_found_by_name_whatever_the_kind_of_file(tmp_path):
     folder(tmp_path / "clean", ["a.png", "deep/b.png", "c.png"])
     folder(tmp_path / "noisy", ["a.png", "deep/b.webp", "c.png"], factor=0.5)
-    found = open_pairs(f"pairs:{tmp_path / 'noisy'}:{tmp_path / 'clean'}:crop=8", seed=0, held_out_fraction=0)
+    found = open_pairs(
+        f"pairs:{tmp_path / 'noisy'}:{tmp_path / 'clean'}:crop=8", seed=0, held_out_fraction=0
+    )
     prompts = found.take(6)
     assert {p.id for p in prompts} == {"a", "deep/b", "c"}
     for p in prompts:
@@ -153,7 +172,9 @@ def test_pairs_that_do_not_match_are_refused_with_their_names(tmp_path):
     with pytest.raises(DataError, match=r"3 images are unpaired: b, c, x \(b is in"):
         open_pairs(f"pairs:{tmp_path / 'noisy'}:{tmp_path / 'clean'}:crop=8", seed=0)
     folder(tmp_path / "small", ["a.png", "b.png", "c.png"], size=(10, 12))
-    with pytest.raises(DataError, match=r"the pair a of .* does not match: degraded 12 x 10, clean 24 x 20"):
+    with pytest.raises(
+        DataError, match=r"the pair a of .* does not match: degraded 12 x 10, clean 24 x 20"
+    ):
         open_pairs(f"pairs:{tmp_path / 'small'}:{tmp_path / 'clean'}:crop=8", seed=0)
     folder(tmp_path / "twice", ["a.png", "a.webp"])
     with pytest.raises(DataError, match=r"holds both a.png and a.webp"):
@@ -186,15 +207,25 @@ def test_a_folder_without_a_whole_image_is_refused(tmp_path):
     folder(tmp_path, ["x.png"])
     whole = (tmp_path / "x.png").read_bytes()
     (tmp_path / "x.png").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DataError, match=r"2 draws of .* in a row gave no prompt. the image .*x\.png"):
+    with pytest.raises(
+        DataError, match=r"2 draws of .* in a row gave no prompt. the image .*x\.png"
+    ):
         open_pairs(f"degrade:{tmp_path}:dark=0.5,crop=8", seed=0).take(1)
 
 
 @pytest.mark.parametrize(
     ("scenes", "options", "why"),
     [
-        ({"a": ImagePair(scene(0))}, {"crop": 21}, r"1 of 1 images .* smaller than the crop of 21.*a with 24 x 20"),
-        ({"a": ImagePair(scene(0)[:1])}, {}, r"the image a is \[1, 24, 20\] .* needs floats \[3, H, W\]"),
+        (
+            {"a": ImagePair(scene(0))},
+            {"crop": 21},
+            r"1 of 1 images .* smaller than the crop of 21.*a with 24 x 20",
+        ),
+        (
+            {"a": ImagePair(scene(0)[:1])},
+            {},
+            r"the image a is \[1, 24, 20\] .* needs floats \[3, H, W\]",
+        ),
         ({"a": ImagePair((scene(0) * 255).byte())}, {}, "of torch.uint8"),
         ({"a": ImagePair(scene(0) * 255)}, {}, "numbers from 0 to 23; they need to be from 0 to 1"),
         ({"a": ImagePair(scene(0) * torch.nan)}, {}, "from nan to nan"),
@@ -284,7 +315,9 @@ def test_a_reference_is_one_more_column_of_training_and_held_out_prompts():
         return images + 0.25
 
     beside = WithReference(source(held_out=("image 3",)), restore)
-    for with_it, without in zip([beside.take(4), beside.held_out(3)], [plain.take(4), plain.held_out(3)], strict=True):
+    for with_it, without in zip(
+        [beside.take(4), beside.held_out(3)], [plain.take(4), plain.held_out(3)], strict=True
+    ):
         assert [p.draw for p in with_it] == [p.draw for p in without]
         for p, q in zip(with_it, without, strict=True):
             torch.testing.assert_close(p.meta["reference"], q.inputs + 0.25)

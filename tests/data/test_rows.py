@@ -58,7 +58,9 @@ def test_duplicates_of_a_prompt_fall_on_one_side():
 
 def test_few_rows_hold_out_the_prompt_of_the_lowest_hash():
     rows = [row for row in numbered(5) for _ in range(2)]
-    by_hash = sorted((row["prompt"] for row in numbered(5)), key=lambda text: hash_unit(json.dumps(text)))
+    by_hash = sorted(
+        (row["prompt"] for row in numbered(5)), key=lambda text: hash_unit(json.dumps(text))
+    )
     assert hash_unit(json.dumps(by_hash[0])) > 0.001
     source = row_source(rows, seed=1, held_out_fraction=0.001)
     assert [p.inputs for p in source.held_out(100)] == [by_hash[0]] * 2
@@ -91,12 +93,16 @@ def test_the_id_column_names_prompts_and_target_is_the_first_usual_column():
     (prompt,) = source.take(1)
     assert (prompt.id, prompt.target) == ("q7", "2")
     assert source.columns == ("id", "question", "label", "solution")
-    named = row_source(rows, seed=0, prompt_column="question", target_column="label", held_out_fraction=0)
+    named = row_source(
+        rows, seed=0, prompt_column="question", target_column="label", held_out_fraction=0
+    )
     assert named.take(1)[0].target == "x"
 
 
 def test_a_column_that_some_rows_lack_is_none_there():
-    source = row_source([{"prompt": "a"}, {"prompt": "b", "hint": "h"}], seed=0, held_out_fraction=0)
+    source = row_source(
+        [{"prompt": "a"}, {"prompt": "b", "hint": "h"}], seed=0, held_out_fraction=0
+    )
     assert {p.inputs: p.meta["hint"] for p in source.take(2)} == {"a": None, "b": "h"}
 
 
@@ -107,7 +113,9 @@ def test_the_fingerprint_follows_the_data():
     changed = numbered(9)
     changed[4]["answer"] = "five"
     assert fingerprint(numbered(9)) == fingerprint(numbered(9)) != fingerprint(changed)
-    assert fingerprint([{"prompt": "a", "x": object()}]) == fingerprint([{"prompt": "a", "x": object()}])
+    assert fingerprint([{"prompt": "a", "x": object()}]) == fingerprint(
+        [{"prompt": "a", "x": object()}]
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,11 +140,15 @@ def test_unusable_rows_are_refused_with_their_number_or_column(rows, reason):
 
 
 def test_unusable_splits_are_refused():
-    with pytest.raises(DataError, match=r"all 5 prompts .* held out .* lower --prompts.held-out-fraction"):
+    with pytest.raises(
+        DataError, match=r"all 5 prompts .* held out .* lower --prompts.held-out-fraction"
+    ):
         row_source(numbered(5), seed=0, held_out_fraction=0.999999)
     with pytest.raises(GruppoError, match=r"outside .* Set --prompts.held-out-fraction 0.1"):
         row_source(numbered(5), seed=0, held_out_fraction=1.0)
-    with pytest.raises(DataError, match=r"no column 'anser'.*nearest is 'answer'.*--prompts.target-column"):
+    with pytest.raises(
+        DataError, match=r"no column 'anser'.*nearest is 'answer'.*--prompts.target-column"
+    ):
         row_source(numbered(5), seed=0, target_column="anser")
 
 
@@ -194,7 +206,10 @@ def test_a_missing_configuration_is_said_with_those_there_are_and_how_to_write_o
         )
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    with pytest.raises(DataError, match=r"missing\. Please pick .*'main', 'socratic'\]\)\. .*OWNER/NAME:CONFIG:SPLIT"):
+    with pytest.raises(
+        DataError,
+        match=r"missing\. Please pick .*'main', 'socratic'\]\)\. .*OWNER/NAME:CONFIG:SPLIT",
+    ):
         open_source("owner/some-set", seed=0)
 
 
@@ -257,11 +272,14 @@ def test_a_missing_file_names_the_nearest(tmp_path):
 )
 def test_a_conversation_that_was_converted_to_a_string_is_refused_with_the_fix(text):
     with pytest.raises(
-        DataError, match=r"the prompt in row 2 of the data is a conversation that was.*ast.literal_eval"
+        DataError,
+        match=r"the prompt in row 2 of the data is a conversation that was.*ast.literal_eval",
     ):
         row_source([{"prompt": "a"}, {"prompt": text}], seed=0)
 
 
-@pytest.mark.parametrize("text", ['Write JSON such as [{"role": "user"}].', "[{x: 1}]", "{'rolex': 1}"])
+@pytest.mark.parametrize(
+    "text", ['Write JSON such as [{"role": "user"}].', "[{x: 1}]", "{'rolex': 1}"]
+)
 def test_texts_with_lists_in_them_are_no_conversations(text):
     assert row_source([{"prompt": text}], seed=0, held_out_fraction=0.0).take(1)[0].inputs == text

@@ -25,12 +25,16 @@ from gruppo.types import DataError, Prompt
 
 
 def rows(count: int = 30, **options: Any) -> IndexedSource:
-    return row_source([{"prompt": f"Say {i}.", "answer": str(i)} for i in range(count)], **{"seed": 3} | options)
+    return row_source(
+        [{"prompt": f"Say {i}.", "answer": str(i)} for i in range(count)], **{"seed": 3} | options
+    )
 
 
 def gym(**options: Any) -> IndexedSource:
     pytest.importorskip("reasoning_gym")
-    return reasoning_gym("chain_sum", **{"seed": 3, "size_per_epoch": 20, "held_out_fraction": 0.2} | options)
+    return reasoning_gym(
+        "chain_sum", **{"seed": 3, "size_per_epoch": 20, "held_out_fraction": 0.2} | options
+    )
 
 
 def labelled(count: int = 40, **options: Any) -> IndexedSource:
@@ -128,13 +132,19 @@ def test_every_item_comes_once_an_epoch_in_a_new_order_and_draws_count_the_strea
     prompts = source.take(3 * source.epoch_size)
     assert [p.draw for p in prompts] == list(range(len(prompts)))
     ids = [p.meta.get("index", p.id) for p in prompts]
-    epochs = [ids[start : start + source.epoch_size] for start in range(0, len(ids), source.epoch_size)]
-    assert all(set(epoch) == set(epochs[0]) and len(set(epoch)) == source.epoch_size for epoch in epochs)
+    epochs = [
+        ids[start : start + source.epoch_size] for start in range(0, len(ids), source.epoch_size)
+    ]
+    assert all(
+        set(epoch) == set(epochs[0]) and len(set(epoch)) == source.epoch_size for epoch in epochs
+    )
     assert epochs[0] != epochs[1] != epochs[2]
 
 
 @every_kind
-def test_held_out_prompts_are_the_same_for_every_seed_and_never_drawn_and_do_not_move_the_stream(make):
+def test_held_out_prompts_are_the_same_for_every_seed_and_never_drawn_and_do_not_move_the_stream(
+    make,
+):
     source, other = make(held_out_fraction=0.3), make(held_out_fraction=0.3, seed=9)
     source.take(4)
     held_out = source.held_out(1000)
@@ -142,7 +152,9 @@ def test_held_out_prompts_are_the_same_for_every_seed_and_never_drawn_and_do_not
     assert contents(source.held_out(2)) == contents(held_out)[:2] and source.held_out(0) == []
     assert [p.draw for p in held_out] == list(range(len(held_out)))
     sampled = source.take(60)
-    assert sampled[0].draw >= 4 and not any(row in without_draw(held_out) for row in without_draw(sampled))
+    assert sampled[0].draw >= 4 and not any(
+        row in without_draw(held_out) for row in without_draw(sampled)
+    )
 
 
 @pytest.mark.silent_bug(33)
@@ -208,11 +220,18 @@ class Minimal:
 def test_a_users_source_gets_neutral_values_for_the_optional_members_that_it_lacks():
     minimal = Minimal()
     source = open_source(minimal, seed=0)
-    assert isinstance(source, SourceWrapper) and source.source is minimal and source.name == "Minimal"
+    assert (
+        isinstance(source, SourceWrapper) and source.source is minimal and source.name == "Minimal"
+    )
     assert [p.id for p in source.take(2)] == ["0", "1"] and source.state_dict() == {"position": 2}
     source.load_state_dict({"position": 1})
     assert source.position == 1
-    assert (source.columns, source.fingerprint(), source.held_out(3), list(source.all_prompts())) == (
+    assert (
+        source.columns,
+        source.fingerprint(),
+        source.held_out(3),
+        list(source.all_prompts()),
+    ) == (
         None,
         None,
         [],
@@ -227,7 +246,9 @@ def test_a_users_source_gets_neutral_values_for_the_optional_members_that_it_lac
 
 def test_hash_unit_is_the_leading_bits_of_blake2b():
     digest = hashlib.blake2b(b'"abc"', digest_size=8).digest()
-    assert hash_unit(prompt_key("abc")) == pytest.approx(int.from_bytes(digest, "little") / 2**64, abs=2**-52)
+    assert hash_unit(prompt_key("abc")) == pytest.approx(
+        int.from_bytes(digest, "little") / 2**64, abs=2**-52
+    )
     assert f"{hash_unit(prompt_key('What is 2 + 2?')):.6f}" == "0.915349", "on every machine"
 
 
@@ -246,7 +267,9 @@ def test_the_held_out_share_is_the_fraction():
 
 
 def test_a_smaller_fraction_holds_out_a_subset():
-    small, large = ({p.id for p in rows(300, held_out_fraction=x).held_out(300)} for x in (0.05, 0.2))
+    small, large = (
+        {p.id for p in rows(300, held_out_fraction=x).held_out(300)} for x in (0.05, 0.2)
+    )
     assert small and small < large
 
 

@@ -41,7 +41,12 @@ class Fault:
 
 def recipe(folder: Path, shard: Shard, timeout_s: float) -> str:
     """A run that has every phase."""
-    changes = {"rollout__refill_rounds": 1, "optim__epochs": 2, "optim__stop_kl": 100.0, "saving__every": 1}
+    changes = {
+        "rollout__refill_rounds": 1,
+        "optim__epochs": 2,
+        "optim__stop_kl": 100.0,
+        "saving__every": 1,
+    }
     changes |= {"distributed__shard": shard, "distributed__timeout_s": timeout_s, "steps": 2}
     file = folder / f"{shard}.json"
     file.write_text(json.dumps(serialization.to_dict(tiny.config(folder, **changes))))
@@ -51,12 +56,18 @@ def recipe(folder: Path, shard: Shard, timeout_s: float) -> str:
 def train(file: str, name: str, fault: dict[str, object] | None, restarts: int) -> None:
     """One rank of the command, as torchrun starts it; write how often each phase came."""
     os.environ |= {"TORCHELASTIC_RESTART_COUNT": str(restarts), "TORCHELASTIC_MAX_RESTARTS": "1"}
-    os.environ["TORCHELASTIC_ERROR_FILE"] = str(Path(file).parent / f"{name}-error{os.environ['RANK']}.json")
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(
+        Path(file).parent / f"{name}-error{os.environ['RANK']}.json"
+    )
     seen: Counter[str] = Counter()
 
     def act(phase: str) -> None:
         seen[phase] += 1
-        if fault is None or dist.rank() != fault["victim"] or (phase, seen[phase]) != (fault["phase"], fault["at"]):
+        if (
+            fault is None
+            or dist.rank() != fault["victim"]
+            or (phase, seen[phase]) != (fault["phase"], fault["at"])
+        ):
             return
         (Path(file).parent / f"{name}-at").write_text(str(time.time()))
         if fault["action"] == "fail":
@@ -88,7 +99,9 @@ class Faults:
         """Start a run with a fault in the middle of its phase."""
         file, _, seen = self.whole(fault.shard)
         at = {"at": seen[fault.phase] // 2 + 1}
-        return processes.ranks(2, train, file, fault.name, asdict(fault) | at, 0, folder=self.folder / fault.name)
+        return processes.ranks(
+            2, train, file, fault.name, asdict(fault) | at, 0, folder=self.folder / fault.name
+        )
 
     def disturb(self, fault: Fault) -> str:
         """Run with a fault in the middle of its phase, and once more; return what happened. AssertionError if wrong."""
@@ -104,15 +117,33 @@ class Faults:
         victim_code = victim.kill() if fault.action == "stop" else victim.wait(60)
         said = [line for line in other.err.splitlines() if line.startswith("gruppo: ")]
         assert code == EXIT_CODES[fault.action], f"exit code {code}: {other.err[-2000:]}"
-        assert victim_code == (3 if fault.action == "fail" else -signal.SIGKILL), f"{victim_code}: {victim.err[-2000:]}"
+        assert victim_code == (3 if fault.action == "fail" else -signal.SIGKILL), (
+            f"{victim_code}: {victim.err[-2000:]}"
+        )
         # the rank that failed reports it itself where it is rank 0
-        named = "the disk broke." if fault.action == "fail" else f"rank {fault.victim} (process {victim.process.pid} "
+        named = (
+            "the disk broke."
+            if fault.action == "fail"
+            else f"rank {fault.victim} (process {victim.process.pid} "
+        )
         speaker = victim if fault.action == "fail" and fault.victim == 0 else other
-        said = said if speaker is other else [line for line in victim.err.splitlines() if line.startswith("gruppo: ")]
+        said = (
+            said
+            if speaker is other
+            else [line for line in victim.err.splitlines() if line.startswith("gruppo: ")]
+        )
         assert len(said) == 1 and named in said[0], f"{said}: {speaker.err[-2000:]}"
-        error = json.loads((self.folder / f"{name}-error{1 - fault.victim}.json").read_text())["message"]["message"]
-        assert error.startswith("Failed: rank " if fault.action == "fail" else "RankLost: rank "), error
-        again = processes.ranks(2, train, file, name, None, 1, folder=self.folder / f"{name}-second")
+        error = json.loads((self.folder / f"{name}-error{1 - fault.victim}.json").read_text())[
+            "message"
+        ]["message"]
+        assert error.startswith("Failed: rank " if fault.action == "fail" else "RankLost: rank "), (
+            error
+        )
+        again = processes.ranks(
+            2, train, file, name, None, 1, folder=self.folder / f"{name}-second"
+        )
         assert [rank.wait(300) for rank in again] == [0, 0], again[0].err[-2000:]
-        assert torch.equal(weights(self.folder / "runs" / name), expected), "other weights after the restart"
+        assert torch.equal(weights(self.folder / "runs" / name), expected), (
+            "other weights after the restart"
+        )
         return f"collective {number} of {seen[fault.phase]}, the other rank ended within {took_s:.1f} s"

@@ -21,7 +21,11 @@ SETUPS = {
     "llama-float32": (llama, torch.float32),
 }
 CASES = [("plain-float64", preset) for preset in PRESETS]
-CASES += [(setup, preset) for setup in ("llama-float64", "llama-float32") for preset in ("grpo", "gspo", "ppo")]
+CASES += [
+    (setup, preset)
+    for setup in ("llama-float64", "llama-float32")
+    for preset in ("grpo", "gspo", "ppo")
+]
 """Presets differ in their denominators, whatever the model; with a real model the rows are cut otherwise."""
 DEALS = {
     "a long rank and a short one": [[8, 0, 5, 2, 4, 6], [3, 7, 1]],
@@ -32,7 +36,9 @@ GROUPS = [[0, 1, 2, 3, 6, 7, 8], [4, 5]]
 """Whole groups on each rank, for advantages made of rewards."""
 
 
-def part_of(case: Case, name: str, rows: Sequence[int], *, from_rewards: bool) -> tuple[Tensor, dict[str, Stat]]:
+def part_of(
+    case: Case, name: str, rows: Sequence[int], *, from_rewards: bool
+) -> tuple[Tensor, dict[str, Stat]]:
     """The gradient and the statistics of these rows' part of the update, added up over all ranks."""
     variant, objective = Variant(share(case.batch, rows), case.policy, budget=60), PRESETS[name]
     if from_rewards:
@@ -41,9 +47,14 @@ def part_of(case: Case, name: str, rows: Sequence[int], *, from_rewards: bool) -
 
 
 def everything(rank: int) -> dict[str, tuple[Tensor, dict[str, Stat]]]:
-    deals = {**{deal: (rows[rank], False) for deal, rows in DEALS.items()}, "from rewards": (GROUPS[rank], True)}
+    deals = {
+        **{deal: (rows[rank], False) for deal, rows in DEALS.items()},
+        "from rewards": (GROUPS[rank], True),
+    }
     return {
-        f"{setup} {preset} {deal}": part_of(case_of(*SETUPS[setup]), preset, rows, from_rewards=from_rewards)
+        f"{setup} {preset} {deal}": part_of(
+            case_of(*SETUPS[setup]), preset, rows, from_rewards=from_rewards
+        )
         for setup, preset in CASES
         for deal, (rows, from_rewards) in deals.items()
     }

@@ -40,7 +40,10 @@ STEPS = 3
 ROWS = 9
 DEALS: dict[str, dict[int, list[list[int]]]] = {
     "unequal rows": {2: [[8, 0, 5, 2, 4, 6], [3, 7, 1]], 4: [[8, 0, 5], [2, 4, 6], [3], [7, 1]]},
-    "one rank keeps nothing": {2: [[0, 1, 2, 3, 4, 5, 6, 8], [7]], 4: [[0, 1, 2], [7], [3, 4, 5, 6], [8]]},
+    "one rank keeps nothing": {
+        2: [[0, 1, 2, 3, 4, 5, 6, 8], [7]],
+        4: [[0, 1, 2], [7], [3, 4, 5, 6], [8]],
+    },
 }
 """Rows of each rank; row 7 is not scored. With a small budget, a rank with more rows has more micro-batches."""
 
@@ -64,7 +67,9 @@ class Setup:
     """Relative to the largest entry: of the first gradients, and of all numbers; None for those of the dtype."""
 
 
-def text(make: Callable[[], Any], dtype: torch.dtype, *, sampling: Sampling = SAMPLING) -> tuple[Any, Rollouts]:
+def text(
+    make: Callable[[], Any], dtype: torch.dtype, *, sampling: Sampling = SAMPLING
+) -> tuple[Any, Rollouts]:
     policy = make() if dtype == torch.float32 else fakes.doubled(make())
     return policy, fakes.ragged(policy.sample(fakes.requests(4, 2, 3), sampling, seed=3))
 
@@ -97,7 +102,12 @@ def unet() -> Any:
         module.conv_out[2].weight.normal_(std=0.1)
     old = fake.policy.denoiser
     policy = DenoiserPolicy(
-        module, (1, 8, 8), predicts="velocity", schedule=old.schedule, condition=old.condition, middle="middle"
+        module,
+        (1, 8, 8),
+        predicts="velocity",
+        schedule=old.schedule,
+        condition=old.condition,
+        middle="middle",
     )
     return replace(fake, policy=policy)
 
@@ -111,13 +121,17 @@ SETUPS: dict[str, Setup] = {
     "tied head": Setup(partial(text, fakes.llama), budget=30),
     "tied head, float32": Setup(partial(text, fakes.llama), dtype=torch.float32),
     "untied head": Setup(partial(text, fakes.qwen2)),
-    "truncated sampling": Setup(partial(text, fakes.qwen2, sampling=replace(SAMPLING, top_k=20, top_p=0.9))),
+    "truncated sampling": Setup(
+        partial(text, fakes.qwen2, sampling=replace(SAMPLING, top_k=20, top_p=0.9))
+    ),
     "own forward, packed rows": Setup(partial(text, fakes.gpt2), is_recomputed=True),
     "own forward, padded rows": Setup(partial(text, fakes.plain)),
     "one rank keeps nothing": Setup(partial(text, fakes.llama), deal="one rank keeps nothing"),
     "one piece on each rank": Setup(partial(text, fakes.qwen3), budget=10**9),
     "adapter": Setup(partial(text, fakes.adapted), rule="adapter_off"),
-    "adapter, mixed reference, separate critic": Setup(partial(text, fakes.adapted), "ppo", "separate", "ema"),
+    "adapter, mixed reference, separate critic": Setup(
+        partial(text, fakes.adapted), "ppo", "separate", "ema"
+    ),
     # this model amplifies rounding: cut into other micro-batches on one process, the third gradients differ by 8e-4
     "adapter on 4 bits": Setup(
         partial(text, fakes.four_bit), rule="adapter_off", dtype=torch.float32, limits=(1e-5, 5e-3)
@@ -134,18 +148,35 @@ SETUPS: dict[str, Setup] = {
     "weights on the CPU": Setup(partial(text, fakes.qwen2), "ppo", "separate", is_offloaded=True),
     "diffusers unet": Setup(partial(pipeline, "sd15"), kl="exact", budget=8),
     "diffusers transformer, adapter": Setup(
-        partial(pipeline, "sd3", lora=True), rule="adapter_off", kl="exact", budget=8, dtype=torch.float32
+        partial(pipeline, "sd3", lora=True),
+        rule="adapter_off",
+        kl="exact",
+        budget=8,
+        dtype=torch.float32,
     ),
     "shared critic": Setup(partial(text, fakes.llama), "ppo", "shared", is_recomputed=True),
-    "separate critic": Setup(partial(text, fakes.qwen2), "ppo", "separate", deal="one rank keeps nothing"),
-    "shared critic, float32": Setup(partial(text, fakes.qwen2), "ppo", "shared", dtype=torch.float32),
+    "separate critic": Setup(
+        partial(text, fakes.qwen2), "ppo", "separate", deal="one rank keeps nothing"
+    ),
+    "shared critic, float32": Setup(
+        partial(text, fakes.qwen2), "ppo", "shared", dtype=torch.float32
+    ),
     "denoiser": Setup(partial(denoised, fakes_diffusion.flow_sde), kl="exact", budget=4),
-    "unet with a separate critic": Setup(partial(denoised, unet), "ppo", "separate", kl="exact", budget=8),
+    "unet with a separate critic": Setup(
+        partial(denoised, unet), "ppo", "separate", kl="exact", budget=8
+    ),
     "restoration by patch": Setup(partial(restored, pictures.pixel_patches), kl="exact", budget=1),
     "restoration with a critic": Setup(
-        partial(restored, pictures.low_resolution), "ppo", "shared", kl="exact", budget=1, deal="one rank keeps nothing"
+        partial(restored, pictures.low_resolution),
+        "ppo",
+        "shared",
+        kl="exact",
+        budget=1,
+        deal="one rank keeps nothing",
     ),
-    "restoration, the action alone": Setup(partial(restored, pictures.band_gains), kl="exact", budget=2),
+    "restoration, the action alone": Setup(
+        partial(restored, pictures.band_gains), kl="exact", budget=2
+    ),
     "hybrid": Setup(partial(text, fakes.qwen2), mode="hybrid"),
 }
 if find_spec("bitsandbytes") is None:
@@ -160,17 +191,31 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 _FIRST = ("tied head", "one rank keeps nothing", "shared critic", "denoiser")
-_ADAMW = ("tied head, float32", "adapter, mixed reference, separate critic", "own forward, padded rows")
+_ADAMW = (
+    "tied head, float32",
+    "adapter, mixed reference, separate critic",
+    "own forward, padded rows",
+)
 _ADAMW += ("restoration by patch", "unet with a separate critic", "weights on the CPU")
 _LATER = ("mixed reference", "bfloat16", "weights on the CPU", "adapter on 4 bits")
 _LATER += ("diffusers unet", "diffusers transformer, adapter")
-_FOUR = ("tied head", "one rank keeps nothing", "adapter, mixed reference, separate critic", "denoiser", "hybrid")
+_FOUR = (
+    "tied head",
+    "one rank keeps nothing",
+    "adapter, mixed reference, separate critic",
+    "denoiser",
+    "hybrid",
+)
 CASES: dict[tuple[int, str], list[tuple[str, str]]] = {
     (2, "first"): [("tied head", "adamw"), *((name, "sgd") for name in _FIRST)],
     (2, "more"): [
-        (name, "adamw" if name in _ADAMW else "sgd") for name in SETUPS if name not in (*_FIRST, *_LATER, "hybrid")
+        (name, "adamw" if name in _ADAMW else "sgd")
+        for name in SETUPS
+        if name not in (*_FIRST, *_LATER, "hybrid")
     ],
-    (2, "later"): [(name, "adamw" if name in _ADAMW else "sgd") for name in _LATER if name in SETUPS],
+    (2, "later"): [
+        (name, "adamw" if name in _ADAMW else "sgd") for name in _LATER if name in SETUPS
+    ],
     (4, "first"): [("tied head", "adamw"), *((name, "sgd") for name in _FOUR)],
 }
 """Setups and optimizers by number of ranks; the first part is soon over, and shows most faults."""
@@ -188,7 +233,9 @@ def run_for(setup: Setup) -> tuple[Run, Any, Batch]:
     if not reference.shares_module:
         disturb(reference.module, 0.03 if setup.kl == "k3" else 0.01)
     disturb(critic.module, 0.3)
-    batch = replace(batch_of(policy, reference, rollouts, setup.dtype), ref=None)  # evaluated beside each micro-batch
+    batch = replace(
+        batch_of(policy, reference, rollouts, setup.dtype), ref=None
+    )  # evaluated beside each micro-batch
     if setup.critic == "separate":
         policy.value_head, critic = None, separate_critic(policy)
         disturb(critic.module["head"], 0.3)
@@ -213,12 +260,17 @@ def move(run: Run, device: torch.device) -> None:
     run.policy.to(device)
     assert run.reference is not None
     run.reference.module.to(device)
-    for module in (getattr(run.policy, "value_head", None), None if run.critic is None else run.critic.module):
+    for module in (
+        getattr(run.policy, "value_head", None),
+        None if run.critic is None else run.critic.module,
+    ):
         if module is not None:
             module.to(device)
 
 
-def three_steps(name: str, optimizer: str, *, device: torch.device = CPU, is_forced: bool = False) -> dict[str, Tensor]:
+def three_steps(
+    name: str, optimizer: str, *, device: torch.device = CPU, is_forced: bool = False
+) -> dict[str, Tensor]:
     """Gradients of each step and weights after them by name, whole; this rank's part of the batch is learned from.
 
     ``is_forced``: one rank is sharded too, over itself.
@@ -236,7 +288,9 @@ def three_steps(name: str, optimizer: str, *, device: torch.device = CPU, is_for
         shard(run, mode, device=device, is_offloaded=setup.is_offloaded)
         for unit in sharding.sharded_units(run.policy.module):
             group = unit._get_fsdp_state()._fsdp_param_group
-            assert all(parameter.offload_to_cpu == setup.is_offloaded for parameter in group.fsdp_params)
+            assert all(
+                parameter.offload_to_cpu == setup.is_offloaded for parameter in group.fsdp_params
+            )
     if dist.world_size() > 1:
         batch = batch.take(torch.tensor(DEALS[setup.deal][dist.world_size()][dist.rank()]))
     found: dict[str, Tensor] = {}
@@ -246,25 +300,42 @@ def three_steps(name: str, optimizer: str, *, device: torch.device = CPU, is_for
         def step(self, *args: Any) -> Any:
             for parameter_name, parameter in zip(run.parameter_names, run.parameters, strict=True):
                 if parameter.grad is not None:
-                    found[f"gradient {step} {parameter_name}"] = sharding.whole(parameter.grad).detach().clone()
+                    found[f"gradient {step} {parameter_name}"] = (
+                        sharding.whole(parameter.grad).detach().clone()
+                    )
             return super().step(*args)
 
     kept = ("params", "is_critic", "lr_factor", "norm")
-    groups = [{key: group[key] for key in kept} for group in adamw(run.policy, run.critic, run.config).param_groups]
+    groups = [
+        {key: group[key] for key in kept}
+        for group in adamw(run.policy, run.critic, run.config).param_groups
+    ]
     run.optimizer = Recording(groups, **kind.keywords)
     for step in range(STEPS):
         stats, _ = update(run, batch, step_params)
-        found |= {f"stat {step} {stat}": torch.tensor([s.count, s.sum, s.min, s.max]) for stat, s in stats.items()}
+        found |= {
+            f"stat {step} {stat}": torch.tensor([s.count, s.sum, s.min, s.max])
+            for stat, s in stats.items()
+        }
         assert run.reference is not None
         run.reference.update(run.policy, step + 1)
     for parameter_name, parameter in zip(run.parameter_names, run.parameters, strict=True):
         found[f"weight {parameter_name}"] = sharding.whole(parameter.detach()).clone()
     if run.reference.follows_policy:
-        found |= {f"weight reference {n}": sharding.whole(t).clone() for n, t in run.reference.state_dict().items()}
+        found |= {
+            f"weight reference {n}": sharding.whole(t).clone()
+            for n, t in run.reference.state_dict().items()
+        }
         found["weight distance"] = torch.tensor(run.reference.distance(run.policy))
     cut = run.policy.micro_batches(batch.rollouts, batch.loss_mask, setup.budget)
-    found["own micro-batches"] = torch.tensor([int(n) for n in dist.all_gather(str(len(cut)).encode())])
-    assert all(math.isfinite(float(tensor.abs().max())) for key, tensor in found.items() if not key.startswith("stat"))
+    found["own micro-batches"] = torch.tensor(
+        [int(n) for n in dist.all_gather(str(len(cut)).encode())]
+    )
+    assert all(
+        math.isfinite(float(tensor.abs().max()))
+        for key, tensor in found.items()
+        if not key.startswith("stat")
+    )
     return found
 
 

@@ -39,7 +39,9 @@ def update(rows: Tensor, average: str, baseline: str, scale: str) -> dict[str, A
     generator = torch.Generator().manual_seed(0)
     actions = torch.randint(VOCABULARY, (7, MAX_LENGTH), generator=generator)
     old = -1 - torch.rand(7, MAX_LENGTH, generator=generator, dtype=torch.float64)
-    bigrams = nn.Parameter(torch.randn(VOCABULARY, VOCABULARY, generator=generator, dtype=torch.float64))
+    bigrams = nn.Parameter(
+        torch.randn(VOCABULARY, VOCABULARY, generator=generator, dtype=torch.float64)
+    )
     unused = nn.Parameter(torch.ones(2, dtype=torch.float64))
     frozen = nn.Parameter(torch.ones(2, dtype=torch.float64), requires_grad=False)
 
@@ -50,13 +52,19 @@ def update(rows: Tensor, average: str, baseline: str, scale: str) -> dict[str, A
         REWARDS[rows], GROUP_IDS[rows], mask, baseline=baseline, scale=scale, all_sum=dist.all_sum
     )
     own = {"average": average, "group_ids": GROUP_IDS[rows]}
-    weights = loss_weights(loss_mask, total=dist.all_sum(loss_total(loss_mask, max_length=MAX_LENGTH, **own)), **own)
+    weights = loss_weights(
+        loss_mask, total=dist.all_sum(loss_total(loss_mask, max_length=MAX_LENGTH, **own)), **own
+    )
     actions = actions[rows, :columns]
     log_p = bigrams.log_softmax(-1)[nn.functional.pad(actions[:, :-1], (1, 0))]
     logprobs = log_p.gather(-1, actions[..., None])[..., 0]
-    inputs = LossInputs(advantages, loss_mask, weights, old[rows, :columns], Likelihood(old[rows, :columns] - 0.1))
+    inputs = LossInputs(
+        advantages, loss_mask, weights, old[rows, :columns], Likelihood(old[rows, :columns] - 0.1)
+    )
     terms, stats = policy_loss(
-        Likelihood(logprobs, -(log_p.exp() * log_p).sum(-1)), inputs, Objective(average=average, kl="k3")
+        Likelihood(logprobs, -(log_p.exp() * log_p).sum(-1)),
+        inputs,
+        Objective(average=average, kl="k3"),
     )
     loss = terms["policy"] + 0.1 * terms["kl"] - 0.01 * terms["entropy"]
     if loss_mask.any():
@@ -76,7 +84,10 @@ def update(rows: Tensor, average: str, baseline: str, scale: str) -> dict[str, A
 
 def cases() -> list[tuple[str, str, str]]:
     """(average, baseline, scale): each average once, and the baselines and scales that look at all ranks."""
-    return [*((average, "batch_mean", "none") for average in get_args(Average)), ("token", "batch_mean", "batch")]
+    return [
+        *((average, "batch_mean", "none") for average in get_args(Average)),
+        ("token", "batch_mean", "batch"),
+    ]
 
 
 def everything(deal: list[list[int]]) -> dict[str, Any]:
@@ -89,7 +100,9 @@ def primitives() -> dict[str, Any]:
     total = dist.all_sum(mine)
     stat = {0: Stat(2, 5, 13, 2, 3), 1: Stat()}[dist.rank()]
     names = {"b": Stat.of(torch.tensor([7.0 - dist.rank()])), "a": stat}
-    names = names if dist.rank() == 0 else dict(reversed(names.items()))  # the order of names must not matter
+    names = (
+        names if dist.rank() == 0 else dict(reversed(names.items()))
+    )  # the order of names must not matter
     torch.distributed.barrier()
     return {
         "rank": dist.rank(),
@@ -101,7 +114,9 @@ def primitives() -> dict[str, Any]:
         "gathered": [part.decode() for part in dist.all_gather(b"x" * (3 * dist.rank()) + b"end")],
         "together": agreed(),
         "buckets": buckets(),
-        "merged": {n: [s.count, s.sum, s.sum_sq, s.min, s.max] for n, s in dist.merge_stats(names).items()},
+        "merged": {
+            n: [s.count, s.sum, s.sum_sq, s.min, s.max] for n, s in dist.merge_stats(names).items()
+        },
     }
 
 
@@ -110,12 +125,18 @@ def buckets() -> bool:
     collectives.LARGE_BYTES, collectives.BUCKET_BYTES = 400, 300
     generator = torch.Generator().manual_seed(dist.rank())
     shapes = [(3,), (50,), (7,), (20, 10), (90,), (0,), (1,)]
-    parameters = [nn.Parameter(torch.zeros(shape, dtype=kind)) for shape in shapes for kind in (F32, F64)]
+    parameters = [
+        nn.Parameter(torch.zeros(shape, dtype=kind)) for shape in shapes for kind in (F32, F64)
+    ]
     for parameter in parameters:
         parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
     apart = nn.Parameter(torch.zeros(20, 10))  # its gradient is not contiguous
     apart.grad = torch.randn(10, 20, generator=generator).t()
-    expected = [dist.all_sum(parameter.grad) for parameter in (*parameters, apart) if parameter.grad is not None]
+    expected = [
+        dist.all_sum(parameter.grad)
+        for parameter in (*parameters, apart)
+        if parameter.grad is not None
+    ]
     dist.sum_gradients([*parameters, apart])
     return all(map(torch.equal, [parameter.grad for parameter in (*parameters, apart)], expected))
 

@@ -22,11 +22,20 @@ from gruppo.distributed import collectives, heartbeat
 from gruppo.trainer import checkpoint
 from gruppo.types import DataError, GruppoError
 
-DECISIONS = ("micro-batches", "memory back-off", "early stop", "dynamic sampling", "non-finite gradients", "signals")
+DECISIONS = (
+    "micro-batches",
+    "memory back-off",
+    "early stop",
+    "dynamic sampling",
+    "non-finite gradients",
+    "signals",
+)
 WORK = ("sample", "reward", "publish", "save", "evaluate", "final save")
 
 
-def commands(cases: Sequence[Any], ports: Sequence[int], out: str, prepare: Callable[[Any], list[str]]) -> None:
+def commands(
+    cases: Sequence[Any], ports: Sequence[int], out: str, prepare: Callable[[Any], list[str]]
+) -> None:
     """One rank's part of several commands, each in a process group of its own; their exit codes and errors."""
     ended = []
     for case, port in zip(cases, ports, strict=True):
@@ -39,7 +48,9 @@ def commands(cases: Sequence[Any], ports: Sequence[int], out: str, prepare: Call
     (Path(out) / f"{os.environ['RANK']}.json").write_text(json.dumps(ended))
 
 
-def of_ranks(cases: Sequence[Any], prepare: Callable[[Any], list[str]], folder: Path) -> list[list[list[Any]]]:
+def of_ranks(
+    cases: Sequence[Any], prepare: Callable[[Any], list[str]], folder: Path
+) -> list[list[list[Any]]]:
     """Of each case, the exit code and the standard error of each of two ranks."""
     folder.mkdir(exist_ok=True)
     arguments = (cases, processes.free_ports(len(cases)), str(folder), prepare)
@@ -75,18 +86,31 @@ def failing(case: tuple[str, str]) -> list[str]:
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory) -> dict[str, list[list[Any]]]:
     folder = tmp_path_factory.mktemp("failing")
-    file = recipe(folder, rollout__refill_rounds=1, optim__epochs=2, optim__stop_kl=100.0, saving__every=1)
+    file = recipe(
+        folder, rollout__refill_rounds=1, optim__epochs=2, optim__stop_kl=100.0, saving__every=1
+    )
     phases = (*DECISIONS, *WORK)
-    return dict(zip(phases, of_ranks([(file, phase) for phase in phases], failing, folder / "ranks"), strict=True))
+    return dict(
+        zip(
+            phases,
+            of_ranks([(file, phase) for phase in phases], failing, folder / "ranks"),
+            strict=True,
+        )
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", (*DECISIONS, *WORK))
-def test_where_one_rank_fails_in_a_collective_both_end_and_rank_0_names_it_and_the_phase(failed, phase):
+def test_where_one_rank_fails_in_a_collective_both_end_and_rank_0_names_it_and_the_phase(
+    failed, phase
+):
     (code, line), (other_code, other_line) = failed[phase]
     assert (code, other_code) == (3, 3)
     assert line.startswith("gruppo: rank 1 (process ")
-    assert line.endswith(f" failed in phase {phase!r}: the disk broke in {phase}.\n") and line.count("\n") == 1
+    assert (
+        line.endswith(f" failed in phase {phase!r}: the disk broke in {phase}.\n")
+        and line.count("\n") == 1
+    )
     assert other_line == ""
 
 
@@ -120,13 +144,23 @@ def ended(folder: Path, target: Callable[..., None], *arguments: Any) -> tuple[l
 
 def test_a_rank_that_fails_in_a_step_of_sharded_weights_ends_both(tmp_path):
     file = recipe(tmp_path, evaluation__prompts=0, distributed__shard="fsdp")
-    codes, line = ended(tmp_path / "error", in_a_forward, ["train", file, "--name", "error"], "error")
-    assert codes == [3, 3] and line.startswith("gruppo: rank 1 (process ") and line.endswith(": the forward broke.")
+    codes, line = ended(
+        tmp_path / "error", in_a_forward, ["train", file, "--name", "error"], "error"
+    )
+    assert (
+        codes == [3, 3]
+        and line.startswith("gruppo: rank 1 (process ")
+        and line.endswith(": the forward broke.")
+    )
 
 
-def test_a_rank_whose_memory_runs_out_in_a_step_of_sharded_weights_ends_both_and_the_run_resumes_with_less(tmp_path):
+def test_a_rank_whose_memory_runs_out_in_a_step_of_sharded_weights_ends_both_and_the_run_resumes_with_less(
+    tmp_path,
+):
     file = recipe(tmp_path, saving__every=1, evaluation__prompts=0, distributed__shard="fsdp")
-    codes, line = ended(tmp_path / "short", in_a_forward, ["train", file, "--name", "memory"], "memory")
+    codes, line = ended(
+        tmp_path / "short", in_a_forward, ["train", file, "--name", "memory"], "memory"
+    )
     assert codes == [75, 75] and "memory ran out on rank 1 in micro-batches of 640 tokens" in line
     run = tmp_path / "runs/memory"
     assert ended(tmp_path / "resumed", processes.command_line, ["resume", str(run)]) == ([0, 0], "")
@@ -146,19 +180,47 @@ def test_restarts_need_the_name_of_the_run(tmp_path, monkeypatch):
 # --- ranks that were started differently ------------------------------------------------------------------------------
 
 MISTAKES = {
-    "more ranks than prompts": (["--rollout.prompts", "1"], [], "rollout.prompts=1 leaves some of the 2 ranks without"),
-    "other settings": ([], ["--optim.lr", "0.5"], "rank 1 differs from rank 0 in --optim.lr: 0.5, not 0.01. Give all"),
+    "more ranks than prompts": (
+        ["--rollout.prompts", "1"],
+        [],
+        "rollout.prompts=1 leaves some of the 2 ranks without",
+    ),
+    "other settings": (
+        [],
+        ["--optim.lr", "0.5"],
+        "rank 1 differs from rank 0 in --optim.lr: 0.5, not 0.01. Give all",
+    ),
     "an unknown option": (["--optim.rate", "1"], [], "unknown option --optim.rate"),
     "an option that one rank lacks": ([], ["--optim.rate", "1"], "unknown option --optim.rate"),
-    "nccl": (["--distributed.backend", "nccl"], [], "distributed.backend=nccl needs CUDA, and torch finds no"),
-    "cuda": (["--device", "cuda"], [], "--device cuda: torch finds no CUDA device. Set --device cpu"),
-    "4 bits without an adapter": (["--lora.load-in-4bit", "True"], [], "which 4 bits do not allow. Set --lora.rank 16"),
+    "nccl": (
+        ["--distributed.backend", "nccl"],
+        [],
+        "distributed.backend=nccl needs CUDA, and torch finds no",
+    ),
+    "cuda": (
+        ["--device", "cuda"],
+        [],
+        "--device cuda: torch finds no CUDA device. Set --device cpu",
+    ),
+    "4 bits without an adapter": (
+        ["--lora.load-in-4bit", "True"],
+        [],
+        "which 4 bits do not allow. Set --lora.rank 16",
+    ),
     "a quantized model": (["--model", "quantized"], [], "and quantized weights cannot be trained"),
-    "shards on the CPU without shards": (["--distributed.offload-params", "True"], [], "makes none. Set --distributed"),
+    "shards on the CPU without shards": (
+        ["--distributed.offload-params", "True"],
+        [],
+        "makes none. Set --distributed",
+    ),
     "hybrid on one machine": (["--distributed.shard", "hybrid"], [], "leave nothing to"),
     "another gruppo": ([], ["CODE"], "rank 1 differs from rank 0 in gruppo's code: "),
     "other data": ([], ["DATA"], "rank 1 differs from rank 0 in the data: "),
-    "no data": ([], ["--data", "/none.jsonl"], "rank 1 differs from rank 0 in --data: /none.jsonl, not /"),
+    "no data": (
+        [],
+        ["--data", "/none.jsonl"],
+        "rank 1 differs from rank 0 in --data: /none.jsonl, not /",
+    ),
 }
 """Options of both ranks, further ones of rank 1, and the line."""
 CHECK_EQUAL, FINGERPRINT = api.check_equal, IndexedSource.fingerprint
@@ -174,8 +236,16 @@ def mistaken(case: tuple[str, str]) -> list[str]:
             api.check_equal = lambda own: CHECK_EQUAL(own | {"gruppo's code": "0"})
         if "DATA" in further:
             IndexedSource.fingerprint = lambda self: "other"
-    options = [str(Path(file).parent / option) if option == "quantized" else option for option in options]
-    return ["train", file, "--name", name.replace(" ", "-"), *(o for o in options if not o.isupper())]
+    options = [
+        str(Path(file).parent / option) if option == "quantized" else option for option in options
+    ]
+    return [
+        "train",
+        file,
+        "--name",
+        name.replace(" ", "-"),
+        *(o for o in options if not o.isupper()),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -184,8 +254,16 @@ def refused(tmp_path_factory) -> dict[str, list[list[Any]]]:
     file = recipe(folder)
     config = Path(shutil.copytree(tiny.model(), folder / "quantized")) / "config.json"
     settings = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": settings}))
-    return dict(zip(MISTAKES, of_ranks([(file, name) for name in MISTAKES], mistaken, folder / "ranks"), strict=True))
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"quantization_config": settings})
+    )
+    return dict(
+        zip(
+            MISTAKES,
+            of_ranks([(file, name) for name in MISTAKES], mistaken, folder / "ranks"),
+            strict=True,
+        )
+    )
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -17,5 +17,7 @@ def test_a_run_that_lost_a_rank_goes_on_to_the_weights_of_one_that_was_not_distu
         for fault in reversed(FAULTS):
             faults.finish(fault, started[fault])
     finally:
-        for rank in (rank for ranks in started.values() for rank in ranks if rank.process.is_alive()):
+        for rank in (
+            rank for ranks in started.values() for rank in ranks if rank.process.is_alive()
+        ):
             rank.kill()

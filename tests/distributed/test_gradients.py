@@ -19,7 +19,9 @@ def two(tmp_path_factory):
     """What each of two ranks computed."""
     out = tmp_path_factory.mktemp("gradients")
     children = processes.ranks(2, gradients.main, str(out), folder=out / "said")
-    assert [child.wait() for child in children] == [0, 0], "\n".join(child.err for child in children)
+    assert [child.wait() for child in children] == [0, 0], "\n".join(
+        child.err for child in children
+    )
     return [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 
@@ -30,10 +32,16 @@ def two(tmp_path_factory):
 def test_two_ranks_have_the_gradient_of_one(two, setup, preset, deal):
     case, objective = case_of(*SETUPS[setup]), PRESETS[preset]
     if objective.average == "prompt" and deal == "a long rank and a short one":
-        pytest.skip("this deal splits groups, which training never does, and the average counts a group on its rank")
+        pytest.skip(
+            "this deal splits groups, which training never does, and the average counts a group on its rank"
+        )
     variant = whole_update(case)
-    alone, stats = learned(case, objective, rewarded(case, objective, variant) if deal == "from rewards" else variant)
-    (first, first_stats), (second, second_stats) = (rank[f"{setup} {preset} {deal}"] for rank in two)
+    alone, stats = learned(
+        case, objective, rewarded(case, objective, variant) if deal == "from rewards" else variant
+    )
+    (first, first_stats), (second, second_stats) = (
+        rank[f"{setup} {preset} {deal}"] for rank in two
+    )
     assert torch.equal(first, second)
     assert distance(first, alone) <= LIMITS[SETUPS[setup][1]]
     assert first_stats == second_stats

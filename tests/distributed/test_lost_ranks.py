@@ -55,10 +55,14 @@ def test_ranks_name_the_one_that_is_dead_or_stopped(tmp_path):
             assert codes == [75, 75], "\n".join([case, *(rank.err for rank in others.values())])
             for index, rank in others.items():
                 other = f"rank {lost} (process {ranks[lost].process.pid} on "
-                assert rank.out.startswith(f"rank {index} cannot continue in phase 'wait': {other}"), case
+                assert rank.out.startswith(
+                    f"rank {index} cannot continue in phase 'wait': {other}"
+                ), case
                 assert rank.out.endswith(") in phase 'start' has ended or stopped. Resume.\n"), case
     finally:
-        for rank in (rank for ranks in groups.values() for rank in ranks if rank.process.is_alive()):
+        for rank in (
+            rank for ranks in groups.values() for rank in ranks if rank.process.is_alive()
+        ):
             rank.kill()
 
 
@@ -78,15 +82,23 @@ def test_a_run_with_a_stopped_rank_saves_and_says_how_to_resume(tmp_path):
     config = tiny.config(tmp_path, distributed__timeout_s=12, steps=3, evaluation__prompts=0)
     recipe, run = tmp_path / "recipe.json", tmp_path / "runs/run"
     recipe.write_text(json.dumps(serialization.to_dict(config)))
-    ranks = processes.ranks(2, stopping, ["train", str(recipe), "--name", "run"], folder=tmp_path / "stopped")
+    ranks = processes.ranks(
+        2, stopping, ["train", str(recipe), "--name", "run"], folder=tmp_path / "stopped"
+    )
     assert ranks[0].wait() == 75
     ranks[1].kill()
     advice = f"has ended or stopped. Continue on as many ranks with: {command_name()} resume {run}"
     line = ranks[0].err.splitlines()[-1]
-    assert line.startswith("gruppo: rank 0 cannot continue in phase 'collect': rank 1 ") and line.endswith(advice)
+    assert line.startswith(
+        "gruppo: rank 0 cannot continue in phase 'collect': rank 1 "
+    ) and line.endswith(advice)
     assert "bug" not in ranks[0].err and "Traceback" not in ranks[0].err
-    assert checkpoint.steps(run / "checkpoints") == [1]  # what was complete before the step that failed
-    ranks = processes.ranks(2, processes.command_line, ["resume", str(run)], folder=tmp_path / "resumed")
+    assert checkpoint.steps(run / "checkpoints") == [
+        1
+    ]  # what was complete before the step that failed
+    ranks = processes.ranks(
+        2, processes.command_line, ["resume", str(run)], folder=tmp_path / "resumed"
+    )
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].err
 
 

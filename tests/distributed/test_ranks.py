@@ -23,7 +23,9 @@ def two(tmp_path_factory) -> list[dict[str, Any]]:
 
 
 def close(got: Any, outputs: Any) -> None:
-    torch.testing.assert_close(torch.tensor(got).double(), torch.tensor(outputs).double(), rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(
+        torch.tensor(got).double(), torch.tensor(outputs).double(), rtol=1e-12, atol=1e-15
+    )
 
 
 @pytest.mark.silent_bug(12)
@@ -52,7 +54,9 @@ def test_statistics_over_two_ranks_are_those_of_one_ends_included(two, deal, cas
 
 
 @pytest.mark.silent_bug(12)
-@pytest.mark.parametrize("case", [case for case in share.cases() if case[0] == "token"], ids=" ".join)
+@pytest.mark.parametrize(
+    "case", [case for case in share.cases() if case[0] == "token"], ids=" ".join
+)
 @pytest.mark.parametrize("deal", share.SPLITS)
 def test_baselines_and_scales_of_the_batch_see_the_rows_of_all_ranks(two, deal, case):
     alone = share.update(torch.arange(7), *case)["advantages"]
@@ -71,7 +75,11 @@ def test_a_parameter_without_a_gradient_counts_as_zero_and_a_frozen_one_is_left_
 def test_the_collectives_by_hand(two):
     for rank, results in enumerate(two):
         primitives = results["primitives"]
-        assert (primitives["rank"], primitives["world"], primitives["is main"]) == (rank, 2, rank == 0)
+        assert (primitives["rank"], primitives["world"], primitives["is main"]) == (
+            rank,
+            2,
+            rank == 0,
+        )
         assert primitives["sum"] == [11, 22]
         assert primitives["mine after"] == [10**rank, 2 * 10**rank]
         assert primitives["max"] == 13
@@ -90,7 +98,11 @@ def test_gradients_summed_in_buckets_are_those_summed_one_by_one_to_the_last_bit
 def test_a_world_of_one_changes_nothing(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     dist.init()
-    x, parameter, stats = torch.ones(2), torch.nn.Parameter(torch.ones(2)), {"b": Stat(1, 2, 4, 2, 2), "a": Stat()}
+    x, parameter, stats = (
+        torch.ones(2),
+        torch.nn.Parameter(torch.ones(2)),
+        {"b": Stat(1, 2, 4, 2, 2), "a": Stat()},
+    )
     dist.sum_gradients([parameter])
     assert (dist.rank(), dist.world_size(), dist.is_main()) == (0, 1, True)
     assert dist.all_sum(x) is x

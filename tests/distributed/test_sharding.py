@@ -20,8 +20,12 @@ def ranks(tmp_path_factory):
 
     @cache
     def computed(count, part):
-        children = processes.ranks(count, sharded.main, str(out), part, folder=out / f"{part} of {count}")
-        codes = [child.wait(300) for child in children]  # of all: a failed assertion would leave the others running
+        children = processes.ranks(
+            count, sharded.main, str(out), part, folder=out / f"{part} of {count}"
+        )
+        codes = [
+            child.wait(300) for child in children
+        ]  # of all: a failed assertion would leave the others running
         assert not any(codes), "\n".join(child.err for child in children)
         return torch.load(out / f"{count} {part}.pt")
 
@@ -36,16 +40,30 @@ def alone(name, optimizer):
 @pytest.mark.slow
 @pytest.mark.silent_bug(12)
 @pytest.mark.parametrize(
-    ("started", "name", "optimizer"), [(key, *case) for key, cases in CASES.items() for case in cases]
+    ("started", "name", "optimizer"),
+    [(key, *case) for key, cases in CASES.items() for case in cases],
 )
-def test_sharded_ranks_have_the_gradients_and_weights_of_one_process(ranks, started, name, optimizer):
-    setup, expected, got = SETUPS[name], alone(name, optimizer), ranks(*started)[f"{name} {optimizer}"]
+def test_sharded_ranks_have_the_gradients_and_weights_of_one_process(
+    ranks, started, name, optimizer
+):
+    setup, expected, got = (
+        SETUPS[name],
+        alone(name, optimizer),
+        ranks(*started)[f"{name} {optimizer}"],
+    )
     assert got.keys() == expected.keys()
     numbers = [key for key in expected if not key.startswith(("stat", "own"))]
     tiny = torch.finfo(setup.dtype).tiny  # where no entry is above 0
-    far = {n: float((got[n] - expected[n]).abs().max() / expected[n].abs().max().clamp(min=tiny)) for n in numbers}
+    far = {
+        n: float((got[n] - expected[n]).abs().max() / expected[n].abs().max().clamp(min=tiny))
+        for n in numbers
+    }
     first, limit = setup.limits or (LIMITS[setup.dtype],) * 2
-    assert {key: by for key, by in far.items() if not by <= (first if key.startswith("gradient 0") else limit)} == {}
+    assert {
+        key: by
+        for key, by in far.items()
+        if not by <= (first if key.startswith("gradient 0") else limit)
+    } == {}
 
 
 def test_the_ranks_differ_in_their_number_of_micro_batches(ranks):

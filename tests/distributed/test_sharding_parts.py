@@ -49,8 +49,12 @@ def test_without_sharding_a_function_is_called_as_it_is():
 @pytest.mark.parametrize("place", ["cpu", "disk"])
 def test_a_reference_kept_elsewhere_and_sharded_weights_are_refused(tmp_path, place):
     config = tiny.config(tmp_path, stage=Stage(kl_coef=0.1))
-    config = replace(config, distributed=DistributedConfig(shard="fsdp"), reference=ReferenceConfig(place=place))
-    with pytest.raises(GruppoError, match=rf"reference\.place='{place}' .* distributed\.shard='fsdp' .* Leave one"):
+    config = replace(
+        config, distributed=DistributedConfig(shard="fsdp"), reference=ReferenceConfig(place=place)
+    )
+    with pytest.raises(
+        GruppoError, match=rf"reference\.place='{place}' .* distributed\.shard='fsdp' .* Leave one"
+    ):
         check_config(config)
 
 
@@ -70,8 +74,13 @@ def test_a_rank_without_any_action_is_refused_on_all_ranks(monkeypatch):
     rollouts = policy.sample(fakes.requests(2), Sampling(max_actions=3), seed=0)
     cut = policy.micro_batches(rollouts, rollouts.mask, 100)
     asked = []
-    monkeypatch.setattr("gruppo.distributed.all_max", lambda x: asked.append(x) or max(x, 2 if len(asked) == 1 else 0))
+    monkeypatch.setattr(
+        "gruppo.distributed.all_max",
+        lambda x: asked.append(x) or max(x, 2 if len(asked) == 1 else 0),
+    )
     assert [one.is_repeat for one in equally_many(policy, rollouts, cut)] == [False, True]
     asked.clear()
-    with pytest.raises(GruppoError, match=r"no row of a minibatch to run.*Set --optim\.minibatches 1"):
+    with pytest.raises(
+        GruppoError, match=r"no row of a minibatch to run.*Set --optim\.minibatches 1"
+    ):
         equally_many(policy, rollouts.take(torch.zeros(0, dtype=torch.long)), [])

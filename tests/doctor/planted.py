@@ -23,7 +23,9 @@ def line(first: float, last: float, *, noise: float = 0.0) -> Callable[[int], fl
     return lambda step: first + (last - first) * (step - 1) / (STEPS - 1) + noise * (-1) ** step
 
 
-def thirds(first: float, middle: float, last: float, *, noise: float = 0.0) -> Callable[[int], float]:
+def thirds(
+    first: float, middle: float, last: float, *, noise: float = 0.0
+) -> Callable[[int], float]:
     """Three levels of ten steps each."""
     return lambda step: (first, middle, last)[min((step - 1) // 10, 2)] + noise * (-1) ** step
 
@@ -71,7 +73,12 @@ HEALTHY: Mapping[str, Column] = {
     "mem/peak_gib": 2.0,
 }
 """Of a run like the arithmetic recipe's."""
-CONFIG: Mapping[str, Any] = {"steps": STEPS, "compute": "float32", "stage__kl_coef": 0.05, "evaluation__every": 10}
+CONFIG: Mapping[str, Any] = {
+    "steps": STEPS,
+    "compute": "float32",
+    "stage__kl_coef": 0.05,
+    "evaluation__every": 10,
+}
 
 
 @dataclass(frozen=True)
@@ -95,7 +102,10 @@ def plant(folder: Path, fault: Fault) -> Record:
 
 
 def write(
-    folder: Path, columns: Mapping[str, Column], config: Mapping[str, Any] | None = None, files: Any = None
+    folder: Path,
+    columns: Mapping[str, Column],
+    config: Mapping[str, Any] | None = None,
+    files: Any = None,
 ) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     changed = change(RECIPES["arithmetic"](), {**CONFIG, **(config or {})})

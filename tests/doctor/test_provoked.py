@@ -22,12 +22,23 @@ QUICK: dict[str, Any] = {
     "rollout__stop": tuple("abcdefghijklmn"),  # so that few answers are cut off
     "reward": [f"{REWARDS}:short"],
 }
-STAGES = (Stage(name="supervised", steps=9, rl_coef=0.0, sup_coef=1.0, lr=1e-4, warmup_steps=30), Stage(name="full"))
-RUNNING = {"objective__baseline": "running", "objective__scale": "none", "objective__running_decay": 0.9}
+STAGES = (
+    Stage(name="supervised", steps=9, rl_coef=0.0, sup_coef=1.0, lr=1e-4, warmup_steps=30),
+    Stage(name="full"),
+)
+RUNNING = {
+    "objective__baseline": "running",
+    "objective__scale": "none",
+    "objective__running_decay": 0.9,
+}
 
 PROVOKED: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "a reward that is always 0": ({"reward": [f"{REWARDS}:constant"]}, ["zero-spread"], ""),
-    "a learning rate that ruins the weights": ({"optim__lr": 1e6}, ["no-gradient"], "--optim.lr 0.001"),
+    "a learning rate that ruins the weights": (
+        {"optim__lr": 1e6},
+        ["no-gradient"],
+        "--optim.lr 0.001",
+    ),
     "a learning rate that takes the entropy": (
         {"optim__lr": 1e3, "reward": [tiny.reward("digits")]},
         ["no-gradient", "zero-spread"],
@@ -63,7 +74,11 @@ PROVOKED: dict[str, tuple[dict[str, Any], list[str], str]] = {
         ["conflicting-rewards"],
         "--scoring.weights 1 0.5",
     ),
-    "a reward that raises": ({"reward": [f"{REWARDS}:fails"]}, ["reward-failures", "zero-spread"], ""),
+    "a reward that raises": (
+        {"reward": [f"{REWARDS}:fails"]},
+        ["reward-failures", "zero-spread"],
+        "",
+    ),
     "no baseline": (
         {"objective__baseline": "none", "objective__scale": "none"},
         ["advantages"],
@@ -89,4 +104,10 @@ def test_a_run_that_learns_has_no_symptom(tmp_path):
     run = api.start(tiny.config(tmp_path, **(QUICK | sizes | evaluated))).folder
     report = diagnose(read(run))
     assert report.findings == []
-    assert {"entropy-collapse", "zero-spread", "reward-hacking", "mismatch", "ratio-not-1"}.isdisjoint(report.skipped)
+    assert {
+        "entropy-collapse",
+        "zero-spread",
+        "reward-hacking",
+        "mismatch",
+        "ratio-not-1",
+    }.isdisjoint(report.skipped)

@@ -96,6 +96,8 @@ def test_a_symptom_of_document_004_is_provoked_and_named(tmp_path, changes, name
 def test_a_healthy_run_has_none_of_them(tmp_path):
     full = Stage(name="full", kl_coef=0.05, cons_coef=0.1, new_reference=True)
     stages = (replace(TAUGHT, steps=60, lr=5e-3), full)
-    run = api.start(config_of(tmp_path, model="restore:unet:width=8", steps=75, stages=stages)).folder
+    run = api.start(
+        config_of(tmp_path, model="restore:unet:width=8", steps=75, stages=stages)
+    ).folder
     named = {finding.rule for finding in diagnose(read(run)).findings}
     assert not named & {name for _, name, _ in PROVOKED.values()}

@@ -26,7 +26,9 @@ def test_thirds_are_equal_at_the_ends_and_the_middle_has_what_is_left():
     assert SERIES.third(2) == Span(20.0, 9, 11, 3)
 
 
-@pytest.mark.parametrize(("count", "counts"), [(1, (1, 1, 1)), (2, (1, 1, 1)), (3, (1, 1, 1)), (5, (1, 3, 1))])
+@pytest.mark.parametrize(
+    ("count", "counts"), [(1, (1, 1, 1)), (2, (1, 1, 1)), (3, (1, 1, 1)), (5, (1, 3, 1))]
+)
 def test_thirds_of_few_values(count, counts):
     series = Series("x", tuple(range(count)), tuple(map(float, range(count))))
     assert tuple(series.third(number).count for number in range(3)) == counts
@@ -50,13 +52,19 @@ def test_a_rise_is_one_beyond_two_standard_errors():
 
 
 def test_nan_and_what_was_not_logged_are_not_in_a_series(tmp_path):
-    run = plant(tmp_path, Fault({"grad/norm": early({2: 5.0, 3: float("nan"), 4: float("inf")}, None)}, ()))
+    run = plant(
+        tmp_path, Fault({"grad/norm": early({2: 5.0, 3: float("nan"), 4: float("inf")}, None)}, ())
+    )
     assert run["grad/norm"] == Series("grad/norm", (2,), (5.0,))
     assert len(run["no/such"]) == 0
 
 
 def test_the_way_up_is_the_last_third_between_the_lowest_and_the_highest_reward(tmp_path):
-    columns = {"reward/mean": thirds(0.0, 0.0, 1.0), "reward/min": -1.0, "reward/max": early({1: 4.0}, 3.0)}
+    columns = {
+        "reward/mean": thirds(0.0, 0.0, 1.0),
+        "reward/min": -1.0,
+        "reward/max": early({1: 4.0}, 3.0),
+    }
     assert plant(tmp_path / "a", Fault(columns, ())).reward_level == pytest.approx(2 / 5)
     assert math.isnan(plant(tmp_path / "b", Fault(columns | {"reward/min": 4.0}, ())).reward_level)
 
@@ -67,20 +75,37 @@ def test_where_groups_grow_the_reward_is_that_of_the_first_samples(tmp_path):
 
 
 def test_failed_rows_are_counted_against_the_sizes_of_groups(tmp_path):
-    columns = {"reward/exception_count": 17.0, "reward/unscored_count": 17.0, "group/size_8_count": 10.0}
+    columns = {
+        "reward/exception_count": 17.0,
+        "reward/unscored_count": 17.0,
+        "group/size_8_count": 10.0,
+    }
     grown = {"group/size_3_count": early({1: 30.0}, 0.0)}  # 80 + 90 / 30 rows per step
-    for name, more, share in (("a", grown, 17 / 83), ("b", {"group/size_8_count": None}, 17 / (48 * 8))):
+    for name, more, share in (
+        ("a", grown, 17 / 83),
+        ("b", {"group/size_8_count": None}, 17 / (48 * 8)),
+    ):
         (finding,) = diagnose(plant(tmp_path / name, Fault(columns | more, ()))).findings
         assert finding.meaning.startswith(f"{share:.1%} of the sampled rows")
 
 
 def test_remedies_are_for_the_stage_that_the_run_is_in(tmp_path):
-    stages = (Stage(name="a", steps=9, lr=1e-4), Stage(name="b", lr="linear:2e-5,1e-5", kl_coef=0.1))
-    fault = Fault({"stage/number": lambda step: 1 + (step > 9)}, (), config={"stages": stages, "stage__kl_coef": 0.0})
+    stages = (
+        Stage(name="a", steps=9, lr=1e-4),
+        Stage(name="b", lr="linear:2e-5,1e-5", kl_coef=0.1),
+    )
+    fault = Fault(
+        {"stage/number": lambda step: 1 + (step > 9)},
+        (),
+        config={"stages": stages, "stage__kl_coef": 0.0},
+    )
     run = plant(tmp_path, fault)
     assert str(remedies.scale_lr(run, 0.5)) == "--stages.1.lr linear:1e-05,5e-06"
     assert str(remedies.more_kl(run, target=0.3)) == "--stages.1.kl-coef 0.2"
-    assert str(remedies.scale_lr(replace(run, stage_index=run.stage_at(9)), 0.5)) == "--stages.0.lr 5e-05"
+    assert (
+        str(remedies.scale_lr(replace(run, stage_index=run.stage_at(9)), 0.5))
+        == "--stages.0.lr 5e-05"
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,14 +137,29 @@ def damaged(name, text):
 ROW = '{"step": 1, "reward/mean": 0.5}\n'
 UNREADABLE = {
     "no folder": (shutil.rmtree, "does not exist"),
-    "no config": (lambda run: (run / "config.json").unlink(), "has no config.json. Give the folder of a run"),
+    "no config": (
+        lambda run: (run / "config.json").unlink(),
+        "has no config.json. Give the folder of a run",
+    ),
     "a broken config": (damaged("config.json", "{"), "cannot be read as JSON"),
     "a foreign config": (damaged("config.json", '{"colour": 1}'), "unknown entry colour"),
     "no metrics": (lambda run: (run / "metrics.jsonl").unlink(), "has logged no step"),
-    "empty metrics": (damaged("metrics.jsonl", ""), "metrics.jsonl is empty. Wait until a step is complete"),
-    "an evaluation alone": (damaged("metrics.jsonl", '{"step": 0, "eval/reward_mean": 1}\n'), "ends at step 0"),
-    "a damaged line": (damaged("metrics.jsonl", ROW + "{oops\n" + ROW), "metrics.jsonl, line 2 is not a JSON object"),
-    "a text": (damaged("metrics.jsonl", ROW + '{"step": 2, "a": "b"}\n'), "has a value that is not a number"),
+    "empty metrics": (
+        damaged("metrics.jsonl", ""),
+        "metrics.jsonl is empty. Wait until a step is complete",
+    ),
+    "an evaluation alone": (
+        damaged("metrics.jsonl", '{"step": 0, "eval/reward_mean": 1}\n'),
+        "ends at step 0",
+    ),
+    "a damaged line": (
+        damaged("metrics.jsonl", ROW + "{oops\n" + ROW),
+        "metrics.jsonl, line 2 is not a JSON object",
+    ),
+    "a text": (
+        damaged("metrics.jsonl", ROW + '{"step": 2, "a": "b"}\n'),
+        "has a value that is not a number",
+    ),
     "a list": (
         damaged("metrics.jsonl", ROW + '{"step": 2, "a": [1]}\n'),
         "line 2: a is not a number. Delete that line",
@@ -134,7 +174,9 @@ def test_an_unreadable_folder_is_one_line_that_says_what_to_do(tmp_path, damage,
     damage(run)
     with pytest.raises(GruppoError, match=message) as caught:
         read(run)
-    assert ("\n" not in str(caught.value) and str(run) in str(caught.value)) or "unknown entry" in message
+    assert (
+        "\n" not in str(caught.value) and str(run) in str(caught.value)
+    ) or "unknown entry" in message
 
 
 def test_a_file_is_no_run(tmp_path):
@@ -144,7 +186,11 @@ def test_a_file_is_no_run(tmp_path):
 
 
 def test_a_line_that_a_crash_has_torn_and_other_files_that_are_damaged_cost_nothing(tmp_path):
-    run = write(tmp_path / "run", {}, files=dict.fromkeys(("samples.jsonl", "manifest.json", "log.txt"), "{oops"))
+    run = write(
+        tmp_path / "run",
+        {},
+        files=dict.fromkeys(("samples.jsonl", "manifest.json", "log.txt"), "{oops"),
+    )
     (run / "evaluations.json").write_text('{"no": "list"}')
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 31, "rew')
@@ -153,9 +199,13 @@ def test_a_line_that_a_crash_has_torn_and_other_files_that_are_damaged_cost_noth
     assert read(run).evaluation_noise == pytest.approx(0.05)  # of rewards from 0 to 1
 
 
-@pytest.mark.parametrize("open_run", [lambda path: read(path), lambda path: api.resume(path, show=False)])
+@pytest.mark.parametrize(
+    "open_run", [lambda path: read(path), lambda path: api.resume(path, show=False)]
+)
 def test_a_mistyped_run_folder_names_the_nearest_run(tmp_path, open_run):
     (tmp_path / "first-run").mkdir()
     (tmp_path / "first-run" / "config.json").write_text("{}")
-    with pytest.raises(GruppoError, match=r"frist-run does not exist\. Did you mean .*first-run\?$"):
+    with pytest.raises(
+        GruppoError, match=r"frist-run does not exist\. Did you mean .*first-run\?$"
+    ):
         open_run(tmp_path / "frist-run")

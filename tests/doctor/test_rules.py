@@ -35,7 +35,12 @@ SEVERAL = {"optim__epochs": 2, "optim__minibatches": 1}
 TWO_REWARDS = {"reward": ("exact_match", "length_target:5")}
 
 
-OF_PICTURES = {"model": "unet", "data": "digits", "reward": ("jpeg_compressibility",), "objective__kl": "exact"}
+OF_PICTURES = {
+    "model": "unet",
+    "data": "digits",
+    "reward": ("jpeg_compressibility",),
+    "objective__kl": "exact",
+}
 OF_PICTURES |= {"rollout__temperature": 1.0, "rollout__top_k": 0, "rollout__max_new_tokens": 128}
 
 
@@ -55,15 +60,27 @@ def memory_log(*steps: int) -> str:
 
 def evaluations(*means: float, half: float = 0.05) -> list[dict[str, Any]]:
     steps = (1, 10, 20, 30)
-    return [{"step": s, "mean": m, "low": m - half, "high": m + half} for s, m in zip(steps, means, strict=True)]
+    return [
+        {"step": s, "mean": m, "low": m - half, "high": m + half}
+        for s, m in zip(steps, means, strict=True)
+    ]
 
 
 def held_out(*means: float) -> dict[str, Any]:
     return {"eval/reward_mean": early(dict(zip((1, 10, 20, 30), means, strict=True)), None)}
 
 
-FAILED = [{"step": 3, "prompt": "p", "failures": [{"reward": "f", "kind": "exception", "message": "division by zero"}]}]
-STAGES = (Stage(name="supervised", steps=12, rl_coef=0.0, sup_coef=1.0, lr=1e-4, warmup_steps=20), Stage(name="full"))
+FAILED = [
+    {
+        "step": 3,
+        "prompt": "p",
+        "failures": [{"reward": "f", "kind": "exception", "message": "division by zero"}],
+    }
+]
+STAGES = (
+    Stage(name="supervised", steps=12, rl_coef=0.0, sup_coef=1.0, lr=1e-4, warmup_steps=20),
+    Stage(name="full"),
+)
 
 FAULTS = {
     "the ratio of the first update is not 1": Fault(
@@ -72,7 +89,12 @@ FAULTS = {
         meaning="the ratio was not 1 in 1 of 30 steps",
     ),
     "the ratio of the first of several epochs is not 1, in half precision": Fault(
-        {"epoch/1/ratio_mean": 1.05, "epoch/1/ratio_max": 1.3, "ratio/max": 1.5, "clip/high_frac": 0.1},
+        {
+            "epoch/1/ratio_mean": 1.05,
+            "epoch/1/ratio_max": 1.3,
+            "ratio/max": 1.5,
+            "clip/high_frac": 0.1,
+        },
         ("ratio-not-1",),
         ("--compute float32",),
         config=SEVERAL | {"compute": "bfloat16"},
@@ -106,7 +128,9 @@ FAULTS = {
         config={"scoring__timeout_s": 45.0},
     ),
     "a reward that returns None for a quarter of the rows": Fault(
-        {"reward/unscored_count": 96.0}, ("reward-failures",), meaning="the reward function returned None"
+        {"reward/unscored_count": 96.0},
+        ("reward-failures",),
+        meaning="the reward function returned None",
     ),
     "updates that are skipped": Fault(
         {"update/skipped_count": early({4: 1.0, 9: 1.0}, 0.0)},
@@ -133,7 +157,10 @@ FAULTS = {
         config={"stages": STAGES, "stage__kl_coef": 0.0, "optim__warmup_steps": 0},
     ),
     "weights that rounding keeps": Fault(
-        {"update/changed_frac": early({1: 0.01}, None)}, ("unchanged-weights",), ("--optim.lr 0.00012",), "1.0% of the"
+        {"update/changed_frac": early({1: 0.01}, None)},
+        ("unchanged-weights",),
+        ("--optim.lr 0.00012",),
+        "1.0% of the",
     ),
     "one reward for every sample": Fault(
         {
@@ -150,7 +177,12 @@ FAULTS = {
         files={"samples.jsonl": '{"step": 1, "prompt": "p", "completion": "?", "target": 7}\n'},
     ),
     "demonstrations that the reward would score 0 too": Fault(
-        {"group/zero_spread_frac": 1.0, "reward/mean": 0.0, "reward/max": 0.0, "reward/std_within_group": 0.0}
+        {
+            "group/zero_spread_frac": 1.0,
+            "reward/mean": 0.0,
+            "reward/max": 0.0,
+            "reward/std_within_group": 0.0,
+        }
         | held_out(0, 0, 0, 0),
         ("zero-spread",),
         (),
@@ -162,7 +194,11 @@ FAULTS = {
         {"finish/truncated_frac": 1.0, "grad/norm": 0.0, "advantage/mean_abs": None},
         ("no-gradient", "truncation"),
         ("--rollout.max-new-tokens 16",),
-        config={"objective__mask_truncated": True, "rollout__max_new_tokens": 8, "stage__kl_coef": 0.0},
+        config={
+            "objective__mask_truncated": True,
+            "rollout__max_new_tokens": 8,
+            "stage__kl_coef": 0.0,
+        },
     ),
     "weights that are ruined, with completions that are truncated": Fault(
         {"grad/norm": early({1: 3.0, 2: 3.0}, 0.0), "finish/truncated_frac": 0.8},
@@ -170,7 +206,11 @@ FAULTS = {
         config={"optim__lr": 1e6},
     ),
     "groups that are alike while the reward stands still": Fault(
-        {"group/zero_spread_frac": 0.8, "reward/mean": thirds(0.05, 0.05, 0.05, noise=0.001), **held_out(0, 0, 0, 0)},
+        {
+            "group/zero_spread_frac": 0.8,
+            "reward/mean": thirds(0.05, 0.05, 0.05, noise=0.001),
+            **held_out(0, 0, 0, 0),
+        },
         ("zero-spread",),
         ("--rollout.group-size 16", "--rollout.refill-rounds 3", "--rollout.temperature 1.8"),
     ),
@@ -201,7 +241,11 @@ FAULTS = {
     "a held-out reward that falls while the training reward rises": Fault(
         held_out(0.2, 0.6, 0.5, 0.3),
         ("reward-hacking",),
-        ("--back-off.metric eval/reward_mean --back-off.drop 0.05", "--stage.kl-coef 0.1", "--steps 10"),
+        (
+            "--back-off.metric eval/reward_mean --back-off.drop 0.05",
+            "--stage.kl-coef 0.1",
+            "--steps 10",
+        ),
         "has dropped from its best value",
         files={"evaluations.json": evaluations(0.2, 0.6, 0.5, 0.3)},
     ),
@@ -246,10 +290,16 @@ FAULTS = {
     "a KL that runs away": Fault(
         {"kl/ref_nats": thirds(0.01, 0.2, 2.0), "reward/mean": STOPS},
         ("kl-blow-up",),
-        ("--stage.kl-coef 0.1", "--optim.lr 6e-06", "--back-off.metric eval/reward_mean --back-off.drop 0.05"),
+        (
+            "--stage.kl-coef 0.1",
+            "--optim.lr 6e-06",
+            "--back-off.metric eval/reward_mean --back-off.drop 0.05",
+        ),
         "the reward does not rise with it",
     ),
-    "a KL beyond all measure": Fault({"kl/ref_nats": thirds(5.0, 6.0, 8.0)}, ("kl-blow-up",), meaning="its reference."),
+    "a KL beyond all measure": Fault(
+        {"kl/ref_nats": thirds(5.0, 6.0, 8.0)}, ("kl-blow-up",), meaning="its reference."
+    ),
     "a KL that its controller has lost": Fault(
         {"kl/ref_nats": thirds(0.1, 0.6, 0.7)},
         ("kl-blow-up",),
@@ -264,7 +314,12 @@ FAULTS = {
         config=SEVERAL,
     ),
     "a clip that stops every picture": Fault(
-        {"clip/high_frac": 0.3, "clip/low_frac": 0.3, "ratio/max": 40.0, "timestep/trained_count/0": 8.0},
+        {
+            "clip/high_frac": 0.3,
+            "clip/low_frac": 0.3,
+            "ratio/max": 40.0,
+            "timestep/trained_count/0": 8.0,
+        },
         ("over-clipping",),
         (
             "--optim.lr 6e-06",
@@ -291,7 +346,12 @@ FAULTS = {
         config={"optim__minibatches": 4, "objective__dims": "mean"},
     ),
     "batches that are ended early": Fault(
-        {"update/early_stop_frac": 0.8, "update/epochs_count": 1.2, "ratio/max": 1.3, "clip/high_frac": 0.1},
+        {
+            "update/early_stop_frac": 0.8,
+            "update/epochs_count": 1.2,
+            "ratio/max": 1.3,
+            "clip/high_frac": 0.1,
+        },
         ("early-stop",),
         ("--optim.lr 6e-06", "--optim.epochs 2"),
         "in 80% of the steps the KL to the sampling policy exceeds 0.02 nats",
@@ -349,7 +409,12 @@ FAULTS = {
         ("supervised-loss",),
         ("--stages.0.lr 0.0003", "--supervised.batch 16"),
         "the steps are too small",
-        config={"stages": (Stage(name="a", steps=12, rl_coef=0.0, sup_coef=1.0, lr=1e-4), Stage(name="b"))}
+        config={
+            "stages": (
+                Stage(name="a", steps=12, rl_coef=0.0, sup_coef=1.0, lr=1e-4),
+                Stage(name="b"),
+            )
+        }
         | {"stage__kl_coef": 0.0},
     ),
     "a supervised loss that waits for its learning rate": Fault(
@@ -389,7 +454,11 @@ FAULTS = {
         config={"objective__baseline": "running"},
     ),
     "a critic that adds to the variance": Fault(
-        {"value/explained_variance_frac": -0.5, "loss/value": line(1.0, 3.0), "value/clip_frac": 0.1},
+        {
+            "value/explained_variance_frac": -0.5,
+            "loss/value": line(1.0, 3.0),
+            "value/clip_frac": 0.1,
+        },
         ("critic",),
         ("--critic.lr 0.0003", "--critic.warmup-steps 1"),
         config={"objective": "ppo", "critic__lr": 1e-3, "stage__kl_coef": 0.05},
@@ -414,7 +483,11 @@ FAULTS = {
         "in 100% of the steps, by a median factor of 50",
     ),
     "memory that runs out": Fault(
-        {}, ("out-of-memory",), ("--optim.token-budget 160",), "ran out 2 times", files={"log.txt": memory_log(3, 7)}
+        {},
+        ("out-of-memory",),
+        ("--optim.token-budget 160",),
+        "ran out 2 times",
+        files={"log.txt": memory_log(3, 7)},
     ),
     "returns to the best weights": Fault(
         {"back_off/returns_count": early({10: 1.0, 20: 2.0, 30: 3.0}, None)},
@@ -427,7 +500,9 @@ FAULTS = {
 
 HEALTHY_ALL_THE_SAME = {
     "nothing": Fault({}, ()),
-    "entropy that falls while the reward rises": Fault({"entropy/mean_nats": thirds(1.0, 0.05, 0.02)}, ()),
+    "entropy that falls while the reward rises": Fault(
+        {"entropy/mean_nats": thirds(1.0, 0.05, 0.02)}, ()
+    ),
     "entropy that is gone when all is solved": Fault(
         {"entropy/mean_nats": thirds(1.0, 0.05, 0.02), "reward/mean": thirds(0.1, 0.97, 0.97)}, ()
     ),
@@ -435,38 +510,60 @@ HEALTHY_ALL_THE_SAME = {
         {"entropy/mean_nats": thirds(3.0, 1.0, -9.0), "reward/mean": STOPS}, ()
     ),
     "groups that are alike when all is solved": Fault(
-        {"group/zero_spread_frac": thirds(0.2, 0.8, 0.95), "reward/mean": thirds(0.1, 0.9, 0.97)}, ()
+        {"group/zero_spread_frac": thirds(0.2, 0.8, 0.95), "reward/mean": thirds(0.1, 0.9, 0.97)},
+        (),
     ),
     "groups that are alike while the reward rises": Fault({"group/zero_spread_frac": 0.8}, ()),
     "a reward that stays while prompts become harder": Fault(
         {"reward/mean": FLAT, "group/zero_spread_frac": 0.8},
         (),
-        config={"stage__difficulty": "adaptive:0.3,target=0.4,rate=0.2", "prompts__difficulty_column": "size"},
+        config={
+            "stage__difficulty": "adaptive:0.3,target=0.4,rate=0.2",
+            "prompts__difficulty_column": "size",
+        },
     ),
     "a KL that grows with the reward": Fault({"kl/ref_nats": thirds(0.01, 0.2, 2.0)}, ()),
-    "a KL that is still small": Fault({"kl/ref_nats": thirds(1e-4, 1e-3, 0.05), "reward/mean": STOPS}, ()),
-    "a KL of pictures": Fault({"kl/ref_nats": thirds(5.0, 20.0, 30.0), "timestep/trained_count/0": 1.0}, ()),
+    "a KL that is still small": Fault(
+        {"kl/ref_nats": thirds(1e-4, 1e-3, 0.05), "reward/mean": STOPS}, ()
+    ),
+    "a KL of pictures": Fault(
+        {"kl/ref_nats": thirds(5.0, 20.0, 30.0), "timestep/trained_count/0": 1.0}, ()
+    ),
     "answers that grow with the reward": Fault({"len/mean_actions": thirds(40.0, 60.0, 90.0)}, ()),
-    "answers that were cut off at first": Fault({"finish/truncated_frac": thirds(0.8, 0.3, 0.02)}, ()),
+    "answers that were cut off at first": Fault(
+        {"finish/truncated_frac": thirds(0.8, 0.3, 0.02)}, ()
+    ),
     "rounding between sampler and trainer": Fault(
         {"mismatch/mean_nats": 0.06, "mismatch/max_nats": 1.9}, (), config={"compute": "bfloat16"}
     ),
     "rounding over the dimensions of a picture": Fault(
-        {"mismatch/mean_nats": 0.008, "mismatch/max_nats": 0.03, "timestep/trained_count/0": 8.0}, ()
+        {"mismatch/mean_nats": 0.008, "mismatch/max_nats": 0.03, "timestep/trained_count/0": 8.0},
+        (),
     ),
-    "rounding in the first ratio": Fault({"ratio/mean": 1.01, "ratio/max": 1.8}, (), config={"compute": "bfloat16"}),
+    "rounding in the first ratio": Fault(
+        {"ratio/mean": 1.01, "ratio/max": 1.8}, (), config={"compute": "bfloat16"}
+    ),
     "gradients seven times the limit": Fault({"grad/norm": 7.0}, ()),
     "a limit that is off": Fault({"grad/norm": 500.0}, (), config={"optim__max_grad_norm": 0.0}),
     "a tenth of the actions clipped": Fault(
-        {"clip/high_frac": 0.1, "ratio/max": 1.9, "epoch/1/ratio_max": 1.0, "epoch/1/ratio_mean": 1.0},
+        {
+            "clip/high_frac": 0.1,
+            "ratio/max": 1.9,
+            "epoch/1/ratio_max": 1.0,
+            "epoch/1/ratio_mean": 1.0,
+        },
         (),
         config=SEVERAL,
     ),
     "a held-out reward whose fall is noise": Fault(
-        held_out(0.2, 0.6, 0.65, 0.6), (), files={"evaluations.json": evaluations(0.2, 0.6, 0.65, 0.6)}
+        held_out(0.2, 0.6, 0.65, 0.6),
+        (),
+        files={"evaluations.json": evaluations(0.2, 0.6, 0.65, 0.6)},
     ),
     "a held-out reward that is at the top from the first step": Fault(
-        held_out(0.95, 0.95, 0.95, 0.95), (), files={"evaluations.json": evaluations(0.95, 0.95, 0.95, 0.95)}
+        held_out(0.95, 0.95, 0.95, 0.95),
+        (),
+        files={"evaluations.json": evaluations(0.95, 0.95, 0.95, 0.95)},
     ),
     "two rewards that rise against each other": Fault(
         reward_of("exact_match", line(0.1, 0.9), 0.2)
@@ -492,15 +589,23 @@ HEALTHY_ALL_THE_SAME = {
     "a supervised loss that is learned": Fault(
         {"loss/sup": 0.05, "sup/loss_nats": 0.05}, (), config={"stage__sup_coef": 0.5}
     ),
-    "a supervised loss that falls": Fault({"loss/sup": line(3.0, 1.0)}, (), config={"stage__sup_coef": 0.5}),
+    "a supervised loss that falls": Fault(
+        {"loss/sup": line(3.0, 1.0)}, (), config={"stage__sup_coef": 0.5}
+    ),
     "a consistency loss along a line, with the reward": Fault({"loss/cons": line(0.0, 0.1)}, ()),
-    "a consistency loss that has settled": Fault({"loss/cons": thirds(0.02, 0.1, 0.11), "reward/mean": STOPS}, ()),
+    "a consistency loss that has settled": Fault(
+        {"loss/cons": thirds(0.02, 0.1, 0.11), "reward/mean": STOPS}, ()
+    ),
     "a policy loss that is a residue": Fault({"loss/policy": thirds(0.0, 0.005, 0.02)}, ()),
     "a warm-up that ends": Fault(
-        {"optim/lr": lambda step: 1.2e-5 * min(step / 10, 1)}, (), config={"optim__warmup_steps": 10}
+        {"optim/lr": lambda step: 1.2e-5 * min(step / 10, 1)},
+        (),
+        config={"optim__warmup_steps": 10},
     ),
     "a run that is still in its warm-up": Fault(
-        {"optim/lr": lambda step: 1.2e-5 * step / 40}, (), config={"optim__warmup_steps": 40, "steps": 400}
+        {"optim/lr": lambda step: 1.2e-5 * step / 40},
+        (),
+        config={"optim__warmup_steps": 40, "steps": 400},
     ),
     "a new critic": Fault(
         {"value/explained_variance_frac": thirds(-0.5, 0.0, 0.08), "value/clip_frac": 0.1},
@@ -508,7 +613,9 @@ HEALTHY_ALL_THE_SAME = {
         config={"objective": "ppo"},
     ),
     "two returns": Fault(
-        {"back_off/returns_count": early({10: 1.0, 20: 2.0}, None)}, (), config={"back_off__metric": "eval/reward_mean"}
+        {"back_off/returns_count": early({10: 1.0, 20: 2.0}, None)},
+        (),
+        config={"back_off__metric": "eval/reward_mean"},
     ),
     "a reward that failed once": Fault({"reward/exception_count": early({3: 5.0}, 0.0)}, ()),
 }
@@ -550,7 +657,10 @@ def applied(config: Config, proposed: Change) -> Config:
         return planned(value, config)
     if option.startswith("--diffusion."):
         config = change(config, OF_PICTURES)
-    leaves = {o.removeprefix("--").replace(".", "__").replace("-", "_"): v for o, v in proposed.settings.items()}
+    leaves = {
+        o.removeprefix("--").replace(".", "__").replace("-", "_"): v
+        for o, v in proposed.settings.items()
+    }
     in_stages = {leaf: value for leaf, value in leaves.items() if leaf.startswith("stages__")}
     stages = list(config.stages)
     for leaf, value in in_stages.items():
@@ -581,19 +691,29 @@ def test_the_shell_takes_the_options(runs):
     together = ("--rollout.", "--optim.", "--stage.", "--evaluation.", "--scoring.timeout")
     words = [w for o, v in proposed.items() if o.startswith(together) for w in (o, *v.split())]
     config = apply_options(RECIPES["arithmetic"](), words, "train")
-    assert config.rollout.temperature == 1.8 and config.optim.token_budget == 160 and config.stage.sup_coef == 1.0
+    assert (
+        config.rollout.temperature == 1.8
+        and config.optim.token_budget == 160
+        and config.stage.sup_coef == 1.0
+    )
 
 
 def test_every_rule_is_planted():
     names = [rule.name for rule in RULES]
-    assert {name for fault in FAULTS.values() for name in fault.found} == set(names) and len(set(names)) == len(names)
+    assert {name for fault in FAULTS.values() for name in fault.found} == set(names) and len(
+        set(names)
+    ) == len(names)
 
 
 def test_a_metric_that_was_never_logged_is_named_and_not_guessed(tmp_path):
-    report = diagnose(plant(tmp_path / "run", Fault({name: None for name in HEALTHY if name != "optim/lr"}, ())))
+    report = diagnose(
+        plant(tmp_path / "run", Fault({name: None for name in HEALTHY if name != "optim/lr"}, ()))
+    )
     assert report.findings == []
     assert report.skipped["entropy-collapse"] == "no entropy/mean_nats was logged"
-    assert set(report.skipped) == {rule.name for rule in RULES if rule.reads and rule.reads != ["optim/lr"]}
+    assert set(report.skipped) == {
+        rule.name for rule in RULES if rule.reads and rule.reads != ["optim/lr"]
+    }
 
 
 def test_no_gap_in_the_metrics_is_an_error(runs):
@@ -603,14 +723,18 @@ def test_no_gap_in_the_metrics_is_an_error(runs):
         for start, value in product(range(5), (None, math.nan)):
             gone = set(columns[start::5])
             rows = [
-                {n: v if n not in gone else value for n, v in row.items() if value or n not in gone} for row in run.rows
+                {n: v if n not in gone else value for n, v in row.items() if value or n not in gone}
+                for row in run.rows
             ]
             json.dumps(diagnose(replace(run, rows=rows)).to_dict(), allow_nan=False)
 
 
 def test_a_trend_needs_three_steps_in_each_third(tmp_path):
     fault = FAULTS["a KL that runs away"]
-    short = [value if step <= 8 else None for step, value in enumerate([0.01, 0.01, 0.2, 0.2, 0.2, 2, 2, 2] * 4, 1)]
+    short = [
+        value if step <= 8 else None
+        for step, value in enumerate([0.01, 0.01, 0.2, 0.2, 0.2, 2, 2, 2] * 4, 1)
+    ]
     run = plant(tmp_path / "run", Fault({**fault.columns, "kl/ref_nats": short[:STEPS]}, ()))
     assert diagnose(run).skipped["kl-blow-up"] == "kl/ref_nats was logged in 8 steps; 9 are needed"
 

@@ -29,11 +29,16 @@ def tokenizer_of(texts: Sequence[str]) -> Any:
     tokenizer.add_special_tokens(special)
     names = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "unk_token": "<unk>"}
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, chat_template=CHATML, clean_up_tokenization_spaces=False, **names
+        tokenizer_object=tokenizer,
+        chat_template=CHATML,
+        clean_up_tokenization_spaces=False,
+        **names,
     )
 
 
-def agent(conversations: Sequence[Sequence[Mapping[str, Any]]], tools: Sequence[Any]) -> tuple[Any, Any]:
+def agent(
+    conversations: Sequence[Sequence[Mapping[str, Any]]], tools: Sequence[Any]
+) -> tuple[Any, Any]:
     """A two-layer model that goes on in these conversations as they do, and its tokenizer.
 
     ``tools``: the functions of each conversation.
@@ -85,7 +90,11 @@ def agent(conversations: Sequence[Sequence[Mapping[str, Any]]], tools: Sequence[
 
 def calls(name: str, **arguments: Any) -> dict[str, Any]:
     function = {"name": name, "arguments": arguments}
-    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": function}],
+    }
 
 
 def said(content: str) -> dict[str, Any]:

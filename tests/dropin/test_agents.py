@@ -20,7 +20,12 @@ pytest.importorskip("trl", reason="TRL is not installed; `make test` installs it
 datasets = pytest.importorskip("datasets")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 SHORT: dict[str, Any] = {
-    **{"max_completion_length": 96, "max_steps": 2, "per_device_train_batch_size": 4, "num_generations": 2},
+    **{
+        "max_completion_length": 96,
+        "max_steps": 2,
+        "per_device_train_batch_size": 4,
+        "num_generations": 2,
+    },
     **{"use_cpu": True, "bf16": False, "learning_rate": 1e-4},
 }
 
@@ -129,7 +134,9 @@ class EchoEnv:
 
     def step(self, action: Any) -> Any:
         reward = len(action.message) / 10
-        return SimpleNamespace(observation=SimpleNamespace(reward=reward, echoed_message=action.message))
+        return SimpleNamespace(
+            observation=SimpleNamespace(reward=reward, echoed_message=action.message)
+        )
 
 
 class TextArenaEnv:
@@ -138,7 +145,9 @@ class TextArenaEnv:
 
     def _result(self, reward: float, done: bool) -> Any:
         messages = [SimpleNamespace(content=self.feedback)]
-        return SimpleNamespace(observation=SimpleNamespace(messages=messages), reward=reward, done=done)
+        return SimpleNamespace(
+            observation=SimpleNamespace(messages=messages), reward=reward, done=done
+        )
 
     def reset(self) -> Any:
         self.feedback = " Guess a word."
@@ -177,16 +186,31 @@ def by_heart() -> Any:
         (multiply, async_add): [
             *(*user(PRODUCT), calls("multiply", a=6, b=7), result("multiply", "42"), said("42")),
         ],
-        (echo,): [*user(ECHO), calls("echo", message="Hello World!"), result("echo", "Hello World!"), said("done")],
+        (echo,): [
+            *user(ECHO),
+            calls("echo", message="Hello World!"),
+            result("echo", "Hello World!"),
+            said("done"),
+        ],
         (guess,): [
-            *(*user(WORDLE + " Guess a word."), calls("guess", guess="[crane]"), result("guess", " XGY")),
-            *(calls("guess", guess="[crane]"), result("guess", "error: ValueError: Game over."), said("done")),
+            *(
+                *user(WORDLE + " Guess a word."),
+                calls("guess", guess="[crane]"),
+                result("guess", " XGY"),
+            ),
+            *(
+                calls("guess", guess="[crane]"),
+                result("guess", "error: ValueError: Game over."),
+                said("done"),
+            ),
         ],
     }
     return agent(list(conversations.values()), list(conversations))
 
 
-def trained(by_heart: Any, prompt: str, reward: Any = None, steps: int = 2, **arguments: Any) -> Any:
+def trained(
+    by_heart: Any, prompt: str, reward: Any = None, steps: int = 2, **arguments: Any
+) -> Any:
     from gruppo.trl import GRPOConfig, GRPOTrainer
 
     model, tokenizer = by_heart
@@ -195,7 +219,9 @@ def trained(by_heart: Any, prompt: str, reward: Any = None, steps: int = 2, **ar
         processing_class=tokenizer,
         reward_funcs=reward,
         train_dataset=datasets.Dataset.from_dict({"prompt": [user(prompt)] * 64}),
-        args=GRPOConfig("out", chat_template_kwargs={"enable_thinking": False}, log_completions=True, **SHORT),
+        args=GRPOConfig(
+            "out", chat_template_kwargs={"enable_thinking": False}, log_completions=True, **SHORT
+        ),
         **arguments,
     )
     trainer.train()
@@ -216,7 +242,10 @@ def test_the_tools_of_the_page_on_agents(by_heart):
     assert history[0]["tools/failure_frequency"] < 0.5
     played = [messages for messages in seen if len(messages) == 3]
     assert len(played) > len(seen) / 2
-    assert played[0][0]["tool_calls"][0]["function"] == {"name": "multiply", "arguments": {"a": 6, "b": 7}}
+    assert played[0][0]["tool_calls"][0]["function"] == {
+        "name": "multiply",
+        "arguments": {"a": 6, "b": 7},
+    }
     assert played[0][1] == {"role": "tool", "name": "multiply", "content": "42"}
 
 
@@ -264,7 +293,9 @@ def test_an_environment_owns_its_reward_and_its_data(by_heart):
             return ECHO
 
     model, tokenizer = by_heart
-    trainer = GRPOTrainer(model, args=GRPOConfig("out", **SHORT), processing_class=tokenizer, environment_factory=Asks)
+    trainer = GRPOTrainer(
+        model, args=GRPOConfig("out", **SHORT), processing_class=tokenizer, environment_factory=Asks
+    )
     trainer.train()
     assert "rewards/Asks/mean" in trainer.state.log_history[0]
     names = {schema["function"]["name"] for schema in trainer.run.run.environment.tools}
@@ -275,10 +306,15 @@ def test_several_environments_by_a_column(by_heart):
     from gruppo.trl import GRPOConfig, GRPOTrainer
 
     model, tokenizer = by_heart
-    rows = [{"prompt": user(ECHO), "environment": "echo"}, {"prompt": user(WORDLE), "environment": "wordle"}] * 8
+    rows = [
+        {"prompt": user(ECHO), "environment": "echo"},
+        {"prompt": user(WORDLE), "environment": "wordle"},
+    ] * 8
     trainer = GRPOTrainer(
         model,
-        reward_funcs=lambda environments, **kwargs: [type(env).__name__ == "EchoToolEnv" for env in environments],
+        reward_funcs=lambda environments, **kwargs: [
+            type(env).__name__ == "EchoToolEnv" for env in environments
+        ],
         args=GRPOConfig("out", **SHORT),
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=tokenizer,
@@ -286,7 +322,9 @@ def test_several_environments_by_a_column(by_heart):
     )
     policy = trainer.run.policy
     shown = {
-        name: [tool in policy.format_prompt(prompt) for tool in ("Echo the message", "Make a guess")]
+        name: [
+            tool in policy.format_prompt(prompt) for tool in ("Echo the message", "Make a guess")
+        ]
         for prompt in trainer.run.run.source.all_prompts()
         for name in [prompt.meta["environment"]]
     }
@@ -302,6 +340,8 @@ def test_a_model_whose_template_ignores_tools_is_refused_before_the_first_step(b
     model, _ = by_heart
     data = datasets.Dataset.from_dict({"prompt": [user(PRODUCT)] * 8})
     options = {"processing_class": bpe_tokenizer(), "train_dataset": data, "tools": [multiply]}
-    trainer = GRPOTrainer(model, lambda completions, **_: [0.0], GRPOConfig("out", **SHORT), **options)
+    trainer = GRPOTrainer(
+        model, lambda completions, **_: [0.0], GRPOConfig("out", **SHORT), **options
+    )
     with pytest.raises(GruppoError, match="template"):
         trainer.train()

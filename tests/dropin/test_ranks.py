@@ -18,7 +18,13 @@ from gruppo.trl import GRPOConfig, GRPOTrainer
 
 ROWS = [{"prompt": f"{n} + {n} =", "answer": str(2 * n)} for n in range(8)]
 ARGUMENTS: dict[str, Any] = {
-    **{"max_completion_length": 8, "num_generations": 2, "use_cpu": True, "bf16": False, "learning_rate": 1e-3},
+    **{
+        "max_completion_length": 8,
+        "num_generations": 2,
+        "use_cpu": True,
+        "bf16": False,
+        "learning_rate": 1e-3,
+    },
     **{"max_steps": 3, "eval_strategy": "steps", "eval_steps": 1, "hub_token": fake_hub.TOKEN},
 }
 
@@ -40,7 +46,11 @@ def train_as_trl(folder: Path, model: str, rows: int, hub: str) -> None:
     trainer.save_model("saved")
     address = trainer.push_to_hub() if hub else ""
     history = [row["eval_reward"] for row in trainer.state.log_history if "eval_reward" in row]
-    found = {"loss": output.training_loss, "step": output.global_step, "evaluated": [*history, evaluated]}
+    found = {
+        "loss": output.training_loss,
+        "step": output.global_step,
+        "evaluated": [*history, evaluated],
+    }
     rank = dist.rank()
     is_main = trainer.is_world_process_zero()
     trainer.end()

@@ -20,7 +20,12 @@ datasets = pytest.importorskip("datasets")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 SHORT: dict[str, Any] = {
-    **{"max_completion_length": 8, "max_steps": 2, "per_device_train_batch_size": 4, "num_generations": 2},
+    **{
+        "max_completion_length": 8,
+        "max_steps": 2,
+        "per_device_train_batch_size": 4,
+        "num_generations": 2,
+    },
     **{"use_cpu": True, "bf16": False, "learning_rate": 1e-3},
 }
 FLAGS = [
@@ -36,13 +41,19 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def conversations() -> Any:
-    rows = [{"prompt": row["prompt"], "solution": f"${row['answer']}$", "task": "math"} for row in tiny.rows()]
+    rows = [
+        {"prompt": row["prompt"], "solution": f"${row['answer']}$", "task": "math"}
+        for row in tiny.rows()
+    ]
     return datasets.Dataset.from_list(rows)
 
 
 def texts() -> Any:
     kinds = ("math", "code")
-    rows = [{"prompt": f"{n} + {n} =", "ground_truth": str(2 * n), "task": kinds[n % 2]} for n in range(12)]
+    rows = [
+        {"prompt": f"{n} + {n} =", "ground_truth": str(2 * n), "task": kinds[n % 2]}
+        for n in range(12)
+    ]
     return datasets.Dataset.from_list(rows)
 
 
@@ -52,7 +63,9 @@ def check_saved(trainer: Any, folder: str) -> None:
 
     trained = AutoModelForCausalLM.from_pretrained(folder)
     first = AutoModelForCausalLM.from_pretrained(tiny.model())
-    assert any(not a.equal(b) for a, b in zip(trained.parameters(), first.parameters(), strict=True))
+    assert any(
+        not a.equal(b) for a, b in zip(trained.parameters(), first.parameters(), strict=True)
+    )
     assert AutoTokenizer.from_pretrained(folder).eos_token == "<eos>"
     assert trainer.state.global_step == 2 and len(trainer.state.log_history) >= 2
 
@@ -64,7 +77,10 @@ def test_the_quickstart_with_a_reward_function_of_text():
         return [len(set(completion.lower())) for completion in completions]
 
     trainer = GRPOTrainer(
-        model=tiny.model(), reward_funcs=reward_function, train_dataset=texts(), args=GRPOConfig("out", **SHORT)
+        model=tiny.model(),
+        reward_funcs=reward_function,
+        train_dataset=texts(),
+        args=GRPOConfig("out", **SHORT),
     )
     trainer.train()
     trainer.save_model("out")
@@ -78,7 +94,10 @@ def test_grpos_quick_start_with_the_accuracy_reward_of_trl():
     from gruppo.trl import GRPOConfig, GRPOTrainer
 
     trainer = GRPOTrainer(
-        model=tiny.model(), reward_funcs=accuracy_reward, train_dataset=conversations(), args=GRPOConfig(**SHORT)
+        model=tiny.model(),
+        reward_funcs=accuracy_reward,
+        train_dataset=conversations(),
+        args=GRPOConfig(**SHORT),
     )
     assert trainer.train().global_step == 2
     assert Path("trainer_output").is_dir()  # as in transformers, where output_dir is left out
@@ -87,9 +106,14 @@ def test_grpos_quick_start_with_the_accuracy_reward_of_trl():
 def test_grpos_rewards_of_several_tasks_that_score_none_elsewhere():
     from gruppo.trl import GRPOConfig, GRPOTrainer
 
-    def math_reward(prompts: Any, completions: Any, task: Any, ground_truth: Any, **kwargs: Any) -> list[float | None]:
+    def math_reward(
+        prompts: Any, completions: Any, task: Any, ground_truth: Any, **kwargs: Any
+    ) -> list[float | None]:
         of_task = zip(task, completions, ground_truth, strict=True)
-        return [float(truth in completion) if one == "math" else None for one, completion, truth in of_task]
+        return [
+            float(truth in completion) if one == "math" else None
+            for one, completion, truth in of_task
+        ]
 
     def code_reward(completions: Any, task: Any, **kwargs: Any) -> list[float | None]:
         pairs = zip(task, completions, strict=True)
@@ -98,7 +122,9 @@ def test_grpos_rewards_of_several_tasks_that_score_none_elsewhere():
     args = GRPOConfig("out", reward_weights=[1.0, 0.5], **SHORT)
     trainer = GRPOTrainer(tiny.model(), [math_reward, code_reward], args, texts())
     trainer.train()
-    assert {"rewards/math_reward/mean", "rewards/code_reward/mean"} <= trainer.state.log_history[-1].keys()
+    assert {"rewards/math_reward/mean", "rewards/code_reward/mean"} <= trainer.state.log_history[
+        -1
+    ].keys()
 
 
 def test_grpos_asynchronous_rewards_beside_others():
@@ -124,7 +150,9 @@ def test_rloos_quick_start():
 
     trainer = RLOOTrainer(tiny.model(), reward, RLOOConfig("out", **SHORT), conversations())
     trainer.train()
-    assert trainer.config.objective.kl_in == "reward" and trainer.config.stage.kl_coef == 0.05  # TRL's default
+    assert (
+        trainer.config.objective.kl_in == "reward" and trainer.config.stage.kl_coef == 0.05
+    )  # TRL's default
 
 
 def test_lora_by_a_peft_config_is_saved_as_an_adapter():
@@ -135,12 +163,20 @@ def test_lora_by_a_peft_config_is_saved_as_an_adapter():
         return [float(len(set(completion))) for completion in completions]
 
     trainer = GRPOTrainer(
-        tiny.model(), reward, GRPOConfig("out", **SHORT), texts(), peft_config=peft.LoraConfig(r=4, lora_alpha=8)
+        tiny.model(),
+        reward,
+        GRPOConfig("out", **SHORT),
+        texts(),
+        peft_config=peft.LoraConfig(r=4, lora_alpha=8),
     )
     trainer.train()
     trainer.save_model("adapter")
     saved = peft.PeftConfig.from_pretrained("adapter")
-    assert (saved.r, saved.lora_alpha, {*saved.target_modules}) == (4, 8, {"q_proj", "v_proj"})  # peft's own choice
+    assert (saved.r, saved.lora_alpha, {*saved.target_modules}) == (
+        4,
+        8,
+        {"q_proj", "v_proj"},
+    )  # peft's own choice
 
 
 # --- scripts with a command line --------------------------------------------------------------------------------------
@@ -150,7 +186,9 @@ def changed(name: str) -> str:
     """A script that TRL installs, whose trainer's import is changed."""
     import trl
 
-    text = Path(trl.__file__).with_name("scripts").joinpath(f"{name}.py").read_text(encoding="utf-8")
+    text = (
+        Path(trl.__file__).with_name("scripts").joinpath(f"{name}.py").read_text(encoding="utf-8")
+    )
     trainer = f"{name.upper()}Trainer"
     assert (
         text.count(f"from trl import {trainer}")
@@ -164,16 +202,35 @@ def changed(name: str) -> str:
 
 @pytest.mark.parametrize("name", ["grpo", "rloo"])
 def test_the_scripts_that_trl_installs(name, monkeypatch, capsys):
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: {"train": texts(), "test": texts()})
-    Path("my_rewards.py").write_text("def length(completions, **_):\n    return [float(len(c)) for c in completions]\n")
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *_, **__: {"train": texts(), "test": texts()}
+    )
+    Path("my_rewards.py").write_text(
+        "def length(completions, **_):\n    return [float(len(c)) for c in completions]\n"
+    )
     script = Path("script.py")
     script.write_text(changed(name))
-    flags = ["--model_name_or_path", tiny.model(), "--dataset_name", "any/data", "--output_dir", "out"]
-    monkeypatch.setattr(sys, "argv", ["script.py", *flags, "--reward_funcs", "my_rewards.length", *FLAGS])
+    flags = [
+        "--model_name_or_path",
+        tiny.model(),
+        "--dataset_name",
+        "any/data",
+        "--output_dir",
+        "out",
+    ]
+    monkeypatch.setattr(
+        sys, "argv", ["script.py", *flags, "--reward_funcs", "my_rewards.length", *FLAGS]
+    )
     monkeypatch.setattr(sys, "path", [*sys.path])
-    exec(compile(script.read_text(), str(script), "exec"), {"__name__": "__main__", "__file__": str(script)})
+    exec(
+        compile(script.read_text(), str(script), "exec"),
+        {"__name__": "__main__", "__file__": str(script)},
+    )
     assert "Model saved to out" in capsys.readouterr().out
-    assert Path("out/model.safetensors").is_file() and len([*Path("out").glob("run-*/final/COMPLETE")]) == 1
+    assert (
+        Path("out/model.safetensors").is_file()
+        and len([*Path("out").glob("run-*/final/COMPLETE")]) == 1
+    )
 
 
 def test_gspo_with_a_parser_lora_arguments_of_the_model_and_two_rewards(monkeypatch):
@@ -190,17 +247,45 @@ def test_gspo_with_a_parser_lora_arguments_of_the_model_and_two_rewards(monkeypa
 
     def answers(completions: Any, solution: Any, **kwargs: Any) -> list[float]:
         pairs = zip(completions, solution, strict=True)
-        return [float(solution.strip("$") in completion[0]["content"]) for completion, solution in pairs]
+        return [
+            float(solution.strip("$") in completion[0]["content"]) for completion, solution in pairs
+        ]
 
     def length(completions: Any, **kwargs: Any) -> list[float]:
         return [float(len(completion[0]["content"])) for completion in completions]
 
-    command = ["gspo.py", "--model_name_or_path", tiny.model(), "--output_dir", "out", "--use_peft", *FLAGS]
-    command += ["--lora_target_modules", "q_proj", "v_proj", "--lora_dropout", "0.0", "--log_completions"]
-    command += ["--importance_sampling_level", "sequence", "--epsilon", "3e-4", "--epsilon_high", "4e-4"]
+    command = [
+        "gspo.py",
+        "--model_name_or_path",
+        tiny.model(),
+        "--output_dir",
+        "out",
+        "--use_peft",
+        *FLAGS,
+    ]
+    command += [
+        "--lora_target_modules",
+        "q_proj",
+        "v_proj",
+        "--lora_dropout",
+        "0.0",
+        "--log_completions",
+    ]
+    command += [
+        "--importance_sampling_level",
+        "sequence",
+        "--epsilon",
+        "3e-4",
+        "--epsilon_high",
+        "4e-4",
+    ]
     command += ["--beta", "0.0", "--loss_type", "grpo", "--gradient_accumulation_steps", "2"]
-    monkeypatch.setattr(sys, "argv", [*command, "--steps_per_generation", "4", "--dtype", "float32"])
-    _, training_args, model_args = TrlParser((ScriptArguments, GRPOConfig, ModelConfig)).parse_args_and_config()
+    monkeypatch.setattr(
+        sys, "argv", [*command, "--steps_per_generation", "4", "--dtype", "float32"]
+    )
+    _, training_args, model_args = TrlParser(
+        (ScriptArguments, GRPOConfig, ModelConfig)
+    ).parse_args_and_config()
     training_args.model_init_kwargs = {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,
@@ -221,7 +306,11 @@ def test_gspo_with_a_parser_lora_arguments_of_the_model_and_two_rewards(monkeypa
     assert (objective.ratio, objective.clip_low, objective.clip_high, objective.average) == (
         *("sequence", 3e-4, 4e-4, "sequence"),
     )
-    assert (optim.minibatches, trainer.config.rollout.prompts, trainer.state.global_step) == (2, 8, 2)
+    assert (optim.minibatches, trainer.config.rollout.prompts, trainer.state.global_step) == (
+        2,
+        8,
+        2,
+    )
     assert Path("out/adapter_config.json").is_file()
 
 
@@ -234,8 +323,12 @@ def test_a_tool_that_no_model_could_call_is_refused():
     def query(sql: str) -> str:
         return sql
 
-    trainer = GRPOTrainer(tiny.model(), length_of, GRPOConfig("out", **SHORT), conversations(), tools=[query])
-    with pytest.raises(GruppoError, match=r"tool 'query' cannot be shown to a model: .*no docstring"):
+    trainer = GRPOTrainer(
+        tiny.model(), length_of, GRPOConfig("out", **SHORT), conversations(), tools=[query]
+    )
+    with pytest.raises(
+        GruppoError, match=r"tool 'query' cannot be shown to a model: .*no docstring"
+    ):
         trainer.train()
 
 
@@ -248,7 +341,9 @@ def test_an_environment_without_reset_and_a_rollout_function_are_refused():
     arguments = (tiny.model(), length_of, GRPOConfig("out", **SHORT), texts())
     with pytest.raises(GruppoError, match="environment 'Game' has no method reset"):
         GRPOTrainer(*arguments, environment_factory=Game)
-    with pytest.raises(GruppoError, match=r"GRPOTrainer\(rollout_func=...\) has no counterpart in gruppo"):
+    with pytest.raises(
+        GruppoError, match=r"GRPOTrainer\(rollout_func=...\) has no counterpart in gruppo"
+    ):
         GRPOTrainer(*arguments, rollout_func=print)
 
 
@@ -260,14 +355,24 @@ def test_a_vision_language_model_is_refused_by_its_processor():
 
         tokenizer = None
 
-    with pytest.raises(GruppoError, match="processing_class is a Processor, of a model that reads images"):
-        GRPOTrainer(tiny.model(), length_of, GRPOConfig("out", **SHORT), texts(), processing_class=Processor())
+    with pytest.raises(
+        GruppoError, match="processing_class is a Processor, of a model that reads images"
+    ):
+        GRPOTrainer(
+            tiny.model(),
+            length_of,
+            GRPOConfig("out", **SHORT),
+            texts(),
+            processing_class=Processor(),
+        )
 
 
 def test_vllm_inside_the_trainer_is_answered_with_servers():
     from gruppo.trl import GRPOConfig, GRPOTrainer
 
-    with pytest.raises(GruppoError, match=r"vllm_mode='colocate' of TRL has no counterpart.*gruppo serve"):
+    with pytest.raises(
+        GruppoError, match=r"vllm_mode='colocate' of TRL has no counterpart.*gruppo serve"
+    ):
         GRPOTrainer(tiny.model(), length_of, GRPOConfig("out", use_vllm=True, **SHORT), texts())
 
 
@@ -284,12 +389,19 @@ def test_vllm_servers_sample_and_get_the_weights_of_each_step():
     server = FakeServer(tiny.model())
     try:
         options = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.url}
-        trainer = GRPOTrainer(tiny.model(), length_of, GRPOConfig("out", **SHORT | options), texts())
+        trainer = GRPOTrainer(
+            tiny.model(), length_of, GRPOConfig("out", **SHORT | options), texts()
+        )
         output = trainer.train()
         trainer.end()
     finally:
         server.close()
     paths = [path for path, _ in server.log]
     assert output.global_step == 2 and len(trainer.state.log_history) == 2
-    assert sum("generate" in path for path in paths) >= 2 and any("collective_rpc" in path for path in paths)
-    assert trainer.config.objective.correction == "mask" and trainer.config.objective.correction_level == "sequence"
+    assert sum("generate" in path for path in paths) >= 2 and any(
+        "collective_rpc" in path for path in paths
+    )
+    assert (
+        trainer.config.objective.correction == "mask"
+        and trainer.config.objective.correction_level == "sequence"
+    )

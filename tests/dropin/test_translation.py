@@ -16,7 +16,12 @@ from gruppo.types import GruppoError
 
 ROWS = [{"prompt": f"{n} + {n} =", "answer": str(2 * n)} for n in range(24)]
 SHORT: dict[str, Any] = {
-    **{"max_completion_length": 8, "per_device_train_batch_size": 4, "num_generations": 2, "use_cpu": True},
+    **{
+        "max_completion_length": 8,
+        "per_device_train_batch_size": 4,
+        "num_generations": 2,
+        "use_cpu": True,
+    },
     **{"bf16": False, "learning_rate": 1e-3, "max_steps": 2},
 }
 
@@ -40,7 +45,11 @@ def test_names_and_defaults_are_trls(name, ours):
     there = {f.name: f for f in dataclasses.fields(getattr(trl, name)) if f.init}
     here = {f.name: f for f in dataclasses.fields(ours)}
     assert here.keys() == there.keys()
-    odd = [n for n, f in there.items() if f.default is not dataclasses.MISSING and f.default != here[n].default]
+    odd = [
+        n
+        for n, f in there.items()
+        if f.default is not dataclasses.MISSING and f.default != here[n].default
+    ]
     assert odd == []
 
 
@@ -52,13 +61,46 @@ def test_an_argument_is_translated_or_without_effect_and_not_both():
 
 
 REFUSED: dict[str, Any] = {
-    **{"min_p": 0.1, "repetition_penalty": 1.2, "generation_kwargs": {"num_beams": 2}, "top_entropy_quantile": 0.2},
-    **{"off_policy_mask_threshold": 0.5, "router_aux_loss_coef": 0.01, "vespo_k_pos": 1.0, "fp16": True},
-    **{"entropy_coef_min": 0.1, "max_tool_calling_iterations": 3, "log_completions_hub_repo": "a/b"},
-    **{"auto_find_batch_size": True, "deepspeed": "zero3.json", "fsdp": "full_shard", "neftune_noise_alpha": 5.0},
-    **{"load_best_model_at_end": True, "data_seed": 3, "shuffle_dataset": False, "optim": "adafactor"},
-    **{"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 2}, "save_strategy": "best"},
-    **{"report_to": "mlflow", "loss_type": "nope", "scale_rewards": "nope", "label_smoothing_factor": 0.1},
+    **{
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "generation_kwargs": {"num_beams": 2},
+        "top_entropy_quantile": 0.2,
+    },
+    **{
+        "off_policy_mask_threshold": 0.5,
+        "router_aux_loss_coef": 0.01,
+        "vespo_k_pos": 1.0,
+        "fp16": True,
+    },
+    **{
+        "entropy_coef_min": 0.1,
+        "max_tool_calling_iterations": 3,
+        "log_completions_hub_repo": "a/b",
+    },
+    **{
+        "auto_find_batch_size": True,
+        "deepspeed": "zero3.json",
+        "fsdp": "full_shard",
+        "neftune_noise_alpha": 5.0,
+    },
+    **{
+        "load_best_model_at_end": True,
+        "data_seed": 3,
+        "shuffle_dataset": False,
+        "optim": "adafactor",
+    },
+    **{
+        "lr_scheduler_type": "polynomial",
+        "lr_scheduler_kwargs": {"power": 2},
+        "save_strategy": "best",
+    },
+    **{
+        "report_to": "mlflow",
+        "loss_type": "nope",
+        "scale_rewards": "nope",
+        "label_smoothing_factor": 0.1,
+    },
     **{"use_vllm": True, "parallelism_config": {"cp": 2}, "metric_for_best_model": "reward"},
 }
 
@@ -77,13 +119,25 @@ def test_what_has_no_counterpart_is_refused_by_its_name_in_one_line(name):
     ("arguments", "message"),
     [
         ({"max_prompt_length": 64}, r"GRPOConfig of TRL 1.16 has no argument 'max_prompt_length'"),
-        ({"num_generation": 4}, r"has no argument 'num_generation'\. Did you mean num_generations\?"),
-        ({"per_device_train_batch_size": 3}, "a generation batch of 3 rows is no multiple of num_generations=2"),
+        (
+            {"num_generation": 4},
+            r"has no argument 'num_generation'\. Did you mean num_generations\?",
+        ),
+        (
+            {"per_device_train_batch_size": 3},
+            "a generation batch of 3 rows is no multiple of num_generations=2",
+        ),
         ({"generation_batch_size": 6}, "generation_batch_size=6 is no multiple of the 4 rows"),
         ({"steps_per_generation": 3, "gradient_accumulation_steps": 2}, "mix two generations"),
-        ({"loss_type": "cispo"}, r"caps the ratio at epsilon_high, which is 0\.2.*Set epsilon_high=5\.0"),
+        (
+            {"loss_type": "cispo"},
+            r"caps the ratio at epsilon_high, which is 0\.2.*Set epsilon_high=5\.0",
+        ),
         ({"loss_type": "luspo"}, "with importance_sampling_level='sequence'"),
-        ({"loss_type": "bnpo", "gradient_accumulation_steps": 2}, "loss_type='bnpo' of TRL has no counterpart"),
+        (
+            {"loss_type": "bnpo", "gradient_accumulation_steps": 2},
+            "loss_type='bnpo' of TRL has no counterpart",
+        ),
     ],
 )
 def test_arguments_that_contradict_each_other_are_one_line(arguments, message):
@@ -93,13 +147,32 @@ def test_arguments_that_contradict_each_other_are_one_line(arguments, message):
 
 def test_batches_steps_and_rates_are_trls():
     found = settings(
-        **{"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 4},
-        **{"num_generations": 8, "num_iterations": 2, "num_train_epochs": 2, "warmup_steps": 8, "save_steps": 10},
-        **{"eval_strategy": "epoch", "adam_beta2": 0.95, "save_total_limit": 3, "lr_scheduler_type": "cosine"},
+        **{
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "steps_per_generation": 4,
+        },
+        **{
+            "num_generations": 8,
+            "num_iterations": 2,
+            "num_train_epochs": 2,
+            "warmup_steps": 8,
+            "save_steps": 10,
+        },
+        **{
+            "eval_strategy": "epoch",
+            "adam_beta2": 0.95,
+            "save_total_limit": 3,
+            "lr_scheduler_type": "cosine",
+        },
     )
     # 16 rows a generation are 2 prompts of 24: 12 generations an epoch, of 2 x 2 optimizer steps each
     assert (found["rollout.prompts"], found["rollout.group_size"], found["steps"]) == (2, 8, 24)
-    assert (found["optim.minibatches"], found["optim.epochs"], found["optim.warmup_steps"]) == (2, 2, 2)
+    assert (found["optim.minibatches"], found["optim.epochs"], found["optim.warmup_steps"]) == (
+        2,
+        2,
+        2,
+    )
     assert (found["saving.every"], found["saving.keep"], found["evaluation.every"]) == (3, 3, 12)
     assert (found["optim.betas"], found["optim.decay"]) == ((0.9, 0.95), "cosine")
     assert settings(max_steps=9, num_iterations=2)["steps"] == 5
@@ -109,20 +182,44 @@ def test_gradient_checkpointing_is_recomputation():
     """On by default in TRL."""
     assert settings()["optim.recompute"] == "layer"
     assert settings(gradient_checkpointing=False)["optim.recompute"] == "none"
-    assert settings(activation_checkpointing=False)["optim.recompute"] == "none"  # the new name is preferred
+    assert (
+        settings(activation_checkpointing=False)["optim.recompute"] == "none"
+    )  # the new name is preferred
 
 
 def test_the_objective_is_trls():
-    found = settings(loss_type="cispo", epsilon_high=5.0, beta=0.1, use_bias_correction_kl=False, scale_rewards=False)
+    found = settings(
+        loss_type="cispo",
+        epsilon_high=5.0,
+        beta=0.1,
+        use_bias_correction_kl=False,
+        scale_rewards=False,
+    )
     names = ("surrogate", "clip_low", "clip_high", "average", "kl_gradient", "scale")
-    assert [found[f"objective.{name}"] for name in names] == ["cispo", 1.0, 4.0, "token", "naive", "none"]
+    assert [found[f"objective.{name}"] for name in names] == [
+        "cispo",
+        1.0,
+        4.0,
+        "token",
+        "naive",
+        "none",
+    ]
     assert found["stage.kl_coef"] == 0.1
-    found = settings(use_adaptive_entropy=True, entropy_coef=0.01, entropy_target=0.3, delta=1.5, reward_weights=[1, 2])
+    found = settings(
+        use_adaptive_entropy=True,
+        entropy_coef=0.01,
+        entropy_target=0.3,
+        delta=1.5,
+        reward_weights=[1, 2],
+    )
     assert found["stage.entropy_coef"] == "adaptive:0.01,target=0.3,delta=0.005"
     assert (found["objective.dual_clip"], found["scoring.weights"]) == (1.5, (1.0, 2.0))
     found = settings(use_vllm=True, vllm_mode="server", vllm_server_port=9000)
     assert (found["engine.kind"], found["engine.urls"]) == ("vllm", ("http://127.0.0.1:9000",))
-    assert (found["objective.correction"], found["objective.correction_level"]) == ("mask", "sequence")
+    assert (found["objective.correction"], found["objective.correction_level"]) == (
+        "mask",
+        "sequence",
+    )
     found = settings("RLOO")
     assert (found["objective.baseline"], found["objective.kl_in"], found["stage.kl_coef"]) == (
         *("leave_one_out", "reward", 0.05),
@@ -149,7 +246,9 @@ def test_what_means_something_else_is_reported_once(caplog):
         trainer(steps_per_generation=2, warmup_steps=1, top_p=0.9)
     text = caplog.text
     assert text.count("a step here is a generation and its 2 optimizer steps") == 1
-    assert text.count("top_p: applied when sampling and when scoring; there only when sampling") == 1
+    assert (
+        text.count("top_p: applied when sampling and when scoring; there only when sampling") == 1
+    )
     assert text.count("the warmup ends at the full learning rate") == 1
     caplog.clear()
     trainer()
@@ -161,7 +260,9 @@ def test_a_config_of_trl_itself_is_read_too(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     args = trl.GRPOConfig(output_dir="theirs", report_to=[], **SHORT)
     made = GRPOTrainer(tiny.model(), length, args, ROWS)
-    assert dataclasses.replace(made.config, runs_dir="") == dataclasses.replace(trainer().config, runs_dir="")
+    assert dataclasses.replace(made.config, runs_dir="") == dataclasses.replace(
+        trainer().config, runs_dir=""
+    )
 
 
 @pytest.mark.parametrize(
@@ -171,7 +272,10 @@ def test_a_config_of_trl_itself_is_read_too(tmp_path, monkeypatch):
         ({"train_dataset": None}, "train_dataset is missing"),
         ({"eval_dataset": {"a": ROWS}}, "eval_dataset is a dict of data sets"),
         ({"optimizers": (object(), None)}, r"GRPOTrainer\(optimizers=...\) has no counterpart"),
-        ({"quantization_config": object()}, r"GRPOTrainer\(quantization_config=...\) has no counterpart"),
+        (
+            {"quantization_config": object()},
+            r"GRPOTrainer\(quantization_config=...\) has no counterpart",
+        ),
         ({"callbacks": [object()]}, "is no TrainerCallback of transformers"),
         ({"peft_config": object()}, "peft_config is a object; gruppo trains LoRA"),
     ],
@@ -183,7 +287,9 @@ def test_arguments_of_the_trainer_that_cannot_be_used_are_one_line(arguments, me
 
 
 def test_other_trainers_are_answered_at_the_import():
-    with pytest.raises(ImportError, match=r"gruppo.trl has GRPOConfig, .*, and no PPOTrainer\. TRL 1.16 has no PPO"):
+    with pytest.raises(
+        ImportError, match=r"gruppo.trl has GRPOConfig, .*, and no PPOTrainer\. TRL 1.16 has no PPO"
+    ):
         from gruppo.trl import PPOTrainer  # noqa: F401
     with pytest.raises(ImportError, match=r"no SFTTrainer\. Here demonstrations are a stage"):
         from gruppo.trl import SFTTrainer  # noqa: F401
@@ -205,7 +311,9 @@ def test_a_run_is_stopped_by_a_callback_resumed_evaluated_and_saved(tmp_path, mo
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             seen.append((state.global_step, logs["reward"] > 0, "model" in _))
 
-        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
+        def on_evaluate(
+            self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any
+        ) -> None:
             seen.append(("evaluated", state.global_step, "eval_reward" in metrics))
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -221,7 +329,13 @@ def test_a_run_is_stopped_by_a_callback_resumed_evaluated_and_saved(tmp_path, mo
     assert output.global_step == 2 and output.training_loss == output.metrics["train_loss"]
     stopped.end()
     assert seen == [
-        *[("begin", "out"), ("evaluated", 0, True), (1, True, True), (2, True, True), ("evaluated", 2, True)],
+        *[
+            ("begin", "out"),
+            ("evaluated", 0, True),
+            (1, True, True),
+            (2, True, True),
+            ("evaluated", 2, True),
+        ],
     ]
     seen.extend([None] * 8)
     again = GRPOTrainer(tiny.model(), length, **given)
@@ -257,10 +371,14 @@ def test_the_model_is_pushed_with_its_card_under_the_name_of_its_folder(tmp_path
     files = hub.repositories[made.hub_model_id]
     assert hub.private == {"someone/mine"} and hub.commits == ["End of training"]
     assert files["model.safetensors"] == Path("mine/model.safetensors").read_bytes()
-    assert "# mine" in files["README.md"].decode() and "| length | 1 |" in files["README.md"].decode()
+    assert (
+        "# mine" in files["README.md"].decode() and "| length | 1 |" in files["README.md"].decode()
+    )
     assert [path.name for path in Path("mine").iterdir() if path.name.startswith("tmp")] == []
     files["older.json"] = b"{}"  # which a push to main would remove
     before = dict(files)
     made.push_to_hub("a trial", token=fake_hub.TOKEN, revision="trial")
     assert hub.commits[-1] == "a trial" and files == before, "main is as it was"
-    assert hub.repositories["someone/mine@trial"]["model.safetensors"] == before["model.safetensors"]
+    assert (
+        hub.repositories["someone/mine@trial"]["model.safetensors"] == before["model.safetensors"]
+    )

@@ -37,7 +37,9 @@ SCORED: dict[Any, list[float]] = {}
 class FakeServer:
     """``url`` answers from construction to ``close``. ``model``: the folder that the server was started with."""
 
-    def __init__(self, model: str, *, key: str = "", host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self, model: str, *, key: str = "", host: str = "127.0.0.1", port: int = 0
+    ) -> None:
         self.model, self.policy = model, copied(opened(model))
         self.key, self.version, self.is_paused, self.pauses = key, "default", False, 0
         self.adapters: dict[str, Any] = {}
@@ -65,11 +67,17 @@ class FakeServer:
                 self.reply(None)
 
             def do_POST(self) -> None:
-                self.reply(json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"null"))
+                self.reply(
+                    json.loads(
+                        self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"null"
+                    )
+                )
 
             def reply(self, body: Any) -> None:
                 try:
-                    code, answer = server.handle(self.command, self.path, body, self.headers.get("Authorization", ""))
+                    code, answer = server.handle(
+                        self.command, self.path, body, self.headers.get("Authorization", "")
+                    )
                 except Fault as fault:
                     code, answer = fault.code, {"error": {"message": fault.message}}
                     if code in BROKEN:
@@ -81,7 +89,9 @@ class FakeServer:
             def break_off(self, how: int) -> None:
                 self.close_connection = True
                 if how == RESET:
-                    self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+                    self.connection.setsockopt(
+                        socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0"
+                    )
                     self.connection.close()
                     return
                 self.wfile.write(b'HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{"choices": [{')
@@ -120,11 +130,19 @@ class FakeServer:
 
     def get_v1_models(self, body: Any, query: Any) -> Any:
         names = ["tiny", *self.adapters]
-        return {"data": [{"id": name, "root": "tiny", "max_model_len": self.max_model_len} for name in names]}
+        return {
+            "data": [
+                {"id": name, "root": "tiny", "max_model_len": self.max_model_len} for name in names
+            ]
+        }
 
     def get_server_info(self, body: Any, query: Any) -> Any:
         config = self.policy.module.config
-        model = {"logprobs_mode": self.logprobs_mode, "max_model_len": self.max_model_len, "hf_config": str(config)}
+        model = {
+            "logprobs_mode": self.logprobs_mode,
+            "max_model_len": self.max_model_len,
+            "hf_config": str(config),
+        }
         return {"vllm_config": {"model_config": model}}
 
     def get_metrics(self, body: Any, query: Any) -> Any:
@@ -159,7 +177,9 @@ class FakeServer:
         folder = Path(body["kwargs"]["weights_path"])
         files = sorted(folder.glob("*.safetensors"))
         if not files:
-            return 500, {"error": {"message": f"Cannot find any model weights with `{folder}`", "code": 500}}
+            return 500, {
+                "error": {"message": f"Cannot find any model weights with `{folder}`", "code": 500}
+            }
         policy = copied(self.policy)
         try:
             self.load(policy, {name: x for file in files for name, x in load_file(file).items()})
@@ -173,22 +193,32 @@ class FakeServer:
 
         adapt = adapt_from(body["lora_path"], base=self.model)
         with LOADING:
-            self.adapters[body["lora_name"]] = from_pretrained(self.model, compute="float32", adapt=adapt)
+            self.adapters[body["lora_name"]] = from_pretrained(
+                self.model, compute="float32", adapt=adapt
+            )
         return f"Success: LoRA adapter '{body['lora_name']}' added successfully."
 
     def post_v1_unload_lora_adapter(self, body: Any, query: Any) -> Any:
         if self.adapters.pop(body["lora_name"], None) is None:
-            return 404, {"error": {"message": f"The lora adapter '{body['lora_name']}' cannot be found."}}
+            return 404, {
+                "error": {"message": f"The lora adapter '{body['lora_name']}' cannot be found."}
+            }
         return "Success"
 
     def post_inference_v1_generate(self, body: Any, query: Any) -> Any:
         if not self.scale_out:
-            return 403, {"error": {"message": "Scale-out endpoints are disabled. Restart with --enable-scale-out"}}
+            return 403, {
+                "error": {
+                    "message": "Scale-out endpoints are disabled. Restart with --enable-scale-out"
+                }
+            }
         ids, params, name = body["token_ids"], body["sampling_params"], body.get("model") or "tiny"
         if name not in ("tiny", *self.adapters):
             return 404, {"error": {"message": f"The model `{name}` does not exist."}}
         if len(ids) + params["max_tokens"] > self.max_model_len:
-            return 400, {"error": {"message": f"maximum context length is {self.max_model_len} tokens"}}
+            return 400, {
+                "error": {"message": f"maximum context length is {self.max_model_len} tokens"}
+            }
         while self.is_paused:
             time.sleep(0.005)
         policy, version, pauses = self.adapters.get(name, self.policy), self.version, self.pauses
@@ -196,8 +226,14 @@ class FakeServer:
         with self.lock:
             if pauses == self.pauses:
                 policy, version = self.adapters.get(name, self.policy), self.version
-            key = (name, body.get("cache_salt"), *ids)  # vLLM's hash of a block has the adapter's name
-            usage = {"prompt_tokens_details": {"cached_tokens": len(ids) - 1 if key in self.cache else 0}}
+            key = (
+                name,
+                body.get("cache_salt"),
+                *ids,
+            )  # vLLM's hash of a block has the adapter's name
+            usage = {
+                "prompt_tokens_details": {"cached_tokens": len(ids) - 1 if key in self.cache else 0}
+            }
             choice = self.sampled(policy, version, ids, params, key)
             if pauses != self.pauses:  # aborted: half of its tokens were there
                 choice = cut(choice, len(choice["token_ids"]) // 2)
@@ -212,7 +248,9 @@ class FakeServer:
                 ]
         return answer
 
-    def sampled(self, policy: TextPolicy, version: str, ids: list[int], params: Any, key: Any) -> Any:
+    def sampled(
+        self, policy: TextPolicy, version: str, ids: list[int], params: Any, key: Any
+    ) -> Any:
         scores = params.get("prompt_logprobs") is not None  # which reads no cache
         first = policy if scores else self.cache.setdefault(key, policy)
         sampling = Sampling(
@@ -223,7 +261,9 @@ class FakeServer:
             tuple(params.get("stop", ())),
         )
         seed = params.get("seed", 0)
-        adapter = None if policy.base_sha256 is None else id(policy)  # whose scale the digest leaves out
+        adapter = (
+            None if policy.base_sha256 is None else id(policy)
+        )  # whose scale the digest leaves out
         address = digest(policy), digest(first), adapter, tuple(ids), sampling, seed
         row = SAMPLED.get(address)
         if row is None:
@@ -232,7 +272,9 @@ class FakeServer:
             with torch.no_grad():
                 decoding = policy.backbone.start([torch.tensor(ids)], torch.tensor([0]))
                 if first is not policy:  # the prompt was read by older weights
-                    decoding.logits = first.backbone.start([torch.tensor(ids)], torch.tensor([0])).logits
+                    decoding.logits = first.backbone.start(
+                        [torch.tensor(ids)], torch.tensor([0])
+                    ).logits
                 row = SAMPLED[address] = generate(decoding, uniforms, sampling, policy.chat)
         length = int(row.lengths[0])
         tokens, logprobs = row.tokens[0, :length].tolist(), row.logprobs[0, :length].tolist()
@@ -240,7 +282,11 @@ class FakeServer:
         return {
             "index": 0,
             "token_ids": tokens,
-            "logprobs": {"content": [{"token_id": t, "logprob": x} for t, x in zip(tokens, logprobs, strict=True)]},
+            "logprobs": {
+                "content": [
+                    {"token_id": t, "logprob": x} for t, x in zip(tokens, logprobs, strict=True)
+                ]
+            },
             "finish_reason": row.finish[0],
             "weight_versions": [{"version": version, "start": 0, "end": length}],
         }
@@ -316,11 +362,18 @@ def score(policy: TextPolicy, ids: list[int]) -> list[float]:
     if address not in SCORED:
         features = policy.backbone.features(torch.tensor([ids]))[0, :-1]
         targets = torch.tensor(ids[1:])
-        logprobs, _ = chunked_categorical(features, policy.backbone.head, targets, torch.ones(len(targets)))
+        logprobs, _ = chunked_categorical(
+            features, policy.backbone.head, targets, torch.ones(len(targets))
+        )
         SCORED[address] = logprobs.tolist()
     return SCORED[address]
 
 
 if __name__ == "__main__":  # MODEL HOST PORT
-    FakeServer(sys.argv[1], host=sys.argv[2], port=int(sys.argv[3]), key=os.environ.get("GRUPPO_ENGINE_KEY", ""))
+    FakeServer(
+        sys.argv[1],
+        host=sys.argv[2],
+        port=int(sys.argv[3]),
+        key=os.environ.get("GRUPPO_ENGINE_KEY", ""),
+    )
     threading.Event().wait()

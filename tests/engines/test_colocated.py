@@ -41,7 +41,9 @@ class Sleeper(FakeServer):
     def post_wake_up(self, body: Any, query: Any) -> Any:
         self.wakes.append(query.get("tags"))
         self.asleep -= {query["tags"]} if query else {"weights", "kv_cache"}
-        self.is_paused = self.is_paused and bool(self.asleep)  # vLLM resumes once all of it is awake
+        self.is_paused = self.is_paused and bool(
+            self.asleep
+        )  # vLLM resumes once all of it is awake
         return {"status": "sleeping" if self.asleep else "awake"}
 
     def post_collective_rpc(self, body: Any, query: Any) -> Any:
@@ -66,7 +68,9 @@ def config(tmp_path: Any, server: Sleeper, **changes: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_a_server_sleeps_from_the_last_sample_of_a_step_until_its_next_weights(tmp_path, server, monkeypatch):
+def test_a_server_sleeps_from_the_last_sample_of_a_step_until_its_next_weights(
+    tmp_path, server, monkeypatch
+):
     learn, asleep = update.backward, []
 
     def backward(*args: Any, **how: Any) -> Any:
@@ -78,15 +82,36 @@ def test_a_server_sleeps_from_the_last_sample_of_a_step_until_its_next_weights(t
     assert asleep and all(parts == ["kv_cache", "weights"] for parts in asleep)
     paths = [path for path, _ in server.log]
     begin = paths.index("/sleep")
-    woken = [path for path in paths[begin:] if path not in ("/health", "/metrics", "/inference/v1/generate")]
+    woken = [
+        path
+        for path in paths[begin:]
+        if path not in ("/health", "/metrics", "/inference/v1/generate")
+    ]
     assert woken[:8] == [
-        *("/sleep", "/wake_up", "/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version"),
+        *(
+            "/sleep",
+            "/wake_up",
+            "/pause",
+            "/collective_rpc",
+            "/reset_prefix_cache",
+            "/update_weight_version",
+        ),
         *("/wake_up", "/resume"),
     ]
-    assert server.wakes == [None, *["weights", "kv_cache"] * 2]  # at first, a server that a dead run left asleep
+    assert server.wakes == [
+        None,
+        *["weights", "kv_cache"] * 2,
+    ]  # at first, a server that a dead run left asleep
     assert paths.count("/sleep") == 2 and not server.asleep  # the last weights are published too
     plain = FakeServer(tiny.model())
-    other = tiny.config(tmp_path, engine__kind="vllm", engine__urls=[plain.url], steps=2, compute="float32", name="b")
+    other = tiny.config(
+        tmp_path,
+        engine__kind="vllm",
+        engine__urls=[plain.url],
+        steps=2,
+        compute="float32",
+        name="b",
+    )
     weights = runs.weights(api.start(other).folder)
     plain.close()
     assert torch.equal(runs.weights(folder), weights)
@@ -98,9 +123,13 @@ def test_a_server_that_a_dead_run_left_asleep_is_woken(tmp_path, server):
     assert not server.asleep
 
 
-def test_a_server_that_cannot_sleep_is_refused_before_the_first_step_and_later_left_out(tmp_path, server):
+def test_a_server_that_cannot_sleep_is_refused_before_the_first_step_and_later_left_out(
+    tmp_path, server
+):
     server.sleep_mode = False
-    with pytest.raises(GruppoError, match=r"cannot sleep, .* gruppo serve MODEL -- --enable-sleep-mode, or leave"):
+    with pytest.raises(
+        GruppoError, match=r"cannot sleep, .* gruppo serve MODEL -- --enable-sleep-mode, or leave"
+    ):
         api.start(config(tmp_path, server))
     server.sleep_mode = True
 
@@ -110,12 +139,16 @@ def test_a_server_that_cannot_sleep_is_refused_before_the_first_step_and_later_l
 
     server.before = fail
     rows = api.start(config(tmp_path, server, name="again")).folder / "metrics.jsonl"
-    assert rows.read_text().count('"engine/servers_count": 1.0') == 2  # and used again with the next weights
+    assert (
+        rows.read_text().count('"engine/servers_count": 1.0') == 2
+    )  # and used again with the next weights
 
 
 def test_explain_splits_the_memory_of_one_gpu(tmp_path, server):
     text = "\n".join(api.explain(config(tmp_path, server)))
     assert "ONE GPU FOR TRAINER AND SERVER, 80.0 GiB (there is none here)" in text
     assert "--enable-sleep-mode --gpu-memory-utilization 0.96" in text  # 3 GiB of 80 are reserved
-    assert "ONE GPU" not in "\n".join(api.explain(config(tmp_path, server, engine__colocated=False)))
+    assert "ONE GPU" not in "\n".join(
+        api.explain(config(tmp_path, server, engine__colocated=False))
+    )
     assert not server.log

@@ -52,7 +52,9 @@ def test_sync_catches_weights_that_did_not_arrive(compute):
 def test_sync_catches_parameters_that_were_exchanged_under_a_copy():
     policy = llama(compute="bfloat16")
     engine = LocalEngine(policy)
-    policy.module.lm_head.weight = policy.module.model.embed_tokens.weight = nn.Parameter(torch.ones(267 - 4, 32))
+    policy.module.lm_head.weight = policy.module.model.embed_tokens.weight = nn.Parameter(
+        torch.ones(267 - 4, 32)
+    )
     with pytest.raises(RuntimeError, match="did not arrive"):
         engine.sync(policy, 1)
 

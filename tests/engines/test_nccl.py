@@ -97,7 +97,11 @@ class Receiver(FakeServer):
 
     def post_start_weight_update(self, body: Any, query: Any) -> Any:
         if self.received is not None:
-            return 500, {"error": {"message": "start_weight_update called while a weight update is already active."}}
+            return 500, {
+                "error": {
+                    "message": "start_weight_update called while a weight update is already active."
+                }
+            }
         self.received = {}
         return {"message": "Weight update started"}
 
@@ -113,7 +117,9 @@ class Receiver(FakeServer):
             chunk.clear()
 
         try:
-            for name, dtype_name, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
+            for name, dtype_name, shape in zip(
+                info["names"], info["dtype_names"], info["shapes"], strict=True
+            ):
                 dtype = getattr(torch, dtype_name)
                 chunk.append((name, shape, dtype, math.prod(shape) * dtype.itemsize))
                 if sum(size for *_, size in chunk) > self.info["packed_buffer_size_bytes"]:
@@ -155,33 +161,55 @@ def engine(servers, policy, tmp_path, monkeypatch) -> Iterator[VllmEngine]:
     proof = Proof(policy, PROMPTS, SAMPLING, max_mismatch=0.2)
     proof.limit(tiny.CONTEXT)
     urls = [server.url for server in servers]
-    engine = VllmEngine(policy, urls, tmp_path / "published", proof=proof, nccl=transfer, timeout_s=20)
+    engine = VllmEngine(
+        policy, urls, tmp_path / "published", proof=proof, nccl=transfer, timeout_s=20
+    )
     yield engine
     engine.close()
 
 
-def test_servers_receive_the_weights_in_chunks_and_prove_them_without_a_folder(engine, servers, policy, tmp_path):
+def test_servers_receive_the_weights_in_chunks_and_prove_them_without_a_folder(
+    engine, servers, policy, tmp_path
+):
     for version in range(3):
         engine.sync(policy, version)
         assert all(replica.label == replica.label_of(engine.label) for replica in engine.replicas)
         require_logprobs(policy, engine.generate(requests(2, 2), SAMPLING, seed=0))
         update(policy, 1e-3, version)
     for server in servers:
-        paths = [path for path, _ in server.log if path not in ("/health", "/inference/v1/generate", "/metrics")]
+        paths = [
+            path
+            for path, _ in server.log
+            if path not in ("/health", "/inference/v1/generate", "/metrics")
+        ]
         joined, update_paths = paths[:4], paths[4:10]
         assert joined == [
-            *("/pause", "/shutdown_weight_transfer_engine", "/get_world_size", "/init_weight_transfer_engine"),
+            *(
+                "/pause",
+                "/shutdown_weight_transfer_engine",
+                "/get_world_size",
+                "/init_weight_transfer_engine",
+            ),
         ]
         assert update_paths == [
-            *("/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache"),
+            *(
+                "/start_weight_update",
+                "/update_weights",
+                "/finish_weight_update",
+                "/reset_prefix_cache",
+            ),
             *("/update_weight_version", "/resume"),
         ]
-        assert paths.count("/init_weight_transfer_engine") == 1 and paths.count("/update_weights") == 4  # a canary
+        assert (
+            paths.count("/init_weight_transfer_engine") == 1 and paths.count("/update_weights") == 4
+        )  # a canary
         assert server.info["world_size"] == 2 and server.info["rank_offset"] == 1
     assert not (tmp_path / "published").exists()
 
 
-def test_a_server_that_hangs_as_it_receives_holds_up_no_other_for_longer_than_the_timeout(engine, servers, policy):
+def test_a_server_that_hangs_as_it_receives_holds_up_no_other_for_longer_than_the_timeout(
+    engine, servers, policy
+):
     engine.sync(policy, 0)
     update(policy, 1e-3, 0)
 
@@ -197,8 +225,12 @@ def test_a_server_that_hangs_as_it_receives_holds_up_no_other_for_longer_than_th
     require_logprobs(policy, engine.generate(requests(2, 2), SAMPLING, seed=0))
 
 
-@pytest.mark.parametrize("path", ["/init_weight_transfer_engine", "/start_weight_update", "/update_weights"])
-def test_a_server_that_fails_to_receive_is_left_out_and_comes_back_on_a_new_connection(engine, servers, policy, path):
+@pytest.mark.parametrize(
+    "path", ["/init_weight_transfer_engine", "/start_weight_update", "/update_weights"]
+)
+def test_a_server_that_fails_to_receive_is_left_out_and_comes_back_on_a_new_connection(
+    engine, servers, policy, path
+):
     engine.sync(policy, 0)
 
     def fail(asked: str, body: Any) -> None:
@@ -265,7 +297,12 @@ def test_a_communicator_is_freed_once_and_not_under_a_call_that_uses_it(monkeypa
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     stream = SimpleNamespace(wait_stream=lambda other: None, cuda_stream=0)
     link = nccl.Link.__new__(nccl.Link)
-    link.device, link.is_aborted, link._communicator, link._stream = torch.device("cpu"), False, None, stream
+    link.device, link.is_aborted, link._communicator, link._stream = (
+        torch.device("cpu"),
+        False,
+        None,
+        stream,
+    )
     link._aborting, link._enqueuing = threading.Lock(), threading.Lock()
     with ThreadPoolExecutor(2) as pool:
         sent = pool.submit(link.broadcast, torch.zeros(1))
@@ -281,14 +318,18 @@ def test_a_communicator_is_freed_once_and_not_under_a_call_that_uses_it(monkeypa
 
 def test_what_nccl_cannot_send_is_refused_in_one_line(servers, tmp_path):
     options = {"engine__kind": "vllm", "engine__urls": [servers[0].url], "engine__transfer": "nccl"}
-    with pytest.raises(GruppoError, match=r"needs weights on a GPU, and the policy is on cpu\. Leave it out"):
+    with pytest.raises(
+        GruppoError, match=r"needs weights on a GPU, and the policy is on cpu\. Leave it out"
+    ):
         api.start(tiny.config(tmp_path, **options))
     with pytest.raises(GruppoError, match=r"does not connect two processes on one GPU"):
         api.start(tiny.config(tmp_path, **options, engine__colocated=True))
     assert not servers[0].log
     policy = from_pretrained(tiny.model(seed=1), compute="float32")
     engine = VllmEngine(policy, [servers[0].url], tmp_path / "published")
-    with pytest.raises(GruppoError, match=r"no weight transfer by NCCL\. Start the server with gruppo serve"):
+    with pytest.raises(
+        GruppoError, match=r"no weight transfer by NCCL\. Start the server with gruppo serve"
+    ):
         engine._run(check_server(engine.replicas[0], policy, tokens=8, is_nccl=True))
     engine.close()
     with pytest.raises(GruppoError, match="an adapter is published as a folder"):

@@ -23,7 +23,9 @@ class World:
     def __init__(self, seed: int, *, update: float, noise: float = 0.1, kept: float = 0.6) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self.update, self.noise, self.kept = update, noise, kept
-        self.trainer = -torch.empty(ROWS * TOKENS, dtype=torch.float64).exponential_(0.7, generator=self.generator)
+        self.trainer = -torch.empty(ROWS * TOKENS, dtype=torch.float64).exponential_(
+            0.7, generator=self.generator
+        )
         self.rounding = self.normal()
 
     def normal(self) -> torch.Tensor:
@@ -33,7 +35,9 @@ class World:
         # 40 of 225 tokens held 97% of the squares of a real update
         change = self.normal() * self.normal().exp()
         free = 1 - self.trainer.exp()
-        self.trainer = (self.trainer + free * self.update * change / change.square().mean().sqrt()).clamp(max=-1e-4)
+        self.trainer = (
+            self.trainer + free * self.update * change / change.square().mean().sqrt()
+        ).clamp(max=-1e-4)
         self.rounding = self.kept * self.rounding + math.sqrt(1 - self.kept**2) * self.normal()
 
     def server(self) -> torch.Tensor:
@@ -46,12 +50,16 @@ def evidence(world: World, is_stale: bool, *, knows_error: bool = True) -> Evide
     previous, before = world.trainer, world.server()
     world.step()
     server = before if is_stale else world.server()
-    return Evidence(server, world.trainer, previous, ROW_IDS, before - previous if knows_error else None)
+    return Evidence(
+        server, world.trainer, previous, ROW_IDS, before - previous if knows_error else None
+    )
 
 
 @pytest.mark.parametrize("update", [0.001, 0.03, 0.3])
 def test_a_good_server_is_refused_in_at_most_one_of_200_publishes(update):
-    verdicts = [regress([evidence(World(seed, update=update), False)]).verdict for seed in range(200)]
+    verdicts = [
+        regress([evidence(World(seed, update=update), False)]).verdict for seed in range(200)
+    ]
     assert verdicts.count("refused") <= 1
 
 
@@ -59,7 +67,9 @@ def test_a_good_server_is_refused_in_at_most_one_of_200_publishes(update):
 @pytest.mark.parametrize("knows_error", [True, False])
 def test_a_stale_server_is_proved_in_at_most_one_of_200_publishes(update, knows_error):
     worlds = (World(seed, update=update) for seed in range(200))
-    verdicts = [regress([evidence(world, True, knows_error=knows_error)]).verdict for world in worlds]
+    verdicts = [
+        regress([evidence(world, True, knows_error=knows_error)]).verdict for world in worlds
+    ]
     assert verdicts.count("proved") <= 1
     if knows_error:  # its answers do not change, so that nothing is noise
         assert set(verdicts) == {"refused"}
@@ -105,7 +115,11 @@ def test_noise_in_the_trainers_log_probs_would_move_a_stale_server_toward_one_ha
         world = World(seed, update=0.003)
         previous, before = world.trainer + 0.1 * world.normal(), world.server()
         world.step()
-        slopes.append(regress([Evidence(before, world.trainer + 0.1 * world.normal(), previous, ROW_IDS)]).value)
+        slopes.append(
+            regress(
+                [Evidence(before, world.trainer + 0.1 * world.normal(), previous, ROW_IDS)]
+            ).value
+        )
     assert sum(slopes) / len(slopes) == pytest.approx(0.5, abs=0.1)
 
 
@@ -134,7 +148,10 @@ def test_what_is_not_finite_is_refused(value):
 
 def test_an_update_of_nothing_is_undecided():
     world = World(0, update=0.1)
-    assert regress([Evidence(world.server(), world.trainer, world.trainer, ROW_IDS)]).verdict == "undecided"
+    assert (
+        regress([Evidence(world.server(), world.trainer, world.trainer, ROW_IDS)]).verdict
+        == "undecided"
+    )
 
 
 def test_an_exact_server_is_proved():
@@ -143,7 +160,8 @@ def test_an_exact_server_is_proved():
 
 
 @pytest.mark.parametrize(
-    ("confidence", "freedom", "t"), [(0.95, 1, 12.706), (0.95, 5, 2.5706), (0.999, 10, 4.5869), (0.99999, 39, 5.0712)]
+    ("confidence", "freedom", "t"),
+    [(0.95, 1, 12.706), (0.95, 5, 2.5706), (0.999, 10, 4.5869), (0.99999, 39, 5.0712)],
 )
 def test_student_t_is_the_tables(confidence, freedom, t):
     assert student_t(confidence, freedom) == pytest.approx(t, rel=3e-3)

@@ -40,7 +40,9 @@ def servers() -> Iterator[list[FakeServer]]:
 @pytest.fixture
 def engine(servers, policy, tmp_path) -> Iterator[VllmEngine]:
     proof = Proof(policy, PROMPTS, SAMPLING, max_mismatch=0.2)
-    engine = VllmEngine(policy, [server.url for server in servers], tmp_path / "published", proof=proof, timeout_s=5)
+    engine = VllmEngine(
+        policy, [server.url for server in servers], tmp_path / "published", proof=proof, timeout_s=5
+    )
     engine.check(32)
     yield engine
     engine.close()
@@ -57,7 +59,9 @@ def update(policy: TextPolicy, size: float, seed: int) -> None:
 
 
 def canaries(server: FakeServer) -> int:
-    folders = [body["kwargs"]["weights_path"] for path, body in server.log if path == "/collective_rpc"]
+    folders = [
+        body["kwargs"]["weights_path"] for path, body in server.log if path == "/collective_rpc"
+    ]
     return sum("canary" in folder for folder in folders)
 
 
@@ -65,10 +69,15 @@ def rounded(server: FakeServer, nats: float) -> None:
     """Give the log-probs of prompts noise that depends on the tokens and, in part, on the weights."""
 
     def answer(path: str, body: Any, answer: Any) -> Any:
-        for place, entry in enumerate(answer.get("prompt_logprobs") or () if isinstance(answer, dict) else ()):
+        for place, entry in enumerate(
+            answer.get("prompt_logprobs") or () if isinstance(answer, dict) else ()
+        ):
             for value in (entry or {}).values():
                 address = (*body["token_ids"], place)
-                kept, new = random.Random(hash(address)), random.Random(hash((*address, value["logprob"])))
+                kept, new = (
+                    random.Random(hash(address)),
+                    random.Random(hash((*address, value["logprob"]))),
+                )
                 value["logprob"] += nats * (0.8 * kept.gauss(0, 1) + 0.6 * new.gauss(0, 1))
         return answer
 
@@ -93,7 +102,9 @@ def test_the_weights_are_the_same_after_a_canary_and_random_numbers_too(engine, 
     before = {name: tensor.clone() for name, tensor in policy.module.state_dict().items()}
     state = torch.get_rng_state()
     engine.sync(policy, 0)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in policy.module.state_dict().items())
+    assert all(
+        torch.equal(tensor, before[name]) for name, tensor in policy.module.state_dict().items()
+    )
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -116,11 +127,15 @@ def test_updates_that_prove_nothing_for_long_bring_a_canary(engine, servers, pol
 
 
 def stale_head(policy: TextPolicy, weights: dict[str, torch.Tensor]) -> None:
-    policy.module.load_state_dict({name: x for name, x in weights.items() if name != "lm_head.weight"}, strict=False)
+    policy.module.load_state_dict(
+        {name: x for name, x in weights.items() if name != "lm_head.weight"}, strict=False
+    )
 
 
 def without_layer(policy: TextPolicy, weights: dict[str, torch.Tensor]) -> None:
-    policy.module.load_state_dict({name: x for name, x in weights.items() if ".layers.1." not in name}, strict=False)
+    policy.module.load_state_dict(
+        {name: x for name, x in weights.items() if ".layers.1." not in name}, strict=False
+    )
 
 
 def nothing(policy: TextPolicy, weights: dict[str, torch.Tensor]) -> None:
@@ -139,7 +154,9 @@ class Before:
 
 
 def another_model(policy: TextPolicy, weights: dict[str, torch.Tensor]) -> None:
-    policy.module.load_state_dict(from_pretrained(tiny.model(seed=5), compute="float32").module.state_dict())
+    policy.module.load_state_dict(
+        from_pretrained(tiny.model(seed=5), compute="float32").module.state_dict()
+    )
 
 
 @pytest.mark.slow
@@ -154,7 +171,9 @@ def another_model(policy: TextPolicy, weights: dict[str, torch.Tensor]) -> None:
     ],
     ids=["stale head", "one layer", "nothing", "previous version", "another model"],
 )
-def test_a_server_that_loads_wrongly_is_refused_by_the_canary_which_names_what(engine, servers, policy, load, reason):
+def test_a_server_that_loads_wrongly_is_refused_by_the_canary_which_names_what(
+    engine, servers, policy, load, reason
+):
     servers[1].load = load
     engine.sync(policy, 0)
     good, bad = engine.replicas
@@ -192,7 +211,9 @@ def raw(server: FakeServer) -> Callable[[str, Any, Any], Any]:
         if path.endswith("generate") and body["sampling_params"].get("prompt_logprobs") is None:
             content = answer["choices"][0]["logprobs"]["content"]
             ids = [*body["token_ids"], *answer["choices"][0]["token_ids"]]
-            for entry, logprob in zip(content, score(server.policy, ids)[-len(content) :], strict=True):
+            for entry, logprob in zip(
+                content, score(server.policy, ids)[-len(content) :], strict=True
+            ):
                 entry["logprob"] = logprob
         return answer
 
@@ -223,8 +244,12 @@ def test_log_probs_that_are_not_those_of_sampling_are_refused(engine, servers, p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("load", [nothing, Before(), another_model], ids=["nothing", "previous version", "another"])
-def test_a_server_that_begins_to_load_wrongly_is_left_out_at_once_and_comes_back(engine, servers, policy, load):
+@pytest.mark.parametrize(
+    "load", [nothing, Before(), another_model], ids=["nothing", "previous version", "another"]
+)
+def test_a_server_that_begins_to_load_wrongly_is_left_out_at_once_and_comes_back(
+    engine, servers, policy, load
+):
     for version in range(3):
         engine.sync(policy, version)
         update(policy, 3e-3, version)
@@ -240,7 +265,9 @@ def test_a_server_that_begins_to_load_wrongly_is_left_out_at_once_and_comes_back
     assert canaries(servers[0]) == 1
 
 
-def test_a_server_that_fails_to_load_once_is_loaded_again_by_way_of_a_canary(engine, servers, policy):
+def test_a_server_that_fails_to_load_once_is_loaded_again_by_way_of_a_canary(
+    engine, servers, policy
+):
     engine.sync(policy, 0)
     update(policy, 3e-3, 0)
     loads = []

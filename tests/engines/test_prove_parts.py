@@ -37,25 +37,36 @@ class Adapters(FakeServer):
 
 
 def adapter(base: str) -> TextPolicy:
-    return from_pretrained(base, compute="float32", adapt=partial(inject, rank=2, alpha=4.0, base=base))
+    return from_pretrained(
+        base, compute="float32", adapt=partial(inject, rank=2, alpha=4.0, base=base)
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("skipped", "reason"), [("layers.1.", r"layers.1 was not loaded"), ("layers.", "nothing of it was loaded")]
+    ("skipped", "reason"),
+    [("layers.1.", r"layers.1 was not loaded"), ("layers.", "nothing of it was loaded")],
 )
-def test_a_server_without_a_part_of_an_adapter_is_refused_by_the_canary_which_names_it(tmp_path, skipped, reason):
+def test_a_server_without_a_part_of_an_adapter_is_refused_by_the_canary_which_names_it(
+    tmp_path, skipped, reason
+):
     base = tiny.model(seed=1)
     policy, servers = adapter(base), [Adapters(base), Adapters(base)]
     servers[1].skipped = skipped
     proof = Proof(policy, PROMPTS, SAMPLING, max_mismatch=0.2)
-    engine = VllmEngine(policy, [s.url for s in servers], tmp_path / "published", proof=proof, timeout_s=20)
+    engine = VllmEngine(
+        policy, [s.url for s in servers], tmp_path / "published", proof=proof, timeout_s=20
+    )
     engine.check(32)
     before = {name: tensor.clone() for name, tensor in policy.module.state_dict().items()}
     engine.sync(policy, 0)
     assert engine.replicas[0].label is not None and engine.replicas[1].label is None
-    assert "does not hold the weights" in engine.replicas[1].why and reason in engine.replicas[1].why
-    assert all(torch.equal(tensor, before[name]) for name, tensor in policy.module.state_dict().items())
+    assert (
+        "does not hold the weights" in engine.replicas[1].why and reason in engine.replicas[1].why
+    )
+    assert all(
+        torch.equal(tensor, before[name]) for name, tensor in policy.module.state_dict().items()
+    )
     require_logprobs(policy, engine.generate(requests(2, 2), SAMPLING, seed=0))
     engine.close()
     for server in servers:
@@ -67,7 +78,9 @@ def train(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_with_sharded_weights_publish_what_one_process_does_and_name_a_layer(tmp_path: Path):
+def test_two_ranks_with_sharded_weights_publish_what_one_process_does_and_name_a_layer(
+    tmp_path: Path,
+):
     """The second server never loads a layer."""
     base = tiny.model(seed=1)
     servers = [FakeServer(base), FakeServer(base)]
@@ -76,13 +89,21 @@ def test_two_ranks_with_sharded_weights_publish_what_one_process_does_and_name_a
         for name, count, shard in (("one", 1, "none"), ("two", 2, "fsdp")):
             engine = {"engine__kind": "vllm", "engine__urls": [server.url for server in servers]}
             config = tiny.config(
-                tmp_path, **engine, model=base, name=name, steps=2, compute="float32", distributed__shard=shard
+                tmp_path,
+                **engine,
+                model=base,
+                name=name,
+                steps=2,
+                compute="float32",
+                distributed__shard=shard,
             )
             processes.run_ranks(count, train, serialization.to_dict(config), folder=tmp_path / name)
         one, two = (runs.weights(tmp_path / "runs" / name) for name in ("one", "two"))
         torch.testing.assert_close(two, one, rtol=0, atol=1e-5)
         for name in ("one", "two"):
-            assert [row["engine/servers_count"] for row in runs.metrics(tmp_path / "runs" / name)[-2:]] == [1, 1]
+            assert [
+                row["engine/servers_count"] for row in runs.metrics(tmp_path / "runs" / name)[-2:]
+            ] == [1, 1]
             log = (tmp_path / "runs" / name / "log.txt").read_text()
             assert "model.layers.1 was not loaded" in log, log
     finally:
@@ -110,6 +131,8 @@ def limits_of_the_canary(base: str, file: str) -> None:
 
 def test_the_canary_of_sharded_weights_allows_for_rounding_of_both_sides(tmp_path: Path):
     """Once 0, as scores in the compute dtype were held against themselves: every server in bfloat16 was refused."""
-    processes.run_ranks(2, limits_of_the_canary, tiny.model(seed=1), str(tmp_path / "limits.json"), folder=tmp_path)
+    processes.run_ranks(
+        2, limits_of_the_canary, tiny.model(seed=1), str(tmp_path / "limits.json"), folder=tmp_path
+    )
     replicated, sharded = json.loads((tmp_path / "limits.json").read_text())
     assert 0.5 * replicated < sharded < 4 * replicated

@@ -32,7 +32,10 @@ INPUTS = ["1 + 1 =", "a longer prompt"]
 
 
 def requests(*sizes: int, first: int = 0) -> list[Request]:
-    return [Request(Prompt(f"p{n}", f"{n} + {n} =", draw=n), size, first) for n, size in enumerate(sizes)]
+    return [
+        Request(Prompt(f"p{n}", f"{n} + {n} =", draw=n), size, first)
+        for n, size in enumerate(sizes)
+    ]
 
 
 def require_logprobs(policy: TextPolicy, rollouts: Rollouts) -> None:
@@ -57,7 +60,9 @@ def servers() -> Iterator[list[FakeServer]]:
 
 @pytest.fixture
 def engine(servers, policy, tmp_path) -> Iterator[VllmEngine]:
-    engine = VllmEngine(policy, [server.url for server in servers], tmp_path / "published", timeout_s=5)
+    engine = VllmEngine(
+        policy, [server.url for server in servers], tmp_path / "published", timeout_s=5
+    )
     engine.sync(policy, 1)
     yield engine
     engine.close()
@@ -96,8 +101,12 @@ def test_it_samples_as_a_server_does_whatever_the_company_and_the_number_of_serv
     alone = engine.generate(requests(3, 2, 3)[1:2], SAMPLING, seed=0)
     assert torch.equal(rollouts.take([3, 4]).actions[:, : alone.actions.shape[1]], alone.actions)
     grown = engine.generate(requests(1, 1, 1, first=2), SAMPLING, seed=0)
-    assert torch.equal(grown.actions[2, : int(grown.lengths[2])], rollouts.actions[7, : int(rollouts.lengths[7])])
-    assert not torch.equal(engine.generate(requests(3, 2, 3), SAMPLING, seed=1).actions, rollouts.actions)
+    assert torch.equal(
+        grown.actions[2, : int(grown.lengths[2])], rollouts.actions[7, : int(rollouts.lengths[7])]
+    )
+    assert not torch.equal(
+        engine.generate(requests(3, 2, 3), SAMPLING, seed=1).actions, rollouts.actions
+    )
 
 
 def asked(servers: list[FakeServer], path: str = "/inference/v1/generate") -> list[list[Any]]:
@@ -114,8 +123,16 @@ def test_the_samples_of_a_prompt_go_to_one_server_and_groups_are_spread(engine, 
 
 
 def test_a_server_is_named_after_its_weights_were_loaded_and_its_cache_cleared(engine, servers):
-    control = [path for path, _ in servers[0].log if path not in ("/health", "/inference/v1/generate")]
-    assert control == ["/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"]
+    control = [
+        path for path, _ in servers[0].log if path not in ("/health", "/inference/v1/generate")
+    ]
+    assert control == [
+        "/pause",
+        "/collective_rpc",
+        "/reset_prefix_cache",
+        "/update_weight_version",
+        "/resume",
+    ]
 
 
 def test_a_server_is_never_given_more_rows_than_it_has_room_for(servers, policy, tmp_path):
@@ -166,7 +183,9 @@ def test_ids_that_their_text_would_not_give_are_sent_and_kept_as_they_are(engine
     rollouts = engine.generate(prompts, SAMPLING, seed=0)
     ids = policy.chat.encode(prompts[0].prompt.inputs)
     assert rollouts.shared["prompt_ids"][0].tolist() == ids
-    assert {tuple(body["token_ids"]) for bodies in asked(servers) for body in bodies} == {tuple(ids)}
+    assert {tuple(body["token_ids"]) for bodies in asked(servers) for body in bodies} == {
+        tuple(ids)
+    }
     assert asked(servers, "/tokenize") == [[], []]
 
 
@@ -203,11 +222,18 @@ def test_an_adapter_is_published_by_version_and_never_merged(servers, tmp_path):
         with torch.no_grad():
             for parameter in policy.module.parameters():
                 if parameter.requires_grad:
-                    parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(version)))
+                    parameter.add_(
+                        0.3
+                        * torch.randn(
+                            parameter.shape, generator=torch.Generator().manual_seed(version)
+                        )
+                    )
         engine.sync(policy, version)
         rollouts = engine.generate(requests(2, 2), SAMPLING, seed=0)
         require_logprobs(policy, rollouts)
-        assert [list(server.adapters) for server in servers] == [[f"{engine.label}-r{n}"] for n in range(2)]
+        assert [list(server.adapters) for server in servers] == [
+            [f"{engine.label}-r{n}"] for n in range(2)
+        ]
     assert asked(servers, "/collective_rpc") == [[], []]
     engine.close()
 
@@ -242,14 +268,20 @@ def test_a_folder_is_whole_when_it_has_its_name(policy, tmp_path):
 
 def test_a_full_disk_is_one_line_that_names_the_folder(policy, tmp_path, monkeypatch):
     def full(*_: Any, **__: Any) -> None:
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        raise SafetensorError(
+            "Error while serializing: I/O error: No space left on device (os error 28)"
+        )
 
     monkeypatch.setattr(publish, "save_file", full)
-    with pytest.raises(GruppoError, match=r"cannot be written to .*No space left on device.* --engine.publish-dir"):
+    with pytest.raises(
+        GruppoError, match=r"cannot be written to .*No space left on device.* --engine.publish-dir"
+    ):
         publish.Publication(tmp_path).write("v1", policy.served_weights(), {})
 
 
-def test_shards_hold_every_tensor_once_and_none_is_larger_than_allowed(policy, tmp_path, monkeypatch):
+def test_shards_hold_every_tensor_once_and_none_is_larger_than_allowed(
+    policy, tmp_path, monkeypatch
+):
     monkeypatch.setattr(publish, "SHARD_BYTES", 4000)
     publish.write_shards(tmp_path, policy.served_weights())
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
@@ -258,7 +290,9 @@ def test_shards_hold_every_tensor_once_and_none_is_larger_than_allowed(policy, t
     assert sum(map(len, files.values())) == len(index)
     for name, tensor in policy.served_weights():
         assert torch.equal(files[index[name]][name], tensor)
-    assert all(len(held) == 1 or sum(x.nbytes for x in held.values()) <= 4000 for held in files.values())
+    assert all(
+        len(held) == 1 or sum(x.nbytes for x in held.values()) <= 4000 for held in files.values()
+    )
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -301,13 +335,22 @@ def no_weights(path: str, body: Any) -> None:
 
 
 REFUSED = {
-    "unreachable": (FakeServer.close, r"no vLLM server answers at http://.* gruppo serve MODEL .* --engine\.urls"),
-    "no key": (spoiled(key="secret"), r"needs a key\. Set the environment variable GRUPPO_ENGINE_KEY"),
+    "unreachable": (
+        FakeServer.close,
+        r"no vLLM server answers at http://.* gruppo serve MODEL .* --engine\.urls",
+    ),
+    "no key": (
+        spoiled(key="secret"),
+        r"needs a key\. Set the environment variable GRUPPO_ENGINE_KEY",
+    ),
     "no development routes": (
         spoiled(dev_mode=False),
         r"has no development routes\. Start the server with gruppo serve",
     ),
-    "no scale-out": (spoiled(scale_out=False), r"has no route /inference/v1/generate\. .* --enable-scale-out"),
+    "no scale-out": (
+        spoiled(scale_out=False),
+        r"has no route /inference/v1/generate\. .* --enable-scale-out",
+    ),
     "raw log-probs": (
         spoiled(logprobs_mode="raw_logprobs"),
         r"reports raw_logprobs.* --logprobs-mode processed_logprobs",
@@ -321,7 +364,10 @@ REFUSED = {
         spoiled(answer=bfloat16),
         r"computes in bfloat16, and the trainer in float32\. .* --compute bfloat16",
     ),
-    "no count of tokens": (spoiled(answer=no_counts), r"does not count its tokens.* without --disable-log-stats"),
+    "no count of tokens": (
+        spoiled(answer=no_counts),
+        r"does not count its tokens.* without --disable-log-stats",
+    ),
     "an old version": (spoiled(answer=without("weight_versions")), r"too old"),
     "a folder that it cannot read": (
         spoiled(before=no_weights),
@@ -344,7 +390,9 @@ def test_a_server_that_does_not_fit_is_refused_before_the_first_step(servers, tm
 def test_another_model_is_refused_by_the_first_entry_of_its_config_that_differs(servers, tmp_path):
     config = tiny.config(tmp_path, engine__kind="vllm", engine__urls=[servers[0].url])
     servers[0].policy.module.config.hidden_size = 32
-    with pytest.raises(GruppoError, match="runs another model: its hidden_size is 32, and that of --model is 16"):
+    with pytest.raises(
+        GruppoError, match="runs another model: its hidden_size is 32, and that of --model is 16"
+    ):
         api.start(config)
 
 
@@ -355,7 +403,9 @@ def test_another_model_is_refused_by_the_first_entry_of_its_config_that_differs(
         ({"engine__urls": ["http://127.0.0.1:1"]}, r"for vLLM servers\. Set --engine vllm"),
     ],
 )
-def test_an_engine_without_servers_and_servers_without_an_engine_are_refused(tmp_path, changes, message):
+def test_an_engine_without_servers_and_servers_without_an_engine_are_refused(
+    tmp_path, changes, message
+):
     with pytest.raises(GruppoError, match=message):
         api.start(tiny.config(tmp_path, **changes))
 
@@ -367,7 +417,9 @@ def test_a_folder_that_cannot_be_written_is_refused(servers, tmp_path):
         api.start(tiny.config(tmp_path, engine__kind="vllm", **options))
 
 
-def test_a_key_that_is_no_header_is_refused_without_being_shown(servers, policy, tmp_path, monkeypatch):
+def test_a_key_that_is_no_header_is_refused_without_being_shown(
+    servers, policy, tmp_path, monkeypatch
+):
     monkeypatch.setenv("GRUPPO_ENGINE_KEY", "secret\nsecond")
     with pytest.raises(GruppoError, match="GRUPPO_ENGINE_KEY holds a line break") as caught:
         VllmEngine(policy, [servers[0].url], tmp_path / "published")

@@ -59,7 +59,9 @@ def expected(policy, sound, tmp_path_factory) -> Rollouts:
 
 
 @contextmanager
-def published(policy: TextPolicy, *urls: str, folder: Path, timeout_s: float = TIMEOUT_S) -> Iterator[VllmEngine]:
+def published(
+    policy: TextPolicy, *urls: str, folder: Path, timeout_s: float = TIMEOUT_S
+) -> Iterator[VllmEngine]:
     engine = VllmEngine(policy, urls, folder / "published", timeout_s=timeout_s)
     try:
         engine.sync(policy, 1)
@@ -69,9 +71,15 @@ def published(policy: TextPolicy, *urls: str, folder: Path, timeout_s: float = T
 
 
 def require_same(rollouts: Rollouts, expected: Rollouts) -> None:
-    assert torch.equal(rollouts.actions, expected.actions) and torch.equal(rollouts.mask, expected.mask)
-    assert torch.equal(rollouts.group_ids, expected.group_ids) and rollouts.finish == expected.finish
-    torch.testing.assert_close(rollouts.sampler_logprobs, expected.sampler_logprobs, rtol=0, atol=1e-5)
+    assert torch.equal(rollouts.actions, expected.actions) and torch.equal(
+        rollouts.mask, expected.mask
+    )
+    assert (
+        torch.equal(rollouts.group_ids, expected.group_ids) and rollouts.finish == expected.finish
+    )
+    torch.testing.assert_close(
+        rollouts.sampler_logprobs, expected.sampler_logprobs, rtol=0, atol=1e-5
+    )
 
 
 # --- processes that a signal ends or stops ----------------------------------------------------------------------------
@@ -85,7 +93,9 @@ def process(moment: int, number: int) -> Iterator[tuple[str, int]]:
         server = FakeServer(tiny.model())
         numbers = itertools.count(1)  # of requests, which come in several threads
         if number == signal.SIGKILL:
-            server.seconds_per_row = 10.0  # no row is answered before: fewer than three failures leave it in use
+            server.seconds_per_row = (
+                10.0  # no row is answered before: fewer than three failures leave it in use
+            )
 
         def before(path: str, body: Any) -> None:
             if path != "/metrics" and next(numbers) == moment:
@@ -108,7 +118,9 @@ def process(moment: int, number: int) -> Iterator[tuple[str, int]]:
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX")
 @pytest.mark.parametrize("moment", range(1, 11))
-def test_a_server_killed_at_any_of_its_requests_costs_nothing_but_time(policy, sound, expected, tmp_path, moment):
+def test_a_server_killed_at_any_of_its_requests_costs_nothing_but_time(
+    policy, sound, expected, tmp_path, moment
+):
     """The first six are those of a publish, the others those of rows."""
     with (
         process(moment, signal.SIGKILL) as (url, _),
@@ -122,12 +134,16 @@ def test_a_server_killed_at_any_of_its_requests_costs_nothing_but_time(policy, s
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX")
 @pytest.mark.parametrize("moment", [3, 8], ids=["as it loads", "as it samples"])
-def test_a_stopped_server_is_left_and_taken_back_with_the_next_weights(policy, sound, expected, tmp_path, moment):
+def test_a_stopped_server_is_left_and_taken_back_with_the_next_weights(
+    policy, sound, expected, tmp_path, moment
+):
     with (
         process(moment, signal.SIGSTOP) as (url, pid),
         published(policy, url, sound.url, folder=tmp_path, timeout_s=HANGING_S) as engine,
     ):
-        require_same(engine.generate(requests(3, 2, 3, 2), SAMPLING, seed=0), expected)  # returns while it is stopped
+        require_same(
+            engine.generate(requests(3, 2, 3, 2), SAMPLING, seed=0), expected
+        )  # returns while it is stopped
         assert engine.replicas[0].label is None
         assert ("no token" if moment == 8 else "had no answer within 3") in engine.replicas[0].why
         os.kill(pid, signal.SIGCONT)
@@ -143,7 +159,9 @@ def test_a_server_much_slower_than_the_others_is_left(policy, sound, expected, t
     slow = FakeServer(tiny.model())
     try:
         with published(policy, slow.url, sound.url, folder=tmp_path, timeout_s=HANGING_S) as engine:
-            slow.before = lambda path, body: setattr(slow, "tokens", slow.tokens + 0.001 * (path == "/metrics"))
+            slow.before = lambda path, body: setattr(
+                slow, "tokens", slow.tokens + 0.001 * (path == "/metrics")
+            )
             slow.seconds_per_row = 40.0  # where it is waited for, the test fails and does not hang
             require_same(engine.generate(requests(3, 2, 3, 2), SAMPLING, seed=0), expected)
             assert "tokens per second and row" in engine.replicas[0].why
@@ -172,7 +190,9 @@ def raising(code: int, times: int = 10**9) -> Callable[[FakeServer], None]:
 
 def answering(change: Callable[[Any], Any]) -> Callable[[FakeServer], None]:
     def break_server(server: FakeServer) -> None:
-        server.answer = lambda path, body, answer: change(answer) if path.endswith("generate") else answer
+        server.answer = lambda path, body, answer: (
+            change(answer) if path.endswith("generate") else answer
+        )
 
     return break_server
 
@@ -195,21 +215,30 @@ FAULTS = {
     "JSON of another kind": answering(lambda answer: {"object": "list"}),
     "aborted": answering(with_choice(finish_reason="abort")),
     "a token is missing": answering(shortened),
-    "other weights": answering(with_choice(weight_versions=[{"version": "default", "start": 0, "end": 8}])),
+    "other weights": answering(
+        with_choice(weight_versions=[{"version": "default", "start": 0, "end": 8}])
+    ),
     "no version": answering(with_choice(weight_versions=None)),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_a_server_does_not_answer_well_is_sampled_elsewhere(policy, sound, expected, tmp_path, fault):
+def test_what_a_server_does_not_answer_well_is_sampled_elsewhere(
+    policy, sound, expected, tmp_path, fault
+):
     broken = FakeServer(tiny.model())
     timeout_s = HANGING_S if "byte at a time" in fault else TIMEOUT_S
     try:
-        with published(policy, broken.url, sound.url, folder=tmp_path, timeout_s=timeout_s) as engine:
+        with published(
+            policy, broken.url, sound.url, folder=tmp_path, timeout_s=timeout_s
+        ) as engine:
             FAULTS[fault](broken)
             require_same(engine.generate(requests(3, 2, 3, 2), SAMPLING, seed=0), expected)
             assert engine.replicas[0].label is None and engine.replicas[0].why
-            broken.before, broken.answer = lambda path, body: None, lambda path, body, answer: answer
+            broken.before, broken.answer = (
+                lambda path, body: None,
+                lambda path, body, answer: answer,
+            )
             engine.sync(policy, 2)
             assert engine.replicas[0].label is not None
             require_same(engine.generate(requests(3, 2, 3, 2), SAMPLING, seed=0), expected)
@@ -254,8 +283,14 @@ def test_a_request_that_every_server_refuses_is_an_error_of_the_request(policy, 
 
 
 def config(folder: Path, servers: list[FakeServer], **changes: Any) -> Any:
-    options = {"engine__kind": "vllm", "engine__urls": [server.url for server in servers], "engine__timeout_s": 3}
-    return tiny.config(folder, **options, steps=3, evaluation__prompts=0, saving__every=0, **changes)
+    options = {
+        "engine__kind": "vllm",
+        "engine__urls": [server.url for server in servers],
+        "engine__timeout_s": 3,
+    }
+    return tiny.config(
+        folder, **options, steps=3, evaluation__prompts=0, saving__every=0, **changes
+    )
 
 
 @pytest.fixture(scope="module")
@@ -283,7 +318,9 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["while rows are sampled", "while weights are published"])
-def test_with_no_server_left_a_run_is_saved_and_continues_on_others(whole, tmp_path, monkeypatch, moment):
+def test_with_no_server_left_a_run_is_saved_and_continues_on_others(
+    whole, tmp_path, monkeypatch, moment
+):
     servers = [FakeServer(tiny.model()) for _ in range(2)]
     try:
         path = "generate" if moment.startswith("while rows") else "/resume"
@@ -291,12 +328,16 @@ def test_with_no_server_left_a_run_is_saved_and_continues_on_others(whole, tmp_p
         def before(asked: str, body: Any) -> None:
             label = json.dumps(body or {}) if path == "generate" else servers[0].version
             if asked.endswith(path) and "-v2-" in label:
-                servers[0].before = servers[1].before = lambda *_: (_ for _ in ()).throw(Fault(RESET))
+                servers[0].before = servers[1].before = lambda *_: (_ for _ in ()).throw(
+                    Fault(RESET)
+                )
                 raise Fault(RESET)
 
         for server in servers:
             server.before = before
-        with pytest.raises(EngineLost, match=r"no vLLM server is left .* is saved\. .* resume ") as caught:
+        with pytest.raises(
+            EngineLost, match=r"no vLLM server is left .* is saved\. .* resume "
+        ) as caught:
             api.start(config(tmp_path / "lost", servers))
         assert caught.value.exit_code == 5
         run = tmp_path / "lost/runs/run"

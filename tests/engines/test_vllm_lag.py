@@ -42,10 +42,14 @@ def change(policy: TextPolicy) -> None:
     with torch.no_grad():
         for parameter in policy.module.parameters():
             if parameter.requires_grad:
-                parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+                parameter.add_(
+                    0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+                )
 
 
-def overtaken(engine: VllmEngine, policy: TextPolicy, servers: list[FakeServer], sampling: Sampling) -> Rollouts:
+def overtaken(
+    engine: VllmEngine, policy: TextPolicy, servers: list[FakeServer], sampling: Sampling
+) -> Rollouts:
     """Rows that were being sampled from version 1 when version 2 was published."""
     with ThreadPoolExecutor(1) as pool:
         for server in servers:
@@ -62,12 +66,18 @@ def overtaken(engine: VllmEngine, policy: TextPolicy, servers: list[FakeServer],
 
 def test_rows_wait_for_a_server_in_the_order_of_their_draws(servers, tmp_path):
     """A trainer with lag waits for the earliest, and the order in which threads make their calls is random."""
-    policy, server, draws = from_pretrained(tiny.model(seed=1), compute="float32"), servers[0], (9, 4, 7, 2)
+    policy, server, draws = (
+        from_pretrained(tiny.model(seed=1), compute="float32"),
+        servers[0],
+        (9, 4, 7, 2),
+    )
     engine = VllmEngine(policy, [server.url], tmp_path / "published", max_inflight=2)
     engine.sync(policy, 1)
 
     def sample(draw: int) -> tuple[int, ...]:
-        engine.generate([Request(Prompt(f"p{draw}", f"{draw} + 1 =", draw=draw), 2)], SAMPLING, seed=0)
+        engine.generate(
+            [Request(Prompt(f"p{draw}", f"{draw} + 1 =", draw=draw), 2)], SAMPLING, seed=0
+        )
         return tuple(asked(servers)[0][-1]["token_ids"])
 
     ids = {sample(draw): draw for draw in draws}
@@ -83,21 +93,29 @@ def test_rows_wait_for_a_server_in_the_order_of_their_draws(servers, tmp_path):
         server.is_paused = False
         [call.result() for call in calls]
     engine.close()
-    assert [ids[found] for found in dict.fromkeys(tuple(b["token_ids"]) for b in asked(servers)[0])] == [9, 2, 4, 7]
+    assert [
+        ids[found] for found in dict.fromkeys(tuple(b["token_ids"]) for b in asked(servers)[0])
+    ] == [9, 2, 4, 7]
 
 
 @pytest.mark.parametrize("kind", ["all weights", "adapter"])
-def test_rows_that_a_publish_overtakes_keep_their_tokens_with_the_version_that_chose_each(servers, tmp_path, kind):
+def test_rows_that_a_publish_overtakes_keep_their_tokens_with_the_version_that_chose_each(
+    servers, tmp_path, kind
+):
     adapt = partial(inject, rank=2, alpha=4.0, base=tiny.model()) if kind == "adapter" else None
     policy = from_pretrained(tiny.model(), compute="float32", **({"adapt": adapt} if adapt else {}))
-    engine = VllmEngine(policy, [server.url for server in servers], tmp_path / "published", timeout_s=20)
+    engine = VllmEngine(
+        policy, [server.url for server in servers], tmp_path / "published", timeout_s=20
+    )
     engine.sync(policy, 1)
     before = copy.deepcopy(policy)
     rollouts = overtaken(engine, policy, servers, SAMPLING)
     versions = torch.where(rollouts.mask, rollouts.policy_version, 0)
     assert set(versions[rollouts.mask].tolist()) == {1, 2}
     lengths = rollouts.lengths.tolist()
-    assert all(row[:n] == sorted(row[:n]) for row, n in zip(versions.tolist(), lengths, strict=True))
+    assert all(
+        row[:n] == sorted(row[:n]) for row, n in zip(versions.tolist(), lengths, strict=True)
+    )
     assert any(set(row[:n]) == {1, 2} for row, n in zip(versions.tolist(), lengths, strict=True))
     micro_batch = MicroBatch(torch.arange(len(rollouts)), slice(0, rollouts.actions.shape[1]))
     for version, weights in ((1, before), (2, policy)):
@@ -110,7 +128,9 @@ def test_rows_that_a_publish_overtakes_keep_their_tokens_with_the_version_that_c
 
 def test_a_row_with_a_stop_text_that_might_lie_across_two_requests_begins_again(servers, tmp_path):
     policy = from_pretrained(tiny.model(), compute="float32")
-    engine = VllmEngine(policy, [server.url for server in servers], tmp_path / "published", timeout_s=20)
+    engine = VllmEngine(
+        policy, [server.url for server in servers], tmp_path / "published", timeout_s=20
+    )
     engine.sync(policy, 1)
     rollouts = overtaken(engine, policy, servers, replace(SAMPLING, stop=("##",)))
     assert set(rollouts.policy_version[rollouts.mask].tolist()) == {2}
@@ -120,7 +140,14 @@ def test_a_row_with_a_stop_text_that_might_lie_across_two_requests_begins_again(
 @pytest.mark.slow
 def test_a_run_with_lag_keeps_the_bound_and_survives_the_loss_of_a_server(servers, tmp_path):
     urls = [server.url for server in servers]
-    chosen = tiny.config(tmp_path, engine__kind="vllm", engine__urls=urls, engine__lag=1, engine__timeout_s=5, steps=5)
+    chosen = tiny.config(
+        tmp_path,
+        engine__kind="vllm",
+        engine__urls=urls,
+        engine__lag=1,
+        engine__timeout_s=5,
+        steps=5,
+    )
     chosen = api.change(chosen, {"engine__max_mismatch": 0.01, "rollout__group_size": 8})
     for server in servers:
         server.seconds_per_row = 0.02
@@ -148,9 +175,17 @@ def test_samples_of_the_newest_weights_are_held_against_the_limit(servers, tmp_p
 
     for server in servers:
         server.answer = shifted
-    urls, sizes = [server.url for server in servers], {"rollout__group_size": 16, "rollout__max_new_tokens": 16}
-    chosen = tiny.config(tmp_path, engine__kind="vllm", engine__urls=urls, engine__lag=1, steps=3, **sizes)
-    with api.Trainer.open(chosen) as trainer, pytest.raises(NumericalStop, match=r"of version \d are 0\.5 nats from"):
+    urls, sizes = (
+        [server.url for server in servers],
+        {"rollout__group_size": 16, "rollout__max_new_tokens": 16},
+    )
+    chosen = tiny.config(
+        tmp_path, engine__kind="vllm", engine__urls=urls, engine__lag=1, steps=3, **sizes
+    )
+    with (
+        api.Trainer.open(chosen) as trainer,
+        pytest.raises(NumericalStop, match=r"of version \d are 0\.5 nats from"),
+    ):
         next(iter(trainer.steps))
 
 
@@ -159,21 +194,57 @@ def test_samples_of_the_newest_weights_are_held_against_the_limit(servers, tmp_p
     [
         (0, {"mismatch/mean_nats": 0.3}, True),
         (0, {"mismatch/mean_nats": 0.1}, False),
-        (1, {"mismatch/mean_nats": 0.3, "mismatch/lag_0_mean_nats": 0.1, "mismatch/lag_0_count": 100.0}, False),
-        (1, {"mismatch/mean_nats": 0.1, "mismatch/lag_0_mean_nats": 0.3, "mismatch/lag_0_count": 100.0}, True),
-        (1, {"mismatch/mean_nats": 0.3, "mismatch/lag_0_mean_nats": 0.3, "mismatch/lag_0_count": 99.0}, False),
-        (1, {"mismatch/mean_nats": 0.3, "mismatch/lag_0_mean_nats": math.nan, "mismatch/lag_0_count": 0.0}, False),
+        (
+            1,
+            {
+                "mismatch/mean_nats": 0.3,
+                "mismatch/lag_0_mean_nats": 0.1,
+                "mismatch/lag_0_count": 100.0,
+            },
+            False,
+        ),
+        (
+            1,
+            {
+                "mismatch/mean_nats": 0.1,
+                "mismatch/lag_0_mean_nats": 0.3,
+                "mismatch/lag_0_count": 100.0,
+            },
+            True,
+        ),
+        (
+            1,
+            {
+                "mismatch/mean_nats": 0.3,
+                "mismatch/lag_0_mean_nats": 0.3,
+                "mismatch/lag_0_count": 99.0,
+            },
+            False,
+        ),
+        (
+            1,
+            {
+                "mismatch/mean_nats": 0.3,
+                "mismatch/lag_0_mean_nats": math.nan,
+                "mismatch/lag_0_count": 0.0,
+            },
+            False,
+        ),
         (1, {}, False),  # only demonstrations were learned from
     ],
 )
-def test_with_lag_only_actions_of_the_newest_weights_decide_if_there_are_enough(lag, metrics, stops):
+def test_with_lag_only_actions_of_the_newest_weights_decide_if_there_are_enough(
+    lag, metrics, stops
+):
     engine = EngineConfig("vllm", urls=("http://a",), lag=lag)
     run: Any = SimpleNamespace(config=Config(engine=engine), state=SimpleNamespace(version=3))
     with pytest.raises(NumericalStop, match=r"are 0\.3 nats") if stops else nullcontext():
         check_mismatch(run, metrics)
 
 
-def test_servers_that_the_first_rank_has_paused_to_publish_are_not_taken_for_hanging(servers, tmp_path, monkeypatch):
+def test_servers_that_the_first_rank_has_paused_to_publish_are_not_taken_for_hanging(
+    servers, tmp_path, monkeypatch
+):
     policy = from_pretrained(tiny.model(), compute="float32")
     engine = VllmEngine(policy, [servers[0].url], tmp_path / "published", timeout_s=5)
     engine.sync(policy, 1)

@@ -19,7 +19,9 @@ def trained(folder: Path, **changes: Any) -> tuple[list[dict[str, Any]], list[di
     options = {"steps": 10, "environment__turns": 3, "evaluation__prompts": 0} | changes
     if "data" not in changes:
         options["data"] = PROMPTS
-    if "model" not in changes:  # what an environment begins with is longer than the context of the usual model
+    if (
+        "model" not in changes
+    ):  # what an environment begins with is longer than the context of the usual model
         options["model"] = tiny.write_model(folder / "model", context=1024)
     result = gruppo.train(tiny.config(folder, reward=()), show=False, **options)
     rows = []

@@ -19,7 +19,12 @@ def call(name: str, **arguments: Any) -> dict[str, Any]:
 
 
 def says(content: str = "", *calls: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": content, **({"tool_calls": [*calls]} if calls else {}), **more}
+    return {
+        "role": "assistant",
+        "content": content,
+        **({"tool_calls": [*calls]} if calls else {}),
+        **more,
+    }
 
 
 def multiply(a: int, b: int) -> int:
@@ -53,8 +58,12 @@ class Script:
         parts = []
         for request in requests:
             self.prompts.append(request.prompt.inputs)
-            ids = torch.tensor([ord(c) % 500 for m in request.prompt.inputs for c in m["content"]] or [1])
-            answers = [self.write(request.prompt, request.first + n, ()) for n in range(request.size)]
+            ids = torch.tensor(
+                [ord(c) % 500 for m in request.prompt.inputs for c in m["content"]] or [1]
+            )
+            answers = [
+                self.write(request.prompt, request.first + n, ()) for n in range(request.size)
+            ]
             rows, width = request.size, max(len(answer["content"]) + 1 for answer in answers)
             actions = torch.zeros(rows, width, dtype=torch.long)
             lengths = torch.tensor([len(answer["content"]) + 1 for answer in answers])
@@ -77,13 +86,21 @@ class Script:
         return Rollouts.cat(parts)
 
     def continue_rollouts(
-        self, rollouts: Rollouts, replies: Mapping[int, Any], sampling: Any, *, seed: int, max_reply_tokens: int
+        self,
+        rollouts: Rollouts,
+        replies: Mapping[int, Any],
+        sampling: Any,
+        *,
+        seed: int,
+        max_reply_tokens: int,
     ) -> Rollouts:
         """Two columns for each message of a reply, and three for the next answer."""
         width = rollouts.actions.shape[1] + max(2 * len(reply) for reply in replies.values()) + 3
         columns = ("actions", "mask", "sampler_logprobs", "policy_version")
         old = {name: getattr(rollouts, name) for name in columns}
-        fields = {name: torch.nn.functional.pad(x, (0, width - x.shape[1])) for name, x in old.items()}
+        fields = {
+            name: torch.nn.functional.pad(x, (0, width - x.shape[1])) for name, x in old.items()
+        }
         lengths, completions = rollouts.lengths.clone(), list(rollouts.completions)
         texts = list(rollouts.per_row["text"])
         for row, reply in replies.items():
@@ -93,19 +110,35 @@ class Script:
             completions[row], texts[row] = [*completions[row], *reply, answer], answer["content"]
             start = int(lengths[row]) + 2 * len(reply)
             fields["actions"][row, int(lengths[row]) : start] = 9
-            fields["actions"][row, start : start + 3], fields["mask"][row, start : start + 3] = 7, True
+            fields["actions"][row, start : start + 3], fields["mask"][row, start : start + 3] = (
+                7,
+                True,
+            )
             lengths[row] = start + 3
         per_row = {**rollouts.per_row, "text": tuple(texts)}
-        return replace(rollouts, lengths=lengths, completions=tuple(completions), per_row=per_row, **fields)
+        return replace(
+            rollouts, lengths=lengths, completions=tuple(completions), per_row=per_row, **fields
+        )
 
 
 def play(
-    script: Script, environment: Environment, requests: Sequence[Request] | None = None, **options: Any
+    script: Script,
+    environment: Environment,
+    requests: Sequence[Request] | None = None,
+    **options: Any,
 ) -> Rollouts:
     """Conversations of the script with the environment; one prompt with two samples by default."""
     requests = [Request(Prompt("a", ASK), 2)] if requests is None else requests
     seed = options.pop("seed", 0)
-    return converse(script.sample, script.continue_rollouts, environment, requests, Sampling(), seed=seed, **options)
+    return converse(
+        script.sample,
+        script.continue_rollouts,
+        environment,
+        requests,
+        Sampling(),
+        seed=seed,
+        **options,
+    )
 
 
 def counts(rollouts: Rollouts, row: int = 0) -> dict[str, int]:

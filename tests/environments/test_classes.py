@@ -45,7 +45,9 @@ class Counter:
 
 
 def two(**meta):
-    return [Request(Prompt(name, ASK, meta={"start": n}, draw=n), 2) for name, n in (("a", 1), ("b", 5))]
+    return [
+        Request(Prompt(name, ASK, meta={"start": n}, draw=n), 2) for name, n in (("a", 1), ("b", 5))
+    ]
 
 
 def test_methods_are_tools_of_an_object_for_each_conversation():
@@ -69,9 +71,13 @@ def test_rewards_read_copies_of_plain_attributes():
 
     def count(environments, prompts, state, **columns):
         assert all(isinstance(one, Counter) and not hasattr(one, "client") for one in environments)
-        assert [prompt[0]["content"] for prompt in prompts] == ["6 x 7? Start: 1."] * 2 + ["6 x 7? Start: 5."] * 2
+        assert [prompt[0]["content"] for prompt in prompts] == ["6 x 7? Start: 1."] * 2 + [
+            "6 x 7? Start: 5."
+        ] * 2
         environments[0].increment(by=1)  # of its own copy
-        return [one.count + len(own["_secret"]) for one, own in zip(environments, state, strict=True)]
+        return [
+            one.count + len(own["_secret"]) for one, own in zip(environments, state, strict=True)
+        ]
 
     rewards = RewardSet([count])
     rewards.set_view(environment.view)
@@ -134,21 +140,30 @@ def test_an_environment_that_fails_costs_its_own_row_and_is_closed(trouble, how)
     Closing.alive.clear()
     Closing.released.clear()
     requests = [
-        Request(Prompt(str(n), ASK, meta={"trouble": trouble if n == 1 else "", "how": how}), 1) for n in range(3)
+        Request(Prompt(str(n), ASK, meta={"trouble": trouble if n == 1 else "", "how": how}), 1)
+        for n in range(3)
     ]
     began = time.monotonic()
-    rollouts = play(Script(says("", call("look")), says("I saw it")), Environment(Closing, timeout_s=0.5), requests)
+    rollouts = play(
+        Script(says("", call("look")), says("I saw it")),
+        Environment(Closing, timeout_s=0.5),
+        requests,
+    )
     assert time.monotonic() - began < 10
     failed = [why for why in rollouts.per_row["environment_failure"] if why]
     why = "no answer within 0.5 s" if how == "hangs" else "OSError: the server is gone"
     if trouble in ("look", "close"):
         assert failed == [] and rollouts.finish == ("stop",) * 3
         assert counts(rollouts, 1) == {"calls": 1} | (
-            {how.replace("hangs", "timeout").replace("raises", "failed"): 1} if trouble == "look" else {}
+            {how.replace("hangs", "timeout").replace("raises", "failed"): 1}
+            if trouble == "look"
+            else {}
         )
         assert rollouts.per_row["environment_rewards"] == ({"Closing": 1.0},) * 3
     else:
-        assert len(failed) == 1 and why in failed[0] and rollouts.finish == ("stop", "error", "stop")
+        assert (
+            len(failed) == 1 and why in failed[0] and rollouts.finish == ("stop", "error", "stop")
+        )
         assert rollouts.per_row["environment_rewards"] == ({"Closing": 1.0}, {}, {"Closing": 1.0})
     Closing.released.set()
     assert len(Closing.alive) == (trouble == "close" and how == "raises") + (
@@ -180,7 +195,8 @@ def test_an_object_that_is_made_too_late_is_closed_too():
     Closing.released.clear()
     rollouts = play(Script(), Environment(Slow, timeout_s=0.3), [Request(Prompt("a", ASK), 1)])
     assert (
-        rollouts.finish == ("error",) and "reset: no answer within 0.3 s" in rollouts.per_row["environment_failure"][0]
+        rollouts.finish == ("error",)
+        and "reset: no answer within 0.3 s" in rollouts.per_row["environment_failure"][0]
     )
     before = Slow.made
     Closing.released.set()
@@ -238,7 +254,10 @@ def test_an_object_that_is_still_in_a_late_call_is_not_used_again():
     environment = Environment(Stuck, timeout_s=0.3)
     for made in (2, 4):
         rollouts = play(Script(says("", call("look"))), environment)
-        assert counts(rollouts) == {"calls": 1, "timeout": 1} and rollouts.finish == ("stop", "stop")
+        assert counts(rollouts) == {"calls": 1, "timeout": 1} and rollouts.finish == (
+            "stop",
+            "stop",
+        )
         assert Stuck.made == made
     Stuck.released.set()
 
@@ -263,7 +282,9 @@ class Dealer:
 def test_the_seed_of_reset_is_the_groups():
     script = Script()
     play(script, Environment(Dealer), two())
-    assert len(script.prompts) == 2 and script.prompts[0] != script.prompts[1]  # a group is one prompt
+    assert (
+        len(script.prompts) == 2 and script.prompts[0] != script.prompts[1]
+    )  # a group is one prompt
     again = Script()
     play(again, Environment(Dealer), two())
     assert again.prompts == script.prompts
@@ -274,8 +295,13 @@ def test_rows_that_begin_differently_stay_one_group():
         deals = iter(["king", "kings and queens", "ace", "ace"])
 
     script = Script(says("hit me"), says("no"), says("stop"))
-    rollouts = play(script, Environment(Differs, timeout_s=None), two())  # row by row, in one thread
-    assert [prompt.id for prompt in rollouts.prompts] == ["a", "b"] and rollouts.group_ids.tolist() == [0, 0, 1, 1]
+    rollouts = play(
+        script, Environment(Differs, timeout_s=None), two()
+    )  # row by row, in one thread
+    assert [prompt.id for prompt in rollouts.prompts] == [
+        "a",
+        "b",
+    ] and rollouts.group_ids.tolist() == [0, 0, 1, 1]
     common = [len(ids) for ids in rollouts.shared["prompt_ids"]]
     assert common == [len("6 x 7?king"), len("6 x 7?ace")]
     heads = [int(mask.nonzero()[0]) for mask in rollouts.mask]
@@ -284,7 +310,9 @@ def test_rows_that_begin_differently_stay_one_group():
     assert "".join(map(chr, ids)) == "6 x 7?kings and queens"
     assert rollouts.lengths.tolist() == [rollouts.lengths[0] + head for head in heads]
     assert (rollouts.sampler_logprobs[~rollouts.mask] == 0).all()
-    for row in range(4):  # the last column of each turn is one that the policy chose, before one that it did not
+    for row in range(
+        4
+    ):  # the last column of each turn is one that the policy chose, before one that it did not
         for end in rollouts.per_row["turn_ends"][row]:
             assert rollouts.mask[row, end] and not rollouts.mask[row, end + 1 : end + 2].any()
     assert [prompt[-1]["content"] for prompt in rollouts.per_row["inputs"]] == [
@@ -297,7 +325,10 @@ def test_rows_that_begin_differently_stay_one_group():
 
 @turn_reward
 def words(completions):
-    return [[len(m["content"]) / 10 for m in messages if m["role"] == "assistant"] for messages in completions]
+    return [
+        [len(m["content"]) / 10 for m in messages if m["role"] == "assistant"]
+        for messages in completions
+    ]
 
 
 def test_rewards_of_turns_stand_at_the_last_token_of_each():
@@ -313,9 +344,12 @@ def test_rewards_of_turns_stand_at_the_last_token_of_each():
 
 def test_a_turn_reward_of_another_number_of_turns_is_a_failure():
     rollouts = play(Script(says("hit me"), says("no")), Environment(Dealer), two())
-    scores = RewardSet([turn_reward(lambda completions: [[1.0]] * len(completions))]).score(rollouts)
+    scores = RewardSet([turn_reward(lambda completions: [[1.0]] * len(completions))]).score(
+        rollouts
+    )
     assert (
-        scores.rewards.isnan().all() and "returned 1 numbers for a completion of 3 turns" in scores.failures[0].message
+        scores.rewards.isnan().all()
+        and "returned 1 numbers for a completion of 3 turns" in scores.failures[0].message
     )
 
 
@@ -351,7 +385,9 @@ class Unscored(Counter):
 def test_a_reward_that_is_no_number_is_never_a_zero(made, why):
     environment = Environment(made)
     rollouts = play(Script(says("a"), says("b"), says("c")), environment, two())
-    assert all(why in own if why else own is None for own in rollouts.per_row["environment_failure"])
+    assert all(
+        why in own if why else own is None for own in rollouts.per_row["environment_failure"]
+    )
     assert RewardSet([*environment.rewards.values()]).score(rollouts).rewards.isnan().all()
 
 
@@ -387,7 +423,11 @@ def test_a_method_is_done_is_called_and_its_error_costs_its_row_alone():
     assert [schema["function"]["name"] for schema in environment.tools] == ["increment"]
     script = Script(lambda prompt, sample: says("", call("increment", by=sample)))
     rollouts = play(script, environment, [Request(Prompt("a", ASK, meta={"start": 5}), 3)])
-    assert rollouts.per_row["turns"].tolist() == [2, 1, 1] and rollouts.finish == ("stop", "stop", "error")
+    assert rollouts.per_row["turns"].tolist() == [2, 1, 1] and rollouts.finish == (
+        "stop",
+        "stop",
+        "error",
+    )
     assert "KeyError: 'lost'" in rollouts.per_row["environment_failure"][2]
 
 
@@ -418,7 +458,11 @@ class Served:
     """Its tools are not methods, as of a server."""
 
     def __init__(self, name="look"):
-        schema = {"name": name, "description": "Looks.", "parameters": {"type": "object", "properties": {}}}
+        schema = {
+            "name": name,
+            "description": "Looks.",
+            "parameters": {"type": "object", "properties": {}},
+        }
         self.tools, self.asked = [{"type": "function", "function": schema}], []
 
     def reset(self):
@@ -440,11 +484,15 @@ def test_tools_need_not_be_methods():
 def test_prompts_choose_among_several_environments():
     environment = Environment({"count": Counter, "deal": Dealer})
     requests = [
-        Request(Prompt(name, ASK, meta={"environment": name, "start": 1}), 1) for name in ("count", "deal", "nothing")
+        Request(Prompt(name, ASK, meta={"environment": name, "start": 1}), 1)
+        for name in ("count", "deal", "nothing")
     ]
     rollouts = play(Script(says("", call("increment", by=1))), environment, requests)
     assert rollouts.finish == ("stop", "stop", "error")
-    assert "its environment 'nothing' is none of 'count', 'deal'" in rollouts.per_row["environment_failure"][2]
+    assert (
+        "its environment 'nothing' is none of 'count', 'deal'"
+        in rollouts.per_row["environment_failure"][2]
+    )
     assert rollouts.completions[0][1]["content"] == "now 2"
     assert "error: there is no tool increment" in rollouts.completions[1][1]["content"]
     scores = RewardSet([*environment.rewards.values()]).score(rollouts)
@@ -481,7 +529,9 @@ class Loud(Counter):
 
 def test_what_an_environment_says_is_safe_and_bounded():
     script = Script()
-    rollouts = play(script, Environment(Loud, turns=2, max_reply_tokens=10), [Request(Prompt("a", ASK), 1)])
+    rollouts = play(
+        script, Environment(Loud, turns=2, max_reply_tokens=10), [Request(Prompt("a", ASK), 1)]
+    )
     (prompt,) = script.prompts[0]
     assert prompt["content"].startswith("6 x 7?\\x1b[2Jxxx") and len(prompt["content"]) < 1_000_020
     assert rollouts.completions[0][1]["content"] == "\\x07" + "y" * 159
@@ -528,17 +578,35 @@ def makes_nothing():
             lambda: Environment(Untold),
             r"tool of environment 'Untold', 'poke' cannot be shown to a model: .*no docstring",
         ),
-        (lambda: Environment(Counter, tools=[Counter().increment]), "two tools have the name 'increment'"),
-        (lambda: EnvironmentClass(makes_nothing), "'makes_nothing' cannot be made: OSError: no server at :8000"),
+        (
+            lambda: Environment(Counter, tools=[Counter().increment]),
+            "two tools have the name 'increment'",
+        ),
+        (
+            lambda: EnvironmentClass(makes_nothing),
+            "'makes_nothing' cannot be made: OSError: no server at :8000",
+        ),
         (lambda: EnvironmentClass(Unmade), "'Unmade' cannot be made: OSError: no server at :8000"),
-        (lambda: EnvironmentClass(Unserved), "'Unserved' has call_tool, and its attribute tools is None; it needs to"),
-        (lambda: EnvironmentClass(Unnamed), "its attribute tools is .*'function'.*; it needs to be a list of schemas"),
-        (lambda: EnvironmentClass(Counter()), "is <.*Counter.*; it needs to be a class.* Pass the class itself"),
+        (
+            lambda: EnvironmentClass(Unserved),
+            "'Unserved' has call_tool, and its attribute tools is None; it needs to",
+        ),
+        (
+            lambda: EnvironmentClass(Unnamed),
+            "its attribute tools is .*'function'.*; it needs to be a list of schemas",
+        ),
+        (
+            lambda: EnvironmentClass(Counter()),
+            "is <.*Counter.*; it needs to be a class.* Pass the class itself",
+        ),
         (
             lambda: Environment(Reader).check(["level"]),
             r"environment 'Reader' \(reset\) asks for 'levle'.*mean 'level'",
         ),
-        (lambda: Environment({"a": Counter}).check(["start"]), "no column 'environment' that names"),
+        (
+            lambda: Environment({"a": Counter}).check(["start"]),
+            "no column 'environment' that names",
+        ),
         (lambda: Environment(), "no function that replies, no class and no tools"),
     ],
 )
@@ -563,7 +631,9 @@ def test_a_row_without_a_token_in_common_with_its_group_fails_alone():
     assert rollouts.shared["prompt_ids"][0].tolist() == [ord("a")]
     assert rollouts.actions[:, 0].tolist() == [ord("b"), 7, ord("c")]
     failures = rollouts.per_row["environment_failure"]
-    assert "other tokens than the first conversation of its group" in failures[1] and failures[::2] == (None, None)
+    assert "other tokens than the first conversation of its group" in failures[1] and failures[
+        ::2
+    ] == (None, None)
 
 
 def test_policies_with_more_than_token_ids_of_a_prompt_keep_the_rows_that_begin_like_the_first():
@@ -580,7 +650,9 @@ def test_policies_with_more_than_token_ids_of_a_prompt_keep_the_rows_that_begin_
             return replace(rollouts, shared={**rollouts.shared, "pixels": pixels})
 
     rollouts = play(Seeing(), Environment(Different, timeout_s=None), [empty()])
-    assert rollouts.finish == ("stop", "error", "stop") and rollouts.shared["pixels"].tolist() == [0]
+    assert rollouts.finish == ("stop", "error", "stop") and rollouts.shared["pixels"].tolist() == [
+        0
+    ]
 
 
 def test_a_group_that_grows_from_other_beginnings_stays_one_group():
@@ -601,11 +673,15 @@ def test_a_group_that_grows_from_other_beginnings_stays_one_group():
         for end in ends:
             assert joined.mask[row, end] and not joined.mask[row, end + 1 : end + 2].any()
     again = join_rollouts([first, replace(first, prompts=(replace(first.prompts[0], draw=1),))])
-    assert again.group_ids.tolist() == [0, 0, 1, 1] and torch.equal(again.actions[:2], first.actions)
+    assert again.group_ids.tolist() == [0, 0, 1, 1] and torch.equal(
+        again.actions[:2], first.actions
+    )
 
 
 def test_a_growing_group_with_two_prompts_is_refused():
     part = play(Script(), Environment(Dealer), two())
-    other = replace(part, shared={"prompt_ids": tuple(ids[:-1] for ids in part.shared["prompt_ids"])})
+    other = replace(
+        part, shared={"prompt_ids": tuple(ids[:-1] for ids in part.shared["prompt_ids"])}
+    )
     with pytest.raises(DataError, match="different prompts"):
         type(part).cat([part, other])

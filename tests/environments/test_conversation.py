@@ -8,10 +8,28 @@ from itertools import groupby, zip_longest
 import pytest
 import torch
 from tests import tiny
-from tests.fakes import END, POLICIES, ByteTokenizer, TinyGPT, adapted, doubled, gemma2, gpt2, llama, mistral, plain
+from tests.fakes import (
+    END,
+    POLICIES,
+    ByteTokenizer,
+    TinyGPT,
+    adapted,
+    doubled,
+    gemma2,
+    gpt2,
+    llama,
+    mistral,
+    plain,
+)
 
 from gruppo.engines import LocalEngine
-from gruppo.environments import ConversationEngine, Environment, completion_lengths, converse, environment_failures
+from gruppo.environments import (
+    ConversationEngine,
+    Environment,
+    completion_lengths,
+    converse,
+    environment_failures,
+)
 from gruppo.modalities.common.reference import ReferenceModel
 from gruppo.modalities.text import from_module, from_pretrained
 from gruppo.modalities.text.chat import Chat
@@ -38,12 +56,22 @@ def texts(count=3):
 
 def talks(count=3, system=False):
     first = [{"role": "system", "content": "be brief"}] if system else []
-    return [Request(Prompt(str(n), [*first, {"role": "user", "content": f"{n} = ?"}], draw=n), 4) for n in range(count)]
+    return [
+        Request(Prompt(str(n), [*first, {"role": "user", "content": f"{n} = ?"}], draw=n), 4)
+        for n in range(count)
+    ]
 
 
 def conversed(policy, requests=None, sampling=SAMPLING, *, seed=1, reply=echo, **changes):
     environment = Environment(reply, **changes)
-    return converse(policy.sample, policy.continue_rollouts, environment, requests or texts(), sampling, seed=seed)
+    return converse(
+        policy.sample,
+        policy.continue_rollouts,
+        environment,
+        requests or texts(),
+        sampling,
+        seed=seed,
+    )
 
 
 def tiny_policy():
@@ -60,7 +88,9 @@ def logprobs_of(policy, rollouts):
     found = torch.zeros(rollouts.mask.shape, dtype=torch.float64)
     for micro_batch in policy.micro_batches(rollouts, rollouts.mask, ALL):
         columns = torch.arange(found.shape[1])[micro_batch.cols]
-        found[micro_batch.rows[:, None], columns] = policy.likelihood(rollouts, micro_batch).logprobs.double().detach()
+        found[micro_batch.rows[:, None], columns] = (
+            policy.likelihood(rollouts, micro_batch).logprobs.double().detach()
+        )
     return found
 
 
@@ -78,14 +108,20 @@ def test_the_ratio_starts_at_one_in_every_turn(policy):
     rollouts = conversed(policy)
     assert rollouts.per_row["turns"].max() >= 3 and not rollouts.mask.all()
     assert torch.equal(rollouts.sampler_logprobs != 0, rollouts.mask)
-    torch.testing.assert_close(logprobs_of(policy, rollouts), rollouts.sampler_logprobs.double(), rtol=0, atol=2e-5)
+    torch.testing.assert_close(
+        logprobs_of(policy, rollouts), rollouts.sampler_logprobs.double(), rtol=0, atol=2e-5
+    )
 
 
 def segments(rollouts, row):
     """Runs of columns that one side wrote: (whether the policy did, ids)."""
     length = int(rollouts.lengths[row])
-    columns = zip(rollouts.mask[row, :length].tolist(), rollouts.actions[row, :length].tolist(), strict=True)
-    return [(own, [i for _, i in run]) for own, run in groupby(columns, key=lambda column: column[0])]
+    columns = zip(
+        rollouts.mask[row, :length].tolist(), rollouts.actions[row, :length].tolist(), strict=True
+    )
+    return [
+        (own, [i for _, i in run]) for own, run in groupby(columns, key=lambda column: column[0])
+    ]
 
 
 @policies(plain, llama)
@@ -99,7 +135,9 @@ def test_columns_are_the_policys_words_and_the_replies_in_turn(policy):
         spoken = [cut_at_stop(result(ids), STOPS) for own, ids in runs if own]
         assert spoken[: len(heard)] == heard
         replies = [echo(text, turn, {}) for turn, text in enumerate(heard[: turns - 1], 1)]
-        assert [ids for own, ids in runs if not own] == [policy.chat.encode_text(reply) for reply in replies]
+        assert [ids for own, ids in runs if not own] == [
+            policy.chat.encode_text(reply) for reply in replies
+        ]
         whole = "".join(a + b for a, b in zip_longest(spoken, replies, fillvalue=""))
         assert rollouts.completions[row] == whole
         assert not rollouts.mask[row, int(rollouts.lengths[row]) :].any()
@@ -136,7 +174,11 @@ def assert_rows(part, whole, rows):
 def test_another_seed_gives_other_conversations_and_the_same_seed_the_same():
     policy = tiny_policy()
     first = conversed(policy, talks())
-    assert conversed(policy, talks()).completions == first.completions != conversed(policy, talks(), seed=2).completions
+    assert (
+        conversed(policy, talks()).completions
+        == first.completions
+        != conversed(policy, talks(), seed=2).completions
+    )
 
 
 def test_the_environments_seed_is_of_the_row_and_stays():
@@ -167,7 +209,9 @@ def test_between_two_answers_stands_what_the_template_writes_there(system):
         between = [show(ids) for is_own, ids in runs if not is_own]
         result = [message["content"] for message in output[1::2]]
         closed = ["" if ids[-1] == eos else "<eos>" for ids in own[:-1]]
-        assert between == [f"{end}<user>{text}<eos><assistant>" for end, text in zip(closed, result, strict=True)]
+        assert between == [
+            f"{end}<user>{text}<eos><assistant>" for end, text in zip(closed, result, strict=True)
+        ]
         assert [m["role"] for m in output] == [*["assistant", "user"] * (len(own) - 1), "assistant"]
         ends |= set(closed)
     assert ends == {"", "<eos>"}
@@ -189,7 +233,8 @@ def test_a_begun_answer_is_not_said_twice():
     result = [{"role": "assistant", "content": " 2"}]
     reply = [{"role": "user", "content": "3"}]
     assert (
-        chat.text_with_specials(chat.encode_reply(prompt, result, reply, is_closed=True)) == "<user>3<eos><assistant>"
+        chat.text_with_specials(chat.encode_reply(prompt, result, reply, is_closed=True))
+        == "<user>3<eos><assistant>"
     )
 
 
@@ -210,10 +255,14 @@ def sentencepiece(template, style):
 
     letters = dict.fromkeys("▁abcdefghijklmnopqrstuvwxyzINST0123456789 .[]/|\n:")
     tokenizer = Tokenizer(
-        models.BPE({t: n for n, t in enumerate(["<unk>", "<s>", "</s>", *letters])}, [], unk_token="<unk>")
+        models.BPE(
+            {t: n for n, t in enumerate(["<unk>", "<s>", "</s>", *letters])}, [], unk_token="<unk>"
+        )
     )
     if style == "prepend":
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
@@ -222,7 +271,10 @@ def sentencepiece(template, style):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **own)
 
 
-ONE, TWO, THREE = ([{"role": r, "content": c}] for r, c in (("user", "one"), ("assistant", "two"), ("user", "three")))
+ONE, TWO, THREE = (
+    [{"role": r, "content": c}]
+    for r, c in (("user", "one"), ("assistant", "two"), ("user", "three"))
+)
 
 
 @pytest.mark.parametrize("style", ["prepend", "first"])
@@ -243,9 +295,7 @@ def test_the_tail_of_a_conversation_has_the_tokens_that_it_has_within_it(templat
 
 def test_a_template_without_the_assistants_words_costs_the_row_and_is_named():
     policy = tiny_policy()
-    policy.chat.tokenizer.chat_template = (
-        "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
-    )
+    policy.chat.tokenizer.chat_template = "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
     why = set(environment_failures(conversed(policy, talks())).values())
     assert len(why) == 1 and "leaves the assistant's turn out of a conversation" in why.pop()
 
@@ -262,7 +312,10 @@ def test_what_a_tokenizer_cannot_write_costs_its_row():
     rollouts = conversed(policy, reply=lambda seed: "!" if seed % 2 else "1")
     failed = environment_failures(rollouts)
     assert failed and rollouts.per_row["turns"].max() > 1
-    assert all("its reply cannot be written: ValueError: substring not found" in why for why in failed.values())
+    assert all(
+        "its reply cannot be written: ValueError: substring not found" in why
+        for why in failed.values()
+    )
 
 
 def rendered(messages):
@@ -276,7 +329,9 @@ def rendered(messages):
 
 def own_module(render):
     torch.manual_seed(0)
-    return doubled(from_module(TinyGPT(context=96), ByteTokenizer(), eos_ids=[END], context=96, render=render))
+    return doubled(
+        from_module(TinyGPT(context=96), ByteTokenizer(), eos_ids=[END], context=96, render=render)
+    )
 
 
 def test_a_module_of_ones_own_converses_by_its_render():
@@ -293,10 +348,15 @@ def test_a_module_of_ones_own_converses_by_its_render():
 
 
 def test_a_render_that_cannot_go_on_costs_the_rows_and_says_why():
-    policy = own_module(lambda messages: list("".join(f"{m['role'][0]}:{m['content']};" for m in messages).encode()))
+    policy = own_module(
+        lambda messages: list("".join(f"{m['role'][0]}:{m['content']};" for m in messages).encode())
+    )
     rollouts = conversed(policy, talks())
     why = set(environment_failures(rollouts).values())
-    assert len(why) == 1 and "written: render writes the beginning of a longer conversation differently" in why.pop()
+    assert (
+        len(why) == 1
+        and "written: render writes the beginning of a longer conversation differently" in why.pop()
+    )
     assert {rollouts.finish[row] for row in environment_failures(rollouts)} == {"error"}
 
 
@@ -305,7 +365,9 @@ def test_a_render_that_cannot_go_on_costs_the_rows_and_says_why():
 
 def test_the_environment_ends_a_conversation_and_the_last_answer_is_answered_by_nobody():
     policy = tiny_policy()
-    rollouts = conversed(policy, talks(), reply=lambda turn, state: state.update(asked=turn) or "1", turns=2)
+    rollouts = conversed(
+        policy, talks(), reply=lambda turn, state: state.update(asked=turn) or "1", turns=2
+    )
     assert int(rollouts.per_row["turns"].max()) == 2
     two = rollouts.per_row["turns"] == 2
     assert two.any() and not rollouts.per_row["ended"].any()
@@ -321,7 +383,9 @@ def test_the_environment_ends_a_conversation_and_the_last_answer_is_answered_by_
 
 
 def test_one_turn_asks_the_environment_once():
-    rollouts = conversed(tiny_policy(), talks(), turns=1, reply=lambda state: state.update(asked=True) or "1")
+    rollouts = conversed(
+        tiny_policy(), talks(), turns=1, reply=lambda state: state.update(asked=True) or "1"
+    )
     assert rollouts.per_row["turns"].max() == 1 and rollouts.mask.sum() == rollouts.lengths.sum()
     requested = [state == {"asked": True} for state in rollouts.per_row["state"]]
     assert requested == [finish == "stop" for finish in rollouts.finish]
@@ -329,9 +393,13 @@ def test_one_turn_asks_the_environment_once():
 
 def test_a_row_that_was_cut_is_shown_to_its_environment_and_goes_on_no_more():
     limited = replace(SAMPLING, max_actions=3, stop=("~",))
-    rollouts = conversed(tiny_policy(), talks(), limited, reply=lambda text, state: state.update(text=text) or "1")
+    rollouts = conversed(
+        tiny_policy(), talks(), limited, reply=lambda text, state: state.update(text=text) or "1"
+    )
     assert set(rollouts.finish) == {"length"} and rollouts.per_row["turns"].max() == 1
-    assert [state["text"] for state in rollouts.per_row["state"]] == [o[-1]["content"] for o in rollouts.completions]
+    assert [state["text"] for state in rollouts.per_row["state"]] == [
+        o[-1]["content"] for o in rollouts.completions
+    ]
     over = conversed(tiny_policy(), talks(), limited, reply=lambda: None)
     assert set(over.finish) == {"length"} and over.per_row["ended"].all()
 
@@ -360,10 +428,15 @@ def test_of_a_text_the_policys_own_words_are_kept_beside_what_was_said():
         own = [ids for is_own, ids in segments(rollouts, row) if is_own]
         words = "".join(cut_at_stop(doubled(llama()).chat.text(ids), STOPS) for ids in own)
         assert rollouts.per_row["policy_text"][row] == words
-        result = [result[0] or " because " in rollouts.completions[row], result[1] or " because " in words]
+        result = [
+            result[0] or " because " in rollouts.completions[row],
+            result[1] or " because " in words,
+        ]
     assert result == [True, False]
     seen = []
-    RewardSet(lambda completions: seen.extend(completions) or [0.0] * len(completions)).score(rollouts)
+    RewardSet(lambda completions: seen.extend(completions) or [0.0] * len(completions)).score(
+        rollouts
+    )
     assert seen == list(rollouts.per_row["policy_text"])
 
 
@@ -403,7 +476,9 @@ def test_the_first_tokens_are_those_of_a_lower_limit():
 
 def test_a_full_context_ends_a_row():
     policy = tiny_policy()
-    rollouts = conversed(policy, talks(), replace(SAMPLING, max_actions=80), reply=lambda: "1" * 30, turns=20)
+    rollouts = conversed(
+        policy, talks(), replace(SAMPLING, max_actions=80), reply=lambda: "1" * 30, turns=20
+    )
     lengths = [len(ids_of(rollouts, row)) for row in range(len(rollouts))]
     assert max(lengths) <= tiny.CONTEXT
     full = [row for row, finish in enumerate(rollouts.finish) if finish == "length"]
@@ -412,12 +487,18 @@ def test_a_full_context_ends_a_row():
 
 
 def test_a_long_reply_is_cut_in_what_is_read_and_in_what_is_said():
-    rollouts = conversed(tiny_policy(), talks(), reply=lambda: "12345678", turns=2, max_reply_tokens=3)
-    replies = [m["content"] for output in rollouts.completions for m in output if m["role"] == "user"]
+    rollouts = conversed(
+        tiny_policy(), talks(), reply=lambda: "12345678", turns=2, max_reply_tokens=3
+    )
+    replies = [
+        m["content"] for output in rollouts.completions for m in output if m["role"] == "user"
+    ]
     assert replies and set(replies) == {"123"}
     two = [{"role": "user", "content": "12"}, {"role": "user", "content": "345"}]
     rollouts = conversed(tiny_policy(), talks(), reply=lambda: two, turns=2, max_reply_tokens=3)
-    replies = [m["content"] for output in rollouts.completions for m in output if m["role"] == "user"]
+    replies = [
+        m["content"] for output in rollouts.completions for m in output if m["role"] == "user"
+    ]
     assert set(replies) == {"12", "3"}
 
 
@@ -430,7 +511,8 @@ def test_a_failure_ends_its_row_as_an_error_and_keeps_what_was_said():
     rollouts = conversed(tiny_policy(), talks(), reply=reply)
     failed = environment_failures(rollouts)
     assert failed and all(
-        why.startswith("ValueError: the game is gone (test_conversation.py:") for why in failed.values()
+        why.startswith("ValueError: the game is gone (test_conversation.py:")
+        for why in failed.values()
     )
     for row, finish in enumerate(rollouts.finish):
         assert (finish == "error") == (row in failed)
@@ -441,13 +523,15 @@ def test_a_failure_ends_its_row_as_an_error_and_keeps_what_was_said():
 
 def test_a_role_that_the_template_refuses_costs_its_row():
     policy = from_pretrained(tiny.model(), compute="float32")
-    refusing = (
-        "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
-    )
+    refusing = "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
     policy.chat.tokenizer.chat_template = refusing + tiny.CHAT_TEMPLATE
-    rollouts = conversed(policy, talks(), reply=lambda seed: {"role": "tool", "content": "1"} if seed % 2 else "1")
+    rollouts = conversed(
+        policy, talks(), reply=lambda seed: {"role": "tool", "content": "1"} if seed % 2 else "1"
+    )
     failed = environment_failures(rollouts)
-    assert failed and "cannot write a conversation of user, assistant, tool: no tools" in next(iter(failed.values()))
+    assert failed and "cannot write a conversation of user, assistant, tool: no tools" in next(
+        iter(failed.values())
+    )
     assert any(turns > 1 for turns in rollouts.per_row["turns"].tolist())
 
 
@@ -457,7 +541,9 @@ def test_a_role_that_the_template_refuses_costs_its_row():
 @pytest.mark.slow
 def test_an_engine_that_converses_keeps_the_contract_of_engines():
     policy = tiny_policy()
-    engine = ConversationEngine(LocalEngine(policy, version=3), Environment(echo), policy.check_prompt)
+    engine = ConversationEngine(
+        LocalEngine(policy, version=3), Environment(echo), policy.check_prompt
+    )
     rollouts = engine.generate(talks(), SAMPLING, seed=1)
     assert rollouts.completions == conversed(policy, talks()).completions
     assert torch.equal(rollouts.policy_version, rollouts.mask * 3)
@@ -474,7 +560,9 @@ def test_a_reference_converses_as_the_policy_it_was(make):
             parameter.mul_(0.5) if parameter.requires_grad else None
     policy.refresh(force=True)
     with reference.active() as own:
-        again = converse(own.sample, own.continue_rollouts, Environment(echo), texts(), SAMPLING, seed=1)
+        again = converse(
+            own.sample, own.continue_rollouts, Environment(echo), texts(), SAMPLING, seed=1
+        )
     assert again.completions == first.completions != conversed(policy).completions
 
 
@@ -482,13 +570,18 @@ def test_rows_of_conversations_are_taken_and_joined():
     policy = tiny_policy()
     whole = conversed(policy, talks())
     parts = Rollouts.cat([conversed(policy, talks()[:1]), conversed(policy, talks()[1:])])
-    assert parts.completions == whole.completions and parts.per_row["state"] == whole.per_row["state"]
+    assert (
+        parts.completions == whole.completions and parts.per_row["state"] == whole.per_row["state"]
+    )
     assert whole.take([5]).per_row["state"] == (whole.per_row["state"][5],)
 
 
 def test_greedy_conversations_hang_on_no_seed():
     policy, greedy = doubled(mistral()), replace(SAMPLING, temperature=0.0)
-    assert conversed(policy, sampling=greedy).completions == conversed(policy, sampling=greedy, seed=9).completions
+    assert (
+        conversed(policy, sampling=greedy).completions
+        == conversed(policy, sampling=greedy, seed=9).completions
+    )
 
 
 def test_batches_of_rows_do_not_change_them(monkeypatch):

@@ -41,11 +41,17 @@ async def guess(env, index, ask):
         if text == str(index):
             return 1.0, {"turns": turn + 1}
         # as the packages do: without the spaces around it
-        messages = [*messages, {"role": "assistant", "content": text.strip()}, {"role": "user", "content": "No."}]
+        messages = [
+            *messages,
+            {"role": "assistant", "content": text.strip()},
+            {"role": "user", "content": "No."},
+        ]
     return 0.0, {"turns": 3}
 
 
-def test_the_policy_is_asked_until_the_environment_ends_and_the_score_is_the_environments(conversation):
+def test_the_policy_is_asked_until_the_environment_ends_and_the_score_is_the_environments(
+    conversation,
+):
     game = conversation(guess)
     assert game.reset("game", 7, PROMPT) is None
     assert game.step(" 3\n") == [{"role": "user", "content": "No."}]
@@ -77,7 +83,9 @@ def test_messages_beyond_the_prompt_of_the_data_are_appended_to_it(conversation)
     assert conversation(longer).reset("game", 0, PROMPT) == [{"role": "user", "content": "Now."}]
 
 
-def test_an_environment_that_rewrites_the_history_raises_or_writes_pictures_fails_its_conversation(conversation):
+def test_an_environment_that_rewrites_the_history_raises_or_writes_pictures_fails_its_conversation(
+    conversation,
+):
     async def rewrites(env, index, ask):
         await ask(PROMPT)
         other = {"role": "user", "content": "Something else."}

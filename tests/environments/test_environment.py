@@ -83,7 +83,10 @@ def test_replies_to_a_conversation_become_messages(raw, messages):
         ([None], r"returned \[None\]"),
         ({"content": "3"}, "a message with a role and a content"),
         ({"role": "user", "content": 3}, "a message with a role and a content"),
-        ({"role": "assistant", "content": "I"}, "the assistant is the policy, and only the policy writes its messages"),
+        (
+            {"role": "assistant", "content": "I"},
+            "the assistant is the policy, and only the policy writes its messages",
+        ),
     ],
 )
 def test_what_is_no_reply_is_told(raw, why):
@@ -141,7 +144,9 @@ def test_a_late_reply_costs_its_conversation_and_the_others_are_still_asked():
 
     several = [request("a"), request("slow"), request("b")]
     first, late, last = reply_to(reply, *several, timeout_s=0.3)
-    assert first == [{"role": "user", "content": "a"}] and last == [{"role": "user", "content": "b"}]
+    assert first == [{"role": "user", "content": "a"}] and last == [
+        {"role": "user", "content": "b"}
+    ]
     assert len(threads) == 2
     assert (late.kind, late.message) == ("timeout", "no answer within 0.3 s")
     release.set()
@@ -194,7 +199,10 @@ def test_an_async_reply_that_is_late_costs_its_conversation_alone():
         return text
 
     first, late = reply_to(reply, request("a"), request("slow"), timeout_s=0.3)
-    assert first[0]["content"] == "a" and (late.kind, late.message) == ("timeout", "no answer within 0.3 s")
+    assert first[0]["content"] == "a" and (late.kind, late.message) == (
+        "timeout",
+        "no answer within 0.3 s",
+    )
 
 
 def test_an_async_reply_that_blocks_ends_its_turn():
@@ -206,7 +214,9 @@ def test_an_async_reply_that_blocks_ends_its_turn():
     answers = reply_to(reply, request(), request(), timeout_s=0.1)
     release.set()
     assert {answer.kind for answer in answers} == {"timeout"}
-    assert answers[0].message.startswith("no answer within 0.1 s: a coroutine blocks, and all others with it")
+    assert answers[0].message.startswith(
+        "no answer within 0.1 s: a coroutine blocks, and all others with it"
+    )
 
 
 def test_functions_that_return_an_awaitable_are_waited_for_too():
@@ -234,7 +244,9 @@ def test_a_timeout_of_the_functions_own_is_told_as_it_is():
         raise TimeoutError("connect to db:5432 refused")
 
     (answer,) = reply_to(reply, timeout_s=20)
-    assert answer.kind == "exception" and "TimeoutError: connect to db:5432 refused" in answer.message
+    assert (
+        answer.kind == "exception" and "TimeoutError: connect to db:5432 refused" in answer.message
+    )
 
 
 def test_what_a_function_changes_is_its_own_copy():
@@ -264,7 +276,9 @@ def test_columns_that_are_not_there_are_refused_with_the_nearest():
     def reply(text, levle):
         return text
 
-    with pytest.raises(DataError, match=r"environment 'reply' asks for 'levle'.*they have: level.*mean 'level'\?"):
+    with pytest.raises(
+        DataError, match=r"environment 'reply' asks for 'levle'.*they have: level.*mean 'level'\?"
+    ):
         Environment(reply).check(["level"])
     Environment(reply).check(["levle"])
     with pytest.raises(DataError, match="they have: no columns"):
@@ -289,7 +303,9 @@ def test_what_cannot_be_called_by_keywords_is_refused(fn, why):
 def test_threads_that_wait_for_each_other_count_the_time_of_the_function_alone():
     environment = Environment(lambda text: time.sleep(0.1))
     began = time.perf_counter()
-    threads = [threading.Thread(target=environment.replies, args=({0: request()},)) for _ in range(3)]
+    threads = [
+        threading.Thread(target=environment.replies, args=({0: request()},)) for _ in range(3)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -18,7 +18,9 @@ gymnasium = pytest.importorskip("gymnasium")
 
 
 def opened(name, credit="outcome"):
-    return gymnasium_factory(name, SimpleNamespace(reward=(), objective=SimpleNamespace(credit=credit)))
+    return gymnasium_factory(
+        name, SimpleNamespace(reward=(), objective=SimpleNamespace(credit=credit))
+    )
 
 
 @pytest.mark.slow
@@ -55,7 +57,10 @@ def test_an_answer_without_an_action_is_said_to_be_none_and_costs_nothing_but_it
         if text == "2.":
             assert "no action" not in reply
         else:
-            assert reply == "That is no action. Answer with a number from 0 to 3." and episode.rewards == [0.0]
+            assert (
+                reply == "That is no action. Answer with a number from 0 to 3."
+                and episode.rewards == [0.0]
+            )
 
 
 def test_rewards_of_turns_are_given_where_credit_tells_turns_apart():
@@ -63,7 +68,9 @@ def test_rewards_of_turns_are_given_where_credit_tells_turns_apart():
         episode.reset(seed=0)
         for text in ("0", "north", "0"):
             episode.step(text)
-        assert episode.get_turn_rewards() == [-1.0, 0.0, -1.0] and not hasattr(episode, "get_reward")
+        assert episode.get_turn_rewards() == [-1.0, 0.0, -1.0] and not hasattr(
+            episode, "get_reward"
+        )
 
 
 class Words(gymnasium.Env):
@@ -135,7 +142,10 @@ def test_texts_are_observations_and_actions_as_they_are_and_lists_of_numbers_are
         ("no_such_module:Game-v0", "No module named"),
         ("a b", "Malformed"),
         ("gruppo/Picture-v0", "characters as text; it needs at most 4,000"),
-        ("gruppo/Nested-v0", "the actions of gymnasium:gruppo/Nested-v0 are Dict, not one of Discrete"),
+        (
+            "gruppo/Nested-v0",
+            "the actions of gymnasium:gruppo/Nested-v0 are Dict, not one of Discrete",
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -163,18 +173,28 @@ class Letters(Words):
 def test_ten_steps_are_trained_and_the_rewards_are_those_of_the_environment(tmp_path):
     changes = {"rollout__stop": ("s", "t"), "rollout__max_new_tokens": 12}
     metrics, rows = trained(tmp_path, environment="gymnasium:gruppo/Letters-v0", **changes)
-    assert len(metrics) == 10 and len(rows) == 120 and {row["finish"] for row in rows} >= {"length", "stop"}
+    assert (
+        len(metrics) == 10
+        and len(rows) == 120
+        and {row["finish"] for row in rows} >= {"length", "stop"}
+    )
     for row in rows:
         assert row["reward"] == sum(letter in "aeiou" for text in said(row) for letter in text)
     assert max(len(said(row)) for row in rows) == 3
-    assert all(own["environment/failed_count"] == own["reward/unscored_count"] == 0 for own in metrics)
+    assert all(
+        own["environment/failed_count"] == own["reward/unscored_count"] == 0 for own in metrics
+    )
     starts = {
         (row["step"], row["group"]): {
-            r["prompt"][0]["content"] for r in rows if r["step"] == row["step"] and r["group"] == row["group"]
+            r["prompt"][0]["content"]
+            for r in rows
+            if r["step"] == row["step"] and r["group"] == row["group"]
         }
         for row in rows
     }
-    assert {len(prompts) for prompts in starts.values()} == {1} and len(set.union(*starts.values())) > 20
+    assert {len(prompts) for prompts in starts.values()} == {1} and len(
+        set.union(*starts.values())
+    ) > 20
 
 
 def test_rewards_of_turns_train_with_credit_of_later_ones(tmp_path):
@@ -185,7 +205,9 @@ def test_rewards_of_turns_train_with_credit_of_later_ones(tmp_path):
 
 def test_a_package_that_is_not_installed_is_named_before_the_model_is_opened(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gymnasium", None)
-    with pytest.raises(GruppoError, match=r'gymnasium:Blackjack-v1 needs the package "gymnasium".*\[gymnasium\]'):
+    with pytest.raises(
+        GruppoError, match=r'gymnasium:Blackjack-v1 needs the package "gymnasium".*\[gymnasium\]'
+    ):
         trained(tmp_path, environment="gymnasium:Blackjack-v1", model="no/such/model")
     with pytest.raises(GruppoError, match="gymnasiun"):
         trained(tmp_path, environment="gymnasiun:Blackjack-v1", model="no/such/model")

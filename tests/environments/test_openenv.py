@@ -26,7 +26,10 @@ NAMES = {"__ENV_TITLE_NAME__": "Echo", "__ENV_CLASS_NAME__": "Echo", "__ENV_NAME
 @pytest.fixture(scope="module")
 def echo(tmp_path_factory):
     """The environment that ``openenv init`` writes: it repeats what it is told, and rewards its length."""
-    folder, template = tmp_path_factory.mktemp("init"), Path(openenv.__file__).parent / "cli/templates/openenv_env"
+    folder, template = (
+        tmp_path_factory.mktemp("init"),
+        Path(openenv.__file__).parent / "cli/templates/openenv_env",
+    )
     for file in template.rglob("*.py"):
         place, text = str(file.relative_to(template)), file.read_text(encoding="utf-8")
         for name, own in NAMES.items():
@@ -49,7 +52,9 @@ def serving(environment, sessions=64, models=None):
     app = FastAPI()
     sides = HTTPEnvServer(environment, action, observation, max_concurrent_envs=sessions)
     sides.register_routes(app)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", timeout_graceful_shutdown=1))
+    server = uvicorn.Server(
+        uvicorn.Config(app, port=0, log_level="critical", timeout_graceful_shutdown=1)
+    )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     wait_for(lambda: server.started)
@@ -70,7 +75,9 @@ def wait_for(condition, seconds=20.0):
 
 def opened(url, credit="outcome", timeout_s=30.0):
     config = SimpleNamespace(
-        reward=(), objective=SimpleNamespace(credit=credit), environment=SimpleNamespace(timeout_s=timeout_s)
+        reward=(),
+        objective=SimpleNamespace(credit=credit),
+        environment=SimpleNamespace(timeout_s=timeout_s),
     )
     return openenv_factory(url, config)
 
@@ -84,11 +91,18 @@ def server(echo):
 def test_an_answer_is_an_action_and_the_reward_that_of_the_server(server):
     with closing(opened(server[0])()) as episode:
         first = episode.reset(seed=0)
-        assert first.startswith('\n\n{"echoed_message": "Echo environment ready!", "message_length": 0}\n\nAnswer with')
-        assert '"message": {"description": "Message to echo back"' in first and "metadata" not in first
+        assert first.startswith(
+            '\n\n{"echoed_message": "Echo environment ready!", "message_length": 0}\n\nAnswer with'
+        )
+        assert (
+            '"message": {"description": "Message to echo back"' in first and "metadata" not in first
+        )
         assert episode.step(" hello\n") == '{"echoed_message": "hello", "message_length": 5}'
         assert episode.step('{"message": "ab"}') == '{"echoed_message": "ab", "message_length": 2}'
-        assert episode.step('So:\n```json\n{"message": "abc"}\n```') == '{"echoed_message": "abc", "message_length": 3}'
+        assert (
+            episode.step('So:\n```json\n{"message": "abc"}\n```')
+            == '{"echoed_message": "abc", "message_length": 3}'
+        )
         assert episode.step("12") == '{"echoed_message": "12", "message_length": 2}'
         assert episode.rewards == pytest.approx([0.5, 0.2, 0.3, 0.2])
         assert episode.get_reward() == pytest.approx(1.2)
@@ -130,7 +144,11 @@ def test_what_the_environment_raises_is_an_error_and_what_it_does_not_reward_is_
         def step(self, action):
             if action.message == "crash":
                 raise KeyError("the level has no door")
-            return super().step(action).model_copy(update={"reward": None, "done": action.message == "end"})
+            return (
+                super()
+                .step(action)
+                .model_copy(update={"reward": None, "done": action.message == "end"})
+            )
 
     with serving(Broken) as (url, _):
         with closing(opened(url)()) as episode:
@@ -175,7 +193,13 @@ def test_an_address_without_a_server_of_openenv_is_one_line(server):
 
 def test_tools_of_a_server_are_tools_of_the_conversation(echo):
     from fastmcp import FastMCP
-    from openenv.core.env_server import CallToolAction, CallToolObservation, MCPEnvironment, Observation, State
+    from openenv.core.env_server import (
+        CallToolAction,
+        CallToolObservation,
+        MCPEnvironment,
+        Observation,
+        State,
+    )
 
     class Calculator(MCPEnvironment):
         SUPPORTS_CONCURRENT_SESSIONS = True
@@ -226,9 +250,13 @@ def test_ten_steps_are_trained_and_the_rewards_are_those_of_the_server(server, t
     assert len(metrics) == 10 and len(rows) == 120
     for row in rows:
         # the environment rewards the length of what it is told, which has no spaces around it
-        assert row["reward"] == pytest.approx(sum(min(len(text.strip()) / 10, 1.0) for text in said(row)))
+        assert row["reward"] == pytest.approx(
+            sum(min(len(text.strip()) / 10, 1.0) for text in said(row))
+        )
     assert max(len(said(row)) for row in rows) == 3
-    assert all(own["environment/failed_count"] == own["reward/unscored_count"] == 0 for own in metrics)
+    assert all(
+        own["environment/failed_count"] == own["reward/unscored_count"] == 0 for own in metrics
+    )
     wait_for(lambda: sides.active_sessions == 0)
 
 
@@ -242,7 +270,12 @@ def test_an_environment_that_raises_or_hangs_costs_its_own_conversation(echo, tm
             return super().step(action)
 
     with serving(Broken) as (url, sides):
-        changes = {"environment__timeout_s": 1.0, "rollout__stop": ("s", "t"), "steps": 3, "environment__turns": 1}
+        changes = {
+            "environment__timeout_s": 1.0,
+            "rollout__stop": ("s", "t"),
+            "steps": 3,
+            "environment__turns": 1,
+        }
         metrics, rows = trained(tmp_path, environment=f"openenv:{url}", **changes)
         failed = [row for row in rows if said(row)[0].strip()[:1] in [*"abcdefg"]]
         assert failed and all(row["reward"] is None and row["finish"] == "error" for row in failed)

@@ -10,7 +10,10 @@ from gruppo.environments.episodes import scored_by
 from gruppo.environments.openenv import OpenEnv
 
 ONE = {"properties": {"metadata": {}, "message": {"type": "string"}}, "required": ["message"]}
-TWO = {"properties": {"row": {"type": "integer"}, "word": {"type": "string"}}, "required": ["row", "word"]}
+TWO = {
+    "properties": {"row": {"type": "integer"}, "word": {"type": "string"}},
+    "required": ["row", "word"],
+}
 NUMBER = {"properties": {"row": {"type": "integer"}}, "required": ["row"]}
 
 
@@ -18,7 +21,13 @@ class Client:
     """A session that rewards and ends as it is told, and remembers what it was told."""
 
     def __init__(self, results=(), problem=None):
-        self.results, self.problem, self.actions, self.resets, self.is_open = list(results), problem, [], [], False
+        self.results, self.problem, self.actions, self.resets, self.is_open = (
+            list(results),
+            problem,
+            [],
+            [],
+            False,
+        )
         self._ws = "socket 1"
 
     async_client = property(lambda self: self)
@@ -45,7 +54,9 @@ class Client:
 
 
 def episode_of(client, schema=ONE, credit="outcome"):
-    made = scored_by(OpenEnv, SimpleNamespace(reward=("digits",), objective=SimpleNamespace(credit=credit)))
+    made = scored_by(
+        OpenEnv, SimpleNamespace(reward=("digits",), objective=SimpleNamespace(credit=credit))
+    )
     episode = made(lambda: client, schema)
     return episode, episode.reset(seed=2**40 + 3, reset={"level": 2})
 
@@ -80,13 +91,19 @@ def test_an_answer_is_json_or_the_only_field_that_is_required(schema, text, acti
     episode, _ = episode_of(client, schema)
     reply = episode.step(text)
     assert client.actions == ([] if action is None else [action])
-    assert ("no action" in reply, episode.rewards) == ((True, [0.0]) if action is None else (False, [1.0]))
+    assert ("no action" in reply, episode.rewards) == (
+        (True, [0.0]) if action is None else (False, [1.0])
+    )
 
 
 def test_an_action_that_the_server_refuses_is_the_policys_and_any_other_error_the_environments():
-    episode, _ = episode_of(Client(problem=RuntimeError("Server error: Invalid message (code: VALIDATION_ERROR)")))
+    episode, _ = episode_of(
+        Client(problem=RuntimeError("Server error: Invalid message (code: VALIDATION_ERROR)"))
+    )
     assert "no action" in episode.step("a") and episode.rewards == [0.0]
-    episode, _ = episode_of(Client(problem=RuntimeError("Server error: no door (code: EXECUTION_ERROR)")))
+    episode, _ = episode_of(
+        Client(problem=RuntimeError("Server error: no door (code: EXECUTION_ERROR)"))
+    )
     with pytest.raises(RuntimeError, match="no door"):
         episode.step("a")
 
@@ -109,7 +126,10 @@ def test_an_episode_that_the_client_lost_is_not_taken_for_a_new_one():
     ],
 )
 def test_the_score_is_the_sum_of_the_rewards_and_none_where_there_was_none(results, total, turns):
-    whole, of_turns = episode_of(Client(results))[0], episode_of(Client(results), credit="return_to_go")[0]
+    whole, of_turns = (
+        episode_of(Client(results))[0],
+        episode_of(Client(results), credit="return_to_go")[0],
+    )
     for episode in (whole, of_turns):
         replies = [episode.step("a") for _ in results]
         assert [reply is None for reply in replies] == [done for _, done in results]

@@ -27,7 +27,9 @@ async def add(a: int, b: int) -> int:
 
 
 def results(rollouts, row=0):
-    return [message["content"] for message in rollouts.completions[row] if message["role"] == "tool"]
+    return [
+        message["content"] for message in rollouts.completions[row] if message["role"] == "tool"
+    ]
 
 
 def run(tool, *calls, **options):
@@ -47,13 +49,19 @@ def test_a_call_is_replied_to_with_its_result_and_an_answer_without_calls_ends_t
         says("42"),
     ]
     assert rollouts.per_row["turns"].tolist() == [2, 2] and rollouts.per_row["ended"].all()
-    assert counts(rollouts) == counts(rollouts, 1) == {"calls": 2} and rollouts.finish == ("stop", "stop")
+    assert counts(rollouts) == counts(rollouts, 1) == {"calls": 2} and rollouts.finish == (
+        "stop",
+        "stop",
+    )
 
 
 def test_the_schemas_are_those_of_transformers():
     from transformers.utils import get_json_schema
 
-    assert Environment(tools=[multiply, add]).tools == [get_json_schema(multiply), get_json_schema(add)]
+    assert Environment(tools=[multiply, add]).tools == [
+        get_json_schema(multiply),
+        get_json_schema(add),
+    ]
 
 
 def fails(text: str) -> str:
@@ -84,9 +92,21 @@ def rude() -> str:
 @pytest.mark.parametrize(
     ("tool", "made", "read"),
     [
-        (fails, call("fails", text="no\x1b[2J such file"), r"error: ValueError: no\x1b[2J such file"),
-        (fails, call("fails"), "error: TypeError: fails() missing 1 required positional argument: 'text'"),
-        (fails, call("fails", text="a", of="b"), "error: TypeError: fails() got an unexpected keyword argument 'of'"),
+        (
+            fails,
+            call("fails", text="no\x1b[2J such file"),
+            r"error: ValueError: no\x1b[2J such file",
+        ),
+        (
+            fails,
+            call("fails"),
+            "error: TypeError: fails() missing 1 required positional argument: 'text'",
+        ),
+        (
+            fails,
+            call("fails", text="a", of="b"),
+            "error: TypeError: fails() got an unexpected keyword argument 'of'",
+        ),
         (fails, call("rm\x1b", text="a"), r"error: there is no tool rm\x1b; there is fails"),
         (leaves, call("leaves"), "error: SystemExit: 3"),
         (rude, call("rude"), "error: Rude"),
@@ -113,11 +133,20 @@ def test_a_tool_that_hangs_costs_its_timeout_once_and_its_row_alone():
         released.wait(seconds)
         return "waited"
 
-    script = Script(lambda prompt, sample: says("", call("wait", seconds=60 * (sample < 8)), call("wait", seconds=0)))
+    script = Script(
+        lambda prompt, sample: says(
+            "", call("wait", seconds=60 * (sample < 8)), call("wait", seconds=0)
+        )
+    )
     began = time.monotonic()
-    rollouts = play(script, Environment(tools=[wait], timeout_s=0.5), [Request(Prompt("a", ASK), 10)])
+    rollouts = play(
+        script, Environment(tools=[wait], timeout_s=0.5), [Request(Prompt("a", ASK), 10)]
+    )
     took = time.monotonic() - began
-    assert [results(rollouts, row) for row in (0, 9)] == [["error: no answer within 0.5 s", "waited"], ["waited"] * 2]
+    assert [results(rollouts, row) for row in (0, 9)] == [
+        ["error: no answer within 0.5 s", "waited"],
+        ["waited"] * 2,
+    ]
     assert counts(rollouts) == {"calls": 2, "timeout": 1} and counts(rollouts, 9) == {"calls": 2}
     assert took < 8 * 0.5  # eight hang at the same time
     released.set()
@@ -141,7 +170,9 @@ def noisy() -> str:
 
 
 def test_control_characters_of_an_output_are_shown_and_do_nothing():
-    assert results(run(noisy)) == ["\\x1b[31mred\\x1b[0m\ttab\nline\\x00\\x07\\x9b\\ud800 \u00e9\u4f60"]
+    assert results(run(noisy)) == [
+        "\\x1b[31mred\\x1b[0m\ttab\nline\\x00\\x07\\x9b\\ud800 \u00e9\u4f60"
+    ]
 
 
 def changes(items: list[int], more: dict) -> str:
@@ -199,7 +230,11 @@ def test_calls_of_the_last_turn_are_not_made():
 
     script = Script(*(says("", call("note", text=str(turn))) for turn in range(9)))
     rollouts = play(script, Environment(tools=[note], turns=3), [Request(Prompt("a", ASK), 1)])
-    assert made == ["0", "1"] and rollouts.per_row["turns"].tolist() == [3] and not rollouts.per_row["ended"].any()
+    assert (
+        made == ["0", "1"]
+        and rollouts.per_row["turns"].tolist() == [3]
+        and not rollouts.per_row["ended"].any()
+    )
 
 
 def test_tools_run_at_the_same_time_for_all_rows_and_in_the_callers_thread_without_a_timeout():
@@ -215,7 +250,9 @@ def test_tools_run_at_the_same_time_for_all_rows_and_in_the_callers_thread_witho
         threads.add(threading.current_thread())
         return "here"
 
-    rollouts = play(Script(says("", call("meet"))), Environment(tools=[meet]), [Request(Prompt("a", ASK), 6)])
+    rollouts = play(
+        Script(says("", call("meet"))), Environment(tools=[meet]), [Request(Prompt("a", ASK), 6)]
+    )
     assert [results(rollouts, row) for row in range(6)] == [["met"]] * 6
     play(Script(says("", call("where"))), Environment(tools=[where], timeout_s=None))
     assert threads == {threading.current_thread()}
@@ -250,7 +287,10 @@ def undescribed(a: int) -> int:
 @pytest.mark.parametrize(
     ("tools", "why"),
     [
-        ([untold], "tool 'untold' cannot be shown to a model: .*no docstring.* Give every argument a type hint"),
+        (
+            [untold],
+            "tool 'untold' cannot be shown to a model: .*no docstring.* Give every argument a type hint",
+        ),
         ([untyped], "tool 'untyped' cannot be shown to a model: Argument a is missing a type hint"),
         ([undescribed], "tool 'undescribed' .*no description for the argument 'a'"),
         ([multiply, multiply], "two tools have the name 'multiply'. Rename one of them"),

@@ -150,7 +150,9 @@ def test_tasks_are_prompts_with_their_answers_and_options_reach_the_taskset():
     assert len(prompts) == 3 and prompts[2].inputs == said and prompts[2].target == "3"
 
 
-@pytest.mark.parametrize(("text", "score"), [("3", 1.5), ("the answer is 3", 1.0), ("4", 0.5), ("four, I think", 0.0)])
+@pytest.mark.parametrize(
+    ("text", "score"), [("3", 1.5), ("the answer is 3", 1.0), ("4", 0.5), ("four, I think", 0.0)]
+)
 def test_the_reward_is_the_score_of_the_task(text, score):
     make, prompts = opened("gruppo_sums:count=3")
     with started(make, prompts[2]) as conversation:
@@ -169,7 +171,12 @@ def test_a_conversation_is_over_where_the_environment_ends_it_or_its_own_limit_d
         assert [conversation.step(text) for text in ("7", "8", "2")] == [again, again, None]
         assert conversation.get_reward() == 1.5
     with started(make, prompts[1]) as conversation:
-        assert [conversation.step(text) for text in ("7", "8", "9", "10")] == [again, again, again, None]
+        assert [conversation.step(text) for text in ("7", "8", "9", "10")] == [
+            again,
+            again,
+            again,
+            None,
+        ]
         assert conversation.get_reward() == 0.5
 
 
@@ -182,7 +189,10 @@ def test_a_limit_of_the_policy_ends_the_environment_which_scores_what_there_is()
 
 def test_an_exception_of_a_reward_or_an_environment_is_no_score():
     make, prompts = opened("gruppo_sums:asks=true")
-    with started(make, prompts[1]) as conversation, pytest.raises(Exception, match="environment broke"):
+    with (
+        started(make, prompts[1]) as conversation,
+        pytest.raises(Exception, match="environment broke"),
+    ):
         conversation.step("hang")
     make, prompts = opened("gruppo_sums")
     with started(make, prompts[1]) as conversation, pytest.raises(Exception, match="boom"):
@@ -229,12 +239,18 @@ def test_ten_steps_are_trained_and_the_rewards_are_the_scores_of_the_tasks(tmp_p
         last = said(row)[-1] if has_rubrics() else said(row)[-1].strip()
         assert row["reward"] == float(str(row["target"]) in last) + 0.5 * (len(last) < 5)
     assert max(len(said(row)) for row in rows) == (3 if asks == "true" else 1)
-    assert all(own["environment/failed_count"] == own["reward/unscored_count"] == 0 for own in metrics)
+    assert all(
+        own["environment/failed_count"] == own["reward/unscored_count"] == 0 for own in metrics
+    )
 
 
 def test_with_rewards_of_ones_own_a_taskset_is_data(tmp_path):
     metrics, rows = trained(
-        tmp_path, data="verifiers:gruppo_sums", reward="length_target:5", steps=1, environment__turns=8
+        tmp_path,
+        data="verifiers:gruppo_sums",
+        reward="length_target:5",
+        steps=1,
+        environment__turns=8,
     )
     assert "Verifiers" not in rows[0]["parts"] and "environment/failed_count" not in metrics[0]
 

@@ -17,18 +17,25 @@ from gruppo.modalities.text.static_decoding import Graph, StaticDecoding
 from gruppo.trainer import memory, update
 from gruppo.types import Sampling
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 WIDE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
 
 @pytest.mark.parametrize("make", [llama, qwen3])
 @pytest.mark.parametrize(("compute", "tolerance"), [("float32", 2e-3), ("bfloat16", 0.1)])
-def test_compiled_layers_and_head_have_the_plain_numbers_and_gradients(make, compute, tolerance, monkeypatch):
+def test_compiled_layers_and_head_have_the_plain_numbers_and_gradients(
+    make, compute, tolerance, monkeypatch
+):
     policy = make(compute=compute, **WIDE)
     rollouts = policy.sample(requests(5, 2, 3), Sampling(max_actions=20), seed=1)
     fast, fast_grad = evaluated(policy, rollouts)
     used = (flex.compiled_layer, linear_head.compiled_summary, linear_head.compiled_gradient)
-    assert not any(each.has_failed for each in used) and flex.is_usable(read_decoder(policy.compute_module))
+    assert not any(each.has_failed for each in used) and flex.is_usable(
+        read_decoder(policy.compute_module)
+    )
     monkeypatch.setattr(compiled, "DEVICES", set())
     slow, slow_grad = evaluated(policy, rollouts)
     assert float((fast - slow).abs().max()) < tolerance

@@ -11,8 +11,18 @@ from tests.distributed import sharded
 from gruppo import distributed as dist
 from gruppo.distributed import sharding
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-NAMES = ["untied head", "tied head, float32", "bfloat16", "adapter", "shared critic, float32", "separate critic"]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+NAMES = [
+    "untied head",
+    "tied head, float32",
+    "bfloat16",
+    "adapter",
+    "shared critic, float32",
+    "separate critic",
+]
 NAMES += ["own forward, packed rows", "weights on the CPU", "denoiser", "restoration with a critic"]
 DEVICE = torch.device("cuda", 0)
 
@@ -21,7 +31,9 @@ DEVICE = torch.device("cuda", 0)
 def one_rank(tmp_path_factory):
     """A process group of one rank: --distributed.shard needs two, and a GPU machine often has one GPU."""
     store = torch.distributed.FileStore(str(Path(tmp_path_factory.mktemp("group")) / "store"), 1)
-    torch.distributed.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1, device_id=DEVICE)
+    torch.distributed.init_process_group(
+        "cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1, device_id=DEVICE
+    )
     yield
     sharding._mesh = None
     dist.shutdown()

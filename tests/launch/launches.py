@@ -26,7 +26,9 @@ FAKE = "fake {model} {port}"
 
 def recipe(folder: Path, **changes: Any) -> str:
     """A config file of a run in ``folder``."""
-    config = tiny.config(folder, **({"saving__every": 1, "evaluation__prompts": 0, "device": "cpu"} | changes))
+    config = tiny.config(
+        folder, **({"saving__every": 1, "evaluation__prompts": 0, "device": "cpu"} | changes)
+    )
     file = folder / f"{config.name}.json"
     file.write_text(json.dumps(serialization.to_dict(config)))
     return str(file)
@@ -35,7 +37,9 @@ def recipe(folder: Path, **changes: Any) -> str:
 def launch(folder: Path, *, words: Sequence[str] = (), **chosen: Any) -> Launch:
     """A launch of a tiny run, unchecked."""
     config = replace(tiny.config(folder), device="cpu")
-    return Launch(LaunchConfig(**({"server_command": FAKE} | chosen)), config, ("recipe.json", *words))
+    return Launch(
+        LaunchConfig(**({"server_command": FAKE} | chosen)), config, ("recipe.json", *words)
+    )
 
 
 class Forked:
@@ -43,9 +47,13 @@ class Forked:
 
     def __init__(self, command: Sequence[str], env: dict[str, str], output: Path) -> None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        target, *args = (serve, *command[1:]) if command[0] == "fake" else (processes.command_line, command[3:])
+        target, *args = (
+            (serve, *command[1:]) if command[0] == "fake" else (processes.command_line, command[3:])
+        )
         self.port = int(args[-1]) if command[0] == "fake" else 0
-        self.child = processes.start(_logged, target, args, str(output), folder=output.parent / output.stem, env=env)
+        self.child = processes.start(
+            _logged, target, args, str(output), folder=output.parent / output.stem, env=env
+        )
 
     def poll(self) -> int | None:
         return self.child.process.exitcode

@@ -43,10 +43,18 @@ class Started:
         return process
 
 
-def run(folder: Path, disturb: Callable[[Started], None] = lambda started: None) -> tuple[int, Started]:
+def run(
+    folder: Path, disturb: Callable[[Started], None] = lambda started: None
+) -> tuple[int, Started]:
     """Launch two ranks and two servers; the exit code, and what was started."""
     folder.mkdir()
-    words = [recipe(folder, steps=STEPS, distributed__shard="fsdp"), "--trainers", "2", "--servers", "2"]
+    words = [
+        recipe(folder, steps=STEPS, distributed__shard="fsdp"),
+        "--trainers",
+        "2",
+        "--servers",
+        "2",
+    ]
     words += ["--engine.timeout-s", "5"]
     planned, started = parse_launch([*words, "--server-command", FAKE]), Started(disturb)
     return Supervisor(planned, Local(planned, started)).run(), started
@@ -54,7 +62,9 @@ def run(folder: Path, disturb: Callable[[Started], None] = lambda started: None)
 
 def steps_done(folder: Path) -> int:
     file = folder / "runs/run/metrics.jsonl"
-    return max((row["step"] for row in read_metrics(file.parent)), default=0) if file.exists() else 0
+    return (
+        max((row["step"] for row in read_metrics(file.parent)), default=0) if file.exists() else 0
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -93,7 +103,9 @@ def test_a_rank_that_is_killed_leaves_a_run_that_continues_to_the_same_weights(w
     code, started = run(tmp_path / "run", disturb)
     assert code == 0 and killed
     assert [len(started.lives[name]) for name in ("server0", "trainer0", "trainer1")] == [1, 2, 2]
-    assert [row["step"] for row in read_metrics(tmp_path / "run/runs/run")] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in read_metrics(tmp_path / "run/runs/run")] == list(
+        range(1, STEPS + 1)
+    )
     assert torch.equal(weights(tmp_path / "run/runs/run"), whole)
 
 
@@ -119,7 +131,9 @@ def test_a_server_that_is_killed_is_started_again_and_rejoins(whole, tmp_path):
 
     code, started = run(tmp_path / "run", disturb)
     assert code == 0 and killed and log.exists()
-    assert [len(started.lives[name]) for name in ("server0", "server1", "trainer0", "trainer1")] == [1, 2, 1, 1]
+    assert [
+        len(started.lives[name]) for name in ("server0", "server1", "trainer0", "trainer1")
+    ] == [1, 2, 1, 1]
     rows = read_metrics(tmp_path / "run/runs/run")
     assert rows[-1]["engine/servers_count"] == 2
     assert torch.equal(weights(tmp_path / "run/runs/run"), whole)

@@ -38,7 +38,10 @@ def cluster(monkeypatch):
 def test_a_path_that_a_node_lacks_is_one_line(tmp_path, cluster):
     place = Ray(launch(tmp_path, servers=1, server_command="/nowhere/python", on="ray"))
     try:
-        with pytest.raises(GruppoError, match=r"cannot start a process .*No such file .*/nowhere/python.* same paths"):
+        with pytest.raises(
+            GruppoError,
+            match=r"cannot start a process .*No such file .*/nowhere/python.* same paths",
+        ):
             place.start_server(0)
     finally:
         place.close()
@@ -56,7 +59,11 @@ def test_two_ranks_and_two_servers_run_on_ray_and_recover_from_a_killed_rank_and
     turn, killed = supervisor._turn, []
 
     def disturb() -> int | None:
-        done = max((row["step"] for row in read_metrics(planned.folder)), default=0) if supervisor.trainers else 0
+        done = (
+            max((row["step"] for row in read_metrics(planned.folder)), default=0)
+            if supervisor.trainers
+            else 0
+        )
         if done >= 1 and not killed:
             killed.append(supervisor.servers[0].process)
             ray.kill(killed[0]._actor)

@@ -46,16 +46,21 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("codes", "expected"), [((3, 75), 3), ((75, 2), 2), ((4, 4), 4), ((0, 0), 0), ((0, 3), 3)], ids=str
+    ("codes", "expected"),
+    [((3, 75), 3), ((75, 2), 2), ((4, 4), 4), ((0, 0), 0), ((0, 3), 3)],
+    ids=str,
 )
-def test_what_a_restart_would_not_change_ends_the_launch_with_its_exit_code(tmp_path, codes, expected):
+def test_what_a_restart_would_not_change_ends_the_launch_with_its_exit_code(
+    tmp_path, codes, expected
+):
     scripts = Scripts({f"trainer{rank}": [f"exit {code}"] for rank, code in enumerate(codes)})
     assert supervised(launch(tmp_path, trainers=2, servers=1), scripts).run() == expected
     assert [scripts.lives(name) for name in ("server0", "trainer0", "trainer1")] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
-    ("ends", "expected"), [("kill -9 $$", 75), ("exit 75", 75), ("exit 5", 5), ("exit 1", 1), ("exit 137", 75)]
+    ("ends", "expected"),
+    [("kill -9 $$", 75), ("exit 75", 75), ("exit 5", 5), ("exit 1", 1), ("exit 137", 75)],
 )
 def test_trainers_that_keep_dying_are_given_up(tmp_path, ends, expected, caplog):
     scripts = Scripts({"trainer0": [ends]})
@@ -71,7 +76,10 @@ def test_a_terminal_that_is_gone_ends_neither_the_run_nor_the_clean_up(tmp_path,
     os.close(read)
     scripts = Scripts({"trainer0": ["echo step 1; sleep 0.1; echo step 2"]})
     supervisor, code = supervised(launch(tmp_path, servers=1), scripts), None
-    with pytest.raises(BrokenPipeError), open(write, "w") as closed:  # as it is closed: the text is still in it
+    with (
+        pytest.raises(BrokenPipeError),
+        open(write, "w") as closed,
+    ):  # as it is closed: the text is still in it
         monkeypatch.setattr(sys, "stdout", closed)
         code = supervisor.run()
     assert code == 0 and supervisor.servers[0].process.poll() is not None
@@ -87,7 +95,10 @@ def test_all_ranks_are_started_again_when_one_has_died(tmp_path):
     """The others notice it themselves, save and end; they are not killed before."""
     done = tmp_path / "saved"
     scripts = Scripts(
-        {"trainer0": [f"sleep 0.3; touch {done}; exit 75", "exit 0"], "trainer1": ["kill -9 $$", "exit 0"]}
+        {
+            "trainer0": [f"sleep 0.3; touch {done}; exit 75", "exit 0"],
+            "trainer1": ["kill -9 $$", "exit 0"],
+        }
     )
     assert supervised(launch(tmp_path, trainers=2, servers=0), scripts).run() == 0
     assert done.exists() and scripts.lives("trainer0") == scripts.lives("trainer1") == 2
@@ -95,7 +106,9 @@ def test_all_ranks_are_started_again_when_one_has_died(tmp_path):
 
 def test_ranks_that_do_not_notice_it_are_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(supervise, "GRACE_S", 0.1)
-    scripts = Scripts({"trainer0": ["exec sleep 100", "exit 0"], "trainer1": ["kill -9 $$", "exit 0"]})
+    scripts = Scripts(
+        {"trainer0": ["exec sleep 100", "exit 0"], "trainer1": ["kill -9 $$", "exit 0"]}
+    )
     assert supervised(launch(tmp_path, trainers=2, servers=0), scripts).run() == 0
 
 
@@ -108,28 +121,40 @@ def test_a_server_that_died_is_started_again_on_its_port_while_the_trainers_go_o
     assert scripts.lives("server1") == 2 and scripts.lives("trainer0") == 1
 
 
-def test_a_server_that_ends_before_it_answers_ends_the_launch_with_its_last_line(tmp_path, monkeypatch):
+def test_a_server_that_ends_before_it_answers_ends_the_launch_with_its_last_line(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(supervise, "answers", lambda url: False)
     scripts = Scripts({"server1": ["echo loading; echo no such model; exit 2"]})
     with pytest.raises(
-        GruppoError, match=r"server 1 ended with code 2 before it answered: no such model .*server1\.log"
+        GruppoError,
+        match=r"server 1 ended with code 2 before it answered: no such model .*server1\.log",
     ):
         supervised(launch(tmp_path, servers=2), scripts).run()
     assert scripts.lives("trainer0") == 0
 
 
 def test_trainers_start_again_with_the_servers_that_are_left(tmp_path):
-    scripts = Scripts({"server0": [f"echo $$ > {tmp_path}/pid; {until(tmp_path / 'begun')}; exit 1"]})
-    scripts.scripts["trainer0"] = [f"touch {tmp_path}/begun; {GONE.format(tmp_path)}; exit 5", "exit 0"]
+    scripts = Scripts(
+        {"server0": [f"echo $$ > {tmp_path}/pid; {until(tmp_path / 'begun')}; exit 1"]}
+    )
+    scripts.scripts["trainer0"] = [
+        f"touch {tmp_path}/begun; {GONE.format(tmp_path)}; exit 5",
+        "exit 0",
+    ]
     supervisor = supervised(launch(tmp_path, servers=2, max_restarts=1), scripts)
     supervisor.servers[0].failures.append(time.monotonic())  # its one restart is spent
     assert supervisor.run() == 0
-    first, second = (env["GRUPPO_ENGINE_URLS"].split(",") for name, env in scripts.started if name == "trainer0")
+    first, second = (
+        env["GRUPPO_ENGINE_URLS"].split(",") for name, env in scripts.started if name == "trainer0"
+    )
     assert len(first) == 2 and second == first[1:]
 
 
 def test_without_a_server_left_the_launch_ends_with_code_5(tmp_path):
-    scripts = Scripts({"server0": [f"echo $$ > {tmp_path}/pid; {until(tmp_path / 'begun')}; exit 1"]})
+    scripts = Scripts(
+        {"server0": [f"echo $$ > {tmp_path}/pid; {until(tmp_path / 'begun')}; exit 1"]}
+    )
     scripts.scripts["trainer0"] = [f"touch {tmp_path}/begun; {GONE.format(tmp_path)}; exit 5"]
     supervisor = supervised(launch(tmp_path, servers=1, max_restarts=1), scripts)
     supervisor.servers[0].failures.append(time.monotonic())
@@ -142,12 +167,16 @@ def test_trainers_save_and_continue_where_a_server_comes_back_at_another_address
     """As on a cluster, which may place it on another machine. It is no failure of theirs."""
     begun = tmp_path / "begun"
     saves = f"trap 'exit 75' TERM; touch {begun}; while :; do sleep 0.01; done"
-    scripts = Scripts({"server0": [f"{until(begun)}; exit 1", "exec sleep 100"], "trainer0": [saves, "exit 0"]})
+    scripts = Scripts(
+        {"server0": [f"{until(begun)}; exit 1", "exec sleep 100"], "trainer0": [saves, "exit 0"]}
+    )
     given = launch(tmp_path, servers=1, max_restarts=1)
     supervisor = supervised(given, scripts)
     supervisor.failures.append(time.monotonic())
     local = supervisor.place.url
-    supervisor.place.url = lambda number: "http://node7:1" if scripts.lives("server0") == 2 else local(number)
+    supervisor.place.url = lambda number: (
+        "http://node7:1" if scripts.lives("server0") == 2 else local(number)
+    )
     assert supervisor.run() == 0
     assert [env["GRUPPO_ENGINE_URLS"] for name, env in scripts.started if name == "trainer0"] == [
         local(0),
@@ -190,9 +219,7 @@ class Interrupting(Scripts):
 def test_a_signal_lets_the_trainers_save_before_the_servers_end(tmp_path):
     given = launch(tmp_path, servers=1)
     logs, order = given.folder / "logs", tmp_path / "order"
-    trainer = (
-        f"trap 'sleep 0.2; echo trainer >> {order}; exit 75' TERM; touch {logs}/ready; while :; do sleep 0.01; done"
-    )
+    trainer = f"trap 'sleep 0.2; echo trainer >> {order}; exit 75' TERM; touch {logs}/ready; while :; do sleep 0.01; done"
     server = f"trap 'echo server >> {order}; exit 0' TERM; while :; do sleep 0.01; done"
     assert supervised(given, Interrupting({"server0": [server], "trainer0": [trainer]})).run() == 75
     assert order.read_text().split() == ["trainer", "server"]
@@ -201,7 +228,9 @@ def test_a_signal_lets_the_trainers_save_before_the_servers_end(tmp_path):
 def test_a_second_signal_ends_everything_at_once(tmp_path):
     given = launch(tmp_path, servers=1)
     logs = given.folder / "logs"
-    stubborn = f"trap '' TERM; echo $$ > {logs}/pid; touch {logs}/ready; while :; do sleep 0.01; done"
+    stubborn = (
+        f"trap '' TERM; echo $$ > {logs}/pid; touch {logs}/ready; while :; do sleep 0.01; done"
+    )
     scripts = Interrupting({"trainer0": [stubborn]})
     scripts.times = 2
     assert supervised(given, scripts).run() == 75
@@ -213,7 +242,9 @@ def test_a_second_signal_ends_everything_at_once(tmp_path):
 
 def test_what_a_process_has_started_ends_with_it(tmp_path):
     """A server whose gruppo serve was killed would hold its port."""
-    child = ChildProcess(["sh", "-c", f"sleep 100 & echo $! > {tmp_path}/pid; kill -9 $$"], {}, tmp_path / "logs/log")
+    child = ChildProcess(
+        ["sh", "-c", f"sleep 100 & echo $! > {tmp_path}/pid; kill -9 $$"], {}, tmp_path / "logs/log"
+    )
     while child.poll() is None:
         time.sleep(0.01)
     deadline = time.monotonic() + 30
@@ -228,7 +259,9 @@ def start_and_wait(folder: str) -> None:
     time.sleep(100)
 
 
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="Linux asks a child to end with its parent")
+@pytest.mark.skipif(
+    not Path("/proc/self").exists(), reason="Linux asks a child to end with its parent"
+)
 def test_processes_of_a_launcher_that_was_killed_are_asked_to_end(tmp_path):
     launcher = processes.start(start_and_wait, str(tmp_path), folder=tmp_path / "launcher")
     launcher.wait_for((tmp_path / "ready").exists)
@@ -243,7 +276,9 @@ def test_the_output_of_the_first_rank_is_shown_once(tmp_path, capsys):
     given = launch(tmp_path, trainers=2, servers=0)
     given.log("trainer0").parent.mkdir(parents=True)
     given.log("trainer0").write_text("of an earlier launch\n")
-    scripts = Scripts({"trainer0": ["echo step 1; sleep 0.1; echo step 2"], "trainer1": ["echo hidden"]})
+    scripts = Scripts(
+        {"trainer0": ["echo step 1; sleep 0.1; echo step 2"], "trainer1": ["echo hidden"]}
+    )
     assert supervised(given, scripts).run() == 0
     assert capsys.readouterr().out == "step 1\nstep 2\n"
     assert given.log("trainer1").read_text() == "hidden\n"

@@ -35,18 +35,25 @@ def main() -> None:
         policies = HUGGING_FACE if varied is variants.layout else POLICIES
         far = [
             max(farthest(case, o, varied(case)) for o in PRESETS.values() for case in cases)
-            for cases in ([case_of(make, dtype) for make in policies] for dtype in (torch.float64, torch.float32))
+            for cases in (
+                [case_of(make, dtype) for make in policies]
+                for dtype in (torch.float64, torch.float32)
+            )
         ]
         print(f"{name:34}{far[0]:10.1e}{far[1]:10.1e}", flush=True)
     ranks = over_ranks()
-    print(f"{'two ranks, unequal rows and tokens':34}{ranks[torch.float64]:10.1e}{ranks[torch.float32]:10.1e}")
+    print(
+        f"{'two ranks, unequal rows and tokens':34}{ranks[torch.float64]:10.1e}{ranks[torch.float32]:10.1e}"
+    )
 
 
 def over_ranks() -> dict[torch.dtype, float]:
     far: dict[torch.dtype, float] = {}
     with tempfile.TemporaryDirectory() as out:
         children = processes.ranks(2, gradients.main, out, folder=Path(out) / "said")
-        assert [child.wait() for child in children] == [0, 0], "\n".join(child.err for child in children)
+        assert [child.wait() for child in children] == [0, 0], "\n".join(
+            child.err for child in children
+        )
         both = torch.load(Path(out) / "0.pt", weights_only=False)
     for setup, (make, dtype) in gradients.SETUPS.items():
         case = case_of(make, dtype)
@@ -54,7 +61,9 @@ def over_ranks() -> dict[torch.dtype, float]:
             for deal in [*gradients.DEALS, "from rewards"]:
                 variant = whole_update(case)
                 variant = rewarded(case, objective, variant) if deal == "from rewards" else variant
-                got = distance(both[f"{setup} {preset} {deal}"][0], learned(case, objective, variant)[0])
+                got = distance(
+                    both[f"{setup} {preset} {deal}"][0], learned(case, objective, variant)[0]
+                )
                 far[dtype] = max(far.get(dtype, 0.0), got)
     return far
 

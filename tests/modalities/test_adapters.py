@@ -41,14 +41,20 @@ def test_a_saved_adapter_opens_in_gruppo_and_in_peft_with_the_same_logits(folder
     from transformers import AutoModelForCausalLM
 
     path, policy = folder
-    assert {file.name for file in path.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors", "base.json"}
+    assert {file.name for file in path.iterdir()} >= {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "base.json",
+    }
     assert not (path / "model.safetensors").exists()
     opened = from_pretrained(path, compute="float32")
     needed = policy.module(IDS).logits
     assert torch.equal(opened.module(IDS).logits, needed)
     assert {n for n, p in opened.module.named_parameters() if p.requires_grad} == {
         n for n, p in policy.module.named_parameters() if p.requires_grad}  # fmt: skip
-    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny.model()), path).eval()
+    theirs = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tiny.model()), path
+    ).eval()
     torch.testing.assert_close(theirs(IDS).logits, needed, rtol=0, atol=1e-6)
 
 
@@ -58,7 +64,9 @@ def test_a_saved_adapter_opens_merged_and_not_below_a_new_one(folder):
     merged = from_pretrained(path, compute="float32", is_merged=True).module
     assert not has_adapter(merged)
     torch.testing.assert_close(merged(IDS).logits, needed, rtol=0, atol=1e-5)
-    with pytest.raises(GruppoError, match=r"is an adapter, and another one is requested.*gruppo export"):
+    with pytest.raises(
+        GruppoError, match=r"is an adapter, and another one is requested.*gruppo export"
+    ):
         from_pretrained(path, adapt=partial(inject, rank=2, alpha=4.0))
 
 
@@ -77,11 +85,17 @@ def test_an_adapter_of_another_base_is_refused_with_the_reason(folder, tmp_path)
                        r"the model's .* has 48.*Its base is '.*tiny'"):  # fmt: skip
         attach(path)
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
-    shallower = causal_lm("Llama", num_hidden_layers=1, hidden_size=16, intermediate_size=32, **heads)
-    with pytest.raises(GruppoError, match=r"it adapts model.layers.1.*the model has no such linear layer"):
+    shallower = causal_lm(
+        "Llama", num_hidden_layers=1, hidden_size=16, intermediate_size=32, **heads
+    )
+    with pytest.raises(
+        GruppoError, match=r"it adapts model.layers.1.*the model has no such linear layer"
+    ):
         attach(path, shallower)
     other = from_pretrained(tiny.write_model(tmp_path / "other", seed=1), compute="float32").module
-    with pytest.raises(GruppoError, match=r"trained on weights with SHA-256 [0-9a-f]{16}\.\.\., these have"):
+    with pytest.raises(
+        GruppoError, match=r"trained on weights with SHA-256 [0-9a-f]{16}\.\.\., these have"
+    ):
         attach(path, other)
 
 
@@ -95,7 +109,10 @@ def test_a_base_of_another_name_with_the_same_weights_is_warned_of(folder, caplo
 
 
 ODD = {
-    "modules_to_save": ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\], which changes more than"),
+    "modules_to_save": (
+        {"modules_to_save": ["lm_head"]},
+        r"modules_to_save=\['lm_head'\], which changes more than",
+    ),
     "dora": ({"use_dora": True}, r"use_dora=True.*merge_and_unload"),
     "pissa": ({"init_lora_weights": "pissa"}, r"init_lora_weights='pissa'"),
     "bias": ({"bias": "all"}, r"bias='all'"),
@@ -128,10 +145,15 @@ def test_what_is_no_adapter_says_what_is_wrong(folder, tmp_path):
     with pytest.raises(GruppoError, match=r"has no adapter_config.json"):
         read_adapter(tmp_path)
     change_config(path, target_modules=["q_proj"])
-    with pytest.raises(GruppoError, match=r"names other layers in adapter_config.json than it has weights for"):
+    with pytest.raises(
+        GruppoError, match=r"names other layers in adapter_config.json than it has weights for"
+    ):
         from_pretrained(path)
     (path / "adapter_model.safetensors").write_bytes(b"broken")
-    with pytest.raises(GruppoError, match=r"cannot be read.*needs adapter_config.json and adapter_model.safetensors"):
+    with pytest.raises(
+        GruppoError,
+        match=r"cannot be read.*needs adapter_config.json and adapter_model.safetensors",
+    ):
         read_adapter(path)
 
 
@@ -145,7 +167,9 @@ def test_a_runs_folder_stands_for_the_adapter_in_it(folder, tmp_path):
     run = tmp_path / "run"
     sealed_copy(path, run / "final")
     assert is_adapter(run) and read_adapter(run).folder == run / "final"
-    assert torch.equal(from_pretrained(run, compute="float32").module(IDS).logits, policy.module(IDS).logits)
+    assert torch.equal(
+        from_pretrained(run, compute="float32").module(IDS).logits, policy.module(IDS).logits
+    )
     sealed_copy(tiny.model(), tmp_path / "whole/final")
     with pytest.raises(GruppoError, match=r"whole/final' has no adapter_config.json"):
         read_adapter(tmp_path / "whole")
@@ -156,14 +180,18 @@ def test_an_adapter_whose_base_is_a_runs_folder_finds_its_model(folder, tmp_path
     sealed_copy(tiny.model(), tmp_path / "run/final")
     base = json.loads((path / "base.json").read_text())
     (path / "base.json").write_text(json.dumps(base | {"base": str(tmp_path / "run")}))
-    assert torch.equal(from_pretrained(path, compute="float32").module(IDS).logits, policy.module(IDS).logits)
+    assert torch.equal(
+        from_pretrained(path, compute="float32").module(IDS).logits, policy.module(IDS).logits
+    )
 
 
 def test_an_adapter_whose_base_is_not_here_says_so(folder):
     path, _ = folder
     (path / "base.json").unlink()
     change_config(path, base_model_name_or_path="/no/where")
-    with pytest.raises(GruppoError, match=r"the base of the adapter .* is '/no/where', which does not exist here"):
+    with pytest.raises(
+        GruppoError, match=r"the base of the adapter .* is '/no/where', which does not exist here"
+    ):
         from_pretrained(path)
     change_config(path, base_model_name_or_path=None)
     with pytest.raises(GruppoError, match=r"the base of the adapter .* has no name"):

@@ -8,7 +8,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.fakes import POLICIES, bpe_tokenizer, causal_lm, doubled, gpt2, llama, of, plain, prompts, qwen2, requests
+from tests.fakes import (
+    POLICIES,
+    bpe_tokenizer,
+    causal_lm,
+    doubled,
+    gpt2,
+    llama,
+    of,
+    plain,
+    prompts,
+    qwen2,
+    requests,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gruppo.modalities.common.critic import SharedCritic, ValueHead
@@ -69,7 +81,9 @@ def with_opinions(critic):
     """The critic with a head that is not zero."""
     head = head_of(critic)
     with torch.no_grad():
-        head.weight.copy_(torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(0)))
+        head.weight.copy_(
+            torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(0))
+        )
         head.bias.fill_(0.3)
     return critic
 
@@ -83,7 +97,10 @@ def values_of(critic, rollouts, micro_batches):
 
 
 def trained_by(critic, policy):
-    return [*(policy if critic.is_shared else critic).module.parameters(), *head_of(critic).parameters()]
+    return [
+        *(policy if critic.is_shared else critic).module.parameters(),
+        *head_of(critic).parameters(),
+    ]
 
 
 def gradient_of(critic, policy, rollouts, micro_batches):
@@ -91,7 +108,9 @@ def gradient_of(critic, policy, rollouts, micro_batches):
     parameters = trained_by(critic, policy)
     for parameter in parameters:
         parameter.grad = None
-    weights = torch.linspace(-1, 2, rollouts.mask.numel(), dtype=torch.float64).reshape(rollouts.mask.shape)
+    weights = torch.linspace(-1, 2, rollouts.mask.numel(), dtype=torch.float64).reshape(
+        rollouts.mask.shape
+    )
     for micro_batch in micro_batches:
         (critic.values(rollouts, micro_batch) * micro_batch.of(weights)).sum().backward()
     return torch.cat([p.grad.flatten().double() for p in parameters if p.grad is not None])
@@ -121,7 +140,10 @@ def features_by_hand(policy, row, rollouts):
 
 
 def test_values_are_the_head_of_the_features_before_each_action(policy, critic, rollouts):
-    head, got = head_of(critic), values_of(critic, rollouts, policy.micro_batches(rollouts, rollouts.mask, ALL))
+    head, got = (
+        head_of(critic),
+        values_of(critic, rollouts, policy.micro_batches(rollouts, rollouts.mask, ALL)),
+    )
     for row in range(len(rollouts)):
         features = features_by_hand(policy, row, rollouts)
         by_hand = (features * head.weight[0]).sum(dim=-1) + 0.3
@@ -135,8 +157,13 @@ def test_values_of_the_likelihood_are_those_of_the_critic_and_leave_it_as_it_was
     for micro_batch in policy.micro_batches(rollouts, rollouts.mask, 70):
         both = policy.likelihood(rollouts, micro_batch, outputs=("values", "entropy"))
         without = policy.likelihood(rollouts, micro_batch, outputs=("entropy",))
-        assert torch.equal(both.values, critic.values(rollouts, micro_batch)) and without.values is None
-        assert torch.equal(both.logprobs, without.logprobs) and torch.equal(both.entropy, without.entropy)
+        assert (
+            torch.equal(both.values, critic.values(rollouts, micro_batch))
+            and without.values is None
+        )
+        assert torch.equal(both.logprobs, without.logprobs) and torch.equal(
+            both.entropy, without.entropy
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -167,7 +194,10 @@ def test_the_order_of_rows_permutes_the_values(critic, rollouts):
     order = torch.tensor([5, 0, 8, 3, 1, 7, 2, 6, 4])
     straight, turned = whole(rollouts, *range(9)), whole(rollouts, *order.tolist())
     same(values_of(critic, rollouts, [turned]), values_of(critic, rollouts, [straight]))
-    same(values_of(critic, rollouts.take(order), [straight]), values_of(critic, rollouts, [straight])[order])
+    same(
+        values_of(critic, rollouts.take(order), [straight]),
+        values_of(critic, rollouts, [straight])[order],
+    )
 
 
 @pytest.mark.slow
@@ -181,8 +211,12 @@ def test_longer_neighbours_change_neither_value_nor_gradient(policy, critic, rol
     def gradient(rollouts, micro_batch):
         for parameter in trained_by(critic, policy):
             parameter.grad = None
-        (critic.values(rollouts, micro_batch)[:9, :columns] * torch.linspace(-1, 1, columns)).sum().backward()
-        return torch.cat([p.grad.flatten() for p in trained_by(critic, policy) if p.grad is not None])
+        (
+            critic.values(rollouts, micro_batch)[:9, :columns] * torch.linspace(-1, 1, columns)
+        ).sum().backward()
+        return torch.cat(
+            [p.grad.flatten() for p in trained_by(critic, policy) if p.grad is not None]
+        )
 
     everything, mine = whole(both, *range(11)), whole(rollouts, *range(9))
     same(values_of(critic, both, [everything])[:9, :columns], values_of(critic, rollouts, [mine]))
@@ -257,7 +291,9 @@ def test_each_critic_begins_anew():
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 @pytest.mark.parametrize("make", SPLITTING, ids=lambda make: make.__name__)
-def test_a_copy_of_the_policy_sees_at_first_what_the_policy_sees_and_stays_when_it_moves(make, compute):
+def test_a_copy_of_the_policy_sees_at_first_what_the_policy_sees_and_stays_when_it_moves(
+    make, compute
+):
     policy = make(compute=compute)
     shared, separate = with_opinions(SharedCritic(policy)), with_opinions(SeparateCritic(policy))
     rollouts = policy.sample(requests(4, 2, 3), SAMPLING, seed=3)
@@ -284,7 +320,9 @@ def test_a_loss_through_a_bfloat16_copy_reaches_master_and_head_in_float32(make,
     micro_batches = policy.micro_batches(rollouts, rollouts.mask, ALL)
     gradient_of(critic, policy, rollouts, micro_batches)
     trunk = policy.trunk() if critic.is_shared else critic.trunk
-    got = {name: p.grad for name, p in [*trunk.named_parameters(), *head_of(critic).named_parameters()]}
+    got = {
+        name: p.grad for name, p in [*trunk.named_parameters(), *head_of(critic).named_parameters()]
+    }
     assert {g.dtype for g in got.values()} == {torch.float32}
     copied = policy.copy.module if critic.is_shared else critic.compute_copy
     assert all(p.dtype == torch.bfloat16 and p.grad is None for p in copied.parameters())
@@ -293,7 +331,10 @@ def test_a_loss_through_a_bfloat16_copy_reaches_master_and_head_in_float32(make,
     gradient_of(exact, exact_policy, rollouts, micro_batches)
     exact_trunk = exact_policy.trunk() if exact.is_shared else exact.trunk
     for name, p in [*exact_trunk.named_parameters(), *head_of(exact).named_parameters()]:
-        assert torch.nn.functional.cosine_similarity(got[name].flatten(), p.grad.flatten(), dim=0) > 0.98, name
+        assert (
+            torch.nn.functional.cosine_similarity(got[name].flatten(), p.grad.flatten(), dim=0)
+            > 0.98
+        ), name
 
 
 @pytest.mark.silent_bug(9)
@@ -325,16 +366,21 @@ def test_a_critic_of_another_size_with_the_same_tokens_is_welcome():
 
 
 def test_a_critic_with_other_tokens_is_refused_with_the_first_that_differs():
-    other = from_transformers(causal_lm("Llama"), bpe_tokenizer(merges=[("a", "c"), ("ac", "b"), ("1", "2")]))
+    other = from_transformers(
+        causal_lm("Llama"), bpe_tokenizer(merges=[("a", "c"), ("ac", "b"), ("1", "2")])
+    )
     with pytest.raises(
-        GruppoError, match=r"'ab' is no token in it and 256 in the policy's, one of 4 differences.*--cr"
+        GruppoError,
+        match=r"'ab' is no token in it and 256 in the policy's, one of 4 differences.*--cr",
     ):
         SeparateCritic(llama(), other)
 
 
 def test_a_critic_that_knows_fewer_ids_is_refused():
     other = from_transformers(causal_lm("Llama", vocab_size=300), bpe_tokenizer())
-    with pytest.raises(GruppoError, match=rf"knows 300 token ids and the policy's {len(bpe_tokenizer())}"):
+    with pytest.raises(
+        GruppoError, match=rf"knows 300 token ids and the policy's {len(bpe_tokenizer())}"
+    ):
         SeparateCritic(llama(), other)
 
 

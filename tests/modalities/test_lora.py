@@ -8,7 +8,16 @@ from functools import partial
 
 import pytest
 import torch
-from tests.fakes import adapted, bpe_tokenizer, causal_lm, doubled, llama, plain, requests, with_random_adapter
+from tests.fakes import (
+    adapted,
+    bpe_tokenizer,
+    causal_lm,
+    doubled,
+    llama,
+    plain,
+    requests,
+    with_random_adapter,
+)
 
 from gruppo.modalities.common.adapters import read_adapter
 from gruppo.modalities.common.lora import (
@@ -34,10 +43,22 @@ SAMPLING = Sampling(max_actions=8)
 COMPUTE = pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 
 
-def fresh(kind: str = "Llama", *, compute="float32", rank=3, alpha=6.0, targets=(), seed=0, base="tiny", **changes):
+def fresh(
+    kind: str = "Llama",
+    *,
+    compute="float32",
+    rank=3,
+    alpha=6.0,
+    targets=(),
+    seed=0,
+    base="tiny",
+    **changes,
+):
     """A policy below an adapter that does nothing yet."""
     adapt = partial(inject, rank=rank, alpha=alpha, targets=targets, seed=seed, base=base)
-    return from_transformers(causal_lm(kind, **changes), bpe_tokenizer(), compute=compute, chunk=1024, adapt=adapt)
+    return from_transformers(
+        causal_lm(kind, **changes), bpe_tokenizer(), compute=compute, chunk=1024, adapt=adapt
+    )
 
 
 def logprobs(policy, rollouts):
@@ -59,7 +80,11 @@ def test_an_adapted_layer_is_w_x_plus_alpha_over_rank_b_a_x():
     policy = doubled(adapted(rank=3))
     layer = policy.module.model.layers[1].mlp.up_proj
     x = torch.linspace(-1, 1, 32, dtype=torch.float64)[None]
-    a, b, w = layer.lora_A["default"].weight, layer.lora_B["default"].weight, layer.base_layer.weight
+    a, b, w = (
+        layer.lora_A["default"].weight,
+        layer.lora_B["default"].weight,
+        layer.base_layer.weight,
+    )
     by_hand = torch.stack([(w[o] * x[0]).sum() + 2.0 * sum(b[o, r] * (a[r] * x[0]).sum() for r in range(3))
                            for o in range(48)])  # fmt: skip
     torch.testing.assert_close(layer(x)[0], by_hand, rtol=1e-12, atol=0)
@@ -88,7 +113,11 @@ def test_with_the_adapter_off_a_trained_policy_is_its_base_to_the_bit(compute):
         off = logprobs(policy, rollouts)
     assert torch.equal(off, logprobs(base, rollouts))
     assert (logprobs(policy, rollouts) - off).abs().mean() > 0.1
-    assert digest(base_weights(policy.compute_module)) == before == digest(base_weights(base.compute_module))
+    assert (
+        digest(base_weights(policy.compute_module))
+        == before
+        == digest(base_weights(base.compute_module))
+    )
 
 
 def test_switching_an_adapter_leaves_what_is_trained_alone_and_comes_back_after_an_error():
@@ -112,12 +141,16 @@ def test_an_adapter_begins_by_the_seed_and_leaves_the_global_generator_alone():
     assert torch.equal(torch.get_rng_state(), state)
     first, again, other = (adapter_weights(fresh(seed=seed).module) for seed in (1, 1, 2))
     for name, weight in first.items():
-        assert torch.equal(weight, again[name]) and torch.equal(weight, adapter_weights(module)[name])
+        assert torch.equal(weight, again[name]) and torch.equal(
+            weight, adapter_weights(module)[name]
+        )
         if "lora_B" in name:
             assert not weight.any()
         else:
             bound = weight.shape[1] ** -0.5
-            assert not torch.equal(weight, other[name]) and 0.8 * bound < weight.abs().max() <= bound
+            assert (
+                not torch.equal(weight, other[name]) and 0.8 * bound < weight.abs().max() <= bound
+            )
     layers = [weight for name, weight in first.items() if name.endswith("q_proj.lora_A.weight")]
     assert not torch.equal(*layers)
 
@@ -140,7 +173,9 @@ def test_gpt2_whose_layers_hold_their_weights_the_other_way_round_has_one_too(tm
     policy = with_random_adapter(fresh("GPT2"), scale=0.1)
     rollouts = policy.sample(requests(2, 2), SAMPLING, seed=0)
     (micro_batch,) = policy.micro_batches(rollouts, rollouts.mask, 10**9)
-    torch.testing.assert_close(logprobs(policy, rollouts), micro_batch.of(rollouts.sampler_logprobs), rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        logprobs(policy, rollouts), micro_batch.of(rollouts.sampler_logprobs), rtol=0, atol=1e-4
+    )
     policy.save(tmp_path)
     base = causal_lm("GPT2")
     read_adapter(tmp_path).attach(base, base="tiny")
@@ -155,7 +190,10 @@ def test_gpt2_whose_layers_hold_their_weights_the_other_way_round_has_one_too(tm
 
 def test_the_base_is_held_once_in_the_dtype_of_the_arithmetic_and_adapters_train_in_float32():
     policy = adapted(compute="bfloat16")
-    masters, computing = dict(policy.module.named_parameters()), dict(policy.compute_module.named_parameters())
+    masters, computing = (
+        dict(policy.module.named_parameters()),
+        dict(policy.compute_module.named_parameters()),
+    )
     assert masters.keys() == computing.keys()
     for name, master in masters.items():
         is_adapter = "lora_" in name
@@ -176,7 +214,9 @@ def test_a_policy_in_memory_is_given_an_adapter_in_place():
     assert torch.equal(logprobs(policy, rollouts), before) and policy.copy is not copied
     step(policy, rollouts)
     assert (logprobs(policy, rollouts) - before).abs().mean() > 0.1
-    assert sum(p.dtype == torch.float32 for p in policy.module.parameters()) == len(adapter_weights(policy.module))
+    assert sum(p.dtype == torch.float32 for p in policy.module.parameters()) == len(
+        adapter_weights(policy.module)
+    )
 
 
 def test_a_separate_critic_has_an_adapter_of_its_own_on_the_same_base():
@@ -184,9 +224,14 @@ def test_a_separate_critic_has_an_adapter_of_its_own_on_the_same_base():
     critic = SeparateCritic(policy)
     own, policys = dict(critic.trunk.named_parameters()), dict(policy.trunk().named_parameters())
     for name, parameter in own.items():
-        assert (parameter is policys[name]) != ("lora_" in name) and torch.equal(parameter, policys[name])
+        assert (parameter is policys[name]) != ("lora_" in name) and torch.equal(
+            parameter, policys[name]
+        )
     trained = {name for name, p in critic.module.named_parameters() if p.requires_grad}
-    assert trained == {f"trunk.{name}" for name in own if "lora_" in name} | {"head.weight", "head.bias"}
+    assert trained == {f"trunk.{name}" for name in own if "lora_" in name} | {
+        "head.weight",
+        "head.bias",
+    }
     assert critic.module["head"].weight.dtype == torch.float32
     rollouts = policy.sample(requests(3), SAMPLING, seed=0)
     (micro_batch,) = policy.micro_batches(rollouts, rollouts.mask, 10**9)
@@ -225,7 +270,10 @@ def test_products_of_adapted_layers_are_what_the_layers_say(dtype, targets):
     layer = policy.module.to(dtype).model.layers[0]
     attention, mlp = layer.self_attn, layer.mlp
     x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
-    for modules in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
+    for modules in (
+        (attention.q_proj, attention.k_proj, attention.v_proj),
+        (mlp.gate_proj, mlp.up_proj),
+    ):
         product = decoding.fused(*modules)
         needed = torch.cat([module(x) for module in modules], dim=-1)
         tolerance = 1e-5 if dtype == torch.float32 else 0.05
@@ -284,7 +332,9 @@ def test_a_merged_model_has_the_logits_of_base_and_adapter_and_no_trace_of_it():
 def test_targets_that_are_no_linear_layers_are_refused_with_the_nearest_name():
     for targets, why in {
         ("q_prj",): r"no layer 'q_prj'. Did you mean q_proj\?",
-        ("q_proj,v_proj",): r"no layer 'q_proj,v_proj'. Names are separated by spaces: --lora.targets q_proj v_proj\.",
+        (
+            "q_proj,v_proj",
+        ): r"no layer 'q_proj,v_proj'. Names are separated by spaces: --lora.targets q_proj v_proj\.",
         ("xyz",): r"no layer 'xyz'. Set --lora.targets to some of down_proj, gate_proj",
         ("mlp",): r"'mlp' is a LlamaMLP, and an adapter needs linear layers",
         ("embed_tokens",): r"'embed_tokens' is a Embedding",
@@ -297,7 +347,9 @@ def test_targets_that_are_no_linear_layers_are_refused_with_the_nearest_name():
 
 
 def test_a_module_of_ones_own_and_a_second_adapter_are_refused():
-    with pytest.raises(GruppoError, match=r"LoRA needs a Hugging Face causal language model, not a TinyGPT"):
+    with pytest.raises(
+        GruppoError, match=r"LoRA needs a Hugging Face causal language model, not a TinyGPT"
+    ):
         give_adapter(plain(), partial(inject, rank=2, alpha=4.0))
     with pytest.raises(GruppoError, match=r"the model already has an adapter"):
         inject(adapted().module, rank=2, alpha=4.0)
@@ -318,7 +370,9 @@ def test_a_copy_of_an_adapted_module_is_a_module_of_its_own():
 
 
 def test_layers_of_a_network_that_are_called_like_an_adapters_are_saved_all_the_same():
-    part = torch.nn.ModuleDict({"lora_A": torch.nn.Linear(2, 1), "base_layer": torch.nn.Linear(2, 2)})
+    part = torch.nn.ModuleDict(
+        {"lora_A": torch.nn.Linear(2, 1), "base_layer": torch.nn.Linear(2, 2)}
+    )
     module = torch.nn.ModuleDict({"part": part})
     assert not has_adapter(module)
     assert module_weights(module).keys() == module.state_dict().keys()

@@ -73,22 +73,32 @@ def rollouts(sampled):
 
 
 def logprobs_of(policy, rollouts, micro_batches=None):
-    micro_batches = policy.micro_batches(rollouts, rollouts.mask, ALL) if micro_batches is None else micro_batches
+    micro_batches = (
+        policy.micro_batches(rollouts, rollouts.mask, ALL)
+        if micro_batches is None
+        else micro_batches
+    )
     logprobs = torch.zeros(rollouts.mask.shape, dtype=torch.float64)
     for micro_batch in micro_batches:
-        logprobs[micro_batch.rows[:, None], torch.arange(logprobs.shape[1])[micro_batch.cols]] = policy.likelihood(
-            rollouts, micro_batch
-        ).logprobs.double()
+        logprobs[micro_batch.rows[:, None], torch.arange(logprobs.shape[1])[micro_batch.cols]] = (
+            policy.likelihood(rollouts, micro_batch).logprobs.double()
+        )
     return logprobs
 
 
 def gradient_of(policy, rollouts, micro_batches):
     """Of sum(weights * log-probs), with a weight of its own for each action."""
     policy.module.zero_grad(set_to_none=True)
-    weights = torch.linspace(-1, 1, rollouts.mask.numel(), dtype=torch.float64).reshape(rollouts.mask.shape)
+    weights = torch.linspace(-1, 1, rollouts.mask.numel(), dtype=torch.float64).reshape(
+        rollouts.mask.shape
+    )
     for micro_batch in micro_batches:
-        (policy.likelihood(rollouts, micro_batch).logprobs * micro_batch.of(weights)).sum().backward()
-    return torch.cat([p.grad.flatten().double() for p in policy.module.parameters() if p.grad is not None])
+        (
+            policy.likelihood(rollouts, micro_batch).logprobs * micro_batch.of(weights)
+        ).sum().backward()
+    return torch.cat(
+        [p.grad.flatten().double() for p in policy.module.parameters() if p.grad is not None]
+    )
 
 
 def whole(rollouts, *rows):
@@ -109,7 +119,9 @@ def same_gradient(a, b):
 def disturb(module, by=0.1):
     with torch.no_grad():
         for n, parameter in enumerate(module.parameters()):
-            parameter.add_(by * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(n)))
+            parameter.add_(
+                by * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(n))
+            )
 
 
 # --- one distribution ------------------------------------------------------------------------------------------------
@@ -121,7 +133,9 @@ def test_the_ratio_starts_at_one(make, budget):
     policy = make()
     rollouts = policy.sample(requests(4, 2, 3), SAMPLING, seed=3)
     logprobs = logprobs_of(policy, rollouts, policy.micro_batches(rollouts, rollouts.mask, budget))
-    torch.testing.assert_close(logprobs.float(), rollouts.sampler_logprobs, rtol=0, atol=7e-6)  # sums in another order
+    torch.testing.assert_close(
+        logprobs.float(), rollouts.sampler_logprobs, rtol=0, atol=7e-6
+    )  # sums in another order
 
 
 @pytest.mark.silent_bug(2)
@@ -129,7 +143,9 @@ def test_the_same_micro_batch_again_gives_the_same_bits(make):
     policy = make()
     rollouts = policy.sample(requests(4, 2, 3), SAMPLING, seed=3)
     for micro_batch in policy.micro_batches(rollouts, rollouts.mask, 60):
-        first, second = (policy.likelihood(rollouts, micro_batch).logprobs.detach() for _ in range(2))
+        first, second = (
+            policy.likelihood(rollouts, micro_batch).logprobs.detach() for _ in range(2)
+        )
         assert (first - second).exp().eq(1).all()
 
 
@@ -148,12 +164,17 @@ def test_temperature_and_truncation_are_in_both_sides(policy, changes):
     logprobs = logprobs_of(policy, rollouts)
     torch.testing.assert_close(logprobs.float(), rollouts.sampler_logprobs, rtol=0, atol=5e-6)
     plain_logprobs = logprobs_of(policy, as_if_untouched(rollouts))
-    assert (logprobs - plain_logprobs)[rollouts.mask].abs().max() > 0.05, "the two differ, so the test can see it"
+    assert (logprobs - plain_logprobs)[rollouts.mask].abs().max() > 0.05, (
+        "the two differ, so the test can see it"
+    )
 
 
 def as_if_untouched(rollouts):
     rows = len(rollouts)
-    per_row = {"top_k": torch.zeros(rows, dtype=torch.long), "top_p": torch.ones(rows, dtype=torch.float64)}
+    per_row = {
+        "top_k": torch.zeros(rows, dtype=torch.long),
+        "top_p": torch.ones(rows, dtype=torch.float64),
+    }
     return replace(rollouts, temperature=torch.ones(rows), per_row=per_row)
 
 
@@ -169,7 +190,9 @@ def test_the_gradient_at_a_temperature_is_that_of_logits_divided_by_it(policy):
     logprobs = (logits / 0.75).log_softmax(-1).gather(-1, rollouts.actions[0, :n, None])[:, 0]
     weights = torch.linspace(-1, 1, rollouts.mask.numel(), dtype=torch.float64)[:n]
     (logprobs * weights).sum().backward()
-    by_hand = torch.cat([p.grad.flatten().double() for p in policy.module.parameters() if p.grad is not None])
+    by_hand = torch.cat(
+        [p.grad.flatten().double() for p in policy.module.parameters() if p.grad is not None]
+    )
     same_gradient(got, by_hand)
 
 
@@ -225,7 +248,9 @@ def test_longer_neighbours_change_neither_value_nor_gradient(policy, rollouts):
     def gradient(rollouts, micro_batch):
         policy.module.zero_grad(set_to_none=True)
         policy.likelihood(rollouts, micro_batch).logprobs[:9].sum().backward()
-        return torch.cat([p.grad.flatten().double() for p in policy.module.parameters() if p.grad is not None])
+        return torch.cat(
+            [p.grad.flatten().double() for p in policy.module.parameters() if p.grad is not None]
+        )
 
     same_gradient(gradient(both, everything), gradient(rollouts, mine))
 
@@ -235,7 +260,9 @@ def test_longer_neighbours_change_neither_value_nor_gradient(policy, rollouts):
 def test_rows_padded_on_the_left_give_the_same_values_and_gradients(policy, rollouts):
     micro_batches, left = policy.micro_batches(rollouts, rollouts.mask, 70), left_padded(policy)
     same(logprobs_of(left, rollouts, micro_batches), logprobs_of(policy, rollouts, micro_batches))
-    same_gradient(gradient_of(left, rollouts, micro_batches), gradient_of(policy, rollouts, micro_batches))
+    same_gradient(
+        gradient_of(left, rollouts, micro_batches), gradient_of(policy, rollouts, micro_batches)
+    )
 
 
 @pytest.mark.silent_bug(4)
@@ -244,7 +271,9 @@ def test_packed_rows_equal_rows_alone(policy, rollouts):
     assert policy.backbone.layout in ("stream", "packed")
     micro_batches, apart = policy.micro_batches(rollouts, rollouts.mask, ALL), unpacked(policy)
     same(logprobs_of(apart, rollouts, micro_batches), logprobs_of(policy, rollouts, micro_batches))
-    same_gradient(gradient_of(apart, rollouts, micro_batches), gradient_of(policy, rollouts, micro_batches))
+    same_gradient(
+        gradient_of(apart, rollouts, micro_batches), gradient_of(policy, rollouts, micro_batches)
+    )
 
 
 @pytest.mark.silent_bug(4)
@@ -263,7 +292,9 @@ def test_what_stands_in_masked_slots_changes_nothing(policy, rollouts):
     """Padding holds other ids; the floating entries hold 1e6 and NaN."""
     policy_micro_batches = policy.micro_batches(rollouts, rollouts.mask, 70)
     wide = Rollouts.cat([rollouts, policy.sample(requests(1), Sampling(max_actions=25), seed=3)])
-    exists = torch.arange(wide.mask.shape[1]) < wide.lengths[:, None]  # the environment's columns are read
+    exists = (
+        torch.arange(wide.mask.shape[1]) < wide.lengths[:, None]
+    )  # the environment's columns are read
     junk = replace(
         wide,
         actions=torch.where(exists, wide.actions, 7),
@@ -271,7 +302,10 @@ def test_what_stands_in_masked_slots_changes_nothing(policy, rollouts):
             wide.mask, wide.sampler_logprobs, torch.tensor([1e6, torch.nan])[wide.actions % 2]
         ),
     )
-    same(logprobs_of(policy, junk, policy_micro_batches)[:9], logprobs_of(policy, wide, policy_micro_batches)[:9])
+    same(
+        logprobs_of(policy, junk, policy_micro_batches)[:9],
+        logprobs_of(policy, wide, policy_micro_batches)[:9],
+    )
     clean, dirty = (gradient_of(policy, rows, policy_micro_batches) for rows in (wide, junk))
     same_gradient(clean, dirty)
     assert logprobs_of(policy, junk)[~wide.mask].eq(0).all()
@@ -290,7 +324,9 @@ def test_an_action_of_the_environment_is_read_and_not_evaluated(policy, sampled,
 def test_each_kept_row_is_in_exactly_one_micro_batch_and_others_in_none(policy, rollouts, budget):
     loss_mask = rollouts.mask.clone()
     loss_mask[[1, 6]] = False
-    rows = torch.cat([micro_batch.rows for micro_batch in policy.micro_batches(rollouts, loss_mask, budget)])
+    rows = torch.cat(
+        [micro_batch.rows for micro_batch in policy.micro_batches(rollouts, loss_mask, budget)]
+    )
     assert rows.sort().values.tolist() == [0, 2, 3, 4, 5, 7, 8]
 
 
@@ -301,7 +337,9 @@ def test_each_kept_row_is_in_exactly_one_micro_batch_and_others_in_none(policy, 
 @pytest.mark.silent_bug(34)
 def test_the_same_seed_samples_the_same_and_another_seed_another(policy, sampled):
     again = policy.sample(requests(4, 2, 3), SAMPLING, seed=3)
-    assert torch.equal(again.actions, sampled.actions) and torch.equal(again.sampler_logprobs, sampled.sampler_logprobs)
+    assert torch.equal(again.actions, sampled.actions) and torch.equal(
+        again.sampler_logprobs, sampled.sampler_logprobs
+    )
     other = policy.sample(requests(4, 2, 3), SAMPLING, seed=4)
     assert (other.actions[:, 0] != sampled.actions[:, 0]).float().mean() > 0.5
 
@@ -362,7 +400,9 @@ def test_dropout_left_on_by_the_user_is_off_in_sampling_and_scoring(make_with_dr
     policy.module.train()
     assert torch.equal(logprobs_of(policy, rollouts), quiet)
     policy.module.train()
-    assert torch.equal(policy.sample(requests(4, 2), SAMPLING, seed=3).sampler_logprobs, rollouts.sampler_logprobs)
+    assert torch.equal(
+        policy.sample(requests(4, 2), SAMPLING, seed=3).sampler_logprobs, rollouts.sampler_logprobs
+    )
     policy.module.train()
     learning = gradient_of(policy, rollouts, policy.micro_batches(rollouts, rollouts.mask, ALL))
     assert torch.equal(learning, gradient)
@@ -378,10 +418,15 @@ def test_dropout_left_on_by_the_user_is_off_in_sampling_and_scoring(make_with_dr
     ],
 )
 def test_changed_weights_change_greedy_answers_and_log_probs(make, compute, how):
-    policy, other = (make(**({} if make is plain else {"compute": compute}), seed=seed) for seed in (0, 1))
+    policy, other = (
+        make(**({} if make is plain else {"compute": compute}), seed=seed) for seed in (0, 1)
+    )
     greedy = replace(SAMPLING, temperature=0.0)
     rollouts = policy.sample(requests(4, 2, 3), SAMPLING, seed=3)
-    before, answers = logprobs_of(policy, rollouts), policy.sample(requests(1, 1, 1), greedy, seed=0).actions
+    before, answers = (
+        logprobs_of(policy, rollouts),
+        policy.sample(requests(1, 1, 1), greedy, seed=0).actions,
+    )
     change(policy, other, how)
     after = logprobs_of(policy, rollouts)
     assert (after - before)[rollouts.mask].abs().mean() > 0.1
@@ -396,7 +441,9 @@ def change(policy, other, how):
         policy.module.load_state_dict(other.module.state_dict())
     elif how == "in place":
         with torch.no_grad():
-            for mine, theirs in zip(policy.module.parameters(), other.module.parameters(), strict=True):
+            for mine, theirs in zip(
+                policy.module.parameters(), other.module.parameters(), strict=True
+            ):
                 mine.add_(theirs - mine)
                 mine.copy_(theirs)
     else:

@@ -39,9 +39,13 @@ def name_of(setup):
 
 def each_with(setups, presets=PRESETS):
     """All presets for the setups of FULLY, a few for those of PACKED, one for the others."""
-    names = {setup: presets if setup in FULLY else FEW if setup in PACKED else ONE for setup in setups}
+    names = {
+        setup: presets if setup in FULLY else FEW if setup in PACKED else ONE for setup in setups
+    }
     pairs = [(setup, name) for setup in setups for name in names[setup]]
-    params = [pytest.param(setup, presets[name], id=f"{name_of(setup)}-{name}") for setup, name in pairs]
+    params = [
+        pytest.param(setup, presets[name], id=f"{name_of(setup)}-{name}") for setup, name in pairs
+    ]
     return pytest.mark.parametrize(("case", "objective"), params, indirect=["case"])
 
 
@@ -67,7 +71,8 @@ def unchanged(case, objective, varied):
 @each_with([*PACKED, (llama, torch.float32), (plain, torch.float32)])
 def test_no_way_of_cutting_the_batch_into_micro_batches_changes_the_gradient(case, objective):
     cuts = [
-        len(case.policy.micro_batches(case.batch.rollouts, case.batch.loss_mask, n)) for n in variants.budgets(case)
+        len(case.policy.micro_batches(case.batch.rollouts, case.batch.loss_mask, n))
+        for n in variants.budgets(case)
     ]
     assert (cuts[0], cuts[-1]) == (8, 1) and len(cuts) >= 9
     unchanged(case, objective, variants.micro_batches)
@@ -122,8 +127,12 @@ def test_the_chunk_of_the_head_changes_no_gradient(case, objective):
 def test_a_minibatch_of_one_row_equals_the_batch_of_which_one_row_is_kept(case, objective):
     for row in (0, 3, 8):
         loss_mask = case.batch.loss_mask & (torch.arange(9) == row)[:, None]
-        one = learned(case, objective, Variant(case.batch.take(torch.tensor([row])), case.policy))[0]
-        among = learned(case, objective, Variant(replace(case.batch, loss_mask=loss_mask), case.policy))[0]
+        one = learned(case, objective, Variant(case.batch.take(torch.tensor([row])), case.policy))[
+            0
+        ]
+        among = learned(
+            case, objective, Variant(replace(case.batch, loss_mask=loss_mask), case.policy)
+        )[0]
         assert distance(one, among) <= LIMITS[case.batch.advantages.dtype]
 
 
@@ -170,7 +179,14 @@ CHANGES = [
     {"correction": "truncate", "correction_level": "sequence"},
     {"correction": "mask", "correction_low": 0.5, "correction_high": 1.5},
     {"correction": "mask", "correction_level": "sequence", "correction_high": 1.0},
-    {"kl": "k1", "kl_in": "reward", "baseline": "critic", "credit": "return_to_go", "scale": "none", "value_clip": 0.0},
+    {
+        "kl": "k1",
+        "kl_in": "reward",
+        "baseline": "critic",
+        "credit": "return_to_go",
+        "scale": "none",
+        "value_clip": 0.0,
+    },
 ]
 LOSS_FIELDS = ("surrogate", "average", "kl", "kl_gradient", "clip_unit", "dims", "correction")
 
@@ -178,15 +194,24 @@ LOSS_FIELDS = ("surrogate", "average", "kl", "kl_gradient", "clip_unit", "dims",
 def choices():
     """GRPO with each other choice of the fields that a loss reads, and the changes above."""
     hints = get_type_hints(Objective)
-    single = [{field: choice} for field in LOSS_FIELDS for choice in get_args(hints[field]) if choice != "exact"]
+    single = [
+        {field: choice}
+        for field in LOSS_FIELDS
+        for choice in get_args(hints[field])
+        if choice != "exact"
+    ]
     return {str(change): replace(GRPO, **change) for change in [*single, *CHANGES]}
 
 
 def advantages():
     """Every preset, and GRPO with each other baseline and scale."""
     hints = get_type_hints(Objective)
-    single = [{field: choice} for field in ("baseline", "scale") for choice in get_args(hints[field])]
-    return PRESETS | {str(change): replace(GRPO, **change) for change in single if "critic" not in change.values()}
+    single = [
+        {field: choice} for field in ("baseline", "scale") for choice in get_args(hints[field])
+    ]
+    return PRESETS | {
+        str(change): replace(GRPO, **change) for change in single if "critic" not in change.values()
+    }
 
 
 @pytest.mark.silent_bug(11)
@@ -230,12 +255,18 @@ def test_a_row_that_a_correction_drops_stays_in_the_denominator():
     disagreeing = replace(case.batch.rollouts, sampler_logprobs=torch.where(row, old - 2, old))
     masked = replace(GRPO, correction="mask", correction_high=3.0)
     dropped = Variant(replace(case.batch, rollouts=disagreeing), case.policy)
-    idle = Variant(replace(case.batch, advantages=torch.where(row, 0, case.batch.advantages)), case.policy)
-    got, expected = (learned(case, o, v, POLICY_ALONE)[0] for o, v in ((masked, dropped), (GRPO, idle)))
+    idle = Variant(
+        replace(case.batch, advantages=torch.where(row, 0, case.batch.advantages)), case.policy
+    )
+    got, expected = (
+        learned(case, o, v, POLICY_ALONE)[0] for o, v in ((masked, dropped), (GRPO, idle))
+    )
     assert distance(got, expected) <= 1e-10
 
 
-@pytest.mark.parametrize("case", [(plain, torch.float64), (llama, torch.float64)], ids=name_of, indirect=True)
+@pytest.mark.parametrize(
+    "case", [(plain, torch.float64), (llama, torch.float64)], ids=name_of, indirect=True
+)
 def test_a_critic_with_a_network_of_its_own_has_one_gradient_too(case):
     critic = SeparateCritic(case.policy)
     updates.disturb(critic.module, 0.03)

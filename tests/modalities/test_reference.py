@@ -60,20 +60,27 @@ def move(policy, by, *, seed):
 
 def both(policy, reference, rollouts):
     pairs = [
-        (policy.likelihood(rollouts, micro_batch).logprobs, reference.likelihood(rollouts, micro_batch).logprobs)
+        (
+            policy.likelihood(rollouts, micro_batch).logprobs,
+            reference.likelihood(rollouts, micro_batch).logprobs,
+        )
         for micro_batch in policy.micro_batches(rollouts, rollouts.mask, 60)
     ]
     return [torch.cat([pair[n].flatten() for pair in pairs]) for n in (0, 1)]
 
 
 def sampled(policy, sampling=None):
-    return policy.sample(requests(3, 2, 2), sampling or Sampling(temperature=0.8, max_actions=8), seed=0)
+    return policy.sample(
+        requests(3, 2, 2), sampling or Sampling(temperature=0.8, max_actions=8), seed=0
+    )
 
 
 def step(policy, rollouts):
     for micro_batch in policy.micro_batches(rollouts, rollouts.mask, 10**9):
         policy.likelihood(rollouts, micro_batch).logprobs.sum().backward()
-    torch.optim.AdamW([p for p in policy.module.parameters() if p.requires_grad], lr=0.1, fused=True).step()
+    torch.optim.AdamW(
+        [p for p in policy.module.parameters() if p.requires_grad], lr=0.1, fused=True
+    ).step()
 
 
 # --- frozen copies ----------------------------------------------------------------------------------------------------
@@ -99,10 +106,16 @@ def test_the_reference_stays_as_it_was_through_updates_and_modes(policy):
     step(policy, rollouts)
     reference.update(policy, 1)
     policy.module.train()
-    assert all(torch.equal(value, before[name]) for name, value in reference.module.state_dict().items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in reference.module.state_dict().items()
+    )
     assert digest(reference.frozen_state_dict()) == proof
-    assert not reference.module.training and not any(p.requires_grad for p in reference.module.parameters())
-    assert {id(p) for p in reference.module.parameters()}.isdisjoint(id(p) for p in policy.module.parameters())
+    assert not reference.module.training and not any(
+        p.requires_grad for p in reference.module.parameters()
+    )
+    assert {id(p) for p in reference.module.parameters()}.isdisjoint(
+        id(p) for p in policy.module.parameters()
+    )
 
 
 def test_the_reference_gives_the_policy_no_gradient():
@@ -115,7 +128,9 @@ def test_the_reference_gives_the_policy_no_gradient():
 
 
 @pytest.mark.parametrize("storage", ["device", "disk"])
-def test_a_reference_of_another_architecture_that_reads_the_same_tokens_says_what_it_says(tmp_path, storage):
+def test_a_reference_of_another_architecture_that_reads_the_same_tokens_says_what_it_says(
+    tmp_path, storage
+):
     policy, other = llama(), gpt2(seed=3)
     rollouts = sampled(policy)
     ours, theirs = both(policy, ReferenceModel(other, storage=storage, folder=tmp_path), rollouts)
@@ -123,7 +138,10 @@ def test_a_reference_of_another_architecture_that_reads_the_same_tokens_says_wha
         other.likelihood(rollouts, micro_batch).logprobs
         for micro_batch in policy.micro_batches(rollouts, rollouts.mask, 60)
     ]
-    assert torch.equal(theirs, torch.cat([x.flatten() for x in expected])) and (ours - theirs).abs().mean() > 0.1
+    assert (
+        torch.equal(theirs, torch.cat([x.flatten() for x in expected]))
+        and (ours - theirs).abs().mean() > 0.1
+    )
 
 
 @pytest.mark.silent_bug(9)
@@ -193,8 +211,12 @@ def test_a_placed_copy_does_not_share_the_policys_memory(tmp_path):
 def followers(compute, tmp_path):
     """Each kind that moves, with a policy that has left it."""
     for storage in ("device", "cpu", "disk", "adapter"):
-        policy = with_adapter(compute, moved=True) if storage == "adapter" else llama(compute=compute)
-        reference = ema(policy, storage="device" if storage == "adapter" else storage, folder=tmp_path)
+        policy = (
+            with_adapter(compute, moved=True) if storage == "adapter" else llama(compute=compute)
+        )
+        reference = ema(
+            policy, storage="device" if storage == "adapter" else storage, folder=tmp_path
+        )
         move(policy, 0.05, seed=3)
         yield policy, reference
 
@@ -210,7 +232,9 @@ def test_an_update_mixes_the_master_weights_exactly(tmp_path, rate, compute):
         after, now = reference.state_dict(), trained(policy.module)
         assert now and all(tensor.dtype == torch.float32 for tensor in after.values())
         for name, theirs in now.items():
-            exact = (rate * theirs.double() + (1 - rate) * before[name].double()).float()  # rounded once
+            exact = (
+                rate * theirs.double() + (1 - rate) * before[name].double()
+            ).float()  # rounded once
             assert torch.equal(after[name], exact)
 
 
@@ -263,7 +287,9 @@ def test_rates_of_zero_and_one_are_exact_whatever_the_numbers_are():
         assert torch.equal(bits, torch.tensor(expected).view(torch.int32))
 
 
-@pytest.mark.parametrize("make", [llama, partial(with_adapter, moved=True)], ids=["copy", "adapter"])
+@pytest.mark.parametrize(
+    "make", [llama, partial(with_adapter, moved=True)], ids=["copy", "adapter"]
+)
 def test_a_reference_is_mixed_every_so_many_steps(make):
     policy = make()
     reference = ema(policy, every=3)
@@ -289,7 +315,9 @@ def test_the_state_of_a_mixed_reference_is_put_back_to_the_bit(tmp_path):
 
 def test_the_state_of_another_architecture_is_refused(tmp_path):
     reference = ema(llama())
-    with pytest.raises(GruppoError, match=r"embed_tokens.weight, which is \[.*\] in the save, .* needs \[.*\]"):
+    with pytest.raises(
+        GruppoError, match=r"embed_tokens.weight, which is \[.*\] in the save, .* needs \[.*\]"
+    ):
         reference.load_state_dict(ema(llama(hidden_size=16)).state_dict())
     with pytest.raises(GruppoError, match="is missing in the save"):
         reference.load_state_dict(ema(llama(num_hidden_layers=1)).state_dict())
@@ -349,7 +377,9 @@ def test_the_base_of_an_adapter_is_the_same_after_updates(make, compute):
     reference = make(policy)
     names = reference.frozen_state_dict().keys()
     assert names and not any("lora" in name for name in names)
-    assert len(names) + len(trained(policy.module)) == len(list(policy.compute_module.named_parameters()))
+    assert len(names) + len(trained(policy.module)) == len(
+        list(policy.compute_module.named_parameters())
+    )
     before, rollouts = digest(reference.frozen_state_dict()), sampled(policy)
     for count in range(1, 4):
         step(policy, rollouts)
@@ -368,12 +398,16 @@ def test_a_reference_in_the_policys_own_modules_leaves_its_gradient_to_the_bit(m
         for micro_batch in policy.micro_batches(rollouts, rollouts.mask, 60):
             logprobs = policy.likelihood(rollouts, micro_batch).logprobs
             if asks:  # between the forward and the way back
-                assert not torch.equal(reference.likelihood(rollouts, micro_batch).logprobs, logprobs)
+                assert not torch.equal(
+                    reference.likelihood(rollouts, micro_batch).logprobs, logprobs
+                )
             logprobs.sum().backward()
         return {name: p.grad for name, p in policy.module.named_parameters() if p.grad is not None}
 
     requested, alone = gradient(asks=True), gradient(asks=False)
-    assert requested.keys() == alone.keys() and all(torch.equal(requested[name], alone[name]) for name in alone)
+    assert requested.keys() == alone.keys() and all(
+        torch.equal(requested[name], alone[name]) for name in alone
+    )
     assert all("lora" in name for name in alone)
 
 

@@ -73,7 +73,9 @@ def batch_of(policy: Any, reference: Any, rollouts: Rollouts, dtype: torch.dtype
         old_values=near(result.values, 0.3),
         returns=near(result.values, 1),
     )
-    batch = replace(batch, rollouts=replace(rollouts, sampler_logprobs=near(batch.old_logprobs, 0.6)))
+    batch = replace(
+        batch, rollouts=replace(rollouts, sampler_logprobs=near(batch.old_logprobs, 0.6))
+    )
     return changed(batch, lambda x: torch.where(rollouts.mask, x, 0).to(dtype))
 
 
@@ -89,14 +91,19 @@ def whole(rollouts: Rollouts) -> MicroBatch:
 def disturb(module: Any, by: float) -> None:
     with torch.no_grad():
         for n, parameter in enumerate(module.parameters()):
-            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
+            noise = torch.randn(
+                parameter.shape, generator=torch.Generator().manual_seed(n), dtype=torch.float64
+            )
             parameter.add_(by * noise)
 
 
 def per_action(batch: Batch) -> dict[str, Tensor]:
     """The floating entries of a batch that have one number an action."""
     values = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    is_one = {name: isinstance(x, Tensor) and x.shape == batch.loss_mask.shape for name, x in values.items()}
+    is_one = {
+        name: isinstance(x, Tensor) and x.shape == batch.loss_mask.shape
+        for name, x in values.items()
+    }
     return {name: x for name, x in values.items() if is_one[name] and x.is_floating_point()}
 
 
@@ -134,11 +141,15 @@ def rewarded(case: Case, objective: Objective, variant: Variant) -> Variant:
     run, step_params = run_of(case, variant, objective)
     batch = variant.batch
     assert batch.rollouts is not None
-    made = assemble(run, step_params, batch.rollouts, Scores(batch.rewards, {"reward": batch.rewards}))
+    made = assemble(
+        run, step_params, batch.rollouts, Scores(batch.rewards, {"reward": batch.rewards})
+    )
     return replace(variant, batch=replace(made, old_logprobs=batch.old_logprobs, ref=batch.ref))
 
 
-def run_of(case: Case, variant: Variant, objective: Objective, stage: Stage = STAGE) -> tuple[Run, StepParams]:
+def run_of(
+    case: Case, variant: Variant, objective: Objective, stage: Stage = STAGE
+) -> tuple[Run, StepParams]:
     config = Config(
         objective=objective,
         rollout=RolloutConfig(prompts=3, group_size=3, max_new_tokens=SAMPLING.max_actions),
@@ -150,7 +161,9 @@ def run_of(case: Case, variant: Variant, objective: Objective, stage: Stage = ST
     return Run(config, variant.policy, **parts), step_params_at(config, 0)
 
 
-def learned(case: Case, objective: Objective, variant: Variant, stage: Stage = STAGE) -> tuple[Tensor, dict[str, Stat]]:
+def learned(
+    case: Case, objective: Objective, variant: Variant, stage: Stage = STAGE
+) -> tuple[Tensor, dict[str, Stat]]:
     """The gradient in one vector, policy and critic, and the statistics; of all ranks."""
     run, step_params = run_of(case, variant, objective, stage)
     for parameter in run.parameters:

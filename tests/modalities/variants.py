@@ -29,7 +29,9 @@ def budgets(case: Case) -> list[int]:
     for budget in range(1, 300):
         cut = [
             micro_batch.rows.tolist()
-            for micro_batch in case.policy.micro_batches(case.batch.rollouts, case.batch.loss_mask, budget)
+            for micro_batch in case.policy.micro_batches(
+                case.batch.rollouts, case.batch.loss_mask, budget
+            )
         ]
         cuts.setdefault(str(cut), budget)
     return list(cuts.values())
@@ -90,7 +92,9 @@ def undivided(policy: Any) -> Any:
 
 
 def spoiled(batch: Batch) -> Batch:
-    junk = torch.tensor([1e6, torch.nan])[torch.arange(batch.loss_mask.numel()) % 2].reshape(batch.loss_mask.shape)
+    junk = torch.tensor([1e6, torch.nan])[torch.arange(batch.loss_mask.numel()) % 2].reshape(
+        batch.loss_mask.shape
+    )
     return changed(batch, lambda x: torch.where(batch.loss_mask, x, junk.to(x.dtype)))
 
 
@@ -102,7 +106,9 @@ def widened(batch: Batch, more: int) -> Batch:
         return torch.nn.functional.pad(x, (0, more))
 
     names = ("actions", "mask", "policy_version")
-    rollouts = replace(batch.rollouts, **{name: wider(getattr(batch.rollouts, name)) for name in names})
+    rollouts = replace(
+        batch.rollouts, **{name: wider(getattr(batch.rollouts, name)) for name in names}
+    )
     return changed(batch, wider, rollouts=rollouts, loss_mask=wider(batch.loss_mask))
 
 
@@ -126,5 +132,8 @@ def beside_masked_rows(batch: Batch) -> Batch:
     rewards = twice.rewards.clone()
     rewards[-4:] = torch.nan
     return replace(
-        twice, rollouts=replace(twice.rollouts, lengths=lengths, mask=mask), loss_mask=loss_mask, rewards=rewards
+        twice,
+        rollouts=replace(twice.rollouts, lengths=lengths, mask=mask),
+        loss_mask=loss_mask,
+        rewards=rewards,
     )

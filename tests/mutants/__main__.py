@@ -30,7 +30,9 @@ SAMPLE = 20
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 where every mutant is caught, 1 where one survives or a named test is not green on the code as it is."""
     options = _parser().parse_args(arguments)
-    mutants = [m for m in MUTANTS if options.bug in (None, m.bug) and options.k.lower() in _words(m)]
+    mutants = [
+        m for m in MUTANTS if options.bug in (None, m.bug) and options.k.lower() in _words(m)
+    ]
     mutants.sort(key=lambda mutant: (mutant.bug == 0, mutant.bug))
     if not mutants:
         print("no mutant has that text and number; leave out -k or --bug to see them all.")
@@ -38,9 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not (options.all or options.k or options.bug is not None):
         mutants = changed_and_sample(mutants)
     listing, began = Listing(mutants, records=options.record), time.monotonic()
-    print(f"{len(mutants)} mutants on {options.cores} cores; first their tests on the code as it is.", flush=True)
+    print(
+        f"{len(mutants)} mutants on {options.cores} cores; first their tests on the code as it is.",
+        flush=True,
+    )
     fit = [mutant for mutant in mutants if not listing.refuses(mutant)]
-    run_all(healthy(fit) + [Job((mutant.by,), mutant) for mutant in fit], options.cores, listing.add)
+    run_all(
+        healthy(fit) + [Job((mutant.by,), mutant) for mutant in fit], options.cores, listing.add
+    )
     is_good = listing.close(time.monotonic() - began)
     if options.json:
         text = json.dumps({"mutants": listing.rows, "not_green": listing.sick}, indent=1)
@@ -70,15 +77,22 @@ def record(caught: dict[str, str]) -> None:
 def changed_and_sample(mutants: Sequence[Mutant]) -> list[Mutant]:
     """Mutants that are not recorded as they are now, and a sample of the others, seeded by the commit."""
     before = recorded()
-    is_recorded = [mutant.complaints() == [] and before.get(mutant.what) == fingerprint(mutant) for mutant in mutants]
+    is_recorded = [
+        mutant.complaints() == [] and before.get(mutant.what) == fingerprint(mutant)
+        for mutant in mutants
+    ]
     unchanged = [mutant for mutant, known in zip(mutants, is_recorded, strict=True) if known]
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=TESTS).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=TESTS
+    ).stdout.strip()
     sample = random.Random(commit).sample(unchanged, min(SAMPLE, len(unchanged)))
     print(
         f"{len(mutants) - len(unchanged)} changed since they were recorded; {len(sample)} others, seed {commit[:12]!r}."
     )
     chosen = {mutant.what for mutant in sample}
-    return [m for m, known in zip(mutants, is_recorded, strict=True) if not known or m.what in chosen]
+    return [
+        m for m, known in zip(mutants, is_recorded, strict=True) if not known or m.what in chosen
+    ]
 
 
 def healthy(mutants: Sequence[Mutant]) -> list[Job]:
@@ -95,7 +109,10 @@ class Listing:
         self.records = records
         self.rows: list[dict[str, str | int | float]] = []
         self.sick: list[str] = []
-        self._width = {name: max((len(getattr(m, name)) for m in mutants), default=0) for name in ("what", "file")}
+        self._width = {
+            name: max((len(getattr(m, name)) for m in mutants), default=0)
+            for name in ("what", "file")
+        }
 
     def refuses(self, mutant: Mutant) -> bool:
         """Whether a mutant no longer fits the code; it is then listed as one that survived."""
@@ -125,7 +142,9 @@ class Listing:
             print(f"SURVIVED: {row['what']} ({row['file']}): {row['said']}")
         for line in self.sick:
             print(f"NOT GREEN on the code as it is: {line}")
-        print(f"{len(self.rows) - len(survived)} of {len(self.rows)} mutants caught, in {seconds:.0f} s")
+        print(
+            f"{len(self.rows) - len(survived)} of {len(self.rows)} mutants caught, in {seconds:.0f} s"
+        )
         return not survived and not self.sick
 
 
@@ -147,7 +166,11 @@ def row_of(mutant: Mutant, told: Told) -> dict[str, str | int | float]:
 def not_green(job: Job, told: Told) -> list[tuple[str, str]]:
     """Named tests that do not pass on the code as it is, and why: what they say of a mutant is worth nothing."""
     unknown = Report("", "", "", told.problem or "it did not run, or was skipped")
-    return [(test, (told.failed_in(test) or unknown).message) for test in job.tests if not told.is_green(test)]
+    return [
+        (test, (told.failed_in(test) or unknown).message)
+        for test in job.tests
+        if not told.is_green(test)
+    ]
 
 
 def _words(mutant: Mutant) -> str:
@@ -156,11 +179,20 @@ def _words(mutant: Mutant) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
-    parser.add_argument("-k", default="", metavar="TEXT", help="only mutants whose words, file or test hold the text")
+    parser.add_argument(
+        "-k",
+        default="",
+        metavar="TEXT",
+        help="only mutants whose words, file or test hold the text",
+    )
     parser.add_argument("--bug", type=int, metavar="N", help="only mutants of this silent bug")
-    parser.add_argument("--cores", type=int, default=os.cpu_count() or 1, help="processes at a time")
+    parser.add_argument(
+        "--cores", type=int, default=os.cpu_count() or 1, help="processes at a time"
+    )
     parser.add_argument("--all", action="store_true", help="every mutant, changed or not")
-    parser.add_argument("--record", action="store_true", help="record those that are caught in caught.json")
+    parser.add_argument(
+        "--record", action="store_true", help="record those that are caught in caught.json"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the list as JSON too")
     return parser
 

@@ -25,7 +25,9 @@ def read(text: str) -> list[Mutant]:
 def _mutant(lines: list[str]) -> Mutant:
     head, (file, test, *change) = _HEAD.fullmatch(lines[0]), lines[1:]
     if head is None or not change or any(line[:2].rstrip() not in ("-", "+") for line in change):
-        raise ValueError("a mutant needs [number] words, file, test, - and + lines:\n" + "\n".join(lines))
+        raise ValueError(
+            "a mutant needs [number] words, file, test, - and + lines:\n" + "\n".join(lines)
+        )
     old, new = ("\n".join(line[2:] for line in change if line[0] == sign) for sign in "-+")
     return Mutant(int(head[1]), head[2], file, old, new, test)
 

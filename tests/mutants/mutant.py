@@ -30,7 +30,9 @@ class Mutant:
         """The file's text with the bug in it. ``source`` is the folder that holds the package."""
         text = (source / "gruppo" / self.file).read_text(encoding="utf-8")
         if (found := text.count(self.old)) != 1:
-            raise ValueError(f"{self.file} holds this {found} times and not once, for {self.what!r}:\n{self.old}")
+            raise ValueError(
+                f"{self.file} holds this {found} times and not once, for {self.what!r}:\n{self.old}"
+            )
         return text.replace(self.old, self.new)
 
     def complaints(self) -> list[str]:
@@ -67,8 +69,14 @@ def _statements_of(file: Path) -> list[tuple[int, int]]:
     text = file.read_text(encoding="utf-8")
     starts = [0, *accumulate(len(line) for line in text.splitlines(keepends=True))]
     statements = ast.parse(text).body
-    begins = [min(part.lineno for part in (node, *getattr(node, "decorator_list", ()))) for node in statements]
-    return [(starts[line - 1], starts[node.end_lineno or line]) for line, node in zip(begins, statements, strict=True)]
+    begins = [
+        min(part.lineno for part in (node, *getattr(node, "decorator_list", ())))
+        for node in statements
+    ]
+    return [
+        (starts[line - 1], starts[node.end_lineno or line])
+        for line, node in zip(begins, statements, strict=True)
+    ]
 
 
 @cache

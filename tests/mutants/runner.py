@@ -45,7 +45,14 @@ PRELOADED = (
 TIMEOUT_S = 300.0
 ATTEMPTS = 2
 """A process that gives no answer says nothing of a test: its job is run again."""
-BROKEN = ("NameError", "UnboundLocalError", "ImportError", "ModuleNotFoundError", "AttributeError", "TypeError")
+BROKEN = (
+    "NameError",
+    "UnboundLocalError",
+    "ImportError",
+    "ModuleNotFoundError",
+    "AttributeError",
+    "TypeError",
+)
 """What code raises that would never have run: a mutant that ends so is no silent bug, and its test proves nothing."""
 
 
@@ -76,14 +83,24 @@ class Told:
 
     def is_green(self, test: str) -> bool:
         """Whether the named test ran and passed, in each of its forms."""
-        mine = [report for report in self.reports if test in (report.test, report.test.partition("[")[0])]
-        return not self.problem and bool(mine) and all(report.outcome == "passed" for report in mine)
+        mine = [
+            report
+            for report in self.reports
+            if test in (report.test, report.test.partition("[")[0])
+        ]
+        return (
+            not self.problem and bool(mine) and all(report.outcome == "passed" for report in mine)
+        )
 
     def failed_in(self, test: str) -> Report | None:
         """The first failure inside the named test; not one of collection or setup, nor of code that cannot run."""
         if self.problem:
             return None
-        failed = (r for r in self.reports if (r.phase, r.outcome) == ("call", "failed") and not r.is_broken)
+        failed = (
+            r
+            for r in self.reports
+            if (r.phase, r.outcome) == ("call", "failed") and not r.is_broken
+        )
         return next((r for r in failed if test in (r.test, r.test.partition("[")[0])), None)
 
 
@@ -97,7 +114,9 @@ class Job:
 
 def run_all(jobs: Sequence[Job], cores: int, on_done: Callable[[Job, Told], None]) -> None:
     """All jobs, ``cores`` at a time, on one copy of the source taken now; ``on_done`` hears of each as it ends."""
-    assert not any(name.partition(".")[0] == "gruppo" for name in sys.modules), "a fork would keep the healthy package"
+    assert not any(name.partition(".")[0] == "gruppo" for name in sys.modules), (
+        "a fork would keep the healthy package"
+    )
     os.environ["OMP_NUM_THREADS"] = "1"
     for name in PRELOADED:
         importlib.import_module(name)
@@ -149,7 +168,11 @@ class _Running:
             reports = tuple(Report(**report) for report in answer["reports"])
             reported = Told(reports, answer["problem"], self.age)
         except (OSError, ValueError):
-            why = f"no answer within {TIMEOUT_S:g} s" if is_late else f"exit code {self.process.exitcode}, no answer"
+            why = (
+                f"no answer within {TIMEOUT_S:g} s"
+                if is_late
+                else f"exit code {self.process.exitcode}, no answer"
+            )
             reported = Told(problem=why + self._stood_at(), seconds=self.age, is_silent=True)
         shutil.rmtree(self.folder, ignore_errors=True)
         return reported
@@ -157,7 +180,11 @@ class _Running:
     def _stood_at(self) -> str:
         """The innermost lines of a process that hung, of its last thread: where to look."""
         try:
-            lines = [line.strip() for line in (self.folder / "hung.txt").read_text().splitlines() if "File" in line]
+            lines = [
+                line.strip()
+                for line in (self.folder / "hung.txt").read_text().splitlines()
+                if "File" in line
+            ]
         except OSError:
             return ""
         return f", at {'; '.join(lines[:3])}" if lines else ""
@@ -172,7 +199,9 @@ def _start(job: Job, source: Path, folder: Path, place: int = 0, attempt: int = 
         for compiled in (changed.parent / "__pycache__").glob(f"{changed.stem}.*"):
             compiled.unlink()
     options = ["-q"] if job.mutant is None else ["-q", "-x"]
-    process = multiprocessing.get_context("fork").Process(target=_child, args=(job.tests, options, folder))
+    process = multiprocessing.get_context("fork").Process(
+        target=_child, args=(job.tests, options, folder)
+    )
     process.start()
     return _Running(job, process, folder, place, attempt)
 
@@ -220,7 +249,9 @@ class _Recorder:
     def pytest_runtest_logreport(self, report: Any) -> None:
         message = "" if report.outcome == "passed" else _last_line(report)
         if report.when == "call" or report.outcome != "passed":
-            self.reports.append(Report(report.nodeid.removeprefix("tests/"), report.when, report.outcome, message))
+            self.reports.append(
+                Report(report.nodeid.removeprefix("tests/"), report.when, report.outcome, message)
+            )
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.outcome == "failed":

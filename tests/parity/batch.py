@@ -31,7 +31,9 @@ COMPLETIONS = [
 GROUPS = [0, 0, 0, 1, 1, 1]
 LENGTHS = [len(ids) for ids in COMPLETIONS]
 MASK = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
-TOOLS = torch.zeros_like(MASK).index_put((torch.tensor([0, 2, 2, 5]), torch.tensor([1, 2, 3, 4])), torch.tensor(True))
+TOOLS = torch.zeros_like(MASK).index_put(
+    (torch.tensor([0, 2, 2, 5]), torch.tensor([1, 2, 3, 4])), torch.tensor(True)
+)
 ENDED = torch.tensor([ids[-1] == END for ids in COMPLETIONS])
 ADVANTAGES = torch.tensor([1.2, -0.7, 0.5, -1.1, 0.8, -0.3], dtype=torch.float64)
 ROW_LOG_RATIOS = torch.tensor([0.5, -0.45, 2e-4, 0.4, -0.5, -1e-4], dtype=torch.float64)
@@ -39,7 +41,9 @@ ROW_LOG_RATIOS = torch.tensor([0.5, -0.45, 2e-4, 0.4, -0.5, -1e-4], dtype=torch.
 
 
 def _noise(scale: float, seed: int) -> Tensor:
-    draws = torch.randn(MASK.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    draws = torch.randn(
+        MASK.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     return torch.where(MASK, scale * draws, 0)
 
 
@@ -66,7 +70,10 @@ class Result:
     def distance(self, other: Result) -> tuple[float, float]:
         """Absolute difference of the losses, relative norm of the difference of the gradients."""
         assert self.gradient.keys() == other.gradient.keys()
-        both = [(self.gradient[name].double(), other.gradient[name].double()) for name in sorted(self.gradient)]
+        both = [
+            (self.gradient[name].double(), other.gradient[name].double())
+            for name in sorted(self.gradient)
+        ]
         apart = torch.stack([(a - b).norm() for a, b in both]).norm()
         size = torch.stack([b.norm() for _, b in both]).norm()
         return abs(self.loss - other.loss), float(apart / size)
@@ -74,7 +81,9 @@ class Result:
 
 def result_of(loss: Tensor, module: torch.nn.Module) -> Result:
     loss.backward()
-    return Result(float(loss.detach()), {name: p.grad.cpu().clone() for name, p in module.named_parameters()})
+    return Result(
+        float(loss.detach()), {name: p.grad.cpu().clone() for name, p in module.named_parameters()}
+    )
 
 
 # --- gruppo ----------------------------------------------------------------------------------------------------------
@@ -82,7 +91,9 @@ def result_of(loss: Tensor, module: torch.nn.Module) -> Result:
 
 def rollouts(temperature: float = 1.0, mask: Tensor = MASK) -> Rollouts:
     rows, columns = mask.shape
-    actions = torch.nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids in COMPLETIONS], batch_first=True)
+    actions = torch.nn.utils.rnn.pad_sequence(
+        [torch.tensor(ids) for ids in COMPLETIONS], batch_first=True
+    )
     return Rollouts(
         prompts=tuple(Prompt(f"p{n}", "", draw=n) for n in range(2)),
         group_ids=torch.tensor(GROUPS),
@@ -95,7 +106,10 @@ def rollouts(temperature: float = 1.0, mask: Tensor = MASK) -> Rollouts:
         temperature=torch.full((rows,), temperature),
         finish=tuple("stop" if ended else "length" for ended in ENDED.tolist()),
         shared={"prompt_ids": tuple(torch.tensor(ids) for ids in PROMPT_IDS)},
-        per_row={"top_k": torch.zeros(rows, dtype=torch.long), "top_p": torch.ones(rows, dtype=torch.float64)},
+        per_row={
+            "top_k": torch.zeros(rows, dtype=torch.long),
+            "top_p": torch.ones(rows, dtype=torch.float64),
+        },
     )
 
 
@@ -108,7 +122,9 @@ PIECE = MicroBatch(torch.arange(len(LENGTHS)), slice(0, max(LENGTHS)))
 def current(temperature: float = 1.0) -> Tensor:
     """Log-probs of the weights that both sides hold, in float64."""
     with torch.no_grad():
-        return doubled(of("Llama", **WEIGHTS)).likelihood(rollouts(temperature), PIECE).logprobs.cpu()
+        return (
+            doubled(of("Llama", **WEIGHTS)).likelihood(rollouts(temperature), PIECE).logprobs.cpu()
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -40,7 +40,9 @@ def summed(rewards: Rewards, weights: list[float] | None = None) -> Tensor:
 
 
 def advantages(rewards: Tensor, **choices: Any) -> Tensor:
-    of_tokens, _ = group_advantages(rewards, GROUP_IDS, MASK, **({"baseline": "mean", "scale": "group"} | choices))
+    of_tokens, _ = group_advantages(
+        rewards, GROUP_IDS, MASK, **({"baseline": "mean", "scale": "group"} | choices)
+    )
     return of_tokens[:, 0].double()
 
 
@@ -56,8 +58,12 @@ def close(ours: Tensor, theirs: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-@pytest.mark.parametrize("rewards", [[ANSWER], [ONE_MISSING], [ONE_SCORED]], ids=["all", "one_missing", "one_scored"])
-def test_scale_rewards_is_our_scale_and_rows_without_a_reward_count_nowhere(rewards: Rewards, scale: Any):
+@pytest.mark.parametrize(
+    "rewards", [[ANSWER], [ONE_MISSING], [ONE_SCORED]], ids=["all", "one_missing", "one_scored"]
+)
+def test_scale_rewards_is_our_scale_and_rows_without_a_reward_count_nowhere(
+    rewards: Rewards, scale: Any
+):
     theirs = trl_advantages(rewards, scale_rewards=scale)
     assert close(advantages(summed(rewards), scale=scale), theirs)
     assert theirs.abs().max() > 0.4
@@ -70,7 +76,9 @@ def test_reward_weights_are_ours_and_the_sum_is_normalised():
 
 def test_normalize_then_sum_is_ours_with_parts_missing_and_a_row_without_any():
     rewards = [[1.0, None, None, 2.0, 2.5, -1.0], [0.25, 0.5, None, 0.125, 0.0, None]]
-    theirs = trl_advantages(rewards, multi_objective_aggregation="normalize_then_sum", reward_weights=[0.5, 2.0])
+    theirs = trl_advantages(
+        rewards, multi_objective_aggregation="normalize_then_sum", reward_weights=[0.5, 2.0]
+    )
     assert close(combined(rewards, [0.5, 2.0]), theirs)
     assert theirs[2] == 0
 
@@ -95,13 +103,20 @@ def test_rloos_beta_is_a_kl_in_the_reward_of_the_row():
         None,
     )
     config = SimpleNamespace(
-        objective=replace(RLOO, kl="k1", kl_in="reward"), rollout=SimpleNamespace(max_new_tokens=MAX_LENGTH)
+        objective=replace(RLOO, kl="k1", kl_in="reward"),
+        rollout=SimpleNamespace(max_new_tokens=MAX_LENGTH),
     )
     run: Any = SimpleNamespace(config=config, state=SimpleNamespace(running={}), critic=None)
     score = torch.tensor(ANSWER)
-    batch = Batch(rollouts(), None, score, {}, torch.zeros(MASK.shape), MASK, case.old, Likelihood(case.ref))
+    batch = Batch(
+        rollouts(), None, score, {}, torch.zeros(MASK.shape), MASK, case.old, Likelihood(case.ref)
+    )
     step_params: Any = SimpleNamespace(kl_coef=0.5)
-    ours = with_advantages(run, step_params, batch, Scores(score, {"answer": score})).advantages[:, 0].double()
+    ours = (
+        with_advantages(run, step_params, batch, Scores(score, {"answer": score}))
+        .advantages[:, 0]
+        .double()
+    )
     assert close(ours, scored(trainer)["advantages"].double())
     assert not close(ours, advantages(score, baseline=RLOO.baseline, scale=RLOO.scale))
 
@@ -112,12 +127,24 @@ def test_rloos_beta_is_a_kl_in_the_reward_of_the_row():
 @pytest.mark.parametrize(("low", "high"), [(0.0, 3.0), (0.5, 1.5)])
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_correction_weights_are_the_importance_sampling_ratios_of_vllm(level: Any, mode: Any, low: float, high: float):
-    config = {"vllm_importance_sampling_clip_min": low or None, "vllm_importance_sampling_clip_max": high}
-    trainer, case = trainer_of("GRPO", vllm_importance_sampling_mode=f"{level}_{mode}", **config), Case()
+def test_correction_weights_are_the_importance_sampling_ratios_of_vllm(
+    level: Any, mode: Any, low: float, high: float
+):
+    config = {
+        "vllm_importance_sampling_clip_min": low or None,
+        "vllm_importance_sampling_clip_max": high,
+    }
+    trainer, case = (
+        trainer_of("GRPO", vllm_importance_sampling_mode=f"{level}_{mode}", **config),
+        Case(),
+    )
     with throughout(torch.float64):
-        theirs = scored_by_engine(trainer, case, torch.float64)["importance_sampling_ratio"].expand_as(MASK)
-    ours = correction_weights(case.old, case.compute_module, MASK, mode=mode, level=level, low=low, high=high)
+        theirs = scored_by_engine(trainer, case, torch.float64)[
+            "importance_sampling_ratio"
+        ].expand_as(MASK)
+    ours = correction_weights(
+        case.old, case.compute_module, MASK, mode=mode, level=level, low=low, high=high
+    )
     assert torch.allclose(ours[MASK], theirs[MASK], rtol=1e-12, atol=0)
     raw = correction_weights(case.old, case.compute_module, MASK, mode="none", level=level)[MASK]
     assert (raw > 1.5).any() and (raw < 0.5).any() and (ours[MASK] == raw).any()
@@ -126,7 +153,11 @@ def test_correction_weights_are_the_importance_sampling_ratios_of_vllm(level: An
 def test_a_log_prob_that_the_engine_could_not_report_counts_as_agreement_in_trl():
     trainer, case = trainer_of("GRPO", vllm_importance_sampling_mode="token_truncate"), Case()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Case, "compute_module", torch.where(torch.arange(7) == 1, torch.nan, case.compute_module))
+        patch.setattr(
+            Case,
+            "compute_module",
+            torch.where(torch.arange(7) == 1, torch.nan, case.compute_module),
+        )
         theirs = scored_by_engine(trainer, case, torch.float32)["importance_sampling_ratio"]
         ours = correction_weights(case.old, case.compute_module, MASK, mode="truncate")
     assert theirs[0, 1] == 1
@@ -165,5 +196,7 @@ def test_normalize_advantages_of_rloo_is_over_rows_and_whiten_over_tokens():
     of_rows = advantages(torch.tensor(ANSWER), baseline="leave_one_out", scale="none")
     by_row = whiten(of_rows[:, None], torch.ones(6, 1, dtype=torch.bool))[:, 0]
     by_token = whiten(torch.where(MASK, of_rows[:, None], 0), MASK)[:, 0]
-    assert torch.allclose(by_row, theirs, rtol=2e-4)  # eps 1e-8 on the variance; TRL's 1e-4 on the deviation
+    assert torch.allclose(
+        by_row, theirs, rtol=2e-4
+    )  # eps 1e-8 on the variance; TRL's 1e-4 on the deviation
     assert (by_token - theirs).abs().max() > 0.05

@@ -51,7 +51,11 @@ LOSSES: list[tuple[str, dict[str, Any], Objective]] = [
 ]
 OPTIONS: dict[str, tuple[str, dict[str, Any], Objective]] = {
     "gspo": ("grpo", SEQUENCE, GSPO),
-    "epsilons": ("grpo", {"epsilon": 0.1, "epsilon_high": 0.4}, replace(GRPO, clip_low=0.1, clip_high=0.4)),
+    "epsilons": (
+        "grpo",
+        {"epsilon": 0.1, "epsilon_high": 0.4},
+        replace(GRPO, clip_low=0.1, clip_high=0.4),
+    ),
     "delta": ("grpo", {"delta": 1.3}, replace(GRPO, dual_clip=1.3)),
     "delta_dapo": ("dapo", {"delta": 1.5, "epsilon_high": 0.28}, replace(DAPO, dual_clip=1.5)),
     "cispo_cap": ("cispo", {"epsilon_high": 1.1}, replace(CISPO, clip_high=0.1)),
@@ -60,7 +64,11 @@ OPTIONS: dict[str, tuple[str, dict[str, Any], Objective]] = {
         {"sapo_temperature_pos": 0.7, "sapo_temperature_neg": 2.0},
         replace(SAPO, tau_pos=0.7, tau_neg=2.0),
     ),
-    "sapo_of_sequences": ("sapo", {"importance_sampling_level": "sequence"}, replace(SAPO, ratio="sequence")),
+    "sapo_of_sequences": (
+        "sapo",
+        {"importance_sampling_level": "sequence"},
+        replace(SAPO, ratio="sequence"),
+    ),
 }
 
 
@@ -81,7 +89,9 @@ def test_the_batch_has_ratios_inside_and_outside_the_clip_range_under_both_signs
 
 
 @DTYPES
-@pytest.mark.parametrize(("name", "config", "objective"), LOSSES, ids=[name for name, _, _ in LOSSES])
+@pytest.mark.parametrize(
+    ("name", "config", "objective"), LOSSES, ids=[name for name, _, _ in LOSSES]
+)
 def test_each_loss_type_of_trl_has_our_loss_and_gradient(
     name: str, config: dict[str, Any], objective: Objective, dtype: torch.dtype
 ):
@@ -121,22 +131,35 @@ def test_tokens_of_a_tool_and_the_temperature_count_as_in_trl(
 @pytest.mark.parametrize(("is_corrected", "kl_gradient"), [(True, "unbiased"), (False, "naive")])
 @pytest.mark.parametrize(
     ("name", "config", "objective"),
-    [("grpo", {}, GRPO), ("dapo", {"epsilon_high": 0.28}, DAPO), ("cispo", {"epsilon_high": 5.0}, CISPO)],
+    [
+        ("grpo", {}, GRPO),
+        ("dapo", {"epsilon_high": 0.28}, DAPO),
+        ("cispo", {"epsilon_high": 5.0}, CISPO),
+    ],
     ids=["grpo", "dapo", "cispo"],
 )
 def test_beta_is_kl_coef_and_use_bias_correction_kl_the_unbiased_gradient(
-    name: str, config: dict[str, Any], objective: Objective, is_corrected: bool, kl_gradient: Any, dtype: torch.dtype
+    name: str,
+    config: dict[str, Any],
+    objective: Objective,
+    is_corrected: bool,
+    kl_gradient: Any,
+    dtype: torch.dtype,
 ):
     config = config | {"beta": 0.1, "use_bias_correction_kl": is_corrected}
     theirs = trl_loss(Case(), dtype=dtype, loss_type=name, **config)
-    ours = gruppo_loss(replace(objective, kl_gradient=kl_gradient), Case(), dtype=dtype, kl_coef=0.1)
+    ours = gruppo_loss(
+        replace(objective, kl_gradient=kl_gradient), Case(), dtype=dtype, kl_coef=0.1
+    )
     assert_equal(ours, theirs, dtype)
 
 
 def test_under_sequence_ratios_trl_weighs_the_kl_by_the_row_and_we_by_the_token():
     config = SEQUENCE | {"beta": 0.1, "loss_type": "grpo"}
     naive = gruppo_loss(replace(GSPO, kl_gradient="naive"), Case(), dtype=EXACT, kl_coef=0.1)
-    assert_equal(naive, trl_loss(Case(), dtype=EXACT, use_bias_correction_kl=False, **config), EXACT)
+    assert_equal(
+        naive, trl_loss(Case(), dtype=EXACT, use_bias_correction_kl=False, **config), EXACT
+    )
     corrected = gruppo_loss(GSPO, Case(), dtype=EXACT, kl_coef=0.1)
     assert corrected.distance(trl_loss(Case(), dtype=EXACT, **config))[1] > 1e-3
 
@@ -156,16 +179,24 @@ def test_under_other_averages_trl_still_takes_the_entropy_over_tokens_and_we_the
 
 
 def test_mask_truncated_is_trls_under_the_token_average():
-    theirs = trl_loss(Case(), dtype=EXACT, loss_type="dapo", epsilon_high=0.28, mask_truncated_completions=True)
-    assert_equal(gruppo_loss(replace(DAPO, mask_truncated=True), Case(), dtype=EXACT), theirs, EXACT)
+    theirs = trl_loss(
+        Case(), dtype=EXACT, loss_type="dapo", epsilon_high=0.28, mask_truncated_completions=True
+    )
+    assert_equal(
+        gruppo_loss(replace(DAPO, mask_truncated=True), Case(), dtype=EXACT), theirs, EXACT
+    )
 
 
 @pytest.mark.parametrize(("name", "objective"), [("grpo", GRPO), ("dr_grpo", DR_GRPO)])
-def test_under_row_averages_trl_counts_masked_rows_in_the_denominator_and_we_do_not(name: str, objective: Objective):
+def test_under_row_averages_trl_counts_masked_rows_in_the_denominator_and_we_do_not(
+    name: str, objective: Objective
+):
     theirs = trl_loss(Case(), dtype=EXACT, loss_type=name, mask_truncated_completions=True)
     ours = gruppo_loss(replace(objective, mask_truncated=True), Case(), dtype=EXACT)
     kept = float(ENDED.double().mean())
-    scaled = Result(kept * ours.loss, {name: kept * gradient for name, gradient in ours.gradient.items()})
+    scaled = Result(
+        kept * ours.loss, {name: kept * gradient for name, gradient in ours.gradient.items()}
+    )
     assert kept < 1
     assert_equal(scaled, theirs, EXACT)
 
@@ -174,13 +205,17 @@ def test_under_row_averages_trl_counts_masked_rows_in_the_denominator_and_we_do_
 @pytest.mark.parametrize("low", [0.0, 0.5])
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_the_correction_of_an_engines_log_probs_is_trls(level: Any, mode: Any, low: float, dtype: torch.dtype):
+def test_the_correction_of_an_engines_log_probs_is_trls(
+    level: Any, mode: Any, low: float, dtype: torch.dtype
+):
     config = {
         "vllm_importance_sampling_mode": f"{level}_{mode}",
         "vllm_importance_sampling_clip_min": low or None,
         "vllm_importance_sampling_clip_max": 1.5,
     }
-    corrected = replace(GRPO, correction=mode, correction_level=level, correction_low=low, correction_high=1.5)
+    corrected = replace(
+        GRPO, correction=mode, correction_level=level, correction_low=low, correction_high=1.5
+    )
     theirs = trl_loss(Case(), dtype=dtype, engine=True, loss_type="grpo", **config)
     assert_equal(gruppo_loss(corrected, Case(), dtype=dtype), theirs, dtype)
 
@@ -194,7 +229,9 @@ def test_vespo_takes_the_correction_into_its_weight_in_trl_and_beside_it_here():
 # --- micro-batches ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "config", "objective"), LOSSES, ids=[name for name, _, _ in LOSSES])
+@pytest.mark.parametrize(
+    ("name", "config", "objective"), LOSSES, ids=[name for name, _, _ in LOSSES]
+)
 def test_over_two_micro_batches_every_loss_type_but_bnpo_stays_what_it_was(
     name: str, config: dict[str, Any], objective: Objective
 ):
@@ -209,7 +246,8 @@ def test_over_two_micro_batches_every_loss_type_but_bnpo_stays_what_it_was(
 def test_the_entropy_bonus_of_trl_is_a_mean_of_micro_batch_means():
     """Of two micro-batches with unequal token counts; here all tokens of the update count alike."""
     without, bonus = (
-        trl_loss(Case(), dtype=EXACT, loss_type="dapo", micro_batches=2, entropy_coef=coef).loss for coef in (0.0, 0.5)
+        trl_loss(Case(), dtype=EXACT, loss_type="dapo", micro_batches=2, entropy_coef=coef).loss
+        for coef in (0.0, 0.5)
     )
     policy, mask = doubled(of("Llama", **WEIGHTS)), Case().mask
     entropy = policy.likelihood(rollouts(1.0, mask), PIECE, outputs=("entropy",)).entropy.detach()
@@ -226,7 +264,9 @@ def test_trls_cispo_left_at_its_default_caps_the_ratio_at_a_fifth():
     on_policy = Case(log_ratios=torch.zeros_like(LOG_RATIOS))
     theirs = trl_loss(on_policy, dtype=EXACT, loss_type="cispo")
     ours = gruppo_loss(CISPO, on_policy, dtype=EXACT)
-    fifth = Result(0.2 * ours.loss, {name: 0.2 * gradient for name, gradient in ours.gradient.items()})
+    fifth = Result(
+        0.2 * ours.loss, {name: 0.2 * gradient for name, gradient in ours.gradient.items()}
+    )
     loss, gradient = fifth.distance(theirs)
     assert loss <= WITHIN[EXACT]
     assert gradient <= 1e-10  # measured: 1.3e-11 on Zen 4, below 1e-12 on Zen 5
@@ -236,4 +276,6 @@ def test_trls_cispo_left_at_its_default_caps_the_ratio_at_a_fifth():
 def test_rloo_has_trls_gradient_on_policy_where_trl_clips_a_ratio_of_one(dtype: torch.dtype):
     theirs = rloo_loss(Case(), dtype)
     assert gruppo_loss(RLOO, Case(), dtype=dtype).distance(theirs)[1] <= WITHIN[dtype]
-    assert theirs.loss == pytest.approx(-float(ADVANTAGES.mean()), abs=1e-6)  # -ratio A, not -A logprob
+    assert theirs.loss == pytest.approx(
+        -float(ADVANTAGES.mean()), abs=1e-6
+    )  # -ratio A, not -A logprob

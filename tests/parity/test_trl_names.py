@@ -11,7 +11,8 @@ from gruppo.config.peer_options import peer_options
 
 def test_every_setting_of_trl_is_known_and_none_that_it_does_not_have() -> None:
     fields = {
-        kind: {f.name: f for f in dataclasses.fields(getattr(trl, kind))} for kind in ("GRPOConfig", "RLOOConfig")
+        kind: {f.name: f for f in dataclasses.fields(getattr(trl, kind))}
+        for kind in ("GRPOConfig", "RLOOConfig")
     }
     known = {key for option in peer_options("trl") for key in option.keys}
     for kind, there in fields.items():

@@ -17,7 +17,9 @@ ANSWERS = ["es", "yes, 12 times", "", "no"]
 @pytest.mark.parametrize("is_chat", [True, False], ids=["conversation", "text"])
 def test_a_reward_model_reads_what_it_reads_in_trl(is_chat: bool):
     module, tokenizer = classifier("SequenceClassification", 1), tokenizer_of(chats=is_chat)
-    prompts: list[Any] = [[{"role": "user", "content": "ask "}] if is_chat else "ask "] * len(ANSWERS)
+    prompts: list[Any] = [[{"role": "user", "content": "ask "}] if is_chat else "ask "] * len(
+        ANSWERS
+    )
     completions = [[{"role": "assistant", "content": a}] if is_chat else a for a in ANSWERS]
     ours = RewardModel(module, tokenizer, batch_tokens=30)(prompts=prompts, completions=completions)
     trainer = trainer_of("GRPO")

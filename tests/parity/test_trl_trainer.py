@@ -36,7 +36,12 @@ CASES = {
     "default": {},
     "grpo with a KL": {"loss_type": "grpo", "beta": 0.1, "scale_rewards": "batch"},
     "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none", "epsilon": 0.01},
-    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
+    "gspo": {
+        "loss_type": "grpo",
+        "importance_sampling_level": "sequence",
+        "epsilon": 3e-4,
+        "epsilon_high": 4e-4,
+    },
 }
 Updates = list[dict[str, torch.Tensor]]
 
@@ -55,7 +60,9 @@ def theirs(folder: Any, **config: Any) -> tuple[Updates, list[float]]:
     seen: Updates = []
 
     class Watch(TrainerCallback):
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        def on_pre_optimizer_step(
+            self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
+        ) -> None:
             seen.append({name: p.grad.clone() for name, p in model.named_parameters()})
 
     from datasets import Dataset
@@ -64,7 +71,12 @@ def theirs(folder: Any, **config: Any) -> tuple[Updates, list[float]]:
         model=model(),
         reward_funcs=reward,
         args=trl_side.trl.GRPOConfig(
-            **{"output_dir": str(folder), "report_to": [], "gradient_checkpointing": False, "logging_steps": 1},
+            **{
+                "output_dir": str(folder),
+                "report_to": [],
+                "gradient_checkpointing": False,
+                "logging_steps": 1,
+            },
             **{"disable_tqdm": True},
             **SHARED | config,
         ),
@@ -73,12 +85,23 @@ def theirs(folder: Any, **config: Any) -> tuple[Updates, list[float]]:
         callbacks=[Watch()],
     )
     prompts = [PROMPT_IDS[group] for group in GROUPS]
-    trainer._generate = lambda _: (prompts, COMPLETIONS, None, [""] * len(GROUPS), None, {}, None, [])
+    trainer._generate = lambda _: (
+        prompts,
+        COMPLETIONS,
+        None,
+        [""] * len(GROUPS),
+        None,
+        {},
+        None,
+        [],
+    )
     trainer.train()
     return seen, [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
-def gruppos(folder: Any, monkeypatch: pytest.MonkeyPatch, **config: Any) -> tuple[Updates, list[float], Any]:
+def gruppos(
+    folder: Any, monkeypatch: pytest.MonkeyPatch, **config: Any
+) -> tuple[Updates, list[float], Any]:
     """The same through the trainer of one changed import."""
     seen: Updates = []
     losses: list[float] = []
@@ -108,7 +131,9 @@ def gruppos(folder: Any, monkeypatch: pytest.MonkeyPatch, **config: Any) -> tupl
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_both_optimizer_steps_of_a_batch_have_trls_loss_and_gradient_of_every_parameter(case, tmp_path, monkeypatch):
+def test_both_optimizer_steps_of_a_batch_have_trls_loss_and_gradient_of_every_parameter(
+    case, tmp_path, monkeypatch
+):
     config = CASES[case]
     there, their_losses = theirs(tmp_path / "theirs", **config)
     here, our_losses, trainer = gruppos(tmp_path / "ours", monkeypatch, **config)

@@ -46,13 +46,19 @@ MODES = [
     ("token-mean", "token", 32 / 7),
     ("seq-mean-token-sum", "sequence_sum", (10 + 10 + 12) / 3),
     ("seq-mean-token-mean", "sequence", (2.5 + 10 + 6) / 3),
-    ("seq-mean-token-sum-norm", "constant", (10 + 10 + 12) / 3 / 4),  # loss_scale_factor 4, the longest response
+    (
+        "seq-mean-token-sum-norm",
+        "constant",
+        (10 + 10 + 12) / 3 / 4,
+    ),  # loss_scale_factor 4, the longest response
     ("token-sum", "sum", 32),
 ]
 
 
 def averaged(average: Any, loss_mask: Tensor = KEEP, losses: Tensor = LOSSES) -> float:
-    weights = loss_weights(loss_mask, average=average, total=loss_total(loss_mask, average=average, max_length=4))
+    weights = loss_weights(
+        loss_mask, average=average, total=loss_total(loss_mask, average=average, max_length=4)
+    )
     return float((weights * torch.where(loss_mask, losses, 0)).sum())
 
 
@@ -78,7 +84,9 @@ def losses_at(ratios: list[float], advantage: float, objective: Objective) -> Te
     """The loss of one action at each ratio; its old log-prob is 0."""
     one = torch.ones(1, 1, dtype=torch.float64)
     inputs = LossInputs(advantage * one, one.bool(), one, old_logprobs=0 * one)
-    return torch.stack([policy_loss(Likelihood(f64([r]).log()), inputs, objective)[0]["policy"] for r in ratios])
+    return torch.stack(
+        [policy_loss(Likelihood(f64([r]).log()), inputs, objective)[0]["policy"] for r in ratios]
+    )
 
 
 def test_dual_clip_3_bounds_the_loss_of_negative_advantages_and_no_other():
@@ -141,9 +149,16 @@ def of_rows(**choices: Any) -> Tensor:
 
 
 def test_grpo_divides_by_the_groups_unbiased_deviation_and_1e_6():
-    by_hand = f64(0.5 / (0.5**0.5 + 1e-6), -0.5 / (0.5**0.5 + 1e-6), 1.5 / (4.5**0.5 + 1e-6), -1.5 / (4.5**0.5 + 1e-6))
+    by_hand = f64(
+        0.5 / (0.5**0.5 + 1e-6),
+        -0.5 / (0.5**0.5 + 1e-6),
+        1.5 / (4.5**0.5 + 1e-6),
+        -1.5 / (4.5**0.5 + 1e-6),
+    )
     assert close(of_rows(baseline="mean", scale="group", eps=1e-6)[:, 0], by_hand)
-    assert close(of_rows(baseline="mean", scale="none")[:, 0], f64(0.5, -0.5, 1.5, -1.5))  # norm_adv_by_std_in_grpo off
+    assert close(
+        of_rows(baseline="mean", scale="none")[:, 0], f64(0.5, -0.5, 1.5, -1.5)
+    )  # norm_adv_by_std_in_grpo off
 
 
 def test_rloo_is_the_reward_less_the_mean_of_the_others():
@@ -173,8 +188,12 @@ def test_reinforce_pp_is_verls_below_gamma_1_without_a_baseline():
     verl = f64([-1 / 3, 7 / 6], [-5 / 6, 0]) / (13 / 12) ** 0.5
     ours = {}
     for baseline in ("none", "batch_mean"):
-        scores, _ = group_advantages(f64(3, 1), torch.tensor([0, 1]), mask, baseline=baseline, scale="none")
-        ours[baseline] = whiten(returns_to_go(place_score(scores[:, 0], mask), mask, gamma=0.5), mask)
+        scores, _ = group_advantages(
+            f64(3, 1), torch.tensor([0, 1]), mask, baseline=baseline, scale="none"
+        )
+        ours[baseline] = whiten(
+            returns_to_go(place_score(scores[:, 0], mask), mask, gamma=0.5), mask
+        )
     assert close(ours["none"], verl)
     assert close(ours["batch_mean"], f64([1 / 3, 5 / 6], [-7 / 6, 0]) / (13 / 12) ** 0.5)
 
@@ -183,18 +202,25 @@ def test_reinforce_pp_is_verls_below_gamma_1_without_a_baseline():
 def test_openrlhf_decays_across_tool_tokens_and_is_equal_at_gamma_and_lambda_1(lam: float):
     """Its loop over the columns: values and rewards of a tool's tokens are 0, and gamma lambda acts at each of them."""
     mask = torch.tensor([[True, *[False] * 100, True]])
-    values, rewards = torch.where(mask, 0.25, 0.0).double(), torch.zeros(1, 102, dtype=torch.float64)
+    values, rewards = (
+        torch.where(mask, 0.25, 0.0).double(),
+        torch.zeros(1, 102, dtype=torch.float64),
+    )
     rewards[0, -1] = 1.0
     there, carry = torch.zeros_like(values), 0.0
     for t in reversed(range(102)):
-        carry = float(rewards[0, t] + (values[0, t + 1] if t < 101 else 0) - values[0, t]) + lam * carry
+        carry = (
+            float(rewards[0, t] + (values[0, t + 1] if t < 101 else 0) - values[0, t]) + lam * carry
+        )
         there[0, t] = carry
     ours, _ = gae(rewards, values, mask, gamma=1.0, lam=lam)
     assert close(ours[mask][1], there[mask][1])
     first, by_hand = ours[mask][0], {1.0: 0.75, 0.95: 0.25 - 0.25 + 0.95 * 0.75}[lam]
     assert float(first) == pytest.approx(by_hand)
     assert close(first, there[0, 0]) == (lam == 1.0)
-    assert lam == 1.0 or (0.95**100 < 0.006 and float(there[0, 0]) < -0.23)  # nearly nothing but -V is left
+    assert lam == 1.0 or (
+        0.95**100 < 0.006 and float(there[0, 0]) < -0.23
+    )  # nearly nothing but -V is left
 
 
 @pytest.mark.parametrize("count", [4, 16, 100])
@@ -202,13 +228,20 @@ def test_ddof_0_makes_advantages_larger_by_a_factor_of_the_count_alone(count: in
     x = torch.randn(1, count, dtype=torch.float64, generator=torch.manual_seed(0))
     ddof_0 = (x - x.mean()) / x.std(correction=0)
     assert close(
-        ddof_0 / whiten(x, torch.ones(1, count, dtype=torch.bool)), (count / (count - 1)) ** 0.5 * x.new_ones(1)
+        ddof_0 / whiten(x, torch.ones(1, count, dtype=torch.bool)),
+        (count / (count - 1)) ** 0.5 * x.new_ones(1),
     )
 
 
 def test_gdpo_whitens_the_sum_over_tokens_so_that_our_normalisation_over_rows_drops_out():
     """Weights 3 and 1. By itself each gives +-0.5^0.5, the second the reverse of the first in the second group."""
-    of_one = {"group_ids": GROUP_IDS, "mask": MASK[:, :1], "baseline": "mean", "scale": "group", "eps": 0.0}
+    of_one = {
+        "group_ids": GROUP_IDS,
+        "mask": MASK[:, :1],
+        "baseline": "mean",
+        "scale": "group",
+        "eps": 0.0,
+    }
     each = [group_advantages(rewards, **of_one)[0][:, 0] for rewards in (REWARDS, f64(5, 3, 0, 8))]
     ours = normalized_sum(each, [3.0, 1.0], torch.ones(4, dtype=torch.bool), eps=1e-6)
     summed = 0.5**0.5 * f64(4, -4, 2, -2)
@@ -228,7 +261,12 @@ def test_kl_loss_type_is_our_estimator_with_the_naive_gradient(verl: str, estima
     slope = {"k1": 1.0, "k2": -log2, "k3": -1.0}[estimator]
     logprobs, loss_mask = f64([-2.0]).requires_grad_(), torch.ones(1, 1, dtype=torch.bool)
     estimate = kl_penalty(
-        logprobs, logprobs.detach() + log2, logprobs - 5.0, loss_mask, estimator=estimator, gradient="naive"
+        logprobs,
+        logprobs.detach() + log2,
+        logprobs - 5.0,
+        loss_mask,
+        estimator=estimator,
+        gradient="naive",
     )
     estimate.sum().backward()
     assert logprobs.grad is not None
@@ -241,7 +279,14 @@ def test_verl_caps_k3_at_10_nats_where_its_gradient_ends(delta: float):
     logprobs, loss_mask = f64([-20.0]).requires_grad_(), torch.ones(1, 1, dtype=torch.bool)
     gap = logprobs.detach() + delta - logprobs
     verl = (gap.clamp(-20, 20).exp() - gap.clamp(-20, 20) - 1).clamp(-10, 10)
-    ours = kl_penalty(logprobs, logprobs.detach() + delta, 0 * logprobs, loss_mask, estimator="k3", gradient="naive")
+    ours = kl_penalty(
+        logprobs,
+        logprobs.detach() + delta,
+        0 * logprobs,
+        loss_mask,
+        estimator="k3",
+        gradient="naive",
+    )
     slopes = [torch.autograd.grad(kl.sum(), logprobs)[0] for kl in (ours, verl)]
     assert close(slopes[0], f64([1 - math.exp(delta)]))
     is_capped = delta in (5.0, -12.0)
@@ -270,5 +315,7 @@ def test_rollout_is_and_its_threshold_are_our_correction(
     threshold: Any, level: Any, mode: Any, low: float, high: float, by_hand: list[float]
 ):
     old, loss_mask = f64([0.25, 1.5, 4.0, X]).log(), f64([1, 1, 1, 0]).bool()
-    weights = correction_weights(old, torch.zeros(1, 4), loss_mask, mode=mode, level=level, low=low, high=high)
+    weights = correction_weights(
+        old, torch.zeros(1, 4), loss_mask, mode=mode, level=level, low=low, high=high
+    )
     assert close(weights, f64([*by_hand, 0.0]))

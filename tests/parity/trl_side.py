@@ -17,11 +17,22 @@ from typing import Any
 import pytest
 import torch
 from tests.fakes import Float64, bpe_tokenizer, causal_lm
-from tests.parity.batch import COMPLETIONS, GROUPS, MAX_LENGTH, PROMPT_IDS, WEIGHTS, Case, Result, result_of
+from tests.parity.batch import (
+    COMPLETIONS,
+    GROUPS,
+    MAX_LENGTH,
+    PROMPT_IDS,
+    WEIGHTS,
+    Case,
+    Result,
+    result_of,
+)
 from torch import Tensor
 
 VERSION = "1.16.0"
-trl = pytest.importorskip("trl", reason=f"TRL is not installed; `make test` installs trl=={VERSION}")
+trl = pytest.importorskip(
+    "trl", reason=f"TRL is not installed; `make test` installs trl=={VERSION}"
+)
 if trl.__version__ != VERSION:
     pytest.skip(f"parity is with TRL {VERSION}; this is {trl.__version__}", allow_module_level=True)
 
@@ -39,7 +50,9 @@ def folder() -> str:
     return name
 
 
-def trainer_of(kind: str, rewards: Rewards = NO_REWARDS, *, micro_batches: int = 1, **config: Any) -> Any:
+def trainer_of(
+    kind: str, rewards: Rewards = NO_REWARDS, *, micro_batches: int = 1, **config: Any
+) -> Any:
     """A real trainer ("GRPO" or "RLOO") over a tiny Llama, in training mode; one update is the whole batch."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
@@ -47,11 +60,16 @@ def trainer_of(kind: str, rewards: Rewards = NO_REWARDS, *, micro_batches: int =
 
     logging.disable_progress_bar()
     rows = len(GROUPS)
-    with warnings.catch_warnings(), torch.random.fork_rng():  # deprecations of others; the trainer seeds everything
+    with (
+        warnings.catch_warnings(),
+        torch.random.fork_rng(),
+    ):  # deprecations of others; the trainer seeds everything
         warnings.simplefilter("ignore")
         trainer = getattr(trl, f"{kind}Trainer")(
             model=AutoModelForCausalLM.from_pretrained(folder(), dtype=torch.float32),
-            reward_funcs=[lambda completions, values=values, **_: list(values) for values in rewards],
+            reward_funcs=[
+                lambda completions, values=values, **_: list(values) for values in rewards
+            ],
             args=getattr(trl, f"{kind}Config")(
                 output_dir=folder(),
                 per_device_train_batch_size=rows // micro_batches,
@@ -81,7 +99,9 @@ def scored(
     tools = None if tools_mask is None else ragged(tools_mask.long())
     texts = [""] * len(GROUPS)
     grpo = (prompts, COMPLETIONS, tools, texts, rows, {}, None, [])
-    trainer._generate = lambda _: grpo if "GRPO" in type(trainer).__name__ else (prompts, COMPLETIONS, texts)
+    trainer._generate = lambda _: (
+        grpo if "GRPO" in type(trainer).__name__ else (prompts, COMPLETIONS, texts)
+    )
     return trainer._generate_and_score_completions([{"prompt": ""} for _ in GROUPS])
 
 
@@ -90,17 +110,31 @@ def ragged(x: Tensor) -> list[list[float]]:
 
 
 def trl_loss(
-    case: Case, *, dtype: torch.dtype = torch.float32, engine: bool = False, micro_batches: int = 1, **config: Any
+    case: Case,
+    *,
+    dtype: torch.dtype = torch.float32,
+    engine: bool = False,
+    micro_batches: int = 1,
+    **config: Any,
 ) -> Result:
     """``GRPOTrainer._compute_loss``. ``engine``: the rows came from an engine whose log-probs are the sampler's."""
     trainer = trainer_of("GRPO", micro_batches=micro_batches, **config)
     with throughout(dtype):
         _to(trainer, dtype)
-        batch = scored_by_engine(trainer, case, dtype) if engine else scored(trainer, tools_mask=case.tools_mask)
-        batch |= {"advantages": case.advantages.to(dtype), "old_per_token_logps": case.old.to(dtype)}
+        batch = (
+            scored_by_engine(trainer, case, dtype)
+            if engine
+            else scored(trainer, tools_mask=case.tools_mask)
+        )
+        batch |= {
+            "advantages": case.advantages.to(dtype),
+            "old_per_token_logps": case.old.to(dtype),
+        }
         batch |= {"ref_per_token_logps": case.ref.to(dtype)}
         parts = split(batch, micro_batches)
-        return result_of(sum(trainer._compute_loss(trainer.model, part) for part in parts), trainer.model)
+        return result_of(
+            sum(trainer._compute_loss(trainer.model, part) for part in parts), trainer.model
+        )
 
 
 def split(batch: dict[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
@@ -134,8 +168,14 @@ def scored_by_engine(trainer: Any, case: Case, dtype: torch.dtype) -> dict[str, 
     """As if vLLM had sampled: the weights of that time are known by their log-probs alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "use_vllm", True)
-        patch.setattr(trainer, "_get_per_token_logps_and_entropies", lambda *_, **__: (case.old.to(dtype), None, None))
-        batch = scored(trainer, compute_module=case.compute_module.to(dtype), tools_mask=case.tools_mask)
+        patch.setattr(
+            trainer,
+            "_get_per_token_logps_and_entropies",
+            lambda *_, **__: (case.old.to(dtype), None, None),
+        )
+        batch = scored(
+            trainer, compute_module=case.compute_module.to(dtype), tools_mask=case.tools_mask
+        )
     trainer.use_vllm = True
     return batch
 

@@ -66,8 +66,19 @@ def small() -> ModelShape:
 
 def constants(**changes: Any) -> Constants:
     machine = {"gpu": None, "cpu": "a processor", "threads": 1}
-    values = {"machine": machine, "model": "m", "width": 2, "memory": 2e10, "rates": RATES, "prompt_tokens": 30.0}
-    values |= {"survival": (1.0, 0.9, 0.5), "errors": {"generate": 0.1, "train": 0.1, "step": 0.12}, "steps": []}
+    values = {
+        "machine": machine,
+        "model": "m",
+        "width": 2,
+        "memory": 2e10,
+        "rates": RATES,
+        "prompt_tokens": 30.0,
+    }
+    values |= {
+        "survival": (1.0, 0.9, 0.5),
+        "errors": {"generate": 0.1, "train": 0.1, "step": 0.12},
+        "steps": [],
+    }
     return Constants(**values | changes)
 
 
@@ -109,13 +120,17 @@ def test_the_slowest_rank_decides_how_long_training_takes(small):
     groups = [[40.0], [1.0], [1.0], [1.0]]
     alone = train_s(small, rates, groups[:1], 10.0)
     assert train_s(small, rates, groups, 10.0, gpus=4) == alone
-    assert train_s(small, rates, groups, 10.0, gpus=2) == train_s(small, rates, [[40.0], [1.0]], 10.0)
+    assert train_s(small, rates, groups, 10.0, gpus=2) == train_s(
+        small, rates, [[40.0], [1.0]], 10.0
+    )
     assert train_s(small, rates, groups[:1], 10.0, passes=8.0) == pytest.approx(alone * 8 / 3)
     # two rows in two minibatches are in one of them half the time: the prompt is read 1.5 times
     pair, prompt = [[40.0, 40.0]], small.forward_flops(10.0, ())
     more = train_s(small, rates, pair, 10.0, minibatches=2) - train_s(small, rates, pair, 10.0)
     assert more == pytest.approx(3 * 0.5 * prompt / RATES.train_flops)
-    optimizer = train_s(small, replace(RATES, train_flops=math.inf), groups, 10.0, gpus=2, updates=3)
+    optimizer = train_s(
+        small, replace(RATES, train_flops=math.inf), groups, 10.0, gpus=2, updates=3
+    )
     assert optimizer == pytest.approx(3 * 28 * small.counts.trained / 2 / RATES.update_bytes)
 
 
@@ -129,14 +144,30 @@ def test_the_slowest_rank_decides_how_long_training_takes(small):
         (["--engine", "vllm", "--engine.urls", "http://a:1", "--engine.lag", "1"], 3, 0),
         (["--lora.rank", "4"], 2, 0),
         (["--objective", "ppo", "--optim.epochs", "1", "--optim.minibatches", "1"], 4, 0),
-        (["--objective", "ppo", "--critic.kind", "separate", "--optim.epochs", "2", "--optim.minibatches", "1"], 7, 7),
+        (
+            [
+                "--objective",
+                "ppo",
+                "--critic.kind",
+                "separate",
+                "--optim.epochs",
+                "2",
+                "--optim.minibatches",
+                "1",
+            ],
+            7,
+            7,
+        ),
     ],
 )
-def test_training_is_counted_in_forwards_of_the_policy_and_of_a_separate_critic(small, options, passes, of_critic):
+def test_training_is_counted_in_forwards_of_the_policy_and_of_a_separate_critic(
+    small, options, passes, of_critic
+):
     config = parse_config("plan", ["plain", *options])
     rates, groups = replace(RATES, update_bytes=math.inf), [[40.0, 8.0], [1.0, 3.0]]
     policy, critic = (
-        sum(shape.forward_flops(10.0, rows) for rows in groups) for shape in (small, replace(small, head=0))
+        sum(shape.forward_flops(10.0, rows) for rows in groups)
+        for shape in (small, replace(small, head=0))
     )
     expected = (passes * policy + of_critic * critic) / rates.train_flops
     assert formulas.learn_s(small, rates, config, groups, 10.0) == pytest.approx(expected)
@@ -146,11 +177,19 @@ def test_memory_of_a_trainer_is_that_of_its_shards_and_of_an_adapter_far_less():
     shape, config = shape_of(QWEN_7B), Config()
     one, eight = (formulas.trainer_bytes(shape, config, 1000, gpus=n) for n in (1, 8))
     states = ("weights, float32", "gradients, float32", "AdamW state, float32")
-    assert sum(one[name] for name in states) == 16 * shape.counts.total == 8 * sum(eight[name] for name in states)
-    lora = formulas.trainer_bytes(shape, replace(config, lora=schema.LoraConfig(rank=16)), 1000, gpus=1)
+    assert (
+        sum(one[name] for name in states)
+        == 16 * shape.counts.total
+        == 8 * sum(eight[name] for name in states)
+    )
+    lora = formulas.trainer_bytes(
+        shape, replace(config, lora=schema.LoraConfig(rank=16)), 1000, gpus=1
+    )
     assert lora["base"] == 2 * shape.counts.total
     ppo = replace(config, lora=schema.LoraConfig(rank=16), objective=PRESETS["ppo"])
-    ppo = formulas.trainer_bytes(shape, replace(ppo, critic=schema.CriticConfig("separate")), 1000, gpus=1)
+    ppo = formulas.trainer_bytes(
+        shape, replace(ppo, critic=schema.CriticConfig("separate")), 1000, gpus=1
+    )
     own = {name: size for name, size in ppo.items() if name.startswith("critic, ")}
     assert own == {f"critic, {name}": size for name, size in lora.items() if "float32" in name}
     # peft counts 40,370,176 weights of rank 16 on all linear layers of this model
@@ -171,21 +210,29 @@ def test_known_rates_are_found_again_from_the_seconds_that_they_make(small):
         steps.append(Measured(prompts, size, lengths, lengths, *parts))
     rates = fit.fit_rates(big, Config(), 30.0, steps, width=2)
     held_out = chance.integers(1, 31, (6, 5)).tolist()
-    true, again = (fit.predict(big, one, Config(), 30.0, held_out, held_out, width=2) for one in (RATES, rates))
+    true, again = (
+        fit.predict(big, one, Config(), 30.0, held_out, held_out, width=2) for one in (RATES, rates)
+    )
     assert again == pytest.approx(true, rel=0.02)
 
 
 def test_rows_that_were_cut_count_as_longer_and_not_as_ended():
     """Kaplan and Meier by hand: at 1, one of 4 ends; at 2, one of 3 is cut; at 3, one of 2 ends; then 1 is left."""
-    assert fit.survival([(1, False), (2, True), (3, False), (4, True)]) == pytest.approx([1, 0.75, 0.75, 0.375, 0.375])
+    assert fit.survival([(1, False), (2, True), (3, False), (4, True)]) == pytest.approx(
+        [1, 0.75, 0.75, 0.375, 0.375]
+    )
 
 
 def test_lengths_follow_their_distribution_and_go_on_at_the_mean_rate_beyond_it():
     known = capacity.sampled_lengths([1.0, 0.9, 0.5, 0.5, 0.0], 10, 100_000)
-    assert [float((known > n).mean()) for n in range(5)] == pytest.approx([1.0, 0.9, 0.5, 0.5, 0.0], abs=0.01)
+    assert [float((known > n).mean()) for n in range(5)] == pytest.approx(
+        [1.0, 0.9, 0.5, 0.5, 0.0], abs=0.01
+    )
     # one of five tokens ended a row: those after the second do too
     beyond = capacity.sampled_lengths([1.0, 0.8, 0.64], 6, 100_000)
-    assert [float((beyond > n).mean()) for n in range(6)] == pytest.approx([0.8**n for n in range(6)], abs=0.01)
+    assert [float((beyond > n).mean()) for n in range(6)] == pytest.approx(
+        [0.8**n for n in range(6)], abs=0.01
+    )
     assert beyond.max() == 6
 
 
@@ -232,7 +279,9 @@ def test_rates_are_the_machines_own_or_scaled_or_published(small):
 
 def work(gpu: str = "h200", **changes: Any) -> capacity.Work:
     rollout = schema.RolloutConfig(prompts=32, group_size=8, max_new_tokens=512)
-    config = replace(Config(rollout=rollout, engine=schema.EngineConfig(kind="vllm", lag=1)), **changes)
+    config = replace(
+        Config(rollout=rollout, engine=schema.EngineConfig(kind="vllm", lag=1)), **changes
+    )
     shape = shape_of(QWEN_7B)
     machine = capacity.machine_for(gpu, constants(), shape)
     return capacity.Work(config, shape, machine, 100.0, capacity.geometric_survival(200, 512))
@@ -248,7 +297,9 @@ def test_the_best_split_is_the_fastest_of_all_splits():
 
 def test_an_adapter_alone_is_updated_and_published():
     full = work(engine=schema.EngineConfig(kind="vllm"))  # in turns
-    full = replace(full, machine=replace(full.machine, rates=replace(full.machine.rates, train_flops=math.inf)))
+    full = replace(
+        full, machine=replace(full.machine, rates=replace(full.machine.rates, train_flops=math.inf))
+    )
     lora = replace(full, config=replace(full.config, lora=schema.LoraConfig(rank=16)))
     saved = full.shape.counts.trained - 16 * full.shape.adaptable
     rates, width = full.machine.rates, full.machine.width
@@ -273,7 +324,14 @@ def test_more_gpus_than_groups_are_said_to_have_nothing_to_do():
 
 def plan(folder: Path, *words: str, **changes: Any) -> None:
     (folder / "plan.json").write_text(json.dumps(asdict(constants(**changes))))
-    words = ("plain", "--constants", str(folder / "plan.json"), "--model-config", tiny.model(), *words)
+    words = (
+        "plain",
+        "--constants",
+        str(folder / "plan.json"),
+        "--model-config",
+        tiny.model(),
+        *words,
+    )
     commands.plan(**parse_command("plan", commands.plan, words))
 
 
@@ -307,9 +365,13 @@ def test_json_has_all_figures(tmp_path, capsys):
     best = found["splits"][0]
     assert found["hours"] == pytest.approx(best["step_s"] * 200 / 3600)
     assert (
-        found["cost"] == pytest.approx(2 * found["gpu_hours"]) and found["gpu_hours"] == found["hours"] * best["gpus"]
+        found["cost"] == pytest.approx(2 * found["gpu_hours"])
+        and found["gpu_hours"] == found["hours"] * best["gpus"]
     )
-    assert best["step_s"] == min(split["step_s"] for split in found["splits"]) and found["error"] == 0.12
+    assert (
+        best["step_s"] == min(split["step_s"] for split in found["splits"])
+        and found["error"] == 0.12
+    )
 
 
 @pytest.mark.parametrize(
@@ -336,7 +398,9 @@ def test_a_mistake_is_one_line(tmp_path, words, message):
 
 def test_a_model_that_fits_no_split_is_told_what_memory_is_lacking():
     # 16 bytes of each weight over 2 GPUs are 57 GiB
-    with pytest.raises(GruppoError, match=r"each of 2 trainers lacks \d+\.\d GiB of memory on 4090 \(22 GiB\)"):
+    with pytest.raises(
+        GruppoError, match=r"each of 2 trainers lacks \d+\.\d GiB of memory on 4090 \(22 GiB\)"
+    ):
         capacity.splits(work("4090"), 3)
     # a server over 2 GPUs beside the trainers: one GPU more than these is one too few
     small, messages = replace(work(), machine=replace(work().machine, memory=16e9)), []
@@ -348,7 +412,8 @@ def test_a_model_that_fits_no_split_is_told_what_memory_is_lacking():
             messages.append(str(error))
     assert all("trainers lacks" in message for message in messages[:-1])
     assert (
-        f"{gpus - 2} GPUs for trainers and 2 for a server are more than {gpus - 1}, which lack 15 GiB" in messages[-1]
+        f"{gpus - 2} GPUs for trainers and 2 for a server are more than {gpus - 1}, which lack 15 GiB"
+        in messages[-1]
     )
     assert f"Give --gpus {gpus}." in messages[-1] and found[0].gpus == gpus
 
@@ -386,7 +451,9 @@ def test_constants_of_a_damaged_file_are_refused_in_one_line(tmp_path, damage):
     file.write_text(json.dumps(asdict(constants())))
     assert Constants.load(file).rates == RATES
     file.write_text(json.dumps(json.loads(file.read_text()) | damage))
-    with pytest.raises(GruppoError, match=r"plan\.json has no constants of gruppo plan .*gruppo plan RECIPE --fit"):
+    with pytest.raises(
+        GruppoError, match=r"plan\.json has no constants of gruppo plan .*gruppo plan RECIPE --fit"
+    ):
         Constants.load(file)
 
 
@@ -398,7 +465,9 @@ def test_a_model_without_a_formula_is_refused():
 
 
 @pytest.mark.parametrize("name", ["nowhere/plan.json", "."])
-def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, monkeypatch, name):
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path, monkeypatch, name
+):
     monkeypatch.setattr("gruppo.plan.report.fit", None)
     words = ["--fit", "--constants", str(tmp_path / name)]
     with pytest.raises(GruppoError, match="it needs a file in a folder that exists"):
@@ -410,10 +479,16 @@ def test_fit_measures_a_recipe_and_the_plan_of_this_machine_follows(tmp_path, mo
     monkeypatch.setattr(fit, "HELD_OUT", ((2, 3, 6),))
     config = tiny.config(tmp_path)
     found = fit.fit(config, lambda line: None)
-    assert len(found.steps) == 3 and found.width == 4 and all(rate > 0 for rate in vars(found.rates).values())
+    assert (
+        len(found.steps) == 3
+        and found.width == 4
+        and all(rate > 0 for rate in vars(found.rates).values())
+    )
     assert found.survival[0] == 1 and len(found.survival) <= 9
     machine = capacity.machine_for("this", found, formulas.open_shape(config.model))
-    planned = capacity.Work(config, formulas.open_shape(config.model), machine, found.prompt_tokens, found.survival)
+    planned = capacity.Work(
+        config, formulas.open_shape(config.model), machine, found.prompt_tokens, found.survival
+    )
     split = capacity.splits(planned, 1)[0]
     assert split.is_shared and 0 < split.step_s < 60
     assert not list(tmp_path.glob("runs/*"))  # it trains, and keeps nothing
@@ -423,7 +498,9 @@ def test_fit_measures_a_recipe_and_the_plan_of_this_machine_follows(tmp_path, mo
 
 
 @pytest.mark.parametrize(("lag", "mean", "step_s"), [(0, 1060, 97.7), (1, 1129, 74.6)])
-def test_a_published_run_is_predicted_with_the_fractions_of_the_plan(monkeypatch, lag, mean, step_s):
+def test_a_published_run_is_predicted_with_the_fractions_of_the_plan(
+    monkeypatch, lag, mean, step_s
+):
     """Llama 8B on 16 H100 (NeMo RL v0.4): within the error that the plan prints."""
     monkeypatch.setattr(capacity, "STEPS", 1)
     job = plan_published.Job("llama-8b", "h100", 16, 2048, mean - 150, 4096 - 150, 1, lag)
@@ -433,11 +510,18 @@ def test_a_published_run_is_predicted_with_the_fractions_of_the_plan(monkeypatch
 
 def test_the_benchmark_tells_the_error_of_each_setting_that_was_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark.random_model, "write", lambda folder, shape: tiny.model())
-    found = [benchmark.predict(setting, tmp_path, constants()) for setting in benchmark.SETTINGS[:2]]
+    found = [
+        benchmark.predict(setting, tmp_path, constants()) for setting in benchmark.SETTINGS[:2]
+    ]
     for setting, one in zip(benchmark.SETTINGS, found, strict=False):
-        (tmp_path / f"{setting.name}.json").write_text(json.dumps({part: 1.25 * s for part, s in one.items()}))
+        (tmp_path / f"{setting.name}.json").write_text(
+            json.dumps({part: 1.25 * s for part, s in one.items()})
+        )
     text, errors = benchmark.table(tmp_path, constants())
-    assert errors == pytest.approx({"generate": 0.2, "learn": 0.2, "step": 0.2}) and text.count("-20%") == 6
+    assert (
+        errors == pytest.approx({"generate": 0.2, "learn": 0.2, "step": 0.2})
+        and text.count("-20%") == 6
+    )
 
 
 def test_a_measurement_of_the_benchmark_leaves_no_weights(tmp_path, monkeypatch):
@@ -452,4 +536,6 @@ def test_a_measurement_of_the_benchmark_leaves_no_weights(tmp_path, monkeypatch)
     monkeypatch.setattr(benchmark.random_model, "write", lambda folder, shape: tiny.model())
     monkeypatch.setattr(benchmark.subprocess, "run", train)
     found = benchmark.measure(benchmark.SETTINGS[0], tmp_path)
-    assert found == {"generate": 1.0, "learn": 2.0, "step": 3.0} and not list((tmp_path / "runs").iterdir())
+    assert found == {"generate": 1.0, "learn": 2.0, "step": 3.0} and not list(
+        (tmp_path / "runs").iterdir()
+    )

@@ -48,7 +48,9 @@ def test_an_asynchronous_step_is_the_longer_of_the_two_sides_and_a_publish(lengt
     # the groups of step k start after publish k - 2: a turn of two steps has L decode steps, the other step's pause,
     # and then the training and the publish of their own
     turn = TOKEN_S * length + PUBLISH_S
-    assert timeline.step_s(4) == pytest.approx(max(TRAIN_S + PUBLISH_S, (turn + TRAIN_S + PUBLISH_S) / 2))
+    assert timeline.step_s(4) == pytest.approx(
+        max(TRAIN_S + PUBLISH_S, (turn + TRAIN_S + PUBLISH_S) / 2)
+    )
 
 
 def test_rows_that_share_a_server_slow_each_other_down_until_they_end():
@@ -74,8 +76,13 @@ def test_groups_beyond_the_rows_of_a_server_wait_for_it():
 
 def test_more_servers_are_never_slower_and_their_idle_time_is_counted():
     lengths = random_lengths(1, 24)
-    seconds = [simulate(replace(LOOP, servers=n, decode_step_s=lambda rows, _: 0.1 * rows), lengths) for n in (1, 2, 4)]
-    assert [t.published[-1] for t in seconds] == sorted((t.published[-1] for t in seconds), reverse=True)
+    seconds = [
+        simulate(replace(LOOP, servers=n, decode_step_s=lambda rows, _: 0.1 * rows), lengths)
+        for n in (1, 2, 4)
+    ]
+    assert [t.published[-1] for t in seconds] == sorted(
+        (t.published[-1] for t in seconds), reverse=True
+    )
     timeline = simulate(replace(LOOP, servers=5), lengths)  # one has never a group
     assert timeline.idle_s > timeline.published[-1]
 

@@ -24,7 +24,10 @@ def rollouts_of(
     lengths = torch.arange(size) % 3 + 1
     mask = torch.arange(3)[None] < lengths[:, None]
     return Rollouts(
-        prompts=tuple(Prompt(f"p{n}", f"ask {n}", t, m) for n, (t, m) in enumerate(zip(targets, metas, strict=True))),
+        prompts=tuple(
+            Prompt(f"p{n}", f"ask {n}", t, m)
+            for n, (t, m) in enumerate(zip(targets, metas, strict=True))
+        ),
         group_ids=torch.tensor([0] * size if group_ids is None else list(group_ids)),
         actions=torch.arange(size)[:, None] * 10 + torch.arange(3),
         mask=mask,

@@ -36,12 +36,19 @@ def draws(completions):
     return [random.random() for _ in completions]
 
 
-def reads_everything(prompts, completions, completion_ids, answer, cell, image, trainer_state, log_metric, log_extra):
+def reads_everything(
+    prompts, completions, completion_ids, answer, cell, image, trainer_state, log_metric, log_extra
+):
     print("seen", flush=True)
     log_metric("mean", sum(map(len, completions)) / len(completions))
     log_extra("ids", completion_ids)
-    log_extra("read", [repr((*row, trainer_state)) for row in zip(prompts, answer, cell, strict=True)])
-    return [None if text == "none" else float(x.sum()) for text, x in zip(completions, image, strict=True)]
+    log_extra(
+        "read", [repr((*row, trainer_state)) for row in zip(prompts, answer, cell, strict=True)]
+    )
+    return [
+        None if text == "none" else float(x.sum())
+        for text, x in zip(completions, image, strict=True)
+    ]
 
 
 async def awaits(completions, **columns):

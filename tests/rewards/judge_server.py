@@ -42,7 +42,9 @@ class JudgeServer:
                 try:
                     time.sleep(server.delay_s)
                     if fault is not None:
-                        self.send(fault[0], {"error": {"message": f"fault of key {server.key}"}}, fault[1])
+                        self.send(
+                            fault[0], {"error": {"message": f"fault of key {server.key}"}}, fault[1]
+                        )
                     elif self.path != "/v1/chat/completions":
                         self.send(404, {"detail": "Not Found"})
                     elif server.key and self.headers.get("Authorization") != f"Bearer {server.key}":
@@ -82,8 +84,12 @@ def longest(question: dict[str, Any]) -> Any:
 RUBRIC = '[[rubric]]\nname = "length"\ntext = "It is long."\n'
 
 
-def write_judge(path: Path, server: JudgeServer | str, extra: str = "", rubric: str = RUBRIC) -> str:
+def write_judge(
+    path: Path, server: JudgeServer | str, extra: str = "", rubric: str = RUBRIC
+) -> str:
     """A judge's file, with its cache beside it."""
     url = server if isinstance(server, str) else server.url
-    path.write_text(f'endpoint = "{url}"\nmodel = "m"\ncache = "cache"\n{extra}\n{rubric}', encoding="utf-8")
+    path.write_text(
+        f'endpoint = "{url}"\nmodel = "m"\ncache = "cache"\n{extra}\n{rubric}', encoding="utf-8"
+    )
     return str(path)

@@ -29,7 +29,11 @@ HALF = "```python\ndef double(x):\n    return x + 2\n```"
 
 def scores(texts, tests, **options):
     """Of completions that all have the same tests."""
-    columns = {key: [options.pop(key)] * len(texts) for key in ("entry_point", "test_setup_code") if key in options}
+    columns = {
+        key: [options.pop(key)] * len(texts)
+        for key in ("entry_point", "test_setup_code")
+        if key in options
+    }
     return code_tests(**options)(list(texts), tests=[tests] * len(texts), **columns)
 
 
@@ -62,7 +66,9 @@ def test_what_is_written_twice_for_one_task_is_run_once(monkeypatch):
     ran = []
     plain = Jail.calls
     monkeypatch.setattr(
-        Jail, "calls", lambda self, program, *a, **k: ran.append(program) or plain(self, program, *a, **k)
+        Jail,
+        "calls",
+        lambda self, program, *a, **k: ran.append(program) or plain(self, program, *a, **k),
     )
     other = ["assert double(2) == 5"]
     found = code_tests()([RIGHT, HALF, RIGHT, RIGHT], tests=[DOUBLE, DOUBLE, DOUBLE, other])
@@ -72,23 +78,34 @@ def test_what_is_written_twice_for_one_task_is_run_once(monkeypatch):
 @jailed
 def test_each_form_of_tests_is_read():
     script = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
-    lines = [{"input": "1 2\n", "output": "3\n"}, {"input": "4 5", "output": "9"}, {"input": "0 0", "output": "1"}]
+    lines = [
+        {"input": "1 2\n", "output": "3\n"},
+        {"input": "4 5", "output": "9"},
+        {"input": "0 0", "output": "1"},
+    ]
     assert scores([script], lines) == scores([script], json.dumps(lines)) == [2 / 3]
     apps = {"inputs": ["1 2\n", ["4 5"]], "outputs": ["3\n", ["9"]]}
     assert scores([script], apps) == scores([script], json.dumps(apps)) == [1.0]
 
     method = "```python\nclass Solution:\n    def pair(self, x, y=0):\n        return (x, [y])\n```"
-    calls = [{"args": [1], "kwargs": {"y": 2}, "output": [1, [2]]}, {"args": [1], "output": [1, [1]]}]
+    calls = [
+        {"args": [1], "kwargs": {"y": 2}, "output": [1, [2]]},
+        {"args": [1], "output": [1, [1]]},
+    ]
     assert scores([method], calls, entry_point="pair") == [0.5]
     assert scores([method], {"inputs": [[1, 2]], "outputs": [[1, [2]]], "fn_name": "pair"}) == [1.0]
-    assert scores([RIGHT], {"inputs": [[1], [2]], "outputs": [[2], 4], "fn_name": "double"}) == [1.0]
+    assert scores([RIGHT], {"inputs": [[1], [2]], "outputs": [[2], 4], "fn_name": "double"}) == [
+        1.0
+    ]
     functional = [{"input": '[1, "a"]\n2', "output": '[[1, "a"], 2]', "testtype": "functional"}]
     echo = "```python\ndef both(x, y): return x, y\n```"
     assert scores([echo], functional, entry_point="both") == [1.0]
     assert scores([RIGHT], "assert double(2) == 4\nassert double(3) == 7") == [0.5]
     text = "```python\ndef f(x): return x\n```"
     values = [None, True, 10**5000, 1.5, math.inf, "\u4f60'\"\n", [1, [2]], {"a": [1]}]
-    assert scores([text], [{"args": [value], "output": value} for value in values], entry_point="f") == [1.0]
+    assert scores(
+        [text], [{"args": [value], "output": value} for value in values], entry_point="f"
+    ) == [1.0]
 
 
 @jailed
@@ -96,18 +113,24 @@ def test_setup_and_imports_of_the_row_are_there_when_tests_run():
     reward = code_tests()
     text = "```python\ndef total(node): return node.value + math.floor(2.5)\n```"
     row = {"tests": [["assert total(Node(1)) == 3"]], "test_imports": [["import math"]]}
-    assert reward([text], **row, test_setup_code=["class Node:\n    def __init__(self, v): self.value = v"]) == [1.0]
+    assert reward(
+        [text], **row, test_setup_code=["class Node:\n    def __init__(self, v): self.value = v"]
+    ) == [1.0]
 
 
 @jailed
 def test_a_row_without_tests_is_not_scored_and_one_whose_tests_cannot_be_judged_says_why():
-    metas = [{"tests": tests} for tests in (DOUBLE, None, [], "", ["assert double(2) == triple(1)"])]
+    metas = [
+        {"tests": tests} for tests in (DOUBLE, None, [], "", ["assert double(2) == triple(1)"])
+    ]
     rollouts = rollouts_of([RIGHT] * 5, group_ids=range(5), targets=[None] * 5, metas=metas)
     found = RewardSet(code_tests()).score(rollouts)
     assert found.rewards[0] == 1.0 and found.rewards[1:].isnan().all()
     (failure,) = found.failures
     assert failure.row == 4 and "both sides are the program's own" in failure.message
-    assert failure.message.startswith("its tests cannot be used: test 1: assert double(2) == triple(1): ")
+    assert failure.message.startswith(
+        "its tests cannot be used: test 1: assert double(2) == triple(1): "
+    )
 
 
 @jailed
@@ -118,7 +141,9 @@ def test_a_jail_that_fails_leaves_its_rows_unscored_and_the_next_row_has_a_new_o
                 raise SandboxError("the jail ended")
             return super().calls(program, cases, **options)
 
-    first, second, third = code_tests(workers=1, sandbox=Failing)([RIGHT, HALF, RIGHT], tests=[DOUBLE] * 3)
+    first, second, third = code_tests(workers=1, sandbox=Failing)(
+        [RIGHT, HALF, RIGHT], tests=[DOUBLE] * 3
+    )
     assert second == 1 / 3 and all(isinstance(each, CallError) for each in (first, third))
     assert first.message == "the sandbox failed: the jail ended"
 
@@ -152,7 +177,9 @@ def test_what_went_wrong_is_logged_with_the_row_and_counted():
 def test_a_wrong_value_is_shown():
     extras = {}
     code_tests()(
-        [HALF], tests=[["assert double(5) == 10"]], log_extra=lambda name, values: extras.update({name: values})
+        [HALF],
+        tests=[["assert double(5) == 10"]],
+        log_extra=lambda name, values: extras.update({name: values}),
     )
     assert extras == {"code_error": ["case 1: gave [7]"], "code_passed": ["0/1"]}
 
@@ -165,7 +192,10 @@ def test_the_contract_of_rewards_holds():
 
 @jailed
 def test_an_expected_exception_is_raised_by_the_call_itself_and_by_nothing_else():
-    tests = ["with pytest.raises(ValueError):\n    f(-1)", "import pytest\nwith pytest.raises(Exception): f(-2)"]
+    tests = [
+        "with pytest.raises(ValueError):\n    f(-1)",
+        "import pytest\nwith pytest.raises(Exception): f(-2)",
+    ]
     programs = {
         "def f(x): raise ValueError": 1.0,
         "class Own(ValueError): pass\ndef f(x): raise Own('x')": 1.0,
@@ -288,7 +318,11 @@ CHEATS = dict(re.findall(r"^## (.*)\n((?:(?!## ).*\n)+)", CHEAT_TEXTS, re.MULTIL
 @jailed
 @pytest.mark.silent_bug(42)
 def test_no_program_passes_but_by_giving_the_answer():
-    tests = [f"assert f(1) == {ANSWER!r}", f"assert f('a') == {ANSWER!r}", f"assert set(f(2)) == set({ANSWER!r})"]
+    tests = [
+        f"assert f(1) == {ANSWER!r}",
+        f"assert f('a') == {ANSWER!r}",
+        f"assert set(f(2)) == set({ANSWER!r})",
+    ]
     honest = f"def f(x): return {ANSWER!r}"
     cheats = list(CHEATS.values())
     assert len(cheats) >= 20
@@ -299,8 +333,18 @@ def test_no_program_passes_but_by_giving_the_answer():
 @jailed
 @pytest.mark.silent_bug(42)
 def test_no_script_passes_but_by_printing_the_answer():
-    scripts = ["exit(0)", "import os; os._exit(0)", "print(input())", "import sys; sys.stdout = None", "print('PASS')"]
-    scripts += ["import os; os.write(3, b'okapi')", f"print({ANSWER!r}); 1/0", f"print({ANSWER!r}); exit(1)"]
+    scripts = [
+        "exit(0)",
+        "import os; os._exit(0)",
+        "print(input())",
+        "import sys; sys.stdout = None",
+        "print('PASS')",
+    ]
+    scripts += [
+        "import os; os.write(3, b'okapi')",
+        f"print({ANSWER!r}); 1/0",
+        f"print({ANSWER!r}); exit(1)",
+    ]
     tests = [{"input": "okapi", "output": f"{ANSWER}\n"}]
     texts = [f"```python\n{script}\n```" for script in [f"print({ANSWER!r}); exit(0)", *scripts]]
     assert scores(texts, tests) == [1.0] + [0.0] * len(scripts)
@@ -318,10 +362,16 @@ def test_only_what_is_asked_enters_the_jail(monkeypatch):
     sent = []
     plain = Jail._exchange
     monkeypatch.setattr(
-        Jail, "_exchange", lambda self, data, *rest: (data and sent.append(data)) or plain(self, data, *rest)
+        Jail,
+        "_exchange",
+        lambda self, data, *rest: (data and sent.append(data)) or plain(self, data, *rest),
     )
     forms = [
-        [f"assert f(1) == {ANSWER!r}", f"assert f(2) in [{ANSWER!r}]", f"assert {ANSWER!r} in f(3), {ANSWER!r}"],
+        [
+            f"assert f(1) == {ANSWER!r}",
+            f"assert f(2) in [{ANSWER!r}]",
+            f"assert {ANSWER!r} in f(3), {ANSWER!r}",
+        ],
         [{"input": "1", "output": ANSWER}],
         {"inputs": ["1"], "outputs": [ANSWER]},
     ]
@@ -334,11 +384,15 @@ def test_only_what_is_asked_enters_the_jail(monkeypatch):
 @jailed
 @pytest.mark.silent_bug(42)
 def test_nothing_of_what_is_expected_can_be_told_from_the_request(monkeypatch):
-    code_tests(workers=1)(["x"], tests=[["assert True"]])  # the first use of a jail sends programs of its own
+    code_tests(workers=1)(
+        ["x"], tests=[["assert True"]]
+    )  # the first use of a jail sends programs of its own
     sent = []
     plain = Jail._exchange
     monkeypatch.setattr(
-        Jail, "_exchange", lambda self, data, *rest: (data and sent.append(data)) or plain(self, data, *rest)
+        Jail,
+        "_exchange",
+        lambda self, data, *rest: (data and sent.append(data)) or plain(self, data, *rest),
     )
     text = "```python\ndef f(x): pass\n```"
     for form, columns in [
@@ -358,8 +412,16 @@ def test_a_long_answer_has_room_for_all_of_its_row_and_no_more_than_it_may_need(
     def room(*lengths):
         return read_tests([{"input": "", "output": "x" * length} for length in lengths]).room
 
-    assert (room(0), room(3), room(8191), room(8192), room(3, 8192)) == (65536, 65536, 65536, 131072, 131072)
-    assert room(10**6) == (1 << 22) + 65536 and room(3 * 10**6) == -(-4 * 3 * 10**6 // 65536) * 65536
+    assert (room(0), room(3), room(8191), room(8192), room(3, 8192)) == (
+        65536,
+        65536,
+        65536,
+        131072,
+        131072,
+    )
+    assert (
+        room(10**6) == (1 << 22) + 65536 and room(3 * 10**6) == -(-4 * 3 * 10**6 // 65536) * 65536
+    )
 
 
 @jailed
@@ -386,7 +448,10 @@ def test_no_program_can_leave_its_row_unscored():
     programs = [
         "import os\ndef f(x): os.kill(os.getpid(), 40)",
         "def f(x): return 1j",
-        *(FORGED % text for text in ('["l",[]]', '["l",[["i","2"],["i","2"]]]', '["i","2"]', "[" * 50_000)),
+        *(
+            FORGED % text
+            for text in ('["l",[]]', '["l",[["i","2"],["i","2"]]]', '["i","2"]', "[" * 50_000)
+        ),
     ]
     huge = [{"args": [1], "output": 10**400}]
     for tests in (huge, ["assert f(1) == 2"], [{"args": [1], "output": 2}]):
@@ -397,10 +462,14 @@ def test_an_answer_whose_comparison_raises_is_wrong():
     def raising(value):
         raise OverflowError
 
-    score = code.score_results([CaseResult("value", [1])], ProgramTests(False, (ProgramCase(("f(1)",), raising, 1),)))
+    score = code.score_results(
+        [CaseResult("value", [1])], ProgramTests(False, (ProgramCase(("f(1)",), raising, 1),))
+    )
     assert (score.passed, score.failures) == (0, ("wrong",))
     huge = CaseResult("value", [10**5000])
-    score = code.score_results([huge], ProgramTests(False, (ProgramCase(("f(1)",), lambda values: False, 1),)))
+    score = code.score_results(
+        [huge], ProgramTests(False, (ProgramCase(("f(1)",), lambda values: False, 1),))
+    )
     assert (score.failures, score.message) == (("wrong",), "case 1: gave a very large number")
 
 
@@ -426,7 +495,10 @@ def test_a_column_of_the_wrong_type_costs_its_own_row_and_is_named():
 
 @jailed
 def test_a_setup_that_is_broken_by_itself_is_no_fault_of_a_program():
-    reward, bad = code_tests(case_s=0.2, program_s=0.4), "```python\ndef double(x): return None\n```"
+    reward, bad = (
+        code_tests(case_s=0.2, program_s=0.4),
+        "```python\ndef double(x): return None\n```",
+    )
     for setup, why in [
         ("import numpy as np", "fails: ModuleNotFoundError: No module named 'numpy'"),
         ("def f(:", "is no Python"),
@@ -436,7 +508,9 @@ def test_a_setup_that_is_broken_by_itself_is_no_fault_of_a_program():
         for found in reward([RIGHT, bad], tests=[DOUBLE] * 2, test_setup_code=[setup] * 2):
             assert isinstance(found, CallError) and why in found.message
     needs = "root = double(Node(1).value)"
-    assert reward([RIGHT], tests=[DOUBLE], test_setup_code=[needs]) == [0.0]  # Node is the program's to define
+    assert reward([RIGHT], tests=[DOUBLE], test_setup_code=[needs]) == [
+        0.0
+    ]  # Node is the program's to define
     breaks = "```python\nimport builtins\ndel builtins.__import__\n```"
     assert reward([breaks], tests=[DOUBLE], test_setup_code=["import math"]) == [0.0]
 
@@ -466,7 +540,10 @@ def test_messages_hold_no_control_characters():
         ("no code", "no code"),
         ("", ""),
         ("```python\n```", ""),
-        ("1. So:\n\n   ```python\n   def f():\n       return 1\n   ```\n", "def f():\n    return 1"),
+        (
+            "1. So:\n\n   ```python\n   def f():\n       return 1\n   ```\n",
+            "def f():\n    return 1",
+        ),
         ("> ```python\n> def f():\n>\n>     return 1\n> ```", "def f():\n\n    return 1"),
         ("  ```python\ndef f():\n    return 1\n  ```", "def f():\n  return 1"),
         ("```python\na\n```\n```python-repl\n>>> a\n```", "a"),
@@ -479,7 +556,9 @@ def test_the_program_is_the_last_python_block_else_the_last_block_else_all(text,
     assert program_in(text) == program
 
 
-@pytest.mark.parametrize("text", ["~" * 100_000 + "`", ("`" * 99 + "~") * 1000, " " * 100_000, "> " * 50_000])
+@pytest.mark.parametrize(
+    "text", ["~" * 100_000 + "`", ("`" * 99 + "~") * 1000, " " * 100_000, "> " * 50_000]
+)
 def test_a_program_is_found_in_linear_time(text):
     began = time.process_time()
     program_in(text)
@@ -497,23 +576,35 @@ def test_messages_are_read_as_texts_are():
 def test_tests_that_are_not_understood_are_refused_with_what_is_needed():
     assert "a test has args; it needs asserts" in refusal([{"args": [1]}])
     assert "no function; it needs a column entry_point" in refusal([{"args": [1], "output": 2}])
-    assert "it needs the name of a function" in refusal([{"args": [], "output": 2}], entry="__import__('os')")
+    assert "it needs the name of a function" in refusal(
+        [{"args": [], "output": 2}], entry="__import__('os')"
+    )
     assert "one output for each input" in refusal({"inputs": [1], "outputs": []})
-    assert "without a column entry_point it needs text" in refusal({"inputs": [[1, 2]], "outputs": ["x"]})
+    assert "without a column entry_point it needs text" in refusal(
+        {"inputs": [[1, 2]], "outputs": ["x"]}
+    )
     assert "it is 5" in refusal(5) or "it is [5]" in refusal(5)
     assert "test 2: " in refusal(["assert f(1) == 1", "f(1)"])
     assert "an argument is a object" in refusal([{"args": [object()], "output": 2}], entry="f")
-    assert "an output cannot be compared: it is a object" in refusal([{"args": [], "output": object()}], entry="f")
+    assert "an output cannot be compared: it is a object" in refusal(
+        [{"args": [], "output": object()}], entry="f"
+    )
     deep = functools.reduce(lambda inner, _: [inner], range(250), [])
     for args in (
         {"args": [deep]},
         {"kwargs": {"class": 1}},
         {"args": [functools.reduce(lambda x, _: [x], range(5000))]},
     ):
-        assert re.search("cannot be compiled|nested too deeply", refusal([{**args, "output": 1}], entry="f"))
-    assert "is no Python ('return' outside function" in refusal(["assert f(1) == 1"], setup="return 5")
+        assert re.search(
+            "cannot be compiled|nested too deeply", refusal([{**args, "output": 1}], entry="f")
+        )
+    assert "is no Python ('return' outside function" in refusal(
+        ["assert f(1) == 1"], setup="return 5"
+    )
     assert "args is 1" in refusal([{"args": 1, "output": 2}], entry="f")
-    assert "kwargs {'a b': 1}" in refusal([{"args": [], "kwargs": {"a b": 1}, "output": 2}], entry="f")
+    assert "kwargs {'a b': 1}" in refusal(
+        [{"args": [], "kwargs": {"a b": 1}, "output": 2}], entry="f"
+    )
     assert "is not one JSON value a line" in refusal(
         [{"input": "x", "output": "1", "testtype": "functional"}], entry="f"
     )
@@ -525,12 +616,15 @@ def test_data_without_tests_are_refused_before_anything_is_sampled_and_the_optio
     for columns in (["tests"], ["test_list", "prompt"], ["input_output"]):
         rewards.check(columns)
     with pytest.raises(
-        DataError, match=r"reads the column tests or test_list or input_output.*they have: answer.*column=NAME"
+        DataError,
+        match=r"reads the column tests or test_list or input_output.*they have: answer.*column=NAME",
     ):
         rewards.check(["answer"])
     named = RewardSet(resolve_reward("code_tests:column=cases"))
     named.check(["cases"])
-    with pytest.raises(DataError, match="reads the column cases, which the data do not have; they have: tests"):
+    with pytest.raises(
+        DataError, match="reads the column cases, which the data do not have; they have: tests"
+    ):
         named.check(["tests"])
 
 
@@ -540,7 +634,11 @@ def test_options_are_written_after_the_name():
         "code_tests:all_or_nothing=true,column=cases,case_s=0.5,program_s=3,memory_mib=256,workers=3"
     )
     assert (reward.all_or_nothing, reward.column, reward.workers) == (True, "cases", 3)
-    assert (reward.limits.case_s, reward.limits.program_s, reward.limits.memory_mib) == (0.5, 3.0, 256)
+    assert (reward.limits.case_s, reward.limits.program_s, reward.limits.memory_mib) == (
+        0.5,
+        3.0,
+        256,
+    )
     assert reward([RIGHT], cases=[DOUBLE]) == [1.0]
     for options, why in [
         ("all_or_none=true", "Did you mean all_or_nothing"),
@@ -556,7 +654,8 @@ def test_without_a_jail_the_reward_is_refused_when_it_is_named(monkeypatch):
 
     monkeypatch.setattr(jail, "probe", lambda *_: "it needs Linux, and this is darwin")
     with pytest.raises(
-        GruppoError, match=r"code that a model wrote is not run here: it needs Linux.*--reward file\.py"
+        GruppoError,
+        match=r"code that a model wrote is not run here: it needs Linux.*--reward file\.py",
     ):
         resolve_reward("code_tests")
 

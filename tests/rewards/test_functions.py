@@ -20,12 +20,25 @@ from gruppo.types import DataError, GruppoError, Prompt
 def test_a_function_gets_every_keyword_of_its_signature_row_by_row():
     seen = {}
 
-    def reward(prompts, completions, completion_ids, answer, target, level, trainer_state, log_metric, log_extra):
+    def reward(
+        prompts,
+        completions,
+        completion_ids,
+        answer,
+        target,
+        level,
+        trainer_state,
+        log_metric,
+        log_extra,
+    ):
         seen.update(locals())
         return [1, 2, 3]
 
     rollouts = rollouts_of(
-        ["a", "b", "c"], group_ids=[1, 0, 1], targets=["T0", "T1"], metas=[{"level": 5}, {"level": 7}]
+        ["a", "b", "c"],
+        group_ids=[1, 0, 1],
+        targets=["T0", "T1"],
+        metas=[{"level": 5}, {"level": 7}],
     )
     rewards = RewardSet(reward).score(rollouts, TrainerState(4, 9, 0.5)).rewards
     assert rewards.tolist() == [1, 2, 3]
@@ -43,22 +56,41 @@ def test_a_function_with_var_keywords_gets_everything_and_one_without_gets_only_
         return [0.0]
 
     RewardSet(greedy).score(rollouts_of(["a"], metas=[{"level": 5}]))
-    provided = {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"}
+    provided = {
+        "prompts",
+        "completions",
+        "completion_ids",
+        "trainer_state",
+        "log_metric",
+        "log_extra",
+    }
     assert seen == [provided | {"answer", "target", "level"}]
-    assert RewardSet(lambda completions: [len(completions[0])]).score(rollouts_of(["abc"])).rewards.tolist() == [3]
+    assert RewardSet(lambda completions: [len(completions[0])]).score(
+        rollouts_of(["abc"])
+    ).rewards.tolist() == [3]
 
 
 def test_a_trl_function_over_conversations_runs_unchanged():
     def format_reward(completions, **kwargs):
-        return [1.0 if completion[0]["content"].startswith("<think>") else 0.0 for completion in completions]
+        return [
+            1.0 if completion[0]["content"].startswith("<think>") else 0.0
+            for completion in completions
+        ]
 
     rows = [[{"role": "assistant", "content": text}] for text in ("<think>x", "x")]
     reward = RewardSet(format_reward)
-    assert reward.score(rollouts_of(rows)).rewards.tolist() == [1.0, 0.0] and reward.names == ("format_reward",)
+    assert reward.score(rollouts_of(rows)).rewards.tolist() == [1.0, 0.0] and reward.names == (
+        "format_reward",
+    )
 
 
 def test_a_function_can_ask_for_the_column_that_holds_the_prompt():
-    source = row_source([{"question": "1 + 1?", "answer": "2"}], seed=0, prompt_column="question", held_out_fraction=0)
+    source = row_source(
+        [{"question": "1 + 1?", "answer": "2"}],
+        seed=0,
+        prompt_column="question",
+        held_out_fraction=0,
+    )
     (prompt,) = source.take(1)
     seen = []
 
@@ -86,13 +118,19 @@ def test_a_function_that_edits_its_messages_does_not_edit_the_rollouts():
     assert [output[0]["content"] for output in rollouts.completions] == ["a", "b"]
 
 
-@pytest.mark.parametrize("give", [list, tuple, np.array, torch.tensor, lambda x: [np.float32(v) for v in x]])
+@pytest.mark.parametrize(
+    "give", [list, tuple, np.array, torch.tensor, lambda x: [np.float32(v) for v in x]]
+)
 def test_numbers_come_as_list_tuple_array_or_tensor(give):
-    assert RewardSet(lambda completions: give([0.5, 2.0])).score(rollouts_of("ab")).rewards.tolist() == [0.5, 2.0]
+    assert RewardSet(lambda completions: give([0.5, 2.0])).score(
+        rollouts_of("ab")
+    ).rewards.tolist() == [0.5, 2.0]
 
 
 def test_true_and_false_are_one_and_zero():
-    assert RewardSet(lambda completions: [True, False]).score(rollouts_of("ab")).rewards.tolist() == [1.0, 0.0]
+    assert RewardSet(lambda completions: [True, False]).score(
+        rollouts_of("ab")
+    ).rewards.tolist() == [1.0, 0.0]
 
 
 def test_an_async_function_is_awaited_and_keeps_its_event_loop_between_steps():
@@ -106,7 +144,10 @@ def test_an_async_function_is_awaited_and_keeps_its_event_loop_between_steps():
         return [len(text) for text in completions]
 
     wrapped = RewardSet(reward)
-    assert [wrapped.score(rollouts_of(["a", "bb"])).rewards.tolist() for _ in range(2)] == [[1, 2], [1, 2]]
+    assert [wrapped.score(rollouts_of(["a", "bb"])).rewards.tolist() for _ in range(2)] == [
+        [1, 2],
+        [1, 2],
+    ]
     assert loops[0] is loops[1]
 
 
@@ -116,7 +157,9 @@ def test_none_is_unscored_and_nan_and_inf_are_unscored_and_counted_apart():
         rollouts_of("abcdef")
     )
     assert outcome.rewards.isnan().tolist() == [True] * 5 + [False]
-    assert [(f.row, f.kind) for f in outcome.failures] == [(row, "not_finite") for row in (1, 2, 3, 4)]
+    assert [(f.row, f.kind) for f in outcome.failures] == [
+        (row, "not_finite") for row in (1, 2, 3, 4)
+    ]
 
 
 def test_an_entry_that_is_no_number_fails_alone_with_its_value_and_type():
@@ -135,7 +178,9 @@ def test_a_missing_column_is_refused_before_sampling_with_the_columns_and_the_ne
     def reward(completions, anwser):
         return [0.0] * len(completions)
 
-    with pytest.raises(DataError, match=r"asks for 'anwser'.*they have: answer, level .*Did you mean 'answer'\?"):
+    with pytest.raises(
+        DataError, match=r"asks for 'anwser'.*they have: answer, level .*Did you mean 'answer'\?"
+    ):
         RewardSet(reward).check(["level", "answer"])
     with pytest.raises(DataError, match="asks for 'anwser'"):
         RewardSet(reward).score(rollouts_of(["a"]))
@@ -149,7 +194,9 @@ def test_a_column_that_only_some_prompts_have_is_none_elsewhere_and_a_default_st
     wrapped = RewardSet(reward)
     wrapped.check(["level"])
     assert wrapped.score(rollouts).rewards.tolist() == [3.0, 0.0]
-    assert wrapped.score(rollouts.take([1])).rewards.tolist() == [0.0]  # this batch has no such column, the data have
+    assert wrapped.score(rollouts.take([1])).rewards.tolist() == [
+        0.0
+    ]  # this batch has no such column, the data have
 
 
 def test_positional_only_arguments_are_refused():
@@ -168,7 +215,9 @@ def test_columns_are_every_meta_key_and_the_target_only_where_there_is_one():
 
 def test_a_column_named_answer_wins_over_the_target():
     seen = RewardSet(lambda completions, answer, target: [float(answer[0] + target[0])])
-    assert seen.score(rollouts_of(["a"], targets=[1], metas=[{"answer": 10}])).rewards.tolist() == [11.0]
+    assert seen.score(rollouts_of(["a"], targets=[1], metas=[{"answer": 10}])).rewards.tolist() == [
+        11.0
+    ]
 
 
 def test_names_come_from_the_function_through_partial_or_the_type():
@@ -180,7 +229,8 @@ def test_names_come_from_the_function_through_partial_or_the_type():
             return []
 
     names = [
-        FunctionReward(fn).name for fn in (length, functools.partial(length, unit=1), Judge(), lambda completions: [])
+        FunctionReward(fn).name
+        for fn in (length, functools.partial(length, unit=1), Judge(), lambda completions: [])
     ]
     assert names == ["length", "length", "Judge", "lambda"]
 
@@ -192,9 +242,9 @@ def test_a_timeout_that_leaves_no_time_is_refused(timeout_s):
 
 
 def test_rewards_are_computed_without_gradients():
-    assert RewardSet(lambda completions: [float(torch.is_grad_enabled())]).score(rollouts_of("a")).rewards.tolist() == [
-        0
-    ]
+    assert RewardSet(lambda completions: [float(torch.is_grad_enabled())]).score(
+        rollouts_of("a")
+    ).rewards.tolist() == [0]
 
 
 def test_metrics_and_extras_of_a_failed_batch_call_are_not_counted_twice():
@@ -215,7 +265,11 @@ def test_extras_of_the_wrong_length_are_an_error_of_the_function():
         log_extra("seen", ["one"])
         return [1.0] * len(completions)
 
-    failures = RewardSet(lambda completions, log_extra: log_extra("seen", [])).score(rollouts_of(["a"])).failures
+    failures = (
+        RewardSet(lambda completions, log_extra: log_extra("seen", []))
+        .score(rollouts_of(["a"]))
+        .failures
+    )
     assert "log_extra('seen') got 0 values for 1 completions" in failures[0].message
     assert RewardSet(reward).score(rollouts_of(["a", "b"])).rewards.tolist() == [
         1.0,

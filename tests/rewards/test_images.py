@@ -75,7 +75,10 @@ def test_compressibility_is_minus_the_kilobytes_of_the_file_that_pillow_writes(t
 
 def test_without_its_header_a_black_image_has_no_bytes_and_others_differ_by_as_much_as_before():
     images = [torch.zeros(1, 28, 28), noise(1, 28, 28), torch.zeros(3, 28, 28)]
-    whole, above = jpeg_incompressibility()(images=images), jpeg_incompressibility(without_header=True)(images=images)
+    whole, above = (
+        jpeg_incompressibility()(images=images),
+        jpeg_incompressibility(without_header=True)(images=images),
+    )
     assert above[0] == above[2] == 0 and above[1] == pytest.approx(whole[1] - whole[0])
 
 
@@ -106,7 +109,9 @@ def test_symmetry_is_the_correlation_with_the_mirror_image():
     tilted = torch.tensor([[[0.0, 1 / 3, 2 / 3, 1]] * 4])
     assert symmetry()(images=[both, tilted, left]) == pytest.approx([1, -1, -1 / 3])
     assert symmetry("horizontal")(images=[left]) == pytest.approx([1])
-    assert symmetry()(images=[torch.full((3, 5, 5), 0.3)]) == [0]  # a blank image is no symmetric one
+    assert symmetry()(images=[torch.full((3, 5, 5), 0.3)]) == [
+        0
+    ]  # a blank image is no symmetric one
     with pytest.raises(GruppoError, match="axis='diagonal'"):
         symmetry("diagonal")
 
@@ -138,7 +143,9 @@ def test_a_row_without_a_class_is_not_scored_and_a_class_that_is_not_there_fails
 
 def test_the_size_of_a_classifiers_batches_changes_nothing():
     images = [noise(1, 6, 6, seed=n) for n in range(7)]
-    assert classifier(Darkness(), label=0, batch=2)(images=images) == classifier(Darkness(), label=0)(images=images)
+    assert classifier(Darkness(), label=0, batch=2)(images=images) == classifier(
+        Darkness(), label=0
+    )(images=images)
 
 
 @pytest.mark.silent_bug(40)
@@ -164,8 +171,12 @@ def test_a_classifier_is_frozen_and_stays_so_its_running_statistics_included():
     ids=lambda reward: reward.__name__,
 )
 def test_the_reward_of_a_saved_image_is_that_of_the_image_in_memory(tmp_path, channels, reward):
-    image = 1.4 * noise(channels, 17, 23) - 0.2  # as a sampler leaves it: outside the range, between the levels
-    assert reward(images=[reloaded(image, tmp_path)]) == pytest.approx(reward(images=[image]), rel=1e-12)
+    image = (
+        1.4 * noise(channels, 17, 23) - 0.2
+    )  # as a sampler leaves it: outside the range, between the levels
+    assert reward(images=[reloaded(image, tmp_path)]) == pytest.approx(
+        reward(images=[image]), rel=1e-12
+    )
 
 
 @pytest.mark.silent_bug(38)
@@ -188,7 +199,9 @@ def test_a_saved_image_keeps_its_channels_rows_and_columns(tmp_path):
 
 
 @pytest.mark.silent_bug(22)
-@pytest.mark.parametrize("reward", [jpeg_compressibility(), brightness(), symmetry(), classifier(Darkness(), label=0)])
+@pytest.mark.parametrize(
+    "reward", [jpeg_compressibility(), brightness(), symmetry(), classifier(Darkness(), label=0)]
+)
 def test_an_image_with_a_nan_is_unscored_and_counted_and_not_a_black_one(reward):
     broken = noise(1, 4, 4)
     broken[0, 2, 2] = math.nan

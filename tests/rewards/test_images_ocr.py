@@ -17,7 +17,8 @@ GREY = [torch.full((1, 4, 6), 0.5)]
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "count"), [("", "", 0), ("abc", "", 3), ("kitten", "sitting", 3), ("ab", "ba", 2), ("flaw", "lawn", 2)]
+    ("a", "b", "count"),
+    [("", "", 0), ("abc", "", 3), ("kitten", "sitting", 3), ("ab", "ba", 2), ("flaw", "lawn", 2)],
 )
 def test_edits_are_the_fewest_insertions_deletions_and_replacements(a, b, count):
     assert edit_distance(a, b) == edit_distance(b, a) == count
@@ -72,4 +73,7 @@ def test_rapidocr_reads_a_line():
     drawing = Image.new("RGB", (200, 40), "white")
     ImageDraw.Draw(drawing).text((8, 6), "Hello 42", font=ImageFont.load_default(24), fill="black")
     image = torch.from_numpy(np.array(drawing)).permute(2, 0, 1) / 255
-    assert ocr_match(line=True)(images=[image, torch.zeros(3, 40, 200)], text=["hello 42"] * 2) == [1.0, 0.0]
+    assert ocr_match(line=True)(images=[image, torch.zeros(3, 40, 200)], text=["hello 42"] * 2) == [
+        1.0,
+        0.0,
+    ]

@@ -26,7 +26,9 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 
 
 def near(image: Tensor, by: float, seed: int = 5) -> Tensor:
-    return quantize(image + by * torch.randn(image.shape, generator=torch.Generator().manual_seed(seed)))
+    return quantize(
+        image + by * torch.randn(image.shape, generator=torch.Generator().manual_seed(seed))
+    )
 
 
 CLEAN = [noise(3, 24, 20, seed=n) for n in range(3)]
@@ -47,7 +49,11 @@ def test_psnr_and_ssim_are_those_that_scikit_image_gives_the_saved_files():
     metrics = pytest.importorskip("skimage.metrics")
     restored = [image + 0.3 / 255 for image in RESTORED]  # what rounding takes away
     for image, clean, db, likeness in zip(
-        restored, CLEAN, psnr()(images=restored, target=CLEAN), ssim()(images=restored, target=CLEAN), strict=True
+        restored,
+        CLEAN,
+        psnr()(images=restored, target=CLEAN),
+        ssim()(images=restored, target=CLEAN),
+        strict=True,
     ):
         pair = levels(clean), levels(image)
         assert db == pytest.approx(metrics.peak_signal_noise_ratio(*pair), abs=1e-6)
@@ -65,10 +71,15 @@ def test_equal_images_are_worth_100_db_and_not_an_infinity_that_nothing_could_be
 
 
 def test_a_gain_is_over_the_degraded_image_or_over_the_reference_s():
-    absolute, of_input = psnr()(images=RESTORED, target=CLEAN), psnr()(images=DEGRADED, target=CLEAN)
+    absolute, of_input = (
+        psnr()(images=RESTORED, target=CLEAN),
+        psnr()(images=DEGRADED, target=CLEAN),
+    )
     gain = psnr(delta="input")
     assert gain.__name__ == "psnr_gain"
-    assert gain(images=RESTORED, target=CLEAN, prompts=DEGRADED) == pytest.approx(np.subtract(absolute, of_input))
+    assert gain(images=RESTORED, target=CLEAN, prompts=DEGRADED) == pytest.approx(
+        np.subtract(absolute, of_input)
+    )
     reference = psnr(delta="reference")
     assert reference(images=RESTORED, target=CLEAN, reference=DEGRADED) == pytest.approx(
         np.subtract(absolute, of_input)
@@ -78,11 +89,15 @@ def test_a_gain_is_over_the_degraded_image_or_over_the_reference_s():
 
 
 def test_a_gain_reads_prompts_and_columns_in_a_set_of_rewards():
-    prompts = tuple(Prompt(f"p{n}", DEGRADED[n], CLEAN[n], {"reference": RESTORED[n]}, draw=n) for n in range(2))
+    prompts = tuple(
+        Prompt(f"p{n}", DEGRADED[n], CLEAN[n], {"reference": RESTORED[n]}, draw=n) for n in range(2)
+    )
     rollouts = replace(rollouts_of([RESTORED[0], RESTORED[1]], group_ids=[0, 1]), prompts=prompts)
     scores = RewardSet([psnr(), psnr(delta="input"), psnr(delta="reference")]).score(rollouts)
     assert list(scores.parts) == ["psnr", "psnr_gain", "psnr_gain_2"]
-    expected = np.subtract(*(psnr()(images=of[:2], target=CLEAN[:2]) for of in (RESTORED, DEGRADED)))
+    expected = np.subtract(
+        *(psnr()(images=of[:2], target=CLEAN[:2]) for of in (RESTORED, DEGRADED))
+    )
     assert scores.parts["psnr_gain"].tolist() == pytest.approx(expected, rel=1e-6)
     assert scores.parts["psnr_gain_2"].tolist() == [0, 0]
     with pytest.raises(DataError, match="asks for 'reference', which the data do not have"):
@@ -95,10 +110,15 @@ def test_what_cannot_be_compared_is_not_scored_and_never_0():
     found = psnr()(images=images, target=[None, CLEAN[0]])
     assert found[0] is None and math.isnan(found[1])
     assert psnr(delta="reference")(images=images[:1], target=CLEAN[:1], reference=[None]) == [None]
-    scores = RewardSet([psnr()]).score(rollouts_of([RESTORED[0], images[1], RESTORED[0][:, 1:]], targets=[CLEAN[0]]))
+    scores = RewardSet([psnr()]).score(
+        rollouts_of([RESTORED[0], images[1], RESTORED[0][:, 1:]], targets=[CLEAN[0]])
+    )
     assert scores.rewards.isnan().tolist() == [False, True, True]
     assert reward_stats(scores)["reward/unscored_count"] == 2
-    assert "the target is [3, 24, 20] and the image [3, 23, 20]; both need one shape" in scores.failures[-1].message
+    assert (
+        "the target is [3, 24, 20] and the image [3, 23, 20]; both need one shape"
+        in scores.failures[-1].message
+    )
 
 
 @pytest.mark.parametrize("make", [psnr, ssim], ids=["psnr", "ssim"])
@@ -113,11 +133,15 @@ def test_options_that_there_are_not_are_refused(make):
 @pytest.mark.parametrize("make", [psnr, ssim], ids=["psnr", "ssim"])
 def test_no_cheap_picture_scores_above_a_restored_one(make):
     """Blank, mean, blurred, noisy, shifted, inverted, and out of range; the degraded one itself."""
-    rows = torch.linspace(0, 6, 24).sin().reshape(1, 24, 1) * torch.linspace(0, 9, 20).cos().reshape(1, 1, 20)
+    rows = torch.linspace(0, 6, 24).sin().reshape(1, 24, 1) * torch.linspace(
+        0, 9, 20
+    ).cos().reshape(1, 1, 20)
     clean = quantize(0.5 + 0.3 * rows.expand(3, 24, 20) + 0.1 * (CLEAN[0] - 0.5))
     honest, degraded = near(clean, 0.02), near(clean, 0.1)
     mean = clean.mean(dim=(1, 2), keepdim=True).expand_as(clean)
-    blurred = torch.nn.functional.avg_pool2d(clean[None], 5, stride=1, padding=2, count_include_pad=False)[0]
+    blurred = torch.nn.functional.avg_pool2d(
+        clean[None], 5, stride=1, padding=2, count_include_pad=False
+    )[0]
     cheats = [
         torch.zeros_like(clean),
         torch.ones_like(clean),
@@ -137,7 +161,9 @@ def test_no_cheap_picture_scores_above_a_restored_one(make):
 
 def patched(outputs, columns: int, **changes) -> Rollouts:
     """Rows of two images, one action per patch."""
-    prompts = tuple(Prompt(f"p{n}", DEGRADED[n], CLEAN[n], {"reference": RESTORED[n]}, draw=n) for n in range(2))
+    prompts = tuple(
+        Prompt(f"p{n}", DEGRADED[n], CLEAN[n], {"reference": RESTORED[n]}, draw=n) for n in range(2)
+    )
     rows = len(outputs)
     rollouts = Rollouts(
         prompts=prompts,
@@ -161,10 +187,17 @@ def test_patches_by_hand_row_by_row_and_their_sum_is_their_mean():
     for n in range(6):
         row, column = divmod(n, 3)
         image[:, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4] += 2.0 ** -(n + 2)
-    rollouts = patched([image], 6, prompts=(Prompt("a", image, clean),), group_ids=torch.zeros(1, dtype=torch.long))
+    rollouts = patched(
+        [image], 6, prompts=(Prompt("a", image, clean),), group_ids=torch.zeros(1, dtype=torch.long)
+    )
     found = psnr(patch=4)(rollouts)
-    saved = [(quantize(torch.tensor([0.5 + 2.0 ** -(n + 2)])) - quantize(torch.tensor([0.5]))).item() for n in range(6)]
-    assert (6 * found[0]).tolist() == pytest.approx([-20 * math.log10(apart) for apart in saved], rel=1e-5)
+    saved = [
+        (quantize(torch.tensor([0.5 + 2.0 ** -(n + 2)])) - quantize(torch.tensor([0.5]))).item()
+        for n in range(6)
+    ]
+    assert (6 * found[0]).tolist() == pytest.approx(
+        [-20 * math.log10(apart) for apart in saved], rel=1e-5
+    )
     scores = RewardSet([psnr(patch=4)]).score(rollouts)
     assert scores.rewards[0].item() == pytest.approx(float(found.sum()), rel=1e-6)
     torch.testing.assert_close(scores.steps["psnr"], found)
@@ -173,7 +206,13 @@ def test_patches_by_hand_row_by_row_and_their_sum_is_their_mean():
 def test_patches_of_ssim_are_means_of_scikit_image_s_map():
     metrics = pytest.importorskip("skimage.metrics")
     found = ssim(patch=4)(patched(RESTORED[:1], 30))
-    options = {"channel_axis": 2, "gaussian_weights": True, "sigma": 1.5, "use_sample_covariance": False, "full": True}
+    options = {
+        "channel_axis": 2,
+        "gaussian_weights": True,
+        "sigma": 1.5,
+        "use_sample_covariance": False,
+        "full": True,
+    }
     _, map_ = metrics.structural_similarity(levels(CLEAN[0]), levels(RESTORED[0]), **options)
     means = map_.mean(axis=2).reshape(6, 4, 5, 4).mean(axis=(1, 3)).flatten()
     assert (30 * found[0]).tolist() == pytest.approx(means.tolist(), abs=1e-6)
@@ -182,7 +221,9 @@ def test_patches_of_ssim_are_means_of_scikit_image_s_map():
 def test_a_patch_s_gain_is_over_the_same_patch_of_the_other_image():
     rollouts = patched(RESTORED[:2], 30)
     absolute, gain = psnr(patch=4)(rollouts), psnr(patch=4, delta="input")(rollouts)
-    torch.testing.assert_close(gain, absolute - psnr(patch=4)(patched(DEGRADED[:2], 30)), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        gain, absolute - psnr(patch=4)(patched(DEGRADED[:2], 30)), rtol=1e-4, atol=1e-5
+    )
     assert psnr(patch=4, delta="reference")(rollouts).eq(0).all()
 
 
@@ -201,13 +242,18 @@ def test_a_patch_without_a_score_is_nan_and_the_row_is_unscored():
 
 
 def test_patches_that_are_not_the_policy_s_are_refused():
-    with pytest.raises(GruppoError, match=r"patch=8 gives 3 x 2.5 squares of images of 24 x 20, and the policy has 30"):
+    with pytest.raises(
+        GruppoError,
+        match=r"patch=8 gives 3 x 2.5 squares of images of 24 x 20, and the policy has 30",
+    ):
         psnr(patch=8)(patched(RESTORED[:1], 30))
     with pytest.raises(GruppoError, match=r"patch=4 gives 6 x 5 squares .* has 1 actions"):
         psnr(patch=4)(patched(RESTORED[:1], 1))
     reward = psnr(patch=4, delta="reference")
     assert isinstance(reward, PatchReward) and reward.scores_steps and reward.name == "psnr_gain"
-    with pytest.raises(DataError, match="'psnr_gain' needs the column 'reference', which the data do not have"):
+    with pytest.raises(
+        DataError, match="'psnr_gain' needs the column 'reference', which the data do not have"
+    ):
         RewardSet([reward]).check(["target"])
     RewardSet([reward]).check(["target", "reference"])
     with pytest.raises(DataError, match="needs the column 'target'"):
@@ -223,7 +269,9 @@ def test_a_saving_is_the_share_of_bytes_without_the_header():
     header = jpeg_bytes(torch.zeros(3, 32, 32), 90)
     expected = 1 - (jpeg_bytes(poor, 90) - header) / (jpeg_bytes(rich, 90) - header)
     assert 0.5 < expected < 0.8
-    assert jpeg_saving()(images=[poor, rich], reference=[rich, rich]) == pytest.approx([expected, 0])
+    assert jpeg_saving()(images=[poor, rich], reference=[rich, rich]) == pytest.approx(
+        [expected, 0]
+    )
     assert jpeg_saving(against="target")(images=[poor], target=[rich]) == pytest.approx([expected])
     assert jpeg_saving(against="input")(images=[poor], prompts=[rich]) == pytest.approx([expected])
     black = torch.zeros(3, 32, 32)
@@ -233,7 +281,9 @@ def test_a_saving_is_the_share_of_bytes_without_the_header():
     assert found[0] is None and math.isnan(found[1])
 
 
-@pytest.mark.parametrize("options", [{"quality": 0}, {"quality": 90.0}, {"against": "clean"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"quality": 0}, {"quality": 90.0}, {"against": "clean"}], ids=str
+)
 def test_a_saving_that_there_is_not_is_refused(options):
     with pytest.raises(GruppoError, match="jpeg_saving got"):
         jpeg_saving(**options)
@@ -272,7 +322,9 @@ def test_brisque_prefers_a_photograph_to_the_same_with_noise_or_blur_and_has_no_
     photo = torch.from_numpy(data.chelsea().copy()).permute(2, 0, 1).float() / 255
     noise = torch.randn(photo.shape, generator=torch.Generator().manual_seed(0))
     noisy, blurred = (photo + 0.1 * noise).clamp(0, 1), gaussian_blur(photo[None], 3.0)[0]
-    clean, *others, flat = resolve_reward("brisque")(images=[photo, noisy, blurred, torch.full((3, 64, 64), 0.5)])
+    clean, *others, flat = resolve_reward("brisque")(
+        images=[photo, noisy, blurred, torch.full((3, 64, 64), 0.5)]
+    )
     assert clean > 0.9 and max(others) < 0.6 and math.isnan(flat)
 
 

@@ -48,22 +48,34 @@ def test_unscored_rows_are_left_out_and_nothing_to_compare_is_nan():
     found = agreement(np.array([0.5, math.nan, 0.1]), np.array([2.0, 1.0, 0.0]), np.zeros(3))
     assert found == {"accuracy": 1.0, "tau": 1.0, "kappa": 1.0, "pairs": 1.0}
     nothing = agreement(np.array([0.5]), np.array([1.0]), np.zeros(1))
-    assert nothing["pairs"] == 0 and all(math.isnan(nothing[name]) for name in ("accuracy", "tau", "kappa"))
+    assert nothing["pairs"] == 0 and all(
+        math.isnan(nothing[name]) for name in ("accuracy", "tau", "kappa")
+    )
 
 
-def test_a_check_grades_labelled_completions_counts_failures_and_names_the_cost(server, tmp_path, capsys):
-    rows = [{"prompt": "p", "completion": "x" * n, "label": label} for n, label in enumerate((0, 2, 1, 3))]
+def test_a_check_grades_labelled_completions_counts_failures_and_names_the_cost(
+    server, tmp_path, capsys
+):
+    rows = [
+        {"prompt": "p", "completion": "x" * n, "label": label}
+        for n, label in enumerate((0, 2, 1, 3))
+    ]
     server.content = lambda text: "prose" if '"length": 0' in text else text
     commands.judge("check", write_judge(tmp_path / "j.toml", server), str(write(tmp_path, *rows)))
     output = capsys.readouterr().out
-    assert "4 labelled completions, 3 scored, 1 failed" in output and "1 x the judge's answer is not" in output
+    assert (
+        "4 labelled completions, 3 scored, 1 failed" in output
+        and "1 x the judge's answer is not" in output
+    )
     assert "accuracy       0.667  of 3 pairs" in output and "Kendall tau-b  0.333" in output
     assert "judge j: 4 calls (0 retries)" in output and "position bias" not in output
 
 
 def test_a_check_of_pairs_shows_the_position_bias(server, tmp_path):
     server.grade = lambda question: "first" if "b" in question["second"] else "tie"
-    labels = write(tmp_path, *({"prompt": p, "chosen": f"a{p}", "rejected": f"b{p}"} for p in "xyz"))
+    labels = write(
+        tmp_path, *({"prompt": p, "chosen": f"a{p}", "rejected": f"b{p}"} for p in "xyz")
+    )
     lines = check_judge(write_judge(tmp_path / "j.toml", server, 'mode = "pairs"'), labels)
     text = "\n".join(lines)
     assert "accuracy       1.000  of 3 pairs" in text and "position bias  +0.250" in text
@@ -74,11 +86,17 @@ def test_a_check_of_pairs_shows_the_position_bias(server, tmp_path):
     ("rows", "message"),
     [
         ([{"prompt": "p", "completion": "c"}] * 2, "line 1: it needs a prompt with either"),
-        ([{"prompt": "p", "chosen": "c", "rejected": "d"}, {"prompt": "p", "chosen": "c"}], "line 2: it needs"),
+        (
+            [{"prompt": "p", "chosen": "c", "rejected": "d"}, {"prompt": "p", "chosen": "c"}],
+            "line 2: it needs",
+        ),
         ([{"prompt": 3, "completion": "c", "label": 1}] * 2, "line 1: it needs"),
         ([{"prompt": "p", "completion": "c", "label": math.nan}] * 2, "line 1: it needs"),
         (["text"], "line 1: it needs"),
-        ([{"prompt": "p", "completion": "c", "label": 1}], "has 1 labelled completions; it needs 2"),
+        (
+            [{"prompt": "p", "completion": "c", "label": 1}],
+            "has 1 labelled completions; it needs 2",
+        ),
         ([], "has 0 labelled completions"),
     ],
 )
@@ -97,8 +115,12 @@ def test_the_reference_of_each_label_is_needed_where_the_judge_reads_one(tmp_pat
 
 def test_a_judge_without_any_verdict_is_an_error_with_its_reason(server, tmp_path):
     server.content = lambda text: "prose"
-    labels = write(tmp_path, *({"prompt": "p", "completion": x, "label": len(x)} for x in ("a", "bb")))
-    with pytest.raises(DataError, match="scored none of 2 completions: the judge's answer is not the JSON"):
+    labels = write(
+        tmp_path, *({"prompt": "p", "completion": x, "label": len(x)} for x in ("a", "bb"))
+    )
+    with pytest.raises(
+        DataError, match="scored none of 2 completions: the judge's answer is not the JSON"
+    ):
         check_judge(write_judge(tmp_path / "j.toml", server), labels)
 
 

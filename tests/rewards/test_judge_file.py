@@ -24,25 +24,46 @@ def write(folder: Path, text: str) -> str:
     ("text", "message"),
     [
         (HEAD, "there is no rubric.*Add \\[\\[rubric\\]\\]"),
-        (HEAD + RUBRIC + "wieght = 2\n", "line 7: .*unknown entry rubric.0.wieght. Did you mean rubric.0.weight\\?"),
+        (
+            HEAD + RUBRIC + "wieght = 2\n",
+            "line 7: .*unknown entry rubric.0.wieght. Did you mean rubric.0.weight\\?",
+        ),
         (
             HEAD + RUBRIC + RUBRIC.replace("length", "b") + "weight = 0\n",
             "line 10: rubric.1.weight=0.0 is out of range",
         ),
-        (HEAD + RUBRIC + "weight = -1\n", "line 7: rubric.0.weight=-1.0 is out of range; it needs to be above 0"),
+        (
+            HEAD + RUBRIC + "weight = -1\n",
+            "line 7: rubric.0.weight=-1.0 is out of range; it needs to be above 0",
+        ),
         (HEAD + RUBRIC + "weight = nan\n", "line 7: rubric.0.weight=nan is out of range"),
         (HEAD + RUBRIC + RUBRIC, "the rubric has 'length' already"),
         (HEAD + RUBRIC.replace("length", "reason"), "the rubric has 'reason' already"),
         (HEAD + '[[rubric]]\nname = "x"\n', "line 4: rubric item 1 needs both a name and a text"),
-        (HEAD + RUBRIC + "[budget]\ncalls = 0\n", "line 8: budget.calls=0 is out of range; it needs to be at least 1"),
+        (
+            HEAD + RUBRIC + "[budget]\ncalls = 0\n",
+            "line 8: budget.calls=0 is out of range; it needs to be at least 1",
+        ),
         (HEAD + RUBRIC + "[budget]\ntokens = 0\n", "line 8: budget.tokens=0 is out of range"),
-        ("endpont = 1\n" + HEAD + RUBRIC, "line 1: .*unknown entry endpont. Did you mean endpoint\\?"),
+        (
+            "endpont = 1\n" + HEAD + RUBRIC,
+            "line 1: .*unknown entry endpont. Did you mean endpoint\\?",
+        ),
         (HEAD + "samples = true\n" + RUBRIC, "line 4: .*samples is True; it needs a whole number"),
-        (HEAD + "samples = 3\n" + RUBRIC, "line 4: samples=3 at temperature 0 asks for one answer several times"),
+        (
+            HEAD + "samples = 3\n" + RUBRIC,
+            "line 4: samples=3 at temperature 0 asks for one answer several times",
+        ),
         (HEAD + "opponents = 3\n" + RUBRIC, 'line 4: opponents=3 has no effect with mode="score"'),
-        (HEAD + 'mode = "pair"\n' + RUBRIC, "line 4: .*mode is 'pair'; it needs one of 'score', 'pairs'"),
+        (
+            HEAD + 'mode = "pair"\n' + RUBRIC,
+            "line 4: .*mode is 'pair'; it needs one of 'score', 'pairs'",
+        ),
         (HEAD + RUBRIC + "[request]\nseed = 1\n", "line 8: request.seed is set by gruppo"),
-        (HEAD.replace("http://", "") + RUBRIC, "line 1: endpoint is '127.0.0.1:9/v1'; it needs the address"),
+        (
+            HEAD.replace("http://", "") + RUBRIC,
+            "line 1: endpoint is '127.0.0.1:9/v1'; it needs the address",
+        ),
         (HEAD.replace('"m"', '""') + RUBRIC, "line 2: no model is named"),
         (HEAD + 'reference = "prompts"\n' + RUBRIC, "reference='prompts' is no column"),
         (HEAD + "rubric = [", "cannot be read as TOML"),
@@ -56,7 +77,10 @@ def test_bad_files_are_one_line(tmp_path, text, message):
 
 def test_a_missing_file_and_a_missing_name_say_what_is_needed(tmp_path):
     write(tmp_path, HEAD + RUBRIC)
-    with pytest.raises(GruppoError, match=r"judges\.toml does not exist; a judge's TOML file is needed.*mean j.toml"):
+    with pytest.raises(
+        GruppoError,
+        match=r"judges\.toml does not exist; a judge's TOML file is needed.*mean j.toml",
+    ):
         resolve_reward(f"judge:{tmp_path / 'judges.toml'}")
     with pytest.raises(GruppoError, match=r"write judge:FILE\.toml"):
         resolve_reward("judge")
@@ -64,14 +88,18 @@ def test_a_missing_file_and_a_missing_name_say_what_is_needed(tmp_path):
 
 def test_an_endpoint_whose_key_is_not_set_is_refused(tmp_path, monkeypatch):
     monkeypatch.delenv("JUDGE_KEY", raising=False)
-    with pytest.raises(GruppoError, match="needs the key in the environment variable JUDGE_KEY, which is not set"):
+    with pytest.raises(
+        GruppoError, match="needs the key in the environment variable JUDGE_KEY, which is not set"
+    ):
         Judge(write(tmp_path, HEAD + 'key_env = "JUDGE_KEY"\n' + RUBRIC))
 
 
 @pytest.mark.parametrize("key", ["s3cret\nsecond", "s3cret\u201d", "s3 cret"])
 def test_a_key_that_no_header_takes_is_refused_and_not_repeated(tmp_path, monkeypatch, key):
     monkeypatch.setenv("JUDGE_KEY", key)
-    with pytest.raises(GruppoError, match="JUDGE_KEY holds a line break, a space or a character outside") as error:
+    with pytest.raises(
+        GruppoError, match="JUDGE_KEY holds a line break, a space or a character outside"
+    ) as error:
         Judge(write(tmp_path, HEAD + 'key_env = "JUDGE_KEY"\n' + RUBRIC))
     assert "cret" not in str(error.value)
 
@@ -99,12 +127,26 @@ def test_only_what_rewards_depend_on_is_in_the_digest(tmp_path):
     plain = digest("")
     assert digest("retries = 9\nconcurrency = 1\ntimeout_s = 5.0\n") == plain
     assert digest("budget = {calls = 7}\nprice = {input = 1.0}\n") == plain
-    assert len({plain, digest("seed = 1\n"), digest('reference = "a"\n'), digest("request = {temperature = 1}\n")}) == 4
+    assert (
+        len(
+            {
+                plain,
+                digest("seed = 1\n"),
+                digest('reference = "a"\n'),
+                digest("request = {temperature = 1}\n"),
+            }
+        )
+        == 4
+    )
 
 
 def test_the_example_is_a_judge_with_every_entry_but_a_key_of_its_own():
     config = load_judge(Path(__file__).parents[2] / "examples/judge.toml")
-    assert [item.weight for item in config.rubric] == [3.0, 1.0] and config.budget.calls and config.price.output
+    assert (
+        [item.weight for item in config.rubric] == [3.0, 1.0]
+        and config.budget.calls
+        and config.price.output
+    )
 
 
 def test_the_limit_of_an_answer_may_have_either_name():

@@ -44,10 +44,14 @@ def test_a_judge_that_goes_down_and_comes_back_costs_its_rows_and_no_run(server,
     rows = metrics(result.folder)
     failed = [row["judge/mine/failed_count"] for row in rows]
     assert len(rows) == 6 and failed[-1] > 0 and failed == sorted(failed)
-    assert sum(row["reward/unscored_count"] for row in rows) >= failed[-1]  # a question may be that of several rows
+    assert (
+        sum(row["reward/unscored_count"] for row in rows) >= failed[-1]
+    )  # a question may be that of several rows
     assert rows[0]["judge/mine/input_tokens_count"] > 0 and rows[-1]["judge/mine/errors_count"] > 0
     failures = [row for row in map(json.loads, completions(result.folder)) if row["failures"]]
-    assert "Server disconnected" in failures[0]["failures"] and all(row["reward"] is None for row in failures)
+    assert "Server disconnected" in failures[0]["failures"] and all(
+        row["reward"] is None for row in failures
+    )
     page = (DOCS / "reference/metrics.md").read_text()
     used = {name for row in rows for name in row if name.startswith("judge/")}
     assert used and all(f"`{name.replace('mine', 'NAME')}`" in page for name in used)
@@ -71,7 +75,9 @@ def test_the_cost_is_in_the_metrics_the_result_and_on_the_screen(server, tmp_pat
 
 def test_a_resumed_run_counts_on_and_asks_nothing_twice(server, tmp_path, monkeypatch):
     """Killed before the first checkpoint: what was paid is counted, and its verdicts come from the cache."""
-    whole = start(tmp_path / "whole", write_judge(tmp_path / "whole.toml", server, "seed = 1"), steps=3)
+    whole = start(
+        tmp_path / "whole", write_judge(tmp_path / "whole.toml", server, "seed = 1"), steps=3
+    )
     asked = len(server.bodies)
     file = write_judge(tmp_path / "mine.toml", server, "seed = 2\n[budget]\ncalls = 1000\n")
     options = {"steps": 3, "saving__every": 2, "scoring__isolate": False}
@@ -92,15 +98,23 @@ def test_a_resumed_run_counts_on_and_asks_nothing_twice(server, tmp_path, monkey
     result = api.start(tmp_path / "cut/runs/run")
     rows, expected = metrics(result.folder), metrics(whole.folder)
     assert [row["reward/mean"] for row in rows] == [row["reward/mean"] for row in expected]
-    assert rows[-1]["judge/mine/calls_count"] == len(server.bodies) - asked == expected[-1]["judge/whole/calls_count"]
+    assert (
+        rows[-1]["judge/mine/calls_count"]
+        == len(server.bodies) - asked
+        == expected[-1]["judge/whole/calls_count"]
+    )
     assert rows[-1]["judge/mine/cache_hits_count"] >= paid
 
 
 @pytest.mark.slow
 @pytest.mark.slow
-def test_a_spent_budget_ends_a_run_that_has_no_other_reward_and_more_budget_continues_it(server, tmp_path):
+def test_a_spent_budget_ends_a_run_that_has_no_other_reward_and_more_budget_continues_it(
+    server, tmp_path
+):
     file = write_judge(tmp_path / "mine.toml", server, "[budget]\ncalls = 15\n")
-    with pytest.raises(DataError, match=r"10 steps in a row: the judge's budget of 15 calls is spent; raise"):
+    with pytest.raises(
+        DataError, match=r"10 steps in a row: the judge's budget of 15 calls is spent; raise"
+    ):
         start(tmp_path, file, steps=20)
     assert len(server.bodies) == 15
     write_judge(tmp_path / "mine.toml", server, "[budget]\ncalls = 5000\n")
@@ -119,7 +133,10 @@ def test_another_rubric_is_another_run(server, tmp_path):
 def test_a_tournament_trains_and_its_bias_is_a_metric(server, tmp_path):
     result = start(tmp_path, write_judge(tmp_path / "mine.toml", server, 'mode = "pairs"'), steps=2)
     rows = metrics(result.folder)
-    assert rows[0]["reward/mean"] == pytest.approx(0.5) and rows[0]["reward_metric/mine_first_frac"] == 0.5
+    assert (
+        rows[0]["reward/mean"] == pytest.approx(0.5)
+        and rows[0]["reward_metric/mine_first_frac"] == 0.5
+    )
     assert rows[0]["reward_metric/mine_consistent_frac"] == 1.0
 
 
@@ -151,7 +168,9 @@ def test_a_foreign_run_with_a_judge_asks_nobody_without_the_flag(server, tmp_pat
         lambda: inference.evaluate_run(foreign, prompts=1),
         lambda: gruppo.train(foreign, steps=1, show=False, name="again", runs_dir=str(tmp_path)),
     ):
-        with pytest.raises(GruppoError, match=rf"servers to use: judge:{tmp_path}/mine.toml.*--trust-run|trust_run"):
+        with pytest.raises(
+            GruppoError, match=rf"servers to use: judge:{tmp_path}/mine.toml.*--trust-run|trust_run"
+        ):
             act()
     assert len(server.bodies) == asked
     inference.evaluate_run(foreign, prompts=1, trust_run=True)
@@ -169,5 +188,7 @@ def test_two_ranks_count_together_and_share_the_budget(server, tmp_path):
     processes.run_ranks(2, train, serialization.to_dict(config), folder=tmp_path / "children")
     last, run = metrics(tmp_path / "runs/run")[-1], tmp_path / "runs/run"
     assert last["judge/mine/calls_count"] == len(server.bodies) <= 9
-    counts = [json.loads((run / f"judges/mine/{rank}.json").read_text())["calls"] for rank in range(2)]
+    counts = [
+        json.loads((run / f"judges/mine/{rank}.json").read_text())["calls"] for rank in range(2)
+    ]
     assert sum(counts) == len(server.bodies) and counts[0] <= 5 and counts[1] <= 4

@@ -34,30 +34,44 @@ def mine(completions, answer):
         ("1", None, None),
     ],
 )
-def test_math_verify_compares_formulas_and_a_list_of_candidates_is_no_answer(completion, answer, score):
+def test_math_verify_compares_formulas_and_a_list_of_candidates_is_no_answer(
+    completion, answer, score
+):
     assert text.math_verify([completion], [answer]) == [score]
 
 
 @pytest.mark.slow
 def test_a_formula_that_takes_forever_costs_its_row():
     rollouts = rollouts_of([r"\boxed{9^{9^{9^{9}}}}", r"\boxed{9}"], targets=["9"])
-    scores = RewardSet(resolve_reward("math_verify", RewardProcesses()), timeout_s=4.0).score(rollouts)
+    scores = RewardSet(resolve_reward("math_verify", RewardProcesses()), timeout_s=4.0).score(
+        rollouts
+    )
     assert scores.rewards[1] == 1.0 and scores.rewards[0] != 1.0
 
 
-def test_math_verifys_own_parse_works_in_a_function_of_a_file_and_in_memory_the_error_names_the_fix(tmp_path):
+def test_math_verifys_own_parse_works_in_a_function_of_a_file_and_in_memory_the_error_names_the_fix(
+    tmp_path,
+):
     file = tmp_path / "mine.py"
     file.write_text(MINE)
     rollouts = rollouts_of([r"$\frac{1}{2}$", "3"], targets=["0.5"])
     isolated = RewardSet(resolve_reward(f"{file}:mine", RewardProcesses())).score(rollouts)
     assert isolated.rewards.tolist() == [1.0, 0.0]
     in_memory = RewardSet(load_object(f"{file}:mine")).score(rollouts)
-    assert in_memory.rewards.isnan().all() and "give the function as file.py:name" in in_memory.failures[0].message
+    assert (
+        in_memory.rewards.isnan().all()
+        and "give the function as file.py:name" in in_memory.failures[0].message
+    )
 
 
 def test_rewards_of_trl_are_found_though_its_modules_load_them_when_they_are_first_used():
     assert load_object("trl.rewards:think_format_reward").__name__ == "think_format_reward"
-    reward = RewardSet(resolve_reward("trl.rewards:accuracy_reward", RewardProcesses()), timeout_s=120.0)
+    reward = RewardSet(
+        resolve_reward("trl.rewards:accuracy_reward", RewardProcesses()), timeout_s=120.0
+    )
     outputs = [[{"role": "assistant", "content": rf"\boxed{{{x}}}"}] for x in ("1/3", "2")]
     scores = reward.score(rollouts_of(outputs, metas=[{"solution": r"$\frac{1}{3}$"}]))
-    assert scores.rewards.tolist() == [1.0, 0.0] and scores.extras["solution"] == (r"$\frac{1}{3}$",) * 2
+    assert (
+        scores.rewards.tolist() == [1.0, 0.0]
+        and scores.extras["solution"] == (r"$\frac{1}{3}$",) * 2
+    )

@@ -30,11 +30,15 @@ def tokenizer_of(chats=True, **changes):
 
 def outcome(labels=1, *, chats=True, seed=0, tokenizer=None, model=None, **options):
     tokenizer = tokenizer or tokenizer_of(chats)
-    return RewardModel(model or classifier("SequenceClassification", labels, seed=seed), tokenizer, **options)
+    return RewardModel(
+        model or classifier("SequenceClassification", labels, seed=seed), tokenizer, **options
+    )
 
 
 def process(labels=2, *, chats=True, seed=0, **options):
-    return ProcessRewardModel(classifier("TokenClassification", labels, seed=seed), tokenizer_of(chats), **options)
+    return ProcessRewardModel(
+        classifier("TokenClassification", labels, seed=seed), tokenizer_of(chats), **options
+    )
 
 
 def alone(model, ids):
@@ -55,7 +59,9 @@ def test_a_conversation_is_written_by_the_models_own_template():
     tokenizer = model.network.tokenizer
     text = "<|user|>ask<|end|><|assistant|>yes<|end|>"
     expected = float(alone(model, tokenizer(text)["input_ids"])[0])
-    assert scores_of(model, [[{"role": "assistant", "content": "yes"}]], CHAT) == pytest.approx([expected], abs=1e-5)
+    assert scores_of(model, [[{"role": "assistant", "content": "yes"}]], CHAT) == pytest.approx(
+        [expected], abs=1e-5
+    )
     assert scores_of(model, ["yes"], "ask") == pytest.approx([expected], abs=1e-5)
     begun = [*CHAT, {"role": "assistant", "content": "y"}]
     assert scores_of(model, ["es"], begun) == pytest.approx([expected], abs=1e-5)
@@ -67,7 +73,9 @@ def test_without_a_template_prompt_and_completion_are_one_text():
     assert scores_of(model, ["yes"], "ask ") == pytest.approx([expected], abs=1e-5)
     chat = float(alone(model, model.network.tokenizer("ask\nyes")["input_ids"])[0])
     assert scores_of(model, ["yes"], CHAT) == pytest.approx([chat], abs=1e-5)
-    assert outcome(chat=False)(prompts=["ask "], completions=["yes"]) == pytest.approx([expected], abs=1e-5)
+    assert outcome(chat=False)(prompts=["ask "], completions=["yes"]) == pytest.approx(
+        [expected], abs=1e-5
+    )
 
 
 @pytest.mark.silent_bug(10)
@@ -89,7 +97,11 @@ def test_the_text_is_read_by_the_models_own_tokenizer_whatever_the_policys_ids_a
 def test_batches_padding_and_order_change_no_score(pads, side):
     """Padding with the end token, with one of its own, and by a model that knows none; whatever the tokenizer says."""
     tokenizer = tokenizer_of(padding_side=side)
-    pad = {"end": tokenizer.eos_token_id, "own": tokenizer.convert_tokens_to_ids("<|system|>"), "none": None}[pads]
+    pad = {
+        "end": tokenizer.eos_token_id,
+        "own": tokenizer.convert_tokens_to_ids("<|system|>"),
+        "none": None,
+    }[pads]
     module = classifier("SequenceClassification", pad_token_id=pad)
     model = outcome(model=module, tokenizer=tokenizer, batch_tokens=4096)
     expected = [float(alone(model, model.encode("ask ", text))[0]) for text in TEXTS]
@@ -103,12 +115,21 @@ def test_batches_padding_and_order_change_no_score(pads, side):
 
 @pytest.mark.parametrize(
     ("budget", "shapes"),
-    [(100, [(4, 9)]), (12, [(3, 4), (1, 9)]), (6, [(2, 3), (1, 4), (1, 9)]), (1, [(1, 2), (1, 3), (1, 4), (1, 9)])],
+    [
+        (100, [(4, 9)]),
+        (12, [(3, 4), (1, 9)]),
+        (6, [(2, 3), (1, 4), (1, 9)]),
+        (1, [(1, 2), (1, 3), (1, 4), (1, 9)]),
+    ],
 )
-def test_rows_of_similar_length_share_a_batch_of_at_most_batch_tokens_padding_included(monkeypatch, budget, shapes):
+def test_rows_of_similar_length_share_a_batch_of_at_most_batch_tokens_padding_included(
+    monkeypatch, budget, shapes
+):
     network, seen = outcome(batch_tokens=budget).network, []
     forward = network.module.forward
-    monkeypatch.setattr(network.module, "forward", lambda **x: seen.append((*x["input_ids"].shape,)) or forward(**x))
+    monkeypatch.setattr(
+        network.module, "forward", lambda **x: seen.append((*x["input_ids"].shape,)) or forward(**x)
+    )
     network.scores([[5] * length for length in (4, 2, 9, 3)])
     assert seen == shapes
 
@@ -143,13 +164,17 @@ def test_one_label_is_its_logit_and_two_are_the_log_odds_of_the_second():
     bad, good = alone(two, two.encode("ask", "yes")).tolist()
     assert scores_of(two, ["yes"], "ask") == pytest.approx([good - bad], abs=1e-5)
     for label in (0, "0", "LABEL_0"):
-        assert scores_of(outcome(2, label=label), ["yes"], "ask") == pytest.approx([bad - good], abs=1e-5)
+        assert scores_of(outcome(2, label=label), ["yes"], "ask") == pytest.approx(
+            [bad - good], abs=1e-5
+        )
 
 
 def test_of_several_labels_the_odds_are_those_against_all_others():
     model = outcome(3, label=1, output="probability")
     logits = alone(model, model.encode("ask", "yes"))
-    assert scores_of(model, ["yes"], "ask") == pytest.approx([float(logits.softmax(-1)[1])], abs=1e-5)
+    assert scores_of(model, ["yes"], "ask") == pytest.approx(
+        [float(logits.softmax(-1)[1])], abs=1e-5
+    )
     model.network.output = "logit"
     p = float(logits.double().softmax(-1)[1])
     assert scores_of(model, ["yes"], "ask") == pytest.approx([math.log(p / (1 - p))], abs=1e-4)
@@ -194,9 +219,15 @@ def test_the_longest_text_is_what_model_and_tokenizer_hold():
 def test_each_step_is_scored_at_the_last_token_of_its_mark_in_trls_convention():
     """prompt, then each step and the separator, tokenised apart: "xt" is one token of this tokenizer otherwise."""
     model, tokenizer = process(separator="x"), tokenizer_of()
-    ids = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in ("ask ", "yes", "x", "tes", "x")]
+    ids = [
+        tokenizer(part, add_special_tokens=False)["input_ids"]
+        for part in ("ask ", "yes", "x", "tes", "x")
+    ]
     assert sum(map(len, ids)) > len(tokenizer("ask yesxtesx")["input_ids"])
-    flat, ends = [i for part in ids for i in part], [sum(map(len, ids[:3])) - 1, sum(map(len, ids)) - 1]
+    flat, ends = (
+        [i for part in ids for i in part],
+        [sum(map(len, ids[:3])) - 1, sum(map(len, ids)) - 1],
+    )
     expected = alone(model, flat).softmax(-1)[ends, 1].tolist()
     (scores,) = scores_of(model, ["yesxtes"])
     assert scores == pytest.approx(expected, abs=1e-5)
@@ -229,7 +260,12 @@ def test_steps_of_a_process_model_are_placed_on_the_policys_tokens():
 
 @pytest.mark.parametrize(
     ("score", "summary"),
-    [("mean", lambda s: sum(s) / len(s)), ("min", min), ("last", lambda s: s[-1]), ("product", math.prod)],
+    [
+        ("mean", lambda s: sum(s) / len(s)),
+        ("min", min),
+        ("last", lambda s: s[-1]),
+        ("product", math.prod),
+    ],
 )
 def test_a_process_model_may_give_one_score_of_its_steps_which_is_an_outcome(score, summary):
     (steps,) = scores_of(process(), ["yes\ntes\n12"])
@@ -261,7 +297,9 @@ def test_offloaded_weights_come_to_the_accelerator_for_a_call_and_go_back(monkey
     network, move, forward = model.network, model.network.module.to, model.network.module.forward
     assert (network.device, network.work_device) == (torch.device("cpu"), work)
     monkeypatch.setattr(network.module, "to", lambda device: moves.append(device) or move(device))
-    monkeypatch.setattr(network.module, "forward", lambda **rest: moves.append("forward") or forward(**rest))
+    monkeypatch.setattr(
+        network.module, "forward", lambda **rest: moves.append("forward") or forward(**rest)
+    )
     assert scores_of(model, TEXTS) == scores_of(outcome(), TEXTS)
     assert moves == [work, "forward", torch.device("cpu")]
 
@@ -297,8 +335,15 @@ def test_the_memory_of_models_is_told():
 
 def test_a_folder_is_named_with_its_options_and_keeps_the_contract(tmp_path):
     path = folder_of(tmp_path / "rm", "SequenceClassification", 2)
-    model = resolve_reward(f"reward_model:{path},label=0,output=probability,batch_tokens=64,name=kind,chat=false")
-    assert (model.network.label, model.network.output, model.network.batch_tokens, model.uses_chat) == (
+    model = resolve_reward(
+        f"reward_model:{path},label=0,output=probability,batch_tokens=64,name=kind,chat=false"
+    )
+    assert (
+        model.network.label,
+        model.network.output,
+        model.network.batch_tokens,
+        model.uses_chat,
+    ) == (
         0,
         "probability",
         64,
@@ -322,7 +367,10 @@ def test_a_process_model_is_named_with_its_separator_and_keeps_the_contract(tmp_
     ("spec", "why"),
     [
         ("reward_model", "it needs a path"),
-        ("reward_model:{rm},lable=1", r"no option 'lable'\. Did you mean label\? It has output, chat, name, label"),
+        (
+            "reward_model:{rm},lable=1",
+            r"no option 'lable'\. Did you mean label\? It has output, chat, name, label",
+        ),
         ("reward_model:{rm},label=good", "got label='good'; it has LABEL_0, LABEL_1"),
         ("reward_model:{rm},label=2", "got label='2'"),
         ("reward_model:{rm},batch_tokens=many", "batch_tokens=many is no int"),
@@ -367,7 +415,9 @@ def folders(tmp_path_factory):
 
 def test_a_tokenizer_of_another_model_is_refused():
     with pytest.raises(GruppoError, match="knows 5 token ids, and its tokenizer writes"):
-        outcome(model=classifier("SequenceClassification", vocab_size=5, pad_token_id=0, eos_token_id=1))
+        outcome(
+            model=classifier("SequenceClassification", vocab_size=5, pad_token_id=0, eos_token_id=1)
+        )
     with pytest.raises(GruppoError, match="needs its tokenizer"):
         RewardModel(classifier("SequenceClassification"))
 
@@ -376,7 +426,9 @@ def test_a_module_of_the_other_kind_is_found_out_when_it_speaks():
     with pytest.raises(GruppoError, match="or the reward process_reward"):
         scores_of(RewardModel(classifier("TokenClassification", 2), tokenizer_of()), ["yes"])
     with pytest.raises(GruppoError, match="or the reward reward_model"):
-        scores_of(ProcessRewardModel(classifier("SequenceClassification", 2), tokenizer_of()), ["yes"])
+        scores_of(
+            ProcessRewardModel(classifier("SequenceClassification", 2), tokenizer_of()), ["yes"]
+        )
 
 
 def test_a_mark_that_the_tokenizer_does_not_know_is_refused():

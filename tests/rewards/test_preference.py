@@ -28,11 +28,25 @@ def clip(tmp_path_factory) -> str:
     transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("clip")
     letters = "abcdefghijklmnopqrstuvwxyz"
-    tokens = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    tokens = [
+        *letters,
+        *(f"{letter}</w>" for letter in letters),
+        "<|startoftext|>",
+        "<|endoftext|>",
+    ]
     (folder / "vocab.json").write_text(json.dumps({token: n for n, token in enumerate(tokens)}))
     (folder / "merges.txt").write_text("#version: 0.2\n")
-    text = {"vocab_size": len(tokens), "bos_token_id": len(tokens) - 2, "eos_token_id": len(tokens) - 1}
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = {
+        "vocab_size": len(tokens),
+        "bos_token_id": len(tokens) - 2,
+        "eos_token_id": len(tokens) - 1,
+    }
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     config = transformers.CLIPConfig(
         text_config=text | sizes | {"max_position_embeddings": 12},
         vision_config=sizes | {"image_size": 16, "patch_size": 8},
@@ -61,11 +75,15 @@ def test_clip_score_is_the_cosine_of_each_image_and_its_caption(clip):
         cosines = module(**inputs).logits_per_image.diagonal() / module.logit_scale.exp()
     scores = clip_score(clip)(images=images, prompts=captions)
     assert scores == pytest.approx(cosines.tolist(), abs=1e-5) and len(set(scores)) == 3
-    assert clip_score(clip, batch=1)(images=images, prompts=captions) == pytest.approx(scores, abs=1e-6)
+    assert clip_score(clip, batch=1)(images=images, prompts=captions) == pytest.approx(
+        scores, abs=1e-6
+    )
 
 
 def test_pick_score_is_the_cosine_times_the_models_scale(clip):
-    cosine, score = (reward(clip)(images=[noise(0)], prompts=["a cat"])[0] for reward in (clip_score, pick_score))
+    cosine, score = (
+        reward(clip)(images=[noise(0)], prompts=["a cat"])[0] for reward in (clip_score, pick_score)
+    )
     assert score == pytest.approx(cosine * math.exp(2.6592), rel=1e-4)
 
 
@@ -79,13 +97,18 @@ def test_long_captions_are_cut_grey_images_are_read_and_nan_is_unscored(clip):
 def test_messages_are_captions_and_classes_are_refused(clip):
     reward = clip_score(clip)
     messages = [{"role": "user", "content": "a cat"}]
-    assert reward(images=[noise(0)], prompts=[messages]) == reward(images=[noise(0)], prompts=["a cat"])
+    assert reward(images=[noise(0)], prompts=[messages]) == reward(
+        images=[noise(0)], prompts=["a cat"]
+    )
     with pytest.raises(GruppoError, match=r"clip_score reads captions, and a prompt is 7 \(int\)"):
         reward(images=[noise(0)], prompts=[7])
 
 
 def test_a_model_that_is_not_there_is_one_line(tmp_path):
-    with pytest.raises(GruppoError, match=r"pick_score: the CLIP model .* could not be loaded: .*folder with a CLIP"):
+    with pytest.raises(
+        GruppoError,
+        match=r"pick_score: the CLIP model .* could not be loaded: .*folder with a CLIP",
+    ):
         pick_score(tmp_path / "nothing")
 
 
@@ -111,15 +134,21 @@ def test_hps_is_called_once_per_caption_with_the_files_of_its_images(monkeypatch
 def test_image_reward_is_called_for_each_image_and_its_caption(monkeypatch):
     model = SimpleNamespace(score=lambda caption, file: len(caption) + levels(file))
     loaded = []
-    package = SimpleNamespace(load=lambda version, device: loaded.append((version, device)) or model)
+    package = SimpleNamespace(
+        load=lambda version, device: loaded.append((version, device)) or model
+    )
     monkeypatch.setitem(sys.modules, "ImageReward", package)
     scores = image_reward()(images=[noise(0), noise(1)], prompts=["cat", "bird"])
-    assert scores == [3 + float(to_uint8(noise(0)).double().sum()), 4 + float(to_uint8(noise(1)).double().sum())]
+    assert scores == [
+        3 + float(to_uint8(noise(0)).double().sum()),
+        4 + float(to_uint8(noise(1)).double().sum()),
+    ]
     assert loaded == [("ImageReward-v1.0", "cpu")]
 
 
 @pytest.mark.parametrize(
-    ("reward", "module", "install"), [(hps_score, "hpsv2", "hpsv2"), (image_reward, "ImageReward", "image-reward")]
+    ("reward", "module", "install"),
+    [(hps_score, "hpsv2", "hpsv2"), (image_reward, "ImageReward", "image-reward")],
 )
 def test_without_a_package_the_line_that_installs_it_is_named(monkeypatch, reward, module, install):
     monkeypatch.setitem(sys.modules, module, None)

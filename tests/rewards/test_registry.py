@@ -32,7 +32,10 @@ def test_a_callable_is_itself():
 
 
 def test_built_ins_by_name():
-    assert resolve_reward("exact_match") is text.exact_match and resolve_reward(" numeric_match ") is text.numeric_match
+    assert (
+        resolve_reward("exact_match") is text.exact_match
+        and resolve_reward(" numeric_match ") is text.numeric_match
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,15 +75,20 @@ def test_arguments_that_do_not_fit_name_the_right_way_to_write_them(spec):
 @pytest.mark.parametrize("spec", ["exactmatch", "exact_mach", "numeric-match", "lenght_target:50"])
 def test_an_unknown_built_in_names_the_nearest(spec):
     with pytest.raises(
-        GruppoError, match=r"there is no reward .* Did you mean (exact_match|numeric_match|length_target)\?"
+        GruppoError,
+        match=r"there is no reward .* Did you mean (exact_match|numeric_match|length_target)\?",
     ):
         resolve_reward(spec)
 
 
 def test_a_file_without_a_function_names_the_functions_of_the_file_and_does_not_run_it(tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text("import os\ndef length(completions): ...\ndef _own(): ...\nraise ValueError('was run')\n")
-    with pytest.raises(GruppoError, match=r"is a file; name a function of it: .*mine.py:length; it has: length\.$"):
+    file.write_text(
+        "import os\ndef length(completions): ...\ndef _own(): ...\nraise ValueError('was run')\n"
+    )
+    with pytest.raises(
+        GruppoError, match=r"is a file; name a function of it: .*mine.py:length; it has: length\.$"
+    ):
         resolve_reward(str(file))
 
 
@@ -96,7 +104,10 @@ def test_a_function_in_a_file_and_in_a_module(file):
 
 
 def test_a_missing_name_lists_what_the_file_defines_and_the_nearest(file):
-    with pytest.raises(GruppoError, match=r"has no 'lenght'; it has: SCALE, length, Judge\. Did you mean .*:length\?"):
+    with pytest.raises(
+        GruppoError,
+        match=r"has no 'lenght'; it has: SCALE, length, Judge\. Did you mean .*:length\?",
+    ):
         resolve_reward(f"{file}:lenght")
 
 
@@ -106,7 +117,9 @@ def test_something_in_a_file_that_is_not_callable_is_refused(file):
 
 
 def test_a_missing_file_names_the_nearest_and_a_missing_folder_is_said(file):
-    with pytest.raises(GruppoError, match=r"there is no file .*my_reward\.py; .*Did you mean my_rewards\.py\?"):
+    with pytest.raises(
+        GruppoError, match=r"there is no file .*my_reward\.py; .*Did you mean my_rewards\.py\?"
+    ):
         load_object(f"{file.parent}/my_reward.py:length")
     with pytest.raises(GruppoError, match=r"there is no folder .*nowhere either"):
         load_object(f"{file.parent}/nowhere/x.py:length")
@@ -119,9 +132,15 @@ def test_a_missing_file_names_the_nearest_and_a_missing_folder_is_said(file):
     [
         ("x = 1\ny = x / 0\n", r"line 2, raised ZeroDivisionError on import: division by zero"),
         ("x = 1\ndef f(:\n", r"line 2, raised SyntaxError on import: invalid syntax"),
-        ("\nimport no_such_module_here\n", r"line 2, raised ModuleNotFoundError on import: No module named"),
+        (
+            "\nimport no_such_module_here\n",
+            r"line 2, raised ModuleNotFoundError on import: No module named",
+        ),
         ("import sys\n\nsys.exit(4)\n", r"line 3, raised SystemExit on import: 4"),
-        ("import json\njson.loads('{')\n", r"line 2, raised JSONDecodeError on import: Expecting property name"),
+        (
+            "import json\njson.loads('{')\n",
+            r"line 2, raised JSONDecodeError on import: Expecting property name",
+        ),
     ],
 )
 def test_a_file_that_raises_on_import_is_one_line_with_the_line_number(tmp_path, text, message):
@@ -130,7 +149,9 @@ def test_a_file_that_raises_on_import_is_one_line_with_the_line_number(tmp_path,
     before = set(sys.modules)
     with pytest.raises(GruppoError, match=message) as caught:
         load_object(f"{path}:f")
-    assert "\n" not in str(caught.value) and not [name for name in set(sys.modules) - before if "broken" in name]
+    assert "\n" not in str(caught.value) and not [
+        name for name in set(sys.modules) - before if "broken" in name
+    ]
 
 
 def test_an_unchanged_file_is_imported_once_and_a_changed_one_again(file):

@@ -47,7 +47,9 @@ def test_a_row_that_hangs_exits_or_crashes_costs_itself_and_its_process(isolated
     scores = RewardSet(isolated(name), timeout_s=1.0).score(rollouts_of(["a", "bad", "bbb"]))
     assert [(failure.row, failure.kind) for failure in scores.failures] == [(1, kind)]
     assert says in scores.failures[0].message
-    assert scores.rewards.isnan().tolist() == [False, True, False] and scores.rewards[[0, 2]].tolist() == [1.0, 3.0]
+    assert scores.rewards.isnan().tolist() == [False, True, False] and scores.rewards[
+        [0, 2]
+    ].tolist() == [1.0, 3.0]
 
 
 def test_an_abandoned_call_leaves_no_process_behind(isolated):
@@ -60,13 +62,25 @@ def test_an_abandoned_call_leaves_no_process_behind(isolated):
 
 
 def test_it_sees_and_returns_what_it_would_in_this_process(isolated, capsys):
-    cells = {"cell": {1: ("a", 2), "deep": [None, 1.5, True, b"\x00"]}, "image": torch.rand(3, 2, 2)}
-    rollouts = rollouts_of(["a", "none", "ccc"], group_ids=[0, 1, 0], targets=["T", 7], metas=[cells, cells])
+    cells = {
+        "cell": {1: ("a", 2), "deep": [None, 1.5, True, b"\x00"]},
+        "image": torch.rand(3, 2, 2),
+    }
+    rollouts = rollouts_of(
+        ["a", "none", "ccc"], group_ids=[0, 1, 0], targets=["T", 7], metas=[cells, cells]
+    )
     state = TrainerState(4, 9, 0.5)
     here = RewardSet(resolve_reward(f"{FILE}:reads_everything")).score(rollouts, state)
     there = RewardSet(isolated("reads_everything")).score(rollouts, state)
-    assert torch.equal(here.rewards.nan_to_num(-1), there.rewards.nan_to_num(-1)) and there.rewards[1].isnan()
-    assert (here.metrics, here.extras, here.failures) == (there.metrics, there.extras, there.failures) != ({}, {}, ())
+    assert (
+        torch.equal(here.rewards.nan_to_num(-1), there.rewards.nan_to_num(-1))
+        and there.rewards[1].isnan()
+    )
+    assert (
+        (here.metrics, here.extras, here.failures)
+        == (there.metrics, there.extras, there.failures)
+        != ({}, {}, ())
+    )
     time.sleep(0.1)  # its output arrives on another pipe than its answer
     assert capsys.readouterr().out == "seen\n" * 2
 
@@ -78,14 +92,19 @@ def test_async_functions_and_steps_are_scored_as_in_this_process(isolated, name)
         rewards = RewardSet(reward)
         rewards.set_decoder(lambda ids: "a\nbb"[: len(ids) * 2])
         scored.append(rewards.score(rollouts_of(["a\n", "a\nbb"], group_ids=[0, 0])))
-    assert scored[0].rewards.tolist() == scored[1].rewards.tolist() and scored[0].failures == scored[1].failures == ()
+    assert (
+        scored[0].rewards.tolist() == scored[1].rewards.tolist()
+        and scored[0].failures == scored[1].failures == ()
+    )
     assert scored[0].steps.keys() == scored[1].steps.keys()
 
 
 def test_an_exception_names_its_file_and_line_and_a_refusal_passes(isolated):
     scores = RewardSet(isolated("refuses")).score(rollouts_of(["a", ""]))
     assert scores.failures[0].row == 1
-    assert scores.failures[0].message.startswith("ZeroDivisionError: float division by zero (isolated.py:")
+    assert scores.failures[0].message.startswith(
+        "ZeroDivisionError: float division by zero (isolated.py:"
+    )
     rewards = RewardSet(isolated("checked"))
     rewards.check(["answer"])
     with pytest.raises(DataError, match="needs answers"):
@@ -93,11 +112,16 @@ def test_an_exception_names_its_file_and_line_and_a_refusal_passes(isolated):
 
 
 def test_a_function_that_sets_signals_runs_in_the_main_thread_of_its_process(isolated):
-    assert RewardSet(isolated("sets_a_signal")).score(rollouts_of("ab")).rewards.tolist() == [1.0, 1.0]
+    assert RewardSet(isolated("sets_a_signal")).score(rollouts_of("ab")).rewards.tolist() == [
+        1.0,
+        1.0,
+    ]
 
 
 def test_its_random_numbers_depend_on_the_seed_and_the_arguments_alone(isolated):
-    first, again = (RewardSet(isolated("draws")).score(rollouts_of("ab")).rewards.tolist() for _ in range(2))
+    first, again = (
+        RewardSet(isolated("draws")).score(rollouts_of("ab")).rewards.tolist() for _ in range(2)
+    )
     other_seed = resolve_reward(f"{FILE}:draws", RewardProcesses(seed=2))
     assert first == again != RewardSet(other_seed).score(rollouts_of("ab")).rewards.tolist()
     assert first != RewardSet(isolated("draws")).score(rollouts_of("ac")).rewards.tolist()
@@ -132,8 +156,13 @@ def test_code_that_changed_since_the_run_began_is_not_called(tmp_path):
     reward = RewardSet(resolve_reward(f"{file}:f", RewardProcesses()), timeout_s=5.0)
     assert reward.score(rollouts_of(["a"])).rewards.tolist() == [1.0]
     file.write_text(file.read_text().replace("1.0", "2.0"))
-    assert reward.score(rollouts_of(["a"])).rewards.tolist() == [1.0]  # the process has the old code
-    assert "has changed since the run began" in reward.score(rollouts_of(["a", "bad"])).failures[0].message
+    assert reward.score(rollouts_of(["a"])).rewards.tolist() == [
+        1.0
+    ]  # the process has the old code
+    assert (
+        "has changed since the run began"
+        in reward.score(rollouts_of(["a", "bad"])).failures[0].message
+    )
 
 
 def test_a_file_that_ends_the_process_on_import_is_one_line(tmp_path):

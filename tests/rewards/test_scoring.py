@@ -22,7 +22,9 @@ def fixed(values, name):
 
 
 def same(got, expected):
-    return torch.equal(got.isnan(), torch.tensor(expected).isnan()) and got.nan_to_num().tolist() == pytest.approx(
+    return torch.equal(
+        got.isnan(), torch.tensor(expected).isnan()
+    ) and got.nan_to_num().tolist() == pytest.approx(
         torch.tensor(expected).nan_to_num().tolist(), rel=1e-6
     )
 
@@ -55,7 +57,10 @@ def test_plain_functions_and_reward_objects_mix_and_one_function_needs_no_list()
 
 @pytest.mark.silent_bug(22)
 def test_a_part_that_only_some_rows_of_a_group_lack_makes_those_rows_unscored_and_not_zero():
-    rewards = [fixed({"a": 1.0, "b": 2.0, "c": 3.0}, "f"), fixed({"a": 5.0, "b": None, "c": 5.0}, "g")]
+    rewards = [
+        fixed({"a": 1.0, "b": 2.0, "c": 3.0}, "f"),
+        fixed({"a": 5.0, "b": None, "c": 5.0}, "g"),
+    ]
     assert same(RewardSet(rewards).score(rollouts_of("abc")).rewards, [6.0, NAN, 8.0])
 
 
@@ -64,12 +69,19 @@ def test_a_reward_that_returns_none_for_a_whole_group_does_not_apply_to_it():
     rollouts = rollouts_of("abcd", group_ids=[0, 1, 0, 1], targets=["x", "y"])
     maths = fixed({"a": 1.0, "b": None, "c": 2.0, "d": None}, "maths")
     code = fixed({"a": None, "b": 3.0, "c": None, "d": 4.0}, "code")
-    assert RewardSet([maths, code], weights=[1.0, 10.0]).score(rollouts).rewards.tolist() == [1.0, 30.0, 2.0, 40.0]
+    assert RewardSet([maths, code], weights=[1.0, 10.0]).score(rollouts).rewards.tolist() == [
+        1.0,
+        30.0,
+        2.0,
+        40.0,
+    ]
 
 
 @pytest.mark.silent_bug(22)
 def test_in_an_evaluation_a_row_that_lacks_a_part_is_unscored_although_its_group_is_one_row():
-    rewards = RewardSet([fixed({"a": 1.0, "b": 2.0, "c": None}, "f"), fixed({"a": 5.0, "b": None, "c": None}, "g")])
+    rewards = RewardSet(
+        [fixed({"a": 1.0, "b": 2.0, "c": None}, "f"), fixed({"a": 5.0, "b": None, "c": None}, "g")]
+    )
     rollouts = rollouts_of("abc", group_ids=[0, 1, 2], targets=["x", "y", "z"])
     assert same(rewards.score(rollouts).rewards, [6.0, 2.0, NAN])
     assert same(rewards.score(rollouts, is_evaluation=True).rewards, [6.0, NAN, NAN])
@@ -82,8 +94,13 @@ def test_in_an_evaluation_rewards_that_never_score_the_same_row_are_for_differen
     code = fixed({"a": None, "b": None, "c": 3.0, "d": None}, "code")
     form = fixed({"a": 0.5, "b": 0.5, "c": 0.5, "d": 0.5}, "form")
     rollouts = rollouts_of("abcd", group_ids=[0, 1, 2, 3], targets="wxyz")
-    assert same(RewardSet([maths, code]).score(rollouts, is_evaluation=True).rewards, [1.0, 2.0, 3.0, NAN])
-    assert same(RewardSet([maths, code, form]).score(rollouts, is_evaluation=True).rewards, [1.5, 2.5, 3.5, NAN])
+    assert same(
+        RewardSet([maths, code]).score(rollouts, is_evaluation=True).rewards, [1.0, 2.0, 3.0, NAN]
+    )
+    assert same(
+        RewardSet([maths, code, form]).score(rollouts, is_evaluation=True).rewards,
+        [1.5, 2.5, 3.5, NAN],
+    )
 
 
 @pytest.mark.silent_bug(22)
@@ -102,16 +119,16 @@ def test_a_part_that_failed_makes_the_row_unscored_even_if_no_row_of_the_group_h
 
 @pytest.mark.silent_bug(22)
 def test_rows_that_no_reward_scores_are_unscored():
-    scores = RewardSet([fixed({"a": None, "b": None}, "f"), fixed({"a": None, "b": None}, "g")]).score(
-        rollouts_of("ab")
-    )
+    scores = RewardSet(
+        [fixed({"a": None, "b": None}, "f"), fixed({"a": None, "b": None}, "g")]
+    ).score(rollouts_of("ab"))
     assert same(scores.rewards, [NAN, NAN]) and scores.failures == ()
 
 
 def test_a_part_of_weight_zero_is_recorded_and_cannot_unscore_a_row():
-    scores = RewardSet([fixed({"a": 1.0}, "f"), fixed({"a": math.inf}, "watch")], weights=[1, 0]).score(
-        rollouts_of("a")
-    )
+    scores = RewardSet(
+        [fixed({"a": 1.0}, "f"), fixed({"a": math.inf}, "watch")], weights=[1, 0]
+    ).score(rollouts_of("a"))
     assert scores.rewards.tolist() == [1.0] and [f.reward for f in scores.failures] == ["watch"]
 
 
@@ -122,7 +139,9 @@ def test_rows_that_ended_in_an_error_are_not_shown_to_rewards():
         seen.append(completions)
         return [1.0] * len(completions)
 
-    model = Model(lambda rollouts: torch.tensor([float(len(text)) for text in rollouts.completions]))
+    model = Model(
+        lambda rollouts: torch.tensor([float(len(text)) for text in rollouts.completions])
+    )
     rollouts = rollouts_of(["aa", None, "b"], finish=["stop", "error", "length"])
     scores = RewardSet([reward, model]).score(rollouts)
     assert seen == [["aa", "b"]] and same(scores.rewards, [3.0, NAN, 2.0]) and scores.failures == ()
@@ -133,7 +152,10 @@ def test_rows_that_ended_in_an_error_are_not_shown_to_rewards():
 def test_permuting_the_rows_permutes_rewards_parts_failures_and_extras():
     def length(completions, answer, log_extra):
         log_extra("text", completions)
-        return [math.inf if text == "inf" else len(text) * answer[n] for n, text in enumerate(completions)]
+        return [
+            math.inf if text == "inf" else len(text) * answer[n]
+            for n, text in enumerate(completions)
+        ]
 
     def shaky(completions):
         return [None if text == "none" else 1.0 / (len(text) - 2) for text in completions]
@@ -159,10 +181,14 @@ def test_permuting_the_rows_permutes_rewards_parts_failures_and_extras():
 @pytest.mark.silent_bug(24)
 def test_splitting_the_batch_changes_no_reward():
     rollouts = rollouts_of(["a", "bb", "ccc"], group_ids=[0, 1, 0], targets=[2.0, 5.0])
-    rewards = RewardSet(lambda completions, answer: [len(c) * a for c, a in zip(completions, answer, strict=True)])
+    rewards = RewardSet(
+        lambda completions, answer: [len(c) * a for c, a in zip(completions, answer, strict=True)]
+    )
     whole = rewards.score(rollouts).rewards
     assert whole.tolist() == [2.0, 10.0, 6.0]
-    assert [rewards.score(rollouts.take([row])).rewards.item() for row in range(3)] == whole.tolist()
+    assert [
+        rewards.score(rollouts.take([row])).rewards.item() for row in range(3)
+    ] == whole.tolist()
 
 
 def test_statistics_by_hand():
@@ -171,7 +197,9 @@ def test_statistics_by_hand():
             raise ValueError("x")
         return [{"a": 1.0, "b": 3.0, "c": math.inf, "d": 5.0}[text] for text in completions]
 
-    scores = RewardSet([f, fixed({"a": 1, "b": 1, "c": 1, "d": None, "x": 1}, "g")]).score(rollouts_of("abcdx"))
+    scores = RewardSet([f, fixed({"a": 1, "b": 1, "c": 1, "d": None, "x": 1}, "g")]).score(
+        rollouts_of("abcdx")
+    )
     assert reward_stats(scores) == {
         "reward/unscored_count": 3.0,  # c is inf in f, d has no g, x raises in f
         "reward/exception_count": 1.0,
@@ -181,9 +209,9 @@ def test_statistics_by_hand():
 
 
 def test_a_wrong_count_is_an_exception_and_a_timeout_a_timeout_in_the_statistics():
-    scores = RewardSet([lambda completions: [], lambda completions: time.sleep(1)], timeout_s=0.1).score(
-        rollouts_of("ab")
-    )
+    scores = RewardSet(
+        [lambda completions: [], lambda completions: time.sleep(1)], timeout_s=0.1
+    ).score(rollouts_of("ab"))
     stats = reward_stats(scores)
     assert (stats["reward/exception_count"], stats["reward/timeout_count"]) == (2.0, 2.0)
     assert stats["reward/unscored_count"] == 2.0
@@ -208,11 +236,20 @@ def test_logged_metrics_are_prefixed_and_extras_keep_their_columns_apart():
 
 def test_equal_names_get_a_suffix():
     rewards = RewardSet(
-        [fixed({"a": 1.0}, "f"), fixed({"a": 2.0}, "f"), fixed({"a": 3.0}, "f_2"), fixed({"a": NAN}, "f")]
+        [
+            fixed({"a": 1.0}, "f"),
+            fixed({"a": 2.0}, "f"),
+            fixed({"a": 3.0}, "f_2"),
+            fixed({"a": NAN}, "f"),
+        ]
     )
     assert rewards.names == ("f", "f_2", "f_2_2", "f_3")
     scores = rewards.score(rollouts_of("a"))
-    assert [part.item() for part in scores.parts.values()][:3] == [1.0, 2.0, 3.0] and scores.failures[0].reward == "f_3"
+    assert [part.item() for part in scores.parts.values()][:3] == [
+        1.0,
+        2.0,
+        3.0,
+    ] and scores.failures[0].reward == "f_3"
 
 
 def test_async_rewards_run_at_the_same_time():
@@ -238,7 +275,9 @@ def test_a_reward_object_that_fails_on_a_row_costs_that_row():
 
 
 def test_an_object_that_scores_each_action_and_does_not_say_so_is_refused_with_the_way_out():
-    with pytest.raises(DataError, match=r"returned \(2, 3\): a score for each action. Set scores_steps = True"):
+    with pytest.raises(
+        DataError, match=r"returned \(2, 3\): a score for each action. Set scores_steps = True"
+    ):
         RewardSet([Model(lambda rollouts: torch.zeros(2, 3))]).score(rollouts_of("ab"))
 
 
@@ -269,7 +308,10 @@ def test_check_reaches_every_reward():
 
 def as_plain(scores):
     """Everything that belongs to a row."""
-    failed = [sorted((f.reward, f.kind) for f in scores.failures if f.row == n) for n in range(len(scores.rewards))]
+    failed = [
+        sorted((f.reward, f.kind) for f in scores.failures if f.row == n)
+        for n in range(len(scores.rewards))
+    ]
     columns = [*scores.parts.values(), scores.rewards]
     extras = zip(*scores.extras.values(), strict=True) if scores.extras else [()] * len(failed)
     numbers = zip(*(column.nan_to_num(nan=-99).tolist() for column in columns), strict=True)

@@ -29,7 +29,10 @@ def test_only_the_row_that_raises_is_unscored_and_the_record_names_error_file_an
     assert outcome.rewards[[0, 2, 3]].tolist() == [1.0, 0.5, 1.0]
     assert kinds_of(outcome) == [(1, "exception")]
     line = reward.__code__.co_firstlineno + 1
-    assert outcome.failures[0].message == f"ZeroDivisionError: float division by zero (test_scoring_failures.py:{line})"
+    assert (
+        outcome.failures[0].message
+        == f"ZeroDivisionError: float division by zero (test_scoring_failures.py:{line})"
+    )
     assert outcome.failures[0].reward == "reward"
 
 
@@ -40,7 +43,10 @@ def test_an_async_reward_that_leaves_costs_its_rows_and_the_next_call_is_answere
         return [1.0] * len(completions)
 
     outcome = RewardSet(leaves, timeout_s=20).score(rollouts_of(["a", "bad"]))
-    assert outcome.rewards.isnan().tolist() == [False, True] and "SystemExit: 3" in outcome.failures[0].message
+    assert (
+        outcome.rewards.isnan().tolist() == [False, True]
+        and "SystemExit: 3" in outcome.failures[0].message
+    )
 
 
 @pytest.mark.parametrize("returned", [[1.0], [1.0, 2.0], [1.0, 2.0, 3.0, 4.0]])
@@ -58,7 +64,8 @@ def test_a_wrong_count_fails_every_row_and_is_not_asked_again_row_by_row(returne
 
 
 @pytest.mark.parametrize(
-    ("answer", "kind"), [(None, "exception"), (0.5, "exception"), ([[0.5]] * 8, "exception"), ([], "count")]
+    ("answer", "kind"),
+    [(None, "exception"), (0.5, "exception"), ([[0.5]] * 8, "exception"), ([], "count")],
 )
 def test_an_answer_that_is_no_list_of_numbers_fails_every_row(answer, kind):
     outcome = RewardSet(lambda completions: answer).score(rollouts_of("abcdefgh"))
@@ -112,7 +119,9 @@ def test_after_a_timeout_of_the_batch_only_the_hung_row_is_unscored():
 def test_timeouts_work_off_the_main_thread():
     outcomes = []
     reward = RewardSet(slow, timeout_s=0.2)
-    thread = threading.Thread(target=lambda: outcomes.append(reward.score(rollouts_of(["slow", "a"]))))
+    thread = threading.Thread(
+        target=lambda: outcomes.append(reward.score(rollouts_of(["slow", "a"])))
+    )
     thread.start()
     thread.join()
     assert kinds_of(outcomes[0]) == [(0, "timeout")] and outcomes[0].rewards[1] == 1.0
@@ -180,7 +189,9 @@ def test_an_async_function_that_blocks_the_event_loop_does_not_block_the_next_on
     async def works(completions):
         return [1.0] * len(completions)
 
-    assert kinds_of(RewardSet(blocks, timeout_s=0.2).score(rollouts_of(["slow"]))) == [(0, "timeout")]
+    assert kinds_of(RewardSet(blocks, timeout_s=0.2).score(rollouts_of(["slow"]))) == [
+        (0, "timeout")
+    ]
     assert RewardSet(works, timeout_s=1.0).score(rollouts_of(["a"])).rewards.tolist() == [1.0]
 
 
@@ -202,7 +213,9 @@ def test_a_function_that_sets_a_signal_is_told_how_to_run():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         return [1.0]
 
-    assert "--scoring.timeout-s None" in RewardSet(reward).score(rollouts_of("a")).failures[0].message
+    assert (
+        "--scoring.timeout-s None" in RewardSet(reward).score(rollouts_of("a")).failures[0].message
+    )
     assert RewardSet([reward], timeout_s=None).score(rollouts_of("a")).rewards.tolist() == [1.0]
 
 

@@ -20,7 +20,9 @@ NAN = math.nan
 
 def same(got, expected):
     expected = torch.tensor(expected)
-    return torch.equal(got.isnan(), expected.isnan()) and torch.allclose(got.nan_to_num(), expected.nan_to_num())
+    return torch.equal(got.isnan(), expected.isnan()) and torch.allclose(
+        got.nan_to_num(), expected.nan_to_num()
+    )
 
 
 def written(*texts, end=0):
@@ -93,12 +95,20 @@ def test_steps_end_at_the_policys_own_tokens_where_tokenising_the_text_again_giv
     ]
     ids.append(tokenizer.eos_token_id)
     again = tokenizer(text)["input_ids"]
-    assert tokenizer.decode(ids, skip_special_tokens=True) == text and again != ids and len(again) < len(ids) - 4
+    assert (
+        tokenizer.decode(ids, skip_special_tokens=True) == text
+        and again != ids
+        and len(again) < len(ids) - 4
+    )
 
     def chat_text(ids):
         return tokenizer.decode(ids, skip_special_tokens=True)
 
-    assert step_ends(split_steps(text, "\n"), text, ids, chat_text) == [2, 9, 12]  # both line ends, and the end token
+    assert step_ends(split_steps(text, "\n"), text, ids, chat_text) == [
+        2,
+        9,
+        12,
+    ]  # both line ends, and the end token
     assert step_ends(split_steps(text, "\n"), text, again, chat_text) == [1, 5, 7 - 1]
 
 
@@ -150,7 +160,9 @@ def test_a_step_or_a_row_may_stay_unscored():
         return {2: [[None, 1.0], None], 1: [[None]]}[len(completions)]
 
     scores = scores_of([some], "a\nb", "c")
-    assert same(scores.steps["some"], [[NAN, NAN, NAN, 1.0], [NAN] * 4]) and same(scores.rewards, [1.0, NAN])
+    assert same(scores.steps["some"], [[NAN, NAN, NAN, 1.0], [NAN] * 4]) and same(
+        scores.rewards, [1.0, NAN]
+    )
     assert scores.failures == () and scores_of([some], "c").rewards.isnan().all()
 
 
@@ -165,7 +177,9 @@ def test_a_step_or_a_row_may_stay_unscored():
         ([3e38, 3e38], "not_finite", "finite float32"),
     ],
 )
-def test_a_row_whose_scores_do_not_fit_its_steps_is_unscored_and_the_others_are_not(bad, kind, message):
+def test_a_row_whose_scores_do_not_fit_its_steps_is_unscored_and_the_others_are_not(
+    bad, kind, message
+):
     @step_reward()
     def odd(completions):
         return [bad if text == "a\nb" else [1.0] for text in completions]
@@ -173,7 +187,9 @@ def test_a_row_whose_scores_do_not_fit_its_steps_is_unscored_and_the_others_are_
     scores = scores_of([odd], "a\nb", "c")
     assert same(scores.rewards, [NAN, 1.0]) and scores.steps["odd"][0].isnan().all()
     (failure,) = scores.failures
-    assert (failure.row, failure.kind) == (0, kind) and message.replace(".float.", "(float)") in failure.message
+    assert (failure.row, failure.kind) == (0, kind) and message.replace(
+        ".float.", "(float)"
+    ) in failure.message
 
 
 def test_a_function_may_ask_for_steps_only_if_it_is_marked():
@@ -187,7 +203,9 @@ def test_a_function_may_ask_for_steps_only_if_it_is_marked():
 
 def test_a_list_for_a_completion_of_an_unmarked_function_names_the_mark():
     (failure,) = scores_of([lambda completions: [[1.0, 2.0]]], "a\nb").failures
-    assert "mark a function that scores each step with gruppo.rewards.step_reward" in failure.message
+    assert (
+        "mark a function that scores each step with gruppo.rewards.step_reward" in failure.message
+    )
 
 
 def test_without_knowing_how_ids_are_read_steps_are_refused():
@@ -198,7 +216,9 @@ def test_without_knowing_how_ids_are_read_steps_are_refused():
 def test_two_steps_that_end_in_one_token_are_added():
     rollouts = written("ab")
     rewards = RewardSet([lengths])
-    rewards.set_decoder(lambda ids: {0: "", 1: "a\nbb\n", 2: "a\nbb\nccc", 3: "a\nbb\nccc"}[len(ids)])
+    rewards.set_decoder(
+        lambda ids: {0: "", 1: "a\nbb\n", 2: "a\nbb\nccc", 3: "a\nbb\nccc"}[len(ids)]
+    )
     rollouts = replace(rollouts, completions=("a\nbb\nccc",))
     scores = rewards.score(rollouts)
     assert same(scores.steps["lengths"], [[3.0, NAN, 3.0]]) and scores.rewards.tolist() == [6.0]

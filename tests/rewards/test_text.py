@@ -15,11 +15,18 @@ def scores(reward, completions, **columns):
     """Called as TRL calls it; a single column value stands for every row."""
     ids = [[0] * len(text.split()) for text in completions]
     filled = {name: [value] * len(completions) for name, value in columns.items()}
-    return reward(prompts=["?"] * len(completions), completions=completions, completion_ids=ids, **filled)
+    return reward(
+        prompts=["?"] * len(completions), completions=completions, completion_ids=ids, **filled
+    )
 
 
 def test_exact_match_compares_stripped_texts():
-    assert scores(text.exact_match, [" 7\n", "7.0", "07", "the 7"], answer=" 7 ") == [1.0, 0.0, 0.0, 0.0]
+    assert scores(text.exact_match, [" 7\n", "7.0", "07", "the 7"], answer=" 7 ") == [
+        1.0,
+        0.0,
+        0.0,
+        0.0,
+    ]
     assert scores(text.exact_match, ["7"], answer=7) == [1.0]
 
 
@@ -54,7 +61,10 @@ def test_numeric_match_compares_the_number_that_the_completion_commits_to(comple
 @pytest.mark.silent_bug(23)
 @pytest.mark.parametrize("gold", [None, "", "twelve", "3 or 4", float("nan"), True, "1/0"])
 def test_an_answer_that_cannot_be_parsed_is_not_scored_and_never_correct(gold):
-    assert scores(text.numeric_match, ["", "3", "nan", "twelve", "True", str(gold)], answer=gold) == [None] * 6
+    assert (
+        scores(text.numeric_match, ["", "3", "nan", "twelve", "True", str(gold)], answer=gold)
+        == [None] * 6
+    )
 
 
 def test_regex_format_needs_the_whole_text():
@@ -74,15 +84,26 @@ def test_length_target_falls_linearly_on_both_sides():
         0.0,
         0.0,
     ]
-    assert scores(text.length_target(4, "characters"), ["我爱 你们", "我\u200b爱\u200b你们"]) == [1.0, 1.0]
+    assert scores(text.length_target(4, "characters"), ["我爱 你们", "我\u200b爱\u200b你们"]) == [
+        1.0,
+        1.0,
+    ]
     actions = RewardSet(text.length_target(2, "actions"))
-    assert actions.score(rollouts_of("abc")).rewards.tolist() == [0.5, 1.0, 0.5]  # 1, 2 and 3 actions
+    assert actions.score(rollouts_of("abc")).rewards.tolist() == [
+        0.5,
+        1.0,
+        0.5,
+    ]  # 1, 2 and 3 actions
     with pytest.raises(GruppoError, match="target of at least 1"):
         text.length_target(0)
 
 
 def test_keywords_count_once_each_and_as_whole_words():
-    assert scores(text.keywords(), ["因为下雨,所以我没去。", "因为因为因为", "没有"]) == [0.4, 0.2, 0.0]
+    assert scores(text.keywords(), ["因为下雨,所以我没去。", "因为因为因为", "没有"]) == [
+        0.4,
+        0.2,
+        0.0,
+    ]
     reward = text.keywords(["so", "but", "SO"], each=0.6)
     assert scores(reward, ["also", "So what, but why", "so so", "so_so"]) == [0.0, 1.0, 0.6, 0.6]
     assert scores(text.keywords(["so"]), ["所以so好"]) == [0.2]
@@ -92,7 +113,12 @@ def test_keywords_count_once_each_and_as_whole_words():
 
 def test_repetition_penalty_is_the_share_of_repeated_ngrams():
     reward = text.repetition_penalty(3)
-    assert scores(reward, ["a b c d", "a b c a b c", "a b", ""]) == [0.0, -0.25, 0.0, 0.0]  # abc bca cab abc: 1 of 4
+    assert scores(reward, ["a b c d", "a b c a b c", "a b", ""]) == [
+        0.0,
+        -0.25,
+        0.0,
+        0.0,
+    ]  # abc bca cab abc: 1 of 4
     assert scores(reward, ["你好你好你"]) == pytest.approx([-1 / 3])  # 你好你 好你好 你好你: 1 of 3
     assert scores(text.repetition_penalty(1, -2.0), ["a a a A"]) == [-1.5]
     with pytest.raises(GruppoError, match="at most 0"):
@@ -146,7 +172,9 @@ def test_cheats_on_numeric_match_score_below_an_honest_answer_and_quickly():
     began = time.monotonic()
     honest = scores(text.numeric_match, ["5 + 12 = 17"], answer=GOLD)[0]
     assert {
-        cheat: s for cheat in NUMERIC_CHEATS if (s := scores(text.numeric_match, [cheat], answer=GOLD)[0]) >= honest
+        cheat: s
+        for cheat in NUMERIC_CHEATS
+        if (s := scores(text.numeric_match, [cheat], answer=GOLD)[0]) >= honest
     } == {}
     assert time.monotonic() - began < 60  # what backtracks would take hours
 
@@ -171,7 +199,9 @@ EXACT_CHEATS = [
 
 @pytest.mark.silent_bug(42)
 def test_cheats_on_exact_match_score_below_an_honest_answer():
-    assert scores(text.exact_match, [" 17 ", *EXACT_CHEATS], answer=GOLD) == [1.0] + [0.0] * len(EXACT_CHEATS)
+    assert scores(text.exact_match, [" 17 ", *EXACT_CHEATS], answer=GOLD) == [1.0] + [0.0] * len(
+        EXACT_CHEATS
+    )
 
 
 FORMAT_CHEATS = [
@@ -191,7 +221,9 @@ FORMAT_CHEATS = [
 @pytest.mark.silent_bug(42)
 def test_cheats_on_regex_format_score_below_an_honest_answer():
     reward = text.regex_format(r"<answer>\d+</answer>")
-    assert scores(reward, ["<answer>7</answer>", *FORMAT_CHEATS]) == [1.0] + [0.0] * len(FORMAT_CHEATS)
+    assert scores(reward, ["<answer>7</answer>", *FORMAT_CHEATS]) == [1.0] + [0.0] * len(
+        FORMAT_CHEATS
+    )
 
 
 @pytest.mark.silent_bug(42)
@@ -209,17 +241,30 @@ def test_cheats_on_keywords_never_score_above_an_honest_text():
         "因为,所以,然而",
     ]
     best, *rest = scores(text.keywords(), [honest, *cheats])
-    assert best == 0.8 and max(rest) <= best and scores(text.keywords(each=0.5), cheats[3:4]) == [1.0]
+    assert (
+        best == 0.8 and max(rest) <= best and scores(text.keywords(each=0.5), cheats[3:4]) == [1.0]
+    )
 
 
 @pytest.mark.silent_bug(42)
 def test_cheats_on_length_never_score_above_an_honest_text():
     honest = "Rain made the road slick, so he came late."  # 9 words
-    cheats = ["x " * 9, "x" * 9, "x\n" * 9, "x\u200b" * 9, "", " " * 9, "x-" * 9, "x " * 1000, "\u00a0".join("x" * 9)]
+    cheats = [
+        "x " * 9,
+        "x" * 9,
+        "x\n" * 9,
+        "x\u200b" * 9,
+        "",
+        " " * 9,
+        "x-" * 9,
+        "x " * 1000,
+        "\u00a0".join("x" * 9),
+    ]
     best, *rest = scores(text.length_target(9), [honest, *cheats])
     assert best == 1.0 and max(rest) <= best
     hidden = scores(
-        text.length_target(9, "characters"), ["我" * 9, "我" + "\u200b" * 8, "我" + " " * 8, "我" + "\x00" * 8]
+        text.length_target(9, "characters"),
+        ["我" * 9, "我" + "\u200b" * 8, "我" + " " * 8, "我" + "\x00" * 8],
     )
     assert hidden[0] == 1.0 and hidden[1:] == pytest.approx([1 / 9] * 3)
 
@@ -246,13 +291,19 @@ REPEATS = [
 @pytest.mark.silent_bug(42)
 def test_repeating_texts_are_penalised_in_every_script_and_an_honest_one_is_not():
     reward = text.repetition_penalty(3)
-    honest = ["Rain made the road slick, so he came late.", "因为下雨,所以路滑。", "x = (3 + 4) * 2 = 14"]
+    honest = [
+        "Rain made the road slick, so he came late.",
+        "因为下雨,所以路滑。",
+        "x = (3 + 4) * 2 = 14",
+    ]
     assert scores(reward, honest) == [0.0, 0.0, 0.0]
     assert {text: s for text in REPEATS if (s := scores(reward, [text])[0]) > -0.6} == {}
 
 
 def test_the_built_ins_work_through_a_reward_set_on_strings_and_conversations():
-    rewards = RewardSet([text.numeric_match, text.repetition_penalty(), text.length_target(1)], weights=[1, 1, 0.5])
+    rewards = RewardSet(
+        [text.numeric_match, text.repetition_penalty(), text.length_target(1)], weights=[1, 1, 0.5]
+    )
     rewards.check(["answer", "target"])
     rows = ["7", [{"role": "assistant", "content": "7"}], "it is 8"]
     got = rewards.score(rollouts_of(rows, targets=["7"]))

@@ -13,7 +13,10 @@ def test_the_text_of_a_conversation_is_what_the_assistant_wrote():
     messages = [
         {"role": "assistant", "content": "I add."},
         {"role": "tool", "content": "42"},
-        {"role": "assistant", "content": [{"type": "text", "text": "It is "}, {"type": "text", "text": "7."}]},
+        {
+            "role": "assistant",
+            "content": [{"type": "text", "text": "It is "}, {"type": "text", "text": "7."}],
+        },
         {"role": "assistant", "content": None},
     ]
     assert text_of(messages) == "I add.\nIt is 7.\n"
@@ -57,12 +60,16 @@ def test_numbers_are_read_exactly(text, numbers):
     assert numbers_in(text) == [Fraction(number) for number in numbers]
 
 
-@pytest.mark.parametrize("text", ["", "twelve", "3 or 4", "12 apples", "3,4", "1/0", "nan", "inf", "x5", "9" * 500])
+@pytest.mark.parametrize(
+    "text", ["", "twelve", "3 or 4", "12 apples", "3,4", "1/0", "nan", "inf", "x5", "9" * 500]
+)
 def test_a_text_that_is_not_one_number_is_none(text):
     assert numeric_match(["7"], [text]) == [None]
 
 
-@pytest.mark.parametrize(("text", "number"), [(" 1,234 ", 1234), ("$5.", 5), ("50 %", 50), ("-7", -7), ("1/2", 0.5)])
+@pytest.mark.parametrize(
+    ("text", "number"), [(" 1,234 ", 1234), ("$5.", 5), ("50 %", 50), ("-7", -7), ("1/2", 0.5)]
+)
 def test_a_text_that_is_one_number_is_that_number(text, number):
     assert numeric_match([str(number)], [text]) == [1.0]
 

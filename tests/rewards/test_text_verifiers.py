@@ -43,7 +43,12 @@ def test_the_entry_travels_in_the_prompts_meta_and_a_row_without_one_is_unscored
     rewards = RewardSet(reasoning_gym_score)
     rewards.check(["entry"])
     got = rewards.score(
-        rollouts_of([entry["answer"], "x"], group_ids=[0, 1], targets=[None, None], metas=[{"entry": entry}, {}])
+        rollouts_of(
+            [entry["answer"], "x"],
+            group_ids=[0, 1],
+            targets=[None, None],
+            metas=[{"entry": entry}, {}],
+        )
     )
     assert got.rewards[0] == 1.0 and got.rewards[1].isnan() and got.failures == ()
     with pytest.raises(DataError, match="asks for 'entry'"):
@@ -89,7 +94,15 @@ def test_an_answer_that_is_code_is_never_run(name, monkeypatch, tmp_path):
 
 @pytest.mark.silent_bug(42)
 @pytest.mark.parametrize(
-    "bomb", ["9**9**9**9", "(9**64)**64**64", "9" * 4000 + "**64", "factorial(10**9)", "9!!!!!!", "1<<10**9"]
+    "bomb",
+    [
+        "9**9**9**9",
+        "(9**64)**64**64",
+        "9" * 4000 + "**64",
+        "factorial(10**9)",
+        "9!!!!!!",
+        "1<<10**9",
+    ],
 )
 def test_an_answer_that_would_take_forever_is_not_evaluated(bomb):
     began = time.monotonic()

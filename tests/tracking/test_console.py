@@ -28,15 +28,27 @@ STEP = {
     "somebody/else": 7.0,
 }
 NASTY = [
-    {"prompt": "[red]1 + 1[/red] [/oops]", "completion": "[bold\n\x1b[31m2\x07", "reward": 1.0, "target": 2},
-    {"prompt": [{"role": "user", "content": "2 + 2"}], "completion": "中文" * 90, "reward": math.nan, "target": None},
+    {
+        "prompt": "[red]1 + 1[/red] [/oops]",
+        "completion": "[bold\n\x1b[31m2\x07",
+        "reward": 1.0,
+        "target": 2,
+    },
+    {
+        "prompt": [{"role": "user", "content": "2 + 2"}],
+        "completion": "中文" * 90,
+        "reward": math.nan,
+        "target": None,
+    },
     {"prompt": "\udc80", "completion": ""},
 ]
 
 
 def tracker(total, *, is_terminal, width=80, now=None, encoding="utf-8", **options):
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
-    console = Console(file=file, width=width, height=50, force_terminal=is_terminal, color_system=None)
+    console = Console(
+        file=file, width=width, height=50, force_terminal=is_terminal, color_system=None
+    )
     now = now or [0.0]
     return ConsoleTracker(total, console=console, clock=lambda: now[0], **options)
 
@@ -61,7 +73,9 @@ def test_a_plain_line_holds_the_values_and_the_time_left():
         now[0] += 2.0
         plain.log(step, STEP)
     rest = "reward 0.412  spread 0.3  kl 0.002  entropy 0.8  len 3.1  412 tok/s  1.9 s"
-    assert output(plain) == f"step 11/150  {rest}\nstep 12/150  {rest}  4:36 left\n"  # 138 steps of 2 s
+    assert (
+        output(plain) == f"step 11/150  {rest}\nstep 12/150  {rest}  4:36 left\n"
+    )  # 138 steps of 2 s
 
 
 def test_rows_without_a_reward_are_counted_on_the_line_and_on_the_screen():
@@ -112,7 +126,10 @@ def sheets(tmp_path, monkeypatch):
             (tmp_path / "runs/a" / name).touch()
 
 
-IMAGES = [{"prompt": n, "completion": torch.rand(1, 28, 28), "reward": n / 4, "target": None} for n in range(5)]
+IMAGES = [
+    {"prompt": n, "completion": torch.rand(1, 28, 28), "reward": n / 4, "target": None}
+    for n in range(5)
+]
 
 
 def test_plain_lines_of_images_have_prompt_reward_and_the_file_of_the_sheet(sheets):
@@ -141,7 +158,9 @@ def test_the_live_screen_names_the_sheet_and_no_numbers_of_a_tensor(width, sheet
     live.log_samples(2, IMAGES)
     live.log_samples(2, [row | {"held_out": True} for row in IMAGES])
     screen = final_screen(live)
-    assert "runs/a/images/step_000002.png" in "".join(line.strip("│ ") for line in screen.splitlines())
+    assert "runs/a/images/step_000002.png" in "".join(
+        line.strip("│ ") for line in screen.splitlines()
+    )
     assert "tensor" not in screen and "completion" not in screen and "0.75" in screen
     assert "held-out images: runs/a/images/eval_000002.png" in output(live)
 
@@ -156,7 +175,15 @@ def test_samples_are_shown_again_only_after_some_steps():
     plain = tracker(20, is_terminal=False, samples_every=5)
     for step in range(1, 13):
         plain.log_samples(step, [{"prompt": "p", "completion": f"at {step}.", "reward": 1.0}])
-    assert [f"at {step}." in output(plain) for step in (1, 2, 5, 6, 10, 11, 12)] == [1, 0, 0, 1, 0, 1, 0]
+    assert [f"at {step}." in output(plain) for step in (1, 2, 5, 6, 10, 11, 12)] == [
+        1,
+        0,
+        0,
+        1,
+        0,
+        1,
+        0,
+    ]
 
 
 @pytest.mark.parametrize("width", [30, 50, 80, 120, 200])
@@ -213,13 +240,18 @@ def test_time_left_counts_down_while_a_step_runs():
         now[0] += 60.0
         live.log(step, STEP)
     now[0] += 30.0
-    assert "3:30 elapsed, about 6:30 left" in final_screen(live)  # 7 steps of 60 s, half of one gone
+    assert "3:30 elapsed, about 6:30 left" in final_screen(
+        live
+    )  # 7 steps of 60 s, half of one gone
 
 
 def test_the_time_bar_is_shared_out_like_the_time():
     bar = time_bar({"time/rollout_s": 3.0, "time/update_s": 1.0}, 93)
     assert bar.plain == "time per step     " + "━" * 39 + "  rollout 75%  reward 0%  update 25%"
-    assert [(part.end - part.start, part.style) for part in bar.spans[:2]] == [(29, "cyan"), (10, "magenta")]
+    assert [(part.end - part.start, part.style) for part in bar.spans[:2]] == [
+        (29, "cyan"),
+        (10, "magenta"),
+    ]
 
 
 @pytest.mark.silent_bug(24)
@@ -231,13 +263,44 @@ def test_best_and_worst_keep_the_row_of_each_reward():
 
 
 def test_numbers_take_few_characters():
-    values = [0.23649, 0.00452, 4.82e-5, -0.00012, 412.3, 18345.0, 1.0, 0.0, math.nan, None, math.inf, 1e9]
-    texts = ["0.236", "0.0045", "4.8e-05", "-1.2e-04", "412", "18 300", "1", "0", "-", "-", "inf", "1e+09"]
+    values = [
+        0.23649,
+        0.00452,
+        4.82e-5,
+        -0.00012,
+        412.3,
+        18345.0,
+        1.0,
+        0.0,
+        math.nan,
+        None,
+        math.inf,
+        1e9,
+    ]
+    texts = [
+        "0.236",
+        "0.0045",
+        "4.8e-05",
+        "-1.2e-04",
+        "412",
+        "18 300",
+        "1",
+        "0",
+        "-",
+        "-",
+        "inf",
+        "1e+09",
+    ]
     assert [number(value) for value in values] == texts
 
 
 def test_spans_of_time():
-    assert [duration(seconds) for seconds in (0, 59.6, 102, 7509)] == ["0:00", "1:00", "1:42", "2:05:09"]
+    assert [duration(seconds) for seconds in (0, 59.6, 102, 7509)] == [
+        "0:00",
+        "1:00",
+        "1:42",
+        "2:05:09",
+    ]
 
 
 def test_a_trend_is_scaled_to_the_values_that_it_shows():
@@ -251,23 +314,38 @@ def test_texts_stay_on_one_line_and_show_what_cannot_be_seen():
     assert shorten("abcdefghij", 10) == "abcdefghij"
     assert shorten("abcdefghijk", 10) == "abcdef…ijk"
     assert shorten("中文中文中文", 7) == "中文…文"
-    assert as_text([{"role": "system", "content": "s"}, {"role": "user", "content": "hi\n"}]) == r"hi\n"
+    assert (
+        as_text([{"role": "system", "content": "s"}, {"role": "user", "content": "hi\n"}])
+        == r"hi\n"
+    )
     talk = [("assistant", "8"), ("user", "Higher."), ("assistant", "12\n")]
     assert as_text([{"role": role, "content": text} for role, text in talk]) == r"8 [Higher.] 12\n"
     called = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
-    messages = [{"role": "assistant", "content": "", "tool_calls": called}, {"role": "tool", "content": "2"}]
+    messages = [
+        {"role": "assistant", "content": "", "tool_calls": called},
+        {"role": "tool", "content": "2"},
+    ]
     assert as_text(messages) == 'add({"a": 1}) [2]'
 
 
-@pytest.mark.parametrize(("unit", "line"), [("image", "reward 0.5  80 images/s"), ("step", "len 10  800 steps/s")])
+@pytest.mark.parametrize(
+    ("unit", "line"), [("image", "reward 0.5  80 images/s"), ("step", "len 10  800 steps/s")]
+)
 def test_the_rate_is_in_the_units_of_the_policy_and_images_have_no_length(unit, line):
-    metrics = {"reward/mean": 0.5, "entropy/mean_nats": 300.0, "len/mean_actions": 10.0, "rate/tokens_per_s": 800.0}
+    metrics = {
+        "reward/mean": 0.5,
+        "entropy/mean_nats": 300.0,
+        "len/mean_actions": 10.0,
+        "rate/tokens_per_s": 800.0,
+    }
     plain = tracker(9, is_terminal=False, unit=unit)
     plain.log(1, metrics)
     assert output(plain).endswith(f"  {line}\n")
     live = tracker(9, is_terminal=True, unit=unit)
     live.log(1, metrics)
-    assert f"{unit}s per second" in final_screen(live) and ("length" in final_screen(live)) == (unit != "image")
+    assert f"{unit}s per second" in final_screen(live) and ("length" in final_screen(live)) == (
+        unit != "image"
+    )
 
 
 def test_any_object_is_shown_by_its_text_and_image_bytes_are_not(sheets):
@@ -277,7 +355,9 @@ def test_any_object_is_shown_by_its_text_and_image_bytes_are_not(sheets):
 
     plain = tracker(9, is_terminal=False, run_dir="runs/a")
     png = b"\x89PNG\r\n\x1a\n..."
-    plain.log_samples(1, [{"prompt": "20 cities", "completion": Tour(), "reward": -3.5, "image": png}])
+    plain.log_samples(
+        1, [{"prompt": "20 cities", "completion": Tour(), "reward": -3.5, "image": png}]
+    )
     plain.log_samples(9, [{"prompt": "20 cities", "completion": png, "reward": 1.0}])
     assert output(plain).splitlines() == [
         '  reward -3.5  "20 cities" -> "Tour(0 2 1)"',

@@ -9,7 +9,13 @@ import math
 import pytest
 import torch
 
-from gruppo.tracking.files import STEPS_PER_FILE, CompletionFiles, MetricsFile, read_completions, read_metrics
+from gruppo.tracking.files import (
+    STEPS_PER_FILE,
+    CompletionFiles,
+    MetricsFile,
+    read_completions,
+    read_metrics,
+)
 from gruppo.tracking.samples import SamplesFile
 from gruppo.types import GruppoError, Stat
 
@@ -36,21 +42,36 @@ def test_both_files_hold_the_hand_computed_values_to_the_bit(tmp_path):
     (row,), (cells,) = read_metrics(tmp_path), csv_rows(tmp_path)
     assert row["reward/mean"] == 0.525
     assert row["reward/std"] == pytest.approx(math.sqrt((2.01 - 2.1**2 / 4) / 4), rel=1e-12)
-    assert row == {"step": 3, "reward/mean": stat.mean, "reward/std": stat.std, "loss/policy": -1 / 3}
+    assert row == {
+        "step": 3,
+        "reward/mean": stat.mean,
+        "reward/std": stat.std,
+        "loss/policy": -1 / 3,
+    }
     assert {name: float(cell) for name, cell in cells.items()} == row
 
 
 def test_nan_is_null_and_infinities_are_text(tmp_path):
-    MetricsFile(tmp_path).log(1, {"kl/ref_nats": math.nan, "ratio/max": math.inf, "ratio/min": -math.inf})
+    MetricsFile(tmp_path).log(
+        1, {"kl/ref_nats": math.nan, "ratio/max": math.inf, "ratio/min": -math.inf}
+    )
     line = (tmp_path / "metrics.jsonl").read_text()
     assert line == '{"step": 1, "kl/ref_nats": null, "ratio/max": "inf", "ratio/min": "-inf"}\n'
     (row,) = read_metrics(tmp_path)
-    assert math.isnan(row["kl/ref_nats"]) and row["ratio/max"] == math.inf and row["ratio/min"] == -math.inf
-    assert csv_rows(tmp_path) == [{"step": "1", "kl/ref_nats": "nan", "ratio/max": "inf", "ratio/min": "-inf"}]
+    assert (
+        math.isnan(row["kl/ref_nats"])
+        and row["ratio/max"] == math.inf
+        and row["ratio/min"] == -math.inf
+    )
+    assert csv_rows(tmp_path) == [
+        {"step": "1", "kl/ref_nats": "nan", "ratio/max": "inf", "ratio/min": "-inf"}
+    ]
 
 
 def test_numpy_and_tensor_scalars_are_numbers(tmp_path):
-    MetricsFile(tmp_path).log(1, {"a": torch.tensor(0.5), "b": torch.tensor([0.25]).numpy()[0], "c": torch.tensor(3)})
+    MetricsFile(tmp_path).log(
+        1, {"a": torch.tensor(0.5), "b": torch.tensor([0.25]).numpy()[0], "c": torch.tensor(3)}
+    )
     assert read_metrics(tmp_path) == [{"step": 1, "a": 0.5, "b": 0.25, "c": 3.0}]
 
 
@@ -59,7 +80,9 @@ def test_a_column_that_appears_later_is_empty_before(tmp_path):
     file.log(1, {"reward/mean": 0.5})
     file.log(2, {"reward/mean": 0.6, "eval/reward": 0.7})
     file.log(3, {"reward/mean": 0.8})
-    assert (tmp_path / "metrics.csv").read_text() == "step,reward/mean,eval/reward\n1,0.5,\n2,0.6,0.7\n3,0.8,\n"
+    assert (
+        tmp_path / "metrics.csv"
+    ).read_text() == "step,reward/mean,eval/reward\n1,0.5,\n2,0.6,0.7\n3,0.8,\n"
 
 
 def test_logging_a_step_again_adds_to_its_row(tmp_path):
@@ -72,7 +95,9 @@ def test_logging_a_step_again_adds_to_its_row(tmp_path):
         {"step": 2, "reward/mean": 0.6, "eval/reward": 0.7},
         {"step": 3, "reward/mean": 0.8},
     ]
-    assert (tmp_path / "metrics.csv").read_text() == "step,reward/mean,eval/reward\n1,0.5,\n2,0.6,0.7\n3,0.8,\n"
+    assert (
+        tmp_path / "metrics.csv"
+    ).read_text() == "step,reward/mean,eval/reward\n1,0.5,\n2,0.6,0.7\n3,0.8,\n"
 
 
 def test_a_step_that_goes_back_without_a_cut_is_refused(tmp_path):
@@ -80,7 +105,9 @@ def test_a_step_that_goes_back_without_a_cut_is_refused(tmp_path):
         MetricsFile(log_three(tmp_path)).log(1, {"reward/mean": 0.0})
 
 
-@pytest.mark.parametrize("torn", [b'{"step": 4, "rew', b'{"step": 4, "reward/mean": 0.5}', b"\xe4\xb8", b"\0\0\0\n"])
+@pytest.mark.parametrize(
+    "torn", [b'{"step": 4, "rew', b'{"step": 4, "reward/mean": 0.5}', b"\xe4\xb8", b"\0\0\0\n"]
+)
 def test_a_torn_last_line_is_dropped_and_the_next_step_is_whole(tmp_path, torn):
     path = log_three(tmp_path) / "metrics.jsonl"
     path.write_bytes(path.read_bytes() + torn)
@@ -103,7 +130,10 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path):
 def test_cut_and_go_on_gives_the_files_of_an_uninterrupted_run(tmp_path):
     def log(file, steps):
         for step in steps:
-            file.log(step, {"reward/mean": step / 7} | ({"eval/reward": 0.1 * step} if step % 2 == 0 else {}))
+            file.log(
+                step,
+                {"reward/mean": step / 7} | ({"eval/reward": 0.1 * step} if step % 2 == 0 else {}),
+            )
 
     log(MetricsFile(tmp_path / "whole"), range(1, 7))
     log(MetricsFile(tmp_path / "cut"), range(1, 6))
@@ -130,21 +160,35 @@ def test_samples_keep_any_text_and_are_cut_with_the_run(tmp_path):
     plain = {"prompt": "2 + 2", "completion": "4", "reward": 1.0, "exact": 1.0}
     file.log_samples(1, [chat | {"reward": math.nan}])
     file.log_samples(2, [plain | {"target": torch.Size([2])}])
-    first, second = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_bytes().split(b"\n")[:-1]]
+    first, second = [
+        json.loads(line) for line in (tmp_path / "samples.jsonl").read_bytes().split(b"\n")[:-1]
+    ]
     assert first == {"step": 1, **chat, "reward": None}
     assert second == {"step": 2, **plain, "target": [2]}
     file.cut(1)
     file.log_samples(2, [{"completion": "5"}])
-    assert [json.loads(line)["step"] for line in (tmp_path / "samples.jsonl").read_bytes().split(b"\n")[:-1]] == [1, 2]
+    assert [
+        json.loads(line)["step"]
+        for line in (tmp_path / "samples.jsonl").read_bytes().split(b"\n")[:-1]
+    ] == [1, 2]
 
 
 def test_of_a_long_array_in_samples_only_type_and_shape_are_kept(tmp_path):
-    arrays = {"short": torch.tensor([1, 2]), "one": torch.tensor(0.5), "nan": torch.tensor([math.nan]).numpy()}
+    arrays = {
+        "short": torch.tensor([1, 2]),
+        "one": torch.tensor(0.5),
+        "nan": torch.tensor([math.nan]).numpy(),
+    }
     SamplesFile(tmp_path).log_samples(
         1, [{"extra": arrays | {"long": torch.zeros(3, 64, 64)}, "target": torch.zeros(17)}]
     )
     [row] = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
-    assert row["extra"] == {"short": [1, 2], "one": 0.5, "nan": [None], "long": "float32 [3, 64, 64]"}
+    assert row["extra"] == {
+        "short": [1, 2],
+        "one": 0.5,
+        "nan": [None],
+        "long": "float32 [3, 64, 64]",
+    }
     assert row["target"] == "float32 [17]"
 
 
@@ -164,7 +208,9 @@ def test_a_run_without_metrics_reads_as_empty(tmp_path):
 def write_completions(folder, steps, *, max_bytes=1e9):
     files = CompletionFiles(folder, max_bytes)
     for step in range(1, steps + 1):
-        files.append(step, [{"completion": f"{step} \ud83d {n}", "reward": math.nan} for n in range(3)])
+        files.append(
+            step, [{"completion": f"{step} \ud83d {n}", "reward": math.nan} for n in range(3)]
+        )
     return files
 
 
@@ -179,8 +225,13 @@ def test_every_completion_is_read_by_pandas_and_datasets(tmp_path, monkeypatch):
 
     write_completions(tmp_path, STEPS_PER_FILE + 2)
     first, second = paths = sorted(map(str, (tmp_path / "completions").glob("*.jsonl.gz")))
-    assert (len(pandas.read_json(first, lines=True)), len(pandas.read_json(second, lines=True))) == (150, 6)
-    rows = datasets.load_dataset("json", data_files=paths, split="train", cache_dir=str(tmp_path / "cache"))
+    assert (
+        len(pandas.read_json(first, lines=True)),
+        len(pandas.read_json(second, lines=True)),
+    ) == (150, 6)
+    rows = datasets.load_dataset(
+        "json", data_files=paths, split="train", cache_dir=str(tmp_path / "cache")
+    )
     assert rows["step"] == [step for step in range(1, STEPS_PER_FILE + 3) for _ in range(3)]
     assert rows[0]["reward"] is None
 

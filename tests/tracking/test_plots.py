@@ -30,7 +30,15 @@ def run_dir(tmp_path):
     file = MetricsFile(tmp_path)
     file.log(0, {"eval/reward_mean": 0.1})
     for step in range(1, 6):
-        file.log(step, {"reward/mean": step / 5, "len/mean_actions": 3.0, "kl/ref_nats": math.nan, "loss/policy": 0.0})
+        file.log(
+            step,
+            {
+                "reward/mean": step / 5,
+                "len/mean_actions": 3.0,
+                "kl/ref_nats": math.nan,
+                "loss/policy": 0.0,
+            },
+        )
     file.log(5, {"eval/reward_mean": 0.9})
     return tmp_path
 
@@ -53,7 +61,10 @@ def test_each_logged_curve_is_a_png_and_all_are_on_the_overview(run_dir):
 def test_a_run_with_a_critic_shows_its_values_beside_the_returns_and_what_it_explains(tmp_path):
     file = MetricsFile(tmp_path)
     for step in range(1, 4):
-        file.log(step, {"value/mean": 0.1, "return/mean": 0.2, "value/explained_variance_frac": step / 10})
+        file.log(
+            step,
+            {"value/mean": 0.1, "return/mean": 0.2, "value/explained_variance_frac": step / 10},
+        )
     assert [path.name for path in plot_run(tmp_path)] == ["overview.png", "value.png", "critic.png"]
 
 
@@ -72,7 +83,9 @@ def test_a_missing_matplotlib_is_one_note_that_names_the_extra(run_dir, monkeypa
 def test_smoothing_neither_lags_nor_changes_a_constant():
     assert smooth([3.0] * 7, 2.0) == pytest.approx([3.0] * 7, rel=1e-12)
     line = [float(step) for step in range(41)]
-    assert smooth(line, 2.0)[6:35] == pytest.approx(line[6:35], rel=1e-12)  # symmetric: a straight line stays
+    assert smooth(line, 2.0)[6:35] == pytest.approx(
+        line[6:35], rel=1e-12
+    )  # symmetric: a straight line stays
     assert smooth([5.0], 1.0) == [5.0]
 
 
@@ -85,7 +98,9 @@ def test_smoothing_weighs_neighbours_by_a_bell():
 # --- what is in a panel -----------------------------------------------------------------------------------------------
 
 
-def drawn(curve: Panel, metrics: list[dict[str, float]], starts: dict[int, str] | None = None) -> Any:
+def drawn(
+    curve: Panel, metrics: list[dict[str, float]], starts: dict[int, str] | None = None
+) -> Any:
     """The axes of one panel."""
     axes = Figure().subplots()
     draw_panel(axes, curve, metrics, starts or {})
@@ -104,7 +119,9 @@ def test_every_line_of_a_panel_is_what_was_logged_and_a_band_is_around_the_first
     [band] = axes.collections
     ends = band.get_paths()[0].vertices[:, 1]
     assert (ends.min(), ends.max()) == (pytest.approx(0.75), pytest.approx(1.25))
-    assert legend(axes) == ["first", "second"] and axes.get_ylim()[1] > 40  # the legend has room of its own
+    assert (
+        legend(axes) == ["first", "second"] and axes.get_ylim()[1] > 40
+    )  # the legend has room of its own
 
 
 def test_a_value_that_is_set_is_drawn_as_it_is_and_not_smoothed():
@@ -115,7 +132,9 @@ def test_a_value_that_is_set_is_drawn_as_it_is_and_not_smoothed():
 
 def test_more_lines_than_colors_are_all_drawn():
     names = [f"m{n}" for n in range(11)]
-    axes = drawn(Panel("p", "", "", {n: n for n in names}), [{"step": 1} | dict.fromkeys(names, 1.0)])
+    axes = drawn(
+        Panel("p", "", "", {n: n for n in names}), [{"step": 1} | dict.fromkeys(names, 1.0)]
+    )
     assert legend(axes) == names
 
 
@@ -125,7 +144,9 @@ def test_each_stage_begins_at_a_line_with_its_name_on_every_panel(tmp_path):
         file.log(step, {"stage/number": float(number), "reward/mean": 0.5})
     metrics = read_metrics(tmp_path)
     assert stage_starts(tmp_path, metrics) == {3: "2", 5: "3"}
-    (tmp_path / "config.json").write_text(json.dumps({"stages": [{"name": "sup"}, {"name": "ramp"}, {"name": ""}]}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"stages": [{"name": "sup"}, {"name": "ramp"}, {"name": ""}]})
+    )
     starts = stage_starts(tmp_path, metrics)
     assert starts == {3: "ramp", 5: "3"}
     axes = drawn(Panel("p", "", "", {"reward/mean": "mean"}), metrics, starts)
@@ -136,7 +157,10 @@ def test_each_stage_begins_at_a_line_with_its_name_on_every_panel(tmp_path):
 
 
 def test_a_histogram_shows_each_steps_share_of_each_size(tmp_path):
-    rows = [{"step": 1, "group/size_2_count": 1.0, "group/size_4_count": 3.0}, {"step": 2, "group/size_4_count": 4.0}]
+    rows = [
+        {"step": 1, "group/size_2_count": 1.0, "group/size_4_count": 3.0},
+        {"step": 2, "group/size_4_count": 4.0},
+    ]
     [curve] = [curve for curve in panels_of(rows) if curve.name == "group_sizes"]
     [mesh, *_] = drawn(curve, rows).collections
     assert mesh.get_array().filled(0).tolist() == [[0.25, 0.0], [0.0, 0.0], [0.75, 1.0]]
@@ -165,7 +189,9 @@ def test_heat_shows_each_denoising_steps_value_at_each_step_and_grey_where_there
     axes = drawn(heat(rows), rows)
     [mesh, *_] = axes.collections
     assert np.array_equal(mesh.get_array().filled(nan), values, equal_nan=True)
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["0", "1"] and list(axes.get_yticks()) == [0, 1]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["0", "1"] and list(
+        axes.get_yticks()
+    ) == [0, 1]
     assert axes.get_xlim()[1] > 7
 
 
@@ -176,7 +202,10 @@ def test_denoising_steps_are_in_the_order_of_their_numbers():
 
 
 def test_of_many_steps_neighbours_are_one_column_with_their_mean_or_largest():
-    rows = [timesteps(10 * n, float(n), 0.0) | timesteps(10 * n, float(n), name="ratio_max") for n in range(1, 8)]
+    rows = [
+        timesteps(10 * n, float(n), 0.0) | timesteps(10 * n, float(n), name="ratio_max")
+        for n in range(1, 8)
+    ]
     ends, values = heatmap_cells(heat(rows), rows, max_columns=3)
     assert ends.tolist() == [5.0, 35.0, 65.0, 95.0]
     assert values.tolist() == [[2.0, 5.0, 7.0], [0.0, 0.0, 0.0]]
@@ -191,7 +220,10 @@ def test_a_cell_of_rare_steps_is_seen_whole_also_at_the_end_of_the_run():
 
 
 def test_rewards_along_the_denoising_are_a_line_for_the_first_and_the_last_evaluation_and_some_between():
-    rows = [timesteps(5 * n, n, math.nan, 2.0 * n, name="reward") | {"reward/mean": 0.5} for n in range(9)]
+    rows = [
+        timesteps(5 * n, n, math.nan, 2.0 * n, name="reward") | {"reward/mean": 0.5}
+        for n in range(9)
+    ]
     rows += [{"step": 41, "reward/mean": 0.5}]
     [curve] = [curve for curve in panels_of(rows) if curve.name.startswith("timestep")]
     axes = drawn(curve, rows, {3: "a stage"})
@@ -223,7 +255,10 @@ def test_colors_are_of_both_signs_of_decades_or_plain():
 
 
 def names_of(*rows: dict[str, float]) -> list[str]:
-    return [curve.name for curve in panels_of([{"step": n, **row} for n, row in enumerate(rows, start=1)])]
+    return [
+        curve.name
+        for curve in panels_of([{"step": n, **row} for n, row in enumerate(rows, start=1)])
+    ]
 
 
 def test_a_metric_with_nothing_to_show_has_no_panel():
@@ -239,7 +274,10 @@ def test_a_metric_with_nothing_to_show_has_no_panel():
 
 def test_a_reference_is_drawn_beside_the_policy_only_if_it_was_evaluated():
     assert names_of({"eval/reward_mean": 0.5}) == ["reward"]
-    assert names_of({"eval/reward_mean": 0.5, "reference/eval_reward_mean": 0.4}) == ["reward", "reference"]
+    assert names_of({"eval/reward_mean": 0.5, "reference/eval_reward_mean": 0.4}) == [
+        "reward",
+        "reference",
+    ]
 
 
 def test_every_statistic_of_groups_stages_and_epochs_has_a_panel():
@@ -251,7 +289,11 @@ def test_every_statistic_of_groups_stages_and_epochs_has_a_panel():
         "advantage/min": -1.0,
         "sup/loss_nats": 2.0,
         "reference/distance_frac": 0.1,
-        **{f"epoch/{n}/{metric}": float(n) for n in (1, 2) for metric in ("ratio_max", "clip_frac", "kl_old_k3_nats")},
+        **{
+            f"epoch/{n}/{metric}": float(n)
+            for n in (1, 2)
+            for metric in ("ratio_max", "clip_frac", "kl_old_k3_nats")
+        },
         **{f"epoch/{n}/updates_count": 1.0 for n in (1, 2)},
     }
     scheduled = ("kl_coef", "entropy_coef", "rl_coef", "sup_coef", "temperature", "difficulty")
@@ -263,7 +305,10 @@ def test_every_statistic_of_groups_stages_and_epochs_has_a_panel():
 
 
 def test_several_reward_functions_have_a_panel_together_and_a_picture_each():
-    one = {f"reward/{name}": 1.0 for name in ("f/mean", "f/best_of_group_mean", "f/worst_of_group_mean")}
+    one = {
+        f"reward/{name}": 1.0
+        for name in ("f/mean", "f/best_of_group_mean", "f/worst_of_group_mean")
+    }
     other = {name.replace("/f/", "/a b:c/"): 2.0 for name in one}
     assert names_of(one) == []  # the panels of the sum show it
     curves = {curve.name: curve for curve in panels_of([{"step": 1, **one, **other}])}
@@ -276,7 +321,9 @@ def test_several_reward_functions_have_a_panel_together_and_a_picture_each():
 def test_any_metric_by_denoising_step_has_a_panel_where_it_differs():
     assert names_of(timesteps(1, 0.1, 0.2)) == ["timestep_kl_ref_nats"]
     assert names_of(timesteps(1, 0.1, 0.1), timesteps(2, 0.1, 0.1)) == []
-    assert names_of(timesteps(1, 0.1), timesteps(2, 0.2)) == []  # one denoising step is a curve, and has one
+    assert (
+        names_of(timesteps(1, 0.1), timesteps(2, 0.2)) == []
+    )  # one denoising step is a curve, and has one
     assert names_of(timesteps(1, math.nan, math.nan)) == []
     rows = [{"step": 1, "timestep/a b/c/0": 1.0, "timestep/a b/c/1": 2.0} | timesteps(1, 1.0, 2.0)]
     titles = {curve.name: (curve.title, curve.value) for curve in panels_of(rows)}
@@ -287,7 +334,9 @@ def test_any_metric_by_denoising_step_has_a_panel_where_it_differs():
 
 
 def test_the_rewards_of_prompts_are_a_line_of_colour_each_classes_by_number():
-    metrics = {f"prompt/reward_mean/{name}": n for n, name in enumerate(["10", "cat", "9", "an owl"])}
+    metrics = {
+        f"prompt/reward_mean/{name}": n for n, name in enumerate(["10", "cat", "9", "an owl"])
+    }
     [curve] = panels_of([{"step": 1, **metrics}])
     assert list(curve.metrics.values()) == ["9", "10", "cat", "an owl"] and curve.style == "heatmap"
 

@@ -13,13 +13,23 @@ from gruppo.tracking.report import closing_lines, wilson_interval
 
 
 def text(renderable, *, is_terminal=False, width=80):
-    console = Console(file=io.StringIO(), width=width, force_terminal=is_terminal, color_system=None)
+    console = Console(
+        file=io.StringIO(), width=width, force_terminal=is_terminal, color_system=None
+    )
     console.print(renderable)
     return console.file.getvalue()
 
 
 def evaluation(step, mean, low, high, **parts):
-    return {"step": step, "prompts": 256, "scored": 256, "mean": mean, "low": low, "high": high, "parts": parts}
+    return {
+        "step": step,
+        "prompts": 256,
+        "scored": 256,
+        "mean": mean,
+        "low": low,
+        "high": high,
+        "parts": parts,
+    }
 
 
 def test_wilson_interval_of_none_is_z2_over_n_plus_z2():
@@ -30,7 +40,10 @@ def test_wilson_interval_of_none_is_z2_over_n_plus_z2():
 
 def test_wilson_interval_of_a_half_is_half_of_sqrt_z2_over_n_plus_z2():
     # p = 1/2: centre 1/2, half width z / 2 / sqrt(n + z^2) = 1.959964 / 2 / sqrt(13.841459) = 0.2634069
-    assert wilson_interval(5, 10) == (pytest.approx(0.2365931, rel=1e-6), pytest.approx(0.7634069, rel=1e-6))
+    assert wilson_interval(5, 10) == (
+        pytest.approx(0.2365931, rel=1e-6),
+        pytest.approx(0.7634069, rel=1e-6),
+    )
 
 
 def test_wilson_interval_of_nothing_is_unknown():
@@ -40,8 +53,13 @@ def test_wilson_interval_of_nothing_is_unknown():
 def test_wilson_interval_holds_the_truth_about_95_times_in_100():
     n, truths = 60, [k / 40 for k in range(4, 37)]
     ends = [wilson_interval(k, n) for k in range(n + 1)]
-    chance = {p: [math.comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(n + 1)] for p in truths}
-    held = [sum(q for q, (low, high) in zip(chance[p], ends, strict=True) if low <= p <= high) for p in truths]
+    chance = {
+        p: [math.comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(n + 1)] for p in truths
+    }
+    held = [
+        sum(q for q, (low, high) in zip(chance[p], ends, strict=True) if low <= p <= high)
+        for p in truths
+    ]
     assert sum(held) / len(held) == pytest.approx(0.95, abs=0.005)
 
 
@@ -50,14 +68,24 @@ def test_the_report_holds_reward_time_evaluations_files_and_commands(tmp_path):
     run_dir = tmp_path / "run"
     file = MetricsFile(run_dir)
     file.log(0, {"eval/reward_mean": 0.113})
-    for step in range(1, 13):  # the last ten rewards are 0.3, 0.4, ... 1.2: mean 0.75; time 12 x 6.5 s
+    for step in range(
+        1, 13
+    ):  # the last ten rewards are 0.3, 0.4, ... 1.2: mean 0.75; time 12 x 6.5 s
         file.log(step, {"reward/mean": step / 10, "time/step_s": 6.5})
     before, after = evaluation(0, 0.113, 0.08, 0.158), evaluation(12, 0.82, 0.768, 0.863)
-    commands = [(f"gruppo sample {run_dir} 'What is 3 + 4?'", "sample from the model"), ("gruppo doctor", "check")]
+    commands = [
+        (f"gruppo sample {run_dir} 'What is 3 + 4?'", "sample from the model"),
+        ("gruppo doctor", "check"),
+    ]
     output = text(closing_lines(run_dir, before, after, commands), width=400)
     assert f"{run_dir}: 12 steps in 1:18; reward 0.750 over the last 10 steps" in output
-    assert "held-out, 256 prompts" in output and "0.113 [0.080, 0.158]  0.820 [0.768, 0.863]  +0.707" in output
-    assert "metrics.csv" in output and "overview.png" not in output and "final" not in output  # only what is there
+    assert (
+        "held-out, 256 prompts" in output
+        and "0.113 [0.080, 0.158]  0.820 [0.768, 0.863]  +0.707" in output
+    )
+    assert (
+        "metrics.csv" in output and "overview.png" not in output and "final" not in output
+    )  # only what is there
     assert f"  gruppo sample {run_dir} 'What is 3 + 4?'  # sample from the model" in output
 
 
@@ -73,32 +101,60 @@ def test_pictures_and_the_page_are_named_where_they_are(tmp_path):
 def test_steps_that_sampled_nothing_are_steps_too(tmp_path):
     file = MetricsFile(tmp_path)
     file.log(0, {"eval/reward_mean": 0.1})
-    for step in range(1, 13):  # 5 of demonstrations alone; the last is evaluated, in a row that it has already
-        file.log(step, {"time/step_s": 5.0} | ({"reward/mean": 0.5} if step > 5 else {"sup/loss_nats": 1.0}))
+    for step in range(
+        1, 13
+    ):  # 5 of demonstrations alone; the last is evaluated, in a row that it has already
+        file.log(
+            step,
+            {"time/step_s": 5.0} | ({"reward/mean": 0.5} if step > 5 else {"sup/loss_nats": 1.0}),
+        )
     file.log(12, {"eval/reward_mean": 0.2})
     output = text(closing_lines(tmp_path), width=400)
     assert f"{tmp_path}: 12 steps in 1:00; reward 0.500 over the last 7 steps" in output
 
 
 def test_several_rewards_have_a_row_each_and_names_are_no_markup(tmp_path):
-    before, after = evaluation(0, 0.1, 0.0, 0.2, exact=0.5, **{"[red]": 0.25}), evaluation(9, 0.1, 0.0, 0.2, exact=0.25)
-    lines = text(closing_lines(tmp_path, before, after | {"parts": {"exact": 0.25, "[red]": 0.5}})).splitlines()
+    before, after = (
+        evaluation(0, 0.1, 0.0, 0.2, exact=0.5, **{"[red]": 0.25}),
+        evaluation(9, 0.1, 0.0, 0.2, exact=0.25),
+    )
+    lines = text(
+        closing_lines(tmp_path, before, after | {"parts": {"exact": 0.25, "[red]": 0.5}})
+    ).splitlines()
     rows = [line.split() for line in lines]
-    assert ["exact", "0.500", "0.250", "-0.250"] in rows and ["[red]", "0.250", "0.500", "+0.250"] in rows
+    assert ["exact", "0.500", "0.250", "-0.250"] in rows and [
+        "[red]",
+        "0.250",
+        "0.500",
+        "+0.250",
+    ] in rows
 
 
 @pytest.mark.parametrize("scale", [1, 10, 100])
 def test_the_table_of_negative_rewards_fits_in_80_columns(tmp_path, scale):
     before, after = (evaluation(n, -1.123 * scale, -2.456 * scale, -1.001 * scale) for n in (0, 9))
     lines = text(closing_lines(tmp_path, before, after), width=80).splitlines()
-    assert any("reward [95% interval]" in line and line.rstrip().endswith("+0.000") for line in lines)
+    assert any(
+        "reward [95% interval]" in line and line.rstrip().endswith("+0.000") for line in lines
+    )
 
 
 def test_time_since_the_start_and_rows_without_a_reward_are_named(tmp_path):
     file = MetricsFile(tmp_path)
-    file.log(1, {"time/step_s": 35.0, "reward/mean": 0.5, "reward/unscored_count": 3.0, "progress/rollouts": 8.0})
+    file.log(
+        1,
+        {
+            "time/step_s": 35.0,
+            "reward/mean": 0.5,
+            "reward/unscored_count": 3.0,
+            "progress/rollouts": 8.0,
+        },
+    )
     output = text(closing_lines(tmp_path, seconds=115.0), width=400)
-    assert "1 step in 0:35, 1:55 with loading, evaluation and saving; reward 0.500 over the last step" in output
+    assert (
+        "1 step in 0:35, 1:55 with loading, evaluation and saving; reward 0.500 over the last step"
+        in output
+    )
     assert "3 of 8 sampled rows had no reward" in output
     assert "with loading" not in text(closing_lines(tmp_path, seconds=20.0), width=400)  # resumed
 
@@ -106,5 +162,7 @@ def test_time_since_the_start_and_rows_without_a_reward_are_named(tmp_path):
 @pytest.mark.parametrize("is_terminal", [False, True])
 @pytest.mark.parametrize("before", [None, evaluation(0, math.nan, math.nan, math.nan)])
 def test_a_run_with_nothing_measured_still_ends_politely(tmp_path, before, is_terminal):
-    output = text(closing_lines(tmp_path / "my run", before, None), is_terminal=is_terminal, width=300)
+    output = text(
+        closing_lines(tmp_path / "my run", before, None), is_terminal=is_terminal, width=300
+    )
     assert "0 steps in 0:00" in output and str(tmp_path / "my run") in output

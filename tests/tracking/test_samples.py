@@ -77,7 +77,9 @@ def test_without_scores_a_sheet_does_not_mention_rewards(tmp_path, monkeypatch):
 
     monkeypatch.setattr(samples, "draw", draw)
     SamplesFile(tmp_path).log_samples(1, [row(1, 1, math.nan), row(1, 2, math.nan)])
-    SamplesFile(tmp_path).log_samples(2, [row(1, 1, math.nan), row(1, 2, None), row(1, 3, -math.inf)])
+    SamplesFile(tmp_path).log_samples(
+        2, [row(1, 1, math.nan), row(1, 2, None), row(1, 3, -math.inf)]
+    )
     assert sampled == [
         ("samples of step 1", ["", ""]),
         ("samples of step 2, with rewards", ["not scored", "not scored", "-inf"]),
@@ -95,28 +97,40 @@ def test_inputs_and_targets_stand_at_both_ends_of_their_samples(tmp_path):
     rows = [row(source[n], 10 + k, target=expected[n]) for n in (0, 1) for k in range(3)]
     SamplesFile(tmp_path).log_samples(1, rows)
     for k, line in enumerate(lines_of(tmp_path)):
-        of_line = [(line[name]["line"], line[name]["column"]) for name in ("prompt", "completion", "target")]
+        of_line = [
+            (line[name]["line"], line[name]["column"])
+            for name in ("prompt", "completion", "target")
+        ]
         assert of_line == [(k // 3 + 1, 1), (k // 3 + 1, k % 3 + 2), (k // 3 + 1, 5)]
         for name, image in (("prompt", source[k // 3]), ("target", expected[k // 3])):
-            assert (levels_at(tmp_path, line[name]) == to_uint8(image).permute(1, 2, 0).numpy()).all()
+            assert (
+                levels_at(tmp_path, line[name]) == to_uint8(image).permute(1, 2, 0).numpy()
+            ).all()
 
 
 def test_a_target_of_a_class_is_another_picture_of_it_and_is_not_drawn(tmp_path):
-    SamplesFile(tmp_path).log_samples(1, [row(3, 1, target=picture(2)), row(3, 4, target=picture(2))])
+    SamplesFile(tmp_path).log_samples(
+        1, [row(3, 1, target=picture(2)), row(3, 4, target=picture(2))]
+    )
     assert {line["target"] for line in lines_of(tmp_path)} == {"float32 [1, 28, 28]"}
 
 
 def test_a_sheet_has_its_limits_and_no_row_is_lost(tmp_path, monkeypatch):
     titles = []
     monkeypatch.setattr(
-        samples, "draw", lambda lines, title, draw=samples.draw: titles.append(title) or draw(lines, title=title)
+        samples,
+        "draw",
+        lambda lines, title, draw=samples.draw: titles.append(title) or draw(lines, title=title),
     )
     rows = [row(prompt, 1) for prompt in range(MAX_ROWS + 2) for _ in range(2)]
     SamplesFile(tmp_path).log_samples(5, [*rows, *(row(0, 2) for _ in range(MAX_SAMPLES))])
     written = lines_of(tmp_path)
     assert len(written) == len(rows) + MAX_SAMPLES
     is_left_out = [line["completion"] == "float32 [1, 28, 28]" for line in written]
-    assert is_left_out == [False] * (2 * MAX_ROWS) + [True] * 4 + [False] * (MAX_SAMPLES - 2) + [True] * 2
+    assert (
+        is_left_out
+        == [False] * (2 * MAX_ROWS) + [True] * 4 + [False] * (MAX_SAMPLES - 2) + [True] * 2
+    )
     assert titles == ["samples of step 5, with rewards (32 of 38 images)"]
 
 
@@ -130,7 +144,9 @@ def test_an_image_beside_a_completion_is_drawn_and_the_completion_stays_text(tmp
     from matplotlib.figure import Figure
 
     figures = [Figure(figsize=(1, 1), facecolor=colour) for colour in ("red", "blue")]
-    rows = [row("20 cities", 1, completion=[0, 2, 1], image=figure, held_out=True) for figure in figures]
+    rows = [
+        row("20 cities", 1, completion=[0, 2, 1], image=figure, held_out=True) for figure in figures
+    ]
     file = SamplesFile(tmp_path)
     file.log_samples(0, [{**rows[0], "completion": "0 2 1"}])
     file.log_samples(5, [{**rows[1], "completion": "0 2 1"}])
@@ -160,7 +176,10 @@ def test_arrays_that_are_not_images_are_counted_once_and_their_rows_are_kept(tmp
     file = SamplesFile(tmp_path)
     with caplog.at_level(logging.WARNING, "gruppo"):
         for step in (1, 2):
-            file.log_samples(step, [row(1, 1), {**row(1, 2), "completion": odd}, {**row(1, 3), "completion": odd}])
+            file.log_samples(
+                step,
+                [row(1, 1), {**row(1, 2), "completion": odd}, {**row(1, 3), "completion": odd}],
+            )
     output = [record.getMessage() for record in caplog.records]
     assert len(output) == 1 and output[0].startswith("2 of 3 samples of step 1 are not drawn: ")
     first, second, third = lines_of(tmp_path)[:3]
@@ -168,7 +187,9 @@ def test_arrays_that_are_not_images_are_counted_once_and_their_rows_are_kept(tmp
     assert (tmp_path / "samples.jsonl").stat().st_size < 1500
 
 
-def test_a_missing_pillow_is_one_warning_and_rows_are_kept_without_pixels(tmp_path, caplog, monkeypatch):
+def test_a_missing_pillow_is_one_warning_and_rows_are_kept_without_pixels(
+    tmp_path, caplog, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "PIL", None)
     file = SamplesFile(tmp_path)
     with caplog.at_level(logging.WARNING, "gruppo"):
@@ -203,7 +224,8 @@ def test_a_folder_that_cannot_be_written_is_one_clear_line(tmp_path):
 
 def evaluation(step, prompts, **more):
     return [
-        row(prompt, 100 * step + n, reward=step + n / 10, held_out=True, **more) for n, prompt in enumerate(prompts)
+        row(prompt, 100 * step + n, reward=step + n / 10, held_out=True, **more)
+        for n, prompt in enumerate(prompts)
     ]
 
 
@@ -231,7 +253,9 @@ def expected(source):
 
 
 @pytest.mark.silent_bug(24)
-def test_before_and_after_are_the_same_prompts_at_the_first_and_the_last_evaluation(tmp_path, monkeypatch):
+def test_before_and_after_are_the_same_prompts_at_the_first_and_the_last_evaluation(
+    tmp_path, monkeypatch
+):
     file, prompts = SamplesFile(tmp_path), [0, 1, 2, 0, 1, 0]
     first, last = evaluation(0, prompts), evaluation(9, [1, 0, 2, 0, 1, 0])
     file.log_samples(0, first)
@@ -241,8 +265,17 @@ def test_before_and_after_are_the_same_prompts_at_the_first_and_the_last_evaluat
     assert options["heads"] == {0: "before: step 0", 3: "after: step 9"}
     assert [line.label for line in lines] == ["0", "1", "2"]
     of_zero = [first[n] for n in (0, 3, 5)], [last[n] for n in (1, 3, 5)]
-    assert list(map(seen, lines[0].cells)) == [expected(source) for side in of_zero for source in side]
-    assert list(map(seen, lines[2].cells)) == [expected(first[2]), None, None, expected(last[2]), None, None]
+    assert list(map(seen, lines[0].cells)) == [
+        expected(source) for side in of_zero for source in side
+    ]
+    assert list(map(seen, lines[2].cells)) == [
+        expected(first[2]),
+        None,
+        None,
+        expected(last[2]),
+        None,
+        None,
+    ]
 
 
 @pytest.mark.silent_bug(24)
@@ -256,7 +289,11 @@ def test_degraded_pictures_are_paired_by_their_pixels(tmp_path, monkeypatch):
     for n, line in enumerate(lines):
         ends = [to_uint8(image)[0].tolist() for image in (source[n], picture(5))]
         middle = [expected(first[n])[0], expected(last[1 - n])[0]]
-        assert [np.asarray(c.image)[::4, ::4, 0].tolist() for c in line.cells] == [ends[0], *middle, ends[1]]
+        assert [np.asarray(c.image)[::4, ::4, 0].tolist() for c in line.cells] == [
+            ends[0],
+            *middle,
+            ends[1],
+        ]
 
 
 def log(file, steps):
@@ -275,11 +312,17 @@ def test_cut_and_go_on_gives_the_pictures_of_an_uninterrupted_run(tmp_path):
     resumed = SamplesFile(cut)
     resumed.cut(3)
     names = {path.name for path in (cut / "images").iterdir()} - {"mine.png", "before_after.png"}
-    assert names == {*(f"step_00000{n}.png" for n in range(4)), "eval_000000.png", "eval_000002.png"}
+    assert names == {
+        *(f"step_00000{n}.png" for n in range(4)),
+        "eval_000000.png",
+        "eval_000002.png",
+    }
     log(resumed, range(4, 7))
     (cut / "images" / "mine.png").unlink()
     names = sorted(path.relative_to(whole) for path in whole.rglob("*.*"))
-    assert len(names) == 7 + 4 + 2 and names == sorted(path.relative_to(cut) for path in cut.rglob("*.*"))
+    assert len(names) == 7 + 4 + 2 and names == sorted(
+        path.relative_to(cut) for path in cut.rglob("*.*")
+    )
     assert all((whole / name).read_bytes() == (cut / name).read_bytes() for name in names)
 
 
@@ -298,4 +341,7 @@ def test_a_sheet_that_somebody_deleted_costs_the_comparison_alone(tmp_path, capl
     (tmp_path / "images" / "eval_000000.png").unlink()
     with caplog.at_level(logging.WARNING, "gruppo"):
         file.log_samples(2, evaluation(2, [1]))
-    assert "before_after.png cannot be drawn: FileNotFoundError" in caplog.text and len(lines_of(tmp_path)) == 2
+    assert (
+        "before_after.png cannot be drawn: FileNotFoundError" in caplog.text
+        and len(lines_of(tmp_path)) == 2
+    )

@@ -25,7 +25,12 @@ from gruppo.types import GruppoError
 
 ROWS = [
     {"prompt": "2 + 2 =", "completion": "4 | 5\n", "reward": 1.0, "target": "4"},
-    {"prompt": [{"role": "user", "content": "3?"}], "completion": "x", "reward": float("nan"), "target": None},
+    {
+        "prompt": [{"role": "user", "content": "3?"}],
+        "completion": "x",
+        "reward": float("nan"),
+        "target": None,
+    },
 ]
 
 
@@ -37,7 +42,9 @@ def events(run: Path) -> Any:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0, "images": 0})
+    found = EventAccumulator(
+        str(run / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0, "images": 0}
+    )
     return found.Reload()
 
 
@@ -51,13 +58,21 @@ def test_tensorboard_shows_every_metric_of_every_step_under_its_name(tmp_path: P
     rows, shown = metrics(run), events(run)
     assert {"reward/mean", "eval/reward_mean", "grad/norm"} <= {*shown.Tags()["scalars"]}
     for name in {name for row in rows for name in row} - {"step"}:
-        logged = [(row["step"], float("nan") if row[name] is None else row[name]) for row in rows if name in row]
+        logged = [
+            (row["step"], float("nan") if row[name] is None else row[name])
+            for row in rows
+            if name in row
+        ]
         assert [e.step for e in shown.Scalars(name)] == [step for step, _ in logged]
-        assert [e.value for e in shown.Scalars(name)] == pytest.approx([v for _, v in logged], rel=1e-6, nan_ok=True)
+        assert [e.value for e in shown.Scalars(name)] == pytest.approx(
+            [v for _, v in logged], rel=1e-6, nan_ok=True
+        )
     assert "samples/text_summary" in shown.Tags()["tensors"]
 
 
-def test_a_resume_goes_on_in_the_same_events_and_hides_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+def test_a_resume_goes_on_in_the_same_events_and_hides_what_came_after_its_checkpoint(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("tensorboard")
     for from_step, steps, value in ((None, range(1, 5), 1.0), (2, range(3, 6), 2.0)):
         tracker = trackers.TensorBoard(tmp_path, {}, from_step)
@@ -86,7 +101,9 @@ def test_tensorboard_has_samples_as_a_table_the_sheet_and_the_settings(tmp_path:
     image.new("RGB", (4, 2), (255, 0, 0)).save(tmp_path / "images/eval_000007.png")
     tracker = trackers.TensorBoard(tmp_path, {"optim.lr": 0.5, "model": "tiny"}, None)
     tracker.log_samples(3, ROWS)
-    tracker.log_samples(7, [{"prompt": "7", "completion": torch.zeros(3, 2, 4), "reward": 1.0, "held_out": True}])
+    tracker.log_samples(
+        7, [{"prompt": "7", "completion": torch.zeros(3, 2, 4), "reward": 1.0, "held_out": True}]
+    )
     tracker.close()
     shown = events(tmp_path)
     (table,) = shown.Tensors("samples/text_summary")
@@ -132,7 +149,9 @@ class Recorded:
         self.is_finished = True
 
 
-def fake_wandb(monkeypatch: pytest.MonkeyPatch, *, has_key: bool = True) -> list[tuple[dict[str, Any], Recorded]]:
+def fake_wandb(
+    monkeypatch: pytest.MonkeyPatch, *, has_key: bool = True
+) -> list[tuple[dict[str, Any], Recorded]]:
     """``wandb`` 0.31 as far as it is used: the parameters of ``init`` are its own names."""
     opened: list[tuple[dict[str, Any], Recorded]] = []
 
@@ -168,11 +187,24 @@ def fake_trackio(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], 
     """``trackio`` 0.43: ``init`` prints, and gives a run that is there already another name."""
     opened: list[tuple[dict[str, Any], Recorded]] = []
 
-    def init(*, project: str, name: str, config: dict[str, Any], resume: str, embed: bool) -> Recorded:
+    def init(
+        *, project: str, name: str, config: dict[str, Any], resume: str, embed: bool
+    ) -> Recorded:
         print("* Trackio project initialized")
         is_there = any(run.name == name for _, run in opened)
         found = Recorded(f"{name}-2" if is_there and resume == "never" else name)
-        opened.append(({"project": project, "name": name, "config": config, "resume": resume, "embed": embed}, found))
+        opened.append(
+            (
+                {
+                    "project": project,
+                    "name": name,
+                    "config": config,
+                    "resume": resume,
+                    "embed": embed,
+                },
+                found,
+            )
+        )
         return found
 
     fake: Any = ModuleType("trackio")
@@ -203,9 +235,21 @@ def test_wandb_gets_all_metrics_and_samples_and_a_resumed_run_keeps_its_id(
     tracker.close()
     trackers.open_wandb(run_dir, {"optim.lr": 0.5}, 3)
     (source, run), (again, _) = opened
-    assert (source["project"], source["name"], source["id"], source["mode"]) == ("gruppo", "mine", None, None)
-    assert (source["config"], source["dir"], source["resume"]) == ({"optim.lr": 0.5}, str(run_dir), "allow")
-    assert source["settings"]["finish_timeout"] < trackers.CLOSE_S and source["settings"]["console"] == "off"
+    assert (source["project"], source["name"], source["id"], source["mode"]) == (
+        "gruppo",
+        "mine",
+        None,
+        None,
+    )
+    assert (source["config"], source["dir"], source["resume"]) == (
+        {"optim.lr": 0.5},
+        str(run_dir),
+        "allow",
+    )
+    assert (
+        source["settings"]["finish_timeout"] < trackers.CLOSE_S
+        and source["settings"]["console"] == "off"
+    )
     assert (again["id"], again["resume"]) == ("new1", "allow")
     assert run.axes == [("step", None), ("*", "step")]
     assert run.rows[0] == (None, {"step": 3, "reward/mean": 0.25})
@@ -213,10 +257,15 @@ def test_wandb_gets_all_metrics_and_samples_and_a_resumed_run_keeps_its_id(
 
 
 @pytest.mark.parametrize(
-    ("has_key", "environment", "mode"), [(False, "", "offline"), (True, "", None), (False, "disabled", None)]
+    ("has_key", "environment", "mode"),
+    [(False, "", "offline"), (True, "", None), (False, "disabled", None)],
 )
 def test_wandb_without_a_key_writes_offline_unless_the_environment_says_how(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_key: bool, environment: str, mode: str | None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    has_key: bool,
+    environment: str,
+    mode: str | None,
 ) -> None:
     opened = fake_wandb(monkeypatch, has_key=has_key)
     if environment:
@@ -247,12 +296,22 @@ def test_trackio_gets_all_metrics_and_samples_and_a_resumed_run_keeps_its_name(
     assert capsys.readouterr().out == ""
 
 
-def test_pictures_are_the_sheet_that_the_run_has_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_are_the_sheet_that_the_run_has_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     image = pytest.importorskip("PIL.Image")
     import torch
 
     opened, tracks = fake_wandb(monkeypatch), fake_trackio(monkeypatch)
-    rows = [{"prompt": "7", "completion": torch.zeros(3, 2, 4), "reward": 1.0, "group": 0, "held_out": False}]
+    rows = [
+        {
+            "prompt": "7",
+            "completion": torch.zeros(3, 2, 4),
+            "reward": 1.0,
+            "group": 0,
+            "held_out": False,
+        }
+    ]
     both = trackers.open_wandb(tmp_path, {}, None), trackers.open_trackio(tmp_path, {}, None)
     for tracker in both:
         tracker.log_samples(2, rows)
@@ -276,15 +335,28 @@ def test_a_whole_run_logs_its_metrics_file_to_wandb_and_trackio(
     for _, row in opened[0][1].rows:
         logged.setdefault(row["step"], {}).update(row)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert rows and all(logged[row["step"]][name] == row[name] for row in rows for name in row if row[name] is not None)
+    assert rows and all(
+        logged[row["step"]][name] == row[name]
+        for row in rows
+        for name in row
+        if row[name] is not None
+    )
     assert {step for step, _ in tracks[0][1].rows} == {row["step"] for row in rows}
-    assert opened[0][0]["config"]["rollout.group_size"] == 3 and opened[0][1].is_finished and tracks[0][1].is_finished
+    assert (
+        opened[0][0]["config"]["rollout.group_size"] == 3
+        and opened[0][1].is_finished
+        and tracks[0][1].is_finished
+    )
 
 
 def test_settings_are_leaves_under_dotted_names(tmp_path: Path) -> None:
     config = tiny.config(tmp_path, stages=(Stage("a", steps=2, lr=0.5), Stage("b")))
     found = trackers.settings(config)
-    assert found["optim.lr"] == 1e-2 and found["stages.0.name"] == "a" and found["stages.1.lr"] == "null"
+    assert (
+        found["optim.lr"] == 1e-2
+        and found["stages.0.name"] == "a"
+        and found["stages.1.lr"] == "null"
+    )
     assert found["optim.betas"] == "[0.9, 0.999]" and found["track"] == "[]"
     assert {type(value) for value in found.values()} <= {bool, int, float, str}
 
@@ -336,10 +408,20 @@ def mine(name: str) -> str:
     return f"{Path(__file__).resolve()}:{name}"
 
 
-def test_a_custom_tracker_is_called_at_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_custom_tracker_is_called_at_each_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(Path(__file__).parent)
-    run = api.start(tiny.config(tmp_path, track=("test_trackers.py:Mine",), steps=2, evaluation__prompts=0)).folder
-    assert (run / "mine.txt").read_text().split("\n") == ["log 1", "samples 1", "log 2", "close", ""]
+    run = api.start(
+        tiny.config(tmp_path, track=("test_trackers.py:Mine",), steps=2, evaluation__prompts=0)
+    ).folder
+    assert (run / "mine.txt").read_text().split("\n") == [
+        "log 1",
+        "samples 1",
+        "log 2",
+        "close",
+        "",
+    ]
     saved = json.loads((run / "config.json").read_text())
     assert saved["track"] == [mine("Mine")], "named from the root, for a resume from elsewhere"
 
@@ -349,11 +431,16 @@ def test_a_tracker_that_fails_is_one_warning_and_the_run_is_the_same(
 ) -> None:
     plain = api.start(tiny.config(tmp_path / "plain", steps=3)).folder
     with caplog.at_level(logging.WARNING, logger="gruppo"):
-        run = api.start(tiny.config(tmp_path, track=(mine("Raises"), mine("CannotOpen"), mine("Mine")), steps=3)).folder
+        run = api.start(
+            tiny.config(tmp_path, track=(mine("Raises"), mine("CannotOpen"), mine("Mine")), steps=3)
+        ).folder
     output = [record.getMessage() for record in caplog.records if "tracker" in record.getMessage()]
     assert len(output) == 2
     assert "CannotOpen could not be opened" in output[0] and "SystemExit: no" in output[0]
-    assert "Raises failed" in output[1] and "ConnectionError: no network. The run continues" in output[1]
+    assert (
+        "Raises failed" in output[1]
+        and "ConnectionError: no network. The run continues" in output[1]
+    )
     assert metrics(run) == metrics(plain)
     assert "log 3" in (run / "mine.txt").read_text(), "the next tracker is told of every step"
 
@@ -385,8 +472,14 @@ def test_what_ends_a_run_passes_through_a_tracker() -> None:
 
 
 REFUSED = {
-    "an unknown name": (("tensorbord",), r"unknown tracker 'tensorbord'. Did you mean tensorboard\?.*file.py:Class"),
-    "another unknown name": (("x",), r"unknown tracker 'x'. Available: tensorboard, wandb, trackio"),
+    "an unknown name": (
+        ("tensorbord",),
+        r"unknown tracker 'tensorbord'. Did you mean tensorboard\?.*file.py:Class",
+    ),
+    "another unknown name": (
+        ("x",),
+        r"unknown tracker 'x'. Available: tensorboard, wandb, trackio",
+    ),
     "a class that is not there": ((mine("Mina"),), r"has no 'Mina'.*Did you mean"),
     "half a tracker": ((mine("NoClose"),), r"has no close; it needs log\(step, metrics\)"),
     "no class": ((mine("ROWS"),), r"name a class, as file.py:Class"),
@@ -407,7 +500,9 @@ def test_a_missing_package_is_one_line_at_the_start_and_a_warning_in_a_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(GruppoError, match=rf'--track {name} needs the package .*pip install .*\[track\]"$'):
+    with pytest.raises(
+        GruppoError, match=rf'--track {name} needs the package .*pip install .*\[track\]"$'
+    ):
         api.start(tiny.config(tmp_path, track=(name,)))
     assert not (tmp_path / "runs").exists()
     with caplog.at_level(logging.WARNING, logger="gruppo"):
@@ -435,5 +530,7 @@ def test_the_real_packages_accept_the_arguments_of_the_stand_ins() -> None:
     trackio = pytest.importorskip("trackio")
     expected = {"project", "name", "id", "resume", "dir", "config", "mode", "settings"}
     assert expected <= {*inspect.signature(wandb.init).parameters}
-    assert {"project", "name", "config", "resume", "embed"} <= {*inspect.signature(trackio.init).parameters}
+    assert {"project", "name", "config", "resume", "embed"} <= {
+        *inspect.signature(trackio.init).parameters
+    }
     assert "prompt" in inspect.signature(wandb.login).parameters

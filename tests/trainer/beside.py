@@ -36,7 +36,9 @@ class CopyEngine:
     @torch.no_grad()
     def sync(self, policy: Any, version: int) -> None:
         with self.lock:
-            for held, trained in zip(self.policy.module.parameters(), policy.module.parameters(), strict=True):
+            for held, trained in zip(
+                self.policy.module.parameters(), policy.module.parameters(), strict=True
+            ):
                 held.copy_(trained)
             self.policy.refresh(force=True)
             self.version = version

@@ -38,7 +38,9 @@ class Networks:
             return cls(policy, ref, None, [])
         critic: Any = copy.deepcopy(run.critic.module).double()
         head = critic if run.critic.is_shared else critic["head"]
-        return cls(policy, ref, None if run.critic.is_shared else critic["trunk"], [head.weight, head.bias])
+        return cls(
+            policy, ref, None if run.critic.is_shared else critic["trunk"], [head.weight, head.bias]
+        )
 
     @property
     def of_policy(self) -> list[Tensor]:
@@ -86,10 +88,15 @@ def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: fl
     """A_t = sum_k (gamma lam)^k delta_(t+k), each sum written out."""
     after = [*values[1:], 0.0]
     delta = [r + gamma * b - v for r, v, b in zip(rewards, values, after, strict=True)]
-    return [sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, len(delta))) for t in range(len(delta))]
+    return [
+        sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, len(delta)))
+        for t in range(len(delta))
+    ]
 
 
-def credited(run: Run, networks: Networks, rollouts: Rollouts, rewards: Sequence[float]) -> dict[int, Row]:
+def credited(
+    run: Run, networks: Networks, rollouts: Rollouts, rewards: Sequence[float]
+) -> dict[int, Row]:
     """Rows to learn from, with advantages of a credit in time: of the critic, or the return less the batch's mean."""
     o, kl_coef = run.config.objective, run.config.stage.kl_coef
     scored = [row for row, reward in enumerate(rewards) if reward == reward]
@@ -100,7 +107,11 @@ def credited(run: Run, networks: Networks, rollouts: Rollouts, rewards: Sequence
             continue
         with torch.no_grad():
             old = networks.logprobs(networks.policy, rollouts, row).tolist()
-            ref = networks.logprobs(networks.ref, rollouts, row).tolist() if networks.ref is not None else old
+            ref = (
+                networks.logprobs(networks.ref, rollouts, row).tolist()
+                if networks.ref is not None
+                else old
+            )
             values = networks.values(rollouts, row).tolist() if networks.head else [0.0] * len(old)
         each = [-kl_coef * (p - q) for p, q in zip(old, ref, strict=True)]
         each[-1] += rewards[row] if networks.head else rewards[row] - mean
@@ -116,10 +127,14 @@ def credited(run: Run, networks: Networks, rollouts: Rollouts, rewards: Sequence
 def _whiten(rows: dict[int, Row]) -> None:
     every = torch.tensor([a for row in rows.values() for a in row.advantages], dtype=torch.float64)
     for row in rows.values():
-        row.advantages = [(a - float(every.mean())) / float(every.var() + 1e-8) ** 0.5 for a in row.advantages]
+        row.advantages = [
+            (a - float(every.mean())) / float(every.var() + 1e-8) ** 0.5 for a in row.advantages
+        ]
 
 
-def loss(run: Run, networks: Networks, rollouts: Rollouts, rows: dict[int, Row]) -> tuple[Tensor, Tensor]:
+def loss(
+    run: Run, networks: Networks, rollouts: Rollouts, rows: dict[int, Row]
+) -> tuple[Tensor, Tensor]:
     """The clipped surrogate and the clipped squared error, averaged over the tokens of a minibatch."""
     o, count = run.config.objective, sum(len(row.old) for row in rows.values())
     most = o.value_clip or math.inf
@@ -127,7 +142,11 @@ def loss(run: Run, networks: Networks, rollouts: Rollouts, rows: dict[int, Row])
     for number, row in rows.items():
         ratio = (networks.logprobs(networks.policy, rollouts, number) - torch.tensor(row.old)).exp()
         a = torch.tensor(row.advantages)
-        policy = policy - torch.minimum(ratio * a, ratio.clamp(1 - o.clip_low, 1 + o.clip_high) * a).sum() / count
+        policy = (
+            policy
+            - torch.minimum(ratio * a, ratio.clamp(1 - o.clip_low, 1 + o.clip_high) * a).sum()
+            / count
+        )
         if networks.head:
             now, stored, expected = (
                 networks.values(rollouts, number),
@@ -135,7 +154,10 @@ def loss(run: Run, networks: Networks, rollouts: Rollouts, rows: dict[int, Row])
                 torch.tensor(row.returns),
             )
             near = stored + (now - stored).clamp(-most, most)
-            value = value + torch.maximum((now - expected) ** 2, (near - expected) ** 2).sum() / 2 / count
+            value = (
+                value
+                + torch.maximum((now - expected) ** 2, (near - expected) ** 2).sum() / 2 / count
+            )
     return policy, value
 
 
@@ -172,11 +194,23 @@ def learned(run: Run, networks: Networks, rollouts: Rollouts, rows: dict[int, Ro
     optimizers = [AdamW(networks.of_policy, optim.lr, optim), AdamW(networks.of_critic, lr, optim)]
     for epoch in range(optim.epochs):
         for part in minibatch_rows(run, rollouts, epoch):
-            update(run, networks, rollouts, {row: rows[row] for row in part.tolist() if row in rows}, optimizers)
+            update(
+                run,
+                networks,
+                rollouts,
+                {row: rows[row] for row in part.tolist() if row in rows},
+                optimizers,
+            )
     return optimizers[0].steps
 
 
-def update(run: Run, networks: Networks, rollouts: Rollouts, rows: dict[int, Row], optimizers: Sequence[AdamW]) -> None:
+def update(
+    run: Run,
+    networks: Networks,
+    rollouts: Rollouts,
+    rows: dict[int, Row],
+    optimizers: Sequence[AdamW],
+) -> None:
     every = [*networks.of_policy, *networks.of_critic]
     for p in every:
         p.grad = torch.zeros_like(p)

@@ -15,9 +15,15 @@ from tests.trainer.beside import CopyEngine
 from gruppo.modalities.text import TextPolicy, from_pretrained
 from gruppo.types import Prompt, Rollouts
 
-CALLS = {**dict.fromkeys("abcdefghijklm", "walk"), **dict.fromkeys("nopq", "double"), **dict.fromkeys("012", "fly")}
+CALLS = {
+    **dict.fromkeys("abcdefghijklm", "walk"),
+    **dict.fromkeys("nopq", "double"),
+    **dict.fromkeys("012", "fly"),
+}
 
-TEMPLATE = tiny.CHAT_TEMPLATE.replace("<eos>", "{{ message['tool_calls'] | tojson if message['tool_calls'] }}<eos>")
+TEMPLATE = tiny.CHAT_TEMPLATE.replace(
+    "<eos>", "{{ message['tool_calls'] | tojson if message['tool_calls'] }}<eos>"
+)
 """Writes calls, without which no result of a tool can follow."""
 
 
@@ -26,7 +32,9 @@ class CallingPolicy(TextPolicy):
 
     tools: Sequence[Mapping[str, Any]] = ()
 
-    def prepare_conversations(self, tools: Sequence[Mapping[str, Any]] | None, tools_of: Any = None) -> None:
+    def prepare_conversations(
+        self, tools: Sequence[Mapping[str, Any]] | None, tools_of: Any = None
+    ) -> None:
         self.tools = tools or ()
 
     def sample_with(self, *args: Any, **options: Any) -> Rollouts:
@@ -121,11 +129,14 @@ class Wander(Walk):
     get_reward = None
 
 
-def steps_taken(environments: Sequence[Any], state: Sequence[Mapping[str, Any]], prompts: Any) -> list[float]:
+def steps_taken(
+    environments: Sequence[Any], state: Sequence[Mapping[str, Any]], prompts: Any
+) -> list[float]:
     """What the objects were at the end."""
     assert all(isinstance(one, Walk) for one in environments)
     assert all(
-        f"at {own['at'] - sum(own['steps'])} " in p[-1]["content"] for own, p in zip(state, prompts, strict=True)
+        f"at {own['at'] - sum(own['steps'])} " in p[-1]["content"]
+        for own, p in zip(state, prompts, strict=True)
     )
     assert all(one.at in one.places for one in environments)
     return [float(len(one.steps)) for one in environments]
@@ -134,12 +145,18 @@ def steps_taken(environments: Sequence[Any], state: Sequence[Mapping[str, Any]],
 class ConversingEngine(CopyEngine):
     """A ``CopyEngine`` for conversations."""
 
-    def continue_rollouts(self, rollouts: Rollouts, replies: Any, sampling: Any, **options: Any) -> Rollouts:
+    def continue_rollouts(
+        self, rollouts: Rollouts, replies: Any, sampling: Any, **options: Any
+    ) -> Rollouts:
         with self.lock:
             before = rollouts.mask
             rollouts = self.policy.continue_rollouts(rollouts, replies, sampling, **options)
-            is_new = rollouts.mask & ~torch.nn.functional.pad(before, (0, rollouts.mask.shape[1] - before.shape[1]))
-            return replace(rollouts, policy_version=torch.where(is_new, self.version, rollouts.policy_version))
+            is_new = rollouts.mask & ~torch.nn.functional.pad(
+                before, (0, rollouts.mask.shape[1] - before.shape[1])
+            )
+            return replace(
+                rollouts, policy_version=torch.where(is_new, self.version, rollouts.policy_version)
+            )
 
 
 def engine(policy: Any) -> ConversingEngine:

@@ -59,9 +59,9 @@ def denoiser(*, dropped: float = 0.0) -> str:
     module = DenoisingUNet(SHAPE, CLASSES, width=8)
     torch.nn.init.normal_(module.conv_out[-1].weight, std=0.1)
     labels = ClassLabels(CLASSES, dropped=dropped)
-    DenoiserPolicy(module, SHAPE, schedule=FlowSchedule(), condition=labels, weighting="clean", middle="middle").save(
-        folder
-    )
+    DenoiserPolicy(
+        module, SHAPE, schedule=FlowSchedule(), condition=labels, weighting="clean", middle="middle"
+    ).save(folder)
     return str(folder)
 
 
@@ -90,7 +90,9 @@ def config(folder: Path, **changes: Any) -> Config:
         "saving__keep": 1,
     }
     if "objective" in changes:
-        defaults = {name: value for name, value in defaults.items() if not name.startswith("objective__")}
+        defaults = {
+            name: value for name, value in defaults.items() if not name.startswith("objective__")
+        }
     return api.change(Config(), defaults | changes)
 
 
@@ -113,7 +115,12 @@ class Killed(BaseException):
 
 
 def stopped_and_resumed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, *, after: int, is_killed: bool = False, **changes: Any
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    after: int,
+    is_killed: bool = False,
+    **changes: Any,
 ) -> Path:
     """The run of ``trained``, to which a signal comes in the update of step ``after``; or that ends in the next one's
     without a word, where step ``after`` was saved."""

@@ -85,19 +85,25 @@ def config(folder: Path, **changes: Any) -> Config:
     if changes.get("stage__sup_coef") or any(stage.sup_coef for stage in changes.get("stages", ())):
         defaults["supervised__batch"] = 3
     if "objective" in changes:
-        defaults = {name: value for name, value in defaults.items() if not name.startswith("objective__")}
+        defaults = {
+            name: value for name, value in defaults.items() if not name.startswith("objective__")
+        }
     if not str(changes.get("model", NETWORK)).startswith("restore:"):
         defaults.pop("restoration__action")
     return api.change(Config(), defaults | changes)
 
 
-def built(folder: Path, *, is_disturbed: bool = False, parts: Parts | None = None, **changes: Any) -> Run:
+def built(
+    folder: Path, *, is_disturbed: bool = False, parts: Parts | None = None, **changes: Any
+) -> Run:
     """``is_disturbed``: with other weights than the reference's, so that no term has a gradient of 0."""
     run, _ = build(config(folder, **changes), parts or Parts())
     if is_disturbed:
         disturb(run.policy.module, 0.2)
         with torch.no_grad():  # what is fixed stays at 0
-            for parameter in (p for p in run.policy.module.action.parameters() if not p.requires_grad):
+            for parameter in (
+                p for p in run.policy.module.action.parameters() if not p.requires_grad
+            ):
                 parameter.zero_()
     return run
 
@@ -115,14 +121,21 @@ def in_double(run: Run) -> Run:
 
 
 def gradient(run: Run) -> Tensor:
-    return torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in run.parameters])
+    return torch.cat(
+        [
+            torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten()
+            for p in run.parameters
+        ]
+    )
 
 
 def vector(module: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten().double() for p in module.parameters()])
 
 
-def stopped_and_resumed(folder: Path, monkeypatch: pytest.MonkeyPatch, *, after: int, **changes: Any) -> Path:
+def stopped_and_resumed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, after: int, **changes: Any
+) -> Path:
     """The run of ``trained``, to which a signal comes in the update of step ``after``."""
     real = loop.learn
 

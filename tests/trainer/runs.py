@@ -57,11 +57,17 @@ LAGGED: dict[str, Any] = {
 
 def metrics(run: Path) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if not name.startswith(CLOCKED)} for row in rows]
+    return [
+        {name: value for name, value in row.items() if not name.startswith(CLOCKED)} for row in rows
+    ]
 
 
 def completions(run: Path) -> list[bytes]:
-    return [line for path in sorted((run / "completions").glob("*")) for line in read_completions(path)[0]]
+    return [
+        line
+        for path in sorted((run / "completions").glob("*"))
+        for line in read_completions(path)[0]
+    ]
 
 
 def steps_logged(run: Path) -> int:
@@ -83,7 +89,9 @@ def assert_same(run: Path, other: Path) -> None:
     assert any(name.startswith("model") for name in names)
     for name in names:
         assert tensors(last / name) == tensors(other_last / name)
-    assert json.loads((last / "state.json").read_text()) == json.loads((other_last / "state.json").read_text())
+    assert json.loads((last / "state.json").read_text()) == json.loads(
+        (other_last / "state.json").read_text()
+    )
     assert metrics(run) == metrics(other)
     for name in ("samples.jsonl", "evaluations.json"):
         assert (run / name).read_text() == (other / name).read_text()
@@ -99,8 +107,14 @@ def assert_nothing_lost(run: Path) -> None:
     """A complete run with lag has learned from each draw once, in order, and from what its ledger has."""
     config = serialization.load(run / "config.json")
     assert learned_from(run) == list(range(config.steps * config.rollout.prompts))
-    assert [row["step"] for row in metrics(run) if "lag/max" in row] == [*range(1, config.steps + 1)]
-    again = replace(config, name=f"{run.name}-replay", engine=EngineConfig(lag=config.engine.lag, replay=str(run)))
+    assert [row["step"] for row in metrics(run) if "lag/max" in row] == [
+        *range(1, config.steps + 1)
+    ]
+    again = replace(
+        config,
+        name=f"{run.name}-replay",
+        engine=EngineConfig(lag=config.engine.lag, replay=str(run)),
+    )
     repeated = api.start(again).folder
     assert tensors(repeated / "final/model.safetensors") == tensors(run / "final/model.safetensors")
     assert completions(repeated) == completions(run)
@@ -112,7 +126,10 @@ def newest(run: Path) -> Path:
 
 def tensors(path: Path) -> dict[str, str]:
     """A digest of each tensor's bits: pytest takes minutes to show where two bodies of bytes differ."""
-    bits = {name: tensor.reshape(-1).view(torch.uint8).numpy() for name, tensor in load_file(path).items()}
+    bits = {
+        name: tensor.reshape(-1).view(torch.uint8).numpy()
+        for name, tensor in load_file(path).items()
+    }
     return {name: hashlib.sha256(one.tobytes()).hexdigest() for name, one in bits.items()}
 
 
@@ -137,7 +154,9 @@ def begin_or_go_on(config: dict[str, Any], parts: Parts | None = None) -> None:
 class Signalling:
     """A reward that sends this process signals while it is asked for the n-th time."""
 
-    def __init__(self, at: int, numbers: Sequence[int] = (signal.SIGTERM,), swallows: bool = False) -> None:
+    def __init__(
+        self, at: int, numbers: Sequence[int] = (signal.SIGTERM,), swallows: bool = False
+    ) -> None:
         self.at, self.numbers, self.swallows, self.calls = at, numbers, swallows, 0
 
     def __call__(self, completions: Sequence[Any], **_: Any) -> list[float]:

@@ -27,9 +27,13 @@ def sharded_run(config: dict[str, Any], kind: str) -> Run:
     if dist.world_size() == 1 or kind == "none":
         return run
     world = dist.world_size()
-    shape, names = ((world,), ("shard",)) if kind == "fsdp" else ((2, world // 2), ("replicate", "shard"))
+    shape, names = (
+        ((world,), ("shard",)) if kind == "fsdp" else ((2, world // 2), ("replicate", "shard"))
+    )
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    modules: list[Any] = [run.policy.module] if run.critic is None else [run.policy.module, run.critic.trunk]
+    modules: list[Any] = (
+        [run.policy.module] if run.critic is None else [run.policy.module, run.critic.trunk]
+    )
     for module in modules:
         for layer in module.base_model.layers:
             fully_shard(layer, mesh=mesh)
@@ -101,4 +105,8 @@ def compare(config: dict[str, Any], cases: Sequence[tuple[str, str, int]], expec
 
 def everything(run: Run) -> dict[str, Tensor]:
     """Whole tensors of a run by name."""
-    return {f"{file}:{n}": t for file, tensors in tensors_of(run).items() for n, t in whole(tensors or {}).items()}
+    return {
+        f"{file}:{n}": t
+        for file, tensors in tensors_of(run).items()
+        for n, t in whole(tensors or {}).items()
+    }

@@ -45,7 +45,9 @@ def length(completions, **_):
 
 
 def ascii_share(completions, **_):
-    return [sum(map(str.isascii, completion)) / max(len(completion), 1) for completion in completions]
+    return [
+        sum(map(str.isascii, completion)) / max(len(completion), 1) for completion in completions
+    ]
 
 
 def saved_config(result: api.Result) -> dict[str, Any]:
@@ -54,7 +56,11 @@ def saved_config(result: api.Result) -> dict[str, Any]:
 
 def test_names_a_list_of_texts_and_a_function_train(tmp_path):
     result = gruppo.train(
-        model=tiny.model(), data=["1 + 1", "2 + 2", "3 + 3", "4 + 4"], reward=length, runs_dir=tmp_path, **SMALL
+        model=tiny.model(),
+        data=["1 + 1", "2 + 2", "3 + 3", "4 + 4"],
+        reward=length,
+        runs_dir=tmp_path,
+        **SMALL,
     )
     config = saved_config(result)
     assert (config["model"], config["data"]) == (tiny.model(), "<in memory>")
@@ -71,19 +77,31 @@ def test_a_recipes_name_and_a_config_file_train_as_on_the_command_line(tmp_path)
     assert saved_config(result)["optim"]["lr"] == parse_config("train", ["arithmetic"]).optim.lr
     mine = tmp_path / "mine.toml"
     mine.write_text(f'model = "{tiny.model()}"\nreward = ["exact_match"]\n[optim]\nlr = 0.5\n')
-    result = gruppo.train(mine, data=tiny.rows(), runs_dir=tmp_path, **SMALL | {"name": "", "steps": 1})
+    result = gruppo.train(
+        mine, data=tiny.rows(), runs_dir=tmp_path, **SMALL | {"name": "", "steps": 1}
+    )
     assert result.folder.name.startswith("mine-")
-    assert saved_config(result)["optim"]["lr"] == 0.5 and saved_config(result)["reward"] == ["exact_match"]
+    assert saved_config(result)["optim"]["lr"] == 0.5 and saved_config(result)["reward"] == [
+        "exact_match"
+    ]
 
 
 @pytest.mark.parametrize(
     ("config", "changes", "message"),
     [
-        ({"steps": 3}, {}, r"config is {'steps': 3} \(dict\); it needs a gruppo.Config, a recipe's name"),
+        (
+            {"steps": 3},
+            {},
+            r"config is {'steps': 3} \(dict\); it needs a gruppo.Config, a recipe's name",
+        ),
         ("", {}, "unknown recipe ''. Built in: arithmetic"),
         ("arithmetik", {}, "Did you mean arithmetic?"),
         ("nowhere.toml", {}, "nowhere.toml does not exist"),
-        ("arithmetic", {"rollout__group_size": 0}, "^rollout__group_size=0 is .* Set rollout__group_size 8"),
+        (
+            "arithmetic",
+            {"rollout__group_size": 0},
+            "^rollout__group_size=0 is .* Set rollout__group_size 8",
+        ),
         (None, {"rollout__group_size": "x"}, "config entry rollout__group_size is 'x'"),
         (
             None,
@@ -141,7 +159,9 @@ class Source:
 
     def take(self, n: int) -> list[gruppo.Prompt]:
         self.taken += n
-        return [gruppo.Prompt(str(i), f"{i} + 1 = ", draw=i) for i in range(self.taken - n, self.taken)]
+        return [
+            gruppo.Prompt(str(i), f"{i} + 1 = ", draw=i) for i in range(self.taken - n, self.taken)
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         return {"taken": self.taken}
@@ -152,7 +172,9 @@ class Source:
 
 def test_a_question_to_try_is_one_that_was_asked_and_draws_no_further_prompt(tmp_path):
     source = Source()
-    result = gruppo.train(model=tiny.model(), data=source, reward=length, runs_dir=tmp_path, **SMALL)
+    result = gruppo.train(
+        model=tiny.model(), data=source, reward=length, runs_dir=tmp_path, **SMALL
+    )
     assert shlex.split(result.next[0][0])[-1] == "0 + 1 =" and source.taken == 2 * 2
 
 
@@ -160,18 +182,29 @@ def test_a_plain_module_trains_and_its_weights_can_be_loaded_again(tmp_path):
     from safetensors.torch import load_model
 
     torch.manual_seed(0)
-    policy = gruppo.from_module(fakes.TinyGPT(), fakes.ByteTokenizer(), eos_ids=[fakes.END], context=64)
+    policy = gruppo.from_module(
+        fakes.TinyGPT(), fakes.ByteTokenizer(), eos_ids=[fakes.END], context=64
+    )
     before = [parameter.clone() for parameter in policy.module.parameters()]
     data = [f"{n} + {n} = " for n in range(9)]
-    result = gruppo.train(model=policy, data=data, reward=ascii_share, runs_dir=tmp_path, optim__lr=1e-2, **SMALL)
-    assert any(not torch.equal(a, b) for a, b in zip(before, policy.module.parameters(), strict=True))
+    result = gruppo.train(
+        model=policy, data=data, reward=ascii_share, runs_dir=tmp_path, optim__lr=1e-2, **SMALL
+    )
+    assert any(
+        not torch.equal(a, b) for a, b in zip(before, policy.module.parameters(), strict=True)
+    )
     again = fakes.TinyGPT()
     load_model(again, str(result.model / "model.safetensors"))
-    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), policy.module.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(again.parameters(), policy.module.parameters(), strict=True)
+    )
 
 
 def test_a_model_without_its_tokenizer_is_refused_with_what_to_do():
-    with pytest.raises(GruppoError, match=r"TinyGPT; it needs a name, a folder, or a policy.*from_transformers"):
+    with pytest.raises(
+        GruppoError, match=r"TinyGPT; it needs a name, a folder, or a policy.*from_transformers"
+    ):
         gruppo.train(model=fakes.TinyGPT(), data=["x"], reward=length)
 
 
@@ -182,7 +215,14 @@ def test_what_is_named_can_be_named_and_what_cannot_is_in_memory():
 
     assert name_of(length) == "tests.trainer.test_api:length"
     assert name_of(Path("a/b.jsonl")) == "a/b.jsonl"
-    unnamed = [inner, lambda completions: [], functools.partial(length), [1], fakes.plain(), length.__call__]
+    unnamed = [
+        inner,
+        lambda completions: [],
+        functools.partial(length),
+        [1],
+        fakes.plain(),
+        length.__call__,
+    ]
     assert [name_of(part) for part in unnamed] == [configs.IN_MEMORY] * len(unnamed)
 
 
@@ -205,7 +245,9 @@ def test_a_run_of_a_ten_line_script_is_resumed_by_its_folder_without_training_ag
     script = tmp_path / "script.py"
     tiny.write_rows(tmp_path / "data.jsonl")
     arguments = [str(tmp_path / "data.jsonl"), str(tmp_path / "runs")]
-    script.write_text(SCRIPT.replace("DATA", repr(arguments[0])).replace("RUNS", repr(arguments[1])))
+    script.write_text(
+        SCRIPT.replace("DATA", repr(arguments[0])).replace("RUNS", repr(arguments[1]))
+    )
     api.train(  # as the script would: the function is the file's
         model=tiny.model(),
         data=arguments[0],
@@ -217,7 +259,11 @@ def test_a_run_of_a_ten_line_script_is_resumed_by_its_folder_without_training_ag
     saved = json.loads((run / "config.json").read_text())
     saved["scoring"]["isolate"] = True  # as it is by default: another process loads the script
     (run / "config.json").write_text(json.dumps(saved))
-    for path in (run / "final", run / "checkpoints", run / "metrics.jsonl"):  # as if it had been killed at once
+    for path in (
+        run / "final",
+        run / "checkpoints",
+        run / "metrics.jsonl",
+    ):  # as if it had been killed at once
         path.rename(path.with_name(f"moved-{path.name}"))
     child = processes.gruppo("resume", str(run), folder=tmp_path / "child")
     assert child.wait() == 0, child.err
@@ -227,8 +273,12 @@ def test_a_run_of_a_ten_line_script_is_resumed_by_its_folder_without_training_ag
 
 def test_a_prompt_that_is_too_long_is_refused_before_anything_is_trained(tmp_path):
     data = [*tiny.rows(), {"prompt": "1" * tiny.CONTEXT, "answer": "1", "number": 1}]
-    with pytest.raises(DataError, match="has 128 tokens, and 6 new ones make 134; the model's context holds 128"):
-        gruppo.train(model=tiny.model(), data=data, reward=length, runs_dir=tmp_path / "runs", **SMALL)
+    with pytest.raises(
+        DataError, match="has 128 tokens, and 6 new ones make 134; the model's context holds 128"
+    ):
+        gruppo.train(
+            model=tiny.model(), data=data, reward=length, runs_dir=tmp_path / "runs", **SMALL
+        )
     assert not (tmp_path / "runs").exists()
 
 
@@ -241,11 +291,19 @@ def test_an_unfinished_name_gets_a_number_when_it_is_taken(tmp_path):
 
 @pytest.mark.parametrize("data", [tiny.rows(), [row["prompt"] for row in tiny.rows()]])
 def test_data_without_held_out_prompts_are_one_warning_and_no_evaluation(tmp_path, data, caplog):
-    settings = SMALL | {"evaluation__prompts": 4, "evaluation__every": 1, "prompts__held_out_fraction": 0.0}
+    settings = SMALL | {
+        "evaluation__prompts": 4,
+        "evaluation__every": 1,
+        "prompts__held_out_fraction": 0.0,
+    }
     with caplog.at_level("WARNING", "gruppo"):
-        result = gruppo.train(model=tiny.model(), data=data, reward=length, runs_dir=tmp_path, **settings)
+        result = gruppo.train(
+            model=tiny.model(), data=data, reward=length, runs_dir=tmp_path, **settings
+        )
     assert caplog.text.count("no held-out prompts") == 1
-    assert result.before is result.after is None and saved_config(result)["evaluation"]["prompts"] == 0
+    assert (
+        result.before is result.after is None and saved_config(result)["evaluation"]["prompts"] == 0
+    )
     assert result.next[0][0].endswith(" = ?'")  # one that was trained on
 
 
@@ -254,12 +312,21 @@ def test_a_shown_run_ends_with_its_table_and_the_next_commands(tmp_path, capsys,
     before = log.level, list(log.handlers)
     levels = []
     real = api.build
-    monkeypatch.setattr(api, "build", lambda *given: (levels.append(log.getEffectiveLevel()), real(*given))[1])
+    monkeypatch.setattr(
+        api, "build", lambda *given: (levels.append(log.getEffectiveLevel()), real(*given))[1]
+    )
     result = gruppo.train(
-        model=tiny.model(), data=tiny.rows(), reward=length, runs_dir=tmp_path, **SMALL | {"show": True}
+        model=tiny.model(),
+        data=tiny.rows(),
+        reward=length,
+        runs_dir=tmp_path,
+        **SMALL | {"show": True},
     )
     output = "".join(capsys.readouterr().out.split())
-    assert f"{command_name()}sample{result.folder}" in output and f"{command_name()}doctor{result.folder}" in output
+    assert (
+        f"{command_name()}sample{result.folder}" in output
+        and f"{command_name()}doctor{result.folder}" in output
+    )
     assert levels == [logging.INFO]  # downloads are reported
     assert (log.level, log.handlers) == before
 
@@ -273,7 +340,9 @@ def test_a_shown_run_ends_with_its_table_and_the_next_commands(tmp_path, capsys,
         ((configs.Stage(steps=4), configs.Stage(steps=8)), "--steps 24 --stages.1.steps 0"),
     ],
 )
-def test_what_is_suggested_for_longer_is_twice_the_steps_and_is_not_refused(tmp_path, stages, longer):
+def test_what_is_suggested_for_longer_is_twice_the_steps_and_is_not_refused(
+    tmp_path, stages, longer
+):
     config = tiny.config(tmp_path, steps=12, stages=stages)
     *_, (command, _) = api.next_commands(build(config, Parts())[0], tmp_path / "run")
     assert command.endswith(f"/run/config.json {longer}")
@@ -285,7 +354,12 @@ def test_commands_are_written_as_the_shell_needs_them(tmp_path, monkeypatch):
     run = build(tiny.config(tmp_path), Parts())[0]
     run.source.held_out = lambda n: [gruppo.Prompt("0", "What's $HOME?\nSecond line")]
     (command, _), *_ = api.next_commands(run, tmp_path / "a run")
-    assert shlex.split(command) == ["/my env/bin/gruppo", "sample", str(tmp_path / "a run"), "What's $HOME?"]
+    assert shlex.split(command) == [
+        "/my env/bin/gruppo",
+        "sample",
+        str(tmp_path / "a run"),
+        "What's $HOME?",
+    ]
 
 
 ALL = {"sample", "eval", "doctor", "train"}
@@ -299,15 +373,30 @@ ALL = {"sample", "eval", "doctor", "train"}
         (ALL - {"eval", "train"}, {"data": tiny.rows()}),
         (ALL - {"eval", "train"}, {"reward": lambda completions, **_: [1.0] * len(completions)}),
         (ALL - {"eval"}, {"prompts__held_out_fraction": 0.0}),
-        (ALL - {"sample", "eval", "train"}, {"model": "a module", "data": [f"{n} + {n} = " for n in range(9)]}),
+        (
+            ALL - {"sample", "eval", "train"},
+            {"model": "a module", "data": [f"{n} + {n} = " for n in range(9)]},
+        ),
     ],
-    ids=["by name", "rows in memory", "a reward in memory", "nothing held out", "a module in memory"],
+    ids=[
+        "by name",
+        "rows in memory",
+        "a reward in memory",
+        "nothing held out",
+        "a module in memory",
+    ],
 )
 def test_the_next_commands_are_those_that_work(tmp_path, capsys, names, given):
-    named = {"model": tiny.model(), "data": tiny.write_rows(tmp_path / "rows.jsonl"), "reward": length}
+    named = {
+        "model": tiny.model(),
+        "data": tiny.write_rows(tmp_path / "rows.jsonl"),
+        "reward": length,
+    }
     parts = named | {"evaluation__prompts": 2} | given
     if parts["model"] == "a module":
-        parts["model"] = gruppo.from_module(fakes.TinyGPT(), fakes.ByteTokenizer(), eos_ids=[fakes.END], context=64)
+        parts["model"] = gruppo.from_module(
+            fakes.TinyGPT(), fakes.ByteTokenizer(), eos_ids=[fakes.END], context=64
+        )
     result = gruppo.train(runs_dir=tmp_path, **SMALL | parts)
     commands = [shlex.split(text)[1:] for text, _ in result.next]
     assert {name for name, *_ in commands} == names
@@ -321,12 +410,17 @@ def test_the_next_commands_are_those_that_work(tmp_path, capsys, names, given):
 
 def test_the_next_commands_of_a_run_on_images_have_no_made_up_prompt(tmp_path):
     run = restoration_runs.built(tmp_path)
-    assert [text.split()[1] for text, _ in api.next_commands(run, tmp_path / "run")] == ["doctor", "train"]
+    assert [text.split()[1] for text, _ in api.next_commands(run, tmp_path / "run")] == [
+        "doctor",
+        "train",
+    ]
 
 
 @pytest.mark.usefixtures("plots")
 def test_curves_are_drawn_also_where_nothing_is_shown(tmp_path):
-    result = gruppo.train(model=tiny.model(), data=tiny.rows(), reward=length, runs_dir=tmp_path, **SMALL)
+    result = gruppo.train(
+        model=tiny.model(), data=tiny.rows(), reward=length, runs_dir=tmp_path, **SMALL
+    )
     assert (result.folder / "plots/overview.png").is_file()
 
 
@@ -335,7 +429,9 @@ def test_curves_that_cannot_be_drawn_cost_a_line(tmp_path, monkeypatch, caplog):
         raise RuntimeError("no fonts")
 
     monkeypatch.setattr(api, "plot_run", broken)
-    result = gruppo.train(model=tiny.model(), data=tiny.rows(), reward=length, runs_dir=tmp_path, **SMALL)
+    result = gruppo.train(
+        model=tiny.model(), data=tiny.rows(), reward=length, runs_dir=tmp_path, **SMALL
+    )
     assert result.tokens > 0 and "could not be drawn: RuntimeError: no fonts" in caplog.text
 
 
@@ -344,8 +440,14 @@ def test_files_are_written_into_the_config_by_their_whole_path(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path / "work")
     (tmp_path / "work/m").symlink_to(tiny.model())
     tiny.write_rows(tmp_path / "work/q.jsonl")
-    (tmp_path / "work/my.py").write_text("def f(completions, **_):\n    return [float(len(c)) for c in completions]\n")
-    settings = {"model": "./m", "data": "q.jsonl", "reward": ["my.py:f", "exact_match", "regex_format:a/b:c"]}
+    (tmp_path / "work/my.py").write_text(
+        "def f(completions, **_):\n    return [float(len(c)) for c in completions]\n"
+    )
+    settings = {
+        "model": "./m",
+        "data": "q.jsonl",
+        "reward": ["my.py:f", "exact_match", "regex_format:a/b:c"],
+    }
     config = gruppo.train(**settings, runs_dir=tmp_path / "runs", **SMALL).folder / "config.json"
     monkeypatch.chdir(tmp_path)
     saved = json.loads(config.read_text())
@@ -365,7 +467,11 @@ def test_screen_and_log_are_given_back_when_a_run_fails(tmp_path, capsys):
 
 
 def test_a_config_in_memory_cannot_be_trained_from_its_file(tmp_path):
-    result = gruppo.train(model=tiny.model(), data=tiny.rows(), reward=length, runs_dir=tmp_path, **SMALL)
+    result = gruppo.train(
+        model=tiny.model(), data=tiny.rows(), reward=length, runs_dir=tmp_path, **SMALL
+    )
     config = serialization.load(result.folder / "config.json")
-    with pytest.raises(GruppoError, match=r"the data of this config came from Python objects.*Set --data"):
+    with pytest.raises(
+        GruppoError, match=r"the data of this config came from Python objects.*Set --data"
+    ):
         api.start(serialization.from_dict(serialization.to_dict(config) | {"name": "again"}))

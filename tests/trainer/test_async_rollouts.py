@@ -50,7 +50,9 @@ def lagged(tmp_path_factory) -> Path:
 
 def test_lag_0_equals_the_synchronous_loop_to_the_bit(tmp_path, monkeypatch):
     """The same run with the policy itself, with an engine beside the trainer, and through the queue of groups."""
-    monkeypatch.setattr(CopyEngine, "concurrency", 1)  # a step's prompts in one call, as in the synchronous loop
+    monkeypatch.setattr(
+        CopyEngine, "concurrency", 1
+    )  # a step's prompts in one call, as in the synchronous loop
     local = tiny.config(tmp_path / "local", reward=[tiny.reward("noisy")])
     beside = replace(local, runs_dir=str(tmp_path / "beside"), engine=EngineConfig(ENGINE))
     queued = replace(local, runs_dir=str(tmp_path / "queued"), engine=EngineConfig(ENGINE))
@@ -69,13 +71,18 @@ def test_lag_0_equals_the_synchronous_loop_to_the_bit(tmp_path, monkeypatch):
     assert runs.tensors(folder_of(local) / final) == runs.tensors(folder_of(beside) / final)
     assert runs.tensors(folder_of(local) / final) == runs.tensors(folder_of(queued) / final)
     own = ("lag/", *runs.CLOCKED)
-    rows = [{k: v for k, v in row.items() if not k.startswith(own)} for row in runs.metrics(folder_of(queued))]
+    rows = [
+        {k: v for k, v in row.items() if not k.startswith(own)}
+        for row in runs.metrics(folder_of(queued))
+    ]
     assert rows == runs.metrics(folder_of(local)) == runs.metrics(folder_of(beside))
 
 
 @pytest.mark.parametrize("lag", [1, 3])
 def test_with_real_threads_no_token_is_older_than_the_bound_and_no_draw_is_skipped(tmp_path, lag):
-    chosen = config(tmp_path, engine__lag=lag, engine__kind=ENGINE.replace(":engine", ":slow_engine"), steps=8)
+    chosen = config(
+        tmp_path, engine__lag=lag, engine__kind=ENGINE.replace(":engine", ":slow_engine"), steps=8
+    )
     oldest = 0
     with api.Trainer.open(chosen) as trainer:
         for step in trainer.steps:
@@ -83,7 +90,10 @@ def test_with_real_threads_no_token_is_older_than_the_bound_and_no_draw_is_skipp
             lags = step.step - 1 - versions
             oldest = max(oldest, int(lags.max()))
             assert int(lags.min()) >= 0 and int(lags.max()) <= lag
-            assert step.metrics["lag/max"] == int(lags.max()) and step.metrics["lag/stale_groups_count"] == 0
+            assert (
+                step.metrics["lag/max"] == int(lags.max())
+                and step.metrics["lag/stale_groups_count"] == 0
+            )
             assert trainer.run.async_rollouts.slots.next_index <= (lag + 1) * chosen.rollout.prompts
         trainer.finish()
     assert oldest == lag  # it did sample ahead
@@ -100,7 +110,10 @@ def test_metrics_say_how_old_samples_are_who_waits_and_what_the_correction_leave
         assert row["lag/mean"] == pytest.approx(shares[1] + 2 * shares[2])
         assert row["time/trainer_wait_s"] >= 0 and row["time/sampler_wait_s"] >= 0
         assert 0 < row["correction/ess_frac"] <= 1 + 1e-9
-    assert rows[0]["correction/ess_frac"] == pytest.approx(1, abs=1e-6) and rows[4]["correction/ess_frac"] < 0.999
+    assert (
+        rows[0]["correction/ess_frac"] == pytest.approx(1, abs=1e-6)
+        and rows[4]["correction/ess_frac"] < 0.999
+    )
 
 
 def test_a_publish_without_a_step_makes_groups_sampled_again_from_the_same_draw(tmp_path):
@@ -148,7 +161,10 @@ def test_each_rank_samples_the_groups_of_its_own_slots_ahead(tmp_path):
     assert max(row["lag/max"] for row in runs.metrics(run) if "lag/max" in row) in (1, 2)
     groups = Ledger(run, settings, is_replayed=True).groups
     assert {position for position, _ in groups} == {*range(16)}
-    assert all(place.path.name.endswith(f"-r{position % 2}.ledger") for (position, _), place in groups.items())
+    assert all(
+        place.path.name.endswith(f"-r{position % 2}.ledger")
+        for (position, _), place in groups.items()
+    )
 
 
 @pytest.mark.parametrize("every", [0, 2])
@@ -158,7 +174,9 @@ def test_the_ledger_of_a_run_is_pruned_up_to_its_oldest_checkpoint(tmp_path, eve
         for step in trainer.steps:
             oldest = (step.step - 1) // 2 * 2 if every else step.step
             held = {position for position, _ in trainer.run.async_rollouts.ledger.groups}
-            assert min(held, default=24) >= 4 * oldest - 4 and held >= {*range(4 * step.step, max(held, default=0) + 1)}
+            assert min(held, default=24) >= 4 * oldest - 4 and held >= {
+                *range(4 * step.step, max(held, default=0) + 1)
+            }
         trainer.finish()
     with pytest.raises(GruppoError, match="begins after its first steps"):
         train(["--replay", str(folder_of(chosen)), "--name", "replay", "--runs-dir", str(tmp_path)])
@@ -192,7 +210,9 @@ def test_a_killed_run_resumes_with_no_draw_lost_or_repeated(lagged, tmp_path, sh
     settings = serialization.to_dict(config(tmp_path, reward=[tiny.reward("noisy")]))
     folder = tmp_path / "child"
     for kill_at, codes in ((round(share * OPERATIONS), {-signal.SIGKILL}), (0, {0})):
-        child = processes.start(count_operations, settings, kill_at, 0, str(tmp_path / "operations"), folder=folder)
+        child = processes.start(
+            count_operations, settings, kill_at, 0, str(tmp_path / "operations"), folder=folder
+        )
         assert child.wait() in codes, child.err
     runs.assert_nothing_lost(tmp_path / "runs/run")
 
@@ -201,7 +221,9 @@ def test_a_replay_repeats_the_run_to_the_bit_without_its_engine(lagged, tmp_path
     monkeypatch.setattr(CopyEngine, "generate", None)
     train(["--replay", str(lagged), "--name", "replay", "--runs-dir", str(tmp_path)])
     again = tmp_path / "replay"
-    assert runs.tensors(again / "final/model.safetensors") == runs.tensors(lagged / "final/model.safetensors")
+    assert runs.tensors(again / "final/model.safetensors") == runs.tensors(
+        lagged / "final/model.safetensors"
+    )
     assert runs.metrics(again) == runs.metrics(lagged)
     assert not (again / "ledger").exists()
 
@@ -212,19 +234,34 @@ def test_a_replay_of_a_run_that_was_cut_off_ends_where_it_did(tmp_path):
         for _ in range(4):
             trainer.step()
     train(["--replay", str(folder_of(chosen)), "--name", "replay", "--runs-dir", str(tmp_path)])
-    assert [row["step"] for row in runs.metrics(tmp_path / "replay") if "lag/max" in row] == [1, 2, 3, 4]
+    assert [row["step"] for row in runs.metrics(tmp_path / "replay") if "lag/max" in row] == [
+        1,
+        2,
+        3,
+        4,
+    ]
 
 
-def test_a_replay_with_options_that_decide_what_is_sampled_is_refused(lagged, tmp_path, monkeypatch):
-    monkeypatch.setattr(AsyncRollouts, "_are_ready", lambda *_: pytest.fail("it waits for samples that nothing makes"))
+def test_a_replay_with_options_that_decide_what_is_sampled_is_refused(
+    lagged, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        AsyncRollouts,
+        "_are_ready",
+        lambda *_: pytest.fail("it waits for samples that nothing makes"),
+    )
     arguments = ["--replay", str(lagged), "--name", "replay", "--runs-dir", str(tmp_path)]
-    with pytest.raises(GruppoError, match=r"has no samples of prompt .* \(position 0\) as step 1 needs them"):
+    with pytest.raises(
+        GruppoError, match=r"has no samples of prompt .* \(position 0\) as step 1 needs them"
+    ):
         train([*arguments, "--rollout.group-size", "8"])
 
 
 def test_options_of_an_engine_are_refused_by_a_replay(lagged):
     for option in (["--engine", "vllm"], ["--engine.urls=http://127.0.0.1:1"]):
-        with pytest.raises(GruppoError, match=rf"{option[0].partition('=')[0]} has no effect\. Leave it out"):
+        with pytest.raises(
+            GruppoError, match=rf"{option[0].partition('=')[0]} has no effect\. Leave it out"
+        ):
             train(["--replay", str(lagged), "--engine.lag", "2", *option])
 
 
@@ -252,7 +289,9 @@ def test_refills_on_several_ranks_are_refused_with_lag(tmp_path, monkeypatch):
         check_lag(config(tmp_path, rollout__refill_rounds=1), CopyEngine)
 
 
-def test_an_engine_that_does_not_say_that_it_samples_beside_the_trainer_is_refused(tmp_path, monkeypatch):
+def test_an_engine_that_does_not_say_that_it_samples_beside_the_trainer_is_refused(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(CopyEngine, "concurrency", 0)
     with pytest.raises(GruppoError, match="concurrency = 1 or more"):
         api.start(config(tmp_path))
@@ -294,7 +333,9 @@ def test_an_error_of_the_ledger_in_another_thread_ends_the_run(tmp_path, monkeyp
         )
 
 
-def test_after_an_engine_was_lost_a_publish_that_reaches_it_goes_on_with_sampling(tmp_path, monkeypatch):
+def test_after_an_engine_was_lost_a_publish_that_reaches_it_goes_on_with_sampling(
+    tmp_path, monkeypatch
+):
     def fail(self: Any, *_: Any, **__: Any) -> Any:
         raise EngineLost("no server is left.")
 
@@ -359,7 +400,9 @@ def test_a_draw_that_fails_is_drawn_again(tmp_path, monkeypatch):
 
 
 def group_records(run: Path) -> list[dict[str, Any]]:
-    records = [record for path in (run / "ledger").iterdir() for _, record in ledger_module._records(path)]
+    records = [
+        record for path in (run / "ledger").iterdir() for _, record in ledger_module._records(path)
+    ]
     return [record for record in records if record["event"] == "group"]
 
 
@@ -374,7 +417,9 @@ def test_pruning_keeps_what_a_checkpoint_needs_that_is_still_being_written(tmp_p
         assert {*range(position, position + 8)} <= {held for held, _ in ahead.ledger.groups}
 
 
-@pytest.mark.parametrize("damage", ["missing", "shorter", "another run", "begins late", "no ledger"])
+@pytest.mark.parametrize(
+    "damage", ["missing", "shorter", "another run", "begins late", "no ledger"]
+)
 def test_a_ledger_that_is_not_whole_is_refused_in_one_line(lagged, tmp_path, damage):
     run = shutil.copytree(lagged, tmp_path / "runs" / lagged.name)
     segment = run / "ledger" / "000000-r0.ledger"
@@ -386,7 +431,9 @@ def test_a_ledger_that_is_not_whole_is_refused_in_one_line(lagged, tmp_path, dam
         segment.write_bytes(segment.read_bytes()[:-1000])
         state = run / "checkpoints" / "step_000006" / "state.json"
         saved = json.loads(state.read_text())
-        state.write_text(json.dumps(saved | {"ledger": {segment.name: segment.stat().st_size + 1000}}))
+        state.write_text(
+            json.dumps(saved | {"ledger": {segment.name: segment.stat().st_size + 1000}})
+        )
     if damage == "another run":
         settings = json.loads((run / "config.json").read_text())
         (run / "config.json").write_text(json.dumps(settings | {"seed": 1}))

@@ -25,7 +25,9 @@ from gruppo.types import GruppoError
 
 def save(folder: Path, step: int, **state: object) -> Path:
     values = {"w": torch.arange(12.0).reshape(3, 4) + step}
-    return checkpoint.save(folder, step=step, model=values, optimizer={"exp_avg.w": values["w"] * 2}, state=state)
+    return checkpoint.save(
+        folder, step=step, model=values, optimizer={"exp_avg.w": values["w"] * 2}, state=state
+    )
 
 
 def step_of(folder: Path) -> int | None:
@@ -51,7 +53,9 @@ def test_complete_holds_size_and_sha256_of_every_file(tmp_path):
     folder = save(tmp_path, 1)
     seal = json.loads((folder / "COMPLETE").read_text())
     others = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "COMPLETE"}
-    assert seal == {n: {"bytes": len(b), "sha256": hashlib.sha256(b).hexdigest()} for n, b in others.items()}
+    assert seal == {
+        n: {"bytes": len(b), "sha256": hashlib.sha256(b).hexdigest()} for n, b in others.items()
+    }
     assert set(seal) == {"model.safetensors", "optimizer.safetensors", "state.json"}
 
 
@@ -64,11 +68,15 @@ def test_a_save_syncs_each_file_before_the_rename_and_the_parent_after(tmp_path,
     replace = calls.index("replace")
     assert calls[:replace].count("fsync") == 5  # model, optimizer, state, COMPLETE, the folder
     assert calls[replace + 1] == "fsync"
-    assert max(n for n, c in enumerate(calls[:replace]) if c in ("write_text", "save_file")) < calls.index("fsync")
+    assert max(
+        n for n, c in enumerate(calls[:replace]) if c in ("write_text", "save_file")
+    ) < calls.index("fsync")
 
 
 @pytest.mark.parametrize("at", range(18))
-def test_an_exception_at_any_stage_leaves_the_former_or_the_new_save_whole(tmp_path, monkeypatch, at):
+def test_an_exception_at_any_stage_leaves_the_former_or_the_new_save_whole(
+    tmp_path, monkeypatch, at
+):
     save(tmp_path, 1)
     calls = operations(monkeypatch, checkpoint, at, raise_broken)
     try:
@@ -178,7 +186,10 @@ def test_a_foreign_or_newer_format_is_one_clear_error(tmp_path, state, says):
 
 def test_a_foreign_safetensors_file_is_one_clear_error(tmp_path):
     state = json.dumps({"format": checkpoint.FORMAT, "step": 1})
-    sealed(tmp_path / "step_000001", {"state.json": state, "model.safetensors": "x", "optimizer.safetensors": "y"})
+    sealed(
+        tmp_path / "step_000001",
+        {"state.json": state, "model.safetensors": "x", "optimizer.safetensors": "y"},
+    )
     with pytest.raises(GruppoError, match="SafetensorError"):
         checkpoint.load_latest(tmp_path)
 
@@ -198,7 +209,9 @@ def test_a_seal_that_points_outside_its_folder_is_refused(tmp_path):
 
 @pytest.mark.parametrize("at", range(18))
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
-def test_a_full_disk_at_any_stage_is_one_clear_error_and_keeps_the_former_save(tmp_path, monkeypatch, at, number):
+def test_a_full_disk_at_any_stage_is_one_clear_error_and_keeps_the_former_save(
+    tmp_path, monkeypatch, at, number
+):
     def fail():
         raise OSError(number, os.strerror(number))
 
@@ -208,7 +221,9 @@ def test_a_full_disk_at_any_stage_is_one_clear_error_and_keeps_the_former_save(t
         save(tmp_path, 2)
         assert len(calls) <= at
     except GruppoError as error:
-        assert ("the disk is full" if number == errno.ENOSPC else "could not be written") in str(error)
+        assert ("the disk is full" if number == errno.ENOSPC else "could not be written") in str(
+            error
+        )
         assert error.exit_code == 2
     monkeypatch.undo()
     assert step_of(tmp_path) in (1, 2)
@@ -216,7 +231,9 @@ def test_a_full_disk_at_any_stage_is_one_clear_error_and_keeps_the_former_save(t
 
 def test_the_full_disk_that_safetensors_reports_is_recognised(tmp_path, monkeypatch):
     def fail(*_: object) -> None:
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        raise SafetensorError(
+            "Error while serializing: I/O error: No space left on device (os error 28)"
+        )
 
     save(tmp_path, 1)
     monkeypatch.setattr(checkpoint, "save_file", fail)
@@ -246,7 +263,9 @@ def test_a_file_that_the_system_will_not_let_grow_keeps_the_former_save(tmp_path
 # --- pruning ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("keep", "left"), [(0, [5]), (1, [5]), (2, [4, 5]), (4, [2, 3, 4, 5]), (9, [1, 2, 3, 4, 5])])
+@pytest.mark.parametrize(
+    ("keep", "left"), [(0, [5]), (1, [5]), (2, [4, 5]), (4, [2, 3, 4, 5]), (9, [1, 2, 3, 4, 5])]
+)
 def test_prune_keeps_the_newest_and_never_none(tmp_path, keep, left):
     for step in range(1, 6):
         save(tmp_path, step)
@@ -304,7 +323,9 @@ def test_adamw_goes_on_to_the_bit_from_its_saved_state(tmp_path):
     resumed.load_state_dict(saved.weights)
     checkpoint.restore_optimizer(optimizer, saved.optimizer, names)
     learn(resumed, optimizer, range(3, 6))
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True)
+    )
     assert "step.0.weight" in load_file(path / "optimizer.safetensors")
 
 

@@ -43,9 +43,12 @@ def some_nan(rollouts: Rollouts) -> torch.Tensor:
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_a_sampler_without_log_probs_is_refused_by_its_engines_name(tmp_path, level):
-    run = run_off(tmp_path, some_nan, objective__correction="truncate", objective__correction_level=level)
+    run = run_off(
+        tmp_path, some_nan, objective__correction="truncate", objective__correction_level=level
+    )
     with pytest.raises(
-        GruppoError, match=r"\d+ of the \d+ from OffEngine are not numbers.*--objective.correction none"
+        GruppoError,
+        match=r"\d+ of the \d+ from OffEngine are not numbers.*--objective.correction none",
     ):
         step(run)
 
@@ -70,10 +73,17 @@ def test_without_a_correction_a_sampler_need_not_report_log_probs(tmp_path):
 )
 def test_a_correction_weighs_the_policy_term_and_no_other(tmp_path, mode, level, preset):
     """What it changes in the gradient is the same whether the other terms are there or not."""
-    several = {"optim__epochs": 2, "stage__kl_coef": 0.3, "stage__entropy_coef": 0.1, "rollout__group_size": 6}
+    several = {
+        "optim__epochs": 2,
+        "stage__kl_coef": 0.3,
+        "stage__entropy_coef": 0.1,
+        "rollout__group_size": 6,
+    }
     bounds = {"objective__correction_low": 0.8, "objective__correction_high": 1.2}
     both = {"objective__correction": mode, "objective__correction_level": level, **bounds}
-    run = run_off(tmp_path, lambda r: r.sampler_logprobs - shift(r), objective=preset, **several, **both)
+    run = run_off(
+        tmp_path, lambda r: r.sampler_logprobs - shift(r), objective=preset, **several, **both
+    )
     step_params = step_params_at(run.config, 0)
     batch = collect(run, step_params).batch
     with torch.no_grad():
@@ -83,7 +93,9 @@ def test_a_correction_weighs_the_policy_term_and_no_other(tmp_path, mode, level,
     alone = replace(step_params, kl_coef=0.0, entropy_coef=0.0, value_coef=0.0)
 
     def gradient(correction: str, step_params: Any) -> torch.Tensor:
-        run.config = replace(run.config, objective=replace(run.config.objective, correction=correction))
+        run.config = replace(
+            run.config, objective=replace(run.config.objective, correction=correction)
+        )
         run.optimizer.zero_grad()
         backward(run, batch, step_params)
         return by_hand.flat([p.grad for p in run.parameters])
@@ -107,7 +119,9 @@ class Columns:
         return getattr(self.real, name)
 
     def micro_batches(self, *args: Any) -> list[MicroBatch]:
-        return [part for micro_batch in self.real.micro_batches(*args) for part in self.cut(micro_batch)]
+        return [
+            part for micro_batch in self.real.micro_batches(*args) for part in self.cut(micro_batch)
+        ]
 
     def cut(self, micro_batch: MicroBatch) -> Iterator[MicroBatch]:
         stop = micro_batch.cols.stop
@@ -116,9 +130,13 @@ class Columns:
             yield MicroBatch(micro_batch.rows, slice(self.at, stop))
 
     def likelihood(self, rollouts: Rollouts, micro_batch: MicroBatch, **wanted: Any) -> Likelihood:
-        whole = self.real.likelihood(rollouts, MicroBatch(micro_batch.rows, slice(0, micro_batch.cols.stop)), **wanted)
+        whole = self.real.likelihood(
+            rollouts, MicroBatch(micro_batch.rows, slice(0, micro_batch.cols.stop)), **wanted
+        )
         parts = {
-            n: x[:, micro_batch.cols] for n in ("logprobs", "entropy", "values") if (x := getattr(whole, n)) is not None
+            n: x[:, micro_batch.cols]
+            for n in ("logprobs", "entropy", "values")
+            if (x := getattr(whole, n)) is not None
         }
         return replace(whole, **parts)
 
@@ -134,7 +152,12 @@ def in_columns(run: Run) -> Run:
 @pytest.mark.silent_bug(11)
 @pytest.mark.parametrize("preset", ["grpo", "ppo", "reinforce_pp", "dapo"])
 def test_a_policy_that_cuts_rows_into_columns_takes_the_same_step(tmp_path, preset):
-    changes = {"objective": preset, "optim__epochs": 2, "optim__minibatches": 2, "stage__kl_coef": 0.1}
+    changes = {
+        "objective": preset,
+        "optim__epochs": 2,
+        "optim__minibatches": 2,
+        "stage__kl_coef": 0.1,
+    }
     whole, cut = run_in(tmp_path, **changes), in_columns(run_in(tmp_path, **changes))
     before = by_hand.flat(whole.parameters)
     for _ in range(2):

@@ -88,7 +88,10 @@ def test_parameters_are_the_policys_then_the_critics_in_the_order_of_the_optimiz
     run = built(tmp_path, kind)
     policy, critic = run.policy.module, run.critic.module
     assert isinstance(run.critic, SeparateCritic if kind else SharedCritic)
-    assert list(map(id, run.parameters)) == [*map(id, policy.parameters()), *map(id, critic.parameters())]
+    assert list(map(id, run.parameters)) == [
+        *map(id, policy.parameters()),
+        *map(id, critic.parameters()),
+    ]
     in_optimizer = [p for group in run.optimizer.param_groups for p in group["params"]]
     assert list(map(id, in_optimizer)) == list(map(id, run.parameters))
     assert run.parameter_names == [n for n, _ in policy.named_parameters()] + [
@@ -102,9 +105,9 @@ def test_parameters_are_the_policys_then_the_critics_in_the_order_of_the_optimiz
 def test_the_critics_rate_is_a_multiple_of_the_policys(tmp_path, kind, lr, scale):
     run = built(tmp_path, kind, critic__lr=lr, optim__lr=1e-2, optim__warmup_steps=4)
     step_params = run.stage_schedule.step_params(1)
-    assert step_params.lr == pytest.approx(0.5e-2, rel=1e-12) and step_params.critic_lr == pytest.approx(
-        scale * step_params.lr, rel=1e-12
-    )
+    assert step_params.lr == pytest.approx(
+        0.5e-2, rel=1e-12
+    ) and step_params.critic_lr == pytest.approx(scale * step_params.lr, rel=1e-12)
     assert [group["is_critic"] for group in run.optimizer.param_groups] == [False, True]
 
 
@@ -124,7 +127,12 @@ def test_a_critics_own_rate_beside_a_policy_that_never_learns_is_refused(tmp_pat
 
 def test_the_critic_is_alone_for_its_first_steps(tmp_path):
     config = config_in(tmp_path, SHARED, critic__warmup_steps=2)
-    assert [step_params_at(config, n).is_critic_alone for n in range(4)] == [True, True, False, False]
+    assert [step_params_at(config, n).is_critic_alone for n in range(4)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_a_critic_of_another_model_is_opened_from_its_folder(tmp_path):
@@ -156,7 +164,9 @@ def test_a_reward_model_without_a_language_head_is_taken_for_its_trunk_and_learn
     assert not run.critic.module["head"].weight.any()
     before = [p.clone() for p in run.critic.module.parameters()]
     step(run), step(run)  # the trunk's gradient begins when the head is no longer 0
-    assert not any(torch.equal(a, b) for a, b in zip(before, run.critic.module.parameters(), strict=True))
+    assert not any(
+        torch.equal(a, b) for a, b in zip(before, run.critic.module.parameters(), strict=True)
+    )
     assert len(run.optimizer.param_groups[1]["params"]) == len(own) + 2  # no language head
 
 
@@ -168,21 +178,30 @@ def test_a_model_that_lacks_more_than_its_language_head_is_no_critic(tmp_path, d
     else:
         saved["v_head.weight"] = saved.pop("score.weight")
     save_file(saved, tmp_path / "other/model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(GruppoError, match=r"lacks \d weights that a LlamaForCausalLM has, lm_head.weight first"):
+    with pytest.raises(
+        GruppoError, match=r"lacks \d weights that a LlamaForCausalLM has, lm_head.weight first"
+    ):
         built(tmp_path, SEPARATE, critic__model=str(tmp_path / "other"))
 
 
 def test_a_reward_model_is_no_policy(tmp_path):
     reward_model(tmp_path / "other")
-    with pytest.raises(GruppoError, match=r"lacks 1 weights that a LlamaForCausalLM has, lm_head\.weight first"):
+    with pytest.raises(
+        GruppoError, match=r"lacks 1 weights that a LlamaForCausalLM has, lm_head\.weight first"
+    ):
         build(tiny.config(tmp_path, model=str(tmp_path / "other")), Parts())
 
 
-def test_a_model_without_language_head_that_cannot_be_run_without_one_is_no_critic(tmp_path, monkeypatch):
+def test_a_model_without_language_head_that_cannot_be_run_without_one_is_no_critic(
+    tmp_path, monkeypatch
+):
     """Its features would be the logits of a random head."""
     reward_model(tmp_path / "other")
     monkeypatch.setattr(backbones, "TOLERANCE", 0.0)
-    with pytest.raises(GruppoError, match="lacks the language head, and a LlamaForCausalLM cannot be run without one"):
+    with pytest.raises(
+        GruppoError,
+        match="lacks the language head, and a LlamaForCausalLM cannot be run without one",
+    ):
         built(tmp_path, SEPARATE, critic__model=str(tmp_path / "other"))
 
 
@@ -190,7 +209,9 @@ def test_a_critic_too_short_for_the_data_is_refused(tmp_path):
     other = tiny.write_model(tmp_path / "other")
     config = (tmp_path / "other/config.json").read_text()
     (tmp_path / "other/config.json").write_text(config.replace(f": {tiny.CONTEXT}", ": 20"))
-    with pytest.raises(GruppoError, match=r"the critic .*other is too short for these data: .* context holds 20"):
+    with pytest.raises(
+        GruppoError, match=r"the critic .*other is too short for these data: .* context holds 20"
+    ):
         built(tmp_path, SEPARATE, critic__model=other)
 
 
@@ -209,7 +230,9 @@ def test_a_critics_folder_is_named_from_the_root(tmp_path, monkeypatch):
 
 
 def test_resamplinging_by_a_reward_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(GruppoError, match=r"refill_by='letters' is none of this run's rewards, digits"):
+    with pytest.raises(
+        GruppoError, match=r"refill_by='letters' is none of this run's rewards, digits"
+    ):
         built(tmp_path, SHARED, rollout__refill_rounds=1, rollout__refill_by="letters")
     built(tmp_path, SHARED, rollout__refill_rounds=1, rollout__refill_by="digits")
 
@@ -230,7 +253,9 @@ def test_a_resumed_run_has_policy_critic_and_optimizer_to_the_bit(tmp_path, open
     assert folder.restore(resumed) and resumed.state.step == 2
     for run in (whole, resumed):
         step(run), step(run)
-    for name, first, second in zip(whole.parameter_names, whole.parameters, resumed.parameters, strict=True):
+    for name, first, second in zip(
+        whole.parameter_names, whole.parameters, resumed.parameters, strict=True
+    ):
         assert torch.equal(first, second), name
         for key, value in whole.optimizer.state[first].items():
             assert torch.equal(value, resumed.optimizer.state[second][key]), (name, key)
@@ -246,7 +271,9 @@ def test_the_final_model_is_the_policy_alone(tmp_path, opened, kind):
     assert set(final) == set(run.policy.checkpoint_weights())
     folder.save(run, boundary_state(run))
     saved = load_file(newest(folder.path) / "critic.safetensors")
-    assert all(torch.equal(saved[name], tensor) for name, tensor in run.critic.checkpoint_weights().items())
+    assert all(
+        torch.equal(saved[name], tensor) for name, tensor in run.critic.checkpoint_weights().items()
+    )
     assert set(saved) == set(run.critic.checkpoint_weights())
 
 
@@ -263,11 +290,17 @@ def test_the_first_weights_are_those_of_the_policy_and_a_trained_one_is_seen(tmp
 def test_a_checkpoint_of_another_critic_is_refused_in_words_and_restores_nothing(tmp_path, opened):
     none, shared, separate = {"objective": "grpo"}, SHARED, SEPARATE
     other = tiny.write_model(tmp_path / "other")
-    runs = {name: built(tmp_path, kind) for name, kind in (("none", none), ("shared", shared), ("separate", separate))}
+    runs = {
+        name: built(tmp_path, kind)
+        for name, kind in (("none", none), ("shared", shared), ("separate", separate))
+    }
     expected = {
         ("none", "shared"): "step 0 in .* holds no critic, and this run needs one.*Resume with",
         ("shared", "none"): "holds a critic, and this run has none",
-        ("shared", "separate"): r"another critic than this run's: \d+ tensors differ by name, bias among them",
+        (
+            "shared",
+            "separate",
+        ): r"another critic than this run's: \d+ tensors differ by name, bias among them",
         ("separate", "shared"): "another critic than this run's",
     }
     for (saved, needed), says in expected.items():
@@ -296,10 +329,17 @@ def test_a_saved_head_of_another_width_is_refused_with_both_shapes(tmp_path, ope
 @pytest.mark.silent_bug(33)
 @KINDS
 def test_a_run_that_was_stopped_and_resumed_is_the_run_that_was_not(tmp_path, kind):
-    changes = {"critic__warmup_steps": 1, "optim__epochs": 2, "optim__minibatches": 2, "stage__kl_coef": 0.1}
+    changes = {
+        "critic__warmup_steps": 1,
+        "optim__epochs": 2,
+        "optim__minibatches": 2,
+        "stage__kl_coef": 0.1,
+    }
     changes |= {"steps": 4}
     whole = api.start(config_in(tmp_path / "whole", kind, **changes)).folder
-    config = replace(config_in(tmp_path / "parts", kind, **changes), data=str(tmp_path / "whole/data.jsonl"))
+    config = replace(
+        config_in(tmp_path / "parts", kind, **changes), data=str(tmp_path / "whole/data.jsonl")
+    )
     with pytest.raises(Stopped):
         api.start(config, Parts(rewards=[stopping(Signalling(4))]))
     assert_same(api.start(tmp_path / "parts/runs/run").folder, whole)
@@ -332,7 +372,9 @@ def test_a_larger_critics_activations_are_counted_beyond_the_policys(tmp_path):
     run = built(tmp_path, SEPARATE, optim__token_budget=100)
     run.critic.trunk.config.num_hidden_layers = 3
     assert run.policy.module.config.num_hidden_layers == 2
-    assert run.critic.bytes_per_unit() - run.policy.bytes_per_unit() == 4 * (6 * 16 + 2 * 8 + 2 * 32)
+    assert run.critic.bytes_per_unit() - run.policy.bytes_per_unit() == 4 * (
+        6 * 16 + 2 * 8 + 2 * 32
+    )
     assert "critic's activations" in "\n".join(dry_run.explain(run))
 
 

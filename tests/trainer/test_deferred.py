@@ -39,7 +39,9 @@ class Following(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         is_followed, name = self.follows(inputs), func.overloadpacket.__name__
-        indexes = name in ("index", "index_put", "index_put_") and any(x.dtype == torch.bool for x in inputs[1:])
+        indexes = name in ("index", "index_put", "index_put_") and any(
+            x.dtype == torch.bool for x in inputs[1:]
+        )
         if is_followed and (name in WAITS or indexes):
             self.waits.append(name)
         out = func(*args, **(kwargs or {}))
@@ -59,7 +61,16 @@ class Reading(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        reads = name in ("tolist", "item", "__bool__", "__float__", "__int__", "numpy", "cpu", "__contains__")
+        reads = name in (
+            "tolist",
+            "item",
+            "__bool__",
+            "__float__",
+            "__int__",
+            "numpy",
+            "cpu",
+            "__contains__",
+        )
         if reads and self.following.follows([args[0]]):
             self.following.waits.append(name)
         return func(*args, **(kwargs or {}))
@@ -104,19 +115,30 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
-def test_nothing_between_forward_and_optimizer_step_waits_for_the_device(tmp_path, changes, deferred, monkeypatch):
+def test_nothing_between_forward_and_optimizer_step_waits_for_the_device(
+    tmp_path, changes, deferred, monkeypatch
+):
     assert waits_before_the_step(run_in(tmp_path, **changes), monkeypatch) == []
 
 
 def test_what_waits_is_seen(tmp_path, monkeypatch):
-    assert {"tolist", "index", "__float__"} <= {*waits_before_the_step(run_in(tmp_path), monkeypatch)}
+    assert {"tolist", "index", "__float__"} <= {
+        *waits_before_the_step(run_in(tmp_path), monkeypatch)
+    }
 
 
-def test_a_deferred_step_has_the_weights_and_metrics_of_one_that_reads_at_once(tmp_path, monkeypatch):
+def test_a_deferred_step_has_the_weights_and_metrics_of_one_that_reads_at_once(
+    tmp_path, monkeypatch
+):
     results = []
     for at_once in (frozenset({"cpu"}), frozenset()):
         monkeypatch.setattr(types, "AT_ONCE", at_once)
-        run = run_in(tmp_path / str(len(results)), optim__token_budget=60, optim__epochs=2, stage__kl_coef=0.1)
+        run = run_in(
+            tmp_path / str(len(results)),
+            optim__token_budget=60,
+            optim__epochs=2,
+            stage__kl_coef=0.1,
+        )
         _, metrics = step(run)
         results.append((vector(run.policy.module), metrics))
     (weights, expected), (deferred_weights, metrics) = results
@@ -133,8 +155,15 @@ def test_pending_statistics_are_those_of_the_numbers():
     expected = Stat.of(x, where)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(types, "AT_ONCE", frozenset())
-        parts = {"both": Stat.of(x[:1], where[:1]) + Stat.of(x[1:], where[1:]), "none": Stat.of(x, where & False)}
-        parts |= {"empty": Stat.of(x[:0]), "rows": Stat.of(x, torch.tensor([False, True])), "number": Stat.of(x[0, 0])}
+        parts = {
+            "both": Stat.of(x[:1], where[:1]) + Stat.of(x[1:], where[1:]),
+            "none": Stat.of(x, where & False),
+        }
+        parts |= {
+            "empty": Stat.of(x[:0]),
+            "rows": Stat.of(x, torch.tensor([False, True])),
+            "number": Stat.of(x[0, 0]),
+        }
         assert parts["both"].pending and not parts["both"].count
     read = Stat.read(parts)
     assert read["both"] == expected and read["none"] == read["empty"] == Stat()
@@ -143,19 +172,28 @@ def test_pending_statistics_are_those_of_the_numbers():
 
 def test_losses_for_other_loops_have_read_their_statistics(deferred):
     logprobs = torch.randn(2, 3, generator=torch.Generator().manual_seed(0)) - 3
-    _, stats = GRPOLoss(kl_beta=0).terms(logprobs, logprobs + 0.1, torch.tensor([[1.0, 0, 1], [0, 1, 0]]))
+    _, stats = GRPOLoss(kl_beta=0).terms(
+        logprobs, logprobs + 0.1, torch.tensor([[1.0, 0, 1], [0, 1, 0]])
+    )
     assert stats["reward"].mean == 0.5 and stats["kl/old_nats"].mean == pytest.approx(0.1, rel=1e-5)
     assert not any(stat.pending for stat in stats.values())
 
 
-def test_the_optimizer_leaves_out_a_step_that_is_not_finite_and_three_end_the_run(tmp_path, deferred):
+def test_the_optimizer_leaves_out_a_step_that_is_not_finite_and_three_end_the_run(
+    tmp_path, deferred
+):
     run = run_in(tmp_path, Parts(rewards=[tiny.digits]))
     step(run)
     run.policy.module.model.norm.weight.register_hook(lambda grad: grad * torch.inf)
-    before, moments = vector(run.policy.module), [s["exp_avg"].clone() for s in run.optimizer.state.values()]
+    before, moments = (
+        vector(run.policy.module),
+        [s["exp_avg"].clone() for s in run.optimizer.state.values()],
+    )
     for attempt in range(3):
         if attempt == 2:
-            with pytest.raises(NumericalStop, match="3 updates in a row had a gradient that is not finite"):
+            with pytest.raises(
+                NumericalStop, match="3 updates in a row had a gradient that is not finite"
+            ):
                 step(run)
         else:
             _, metrics = step(run)

@@ -31,10 +31,22 @@ pytest.importorskip("PIL")
 
 KL = {"stage__kl_coef": 0.1}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no noise": ({"diffusion__eta": 0.0}, r"eta=0 draws nothing: without a density.*Set eta above 0"),
-    "the ODE": ({"diffusion__transition": "ode"}, r"transition='ode' draws nothing.*evaluation, temperature 0"),
-    "an unknown transition": ({"diffusion__transition": "dddim"}, r"transition='dddim' is not one of"),
-    "a step of a diffusion": ({"diffusion__transition": "ddpm"}, r"'ddpm' does not fit the flow schedule"),
+    "no noise": (
+        {"diffusion__eta": 0.0},
+        r"eta=0 draws nothing: without a density.*Set eta above 0",
+    ),
+    "the ODE": (
+        {"diffusion__transition": "ode"},
+        r"transition='ode' draws nothing.*evaluation, temperature 0",
+    ),
+    "an unknown transition": (
+        {"diffusion__transition": "dddim"},
+        r"transition='dddim' is not one of",
+    ),
+    "a step of a diffusion": (
+        {"diffusion__transition": "ddpm"},
+        r"'ddpm' does not fit the flow schedule",
+    ),
     "guidance without dropped classes": (
         {"diffusion__guidance": 2.0},
         r"guidance=2 needs a prediction without a condition.*Set guidance 1",
@@ -47,21 +59,51 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"objective__clip_low": 1e-4, "objective__clip_high": 1e-4},
         r"clip_high=0.0001 .* of which is rounding alone",
     ),
-    "k3 of normals": (KL | {"objective": "grpo"}, r"kl='k3' of a Gaussian policy.*Set --objective.kl exact"),
-    "an entropy bonus": ({"stage__entropy_coef": 0.1}, r"entropy_coef is above 0.*--stage.entropy-coef 0"),
-    "a stage's temperature": ({"stage__temperature": 0.5}, r"temperature of 0.5: a denoising step has none"),
-    "a temperature": ({"rollout__temperature": 0.5}, r"temperature=0.5: a denoising step has no temperature"),
+    "k3 of normals": (
+        KL | {"objective": "grpo"},
+        r"kl='k3' of a Gaussian policy.*Set --objective.kl exact",
+    ),
+    "an entropy bonus": (
+        {"stage__entropy_coef": 0.1},
+        r"entropy_coef is above 0.*--stage.entropy-coef 0",
+    ),
+    "a stage's temperature": (
+        {"stage__temperature": 0.5},
+        r"temperature of 0.5: a denoising step has none",
+    ),
+    "a temperature": (
+        {"rollout__temperature": 0.5},
+        r"temperature=0.5: a denoising step has no temperature",
+    ),
     "top_k": ({"rollout__top_k": 5}, r"top_k=5, .* apply to tokens"),
-    "longest completions": ({"rollout__max_new_tokens": 64}, r"max_new_tokens=64 applies to text.*--diffusion.steps"),
-    "a penalty on length": ({"objective__overlong": 3}, r"overlong=3 penalizes long texts.*--objective.overlong 0"),
-    "LoRA": ({"lora__rank": 4}, r"LoRA puts adapters on the attention of a pipeline.*Leave the --lora options out"),
-    "bfloat16": ({"compute": "bfloat16"}, r"compute='bfloat16' holds the base below adapters.*--compute float32"),
+    "longest completions": (
+        {"rollout__max_new_tokens": 64},
+        r"max_new_tokens=64 applies to text.*--diffusion.steps",
+    ),
+    "a penalty on length": (
+        {"objective__overlong": 3},
+        r"overlong=3 penalizes long texts.*--objective.overlong 0",
+    ),
+    "LoRA": (
+        {"lora__rank": 4},
+        r"LoRA puts adapters on the attention of a pipeline.*Leave the --lora options out",
+    ),
+    "bfloat16": (
+        {"compute": "bfloat16"},
+        r"compute='bfloat16' holds the base below adapters.*--compute float32",
+    ),
     "another model as critic": (
         {"objective": "ppo", "critic__kind": "separate", "critic__model": "x"},
         r"critic.model='x': the critic of an image model is a head on its network",
     ),
-    "one step": ({"diffusion__steps": 1}, r"diffusion.steps=1 is out of range; it needs to be at least 2"),
-    "a window past the end": ({"diffusion__train_to": 4}, r"train_from=0, train_to=4 are not a range of the steps"),
+    "one step": (
+        {"diffusion__steps": 1},
+        r"diffusion.steps=1 is out of range; it needs to be at least 2",
+    ),
+    "a window past the end": (
+        {"diffusion__train_to": 4},
+        r"train_from=0, train_to=4 are not a range of the steps",
+    ),
     "a share of one step": (
         {"diffusion__noise": "branched", "diffusion__train_fraction": 0.5},
         r"train_fraction=0.5 with noise='branched'",
@@ -70,10 +112,22 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"diffusion__width": 16},
         r"diffusion.width .* Leave --diffusion.width out",
     ),
-    "a new network's path": ({"diffusion__path": "diffusion"}, r"diffusion.path is of a new network"),
-    "a pipeline's size": ({"diffusion__size": (8, 8)}, r"diffusion.size is of a pipeline of diffusers"),
-    "a mask of one update": ({"objective__kl_mask": 0.1}, r"kl_mask=0.1 has no effect: a batch has one update"),
-    "a reference that nothing reads": ({"reference__kind": "mixed"}, r"no stage's kl_coef is above 0"),
+    "a new network's path": (
+        {"diffusion__path": "diffusion"},
+        r"diffusion.path is of a new network",
+    ),
+    "a pipeline's size": (
+        {"diffusion__size": (8, 8)},
+        r"diffusion.size is of a pipeline of diffusers",
+    ),
+    "a mask of one update": (
+        {"objective__kl_mask": 0.1},
+        r"kl_mask=0.1 has no effect: a batch has one update",
+    ),
+    "a reference that nothing reads": (
+        {"reference__kind": "mixed"},
+        r"no stage's kl_coef is above 0",
+    ),
     "no reward": ({"reward": ()}, r"no reward was given"),
     "a new network of texts": (
         {"model": "unet", "data": "arithmetic"},
@@ -84,7 +138,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_an_image_model_cannot_do_is_refused_in_one_line_before_anything_is_written(tmp_path, what):
+def test_what_an_image_model_cannot_do_is_refused_in_one_line_before_anything_is_written(
+    tmp_path, what
+):
     changes, why = REFUSED[what]
     config = diffusion_runs.config(tmp_path, **changes)
     with pytest.raises(GruppoError, match=why) as error:
@@ -114,14 +170,18 @@ def test_what_a_text_model_cannot_do_with_pictures_is_refused(tmp_path, changes,
 
 
 def test_rewards_in_whole_numbers_give_whole_advantages_no_more_than_others_do(tmp_path):
-    run = built(tmp_path, reward=[reward("whole_numbers")], rollout__group_size=7, rollout__prompts=2)
+    run = built(
+        tmp_path, reward=[reward("whole_numbers")], rollout__group_size=7, rollout__prompts=2
+    )
     batch, _ = stepped(run)
     assert {*batch.rewards.tolist()} == {0.0, 1.0} and batch.advantages.is_floating_point()
     for group in range(2):
         rows = batch.rollouts.group_ids == group
         rewards = batch.rewards[rows].double()
         by_hand = (rewards - rewards.mean()) / (rewards.std() + run.config.objective.scale_eps)
-        torch.testing.assert_close(batch.advantages[rows][:, 0].double(), by_hand, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            batch.advantages[rows][:, 0].double(), by_hand, rtol=1e-5, atol=1e-6
+        )
 
 
 def test_a_reward_of_the_wrong_count_stops_the_run_in_one_line(tmp_path):
@@ -141,7 +201,9 @@ def test_a_file_that_is_no_image_is_left_out_with_one_line_that_names_it(tmp_pat
         tmp_path, data=f"images:{folder}", evaluation__prompts=0, steps=4, rollout__prompts=6
     )
     api.start(config, Parts())
-    messages = [record.getMessage() for record in caplog.records if "broken.png" in record.getMessage()]
+    messages = [
+        record.getMessage() for record in caplog.records if "broken.png" in record.getMessage()
+    ]
     assert len(messages) == 1 and messages[0].startswith("left out:") and "\n" not in messages[0]
 
 
@@ -152,7 +214,9 @@ def test_a_class_that_the_network_does_not_know_is_passed_over(tmp_path):
     for n in range(8):
         (folder / "d").mkdir(exist_ok=True)
         (folder / "d" / f"{n}.png").write_bytes(next((folder / "a").iterdir()).read_bytes())
-    config = diffusion_runs.config(tmp_path, data=f"images:{folder}", evaluation__prompts=0, steps=2)
+    config = diffusion_runs.config(
+        tmp_path, data=f"images:{folder}", evaluation__prompts=0, steps=2
+    )
     path = api.start(config, Parts()).folder
     assert "3 is no class of this network" in (path / "log.txt").read_text()
 
@@ -163,9 +227,15 @@ def test_a_missing_package_is_named_in_one_line(tmp_path, monkeypatch, package):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     load_digits.cache_clear()  # an earlier test may have read them
-    changes = {"reward": ["jpeg_compressibility"]} if package == "PIL" else {"data": "digits", "model": "unet"}
+    changes = (
+        {"reward": ["jpeg_compressibility"]}
+        if package == "PIL"
+        else {"data": "digits", "model": "unet"}
+    )
     config = diffusion_runs.config(tmp_path, **changes)
-    with pytest.raises(GruppoError, match=rf'the package "?{package}.*pip install .*\[\w+\]"') as error:
+    with pytest.raises(
+        GruppoError, match=rf'the package "?{package}.*pip install .*\[\w+\]"'
+    ) as error:
         api.start(config, diffusion_runs.parts_of(config))
     assert "\n" not in str(error.value)
 
@@ -178,8 +248,15 @@ def finished(tmp_path_factory):
     """A run with all its parts named, of two branches."""
     folder = tmp_path_factory.mktemp("finished")
     images = diffusion_runs.write_images(folder / "images")
-    changes = {"data": f"images:{images}", "prompts__held_out_fraction": 0.3, "steps": 2, "optim__epochs": 2}
-    config = diffusion_runs.config(folder, diffusion__noise="branched", diffusion__eval_steps=3, **(changes | KL))
+    changes = {
+        "data": f"images:{images}",
+        "prompts__held_out_fraction": 0.3,
+        "steps": 2,
+        "optim__epochs": 2,
+    }
+    config = diffusion_runs.config(
+        folder, diffusion__noise="branched", diffusion__eval_steps=3, **(changes | KL)
+    )
     return api.start(config).folder
 
 
@@ -197,7 +274,11 @@ def test_the_shell_evaluates_draws_and_exports_an_image_run(finished, tmp_path, 
         assert sheet.width > 3 * 8
     output = capsys.readouterr().out
     after = json.loads((finished / "evaluations.json").read_text())[-1]
-    assert f"mean reward {after['mean']:.3f}" in output and "tensor" not in output and len(output.splitlines()) == 4
+    assert (
+        f"mean reward {after['mean']:.3f}" in output
+        and "tensor" not in output
+        and len(output.splitlines()) == 4
+    )
     shell("sample", str(finished), "2", "0", "--n", "2", "--folder", str(tmp_path / "drawn"))
     assert sorted(path.name for path in (tmp_path / "drawn").iterdir()) == [
         *(f"{place}-{label}-{n}.png" for place, label in enumerate("20") for n in range(2)),
@@ -205,13 +286,18 @@ def test_the_shell_evaluates_draws_and_exports_an_image_run(finished, tmp_path, 
     ]
     assert "4 images in" in capsys.readouterr().out
     shell("export", str(finished), str(tmp_path / "out"))
-    exported, final = load_denoiser(tmp_path / "out").module, load_denoiser(finished / "final").module
+    exported, final = (
+        load_denoiser(tmp_path / "out").module,
+        load_denoiser(finished / "final").module,
+    )
     assert all(map(torch.equal, exported.state_dict().values(), final.state_dict().values()))
 
 
 def test_pictures_drawn_at_temperature_1_hang_on_the_seed(finished, tmp_path):
     def drawn(seed: int) -> list[bytes]:
-        files = inference.sample(finished, ["1"], tmp_path / f"{seed}", n=2, temperature=1.0, seed=seed)
+        files = inference.sample(
+            finished, ["1"], tmp_path / f"{seed}", n=2, temperature=1.0, seed=seed
+        )
         return [file.read_bytes() for file in files[:2]]
 
     assert drawn(1) == drawn(1) and len({*drawn(1), *drawn(2)}) == 4
@@ -220,17 +306,27 @@ def test_pictures_drawn_at_temperature_1_hang_on_the_seed(finished, tmp_path):
 @pytest.mark.parametrize(
     ("args", "says", "code"),
     [
-        (["sample", "RUN", "77"], r"'0': 77 is no class of this network; it knows '0', '1', '2'", 2),
+        (
+            ["sample", "RUN", "77"],
+            r"'0': 77 is no class of this network; it knows '0', '1', '2'",
+            2,
+        ),
         (["sample", "RUN", "²"], r"'²' is no class of this network", 2),
         (["sample", "RUN", "seven"], r"'seven' is no class of this network", 2),
         (["sample", "RUN", "1", "--n", "0"], r"--n 0 samples nothing", 2),
-        (["sample", "RUN", "1", "--temperature", "0.5"], r"temperature=0.5: a denoising step has no temperature", 2),
+        (
+            ["sample", "RUN", "1", "--temperature", "0.5"],
+            r"temperature=0.5: a denoising step has no temperature",
+            2,
+        ),
         (["export", "RUN", "--adapter"], r"has no adapter: its weights themselves were trained", 2),
         (["eval", "RUN", "--prompts", "0"], r"--prompts 0 leaves nothing to evaluate", 2),
     ],
     ids=lambda of: "-".join(of) if isinstance(of, list) else "",
 )
-def test_mistakes_at_the_shell_are_one_line_and_exit_with_2(finished, tmp_path, capsys, args, says, code):
+def test_mistakes_at_the_shell_are_one_line_and_exit_with_2(
+    finished, tmp_path, capsys, args, says, code
+):
     args = [str(finished) if word == "RUN" else word for word in args]
     made = str(tmp_path / "made")
     shell(*args, *{"eval": [], "sample": ["--folder", made], "export": [made]}[args[0]], code=code)
@@ -242,16 +338,27 @@ def test_mistakes_at_the_shell_are_one_line_and_exit_with_2(finished, tmp_path, 
 
 def test_a_run_without_a_reward_has_nothing_to_evaluate_and_can_be_asked(tmp_path):
     images = diffusion_runs.write_images(tmp_path / "images")
-    changes = {"model": "unet", "data": f"images:{images}", "reward": (), "stage__rl_coef": 0.0, "stage__sup_coef": 1.0}
+    changes = {
+        "model": "unet",
+        "data": f"images:{images}",
+        "reward": (),
+        "stage__rl_coef": 0.0,
+        "stage__sup_coef": 1.0,
+    }
     changes |= {"objective": "grpo", "diffusion__width": 8, "evaluation__prompts": 0, "steps": 1}
     run = api.start(diffusion_runs.config(tmp_path, **changes)).folder
-    with pytest.raises(GruppoError, match=r"was trained without a reward, so nothing is measured. Ask it: .* sample"):
+    with pytest.raises(
+        GruppoError,
+        match=r"was trained without a reward, so nothing is measured. Ask it: .* sample",
+    ):
         inference.evaluate_run(run, prompts=3)
     assert len(inference.sample(run, ["1"], tmp_path / "drawn")) == 2
 
 
 def test_another_process_s_shell_says_the_same(finished, tmp_path):
-    child = processes.gruppo("sample", str(finished), "77", "--folder", str(tmp_path / "made"), folder=tmp_path / "c")
+    child = processes.gruppo(
+        "sample", str(finished), "77", "--folder", str(tmp_path / "made"), folder=tmp_path / "c"
+    )
     assert child.wait() == 2 and child.err.count("\n") == 1 and "Traceback" not in child.err
 
 
@@ -262,7 +369,9 @@ DDPO = [option for option in peer_options.peer_options("ddpo") if option.part ==
 
 def test_what_is_printed_can_be_typed(tmp_path):
     """Each line's option and value, as the parser reads them; without the notes."""
-    config = diffusion_runs.config(tmp_path, data="digits", diffusion__guidance=2.0, diffusion__eta=0.5, **KL)
+    config = diffusion_runs.config(
+        tmp_path, data="digits", diffusion__guidance=2.0, diffusion__eta=0.5, **KL
+    )
     recipe = tmp_path / "recipe.json"
     recipe.write_text(json.dumps(serialization.to_dict(Config())))
     words: list[str] = [str(recipe)]
@@ -301,4 +410,6 @@ def test_a_run_of_pictures_is_explained(finished):
 
 
 def test_metrics_of_the_finished_run_name_its_steps(finished):
-    assert any(name.startswith("timestep/kl_ref_nats/") for row in metrics(finished) for name in row)
+    assert any(
+        name.startswith("timestep/kl_ref_nats/") for row in metrics(finished) for name in row
+    )

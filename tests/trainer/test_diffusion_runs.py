@@ -24,7 +24,11 @@ pytest.importorskip("PIL")
 
 KL = {"stage__kl_coef": 0.1}
 SEVERAL = {"optim__epochs": 2, "optim__minibatches": 2}
-MIXED = KL | {"reference__kind": "mixed", "reference__update_every": 2, "reference__update_rate": 0.5}
+MIXED = KL | {
+    "reference__kind": "mixed",
+    "reference__update_every": 2,
+    "reference__update_rate": 0.5,
+}
 REFERENCES = {
     "in one micro_batch": KL,
     "in small micro_batches": KL | {"optim__token_budget": 5},
@@ -34,13 +38,17 @@ REFERENCES = {
     "mixed": MIXED | {"reference__update_every": 1},
     "guided": KL | SEVERAL | {"diffusion__guidance": 2.0},
     "PPO, in the reward": KL | {"objective": "ppo", "critic__kind": "separate"},
-    "PPO, in the loss": KL | {"objective": "ppo", "objective__kl_in": "loss", "objective__kl": "exact"} | SEVERAL,
+    "PPO, in the loss": KL
+    | {"objective": "ppo", "objective__kl_in": "loss", "objective__kl": "exact"}
+    | SEVERAL,
 }
 
 
 def model_of(changes: dict[str, Any]) -> dict[str, Any]:
     """Guidance needs a network that was asked without its class."""
-    return {"model": diffusion_runs.denoiser(dropped=0.1)} if "diffusion__guidance" in changes else {}
+    return (
+        {"model": diffusion_runs.denoiser(dropped=0.1)} if "diffusion__guidance" in changes else {}
+    )
 
 
 def assert_same(run: Path, other: Path) -> None:
@@ -53,11 +61,15 @@ def assert_same(run: Path, other: Path) -> None:
         assert files == others and files
         for file in files:
             assert tensors(place(run) / file) == tensors(place(other) / file), file
-    state, other_state = (json.loads((newest(path) / "state.json").read_text()) for path in (run, other))
+    state, other_state = (
+        json.loads((newest(path) / "state.json").read_text()) for path in (run, other)
+    )
     assert state == other_state and metrics(run) == metrics(other)
     assert (run / "samples.jsonl").read_text() == (other / "samples.jsonl").read_text()
     sheets = sorted(sheet.name for sheet in (run / "images").iterdir())
-    assert sheets == sorted(sheet.name for sheet in (other / "images").iterdir()) and len(sheets) > 1
+    assert (
+        sheets == sorted(sheet.name for sheet in (other / "images").iterdir()) and len(sheets) > 1
+    )
     for sheet in sheets:
         assert (run / "images" / sheet).read_bytes() == (other / "images" / sheet).read_bytes()
 
@@ -100,7 +112,9 @@ def test_demonstrations_alone_need_no_reward_and_lower_the_loss_of_others(taught
     assert policy.denoiser.shape == (3, 8, 8) and policy.denoiser.condition.names == ("a", "b", "c")
     assert (taught.before, taught.after, taught.tokens) == (None, None, 0)
     untaught = api.start(
-        diffusion_runs.config(taught.folder.parent, **(teaching(folder_of_images) | {"steps": 1, "name": "1"}))
+        diffusion_runs.config(
+            taught.folder.parent, **(teaching(folder_of_images) | {"steps": 1, "name": "1"})
+        )
     )
     generator = torch.Generator().manual_seed(0)
     prompts = []
@@ -123,15 +137,24 @@ def test_held_out_pictures_are_drawn_at_each_evaluation_though_nothing_rewards_t
     assert all(row["held_out"] and row["reward"] is None for row in rows)
     sheets = {path.name for path in (taught.folder / "images").iterdir()}
     assert sheets == {*(f"eval_{step:06d}.png" for step in (0, 8, 16, 24)), "before_after.png"}
-    assert not any(name.startswith(("eval/", "reward/", "timestep/")) for row in metrics(taught.folder) for name in row)
+    assert not any(
+        name.startswith(("eval/", "reward/", "timestep/"))
+        for row in metrics(taught.folder)
+        for name in row
+    )
 
 
 @pytest.mark.silent_bug(33)
 @pytest.mark.parametrize(("after", "is_killed"), [(3, False), (8, True)])
-def test_demonstrations_alone_are_resumed_to_the_bit(tmp_path, monkeypatch, folder_of_images, taught, after, is_killed):
+def test_demonstrations_alone_are_resumed_to_the_bit(
+    tmp_path, monkeypatch, folder_of_images, taught, after, is_killed
+):
     """After step 8, whose evaluation is over when the run is saved, its pictures are not drawn again."""
     changes = teaching(folder_of_images)
-    assert_same(stopped_and_resumed(tmp_path, monkeypatch, after=after, is_killed=is_killed, **changes), taught.folder)
+    assert_same(
+        stopped_and_resumed(tmp_path, monkeypatch, after=after, is_killed=is_killed, **changes),
+        taught.folder,
+    )
 
 
 # --- the KL to a reference --------------------------------------------------------------------------------------------
@@ -149,7 +172,9 @@ def test_the_kl_is_exactly_zero_before_the_policy_moves(tmp_path, kind):
 
 
 @pytest.mark.silent_bug(41)
-@pytest.mark.parametrize("kind", ["in one micro_batch", "in small micro_batches", "on disk", "guided", "mixed"])
+@pytest.mark.parametrize(
+    "kind", ["in one micro_batch", "in small micro_batches", "on disk", "guided", "mixed"]
+)
 def test_the_kl_of_the_second_step_is_that_of_the_two_normals(tmp_path, kind):
     """The reference is opened anew from its folder, or mixed by hand."""
     changes = REFERENCES[kind] | {"optim__epochs": 1, "optim__minibatches": 1}
@@ -157,7 +182,9 @@ def test_the_kl_of_the_second_step_is_that_of_the_two_normals(tmp_path, kind):
     reference = load_denoiser(run.config.model)
     stepped(run)
     if run.reference.rule == "ema":
-        for own, theirs in zip(reference.module.parameters(), run.policy.module.parameters(), strict=True):
+        for own, theirs in zip(
+            reference.module.parameters(), run.policy.module.parameters(), strict=True
+        ):
             own.data = 0.5 * theirs.detach() + 0.5 * own
     step_params = run.stage_schedule.step_params(1)
     batch = collect(run, step_params).batch
@@ -170,20 +197,27 @@ def test_the_kl_of_the_second_step_is_that_of_the_two_normals(tmp_path, kind):
     assert by_hand > 1e-3
     logged = learn(run, batch, step_params)
     assert logged["kl/ref_nats"] == pytest.approx(float(by_hand), rel=1e-5)
-    assert logged["loss/kl"] == pytest.approx(float(by_hand), rel=1e-5)  # each row has as many steps
+    assert logged["loss/kl"] == pytest.approx(
+        float(by_hand), rel=1e-5
+    )  # each row has as many steps
 
 
 @pytest.mark.silent_bug(18)
 def test_where_the_reference_rests_changes_no_bit(tmp_path):
     changes = KL | SEVERAL | {"steps": 3}
-    runs = [trained(tmp_path, name=place, reference__place=place, **changes) for place in ("device", "disk")]
+    runs = [
+        trained(tmp_path, name=place, reference__place=place, **changes)
+        for place in ("device", "disk")
+    ]
     assert_same(*runs)
     assert max(row.get("kl/ref_nats", 0) for row in metrics(runs[0])) > 1e-3
 
 
 @pytest.mark.silent_bug(2)
 @pytest.mark.parametrize("budget", [1, 5, 999])
-def test_the_first_ratio_is_one_at_other_batch_sizes_and_the_joint_error_is_reported(tmp_path, budget):
+def test_the_first_ratio_is_one_at_other_batch_sizes_and_the_joint_error_is_reported(
+    tmp_path, budget
+):
     """At most 1e-5 nats per dimension, of the sampler's log-probs and of the ratio; a tenth of the clip."""
     run = built(tmp_path, optim__lr=0.0, optim__token_budget=budget, **SEVERAL)
     _, logged = stepped(run)
@@ -213,7 +247,12 @@ def test_the_old_kl_of_several_updates_is_exact(tmp_path):
 
 KINDS: dict[str, dict[str, Any]] = {
     "branched, guided, demonstrations beside": KL
-    | {"diffusion__noise": "branched", "diffusion__guidance": 2.0, "stage__sup_coef": 0.5, "supervised__batch": 4},
+    | {
+        "diffusion__noise": "branched",
+        "diffusion__guidance": 2.0,
+        "stage__sup_coef": 0.5,
+        "supervised__batch": 4,
+    },
     "shared, a fraction, mixed on disk, PPO with a critic of its own": MIXED
     | {"reference__place": "disk", "diffusion__noise": "shared", "diffusion__train_fraction": 0.5}
     | {"objective": "ppo", "critic__kind": "separate"},
@@ -226,11 +265,20 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.silent_bug(33)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_that_is_stopped_in_the_middle_goes_on_to_the_bit(tmp_path, monkeypatch, folder_of_images, kind):
-    changes = {"steps": 3, "show_samples_every": 1, "saving__every": 0} | KINDS[kind] | SEVERAL | model_of(KINDS[kind])
+def test_a_run_that_is_stopped_in_the_middle_goes_on_to_the_bit(
+    tmp_path, monkeypatch, folder_of_images, kind
+):
+    changes = (
+        {"steps": 3, "show_samples_every": 1, "saving__every": 0}
+        | KINDS[kind]
+        | SEVERAL
+        | model_of(KINDS[kind])
+    )
     if "stage__sup_coef" in changes:
         changes["supervised__data"] = f"images:{folder_of_images}"
     one = trained(tmp_path / "whole", **changes)
     assert_same(stopped_and_resumed(tmp_path / "parts", monkeypatch, after=2, **changes), one)
     rows = [row for row in metrics(one) if "reward/mean" in row]
-    assert max(row["kl/ref_nats"] for row in rows) > 1e-4 and all(row["update/updates_count"] == 4 for row in rows)
+    assert max(row["kl/ref_nats"] for row in rows) > 1e-4 and all(
+        row["update/updates_count"] == 4 for row in rows
+    )

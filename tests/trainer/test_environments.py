@@ -126,9 +126,13 @@ def test_what_the_environment_said_is_neither_learned_from_nor_counted(tmp_path)
     own, turns = rollouts.mask.sum(1).double(), rollouts.per_row["turns"].double()
     logged = collected.metrics
     assert logged["len/mean_actions"] == pytest.approx(own.mean()) and logged["tokens"] == own.sum()
-    assert logged["turns/mean"] == pytest.approx(turns.mean()) and logged["turns/max"] == turns.max()
+    assert (
+        logged["turns/mean"] == pytest.approx(turns.mean()) and logged["turns/max"] == turns.max()
+    )
     assert logged["environment/reply_tokens_mean"] == pytest.approx((rollouts.lengths - own).mean())
-    assert logged["environment/ended_frac"] == pytest.approx(rollouts.per_row["ended"].double().mean())
+    assert logged["environment/ended_frac"] == pytest.approx(
+        rollouts.per_row["ended"].double().mean()
+    )
     assert logged["turns/reencoded_count"] == logged["turns/context_full_count"] == 0
     assert logged["environment/failed_count"] == 0 and logged["time/environment_s"] > 0
 
@@ -146,11 +150,18 @@ def test_a_step_of_conversations_is_the_step_computed_by_hand(tmp_path):
 def test_an_evaluation_converses_too_and_samples_show_all_that_was_said(tmp_path):
     done = api.start(config(tmp_path, rollout__stop=tuple(tiny.CHARACTERS)))
     rows = [json.loads(line) for line in (done.folder / "samples.jsonl").read_text().splitlines()]
-    talks = [sample["completion"] for row in rows for sample in row.get("samples", [row]) if "completion" in sample]
+    talks = [
+        sample["completion"]
+        for row in rows
+        for sample in row.get("samples", [row])
+        if "completion" in sample
+    ]
     assert any(len(talk) > 1 for talk in talks)
     assert {m["role"] for talk in talks for m in talk} == {"assistant", "user"}
     evaluated, answers = inference.evaluate_run(done.folder, prompts=4)
-    assert evaluated.mean == done.after["mean"] and any(len(row["completion"]) > 1 for row in answers)
+    assert evaluated.mean == done.after["mean"] and any(
+        len(row["completion"]) > 1 for row in answers
+    )
 
 
 def test_functions_may_be_given_in_python(tmp_path):
@@ -158,37 +169,70 @@ def test_functions_may_be_given_in_python(tmp_path):
         return answer
 
     rows = tiny.write_rows(tmp_path / "rows.jsonl")
-    common = {"steps": 2, "show": False, "runs_dir": str(tmp_path / "runs"), "evaluation__prompts": 0}
-    common |= {"compute": "float32", "rollout__max_new_tokens": 6, "rollout__stop": STOPS, "rollout__prompts": 2}
+    common = {
+        "steps": 2,
+        "show": False,
+        "runs_dir": str(tmp_path / "runs"),
+        "evaluation__prompts": 0,
+    }
+    common |= {
+        "compute": "float32",
+        "rollout__max_new_tokens": 6,
+        "rollout__stop": STOPS,
+        "rollout__prompts": 2,
+    }
     done = train(model=tiny.model(), data=rows, reward=tiny.digits, environment=told, **common)
     assert max(row["turns/mean"] for row in metrics(done.folder)) > 1
     saved = serialization.load(done.folder / "config.json")
-    with pytest.raises(GruppoError, match=r"environment of this config came from .*Set --environment.reply"):
+    with pytest.raises(
+        GruppoError, match=r"environment of this config came from .*Set --environment.reply"
+    ):
         api.start(replace(saved, name="again"))
     with pytest.raises(GruppoError, match=r"resume\(.*environment=\.\.\."):
         api.start(done.folder)
-    named = train(model=tiny.model(), data=rows, reward=tiny.digits, environment=f"{HERE}:reply", **common)
+    named = train(
+        model=tiny.model(), data=rows, reward=tiny.digits, environment=f"{HERE}:reply", **common
+    )
     assert serialization.load(named.folder / "config.json").environment.reply == f"{HERE}:reply"
-    with pytest.raises(GruppoError, match=r"environment is 3 \(int\); it needs to be a class with reset, a function"):
+    with pytest.raises(
+        GruppoError,
+        match=r"environment is 3 \(int\); it needs to be a class with reset, a function",
+    ):
         train(model=tiny.model(), data=rows, reward=tiny.digits, environment=3, **common)
 
 
 def test_a_row_that_its_environment_left_is_not_learned_from_and_the_run_goes_on(tmp_path, caplog):
-    run = run_in(tmp_path, **settings(environment__reply=f"{HERE}:fails_now_and_then", reward=[tiny.reward("digits")]))
+    run = run_in(
+        tmp_path,
+        **settings(environment__reply=f"{HERE}:fails_now_and_then", reward=[tiny.reward("digits")]),
+    )
     collected, _ = step(run)
     failed = [why is not None for why in collected.rollouts.per_row["environment_failure"]]
     assert 0 < sum(failed) < len(failed)
-    assert collected.metrics["environment/failed_count"] == sum(failed) == collected.metrics["finish/error_count"]
+    assert (
+        collected.metrics["environment/failed_count"]
+        == sum(failed)
+        == collected.metrics["finish/error_count"]
+    )
     lost = torch.tensor(failed)
-    assert collected.scores.rewards[lost].isnan().all() and not collected.batch.loss_mask[lost].any()
+    assert (
+        collected.scores.rewards[lost].isnan().all() and not collected.batch.loss_mask[lost].any()
+    )
     assert "the environment gave no reply: ValueError: lost (test_environments.py:" in caplog.text
 
 
 def test_an_environment_that_always_fails_ends_the_run_in_one_line(tmp_path):
     with pytest.raises(
-        DataError, match=r"the environment failed in \d+ of 12 conversations .*the server is gone .*Fix"
+        DataError,
+        match=r"the environment failed in \d+ of 12 conversations .*the server is gone .*Fix",
     ):
-        api.start(config(tmp_path, environment__reply=f"{HERE}:always_fails", rollout__stop=tuple(tiny.CHARACTERS)))
+        api.start(
+            config(
+                tmp_path,
+                environment__reply=f"{HERE}:always_fails",
+                rollout__stop=tuple(tiny.CHARACTERS),
+            )
+        )
 
 
 def test_failures_in_an_evaluation_are_told(tmp_path, caplog):
@@ -197,7 +241,8 @@ def test_failures_in_an_evaluation_are_told(tmp_path, caplog):
     evaluated, _ = evaluate(run, held_out(run, 4))
     assert evaluated.scored < 4
     assert re.search(
-        r"held out: the environment failed in [1-4] of 4 conversations: ValueError: the server", caplog.text
+        r"held out: the environment failed in [1-4] of 4 conversations: ValueError: the server",
+        caplog.text,
     )
 
 
@@ -212,12 +257,19 @@ def test_a_run_is_resumed_with_another_environment_by_its_name(tmp_path):
     with pytest.raises(Stopped):
         api.start(chosen, Parts(rewards=[stopping], environment=lambda text: None))
     done = api.resume(tmp_path / "runs/run", environment=f"{HERE}:always", show=False)
-    assert [row["environment/ended_frac"] for row in metrics(done.folder) if "turns/mean" in row][-1] == 0
+    assert [row["environment/ended_frac"] for row in metrics(done.folder) if "turns/mean" in row][
+        -1
+    ] == 0
 
 
 def test_the_game_of_the_recipe_guess_by_hand():
     game: dict[str, Any] = {}
-    assert [say(text, game, "5") for text in ("4", " 2. ", "7", "5")] == ["Higher.", "Higher.", "Lower.", None]
+    assert [say(text, game, "5") for text in ("4", " 2. ", "7", "5")] == [
+        "Higher.",
+        "Higher.",
+        "Lower.",
+        None,
+    ]
     assert found(state=[game]) == [1.0]
     game = {}
     assert [say(text, game, "5") for text in ("4", "6", "3")] == ["Higher.", "Lower.", "Higher."]
@@ -226,11 +278,24 @@ def test_the_game_of_the_recipe_guess_by_hand():
 
 
 def test_the_recipe_guess_plays_with_any_chat_model(tmp_path):
-    sizes = {"rollout__prompts": 2, "rollout__group_size": 2, "rollout__max_new_tokens": 4, "steps": 1}
-    model = {"model": tiny.write_model(tmp_path / "tiny", context=512), "compute": "float32", "name": "run"}
-    chosen = api.change(guess(), sizes | model | {"runs_dir": str(tmp_path / "runs"), "evaluation__prompts": 2})
+    sizes = {
+        "rollout__prompts": 2,
+        "rollout__group_size": 2,
+        "rollout__max_new_tokens": 4,
+        "steps": 1,
+    }
+    model = {
+        "model": tiny.write_model(tmp_path / "tiny", context=512),
+        "compute": "float32",
+        "name": "run",
+    }
+    chosen = api.change(
+        guess(), sizes | model | {"runs_dir": str(tmp_path / "runs"), "evaluation__prompts": 2}
+    )
     done = api.start(chosen)
-    assert {"turns/mean", "reward/found/mean"} <= {name for row in metrics(done.folder) for name in row}
+    assert {"turns/mean", "reward/found/mean"} <= {
+        name for row in metrics(done.folder) for name in row
+    }
 
 
 class Buffer(list):
@@ -245,7 +310,9 @@ def test_an_environment_that_is_empty_is_one(tmp_path):
 
 def test_explain_says_who_replies_and_shows_a_conversation(tmp_path):
     output = "\n".join(explain(config(tmp_path, rollout__stop=tuple(tiny.CHARACTERS))))
-    assert re.search(r"completion  \[\{'role': 'assistant'.*\{'role': 'user', 'content': '1 of \d+'", output)
+    assert re.search(
+        r"completion  \[\{'role': 'assistant'.*\{'role': 'user', 'content': '1 of \d+'", output
+    )
     assert "environment reply: up to 3 answers per row, replies of up to 256 tokens" in output
 
 
@@ -254,7 +321,10 @@ def test_explain_says_who_replies_and_shows_a_conversation(tmp_path):
     [
         ({"environment__turns": 0}, r"environment.turns=0 is out of range.*--environment.turns"),
         ({"environment__max_reply_tokens": 0}, "environment.max_reply_tokens=0 is out of range"),
-        ({"environment__timeout_s": 0.0}, r"timeout_s=0.0 is out of range.*--environment.timeout-s 60"),
+        (
+            {"environment__timeout_s": 0.0},
+            r"timeout_s=0.0 is out of range.*--environment.timeout-s 60",
+        ),
         ({"environment__reply": ""}, "set without an environment. Set --environment file.py:Class"),
         ({"model": "unet", "data": "digits"}, "replies to texts, but 'unet' is an image model"),
     ],
@@ -275,8 +345,14 @@ def test_settings_that_cannot_be_are_refused_before_anything_is_loaded(tmp_path,
         ({"environment__reply": f"{HERE}:replly"}, "has no 'replly'.*Did you mean .*:reply"),
         ({"environment__reply": "reply"}, "'reply' names no object; write path/to/file.py:name"),
         ({"environment__reply": f"{HERE}:HERE"}, "the environment is .*not a function"),
-        ({"environment__reply": f"{HERE}:shadows"}, "asks for 'colour', which the data do not have"),
-        ({"reward": [f"{HERE}:wordy"], "environment__reply": "", "environment__turns": 8}, "asks for 'state'"),
+        (
+            {"environment__reply": f"{HERE}:shadows"},
+            "asks for 'colour', which the data do not have",
+        ),
+        (
+            {"reward": [f"{HERE}:wordy"], "environment__reply": "", "environment__turns": 8},
+            "asks for 'state'",
+        ),
     ],
 )
 def test_functions_that_are_not_understood_are_refused_in_one_line(tmp_path, changes, why):
@@ -287,7 +363,10 @@ def test_functions_that_are_not_understood_are_refused_in_one_line(tmp_path, cha
 
 def test_a_column_of_a_name_that_the_environment_gives_is_refused(tmp_path):
     tiny.write_rows(tmp_path / "data.jsonl", [row | {"turn": 1} for row in tiny.rows()])
-    with pytest.raises(DataError, match=r"data\.jsonl has a column 'turn', and an environment is given something else"):
+    with pytest.raises(
+        DataError,
+        match=r"data\.jsonl has a column 'turn', and an environment is given something else",
+    ):
         api.start(config(tmp_path))
 
 
@@ -299,7 +378,9 @@ def test_rewards_of_steps_are_refused_beside_an_environment(tmp_path):
         return [[1.0 for _ in own] for own in steps]
 
     chosen = config(tmp_path, objective="ppo")
-    with pytest.raises(GruppoError, match="'steps' scores the steps of one answer, and with an environment"):
+    with pytest.raises(
+        GruppoError, match="'steps' scores the steps of one answer, and with an environment"
+    ):
         api.start(chosen, Parts(rewards=[steps]))
 
 
@@ -307,7 +388,9 @@ def test_held_out_conversations_are_greedy(tmp_path):
     run = run_in(tmp_path, **settings(evaluation__prompts=4))
     first, rows = evaluate(run, held_out(run, 4))
     again, others = evaluate(run, held_out(run, 4))
-    assert first.mean == again.mean and [r["completion"] for r in rows] == [r["completion"] for r in others]
+    assert first.mean == again.mean and [r["completion"] for r in rows] == [
+        r["completion"] for r in others
+    ]
 
 
 @pytest.mark.parametrize("count", [2])
@@ -318,5 +401,8 @@ def test_ranks_hold_the_conversations_of_one_process(tmp_path, count):
     children = processes.ranks(count, api.start, shared, folder=tmp_path / "of-two")
     assert [child.wait() for child in children] == [0] * count, children[0].err
     names = ("turns/mean", "environment/reply_tokens_mean", "tokens", "reward/wordy/mean")
-    one, two = ([{n: row[n] for n in names if n in row} for row in metrics(p)] for p in (whole, tmp_path / "ranks/run"))
+    one, two = (
+        [{n: row[n] for n in names if n in row} for row in metrics(p)]
+        for p in (whole, tmp_path / "ranks/run")
+    )
     assert len(one) == len(two) and one[0] == pytest.approx(two[0])

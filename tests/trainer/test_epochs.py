@@ -28,14 +28,19 @@ def by_minibatch(run: Run) -> tuple[dict[str, float], list[torch.Tensor]]:
     collected, logged = step(run)
     rollouts = collected.batch.rollouts
     rows = by_hand.credited(run, networks, rollouts, collected.batch.rewards.double().tolist())
-    optimizers = [by_hand.AdamW(part, optim.lr, optim) for part in (networks.of_policy, networks.of_critic)]
+    optimizers = [
+        by_hand.AdamW(part, optim.lr, optim) for part in (networks.of_policy, networks.of_critic)
+    ]
     moved = []
     for epoch in range(optim.epochs):
         for part in minibatch_rows(run, rollouts, epoch):
             own = {row: rows[row] for row in part.tolist() if row in rows}
             with torch.no_grad():
                 now = torch.cat([networks.logprobs(networks.policy, rollouts, row) for row in own])
-            old, advantages = (torch.tensor([x for row in own.values() for x in of(row)]) for of in (OLD, ADVANTAGES))
+            old, advantages = (
+                torch.tensor([x for row in own.values() for x in of(row)])
+                for of in (OLD, ADVANTAGES)
+            )
             moved.append(torch.stack([now - old, advantages]))
             by_hand.update(run, networks, rollouts, own, optimizers)
     return logged, moved
@@ -61,12 +66,16 @@ def test_each_epochs_ratio_clip_and_kl_are_those_of_the_steps_by_hand(tmp_path, 
             "ratio_max": pytest.approx(float(ratio.max()), rel=1e-4),
             "clip_frac": pytest.approx(float(clipped.double().mean()), abs=1.5 / len(ratio)),
             "kl_old_nats": pytest.approx(-float(log_ratio.mean()), rel=1e-3, abs=1e-6),
-            "kl_old_k3_nats": pytest.approx(float((ratio - 1 - log_ratio).mean()), rel=1e-3, abs=1e-9),
+            "kl_old_k3_nats": pytest.approx(
+                float((ratio - 1 - log_ratio).mean()), rel=1e-3, abs=1e-9
+            ),
             "updates_count": 2,
         }
         counts.append(float(clipped.sum()))
         sums += torch.stack([ratio.sum(), torch.tensor(float(len(ratio)))])
-    assert 0 < counts[0] < counts[1] < counts[2]  # the first epoch's second minibatch is not on-policy any more
+    assert (
+        0 < counts[0] < counts[1] < counts[2]
+    )  # the first epoch's second minibatch is not on-policy any more
     assert result["ratio/mean"] == pytest.approx(float(sums[0] / sums[1]), rel=1e-5)
     assert result["update/epochs_count"] == 3 and "epoch/4/ratio_mean" not in result
 
@@ -95,10 +104,17 @@ def test_where_the_kl_ends_a_batch_is_said_in_epochs(kls, tmp_path, updates, epo
 
 def test_one_epoch_has_nothing_of_its_own_to_say(tmp_path):
     _, logged = step(run_in(tmp_path, optim__minibatches=2))
-    assert not [name for name in logged if name.startswith("epoch/")] and "update/epochs_count" not in logged
+    assert (
+        not [name for name in logged if name.startswith("epoch/")]
+        and "update/epochs_count" not in logged
+    )
 
 
 def test_an_epoch_that_has_learned_from_demonstrations_alone_counts_its_updates():
     epochs = [{"loss/sup": Stat(1, 0.5), "update/taken": Stat(1, 1.0)}, {"loss/sup": Stat(1, 0.4)}]
     logged = epoch_metrics(OptimConfig(epochs=2), epochs, 2)
-    assert logged == {"epoch/1/updates_count": 1, "epoch/2/updates_count": 0, "update/epochs_count": 2}
+    assert logged == {
+        "epoch/1/updates_count": 1,
+        "epoch/2/updates_count": 0,
+        "update/epochs_count": 2,
+    }

@@ -37,7 +37,9 @@ def test_an_evaluation_is_the_mean_over_what_is_scored_of_the_greedy_answers(tmp
     assert len(prompts) == 3
     done, rows = evaluate(run, prompts)
     assert (done.prompts, done.scored, done.mean, done.parts) == (3, 2, 5.5, {"but_one": 5.5})
-    greedy = run.policy.sample([Request(p, 1) for p in prompts], Sampling(temperature=0.0, max_actions=8), seed=99)
+    greedy = run.policy.sample(
+        [Request(p, 1) for p in prompts], Sampling(temperature=0.0, max_actions=8), seed=99
+    )
     assert [row["completion"] for row in rows] == list(greedy.completions)
 
 
@@ -47,13 +49,20 @@ def test_an_evaluation_leaves_the_run_as_it_was(tmp_path):
     evaluate(run, held_out(run, 4))
     assert torch.equal(vector(run.policy.module), before)
     one, two = (collect(r, step_params_at(r.config, 0)).batch for r in (run, other))
-    assert torch.equal(one.rollouts.actions, two.rollouts.actions) and torch.equal(one.rewards, two.rewards)
+    assert torch.equal(one.rollouts.actions, two.rollouts.actions) and torch.equal(
+        one.rewards, two.rewards
+    )
 
 
 @pytest.mark.silent_bug(33)
 def test_the_counters_that_end_a_run_are_resumed(tmp_path):
     run, resumed = run_in(tmp_path), run_in(tmp_path)
-    run.state.step, run.state.version, run.state.skipped_updates, run.state.unscored_steps = 7, 9, 2, 4
+    run.state.step, run.state.version, run.state.skipped_updates, run.state.unscored_steps = (
+        7,
+        9,
+        2,
+        4,
+    )
     run.state.evaluations.append({"step": 0, "mean": 0.5})
     folder = RunFolder(tmp_path / "kept")
     folder.save(run, boundary_state(run))
@@ -62,17 +71,22 @@ def test_the_counters_that_end_a_run_are_resumed(tmp_path):
 
 
 def test_tiny_rows_are_numbered_by_what_they_ask():
-    assert [row["prompt"][0]["content"].split()[0] for row in tiny.rows(9)] == [str(n) for n in range(9)]
+    assert [row["prompt"][0]["content"].split()[0] for row in tiny.rows(9)] == [
+        str(n) for n in range(9)
+    ]
 
 
 def count_of_ones(completions: Sequence[Any], **_: Any) -> list[float]:
     """1 where the completion has a digit, else 0."""
-    return [float(any(c.isdigit() for c in completion[-1]["content"])) for completion in completions]
+    return [
+        float(any(c.isdigit() for c in completion[-1]["content"])) for completion in completions
+    ]
 
 
 def validation_file(folder: Path, count: int = 5) -> str:
     rows = [
-        {"prompt": [{"role": "user", "content": f"{n} + 1 = ?"}], "answer": str(n + 1)} for n in range(90, 90 + count)
+        {"prompt": [{"role": "user", "content": f"{n} + 1 = ?"}], "answer": str(n + 1)}
+        for n in range(90, 90 + count)
     ]
     return tiny.write_rows(folder / "validation.jsonl", rows)
 
@@ -86,7 +100,9 @@ def test_validation_data_are_evaluated_on_and_all_training_data_trained_on(tmp_p
     warn_of_overlap(run)
     assert not caplog.records
     run = run_in(
-        tmp_path, evaluation__prompts=4, evaluation__data=tiny.write_rows(tmp_path / "same.jsonl", tiny.rows(4))
+        tmp_path,
+        evaluation__prompts=4,
+        evaluation__data=tiny.write_rows(tmp_path / "same.jsonl", tiny.rows(4)),
     )
     warn_of_overlap(run)
     assert "4 of 4 prompts of the validation data" in caplog.text

@@ -21,7 +21,9 @@ def test_working_memory_by_hand(tmp_path):
     memory = working_memory(run.policy, run.config, longest, 100, 12)
     assert memory["activations"] == 4 * 100 * 2 * (6 * 16 + 2 * 8 + 2 * 32)
     assert memory["cache while sampling"] == 4 * 2 * 12 * (longest + 8) * 2 * 8
-    assert memory["logits"] == tile_bytes(100, len(run.policy.chat.tokenizer), 4, torch.device("cpu"))
+    assert memory["logits"] == tile_bytes(
+        100, len(run.policy.chat.tokenizer), 4, torch.device("cpu")
+    )
 
 
 def test_logits_take_a_chunk_three_times_or_tiles_under_a_linear_head(tmp_path, monkeypatch):
@@ -29,7 +31,10 @@ def test_logits_take_a_chunk_three_times_or_tiles_under_a_linear_head(tmp_path, 
     run, _ = build(tiny.config(tmp_path, rollout__top_k=5), Parts())
     vocabulary = len(run.policy.chat.tokenizer)
     assert working_memory(run.policy, run.config, 4, 100, 1)["logits"] == 3 * 4 * 100 * vocabulary
-    assert working_memory(run.policy, run.config, 4, 5000, 1)["logits"] == 3 * 4 * run.policy.chunk * vocabulary
+    assert (
+        working_memory(run.policy, run.config, 4, 5000, 1)["logits"]
+        == 3 * 4 * run.policy.chunk * vocabulary
+    )
     cpu = torch.device("cpu")
     monkeypatch.setattr("gruppo.core.linear_head.cache_bytes", lambda: (2**20, 2**25))
     assert tile_bytes(100, vocabulary, 2, cpu) == (2 * 4 + 2 + 2) * 100 * vocabulary
@@ -55,7 +60,9 @@ def explained(tmp_path, **changes) -> str:
 
 def test_an_adapter_is_told_with_its_size_and_its_reference(tmp_path):
     """Rank 4 on q_proj of 2 layers, 16 to 16: 2 x 4 x (16 + 16) numbers."""
-    text = explained(tmp_path, lora__rank=4, lora__alpha=8.0, lora__targets=("q_proj",), stage__kl_coef=0.1)
+    text = explained(
+        tmp_path, lora__rank=4, lora__alpha=8.0, lora__targets=("q_proj",), stage__kl_coef=0.1
+    )
     assert "adapter     256 trained weights on a frozen base of " in text
     assert "reference   the base, with the adapter off\n" in text
     assert "reference   " not in explained(tmp_path, lora__rank=4)
@@ -65,13 +72,20 @@ def test_a_reference_that_follows_and_the_way_back_are_told(tmp_path):
     mixed = {"stage__kl_coef": 0.1, "reference__kind": "mixed", "reference__update_every": 2}
     back = {"back_off__metric": "eval/reward_mean", "back_off__drop": 0.1}
     text = explained(tmp_path, reference__place="disk", **mixed, **back)
-    assert "reference   a copy that follows the policy: 0.6 policy + 0.4 reference after every 2 steps, on disk" in text
+    assert (
+        "reference   a copy that follows the policy: 0.6 policy + 0.4 reference after every 2 steps, on disk"
+        in text
+    )
     assert (
         "back off    where eval/reward_mean falls more than 0.1 below its best: return to the best weights, with 0.5"
         in text
     )
-    assert "a second adapter that follows the policy: 0.6 policy" in explained(tmp_path, lora__rank=4, **mixed)
-    assert "reference   a copy of the first weights, on the device\n" in explained(tmp_path, stage__kl_coef=0.1)
+    assert "a second adapter that follows the policy: 0.6 policy" in explained(
+        tmp_path, lora__rank=4, **mixed
+    )
+    assert "reference   a copy of the first weights, on the device\n" in explained(
+        tmp_path, stage__kl_coef=0.1
+    )
 
 
 def test_stages_are_numbered_as_the_options_are_and_say_what_they_do(tmp_path):

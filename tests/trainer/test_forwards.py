@@ -55,8 +55,12 @@ def test_where_only_values_are_needed_no_log_prob_is_computed_before_the_update(
 
 
 @KINDS
-@pytest.mark.parametrize("changes", [{}, NO_KL | {"optim__epochs": 2}], ids=["kl in the reward", "two epochs"])
-def test_the_forward_before_the_updates_gives_nothing_beside_what_is_stored(tmp_path, kind, changes):
+@pytest.mark.parametrize(
+    "changes", [{}, NO_KL | {"optim__epochs": 2}], ids=["kl in the reward", "two epochs"]
+)
+def test_the_forward_before_the_updates_gives_nothing_beside_what_is_stored(
+    tmp_path, kind, changes
+):
     run = begun(tmp_path, kind, **changes)
     with asked(run) as wants:
         batch = collect(run, step_params_at(run.config, 0)).batch
@@ -69,7 +73,9 @@ def test_the_forward_before_the_updates_gives_nothing_beside_what_is_stored(tmp_
 
 @pytest.mark.silent_bug(2)
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
-@pytest.mark.parametrize("sampling", [{}, {"rollout__top_k": 7, "rollout__temperature": 0.7}], ids=["plain", "top-k"])
+@pytest.mark.parametrize(
+    "sampling", [{}, {"rollout__top_k": 7, "rollout__temperature": 0.7}], ids=["plain", "top-k"]
+)
 def test_the_entropy_as_a_number_changes_no_bit_of_the_log_probs(tmp_path, compute, sampling):
     run = run_in(tmp_path, compute=compute, rollout__max_new_tokens=24, **sampling)
     rollouts = collect(run, step_params_at(run.config, 0)).batch.rollouts
@@ -87,7 +93,9 @@ def test_the_entropy_as_a_number_changes_no_bit_of_the_log_probs(tmp_path, compu
 def head_calls(run: Run, batch: Any, **changes: Any) -> tuple[int, dict[str, Any]]:
     """How often the language head runs in an update's pieces, and the statistics."""
     calls: list[int] = []
-    hook = run.policy.compute_module.get_output_embeddings().register_forward_hook(lambda *_: calls.append(1))
+    hook = run.policy.compute_module.get_output_embeddings().register_forward_hook(
+        lambda *_: calls.append(1)
+    )
     stats = backward(run, batch, replace(step_params_at(run.config, 0), **changes))
     hook.remove()
     return len(calls), stats
@@ -95,7 +103,9 @@ def head_calls(run: Run, batch: Any, **changes: Any) -> tuple[int, dict[str, Any
 
 @KINDS
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
-def test_while_the_critic_learns_alone_nothing_goes_back_through_the_policy(tmp_path, kind, compute):
+def test_while_the_critic_learns_alone_nothing_goes_back_through_the_policy(
+    tmp_path, kind, compute
+):
     run = begun(tmp_path, kind, compute=compute, optim__token_budget=200)
     batch = collect(run, step_params_at(run.config, 0)).batch
     calls, stats = head_calls(run, batch, is_critic_alone=False)
@@ -106,8 +116,14 @@ def test_while_the_critic_learns_alone_nothing_goes_back_through_the_policy(tmp_
     run.optimizer.zero_grad(set_to_none=True)
     calls, alone = head_calls(run, batch, is_critic_alone=True)
     assert calls == alone["update/micro_batches"].sum > 1
-    assert all(p.grad is None for p in (*run.policy.module.parameters(), *run.policy.compute_module.parameters()))
-    assert all(p.requires_grad for p in (*run.policy.module.parameters(), *run.policy.compute_module.parameters()))
+    assert all(
+        p.grad is None
+        for p in (*run.policy.module.parameters(), *run.policy.compute_module.parameters())
+    )
+    assert all(
+        p.requires_grad
+        for p in (*run.policy.module.parameters(), *run.policy.compute_module.parameters())
+    )
     assert critic.abs().max() > 0
     assert torch.equal(by_hand.flat([p.grad for p in run.critic.module.parameters()]), critic)
     assert alone == stats
@@ -117,7 +133,9 @@ def test_while_the_critic_learns_alone_nothing_goes_back_through_the_policy(tmp_
 
 
 @pytest.mark.parametrize("changes", [{}, NO_KL], ids=["with log-probs", "values alone"])
-def test_a_shared_critics_values_that_would_be_broadcast_are_refused_before_and_in_an_update(tmp_path, changes):
+def test_a_shared_critics_values_that_would_be_broadcast_are_refused_before_and_in_an_update(
+    tmp_path, changes
+):
     run = begun(tmp_path, SHARED, **changes)
     batch = collect(run, step_params_at(run.config, 0)).batch
     likelihood, values = run.policy.likelihood, run.policy.values
@@ -141,7 +159,9 @@ def test_the_network_whose_gradient_is_not_finite_is_named_with_its_option(tmp_p
     run.state.skipped_updates = 1
     with caplog.at_level("WARNING", "gruppo"):
         skip(run, batch)
-    assert "the norm of the critic's gradient is nan" in caplog.text and "policy's" not in caplog.text
+    assert (
+        "the norm of the critic's gradient is nan" in caplog.text and "policy's" not in caplog.text
+    )
     with pytest.raises(NumericalStop, match=r"the last one the critic's.*--critic\.lr"):
         skip(run, batch)
     run.critic.values, run.state.skipped_updates = values, 2

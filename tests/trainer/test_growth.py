@@ -53,7 +53,10 @@ def sizes_by_prompt(collected: Collected) -> list[tuple[int, int]]:
     rollouts = collected.batch.rollouts
     assert rollouts is not None
     found, counts = rollouts.group_ids.unique_consecutive(return_counts=True)
-    return [(number_of(rollouts.prompts[g].inputs), n) for g, n in zip(found.tolist(), counts.tolist(), strict=True)]
+    return [
+        (number_of(rollouts.prompts[g].inputs), n)
+        for g, n in zip(found.tolist(), counts.tolist(), strict=True)
+    ]
 
 
 def shares_by_hand(slots: Sequence[int], budget: int, cap: int) -> list[int]:
@@ -82,7 +85,9 @@ def test_groups_with_spread_grow_by_hand_within_the_budget_and_the_cap(tmp_path,
 
 def test_a_group_that_grew_has_the_samples_of_one_that_was_sampled_whole(tmp_path):
     grown = collected_by(run_with(tmp_path, dull_odd)).batch.rollouts
-    whole = collected_by(run_with(tmp_path, dull_odd, rollout__group_size=8, rollout__first_samples=0)).batch.rollouts
+    whole = collected_by(
+        run_with(tmp_path, dull_odd, rollout__group_size=8, rollout__first_samples=0)
+    ).batch.rollouts
     assert grown is not None and whole is not None
     ids, sizes = grown.group_ids.unique_consecutive(return_counts=True)
     assert len(set(sizes.tolist())) > 1
@@ -92,7 +97,9 @@ def test_a_group_that_grew_has_the_samples_of_one_that_was_sampled_whole(tmp_pat
         theirs = (whole.group_ids == whole.group_ids[8 * place]).nonzero()[:size, 0].tolist()
         for a, b in zip(mine, theirs, strict=True):
             n = int(grown.lengths[a])
-            assert torch.equal(grown.actions[a, :n], whole.actions[b, :n]) and n == int(whole.lengths[b])
+            assert torch.equal(grown.actions[a, :n], whole.actions[b, :n]) and n == int(
+                whole.lengths[b]
+            )
             assert grown.prompts[group].id == whole.prompts[int(whole.group_ids[b])].id
 
 
@@ -109,7 +116,9 @@ def test_what_growing_did_is_counted_and_its_tokens_too(tmp_path):
     assert logged["progress/rollouts"] == logged["rollouts"] == int(sizes.sum())
     assert (logged["group/size_min"], logged["group/size_max"]) == (2, int(sizes.max()))
     first = torch.cat([scores.rewards[rollouts.group_ids == g][:2] for g in range(4)])
-    assert logged["growth/first_reward_mean"] == pytest.approx(float(first.double().mean()), rel=1e-6)
+    assert logged["growth/first_reward_mean"] == pytest.approx(
+        float(first.double().mean()), rel=1e-6
+    )
     assert logged["growth/first_reward_mean"] != pytest.approx(logged["reward/mean"], rel=1e-3)
 
 
@@ -127,8 +136,15 @@ def test_advantages_of_unequal_groups_are_each_of_its_own_group(tmp_path):
     collected = collected_by(run_with(tmp_path, dull_odd))
     batch, start = collected.batch, 0
     for number, size in sizes_by_prompt(collected):
-        rewards, found = batch.rewards[start : start + size].double(), batch.advantages[start : start + size, 0]
-        expected = (rewards - rewards.mean()) / (rewards.std() + 1e-4) if number % 2 == 0 else torch.zeros(size)
+        rewards, found = (
+            batch.rewards[start : start + size].double(),
+            batch.advantages[start : start + size, 0],
+        )
+        expected = (
+            (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+            if number % 2 == 0
+            else torch.zeros(size)
+        )
         torch.testing.assert_close(found.double(), expected.double(), rtol=1e-5, atol=1e-6)
         start += size
 
@@ -152,8 +168,12 @@ def test_a_step_of_several_updates_with_unequal_groups_is_the_step_by_hand(tmp_p
     networks = by_hand.Networks.of(run)
     collected, logged = step(run)
     rollouts = collected.batch.rollouts
-    rewards = dull_odd(rollouts.completions, [rollouts.prompts[g].inputs for g in rollouts.group_ids.tolist()])
-    is_out = [bool(refill) and n % 2 == 1 for n in numbers(rollouts)]  # refilled, but still without spread
+    rewards = dull_odd(
+        rollouts.completions, [rollouts.prompts[g].inputs for g in rollouts.group_ids.tolist()]
+    )
+    is_out = [
+        bool(refill) and n % 2 == 1 for n in numbers(rollouts)
+    ]  # refilled, but still without spread
     rewards = [float("nan") if out else value for out, value in zip(is_out, rewards, strict=True)]
     assert len({size for _, size in sizes_by_prompt(collected)}) > 1
     rows = by_hand.credited(run, networks, rollouts, rewards)
@@ -179,11 +199,15 @@ def test_empty_slots_are_refilled_first_and_what_that_cost_is_of_the_budget(tmp_
     left = sum(n % 2 for n in slots)
     assert collected.metrics["refill/thrown_groups_count"] == thrown + left
     assert collected.metrics["refill/rounds_count"] == rounds
-    assert collected.batch.loss_mask.any(dim=1).tolist() == [n % 2 == 0 for n, size in sizes for _ in range(size)]
+    assert collected.batch.loss_mask.any(dim=1).tolist() == [
+        n % 2 == 0 for n, size in sizes for _ in range(size)
+    ]
 
 
 def test_resamplinging_beyond_the_budget_leaves_nothing_to_grow_by(tmp_path):
-    run = run_with(tmp_path, dull_odd, rollout__refill_rounds=8, rollout__prompts=8, rollout__group_size=3)
+    run = run_with(
+        tmp_path, dull_odd, rollout__refill_rounds=8, rollout__prompts=8, rollout__group_size=3
+    )
     collected = collected_by(run)
     assert collected.metrics["rollouts"] > 24 and collected.metrics["growth/grown_rows_count"] == 0
     assert collected.metrics["growth/unspent_rows_count"] == 0
@@ -198,7 +222,9 @@ def test_the_reward_named_decides_which_groups_grow(tmp_path):
     wide = {"rollout__group_size": 8, "rollout__max_group_size": 9}
     by_sum = sizes_by_prompt(collected_by(run_with(tmp_path, places, rising, **wide)))
     assert all(size > 2 for _, size in by_sum) and any(n % 2 for n, _ in by_sum)
-    by_one = sizes_by_prompt(collected_by(run_with(tmp_path, places, rising, rollout__refill_by="places", **wide)))
+    by_one = sizes_by_prompt(
+        collected_by(run_with(tmp_path, places, rising, rollout__refill_by="places", **wide))
+    )
     assert [size > 2 for _, size in by_one] == [n % 2 == 0 for n, _ in by_one]
 
 
@@ -206,15 +232,26 @@ def test_the_reward_named_decides_which_groups_grow(tmp_path):
 
 
 def test_a_scheduled_group_size_may_exceed_the_rollouts_and_is_the_budget(tmp_path):
-    several = {"optim__minibatches": 2, "stage__group_size": "steps:2,1=7", "rollout__first_samples": 0}
+    several = {
+        "optim__minibatches": 2,
+        "stage__group_size": "steps:2,1=7",
+        "rollout__first_samples": 0,
+    }
     run = run_with(tmp_path, tiny.digits, **several)
     for step_, size in ((0, 2), (1, 7)):
         batch = collect(run, run.stage_schedule.step_params(step_)).batch
-        assert batch.rollouts is not None and batch.rollouts.group_ids.bincount().tolist() == [size] * 4
+        assert (
+            batch.rollouts is not None
+            and batch.rollouts.group_ids.bincount().tolist() == [size] * 4
+        )
         parts = list(minibatch_rows(run, batch.rollouts, 0))
-        assert sorted(torch.cat(parts).tolist()) == list(range(4 * size)) and len(parts[0]) == 2 * size
+        assert (
+            sorted(torch.cat(parts).tolist()) == list(range(4 * size)) and len(parts[0]) == 2 * size
+        )
     run = run_with(tmp_path, rising, stage__group_size="steps:3,1=9", rollout__group_size=2)
-    sizes = [len(collect(run, run.stage_schedule.step_params(step_)).batch.rewards) for step_ in (0, 1)]
+    sizes = [
+        len(collect(run, run.stage_schedule.step_params(step_)).batch.rewards) for step_ in (0, 1)
+    ]
     assert sizes == [12, 36]
 
 
@@ -229,7 +266,9 @@ def test_a_part_that_applies_to_some_rows_of_a_grown_group_applies_to_all_of_it(
     whole = rescore_whole_groups(scores, group_ids, (1.0, 1.0))
     assert whole.rewards.isnan().tolist() == [True, True, False, True, False]
     assert whole.rewards[[2, 4]].tolist() == [3.0, 1.0]
-    assert torch.equal(rescore_whole_groups(scores, group_ids, (1.0, 0.0)).rewards.isnan(), scores.rewards.isnan())
+    assert torch.equal(
+        rescore_whole_groups(scores, group_ids, (1.0, 0.0)).rewards.isnan(), scores.rewards.isnan()
+    )
 
 
 def late(completions: Sequence[Any], prompts: Sequence[Any], **_: Any) -> list[float | None]:
@@ -260,8 +299,12 @@ class Undrawn:
 
 
 @pytest.mark.parametrize("kind", [{}, {"rollout__first_samples": 0, "rollout__refill_rounds": 1}])
-def test_prompts_that_cannot_be_told_apart_are_refused_where_groups_are_refilled_or_grown(tmp_path, kind):
-    run = build(tiny.config(tmp_path, **(SIZES | kind)), Parts(data=Undrawn(), rewards=[tiny.digits]))[0]
+def test_prompts_that_cannot_be_told_apart_are_refused_where_groups_are_refilled_or_grown(
+    tmp_path, kind
+):
+    run = build(
+        tiny.config(tmp_path, **(SIZES | kind)), Parts(data=Undrawn(), rewards=[tiny.digits])
+    )[0]
     with pytest.raises(DataError, match=r"the same id and draw.*Prompt\(\.\.\., draw=n\)"):
         collected_by(run)
 
@@ -278,7 +321,9 @@ CURRICULUM = {
 
 @pytest.mark.silent_bug(33)
 def test_a_run_with_growing_groups_and_a_curriculum_resumes_to_the_bit(tmp_path):
-    whole = api.start(tiny.config(tmp_path, steps=5, **CURRICULUM), Parts(rewards=[dull_odd])).folder
+    whole = api.start(
+        tiny.config(tmp_path, steps=5, **CURRICULUM), Parts(rewards=[dull_odd])
+    ).folder
     stops = Signalling(5)
 
     def stopping(completions: Sequence[Any], prompts: Sequence[Any], **_: Any) -> list[float]:
@@ -304,7 +349,9 @@ def test_a_curriculum_asks_what_is_easy_first(tmp_path):
         requested = [number_of(prompt.inputs) for prompt in collected.batch.rollouts.prompts]
         assert max(requested) <= hardest
         assert collected.metrics["difficulty/max"] == max(requested)
-        assert collected.metrics["difficulty/mean"] == pytest.approx(sum(requested) / len(requested))
+        assert collected.metrics["difficulty/mean"] == pytest.approx(
+            sum(requested) / len(requested)
+        )
         assert (collected.metrics["difficulty/passed_over_count"] > 0) == (step_ == 0)
 
 
@@ -315,35 +362,60 @@ def collected_rows(config: dict[str, Any], out: str) -> None:
     collected = collected_by(run)
     rollouts = collected.batch.rollouts
     assert rollouts is not None
-    names = [f"{n} {tiny.said(o)}" for n, o in zip(numbers(rollouts), rollouts.completions, strict=True)]
+    names = [
+        f"{n} {tiny.said(o)}" for n, o in zip(numbers(rollouts), rollouts.completions, strict=True)
+    ]
     cuts = [[names[row] for row in rows] for rows in minibatch_rows(run, rollouts, 0)]
-    logged = {name: value for name, value in collected.metrics.items() if not name.startswith("time/")}
-    Path(out, f"{dist.world_size()}-{dist.rank()}.json").write_text(json.dumps([names, cuts, logged]))
+    logged = {
+        name: value for name, value in collected.metrics.items() if not name.startswith("time/")
+    }
+    Path(out, f"{dist.world_size()}-{dist.rank()}.json").write_text(
+        json.dumps([names, cuts, logged])
+    )
 
 
 @pytest.mark.silent_bug(12)
 @pytest.mark.silent_bug(25)
 @pytest.mark.parametrize("refill", [0, 1])
 def test_growing_does_not_depend_on_the_number_of_ranks(tmp_path, refill):
-    sizes = SIZES | {"rollout__prompts": 5, "optim__minibatches": 3, "rollout__refill_rounds": refill}
-    config = serialization.to_dict(tiny.config(tmp_path, **sizes, reward=[f"{Path(__file__).resolve()}:dull_odd"]))
+    sizes = SIZES | {
+        "rollout__prompts": 5,
+        "optim__minibatches": 3,
+        "rollout__refill_rounds": refill,
+    }
+    config = serialization.to_dict(
+        tiny.config(tmp_path, **sizes, reward=[f"{Path(__file__).resolve()}:dull_odd"])
+    )
     for count in (1, 2):
-        processes.run_ranks(count, collected_rows, config, str(tmp_path), folder=tmp_path / f"of-{count}")
-    read = {n: [json.loads((tmp_path / f"{n}-{rank}.json").read_text()) for rank in range(n)] for n in (1, 2)}
+        processes.run_ranks(
+            count, collected_rows, config, str(tmp_path), folder=tmp_path / f"of-{count}"
+        )
+    read = {
+        n: [json.loads((tmp_path / f"{n}-{rank}.json").read_text()) for rank in range(n)]
+        for n in (1, 2)
+    }
     [[names, cuts, result]] = read[1]
     assert result["growth/grown_rows_count"] > 0
-    assert sorted(chain.from_iterable(cuts)) == sorted(names) and max(map(len, cuts)) - min(map(len, cuts)) <= 1
+    assert (
+        sorted(chain.from_iterable(cuts)) == sorted(names)
+        and max(map(len, cuts)) - min(map(len, cuts)) <= 1
+    )
     assert sorted(chain.from_iterable(own for own, _, _ in read[2])) == sorted(names)
     for number, cut in enumerate(cuts):
         assert sorted(chain.from_iterable(own[number] for _, own, _ in read[2])) == sorted(cut)
     for _, _, own_said in read[2]:
-        assert own_said == {name: pytest.approx(value, rel=1e-6, nan_ok=True) for name, value in result.items()}
+        assert own_said == {
+            name: pytest.approx(value, rel=1e-6, nan_ok=True) for name, value in result.items()
+        }
 
 
 # --- refusals ---
 
 REFUSED = {
-    "one first sample": ({"rollout__first_samples": 1}, r"first_samples=1 is out of range; it needs at least 2"),
+    "one first sample": (
+        {"rollout__first_samples": 1},
+        r"first_samples=1 is out of range; it needs at least 2",
+    ),
     "none left to grow by": (
         {"rollout__first_samples": 4},
         r"first_samples=4 is out of range; .* fewer than the 4 samples of rollout.group_size",
@@ -352,7 +424,10 @@ REFUSED = {
         {"rollout__first_samples": 3, "stage__group_size": "linear:8,3"},
         r"first_samples=3 .* fewer than the 3 samples",
     ),
-    "a cap below the mean": ({"rollout__max_group_size": 3}, r"max_group_size=3 is below rollout.group_size=4"),
+    "a cap below the mean": (
+        {"rollout__max_group_size": 3},
+        r"max_group_size=3 is below rollout.group_size=4",
+    ),
     "a cap without growing": (
         {"rollout__first_samples": 0, "rollout__max_group_size": 9},
         r"max_group_size=9 has no effect: .* --rollout.first-samples",
@@ -361,12 +436,18 @@ REFUSED = {
         {"rollout__first_samples": 0, "stage__group_size": "linear:4,1"},
         r"group_size=1 gives no",
     ),
-    "an endless schedule": ({"stage__group_size": "linear:4,inf"}, r"stage.group_size=linear:4,inf.* out of range"),
+    "an endless schedule": (
+        {"stage__group_size": "linear:4,inf"},
+        r"stage.group_size=linear:4,inf.* out of range",
+    ),
     "more minibatches than rows": (
         {"optim__minibatches": 9},
         r"optim.minibatches=9 is more than the 8 rows of a step",
     ),
-    "a curriculum without a column": ({"stage__difficulty": 0.5}, r"no column says which.*--prompts.difficulty-column"),
+    "a curriculum without a column": (
+        {"stage__difficulty": 0.5},
+        r"no column says which.*--prompts.difficulty-column",
+    ),
     "a column without a curriculum": (
         {"prompts__difficulty_column": "number"},
         r"difficulty_column='number' has no effect .* --stage.difficulty",
@@ -389,4 +470,6 @@ def test_an_unknown_column_of_difficulty_is_refused_with_the_nearest(tmp_path):
 
 def test_explain_says_how_groups_grow(tmp_path):
     lines = explain(tiny.config(tmp_path, **SIZES))
-    assert any("growth      groups with spread in 2 first samples, to 8 at most" in line for line in lines)
+    assert any(
+        "growth      groups with spread in 2 first samples, to 8 at most" in line for line in lines
+    )

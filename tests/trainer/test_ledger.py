@@ -38,7 +38,10 @@ def rollouts(position: int, size: int = 2, columns: int = 5, **changes: Any) -> 
         temperature=torch.full((size,), 0.7),
         finish=("stop", "length") * (size // 2),
         shared={"prompt_ids": (torch.tensor([1, 2, 3]),)},
-        per_row={"state": ({"turns": [1, (2.5, None)], 3: True}, {}) * (size // 2), "top_p": torch.ones(size).double()},
+        per_row={
+            "state": ({"turns": [1, (2.5, None)], 3: True}, {}) * (size // 2),
+            "top_p": torch.ones(size).double(),
+        },
     )
     return replace(made, **changes)
 
@@ -50,12 +53,15 @@ def assert_equal(one: Any, other: Any) -> None:
     elif isinstance(one, Rollouts):
         for name in vars(one):
             a, b = (
-                (dict(x) if name in ("shared", "per_row") else x) for x in (getattr(one, name), getattr(other, name))
+                (dict(x) if name in ("shared", "per_row") else x)
+                for x in (getattr(one, name), getattr(other, name))
             )
             assert_equal(a, b)
     elif isinstance(one, dict | list | tuple):
         assert len(one) == len(other)
-        for a, b in zip(*(x.items() if isinstance(x, dict) else x for x in (one, other)), strict=True):
+        for a, b in zip(
+            *(x.items() if isinstance(x, dict) else x for x in (one, other)), strict=True
+        ):
             assert_equal(a, b)
     else:
         assert one == other or one is other
@@ -74,7 +80,9 @@ def test_samples_are_read_as_they_were_with_texts_states_and_tensors(tmp_path):
     for position in range(3):
         requested = request(position)
         found = ledger.find(position, requested, SAMPLING)
-        assert found is not None and found.prompts == (requested.prompt,)  # with the target, which is not in the ledger
+        assert found is not None and found.prompts == (
+            requested.prompt,
+        )  # with the target, which is not in the ledger
         assert_equal(replace(found, prompts=()), replace(rollouts(position), prompts=()))
 
 
@@ -124,11 +132,15 @@ def test_of_a_segment_whose_end_was_lost_all_whole_records_are_read(tmp_path, da
     found = Ledger(tmp_path, CONFIG)
     assert sorted(found.groups) == [(0, 0), (1, 0)]
     if damage == "cut":
-        with pytest.raises(GruppoError, match=f"has {size - 10} of {size} bytes, and the checkpoint needs it"):
+        with pytest.raises(
+            GruppoError, match=f"has {size - 10} of {size} bytes, and the checkpoint needs it"
+        ):
             found.check({path.name: size})
 
 
-def test_a_segment_that_a_checkpoint_needs_must_be_there_unless_the_whole_ledger_was_deleted(tmp_path):
+def test_a_segment_that_a_checkpoint_needs_must_be_there_unless_the_whole_ledger_was_deleted(
+    tmp_path,
+):
     ledger = written(tmp_path, range(3))
     state = ledger.state(2)
     assert list(state) == ["000000-r0.ledger"] and not ledger.state(3)
@@ -151,7 +163,9 @@ def test_it_is_bounded_and_what_a_checkpoint_needs_is_never_deleted(tmp_path):
         ledger.prune(position - 10)  # of the oldest checkpoint
         size = sum(path.stat().st_size for path in ledger.segments())
         most = max(most, size)
-        assert all((needed, 0) in ledger.groups for needed in range(max(position - 10, 0), position + 1))
+        assert all(
+            (needed, 0) in ledger.groups for needed in range(max(position - 10, 0), position + 1)
+        )
     assert most < 25 * record and (0, 0) not in ledger.groups
     ledger.close()
     tight = Ledger(tmp_path, CONFIG, max_bytes=record)
@@ -161,7 +175,9 @@ def test_it_is_bounded_and_what_a_checkpoint_needs_is_never_deleted(tmp_path):
 
 def test_what_cannot_be_kept_is_one_line_and_nothing_is_written(tmp_path):
     ledger = Ledger(tmp_path, CONFIG)
-    with pytest.raises(GruppoError, match=r"rollouts\.per_row holds a object, which the ledger cannot keep"):
+    with pytest.raises(
+        GruppoError, match=r"rollouts\.per_row holds a object, which the ledger cannot keep"
+    ):
         ledger.append_group(0, request(0), SAMPLING, rollouts(0, per_row={"state": (object(), 1)}))
     assert not ledger.groups
 

@@ -44,7 +44,9 @@ def whole(tmp_path_factory):
 
     @cache
     def run(compute):
-        return api.start(config_in(tmp_path_factory.mktemp(compute), **FULL, compute=compute)).folder
+        return api.start(
+            config_in(tmp_path_factory.mktemp(compute), **FULL, compute=compute)
+        ).folder
 
     return run
 
@@ -54,8 +56,12 @@ def assert_same(run, other):
     assert last.name == other_last.name
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert tensors(last / name) == tensors(other_last / name)
-    assert tensors(run / "final/adapter_model.safetensors") == tensors(other / "final/adapter_model.safetensors")
-    assert json.loads((last / "state.json").read_text()) == json.loads((other_last / "state.json").read_text())
+    assert tensors(run / "final/adapter_model.safetensors") == tensors(
+        other / "final/adapter_model.safetensors"
+    )
+    assert json.loads((last / "state.json").read_text()) == json.loads(
+        (other_last / "state.json").read_text()
+    )
     assert metrics(run) == metrics(other)
 
 
@@ -69,7 +75,9 @@ def test_an_adapter_resumes_to_the_bit(tmp_path, whole, compute):
         reward(completions)
         return tiny.noisy(completions)
 
-    config = serialization.to_dict(serialization.load(whole(compute) / "config.json")) | {"runs_dir": str(tmp_path)}
+    config = serialization.to_dict(serialization.load(whole(compute) / "config.json")) | {
+        "runs_dir": str(tmp_path)
+    }
     with pytest.raises(Stopped):
         api.start(serialization.from_dict(config), Parts(rewards=[noisy]))
     assert_same(api.start(tmp_path / "run").folder, whole(compute))
@@ -81,7 +89,11 @@ def test_the_base_is_what_it_was_before_the_run(whole):
     run, _ = build(serialization.load(whole("bfloat16") / "config.json"), Parts())
     assert digest(base_weights(run.policy.module)) == digest(base_weights(plain.compute_module))
     reported = json.loads((whole("bfloat16") / "final/base.json").read_text())
-    assert reported["sha256"] == run.policy.module.gruppo_base.sha256 == digest(base_weights(plain.module))
+    assert (
+        reported["sha256"]
+        == run.policy.module.gruppo_base.sha256
+        == digest(base_weights(plain.module))
+    )
 
 
 @pytest.mark.silent_bug(2)
@@ -102,7 +114,10 @@ def test_a_checkpoint_holds_the_adapter_alone_and_the_hash_of_its_base(whole):
     state = json.loads((newest(whole("bfloat16")) / "state.json").read_text())
     manifest = json.loads((whole("bfloat16") / "manifest.json").read_text())
     reported = json.loads((whole("bfloat16") / "final/base.json").read_text())
-    assert state["base_sha256"] == manifest["base_sha256"] == reported["sha256"] and reported["base"] == tiny.model()
+    assert (
+        state["base_sha256"] == manifest["base_sha256"] == reported["sha256"]
+        and reported["base"] == tiny.model()
+    )
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["with its manifest", "without"])
@@ -114,7 +129,9 @@ def test_another_base_is_refused_on_resume(tmp_path, whole, kept):
     (run / "config.json").write_text(json.dumps(config))
     if not kept:
         (run / "manifest.json").unlink()
-    with pytest.raises(GruppoError, match=r"its weights have changed" if kept else r"belongs to another base"):
+    with pytest.raises(
+        GruppoError, match=r"its weights have changed" if kept else r"belongs to another base"
+    ):
         api.start(run)
 
 
@@ -137,10 +154,17 @@ def test_an_adapter_learns(whole):
 @pytest.mark.slow
 @pytest.mark.silent_bug(12)
 def test_two_ranks_train_the_adapter_of_one(tmp_path):
-    changes = {"rollout__prompts": 3, "optim__epochs": 2, "stage__kl_coef": 0.1, "reference__kind": "mixed"}
+    changes = {
+        "rollout__prompts": 3,
+        "optim__epochs": 2,
+        "stage__kl_coef": 0.1,
+        "reference__kind": "mixed",
+    }
     one, two, *_ = both(tmp_path, 2, **(LORA | changes), reference__update_every=1)
     mine, theirs = (load_file(run / "final/adapter_model.safetensors") for run in (one, two))
-    assert max(float(weight.abs().max()) for name, weight in mine.items() if "lora_B" in name) > 1e-2
+    assert (
+        max(float(weight.abs().max()) for name, weight in mine.items() if "lora_B" in name) > 1e-2
+    )
     for name, weight in mine.items():
         torch.testing.assert_close(theirs[name], weight, rtol=0, atol=1e-6)
 
@@ -160,7 +184,9 @@ def test_a_run_is_evaluated_and_sampled_through_its_adapter(whole, capsys):
     assert capsys.readouterr().out.strip() == with_adapter[0][0].strip()
 
 
-def test_an_exported_run_opens_in_transformers_without_peft_and_says_the_same(tmp_path, whole, capsys):
+def test_an_exported_run_opens_in_transformers_without_peft_and_says_the_same(
+    tmp_path, whole, capsys
+):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run, folder = whole("float32"), tmp_path / "merged"
@@ -170,9 +196,13 @@ def test_an_exported_run_opens_in_transformers_without_peft_and_says_the_same(tm
     module = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     with torch.no_grad():
         torch.testing.assert_close(module(IDS).logits, policy.module(IDS).logits, rtol=0, atol=1e-5)
-        assert (module(IDS).logits - from_pretrained(tiny.model()).module(IDS).logits).abs().max() > 0.1
+        assert (
+            module(IDS).logits - from_pretrained(tiny.model()).module(IDS).logits
+        ).abs().max() > 0.1
     assert not has_adapter(module) and not list(folder.glob("adapter*"))
-    assert AutoTokenizer.from_pretrained(folder).encode("3 + 4") == policy.chat.tokenizer.encode("3 + 4")
+    assert AutoTokenizer.from_pretrained(folder).encode("3 + 4") == policy.chat.tokenizer.encode(
+        "3 + 4"
+    )
     assert processes.exit_code(["export", str(run), str(folder)]) == 2
     assert "exists already" in capsys.readouterr().err
 
@@ -190,7 +220,9 @@ def test_an_exported_adapter_is_the_adapter(tmp_path, whole, capsys):
 def test_a_model_exports_as_it_is(tmp_path):
     folder = tmp_path / "copy"
     exporting.export(tiny.model(), folder)
-    assert tensors(folder / "model.safetensors") == tensors(Path(tiny.model()) / "model.safetensors")
+    assert tensors(folder / "model.safetensors") == tensors(
+        Path(tiny.model()) / "model.safetensors"
+    )
 
 
 # --- beginning from one ----------------------------------------------------------------------------------------------
@@ -199,7 +231,10 @@ def test_a_model_exports_as_it_is(tmp_path):
 def test_a_run_goes_on_with_an_adapter(tmp_path, whole):
     run, _ = build(tiny.config(tmp_path, lora__adapter=str(whole("float32") / "final")), Parts())
     saved = read_adapter(whole("float32") / "final").weights
-    assert all(torch.equal(weight, saved[name]) for name, weight in adapter_weights(run.policy.module).items())
+    assert all(
+        torch.equal(weight, saved[name])
+        for name, weight in adapter_weights(run.policy.module).items()
+    )
     assert run.parameters == list(adapter_weights(run.policy.module).values())
 
 
@@ -209,7 +244,9 @@ def test_an_adapter_as_the_model_is_merged_before_all_weights_are_trained(tmp_pa
         run, _ = build(tiny.config(tmp_path, model=str(final)), Parts())
     needed = from_pretrained(final, compute="float32").module(IDS).logits
     torch.testing.assert_close(run.policy.module(IDS).logits, needed, rtol=0, atol=1e-5)
-    assert not has_adapter(run.policy.module) and all(p.requires_grad for p in run.policy.module.parameters())
+    assert not has_adapter(run.policy.module) and all(
+        p.requires_grad for p in run.policy.module.parameters()
+    )
     assert "it is merged into its base, and all weights are trained" in caplog.text
     with pytest.raises(GruppoError, match=r"is an adapter, and another one is requested"):
         build(config_in(tmp_path, model=str(final)), Parts())
@@ -221,7 +258,9 @@ def test_a_policy_with_an_adapter_trains_it_alone(tmp_path, whole):
     api.start(tiny.config(tmp_path, steps=1, model=IN_MEMORY), Parts(model=policy))
     assert digest(base_weights(policy.module)) == base
     saved = read_adapter(whole("float32") / "final").weights
-    assert not all(torch.equal(weight, saved[name]) for name, weight in adapter_weights(policy.module).items())
+    assert not all(
+        torch.equal(weight, saved[name]) for name, weight in adapter_weights(policy.module).items()
+    )
 
 
 # --- parts beside it -------------------------------------------------------------------------------------------------
@@ -229,7 +268,9 @@ def test_a_policy_with_an_adapter_trains_it_alone(tmp_path, whole):
 
 @pytest.mark.parametrize("kind", ["shared", "separate"])
 def test_a_critic_stands_beside_an_adapter_and_is_saved(tmp_path, kind):
-    done = api.start(config_in(tmp_path, steps=2, objective="ppo", critic__kind=kind, compute="bfloat16"))
+    done = api.start(
+        config_in(tmp_path, steps=2, objective="ppo", critic__kind=kind, compute="bfloat16")
+    )
     saved = load_file(newest(done.folder) / "critic.safetensors")
     names = {name for name in saved if "lora_" not in name}
     assert names == ({"weight", "bias"} if kind == "shared" else {"head.weight", "head.bias"})
@@ -247,26 +288,45 @@ def test_policy_and_separate_critic_resume_to_the_bit(tmp_path):
         reward(completions)
         return tiny.digits(completions)
 
-    config = serialization.to_dict(serialization.load(whole / "config.json")) | {"runs_dir": str(tmp_path / "again")}
+    config = serialization.to_dict(serialization.load(whole / "config.json")) | {
+        "runs_dir": str(tmp_path / "again")
+    }
     with pytest.raises(Stopped):
         api.start(serialization.from_dict(config), Parts(rewards=[digits]))
     resumed = api.start(tmp_path / "again/run").folder
     assert_same(resumed, whole)
-    assert tensors(newest(resumed) / "critic.safetensors") == tensors(newest(whole) / "critic.safetensors")
+    assert tensors(newest(resumed) / "critic.safetensors") == tensors(
+        newest(whole) / "critic.safetensors"
+    )
 
 
 def test_explain_counts_the_base_once_and_adapters_alone_as_trained(tmp_path):
     run, _ = build(config_in(tmp_path, compute="bfloat16"), Parts())
-    lines = {" ".join(line.split()[:-2]): float(line.split()[-2]) for line in _memory(run, 1, True, False)[1:]}
+    lines = {
+        " ".join(line.split()[:-2]): float(line.split()[-2])
+        for line in _memory(run, 1, True, False)[1:]
+    }
     assert {"base, bfloat16", "adapter, float32", "compute copy, bfloat16"} <= lines.keys()
     assert "weights, float32" not in lines
 
 
 REFUSED = {
-    "a negative rank": ({"lora__rank": -1}, r"lora.rank=-1 is out of range; it needs to be at least 0"),
-    "alpha 0": ({"lora__rank": 4, "lora__alpha": 0.0}, r"lora.alpha=0.0 is out of range.*lora__alpha 32"),
-    "alpha without a rank": ({"lora__alpha": 8.0}, r"lora.rank=0 trains all weights without an adapter"),
-    "an unknown target": ({"lora__rank": 4, "lora__targets": ["q_prj"]}, r"no layer 'q_prj'. Did you mean q_proj\?"),
+    "a negative rank": (
+        {"lora__rank": -1},
+        r"lora.rank=-1 is out of range; it needs to be at least 0",
+    ),
+    "alpha 0": (
+        {"lora__rank": 4, "lora__alpha": 0.0},
+        r"lora.alpha=0.0 is out of range.*lora__alpha 32",
+    ),
+    "alpha without a rank": (
+        {"lora__alpha": 8.0},
+        r"lora.rank=0 trains all weights without an adapter",
+    ),
+    "an unknown target": (
+        {"lora__rank": 4, "lora__targets": ["q_prj"]},
+        r"no layer 'q_prj'. Did you mean q_proj\?",
+    ),
     "no folder": ({"lora__adapter": "nowhere"}, r"the adapter folder 'nowhere' does not exist"),
     "a rank beside an adapter": (
         {"lora__rank": 4, "lora__adapter": "x"},
@@ -286,5 +346,7 @@ def test_what_is_no_adapter_is_refused_before_anything_is_written(tmp_path, what
 def test_a_module_of_ones_own_is_refused(tmp_path):
     torch.manual_seed(0)
     policy = from_module(TinyGPT(), ByteTokenizer(), eos_ids=[256], context=64)
-    with pytest.raises(GruppoError, match=r"language model, not a TinyGPT. Train all weights with lora__rank 0"):
+    with pytest.raises(
+        GruppoError, match=r"language model, not a TinyGPT. Train all weights with lora__rank 0"
+    ):
         gruppo.train(config_in(tmp_path), model=policy, data=["a"] * 20, show=False)

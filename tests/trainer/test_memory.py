@@ -46,8 +46,12 @@ MEMINFO = "MemTotal:       24000000 kB\nMemAvailable:    9000000 kB\nSwapTotal: 
 
 
 def test_without_control_groups_it_is_what_the_machine_has_available_with_its_swap(tmp_path):
-    assert free_bytes(CPU, machine(tmp_path, proc__meminfo=MEMINFO.format(swap=0))) == 9_000_000 * 1024
-    assert free_bytes(CPU, machine(tmp_path, proc__meminfo=MEMINFO.format(swap=7))) == 9_000_007 * 1024
+    assert (
+        free_bytes(CPU, machine(tmp_path, proc__meminfo=MEMINFO.format(swap=0))) == 9_000_000 * 1024
+    )
+    assert (
+        free_bytes(CPU, machine(tmp_path, proc__meminfo=MEMINFO.format(swap=7))) == 9_000_007 * 1024
+    )
 
 
 def test_where_nothing_can_be_read_nothing_is_known(tmp_path):
@@ -64,13 +68,23 @@ def test_in_a_group_of_version_2_it_is_the_limit_less_the_use_without_pages_of_f
         sys__fs__cgroup__pod__box__memoryDOTstat="anon 1000\ninactive_file 300000000\nactive_file 200000000\n",
     )
     assert free_bytes(CPU, root) == 4_000_000_000 - 1_500_000_000 + 500_000_000
-    machine(root, sys__fs__cgroup__pod__memoryDOTmax="900\n", sys__fs__cgroup__pod__memoryDOTcurrent="600\n")
+    machine(
+        root,
+        sys__fs__cgroup__pod__memoryDOTmax="900\n",
+        sys__fs__cgroup__pod__memoryDOTcurrent="600\n",
+    )
     assert free_bytes(CPU, root) == 300  # a group is within the one above it
-    machine(root, sys__fs__cgroup__pod__memoryDOTmax="max\n", sys__fs__cgroup__pod__box__memoryDOTmax="max\n")
+    machine(
+        root,
+        sys__fs__cgroup__pod__memoryDOTmax="max\n",
+        sys__fs__cgroup__pod__box__memoryDOTmax="max\n",
+    )
     assert free_bytes(CPU, root) == 9_000_000 * 1024
 
 
-def test_in_a_group_of_version_1_seen_from_within_a_container_it_is_that_of_the_top_folder(tmp_path):
+def test_in_a_group_of_version_1_seen_from_within_a_container_it_is_that_of_the_top_folder(
+    tmp_path,
+):
     root = machine(
         tmp_path,
         proc__meminfo=MEMINFO.format(swap=0),
@@ -86,7 +100,9 @@ def test_in_a_group_of_version_1_seen_from_within_a_container_it_is_that_of_the_
 
 
 def free(monkeypatch: pytest.MonkeyPatch, gib: float | None) -> None:
-    monkeypatch.setattr(memory, "free_bytes", lambda device: None if gib is None else int(gib * GIB))
+    monkeypatch.setattr(
+        memory, "free_bytes", lambda device: None if gib is None else int(gib * GIB)
+    )
 
 
 def per_token(run: Run) -> int:
@@ -149,7 +165,11 @@ class Full:
     """A policy or a critic on a machine too small for more than ``rows`` rows; it fails after the forward."""
 
     def __init__(self, part: Any, name: str, rows: int, *, error: Exception | None = None) -> None:
-        self.forward, self.rows, self.error = getattr(part, name), rows, error or RuntimeError(CPU_SAYS)
+        self.forward, self.rows, self.error = (
+            getattr(part, name),
+            rows,
+            error or RuntimeError(CPU_SAYS),
+        )
         self.asked: list[int] = []
         setattr(part, name, self)
 
@@ -179,8 +199,15 @@ def test_what_did_not_fit_is_done_again_in_smaller_micro_batches_and_nothing_cou
 ):
     """The critic fails after the policy's gradient of the piece, and pieces before it, are there."""
     run = begun(tmp_path, kind, compute=compute)
-    batch, step_params = collect(run, step_params_at(run.config, 0)).batch, step_params_at(run.config, 0)
-    full = Full(*((run.policy, "likelihood") if who == "policy" else (run.critic, "values")), rows=2, error=error)
+    batch, step_params = (
+        collect(run, step_params_at(run.config, 0)).batch,
+        step_params_at(run.config, 0),
+    )
+    full = Full(
+        *((run.policy, "likelihood") if who == "policy" else (run.critic, "values")),
+        rows=2,
+        error=error,
+    )
     stats, got = backward(run, batch, step_params), gradients(run)
     budget = run.state.token_budget
     assert 1 < budget < TOKENS_ON_CPU and max(full.asked) > 2
@@ -210,18 +237,29 @@ def test_forwards_before_the_updates_are_cut_too_and_the_budget_stays(tmp_path, 
     update(run, batch, step_params_at(run.config, 0))
     assert max(full.asked[tried:]) <= 2 and run.state.token_budget == lowered
     again = run_in(tmp_path, optim__epochs=2, stage__kl_coef=0.1, optim__token_budget=lowered)
-    torch.testing.assert_close(collect(again, step_params_at(again.config, 0)).batch.old_logprobs, batch.old_logprobs)
+    torch.testing.assert_close(
+        collect(again, step_params_at(again.config, 0)).batch.old_logprobs, batch.old_logprobs
+    )
 
 
 def test_a_lower_budget_is_one_that_cuts_otherwise(tmp_path):
     """Halving 1024 over a batch of 200 tokens would fail again, at the same pieces, two times."""
     run = run_in(tmp_path)
     batch = collect(run, step_params_at(run.config, 0)).batch
-    assert len(run.policy.micro_batches(batch.rollouts, batch.loss_mask, token_budget(run) // 2)) == 1
-    finer = memory.finer_budget(run.policy, [(batch.rollouts, batch.loss_mask)], token_budget(run), 1)
+    assert (
+        len(run.policy.micro_batches(batch.rollouts, batch.loss_mask, token_budget(run) // 2)) == 1
+    )
+    finer = memory.finer_budget(
+        run.policy, [(batch.rollouts, batch.loss_mask)], token_budget(run), 1
+    )
     assert len(run.policy.micro_batches(batch.rollouts, batch.loss_mask, finer)) > 1
     assert len(run.policy.micro_batches(batch.rollouts, batch.loss_mask, 2 * finer)) == 1
-    assert memory.finer_budget(run.policy, [(batch.rollouts, batch.loss_mask)], 1, len(batch.loss_mask)) == 0
+    assert (
+        memory.finer_budget(
+            run.policy, [(batch.rollouts, batch.loss_mask)], 1, len(batch.loss_mask)
+        )
+        == 0
+    )
 
 
 def test_an_error_that_is_not_about_memory_is_raised_as_it_is(tmp_path):
@@ -255,7 +293,11 @@ def test_a_row_that_does_not_fit_alone_is_refused_with_numbers_and_options(tmp_p
     assert result.startswith(
         f"one row of {longest} tokens does not fit into memory: the last request was for 2097152000 "
     )
-    assert "0.25 GiB are free" in result and "--rollout.max-new-tokens" in result and "--model" in result
+    assert (
+        "0.25 GiB are free" in result
+        and "--rollout.max-new-tokens" in result
+        and "--model" in result
+    )
 
 
 def test_a_row_that_cannot_fit_is_refused_before_linux_ends_the_process(tmp_path, monkeypatch):
@@ -268,7 +310,9 @@ def test_a_row_that_cannot_fit_is_refused_before_linux_ends_the_process(tmp_path
     needs = run.policy.longest_row(batch.rollouts, rows) * per_token(run)
     full = Full(run.policy, "likelihood", rows=1 << 30)
     free(monkeypatch, (needs - 1) / GIB)
-    with pytest.raises(GruppoError, match=r"does not fit into memory: its activations alone need about .* GiB, "):
+    with pytest.raises(
+        GruppoError, match=r"does not fit into memory: its activations alone need about .* GiB, "
+    ):
         backward(run, batch, step_params_at(run.config, 0))
     assert not full.asked
     free(monkeypatch, needs / GIB)
@@ -307,7 +351,9 @@ def test_a_config_that_does_not_name_heads_is_of_unknown_size(tmp_path):
     assert memory.bytes_per_unit(run) == 0 and token_budget(run) == TOKENS_ON_CPU
 
 
-def test_what_ran_out_with_wide_micro_batches_goes_on_with_half_of_them_and_is_not_widened_again(tmp_path, monkeypatch):
+def test_what_ran_out_with_wide_micro_batches_goes_on_with_half_of_them_and_is_not_widened_again(
+    tmp_path, monkeypatch
+):
     run = run_in(tmp_path, rollout__group_size=6)
     batch = collect(run, step_params_at(run.config, 0)).batch
     longest = max(len(ids) for ids in batch.rollouts.shared["prompt_ids"])

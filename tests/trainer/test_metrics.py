@@ -49,15 +49,21 @@ def rollouts_of(*lengths: int, group_ids: list[int], finish: list[str]) -> Rollo
 def said_of(run: Run, rollouts: Rollouts, rewards: list[float], **entries: Any) -> dict[str, float]:
     scores = Scores(torch.tensor(rewards), {"digits": torch.tensor(rewards)})
     loss_mask = rollouts.mask & scores.rewards.isfinite()[:, None]
-    batch = Batch(rollouts, None, scores.rewards, scores.parts, torch.zeros(loss_mask.shape), loss_mask)
+    batch = Batch(
+        rollouts, None, scores.rewards, scores.parts, torch.zeros(loss_mask.shape), loss_mask
+    )
     return batch_metrics(run, replace(batch, **entries), rollouts, scores)
 
 
 @pytest.mark.silent_bug(41)
 def test_metrics_of_a_batch_without_a_critic_by_hand(tmp_path):
     run = run_in(tmp_path, objective="dapo", objective__overlong=4)  # of 8
-    rollouts = rollouts_of(2, 8, 6, 1, 4, group_ids=[0, 0, 1, 1, 2], finish=["stop", "length", "stop", "error", "stop"])
-    advantages = torch.tensor([[1.0] * 8, [-1.0] * 8, [3.0] * 8, [0.0] * 8, [0.5] * 8]).where(rollouts.mask, 0)
+    rollouts = rollouts_of(
+        2, 8, 6, 1, 4, group_ids=[0, 0, 1, 1, 2], finish=["stop", "length", "stop", "error", "stop"]
+    )
+    advantages = torch.tensor([[1.0] * 8, [-1.0] * 8, [3.0] * 8, [0.0] * 8, [0.5] * 8]).where(
+        rollouts.mask, 0
+    )
     result = said_of(run, rollouts, [1.0, 0.0, 0.5, NAN, 0.5], advantages=advantages)
     expected = {
         "reward/mean": 0.5,
@@ -91,7 +97,9 @@ def test_metrics_of_a_critic_by_hand(tmp_path):
     returns = torch.tensor([[1.0, 2.0, odd], [3.0, odd, odd], [odd, odd, odd]])
     values = torch.tensor([[1.5, 2.0, odd], [2.0, NAN, odd], [odd, odd, NAN]])
     advantages = torch.tensor([[4.0, -1.0, odd], [0.0, odd, odd], [odd, odd, odd]])
-    result = said_of(run, rollouts, [1.0, 0.0, NAN], returns=returns, old_values=values, advantages=advantages)
+    result = said_of(
+        run, rollouts, [1.0, 0.0, NAN], returns=returns, old_values=values, advantages=advantages
+    )
     residual = torch.tensor([-0.5, 0.0, 1.0], dtype=torch.float64)
     expected = {
         "return/mean": 2.0,
@@ -116,7 +124,9 @@ OF_SUM = {
     "reward/min": 0.0,
     "reward/max": 4.0,
     "reward/std_within_group": (0.5 + 0.0) / 2,  # two groups have fewer than two scored rows
-    "reward/std_between_groups": math.sqrt((1.875**2 + 0.375**2 + 0.625**2 + 1.625**2) / 4),  # of 0.5, 2, 3, 4
+    "reward/std_between_groups": math.sqrt(
+        (1.875**2 + 0.375**2 + 0.625**2 + 1.625**2) / 4
+    ),  # of 0.5, 2, 3, 4
     "reward/best_of_group_mean": (1 + 2 + 3 + 4) / 4,
     "reward/worst_of_group_mean": (0 + 2 + 3 + 4) / 4,
     "reward/normalised_mean_abs": (1 + 1) / 7,  # 1, -1, 0 of the first group, and 0 without spread
@@ -131,7 +141,9 @@ OF_A = {
     "min": 0.0,
     "max": 2.0,
     "std_within_group": math.sqrt(0.5) / 2,
-    "std_between_groups": math.sqrt((0.5**2 + 1 + 0.5**2) / 3),  # of 0.5, 2, 0.5; one group is not scored at all
+    "std_between_groups": math.sqrt(
+        (0.5**2 + 1 + 0.5**2) / 3
+    ),  # of 0.5, 2, 0.5; one group is not scored at all
     "best_of_group_mean": 3.5 / 3,
     "worst_of_group_mean": 2.5 / 3,
     "normalised_mean_abs": math.sqrt(2) / 5,
@@ -157,22 +169,31 @@ OF_B = {
 }
 OF_BOTH = {  # the rows that both score: (1, 3), (0, 5) and (2, 1), (2, 2)
     "reward_corr/a/b": -4.75 / math.sqrt(2.75 * 8.75),
-    "reward_corr_within_group/a/b": -1 / math.sqrt(0.5 * 2.5),  # (.5, -1), (-.5, 1) and (0, -.5), (0, .5)
+    "reward_corr_within_group/a/b": -1
+    / math.sqrt(0.5 * 2.5),  # (.5, -1), (-.5, 1) and (0, -.5), (0, .5)
 }
-OF_TWO = OF_SUM | {f"reward/{p}/{n}": x for p, of in (("a", OF_A), ("b", OF_B)) for n, x in of.items()} | OF_BOTH
+OF_TWO = (
+    OF_SUM
+    | {f"reward/{p}/{n}": x for p, of in (("a", OF_A), ("b", OF_B)) for n, x in of.items()}
+    | OF_BOTH
+)
 
 
 def two_rewards(groups: list[int]) -> tuple[Rollouts, Scores]:
     """These groups, as a rank would hold them."""
     ids = [group for group, size in enumerate(SIZES) for _ in range(size)]
     rows = [row for group in groups for row, own in enumerate(ids) if own == group]
-    rollouts = rollouts_of(*[1] * len(rows), group_ids=[groups.index(ids[row]) for row in rows], finish=["stop"] * 10)
+    rollouts = rollouts_of(
+        *[1] * len(rows), group_ids=[groups.index(ids[row]) for row in rows], finish=["stop"] * 10
+    )
     total, a, b = (torch.tensor([each[row] for row in rows]) for each in (SUM, A, B))
     return rollouts, Scores(total, {"a": a, "b": b})
 
 
 def are(said: dict[str, float], expected: dict[str, float]) -> None:
-    assert {name: said.get(name) for name in expected} == pytest.approx(expected, rel=1e-6, abs=1e-7)
+    assert {name: said.get(name) for name in expected} == pytest.approx(
+        expected, rel=1e-6, abs=1e-7
+    )
 
 
 @pytest.mark.silent_bug(22)
@@ -180,7 +201,9 @@ def are(said: dict[str, float], expected: dict[str, float]) -> None:
 def test_statistics_of_unequal_groups_and_of_two_rewards_by_hand(tmp_path):
     rollouts, scores = two_rewards([0, 1, 2, 3])
     loss_mask = rollouts.mask & scores.rewards.isfinite()[:, None]
-    batch = Batch(rollouts, None, scores.rewards, scores.parts, torch.zeros(loss_mask.shape), loss_mask)
+    batch = Batch(
+        rollouts, None, scores.rewards, scores.parts, torch.zeros(loss_mask.shape), loss_mask
+    )
     logged = batch_metrics(run_in(tmp_path), batch, rollouts, scores)
     are(logged, OF_TWO)
     assert {name for name in logged if name.startswith(("reward/", "reward_corr"))} == {
@@ -216,8 +239,15 @@ def sizes_said() -> None:
 
 def test_the_histogram_of_group_sizes_is_that_of_all_ranks(tmp_path):
     children = processes.ranks(2, sizes_said, folder=tmp_path)
-    assert [child.wait() for child in children] == [0, 0], "\n".join(child.err for child in children)
-    expected = {"group/size_1_count": 1, "group/size_2_count": 2, "group/size_3_count": 1, "group/size_4_count": 1}
+    assert [child.wait() for child in children] == [0, 0], "\n".join(
+        child.err for child in children
+    )
+    expected = {
+        "group/size_1_count": 1,
+        "group/size_2_count": 2,
+        "group/size_3_count": 1,
+        "group/size_4_count": 1,
+    }
     assert [json.loads(child.out) for child in children] == [expected, expected]
 
 
@@ -227,16 +257,22 @@ def test_correlation_by_hand_and_none_without_spread():
     def of(a: torch.Tensor, b: torch.Tensor) -> float:
         return correlation(Stat.of(a), Stat.of(b), Stat.of(a.double() * b.double()))
 
-    assert of(x, y) == pytest.approx(4 / math.sqrt(14 * 5))  # deviations -2 -1 0 3 and -.5 -1.5 1.5 .5
+    assert of(x, y) == pytest.approx(
+        4 / math.sqrt(14 * 5)
+    )  # deviations -2 -1 0 3 and -.5 -1.5 1.5 .5
     assert of(x, x) == pytest.approx(1) and of(x, 5 - 2 * x) == pytest.approx(-1)
-    assert math.isnan(of(x, torch.full((4,), 0.35))) and math.isnan(correlation(Stat(), Stat(), Stat()))
+    assert math.isnan(of(x, torch.full((4,), 0.35))) and math.isnan(
+        correlation(Stat(), Stat(), Stat())
+    )
 
 
 def test_a_reward_may_have_any_name(tmp_path):
     rollouts, scores = two_rewards([0, 1])
     scores = replace(scores, parts={"a:1/{x}": scores.parts["a"], "mean": scores.parts["b"]})
     logged = reward_metrics(of_rewards(rollouts, scores), scores)
-    assert logged["reward/a:1/{x}/mean"] == pytest.approx(5 / 4) and logged["reward/mean/mean"] == pytest.approx(18 / 5)
+    assert logged["reward/a:1/{x}/mean"] == pytest.approx(5 / 4) and logged[
+        "reward/mean/mean"
+    ] == pytest.approx(18 / 5)
     assert logged["reward_corr/a:1/{x}/mean"] == pytest.approx(OF_BOTH["reward_corr/a/b"])
 
 
@@ -269,7 +305,9 @@ def test_reward_metrics_of_a_step_with_overlong_are_those_before_the_penalty(tmp
     lengths = collected.rollouts.lengths.double()
     penalty = -((lengths - 3) / 5).clamp(0, 1)
     assert 0 > penalty.mean() > -1
-    assert collected.metrics["reward/overlong_mean"] == pytest.approx(float(penalty.mean()), rel=1e-6)
+    assert collected.metrics["reward/overlong_mean"] == pytest.approx(
+        float(penalty.mean()), rel=1e-6
+    )
     rewards = torch.tensor(tiny.digits(collected.rollouts.completions), dtype=torch.float64)
     assert collected.metrics["reward/mean"] == pytest.approx(float(rewards.mean()), rel=1e-6)
     shaped = rewards + penalty
@@ -282,10 +320,21 @@ def test_reward_metrics_of_a_step_with_overlong_are_those_before_the_penalty(tmp
 
 @pytest.mark.silent_bug(41)
 @pytest.mark.parametrize(("mode", "low", "high"), [("truncate", 0.9, 1.2), ("mask", 0.9, 1.2)])
-def test_correction_metrics_and_the_policy_term_are_those_of_weights_made_by_hand(tmp_path, mode, low, high):
+def test_correction_metrics_and_the_policy_term_are_those_of_weights_made_by_hand(
+    tmp_path, mode, low, high
+):
     """A sampler that was off by a known amount: the step's policy term is weighted, its KL and entropy are not."""
-    changes = {"stage__kl_coef": 0.1, "stage__entropy_coef": 0.01, "optim__epochs": 2, "rollout__group_size": 6}
-    fields = {"objective__correction": mode, "objective__correction_low": low, "objective__correction_high": high}
+    changes = {
+        "stage__kl_coef": 0.1,
+        "stage__entropy_coef": 0.01,
+        "optim__epochs": 2,
+        "rollout__group_size": 6,
+    }
+    fields = {
+        "objective__correction": mode,
+        "objective__correction_low": low,
+        "objective__correction_high": high,
+    }
 
     def run_with(correction: dict[str, Any]) -> tuple[Any, dict[str, float]]:
         run = run_in(tmp_path, **changes, **correction)
@@ -319,7 +368,11 @@ def shift(rollouts: Rollouts) -> torch.Tensor:
 
 @pytest.mark.parametrize("preset", ["grpo", "ppo", "reinforce_pp"])
 def test_a_step_that_keeps_nothing_has_no_crash_and_no_update(tmp_path, preset):
-    run = run_in(tmp_path, Parts(rewards=[lambda completions, **_: [None] * len(completions)]), objective=preset)
+    run = run_in(
+        tmp_path,
+        Parts(rewards=[lambda completions, **_: [None] * len(completions)]),
+        objective=preset,
+    )
     run.state.step, before = 1, [p.clone() for p in run.parameters]  # step 0 would end the run
     _, logged = step(run)
     assert logged["update/updates_count"] == 0

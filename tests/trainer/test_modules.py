@@ -73,7 +73,9 @@ def test_it_has_learned_and_its_kl_begins_at_0(run):
     assert steps[0]["kl/ref_nats"] == 0.0 < steps[-1]["kl/ref_nats"]
     assert steps[0]["mismatch/max_nats"] < 1e-3
     first = from_pretrained(own("model")).module
-    assert not torch.equal(weights(run), torch.cat([p.flatten().double() for _, p in sorted(first.named_parameters())]))
+    assert not torch.equal(
+        weights(run), torch.cat([p.flatten().double() for _, p in sorted(first.named_parameters())])
+    )
 
 
 def test_eval_of_the_run_is_what_the_run_measured_at_its_end(run):
@@ -103,7 +105,9 @@ def test_a_function_that_is_not_trained_yet_is_asked_by_its_name(capsys, monkeyp
 
 
 def test_a_run_without_an_adapter_exports_none(run, tmp_path):
-    assert "has no adapter" in one_line(lambda: exporting.export(run, tmp_path / "a", is_adapter_kept=True))
+    assert "has no adapter" in one_line(
+        lambda: exporting.export(run, tmp_path / "a", is_adapter_kept=True)
+    )
 
 
 def test_a_name_means_the_same_from_any_folder(tmp_path, monkeypatch):
@@ -111,7 +115,10 @@ def test_a_name_means_the_same_from_any_folder(tmp_path, monkeypatch):
     named = with_absolute_paths(config(tmp_path, model="own_models.py:model"))
     assert named.model == own("model") and find_modality(named.model).name == "function"
     assert found_model("own_models.py:model")[1]["made_by"] == own("model")
-    assert with_absolute_paths(config(tmp_path, model="tests.own_models:model")).model == "tests.own_models:model"
+    assert (
+        with_absolute_paths(config(tmp_path, model="tests.own_models:model")).model
+        == "tests.own_models:model"
+    )
 
 
 # --- stopped and resumed ----------------------------------------------------------------------------------------------
@@ -157,10 +164,14 @@ def stopped_at_step_1(folder: Path, **changes: Any) -> tuple[Path, Path]:
     return folder / "runs/run", file
 
 
-def test_a_function_that_makes_other_weights_by_now_is_refused_where_they_are_the_reference(tmp_path):
+def test_a_function_that_makes_other_weights_by_now_is_refused_where_they_are_the_reference(
+    tmp_path,
+):
     run, file = stopped_at_step_1(tmp_path, stage__kl_coef=0.1)
     (file.parent / "bias").write_text("0.5")
-    assert f"the model {file}:model is not the one that {run} began with" in one_line(lambda: api.start(run))
+    assert f"the model {file}:model is not the one that {run} began with" in one_line(
+        lambda: api.start(run)
+    )
     (file.parent / "bias").write_text("0.25")
     assert api.start(run).model == run / "final"
 
@@ -171,7 +182,10 @@ def test_a_file_that_changed_while_the_run_lay_still_is_said_once(tmp_path, capl
     with caplog.at_level(logging.WARNING, "gruppo"):
         api.start(run)
     messages = [text for text in caplog.messages if "has changed" in text]
-    assert len(messages) == 1 and f"the file of the model {file}:model has changed since {run} began" in messages[0]
+    assert (
+        len(messages) == 1
+        and f"the file of the model {file}:model has changed since {run} began" in messages[0]
+    )
 
 
 def test_a_file_as_it_was_is_no_warning(tmp_path, caplog):
@@ -203,7 +217,8 @@ def test_references_critics_and_dtypes_are_as_of_any_model(tmp_path, changes):
     expected = "bfloat16" if "bfloat16" in str(changes) else "float32"
     assert json.loads((run / "manifest.json").read_text())["compute_dtype"] == expected
     assert (
-        inference.evaluate_run(run, prompts=4)[0].mean == json.loads((run / "evaluations.json").read_text())[-1]["mean"]
+        inference.evaluate_run(run, prompts=4)[0].mean
+        == json.loads((run / "evaluations.json").read_text())[-1]["mean"]
     )
 
 
@@ -223,7 +238,10 @@ def test_an_adapter_needs_layers_that_are_known_by_name(tmp_path):
 def test_a_critic_of_another_tokenizer_cannot_be_compared_and_is_refused(tmp_path):
     critic = {"objective": "ppo", "critic__kind": "separate", "critic__model": own("model")}
     text = one_line(lambda: begun(tmp_path, **critic))
-    assert "cannot be compared with the critic's" in text and "or none, for a copy of the policy" in text
+    assert (
+        "cannot be compared with the critic's" in text
+        and "or none, for a copy of the policy" in text
+    )
 
 
 # --- refused before anything is written -------------------------------------------------------------------------------
@@ -243,7 +261,16 @@ def test_a_critic_of_another_tokenizer_cannot_be_compared_and_is_refused(tmp_pat
 def test_a_name_that_makes_no_model_ends_the_command_with_one_line(tmp_path, capsys, model, said):
     data = tiny.write_rows(tmp_path / "data.jsonl")
     runs = tmp_path / "runs"
-    typed = ["--model", model, "--data", data, "--reward", tiny.reward("digits"), "--runs-dir", str(runs)]
+    typed = [
+        "--model",
+        model,
+        "--data",
+        data,
+        "--reward",
+        tiny.reward("digits"),
+        "--runs-dir",
+        str(runs),
+    ]
     typed += ["--scoring.isolate", "False"]
     assert code_of("train", "plain", *typed) == 2
     err = capsys.readouterr().err.strip()
@@ -260,7 +287,9 @@ def test_settings_of_pictures_are_refused_by_what_the_model_is(tmp_path):
 
 
 def test_explain_measures_what_no_config_says(tmp_path):
-    output = "\n".join(explain(config(tmp_path, stage__kl_coef=0.1, objective="ppo", critic__kind="separate")))
+    output = "\n".join(
+        explain(config(tmp_path, stage__kl_coef=0.1, objective="ppo", critic__kind="separate"))
+    )
     assert (
         "activations, measured" in output
         and "logits while sampling" in output
@@ -281,13 +310,17 @@ class Linear(nn.Module):
 
 def test_bytes_that_a_forward_keeps_by_hand():
     policy = own_models.wrapped(Linear())
-    assert kept_bytes(policy, 10) == 10 * 8 + 10 * 8 * 4  # int64 ids, and a float32 feature of 8 numbers
+    assert (
+        kept_bytes(policy, 10) == 10 * 8 + 10 * 8 * 4
+    )  # int64 ids, and a float32 feature of 8 numbers
 
 
 def test_the_estimate_is_of_a_micro_batch_and_of_all_rows_that_are_sampled(tmp_path):
     run, _ = build(config(tmp_path, optim__token_budget=60), Parts())
     found = working_memory(run.policy, run.config, 12, 60, 12)
-    assert found["activations, measured"] == 3 * kept_bytes(run.policy, 20)  # of 12 tokens and 8 new ones, 3 rows fit
+    assert found["activations, measured"] == 3 * kept_bytes(
+        run.policy, 20
+    )  # of 12 tokens and 8 new ones, 3 rows fit
     assert found["logits while sampling"] == 4 * 12 * 20 * 257  # 4 prompts x 3 samples
 
 
@@ -309,7 +342,9 @@ def of_two_ranks(folder: Path, name: str, ranks: int = 2, **changes: Any) -> lis
 def test_two_ranks_are_one_run(tmp_path):
     for name, ranks in (("one", 1), ("two", 2)):
         children = of_two_ranks(tmp_path, name, ranks)
-        assert not any(child.wait() for child in children), "\n".join(child.err for child in children)
+        assert not any(child.wait() for child in children), "\n".join(
+            child.err for child in children
+        )
     one, two = (weights(tmp_path / "runs" / name) for name in ("one", "two"))
     torch.testing.assert_close(two, one, rtol=0, atol=1e-5)
     assert (tmp_path / "runs/two/final/module.json").is_file()

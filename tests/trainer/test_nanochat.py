@@ -28,7 +28,11 @@ def stand_in(monkeypatch):
 
 def in_nanochat(folder: Any, **changes: Any) -> Any:
     names = {"model": f"{FILE}:model", "data": f"{FILE}:problems", "reward": [f"{FILE}:is_right"]}
-    here = {"compute": "auto", "prompts__held_out_fraction": 0.0, "scoring__isolate": False}  # with the stand-in
+    here = {
+        "compute": "auto",
+        "prompts__held_out_fraction": 0.0,
+        "scoring__isolate": False,
+    }  # with the stand-in
     return tiny.config(folder, **(names | here | changes))
 
 
@@ -57,7 +61,9 @@ def test_a_prompt_of_one_token_is_sampled_and_scored():
     rollouts = policy.sample([Request(Prompt("p", "a"), 3)], Sampling(max_actions=3), seed=0)
     (micro_batch,) = policy.micro_batches(rollouts, rollouts.mask, 100)
     logprobs = policy.likelihood(rollouts, micro_batch).logprobs[rollouts.mask[micro_batch.rows]]
-    torch.testing.assert_close(logprobs, rollouts.sampler_logprobs[micro_batch.rows][rollouts.mask[micro_batch.rows]])
+    torch.testing.assert_close(
+        logprobs, rollouts.sampler_logprobs[micro_batch.rows][rollouts.mask[micro_batch.rows]]
+    )
 
 
 # --- the preset ------------------------------------------------------------------------------------------------------
@@ -70,11 +76,15 @@ def gradient_of_the_script(module: Any, rollouts: Any, rewards: torch.Tensor) ->
         rows = (rollouts.group_ids == example_step).nonzero()[:, 0]
         prompt = rollouts.shared["prompt_ids"][example_step]
         ids = torch.cat([prompt.expand(len(rows), -1), rollouts.actions[rows]], dim=1)
-        is_sampled = torch.cat([torch.zeros(len(rows), len(prompt), dtype=torch.bool), rollouts.mask[rows]], dim=1)
+        is_sampled = torch.cat(
+            [torch.zeros(len(rows), len(prompt), dtype=torch.bool), rollouts.mask[rows]], dim=1
+        )
         inputs, targets = ids[:, :-1], torch.where(is_sampled, ids, -1)[:, 1:]
         advantages = rewards[rows] - rewards[rows].mean()
         logp = -module(inputs, targets, loss_reduction="none").view_as(inputs)
-        pg_obj = (logp * advantages.unsqueeze(-1)).sum() / ((targets >= 0).sum().clamp(min=1) * examples)
+        pg_obj = (logp * advantages.unsqueeze(-1)).sum() / (
+            (targets >= 0).sum().clamp(min=1) * examples
+        )
         (-pg_obj).backward()
     gradients = [parameter.grad.clone() for parameter in module.parameters()]
     module.zero_grad()
@@ -89,7 +99,9 @@ def test_a_step_of_several_prompts_has_the_gradient_of_chat_rl(tmp_path, token_b
     with torch.no_grad():
         policy.module.head.bias[nanochat.ASSISTANT_END] += 3  # answers of many lengths
     changes = {"rollout__prompts": 3, "rollout__group_size": 4, "rollout__max_new_tokens": 12}
-    config = in_nanochat(tmp_path, objective="nanochat", optim__token_budget=token_budget, **changes)
+    config = in_nanochat(
+        tmp_path, objective="nanochat", optim__token_budget=token_budget, **changes
+    )
     run, *_ = build(config, Parts(model=policy))
     step_params = step_params_at(config, 0)
     batch = collect(run, step_params).batch

@@ -25,9 +25,21 @@ from gruppo.config.schema import Config  # noqa: E402
 from gruppo.modalities.diffusion import DiffusersPolicy  # noqa: E402
 from gruppo.types import GruppoError, Prompt, Request  # noqa: E402
 
-CAPTIONS = ("a seven", "an eight", "a three in the snow", "7", "a dot", "a line", "two lines", "a cross")
+CAPTIONS = (
+    "a seven",
+    "an eight",
+    "a three in the snow",
+    "7",
+    "a dot",
+    "a line",
+    "two lines",
+    "a cross",
+)
 RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "SD 1.5": (sd15, {"diffusion__guidance": 2.0, "diffusion__transition": "ddim", "diffusion__eta": 0.8}),
+    "SD 1.5": (
+        sd15,
+        {"diffusion__guidance": 2.0, "diffusion__transition": "ddim", "diffusion__eta": 0.8},
+    ),
     "SD 1.5, LoRA": (sd15, {"lora__rank": 2, "lora__alpha": 4.0, "diffusion__train_to": 2}),
     "SD 3": (sd3, {"diffusion__transition": "flow_sde", "diffusion__noise": "branched"}),
 }
@@ -73,16 +85,23 @@ def chosen(saved: Path, kind: str) -> dict[str, Any]:
 @pytest.mark.silent_bug(33)
 @pytest.mark.silent_bug(36)
 @pytest.mark.parametrize("kind", RUNS)
-def test_a_pipeline_is_trained_resumed_to_the_bit_and_opened_by_diffusers(tmp_path, monkeypatch, saved, kind):
+def test_a_pipeline_is_trained_resumed_to_the_bit_and_opened_by_diffusers(
+    tmp_path, monkeypatch, saved, kind
+):
     changes = chosen(saved, kind)
     if "lora__rank" in changes:
         pytest.importorskip("peft")
     run = diffusion_runs.trained(tmp_path / "whole", **changes)
     rows = [row for row in metrics(run) if "reward/mean" in row]
-    assert rows[0]["kl/ref_nats"] == 0.0 < rows[1]["kl/ref_nats"] and rows[1]["mismatch/max_nats"] <= 1e-5 * 256
+    assert (
+        rows[0]["kl/ref_nats"] == 0.0 < rows[1]["kl/ref_nats"]
+        and rows[1]["mismatch/max_nats"] <= 1e-5 * 256
+    )
     assert_same(stopped_and_resumed(tmp_path / "parts", monkeypatch, after=1, **changes), run)
 
-    *_, file, _ = inference.sample(run, ["7"], tmp_path / "drawn")  # a caption, and no number of a class
+    *_, file, _ = inference.sample(
+        run, ["7"], tmp_path / "drawn"
+    )  # a caption, and no number of a class
     policy = inference.load_policy(run)
     sampling = policy.modality.sampling(serialization.load(run / "config.json"), policy)
     assert (policy.settings.size, policy.settings.caption_tokens) == ((16, 16), 6)
@@ -122,8 +141,16 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"lora__targets": ("to_kk",)},
         r"no linear layers 'to_kk'. Did you mean to_k",
     ),
-    "an adapter of a former run": ("SD 1.5", {"lora__adapter": "x"}, r"lora.adapter='x': adapters of pipelines are"),
-    "bfloat16 weights": ("SD 1.5", {"compute": "bfloat16"}, r"compute='bfloat16' holds the base below adapters"),
+    "an adapter of a former run": (
+        "SD 1.5",
+        {"lora__adapter": "x"},
+        r"lora.adapter='x': adapters of pipelines are",
+    ),
+    "bfloat16 weights": (
+        "SD 1.5",
+        {"compute": "bfloat16"},
+        r"compute='bfloat16' holds the base below adapters",
+    ),
     "options of a new network": (
         "SD 3",
         {"diffusion__width": 16},
@@ -134,8 +161,16 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"reference__place": "disk"},
         r"reference.place='disk' has nothing to place",
     ),
-    "a step of a flow": ("SD 1.5", {"diffusion__transition": "cps"}, r"transition='cps' does not fit the diffusion"),
-    "a size that does not fit": ("SD 1.5", {"diffusion__size": (15, 16)}, r"size=15 x 16 does not fit the pipeline"),
+    "a step of a flow": (
+        "SD 1.5",
+        {"diffusion__transition": "cps"},
+        r"transition='cps' does not fit the diffusion",
+    ),
+    "a size that does not fit": (
+        "SD 1.5",
+        {"diffusion__size": (15, 16)},
+        r"size=15 x 16 does not fit the pipeline",
+    ),
 }
 
 
@@ -150,5 +185,7 @@ def test_what_a_pipeline_cannot_do_is_refused_in_one_line(tmp_path, saved, what)
 
 def test_a_missing_package_is_named_in_one_line(tmp_path, monkeypatch, saved):
     monkeypatch.setitem(__import__("sys").modules, "diffusers", None)
-    with pytest.raises(GruppoError, match=r'needs the package "diffusers".*pip install .*\[diffusion\]"$'):
+    with pytest.raises(
+        GruppoError, match=r'needs the package "diffusers".*pip install .*\[diffusion\]"$'
+    ):
         api.start(diffusion_runs.config(tmp_path, **chosen(saved, "SD 1.5")))

@@ -50,12 +50,18 @@ def both(run: Run) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
     networks = by_hand.Networks.of(run)
     collected, logged = step(run)
     rollouts, rewards = collected.batch.rollouts, collected.batch.rewards.double().tolist()
-    assert len(rollouts.lengths.unique()) > 4 and 0 < rollouts.finish.count("length") < len(rewards)  # ragged
+    assert len(rollouts.lengths.unique()) > 4 and 0 < rollouts.finish.count("length") < len(
+        rewards
+    )  # ragged
     rows = by_hand.credited(run, networks, rollouts, rewards)
     count = by_hand.learned(run, networks, rollouts, rows)
     assert logged["update/updates_count"] == count
     logged = collected.metrics | logged
-    return by_hand.flat(run.parameters), by_hand.flat([*networks.of_policy, *networks.of_critic]), logged
+    return (
+        by_hand.flat(run.parameters),
+        by_hand.flat([*networks.of_policy, *networks.of_critic]),
+        logged,
+    )
 
 
 @pytest.mark.silent_bug(30)
@@ -84,18 +90,31 @@ def both(run: Run) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
     ],
 )
 def test_a_ppo_step_of_two_epochs_and_two_minibatches_is_the_step_by_hand(tmp_path, kind, changes):
-    tight = {"objective__value_clip": 0.02, "objective__clip_low": 0.05, "objective__clip_high": 0.05}
+    tight = {
+        "objective__value_clip": 0.02,
+        "objective__clip_low": 0.05,
+        "objective__clip_high": 0.05,
+    }
     run = begun(tmp_path, kind, **(SEVERAL | tight | changes))
     before = by_hand.flat(run.parameters)
     after, expected, result = both(run)
     assert (expected - before).abs().max() > 5e-3
     if not changes:  # so that both clips are tested
-        assert result["clip/high_frac"] + result["clip/low_frac"] > 0.05 and result["value/clip_frac"] > 0.2
+        assert (
+            result["clip/high_frac"] + result["clip/low_frac"] > 0.05
+            and result["value/clip_frac"] > 0.2
+        )
     torch.testing.assert_close(after, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, SEVERAL, {"objective__gamma": 0.8, "objective__whiten": False}, {"objective__mask_truncated": True}]
+    "changes",
+    [
+        {},
+        SEVERAL,
+        {"objective__gamma": 0.8, "objective__whiten": False},
+        {"objective__mask_truncated": True},
+    ],
 )
 def test_a_reinforce_pp_step_is_the_step_by_hand(tmp_path, changes):
     run = begun(tmp_path, REINFORCE_PP, **changes)
@@ -116,11 +135,15 @@ class WithTools:
         rollouts = self.real.generate(*args, **kwargs)
         mask = rollouts.mask.clone()
         mask[::2, 2:4] = False
-        return replace(rollouts, mask=mask, sampler_logprobs=rollouts.sampler_logprobs.where(mask, 0))
+        return replace(
+            rollouts, mask=mask, sampler_logprobs=rollouts.sampler_logprobs.where(mask, 0)
+        )
 
 
 @pytest.mark.silent_bug(30)
-@pytest.mark.parametrize("kind", [SHARED, SEPARATE, REINFORCE_PP], ids=["shared", "separate", "reinforce_pp"])
+@pytest.mark.parametrize(
+    "kind", [SHARED, SEPARATE, REINFORCE_PP], ids=["shared", "separate", "reinforce_pp"]
+)
 def test_what_a_tool_wrote_is_no_action_neither_discounted_nor_learned_from(tmp_path, kind):
     run = begun(tmp_path, kind, objective__gamma=0.9, **SEVERAL)
     run.engine = WithTools(run.engine)
@@ -131,7 +154,9 @@ def test_what_a_tool_wrote_is_no_action_neither_discounted_nor_learned_from(tmp_
 
 
 @pytest.mark.parametrize("mask_truncated", [False, True])
-def test_under_outcome_credit_the_kl_of_a_row_is_summed_and_taken_off_its_reward(tmp_path, mask_truncated):
+def test_under_outcome_credit_the_kl_of_a_row_is_summed_and_taken_off_its_reward(
+    tmp_path, mask_truncated
+):
     run = begun(
         tmp_path,
         {"objective": {"kl": "k1", "kl_in": "reward", "mask_truncated": mask_truncated}},
@@ -145,19 +170,28 @@ def test_under_outcome_credit_the_kl_of_a_row_is_summed_and_taken_off_its_reward
         if mask_truncated and rollouts.finish[row] == "length":
             continue  # it is not evaluated, and compared by its score alone
         with torch.no_grad():
-            ours, theirs = (networks.logprobs(m, rollouts, row) for m in (networks.policy, networks.ref))
+            ours, theirs = (
+                networks.logprobs(m, rollouts, row) for m in (networks.policy, networks.ref)
+            )
         rewards[row] -= 0.2 * (ours - theirs).sum()
     for g in range(len(rollouts.prompts)):
         group = [row for row in range(16 * g, 16 * g + 16) if rewards[row].isfinite()]
         expected = (rewards[group] - rewards[group].mean()) / (rewards[group].std() + 1e-4)
-        torch.testing.assert_close(batch.advantages[group, 0].double(), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            batch.advantages[group, 0].double(), expected, rtol=1e-4, atol=1e-5
+        )
     is_cut = torch.tensor([finish == "length" for finish in rollouts.finish])
     assert is_cut.any() and not is_cut.all() and batch.loss_mask[is_cut].any() != mask_truncated
 
 
 @pytest.mark.parametrize("credit", ["outcome", "return_to_go"])
 def test_a_kl_that_is_not_finite_skips_the_update_and_is_no_missing_reward(tmp_path, credit):
-    objective = {"kl": "k1", "kl_in": "reward", "credit": credit, "whiten": credit == "return_to_go"}
+    objective = {
+        "kl": "k1",
+        "kl_in": "reward",
+        "credit": credit,
+        "whiten": credit == "return_to_go",
+    }
     run = begun(tmp_path, {"objective": objective})
     of_policy = run.reference.likelihood
 
@@ -180,8 +214,18 @@ def test_a_kl_that_is_not_finite_skips_the_update_and_is_no_missing_reward(tmp_p
 @pytest.mark.silent_bug(40)
 @KINDS
 def test_while_the_critic_learns_alone_the_policy_stays_to_the_bit(tmp_path, kind):
-    run = begun(tmp_path, kind, **SEVERAL, critic__warmup_steps=2, optim__weight_decay=0.1, optim__max_grad_norm=1e-3)
-    policy, critic = by_hand.flat(run.policy.module.parameters()), by_hand.flat(run.critic.module.parameters())
+    run = begun(
+        tmp_path,
+        kind,
+        **SEVERAL,
+        critic__warmup_steps=2,
+        optim__weight_decay=0.1,
+        optim__max_grad_norm=1e-3,
+    )
+    policy, critic = (
+        by_hand.flat(run.policy.module.parameters()),
+        by_hand.flat(run.critic.module.parameters()),
+    )
     for n in range(3):
         _, logged = step(run)
         run.state.step += 1
@@ -193,7 +237,9 @@ def test_while_the_critic_learns_alone_the_policy_stays_to_the_bit(tmp_path, kin
 
 
 @KINDS
-def test_the_critics_gradient_is_limited_with_the_policys_only_where_they_are_one_network(tmp_path, kind):
+def test_the_critics_gradient_is_limited_with_the_policys_only_where_they_are_one_network(
+    tmp_path, kind
+):
     def after(value_coef: float) -> tuple[torch.Tensor, dict[str, float]]:
         run = begun(tmp_path, kind, optim__max_grad_norm=0.1, stage__value_coef=value_coef)
         _, logged = step(run)
@@ -202,7 +248,9 @@ def test_the_critics_gradient_is_limited_with_the_policys_only_where_they_are_on
     (weak, said_weakly), (strong, said_strongly) = after(0.5), after(500.0)
     if kind is SEPARATE:
         assert torch.equal(weak, strong) and said_weakly["grad/norm"] == said_strongly["grad/norm"]
-        assert said_strongly["grad/critic_norm"] == pytest.approx(1000 * said_weakly["grad/critic_norm"], rel=1e-4)
+        assert said_strongly["grad/critic_norm"] == pytest.approx(
+            1000 * said_weakly["grad/critic_norm"], rel=1e-4
+        )
     else:
         assert not torch.equal(weak, strong) and "grad/critic_norm" not in said_weakly
 
@@ -211,17 +259,28 @@ def test_a_shared_critics_gradient_reaches_the_trunk_and_a_separate_ones_does_no
     for kind, reaches in ((SHARED, True), (SEPARATE, False)):
         run = begun(tmp_path, kind)
         batch = collect(run, step_params_at(run.config, 0)).batch
-        backward(run, replace(batch, advantages=torch.zeros_like(batch.advantages)), step_params_at(run.config, 0))
+        backward(
+            run,
+            replace(batch, advantages=torch.zeros_like(batch.advantages)),
+            step_params_at(run.config, 0),
+        )
         gradient = torch.cat([p.grad.flatten() for p in run.policy.module.parameters()])
         assert bool((gradient != 0).any()) == reaches
 
 
 @KINDS
 def test_where_all_rewards_are_equal_ppo_still_trains_the_critic(tmp_path, kind):
-    run = begun(tmp_path, kind, Parts(rewards=[lambda completions, **_: [0.35] * len(completions)]), stage__kl_coef=0)
+    run = begun(
+        tmp_path,
+        kind,
+        Parts(rewards=[lambda completions, **_: [0.35] * len(completions)]),
+        stage__kl_coef=0,
+    )
     head = by_hand.flat(run.critic.module.parameters())
     collected, logged = step(run)
-    assert torch.allclose(collected.batch.returns[collected.batch.loss_mask], torch.tensor(0.35), atol=0.5)
+    assert torch.allclose(
+        collected.batch.returns[collected.batch.loss_mask], torch.tensor(0.35), atol=0.5
+    )
     assert logged["update/updates_count"] == 1
     assert not torch.equal(by_hand.flat(run.critic.module.parameters()), head)
 
@@ -230,7 +289,10 @@ def test_where_all_rewards_are_equal_grpo_takes_no_update(tmp_path):
     run = run_in(tmp_path, Parts(rewards=[lambda completions, **_: [0.35] * len(completions)]))
     before = by_hand.flat(run.parameters)
     _, logged = step(run)
-    assert logged["update/updates_count"] == logged["grad/norm"] == 0 and "update/changed_frac" not in logged
+    assert (
+        logged["update/updates_count"] == logged["grad/norm"] == 0
+        and "update/changed_frac" not in logged
+    )
     assert torch.equal(by_hand.flat(run.parameters), before)
 
 
@@ -250,7 +312,13 @@ def test_rewards_that_are_not_numbers_leave_their_rows_out_of_ppo(tmp_path, kind
 
 @pytest.mark.parametrize("preset", ["ppo", "reinforce", "reinforce_pp"])
 def test_a_group_of_one_is_enough(tmp_path, preset):
-    run = run_in(tmp_path, objective=preset, rollout__group_size=1, rollout__prompts=8, rollout__max_new_tokens=12)
+    run = run_in(
+        tmp_path,
+        objective=preset,
+        rollout__group_size=1,
+        rollout__prompts=8,
+        rollout__max_new_tokens=12,
+    )
     before = by_hand.flat(run.parameters)
     _, logged = step(run)
     assert (by_hand.flat(run.parameters) - before).abs().max() > 1e-3

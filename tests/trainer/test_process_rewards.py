@@ -36,7 +36,9 @@ EXACT = replace(GRPO, scale_eps=0.0)
 HERE = Path(__file__).resolve()
 
 
-def rollouts_of(lengths: Sequence[int] = (5, 3), *, group_ids: Sequence[int] | None = None) -> Rollouts:
+def rollouts_of(
+    lengths: Sequence[int] = (5, 3), *, group_ids: Sequence[int] | None = None
+) -> Rollouts:
     size, columns = len(lengths), max(lengths)
     return Rollouts(
         prompts=tuple(Prompt(f"p{n}", "ask") for n in set(group_ids or [0])),
@@ -52,24 +54,40 @@ def rollouts_of(lengths: Sequence[int] = (5, 3), *, group_ids: Sequence[int] | N
     )
 
 
-def credited(objective: Objective, rewards: Sequence[Any], weights: Any = None, kl: Tensor | None = None) -> Tensor:
+def credited(
+    objective: Objective, rewards: Sequence[Any], weights: Any = None, kl: Tensor | None = None
+) -> Tensor:
     """The advantages of rewards that are given as tensors: [B, T] of steps, [B] of rows."""
     batch, run, scores = scored(objective, rewards, weights)
     if kl is not None:
         batch = replace(batch, old_logprobs=kl, ref=Likelihood(torch.zeros_like(kl)))
-    return with_advantages(run, SimpleNamespace(kl_coef=0.5 if kl is not None else 0.0), batch, scores).advantages  # type: ignore[arg-type]
+    return with_advantages(
+        run, SimpleNamespace(kl_coef=0.5 if kl is not None else 0.0), batch, scores
+    ).advantages  # type: ignore[arg-type]
 
 
-def scored(objective: Objective, rewards: Sequence[Any], weights: Any = None) -> tuple[Batch, Any, Any]:
+def scored(
+    objective: Objective, rewards: Sequence[Any], weights: Any = None
+) -> tuple[Batch, Any, Any]:
     rollouts = rollouts_of()
     scorer = RewardSet([said(values) for values in rewards], weights)
     config = SimpleNamespace(objective=objective, rollout=SimpleNamespace(max_new_tokens=5))
     run: Any = SimpleNamespace(
-        config=config, state=SimpleNamespace(running={}), critic=None, rewards=scorer, policy=Policy()
+        config=config,
+        state=SimpleNamespace(running={}),
+        critic=None,
+        rewards=scorer,
+        policy=Policy(),
     )
     scores = scorer.score(rollouts)
     loss_mask = kept_actions(run.config.objective, rollouts, scores)
-    return Batch(rollouts, None, scores.rewards, scores.parts, torch.zeros(loss_mask.shape), loss_mask), run, scores
+    return (
+        Batch(
+            rollouts, None, scores.rewards, scores.parts, torch.zeros(loss_mask.shape), loss_mask
+        ),
+        run,
+        scores,
+    )
 
 
 def said(values: Any) -> Any:
@@ -104,7 +122,9 @@ def test_the_three_credits_by_hand(credit: Any, wanted: Any):
 def test_a_weight_counts_for_steps_where_no_scale_divides_it_out():
     none = replace(EXACT, credit="return_to_go", scale="none")
     assert close(credited(none, [STEPS], [4.0]), [[-2.0, -2, -3, -3, -3], [2.0, 1, 1, 0, 0]])
-    assert close(credited(replace(none, scale="group"), [STEPS], [4.0])[0], [-1.0, -1, -1.5, -1.5, -1.5])
+    assert close(
+        credited(replace(none, scale="group"), [STEPS], [4.0])[0], [-1.0, -1, -1.5, -1.5, -1.5]
+    )
 
 
 def test_rewards_of_rows_and_of_steps_are_compared_apart_and_added():
@@ -115,14 +135,26 @@ def test_rewards_of_rows_and_of_steps_are_compared_apart_and_added():
     assert close(credited(none, [STEPS, rows], [1.0, 3.0]), expected)
     own = [[3.25, 3.25, 2.25, 2.25, 2.25], [-2.75, -2.75, -2.75, 0, 0]]
     assert close(credited(replace(none, credit="position"), [STEPS, rows], [1.0, 3.0]), own)
-    assert close(credited(replace(none, credit="outcome"), [STEPS, rows], [1.0, 3.0]), [[2.5] * 5, [-2.5] * 3 + [0, 0]])
+    assert close(
+        credited(replace(none, credit="outcome"), [STEPS, rows], [1.0, 3.0]),
+        [[2.5] * 5, [-2.5] * 3 + [0, 0]],
+    )
 
 
 def test_each_normalised_first_their_sum_has_mean_0_and_variance_1_over_the_actions():
     apart = replace(EXACT, credit="return_to_go", combine="normalize_then_sum")
     got = credited(apart, [STEPS, torch.tensor([2.0, 0.0])], [1.0, 2.0])
     root = 2**0.5
-    sums = [root - 1, root - 1, root - 1.5, root - 1.5, root - 1.5, 1 - root, 0.5 - root, 0.5 - root]
+    sums = [
+        root - 1,
+        root - 1,
+        root - 1.5,
+        root - 1.5,
+        root - 1.5,
+        1 - root,
+        0.5 - root,
+        0.5 - root,
+    ]
     sums = torch.tensor(sums, dtype=torch.float64)
     expected = (sums - sums.mean()) / sums.std()
     assert torch.allclose(got[rollouts_of().mask].double(), expected, atol=1e-5)
@@ -138,11 +170,15 @@ def test_two_rewards_of_steps_are_added_action_by_action():
 @pytest.mark.silent_bug(22)
 def test_rows_without_a_step_are_unscored_and_in_no_mean():
     steps = torch.tensor([[NAN] * 5, [1.0, NAN, 3.0, NAN, NAN]])
-    got = credited(replace(EXACT, credit="return_to_go", baseline="batch_mean", scale="none"), [steps])
+    got = credited(
+        replace(EXACT, credit="return_to_go", baseline="batch_mean", scale="none"), [steps]
+    )
     assert close(got, [[0.0] * 5, [0.0, 1.0, 1.0, 0, 0]])
     batch, _, _ = scored(EXACT, [steps])
     assert batch.loss_mask.any(dim=1).tolist() == [False, True]
-    assert not credited(replace(EXACT, credit="return_to_go"), [steps]).any()  # nothing to compare its only row with
+    assert not credited(
+        replace(EXACT, credit="return_to_go"), [steps]
+    ).any()  # nothing to compare its only row with
 
 
 @pytest.mark.silent_bug(22)
@@ -175,7 +211,9 @@ def test_the_overlong_penalty_is_part_of_the_last_steps_reward():
 
 
 def test_a_critic_learns_each_steps_reward_where_it_ends_and_that_of_the_row_at_the_end():
-    batch, run, scores = scored(replace(PPO, overlong=2), [STEPS, torch.tensor([2.0, 4.0])], [1.0, 0.5])
+    batch, run, scores = scored(
+        replace(PPO, overlong=2), [STEPS, torch.tensor([2.0, 4.0])], [1.0, 0.5]
+    )
     got = action_rewards(run, batch, scores, list(scores.steps))
     assert close(got, [[0.0, 1, 0, 0, 0 + 1 - 1], [1.0, 0, 1 + 2, 0, 0]])
 
@@ -206,12 +244,18 @@ CREDIT: dict[str, Any] = {"objective__credit": "return_to_go"}
 
 def test_a_step_of_training_has_the_returns_of_the_steps_at_the_policys_own_tokens(tmp_path: Path):
     """A critic that knows nothing yet, lambda 1: the return of a token is what the steps from it on have earned."""
-    changes: dict[str, Any] = {"objective": "ppo", "objective__lam": 1.0, "reward": [f"{HERE}:vowels"]}
+    changes: dict[str, Any] = {
+        "objective": "ppo",
+        "objective__lam": 1.0,
+        "reward": [f"{HERE}:vowels"],
+    }
     run = run_in(tmp_path, **changes)
     collected, said = step(run)
     rollouts, seen = collected.rollouts, 0
     for row, output in enumerate(rollouts.completions):
-        letters = [run.policy.chat.text([i]) for i in rollouts.actions[row][rollouts.mask[row]].tolist()]
+        letters = [
+            run.policy.chat.text([i]) for i in rollouts.actions[row][rollouts.mask[row]].tolist()
+        ]
         assert "".join(letters) == tiny.said(output)  # a token is a letter, or an end
         parts = tiny.said(output).split("1")
         before = ["".join(letters[:n]) for n in range(len(letters))]
@@ -226,20 +270,35 @@ def test_a_step_of_training_has_the_returns_of_the_steps_at_the_policys_own_toke
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"reward": [tiny.reward("digits")], "objective__credit": "position"}, "credit='position' needs a reward for"),
-        ({"reward": [f"{HERE}:vowels", f"{HERE}:quiet"], **CREDIT}, "Set objective__combine normalize_then_sum"),
+        (
+            {"reward": [tiny.reward("digits")], "objective__credit": "position"},
+            "credit='position' needs a reward for",
+        ),
+        (
+            {"reward": [f"{HERE}:vowels", f"{HERE}:quiet"], **CREDIT},
+            "Set objective__combine normalize_then_sum",
+        ),
         (
             {"reward": [f"{HERE}:vowels", f"{HERE}:quiet"], "objective__credit": "position"},
             "Set objective__scale none",
         ),
-        ({"reward": [f"{HERE}:vowels"], "objective__scale": "prompt", **CREDIT}, "mean objective__scale group"),
         (
-            {"reward": [f"{HERE}:vowels"], "scoring__weights": [0.0], "objective__credit": "position"},
+            {"reward": [f"{HERE}:vowels"], "objective__scale": "prompt", **CREDIT},
+            "mean objective__scale group",
+        ),
+        (
+            {
+                "reward": [f"{HERE}:vowels"],
+                "scoring__weights": [0.0],
+                "objective__credit": "position",
+            },
             "needs a reward for each action",
         ),
     ],
 )
-def test_what_rewards_cannot_give_is_refused_when_the_run_is_built(tmp_path: Path, changes: dict[str, Any], why: str):
+def test_what_rewards_cannot_give_is_refused_when_the_run_is_built(
+    tmp_path: Path, changes: dict[str, Any], why: str
+):
     with pytest.raises(GruppoError, match=why):
         gruppo.train(tiny.config(tmp_path, **changes), show=False)
     assert not (tmp_path / "runs").exists()
@@ -251,11 +310,17 @@ def test_rewards_that_weigh_nothing_forbid_nothing(tmp_path: Path, weights: Any)
 
 
 @pytest.mark.silent_bug(33)
-def test_a_run_with_models_of_rows_and_of_steps_refills_stops_and_goes_on_to_the_bit(tmp_path: Path):
+def test_a_run_with_models_of_rows_and_of_steps_refills_stops_and_goes_on_to_the_bit(
+    tmp_path: Path,
+):
     prm = folder_of(tmp_path / "prm", "TokenClassification", 2)
     rm = folder_of(tmp_path / "rm", "SequenceClassification", 1)
     names = [f"process_reward:{prm},separator=1", f"reward_model:{rm}", f"{HERE}:quiet"]
-    changes: dict[str, Any] = {"objective__combine": "normalize_then_sum", "objective__scale": "running", **CREDIT}
+    changes: dict[str, Any] = {
+        "objective__combine": "normalize_then_sum",
+        "objective__scale": "running",
+        **CREDIT,
+    }
     changes |= {"rollout__refill_rounds": 1, "optim__epochs": 2, "stage__kl_coef": 0.01, "steps": 4}
     config = tiny.config(tmp_path, reward=names, scoring__weights=(1.0, 0.5, 0.0), **changes)
     whole = api.start(config).folder

@@ -25,10 +25,15 @@ OWN = ("update/micro_batches_count",)
 """What depends on how the rows are shared out."""
 
 
-def spying(completions: Sequence[Any], prompts: Sequence[Any], completion_ids: Sequence[Any], **_: Any) -> list[Any]:
+def spying(
+    completions: Sequence[Any], prompts: Sequence[Any], completion_ids: Sequence[Any], **_: Any
+) -> list[Any]:
     """The share of digits; one completion in five is not scored; each row is written down by the rank that asked."""
     values = tiny.digits(completions)
-    scored = [None if sum(ids) % 5 == 0 else value for ids, value in zip(completion_ids, values, strict=True)]
+    scored = [
+        None if sum(ids) % 5 == 0 else value
+        for ids, value in zip(completion_ids, values, strict=True)
+    ]
     with (Path(os.environ["SPIED"]) / f"rank{os.environ.get('RANK', '0')}.jsonl").open("a") as file:
         for prompt, completion, value in zip(prompts, completions, scored, strict=True):
             file.write(json.dumps([prompt[0]["content"], tiny.said(completion), value]) + "\n")
@@ -40,7 +45,9 @@ def train(config: dict[str, Any], spied: str) -> None:
     api.start(serialization.from_dict(config))
 
 
-def both(folder: Path, ranks: int, **changes: Any) -> tuple[Path, Path, list[list[Any]], list[list[list[Any]]]]:
+def both(
+    folder: Path, ranks: int, **changes: Any
+) -> tuple[Path, Path, list[list[Any]], list[list[list[Any]]]]:
     """The run of this process and that of several ranks, and what each rank's reward saw."""
     spying = [f"{Path(__file__).resolve()}:spying"]
     changes = {"steps": 2, "reward": spying, "optim__eps": 0.1, "optim__lr": 0.05} | changes
@@ -50,7 +57,12 @@ def both(folder: Path, ranks: int, **changes: Any) -> tuple[Path, Path, list[lis
         spied = folder / f"spied-{name}"
         spied.mkdir()
         processes.run_ranks(count, train, config, str(spied), folder=folder / name)
-        seen.append([[json.loads(line) for line in file.read_text().splitlines()] for file in sorted(spied.iterdir())])
+        seen.append(
+            [
+                [json.loads(line) for line in file.read_text().splitlines()]
+                for file in sorted(spied.iterdir())
+            ]
+        )
     return folder / "runs/one", folder / "runs/many", seen[0][0], seen[1]
 
 
@@ -73,7 +85,12 @@ def both(folder: Path, ranks: int, **changes: Any) -> tuple[Path, Path, list[lis
             "reward": [f"{Path(__file__).resolve()}:spying", "length_target:5"],
             "objective": {"baseline": "batch_mean", "scale": "batch", "average": "token"},
         },
-        {"rollout__prompts": 2, "rollout__group_size": 3, "optim__minibatches": 6, "objective": "dr_grpo"},
+        {
+            "rollout__prompts": 2,
+            "rollout__group_size": 3,
+            "optim__minibatches": 6,
+            "objective": "dr_grpo",
+        },
     ],
     ids=["uneven", "several updates", "a rank without rows in a minibatch"],
 )
@@ -87,12 +104,16 @@ def test_two_ranks_give_the_weights_and_metrics_of_one(tmp_path, changes):
         for name in mine.keys() - set(OWN):
             expected = None if mine[name] is None else pytest.approx(mine[name], rel=1e-5, abs=1e-6)
             assert theirs[name] == expected, name
-    assert Counter(map(str, seen_by_one)) == Counter(str(row) for rank in seen_by_two for row in rank)
+    assert Counter(map(str, seen_by_one)) == Counter(
+        str(row) for rank in seen_by_two for row in rank
+    )
     assert all(seen_by_two) and len({row[1] for rank in seen_by_two for row in rank}) > 4
     training = [Counter(row[0] for row in rank) for rank in seen_by_two]
     size = changes["rollout__group_size"]
     held_out = 2  # evaluations, at which a prompt is answered once
-    assert all(count % size == 0 or count <= held_out for rank in training for count in rank.values())
+    assert all(
+        count % size == 0 or count <= held_out for rank in training for count in rank.values()
+    )
 
 
 def first_weights() -> list[torch.Tensor]:
@@ -137,11 +158,15 @@ def until_stopped(config: dict[str, Any], stop_at: str) -> None:
 def test_two_ranks_resume_to_the_bit_each_with_its_own_random_state(tmp_path):
     rewards = {"reward": [f"{Path(__file__).resolve()}:noisy_and_stopping"]}
     for name, stops in (("whole", [""]), ("parts", ["1", ""])):
-        config = serialization.to_dict(tiny.config(tmp_path, name=name, steps=4, saving__keep=9, **rewards))
+        config = serialization.to_dict(
+            tiny.config(tmp_path, name=name, steps=4, saving__keep=9, **rewards)
+        )
         for stop_at in stops:
             children = processes.ranks(2, until_stopped, config, stop_at, folder=tmp_path / name)
             codes = [child.wait() for child in children]
-            assert codes == ([75, 75] if stop_at else [0, 0]), "\n".join(child.err for child in children)
+            assert codes == ([75, 75] if stop_at else [0, 0]), "\n".join(
+                child.err for child in children
+            )
     random = json.loads((newest(tmp_path / "runs/whole") / "state.json").read_text())["random"]
     assert len(random) == 2 and random[0]["python"] != random[1]["python"]
     assert_same(tmp_path / "runs/parts", tmp_path / "runs/whole")
@@ -163,7 +188,10 @@ def test_where_the_rank_that_writes_fails_the_other_does_not_wait_for_it(tmp_pat
     config = serialization.to_dict(tiny.config(tmp_path, evaluation__prompts=0, saving__every=1))
     children = processes.ranks(2, with_a_full_disk, config, folder=tmp_path / "full")
     assert [child.wait() for child in children] == [2, 2]
-    assert all("the disk is full" in child.out for child in children) and "rank 0 (process" in children[1].out
+    assert (
+        all("the disk is full" in child.out for child in children)
+        and "rank 0 (process" in children[1].out
+    )
     children = processes.ranks(2, with_a_full_disk, config, folder=tmp_path / "again")
     assert [child.wait() for child in children] == [2, 2]
     assert all("exists already" in child.out for child in children)

@@ -19,16 +19,33 @@ HERE = Path(__file__).resolve()
 SEVERAL = {"optim__epochs": 2, "optim__minibatches": 3, "stage__kl_coef": 0.2}
 CASES: dict[str, dict[str, Any]] = {
     "ppo, shared": {"objective": "ppo", "stage__entropy_coef": 0.01, **SEVERAL},
-    "ppo, separate": {"objective": "ppo", "critic__kind": "separate", "critic__warmup_steps": 1, **SEVERAL},
+    "ppo, separate": {
+        "objective": "ppo",
+        "critic__kind": "separate",
+        "critic__warmup_steps": 1,
+        **SEVERAL,
+    },
     "reinforce_pp": {"objective": "reinforce_pp", **SEVERAL},
     "kl in the reward of a row": {"objective": {"kl": "k1", "kl_in": "reward"}, **SEVERAL},
-    "running baseline, batch scale": {"objective": {"baseline": "running", "scale": "batch", "average": "token"}},
+    "running baseline, batch scale": {
+        "objective": {"baseline": "running", "scale": "batch", "average": "token"}
+    },
     "scale of the prompt": {"objective": {"scale": "prompt"}, "rollout__prompts": 8},
     "rows and steps": {
-        "objective": {"combine": "normalize_then_sum", "credit": "return_to_go", "scale": "running"},
+        "objective": {
+            "combine": "normalize_then_sum",
+            "credit": "return_to_go",
+            "scale": "running",
+        },
         "vowels": True,
     },
-    "refilled": {"objective": "dapo", "rollout__refill_rounds": 2, "objective__overlong": 4, "dull": True, **SEVERAL},
+    "refilled": {
+        "objective": "dapo",
+        "rollout__refill_rounds": 2,
+        "objective__overlong": 4,
+        "dull": True,
+        **SEVERAL,
+    },
     "grown": {
         "objective": "dr_grpo",
         "rollout__first_samples": 2,
@@ -37,7 +54,13 @@ CASES: dict[str, dict[str, Any]] = {
         **SEVERAL,
         "steps": 3,  # no group has spread in the first two
     },
-    "stopped early": {"objective": "ppo", "optim__stop_kl": 1e-3, "optim__lr": 0.5, **SEVERAL, "optim__epochs": 4},
+    "stopped early": {
+        "objective": "ppo",
+        "optim__stop_kl": 1e-3,
+        "optim__lr": 0.5,
+        **SEVERAL,
+        "optim__epochs": 4,
+    },
 }
 
 
@@ -46,14 +69,18 @@ def vowels(steps: Sequence[Sequence[str]], **_: Any) -> list[list[float]]:
     """Of each step its own, and now and then none."""
     count = [[float(sum(c in "aeiou" for c in part)) for part in own] for own in steps]
     return [
-        [n if len(part) % 3 else None for n, part in zip(*both, strict=True)] for both in zip(count, steps, strict=True)
+        [n if len(part) % 3 else None for n, part in zip(*both, strict=True)]
+        for both in zip(count, steps, strict=True)
     ]
 
 
 def dull_odd(completions: Sequence[Any], prompts: Sequence[Any], **_: Any) -> list[float]:
     """The same for every completion to an odd number's prompt."""
     values = tiny.digits(completions)
-    return [1.0 if int(p[0]["content"].split()[0]) % 2 else v for p, v in zip(prompts, values, strict=True)]
+    return [
+        1.0 if int(p[0]["content"].split()[0]) % 2 else v
+        for p, v in zip(prompts, values, strict=True)
+    ]
 
 
 @pytest.mark.slow
@@ -61,7 +88,12 @@ def dull_odd(completions: Sequence[Any], prompts: Sequence[Any], **_: Any) -> li
 @pytest.mark.silent_bug(31)
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_are_one_under_the_objective(tmp_path, case):
-    changes = {"rollout__prompts": 3, "rollout__group_size": 3, "saving__every": 1, "saving__keep": 9} | CASES[case]
+    changes = {
+        "rollout__prompts": 3,
+        "rollout__group_size": 3,
+        "saving__every": 1,
+        "saving__keep": 9,
+    } | CASES[case]
     rewards = [f"{HERE.with_name('test_ranks.py')}:spying"]
     rewards += [f"{HERE}:vowels"] * changes.pop("vowels", False)
     rewards += [f"{HERE}:dull_odd"] * changes.pop("dull", False)
@@ -76,7 +108,10 @@ def test_two_ranks_are_one_under_the_objective(tmp_path, case):
         for name in mine.keys() - set(OWN):
             expected = None if mine[name] is None else pytest.approx(mine[name], rel=1e-4, abs=3e-6)
             assert theirs[name] == expected, name
-    logged, state = metrics(one), [json.loads((newest(run) / "state.json").read_text()) for run in (one, two)]
+    logged, state = (
+        metrics(one),
+        [json.loads((newest(run) / "state.json").read_text()) for run in (one, two)],
+    )
     assert flat(state[1]["running"]) == pytest.approx(flat(state[0]["running"]), rel=1e-5)
     assert state[0]["source"] == state[1]["source"]
     check = {"refilled": "refill/thrown_groups_count", "stopped": "update/early_stop_frac"}
@@ -85,7 +120,8 @@ def test_two_ranks_are_one_under_the_objective(tmp_path, case):
         assert sum(row.get(name) or 0 for row in logged) > 0
     assert (newest(one) / "critic.safetensors").exists() == ("ppo" in str(changes["objective"]))
     assert (
-        tensors(newest(one) / "optimizer.safetensors").keys() == tensors(newest(two) / "optimizer.safetensors").keys()
+        tensors(newest(one) / "optimizer.safetensors").keys()
+        == tensors(newest(two) / "optimizer.safetensors").keys()
     )
 
 

@@ -28,7 +28,11 @@ from gruppo.trainer.update import learn
 from gruppo.types import GruppoError
 
 KL = {"stage__kl_coef": 0.1}
-MIXED = KL | {"reference__kind": "mixed", "reference__update_every": 2, "reference__update_rate": 0.5}
+MIXED = KL | {
+    "reference__kind": "mixed",
+    "reference__update_every": 2,
+    "reference__update_rate": 0.5,
+}
 LORA = {"lora__rank": 2}
 KINDS = {
     "device": KL,
@@ -53,7 +57,9 @@ def built(folder: Path, **changes: Any) -> Any:
 
 
 def trained(folder: Path, name: str = "run", **changes: Any) -> Path:
-    return api.start(tiny.config(folder, name=name, **({"steps": 4, "evaluation__prompts": 0} | changes))).folder
+    return api.start(
+        tiny.config(folder, name=name, **({"steps": 4, "evaluation__prompts": 0} | changes))
+    ).folder
 
 
 def own_bits(run: Path) -> dict[str, dict[str, str]]:
@@ -144,7 +150,9 @@ def test_a_disk_that_cannot_be_written_is_told_in_words(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("gruppo.modalities.common.reference.save_file", full)
-    with pytest.raises(GruppoError, match=r"could not be written to .*: No space left on device.*--reference.place"):
+    with pytest.raises(
+        GruppoError, match=r"could not be written to .*: No space left on device.*--reference.place"
+    ):
         built(tmp_path, **KINDS["disk"])
     assert not list(tmp_path.glob("**/.gruppo-reference*"))
 
@@ -164,13 +172,21 @@ def test_on_a_cpu_the_place_cpu_says_that_it_saves_nothing(tmp_path, caplog):
             r"update_rate=1.5 is out of range; it needs to be at least 0 and at most 1",
         ),
         (MIXED | {"reference__update_rate": float("nan")}, r"update_rate=nan is out of range"),
-        (MIXED | {"reference__update_every": 0}, r"update_every=0 is out of range; it needs to be at least 1"),
+        (
+            MIXED | {"reference__update_every": 0},
+            r"update_every=0 is out of range; it needs to be at least 1",
+        ),
         (MIXED | {"reference__watch_prompts": -1}, r"watch_prompts=-1 is out of range"),
-        (KL | {"reference__update_every": 5}, r"reference.update_every is of a reference that moves.*--reference.kind"),
+        (
+            KL | {"reference__update_every": 5},
+            r"reference.update_every is of a reference that moves.*--reference.kind",
+        ),
         (KINDS["disk"] | LORA, r"place='disk' has nothing to place"),
     ],
 )
-def test_a_reference_that_cannot_be_is_refused_before_anything_is_loaded(tmp_path, changes, message):
+def test_a_reference_that_cannot_be_is_refused_before_anything_is_loaded(
+    tmp_path, changes, message
+):
     with pytest.raises(GruppoError, match=message):
         checks.check(tiny.config(tmp_path, **changes))
 
@@ -188,7 +204,9 @@ def test_explain_says_what_a_reference_costs_and_what_a_moving_one_means(tmp_pat
 
     of_memory = re.compile(r"^  reference +[\d.]+ MiB$", re.MULTILINE)
     assert of_memory.search(explained("device")) and "no anchor" not in explained("device")
-    assert "reference, float32" in explained("mixed") and "no anchor to where it began" in explained("mixed")
+    assert "reference, float32" in explained(
+        "mixed"
+    ) and "no anchor to where it began" in explained("mixed")
     assert not any(of_memory.search(explained(kind)) for kind in ("disk", "base"))
 
 
@@ -227,7 +245,10 @@ def test_a_run_whose_reference_was_changed_stops_and_keeps_the_saves_before(tmp_
             next(iter(run.reference.frozen_state_dict().values()))[0] += 1e-3
 
     run.reference.update = spoiling
-    with pytest.raises(GruppoError, match=r"step 3: the frozen weights of the reference have changed since the start"):
+    with pytest.raises(
+        GruppoError,
+        match=r"step 3: the frozen weights of the reference have changed since the start",
+    ):
         list(steps(run, folder))
     folder.close()
     assert checkpoint.steps(folder.checkpoints)[-1] == 2
@@ -262,8 +283,12 @@ def stopped(folder: Path, changes: dict[str, Any], *, at: int) -> Path:
 @pytest.mark.silent_bug(33)
 @pytest.mark.parametrize("kind", ["mixed on disk", "mixed adapter", "base"])
 def test_a_reference_is_resumed_to_the_bit(tmp_path, kind):
-    whole = api.start(tiny.config(tmp_path / "whole", **KINDS[kind], steps=6, saving__every=0)).folder
-    calls = 9 if "mixed" in kind else 7  # evaluations, some of the reference too, at 0 and 3; steps 1 to 5
+    whole = api.start(
+        tiny.config(tmp_path / "whole", **KINDS[kind], steps=6, saving__every=0)
+    ).folder
+    calls = (
+        9 if "mixed" in kind else 7
+    )  # evaluations, some of the reference too, at 0 and 3; steps 1 to 5
     run = stopped(tmp_path / "stopped", KINDS[kind], at=calls)
     assert checkpoint.steps(run / "checkpoints") == [4]
     moves = "reference.safetensors" in own_bits(run)
@@ -281,17 +306,35 @@ def test_a_reference_is_resumed_to_the_bit(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["mixed", "mixed on disk", "mixed adapter"])
 def test_a_mixed_reference_is_watched_at_each_evaluation(tmp_path, kind):
-    changes = KINDS[kind] | {"reference__update_rate": 1.0, "evaluation__every": 1, "reference__watch_prompts": 4}
+    changes = KINDS[kind] | {
+        "reference__update_rate": 1.0,
+        "evaluation__every": 1,
+        "reference__watch_prompts": 4,
+    }
     rows = metrics(trained(tmp_path, **(changes | {"evaluation__prompts": 4})))
     assert [row["step"] for row in rows if "reference/distance_frac" in row] == [0, 1, 2, 3, 4]
     of = {row["step"]: row for row in rows}
-    assert [row["reference/distance_frac"] == 0 for row in of.values()] == [True, False, True, False, True]
-    for at, copied_at in ((0, 0), (1, 0), (2, 2), (3, 2), (4, 4)):  # what it answered with is the policy of then
+    assert [row["reference/distance_frac"] == 0 for row in of.values()] == [
+        True,
+        False,
+        True,
+        False,
+        True,
+    ]
+    for at, copied_at in (
+        (0, 0),
+        (1, 0),
+        (2, 2),
+        (3, 2),
+        (4, 4),
+    ):  # what it answered with is the policy of then
         assert of[at]["reference/eval_reward_mean"] == of[copied_at]["eval/reward_mean"]
 
 
 def test_the_reference_is_judged_on_so_many_held_out_prompts(tmp_path):
-    two, four = (watch(built(tmp_path, **MIXED, reference__watch_prompts=count)) for count in (2, 4))
+    two, four = (
+        watch(built(tmp_path, **MIXED, reference__watch_prompts=count)) for count in (2, 4)
+    )
     run = built(tmp_path)
     assert two["reference/eval_reward_mean"] == evaluate(run, held_out(run, 2))[0].mean
     assert two["reference/eval_reward_mean"] != four["reference/eval_reward_mean"]
@@ -306,5 +349,10 @@ def test_a_frozen_reference_is_not_watched_and_a_mixed_one_can_go_unwatched(tmp_
 
 def test_no_file_of_a_reference_on_disk_is_left(tmp_path):
     trained(tmp_path, **KINDS["mixed on disk"])
-    left = [name for folder, _, names in os.walk(tmp_path) for name in names if "gruppo-reference" in name]
+    left = [
+        name
+        for folder, _, names in os.walk(tmp_path)
+        for name in names
+        if "gruppo-reference" in name
+    ]
     assert left == []

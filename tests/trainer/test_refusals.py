@@ -21,17 +21,32 @@ from gruppo.modalities.common.critic import ValueHead
 from gruppo.types import GruppoError
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "a group of one": ({"rollout__group_size": 1}, r"group_size=1 gives no baseline.*--objective reinforce"),
+    "a group of one": (
+        {"rollout__group_size": 1},
+        r"group_size=1 gives no baseline.*--objective reinforce",
+    ),
     "clip bounds that cross": ({"objective__clip_low": 1.5}, r"clip_low=1.5.*needs clip_low <= 1"),
-    "a dual clip inside": ({"objective__dual_clip": 1.1}, r"dual_clip=1.1 crosses.*objective__dual_clip 3"),
+    "a dual clip inside": (
+        {"objective__dual_clip": 1.1},
+        r"dual_clip=1.1 crosses.*objective__dual_clip 3",
+    ),
     "correction bounds that cross": (
         {"objective__correction": "mask", "objective__correction_low": 4.0},
         r"correction_low=4, correction_high=3: 1, the weight.*Set objective__correction_low 0",
     ),
     "a negative kl_coef": ({"stage__kl_coef": -0.1}, r"stage__kl_coef=-0.1 .*Set stage__kl_coef 0"),
-    "a negative value_clip": ({"objective": "ppo", "objective__value_clip": -1.0}, r"value_clip=-1.0 is out of range"),
-    "lam above 1": ({"objective": "ppo", "objective__lam": 1.5}, r"lam=1.5 is out of range.*Set objective__lam 0.95"),
-    "no lesson for the critic": ({"objective": "ppo", "stage__value_coef": 0.0}, r"value_coef=0 never trains"),
+    "a negative value_clip": (
+        {"objective": "ppo", "objective__value_clip": -1.0},
+        r"value_clip=-1.0 is out of range",
+    ),
+    "lam above 1": (
+        {"objective": "ppo", "objective__lam": 1.5},
+        r"lam=1.5 is out of range.*Set objective__lam 0.95",
+    ),
+    "no lesson for the critic": (
+        {"objective": "ppo", "stage__value_coef": 0.0},
+        r"value_coef=0 never trains",
+    ),
     "a critic for GRPO": ({"critic__kind": "separate"}, r"a critic was set, but.*--objective ppo"),
     "a penalty on every length": (
         {"objective": "dapo", "objective__overlong": 8},
@@ -45,7 +60,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"rollout__refill_rounds": 1, "rollout__refill_by": "accuracy"},
         r"refill_by='accuracy' is none of this run's rewards, digits",
     ),
-    "several updates without a ratio": ({"objective": "rloo", "optim__epochs": 2}, r"surrogate='reinforce' has no"),
+    "several updates without a ratio": (
+        {"objective": "rloo", "optim__epochs": 2},
+        r"surrogate='reinforce' has no",
+    ),
 }
 
 
@@ -64,20 +82,43 @@ def test_what_cannot_learn_is_refused_in_one_line_before_anything_is_written(tmp
 def test_a_preset_and_its_fields_go_through_train(tmp_path):
     run = train(tmp_path, objective="dapo", objective__overlong=3, steps=2).folder
     objective = json.loads((run / "config.json").read_text())["objective"]
-    assert (objective["overlong"], objective["clip_high"], objective["average"]) == (3, 0.28, "token")
+    assert (objective["overlong"], objective["clip_high"], objective["average"]) == (
+        3,
+        0.28,
+        "token",
+    )
     assert all("reward/overlong_mean" in row for row in metrics(run) if "reward/mean" in row)
 
 
 def test_an_objective_as_an_object_goes_through_train(tmp_path):
     run = train(tmp_path, objective=PPO, objective__lam=0.5, critic__lr=0.1, steps=2).folder
     assert json.loads((run / "config.json").read_text())["objective"]["lam"] == 0.5
-    assert [row["value/mean"] is not None for row in metrics(run) if "reward/mean" in row] == [True, True]
+    assert [row["value/mean"] is not None for row in metrics(run) if "reward/mean" in row] == [
+        True,
+        True,
+    ]
 
 
 def test_a_preset_and_its_fields_go_through_the_command_line(tmp_path):
     data = tiny.write_rows(tmp_path / "data.jsonl")
-    words = ["--model", tiny.model(), "--data", data, "--reward", tiny.reward("digits"), "--steps", "1"]
-    words += ["--rollout.prompts", "2", "--rollout.group-size", "2", "--rollout.max-new-tokens", "6"]
+    words = [
+        "--model",
+        tiny.model(),
+        "--data",
+        data,
+        "--reward",
+        tiny.reward("digits"),
+        "--steps",
+        "1",
+    ]
+    words += [
+        "--rollout.prompts",
+        "2",
+        "--rollout.group-size",
+        "2",
+        "--rollout.max-new-tokens",
+        "6",
+    ]
     words += ["--evaluation.prompts", "0", "--runs-dir", str(tmp_path / "runs"), "--name", "run"]
     dapo = ["--objective", "dapo", "--objective.overlong", "3"]
     child = processes.gruppo("train", "plain", *words, *dapo, folder=tmp_path / "child")
@@ -85,9 +126,20 @@ def test_a_preset_and_its_fields_go_through_the_command_line(tmp_path):
     objective = serialization.load(tmp_path / "runs/run/config.json").objective
     assert (objective.overlong, objective.clip_high) == (3, 0.28)
     child = processes.gruppo(
-        "train", "plain", *words, "--objective", "dapo", "--objective.overlong", "6", folder=tmp_path / "no"
+        "train",
+        "plain",
+        *words,
+        "--objective",
+        "dapo",
+        "--objective.overlong",
+        "6",
+        folder=tmp_path / "no",
     )
-    assert child.wait() == 2 and "overlong=6 penalizes every length" in child.err and "Traceback" not in child.err
+    assert (
+        child.wait() == 2
+        and "overlong=6 penalizes every length" in child.err
+        and "Traceback" not in child.err
+    )
 
 
 @pytest.mark.parametrize("kind", ["shared", "separate"])
@@ -102,7 +154,9 @@ def test_a_value_head_of_the_wrong_width_is_refused_in_one_line(tmp_path, kind):
 
 def test_a_critic_of_another_width_than_the_policy_learns(tmp_path):
     """Its head is made for its own features."""
-    run = run_in(tmp_path, objective="ppo", critic__kind="separate", critic__model=other_model(tmp_path))
+    run = run_in(
+        tmp_path, objective="ppo", critic__kind="separate", critic__model=other_model(tmp_path)
+    )
     before = by_hand.flat(run.critic.module.parameters())
     assert run.critic.module["head"].weight.shape == (1, 24)
     _, logged = step(run)

@@ -60,7 +60,9 @@ def numbers(rollouts: Any) -> list[int]:
     return [number_of(rollouts.prompts[g].inputs) for g in rollouts.group_ids.tolist()]
 
 
-def test_groups_without_spread_are_replaced_by_the_next_prompts_of_the_stream_within_the_rounds(tmp_path):
+def test_groups_without_spread_are_replaced_by_the_next_prompts_of_the_stream_within_the_rounds(
+    tmp_path,
+):
     run, stream = run_with(tmp_path, dull_odd), run_with(tmp_path, dull_odd).source
     collected = collected_by(run)
     slots = [number_of(prompt.inputs) for prompt in stream.take(4)]
@@ -85,7 +87,9 @@ def test_all_that_was_sampled_is_counted_and_scored_in_the_metrics(tmp_path):
     odd = torch.tensor([n % 2 == 1 for n in numbers(everything)])
     assert 0 < odd.sum() < len(everything) and len(everything) > 16
     rewards = torch.tensor(
-        dull_odd(everything.completions, [everything.prompts[g].inputs for g in everything.group_ids])
+        dull_odd(
+            everything.completions, [everything.prompts[g].inputs for g in everything.group_ids]
+        )
     )
     assert logged["reward/mean"] == pytest.approx(float(rewards.double().mean()), rel=1e-6)
     assert logged["refill/thrown_tokens_count"] == int(everything.lengths[odd].sum())
@@ -95,7 +99,9 @@ def test_all_that_was_sampled_is_counted_and_scored_in_the_metrics(tmp_path):
 
 
 @pytest.mark.silent_bug(13)
-def test_a_slot_left_unfilled_keeps_its_last_group_and_enters_no_denominator_and_no_statistic(tmp_path):
+def test_a_slot_left_unfilled_keeps_its_last_group_and_enters_no_denominator_and_no_statistic(
+    tmp_path,
+):
     """The step is the one of a batch without that group: here with all baselines and scales over the batch."""
     always = {"objective": {"baseline": "batch_mean", "scale": "batch", "average": "token"}}
     run = run_with(tmp_path, dull_odd, rollout__refill_rounds=1, **always)
@@ -113,7 +119,9 @@ def test_a_slot_left_unfilled_keeps_its_last_group_and_enters_no_denominator_and
     assert collected.metrics["refill/thrown_tokens_count"] == tokens
 
 
-@pytest.mark.parametrize(("preset", "kl_coef"), [("dapo", 0.0), ("ppo", 0.1), ("reinforce_pp", 0.0), ("grpo", 0.1)])
+@pytest.mark.parametrize(
+    ("preset", "kl_coef"), [("dapo", 0.0), ("ppo", 0.1), ("reinforce_pp", 0.0), ("grpo", 0.1)]
+)
 def test_where_all_groups_are_alike_for_all_rounds_no_update_is_taken(tmp_path, preset, kl_coef):
     several = {"optim__epochs": 2, "optim__minibatches": 2, "rollout__refill_rounds": 3}
     run = run_with(tmp_path, dull, objective=preset, stage__kl_coef=kl_coef, **several)
@@ -160,7 +168,9 @@ def test_a_ppo_step_with_unfilled_slots_is_the_step_by_hand_without_their_rows(t
 
 def test_the_reward_named_decides_where_the_sum_has_spread(tmp_path):
     by_sum = collected_by(run_with(tmp_path, dull_odd, lengths))
-    assert by_sum.metrics["refill/rounds_count"] == 0 and any(n % 2 for n in numbers(by_sum.rollouts))
+    assert by_sum.metrics["refill/rounds_count"] == 0 and any(
+        n % 2 for n in numbers(by_sum.rollouts)
+    )
     by_one = collected_by(run_with(tmp_path, dull_odd, lengths, rollout__refill_by="dull_odd"))
     assert by_one.metrics["refill/rounds_count"] > 0
     assert not any(n % 2 for n in numbers(by_one.batch.rollouts))
@@ -178,7 +188,8 @@ def test_spread_among_rows_that_are_not_scored_is_none(tmp_path):
     def misses(completions: Sequence[Any], prompts: Sequence[Any], **_: Any) -> list[float | None]:
         is_first = [n == 0 or prompts[n] != prompts[n - 1] for n in range(len(prompts))]
         return [
-            0.0 if first or not number_of(p) % 2 else float("nan") for first, p in zip(is_first, prompts, strict=True)
+            0.0 if first or not number_of(p) % 2 else float("nan")
+            for first, p in zip(is_first, prompts, strict=True)
         ]
 
     run = run_with(tmp_path, tiny.digits, misses, rollout__refill_by="digits")
@@ -187,11 +198,15 @@ def test_spread_among_rows_that_are_not_scored_is_none(tmp_path):
     assert not any(n % 2 for n in numbers(collected.batch.rollouts))
 
 
-def dull_digits_of_even(completions: Sequence[Any], prompts: Sequence[Any], **_: Any) -> list[float | None]:
+def dull_digits_of_even(
+    completions: Sequence[Any], prompts: Sequence[Any], **_: Any
+) -> list[float | None]:
     """Of an even number's prompt: the digits, or 1 for each completion where four divides it. Of an odd one's: None."""
     values = tiny.digits(completions)
     numbers = [number_of(p) for p in prompts]
-    return [None if n % 2 else value if n % 4 else 1.0 for n, value in zip(numbers, values, strict=True)]
+    return [
+        None if n % 2 else value if n % 4 else 1.0 for n, value in zip(numbers, values, strict=True)
+    ]
 
 
 def test_where_the_reward_named_applies_to_no_row_of_a_group_the_sum_decides(tmp_path):
@@ -207,7 +222,10 @@ def test_where_the_reward_named_applies_to_no_row_of_a_group_the_sum_decides(tmp
 
 def test_an_unknown_reward_is_refused_with_the_names_there_are(tmp_path):
     config = tiny.config(tmp_path, rollout__refill_rounds=1, rollout__refill_by="digit")
-    with pytest.raises(GruppoError, match=r"refill_by='digit' is none of this run's rewards, digits\. Set --rollout"):
+    with pytest.raises(
+        GruppoError,
+        match=r"refill_by='digit' is none of this run's rewards, digits\. Set --rollout",
+    ):
         build(config, Parts())
 
 
@@ -238,12 +256,18 @@ def round_of(slots: list[int], size: int, seed: int, draw: int) -> Round:
 
 
 def test_rounds_are_joined_as_row_by_row():
-    rounds = [round_of(list(range(7)), 4, 0, 0), round_of([0, 3, 6], 4, 1, 1), round_of([0], 4, 2, 2)]
+    rounds = [
+        round_of(list(range(7)), 4, 0, 0),
+        round_of([0, 3, 6], 4, 1, 1),
+        round_of([0], 4, 2, 2),
+    ]
     sampled = join_rounds(rounds, "", refills=True)
     place, expected, filled = 0, {}, {}
     for one in rounds:
         for group, slot in enumerate(one.slots):
-            expected[slot] = [place + row for row, g in enumerate(one.rollouts.group_ids.tolist()) if g == group]
+            expected[slot] = [
+                place + row for row, g in enumerate(one.rollouts.group_ids.tolist()) if g == group
+            ]
             filled[slot] = group % 3 != 0
         place += len(one.rollouts)
     assert sampled.rows == [row for slot in range(7) for row in expected[slot]]
@@ -256,7 +280,9 @@ class Work(TorchDispatchMode):
 
     count = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = function(*args, **(kwargs or {}))
         self.count += out.numel() if isinstance(out, torch.Tensor) else 0
         return out
@@ -284,12 +310,19 @@ def fails_on_odd(completions: Sequence[Any], prompts: Sequence[Any], **_: Any) -
 
 
 def test_failures_of_rows_that_are_thrown_away_are_counted_and_shown(tmp_path):
-    changes = {"rollout__refill_rounds": 8, "rollout__group_size": 4, "steps": 1, "evaluation__prompts": 0}
+    changes = {
+        "rollout__refill_rounds": 8,
+        "rollout__group_size": 4,
+        "steps": 1,
+        "evaluation__prompts": 0,
+    }
     run = api.start(tiny.config(tmp_path, **changes), Parts(rewards=[fails_on_odd])).folder
     logged = metrics(run)[0]
     assert logged["reward/exception_count"] == logged["reward/unscored_count"] > 0
     assert logged["refill/thrown_groups_count"] * 4 == logged["reward/exception_count"]
-    assert logged["progress/rollouts"] == logged["reward/exception_count"] + 16  # none of them is in the batch
+    assert (
+        logged["progress/rollouts"] == logged["reward/exception_count"] + 16
+    )  # none of them is in the batch
     failed = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     failed = [row for row in failed if "failures" in row]
     assert len(failed) == min(logged["reward/exception_count"], 20)
@@ -322,8 +355,17 @@ def test_prompts_that_score_nothing_at_first_are_no_reason_to_end_where_others_d
 @pytest.mark.silent_bug(33)
 @pytest.mark.parametrize("preset", ["dapo", "ppo"])
 def test_a_run_that_was_stopped_while_it_refilled_is_the_run_that_was_not(tmp_path, preset):
-    sizes = {"objective": preset, "rollout__refill_rounds": 2, "rollout__group_size": 2, "stage__kl_coef": 0.1}
-    several = {"optim__epochs": 2, "optim__minibatches": 2, "reward": [f"{Path(__file__).resolve()}:dull_odd"]}
+    sizes = {
+        "objective": preset,
+        "rollout__refill_rounds": 2,
+        "rollout__group_size": 2,
+        "stage__kl_coef": 0.1,
+    }
+    several = {
+        "optim__epochs": 2,
+        "optim__minibatches": 2,
+        "reward": [f"{Path(__file__).resolve()}:dull_odd"],
+    }
     config = tiny.config(tmp_path, **sizes, **several, steps=4)
     whole = api.start(config).folder
     cursors = json.loads((newest(whole) / "state.json").read_text())["source"]["cursor"]
@@ -353,19 +395,38 @@ def collected_rows(config: dict[str, Any], out: str) -> None:
     step_params = step_params_at(run.config, 0)
     collected = collect(run, step_params)
     batch = collected.batch
-    names = [f"{n} {tiny.said(o)}" for n, o in zip(numbers(batch.rollouts), batch.rollouts.completions, strict=True)]
+    names = [
+        f"{n} {tiny.said(o)}"
+        for n, o in zip(numbers(batch.rollouts), batch.rollouts.completions, strict=True)
+    ]
     kept = batch.loss_mask.any(dim=1).tolist()
     cuts = [[names[row] for row in rows] for rows in minibatch_rows(run, batch.rollouts, 0)]
-    logged = {name: value for name, value in collected.metrics.items() if not name.startswith("time/")}
-    Path(out, f"{dist.world_size()}-{dist.rank()}.json").write_text(json.dumps([names, kept, cuts, logged]))
+    logged = {
+        name: value for name, value in collected.metrics.items() if not name.startswith("time/")
+    }
+    Path(out, f"{dist.world_size()}-{dist.rank()}.json").write_text(
+        json.dumps([names, kept, cuts, logged])
+    )
 
 
 def test_batch_and_minibatches_do_not_depend_on_the_number_of_ranks(tmp_path):
-    sizes = {"rollout__prompts": 5, "rollout__group_size": 3, "rollout__refill_rounds": 1, "optim__minibatches": 3}
-    config = serialization.to_dict(tiny.config(tmp_path, **sizes, reward=[f"{Path(__file__).resolve()}:dull_odd"]))
+    sizes = {
+        "rollout__prompts": 5,
+        "rollout__group_size": 3,
+        "rollout__refill_rounds": 1,
+        "optim__minibatches": 3,
+    }
+    config = serialization.to_dict(
+        tiny.config(tmp_path, **sizes, reward=[f"{Path(__file__).resolve()}:dull_odd"])
+    )
     for count in (1, 3):
-        processes.run_ranks(count, collected_rows, config, str(tmp_path), folder=tmp_path / f"of-{count}")
-    read = {n: [json.loads((tmp_path / f"{n}-{rank}.json").read_text()) for rank in range(n)] for n in (1, 3)}
+        processes.run_ranks(
+            count, collected_rows, config, str(tmp_path), folder=tmp_path / f"of-{count}"
+        )
+    read = {
+        n: [json.loads((tmp_path / f"{n}-{rank}.json").read_text()) for rank in range(n)]
+        for n in (1, 3)
+    }
     [[names, kept, cuts, result]] = read[1]
     assert 0 < kept.count(False) < 15 and result["refill/rounds_count"] == 1
     for rank, (own, own_kept, own_cuts, own_said) in enumerate(read[3]):

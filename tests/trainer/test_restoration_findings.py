@@ -40,15 +40,26 @@ class Tied(nn.Module):
 
 def test_the_actions_gradient_takes_nothing_of_the_networks_limit(tmp_path):
     """With one limit for both, a policy gradient of tens of nats left supervision a hundredth of its step."""
-    changes = BOTH | {"restoration__supervises": "base", "optim__max_grad_norm": 1e-3, "optim__terms_every": 1}
-    run = built(tmp_path, is_disturbed=True, **changes, restoration__action="band_gains:grid=2,std=0.1")
+    changes = BOTH | {
+        "restoration__supervises": "base",
+        "optim__max_grad_norm": 1e-3,
+        "optim__terms_every": 1,
+    }
+    run = built(
+        tmp_path, is_disturbed=True, **changes, restoration__action="band_gains:grid=2,std=0.1"
+    )
     taken = {}
     run.optimizer.step = lambda *_, **__: taken.update(  # type: ignore[method-assign]
         {n: p.grad.clone() for n, p in run.policy.module.named_parameters() if p.grad is not None}
     )
     _, logged = stepped(run)
-    of = {what: [g for n, g in taken.items() if n.startswith(what)] for what in ("network.", "action.")}
-    lengths = {what: math.sqrt(sum(float(g.square().sum()) for g in own)) for what, own in of.items()}
+    of = {
+        what: [g for n, g in taken.items() if n.startswith(what)]
+        for what in ("network.", "action.")
+    }
+    lengths = {
+        what: math.sqrt(sum(float(g.square().sum()) for g in own)) for what, own in of.items()
+    }
     assert lengths["network."] == pytest.approx(1e-3, rel=1e-3) == lengths["action."]
     assert logged["grad/norm"] == pytest.approx(logged["grad_norm/sup"], rel=1e-5)
     assert logged["grad/action_norm"] == pytest.approx(logged["grad_norm/policy"], rel=1e-5)
@@ -63,7 +74,9 @@ def test_a_network_with_tied_weights_is_saved_and_opens_again(tmp_path):
 def test_psnr_is_evaluated_whatever_is_rewarded(tmp_path):
     run = trained(tmp_path, reward=[here("bright")], evaluation__prompts=3, steps=1)
     first = metrics(run)[0]
-    source = built(tmp_path / "again", evaluation__prompts=3, data=restoration_runs.degraded(tmp_path))
+    source = built(
+        tmp_path / "again", evaluation__prompts=3, data=restoration_runs.degraded(tmp_path)
+    )
     prompts = held_out(source, 3)
     shown = source.policy.restore(torch.stack([p.inputs for p in prompts]))
     expected = float(psnr(shown, quantize(torch.stack([p.target for p in prompts]))).mean())
@@ -73,15 +86,27 @@ def test_psnr_is_evaluated_whatever_is_rewarded(tmp_path):
 
 def test_a_reference_that_rewards_alone_read_can_be_renewed(tmp_path):
     stages = (Stage(steps=2, rl_coef=0.0, sup_coef=1.0, lr=0.1), Stage(new_reference=True, lr=0.0))
-    run = trained(tmp_path, stages=stages, reward=["psnr:delta=reference"], evaluation__prompts=3, evaluation__every=1)
+    run = trained(
+        tmp_path,
+        stages=stages,
+        reward=["psnr:delta=reference"],
+        evaluation__prompts=3,
+        evaluation__every=1,
+    )
     gains = [row["eval/psnr_gain"] for row in metrics(run) if "eval/psnr_gain" in row]
-    assert gains[0] == gains[3] == gains[4] == 0 and gains[1] != 0  # against the first policy, then against itself
-    with pytest.raises(GruppoError, match=r"stages.1.new_reference was set, but no stage's kl_coef"):
+    assert (
+        gains[0] == gains[3] == gains[4] == 0 and gains[1] != 0
+    )  # against the first policy, then against itself
+    with pytest.raises(
+        GruppoError, match=r"stages.1.new_reference was set, but no stage's kl_coef"
+    ):
         built(tmp_path, stages=stages, name="plain")
 
 
 @pytest.mark.parametrize("supervises", ["base", "told", "output"])
-def test_an_equivariant_network_has_no_equivariance_loss_whatever_its_clean_pictures_teach(supervises):
+def test_an_equivariant_network_has_no_equivariance_loss_whatever_its_clean_pictures_teach(
+    supervises,
+):
     """f(x) = x (1 - noise / 100): the same function of each pixel."""
 
     class Pointwise(nn.Module):
@@ -98,7 +123,10 @@ def test_an_equivariant_network_has_no_equivariance_loss_whatever_its_clean_pict
     policy = RestorationPolicy(Pointwise(), action, channels=1, supervises=supervises)
     with torch.no_grad():  # a head that says something else than what is told
         policy.module.action.head.say.bias.fill_(0.3)
-    prompts = [Prompt(str(n), torch.rand(1, 8, 8), torch.rand(1, 8, 8), {"noise": 50.0}, draw=n) for n in range(3)]
+    prompts = [
+        Prompt(str(n), torch.rand(1, 8, 8), torch.rand(1, 8, 8), {"noise": 50.0}, draw=n)
+        for n in range(3)
+    ]
     demos = policy.demonstrations(prompts, seed=0)
     likelihood = policy.likelihood(demos, MicroBatch(torch.arange(3), slice(0, 1)))
     apart = Equivariance("l1")(policy, demos, likelihood, Likelihood(likelihood.logprobs))
@@ -107,7 +135,10 @@ def test_an_equivariant_network_has_no_equivariance_loss_whatever_its_clean_pict
 
 def test_a_gate_of_a_loss_that_is_to_fall_cannot_be_flat(tmp_path):
     stages = (Stage(steps=2, rl_coef=0.0, sup_coef=1.0, until="sup/loss_nats flat 1"), Stage())
-    with pytest.raises(GruppoError, match=r"stages.0.until='sup/loss_nats flat 1' is not understood.*that is to rise"):
+    with pytest.raises(
+        GruppoError,
+        match=r"stages.0.until='sup/loss_nats flat 1' is not understood.*that is to rise",
+    ):
         trained(tmp_path, stages=stages)
 
 

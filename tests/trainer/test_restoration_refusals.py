@@ -32,7 +32,13 @@ pytest.importorskip("PIL")
 
 SUP = {"stage__rl_coef": 0.0, "stage__sup_coef": 1.0}
 CONS = {"stage__cons_coef": 0.1}
-CRITIC = {"baseline": "critic", "credit": "return_to_go", "scale": "none", "clip_unit": "nats", "kl": "exact"}
+CRITIC = {
+    "baseline": "critic",
+    "credit": "return_to_go",
+    "scale": "none",
+    "clip_unit": "nats",
+    "kl": "exact",
+}
 PATCHES = {"restoration__action": "low_resolution:grid=2,smooth=false", "restoration__patches": 2}
 
 
@@ -42,10 +48,22 @@ def network(name: str) -> dict[str, Any]:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no network": ({"model": "restore:"}, r"'restore:' names no network. Set --model restore:unet"),
-    "an unknown network": ({"model": "restore:dncn"}, r"there is no network 'dncn'.*Did you mean 'dncnn'"),
-    "an unknown option of a network": ({"model": "restore:unet:depth=3"}, r"unet:depth=3 is not understood; it has"),
-    "a network of another size": (network("Halves"), r"Halves returned \[1, 3, 32, 32\] for images \[1, 3, 64, 64\]"),
-    "a network that raises": (network("Raises"), r"Raises cannot restore images \[1, 3, 64, 64\]: no such picture"),
+    "an unknown network": (
+        {"model": "restore:dncn"},
+        r"there is no network 'dncn'.*Did you mean 'dncnn'",
+    ),
+    "an unknown option of a network": (
+        {"model": "restore:unet:depth=3"},
+        r"unet:depth=3 is not understood; it has",
+    ),
+    "a network of another size": (
+        network("Halves"),
+        r"Halves returned \[1, 3, 32, 32\] for images \[1, 3, 64, 64\]",
+    ),
+    "a network that raises": (
+        network("Raises"),
+        r"Raises cannot restore images \[1, 3, 64, 64\]: no such picture",
+    ),
     "a network without weights": (
         network("Weightless") | {"restoration__action": "pixels"},
         r"nothing is to be trained",
@@ -53,15 +71,27 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no such class": (network("TinyNetwrk"), r"restoration_runs.py has no 'TinyNetwrk'"),
     "no such file": ({"model": "restore:nowhere.py:Net"}, r"nowhere.py"),
     "no module": (network("NO_FUNCTION"), r"NO_FUNCTION is a int|NO_FUNCTION is an int"),
-    "an unknown action": ({"restoration__action": "band_gain"}, r"no action 'band_gain'.*Did you mean 'band_gains'"),
-    "an unknown option of an action": ({"restoration__action": "pixels:size=3"}, r"'pixels:size=3' is not understood"),
+    "an unknown action": (
+        {"restoration__action": "band_gain"},
+        r"no action 'band_gain'.*Did you mean 'band_gains'",
+    ),
+    "an unknown option of an action": (
+        {"restoration__action": "pixels:size=3"},
+        r"'pixels:size=3' is not understood",
+    ),
     "a std of 0": ({"restoration__action": "pixels:std=0"}, r"std=0 does not fit 3 numbers"),
-    "patches of a grid": (PATCHES | {"restoration__patches": 3}, r"grid of 2 x 2 cannot be cut into 3 x 3"),
+    "patches of a grid": (
+        PATCHES | {"restoration__patches": 3},
+        r"grid of 2 x 2 cannot be cut into 3 x 3",
+    ),
     "patches of a picture": (
         {"restoration__action": "pixels", "restoration__patches": 3},
         r"none of the first 8 prompts .* can be restored: .* is 8 x 8, which 3 x 3 patches do not divide",
     ),
-    "no patch": ({"restoration__patches": 0}, r"patches=0 is out of range.*Set --restoration.patches 1"),
+    "no patch": (
+        {"restoration__patches": 0},
+        r"patches=0 is out of range.*Set --restoration.patches 1",
+    ),
     "an unknown consistency": (
         CONS | {"restoration__consistency": "equivarance"},
         r"consistency='equivarance' is not one of reference, equivariance, degradation or FILE.py:function",
@@ -80,13 +110,22 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"reference.place='cpu': a consistency to the reference reads its images in every update",
     ),
     "LoRA": ({"lora__rank": 4}, r"LoRA puts adapters on large models"),
-    "bfloat16": ({"compute": "bfloat16"}, r"compute='bfloat16' is for language models.*--compute float32"),
+    "bfloat16": (
+        {"compute": "bfloat16"},
+        r"compute='bfloat16' is for language models.*--compute float32",
+    ),
     "a critic of its own": (
         {"objective": CRITIC, "critic__kind": "separate"},
         r"critic.kind='separate': the critic of a network that restores images is a head on it",
     ),
-    "an entropy of a fixed std": ({"stage__entropy_coef": 0.1}, r"the action's std is fixed.*learned=true"),
-    "k3": ({"stage__kl_coef": 0.1, "objective__kl": "k3"}, r"kl='k3' of a Gaussian policy.*--objective.kl exact"),
+    "an entropy of a fixed std": (
+        {"stage__entropy_coef": 0.1},
+        r"the action's std is fixed.*learned=true",
+    ),
+    "k3": (
+        {"stage__kl_coef": 0.1, "objective__kl": "k3"},
+        r"kl='k3' of a Gaussian policy.*--objective.kl exact",
+    ),
     "returns of patches": (
         PATCHES | {"objective__credit": "return_to_go"},
         r"credit='return_to_go' is for actions that follow each other, and the 4 patches",
@@ -99,8 +138,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"restoration__trains": "action", "restoration__action": "pixels"},
         r"trains='action' leaves nothing to train",
     ),
-    "a factor of 0": ({"restoration__action_lr_factor": 0.0}, r"action_lr_factor=0.0 is out of range; .* above 0"),
-    "a factor without an end": ({"restoration__action_lr_factor": float("inf")}, r"action_lr_factor=inf"),
+    "a factor of 0": (
+        {"restoration__action_lr_factor": 0.0},
+        r"action_lr_factor=0.0 is out of range; .* above 0",
+    ),
+    "a factor without an end": (
+        {"restoration__action_lr_factor": float("inf")},
+        r"action_lr_factor=inf",
+    ),
     "a reference that nothing reads": (
         {"stages": (Stage(steps=2), Stage(new_reference=True))},
         r"stages\.1\.new_reference was set, but no stage's kl_coef is above 0",
@@ -109,7 +154,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"stages": (Stage(steps=2, until="eval/psnr flat 0"), Stage())},
         r"until='eval/psnr flat 0' is not understood",
     ),
-    "a gate of no metric": ({"stages": (Stage(steps=2, until="flat x"), Stage())}, r"until='flat x' is not understood"),
+    "a gate of no metric": (
+        {"stages": (Stage(steps=2, until="flat x"), Stage())},
+        r"until='flat x' is not understood",
+    ),
     "longest completions": ({"rollout__max_new_tokens": 64}, r"max_new_tokens=64 applies to text"),
     "top_k": ({"rollout__top_k": 5}, r"top_k=5, .* apply to tokens"),
     "epsilon of a mean": (
@@ -142,7 +190,9 @@ def test_options_of_diffusion_models_are_refused(tmp_path, capsys):
     on_the_command_line(tmp_path, capsys, config, why)
 
 
-def on_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str], config: Any, why: str) -> None:
+def on_the_command_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], config: Any, why: str
+) -> None:
     """It exits with 2, or with 3 where the data are what is wrong."""
     file = folder / "config.json"
     file.write_text(json.dumps(serialization.to_dict(config)))
@@ -150,7 +200,9 @@ def on_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str], config
         main(["train", str(file)])
     err = capsys.readouterr().err
     assert left.value.code in (2, 3) and "Traceback" not in err
-    assert re.search(why, err) and sum(line.startswith("gruppo: ") for line in err.splitlines()) == 1, err
+    assert (
+        re.search(why, err) and sum(line.startswith("gruppo: ") for line in err.splitlines()) == 1
+    ), err
 
 
 def test_a_choice_that_is_none_is_refused_where_it_is_set(tmp_path):
@@ -162,7 +214,9 @@ def test_a_choice_that_is_none_is_refused_where_it_is_set(tmp_path):
 
 
 def test_images_that_are_smaller_than_the_crop_are_refused(tmp_path, capsys):
-    config = restoration_runs.config(tmp_path, data=restoration_runs.degraded(tmp_path, "noise=25,crop=32"))
+    config = restoration_runs.config(
+        tmp_path, data=restoration_runs.degraded(tmp_path, "noise=25,crop=32")
+    )
     why = r"8 of 8 images of .* are smaller than the crop of 32 pixels.*Set crop=24"
     assert re.search(why, said_in_one_line(lambda: api.start(config), DataError))
     on_the_command_line(tmp_path, capsys, config, why)
@@ -184,7 +238,10 @@ def test_pairs_that_do_not_match_are_refused(tmp_path, capsys, what):
 
 
 def test_pairs_that_match_are_learned_from(tmp_path):
-    clean, given = restoration_runs.write_images(tmp_path / "clean"), restoration_runs.write_images(tmp_path / "given")
+    clean, given = (
+        restoration_runs.write_images(tmp_path / "clean"),
+        restoration_runs.write_images(tmp_path / "given"),
+    )
     path = trained(tmp_path, data=f"pairs:{given}:{clean}:crop=8", stage__sup_coef=1.0, steps=1)
     assert metrics(path)[-1]["loss/sup"] > 0
 
@@ -196,22 +253,34 @@ def test_a_grey_network_for_colour_data_is_refused_and_so_are_its_weights(tmp_pa
     why = r"none of the first 8 prompts of .* can be restored: .* has 3 channels in its input, and the network reads 1"
     assert re.search(why, said_in_one_line(lambda: api.start(colour), GruppoError))
     on_the_command_line(tmp_path, capsys, colour, why)
-    weights = {"model": "restore:dncnn:width=4,depth=2", "restoration__weights": str(path), "name": "weights"}
+    weights = {
+        "model": "restore:dncnn:width=4,depth=2",
+        "restoration__weights": str(path),
+        "name": "weights",
+    }
     config = restoration_runs.config(tmp_path, **weights)
     why = r"the weights in .* are of another network than DnCNN: 3 of another shape: body.0.weight"
-    assert re.search(why, result := said_in_one_line(lambda: api.start(config), GruppoError)), result
+    assert re.search(why, result := said_in_one_line(lambda: api.start(config), GruppoError)), (
+        result
+    )
     assert str(path) in result
     on_the_command_line(tmp_path, capsys, config, why)
 
 
 def test_weights_of_another_network_are_refused(tmp_path, capsys):
     path = trained(tmp_path, model="restore:dncnn:width=4,depth=2", steps=1)
-    other = {"model": "restore:unet:width=4", "restoration__weights": str(path / "final"), "name": "other"}
+    other = {
+        "model": "restore:unet:width=4",
+        "restoration__weights": str(path / "final"),
+        "name": "other",
+    }
     config = restoration_runs.config(tmp_path, **other)
     why = r"the weights in .* are of another network than RestorationUNet: .* missing: .* unknown: .* Give the network"
     assert re.search(why, said_in_one_line(lambda: api.start(config), GruppoError))
     on_the_command_line(tmp_path, capsys, config, why)
-    nothing = restoration_runs.config(tmp_path, **(other | {"restoration__weights": str(tmp_path / "none")}))
+    nothing = restoration_runs.config(
+        tmp_path, **(other | {"restoration__weights": str(tmp_path / "none")})
+    )
     assert "none" in said_in_one_line(lambda: api.start(nothing), GruppoError)
 
 
@@ -219,7 +288,9 @@ def test_weights_of_another_network_are_refused(tmp_path, capsys):
 def test_settings_of_a_new_policy_are_refused_for_a_saved_one(tmp_path, capsys, name):
     path = trained(tmp_path, steps=1)
     value = {"action": "pixels", "weights": str(path), "patches": 2}[name]
-    config = restoration_runs.config(tmp_path, model=str(path), name="again", **{f"restoration__{name}": value})
+    config = restoration_runs.config(
+        tmp_path, model=str(path), name="again", **{f"restoration__{name}": value}
+    )
     why = rf"restoration.{name} is of a new policy, and .* has its own. Leave --restoration.{name} out"
     assert re.search(why, said_in_one_line(lambda: api.start(config), GruppoError))
     on_the_command_line(tmp_path, capsys, config, why)
@@ -245,7 +316,9 @@ class Given:
 
 def given(*changes: Any, count: int = 8) -> Parts:
     """``count`` prompts whose inputs are changed, each its own."""
-    prompts = [Prompt(f"p{n}", fakes.picture(n), fakes.picture(n + 50), draw=n) for n in range(count)]
+    prompts = [
+        Prompt(f"p{n}", fakes.picture(n), fakes.picture(n + 50), draw=n) for n in range(count)
+    ]
     for change in changes:
         prompts = [change(prompt) for prompt in prompts]
     return Parts(data=Given(prompts))
@@ -254,7 +327,10 @@ def given(*changes: Any, count: int = 8) -> Parts:
 @pytest.mark.parametrize(
     ("inputs", "why"),
     [
-        (fakes.picture(0) * 255, r"has values from .* to 2\d\d.*in its input.*Divide by the largest"),
+        (
+            fakes.picture(0) * 255,
+            r"has values from .* to 2\d\d.*in its input.*Divide by the largest",
+        ),
         (fakes.picture(0) - 0.5, r"has values from -0"),
         (fakes.picture(0) * float("nan"), r"has values from nan to nan"),
         ((fakes.picture(0) * 255).byte(), r"torch.uint8 as its input; it needs floats \[3, H, W\]"),
@@ -265,11 +341,15 @@ def given(*changes: Any, count: int = 8) -> Parts:
 def test_prompts_outside_the_range_are_refused_with_what_to_do(tmp_path, inputs, why):
     parts = given(lambda prompt: Prompt(prompt.id, inputs, prompt.target, draw=prompt.draw))
     config = restoration_runs.config(tmp_path, data="<in memory>")
-    assert re.search(why, result := said_in_one_line(lambda: api.start(config, parts), GruppoError)), result
+    assert re.search(
+        why, result := said_in_one_line(lambda: api.start(config, parts), GruppoError)
+    ), result
 
 
 def test_one_prompt_outside_the_range_is_passed_over_and_named(tmp_path, caplog):
-    parts = given(lambda p: Prompt(p.id, p.inputs * (3 if p.id == "p3" else 1), p.target, draw=p.draw))
+    parts = given(
+        lambda p: Prompt(p.id, p.inputs * (3 if p.id == "p3" else 1), p.target, draw=p.draw)
+    )
     path = api.start(restoration_runs.config(tmp_path, data="<in memory>"), parts).folder
     assert "left out: prompt 'p3' has values from" in caplog.text
     assert len([row for row in metrics(path) if "optim/lr" in row]) == 4
@@ -281,18 +361,27 @@ def test_demonstrations_without_clean_pictures_are_refused(tmp_path):
     pairs = f"degrade:{restoration_runs.write_images(tmp_path / 'images')}:noise=25,crop=8"
     config = restoration_runs.config(tmp_path, data="<in memory>", supervised__data=pairs, **SUP)
     api.start(config, parts)  # where they have a source of their own, all is well
-    with pytest.raises(GruppoError, match=r"demonstrations cannot be drawn from as well. Set --supervised.data"):
+    with pytest.raises(
+        GruppoError, match=r"demonstrations cannot be drawn from as well. Set --supervised.data"
+    ):
         api.start(restoration_runs.config(tmp_path, data="<in memory>", name="own", **SUP), parts)
     demos = tiny.write_rows(tmp_path / "demos.jsonl")
     with pytest.raises(
-        DataError, match=r"none of the first 8 demonstrations can be learned from: .* it needs an image"
+        DataError,
+        match=r"none of the first 8 demonstrations can be learned from: .* it needs an image",
     ):
         api.start(restoration_runs.config(tmp_path, supervised__data=demos, name="texts", **SUP))
 
 
 def test_the_degradation_of_data_that_have_none_is_refused(tmp_path, capsys):
-    clean, noisy = restoration_runs.write_images(tmp_path / "clean"), restoration_runs.write_images(tmp_path / "given")
-    changes = CONS | {"restoration__consistency": "degradation", "data": f"pairs:{noisy}:{clean}:crop=8"}
+    clean, noisy = (
+        restoration_runs.write_images(tmp_path / "clean"),
+        restoration_runs.write_images(tmp_path / "given"),
+    )
+    changes = CONS | {
+        "restoration__consistency": "degradation",
+        "data": f"pairs:{noisy}:{clean}:crop=8",
+    }
     config = restoration_runs.config(tmp_path, **changes)
     why = r"consistency='degradation' degrades a restored image as the data were, and these data do not say how"
     assert re.search(why, said_in_one_line(lambda: api.start(config), GruppoError))
@@ -320,10 +409,16 @@ def test_models_that_restore_nothing_are_told_so(tmp_path, capsys, kind, changes
         return  # its pictures have clean ones beside them
     changes = dict(changes)
     section = changes.pop("modality", None)
-    config = tiny.config(tmp_path, **changes) if kind == "text" else diffusion_runs.config(tmp_path, **changes)
+    config = (
+        tiny.config(tmp_path, **changes)
+        if kind == "text"
+        else diffusion_runs.config(tmp_path, **changes)
+    )
     config = config if section is None else replace(config, modality=section)
     parts = Parts() if kind == "text" else diffusion_runs.parts_of(config)
-    assert re.search(why, result := said_in_one_line(lambda: api.start(config, parts), GruppoError)), result
+    assert re.search(
+        why, result := said_in_one_line(lambda: api.start(config, parts), GruppoError)
+    ), result
     if kind == "text":
         on_the_command_line(tmp_path, capsys, config, why)
 
@@ -345,7 +440,9 @@ def test_a_reward_of_patches_that_do_not_fit_is_one_clear_line(tmp_path, capsys,
 
 def test_a_reward_against_a_reference_of_a_text_model_is_refused(tmp_path):
     config = tiny.config(tmp_path, reward=["psnr:delta=reference"])
-    assert re.search("reference|images|psnr", said_in_one_line(lambda: api.start(config), GruppoError))
+    assert re.search(
+        "reference|images|psnr", said_in_one_line(lambda: api.start(config), GruppoError)
+    )
 
 
 def test_a_reward_that_is_nan_costs_its_rows_and_the_run_goes_on(tmp_path):
@@ -356,13 +453,21 @@ def test_a_reward_that_is_nan_costs_its_rows_and_the_run_goes_on(tmp_path):
     assert logged["update/updates_count"] == 1 and logged["update/skipped_count"] == 0
     path = trained(tmp_path, reward=[here("sometimes_nan")])
     rows = [row for row in metrics(path) if "optim/lr" in row]
-    assert len(rows) == 4 and all(row["reward/not_finite_count"] == row["reward/unscored_count"] == 2 for row in rows)
+    assert len(rows) == 4 and all(
+        row["reward/not_finite_count"] == row["reward/unscored_count"] == 2 for row in rows
+    )
 
 
 def test_a_network_that_makes_nan_of_some_pictures_costs_those_rows(tmp_path):
     """They end in error, are counted, and the gradient is finite."""
     data = restoration_runs.degraded(tmp_path, "noise=25,crop=8")
-    run = built(tmp_path, data=data, rollout__prompts=8, stage__kl_coef=0.1, **(CONS | network("BreaksOnSome")))
+    run = built(
+        tmp_path,
+        data=data,
+        rollout__prompts=8,
+        stage__kl_coef=0.1,
+        **(CONS | network("BreaksOnSome")),
+    )
     step_params = run.stage_schedule.step_params(0)
     batch = collect(run, step_params).batch
     assert batch.rollouts is not None
@@ -371,10 +476,15 @@ def test_a_network_that_makes_nan_of_some_pictures_costs_those_rows(tmp_path):
     first = batch.rollouts.shared["degraded"][batch.rollouts.group_ids][:, 0, 0, 0]
     assert torch.equal(broken, first > 0.55)
     backward(run, batch, step_params)
-    assert restoration_runs.gradient(run).isfinite().all() and restoration_runs.gradient(run).norm() > 0
+    assert (
+        restoration_runs.gradient(run).isfinite().all()
+        and restoration_runs.gradient(run).norm() > 0
+    )
     path = trained(tmp_path, data=data, rollout__prompts=8, steps=2, **network("BreaksOnSome"))
     rows = [row for row in metrics(path) if "optim/lr" in row]
-    assert rows[0]["finish/error_count"] == int(broken.sum()) and rows[1]["update/updates_count"] == 1
+    assert (
+        rows[0]["finish/error_count"] == int(broken.sum()) and rows[1]["update/updates_count"] == 1
+    )
 
 
 def test_a_network_that_makes_nan_of_everything_ends_in_one_line(tmp_path):

@@ -12,7 +12,16 @@ import torch
 from safetensors.torch import load_file
 from tests.modalities.restoration import fakes
 from tests.trainer import restoration_runs
-from tests.trainer.restoration_runs import EACH, NETWORK, built, gradient, here, in_double, trained, vector
+from tests.trainer.restoration_runs import (
+    EACH,
+    NETWORK,
+    built,
+    gradient,
+    here,
+    in_double,
+    trained,
+    vector,
+)
 from tests.trainer.runs import assert_same, metrics, newest, stepped
 from torch import Tensor
 
@@ -54,7 +63,9 @@ def normal(run: Run, module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mean [K, h, w] and std [K, 1, 1] of one picture's action, and its deterministic picture: one forward each."""
     means, base = module(x[None].double())
     std = module.action.scale()[:, None, None]
-    up = means[0].repeat_interleave(4, -1).repeat_interleave(4, -2)  # 2 x 2 flat squares of 8 x 8 pixels
+    up = (
+        means[0].repeat_interleave(4, -1).repeat_interleave(4, -2)
+    )  # 2 x 2 flat squares of 8 x 8 pixels
     return means[0], std, base[0] + up
 
 
@@ -69,13 +80,17 @@ def losses_by_hand(run: Run, batch: Batch) -> dict[str, Tensor]:
         advantage = (rewards[row] - group.mean()) / (group.std() + 1e-4)
         mean, std, _ = normal(run, module, x)
         sampled = rollouts.actions[row, 0].double()
-        logprob = (-((sampled - mean) ** 2) / (2 * std**2) - std.log() - math.log(2 * math.pi) / 2).sum()
+        logprob = (
+            -((sampled - mean) ** 2) / (2 * std**2) - std.log() - math.log(2 * math.pi) / 2
+        ).sum()
         with torch.no_grad():
             theirs, their_std, _ = normal(run, run.reference.module, x)
         apart = (their_std / std).log() + (std**2 + (mean - theirs) ** 2) / (2 * their_std**2) - 0.5
         found["policy"].append(-advantage * logprob)
         found["kl"].append(apart.sum())
-        found["entropy"].append((std.log() + 0.5 * math.log(2 * math.pi * math.e)).expand(mean.shape).sum())
+        found["entropy"].append(
+            (std.log() + 0.5 * math.log(2 * math.pi * math.e)).expand(mean.shape).sum()
+        )
     for n, prompt in enumerate(batch.demos.prompts):
         assert torch.equal(batch.demos.shared["degraded"][n], prompt.inputs)
         picture = normal(run, module, prompt.inputs)[2]
@@ -97,7 +112,8 @@ def held(run: Run, rollouts: Rollouts) -> Tensor:
         elif name == "equivariance":
             choice = run.policy.consistency.choice(prompt, is_square=True)
             loss = charbonnier(
-                normal(run, run.policy.module, apply_symmetry(x, choice))[2], apply_symmetry(picture, choice)
+                normal(run, run.policy.module, apply_symmetry(x, choice))[2],
+                apply_symmetry(picture, choice),
             )
         elif name == "degradation":
             loss = charbonnier(run.source.degradation.expected(picture[None], [prompt.meta])[0], x)
@@ -110,7 +126,9 @@ def held(run: Run, rollouts: Rollouts) -> Tensor:
 HELD_TO = ["reference", "equivariance", "degradation", here("half")]
 
 
-@pytest.mark.parametrize("consistency", HELD_TO, ids=["reference", "equivariance", "degradation", "a function"])
+@pytest.mark.parametrize(
+    "consistency", HELD_TO, ids=["reference", "equivariance", "degradation", "a function"]
+)
 def test_a_gradient_of_all_terms_is_the_one_by_hand(tmp_path, consistency):
     """Among several pieces, with a policy that is not its reference."""
     data = restoration_runs.degraded(tmp_path, "blur=0.5-1.5,noise=25,crop=8")
@@ -122,30 +140,54 @@ def test_a_gradient_of_all_terms_is_the_one_by_hand(tmp_path, consistency):
     stats = backward(run, batch, step_params)
     found = gradient(run)
     by_hand = losses_by_hand(run, batch) | {"cons": held(run, batch.rollouts)}
-    total = 0.7 * by_hand["policy"] + 0.3 * by_hand["kl"] + 0.6 * by_hand["sup"] + 0.4 * by_hand["cons"]
-    expected = torch.cat([g.flatten() for g in torch.autograd.grad(total - 0.02 * by_hand["entropy"], run.parameters)])
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)  # advantages and weights are float32
+    total = (
+        0.7 * by_hand["policy"] + 0.3 * by_hand["kl"] + 0.6 * by_hand["sup"] + 0.4 * by_hand["cons"]
+    )
+    expected = torch.cat(
+        [
+            g.flatten()
+            for g in torch.autograd.grad(total - 0.02 * by_hand["entropy"], run.parameters)
+        ]
+    )
+    torch.testing.assert_close(
+        found, expected, rtol=1e-5, atol=1e-7
+    )  # advantages and weights are float32
     assert stats["update/micro_batches"].sum > 3 and expected.norm() > 0.1
     for name in ("kl", "sup", "cons"):
         assert stats[f"loss/{name}"].sum == pytest.approx(by_hand[name].item(), rel=1e-6), name
         assert by_hand[name].item() > 1e-3
 
 
-@pytest.mark.parametrize("consistency", HELD_TO, ids=["reference", "equivariance", "degradation", "a function"])
+@pytest.mark.parametrize(
+    "consistency", HELD_TO, ids=["reference", "equivariance", "degradation", "a function"]
+)
 def test_where_nothing_is_sampled_the_consistency_is_of_the_demonstrations(tmp_path, consistency):
     data = restoration_runs.degraded(tmp_path, "blur=0.5-1.5,noise=25,crop=8")
     alone = {"stage__rl_coef": 0.0, "stage__sup_coef": 0.6, "stage__cons_coef": 0.4}
-    changes = alone | {"data": data, "restoration__consistency": consistency, "optim__token_budget": 2}
+    changes = alone | {
+        "data": data,
+        "restoration__consistency": consistency,
+        "optim__token_budget": 2,
+    }
     run = in_double(built(tmp_path, is_disturbed=True, **changes))
     step_params = run.stage_schedule.step_params(0)
     batch = collect(run, step_params).batch
     assert batch.rollouts is None and batch.demos is not None
     stats = backward(run, batch, step_params)
-    pictures = [(normal(run, run.policy.module, prompt.inputs)[2], prompt.target) for prompt in batch.demos.prompts]
-    sup = torch.stack([charbonnier(picture, clean.double()).mean() for picture, clean in pictures]).mean()
+    pictures = [
+        (normal(run, run.policy.module, prompt.inputs)[2], prompt.target)
+        for prompt in batch.demos.prompts
+    ]
+    sup = torch.stack(
+        [charbonnier(picture, clean.double()).mean() for picture, clean in pictures]
+    ).mean()
     cons = held(run, batch.demos)
-    expected = torch.autograd.grad(0.6 * sup + 0.4 * cons, run.parameters, allow_unused=True, materialize_grads=True)
-    torch.testing.assert_close(gradient(run), torch.cat([g.flatten() for g in expected]), rtol=1e-6, atol=1e-9)
+    expected = torch.autograd.grad(
+        0.6 * sup + 0.4 * cons, run.parameters, allow_unused=True, materialize_grads=True
+    )
+    torch.testing.assert_close(
+        gradient(run), torch.cat([g.flatten() for g in expected]), rtol=1e-6, atol=1e-9
+    )
     assert stats["loss/cons"].sum == pytest.approx(cons.item(), rel=1e-6)
 
 
@@ -198,7 +240,10 @@ def test_rewards_of_patches_are_compared_with_the_same_patch_of_the_group(tmp_pa
 
 def test_a_reward_of_patches_beside_one_of_pictures_adds_both(tmp_path):
     apart = PATCHES | {"objective__scale": "none"}
-    run = built(tmp_path, **(apart | {"reward": ["psnr:patch=4", here("bright")], "scoring__weights": (1.0, 2.0)}))
+    run = built(
+        tmp_path,
+        **(apart | {"reward": ["psnr:patch=4", here("bright")], "scoring__weights": (1.0, 2.0)}),
+    )
     alone = built(tmp_path, **apart)
     batch, other = (
         collect(run, run.stage_schedule.step_params(0)).batch,
@@ -216,7 +261,14 @@ def test_a_reward_of_patches_beside_one_of_pictures_adds_both(tmp_path):
 # --- whole runs, resumed ----------------------------------------------------------------------------------------------
 
 WARM = Stage(name="warm", steps=2, rl_coef=0.0, sup_coef=1.0, weight_decay=0.1)
-RAMP = Stage(name="ramp", steps=3, rl_coef="linear:0,1", sup_coef="linear:1,0", kl_coef=0.05, new_reference=True)
+RAMP = Stage(
+    name="ramp",
+    steps=3,
+    rl_coef="linear:0,1",
+    sup_coef="linear:1,0",
+    kl_coef=0.05,
+    new_reference=True,
+)
 FULL = Stage(name="full", kl_coef=0.05, cons_coef="linear:0.1,0.3", lr="linear:0.002,0.001")
 STAGED: dict[str, Any] = {
     "stages": (WARM, RAMP, FULL),
@@ -230,7 +282,8 @@ STAGED: dict[str, Any] = {
 MIXED = {"reference": {"kind": "mixed", "update_every": 2, "update_rate": 0.5, "watch_prompts": 2}}
 RUNS: dict[str, dict[str, Any]] = {
     "new reference": LEARNED | {"optim__terms_every": 2, "reference": {"place": "device"}},
-    "mixed": MIXED | {"restoration__consistency": "equivariance", "reward": ["psnr:delta=reference"]},
+    "mixed": MIXED
+    | {"restoration__consistency": "equivariance", "reward": ["psnr:delta=reference"]},
     "patches": PATCHES,
     "action": {"restoration__trains": "action", "restoration__supervises": "output"},
     "base, frozen": {
@@ -251,7 +304,15 @@ def test_a_run_that_is_stopped_in_the_ramp_goes_on_to_the_bit(tmp_path, monkeypa
         tmp_path / "two", monkeypatch, after=4, **changes, data=restoration_runs.degraded(tmp_path)
     )
     assert_same(one, other)
-    assert [row["stage/number"] for row in metrics(one) if "stage/number" in row] == [1, 1, 2, 2, 2, 3, 3]
+    assert [row["stage/number"] for row in metrics(one) if "stage/number" in row] == [
+        1,
+        1,
+        2,
+        2,
+        2,
+        3,
+        3,
+    ]
 
 
 @pytest.mark.parametrize("what", ["new reference", "patches", "action", "base, frozen"])
@@ -307,10 +368,16 @@ def test_what_a_caller_froze_stays_frozen_where_the_loss_is_chosen_again(tmp_pat
     policy = fakes.low_resolution()
     policy.module.network.conv_in.requires_grad_(False)
     run = built(
-        tmp_path, parts=Parts(policy), model="<in memory>", restoration__loss="l1", restoration__supervises="base"
+        tmp_path,
+        parts=Parts(policy),
+        model="<in memory>",
+        restoration__loss="l1",
+        restoration__supervises="base",
     )
     assert run.policy.loss == "l1" and run.policy.supervises == "base"
-    assert not any("conv_in" in name for name in run.parameter_names) and len(run.parameter_names) > 4
+    assert (
+        not any("conv_in" in name for name in run.parameter_names) and len(run.parameter_names) > 4
+    )
 
 
 def test_a_policy_from_python_keeps_its_consistency_unless_the_config_names_one(tmp_path):
@@ -326,20 +393,38 @@ def test_a_policy_from_python_keeps_its_consistency_unless_the_config_names_one(
 # --- optimiser --------------------------------------------------------------------------------------------------------
 
 
-def test_the_actions_rate_is_its_factor_of_the_networks_in_every_stage_and_the_critics_its_own(tmp_path):
+def test_the_actions_rate_is_its_factor_of_the_networks_in_every_stage_and_the_critics_its_own(
+    tmp_path,
+):
     stages = (
         Stage(steps=1, lr=0.002, weight_decay=0.3),
         Stage(lr="linear:0.004,0.001", weight_decay="linear:0.2,0.1"),
     )
-    changes = {"restoration__action_lr_factor": 20.0, "optim__weight_decay": 0.05, "optim__lr": 0.01, "stages": stages}
-    objective = {"baseline": "critic", "credit": "return_to_go", "scale": "none", "clip_unit": "nats"}
+    changes = {
+        "restoration__action_lr_factor": 20.0,
+        "optim__weight_decay": 0.05,
+        "optim__lr": 0.01,
+        "stages": stages,
+    }
+    objective = {
+        "baseline": "critic",
+        "credit": "return_to_go",
+        "scale": "none",
+        "clip_unit": "nats",
+    }
     critic = {"objective": objective, "critic__lr": 0.03, "steps": 3}
     run = built(tmp_path, **(changes | critic))
     names, at = [], 0
     for group in run.optimizer.param_groups:
-        names.append({name.split(".")[0] for name in run.parameter_names[at : at + len(group["params"])]})
+        names.append(
+            {name.split(".")[0] for name in run.parameter_names[at : at + len(group["params"])]}
+        )
         at += len(group["params"])
-    assert [{name.split(":")[0] for name in several} for several in names] == [{"network"}, {"action"}, {"critic"}]
+    assert [{name.split(":")[0] for name in several} for several in names] == [
+        {"network"},
+        {"action"},
+        {"critic"},
+    ]
     found = []
     for step in range(3):
         step_params = run.stage_schedule.step_params(step)
@@ -360,7 +445,9 @@ def test_a_step_of_the_action_at_a_factor_is_that_many_times_as_long(tmp_path):
         run = built(tmp_path, restoration__action_lr_factor=factor, optim__max_grad_norm=0.0)
         before = {name: p.detach().clone() for name, p in run.policy.module.named_parameters()}
         stepped(run)
-        moved.append({name: p.detach() - before[name] for name, p in run.policy.module.named_parameters()})
+        moved.append(
+            {name: p.detach() - before[name] for name, p in run.policy.module.named_parameters()}
+        )
     assert torch.equal(moved[0]["network.conv_out.weight"], moved[1]["network.conv_out.weight"])
     result = "action.head.say.bias"
     torch.testing.assert_close(moved[1][result], 8 * moved[0][result], rtol=1e-4, atol=1e-8)
@@ -385,7 +472,11 @@ def test_weight_decay_of_a_stage_pulls_the_weights_and_that_of_the_run_where_it_
 def test_a_stage_with_a_new_reference_begins_with_a_kl_of_0_and_without_one_it_does_not(tmp_path):
     def kls(is_new: bool) -> list[float]:
         second = Stage(name="second", kl_coef=0.1, new_reference=is_new)
-        changes = {"stages": (Stage(steps=3, kl_coef=0.1), second), "name": f"new-{is_new}", "optim__lr": 0.01}
+        changes = {
+            "stages": (Stage(steps=3, kl_coef=0.1), second),
+            "name": f"new-{is_new}",
+            "optim__lr": 0.01,
+        }
         path = trained(tmp_path, steps=6, **changes)
         return [row["kl/ref_nats"] for row in metrics(path) if "kl/ref_nats" in row]
 
@@ -395,16 +486,24 @@ def test_a_stage_with_a_new_reference_begins_with_a_kl_of_0_and_without_one_it_d
 
 
 def test_the_new_reference_is_the_policy_of_the_stages_first_step_and_is_saved(tmp_path):
-    stages = (Stage(steps=2, kl_coef=0.1), Stage(steps=2, kl_coef=0.1, new_reference=True), Stage(kl_coef=0.1))
+    stages = (
+        Stage(steps=2, kl_coef=0.1),
+        Stage(steps=2, kl_coef=0.1, new_reference=True),
+        Stage(kl_coef=0.1),
+    )
     changes = {"stages": stages, "saving__every": 1, "saving__keep": 10, "steps": 6}
     path = trained(tmp_path, **changes)
     saved = {step: checkpoint.load(path / f"checkpoints/step_{step:06d}") for step in range(1, 7)}
     names, first = list(saved[1].reference), built(tmp_path).policy.module.state_dict()
-    assert len(names) > 8 and all(torch.equal(saved[1].reference[name], first[name]) for name in names)
+    assert len(names) > 8 and all(
+        torch.equal(saved[1].reference[name], first[name]) for name in names
+    )
     for step in range(2, 7):
         for name in names:
             assert torch.equal(saved[step].reference[name], saved[2].weights[name]), (step, name)
-    assert any(not torch.equal(saved[1].reference[name], saved[2].reference[name]) for name in names)
+    assert any(
+        not torch.equal(saved[1].reference[name], saved[2].reference[name]) for name in names
+    )
 
 
 def test_a_run_of_several_ends_has_one_reference_object_throughout(tmp_path):
@@ -460,7 +559,12 @@ def test_a_gain_over_the_reference_is_over_the_first_policy(tmp_path, kl):
 def test_after_a_new_reference_the_gain_is_over_the_renewed_one_and_an_evaluation_agrees(tmp_path):
     """The last evaluation of the run is what ``gruppo eval`` says again."""
     stages = (Stage(steps=2, kl_coef=0.1), Stage(kl_coef=0.1, new_reference=True))
-    changes = {"stages": stages, "reward": ["psnr:delta=reference"], "evaluation__prompts": 3, "optim__lr": 0.01}
+    changes = {
+        "stages": stages,
+        "reward": ["psnr:delta=reference"],
+        "evaluation__prompts": 3,
+        "optim__lr": 0.01,
+    }
     path = trained(tmp_path, **changes, evaluation__every=2)
     result = [one["mean"] for one in json.loads((path / "evaluations.json").read_text())]
     again, rows = inference.evaluate_run(path, prompts=3)
@@ -473,7 +577,9 @@ def test_after_a_new_reference_the_gain_is_over_the_renewed_one_and_an_evaluatio
     run = built(tmp_path, **changes, name="looked")
     by_hand = []
     for prompt in run.source.source.held_out(3):
-        ours, theirs = (db(policy.restore(prompt.inputs[None])[0], prompt.target) for policy in (last, old))
+        ours, theirs = (
+            db(policy.restore(prompt.inputs[None])[0], prompt.target) for policy in (last, old)
+        )
         by_hand.append(ours - theirs)
     assert result[-1] == pytest.approx(sum(by_hand) / 3, abs=1e-4)
     assert [row["reward"] for row in rows] == pytest.approx(by_hand, abs=1e-4)
@@ -490,14 +596,33 @@ def test_after_a_new_reference_the_gain_is_over_the_renewed_one_and_an_evaluatio
     "changes",
     [
         {"reward": ["psnr:delta=reference"]},
-        {"reward": ["jpeg_saving:against=reference", "psnr:delta=reference"], "stage__kl_coef": 0.1},
+        {
+            "reward": ["jpeg_saving:against=reference", "psnr:delta=reference"],
+            "stage__kl_coef": 0.1,
+        },
         {"reward": [here("brighter_than")]},
         PATCHES | {"reward": ["psnr:patch=4,delta=reference"]},
         {"reward": ["psnr:delta=reference"], "model": "restore:dncnn:width=6,depth=2"},
-        {"reward": ["psnr:delta=reference"], "restoration__consistency": "degradation", "stage__cons_coef": 0.1},
-        {"reward": ["psnr:delta=reference"], "prompts__difficulty_column": "noise", "stage__difficulty": 0.5},
+        {
+            "reward": ["psnr:delta=reference"],
+            "restoration__consistency": "degradation",
+            "stage__cons_coef": 0.1,
+        },
+        {
+            "reward": ["psnr:delta=reference"],
+            "prompts__difficulty_column": "noise",
+            "stage__difficulty": 0.5,
+        },
     ],
-    ids=["psnr", "several, with a KL", "a function", "patches", "a new network", "degradation", "a curriculum"],
+    ids=[
+        "psnr",
+        "several, with a KL",
+        "a function",
+        "patches",
+        "a new network",
+        "degradation",
+        "a curriculum",
+    ],
 )
 def test_a_run_that_is_evaluated_again_is_measured_against_what_its_rewards_were(tmp_path, changes):
     data = restoration_runs.degraded(tmp_path, "noise=10-40,crop=8")
@@ -505,12 +630,18 @@ def test_a_run_that_is_evaluated_again_is_measured_against_what_its_rewards_were
     result = json.loads((path / "evaluations.json").read_text())
     again, _ = inference.evaluate_run(path, prompts=3)
     assert again.mean == pytest.approx(result[-1]["mean"], abs=1e-6)
-    assert result[0]["mean"] == pytest.approx(0, abs=1e-6) and abs(again.mean) > 1e-4  # against itself, and after
+    assert (
+        result[0]["mean"] == pytest.approx(0, abs=1e-6) and abs(again.mean) > 1e-4
+    )  # against itself, and after
 
 
 def test_a_curriculum_is_followed_where_a_reward_asks_for_the_reference(tmp_path):
     data = restoration_runs.degraded(tmp_path, "noise=10-40,crop=8")
-    easy = {"data": data, "prompts__difficulty_column": "noise", "stage__difficulty": "steps:0.3,2=1"}
+    easy = {
+        "data": data,
+        "prompts__difficulty_column": "noise",
+        "stage__difficulty": "steps:0.3,2=1",
+    }
     path = trained(tmp_path, reward=["psnr:delta=reference"], rollout__prompts=4, **easy)
     hardest = [row["difficulty/max"] for row in metrics(path) if "difficulty/max" in row]
     assert len(hardest) == 4 and max(hardest[:2]) < 22 < max(hardest[2:])
@@ -521,7 +652,9 @@ def test_a_run_of_a_policy_from_python_is_not_evaluated_against_what_no_file_hol
         tmp_path, parts=Parts(fakes.low_resolution(spec=here("TinyNetwork"))), model="<in memory>",
         reward=["psnr:delta=reference"], steps=1,
     )  # fmt: skip
-    with pytest.raises(GruppoError, match=r"measured against the policy that it began with.*delta=none"):
+    with pytest.raises(
+        GruppoError, match=r"measured against the policy that it began with.*delta=none"
+    ):
         inference.evaluate_run(path, prompts=2)
 
 
@@ -531,7 +664,12 @@ def test_a_run_of_a_policy_from_python_is_not_evaluated_against_what_no_file_hol
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
-    changes = {"evaluation__prompts": 3, "evaluation__every": 2, "show_samples_every": 2, "rollout__group_size": 3}
+    changes = {
+        "evaluation__prompts": 3,
+        "evaluation__every": 2,
+        "show_samples_every": 2,
+        "rollout__group_size": 3,
+    }
     return trained(folder, **changes, optim__lr=0.01)
 
 
@@ -545,7 +683,13 @@ def test_a_run_leaves_sheets_with_what_was_given_the_samples_and_the_clean_pictu
     from PIL import Image
 
     names = sorted(path.name for path in (finished / "images").glob("*.png"))
-    assert {"step_000001.png", "step_000003.png", "before_after.png", "eval_000000.png", "eval_000004.png"} <= {*names}
+    assert {
+        "step_000001.png",
+        "step_000003.png",
+        "before_after.png",
+        "eval_000000.png",
+        "eval_000004.png",
+    } <= {*names}
     rows = [json.loads(line) for line in (finished / "samples.jsonl").read_text().splitlines()]
     first = [row for row in rows if row["step"] == 1 and not row.get("held_out")]
     run = built(finished.parents[1], rollout__group_size=3, name="looked")
@@ -554,7 +698,10 @@ def test_a_run_leaves_sheets_with_what_was_given_the_samples_and_the_clean_pictu
         for row in first:
             columns = [row[name]["column"] for name in ("prompt", "completion", "target")]
             assert columns[0] == 1 and columns[0] < columns[1] < columns[2] == 5
-            for name, picture in (("prompt", prompts[row["group"]].inputs), ("target", prompts[row["group"]].target)):
+            for name, picture in (
+                ("prompt", prompts[row["group"]].inputs),
+                ("target", prompts[row["group"]].target),
+            ):
                 shown = as_tensor(sheet, row[name]["box"])
                 assert (shown - picture).abs().mean() < 0.02, name
     assert len(first) == 6 and {row["group"] for row in first} == {0, 1}
@@ -565,7 +712,12 @@ def test_a_run_leaves_sheets_with_what_was_given_the_samples_and_the_clean_pictu
 def as_tensor(sheet: Any, box: list[int]) -> Tensor:
     """What is in a box, at 8 x 8."""
     small = sheet.convert("RGB").crop(box).resize((8, 8), 4)
-    return torch.tensor(list(small.get_flattened_data()), dtype=torch.float32).reshape(8, 8, 3).permute(2, 0, 1) / 255
+    return (
+        torch.tensor(list(small.get_flattened_data()), dtype=torch.float32)
+        .reshape(8, 8, 3)
+        .permute(2, 0, 1)
+        / 255
+    )
 
 
 def test_eval_says_what_the_run_said_and_leaves_a_sheet(finished, capsys):
@@ -585,7 +737,10 @@ def test_sample_writes_the_restored_picture_of_a_file(finished, tmp_path, capsys
     with Image.open(file) as given, Image.open(tmp_path / "out/0-0-0.png") as restored:
         assert restored.size == given.size
         picture, shown = (
-            torch.tensor(list(one.get_flattened_data()), dtype=torch.float32).reshape(24, 24, 3).permute(2, 0, 1) / 255
+            torch.tensor(list(one.get_flattened_data()), dtype=torch.float32)
+            .reshape(24, 24, 3)
+            .permute(2, 0, 1)
+            / 255
             for one in (given, restored)
         )
     expected = load_restorer(finished / "final").restore(picture[None])[0]
@@ -598,12 +753,15 @@ def test_sample_writes_the_restored_picture_of_a_file(finished, tmp_path, capsys
 def test_export_leaves_a_folder_that_opens(finished, tmp_path, capsys):
     shell("export", str(finished), str(tmp_path / "exported"))
     assert torch.equal(
-        vector(load_restorer(tmp_path / "exported").module), vector(load_restorer(finished / "final").module)
+        vector(load_restorer(tmp_path / "exported").module),
+        vector(load_restorer(finished / "final").module),
     )
 
 
 def test_a_run_of_pictures_to_restore_is_explained(tmp_path, capsys):
-    config = restoration_runs.config(tmp_path, **(STAGED | PATCHES | {"stages": (WARM, RAMP, FULL), "name": "told"}))
+    config = restoration_runs.config(
+        tmp_path, **(STAGED | PATCHES | {"stages": (WARM, RAMP, FULL), "name": "told"})
+    )
     file = tmp_path / "config.json"
     file.write_text(json.dumps(serialization.to_dict(config)))
     shell("explain", str(file))
@@ -622,7 +780,9 @@ def test_a_run_of_pictures_to_restore_is_explained(tmp_path, capsys):
 
 
 def test_the_reference_of_a_run_is_what_it_last_saved(tmp_path):
-    path = trained(tmp_path, **(MIXED | {"stage__kl_coef": 0.1, "reward": ["psnr:delta=reference"]}))
+    path = trained(
+        tmp_path, **(MIXED | {"stage__kl_coef": 0.1, "reward": ["psnr:delta=reference"]})
+    )
     config = serialization.load(path / "config.json")
     run, _ = build(config, Parts())
     assert isinstance(run.source, WithReference)
@@ -641,12 +801,18 @@ def test_a_name_means_the_same_from_another_folder(tmp_path, monkeypatch):
     path = trained(tmp_path, steps=1)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text((Path(fakes.__file__)).read_text())
-    relative = {"model": "restore:mine.py:TinyNetwork", "data": "degrade:images:noise=25,crop=8", "runs_dir": "runs"}
+    relative = {
+        "model": "restore:mine.py:TinyNetwork",
+        "data": "degrade:images:noise=25,crop=8",
+        "runs_dir": "runs",
+    }
     weights = {"restoration__weights": str(path.relative_to(tmp_path) / "final")}
     again = trained(tmp_path, name="again", steps=1, **relative, **weights)
     monkeypatch.chdir("/")
     result = serialization.load(tmp_path / "runs/again/config.json")
-    assert result.model == f"restore:{tmp_path}/mine.py:TinyNetwork" and result.data.startswith(f"degrade:{tmp_path}/")
+    assert result.model == f"restore:{tmp_path}/mine.py:TinyNetwork" and result.data.startswith(
+        f"degrade:{tmp_path}/"
+    )
     assert result.modality.weights == str(path / "final")
     assert inference.evaluate_run(tmp_path / again, prompts=2)[0].scored == 2
     assert api.start(tmp_path / "runs/again").folder.name == "again"

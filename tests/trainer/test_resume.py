@@ -19,7 +19,15 @@ import pytest
 import torch
 from tests import processes, tiny
 from tests.rewards import isolated
-from tests.trainer.runs import FULL, SIMPLE, Signalling, assert_same, begin_or_go_on, newest, steps_logged
+from tests.trainer.runs import (
+    FULL,
+    SIMPLE,
+    Signalling,
+    assert_same,
+    begin_or_go_on,
+    newest,
+    steps_logged,
+)
 
 import gruppo
 from gruppo import api
@@ -47,7 +55,9 @@ def whole(tmp_path_factory):
 
     @cache
     def run(kind: str) -> Path:
-        return api.start(config_in(tmp_path_factory.mktemp(kind), {"simple": SIMPLE, "full": FULL}[kind])).folder
+        return api.start(
+            config_in(tmp_path_factory.mktemp(kind), {"simple": SIMPLE, "full": FULL}[kind])
+        ).folder
 
     return lambda kind: run("full" if kind else "simple")
 
@@ -84,7 +94,9 @@ def test_sigterm_at_random_moments_exits_75_and_resumes_to_the_bit(tmp_path, who
         child = processes.start(begin_or_go_on, config, folder=tmp_path / "child")
         done = steps_logged(run)
         if len(codes) < 4:
-            child.wait_for(lambda done=done: steps_logged(run) > min(done + chance.randrange(4), STEPS - 2))
+            child.wait_for(
+                lambda done=done: steps_logged(run) > min(done + chance.randrange(4), STEPS - 2)
+            )
             time.sleep(chance.random() * 0.03)
             child.send(chance.choice([signal.SIGTERM, signal.SIGINT]))
         codes.append(child.wait())
@@ -160,15 +172,21 @@ def policy_that_signals(step: int, *numbers: int, model: str = ""):
 
 def test_a_signal_during_learn_finishes_the_step(tmp_path):
     with pytest.raises(Stopped):
-        start_with(tmp_path, tiny.digits, policy_that_signals(2, signal.SIGINT), evaluation__prompts=0)
+        start_with(
+            tmp_path, tiny.digits, policy_that_signals(2, signal.SIGINT), evaluation__prompts=0
+        )
     run = tmp_path / "runs/run"
     assert checkpoint.steps(run / "checkpoints") == [2] and steps_logged(run) == 2
 
 
 def test_a_signal_during_learn_says_that_it_was_heard_and_what_is_saved(tmp_path, capfd):
     with pytest.raises(gruppo.Stopped) as stopped:
-        start_with(tmp_path, tiny.digits, policy_that_signals(2, signal.SIGINT), evaluation__prompts=0)
-    assert capfd.readouterr().err == "gruppo: finishing this step, then saving; again stops at once\n"
+        start_with(
+            tmp_path, tiny.digits, policy_that_signals(2, signal.SIGINT), evaluation__prompts=0
+        )
+    assert (
+        capfd.readouterr().err == "gruppo: finishing this step, then saving; again stops at once\n"
+    )
     assert str(stopped.value) == (
         "stopped by a signal; what is complete is saved. Continue with: "
         f"{command_name()} resume {tmp_path / 'runs/run'}"
@@ -219,7 +237,13 @@ def test_a_reward_that_swallows_the_interrupt_does_not_keep_a_half_scored_batch(
 
 
 def test_a_signal_in_the_last_step_finishes_the_run(tmp_path):
-    run = start_with(tmp_path, tiny.digits, policy_that_signals(2, signal.SIGTERM), steps=2, evaluation__prompts=0)
+    run = start_with(
+        tmp_path,
+        tiny.digits,
+        policy_that_signals(2, signal.SIGTERM),
+        steps=2,
+        evaluation__prompts=0,
+    )
     assert checkpoint.seal_holds(run / "final")
 
 
@@ -234,9 +258,17 @@ def test_the_signal_handlers_of_the_caller_are_put_back(tmp_path):
 
 def test_resuming_a_finished_run_changes_nothing(tmp_path, whole):
     run = shutil.copytree(whole(SIMPLE), tmp_path / "run")
-    files = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "log.txt"}
+    files = {
+        path: path.read_bytes()
+        for path in run.rglob("*")
+        if path.is_file() and path.name != "log.txt"
+    }
     api.start(run)
-    assert files == {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "log.txt"}
+    assert files == {
+        path: path.read_bytes()
+        for path in run.rglob("*")
+        if path.is_file() and path.name != "log.txt"
+    }
 
 
 def test_a_damaged_newest_checkpoint_is_resumed_from_the_one_before_to_the_bit(tmp_path, whole):
@@ -271,8 +303,15 @@ def other_model(folder: Path) -> str:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = tiny.character_tokenizer()
-    sizes = {"hidden_size": 24, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), eos_token_id=1, **sizes)).save_pretrained(folder / "m")
+    sizes = {
+        "hidden_size": 24,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    LlamaForCausalLM(
+        LlamaConfig(vocab_size=len(tokenizer), eos_token_id=1, **sizes)
+    ).save_pretrained(folder / "m")
     tokenizer.save_pretrained(folder / "m")
     return str(folder / "m")
 
@@ -305,14 +344,19 @@ def test_parts_in_memory_are_asked_for_by_name_and_resume_to_the_bit(tmp_path):
     config = serialization.from_dict(settings)
 
     def train(name, reward):
-        return gruppo.train(dataclasses.replace(config, name=name), **parts(), reward=reward, show=False).folder
+        return gruppo.train(
+            dataclasses.replace(config, name=name), **parts(), reward=reward, show=False
+        ).folder
 
     expected = train("whole", [lambda completions, **_: tiny.digits(completions)])
     stop = Signalling(8)
     with pytest.raises(Stopped):
         train("stopped", [lambda completions, **_: stop(completions)])
     run = tmp_path / "runs/stopped"
-    with pytest.raises(GruppoError, match=r"model and data and reward came from Python objects.*model=..., data=..."):
+    with pytest.raises(
+        GruppoError,
+        match=r"model and data and reward came from Python objects.*model=..., data=...",
+    ):
         gruppo.resume(run, show=False)
     again = parts() | {"reward": lambda completions, **_: tiny.digits(completions)}
     assert_same(gruppo.resume(run, **again, show=False).folder, expected)
@@ -321,7 +365,10 @@ def test_parts_in_memory_are_asked_for_by_name_and_resume_to_the_bit(tmp_path):
 def test_a_random_reward_given_as_a_function_draws_the_same_where_it_is_resumed_by_name(tmp_path):
     """A function given by name runs in another process, whose random numbers are others."""
     config = dataclasses.replace(
-        config_in(tmp_path, SIMPLE, steps=4, saving__every=2, saving__keep=2, scoring__isolate=True), name="whole"
+        config_in(
+            tmp_path, SIMPLE, steps=4, saving__every=2, saving__keep=2, scoring__isolate=True
+        ),
+        name="whole",
     )
     run = gruppo.train(config, reward=isolated.draws, show=False).folder
     stopped = shutil.copytree(run, tmp_path / "runs/stopped")
@@ -334,7 +381,9 @@ def test_a_model_in_memory_that_has_been_trained_since_is_refused(tmp_path):
     policy = from_pretrained(tiny.model(), compute="float32")
     stop = Signalling(8)
     with pytest.raises(Stopped):
-        gruppo.train(config_in(tmp_path, SIMPLE, stage__kl_coef=0.1), model=policy, reward=stop, show=False)
+        gruppo.train(
+            config_in(tmp_path, SIMPLE, stage__kl_coef=0.1), model=policy, reward=stop, show=False
+        )
     with pytest.raises(GruppoError, match="weights have changed"):
         gruppo.resume(tmp_path / "runs/run", model=policy, reward=stop, show=False)
 
@@ -347,7 +396,9 @@ def test_a_run_killed_before_its_first_save_starts_again(tmp_path, whole):
     (run / "checkpoints").mkdir()
     (run / "config.json").write_text(json.dumps(config))
     rows = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text("".join(rows[:3]))  # steps 0 to 2; the first save is due after step 2
+    (run / "metrics.jsonl").write_text(
+        "".join(rows[:3])
+    )  # steps 0 to 2; the first save is due after step 2
     assert_same(api.start(run).folder, whole(SIMPLE))
 
 
@@ -364,41 +415,64 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("lose", LOSSES.values(), ids=LOSSES)
-def test_a_run_that_lost_its_checkpoints_does_not_begin_again_and_keeps_its_metrics(tmp_path, whole, lose):
+def test_a_run_that_lost_its_checkpoints_does_not_begin_again_and_keeps_its_metrics(
+    tmp_path, whole, lose
+):
     run = shutil.copytree(whole(SIMPLE), tmp_path / "run")
     lose(run / "checkpoints")
     before = (run / "metrics.jsonl").read_bytes()
-    with pytest.raises(GruppoError, match=r"holds no checkpoint, and 12 steps were logged.*Put the checkpoints back"):
+    with pytest.raises(
+        GruppoError,
+        match=r"holds no checkpoint, and 12 steps were logged.*Put the checkpoints back",
+    ):
         api.start(run)
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
 def test_metrics_reach_the_disk_before_the_checkpoint_that_follows_them(tmp_path, monkeypatch):
     events, sync, save = [], run_dir.sync_to_disk, checkpoint.save
-    monkeypatch.setattr(run_dir, "sync_to_disk", lambda path: (events.append(path.name), sync(path)))
-    monkeypatch.setattr(checkpoint, "save", lambda *a, **k: (events.append("checkpoint"), save(*a, **k)))
+    monkeypatch.setattr(
+        run_dir, "sync_to_disk", lambda path: (events.append(path.name), sync(path))
+    )
+    monkeypatch.setattr(
+        checkpoint, "save", lambda *a, **k: (events.append("checkpoint"), save(*a, **k))
+    )
     api.start(config_in(tmp_path, SIMPLE, steps=2, saving__every=1))
     assert events == ["metrics.jsonl", "samples.jsonl", "step_000001.jsonl.gz", "checkpoint"] * 2
 
 
-def test_rows_of_metrics_that_are_missing_before_the_checkpoint_are_reported(tmp_path, whole, caplog):
+def test_rows_of_metrics_that_are_missing_before_the_checkpoint_are_reported(
+    tmp_path, whole, caplog
+):
     run = shutil.copytree(whole(SIMPLE), tmp_path / "run")
     rows = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(rows[:4] + rows[6:]))
     api.start(run)
-    assert "metrics.jsonl has no row for 2 of the 12 steps before the checkpoint, from step 4 to 5" in caplog.text
+    assert (
+        "metrics.jsonl has no row for 2 of the 12 steps before the checkpoint, from step 4 to 5"
+        in caplog.text
+    )
 
 
 def test_a_torn_evaluations_file_is_written_anew_and_partial_writes_are_removed(tmp_path, whole):
     run = shutil.copytree(whole(SIMPLE), tmp_path / "run")
     (run / "evaluations.json").write_text("[{")
-    leftovers = [run / ".config.json.tmp-9", run / "best/.step_000003.tmp-9", run / "checkpoints/.latest.old-9"]
-    leftovers += [run / "completions/.step_000001.jsonl.gz.tmp-9", run / "images/.step_000004.png.tmp-9"]
+    leftovers = [
+        run / ".config.json.tmp-9",
+        run / "best/.step_000003.tmp-9",
+        run / "checkpoints/.latest.old-9",
+    ]
+    leftovers += [
+        run / "completions/.step_000001.jsonl.gz.tmp-9",
+        run / "images/.step_000004.png.tmp-9",
+    ]
     for path in leftovers:
         path.parent.mkdir(exist_ok=True)
         path.write_text("")
     api.start(run)
-    assert (run / "evaluations.json").read_text() == (whole(SIMPLE) / "evaluations.json").read_text()
+    assert (run / "evaluations.json").read_text() == (
+        whole(SIMPLE) / "evaluations.json"
+    ).read_text()
     assert not any(path.exists() for path in leftovers)
 
 
@@ -411,7 +485,9 @@ def test_a_run_killed_before_its_config_was_written_starts_again_under_its_name(
     assert not (run / ".config.json.tmp-9").exists()
 
 
-@pytest.mark.parametrize("lose", [shutil.rmtree, lambda run: run.rename(run.with_name("moved")), empty])
+@pytest.mark.parametrize(
+    "lose", [shutil.rmtree, lambda run: run.rename(run.with_name("moved")), empty]
+)
 def test_a_run_folder_that_is_deleted_or_moved_in_training_is_reported_as_that(tmp_path, lose):
     run, calls = tmp_path / "runs/run", []
 
@@ -428,7 +504,9 @@ def test_a_run_folder_that_is_deleted_or_moved_in_training_is_reported_as_that(t
 
 # --- what has changed since the run began -----------------------------------------------------------------------------
 
-MINE = "import own_rules\n\ndef digits(completions, **_):\n    return own_rules.score(completions)\n"
+MINE = (
+    "import own_rules\n\ndef digits(completions, **_):\n    return own_rules.score(completions)\n"
+)
 BESIDE = "from tests import tiny\n\ndef score(completions):\n    return tiny.digits(completions)\n"
 REPLY = "def reply(text, state, turn):\n    return None\n"
 
@@ -460,7 +538,9 @@ def add_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def another_version(package: str):
     def change(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         version = run_dir.metadata.version
-        monkeypatch.setattr(run_dir.metadata, "version", lambda name: "0.0" if name == package else version(name))
+        monkeypatch.setattr(
+            run_dir.metadata, "version", lambda name: "0.0" if name == package else version(name)
+        )
 
     return change
 
@@ -490,20 +570,29 @@ def stopped(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(sys, "path", [*sys.path])  # the folder of mine.py is added to it
     sys.modules.pop("own_rules", None)
     tiny.write_model(tmp_path / "tiny")
-    files = {"reward": [f"{tmp_path / 'mine.py'}:digits"], "environment__reply": f"{tmp_path / 'replies.py'}:reply"}
+    files = {
+        "reward": [f"{tmp_path / 'mine.py'}:digits"],
+        "environment__reply": f"{tmp_path / 'replies.py'}:reply",
+    }
     files["environment__max_reply_tokens"] = 8  # all turns fit the context
     files["evaluation__data"] = tiny.write_rows(tmp_path / "validation.jsonl", tiny.rows(2))
-    config = config_in(tmp_path, files, model=str(tmp_path / "tiny"), steps=2, evaluation__prompts=0)
+    config = config_in(
+        tmp_path, files, model=str(tmp_path / "tiny"), steps=2, evaluation__prompts=0
+    )
     with pytest.raises(Stopped):
         api.start(config, Parts(model=policy_that_signals(1, signal.SIGTERM, model=config.model)))
     return tmp_path / "runs/run"
 
 
 @pytest.mark.parametrize(("change", "says"), CHANGES.values(), ids=CHANGES)
-def test_what_changes_the_results_is_refused_unless_it_is_allowed(stopped, monkeypatch, caplog, change, says):
+def test_what_changes_the_results_is_refused_unless_it_is_allowed(
+    stopped, monkeypatch, caplog, change, says
+):
     with monkeypatch.context() as patch:
         change(stopped.parents[1], patch)
-        with pytest.raises(GruppoError, match=rf"not continue to the same results: {says}.* with --allow-changes"):
+        with pytest.raises(
+            GruppoError, match=rf"not continue to the same results: {says}.* with --allow-changes"
+        ):
             api.start(stopped)
         api.start(stopped, allow_changes=True)
         assert re.search(says, caplog.text)
@@ -523,7 +612,9 @@ def test_an_unchanged_setup_is_no_warning(stopped, caplog):
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
-def test_a_run_with_an_isolated_built_in_reward_is_resumed_and_evaluated_without_a_flag(tmp_path, monkeypatch):
+def test_a_run_with_an_isolated_built_in_reward_is_resumed_and_evaluated_without_a_flag(
+    tmp_path, monkeypatch
+):
     monkeypatch.delenv("GRUPPO_TRUSTED_RUNS", raising=False)
     config = tiny.config(tmp_path, reward=(r"regex_format:\\d",), scoring__isolate=True, steps=2)
     folder = api.start(config).folder

@@ -16,13 +16,21 @@ from gruppo.build import Parts
 def first_group_alike(completions: Sequence[Any], prompts: Sequence[Any], **_: Any) -> list[float]:
     """The rows of the first prompt all get 1."""
     values = tiny.digits(completions)
-    return [1.0 if prompt == prompts[0] else value for prompt, value in zip(prompts, values, strict=True)]
+    return [
+        1.0 if prompt == prompts[0] else value
+        for prompt, value in zip(prompts, values, strict=True)
+    ]
 
 
 @pytest.mark.silent_bug(13)
 @pytest.mark.silent_bug(20)
 def test_a_group_all_alike_is_not_evaluated_and_the_step_is_still_the_one_by_hand(tmp_path):
-    run = run_in(tmp_path, Parts(rewards=[first_group_alike]), rollout__group_size=8, rollout__temperature=1.0)
+    run = run_in(
+        tmp_path,
+        Parts(rewards=[first_group_alike]),
+        rollout__group_size=8,
+        rollout__temperature=1.0,
+    )
     rows_seen: set[int] = set()
     likelihood = run.policy.likelihood
 

@@ -24,9 +24,17 @@ OWN: dict[str, Any] = {"combine": "normalize_then_sum", "scale": "running", "run
 SETS: dict[str, dict[str, Any]] = {
     "scale running": {"objective": {"scale": "running", "running_decay": 0.5}},
     "scale prompt": {"objective": {"scale": "prompt"}},
-    "baseline running": {"objective": {"baseline": "running", "scale": "none", "running_decay": 0.5}},
+    "baseline running": {
+        "objective": {"baseline": "running", "scale": "none", "running_decay": 0.5}
+    },
     "each of two": {"objective": OWN, "two": True},
-    "ppo": {"objective": "ppo", "optim__stop_kl": 0.02, "optim__lr": 0.1, "optim__epochs": 3, "stage__kl_coef": 0.1},
+    "ppo": {
+        "objective": "ppo",
+        "optim__stop_kl": 0.02,
+        "optim__lr": 0.1,
+        "optim__epochs": 3,
+        "stage__kl_coef": 0.1,
+    },
 }
 
 
@@ -44,7 +52,9 @@ def test_moving_statistics_are_saved_and_resumed_to_the_bit(tmp_path, kind):
     config = tiny.config(tmp_path, reward=names, steps=5, **changes)
     whole = api.start(config).folder
     running = json.loads((newest(whole) / "state.json").read_text())["running"]
-    assert set(running) == ({"digits", "counted"} if len(names) > 1 else set() if kind == "ppo" else {"sum"})
+    assert set(running) == (
+        {"digits", "counted"} if len(names) > 1 else set() if kind == "ppo" else {"sum"}
+    )
     stop = Signalling(5)
 
     def stopping(completions: Sequence[Any], **_: Any) -> list[float]:
@@ -112,13 +122,23 @@ def test_a_run_tells_its_moving_statistics(tmp_path, kind):
             if kind == "baseline running"
             else {f"{area}running_std_within_group": moving**0.5}
         )
-        measured = {name: value for name, value in collected.metrics.items() if name.startswith(f"{area}running")}
+        measured = {
+            name: value
+            for name, value in collected.metrics.items()
+            if name.startswith(f"{area}running")
+        }
         assert measured == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_scale_of_a_prompt_is_that_of_its_last_rewards(tmp_path):
     data = tiny.write_rows(tmp_path / "three.jsonl", tiny.rows(3))
-    run = run_in(tmp_path, data=data, prompts__held_out_fraction=0.0, rollout__prompts=3, **SETS["scale prompt"])
+    run = run_in(
+        tmp_path,
+        data=data,
+        prompts__held_out_fraction=0.0,
+        rollout__prompts=3,
+        **SETS["scale prompt"],
+    )
     history: dict[str, list[float]] = {}
     for rewards, batch in rewards_of(run, 3):
         for row, group in enumerate(batch.rollouts.group_ids.tolist()):
@@ -128,11 +148,16 @@ def test_the_scale_of_a_prompt_is_that_of_its_last_rewards(tmp_path):
             expected = (own - own.mean()) / (statistics.stdev(history[prompt.id]) + 1e-4)
             got = batch.advantages[3 * group : 3 * group + 3, 0].double()
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
-    assert all(len(past) == 9 for past in history.values()) and run.state.running["sum"]["prompts"] == history
+    assert (
+        all(len(past) == 9 for past in history.values())
+        and run.state.running["sum"]["prompts"] == history
+    )
 
 
 def test_each_of_several_rewards_has_moving_statistics_of_its_own(tmp_path):
-    run = run_in(tmp_path, Parts(rewards=[tiny.digits, counted]), rollout__group_size=4, objective=OWN)
+    run = run_in(
+        tmp_path, Parts(rewards=[tiny.digits, counted]), rollout__group_size=4, objective=OWN
+    )
     moving = [[0.0, 0.0], [0.0, 0.0]]
     for _ in range(3):
         collected, _ = step(run)
@@ -144,7 +169,9 @@ def test_each_of_several_rewards_has_moving_statistics_of_its_own(tmp_path):
             mean[:] = 0.5 * mean[0] + 0.5 * float(centred.square().sum() / 12), 0.5 * mean[1] + 0.5
             total += centred.flatten() / ((mean[0] / mean[1]) ** 0.5 + 1e-4)
         expected = (total - total.mean()) / (total.std() + 1e-4)
-        torch.testing.assert_close(collected.batch.advantages[:, 0].double(), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            collected.batch.advantages[:, 0].double(), expected, rtol=1e-4, atol=1e-5
+        )
     assert run.state.running["digits"]["within_var"] == pytest.approx(moving[0])
 
 
@@ -168,7 +195,9 @@ def thousands(completions: Sequence[Any], prompts: Sequence[Any], **_: Any) -> l
     order = list(dict.fromkeys(str(p) for p in prompts))
     scores = [10_000.0 * len(tiny.said(c)) for c in completions]
     which = [order.index(str(p)) for p in prompts]
-    return [None if w == 0 else 5e4 if w == 1 else value for w, value in zip(which, scores, strict=True)]
+    return [
+        None if w == 0 else 5e4 if w == 1 else value for w, value in zip(which, scores, strict=True)
+    ]
 
 
 def test_two_rewards_of_very_different_scales_weigh_what_their_weights_say(tmp_path):
@@ -180,18 +209,27 @@ def test_two_rewards_of_very_different_scales_weigh_what_their_weights_say(tmp_p
         scoring__weights=(1.0, 0.5),
     )
     collected, _ = step(run)
-    digits, other = (collected.scores.parts[name].double().reshape(4, 6) for name in ("digits", "thousands"))
+    digits, other = (
+        collected.scores.parts[name].double().reshape(4, 6) for name in ("digits", "thousands")
+    )
     assert other[0].isnan().all() and other[1].eq(5e4).all() and other[2].std() > 1e3
 
     def normal(rewards: torch.Tensor) -> torch.Tensor:
         return (rewards - rewards.mean()) / (rewards.std() + 1e-4)
 
     zero = torch.zeros(6, dtype=torch.float64)
-    total = torch.cat([normal(digits[g]) + 0.5 * (normal(other[g]) if g > 1 else zero) for g in range(4)])
+    total = torch.cat(
+        [normal(digits[g]) + 0.5 * (normal(other[g]) if g > 1 else zero) for g in range(4)]
+    )
     expected = normal(total)
-    torch.testing.assert_close(collected.batch.advantages[:, 0].double(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        collected.batch.advantages[:, 0].double(), expected, rtol=1e-4, atol=1e-5
+    )
     summed = run_in(
-        tmp_path, Parts(rewards=[tiny.digits, thousands]), rollout__group_size=6, scoring__weights=(1.0, 0.5)
+        tmp_path,
+        Parts(rewards=[tiny.digits, thousands]),
+        rollout__group_size=6,
+        scoring__weights=(1.0, 0.5),
     )
     plain = step(summed)[0].batch.advantages[12:, 0].double()  # there, the larger one alone decides
     assert (plain - torch.cat([normal(other[2]), normal(other[3])])).abs().max() < 1e-3
@@ -210,13 +248,16 @@ def test_an_overlong_penalty_is_one_reward_more_and_its_statistics_are_nobody_el
     centred = [part - part.mean(dim=1, keepdim=True) for part in parts]
     total = sum(part / ((part.square().sum() / 20).sqrt() + 1e-4) for part in centred).flatten()
     expected = (total - total.mean()) / (total.std() + 1e-4)
-    torch.testing.assert_close(collected.batch.advantages[:, 0].double(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        collected.batch.advantages[:, 0].double(), expected, rtol=1e-4, atol=1e-5
+    )
     assert len(run.state.running) == 2
 
 
 def test_advantages_are_kept_within_their_clip(tmp_path):
     free, clipped = (
-        step(run_in(tmp_path, rollout__group_size=6, objective__adv_clip=limit))[0].batch for limit in (0.0, 0.7)
+        step(run_in(tmp_path, rollout__group_size=6, objective__adv_clip=limit))[0].batch
+        for limit in (0.0, 0.7)
     )
     assert free.advantages.abs().max() > 0.7
     assert torch.equal(clipped.advantages, free.advantages.clamp(-0.7, 0.7))

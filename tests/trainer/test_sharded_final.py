@@ -29,7 +29,9 @@ def pipeline_config(folder: Path) -> dict[str, Any]:
     from tests.modalities.diffusion.test_pipelines import made, sd15
 
     made(sd15).policy.save(folder / "sd15")
-    for number, picture in enumerate(diffusion_runs.write_images(folder / "pictures").rglob("*.png")):
+    for number, picture in enumerate(
+        diffusion_runs.write_images(folder / "pictures").rglob("*.png")
+    ):
         picture.with_suffix(".txt").write_text(f"picture {number}")
     return diffusion_runs.config(
         folder,
@@ -68,13 +70,22 @@ def test_the_final_folder_of_two_ranks_is_that_of_one(tmp_path):
     for kind in configs:
         one, two = (tmp_path / f"runs/{name}-{kind}/final" for name in ("one", "two"))
         files = sorted(path.relative_to(one) for path in one.rglob("*") if path.is_file())
-        assert files == sorted(path.relative_to(two) for path in two.rglob("*") if path.is_file()), kind
+        assert files == sorted(
+            path.relative_to(two) for path in two.rglob("*") if path.is_file()
+        ), kind
         for file in files:
             if file.suffix == ".safetensors":
                 expected, found = load_file(one / file), load_file(two / file)
                 assert expected.keys() == found.keys(), file
                 for name, tensor in expected.items():
-                    torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-5, msg=f"{kind}: {file}: {name}")
+                    torch.testing.assert_close(
+                        found[name], tensor, rtol=0, atol=1e-5, msg=f"{kind}: {file}: {name}"
+                    )
             # transformers' record of how it loaded the tokenizer differs between processes, and so does the seal
-            elif file.name not in ("COMPLETE", "tokenizer_config.json"):  # peft writes a set of names, in any order
-                assert sorted((one / file).read_bytes()) == sorted((two / file).read_bytes()), f"{kind}: {file}"
+            elif file.name not in (
+                "COMPLETE",
+                "tokenizer_config.json",
+            ):  # peft writes a set of names, in any order
+                assert sorted((one / file).read_bytes()) == sorted((two / file).read_bytes()), (
+                    f"{kind}: {file}"
+                )

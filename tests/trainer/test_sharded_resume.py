@@ -47,8 +47,12 @@ def train(config: dict[str, Any], stop_at: str, noisy: str) -> None:
     begin_or_go_on(config)
 
 
-def ranks(count: int, folder: Path, config: dict[str, Any], stop_at: str = "", noisy: str = "") -> list[int]:
-    children = processes.ranks(count, train, config, stop_at, noisy, folder=folder / f"{config['name']}-{count}")
+def ranks(
+    count: int, folder: Path, config: dict[str, Any], stop_at: str = "", noisy: str = ""
+) -> list[int]:
+    children = processes.ranks(
+        count, train, config, stop_at, noisy, folder=folder / f"{config['name']}-{count}"
+    )
     codes = [child.wait() for child in children]
     assert {*codes} <= {0, 75}, "\n".join(child.err for child in children)
     return codes
@@ -57,14 +61,21 @@ def ranks(count: int, folder: Path, config: dict[str, Any], stop_at: str = "", n
 @pytest.mark.slow
 @pytest.mark.silent_bug(33)
 def test_two_ranks_that_were_stopped_resume_to_the_bit(tmp_path):
-    configs = [serialization.to_dict(tiny.config(tmp_path, name=name, **FULL)) for name in ("whole", "parts")]
+    configs = [
+        serialization.to_dict(tiny.config(tmp_path, name=name, **FULL))
+        for name in ("whole", "parts")
+    ]
     assert ranks(2, tmp_path, configs[0], noisy="1") == [0, 0]
     assert ranks(2, tmp_path, configs[1], "2", noisy="1") == [75, 75]
-    assert newest(tmp_path / "runs/parts").name in ("step_000002", "step_000003")  # before or after the step
+    assert newest(tmp_path / "runs/parts").name in (
+        "step_000002",
+        "step_000003",
+    )  # before or after the step
     assert ranks(2, tmp_path, configs[1], noisy="1") == [0, 0]
     names = {path.name for path in newest(tmp_path / "runs/parts").glob("*.safetensors")}
     assert {
-        f"{file}-shard-00002-of-00002.safetensors" for file in ("model", "optimizer", "critic", "reference")
+        f"{file}-shard-00002-of-00002.safetensors"
+        for file in ("model", "optimizer", "critic", "reference")
     } <= names
     assert_same(tmp_path / "runs/parts", tmp_path / "runs/whole")
 
@@ -83,13 +94,19 @@ def test_what_two_ranks_have_begun_is_gone_on_with_by_four_and_by_one(tmp_path):
         for mine, theirs in zip(metrics(tmp_path / "runs/one"), metrics(run), strict=True):
             assert mine.keys() == theirs.keys()
             for metric in mine.keys() - {"update/micro_batches_count"}:
-                expected = None if mine[metric] is None else pytest.approx(mine[metric], rel=1e-4, abs=1e-5)
+                expected = (
+                    None
+                    if mine[metric] is None
+                    else pytest.approx(mine[metric], rel=1e-4, abs=1e-5)
+                )
                 assert theirs[metric] == expected, metric
         # final/ is what one process writes: whole tensors that transformers opens
         assert {path.name for path in (run / "final").iterdir()} == {
             path.name for path in (tmp_path / "runs/one/final").iterdir()
         }
-    opened = torch.cat([p.detach().flatten() for p in load_policy(tmp_path / "runs/four").module.parameters()])
+    opened = torch.cat(
+        [p.detach().flatten() for p in load_policy(tmp_path / "runs/four").module.parameters()]
+    )
     assert opened.numel() == weights(tmp_path / "runs/four").numel()
 
 
@@ -98,20 +115,28 @@ def refused(config: dict[str, Any]) -> None:
     try:
         api.start(Path(config["runs_dir"]) / config["name"])
     except GruppoError as error:
-        assert "samples 1 prompts per step, too few for 2 ranks. Resume it on at most 1" in str(error)
+        assert "samples 1 prompts per step, too few for 2 ranks. Resume it on at most 1" in str(
+            error
+        )
         return
     raise AssertionError("it was not refused")
 
 
 def test_a_world_size_that_leaves_ranks_without_a_prompt_cannot_resume_a_run(tmp_path):
-    config = serialization.to_dict(tiny.config(tmp_path, rollout__prompts=1, steps=1, evaluation__prompts=0))
+    config = serialization.to_dict(
+        tiny.config(tmp_path, rollout__prompts=1, steps=1, evaluation__prompts=0)
+    )
     train(config, "", "")
     children = processes.ranks(2, refused, config, folder=tmp_path / "children")
     assert [child.wait() for child in children] == [0, 0], children[0].err
 
 
-@pytest.mark.parametrize(("count", "on_each", "shard"), [(8, 4, "hybrid"), (8, 8, "fsdp"), (6, 4, "fsdp")])
-def test_a_run_that_was_sharded_within_machines_goes_on_on_one(monkeypatch, tmp_path, count, on_each, shard):
+@pytest.mark.parametrize(
+    ("count", "on_each", "shard"), [(8, 4, "hybrid"), (8, 8, "fsdp"), (6, 4, "fsdp")]
+)
+def test_a_run_that_was_sharded_within_machines_goes_on_on_one(
+    monkeypatch, tmp_path, count, on_each, shard
+):
     monkeypatch.setattr(api.dist, "world_size", lambda: count)
     monkeypatch.setattr(api.sharding, "world_size", lambda: count)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(on_each))

@@ -30,10 +30,15 @@ W = torch.arange(35.0).reshape(7, 5)
 def save_of(folder: Path, step: int, rank: int, world_size: int) -> Save:
     """One rank's part of a checkpoint whose tensors are ``W + step``, cut as FSDP cuts them."""
     files = {}
-    for name, tensors in {"model": {"w": W + step}, "optimizer": {"exp_avg.w": 2 * (W + step)}}.items():
+    for name, tensors in {
+        "model": {"w": W + step},
+        "optimizer": {"exp_avg.w": 2 * (W + step)},
+    }.items():
         files[name] = {}
         for key, tensor in tensors.items():
-            rows = -(-len(tensor) // world_size)  # rounded up: the last ranks may have fewer, or none
+            rows = -(
+                -len(tensor) // world_size
+            )  # rounded up: the last ranks may have fewer, or none
             part = tensor[rank * rows : (rank + 1) * rows]
             if len(part):
                 files[name][key] = Shard(part.clone(), [rank * rows, 0], [*tensor.shape])
@@ -63,7 +68,10 @@ def test_one_process_reads_what_any_number_of_ranks_wrote(tmp_path, world_size):
     assert step_of(tmp_path) == 4 and (tmp_path / "latest").read_text() == "step_000004"
     files = {file.name for file in path.iterdir()}
     assert {*json.loads((path / "COMPLETE").read_text())} == files - {"COMPLETE"}
-    assert len([name for name in files if name.startswith("model-shard")]) == {1: 1, 2: 2, 3: 3, 5: 4, 9: 7}[world_size]
+    assert (
+        len([name for name in files if name.startswith("model-shard")])
+        == {1: 1, 2: 2, 3: 3, 5: 4, 9: 7}[world_size]
+    )
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 9])
@@ -81,7 +89,10 @@ def test_where_a_shard_is_missing_the_checkpoint_gives_way_to_the_one_before(tmp
     save(tmp_path, 1)
     path = save(tmp_path, 2)
     (path / "model-shard-00002-of-00003.safetensors").unlink()
-    assert step_of(tmp_path) == 1 and "model-shard-00002-of-00003.safetensors' is missing" in caplog.text
+    assert (
+        step_of(tmp_path) == 1
+        and "model-shard-00002-of-00003.safetensors' is missing" in caplog.text
+    )
     seal = json.loads((path / "COMPLETE").read_text())
     del seal["model-shard-00002-of-00003.safetensors"]
     (path / "COMPLETE").write_text(json.dumps(seal))
@@ -104,7 +115,9 @@ def count(tmp_path, monkeypatch) -> int:
 
 
 @pytest.mark.silent_bug(33)
-def test_a_save_that_is_stopped_at_any_operation_leaves_the_former_or_the_new_one_whole(tmp_path, monkeypatch, count):
+def test_a_save_that_is_stopped_at_any_operation_leaves_the_former_or_the_new_one_whole(
+    tmp_path, monkeypatch, count
+):
     for at in range(count):
         folder = tmp_path / str(at)
         save(folder, 1, world_size=2)
@@ -145,11 +158,16 @@ def test_another_rank_may_commit_as_soon_as_the_last_one_is_done(tmp_path, monke
 
     monkeypatch.setattr(Path, "replace", replace)
     saves[last].write()
-    assert step_of(tmp_path) == 1 and {path.name for path in tmp_path.iterdir()} == {"step_000001", "latest"}
+    assert step_of(tmp_path) == 1 and {path.name for path in tmp_path.iterdir()} == {
+        "step_000001",
+        "latest",
+    }
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
-def test_a_disk_that_fails_at_any_operation_is_one_clear_error(tmp_path, monkeypatch, count, number):
+def test_a_disk_that_fails_at_any_operation_is_one_clear_error(
+    tmp_path, monkeypatch, count, number
+):
     def fail():
         raise OSError(number, os.strerror(number))
 
@@ -185,7 +203,10 @@ def test_ranks_that_write_to_folders_of_their_own_are_told_to_share_one(tmp_path
     both = [save_of(tmp_path / str(rank), 1, rank, 2) for rank in range(2)]
     for one in both:
         one.write()
-    with pytest.raises(GruppoError, match=r"the shards of rank 1 are not in its folder.*--runs-dir that all machines"):
+    with pytest.raises(
+        GruppoError,
+        match=r"the shards of rank 1 are not in its folder.*--runs-dir that all machines",
+    ):
         both[0].check_committed()
 
 
@@ -263,10 +284,14 @@ def test_what_two_ranks_save_is_restored_to_the_bit_on_one_and_four(tmp_path):
         sharded.learn(one, step - one.state.step)
         save_file(sharded.everything(one), tmp_path / f"{step}.safetensors")
     damaged = shutil.copytree(tmp_path / "runs/run", tmp_path / "runs/damaged")
-    with (damaged / "checkpoints/step_000004/optimizer-shard-00002-of-00002.safetensors").open("r+b") as file:
+    with (damaged / "checkpoints/step_000004/optimizer-shard-00002-of-00002.safetensors").open(
+        "r+b"
+    ) as file:
         file.seek(-4, os.SEEK_END)  # a number: one of the ranks compares this file with the seal
         file.write(b"?")
     cases = [("run", "fsdp", 4), ("run", "hybrid", 4), ("run", "none", 4), ("damaged", "fsdp", 2)]
     processes.run_ranks(4, sharded.compare, config, cases, str(tmp_path), folder=tmp_path / "four")
     again = [(f"run-{kind}-4", "none", 4) for kind in ("fsdp", "hybrid", "none")]
-    sharded.compare(config, [("run", "none", 4), *again, ("damaged-fsdp-4", "none", 2)], str(tmp_path))
+    sharded.compare(
+        config, [("run", "none", 4), *again, ("damaged-fsdp-4", "none", 2)], str(tmp_path)
+    )

@@ -43,7 +43,9 @@ class Simulation:
         self.slots = Slots(self.lag, self.prompts)
 
     def fill(self) -> None:
-        while self.slots.has_room and self.step + self.slots.next_index // self.prompts < self.steps:
+        while (
+            self.slots.has_room and self.step + self.slots.next_index // self.prompts < self.steps
+        ):
             self.draw()
 
     def draw(self) -> None:
@@ -68,7 +70,9 @@ class Simulation:
             self.now = max(self.now, call[0])
             fails = self.chance.random() < 0.1
             for group in call[1]:
-                versions = None if fails else (call[2], self.version)  # new weights arrived while it was sampled
+                versions = (
+                    None if fails else (call[2], self.version)
+                )  # new weights arrived while it was sampled
                 self.slots.finish(group, versions)  # type: ignore[arg-type]
                 if versions is not None and not group.is_dropped:
                     self.versions[group.position] = versions
@@ -78,7 +82,9 @@ class Simulation:
     def wait_for(self, groups: list[Group]) -> None:
         for _ in range(10_000):
             for group in groups:
-                if group.rollouts is not None and self.slots.is_stale(*group.rollouts, self.version):  # type: ignore[misc]
+                if group.rollouts is not None and self.slots.is_stale(
+                    *group.rollouts, self.version
+                ):  # type: ignore[misc]
                     self.stale += 1
                     self.slots.restart(group)
             self.begin_calls()
@@ -98,7 +104,9 @@ class Simulation:
     def train_a_step(self) -> None:
         batch = [self.take() for _ in range(self.prompts)]
         self.wait_for(batch)
-        for _ in range(self.chance.choice([0, 0, 1])):  # groups without spread give way to the next draws
+        for _ in range(
+            self.chance.choice([0, 0, 1])
+        ):  # groups without spread give way to the next draws
             replaced = [n for n in range(self.prompts) if self.chance.random() < 0.4]
             new = [self.take() for _ in replaced]
             self.wait_for(new)
@@ -163,7 +171,9 @@ def test_no_schedule_breaks_the_bound_the_order_or_the_number_of_slots(shard):
 
 def test_without_lag_nothing_is_sampled_ahead():
     slots = Slots(0, 2)
-    groups = [Group(n, Prompt(str(n), ""), {}, Request(Prompt(str(n), ""), 1), "") for n in range(2)]
+    groups = [
+        Group(n, Prompt(str(n), ""), {}, Request(Prompt(str(n), ""), 1), "") for n in range(2)
+    ]
     for group in groups:
         assert slots.has_room
         slots.add(group)

@@ -45,7 +45,9 @@ def given(*stages: Stage, **changes) -> Config:
     return replace(GIVEN, stages=stages, **changes)
 
 
-def advanced(stage_schedule: StageSchedule, *values: float, metric: str = "eval/reward_mean") -> list[str]:
+def advanced(
+    stage_schedule: StageSchedule, *values: float, metric: str = "eval/reward_mean"
+) -> list[str]:
     """Names of the stage after each step that measured this."""
     names = []
     for step, value in enumerate(values, start=1):
@@ -92,20 +94,32 @@ def test_a_step_without_rl_kl_and_entropy_samples_nothing():
 def test_one_stage_of_constants_is_the_run_as_it_was_before_there_were_stages():
     optim = OptimConfig(lr=0.5, warmup_steps=2, decay="linear")
     stage_schedule = StageSchedule(
-        replace(GIVEN, stage=Stage(kl_coef=0.1), optim=optim, rollout=RolloutConfig(temperature=0.7))
+        replace(
+            GIVEN, stage=Stage(kl_coef=0.1), optim=optim, rollout=RolloutConfig(temperature=0.7)
+        )
     )
-    assert [stage_schedule.step_params(step).lr for step in (0, 1, 2, 6)] == pytest.approx([0.25, 0.5, 0.5, 0.25])
-    assert stage_schedule.step_params(5).kl_coef == 0.1 and stage_schedule.step_params(5).sampling.temperature == 0.7
+    assert [stage_schedule.step_params(step).lr for step in (0, 1, 2, 6)] == pytest.approx(
+        [0.25, 0.5, 0.5, 0.25]
+    )
+    assert (
+        stage_schedule.step_params(5).kl_coef == 0.1
+        and stage_schedule.step_params(5).sampling.temperature == 0.7
+    )
     assert stage_schedule.metrics(stage_schedule.step_params(5)) == {}
 
 
 def test_what_changes_is_logged_and_what_does_not_is_not():
     stage_schedule = StageSchedule(given(WARM, LAST))
-    assert stage_schedule.metrics(stage_schedule.step_params(0)) == {"stage/kl_coef": 0.1, "stage/number": 1.0}
+    assert stage_schedule.metrics(stage_schedule.step_params(0)) == {
+        "stage/kl_coef": 0.1,
+        "stage/number": 1.0,
+    }
 
 
 def test_the_highest_value_counts_every_stage_and_both_ends_of_a_schedule():
-    config = given(Stage(steps=2, kl_coef="linear:0,0.3"), Stage(steps=2, kl_coef="steps:0.1,1=0.5"), Stage())
+    config = given(
+        Stage(steps=2, kl_coef="linear:0,0.3"), Stage(steps=2, kl_coef="steps:0.1,1=0.5"), Stage()
+    )
     assert highest(config, "kl_coef") == 0.5 and highest(config, "sup_coef") == 0.0
 
 
@@ -113,12 +127,16 @@ def test_the_highest_value_counts_every_stage_and_both_ends_of_a_schedule():
 
 
 def test_a_gate_ends_its_stage_as_soon_as_it_opens():
-    stage_schedule = StageSchedule(given(replace(WARM, steps=6, until="eval/reward_mean > 0.5"), LAST))
+    stage_schedule = StageSchedule(
+        given(replace(WARM, steps=6, until="eval/reward_mean > 0.5"), LAST)
+    )
     assert advanced(stage_schedule, 0.2, 0.5, 0.6, 0.1) == ["warm", "warm", "last", "last"]
     assert stage_schedule.began == 3
 
 
-@pytest.mark.parametrize(("until", "opens"), [("m<1", 0.5), ("m <= 1", 1.0), ("m >= 1", 1.0), ("m > -2e-1", 0.0)])
+@pytest.mark.parametrize(
+    ("until", "opens"), [("m<1", 0.5), ("m <= 1", 1.0), ("m >= 1", 1.0), ("m > -2e-1", 0.0)]
+)
 def test_all_comparisons(until, opens):
     stage_schedule = StageSchedule(given(replace(WARM, until=until), LAST))
     assert advanced(stage_schedule, opens, metric="m") == ["last"]
@@ -132,7 +150,9 @@ def test_a_gate_that_never_opens_is_a_warning_with_the_value_of_its_metric(caplo
 
 
 def test_a_gate_on_a_metric_that_does_not_exist_says_so_with_the_nearest_name(caplog):
-    stage_schedule = StageSchedule(given(replace(WARM, steps=1, until="eval/rewards_mean > 0.9"), LAST))
+    stage_schedule = StageSchedule(
+        given(replace(WARM, steps=1, until="eval/rewards_mean > 0.9"), LAST)
+    )
     with caplog.at_level(logging.WARNING, "gruppo"):
         advanced(stage_schedule, 0.1)
     assert "eval/rewards_mean was never measured. Did you mean eval/reward_mean?" in caplog.text
@@ -142,11 +162,15 @@ def test_a_gate_on_a_metric_that_does_not_exist_says_so_with_the_nearest_name(ca
 def test_a_gate_of_the_last_stage_ends_the_run_which_is_then_complete(tmp_path, until, caplog):
     """After step 1 by a metric of training, which is then evaluated; by the evaluation before it, without a step."""
     with caplog.at_level(logging.INFO, "gruppo"):
-        run = api.start(tiny.config(tmp_path, steps=4, stage__until=until, evaluation__every=4)).folder
+        run = api.start(
+            tiny.config(tmp_path, steps=4, stage__until=until, evaluation__every=4)
+        ).folder
     steps = int(until.startswith("reward"))
     assert f"step {steps}: the run ends ({until.split()[0]} is" in caplog.text
     assert (run / "final").is_dir() and checkpoint.steps(run / "checkpoints") == [steps] * steps
-    assert [done["step"] for done in json.loads((run / "evaluations.json").read_text())] == [*range(steps + 1)]
+    assert [done["step"] for done in json.loads((run / "evaluations.json").read_text())] == [
+        *range(steps + 1)
+    ]
     before = (run / "metrics.jsonl").read_bytes()
     api.start(run)
     assert (run / "metrics.jsonl").read_bytes() == before
@@ -158,9 +182,15 @@ def test_a_value_that_is_not_finite_opens_no_gate():
 
 
 def test_a_boundary_is_settled_once():
-    stage_schedule = StageSchedule(given(replace(WARM, steps=1), replace(WARM, name="second", steps=1), LAST))
+    stage_schedule = StageSchedule(
+        given(replace(WARM, steps=1), replace(WARM, name="second", steps=1), LAST)
+    )
     stage_schedule.advance(1, {})
-    assert stage_schedule.index == 1 and stage_schedule.advance(1, {}) is None and stage_schedule.index == 1
+    assert (
+        stage_schedule.index == 1
+        and stage_schedule.advance(1, {}) is None
+        and stage_schedule.index == 1
+    )
 
 
 # --- refusals ---
@@ -169,13 +199,22 @@ def test_a_boundary_is_settled_once():
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (replace(GIVEN, stage=Stage(kl_coef="linear:0.1,-0.1")), r"kl_coef=linear:0.1,-0.1 reaches -0.1.*at least 0"),
+        (
+            replace(GIVEN, stage=Stage(kl_coef="linear:0.1,-0.1")),
+            r"kl_coef=linear:0.1,-0.1 reaches -0.1.*at least 0",
+        ),
         (replace(GIVEN, stage=Stage(temperature="linear:1,0")), "nothing to learn from.*above 0"),
-        (replace(GIVEN, stage=Stage(difficulty="linear:0.2,1.5")), "reaches 1.5.*at least 0 and at most 1"),
+        (
+            replace(GIVEN, stage=Stage(difficulty="linear:0.2,1.5")),
+            "reaches 1.5.*at least 0 and at most 1",
+        ),
         (replace(GIVEN, stage=Stage(group_size="steps:8,5=0")), "reaches 0.*at least 1"),
         (replace(GIVEN, stage=Stage(lr="adaptive:1,target=1")), "stage.lr cannot be adaptive"),
         (replace(GIVEN, stage=Stage(rl_coef=0.0)), "learns nothing"),
-        (given(WARM, LAST, stage=Stage(kl_coef=0.1)), r"both stage and stages.*--stages\.1\.kl-coef"),
+        (
+            given(WARM, LAST, stage=Stage(kl_coef=0.1)),
+            r"both stage and stages.*--stages\.1\.kl-coef",
+        ),
         (given(replace(WARM, steps=0), LAST), r"stages\.0\.steps=0 lasts to the end, but another"),
         (given(replace(WARM, steps=10), LAST), r"have 10 steps and the run 10.*--steps above 10"),
         (given(replace(WARM, steps=12), LAST), r"have 12 steps and the run 10.*--steps above 12"),
@@ -183,14 +222,25 @@ def test_a_boundary_is_settled_once():
             given(replace(WARM, until="eval/x > 1"), LAST, evaluation=EvaluationConfig()),
             "waits for an evaluation",
         ),
-        (given(replace(WARM, steps=4), replace(LAST, steps=4)), r"have 8 steps and the run 10.*--steps 8"),
+        (
+            given(replace(WARM, steps=4), replace(LAST, steps=4)),
+            r"have 8 steps and the run 10.*--steps 8",
+        ),
         (given(replace(WARM, until="kl/ref_nats"), LAST), "a metric, a comparison and a number"),
         (given(replace(WARM, until="m > nan"), LAST), "a metric, a comparison and a number"),
         (given(replace(WARM, warmup_steps=-1), LAST), r"stages\.0\.warmup_steps=-1"),
-        (replace(GIVEN, back_off=BackOffConfig("eval/reward_mean", drop=-1.0)), "back_off.drop=-1.0"),
-        (replace(GIVEN, back_off=BackOffConfig("eval/reward_mean", lr_factor=0.0)), "back_off.lr_factor=0.0"),
         (
-            replace(GIVEN, back_off=BackOffConfig("eval/reward_mean"), evaluation=EvaluationConfig()),
+            replace(GIVEN, back_off=BackOffConfig("eval/reward_mean", drop=-1.0)),
+            "back_off.drop=-1.0",
+        ),
+        (
+            replace(GIVEN, back_off=BackOffConfig("eval/reward_mean", lr_factor=0.0)),
+            "back_off.lr_factor=0.0",
+        ),
+        (
+            replace(
+                GIVEN, back_off=BackOffConfig("eval/reward_mean"), evaluation=EvaluationConfig()
+            ),
             "--evaluation.every",
         ),
     ],
@@ -211,7 +261,12 @@ def test_stages_by_name_are_made_of_the_recipes_own_stage():
     ]
     supervised, ramp, full = parse_config("train", args).stages
     assert (supervised.rl_coef, supervised.sup_coef, supervised.steps) == (0.0, 1.0, 10)
-    assert (ramp.rl_coef, ramp.sup_coef, ramp.kl_coef, ramp.steps) == ("linear:0,1", "linear:1,0", 0.2, 20)
+    assert (ramp.rl_coef, ramp.sup_coef, ramp.kl_coef, ramp.steps) == (
+        "linear:0,1",
+        "linear:1,0",
+        0.2,
+        20,
+    )
     assert (full.rl_coef, full.entropy_coef, full.steps, full.name) == (1.0, 0.01, 0, "full")
     config = parse_config("train", args)
     assert serialization.from_dict(json.loads(json.dumps(serialization.to_dict(config)))) == config
@@ -237,8 +292,18 @@ def test_names_of_stages_that_are_not_understood(text, said):
 STAGED = {
     "steps": 8,
     "stages": (
-        Stage(name="first", steps=4, until="eval/reward_mean > -1", kl_coef="adaptive:0.1,target=0.01,horizon=20"),
-        Stage(name="second", steps=3, entropy_coef="adaptive:0.01,target=5", temperature="linear:1.2,0.8"),
+        Stage(
+            name="first",
+            steps=4,
+            until="eval/reward_mean > -1",
+            kl_coef="adaptive:0.1,target=0.01,horizon=20",
+        ),
+        Stage(
+            name="second",
+            steps=3,
+            entropy_coef="adaptive:0.01,target=5",
+            temperature="linear:1.2,0.8",
+        ),
         Stage(name="third", group_size=4),
     ),
     "evaluation__every": 2,
@@ -250,7 +315,9 @@ STAGED = {
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("staged")
-    changes = STAGED | {"stages": (replace(STAGED["stages"][0], until="eval/digits > 2"), *STAGED["stages"][1:])}
+    changes = STAGED | {
+        "stages": (replace(STAGED["stages"][0], until="eval/digits > 2"), *STAGED["stages"][1:])
+    }
     return api.start(tiny.config(folder, **changes)).folder
 
 
@@ -258,7 +325,9 @@ def test_a_run_goes_through_its_stages_and_says_so(whole):
     logged = [row for row in metrics(whole) if "stage/number" in row]
     assert [row["stage/number"] for row in logged] == [1, 1, 1, 1, 2, 2, 2, 3]
     assert [row["stage/group_size"] for row in logged] == [3] * 7 + [4]
-    assert [row["stage/temperature"] for row in logged[4:7]] == pytest.approx([1.2, 1.2 - 0.4 / 3, 1.2 - 0.8 / 3])
+    assert [row["stage/temperature"] for row in logged[4:7]] == pytest.approx(
+        [1.2, 1.2 - 0.4 / 3, 1.2 - 0.8 / 3]
+    )
     coefs = [row["stage/kl_coef"] for row in logged[:4]]
     kls = [row["kl/ref_nats"] for row in logged[:4]]
     for before, after, kl in zip(coefs, coefs[1:], kls, strict=False):
@@ -310,12 +379,24 @@ class Falls:
 
 
 def test_a_fall_returns_to_the_best_weights_and_lowers_the_learning_rate(tmp_path, caplog):
-    changes = {"steps": 4, "evaluation__every": 2, "back_off__metric": "eval/reward_mean", "reward": None}
+    changes = {
+        "steps": 4,
+        "evaluation__every": 2,
+        "back_off__metric": "eval/reward_mean",
+        "reward": None,
+    }
     config = tiny.config(tmp_path, **(changes | {"reward": ["falls"]}))
     with caplog.at_level(logging.WARNING, "gruppo"):
         backed = api.start(config, Parts(rewards=[Falls(2)]))
-    assert "step 4: eval/reward_mean fell to" in caplog.text and "back to the weights of step 2" in caplog.text
-    assert [row["back_off/returns_count"] for row in metrics(backed.folder) if "back_off/returns_count" in row] == [1]
+    assert (
+        "step 4: eval/reward_mean fell to" in caplog.text
+        and "back to the weights of step 2" in caplog.text
+    )
+    assert [
+        row["back_off/returns_count"]
+        for row in metrics(backed.folder)
+        if "back_off/returns_count" in row
+    ] == [1]
     short = api.start(replace(config, steps=2, name="short"), Parts(rewards=[Falls(2)]))
     assert weights(backed.folder).equal(weights(short.folder))
 
@@ -330,13 +411,26 @@ def test_the_learning_rate_after_a_return(tmp_path):
         reward=["falls"],
     )
     rows = metrics(api.start(config, Parts(rewards=[Falls(2)])).folder)
-    assert [row["optim/lr"] for row in rows if "optim/lr" in row] == [0.01, 0.01, 0.01, 0.01, 0.0025]
+    assert [row["optim/lr"] for row in rows if "optim/lr" in row] == [
+        0.01,
+        0.01,
+        0.01,
+        0.01,
+        0.0025,
+    ]
 
 
 @pytest.fixture(scope="module")
 def returned(tmp_path_factory):
-    changes = {"steps": 6, "evaluation__every": 2, "back_off__metric": "eval/reward_mean", "reward": ["falls"]}
-    return api.start(tiny.config(tmp_path_factory.mktemp("returned"), **changes), Parts(rewards=[Falls(2)])).folder
+    changes = {
+        "steps": 6,
+        "evaluation__every": 2,
+        "back_off__metric": "eval/reward_mean",
+        "reward": ["falls"],
+    }
+    return api.start(
+        tiny.config(tmp_path_factory.mktemp("returned"), **changes), Parts(rewards=[Falls(2)])
+    ).folder
 
 
 @pytest.mark.slow
@@ -358,10 +452,17 @@ def test_a_run_with_a_return_is_resumed_to_the_bit(returned, tmp_path, calls_bef
 
 def test_the_optimiser_returns_with_the_weights(tmp_path):
     """A step after the return is the step after the best one, at the lower rate: with other moments it would not be."""
-    changes = {"evaluation__every": 2, "back_off__metric": "eval/reward_mean", "back_off__lr_factor": 1.0}
-    long = api.start(tiny.config(tmp_path, steps=4, **changes, reward=["falls"]), Parts(rewards=[Falls(2)])).folder
+    changes = {
+        "evaluation__every": 2,
+        "back_off__metric": "eval/reward_mean",
+        "back_off__lr_factor": 1.0,
+    }
+    long = api.start(
+        tiny.config(tmp_path, steps=4, **changes, reward=["falls"]), Parts(rewards=[Falls(2)])
+    ).folder
     short = api.start(
-        tiny.config(tmp_path, steps=2, name="short", **changes, reward=["falls"]), Parts(rewards=[Falls(2)])
+        tiny.config(tmp_path, steps=2, name="short", **changes, reward=["falls"]),
+        Parts(rewards=[Falls(2)]),
     )
     run, other = (newest(folder) for folder in (long, short.folder))
     assert tensors(run / "optimizer.safetensors") == tensors(other / "optimizer.safetensors")
@@ -371,7 +472,9 @@ def test_the_coefficient_of_the_surrogate_scales_its_gradient(tmp_path):
     """With plain gradients a step at 0.5 is half the step at 1."""
     moved = []
     for coef in (1.0, 0.5):
-        run, _ = build(tiny.config(tmp_path, stage__rl_coef=coef, optim__max_grad_norm=0.0), Parts())
+        run, _ = build(
+            tiny.config(tmp_path, stage__rl_coef=coef, optim__max_grad_norm=0.0), Parts()
+        )
         step_params = run.stage_schedule.step_params(0)
         backward(run, collect(run, step_params).batch, step_params)
         moved.append(torch.cat([p.grad.flatten() for p in run.parameters]))
@@ -380,7 +483,13 @@ def test_the_coefficient_of_the_surrogate_scales_its_gradient(tmp_path):
 
 
 def test_a_fall_at_the_last_step_is_reported_as_the_weights_that_are_left(tmp_path):
-    config = tiny.config(tmp_path, steps=4, evaluation__every=2, back_off__metric="eval/reward_mean", reward=["falls"])
+    config = tiny.config(
+        tmp_path,
+        steps=4,
+        evaluation__every=2,
+        back_off__metric="eval/reward_mean",
+        reward=["falls"],
+    )
     result = api.start(config, Parts(rewards=[Falls(2)]))
     assert result.after["step"] == 2 and result.after["mean"] > 10
 
@@ -404,7 +513,10 @@ def test_of_the_best_weights_no_more_are_kept_than_a_resume_can_ask_for(tmp_path
 def test_a_metric_that_back_off_never_sees_is_a_warning_with_the_nearest(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "gruppo"):
         api.start(tiny.config(tmp_path, steps=1, back_off__metric="reward/meen"))
-    assert "'reward/meen' was never measured, so that nothing was watched. Did you mean reward/mean?" in caplog.text
+    assert (
+        "'reward/meen' was never measured, so that nothing was watched. Did you mean reward/mean?"
+        in caplog.text
+    )
 
 
 def test_back_off_without_a_metric_is_refused():
@@ -427,7 +539,9 @@ def test_two_ranks_return_to_the_best_weights_together(tmp_path):
     children = processes.ranks(2, train, config, folder=tmp_path / "both")
     assert not any(child.wait() for child in children), "\n".join(child.err for child in children)
     counts = [
-        row["back_off/returns_count"] for row in metrics(tmp_path / "runs/run") if "back_off/returns_count" in row
+        row["back_off/returns_count"]
+        for row in metrics(tmp_path / "runs/run")
+        if "back_off/returns_count" in row
     ]
     assert counts == [1, 2]
 
@@ -437,7 +551,9 @@ def test_the_last_stage_has_the_steps_that_a_gate_has_saved():
         given(replace(WARM, steps=5, until="m > 0"), replace(LAST, steps=5, lr="linear:1,0"))
     )
     advanced(stage_schedule, 1.0, metric="m")
-    assert stage_schedule.step_params(1).lr == 1.0 and stage_schedule.step_params(9).lr == pytest.approx(1 / 9)
+    assert stage_schedule.step_params(1).lr == 1.0 and stage_schedule.step_params(
+        9
+    ).lr == pytest.approx(1 / 9)
 
 
 def test_the_critic_is_alone_in_its_first_steps_with_rewards_however_the_plan_is_written():
@@ -447,7 +563,10 @@ def test_the_critic_is_alone_in_its_first_steps_with_rewards_however_the_plan_is
         replace(GIVEN, stage=Stage(rl_coef="steps:0,3=1", sup_coef="steps:1,3=0")),
     )
     for plan in plans:
-        stage_schedule, alone = StageSchedule(replace(plan, objective=PRESETS["ppo"], critic=critic)), []
+        stage_schedule, alone = (
+            StageSchedule(replace(plan, objective=PRESETS["ppo"], critic=critic)),
+            [],
+        )
         for step in range(7):
             step_params = stage_schedule.step_params(step)
             alone.append(step_params.is_critic_alone)
@@ -458,7 +577,9 @@ def test_the_critic_is_alone_in_its_first_steps_with_rewards_however_the_plan_is
 
 def test_a_gate_sees_times_and_what_is_said_of_a_watched_reference(tmp_path, caplog):
     stages = (Stage(steps=2, kl_coef=0.1, until="reference/distance_frac > 0"), Stage(kl_coef=0.1))
-    config = tiny.config(tmp_path, steps=4, evaluation__every=1, stages=stages, reference__kind="mixed")
+    config = tiny.config(
+        tmp_path, steps=4, evaluation__every=1, stages=stages, reference__kind="mixed"
+    )
     config = replace(config, reference=replace(config.reference, update_every=4))
     rows = [row for row in metrics(api.start(config).folder) if "stage/number" in row]
     assert [row["stage/number"] for row in rows] == [1, 2, 2, 2]
@@ -469,7 +590,9 @@ def test_a_gate_sees_times_and_what_is_said_of_a_watched_reference(tmp_path, cap
 
 
 def test_a_ramp_rises_to_the_coefficient_of_the_stage_after_it():
-    stages = parse_config("train", ["arithmetic", "--stages", "ramp:5,full", "--stage.rl-coef", "0.5"]).stages
+    stages = parse_config(
+        "train", ["arithmetic", "--stages", "ramp:5,full", "--stage.rl-coef", "0.5"]
+    ).stages
     assert [stage.rl_coef for stage in stages] == ["linear:0,0.5", 0.5]
 
 
@@ -490,9 +613,20 @@ FLAT = replace(WARM, steps=20, until="m flat 2 by 0.05")
         ([1.0, 1.0], None),
         ([3.0, 1.0, 2.9], 3),
     ],
-    ids=["rose", "no more than by", "a little more", "after a rise", "falls", "a late rise", "too few", "below a best"],
+    ids=[
+        "rose",
+        "no more than by",
+        "a little more",
+        "after a rise",
+        "falls",
+        "a late rise",
+        "too few",
+        "below a best",
+    ],
 )
-def test_a_flat_gate_opens_when_the_last_values_are_no_higher_than_the_best_before_them(values, opens_at):
+def test_a_flat_gate_opens_when_the_last_values_are_no_higher_than_the_best_before_them(
+    values, opens_at
+):
     stage_schedule = StageSchedule(given(FLAT, LAST))
     names = advanced(stage_schedule, *values, metric="m")
     assert names.index("last") + 1 == opens_at if opens_at else "last" not in names
@@ -541,16 +675,21 @@ def test_a_flat_gate_goes_on_where_it_was():
 
 
 @pytest.mark.parametrize(
-    "until", ["eval/psnr flat 0", "flat x", "m flat", "m flat 2 by -1", "m flat 2 by x", "m flat 1.5"]
+    "until",
+    ["eval/psnr flat 0", "flat x", "m flat", "m flat 2 by -1", "m flat 2 by x", "m flat 1.5"],
 )
 def test_a_flat_gate_that_is_not_understood_is_refused(until):
-    with pytest.raises(GruppoError, match=r"stages\.0\.until=.* is not understood; .*'eval/psnr flat 3'"):
+    with pytest.raises(
+        GruppoError, match=r"stages\.0\.until=.* is not understood; .*'eval/psnr flat 3'"
+    ):
         checks.check(given(replace(WARM, until=until), LAST))
 
 
 def test_a_flat_gate_on_an_evaluation_needs_one():
     with pytest.raises(GruppoError, match="waits for an evaluation"):
-        checks.check(given(replace(WARM, until="eval/x flat 3"), LAST, evaluation=EvaluationConfig()))
+        checks.check(
+            given(replace(WARM, until="eval/x flat 3"), LAST, evaluation=EvaluationConfig())
+        )
 
 
 def test_a_run_waits_until_its_evaluation_is_flat_and_is_resumed_to_the_bit(tmp_path):
@@ -558,7 +697,14 @@ def test_a_run_waits_until_its_evaluation_is_flat_and_is_resumed_to_the_bit(tmp_
     flat = Stage(name="flat", steps=5, until="eval/digits flat 2 by 0", lr=0.0)
     changes = {"stages": (flat, Stage(name="rest")), "steps": 6, "evaluation__every": 1}
     path = api.start(tiny.config(tmp_path, **changes)).folder
-    assert [row["stage/number"] for row in metrics(path) if "stage/number" in row] == [1, 1, 2, 2, 2, 2]
+    assert [row["stage/number"] for row in metrics(path) if "stage/number" in row] == [
+        1,
+        1,
+        2,
+        2,
+        2,
+        2,
+    ]
     config = tiny.config(tmp_path, **changes, runs_dir=str(tmp_path / "other"))
     reward = Signalling(4)  # the evaluation at step 0, a step, its evaluation, a step
     reward.__name__ = "digits"
@@ -588,12 +734,17 @@ def test_a_weight_decay_below_0_is_refused():
 
 
 def test_a_new_reference_that_nothing_is_measured_against_is_refused():
-    with pytest.raises(GruppoError, match=r"stages\.1\.new_reference was set, but no stage's kl_coef is above 0"):
+    with pytest.raises(
+        GruppoError, match=r"stages\.1\.new_reference was set, but no stage's kl_coef is above 0"
+    ):
         checks.check(given(replace(WARM, kl_coef=0.0), replace(LAST, new_reference=True)))
 
 
 RENEWED = {
-    "stages": (Stage(name="first", steps=2, kl_coef=0.1), Stage(name="second", kl_coef=0.1, new_reference=True)),
+    "stages": (
+        Stage(name="first", steps=2, kl_coef=0.1),
+        Stage(name="second", kl_coef=0.1, new_reference=True),
+    ),
     "steps": 5,
     "evaluation__prompts": 2,
     "evaluation__every": 0,
@@ -620,4 +771,6 @@ def test_the_reference_of_an_adapter_is_renewed_and_resumed_to_the_bit(tmp_path)
     other = api.start(tmp_path / "other/run").folder
     assert metrics(other) == metrics(path)
     for name in ("model", "optimizer", "reference"):
-        assert tensors(newest(other) / f"{name}.safetensors") == tensors(newest(path) / f"{name}.safetensors"), name
+        assert tensors(newest(other) / f"{name}.safetensors") == tensors(
+            newest(path) / f"{name}.safetensors"
+        ), name

@@ -58,7 +58,8 @@ def step_by_hand(run: Run, collected: Any) -> torch.Tensor:
     rollouts, rewards = collected.batch.rollouts, collected.batch.rewards.double()
     module = from_pretrained(tiny.model(), compute="float32").module.double()
     usable = [
-        bool(rewards[row].isfinite()) and not (run.config.objective.mask_truncated and rollouts.finish[row] == "length")
+        bool(rewards[row].isfinite())
+        and not (run.config.objective.mask_truncated and rollouts.finish[row] == "length")
         for row in range(len(rollouts))
     ]
     losses = []
@@ -67,7 +68,11 @@ def step_by_hand(run: Run, collected: Any) -> torch.Tensor:
             continue
         group = rewards[rollouts.group_ids == rollouts.group_ids[row]]
         group = group[group.isfinite()]
-        advantage = (rewards[row] - group.mean()) / (group.std() + 1e-4) if len(group) > 1 and group.std() > 0 else 0.0
+        advantage = (
+            (rewards[row] - group.mean()) / (group.std() + 1e-4)
+            if len(group) > 1 and group.std() > 0
+            else 0.0
+        )
         prompt = rollouts.shared["prompt_ids"][int(rollouts.group_ids[row])]
         actions = rollouts.actions[row, : int(rollouts.lengths[row])]
         logits = module(torch.cat([prompt, actions])[None]).logits[0, len(prompt) - 1 : -1]
@@ -82,7 +87,9 @@ def step_by_hand(run: Run, collected: Any) -> torch.Tensor:
 @pytest.mark.silent_bug(13)
 @pytest.mark.silent_bug(22)
 @pytest.mark.parametrize("reward", [tiny.digits, none_for_even])
-@pytest.mark.parametrize("mask_truncated", [False, pytest.param(True, marks=pytest.mark.silent_bug(15))])
+@pytest.mark.parametrize(
+    "mask_truncated", [False, pytest.param(True, marks=pytest.mark.silent_bug(15))]
+)
 def test_a_step_is_the_step_computed_by_hand(tmp_path, reward, mask_truncated):
     run = run_in(
         tmp_path,
@@ -111,7 +118,9 @@ def test_metrics_of_a_step_are_those_of_its_rows(tmp_path):
     assert logged["reward/std"] == pytest.approx(float(scored.std(correction=0)), rel=1e-6)
     assert logged["reward/unscored_count"] == 4 and logged["progress/rollouts"] == 16
     spreads = [rewards[g : g + 4][rewards[g : g + 4].isfinite()].std() for g in range(0, 16, 4)]
-    assert logged["reward/std_within_group"] == pytest.approx(float(torch.stack(spreads).mean()), rel=1e-6)
+    assert logged["reward/std_within_group"] == pytest.approx(
+        float(torch.stack(spreads).mean()), rel=1e-6
+    )
     assert logged["len/mean_actions"] == pytest.approx(float(rollouts.lengths.double().mean()))
     assert logged["finish/truncated_frac"] == rollouts.finish.count("length") / 16
     assert logged["tokens"] == int(rollouts.lengths.sum())
@@ -135,10 +144,19 @@ def after_one_step(folder: Path, *, layout: str = "stream", **changes: Any) -> t
 @pytest.mark.silent_bug(11)
 @pytest.mark.parametrize(
     ("preset", "prompts", "size"),
-    [*((preset, 3, 3) for preset in ("dr_grpo", "dapo", "reinforce_pp", "ppo")), ("grpo", 1, 5), ("gspo", 4, 2)],
+    [
+        *((preset, 3, 3) for preset in ("dr_grpo", "dapo", "reinforce_pp", "ppo")),
+        ("grpo", 1, 5),
+        ("gspo", 4, 2),
+    ],
 )
 def test_token_budget_and_layout_do_not_change_the_step(tmp_path, preset, prompts, size):
-    sizes = {"rollout__prompts": prompts, "rollout__group_size": size, "objective": preset, "stage__kl_coef": 0.1}
+    sizes = {
+        "rollout__prompts": prompts,
+        "rollout__group_size": size,
+        "objective": preset,
+        "stage__kl_coef": 0.1,
+    }
     expected = after_one_step(tmp_path, **sizes)
     for budget, layout in ((1, "stream"), (50, "packed"), (120, "padded")):
         got = after_one_step(tmp_path, layout=layout, optim__token_budget=budget, **sizes)
@@ -147,7 +165,12 @@ def test_token_budget_and_layout_do_not_change_the_step(tmp_path, preset, prompt
 
 @pytest.mark.silent_bug(11)
 def test_token_budget_does_not_change_several_updates_of_a_batch(tmp_path):
-    several = {"optim__epochs": 2, "optim__minibatches": 3, "stage__kl_coef": 0.1, "rollout__group_size": 5}
+    several = {
+        "optim__epochs": 2,
+        "optim__minibatches": 3,
+        "stage__kl_coef": 0.1,
+        "rollout__group_size": 5,
+    }
     expected = after_one_step(tmp_path, **several)
     for budget in (1, 70):
         got = after_one_step(tmp_path, optim__token_budget=budget, **several)
@@ -155,7 +178,9 @@ def test_token_budget_does_not_change_several_updates_of_a_batch(tmp_path):
 
 
 @pytest.mark.parametrize(("prompts", "size", "count"), [(1, 5, 2), (3, 3, 4), (2, 3, 6)])
-def test_minibatches_of_an_epoch_hold_each_row_once_in_an_order_of_their_own(tmp_path, prompts, size, count):
+def test_minibatches_of_an_epoch_hold_each_row_once_in_an_order_of_their_own(
+    tmp_path, prompts, size, count
+):
     run = run_in(
         tmp_path,
         rollout__prompts=prompts,
@@ -189,7 +214,9 @@ def test_the_ratio_is_one_where_a_batch_is_used_once_and_moves_where_it_is_used_
 def test_the_first_update_of_several_has_a_ratio_of_exactly_one_in_bfloat16(tmp_path, entropy_coef):
     def first_group_alike(completions: Sequence[Any], **_: Any) -> list[float]:
         values = tiny.digits(completions)
-        return [1.0 if row < 8 else value for row, value in enumerate(values)]  # a group without a gradient
+        return [
+            1.0 if row < 8 else value for row, value in enumerate(values)
+        ]  # a group without a gradient
 
     run = run_in(
         tmp_path,
@@ -231,7 +258,9 @@ def test_the_reference_is_the_first_policy_and_stays_it(tmp_path):
         _, logged = step(run)
     assert logged["kl/ref_nats"] > 1e-3
     assert run.reference is not None and not run.reference.module.training
-    assert torch.equal(vector(run.reference.module), first) and not torch.equal(vector(run.policy.module), first)
+    assert torch.equal(vector(run.reference.module), first) and not torch.equal(
+        vector(run.policy.module), first
+    )
 
 
 # --- the seed ---------------------------------------------------------------------------------------------------------
@@ -239,13 +268,20 @@ def test_the_reference_is_the_first_policy_and_stays_it(tmp_path):
 
 @pytest.mark.silent_bug(34)
 def test_the_seed_determines_the_run_and_another_seed_differs(tmp_path):
-    changes = {"optim__epochs": 2, "optim__minibatches": 2, "reward": [tiny.reward("noisy")], "steps": 2}
+    changes = {
+        "optim__epochs": 2,
+        "optim__minibatches": 2,
+        "reward": [tiny.reward("noisy")],
+        "steps": 2,
+    }
     one, two, other = (
         api.start(tiny.config(tmp_path, name=name, seed=seed, **changes)).folder
         for name, seed in (("a", 3), ("b", 3), ("c", 4))
     )
     assert_same(one, two)
-    samples = [json.loads((run / "samples.jsonl").read_text().splitlines()[0]) for run in (one, other)]
+    samples = [
+        json.loads((run / "samples.jsonl").read_text().splitlines()[0]) for run in (one, other)
+    ]
     assert samples[0]["completion"] != samples[1]["completion"]
     assert (weights(one) - weights(other)).abs().max() > 1e-3
     assert metrics(one)[1]["reward/mean"] != metrics(other)[1]["reward/mean"]
@@ -257,8 +293,13 @@ def test_the_seed_also_determines_the_samples_of_the_same_prompt(tmp_path):
     data = tiny.write_rows(tmp_path / "one.jsonl", tiny.rows(1))
 
     def texts(seed: int) -> list[str]:
-        run = run_in(tmp_path, data=data, prompts__held_out_fraction=0.0, rollout__prompts=3, seed=seed)
-        return [tiny.said(output) for output in collect(run, step_params_at(run.config, 0)).batch.rollouts.completions]
+        run = run_in(
+            tmp_path, data=data, prompts__held_out_fraction=0.0, rollout__prompts=3, seed=seed
+        )
+        return [
+            tiny.said(output)
+            for output in collect(run, step_params_at(run.config, 0)).batch.rollouts.completions
+        ]
 
     assert texts(1) == texts(1)
     assert not set(texts(1)) & set(texts(2))
@@ -272,20 +313,33 @@ def no_e(completions: Sequence[Any], **_: Any) -> list[float]:
     """Raises on rows whose completion has an e, alone or in company."""
     if any("e" in tiny.said(completion) for completion in completions):
         raise RuntimeError("no e, please")
-    return [value + 1.0 for value in tiny.digits(completions)]  # a row scored 0 by accident would stand out
+    return [
+        value + 1.0 for value in tiny.digits(completions)
+    ]  # a row scored 0 by accident would stand out
 
 
 @pytest.mark.silent_bug(22)
-def test_a_reward_that_raises_on_some_rows_costs_those_rows_alone_and_never_scores_them_zero(tmp_path):
+def test_a_reward_that_raises_on_some_rows_costs_those_rows_alone_and_never_scores_them_zero(
+    tmp_path,
+):
     run = run_in(tmp_path, Parts(rewards=[no_e]), rollout__prompts=8, rollout__group_size=6)
     collected, _ = step(run)
-    rewards, texts = collected.batch.rewards, [tiny.said(output) for output in collected.batch.rollouts.completions]
+    rewards, texts = (
+        collected.batch.rewards,
+        [tiny.said(output) for output in collected.batch.rollouts.completions],
+    )
     has_e = torch.tensor(["e" in text for text in texts])
     assert 0 < int(has_e.sum()) < len(texts)
     assert torch.equal(rewards.isnan(), has_e)
     assert (rewards[~has_e] >= 1).all()
-    assert (collected.batch.advantages[has_e] == 0).all() and not collected.batch.loss_mask[has_e].any()
-    assert collected.metrics["reward/exception_count"] == int(has_e.sum()) == collected.metrics["reward/unscored_count"]
+    assert (collected.batch.advantages[has_e] == 0).all() and not collected.batch.loss_mask[
+        has_e
+    ].any()
+    assert (
+        collected.metrics["reward/exception_count"]
+        == int(has_e.sum())
+        == collected.metrics["reward/unscored_count"]
+    )
 
 
 def test_failed_rows_and_logged_columns_are_kept_with_the_samples(tmp_path):
@@ -304,7 +358,9 @@ def test_failed_rows_and_logged_columns_are_kept_with_the_samples(tmp_path):
         [failure] = row["failures"]
         assert failure["kind"] == "exception" and "no e, please" in failure["message"]
     shown = [row for row in rows if "failures" not in row]
-    assert shown and all(row["extra"]["length"] in (None, len(tiny.said(row["completion"]))) for row in shown)
+    assert shown and all(
+        row["extra"]["length"] in (None, len(tiny.said(row["completion"]))) for row in shown
+    )
     assert any(row["extra"]["length"] is not None for row in shown)
 
 
@@ -320,13 +376,17 @@ def test_a_run_goes_on_through_rewards_that_raise_and_a_step_without_any_score(t
             raise OSError("the judge is away")
         return tiny.digits(completions)
 
-    run = api.start(tiny.config(tmp_path, **SMOOTH, saving__every=1, saving__keep=9), Parts(rewards=[reward])).folder
+    run = api.start(
+        tiny.config(tmp_path, **SMOOTH, saving__every=1, saving__keep=9), Parts(rewards=[reward])
+    ).folder
     logged = {row["step"]: row for row in metrics(run)}
     assert sorted(logged) == [1, 2, 3, 4, 5, 6]
     assert [logged[n]["reward/unscored_count"] for n in (2, 3, 4, 5)] == [0, 12, 12, 0]
     assert logged[3]["reward/exception_count"] == 0 and logged[4]["reward/exception_count"] == 12
     assert logged[3]["reward/mean"] is None and logged[3]["ratio/max"] is None
-    kept = [(run / f"checkpoints/step_{n:06d}/model.safetensors").read_bytes() for n in (1, 2, 3, 4, 5)]
+    kept = [
+        (run / f"checkpoints/step_{n:06d}/model.safetensors").read_bytes() for n in (1, 2, 3, 4, 5)
+    ]
     assert kept[1] == kept[2] == kept[3] and kept[0] != kept[1] and kept[3] != kept[4]
 
 
@@ -342,18 +402,25 @@ def test_rewards_are_told_the_step_and_the_epoch(tmp_path):
 @pytest.mark.silent_bug(20)
 @pytest.mark.parametrize("preset", ["grpo", "dr_grpo", "dapo", "rloo", "reinforce"])
 def test_constant_rewards_leave_the_weights_to_the_bit(tmp_path, preset):
-    run = run_in(tmp_path, Parts(rewards=[lambda completions: [0.35] * len(completions)]), objective=preset)
+    run = run_in(
+        tmp_path, Parts(rewards=[lambda completions: [0.35] * len(completions)]), objective=preset
+    )
     before = vector(run.policy.module)
     for _ in range(2):
         collected, learned = step(run)
     assert torch.equal(vector(run.policy.module), before)
     assert (collected.batch.advantages == 0).all()
-    assert collected.metrics["group/zero_spread_frac"] == 1.0 and collected.metrics["reward/std_within_group"] == 0
+    assert (
+        collected.metrics["group/zero_spread_frac"] == 1.0
+        and collected.metrics["reward/std_within_group"] == 0
+    )
     assert learned["loss/policy"] == 0.0
 
 
 @pytest.mark.silent_bug(20)
-def test_an_update_in_which_no_row_has_a_gradient_is_no_step_for_momentum_and_decay_either(tmp_path):
+def test_an_update_in_which_no_row_has_a_gradient_is_no_step_for_momentum_and_decay_either(
+    tmp_path,
+):
     values = iter([None, 1.0])
 
     def reward(completions: Sequence[Any], **_: Any) -> list[float]:
@@ -362,7 +429,10 @@ def test_an_update_in_which_no_row_has_a_gradient_is_no_step_for_momentum_and_de
 
     run = run_in(tmp_path, Parts(rewards=[reward]), optim__weight_decay=0.5)
     step(run)
-    before, moments = vector(run.policy.module), run.optimizer.state_dict()["state"][0]["exp_avg"].clone()
+    before, moments = (
+        vector(run.policy.module),
+        run.optimizer.state_dict()["state"][0]["exp_avg"].clone(),
+    )
     assert moments.abs().max() > 0
     step(run)
     assert torch.equal(vector(run.policy.module), before)
@@ -371,10 +441,16 @@ def test_an_update_in_which_no_row_has_a_gradient_is_no_step_for_momentum_and_de
 
 @pytest.mark.parametrize("name", ["raises", "nothing", "too_many"])
 def test_a_reward_that_never_scores_ends_the_run_at_its_first_step(tmp_path, name):
-    with pytest.raises(DataError, match=r"step 0: the reward scored none of 12 completions.*Fix the reward") as error:
+    with pytest.raises(
+        DataError, match=r"step 0: the reward scored none of 12 completions.*Fix the reward"
+    ) as error:
         api.start(tiny.config(tmp_path, reward=[tiny.reward(name)], evaluation__prompts=0))
     assert error.value.exit_code == 3
-    expected = {"raises": "ValueError: boom", "nothing": "every reward was None", "too_many": "rewards for"}[name]
+    expected = {
+        "raises": "ValueError: boom",
+        "nothing": "every reward was None",
+        "too_many": "rewards for",
+    }[name]
     assert expected in str(error.value)
 
 
@@ -403,7 +479,9 @@ def poison(module: nn.Module) -> None:
 def test_a_model_of_nan_is_a_numerical_stop(tmp_path):
     policy = from_pretrained(tiny.model(), compute="float32")
     poison(policy.module)
-    with pytest.raises(NumericalStop, match="every rollout ended in logits that are not finite") as error:
+    with pytest.raises(
+        NumericalStop, match="every rollout ended in logits that are not finite"
+    ) as error:
         api.start(tiny.config(tmp_path), Parts(model=policy))
     assert error.value.exit_code == 4
     evaluations = (tmp_path / "runs/run/evaluations.json").read_text()
@@ -419,12 +497,16 @@ def test_weights_that_turn_to_nan_never_replace_the_last_good_save(tmp_path):
         return tiny.digits(completions)
 
     with pytest.raises(NumericalStop):
-        api.start(tiny.config(tmp_path, **SMOOTH, saving__every=3), Parts(model=policy, rewards=[reward]))
+        api.start(
+            tiny.config(tmp_path, **SMOOTH, saving__every=3), Parts(model=policy, rewards=[reward])
+        )
     run = tmp_path / "runs/run"
     assert newest(run).name == "step_000003"
     from safetensors.torch import load_file
 
-    assert all(tensor.isfinite().all() for tensor in load_file(newest(run) / "model.safetensors").values())
+    assert all(
+        tensor.isfinite().all() for tensor in load_file(newest(run) / "model.safetensors").values()
+    )
 
 
 class Breaks:

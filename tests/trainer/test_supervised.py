@@ -65,7 +65,11 @@ def nll_by_hand(module: Any, rollouts: Any) -> torch.Tensor:
     losses = []
     for row in range(len(rollouts)):
         ids, start = by_hand.tokens(rollouts, row)
-        losses.append(torch.nn.functional.cross_entropy(module(ids[None]).logits[0, start - 1 : -1], ids[start:]))
+        losses.append(
+            torch.nn.functional.cross_entropy(
+                module(ids[None]).logits[0, start - 1 : -1], ids[start:]
+            )
+        )
     counts = rollouts.lengths.double()
     return (torch.stack(losses) * counts).sum() / counts.sum()
 
@@ -85,10 +89,15 @@ def test_a_supervised_step_is_the_step_computed_by_hand(tmp_path):
     optim = run.config.optim
     by_hand.limited(list(module.parameters()), optim.max_grad_norm)
     by_hand.AdamW(list(module.parameters()), optim.lr, optim).step()
-    torch.testing.assert_close(vector(run.policy.module).double(), vector(module), rtol=0, atol=2e-7)
+    torch.testing.assert_close(
+        vector(run.policy.module).double(), vector(module), rtol=0, atol=2e-7
+    )
     expected = pytest.approx(float(loss.detach()), rel=1e-5)
     assert logged["sup/loss_nats"] == expected and logged["loss/sup"] == expected
-    assert logged["sup/tokens_count"] == int(demos.lengths.sum()) and logged["update/updates_count"] == 1
+    assert (
+        logged["sup/tokens_count"] == int(demos.lengths.sum())
+        and logged["update/updates_count"] == 1
+    )
 
 
 @pytest.mark.silent_bug(13)
@@ -160,10 +169,15 @@ def test_minibatches_of_an_epoch_hold_each_demonstration_once(tmp_path, count):
     parts = [part.demos for part in minibatches(run, batch)]
     assert len(parts) == 2 * count
     for epoch in (parts[:count], parts[count:]):
-        assert sorted(prompt.draw for part in epoch for prompt in part.prompts) == sampled == list(range(5))
+        assert (
+            sorted(prompt.draw for part in epoch for prompt in part.prompts)
+            == sampled
+            == list(range(5))
+        )
         assert max(map(len, epoch)) - min(map(len, epoch)) <= 1
     first, second = (
-        [prompt.draw for part in epoch for prompt in part.prompts] for epoch in (parts[:count], parts[count:])
+        [prompt.draw for part in epoch for prompt in part.prompts]
+        for epoch in (parts[:count], parts[count:])
     )
     assert count == 1 or first != second
     logged = learn(run, batch, step_params)
@@ -185,8 +199,16 @@ def test_rows_and_demonstrations_are_cut_side_by_side(tmp_path):
 @pytest.mark.parametrize("minibatches_", [1, 4])
 def test_two_ranks_give_the_weights_and_metrics_of_one(tmp_path, minibatches_):
     """Five demonstrations on two ranks; of four minibatches one rank has none in some."""
-    plan = [{"name": "sup", "steps": 1, "rl_coef": 0.0, "sup_coef": 1.0}, {"name": "both", "sup_coef": 0.5}]
-    changes = {"stages": plan, "supervised__batch": 5, "optim__minibatches": minibatches_, "rollout__prompts": 3}
+    plan = [
+        {"name": "sup", "steps": 1, "rl_coef": 0.0, "sup_coef": 1.0},
+        {"name": "both", "sup_coef": 0.5},
+    ]
+    changes = {
+        "stages": plan,
+        "supervised__batch": 5,
+        "optim__minibatches": minibatches_,
+        "rollout__prompts": 3,
+    }
     one, two, _, _ = both(tmp_path, 2, **changes)
     start = torch.cat([t.flatten().double() for t in first_weights()])
     assert (weights(one) - start).abs().max() > 1e-2
@@ -244,7 +266,9 @@ def test_the_rollouts_prompts_are_those_of_a_run_without_demonstrations(tmp_path
 def test_held_out_prompts_are_never_demonstrated(tmp_path):
     run = run_in(tmp_path, **ALONE)
     held_out = {prompt.inputs[0]["content"] for prompt in run.source.held_out(100)}
-    shown = {prompt.inputs[0]["content"] for _ in range(20) for prompt in batch_of(run)[0].demos.prompts}
+    shown = {
+        prompt.inputs[0]["content"] for _ in range(20) for prompt in batch_of(run)[0].demos.prompts
+    }
     assert len(held_out) > 2 and len(shown) > 10 and not held_out & shown
 
 
@@ -255,7 +279,9 @@ def test_the_critic_alone_has_no_demonstrations_beside_it(tmp_path):
     assert batch_of(run)[0].demos is not None
 
 
-@pytest.mark.parametrize("several", [{}, {"optim__epochs": 2, "optim__minibatches": 2, "optim__stop_kl": 0.1}])
+@pytest.mark.parametrize(
+    "several", [{}, {"optim__epochs": 2, "optim__minibatches": 2, "optim__stop_kl": 0.1}]
+)
 def test_a_step_whose_coefficients_are_all_zero_learns_nothing(tmp_path, several):
     run = run_in(tmp_path, stage__rl_coef="linear:0,1", stage__kl_coef=0.0, **several)
     before = vector(run.policy.module)
@@ -270,7 +296,13 @@ def test_a_step_whose_coefficients_are_all_zero_learns_nothing(tmp_path, several
 @pytest.mark.silent_bug(33)
 @pytest.mark.parametrize("stop", [1, 3])
 def test_a_run_that_is_continued_within_a_stage_is_the_run_that_was_not_stopped(tmp_path, stop):
-    changes = {"stages": PLAN, "supervised__batch": 5, "saving__every": 1, "saving__keep": 9, "steps": 6}
+    changes = {
+        "stages": PLAN,
+        "supervised__batch": 5,
+        "saving__every": 1,
+        "saving__keep": 9,
+        "steps": 6,
+    }
     config = tiny.config(tmp_path, **changes)
     whole = api.start(config).folder
     rows = metrics(whole)
@@ -289,7 +321,9 @@ def test_a_run_that_is_continued_within_a_stage_is_the_run_that_was_not_stopped(
 def test_a_critic_rests_while_demonstrations_teach_alone(tmp_path, kind):
     """It and its moments are what they were until there is something to predict; ranks share no gradient of it."""
     plan = [PLAN[0], {"name": "full", "kl_coef": 0.01}]
-    config = tiny.config(tmp_path, objective="ppo", critic__kind=kind, stages=plan, steps=3, supervised__batch=5)
+    config = tiny.config(
+        tmp_path, objective="ppo", critic__kind=kind, stages=plan, steps=3, supervised__batch=5
+    )
     run = build(config, Parts())[0]
     head = copy.deepcopy(list(run.critic.module.parameters()))
     critics = set(run.critic.module.parameters())
@@ -301,7 +335,9 @@ def test_a_critic_rests_while_demonstrations_teach_alone(tmp_path, kind):
         collected = collect(run, run.stage_schedule.step_params(run.state.step))
         learn(run, collected.batch, run.stage_schedule.step_params(run.state.step))
         run.state.step += 1
-    assert all(torch.equal(was, now) for was, now in zip(head, run.critic.module.parameters(), strict=True))
+    assert all(
+        torch.equal(was, now) for was, now in zip(head, run.critic.module.parameters(), strict=True)
+    )
     assert not any(parameter in run.optimizer.state for parameter in run.critic.module.parameters())
     rows = metrics(api.start(config).folder)
     assert ["value/mean" in row for row in rows if "optim/lr" in row] == [False, False, True]
@@ -313,7 +349,9 @@ def test_rows_given_in_memory_are_demonstrated_and_the_manifest_says_which(tmp_p
     manifest = json.loads((result.folder / "manifest.json").read_text())
     assert manifest["demonstrations"]["fingerprint"] == manifest["data"]["fingerprint"] is not None
     other = tiny.write_rows(tmp_path / "other.jsonl", tiny.rows(7))
-    config = tiny.config(tmp_path, **ALONE, steps=1, evaluation__prompts=0, supervised__data=other, name="other")
+    config = tiny.config(
+        tmp_path, **ALONE, steps=1, evaluation__prompts=0, supervised__data=other, name="other"
+    )
     manifest = json.loads((gruppo.train(config, show=False).folder / "manifest.json").read_text())
     assert manifest["demonstrations"]["name"] == other
     assert manifest["demonstrations"]["fingerprint"] != manifest["data"]["fingerprint"]
@@ -321,14 +359,18 @@ def test_rows_given_in_memory_are_demonstrated_and_the_manifest_says_which(tmp_p
 
 def test_explain_shows_a_demonstration_as_its_tokens(tmp_path):
     lines = "\n".join(explain(tiny.config(tmp_path, **ALONE, supervised__template="={answer}")))
-    assert re.search(r"ONE REAL DEMONSTRATION\n  prompt .*\n  target      '=\d+<eos>'  \(\d+ tokens\)", lines)
+    assert re.search(
+        r"ONE REAL DEMONSTRATION\n  prompt .*\n  target      '=\d+<eos>'  \(\d+ tokens\)", lines
+    )
     assert "DEMONSTRATION" not in "\n".join(explain(tiny.config(tmp_path)))
 
 
 def test_the_console_names_the_stage_and_shows_the_loss_where_there_is_no_reward(tmp_path):
     def shown(stages: list[str], metrics: dict[str, float], *, is_terminal: bool = False) -> str:
         file = io.StringIO()
-        console = Console(file=file, width=100, height=50, force_terminal=is_terminal, color_system=None)
+        console = Console(
+            file=file, width=100, height=50, force_terminal=is_terminal, color_system=None
+        )
         tracker = ConsoleTracker(6, console=console, title="mine", stages=stages)
         tracker.log(1, metrics)
         tracker.close()
@@ -340,10 +382,15 @@ def test_the_console_names_the_stage_and_shows_the_loss_where_there_is_no_reward
 
     first = {"stage/number": 1.0, "sup/loss_nats": 1.25, "time/step_s": 2.0}
     assert shown(["warm", "full"], first) == "step 1/6  warm  sup 1.25  2 s\n"
-    assert shown(["warm", "full"], {"stage/number": 2.0, "reward/mean": 0.5}) == "step 1/6  full  reward 0.5\n"
+    assert (
+        shown(["warm", "full"], {"stage/number": 2.0, "reward/mean": 0.5})
+        == "step 1/6  full  reward 0.5\n"
+    )
     assert shown(["all"], {"reward/mean": 0.5}) == "step 1/6  reward 0.5\n"
     screen = shown(["warm", "full"], first, is_terminal=True).splitlines()
-    assert "step 1/6  mine  warm" in screen[0] and any("demo loss, nats" in line and "1.25" in line for line in screen)
+    assert "step 1/6  mine  warm" in screen[0] and any(
+        "demo loss, nats" in line and "1.25" in line for line in screen
+    )
 
 
 # --- what to answer ---------------------------------------------------------------------------------------------------
@@ -369,20 +416,35 @@ def test_what_to_answer_is_a_column_or_a_text_around_columns(supervised, target)
 
 
 def test_a_template_is_not_filled_with_what_is_no_text():
-    with pytest.raises(GruppoError, match=r"stands around texts and numbers, and the column 'target' holds \[\{'role'"):
-        Answers(SupervisedConfig(template="{target}!")).given(Prompt("p", "1", [{"role": "assistant", "content": "2"}]))
+    with pytest.raises(
+        GruppoError,
+        match=r"stands around texts and numbers, and the column 'target' holds \[\{'role'",
+    ):
+        Answers(SupervisedConfig(template="{target}!")).given(
+            Prompt("p", "1", [{"role": "assistant", "content": "2"}])
+        )
 
 
 def test_answer_means_the_target_where_no_column_is_called_that():
-    assert Answers(SupervisedConfig(template="={answer}")).given(Prompt("p", "1", "7", {"gold": 1})).target == "=7"
+    assert (
+        Answers(SupervisedConfig(template="={answer}"))
+        .given(Prompt("p", "1", "7", {"gold": 1}))
+        .target
+        == "=7"
+    )
 
 
 def rows_with(answers: list[Any]) -> list[dict[str, Any]]:
-    return [row | {"answer": answer} for row, answer in zip(tiny.rows(len(answers)), answers, strict=True)]
+    return [
+        row | {"answer": answer}
+        for row, answer in zip(tiny.rows(len(answers)), answers, strict=True)
+    ]
 
 
 def test_what_cannot_be_learned_from_is_skipped_and_counted(tmp_path, caplog):
-    data = tiny.write_rows(tmp_path / "gaps.jsonl", rows_with([str(n) if n % 3 else None for n in range(24)]))
+    data = tiny.write_rows(
+        tmp_path / "gaps.jsonl", rows_with([str(n) if n % 3 else None for n in range(24)])
+    )
     run = run_in(tmp_path, **ALONE, data=data, prompts__held_out_fraction=0.0)
     with caplog.at_level(logging.WARNING):
         collected, _ = step(run)
@@ -395,16 +457,21 @@ def test_what_cannot_be_learned_from_is_skipped_and_counted(tmp_path, caplog):
 def test_data_that_run_out_of_answers_end_the_run_with_the_reason(tmp_path):
     run = run_in(tmp_path, **ALONE)
     run.policy.check_demonstration = lambda prompt: f"{prompt.id} is bad"
-    with pytest.raises(DataError, match=r"100 demonstrations in a row cannot be learned from; the last: .* is bad"):
+    with pytest.raises(
+        DataError, match=r"100 demonstrations in a row cannot be learned from; the last: .* is bad"
+    ):
         step(run)
 
 
 def test_demonstrations_may_come_from_data_of_their_own(tmp_path):
-    other = tiny.write_rows(tmp_path / "other.jsonl", [{"prompt": f"say {n}", "label": f"{n}!"} for n in range(9)])
+    other = tiny.write_rows(
+        tmp_path / "other.jsonl", [{"prompt": f"say {n}", "label": f"{n}!"} for n in range(9)]
+    )
     run = run_in(tmp_path, **ALONE, supervised__data=other)
     demos = batch_of(run)[0].demos
     assert all(
-        result == f"{prompt.inputs[4:]}!" for result, prompt in zip(demos.completions, demos.prompts, strict=True)
+        result == f"{prompt.inputs[4:]}!"
+        for result, prompt in zip(demos.completions, demos.prompts, strict=True)
     )
 
 
@@ -421,9 +488,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         ALONE | {"supervised__template": "<{nummer}>"},
         r"supervised.template names 'nummer', .*the nearest is 'number'. Set supervised__template",
     ),
-    "a brace that is not closed": (ALONE | {"supervised__template": "<{answer>"}, r"is not understood .*in braces, as"),
-    "a brace without a name": (ALONE | {"supervised__template": "<{}>"}, r"a brace without a column's name"),
-    "a format that does not fit": (ALONE | {"supervised__template": "{answer:.2f}"}, r"does not fit"),
+    "a brace that is not closed": (
+        ALONE | {"supervised__template": "<{answer>"},
+        r"is not understood .*in braces, as",
+    ),
+    "a brace without a name": (
+        ALONE | {"supervised__template": "<{}>"},
+        r"a brace without a column's name",
+    ),
+    "a format that does not fit": (
+        ALONE | {"supervised__template": "{answer:.2f}"},
+        r"does not fit",
+    ),
     "a template and a column": (
         ALONE | {"supervised__template": "{answer}", "supervised__column": "answer"},
         r"names its columns itself.*Leave one of them out",
@@ -447,22 +523,32 @@ def test_what_cannot_be_demonstrated_is_refused_before_anything_is_written(tmp_p
 def test_data_without_targets_are_refused(tmp_path):
     data = tiny.write_rows(tmp_path / "bare.jsonl", [{"prompt": f"say {n}"} for n in range(9)])
     with pytest.raises(
-        GruppoError, match=r"have no target to learn from; their columns are 'prompt'. Set supervised__"
+        GruppoError,
+        match=r"have no target to learn from; their columns are 'prompt'. Set supervised__",
     ):
         gruppo.train(tiny.config(tmp_path, **ALONE, data=data), show=False)
-    empty = tiny.write_rows(tmp_path / "empty.jsonl", [{"prompt": f"say {n}", "answer": ""} for n in range(9)])
-    with pytest.raises(DataError, match=r"none of the first 8 demonstrations can be learned from: prompt .* it is ''"):
+    empty = tiny.write_rows(
+        tmp_path / "empty.jsonl", [{"prompt": f"say {n}", "answer": ""} for n in range(9)]
+    )
+    with pytest.raises(
+        DataError,
+        match=r"none of the first 8 demonstrations can be learned from: prompt .* it is ''",
+    ):
         gruppo.train(tiny.config(tmp_path, **ALONE, data=empty), show=False)
 
 
 def test_a_source_of_ones_own_cannot_be_drawn_from_twice(tmp_path):
     run = run_in(tmp_path)
-    with pytest.raises(GruppoError, match=r"an object with a stream of its own.*Set supervised__data"):
+    with pytest.raises(
+        GruppoError, match=r"an object with a stream of its own.*Set supervised__data"
+    ):
         gruppo.train(tiny.config(tmp_path, **ALONE), data=run.source, show=False)
 
 
 def test_stages_typed_without_supervised_ones_leave_a_recipes_demonstrations_behind(tmp_path):
     config = parse_config("train", ["arithmetic-format", "--stages", "full"])
-    assert config.supervised == SupervisedConfig() and [stage.sup_coef for stage in config.plan] == [0.0]
+    assert config.supervised == SupervisedConfig() and [
+        stage.sup_coef for stage in config.plan
+    ] == [0.0]
     config = parse_config("train", ["arithmetic-format", "--stages", "supervised:3,full"])
     assert config.supervised.template == " <answer>{target}</answer>"

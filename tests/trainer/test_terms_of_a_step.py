@@ -28,7 +28,9 @@ def test_where_nothing_but_the_kl_pulls_the_policy_comes_nearer_to_its_reference
     run = run_in(tmp_path, ALIKE, stage__kl_coef=1.0, rollout__group_size=16)
     with torch.no_grad():
         for n, parameter in enumerate(run.policy.module.parameters()):
-            parameter += 0.03 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(n))
+            parameter += 0.03 * torch.randn(
+                parameter.shape, generator=torch.Generator().manual_seed(n)
+            )
     logged = [step(run)[1]["kl/ref_nats"] for _ in range(4)]
     assert logged[0] > 1e-3 and logged[-1] < 0.9 * logged[0]
 
@@ -46,20 +48,28 @@ def test_an_update_is_made_at_the_rate_of_its_step_and_not_at_the_peak(tmp_path)
         step(run)
         return vector(run.policy.module)
 
-    warming, low, peak = after(optim__lr=0.04, optim__warmup_steps=4), after(optim__lr=0.01), after(optim__lr=0.04)
+    warming, low, peak = (
+        after(optim__lr=0.04, optim__warmup_steps=4),
+        after(optim__lr=0.01),
+        after(optim__lr=0.04),
+    )
     assert torch.equal(warming, low) and not torch.equal(low, peak)
 
 
 @pytest.mark.silent_bug(40)
 def test_a_frozen_parameter_stays_to_the_bit_and_is_not_handed_to_the_optimiser(tmp_path):
     policy = from_pretrained(tiny.model(), compute="float32")
-    frozen = dict(policy.module.named_parameters())["model.layers.0.mlp.up_proj.weight"].requires_grad_(False)
+    frozen = dict(policy.module.named_parameters())[
+        "model.layers.0.mlp.up_proj.weight"
+    ].requires_grad_(False)
     run = run_in(tmp_path, Parts(model=policy), optim__weight_decay=0.1)
     before, others = frozen.clone(), vector(run.policy.module)
     step(run)
     assert torch.equal(frozen, before) and frozen.grad is None and not frozen.requires_grad
     assert not torch.equal(vector(run.policy.module), others)
-    assert id(frozen) not in {id(p) for group in run.optimizer.param_groups for p in group["params"]}
+    assert id(frozen) not in {
+        id(p) for group in run.optimizer.param_groups for p in group["params"]
+    }
 
 
 @pytest.mark.silent_bug(9)
@@ -83,7 +93,9 @@ def test_rollouts_carry_the_count_of_publishes_before_them(tmp_path):
 
 @pytest.mark.silent_bug(8)
 @pytest.mark.silent_bug(41)
-def test_the_mismatch_is_the_mean_and_the_largest_distance_from_the_sampler_whatever_its_sign(tmp_path):
+def test_the_mismatch_is_the_mean_and_the_largest_distance_from_the_sampler_whatever_its_sign(
+    tmp_path,
+):
     run = run_in(tmp_path, rollout__group_size=6)
     step_params = step_params_at(run.config, 0)
     batch = collect(run, step_params).batch
@@ -101,16 +113,26 @@ def test_the_mismatch_is_the_mean_and_the_largest_distance_from_the_sampler_what
 
 @pytest.mark.silent_bug(41)
 def test_the_losses_of_a_step_are_means_over_its_updates_of_sums_over_their_micro_batches(tmp_path):
-    several = {"optim__epochs": 2, "optim__minibatches": 2, "optim__token_budget": 60, "stage__kl_coef": 0.1}
+    several = {
+        "optim__epochs": 2,
+        "optim__minibatches": 2,
+        "optim__token_budget": 60,
+        "stage__kl_coef": 0.1,
+    }
     run, other = (run_in(tmp_path, rollout__group_size=4, **several) for _ in range(2))
     step_params = step_params_at(run.config, 0)
     logged = learn(run, collect(run, step_params).batch, step_params)
     assert logged["update/micro_batches_count"] > 4
     for group in other.optimizer.param_groups:
         group["lr"] = step_params.critic_lr if group["is_critic"] else step_params.lr
-    updates = [update(other, part, step_params)[0] for part in minibatches(other, collect(other, step_params).batch)]
+    updates = [
+        update(other, part, step_params)[0]
+        for part in minibatches(other, collect(other, step_params).batch)
+    ]
     for name in ("loss/policy", "loss/kl"):
-        assert logged[name] == pytest.approx(sum(stats[name].sum for stats in updates) / 4, rel=1e-6)
+        assert logged[name] == pytest.approx(
+            sum(stats[name].sum for stats in updates) / 4, rel=1e-6
+        )
 
 
 @pytest.mark.silent_bug(41)
@@ -134,7 +156,11 @@ def test_the_constant_average_divides_by_the_longest_row_that_may_be(tmp_path):
     batch = collect(run, step_params).batch
     for length in (8, 16):
         run.optimizer.zero_grad(set_to_none=True)
-        backward(run, batch, replace(step_params, sampling=replace(step_params.sampling, max_actions=length)))
+        backward(
+            run,
+            batch,
+            replace(step_params, sampling=replace(step_params.sampling, max_actions=length)),
+        )
         found.append(torch.cat([p.grad.flatten() for p in run.parameters]))
     torch.testing.assert_close(found[1], 0.5 * found[0], rtol=1e-5, atol=1e-9)
     assert found[0].abs().max() > 1e-4

@@ -25,7 +25,11 @@ FRACTION = {"diffusion__steps": 6, "diffusion__train_fraction": 0.4, "rollout__p
 
 def of_steps(said: dict[str, float], name: str) -> dict[int, float]:
     """A metric by step."""
-    return {int(key.rpartition("/")[2]): value for key, value in said.items() if key.startswith(f"timestep/{name}/")}
+    return {
+        int(key.rpartition("/")[2]): value
+        for key, value in said.items()
+        if key.startswith(f"timestep/{name}/")
+    }
 
 
 @pytest.mark.silent_bug(41)
@@ -34,11 +38,19 @@ def test_steps_that_are_learned_from_are_counted_each_with_its_advantages(tmp_pa
     batch, logged = stepped(run)
     counts = batch.loss_mask.sum(dim=0).tolist()
     assert batch.loss_mask.sum() == 4 * 4 * 2 and len({*counts}) > 2, "groups differ in their steps"
-    assert of_steps(logged, "trained_count") == {step: count for step, count in enumerate(counts) if count}
+    assert of_steps(logged, "trained_count") == {
+        step: count for step, count in enumerate(counts) if count
+    }
     sizes = (batch.advantages.abs() * batch.loss_mask).sum(dim=0) / batch.loss_mask.sum(dim=0)
-    by_hand = {step: pytest.approx(float(sizes[step]), rel=1e-6) for step, count in enumerate(counts) if count}
+    by_hand = {
+        step: pytest.approx(float(sizes[step]), rel=1e-6)
+        for step, count in enumerate(counts)
+        if count
+    }
     assert of_steps(logged, "advantage_abs_mean") == by_hand
-    assert not any(of_steps(logged, "ratio_abs_nats").values()) and not of_steps(logged, "kl_ref_nats")
+    assert not any(of_steps(logged, "ratio_abs_nats").values()) and not of_steps(
+        logged, "kl_ref_nats"
+    )
 
 
 def test_ratios_of_steps_are_those_of_all_updates(tmp_path):
@@ -53,9 +65,13 @@ def test_ratios_of_steps_are_those_of_all_updates(tmp_path):
         )
     counts = batch.loss_mask.sum(dim=0)
     moved = (new - old).abs().where(batch.loss_mask, 0).sum(dim=0) / counts / 2
-    by_hand = {step: pytest.approx(float(moved[step]), rel=1e-5) for step in range(5) if counts[step]}
+    by_hand = {
+        step: pytest.approx(float(moved[step]), rel=1e-5) for step in range(5) if counts[step]
+    }
     assert of_steps(logged, "ratio_abs_nats") == by_hand and max(moved.nan_to_num()) > 1e-3
-    assert of_steps(logged, "trained_count") == {step: 2 * int(counts[step]) for step in range(5) if counts[step]}
+    assert of_steps(logged, "trained_count") == {
+        step: 2 * int(counts[step]) for step in range(5) if counts[step]
+    }
 
 
 @pytest.mark.silent_bug(41)
@@ -74,12 +90,19 @@ def test_the_spread_of_branches_is_told_of_the_step_at_which_they_part(tmp_path)
     run = built(tmp_path, diffusion__steps=4, diffusion__noise="branched", rollout__prompts=6)
     step_params = run.stage_schedule.step_params(0)
     collected = collect(run, step_params)
-    parts_at = [int(collected.rollouts.mask[collected.rollouts.group_ids == g][0].nonzero()) for g in range(6)]
-    spread = [float(collected.scores.rewards[collected.rollouts.group_ids == g].std()) for g in range(6)]
+    parts_at = [
+        int(collected.rollouts.mask[collected.rollouts.group_ids == g][0].nonzero())
+        for g in range(6)
+    ]
+    spread = [
+        float(collected.scores.rewards[collected.rollouts.group_ids == g].std()) for g in range(6)
+    ]
     assert len({*parts_at}) > 1
     by_hand = {
         step: pytest.approx(
-            torch.tensor([s for s, at in zip(spread, parts_at, strict=True) if at == step]).mean().item()
+            torch.tensor([s for s, at in zip(spread, parts_at, strict=True) if at == step])
+            .mean()
+            .item()
         )
         for step in {*parts_at}
     }
@@ -87,13 +110,19 @@ def test_the_spread_of_branches_is_told_of_the_step_at_which_they_part(tmp_path)
 
 
 @pytest.mark.parametrize("noise", ["independent", "branched"])
-def test_rewards_along_the_steps_are_of_what_the_network_expects_and_at_last_of_the_picture(tmp_path, noise):
+def test_rewards_along_the_steps_are_of_what_the_network_expects_and_at_last_of_the_picture(
+    tmp_path, noise
+):
     run = built(tmp_path, diffusion__noise=noise, optim__token_budget=5)
     requested = held_out(run, 3)
     result = of_steps(evaluate_steps(run, requested), "reward")
-    sampled = run.policy.sample([Request(prompt, 1) for prompt in requested], run.sampling, seed=run.config.seed)
+    sampled = run.policy.sample(
+        [Request(prompt, 1) for prompt in requested], run.sampling, seed=run.config.seed
+    )
     if noise == "independent":
-        assert result[3] == pytest.approx(sum(float(picture.mean()) for picture in sampled.completions) / 3, rel=1e-6)
+        assert result[3] == pytest.approx(
+            sum(float(picture.mean()) for picture in sampled.completions) / 3, rel=1e-6
+        )
         states = [sampled.per_row["first"], *sampled.actions.unbind(1)[:2]]
         labels = torch.tensor([prompt.inputs for prompt in requested])
         times = run.policy.denoiser.schedule.times(4)[:3].float()
@@ -101,7 +130,9 @@ def test_rewards_along_the_steps_are_of_what_the_network_expects_and_at_last_of_
             for step, (x, time) in enumerate(zip(states, times, strict=True)):
                 expected = run.policy.module(x, time.expand(3), labels)
                 pictured = run.policy.denoiser.codec.decode(expected)
-                assert result[step] == pytest.approx(float(pictured.mean(dim=(1, 2, 3)).mean()), rel=1e-4)
+                assert result[step] == pytest.approx(
+                    float(pictured.mean(dim=(1, 2, 3)).mean()), rel=1e-4
+                )
     assert sorted(result) == [0, 1, 2, 3] and len({*result.values()}) == 4
 
 
@@ -130,7 +161,11 @@ def test_one_step_that_is_not_finite_hides_no_branch(tmp_path):
     run.policy.sample = broken
     logged = collect(run, run.stage_schedule.step_params(0)).metrics
     reported = of_steps(logged, "reward_std_within_group")
-    rollouts = sample([Request(p, 4) for p in diffusion_runs.labelled().take(2)], run.sampling, seed=run.config.seed)
+    rollouts = sample(
+        [Request(p, 4) for p in diffusion_runs.labelled().take(2)],
+        run.sampling,
+        seed=run.config.seed,
+    )
     assert reported.keys() == {int(rollouts.mask[row].nonzero()) for row in (0, 4)}
 
 

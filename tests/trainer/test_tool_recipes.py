@@ -18,7 +18,17 @@ from gruppo.recipes import RECIPES, calculator, search
 def test_the_calculator_calculates_and_does_nothing_else():
     assert calculator.calculator("473 * 86") == "40678"
     assert calculator.calculator(" (2 + 3) * -4 - 1 ") == "-21"
-    for refused in ("2 ** 9", "1 / 2", "len('ab')", "__import__('os')", "2.5 * 2", "True * 3", "", "2 *", "(" * 99):
+    for refused in (
+        "2 ** 9",
+        "1 / 2",
+        "len('ab')",
+        "__import__('os')",
+        "2.5 * 2",
+        "True * 3",
+        "",
+        "2 *",
+        "(" * 99,
+    ):
         with pytest.raises(ValueError, match="is not an expression of integers"):
             calculator.calculator(refused)
 
@@ -31,14 +41,21 @@ def test_every_demonstration_of_a_tool_is_what_the_tool_returns_and_holds_the_an
         function = call["tool_calls"][0]["function"]
         tool = calculator.calculator if function["name"] == "calculator" else search.search
         assert tool(**function["arguments"]) == result["content"]
-        assert last["content"] == row["answer"] and row["answer"] in result["content"].split("\n")[0]
+        assert (
+            last["content"] == row["answer"] and row["answer"] in result["content"].split("\n")[0]
+        )
         assert row["answer"] not in row["prompt"][0]["content"]
 
 
 def test_the_reward_is_for_the_last_message_alone():
     call, result, last = calculator.products()[0]["demonstration"]
     answer = last["content"]
-    conversations = [[call, result, last], [call, result, call | {"content": answer}], [last, result, call], [last]]
+    conversations = [
+        [call, result, last],
+        [call, result, call | {"content": answer}],
+        [last, result, call],
+        [last],
+    ]
     conversations += [[call, result, {"role": "assistant", "content": f"It is {answer}"}]]
     assert calculator.right(conversations, [answer] * 5) == [1, 0, 0, 1, 0]
 
@@ -54,7 +71,11 @@ def test_bm25_is_the_formula_computed_by_hand():
         common * 2.2 / (1 + norm[2]),
     ]
     assert index.scores("The river, unknown") == pytest.approx(expected, rel=1e-12)
-    assert index.best("tower", 2) == [2] and index.best("mill", 2) == [0, 1] and index.best("unknown", 2) == []
+    assert (
+        index.best("tower", 2) == [2]
+        and index.best("mill", 2) == [0, 1]
+        and index.best("unknown", 2) == []
+    )
 
 
 def test_a_search_finds_the_building_by_its_whole_name_and_says_so_where_it_finds_nothing():
@@ -75,8 +96,14 @@ def test_a_tool_recipe_shows_calls_then_samples_them_with_any_chat_model(name, t
     tokenizer = family_tokenizer(read_template("chatml-tools"), ["<|im_end|>"])
     tokenizer.save_pretrained(tmp_path / "tiny")
     sizes_of_model = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
-    causal_lm("Llama", max_position_embeddings=1024, **sizes_of_model).save_pretrained(tmp_path / "tiny")
-    model = {"model": str(tmp_path / "tiny"), "compute": "float32", "runs_dir": str(tmp_path / "runs")}
+    causal_lm("Llama", max_position_embeddings=1024, **sizes_of_model).save_pretrained(
+        tmp_path / "tiny"
+    )
+    model = {
+        "model": str(tmp_path / "tiny"),
+        "compute": "float32",
+        "runs_dir": str(tmp_path / "runs"),
+    }
     chosen = api.change(RECIPES[name](), sizes | model | {"steps": 2, "evaluation__prompts": 2})
     first, *rest = chosen.stages
     chosen = replace(chosen, stages=(replace(first, steps=1, warmup_steps=0), *rest))

@@ -47,7 +47,9 @@ def whole(tmp_path_factory) -> Path:
 def test_a_run_logs_its_calls_and_closes_its_environments(whole):
     logged = [row for row in metrics(whole) if "tools/calls_mean" in row]
     assert len(logged) == 6 and sum(row["tools/calls_mean"] for row in logged) > 4
-    assert all(sum(row[f"tools/{name}_count"] for row in logged) > 0 for name in ("failed", "unparsed"))
+    assert all(
+        sum(row[f"tools/{name}_count"] for row in logged) > 0 for name in ("failed", "unparsed")
+    )
     assert all({"reward/Walk/mean", "reward/steps_taken/mean"} <= row.keys() for row in logged)
     assert Walk.alive == 0
     sample = (whole / "samples.jsonl").read_text()
@@ -64,7 +66,9 @@ def test_a_run_with_environments_that_is_stopped_goes_on_to_the_bit(tmp_path, wh
     stopping.__name__ = "digits"
     folder = tmp_path / "parts"
     with pytest.raises(Stopped):
-        api.start(replace(config(tmp_path), runs_dir=str(folder)), Parts(rewards=[stopping, steps_taken]))
+        api.start(
+            replace(config(tmp_path), runs_dir=str(folder)), Parts(rewards=[stopping, steps_taken])
+        )
     assert_same(api.start(folder / "run").folder, whole)
 
 
@@ -94,12 +98,17 @@ def test_the_ratio_starts_at_one_behind_prompts_of_single_rows(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_with_lag_trains_from_what_its_environments_were_and_goes_on_from_its_ledger(tmp_path):
+def test_a_run_with_lag_trains_from_what_its_environments_were_and_goes_on_from_its_ledger(
+    tmp_path,
+):
     changes = runs.LAGGED | {"engine__kind": f"{HERE}:engine", "reward": SETTINGS["reward"]}
     chosen = config(tmp_path, **changes)
     with api.Trainer.open(chosen) as trainer:
         for done in trainer.steps:
-            state, rewards = done.rollouts.per_row["state"], done.rollouts.per_row["environment_rewards"]
+            state, rewards = (
+                done.rollouts.per_row["state"],
+                done.rollouts.per_row["environment_rewards"],
+            )
             assert [own["at"] / 10 for own in state] == [own["Walk"] for own in rewards]
             if done.step == 3:
                 break
@@ -110,14 +119,27 @@ def test_a_run_with_lag_trains_from_what_its_environments_were_and_goes_on_from_
 
 
 def test_growing_groups_and_evaluations_with_samples_converse(tmp_path):
-    done = api.start(config(tmp_path, rollout__first_samples=2, rollout__group_size=4, evaluation__samples=2, steps=2))
+    done = api.start(
+        config(
+            tmp_path,
+            rollout__first_samples=2,
+            rollout__group_size=4,
+            evaluation__samples=2,
+            steps=2,
+        )
+    )
     assert metrics(done.folder)[-1]["tools/calls_mean"] > 0 and Walk.alive == 0
 
 
 def test_groups_grow_although_each_conversation_begins_differently(tmp_path):
     run = run_in(
         tmp_path,
-        **SETTINGS | {"environment": f"{HERE}:Wander", "environment__tools": [], "reward": [tiny.reward("digits")]},
+        **SETTINGS
+        | {
+            "environment": f"{HERE}:Wander",
+            "environment__tools": [],
+            "reward": [tiny.reward("digits")],
+        },
         objective__credit="return_to_go",
         objective__scale="none",
         rollout__first_samples=2,
@@ -131,7 +153,9 @@ def test_groups_grow_although_each_conversation_begins_differently(tmp_path):
     assert (heads > 0).all() and not rollouts.per_row["environment_failure"][0]
     for row, inputs in enumerate(rollouts.per_row["inputs"]):
         prompt = rollouts.shared["prompt_ids"][int(rollouts.group_ids[row])].tolist()
-        assert prompt + rollouts.actions[row, : heads[row]].tolist() == run.policy.chat.encode(inputs)
+        assert prompt + rollouts.actions[row, : heads[row]].tolist() == run.policy.chat.encode(
+            inputs
+        )
         ends = rollouts.per_row["turn_ends"][row]
         scored = scores.steps["Wander"][row].isfinite().nonzero()[:, 0].tolist()
         assert scored == [*ends[: len(scored)]] and rollouts.mask[row, scored].all()
@@ -150,7 +174,12 @@ def test_demonstrations_begin_as_conversations_do(tmp_path):
             return super().reset(answer, seed, number)
 
     changes = {"stage__rl_coef": 0.0, "stage__sup_coef": 1.0, "supervised__batch": 12}
-    run = run_in(tmp_path, Parts(environment=Picky), **SETTINGS | changes, supervised__template="Sum: {target}")
+    run = run_in(
+        tmp_path,
+        Parts(environment=Picky),
+        **SETTINGS | changes,
+        supervised__template="Sum: {target}",
+    )
     collected, _ = step(run)
     demos = collected.batch.demos
     for row, prompt in enumerate(demos.prompts):
@@ -178,7 +207,13 @@ def test_tools_and_environments_may_be_given_in_python(tmp_path):
 
     given = {"environment": Own, "tools": [treble]}
     common = {name: value for name, value in SETTINGS.items() if not name.startswith("environment")}
-    common |= {"steps": 1, "show": False, "runs_dir": str(tmp_path), "evaluation__prompts": 0, "rollout__prompts": 2}
+    common |= {
+        "steps": 1,
+        "show": False,
+        "runs_dir": str(tmp_path),
+        "evaluation__prompts": 0,
+        "rollout__prompts": 2,
+    }
     done = train(data=tiny.write_rows(tmp_path / "rows.jsonl"), **given, **common)
     saved = serialization.load(done.folder / "config.json").environment
     assert saved.kind == saved.tools[0] == "<in memory>" or saved.kind.startswith("<")
@@ -209,11 +244,23 @@ def test_a_run_whose_tools_have_changed_is_not_resumed_in_silence(tmp_path, opti
     ("changes", "why"),
     [
         ({"environment__reply": f"{HERE}:double"}, "Leave one of the two out"),
-        ({"environment": "", "environment__tools": []}, "set without an environment. Set --environment file.py:Class"),
-        ({"environment__tools": [f"{HERE}:double", f"{HERE}:double"]}, "two tools have the name 'double'"),
-        ({"environment__tools": [f"{HERE}:steps_taken"]}, "'steps_taken' cannot be shown to a model"),
+        (
+            {"environment": "", "environment__tools": []},
+            "set without an environment. Set --environment file.py:Class",
+        ),
+        (
+            {"environment__tools": [f"{HERE}:double", f"{HERE}:double"]},
+            "two tools have the name 'double'",
+        ),
+        (
+            {"environment__tools": [f"{HERE}:steps_taken"]},
+            "'steps_taken' cannot be shown to a model",
+        ),
         ({"environment": f"{HERE}:double"}, "environment 'double' cannot be made: TypeError"),
-        ({"reward": [tiny.reward("digits")], "scoring__weights": (1.0, 2.0)}, "3 reward weights for 2 rewards"),
+        (
+            {"reward": [tiny.reward("digits")], "scoring__weights": (1.0, 2.0)},
+            "3 reward weights for 2 rewards",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line_before_the_first_step(tmp_path, changes, why):
@@ -229,12 +276,17 @@ def test_a_reward_of_turns_needs_an_environment(tmp_path):
         environment__turns=8,
         reward=["tests.trainer.test_tool_runs:by_turn"],
     )
-    with pytest.raises(GruppoError, match="reward 'by_turn' scores turns, and without an environment a row has one"):
+    with pytest.raises(
+        GruppoError, match="reward 'by_turn' scores turns, and without an environment a row has one"
+    ):
         build(given, Parts())
 
 
 def by_turn(completions: Any) -> Any:
-    return [[float(len(m["content"])) for m in messages if m["role"] == "assistant"] for messages in completions]
+    return [
+        [float(len(m["content"])) for m in messages if m["role"] == "assistant"]
+        for messages in completions
+    ]
 
 
 by_turn.scores_turns = True  # type: ignore[attr-defined]

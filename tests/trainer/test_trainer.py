@@ -21,7 +21,9 @@ from gruppo.types import GruppoError
 CONFIG: dict[str, Any] = {"steps": 4, "saving__every": 0, "stage__kl_coef": 0.05}
 
 
-def opened(folder: Path, *, callbacks: Any = (), track: Any = None, **changes: Any) -> gruppo.Trainer:
+def opened(
+    folder: Path, *, callbacks: Any = (), track: Any = None, **changes: Any
+) -> gruppo.Trainer:
     return gruppo.Trainer(tiny.config(folder, **CONFIG | changes), callbacks=callbacks, track=track)
 
 
@@ -35,7 +37,9 @@ def test_steps_one_by_one_are_the_run_of_the_command_line_to_the_bit(tmp_path, w
     with opened(tmp_path) as trainer:
         seen = [trainer.step() for _ in range(4)]
         assert trainer.is_complete and trainer.result.after is not None
-        with pytest.raises(GruppoError, match=r"has ended after 4 of 4 steps\. Start another run for more"):
+        with pytest.raises(
+            GruppoError, match=r"has ended after 4 of 4 steps\. Start another run for more"
+        ):
             trainer.step()
     assert_same(trainer.folder, whole)
     logged = [row for row in metrics(whole) if "reward/mean" in row]
@@ -49,7 +53,9 @@ def test_a_loop_that_is_left_saves_its_last_step_and_continues_to_the_bit(tmp_pa
         for step in trainer:
             if step.step == 3:
                 break
-        with pytest.raises(GruppoError, match=r"has 3 of 4 steps and no result yet\. Call trainer.train"):
+        with pytest.raises(
+            GruppoError, match=r"has 3 of 4 steps and no result yet\. Call trainer.train"
+        ):
             _ = trainer.result
     assert checkpoint.steps(trainer.folder / "checkpoints") == [3]
     with gruppo.Trainer.resume(trainer.folder) as trainer:
@@ -62,7 +68,10 @@ def test_stopped_by_ones_own_code_a_run_ends_with_its_evaluation_and_its_model(t
         for step in trainer:
             if step.step == 2:
                 trainer.stop()
-        assert trainer.result.after["step"] == 2 and (trainer.result.model / "model.safetensors").is_file()
+        assert (
+            trainer.result.after["step"] == 2
+            and (trainer.result.model / "model.safetensors").is_file()
+        )
     assert checkpoint.steps(trainer.folder / "checkpoints") == [2]
 
 
@@ -75,10 +84,15 @@ def test_what_fails_between_two_steps_loses_none_and_half_a_step_is_not_saved(tm
     learn = api.loop.learn
     with pytest.MonkeyPatch.context() as patch, opened(tmp_path / "b") as trainer:
         trainer.step()
-        patch.setattr(api.loop, "learn", lambda *given: (learn(*given), 1 / 0))  # after it has changed the weights
+        patch.setattr(
+            api.loop, "learn", lambda *given: (learn(*given), 1 / 0)
+        )  # after it has changed the weights
         with pytest.raises(ZeroDivisionError):
             trainer.step()
-        with pytest.raises(GruppoError, match=r"has ended after 1 of 4 steps\. Continue it with gruppo.Trainer.resume"):
+        with pytest.raises(
+            GruppoError,
+            match=r"has ended after 1 of 4 steps\. Continue it with gruppo.Trainer.resume",
+        ):
             trainer.step()
     assert checkpoint.steps(trainer.folder / "checkpoints") == []  # no weights of half a step
 
@@ -113,7 +127,9 @@ def test_evaluating_and_saving_at_any_step(tmp_path):
         assert checkpoint.steps(trainer.folder / "checkpoints") == [1]
         early = (model / "model.safetensors").read_bytes()
         result = trainer.train()
-        assert (result.model / "model.safetensors").read_bytes() != early  # that of the last step, in its place
+        assert (
+            result.model / "model.safetensors"
+        ).read_bytes() != early  # that of the last step, in its place
     evaluated = json.loads((trainer.folder / "evaluations.json").read_text())
     assert [one["step"] for one in evaluated] == [0, 1, 3, 4]
 
@@ -169,7 +185,9 @@ def test_callbacks_see_every_step_change_its_parameters_and_resume_to_the_bit(tm
     with pytest.raises(gruppo.Stopped):
         gruppo.train(config, reward=[kill], callbacks=[killed], show=False)
     resumed = Follower()
-    again = gruppo.resume(tmp_path / "b/runs/run", reward=[Signalling(at=0)], callbacks=[resumed], show=False)
+    again = gruppo.resume(
+        tmp_path / "b/runs/run", reward=[Signalling(at=0)], callbacks=[resumed], show=False
+    )
     assert_same(again.folder, run)
     assert resumed.seen == SEEN
 
@@ -184,7 +202,11 @@ def test_a_run_is_not_resumed_without_the_callbacks_that_it_had(tmp_path):
 def test_a_callback_that_stops_the_run_leaves_a_whole_one(tmp_path):
     follower = Follower(last=2)
     result = gruppo.train(tiny.config(tmp_path, **CONFIG), callbacks=[follower], show=False)
-    assert result.after is not None and result.after["step"] == 2 and follower.seen[-1] == ("evaluate", 2)
+    assert (
+        result.after is not None
+        and result.after["step"] == 2
+        and follower.seen[-1] == ("evaluate", 2)
+    )
     assert checkpoint.steps(result.folder / "checkpoints") == [2]
     early = (result.model / "model.safetensors").read_bytes()
     again = gruppo.resume(result.folder, callbacks=[Follower()], show=False)
@@ -198,7 +220,9 @@ class Fails(gruppo.Callback):
 
 def test_a_callback_that_fails_ends_the_run_and_its_step_is_saved(tmp_path):
     with pytest.raises(ValueError, match="of the user's"):
-        gruppo.train(tiny.config(tmp_path, **CONFIG, evaluation__prompts=0), callbacks=[Fails()], show=False)
+        gruppo.train(
+            tiny.config(tmp_path, **CONFIG, evaluation__prompts=0), callbacks=[Fails()], show=False
+        )
     assert checkpoint.steps(tmp_path / "runs/run/checkpoints") == [1]
 
 
@@ -216,8 +240,14 @@ class Unsaved(gruppo.Callback):
     [
         (Follower(), "callbacks is a Follower; it needs a list"),
         ([Follower], r"the callback Follower is a class; pass an object, Follower\(\)"),
-        ([Misspelled()], r"Misspelled has a method on_steps, which is never called\. Did you mean on_step\?"),
-        ([object()], "the callback object has none of the methods on_rollouts, on_step, on_evaluate"),
+        (
+            [Misspelled()],
+            r"Misspelled has a method on_steps, which is never called\. Did you mean on_step\?",
+        ),
+        (
+            [object()],
+            "the callback object has none of the methods on_rollouts, on_step, on_evaluate",
+        ),
     ],
 )
 def test_what_is_no_callback_is_refused_before_anything_is_made(tmp_path, callbacks, message):
@@ -227,8 +257,14 @@ def test_what_is_no_callback_is_refused_before_anything_is_made(tmp_path, callba
 
 
 def test_a_state_that_no_file_holds_is_one_line(tmp_path):
-    with pytest.raises(GruppoError, match="state_dict of the callback Unsaved does not fit into a checkpoint"):
-        gruppo.train(tiny.config(tmp_path, **CONFIG, evaluation__prompts=0), callbacks=[Unsaved()], show=False)
+    with pytest.raises(
+        GruppoError, match="state_dict of the callback Unsaved does not fit into a checkpoint"
+    ):
+        gruppo.train(
+            tiny.config(tmp_path, **CONFIG, evaluation__prompts=0),
+            callbacks=[Unsaved()],
+            show=False,
+        )
 
 
 def test_step_parameters_that_the_run_cannot_take_are_refused_with_ours(tmp_path):
@@ -239,7 +275,10 @@ def test_step_parameters_that_the_run_cannot_take_are_refused_with_ours(tmp_path
             ({"lr": -1}, r"set\(lr=-1\): .*lr=-1.* is out of range; it needs to be at least 0"),
             ({"lr": "linear:1,0"}, "it needs a number, or None"),
             ({"group_size": 1}, "set\\(group_size=1\\): "),
-            ({"kl_coef": 0.1}, "built without reference to measure a KL against. Start it with a small stage__kl_coef"),
+            (
+                {"kl_coef": 0.1},
+                "built without reference to measure a KL against. Start it with a small stage__kl_coef",
+            ),
             ({"sup_coef": 0.1}, r"set\(sup_coef=0.1\): "),
         ]:
             with pytest.raises(GruppoError, match=message):
@@ -271,12 +310,16 @@ class Rows:
 def test_a_tracker_that_is_an_object_gets_what_the_files_get(tmp_path):
     rows = Rows()
     gruppo.train(tiny.config(tmp_path, **CONFIG), track=[rows], show=False)
-    logged = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
+    logged = [
+        json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()
+    ]
     assert {(step, name) for step, row in rows.rows for name in row} == {
         (row["step"], name) for row in logged for name in row if name != "step"
     }
     assert rows.samples and rows.is_closed
-    with pytest.raises(GruppoError, match=r"the tracker object has no log and no log_samples and no close"):
+    with pytest.raises(
+        GruppoError, match=r"the tracker object has no log and no log_samples and no close"
+    ):
         gruppo.train(tiny.config(tmp_path, name="other"), track=[object()], show=False)
 
 
@@ -286,7 +329,10 @@ def test_a_tracker_that_is_an_object_gets_what_the_files_get(tmp_path):
         ("reward_funcs", "reward_funcs of trl is reward"),
         ("train_dataset", "train_dataset of trl is data"),
         ("num_generations", "num_generations of trl is rollout__group_size"),
-        ("actor_rollout_ref__actor__clip_ratio_low", "clip_ratio_low of verl is objective__clip_low"),
+        (
+            "actor_rollout_ref__actor__clip_ratio_low",
+            "clip_ratio_low of verl is objective__clip_low",
+        ),
     ],
 )
 def test_keywords_of_trl_and_verl_are_answered_with_ours(name, answer):

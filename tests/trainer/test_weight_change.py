@@ -72,7 +72,9 @@ def test_a_critic_that_learns_alone_is_all_that_is_asked(tmp_path, caplog):
 
 
 def test_it_is_logged_at_the_first_step_and_now_and_then(tmp_path):
-    run = api.start(tiny.config(tmp_path, steps=EVERY + 2, evaluation__prompts=0, saving__every=0)).folder
+    run = api.start(
+        tiny.config(tmp_path, steps=EVERY + 2, evaluation__prompts=0, saving__every=0)
+    ).folder
     assert [row["step"] for row in metrics(run) if "update/changed_frac" in row] == [1, EVERY + 1]
 
 
@@ -88,31 +90,59 @@ never.calls = 0  # type: ignore[attr-defined]
 @pytest.mark.parametrize(
     ("changes", "reward", "reason"),
     [
-        ({"optim__lr": 1e3, "rollout__temperature": 0.5}, tiny.digits, r"the completions of each group are identical"),
+        (
+            {"optim__lr": 1e3, "rollout__temperature": 0.5},
+            tiny.digits,
+            r"the completions of each group are identical",
+        ),
         ({"optim__lr": 1e6}, tiny.digits, r"--optim.lr 1e\+06 may have ruined the weights"),
-        ({}, lambda completions, **_: [0.5] * len(completions), r"the rewards of each group are equal \(mean 0.5\)"),
+        (
+            {},
+            lambda completions, **_: [0.5] * len(completions),
+            r"the rewards of each group are equal \(mean 0.5\)",
+        ),
         ({}, never, "no completion was scored"),
     ],
     ids=["identical", "ruined", "equal", "unscored"],
 )
-def test_three_steps_without_a_gradient_are_reported_with_the_reason(tmp_path, caplog, changes, reward, reason):
+def test_three_steps_without_a_gradient_are_reported_with_the_reason(
+    tmp_path, caplog, changes, reward, reason
+):
     config = tiny.config(tmp_path, steps=5, evaluation__prompts=0, saving__every=0, **changes)
     with caplog.at_level(logging.WARNING, "gruppo"):
         api.start(config, Parts(rewards=[reward]))
     (message,) = (text for text in caplog.messages if "nothing was learned" in text)
-    assert re.search(rf"step \d: nothing was learned in the last 3 steps: {reason}.*doctor .*runs/run says", message)
+    assert re.search(
+        rf"step \d: nothing was learned in the last 3 steps: {reason}.*doctor .*runs/run says",
+        message,
+    )
 
 
-def test_a_step_with_a_gradient_begins_the_count_again_and_masked_completions_are_named(tmp_path, caplog):
+def test_a_step_with_a_gradient_begins_the_count_again_and_masked_completions_are_named(
+    tmp_path, caplog
+):
     run = run_in(tmp_path, objective__mask_truncated=True)
-    masked = {"grad/norm": 0.0, "advantage/mean_abs": math.nan, "reward/mean": 0.5, "finish/truncated_frac": 1.0}
+    masked = {
+        "grad/norm": 0.0,
+        "advantage/mean_abs": math.nan,
+        "reward/mean": 0.5,
+        "finish/truncated_frac": 1.0,
+    }
     with caplog.at_level(logging.WARNING, "gruppo"):
         for norm in (0.0, 0.0, 1.0, 0.0, 0.0, math.nan, 0.0, 0.0):
-            warn_if_idle(run, masked | {"grad/norm": norm} | ({"advantage/mean_abs": 0.5} if norm else {}), tmp_path)
+            warn_if_idle(
+                run,
+                masked | {"grad/norm": norm} | ({"advantage/mean_abs": 0.5} if norm else {}),
+                tmp_path,
+            )
         for _ in range(3):
-            warn_if_idle(run, masked | {"grad/critic_norm": 0.5}, tmp_path)  # a critic that learns alone
+            warn_if_idle(
+                run, masked | {"grad/critic_norm": 0.5}, tmp_path
+            )  # a critic that learns alone
         assert not caplog.messages
         for _ in range(2):
             warn_if_idle(run, masked, tmp_path)
         warn_if_idle(run, masked, tmp_path)
-    assert "all completions were truncated, which --objective.mask-truncated leaves out" in caplog.text
+    assert (
+        "all completions were truncated, which --objective.mask-truncated leaves out" in caplog.text
+    )

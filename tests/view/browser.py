@@ -11,7 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 PATIENCE_S = 60.0
 """A loaded machine is slow; nothing is timed."""
 
@@ -28,18 +30,31 @@ class Browser:
             os.dup2(commands, 3)
             os.dup2(answers, 4)
 
-        options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
-        options += [f"--user-data-dir={folder}", "--remote-debugging-pipe", f"--window-size={width},{height}"]
+        options = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--hide-scrollbars",
+        ]
+        options += [
+            f"--user-data-dir={folder}",
+            "--remote-debugging-pipe",
+            f"--window-size={width},{height}",
+        ]
         self._process = subprocess.Popen(
-            [CHROMIUM, *options, "about:blank"], preexec_fn=place, close_fds=False, stderr=subprocess.DEVNULL
+            [CHROMIUM, *options, "about:blank"],
+            preexec_fn=place,
+            close_fds=False,
+            stderr=subprocess.DEVNULL,
         )
         os.close(read_commands)
         os.close(write_answers)
         self._buffer, self._number, self._session = b"", 0, ""
         self.errors: list[str] = []
-        tab = self.call("Target.createTarget", url="about:blank", newWindow=True, width=width, height=height)[
-            "targetId"
-        ]
+        tab = self.call(
+            "Target.createTarget", url="about:blank", newWindow=True, width=width, height=height
+        )["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=tab, flatten=True)["sessionId"]
         for domain in ("Runtime", "Page", "Log"):
             self.call(f"{domain}.enable")
@@ -58,14 +73,19 @@ class Browser:
             event = json.loads(text)
             if event.get("method") == "Runtime.exceptionThrown":
                 self.errors.append(json.dumps(event["params"]["exceptionDetails"])[:600])
-            if event.get("method") == "Log.entryAdded" and event["params"]["entry"]["level"] == "error":
+            if (
+                event.get("method") == "Log.entryAdded"
+                and event["params"]["entry"]["level"] == "error"
+            ):
                 self.errors.append(event["params"]["entry"]["text"])
             if event.get("id") == self._number:
                 assert "error" not in event, event["error"]
                 return event["result"]
 
     def evaluate(self, script: str) -> Any:
-        done = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        done = self.call(
+            "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
+        )
         assert "exceptionDetails" not in done, done["exceptionDetails"]
         return done["result"].get("value")
 

@@ -12,17 +12,39 @@ from gruppo.config import serialization
 from gruppo.recipes import RECIPES
 from gruppo.tracking.files import CompletionFiles, MetricsFile
 
-WORDS = ["the", "sum", "of", "seven", "and", "twelve", "is", "nineteen", "because", "we", "add", "both", "numbers"]
+WORDS = [
+    "the",
+    "sum",
+    "of",
+    "seven",
+    "and",
+    "twelve",
+    "is",
+    "nineteen",
+    "because",
+    "we",
+    "add",
+    "both",
+    "numbers",
+]
 
 
 def write_run(
-    path: Path, *, steps: int = 6, prompts: int = 2, group: int = 4, recipe: str = "arithmetic", words: int = 12
+    path: Path,
+    *,
+    steps: int = 6,
+    prompts: int = 2,
+    group: int = 4,
+    recipe: str = "arithmetic",
+    words: int = 12,
 ) -> Path:
     """A run whose rewards rise, with ``prompts`` times ``group`` completions a step."""
     draw = random.Random(0)
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(serialization.to_dict(RECIPES[recipe]())))
-    (path / "manifest.json").write_text(json.dumps({"seed": 0, "hardware": {"cpu": "a CPU", "cores": 2}}))
+    (path / "manifest.json").write_text(
+        json.dumps({"seed": 0, "hardware": {"cpu": "a CPU", "cores": 2}})
+    )
     names = [f"other/metric_{n}" for n in range(40)]
     lines, files = [], CompletionFiles(path, 1e12)
     for step in range(1, steps + 1):
@@ -32,7 +54,9 @@ def write_run(
             rewards = [float(draw.random() < step / steps) for _ in range(group)]
             mean = sum(rewards) / group
             for reward in rewards:
-                text = f"{a} + {b} = {a + b if reward else a - b}, " + " ".join(draw.choices(WORDS, k=words))
+                text = f"{a} + {b} = {a + b if reward else a - b}, " + " ".join(
+                    draw.choices(WORDS, k=words)
+                )
                 rows.append(
                     {
                         "prompt": f"What is {a} + {b}?",

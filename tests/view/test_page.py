@@ -49,7 +49,12 @@ def show(browser: Browser) -> Iterator[object]:
 def test_curves_zoom_together_and_hidden_runs_leave_them(show, tmp_path: Path) -> None:
     page = show(*(write_run(tmp_path / name, steps=40) for name in ("one", "two")))
     page.wait("document.querySelectorAll('.plot').length >= 6")
-    assert page.evaluate("document.querySelectorAll('.card')[2].querySelectorAll('path.curve:not(.raw)').length") >= 2
+    assert (
+        page.evaluate(
+            "document.querySelectorAll('.card')[2].querySelectorAll('path.curve:not(.raw)').length"
+        )
+        >= 2
+    )
     page.evaluate("setZoom([10, 20])")
     labels = page.evaluate(
         "[...document.querySelectorAll('.plot')[1].querySelectorAll('text')].map(t => +t.textContent)"
@@ -59,25 +64,42 @@ def test_curves_zoom_together_and_hidden_runs_leave_them(show, tmp_path: Path) -
     page.wait("!document.querySelector('#main').textContent.includes('two')")
 
 
-def test_completions_are_filtered_by_step_prompt_reward_and_ending_and_paged(show, tmp_path: Path) -> None:
+def test_completions_are_filtered_by_step_prompt_reward_and_ending_and_paged(
+    show, tmp_path: Path
+) -> None:
     path = write_run(tmp_path / "run", steps=120, prompts=3, group=4)
     page = show(path)
     page.tab("completions")
     page.wait("document.querySelectorAll('.group').length >= 20")
     shown = page.evaluate("document.querySelectorAll('.group').length")
-    assert shown < 360 and page.evaluate("document.querySelector('.group h3').textContent") == "Step 120"
-    page.evaluate("filter = {...empty, from: '7', to: '9', part: 'part exact_match', low: '1'}; render()")
+    assert (
+        shown < 360
+        and page.evaluate("document.querySelector('.group h3').textContent") == "Step 120"
+    )
+    page.evaluate(
+        "filter = {...empty, from: '7', to: '9', part: 'part exact_match', low: '1'}; render()"
+    )
     page.wait("document.body.innerText.includes('no more')")
-    steps = page.evaluate("[...new Set([...document.querySelectorAll('.group h3')].map(h => h.textContent))]")
-    rewards = page.evaluate("[...new Set([...document.querySelectorAll('.row .reward')].map(h => h.textContent))]")
+    steps = page.evaluate(
+        "[...new Set([...document.querySelectorAll('.group h3')].map(h => h.textContent))]"
+    )
+    rewards = page.evaluate(
+        "[...new Set([...document.querySelectorAll('.row .reward')].map(h => h.textContent))]"
+    )
     assert set(steps) <= {"Step 9", "Step 8", "Step 7"} and rewards in (["1"], [])
     page.evaluate("filter = {...empty, finish: 'length', prompt: 'what is 3 +'}; render()")
     page.wait("document.body.innerText.includes('no more')")
-    prompts = page.evaluate("[...document.querySelectorAll('.prompt .text')].map(p => p.textContent)")
+    prompts = page.evaluate(
+        "[...document.querySelectorAll('.prompt .text')].map(p => p.textContent)"
+    )
     endings = page.evaluate(
         "[...new Set([...document.querySelectorAll('.row .small div:last-child')].map(p => p.textContent))]"
     )
-    assert prompts and all(prompt.startswith("What is 3 +") for prompt in prompts) and endings == ["ended by length"]
+    assert (
+        prompts
+        and all(prompt.startswith("What is 3 +") for prompt in prompts)
+        and endings == ["ended by length"]
+    )
 
 
 def test_a_group_is_compared_word_by_word(show, tmp_path: Path) -> None:
@@ -85,13 +107,17 @@ def test_a_group_is_compared_word_by_word(show, tmp_path: Path) -> None:
     rows = [("the sum is nineteen, I am sure", 1.0), ("the sum is twenty, I am sure of it", 0.0)]
     with (path / "samples.jsonl").open("w") as file:
         for text, reward in rows:
-            file.write(json.dumps({"step": 1, "prompt": "p", "completion": text, "reward": reward}) + "\n")
+            file.write(
+                json.dumps({"step": 1, "prompt": "p", "completion": text, "reward": reward}) + "\n"
+            )
     page = show(path)
     page.evaluate("chosen.source = 'samples'; go('completions')")
     page.wait("document.querySelector('.row')")
     page.click("Compare the group")
     page.wait("document.querySelector('ins')")
-    marked = page.evaluate("[...document.querySelectorAll('ins, del')].map(e => [e.tagName, e.textContent])")
+    marked = page.evaluate(
+        "[...document.querySelectorAll('ins, del')].map(e => [e.tagName, e.textContent])"
+    )
     assert marked == [["DEL", "nineteen"], ["INS", "twenty"], ["INS", " of it"]]
 
 
@@ -100,7 +126,10 @@ def test_hostile_texts_are_shown_as_text_with_invisible_characters_named(
     browser: Browser, show, tmp_path: Path, is_report: bool
 ) -> None:
     path = write_run(tmp_path / "run", steps=3)
-    config = json.loads((path / "config.json").read_text()) | {"model": HOSTILE, "reward": [HOSTILE]}
+    config = json.loads((path / "config.json").read_text()) | {
+        "model": HOSTILE,
+        "reward": [HOSTILE],
+    }
     (path / "config.json").write_text(json.dumps(config))
     messages = [{"role": HOSTILE, "content": HOSTILE}, {"role": "assistant", "content": HOSTILE}]
     row = {
@@ -116,11 +145,18 @@ def test_hostile_texts_are_shown_as_text_with_invisible_characters_named(
         "tokens": HOSTILE,
         "advantage": HOSTILE,
     }
-    picture = {"file": "images/../" + HOSTILE, "line": 1, "column": 1, "box": [HOSTILE, -1, 1e300, None]}
+    picture = {
+        "file": "images/../" + HOSTILE,
+        "line": 1,
+        "column": 1,
+        "box": [HOSTILE, -1, 1e300, None],
+    }
     with (path / "samples.jsonl").open("w") as file:
         file.write(json.dumps(row) + "\n" + json.dumps({**row, "completion": picture}) + "\n")
     with (path / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 4, HOSTILE: 1.0, "__proto__": 1.0, "constructor": "<b>"}) + "\n")
+        file.write(
+            json.dumps({"step": 4, HOSTILE: 1.0, "__proto__": 1.0, "constructor": "<b>"}) + "\n"
+        )
     if is_report:
         browser.errors.clear()
         browser.open(write_report([path]).as_uri())
@@ -133,13 +169,24 @@ def test_hostile_texts_are_shown_as_text_with_invisible_characters_named(
         page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
         if name == "completions":
             page.wait("document.querySelector('.row, figure')")
-            assert "<script>alert(1)</script>" in page.text() and "U+202E" in page.text() and "U+001B" in page.text()
+            assert (
+                "<script>alert(1)</script>" in page.text()
+                and "U+202E" in page.text()
+                and "U+001B" in page.text()
+            )
             assert not set("\u202e\u200f\x1b\x00") & set(page.text())
-    assert page.evaluate("document.querySelectorAll('main script, main [onerror], main img[src=x]').length") == 0
+    assert (
+        page.evaluate(
+            "document.querySelectorAll('main script, main [onerror], main img[src=x]').length"
+        )
+        == 0
+    )
     page.errors[:] = [error for error in page.errors if "404" not in error and "400" not in error]
 
 
-def test_the_page_follows_a_run_that_trains_and_says_when_the_server_has_gone(show, tmp_path: Path) -> None:
+def test_the_page_follows_a_run_that_trains_and_says_when_the_server_has_gone(
+    show, tmp_path: Path
+) -> None:
     path = write_run(tmp_path / "run", steps=5)
     page = show(path)
     log_steps(path, 6, 9)
@@ -147,7 +194,9 @@ def test_the_page_follows_a_run_that_trains_and_says_when_the_server_has_gone(sh
     page.wait("document.body.innerText.includes('9 of 50')")
 
 
-def test_a_report_opens_without_a_server_and_shows_every_tab(browser: Browser, tmp_path: Path) -> None:
+def test_a_report_opens_without_a_server_and_shows_every_tab(
+    browser: Browser, tmp_path: Path
+) -> None:
     browser.errors.clear()
     browser.open(write_report([write_run(tmp_path / "run", steps=30)]).as_uri())
     for name, script in {

@@ -23,14 +23,17 @@ pytestmark = pytest.mark.usefixtures("plots")
 
 def data_of(path: Path) -> dict[str, Any]:
     found = re.findall(
-        r'<script type="application/octet-stream" id="data">([A-Za-z0-9+/=]+)</script>', path.read_text()
+        r'<script type="application/octet-stream" id="data">([A-Za-z0-9+/=]+)</script>',
+        path.read_text(),
     )
     assert len(found) == 1
     return json.loads(gzip.decompress(base64.b64decode(found[0])))
 
 
 def steps_of(run: dict[str, Any]) -> list[int]:
-    rows = [json.loads(line) for _, text in run["rows"]["completions"] for line in text.splitlines()]
+    rows = [
+        json.loads(line) for _, text in run["rows"]["completions"] for line in text.splitlines()
+    ]
     return sorted({row["step"] for row in rows})
 
 
@@ -38,7 +41,9 @@ def test_a_report_holds_metrics_every_completion_findings_and_config(tmp_path: P
     path = write_run(tmp_path / "run", steps=60)
     assert processes.exit_code(["report", str(path)]) == 0
     (run,) = data_of(path / "report.html")["runs"]
-    assert run["metrics"] == (path / "metrics.jsonl").read_text() and steps_of(run) == list(range(1, 61))
+    assert run["metrics"] == (path / "metrics.jsonl").read_text() and steps_of(run) == list(
+        range(1, 61)
+    )
     assert run["state"]["doctor"]["checked"] and run["state"]["config"]["model"] == "smollm2-135m"
 
 
@@ -54,7 +59,9 @@ def test_a_report_of_many_completions_keeps_every_nth_step_and_says_so(
     assert f"one step in {kept[-1] - kept[-2]}:" in run["state"]["notices"][-1]
 
 
-def test_a_report_of_a_run_that_ended_before_its_first_completion_was_written(tmp_path: Path) -> None:
+def test_a_report_of_a_run_that_ended_before_its_first_completion_was_written(
+    tmp_path: Path,
+) -> None:
     path = write_run(tmp_path / "run", steps=1)
     for file in path.glob("completions/*"):
         file.write_bytes(b"")
@@ -77,16 +84,22 @@ def test_hostile_names_and_texts_add_no_element_to_the_file(tmp_path: Path) -> N
     config = json.loads((path / "config.json").read_text()) | {"model": HOSTILE}
     (path / "config.json").write_text(json.dumps(config))
     with (path / "samples.jsonl").open("w") as file:
-        file.write(json.dumps({"step": 1, "prompt": HOSTILE, "completion": HOSTILE, "reward": 1.0}) + "\n")
+        file.write(
+            json.dumps({"step": 1, "prompt": HOSTILE, "completion": HOSTILE, "reward": 1.0}) + "\n"
+        )
     page = write_report([path]).read_text()
     assert re.findall(r"<[a-z!/][^>]*>", page.partition("<style>")[0]) == re.findall(
         r"<[a-z!/][^>]*>", plain.partition("<style>")[0]
     )
     assert page.count("<script") == plain.count("<script") and "alert(1)" not in page
-    assert "Content-Security-Policy" in page.partition("<title>")[0] and "connect-src 'none'" in page
+    assert (
+        "Content-Security-Policy" in page.partition("<title>")[0] and "connect-src 'none'" in page
+    )
 
 
-def test_a_finished_run_has_its_report_and_completions_have_the_advantage_that_was_learned_from(tmp_path: Path) -> None:
+def test_a_finished_run_has_its_report_and_completions_have_the_advantage_that_was_learned_from(
+    tmp_path: Path,
+) -> None:
     result = gruppo.train(
         model=tiny.model(),
         data=tiny.rows(),
@@ -102,7 +115,9 @@ def test_a_finished_run_has_its_report_and_completions_have_the_advantage_that_w
         evaluation__prompts=0,
     )
     (run,) = data_of(result.folder / "report.html")["runs"]
-    rows = [json.loads(line) for _, text in run["rows"]["completions"] for line in text.splitlines()]
+    rows = [
+        json.loads(line) for _, text in run["rows"]["completions"] for line in text.splitlines()
+    ]
     groups: dict[Any, list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["step"], row["group"]), []).append(row)
@@ -115,7 +130,9 @@ def test_a_finished_run_has_its_report_and_completions_have_the_advantage_that_w
         assert [row["advantage"] for row in group] == pytest.approx(expected, abs=0.02)
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_written_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write_run(tmp_path / "run", steps=1)
     (path / "report.html").mkdir()
     assert processes.exit_code(["report", str(path)]) == 2

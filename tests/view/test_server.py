@@ -53,7 +53,9 @@ PATHS = [
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("given", ["", "Bearer ", "Bearer wrong"])
-def test_without_the_token_nothing_of_a_run_is_sent(server: ViewServer, path: str, given: str) -> None:
+def test_without_the_token_nothing_of_a_run_is_sent(
+    server: ViewServer, path: str, given: str
+) -> None:
     reply = ask(server, path, Authorization=given)
     assert (reply.status, reply.read()) == (401, b"The token is missing or wrong.")
 
@@ -77,12 +79,22 @@ def test_a_name_that_another_site_made_to_mean_this_machine_is_refused(
     assert [ask(server, path, Host=host).status for path in ("/", "/state")] == [status] * 2
 
 
-def test_the_page_holds_no_data_and_its_policy_allows_its_own_script_alone(server: ViewServer) -> None:
+def test_the_page_holds_no_data_and_its_policy_allows_its_own_script_alone(
+    server: ViewServer,
+) -> None:
     reply = ask(server, "/", Authorization="")
     rule, body = reply.headers["Content-Security-Policy"], reply.read().decode()
     assert reply.status == 200 and server.token not in body and "smollm2" not in body
-    assert "default-src 'none'" in rule and "frame-ancestors 'none'" in rule and "connect-src 'self'" in rule
-    assert "unsafe" not in rule and body.count("<script>") == body.count("<style>") == 1 and " style=" not in body
+    assert (
+        "default-src 'none'" in rule
+        and "frame-ancestors 'none'" in rule
+        and "connect-src 'self'" in rule
+    )
+    assert (
+        "unsafe" not in rule
+        and body.count("<script>") == body.count("<style>") == 1
+        and " style=" not in body
+    )
     for name in (
         "innerHTML",
         "outerHTML",
@@ -96,8 +108,12 @@ def test_the_page_holds_no_data_and_its_policy_allows_its_own_script_alone(serve
         assert name not in body.replace('"http://www.w3.org/2000/svg"', ""), name
 
 
-def test_the_server_listens_on_this_machine_only_and_its_address_ends_with_the_token(server: ViewServer) -> None:
-    assert server.server_address[0] == "127.0.0.1" and server.address.partition("#")[2] == server.token
+def test_the_server_listens_on_this_machine_only_and_its_address_ends_with_the_token(
+    server: ViewServer,
+) -> None:
+    assert (
+        server.server_address[0] == "127.0.0.1" and server.address.partition("#")[2] == server.token
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,7 +130,9 @@ def test_the_server_listens_on_this_machine_only_and_its_address_ends_with_the_t
         "/rows",
     ],
 )
-def test_a_request_that_makes_no_sense_is_answered_in_one_line(server: ViewServer, path: str) -> None:
+def test_a_request_that_makes_no_sense_is_answered_in_one_line(
+    server: ViewServer, path: str
+) -> None:
     reply = ask(server, path)
     assert reply.status in (400, 404) and len(reply.read().splitlines()) == 1
 
@@ -131,7 +149,11 @@ def test_every_completion_is_reached_in_chunks_of_whole_steps_from_the_newest(
         rows = [json.loads(line) for line in text.splitlines()]
         assert {row["step"] for row in rows} == set(range(first, min(before, 61)))
         seen, before, chunks = rows + seen, first, chunks + 1
-    assert len(seen) == 60 * 6 and [row["step"] for row in seen] == sorted(row["step"] for row in seen) and chunks > 5
+    assert (
+        len(seen) == 60 * 6
+        and [row["step"] for row in seen] == sorted(row["step"] for row in seen)
+        and chunks > 5
+    )
 
 
 def test_a_page_that_is_open_receives_only_what_was_appended_and_all_of_a_file_that_was_replaced(
@@ -156,16 +178,29 @@ def test_the_state_changes_when_a_step_is_logged_and_is_described_rarely(
     describe = run._describe
     monkeypatch.setattr(run, "_describe", lambda: described.append(1) or describe())
     file.log(7, {"reward/mean": 0.5})
-    assert run.state() is before and not described  # it took a moment: a twentieth of the time may be spent on it
+    assert (
+        run.state() is before and not described
+    )  # it took a moment: a twentieth of the time may be spent on it
     run._not_before = 0.0
     after = run.state()
-    assert after["last"] == 7 and after["version"] != before["version"] and run.state() is after and len(described) == 1
+    assert (
+        after["last"] == 7
+        and after["version"] != before["version"]
+        and run.state() is after
+        and len(described) == 1
+    )
 
 
 def test_the_state_has_panels_findings_config_and_hardware(folder: Path) -> None:
     state = RunView(folder, "first").state()
-    assert {"reward", "spread", "entropy"} <= {panel["name"] for panel in state["panels"]} and state["notices"] == []
-    assert state["doctor"]["checked"] and state["manifest"]["hardware"]["cores"] == 2 and state["config"]["steps"] == 50
+    assert {"reward", "spread", "entropy"} <= {
+        panel["name"] for panel in state["panels"]
+    } and state["notices"] == []
+    assert (
+        state["doctor"]["checked"]
+        and state["manifest"]["hardware"]["cores"] == 2
+        and state["config"]["steps"] == 50
+    )
     json.dumps(state, allow_nan=False)
 
 
@@ -250,7 +285,10 @@ def test_a_port_in_use_is_one_line_with_what_to_do(
     port = str(server.server_address[1])
     assert processes.exit_code(["view", str(folder), "--port", port]) == 2
     error = capsys.readouterr().err
-    assert error == f"gruppo: port {port} is in use. Choose another --port, or --port 0 for any free one.\n"
+    assert (
+        error
+        == f"gruppo: port {port} is in use. Choose another --port, or --port 0 for any free one.\n"
+    )
     assert (
         processes.exit_code(["view", str(folder), "--port", "99999"]) == 2
         and "Choose another" in capsys.readouterr().err

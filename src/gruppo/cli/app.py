@@ -101,25 +101,36 @@ def _exit_codes(is_debug: bool) -> Iterator[None]:
         with suppress(OSError, ValueError, AttributeError):  # a standard error that is no file
             faulthandler.enable()  # a crash shows where it was
     warnings.filterwarnings("ignore")
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a console or pipe of Windows knows few characters
+    if isinstance(
+        sys.stdout, io.TextIOWrapper
+    ):  # a console or pipe of Windows knows few characters
         sys.stdout.reconfigure(errors="backslashreplace")
-    os.environ.update({variable: value for variable, value in QUIET.items() if variable not in os.environ})
+    os.environ.update(
+        {variable: value for variable, value in QUIET.items() if variable not in os.environ}
+    )
     log = logging.getLogger("gruppo")
     if not log.handlers:
         log.addHandler(logging.StreamHandler())
     log.setLevel(logging.INFO)
     log.propagate = False  # a library that configures the root logger would print our lines twice
-    is_main_thread = threading.current_thread() is threading.main_thread()  # another one may handle no signals
+    is_main_thread = (
+        threading.current_thread() is threading.main_thread()
+    )  # another one may handle no signals
     from gruppo.platforms import stop_signals
 
-    previous = {s: signal.signal(s, signal.default_int_handler) for s in (stop_signals() if is_main_thread else [])}
+    previous = {
+        s: signal.signal(s, signal.default_int_handler)
+        for s in (stop_signals() if is_main_thread else [])
+    }
     message, code, is_others = "", 0, False
     try:
         yield
     except KeyboardInterrupt:
         message, code = "interrupted.", EXIT_STOPPED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads: let the last flush succeed
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # nobody reads: let the last flush succeed
     except Exception as error:
         if is_debug:
             raise

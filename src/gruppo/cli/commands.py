@@ -73,7 +73,9 @@ def train(args: list[str]) -> None:
             raise GruppoError(f"""--replay {replayed}: it needs the folder of a run, which has the recipe too. Give
                 gruppo train --replay RUN --options.""")
         options = [arg.partition("=")[0] for arg in args]
-        if dropped := [name for name in options if name.startswith("--engine") and name != "--engine.lag"]:
+        if dropped := [
+            name for name in options if name.startswith("--engine") and name != "--engine.lag"
+        ]:
             raise GruppoError(f"""--replay {replayed} trains without an engine, so {dropped[0]} has no effect. Leave it
                 out.""")
         args = [replayed, *args]
@@ -99,7 +101,9 @@ def launch(args: list[str]) -> NoReturn:
 def resume(
     run: Annotated[str, "Folder of the run, such as runs/arithmetic-20260101-120000."],
     *,
-    allow_changes: Annotated[bool, "Continue though code, tokenizer, versions or threads have changed."] = False,
+    allow_changes: Annotated[
+        bool, "Continue though code, tokenizer, versions or threads have changed."
+    ] = False,
     trust_run: TrustRun = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
@@ -108,7 +112,9 @@ def resume(
 
     with _until_stopped(Path(run)):
         trusts = {"trust_run": trust_run, "trust_remote_code": trust_remote_code}
-        api.finish(api.start(run, None, allow_changes=allow_changes, show=True, **trusts), show=True)
+        api.finish(
+            api.start(run, None, allow_changes=allow_changes, show=True, **trusts), show=True
+        )
 
 
 def eval_(
@@ -126,27 +132,42 @@ def eval_(
     from gruppo.tracking.samples import FOLDER, write_sheet
 
     trusts = {"trust_run": trust_run, "trust_remote_code": trust_remote_code}
-    result, rows = inference.evaluate_run(Path(run), prompts=prompts, data=data, samples=samples, **trusts)
+    result, rows = inference.evaluate_run(
+        Path(run), prompts=prompts, data=data, samples=samples, **trusts
+    )
     for row in (row for row in rows[:show] if not isinstance(row["prompt"], ARRAYS)):
         is_image = "group" in row  # shown on the sheet of images instead
-        answer = "" if is_image else f" -> '{as_text(row['completion'])}'   target {row['target']!r}"
+        answer = (
+            "" if is_image else f" -> '{as_text(row['completion'])}'   target {row['target']!r}"
+        )
         print(f"  '{as_text(row['prompt'])}'{answer}   reward {row['reward']:g}")
     sheet = Path(run) / FOLDER / "evaluated.png"
     if write_sheet(sheet, rows, f"{Path(run).name}, evaluated"):
         print(f"  images: {sheet}")
-    unscored = f", {result.prompts - result.scored} not scored" if result.scored < result.prompts else ""
+    unscored = (
+        f", {result.prompts - result.scored} not scored" if result.scored < result.prompts else ""
+    )
     interval = f"95% interval {result.low:.3f} to {result.high:.3f}"
     print(f"mean reward {result.mean:.3f}, {interval}, {result.prompts} held-out prompts{unscored}")
     if samples:
-        print(", ".join(f"{name} {result.parts[name]:.3f}" for name in (f"mean@{samples}", f"pass@{samples}")))
+        print(
+            ", ".join(
+                f"{name} {result.parts[name]:.3f}"
+                for name in (f"mean@{samples}", f"pass@{samples}")
+            )
+        )
 
 
 def sample(
     model: Annotated[str, "Folder of a run, or a model."],
     prompt: Annotated[tuple[str, ...], "One or more prompts."],
     *,
-    n: Annotated[int, "Completions per prompt; to differ, those of a text model need a temperature above 0."] = 1,
-    temperature: Annotated[float, "0 is greedy, or the ODE of a diffusion model; 1 samples as in training."] = 0.0,
+    n: Annotated[
+        int, "Completions per prompt; to differ, those of a text model need a temperature above 0."
+    ] = 1,
+    temperature: Annotated[
+        float, "0 is greedy, or the ODE of a diffusion model; 1 samples as in training."
+    ] = 0.0,
     max_new_tokens: Annotated[int, "Maximum length of a completion."] = 64,
     seed: Annotated[int, "Random seed."] = 0,
     plain: Annotated[bool, "Continue the text as it is, without the chat template."] = False,
@@ -157,10 +178,17 @@ def sample(
 ) -> None:
     """Sample from a run's model, or from any model folder, hub id or bundled model."""
     if not prompt:
-        raise GruppoError(f'no prompt was given. For example: {command_name()} sample RUN "What is 3 + 4?"')
+        raise GruppoError(
+            f'no prompt was given. For example: {command_name()} sample RUN "What is 3 + 4?"'
+        )
     from gruppo import inference
 
-    sampling: Any = {"n": n, "temperature": temperature, "max_new_tokens": max_new_tokens, "seed": seed}
+    sampling: Any = {
+        "n": n,
+        "temperature": temperature,
+        "max_new_tokens": max_new_tokens,
+        "seed": seed,
+    }
     sampling |= {"is_plain": plain, "chat_template_kwargs": chat_template_kwargs}
     trusts: Any = {"trust_run": trust_run, "trust_remote_code": trust_remote_code}
     samples = inference.sample(model, prompt, Path(folder), **sampling, **trusts)
@@ -171,7 +199,11 @@ def sample(
         for completion in completions:
             text = (completion if isinstance(completion, str) else repr(completion)).strip()
             # A pipe or a file gets the text as it was sampled.
-            shown = _CONTROLS.sub(lambda match: visible(match[0]), text) if sys.stdout.isatty() else text
+            shown = (
+                _CONTROLS.sub(lambda match: visible(match[0]), text)
+                if sys.stdout.isatty()
+                else text
+            )
             print(shown if len(prompt) == n == 1 else f"{text_prompt!r} -> {text!r}")
 
 
@@ -180,7 +212,9 @@ def export(
     folder: Annotated[str, "Folder to write, which must not exist; not needed with --push."] = "",
     *,
     adapter: Annotated[bool, "Keep the adapter separate, for peft."] = False,
-    gguf: Annotated[bool, "Add a GGUF file for llama.cpp, whose converter must be installed."] = False,
+    gguf: Annotated[
+        bool, "Add a GGUF file for llama.cpp, whose converter must be installed."
+    ] = False,
     push: Annotated[str, "Upload it to this repository of the Hugging Face hub, OWNER/NAME."] = "",
     private: Annotated[bool, "Make the repository private."] = False,
     license: Annotated[str, "License for the model card; default: that of the base model."] = "",
@@ -193,7 +227,9 @@ def export(
     target = Path(folder) if folder else None
     hub: Any = {"push": push, "private": private, "license": license}
     trusts: Any = {"trust_run": trust_run, "trust_remote_code": trust_remote_code}
-    print(f"written to {exporting.export(run, target, is_adapter_kept=adapter, gguf=gguf, **hub, **trusts)}")
+    print(
+        f"written to {exporting.export(run, target, is_adapter_kept=adapter, gguf=gguf, **hub, **trusts)}"
+    )
 
 
 def explain(args: list[str]) -> None:
@@ -203,7 +239,9 @@ def explain(args: list[str]) -> None:
         trust_run, args = pop_switch(args, "--trust-run")
         gpus, args = pop_option(args, "--gpus")
         if gpus is not None and not (gpus.isdecimal() and int(gpus)):
-            raise GruppoError(f"--gpus is {gpus!r}; it needs a number of GPUs, at least 1, as in --gpus 8.")
+            raise GruppoError(
+                f"--gpus is {gpus!r}; it needs a number of GPUs, at least 1, as in --gpus 8."
+            )
         config = parse_config("explain", args, trust_run=trust_run)
         from gruppo import api
 
@@ -244,7 +282,9 @@ def view(
 def report(
     run: Annotated[tuple[str, ...], "One or more folders of runs, finished or not."],
     *,
-    output: Annotated[str, "File to write; default: report.html in the run's folder, or here for several runs."] = "",
+    output: Annotated[
+        str, "File to write; default: report.html in the run's folder, or here for several runs."
+    ] = "",
 ) -> None:
     """Write the page of gruppo view as one HTML file that needs no server."""
     from gruppo.view import report as page
@@ -255,7 +295,9 @@ def report(
 def judge(
     action: Annotated[str, "check: measure how a judge agrees with labels."],
     file: Annotated[str, "TOML file of the judge, as in --reward judge:FILE.toml."],
-    labels: Annotated[str, "JSON lines: prompt, with completion and label, or with chosen and rejected."],
+    labels: Annotated[
+        str, "JSON lines: prompt, with completion and label, or with chosen and rejected."
+    ],
 ) -> None:
     """Ask a judge about labelled completions: accuracy, Kendall's tau, Cohen's kappa, position bias, failures, cost."""
     if action != "check":
@@ -275,15 +317,22 @@ def recipes(name: Annotated[tuple[str, ...], "Name of a recipe."]) -> None:
     """List the built-in recipes, or describe one."""
     if unknown := [recipe for recipe in name if recipe not in RECIPES]:
         raise GruppoError(f"unknown recipe {unknown[0]!r}; it needs one of {', '.join(RECIPES)}.")
-    texts = {recipe: (function.__doc__ or "").strip().splitlines() for recipe, function in RECIPES.items()}
+    texts = {
+        recipe: (function.__doc__ or "").strip().splitlines()
+        for recipe, function in RECIPES.items()
+    }
     for recipe in name:
         print("\n    ".join([recipe, *(line.strip() for line in texts[recipe])]))
     if name:
-        print(f"\n{command_name()} train {name[0]} starts it, {command_name()} explain {name[0]} describes it.")
+        print(
+            f"\n{command_name()} train {name[0]} starts it, {command_name()} explain {name[0]} describes it."
+        )
         return
     for recipe, lines in texts.items():
         print(f"{recipe:<{max(map(len, RECIPES))}}  {lines[0]}")
-    print(f"\n{command_name()} recipes NAME says more; {command_name()} train NAME --help lists its options.")
+    print(
+        f"\n{command_name()} recipes NAME says more; {command_name()} train NAME --help lists its options."
+    )
 
 
 def completion(shell: Annotated[str, "bash, zsh or fish."]) -> None:
@@ -309,16 +358,26 @@ def serve(
 
 
 def plan(
-    recipe: Annotated[str, "A recipe, as of gruppo train; --fit takes arithmetic if none is given."] = "",
+    recipe: Annotated[
+        str, "A recipe, as of gruppo train; --fit takes arithmetic if none is given."
+    ] = "",
     options: Annotated[tuple[str, ...], "Options of the recipe's config, after --."] = (),
     *,
     fit: Annotated[bool, "Measure the constants of this machine with steps of the recipe."] = False,
     gpus: Annotated[int, "Number of GPUs."] = 1,
     gpu: Annotated[str, "A GPU's name, such as h200; this: the machine of the constants."] = "this",
-    price: Annotated[float | None, "Dollars per GPU and hour; without it, no cost is printed."] = None,
-    mean_tokens: Annotated[float | None, "Mean length of a completion; default: as sampled by --fit."] = None,
-    prompt_tokens: Annotated[float | None, "Mean length of a prompt; default: as measured by --fit."] = None,
-    model_config: Annotated[str, "Folder with the config.json of the model; default: the recipe's model."] = "",
+    price: Annotated[
+        float | None, "Dollars per GPU and hour; without it, no cost is printed."
+    ] = None,
+    mean_tokens: Annotated[
+        float | None, "Mean length of a completion; default: as sampled by --fit."
+    ] = None,
+    prompt_tokens: Annotated[
+        float | None, "Mean length of a prompt; default: as measured by --fit."
+    ] = None,
+    model_config: Annotated[
+        str, "Folder with the config.json of the model; default: the recipe's model."
+    ] = "",
     constants: Annotated[str, "File of the constants."] = "plan.json",
     json: Annotated[bool, "Print JSON."] = False,
 ) -> None:
@@ -334,11 +393,22 @@ def plan(
         return planning.run_fit(config, Path(constants), is_json=json)
     measured = fitting.Constants.load(Path(constants))
     lengths = {"mean_tokens": mean_tokens, "prompt_tokens": prompt_tokens}
-    planning.run_plan(config, measured, gpus=gpus, gpu=gpu, price=price, model=model_config, is_json=json, **lengths)
+    planning.run_plan(
+        config,
+        measured,
+        gpus=gpus,
+        gpu=gpu,
+        price=price,
+        model=model_config,
+        is_json=json,
+        **lengths,
+    )
 
 
 _OF_RUNS = (train, launch, resume, eval_, sample, export, explain, plan, doctor, view, report)
 _OTHERS = (serve, judge, config, recipes, completion)
-COMMANDS: dict[str, Callable[..., None]] = {run.__name__.rstrip("_"): run for run in (*_OF_RUNS, *_OTHERS)}
+COMMANDS: dict[str, Callable[..., None]] = {
+    run.__name__.rstrip("_"): run for run in (*_OF_RUNS, *_OTHERS)
+}
 TAKING_RECIPE = ("train", "launch", "explain", "config")
 """Commands of a recipe and the options of its config, which they parse themselves."""

@@ -12,7 +12,15 @@ from typing import Any, TypeVar
 
 from gruppo.cli import help as help_text
 from gruppo.config import peer_options, serialization
-from gruppo.config.options import Option, check_ranges, convert, describe_type, flag, is_list, options
+from gruppo.config.options import (
+    Option,
+    check_ranges,
+    convert,
+    describe_type,
+    flag,
+    is_list,
+    options,
+)
 from gruppo.config.schema import Config, Stage
 from gruppo.config.sections import section_name, sections
 from gruppo.config.stages import planned
@@ -32,7 +40,11 @@ def parse_config(command: str, args: Sequence[str], *, trust_run: bool = False) 
     Code that the config of a run names, and no option, is refused unless this user created the run or ``trust_run``.
     """
     if args and args[0] in HELP_FLAGS:
-        print(help_text.config_help(Config(), f"{command} RECIPE", is_complete=args[0] == "--help-all"))
+        print(
+            help_text.config_help(
+                Config(), f"{command} RECIPE", is_complete=args[0] == "--help-all"
+            )
+        )
         sys.exit(0)
     if not args or args[0].startswith("-"):
         raise GruppoError(f"""no recipe was given. gruppo {command} RECIPE, where RECIPE is {", ".join(RECIPES)},
@@ -52,13 +64,21 @@ def apply_options(config: Config, args: Sequence[str], command: str) -> Config:
     them, change single values. ``--stage.x`` together with ``--stages`` changes what the stages are made from.
     """
     # as in a config file, where engine = "vllm" sets the kind
-    words = [re.sub(r"^--(engine|environment)(?=$|=)", r"--\1.kind", arg) for arg in args if arg not in HELP_FLAGS]
+    words = [
+        re.sub(r"^--(engine|environment)(?=$|=)", r"--\1.kind", arg)
+        for arg in args
+        if arg not in HELP_FLAGS
+    ]
     values, stray = _split(words, options(config))
     if stray:
-        raise GruppoError(f"not understood: {' '.join(stray)}. gruppo {command} --help lists the options.")
+        raise GruppoError(
+            f"not understood: {' '.join(stray)}. gruppo {command} --help lists the options."
+        )
     if "objective" in values:
         objective = serialization.preset(" ".join(values.pop("objective")))
-        if config.objective.kl == "exact" and objective.kl_in == "loss":  # a property of the recipe's model
+        if (
+            config.objective.kl == "exact" and objective.kl_in == "loss"
+        ):  # a property of the recipe's model
             objective = replace(objective, kl="exact")
         config = serialization.change(config, {"objective": objective})
     if "stages" in values:
@@ -69,7 +89,11 @@ def apply_options(config: Config, args: Sequence[str], command: str) -> Config:
     config = _change(config, values, command)
     if requested := [arg for arg in args if arg in HELP_FLAGS]:
         # A recipe without a modality gets that of its --model, whose options the help would lack otherwise.
-        if config.modality is None and config.model and (kind := find_modality(config.model).config_section):
+        if (
+            config.modality is None
+            and config.model
+            and (kind := find_modality(config.model).config_section)
+        ):
             config = replace(config, modality=kind())
         print(help_text.config_help(config, command, is_complete="--help-all" in requested))
         sys.exit(0)
@@ -83,7 +107,11 @@ def pop_switch(args: Sequence[str], option: str) -> tuple[bool, list[str]]:
 
 def pop_option(args: Sequence[str], option: str) -> tuple[str | None, list[str]]:
     """The value of one option (None without it, "" if no value follows), and the other arguments."""
-    words = [word for arg in args for word in (arg.split("=", 1) if arg.startswith(f"{option}=") else [arg])]
+    words = [
+        word
+        for arg in args
+        for word in (arg.split("=", 1) if arg.startswith(f"{option}=") else [arg])
+    ]
     if option not in words:
         return None, words
     if words.count(option) > 1:
@@ -98,7 +126,9 @@ def parse_own(args: Sequence[str], own: T, command: str) -> tuple[T, list[str]]:
     for name, option in options(own).items():
         at = next((n for n, arg in enumerate(rest) if arg.partition("=")[0] == flag(name)), 0)
         text, rest = pop_option(rest, flag(name))
-        if option.hint is bool and text is not None and text.lower() not in ("true", "false"):  # a switch
+        if (
+            option.hint is bool and text is not None and text.lower() not in ("true", "false")
+        ):  # a switch
             # --dry-run alone is true, and what follows it is an argument of its own.
             rest[at:at], text = [text] if text else [], "true"
         if text is not None:
@@ -120,7 +150,9 @@ def parse_command(name: str, command: Callable[..., Any], args: Sequence[str]) -
     words += literal
     if unknown := next((option for option in values if option not in table), ""):
         raise _unknown(unknown, name, table)
-    parsed: dict[str, Any] = {option: _parse(table[option], value, name) for option, value in values.items()}
+    parsed: dict[str, Any] = {
+        option: _parse(table[option], value, name) for option, value in values.items()
+    }
     for parameter, option in positional.items():
         if is_list(option.hint):
             parsed[parameter], words = tuple(words), []
@@ -129,11 +161,15 @@ def parse_command(name: str, command: Callable[..., Any], args: Sequence[str]) -
         elif option.value is inspect.Parameter.empty:
             raise GruppoError(f"{parameter.upper()} is missing. gruppo {name} --help says more.")
     if words:
-        raise GruppoError(f"not understood: {' '.join(words)}. gruppo {name} --help lists the options.")
+        raise GruppoError(
+            f"not understood: {' '.join(words)}. gruppo {name} --help lists the options."
+        )
     return parsed
 
 
-def _split(args: Sequence[str], table: Mapping[str, Option]) -> tuple[dict[str, list[str]], list[str]]:
+def _split(
+    args: Sequence[str], table: Mapping[str, Option]
+) -> tuple[dict[str, list[str]], list[str]]:
     """The words of each option, by dotted name, and the words that belong to none."""
     # The table says how many words an option takes. An unknown one takes all: the error names the option, not a word.
     values, stray, name = dict[str, list[str]](), list[str](), ""
@@ -151,7 +187,9 @@ def _split(args: Sequence[str], table: Mapping[str, Option]) -> tuple[dict[str, 
             continue
         takes_word = name and (option is None or is_list(option.hint) or not values[name])
         # After a switch without a value, another word is not its value.
-        is_after_switch = option is not None and option.hint is bool and arg.lower() not in ("true", "false")
+        is_after_switch = (
+            option is not None and option.hint is bool and arg.lower() not in ("true", "false")
+        )
         (values[name] if takes_word and not is_after_switch else stray).append(arg)
     return values, stray
 
@@ -174,7 +212,15 @@ def _change(config: Config, values: Mapping[str, list[str]], command: str) -> Co
 
 
 def _parse(option: Option, words: list[str], command: str) -> Any:
-    value: Any = words if is_list(option.hint) else words[0] if words else "true" if option.hint is bool else None
+    value: Any = (
+        words
+        if is_list(option.hint)
+        else words[0]
+        if words
+        else "true"
+        if option.hint is bool
+        else None
+    )
     if value is not None:
         with suppress(ValueError):
             return convert(option.hint, value, is_text=True)
@@ -196,8 +242,16 @@ def _unknown(
             return GruppoError(f"""unknown option {flag(name)}: this run has one stage, --stage.{field}. Name several
                 with --stages, as in --stages supervised:50,full.""")
         names = [f"{number} {stage.name}".strip() for number, stage in enumerate(stages)]
-        existing = f"are the stages {' and '.join(names)}" if len(names) > 1 else f"is the stage {names[0]} alone"
-        index = next((n for n, stage in enumerate(stages) if stage.name == match[1]), len(stages) - 1)
-        return GruppoError(f"unknown option {flag(name)}: there {existing}: --stages.{index}.{field}.")
+        existing = (
+            f"are the stages {' and '.join(names)}"
+            if len(names) > 1
+            else f"is the stage {names[0]} alone"
+        )
+        index = next(
+            (n for n, stage in enumerate(stages) if stage.name == match[1]), len(stages) - 1
+        )
+        return GruppoError(
+            f"unknown option {flag(name)}: there {existing}: --stages.{index}.{field}."
+        )
     hint = peer_options.suggestion(name, table, flag)
     return GruppoError(f"unknown option {flag(name)}. {hint}gruppo {command} --help lists them.")

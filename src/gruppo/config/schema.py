@@ -34,7 +34,9 @@ class RolloutConfig:
     """Samples per prompt."""
     max_new_tokens: Positive = 128
     """Maximum length of a completion, in tokens."""
-    temperature: Annotated[float, Range(gt=0, why="temperature 0 is greedy and gives nothing to learn from")] = 1.0
+    temperature: Annotated[
+        float, Range(gt=0, why="temperature 0 is greedy and gives nothing to learn from")
+    ] = 1.0
     """Sampling temperature; log-probs are computed at the same temperature."""
     top_k: Count = 0
     """Sample among the k most likely tokens; 0 disables."""
@@ -74,7 +76,10 @@ class OptimConfig:
     """Learning rate schedule after warmup."""
     final_lr_frac: Fraction = 0.0
     """Final learning rate as a fraction of lr."""
-    betas: Annotated[tuple[float, float], Range(ge=0, lt=1)] = (0.9, 0.999)  # these and eps are torch's
+    betas: Annotated[tuple[float, float], Range(ge=0, lt=1)] = (
+        0.9,
+        0.999,
+    )  # these and eps are torch's
     """AdamW betas."""
     eps: Annotated[float, Range(gt=0)] = 1e-8
     """AdamW epsilon."""
@@ -152,7 +157,9 @@ class Stage:
     """Steps of linear learning rate warmup at the start of the stage."""
     weight_decay: OptionalSchedule = None
     """Weight decay; default: optim.weight_decay."""
-    temperature: Annotated[float | str | None, Range(gt=0, why="0 is greedy and gives nothing to learn from")] = None
+    temperature: Annotated[
+        float | str | None, Range(gt=0, why="0 is greedy and gives nothing to learn from")
+    ] = None
     """Sampling temperature; default: rollout.temperature."""
     group_size: Annotated[int | str | None, Range(ge=1)] = None
     """Samples per prompt; default: rollout.group_size."""
@@ -199,7 +206,9 @@ class ReferenceConfig:
     reference <- rate policy + (1 - rate) reference. With LoRA the frozen reference is the model with its adapter
     disabled, the mixed one a second adapter.
     """
-    update_rate: Fraction = 0.6  # this and update_every as in TRL (ref_model_mixup_alpha, ref_model_sync_steps)
+    update_rate: Fraction = (
+        0.6  # this and update_every as in TRL (ref_model_mixup_alpha, ref_model_sync_steps)
+    )
     """Weight of the policy in an update of a mixed reference."""
     update_every: Positive = 512
     """Steps between updates of a mixed reference."""
@@ -219,7 +228,9 @@ class LoraConfig:
 
     rank: Count = 0
     """Rank of the adapters; 0 trains all weights."""
-    alpha: Annotated[float, Range(gt=0, why="the adapter's output is scaled by alpha / rank")] = 32.0
+    alpha: Annotated[float, Range(gt=0, why="the adapter's output is scaled by alpha / rank")] = (
+        32.0
+    )
     """Scale of the adapter's output: alpha / rank."""
     targets: tuple[str, ...] = ()
     """Linear layers to adapt, such as q_proj; default: all but the head."""

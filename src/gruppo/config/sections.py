@@ -43,7 +43,11 @@ def find_modality(model: str) -> Modality:
 
 def sections() -> dict[str, type]:
     """Return the config section of each modality that has one, by its name."""
-    return {name: modality.config_section for name, modality in modalities().items() if modality.config_section}
+    return {
+        name: modality.config_section
+        for name, modality in modalities().items()
+        if modality.config_section
+    }
 
 
 def section_name(section: Any) -> str:

@@ -60,7 +60,11 @@ def from_dict(data: Mapping[str, Any]) -> Config:
     if (engine.get("kind") if isinstance(engine, Mapping) else engine) == "vllm":
         if isinstance(objective, str):
             # A preset says nothing about servers: its correction "none" is a default, and no choice.
-            objective = {k: v for k, v in dataclasses.asdict(preset(objective)).items() if (k, v) != NO_CORRECTION}
+            objective = {
+                k: v
+                for k, v in dataclasses.asdict(preset(objective)).items()
+                if (k, v) != NO_CORRECTION
+            }
         if isinstance(objective, Mapping):
             data = {**data, "objective": {"correction": "truncate", **objective}}
     return build(Config, data)
@@ -74,22 +78,30 @@ def change(config: Config, changes: Mapping[str, Any]) -> Config:
     """
     # By way of a dict, so that values are checked and converted as those of a file are.
     data = to_dict(config)
-    for name, value in sorted(changes.items(), key=lambda item: item[0].count(".")):  # sections before their entries
+    for name, value in sorted(
+        changes.items(), key=lambda item: item[0].count(".")
+    ):  # sections before their entries
         *path, leaf = name.split(".")
         value, section = _plain(value), data
         for part in path:
             if isinstance(section, list | tuple):
                 if part not in map(str, range(len(section))):
                     has = f"it has {len(section)}, counted from 0" if section else "it has none"
-                    raise GruppoError(f"{name}: the list has no entry {part}; {has}. Set the whole list.")
+                    raise GruppoError(
+                        f"{name}: the list has no entry {part}; {has}. Set the whole list."
+                    )
                 section = section[int(part)]
             else:
                 section = section.setdefault(part, {}) if isinstance(section, dict) else None
         if not isinstance(section, dict):
-            raise GruppoError(f"{name}: {path[-1]} is a value, not a section of the config. Set {path[-1]} itself.")
+            raise GruppoError(
+                f"{name}: {path[-1]} is a value, not a section of the config. Set {path[-1]} itself."
+            )
         if name == "objective":
             value = _plain(preset(value)) if isinstance(value, str) else value
-            if "critic" not in changes and not (isinstance(value, Mapping) and value.get("baseline") == "critic"):
+            if "critic" not in changes and not (
+                isinstance(value, Mapping) and value.get("baseline") == "critic"
+            ):
                 data["critic"] = _plain(CriticConfig())
         elif name in ("engine", "environment") and isinstance(value, str):
             value = {**data[name], "kind": value}
@@ -98,8 +110,14 @@ def change(config: Config, changes: Mapping[str, Any]) -> Config:
         section[leaf] = value
     kind = data["engine"].get("kind") if isinstance(data["engine"], Mapping) else None
     # ``from_dict`` then adds the correction that servers need.
-    is_chosen = kind == "vllm" and kind != config.engine.kind  # not where an engine of its own was set before
-    if is_chosen and "objective.correction" not in changes and config.objective.correction == "none":
+    is_chosen = (
+        kind == "vllm" and kind != config.engine.kind
+    )  # not where an engine of its own was set before
+    if (
+        is_chosen
+        and "objective.correction" not in changes
+        and config.objective.correction == "none"
+    ):
         data["objective"] = {k: v for k, v in data["objective"].items() if (k, v) != NO_CORRECTION}
     return from_dict(data)
 
@@ -136,7 +154,9 @@ def build(kind: Any, data: Mapping[str, Any], prefix: str = "") -> Any:
             hint = did_you_mean(name, hints, f" Known: {', '.join(sorted(hints))}.", prefix=prefix)
             raise UnknownEntry(entry, f"the config has an unknown entry {entry}.{hint}")
         hint, inner = hints[name], nested_type(hints[name])
-        is_list = isinstance(value, list | tuple) and all(isinstance(item, Mapping) for item in value)
+        is_list = isinstance(value, list | tuple) and all(
+            isinstance(item, Mapping) for item in value
+        )
         if hint is Objective and isinstance(value, str):
             values[name] = preset(value)
         elif hint in (EngineConfig, EnvironmentConfig) and isinstance(value, str):
@@ -144,9 +164,13 @@ def build(kind: Any, data: Mapping[str, Any], prefix: str = "") -> Any:
         elif dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
             values[name] = build(hint, value, f"{entry}.")
         elif inner is not None and is_list:
-            values[name] = tuple(build(inner, item, f"{entry}.{n}.") for n, item in enumerate(value))
+            values[name] = tuple(
+                build(inner, item, f"{entry}.{n}.") for n, item in enumerate(value)
+            )
         else:
-            if name.endswith("_kwargs") and isinstance(value, Mapping):  # a dict in Python, a table in TOML
+            if name.endswith("_kwargs") and isinstance(
+                value, Mapping
+            ):  # a dict in Python, a table in TOML
                 value = json.dumps(value)
             try:
                 values[name] = convert(hint, value)
@@ -154,11 +178,15 @@ def build(kind: Any, data: Mapping[str, Any], prefix: str = "") -> Any:
                 needed = describe_type(hint)
                 if name == "modality":
                     needed = f"null: a modality's options have a section of their own, {' or '.join(sections())}"
-                raise EntryError(entry, f"config entry {entry} is {value!r:.80}; it needs {needed}.") from None
+                raise EntryError(
+                    entry, f"config entry {entry} is {value!r:.80}; it needs {needed}."
+                ) from None
     modalities = [name for name in values if kind is Config and name in sections()]
     if len(modalities) > 1:
         two = " and ".join(modalities[:2])
-        raise EntryError(modalities[1], f"the config has sections of two modalities, {two}. Keep one.")
+        raise EntryError(
+            modalities[1], f"the config has sections of two modalities, {two}. Keep one."
+        )
     for name in modalities:
         values["modality"] = values.pop(name)
     return kind(**values)
@@ -169,7 +197,9 @@ def build(kind: Any, data: Mapping[str, Any], prefix: str = "") -> Any:
 
 def load(path: Path) -> Config:
     """The config of a .toml, .yaml or .json file; an error names the line where it can be found."""
-    return read(path, from_dict, "a config file is needed: TOML, YAML or JSON, such as a run's config.json.")
+    return read(
+        path, from_dict, "a config file is needed: TOML, YAML or JSON, such as a run's config.json."
+    )
 
 
 def read(path: Path, make: Callable[[Mapping[str, Any]], T], needed: str) -> T:
@@ -177,13 +207,21 @@ def read(path: Path, make: Callable[[Mapping[str, Any]], T], needed: str) -> T:
     try:
         text = read_file(path, MAX_BYTES).decode("utf-8")
         data = _parse(text, path.suffix)
-        if any(isinstance(value, int) and value.bit_length() > 64 for level in levels(data) for value in level):
+        if any(
+            isinstance(value, int) and value.bit_length() > 64
+            for level in levels(data)
+            for value in level
+        ):
             raise ValueError("it has a whole number of more than 64 bits")
     except FileNotFoundError:
-        guess = did_you_mean(path.name, [other.name for other in path.parent.glob(f"*{path.suffix}")])
+        guess = did_you_mean(
+            path.name, [other.name for other in path.parent.glob(f"*{path.suffix}")]
+        )
         raise GruppoError(f"{path} does not exist; {needed}{guess}") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise GruppoError(f"{path} cannot be read as {path.suffix[1:].upper()} ({error}); {needed}") from None
+        raise GruppoError(
+            f"{path} cannot be read as {path.suffix[1:].upper()} ({error}); {needed}"
+        ) from None
     if not isinstance(data, dict):
         raise GruppoError(f"{path} holds a {type(data).__name__}; {needed}")
     try:
@@ -195,7 +233,9 @@ def read(path: Path, make: Callable[[Mapping[str, Any]], T], needed: str) -> T:
 
 def _parse(text: str, suffix: str) -> Any:
     if suffix == ".toml":
-        if any(part.count(".") > MAX_DOTS for line in text.splitlines() for part in line.split("=")):
+        if any(
+            part.count(".") > MAX_DOTS for line in text.splitlines() for part in line.split("=")
+        ):
             raise ValueError(f"a line has more than {MAX_DOTS} dots")
         return tomllib.loads(text)
     if suffix not in (".yaml", ".yml"):
@@ -208,7 +248,9 @@ def _parse(text: str, suffix: str) -> Any:
 
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):  # a few of them stand for billions of entries
-                raise ValueError(f"it refers to the anchor *{self.peek_event().anchor:.40}; write its value out")
+                raise ValueError(
+                    f"it refers to the anchor *{self.peek_event().anchor:.40}; write its value out"
+                )
             return super().compose_node(parent, index)
 
     number = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$")
@@ -224,7 +266,9 @@ def _line_of(text: str, entry: str) -> int | None:
     lines, at, section = text.splitlines(), 0, ""
     for key in entry.split("."):
         pattern, skip = rf"""[\s\[{{\-"']*{re.escape(key)}["']?\s*[=:\]]""", 0
-        if key.isdigit():  # the n-th [[stages]] of TOML, counted from the first, which has been found
+        if (
+            key.isdigit()
+        ):  # the n-th [[stages]] of TOML, counted from the first, which has been found
             pattern, skip = rf"\s*\[\[{section}\]\]", int(key)
         found = [n for n in range(at, len(lines)) if re.match(pattern, lines[n])]
         if len(found) <= skip:
@@ -247,10 +291,17 @@ def to_toml(config: Config) -> str:
             lines += ["", f"# {(type(section).__doc__ or '').strip().splitlines()[0]}", header]
         for name, (hint, _, doc) in fields_of(type(section)).items():  # type: ignore[arg-type]
             value = getattr(section, name)
-            if name == "modality" or dataclasses.is_dataclass(value) or nested_type(hint) is not None:
+            if (
+                name == "modality"
+                or dataclasses.is_dataclass(value)
+                or nested_type(hint) is not None
+            ):
                 continue
             # JSON's spelling of texts, integers and lists is TOML's too; TOML has no null, and Python's "inf".
             written = json.dumps("none" if value is None else value, ensure_ascii=False)
             written = repr(value) if isinstance(value, float) else written
-            lines += [*(f"# {line}" for line in doc.partition("\n\n")[0].splitlines()), f"{name} = {written}"]
+            lines += [
+                *(f"# {line}" for line in doc.partition("\n\n")[0].splitlines()),
+                f"{name} = {written}",
+            ]
     return "\n".join(lines) + "\n"

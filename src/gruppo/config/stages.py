@@ -11,7 +11,11 @@ from gruppo.core.schedules import parse_schedule
 from gruppo.loading import did_you_mean
 from gruppo.types import GruppoError
 
-SCHEDULED = tuple(name for name, (hint, interval, _) in fields_of(Stage).items() if interval and str in get_args(hint))
+SCHEDULED = tuple(
+    name
+    for name, (hint, interval, _) in fields_of(Stage).items()
+    if interval and str in get_args(hint)
+)
 """Fields of a stage that may change from step to step."""
 KINDS = ("supervised", "ramp", "full")
 """Stage presets: demonstrations only; a linear ramp from demonstrations to rewards; as the config's stage."""
@@ -44,7 +48,11 @@ def learns_from_samples(config: Config) -> bool:
 def peak_lr(config: Config, index: int) -> float:
     """The largest learning rate of the policy in a stage."""
     lr = config.plan[index].lr
-    return config.optim.lr if lr is None else max(parse_schedule(lr, f"{stage_path(config, index)}.lr").values)
+    return (
+        config.optim.lr
+        if lr is None
+        else max(parse_schedule(lr, f"{stage_path(config, index)}.lr").values)
+    )
 
 
 def planned(text: str, config: Config) -> Config:
@@ -78,5 +86,7 @@ def planned(text: str, config: Config) -> Config:
         has_reset |= stage.new_reference
         stages.append(replace(stage, name=kind, steps=int(steps or 0), new_reference=resets))
     # Where no stage learns from a recipe's demonstrations, they would be refused as unused.
-    supervised = config.supervised if any(stage.sup_coef for stage in stages) else SupervisedConfig()
+    supervised = (
+        config.supervised if any(stage.sup_coef for stage in stages) else SupervisedConfig()
+    )
     return replace(config, stages=tuple(stages), stage=Stage(), supervised=supervised)

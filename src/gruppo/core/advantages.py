@@ -9,7 +9,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from gruppo.core.groups import AllGather, AllSum, group_max, group_std, group_sum, has_no_spread, rounding_error
+from gruppo.core.groups import (
+    AllGather,
+    AllSum,
+    group_max,
+    group_std,
+    group_sum,
+    has_no_spread,
+    rounding_error,
+)
 
 Baseline = Literal["none", "mean", "leave_one_out", "batch_mean", "running", "prompt", "critic"]
 Scale = Literal["none", "group", "batch", "running", "prompt"]
@@ -87,8 +95,13 @@ def group_advantages(
         batch_mean, batch_count = total[0] / total[1].clamp(min=1), total[1]
     if "prompt" in (baseline, scale):
         if prompt_ids is None:
-            raise ValueError("baseline='prompt' and scale='prompt' need prompt_ids, one for each group.")
-        local = [[prompt, rewards[(group_ids == g) & scored].tolist()] for g, prompt in enumerate(prompt_ids)]
+            raise ValueError(
+                "baseline='prompt' and scale='prompt' need prompt_ids, one for each group."
+            )
+        local = [
+            [prompt, rewards[(group_ids == g) & scored].tolist()]
+            for g, prompt in enumerate(prompt_ids)
+        ]
         updated = dict(state.get("prompts", {}))
         # Lists are replaced, never changed: a checkpoint may hold the old ones. Every rank adds the rows of all ranks.
         for prompt, new in (pair for rank in all_gather(local) for pair in rank):
@@ -115,16 +128,25 @@ def group_advantages(
         base = torch.where(scored, torch.stack([past.mean() for past in history])[group_ids], 0)
     advantages, silent = r - base, ~scored
 
-    if baseline in ("batch_mean", "running", "prompt"):  # a row equal to the mean of batches has nothing to learn
+    if baseline in (
+        "batch_mean",
+        "running",
+        "prompt",
+    ):  # a row equal to the mean of batches has nothing to learn
         silent = silent | (advantages.abs() <= rounding_error(rewards, base))
-    if baseline in ("mean", "leave_one_out") or scale == "group":  # a group needs two samples that differ
+    if (
+        baseline in ("mean", "leave_one_out") or scale == "group"
+    ):  # a group needs two samples that differ
         is_one_sample = group_max(owners, group_ids) == -group_max(-owners, group_ids)
         silent = silent | (has_no_spread(rewards, group_ids) | is_one_sample)[group_ids]
 
     # The scale: its standard deviation, and the magnitude whose rounding error it has to exceed.
     if scale != "none":
         if scale == "group":
-            std, magnitude = group_std(rewards, group_ids)[group_ids], torch.zeros_like(r)  # has_no_spread decides
+            std, magnitude = (
+                group_std(rewards, group_ids)[group_ids],
+                torch.zeros_like(r),
+            )  # has_no_spread decides
         elif scale == "batch":
             square = all_sum(torch.where(scored, r - batch_mean, 0.0).square().sum())
             std, magnitude = (square / (batch_count - 1).clamp(min=1)).sqrt(), batch_mean
@@ -133,7 +155,9 @@ def group_advantages(
             freedom = torch.where(count > 1, count - 1, 0).sum()
             pooled = all_sum(torch.stack([square.sum(), freedom]))
             variance = Ema(*state.get("within_var", ()))
-            variance = variance.update(float(pooled[0] / pooled[1]), decay) if pooled[1] > 0 else variance
+            variance = (
+                variance.update(float(pooled[0] / pooled[1]), decay) if pooled[1] > 0 else variance
+            )
             state["within_var"] = list(variance)
             std, magnitude = torch.full_like(r, variance.value**0.5), r.abs()
         else:
@@ -155,21 +179,32 @@ def step_advantages(
     are no steps and get 0; so do the steps of a group in which only one row has any.
     """
     row, column = rewards.isfinite().nonzero(as_tuple=True)
-    advantages, state = group_advantages(rewards[row, column], group_ids[row], owners=row, **choices)
-    return torch.zeros_like(rewards, dtype=torch.float32).index_put((row, column), advantages), state
+    advantages, state = group_advantages(
+        rewards[row, column], group_ids[row], owners=row, **choices
+    )
+    return torch.zeros_like(rewards, dtype=torch.float32).index_put(
+        (row, column), advantages
+    ), state
 
 
 def position_advantages(
-    rewards: Float[Tensor, "B T"], group_ids: Int[Tensor, "B"], mask: Bool[Tensor, "B T"], **choices: Any
+    rewards: Float[Tensor, "B T"],
+    group_ids: Int[Tensor, "B"],
+    mask: Bool[Tensor, "B T"],
+    **choices: Any,
 ) -> tuple[Float[Tensor, "B T"], dict[str, Any]]:
     """``group_advantages`` of one reward for each action (patches): each column of a group is compared by itself."""
     rows, columns = mask.shape
     ids = group_ids[:, None] * columns + torch.arange(columns, device=group_ids.device)
-    advantages, state = group_advantages(torch.where(mask, rewards, torch.nan).flatten(), ids.flatten(), **choices)
+    advantages, state = group_advantages(
+        torch.where(mask, rewards, torch.nan).flatten(), ids.flatten(), **choices
+    )
     return advantages.reshape(rows, columns), state
 
 
-def normalized_rewards(rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
+def normalized_rewards(
+    rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]
+) -> Float[Tensor, "B"]:
     """(r - mean) / std of its group (ddof 1): GRPO's advantage without eps. 0 without spread, NaN where not scored.
 
     At most (G - 1) / sqrt(G), the value of one row that differs from G - 1 equal ones.

@@ -55,7 +55,9 @@ class Compiled:
         """Run the plain path from now on."""
         if not self.has_failed:
             first = (str(reason).strip().splitlines() or [type(reason).__name__])[0]
-            message = "%s: the compiled form failed, so the plain path is used, which is slower: %.200s"
+            message = (
+                "%s: the compiled form failed, so the plain path is used, which is slower: %.200s"
+            )
             log.warning(message, self.name, first)
         self.has_failed = True
 

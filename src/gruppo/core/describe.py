@@ -30,7 +30,9 @@ def describe_objective(
             "running": f"running std within groups, decay {o.running_decay:g}",
             "prompt": "std of the prompt's last rewards",
         }[o.scale]
-        advantage = f"A = (reward - {baseline})" + (f" / ({scale} + {o.scale_eps:g})" if scale else "")
+        advantage = f"A = (reward - {baseline})" + (
+            f" / ({scale} + {o.scale_eps:g})" if scale else ""
+        )
         credit = {
             "outcome": "one for all tokens of a row",
             "return_to_go": f"each token for what came after it, gamma {o.gamma:g}",
@@ -66,18 +68,28 @@ def describe_objective(
     elif o.kl_in == "reward":
         kl = f"minus       {kl_coef:g} x (logprob - ref_logprob) in the reward of each token"
     else:
-        how = "correct in expectation" if o.kl_gradient == "unbiased" else "the estimator's own gradient"
+        how = (
+            "correct in expectation"
+            if o.kl_gradient == "unbiased"
+            else "the estimator's own gradient"
+        )
         how = "in closed form" if o.kl == "exact" else how
-        kl = f"minus       {kl_coef:g} x KL(policy || reference) by {o.kl}, {how}, in nats per token"
+        kl = (
+            f"minus       {kl_coef:g} x KL(policy || reference) by {o.kl}, {how}, in nats per token"
+        )
 
     lines = [f"advantage   {advantage}", f"            {credit}; {group_size} rows per group"]
     lines += [f"maximize    {surrogate}", f"averaged    {average}", kl]
     if o.correction != "none":
         how = "clamped to" if o.correction == "truncate" else "0 outside"
         how += f" [{o.correction_low:g}, {o.correction_high:g}]"
-        lines.append(f"corrected   by exp(old_logprob - sampler_logprob) of each {o.correction_level}, {how}")
+        lines.append(
+            f"corrected   by exp(old_logprob - sampler_logprob) of each {o.correction_level}, {how}"
+        )
     if o.kl_mask:
-        lines.append(f"masked      where the KL to the old policy exceeds {o.kl_mask:g} nats and would grow")
+        lines.append(
+            f"masked      where the KL to the old policy exceeds {o.kl_mask:g} nats and would grow"
+        )
     if o.has_critic:
         clip = f", V changing by at most {o.value_clip:g} per batch" if o.value_clip else ""
         lines.append(f"critic      0.5 (V - return)^2{clip}")
@@ -105,13 +117,21 @@ def objective_warnings(
     changed = [name for name in unused if getattr(o, name) != getattr(defaults, name)]
     warnings = [f"{name} is set but has no effect here" for name in changed]
     if o.baseline == "running":
-        warnings.append("a running mean over prompts makes advantages measure prompt difficulty; a group mean does not")
+        warnings.append(
+            "a running mean over prompts makes advantages measure prompt difficulty; a group mean does not"
+        )
     if updates_per_batch == 1 and o.surrogate == "clip":
         warnings.append("one update per batch: the ratio is 1, so the clip has no effect")
     if o.whiten and o.needs_groups:
-        warnings.append("whitening shifts all advantages by their mean: groups without spread no longer get exactly 0")
+        warnings.append(
+            "whitening shifts all advantages by their mean: groups without spread no longer get exactly 0"
+        )
     if kl_coef > 0 and o.kl_in == "loss" and o.kl_gradient == "naive":
-        warnings.append(f"kl_gradient='naive' with {o.kl} has the wrong gradient in expectation, at least off-policy")
+        warnings.append(
+            f"kl_gradient='naive' with {o.kl} has the wrong gradient in expectation, at least off-policy"
+        )
     if kl_coef > 0 and truncates:
-        warnings.append("the KL is between two distributions, each cut to its own top-k and top-p: an estimate")
+        warnings.append(
+            "the KL is between two distributions, each cut to its own top-k and top-p: an estimate"
+        )
     return warnings

@@ -31,7 +31,9 @@ LOG_2_PI = math.log(2 * math.pi)
 # --- temperature, top-k and top-p -------------------------------------------------------------------------------------
 
 
-def apply_temperature(logits: Float[Tensor, "N V"], temperature: Tensor | float) -> Float[Tensor, "N V"]:
+def apply_temperature(
+    logits: Float[Tensor, "N V"], temperature: Tensor | float
+) -> Float[Tensor, "N V"]:
     """Logits in float32 at least, divided by the temperature. Dividing log-probabilities instead would be wrong."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if isinstance(temperature, float | int):
@@ -40,7 +42,11 @@ def apply_temperature(logits: Float[Tensor, "N V"], temperature: Tensor | float)
 
 
 def apply_top_k_top_p(
-    logits: Float[Tensor, "N V"], *, top_k: int = 0, top_p: float = 1.0, always: Int[Tensor, "N"] | None = None
+    logits: Float[Tensor, "N V"],
+    *,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    always: Int[Tensor, "N"] | None = None,
 ) -> Float[Tensor, "N V"]:
     """-inf outside the top-k set, then outside the smallest set whose probability reaches top_p (at least one stays).
 
@@ -64,7 +70,9 @@ def apply_top_k_top_p(
 def _nucleus(p: Float[Tensor, "N V"], top_p: float) -> Bool[Tensor, "N V"]:
     """The most likely actions until they reach ``top_p``; ties go to the first."""
     ordered, order = p.sort(dim=-1, descending=True, stable=True)
-    reached = ordered.cumsum(dim=-1) - ordered < top_p  # mass before this action is still short of top_p
+    reached = (
+        ordered.cumsum(dim=-1) - ordered < top_p
+    )  # mass before this action is still short of top_p
     return torch.zeros_like(reached).scatter(-1, order, reached)
 
 
@@ -86,19 +94,29 @@ def sample_categorical(
     at temperature 1.
     """
     parts = []
-    rows = max(1, LOGITS_PER_PASS // logits.shape[-1] if logits.device.type == "cpu" else len(logits))
+    rows = max(
+        1, LOGITS_PER_PASS // logits.shape[-1] if logits.device.type == "cpu" else len(logits)
+    )
     for part, uniform in zip(logits.split(rows), uniforms.split(rows), strict=True):
         if temperature == 0:
             actions, scaled = part.argmax(dim=-1), apply_temperature(part, 1.0)
-            parts.append((actions, scaled.gather(-1, actions[:, None])[:, 0] - scaled.logsumexp(dim=-1)))
+            parts.append(
+                (actions, scaled.gather(-1, actions[:, None])[:, 0] - scaled.logsumexp(dim=-1))
+            )
         elif 0 < top_k < logits.shape[-1] or top_p < 1:
-            parts.append(_sample_truncated(apply_temperature(part, temperature), uniform, top_k, top_p))
+            parts.append(
+                _sample_truncated(apply_temperature(part, temperature), uniform, top_k, top_p)
+            )
         else:
             parts.append(_sample_logits(apply_temperature(part, temperature), uniform))
-    return torch.cat([actions for actions, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
+    return torch.cat([actions for actions, _ in parts]), torch.cat(
+        [logprobs for _, logprobs in parts]
+    )
 
 
-def _sample_logits(logits: Float[Tensor, "N V"], uniforms: Float[Tensor, "N"]) -> tuple[Tensor, Tensor]:
+def _sample_logits(
+    logits: Float[Tensor, "N V"], uniforms: Float[Tensor, "N"]
+) -> tuple[Tensor, Tensor]:
     """First action whose cumulative probability exceeds the uniform, found by block and then within the block."""
     p = logits.softmax(dim=-1)  # in one pass over memory, unlike exp and sum
     vocabulary = p.shape[-1]
@@ -109,10 +127,18 @@ def _sample_logits(logits: Float[Tensor, "N V"], uniforms: Float[Tensor, "N"]) -
     mass = mass.double()
     block, remainder = _invert_cdf(mass, uniforms.to(mass) * mass.sum(dim=-1))
     # Within the block the search goes on with what remains of the uniform.
-    columns = block[:, None] * CDF_BLOCK + torch.arange(CDF_BLOCK, device=p.device)  # [N, CDF_BLOCK]
-    within = p.gather(-1, columns.clamp(max=vocabulary - 1)).masked_fill(columns >= vocabulary, 0).double()
+    columns = block[:, None] * CDF_BLOCK + torch.arange(
+        CDF_BLOCK, device=p.device
+    )  # [N, CDF_BLOCK]
+    within = (
+        p.gather(-1, columns.clamp(max=vocabulary - 1))
+        .masked_fill(columns >= vocabulary, 0)
+        .double()
+    )
     column, _ = _invert_cdf(within, remainder)
-    actions = (block * CDF_BLOCK + column).clamp(max=vocabulary - 1)  # beyond the end only for logits not finite
+    actions = (block * CDF_BLOCK + column).clamp(
+        max=vocabulary - 1
+    )  # beyond the end only for logits not finite
     return actions, p.gather(-1, actions[:, None])[:, 0].log()
 
 
@@ -176,10 +202,16 @@ def categorical(
     """Log-probabilities of the actions under the distribution that ``sample_categorical`` samples, and its entropy."""
     if entropy == "gradient":
         scaled = apply_temperature(logits, temperature)
-        log_p = apply_top_k_top_p(scaled, top_k=top_k, top_p=top_p, always=actions).log_softmax(dim=-1)
-        nats = -(log_p.exp() * torch.where(log_p.isfinite(), log_p, 0)).sum(dim=-1)  # 0 log 0 = 0, gradients too
+        log_p = apply_top_k_top_p(scaled, top_k=top_k, top_p=top_p, always=actions).log_softmax(
+            dim=-1
+        )
+        nats = -(log_p.exp() * torch.where(log_p.isfinite(), log_p, 0)).sum(
+            dim=-1
+        )  # 0 log 0 = 0, gradients too
         return log_p.gather(-1, actions[:, None])[:, 0], nats
-    logprobs, nats = _CategoricalLogprob.apply(logits, actions, temperature, top_k, top_p, entropy == "value")
+    logprobs, nats = _CategoricalLogprob.apply(
+        logits, actions, temperature, top_k, top_p, entropy == "value"
+    )
     return logprobs, nats if entropy == "value" else None
 
 
@@ -192,7 +224,13 @@ class _CategoricalLogprob(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, actions: Tensor, temperature: Tensor, top_k: int, top_p: float, with_entropy: bool
+        ctx: Any,
+        logits: Tensor,
+        actions: Tensor,
+        temperature: Tensor,
+        top_k: int,
+        top_p: float,
+        with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         scaled = apply_temperature(logits, temperature)
         scaled = apply_top_k_top_p(scaled, top_k=top_k, top_p=top_p, always=actions)
@@ -200,7 +238,9 @@ class _CategoricalLogprob(torch.autograd.Function):
         ctx.save_for_backward(scaled, log_total, actions, temperature)
         ctx.dtype = logits.dtype
         entropy = torch.zeros_like(log_total)
-        if with_entropy:  # log sum exp(z) - sum p z, where -inf becomes a number so that 0 times it is 0
+        if (
+            with_entropy
+        ):  # log sum exp(z) - sum p z, where -inf becomes a number so that 0 times it is 0
             p, lowest = (scaled - log_total[:, None]).exp_(), torch.finfo(scaled.dtype).min
             entropy = log_total - torch.einsum("nv,nv->n", p, scaled.clamp(min=lowest))
         ctx.mark_non_differentiable(entropy)
@@ -238,7 +278,9 @@ def chunked_categorical(
             return linear_categorical(features, head, actions, temperature, entropy)
         if 0 < top_k < len(head.weight) // 8 and features.device.type == "cpu":
             columns = possible_actions(features, head, actions, top_k, chunk)
-            if len(columns) <= len(head.weight) // 2:  # else a copy of the head costs more than it saves
+            if (
+                len(columns) <= len(head.weight) // 2
+            ):  # else a copy of the head costs more than it saves
                 bias = None if head.bias is None else head.bias[columns]
                 head = partial(linear, weight=head.weight.index_select(0, columns), bias=bias)
                 actions = torch.searchsorted(columns, actions)
@@ -248,23 +290,37 @@ def chunked_categorical(
         rows = slice(start, start + chunk)
         modes: list[EntropyMode] = ["none" if entropy == "value" else entropy, entropy]
 
-        def score(x: Tensor, a: Tensor, t: Tensor, modes: list[EntropyMode] = modes) -> tuple[Tensor, Tensor | None]:
-            mode = modes.pop() if len(modes) > 1 else modes[0]  # the backward pass does not need a plain number again
+        def score(
+            x: Tensor, a: Tensor, t: Tensor, modes: list[EntropyMode] = modes
+        ) -> tuple[Tensor, Tensor | None]:
+            mode = (
+                modes.pop() if len(modes) > 1 else modes[0]
+            )  # the backward pass does not need a plain number again
             return categorical(head(x), a, t, top_k=top_k, top_p=top_p, entropy=mode)
 
         inputs = (features[rows], actions[rows], temperature[rows])
-        recompute = torch.is_grad_enabled()  # whatever requires a gradient: features, or the head alone
-        parts.append(checkpoint(score, *inputs, use_reentrant=False) if recompute else score(*inputs))
+        recompute = (
+            torch.is_grad_enabled()
+        )  # whatever requires a gradient: features, or the head alone
+        parts.append(
+            checkpoint(score, *inputs, use_reentrant=False) if recompute else score(*inputs)
+        )
     if not parts:
         empty = features.sum() * 0 + torch.zeros(0, device=features.device)
         return empty, None if entropy == "none" else empty
     entropies = [nats for _, nats in parts if nats is not None]
-    return torch.cat([logprobs for logprobs, _ in parts]), torch.cat(entropies) if entropies else None
+    return torch.cat([logprobs for logprobs, _ in parts]), torch.cat(
+        entropies
+    ) if entropies else None
 
 
 @torch.no_grad()
 def possible_actions(
-    features: Float[Tensor, "N D"], head: nn.Linear, actions: Int[Tensor, "N"], top_k: int, chunk: int
+    features: Float[Tensor, "N D"],
+    head: nn.Linear,
+    actions: Int[Tensor, "N"],
+    top_k: int,
+    chunk: int,
 ) -> Int[Tensor, "C"]:
     """Actions, in order, among which are the top-k set of each row, ties at its edge included, and the row's action.
 
@@ -285,7 +341,9 @@ def possible_actions(
 # --- diagonal normal --------------------------------------------------------------------------------------------------
 
 
-def gaussian_logprob(x: Float[Tensor, "b t ..."], mean: Float[Tensor, "b t ..."], std: Tensor) -> Float[Tensor, "b t"]:
+def gaussian_logprob(
+    x: Float[Tensor, "b t ..."], mean: Float[Tensor, "b t ..."], std: Tensor
+) -> Float[Tensor, "b t"]:
     """log N(x; mean, std^2 I) = -|x - mean|^2 / (2 std^2) - d log std - (d / 2) log 2 pi, over event dimensions.
 
     ``std`` has the shape of ``mean``, or its first two dimensions [b, t]. In float64: over 16,384 dimensions at a std

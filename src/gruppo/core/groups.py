@@ -26,7 +26,9 @@ def group_sum(x: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]) -> Float[Tenso
 
 def group_max(x: Tensor, group_ids: Int[Tensor, "B"]) -> Tensor:
     """Largest of each group's entries: [P]."""
-    return x.new_zeros(_num_groups(group_ids)).scatter_reduce(0, group_ids, x, "amax", include_self=False)
+    return x.new_zeros(_num_groups(group_ids)).scatter_reduce(
+        0, group_ids, x, "amax", include_self=False
+    )
 
 
 def group_reduce(
@@ -34,8 +36,12 @@ def group_reduce(
 ) -> Float[Tensor, "P"]:
     """Mean, maximum or minimum of each group's scored rewards, float64. NaN for a group without any."""
     scored = rewards.isfinite()
-    empty = torch.full((_num_groups(group_ids),), torch.nan, dtype=torch.float64, device=rewards.device)
-    return empty.scatter_reduce(0, group_ids[scored], rewards[scored].double(), how, include_self=False)
+    empty = torch.full(
+        (_num_groups(group_ids),), torch.nan, dtype=torch.float64, device=rewards.device
+    )
+    return empty.scatter_reduce(
+        0, group_ids[scored], rewards[scored].double(), how, include_self=False
+    )
 
 
 def group_std(rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]) -> Float[Tensor, "P"]:
@@ -48,7 +54,9 @@ def group_std(rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]) -> Float
     return (square / (count - 1).where(count > 1, torch.nan)).sqrt()
 
 
-def group_deviations(rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
+def group_deviations(
+    rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]
+) -> Float[Tensor, "B"]:
     """r - mean of its group, float64. Exactly 0 in a group without spread; NaN where not scored."""
     deviation = rewards.double() - group_reduce(rewards, group_ids, "mean")[group_ids]
     deviation = torch.where(has_no_spread(rewards, group_ids)[group_ids], 0.0, deviation)
@@ -61,7 +69,9 @@ def has_no_spread(rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]) -> B
     high = group_max(torch.where(scored, rewards, -torch.inf), group_ids)
     low = -group_max(torch.where(scored, -rewards, -torch.inf), group_ids)
     count = group_sum(scored.double(), group_ids)
-    return (count < 2) | (high - low <= rounding_error(rewards, torch.maximum(high.abs(), low.abs())))
+    return (count < 2) | (
+        high - low <= rounding_error(rewards, torch.maximum(high.abs(), low.abs()))
+    )
 
 
 def rounding_error(rewards: Tensor, magnitude: Tensor) -> Tensor:
@@ -73,7 +83,9 @@ def rounding_error(rewards: Tensor, magnitude: Tensor) -> Tensor:
     return 4 * torch.finfo(rewards.dtype).eps * magnitude.abs()
 
 
-def allocate_samples(std: Float[Tensor, "P"], sizes: Int[Tensor, "P"], *, budget: int, cap: int) -> Int[Tensor, "P"]:
+def allocate_samples(
+    std: Float[Tensor, "P"], sizes: Int[Tensor, "P"], *, budget: int, cap: int
+) -> Int[Tensor, "P"]:
     """Number of further samples of each group, ``budget`` in all, so that group means are estimated best.
 
     Minimizes sum_g s_g^2 / n_g, the variance of the groups' mean rewards, where s_g is the standard deviation of the

@@ -41,7 +41,9 @@ def to_uint8(images: Float[Tensor, "... H W"]) -> UInt8[Tensor, "... H W"]:
 # --- fidelity ---------------------------------------------------------------------------------------------------------
 
 
-def psnr(x: Float[Tensor, "B C H W"], y: Float[Tensor, "B C H W"], *, patch: int = 0) -> Float[Tensor, "B ..."]:
+def psnr(
+    x: Float[Tensor, "B C H W"], y: Float[Tensor, "B C H W"], *, patch: int = 0
+) -> Float[Tensor, "B ..."]:
     """-10 log10(mean squared error), in dB, of images in [0, 1]; inf where they are equal. float64.
 
     [B]; with ``patch`` [B, H / patch, W / patch], one for each square. Incomplete squares at the end are left out.
@@ -51,7 +53,9 @@ def psnr(x: Float[Tensor, "B C H W"], y: Float[Tensor, "B C H W"], *, patch: int
     return -10 * mean.log10()
 
 
-def ssim(x: Float[Tensor, "B C H W"], y: Float[Tensor, "B C H W"], *, patch: int = 0) -> Float[Tensor, "B ..."]:
+def ssim(
+    x: Float[Tensor, "B C H W"], y: Float[Tensor, "B C H W"], *, patch: int = 0
+) -> Float[Tensor, "B ..."]:
     """(2 mx my + C1)(2 cov + C2) / ((mx^2 + my^2 + C1)(vx + vy + C2)), averaged over pixels; images in [0, 1]. float64.
 
     [B], without the border of 5 pixels whose windows are mirrored; with ``patch`` one for each square, as ``psnr``.
@@ -60,23 +64,35 @@ def ssim(x: Float[Tensor, "B C H W"], y: Float[Tensor, "B C H W"], *, patch: int
     use_sample_covariance=False. Images need at least 11 pixels per side.
     """
     if min(x.shape[-2:]) <= 2 * SSIM_RADIUS:
-        raise ValueError(f"SSIM of images of {tuple(x.shape[-2:])} pixels; it needs at least 11 a side.")
+        raise ValueError(
+            f"SSIM of images of {tuple(x.shape[-2:])} pixels; it needs at least 11 a side."
+        )
     x, y = x.double(), y.double()
     stack = torch.stack([x, y, x * x, y * y, x * y])
     flat, r = stack.flatten(0, 2)[:, None], SSIM_RADIUS  # [5 B C, 1, H, W]
     for dim in (-2, -1):  # b a | a b c ... y z | z y, a padding that torch does not have
         size = flat.shape[dim]
-        flat = torch.cat([flat.narrow(dim, 0, r).flip(dim), flat, flat.narrow(dim, size - r, r).flip(dim)], dim)
+        flat = torch.cat(
+            [flat.narrow(dim, 0, r).flip(dim), flat, flat.narrow(dim, size - r, r).flip(dim)], dim
+        )
     mx, my, xx, yy, xy = _gaussian_filter(flat, SSIM_STD, r).reshape(stack.shape)
     vx, vy, cov = xx - mx * mx, yy - my * my, xy - mx * my
-    map_ = (2 * mx * my + SSIM_C1) * (2 * cov + SSIM_C2) / ((mx * mx + my * my + SSIM_C1) * (vx + vy + SSIM_C2))
-    return avg_pool2d(map_, patch).mean(dim=1) if patch else map_[..., r:-r, r:-r].mean(dim=(1, 2, 3))
+    map_ = (
+        (2 * mx * my + SSIM_C1)
+        * (2 * cov + SSIM_C2)
+        / ((mx * mx + my * my + SSIM_C1) * (vx + vy + SSIM_C2))
+    )
+    return (
+        avg_pool2d(map_, patch).mean(dim=1) if patch else map_[..., r:-r, r:-r].mean(dim=(1, 2, 3))
+    )
 
 
 # --- pixel losses: unreduced, for supervised and consistency terms ----------------------------------------------------
 
 
-def charbonnier(x: Float[Tensor, "..."], y: Float[Tensor, "..."], *, eps: float = CHARBONNIER_EPS) -> Tensor:
+def charbonnier(
+    x: Float[Tensor, "..."], y: Float[Tensor, "..."], *, eps: float = CHARBONNIER_EPS
+) -> Tensor:
     """sqrt((x - y)^2 + eps^2): |x - y| with a gradient everywhere. eps, not 0, for equal images."""
     return ((x - y).square() + eps * eps).sqrt()
 
@@ -96,11 +112,15 @@ def gaussian_blur(images: Float[Tensor, "B C H W"], std: float) -> Float[Tensor,
     if std == 0:
         return images
     r = math.ceil(3 * std)  # beyond 3 std lies 0.3% of the mass
-    flat = pad(images.flatten(0, 1)[:, None], (r, r, r, r), mode="replicate")  # [B C, 1, H+2r, W+2r]
+    flat = pad(
+        images.flatten(0, 1)[:, None], (r, r, r, r), mode="replicate"
+    )  # [B C, 1, H+2r, W+2r]
     return _gaussian_filter(flat, std, r).reshape(images.shape)
 
 
-def _gaussian_filter(padded: Float[Tensor, "N 1 H+2r W+2r"], std: float, r: int) -> Float[Tensor, "N 1 H W"]:
+def _gaussian_filter(
+    padded: Float[Tensor, "N 1 H+2r W+2r"], std: float, r: int
+) -> Float[Tensor, "N 1 H W"]:
     """Separable Gaussian filter, sampled at pixel centers and normalized to sum 1."""
     steps = torch.arange(-r, r + 1, dtype=padded.dtype, device=padded.device)
     kernel = (-(steps**2) / (2 * std**2)).exp()
@@ -122,7 +142,9 @@ def detail_bands(images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B K C H W"]
     return torch.cat([luma, details - luma], dim=1)
 
 
-def upsample(grid: Float[Tensor, "B K h w"], height: int, width: int, *, smooth: bool = True) -> Tensor:
+def upsample(
+    grid: Float[Tensor, "B K h w"], height: int, width: int, *, smooth: bool = True
+) -> Tensor:
     """Coarse grid at every pixel: bilinear between the centers of its cells, or constant within each cell."""
     choices = {"mode": "bilinear", "align_corners": False} if smooth else {"mode": "nearest"}
     return interpolate(grid, size=(height, width), **choices)
@@ -131,7 +153,9 @@ def upsample(grid: Float[Tensor, "B K h w"], height: int, width: int, *, smooth:
 # --- augmentation that keeps pairs aligned ----------------------------------------------------------------------------
 
 
-def random_crop(images: Sequence[Float[Tensor, "... H W"]], size: int, generator: torch.Generator) -> list[Tensor]:
+def random_crop(
+    images: Sequence[Float[Tensor, "... H W"]], size: int, generator: torch.Generator
+) -> list[Tensor]:
     """The same random square of each image, ``size`` pixels wide in the smallest of them.
 
     Other images may be larger by an integer factor, as a target is than its low-resolution input; so is their square.
@@ -140,14 +164,22 @@ def random_crop(images: Sequence[Float[Tensor, "... H W"]], size: int, generator
     scaled = [(image, image.shape[-2] // height) for image in images]
     for image, k in scaled:
         if tuple(image.shape[-2:]) != (k * height, k * width):
-            raise ValueError(f"{tuple(image.shape[-2:])} is no integer multiple of {(height, width)} pixels.")
+            raise ValueError(
+                f"{tuple(image.shape[-2:])} is no integer multiple of {(height, width)} pixels."
+            )
     if size > min(height, width):
         raise ValueError(f"a square of {size} pixels does not fit into {(height, width)}.")
-    top, left = (int(torch.randint(side - size + 1, (), generator=generator)) for side in (height, width))
-    return [image[..., k * top : k * (top + size), k * left : k * (left + size)] for image, k in scaled]
+    top, left = (
+        int(torch.randint(side - size + 1, (), generator=generator)) for side in (height, width)
+    )
+    return [
+        image[..., k * top : k * (top + size), k * left : k * (left + size)] for image, k in scaled
+    ]
 
 
-def random_symmetry(images: Sequence[Float[Tensor, "... H W"]], generator: torch.Generator) -> list[Tensor]:
+def random_symmetry(
+    images: Sequence[Float[Tensor, "... H W"]], generator: torch.Generator
+) -> list[Tensor]:
     """The same random one of the eight flips and quarter turns of each image."""
     index = int(torch.randint(8, (), generator=generator))
     return [apply_symmetry(image, index) for image in images]

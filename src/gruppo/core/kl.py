@@ -62,15 +62,28 @@ def gaussian_kl(
     Its gradient is right for any sampling policy, because no sample enters it.
     """
     mean, ref_mean = mean.double(), ref_mean.double()
-    std, ref_std = (s.double().reshape(*s.shape, *[1] * (mean.ndim - s.ndim)) for s in (std, ref_std))
-    nats = (ref_std / std).log() + (std.square() + (mean - ref_mean).square()) / (2 * ref_std.square()) - 0.5
+    std, ref_std = (
+        s.double().reshape(*s.shape, *[1] * (mean.ndim - s.ndim)) for s in (std, ref_std)
+    )
+    nats = (
+        (ref_std / std).log()
+        + (std.square() + (mean - ref_mean).square()) / (2 * ref_std.square())
+        - 0.5
+    )
     return nats.expand_as(mean).flatten(2).sum(dim=-1) if mean.ndim > 2 else nats
 
 
-def masked_gaussian_kl(policy: Gaussian, reference: Gaussian, loss_mask: Bool[Tensor, "b t"]) -> Float[Tensor, "b t"]:
+def masked_gaussian_kl(
+    policy: Gaussian, reference: Gaussian, loss_mask: Bool[Tensor, "b t"]
+) -> Float[Tensor, "b t"]:
     """``gaussian_kl`` of each kept action, 0 elsewhere; with a gradient for the policy alone."""
     parts = []
-    for x, fill in (policy.mean, 0.0), (policy.std, 1.0), (reference.mean.detach(), 0.0), (reference.std.detach(), 1.0):
+    for x, fill in (
+        (policy.mean, 0.0),
+        (policy.std, 1.0),
+        (reference.mean.detach(), 0.0),
+        (reference.std.detach(), 1.0),
+    ):
         # Masked entries may be NaN, and NaN * 0 would reach the gradient: put a standard normal there first.
         kept = loss_mask.reshape(*loss_mask.shape, *[1] * (x.ndim - 2))
         parts.append(torch.where(kept, x, fill))

@@ -31,9 +31,16 @@ NO_LOGIT = -1e30
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling the module runs more than its forward; hooks of FSDP, which only gather its weights, aside."""
-    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    kinds = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
     return any(
-        type(getattr(hook, "__self__", None)).__name__ != "FSDPState" for hooks in kinds for hook in hooks.values()
+        type(getattr(hook, "__self__", None)).__name__ != "FSDPState"
+        for hooks in kinds
+        for hook in hooks.values()
     )
 
 
@@ -62,10 +69,15 @@ def linear_categorical(
     """
     count = len(features)
     padding = -count % ROW_MULTIPLE
-    features, actions = nn.functional.pad(features, (0, 0, 0, padding)), nn.functional.pad(actions, (0, padding))
+    features, actions = (
+        nn.functional.pad(features, (0, 0, 0, padding)),
+        nn.functional.pad(actions, (0, padding)),
+    )
     temperature = nn.functional.pad(temperature, (0, padding), value=1.0)
     to_keep = KEPT_ON_CPU if torch.is_grad_enabled() and features.device.type == "cpu" else 0
-    logprobs, nats = _LinearCategorical.apply(entropy, to_keep, features, head.weight, head.bias, actions, temperature)
+    logprobs, nats = _LinearCategorical.apply(
+        entropy, to_keep, features, head.weight, head.bias, actions, temperature
+    )
     return logprobs[:count], None if entropy == "none" else nats[:count]
 
 
@@ -114,7 +126,9 @@ class _LinearCategorical(torch.autograd.Function):
                 top, log_top = z.amax(dim=-1), p.amax(dim=-1).log()  # log_top = top - log sum exp z
                 log_totals[block, rows] = top - log_top
                 inside, place = tiles.action_places(rows, columns)
-                action_logits[rows] = torch.where(inside, z.gather(-1, place)[:, 0], action_logits[rows])
+                action_logits[rows] = torch.where(
+                    inside, z.gather(-1, place)[:, 0], action_logits[rows]
+                )
                 if mode != "none":
                     entropies[block, rows] = -log_top - z.sub_(top[:, None]).mul_(p).sum(dim=-1)
         log_total = log_totals.logsumexp(dim=0)
@@ -131,10 +145,15 @@ class _LinearCategorical(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
-        features, weight, bias, actions, temperature, log_totals, log_total, entropy, *kept = ctx.saved_tensors
+        features, weight, bias, actions, temperature, log_totals, log_total, entropy, *kept = (
+            ctx.saved_tensors
+        )
         needs_features, needs_weight, needs_bias = ctx.needs_input_grad[2:5]
         tiles = _LogitTiles(features, weight, bias, actions, temperature)
-        grad, entropy_grad = grad / temperature.to(grad.dtype), entropy_grad / temperature.to(grad.dtype)
+        grad, entropy_grad = (
+            grad / temperature.to(grad.dtype),
+            entropy_grad / temperature.to(grad.dtype),
+        )
         grad_features = torch.zeros_like(features, dtype=tiles.dtype) if needs_features else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
         grad_bias = torch.empty_like(bias) if needs_bias else None
@@ -146,13 +165,21 @@ class _LinearCategorical(torch.autograd.Function):
             for rows in tiles.rows:
                 if compiled_gradient.is_used(features.device):
                     numbers = (log_total[rows], entropy[rows], grad[rows], entropy_grad[rows])
-                    grad_logits[rows] = compiled_gradient(*tiles.logits(rows, columns), bias is not None, *numbers)
+                    grad_logits[rows] = compiled_gradient(
+                        *tiles.logits(rows, columns), bias is not None, *numbers
+                    )
                     continue
                 logits = next(first_tiles, None)
-                z, p = tiles.scaled_and_softmax(tiles.logits(rows, columns)[0] if logits is None else logits, rows)
+                z, p = tiles.scaled_and_softmax(
+                    tiles.logits(rows, columns)[0] if logits is None else logits, rows
+                )
                 if ctx.mode == "gradient":
                     z -= (log_total - entropy)[rows, None]  # log p + H
-                    p *= z.mul_(entropy_grad[rows, None]).add_(grad[rows, None]).mul_(-share[rows, None])
+                    p *= (
+                        z.mul_(entropy_grad[rows, None])
+                        .add_(grad[rows, None])
+                        .mul_(-share[rows, None])
+                    )
                 else:
                     p *= -(grad * share)[rows, None]
                 inside, place = tiles.action_places(rows, columns)
@@ -172,7 +199,12 @@ class _LogitTiles:
     """Logits [N, V] in tiles. Each tile overwrites the last one: fresh memory costs a third of the time."""
 
     def __init__(
-        self, features: Tensor, weight: Tensor, bias: Tensor | None, actions: Tensor, temperature: Tensor
+        self,
+        features: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        actions: Tensor,
+        temperature: Tensor,
     ) -> None:
         self.features, self.weight, self.bias, self.actions = features, weight, bias, actions
         self.dtype = torch.promote_types(features.dtype, torch.float32)
@@ -184,7 +216,9 @@ class _LogitTiles:
             for size, end in ((self.tile_rows, len(features)), (self.tile_columns, len(weight)))
         )
 
-    def logits(self, rows: slice, columns: slice) -> tuple[Tensor, Float[Tensor, "n 1"], Int[Tensor, "n 1"]]:
+    def logits(
+        self, rows: slice, columns: slice
+    ) -> tuple[Tensor, Float[Tensor, "n 1"], Int[Tensor, "n 1"]]:
         """Logits [n, c] before scaling, temperatures, and the actions counted from the first column."""
         bias = None if self.bias is None else self.bias[columns]
         logits = nn.functional.linear(self.features[rows], self.weight[columns], bias)
@@ -195,7 +229,9 @@ class _LogitTiles:
     ) -> tuple[Float[Tensor, "n c"], Float[Tensor, "n c"]]:
         """Logits over the temperature, and their softmax within the tile: it is faster than the exponential alone."""
         if self._buffers is None:
-            elements = min(self.tile_rows, len(self.features)) * min(self.tile_columns, len(self.weight))
+            elements = min(self.tile_rows, len(self.features)) * min(
+                self.tile_columns, len(self.weight)
+            )
             self._buffers = self.features.new_empty(2, elements, dtype=self.dtype)
         z, p = (buffer[: logits.numel()].view_as(logits) for buffer in self._buffers)
         z.copy_(logits).div_(self.temperature[rows])
@@ -214,13 +250,20 @@ class _LogitTiles:
 
 
 def _scaled(
-    logits: Float[Tensor, "n c"], temperature: Float[Tensor, "n 1"], action: Int[Tensor, "n 1"], has_bias: bool
+    logits: Float[Tensor, "n c"],
+    temperature: Float[Tensor, "n 1"],
+    action: Int[Tensor, "n 1"],
+    has_bias: bool,
 ) -> tuple[Float[Tensor, "n c"], Bool[Tensor, "n c"]]:
     z = logits.to(temperature.dtype) / temperature
-    return z.clamp(min=NO_LOGIT) if has_bias else z, torch.arange(z.shape[1], device=z.device) == action
+    return z.clamp(min=NO_LOGIT) if has_bias else z, torch.arange(
+        z.shape[1], device=z.device
+    ) == action
 
 
-def _summary(logits: Tensor, temperature: Tensor, action: Tensor, has_bias: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _summary(
+    logits: Tensor, temperature: Tensor, action: Tensor, has_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """log sum exp z over the tile, the entropy of its softmax, and z of the action, 0 where it is outside; [n] each."""
     z, is_action = _scaled(logits, temperature, action, has_bias)
     log_total = z.logsumexp(dim=-1)
@@ -228,12 +271,16 @@ def _summary(logits: Tensor, temperature: Tensor, action: Tensor, has_bias: bool
     return log_total, entropy, torch.where(is_action, z, 0).sum(dim=-1)
 
 
-def _gradient(logits: Tensor, temperature: Tensor, action: Tensor, has_bias: bool, *numbers: Tensor) -> Tensor:
+def _gradient(
+    logits: Tensor, temperature: Tensor, action: Tensor, has_bias: bool, *numbers: Tensor
+) -> Tensor:
     """Gradient of the logits; numbers [n]: log sum exp z and entropy of all columns, gradients of log-prob and it."""
     z, is_action = _scaled(logits, temperature, action, has_bias)
     log_total, entropy, grad, entropy_grad = (number[:, None] for number in numbers)
     log_p = z - log_total
-    pulled = torch.where(is_action, grad, 0) - log_p.exp() * (grad + entropy_grad * (log_p + entropy))
+    pulled = torch.where(is_action, grad, 0) - log_p.exp() * (
+        grad + entropy_grad * (log_p + entropy)
+    )
     return pulled.to(logits.dtype)
 
 

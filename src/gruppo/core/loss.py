@@ -55,7 +55,9 @@ def policy_loss(
     ratio = token_ratio = log_ratio(logprobs, old_logprobs, loss_mask)
     dims = batch.dims if o.dims == "mean" else 1
     level: surrogates.RatioLevel = "token"
-    if o.ratio == "sequence":  # advantages that differ within a row need the gradient of each action
+    if (
+        o.ratio == "sequence"
+    ):  # advantages that differ within a row need the gradient of each action
         level = "sequence" if o.credit == "outcome" else "sequence_token"
     if level != "token" or dims != 1:
         ratio = log_ratio(logprobs, old_logprobs, loss_mask, level=level, dims=dims)
@@ -63,11 +65,17 @@ def policy_loss(
     # The surrogate of each action, unreduced. Only "vespo" reads the ratio of tokens whatever the objective's level.
     low, high = clip_range(o)
     if o.surrogate == "clip":
-        per_action = surrogates.clip_surrogate(ratio, advantages, low=low, high=high, dual=o.dual_clip or None)
+        per_action = surrogates.clip_surrogate(
+            ratio, advantages, low=low, high=high, dual=o.dual_clip or None
+        )
     elif o.surrogate == "cispo":
-        per_action = surrogates.cispo_surrogate(ratio, logprobs, advantages, loss_mask, low=low, high=high)
+        per_action = surrogates.cispo_surrogate(
+            ratio, logprobs, advantages, loss_mask, low=low, high=high
+        )
     elif o.surrogate == "sapo":
-        per_action = surrogates.sapo_surrogate(ratio, advantages, tau_pos=o.tau_pos, tau_neg=o.tau_neg)
+        per_action = surrogates.sapo_surrogate(
+            ratio, advantages, tau_pos=o.tau_pos, tau_neg=o.tau_neg
+        )
     elif o.surrogate == "vespo":
         per_action = surrogates.vespo_surrogate(token_ratio, logprobs, advantages, loss_mask)
     else:
@@ -99,10 +107,14 @@ def policy_loss(
         per_action = weight * per_action
         stats["correction/weight"] = Stat.of(weight, loss_mask)
 
-    if likelihood.gaussian is not None and batch.old_gaussian is not None:  # exact, in place of estimates
+    if (
+        likelihood.gaussian is not None and batch.old_gaussian is not None
+    ):  # exact, in place of estimates
         kl_old = masked_gaussian_kl(likelihood.gaussian, batch.old_gaussian, loss_mask).detach()
         stats |= dict.fromkeys(("kl/old_nats", "kl/old_k3_nats"), Stat.of(kl_old, loss_mask))
-    if o.kl_mask:  # drop actions beyond the trust region whose update would move further away: A log r > 0
+    if (
+        o.kl_mask
+    ):  # drop actions beyond the trust region whose update would move further away: A log r > 0
         is_masked = loss_mask & (kl_old > o.kl_mask) & (advantages * drift > 0)
         per_action = torch.where(is_masked, 0, per_action)
         stats["clip/kl_mask_frac"] = Stat.of(is_masked.double(), loss_mask)
@@ -112,16 +124,29 @@ def policy_loss(
     if batch.ref is not None:
         ref_logprobs, is_exact = batch.ref.logprobs.detach(), o.kl == "exact"
         if likelihood.gaussian is not None and batch.ref.gaussian is not None:
-            with torch.set_grad_enabled(torch.is_grad_enabled() and is_exact):  # a metric needs no gradient
+            with torch.set_grad_enabled(
+                torch.is_grad_enabled() and is_exact
+            ):  # a metric needs no gradient
                 kl = masked_gaussian_kl(likelihood.gaussian, batch.ref.gaussian, loss_mask)
         elif is_exact:
-            raise GruppoError("kl='exact' needs the policy's and the reference's Gaussian. Set --objective.kl k3.")
+            raise GruppoError(
+                "kl='exact' needs the policy's and the reference's Gaussian. Set --objective.kl k3."
+            )
         else:  # the plain estimate: a ratio belongs to the loss, not to the metric
-            kl = kl_penalty(logprobs.detach(), ref_logprobs, drift, loss_mask, estimator="k3", gradient="naive")
+            kl = kl_penalty(
+                logprobs.detach(), ref_logprobs, drift, loss_mask, estimator="k3", gradient="naive"
+            )
         stats["kl/ref_nats"] = Stat.of(kl, loss_mask)
         if o.kl_in == "loss":
             if not is_exact:
-                kl = kl_penalty(logprobs, ref_logprobs, token_ratio, loss_mask, estimator=o.kl, gradient=o.kl_gradient)
+                kl = kl_penalty(
+                    logprobs,
+                    ref_logprobs,
+                    token_ratio,
+                    loss_mask,
+                    estimator=o.kl,
+                    gradient=o.kl_gradient,
+                )
             terms["kl"] = _weighted_sum(batch.weights, loss_mask, kl)
     if likelihood.values is not None and batch.returns is not None:
         terms["value"], stats["value/clip_frac"] = critic_loss(likelihood.values, batch, o)
@@ -136,11 +161,15 @@ def critic_loss(
 ) -> tuple[Float[Tensor, ""], Stat]:
     """Weighted and summed ``value_loss``, and the fraction of values outside the value clip."""
     assert batch.returns is not None
-    loss = value_loss(values, batch.old_values, batch.returns, batch.loss_mask, clip=objective.value_clip)
+    loss = value_loss(
+        values, batch.old_values, batch.returns, batch.loss_mask, clip=objective.value_clip
+    )
     is_outside = torch.zeros_like(values, dtype=torch.bool)
     if objective.value_clip and batch.old_values is not None:
         is_outside = (values.detach() - batch.old_values).abs() > objective.value_clip
-    return _weighted_sum(batch.weights, batch.loss_mask, loss), Stat.of(is_outside.double(), batch.loss_mask)
+    return _weighted_sum(batch.weights, batch.loss_mask, loss), Stat.of(
+        is_outside.double(), batch.loss_mask
+    )
 
 
 def clip_range(objective: Objective) -> tuple[float, float]:

@@ -108,11 +108,18 @@ class Objective:
         """Refuse values that no field takes, and choices that rule each other out, with the nearest valid choice."""
         hints = get_type_hints(type(self))
         for field in fields(self):
-            name, value, option = field.name, getattr(self, field.name), field.name.replace("_", "-")
+            name, value, option = (
+                field.name,
+                getattr(self, field.name),
+                field.name.replace("_", "-"),
+            )
             choices = get_args(hints[name])
             if choices and value not in choices:
                 options = ", ".join(map(repr, choices))
-                raise _invalid(f"objective.{name}={value!r} is not one of {options}", f"{option} {field.default}")
+                raise _invalid(
+                    f"objective.{name}={value!r} is not one of {options}",
+                    f"{option} {field.default}",
+                )
             low, high = RANGES.get(name, (0, math.inf))
             if hints[name] in (int, float) and (not low <= value <= high or math.isinf(value)):
                 most = f"at most {high:g}" if high < math.inf else "finite"
@@ -129,34 +136,58 @@ class Objective:
             problem = f"objective.clip_high={self.clip_high:g} nats never clips: ratios end at e^{MAX_LOG_RATIO:g}"
             raise _invalid(problem, "clip-high 1")
         if self.dual_clip and self.surrogate != "clip":
-            problem = f"dual_clip={self.dual_clip:g} belongs to surrogate='clip', not {self.surrogate!r}"
+            problem = (
+                f"dual_clip={self.dual_clip:g} belongs to surrogate='clip', not {self.surrogate!r}"
+            )
             raise _invalid(problem, "dual-clip 0")
         if self.dual_clip and self.dual_clip <= highest:
-            problem = f"dual_clip={self.dual_clip:g} crosses the clip range, which ends at {highest:g}"
+            problem = (
+                f"dual_clip={self.dual_clip:g} crosses the clip range, which ends at {highest:g}"
+            )
             raise _invalid(f"{problem}; it needs to be larger", "dual-clip 3")
         if self.correction != "none" and not (low <= 1 <= high and low < high):
             problem = f"correction_low={low:g}, correction_high={high:g}: 1, the weight if sampler and trainer agree,"
-            raise _invalid(f"{problem} needs to lie between them", "correction-low 0 --objective.correction-high 3")
+            raise _invalid(
+                f"{problem} needs to lie between them",
+                "correction-low 0 --objective.correction-high 3",
+            )
         if self.has_critic and self.credit != "return_to_go":
-            problem = f"baseline='critic' gives each action its own advantage, not credit={self.credit!r}"
+            problem = (
+                f"baseline='critic' gives each action its own advantage, not credit={self.credit!r}"
+            )
             raise _invalid(problem, "credit return_to_go")
         if self.has_critic and self.scale != "none":
             problem = f"baseline='critic' compares returns with values, which scale={self.scale!r} does not fit"
             raise _invalid(problem, "scale none --objective.whiten True")
         if self.has_critic and self.combine != "sum_then_normalize":
-            problem = "combine='normalize_then_sum' normalizes rewards before a critic can learn them"
+            problem = (
+                "combine='normalize_then_sum' normalizes rewards before a critic can learn them"
+            )
             raise _invalid(problem, "combine sum_then_normalize")
         if self.gamma != 1 and self.credit != "return_to_go":
             problem = f"gamma={self.gamma:g} discounts nothing under credit={self.credit!r}"
             raise _invalid(problem, "credit return_to_go, or --objective.gamma 1")
-        compares_rows = "prompt" in (self.baseline, self.scale) or self.combine == "normalize_then_sum"
+        compares_rows = (
+            "prompt" in (self.baseline, self.scale) or self.combine == "normalize_then_sum"
+        )
         if self.credit == "position" and compares_rows:
             problem = "credit='position' has no combine='normalize_then_sum' and no scale='prompt'"
             raise _invalid(problem, "credit outcome")
         if self.ratio == "sequence" and self.surrogate in ("reinforce", "vespo"):
-            uses = "uses no ratio" if self.surrogate == "reinforce" else "has a sequence weight of its own"
-            raise _invalid(f"ratio='sequence' has no effect: surrogate={self.surrogate!r} {uses}", "ratio token")
-        if self.kl_in == "reward" and self.combine == "normalize_then_sum" and self.credit == "outcome":
+            uses = (
+                "uses no ratio"
+                if self.surrogate == "reinforce"
+                else "has a sequence weight of its own"
+            )
+            raise _invalid(
+                f"ratio='sequence' has no effect: surrogate={self.surrogate!r} {uses}",
+                "ratio token",
+            )
+        if (
+            self.kl_in == "reward"
+            and self.combine == "normalize_then_sum"
+            and self.credit == "outcome"
+        ):
             problem = "kl_in='reward' with combine='normalize_then_sum' would normalize away the KL and kl_coef"
             raise _invalid(problem, "credit return_to_go or --objective.kl-in loss")
         if self.kl_in == "reward" and self.kl != "k1":
@@ -195,26 +226,36 @@ class Objective:
             raise _invalid(f"{problem}, and no logits are kept", "kl k3")
         if kl_coef > 0 and self.kl == "k3" and is_gaussian:
             problem = "kl='k3' of a Gaussian policy takes the exponential of a log-ratio summed over the dimensions of"
-            raise _invalid(f"{problem} an action, which overflows. Its KL has a closed form", "kl exact")
+            raise _invalid(
+                f"{problem} an action, which overflows. Its KL has a closed form", "kl exact"
+            )
         self.check_rewards(of_steps=has_positions, of_rows=not has_positions)
         if max_length is not None and self.overlong >= max_length:
-            problem = f"overlong={self.overlong} penalizes every length up to the longest, {max_length}"
+            problem = (
+                f"overlong={self.overlong} penalizes every length up to the longest, {max_length}"
+            )
             raise _invalid(f"{problem}; it needs to be smaller", f"overlong {max_length // 5}")
 
     def check_rewards(self, *, of_steps: bool, of_rows: bool) -> None:
         """Refuse a credit that the rewards cannot give. Rewards score single steps, whole rows, or both."""
         if self.credit == "position" and not of_steps:
-            problem = "credit='position' needs a reward for each action; these rewards score whole rows"
+            problem = (
+                "credit='position' needs a reward for each action; these rewards score whole rows"
+            )
             raise _invalid(problem, "credit outcome, or --reward process_reward:PATH")
         if not of_steps or self.credit == "outcome" or self.has_critic:
             return
         if "prompt" in (self.baseline, self.scale):
             problem = "baseline='prompt' and scale='prompt' keep the scores of rows, but steps are compared with steps"
-            raise _invalid(problem, "baseline mean --objective.scale group, or --objective.credit outcome")
+            raise _invalid(
+                problem, "baseline mean --objective.scale group, or --objective.credit outcome"
+            )
         if of_rows and self.scale != "none" and self.combine == "sum_then_normalize":
             remedy = "combine normalize_then_sum" if self.credit == "return_to_go" else "scale none"
             problem = "rewards of rows and steps are normalized separately, and their weights in the sum divided out by"
-            raise _invalid(f"{problem} scale={self.scale!r}", f"{remedy}, or --objective.credit outcome")
+            raise _invalid(
+                f"{problem} scale={self.scale!r}", f"{remedy}, or --objective.credit outcome"
+            )
 
     @property
     def needs_groups(self) -> bool:
@@ -249,18 +290,34 @@ CISPO = Objective(surrogate="cispo", clip_low=1.0, clip_high=4.0, average="token
 """MiniMax-M1, arXiv 2506.13585: REINFORCE weighted by a detached ratio, clipped at 5."""
 SAPO = Objective(surrogate="sapo")
 """arXiv 2511.20347: a soft gate on the ratio instead of the clip."""
-RLOO = Objective(baseline="leave_one_out", scale="none", surrogate="reinforce", average="sequence_sum")
+RLOO = Objective(
+    baseline="leave_one_out", scale="none", surrogate="reinforce", average="sequence_sum"
+)
 """arXiv 2402.14740: each rollout against the mean of the others in its group, the whole sequence as one action.
 
 With a kl_coef, the paper puts the KL in the reward: replace(RLOO, kl="k1", kl_in="reward")."""
-REINFORCE = Objective(baseline="batch_mean", scale="none", surrogate="reinforce", average="sequence_sum")
+REINFORCE = Objective(
+    baseline="batch_mean", scale="none", surrogate="reinforce", average="sequence_sum"
+)
 """Williams 1992, with the mean reward of the batch as the baseline; works with groups of one."""
 REINFORCE_PP = Objective(
-    credit="return_to_go", baseline="batch_mean", scale="none", whiten=True, average="token", kl="k1", kl_in="reward"
+    credit="return_to_go",
+    baseline="batch_mean",
+    scale="none",
+    whiten=True,
+    average="token",
+    kl="k1",
+    kl_in="reward",
 )
 """REINFORCE++, arXiv 2501.03262: PPO without a critic; KL in the reward, advantages whitened over all tokens."""
 PPO = Objective(
-    credit="return_to_go", baseline="critic", scale="none", whiten=True, average="token", kl="k1", kl_in="reward"
+    credit="return_to_go",
+    baseline="critic",
+    scale="none",
+    whiten=True,
+    average="token",
+    kl="k1",
+    kl_in="reward",
 )
 """arXiv 1707.06347, as used for text (arXiv 2203.02155): a critic, GAE, and the KL in the reward of each token."""
 NANOCHAT = Objective(scale="none", surrogate="reinforce", average="prompt")
@@ -268,5 +325,7 @@ NANOCHAT = Objective(scale="none", surrogate="reinforce", average="prompt")
 
 # Those above in their order, by the lower-case name of the constant: dr_grpo, reinforce_pp.
 PRESETS: Mapping[str, Objective] = {
-    name.lower(): preset for name, preset in list(globals().items()) if isinstance(preset, Objective)
+    name.lower(): preset
+    for name, preset in list(globals().items())
+    if isinstance(preset, Objective)
 }

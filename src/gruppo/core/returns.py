@@ -20,7 +20,9 @@ def place_score(score: Float[Tensor, "B"], mask: Bool[Tensor, "B T"]) -> Float[T
     return torch.where(last & score.isfinite()[:, None], score[:, None], 0.0).to(score.dtype)
 
 
-def overlong_penalty(lengths: Int[Tensor, "B"], *, max_length: int, cache: int) -> Float[Tensor, "B"]:
+def overlong_penalty(
+    lengths: Int[Tensor, "B"], *, max_length: int, cache: int
+) -> Float[Tensor, "B"]:
     """Soft overlong punishment: 0 up to max_length - cache, then linear to -1 at max_length.
 
     DAPO (arXiv 2503.14476), eq. 13.
@@ -38,7 +40,9 @@ def broadcast_step_values(
     """
     columns = torch.arange(is_step.shape[1], device=values.device)
     never = is_step.shape[1]
-    ends = torch.where(is_step, columns, never).flip(1).cummin(dim=1).values.flip(1)  # [B, T] the next end
+    ends = (
+        torch.where(is_step, columns, never).flip(1).cummin(dim=1).values.flip(1)
+    )  # [B, T] the next end
     last = torch.where(is_step, columns, -1).amax(dim=1, keepdim=True)  # [B, 1]; -1 without steps
     ends = torch.where(ends == never, last, ends)
     return torch.where(mask & (ends >= 0), values.gather(1, ends.clamp(min=0)), 0.0)
@@ -81,12 +85,18 @@ def gae(
         carry = torch.where(kept, delta + gamma * lam * carry, carry)
         next_value = torch.where(kept, value, next_value)
         columns.append(torch.where(kept, carry, 0))
-    advantages = torch.stack(columns[::-1], dim=1).to(values.dtype) if columns else torch.zeros_like(values)
+    advantages = (
+        torch.stack(columns[::-1], dim=1).to(values.dtype) if columns else torch.zeros_like(values)
+    )
     return advantages, torch.where(mask, advantages + torch.where(mask, values, 0), 0)
 
 
 def whiten(
-    x: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"], *, all_sum: AllSum = lambda x: x, eps: float = 1e-8
+    x: Float[Tensor, "B T"],
+    loss_mask: Bool[Tensor, "B T"],
+    *,
+    all_sum: AllSum = lambda x: x,
+    eps: float = 1e-8,
 ) -> Float[Tensor, "B T"]:
     """(x - mean) / sqrt(var + eps) over the kept actions of all ranks (ddof 1), as TRL and verl; 0 where not kept.
 
@@ -98,5 +108,7 @@ def whiten(
     centered = torch.where(loss_mask, kept - mean, 0)
     var = all_sum(centered.square().sum()) / (total[1] - 1).clamp(min=1)
     magnitude = total[2] / total[1].clamp(min=1)
-    is_residue = var.sqrt() <= 4 * torch.finfo(x.dtype).eps * magnitude  # False where NaN, which must not become 0
+    is_residue = (
+        var.sqrt() <= 4 * torch.finfo(x.dtype).eps * magnitude
+    )  # False where NaN, which must not become 0
     return torch.where(loss_mask & ~is_residue, centered / (var + eps).sqrt(), 0).to(x.dtype)

@@ -11,10 +11,14 @@ from gruppo.types import GruppoError
 
 Decay = Literal["constant", "linear", "cosine"]
 
-SYNTAX = "a number, linear:FROM,TO or linear:FROM,TO,STEPS, cosine:... alike, or steps:FROM,50=X,100=Y"
+SYNTAX = (
+    "a number, linear:FROM,TO or linear:FROM,TO,STEPS, cosine:... alike, or steps:FROM,50=X,100=Y"
+)
 
 
-def warmup_decay(step: int, *, peak: float, warmup: int, total: int, decay: Decay, final_frac: float = 0.0) -> float:
+def warmup_decay(
+    step: int, *, peak: float, warmup: int, total: int, decay: Decay, final_frac: float = 0.0
+) -> float:
     """Value at step 0, 1, ..., total - 1: linear warm-up, then constant, linear or cosine decay.
 
     Warm-up is peak (step + 1) / warmup, so the first step already learns. Decay goes to ``final_frac * peak``, which
@@ -51,7 +55,9 @@ class Schedule:
         if self.kind == "constant":
             return self.initial
         if self.kind == "steps":
-            return next((value for start, value in reversed(self.milestones) if step >= start), self.initial)
+            return next(
+                (value for start, value in reversed(self.milestones) if step >= start), self.initial
+            )
         # Without steps of its own, a schedule spans its stage.
         left = _remaining(step, self.steps or length, self.kind)
         if left in (0, 1):  # the ends exactly: final + (initial - final) is rounded
@@ -97,14 +103,18 @@ def parse_schedule(value: float | str, name: str) -> Schedule | AdaptiveSpec:
         if unassigned := [key for key, equals, _ in pairs if not equals]:
             raise ValueError(f"{unassigned[0]!r} has no =")
         if kind == "adaptive":
-            return AdaptiveSpec(float(words[0]), tuple((key.strip(), float(number)) for key, _, number in pairs))
+            return AdaptiveSpec(
+                float(words[0]), tuple((key.strip(), float(number)) for key, _, number in pairs)
+            )
         milestones = tuple((int(step), float(number)) for step, _, number in pairs)
         starts = [start for start, _ in milestones]
         if not starts or starts != sorted(set(starts)) or starts[0] < 1:
             raise ValueError("the steps need to rise from 1")
         return Schedule("steps", float(words[0]), milestones[-1][1], milestones=milestones)
     except (ValueError, IndexError) as error:
-        raise GruppoError(f"{name}={value!r} is not understood ({error}); it needs {SYNTAX}.") from None
+        raise GruppoError(
+            f"{name}={value!r} is not understood ({error}); it needs {SYNTAX}."
+        ) from None
 
 
 @dataclass
@@ -160,7 +170,10 @@ class AdaptiveEntropy(Controller):
 
     def update(self, measured: float, *, rows: float) -> None:
         if math.isfinite(measured):
-            coef = max(self.value + self.idle + (self.delta if measured < self.target else -self.delta), 0.0)
+            coef = max(
+                self.value + self.idle + (self.delta if measured < self.target else -self.delta),
+                0.0,
+            )
             self.value, self.idle = (coef, 0.0) if measured <= self.target else (0.0, coef)
 
 
@@ -179,7 +192,9 @@ class AdaptiveDifficulty(Controller):
     def update(self, measured: float, *, rows: float) -> None:
         if math.isfinite(measured):
             self.first = self.value if self.first < 0 else self.first
-            self.value = min(max(self.value + self.rate * (measured - self.target), self.first), 1.0)
+            self.value = min(
+                max(self.value + self.rate * (measured - self.target), self.first), 1.0
+            )
 
 
 CONTROLLERS = {
@@ -194,7 +209,9 @@ def make_controller(field: str, spec: AdaptiveSpec, name: str) -> Controller:
     """New controller of a field of a stage. ``name`` is the field that errors refer to."""
     if field not in CONTROLLERS:
         fields = ", ".join(CONTROLLERS)
-        raise GruppoError(f"{name} cannot be adaptive; {fields} can. Give it a schedule, such as linear:FROM,TO.")
+        raise GruppoError(
+            f"{name} cannot be adaptive; {fields} can. Give it a schedule, such as linear:FROM,TO."
+        )
     (controller, option), settings = CONTROLLERS[field], dict(spec.settings)
     if "target" not in settings or not set(settings) <= {"target", option}:
         raise GruppoError(f"""{name}: adaptive takes target and {option}, and needs target; it has
@@ -203,7 +220,9 @@ def make_controller(field: str, spec: AdaptiveSpec, name: str) -> Controller:
         is_reward = field == "difficulty" and setting == "target"
         if not (math.isfinite(value) if is_reward else 0 < value < math.inf):
             needs = "a number" if is_reward else "a number above 0"
-            raise GruppoError(f"{name}: {setting}={value:g} is out of range; it needs {needs}. Set {setting}=X.")
+            raise GruppoError(
+                f"{name}: {setting}={value:g} is out of range; it needs {needs}. Set {setting}=X."
+            )
     if field == "kl_coef" and not spec.initial > 0:
         raise GruppoError(f"""{name}: an adaptive coefficient is multiplied, and from {spec.initial:g} it never moves.
             Begin above 0: adaptive:0.05,target={settings["target"]:g}.""")

@@ -83,7 +83,11 @@ def cispo_surrogate(
 
 
 def sapo_surrogate(
-    log_ratio: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"], *, tau_pos: float = 1.0, tau_neg: float = 1.05
+    log_ratio: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    *,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
 ) -> Float[Tensor, "B T"]:
     """L = -sigmoid(tau (r - 1)) 4 / tau A, a soft gate with slope 1 at r = 1; tau_pos where A > 0.
 

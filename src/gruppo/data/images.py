@@ -26,7 +26,10 @@ log = logging.getLogger("gruppo")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 EXIF_ORIENTATION = 0x0112
 TABLES = ("captions.jsonl", "metadata.jsonl", "metadata.csv")
-FILE_COLUMNS, CAPTION_COLUMNS = ("file_name", "file", "image", "path"), ("caption", "text", "prompt")
+FILE_COLUMNS, CAPTION_COLUMNS = (
+    ("file_name", "file", "image", "path"),
+    ("caption", "text", "prompt"),
+)
 
 
 def image_folder(
@@ -55,14 +58,30 @@ def image_folder(
             return None
         return replace(prompts[file], target=image, meta=dict(prompts[file].meta), draw=draw)
 
-    keys = [prompt.inputs if prompt.inputs and isinstance(prompt.inputs, str) else f for f, prompt in prompts.items()]
+    keys = [
+        prompt.inputs if prompt.inputs and isinstance(prompt.inputs, str) else f
+        for f, prompt in prompts.items()
+    ]
     train, held_out = split_by_hash(keys, held_out_fraction, name)
     # sizes instead of contents: reading every image would take minutes
-    facts = [[file, (root / file).stat().st_size, prompt.inputs, prompt.meta] for file, prompt in prompts.items()]
-    classes = {prompt.inputs: prompt.id for prompt in prompts.values() if isinstance(prompt.inputs, int)}
-    columns = ("target", *dict.fromkeys(column for prompt in prompts.values() for column in prompt.meta))
-    digest, identity = digest_of([facts, size and [size, size], 3, "crop"]), {"held_out_images": len(held_out)}
-    source = IndexedSource(name, seed, train, held_out, prompt_at, columns, digest, identity, unreadable=unreadable)
+    facts = [
+        [file, (root / file).stat().st_size, prompt.inputs, prompt.meta]
+        for file, prompt in prompts.items()
+    ]
+    classes = {
+        prompt.inputs: prompt.id for prompt in prompts.values() if isinstance(prompt.inputs, int)
+    }
+    columns = (
+        "target",
+        *dict.fromkeys(column for prompt in prompts.values() for column in prompt.meta),
+    )
+    digest, identity = (
+        digest_of([facts, size and [size, size], 3, "crop"]),
+        {"held_out_images": len(held_out)},
+    )
+    source = IndexedSource(
+        name, seed, train, held_out, prompt_at, columns, digest, identity, unreadable=unreadable
+    )
     source.classes = [classes[number] for number in sorted(classes)]
     return source
 
@@ -85,13 +104,18 @@ def image_prompts(folder: Path) -> dict[str, Prompt]:
         if missing := [file for file in files if file not in rows]:
             counts = len(missing), len(files), folder, missing[0]
             log.warning("left out: %d of %d images of %s have no caption, %s first.", *counts)
-        return {file: Prompt(file, rows[file]["caption"], meta={"file": file} | rows[file]) for file in kept}
+        return {
+            file: Prompt(file, rows[file]["caption"], meta={"file": file} | rows[file])
+            for file in kept
+        }
     folders = {file: file.rpartition("/")[0] for file in files}
     if len(names := sorted(set(folders.values()))) == 1:
         return {file: Prompt(file, "", meta={"file": file}) for file in files}
     labels = {name: label for label, name in enumerate(names)}
     return {
-        file: Prompt(name or ".", labels[name], meta={"file": file, "label": labels[name], "class": name})
+        file: Prompt(
+            name or ".", labels[name], meta={"file": file, "label": labels[name], "class": name}
+        )
         for file, name in folders.items()
     }
 
@@ -103,7 +127,9 @@ def _read_captions(table: Path, folder: Path) -> dict[str, dict[str, Any]]:
             with table.open(encoding="utf-8-sig", newline="") as file:
                 rows: list[dict[str, Any]] = list(csv.DictReader(file))
         except (UnicodeDecodeError, csv.Error) as problem:
-            raise DataError(f"{table} cannot be read ({problem}); it needs comma-separated values in UTF-8.") from None
+            raise DataError(
+                f"{table} cannot be read ({problem}); it needs comma-separated values in UTF-8."
+            ) from None
     else:
         rows = read_jsonl(table)
     columns = list(dict.fromkeys(column for row in rows for column in row))
@@ -111,21 +137,35 @@ def _read_captions(table: Path, folder: Path) -> dict[str, dict[str, Any]]:
     for kind, names in (("file", FILE_COLUMNS), ("caption", CAPTION_COLUMNS)):
         chosen += [name for name in names if name in columns][:1]
         if not set(chosen) & set(names):
-            need = f"the {kind} needs to be in one of {', '.join(names)}. Rename one of its columns."
-            raise DataError(f"{table} has the columns {', '.join(map(repr, columns)) or 'none'}; {need}")
+            need = (
+                f"the {kind} needs to be in one of {', '.join(names)}. Rename one of its columns."
+            )
+            raise DataError(
+                f"{table} has the columns {', '.join(map(repr, columns)) or 'none'}; {need}"
+            )
     file_column, caption_column = chosen
     captions: dict[str, dict[str, Any]] = {}
     for number, row in enumerate(rows, start=1):
-        name, caption, where = row.get(file_column), row.get(caption_column), f"row {number} of {table}"
+        name, caption, where = (
+            row.get(file_column),
+            row.get(caption_column),
+            f"row {number} of {table}",
+        )
         if not isinstance(name, str) or not (folder / name).is_file():
-            raise DataError(f"{where} names the image {name!r}, which does not exist. Check {file_column!r}.")
+            raise DataError(
+                f"{where} names the image {name!r}, which does not exist. Check {file_column!r}."
+            )
         if caption is not None and not isinstance(caption, str):
-            raise DataError(f"the caption in {where} is of type {type(caption).__name__}; it needs a text.")
+            raise DataError(
+                f"the caption in {where} is of type {type(caption).__name__}; it needs a text."
+            )
         if caption and caption.strip():
             rest = {column: row.get(column) for column in columns if column != file_column}
             captions[Path(name).as_posix()] = rest | {"caption": caption.strip()}
     if not captions:
-        raise DataError(f"{table} holds no caption; it needs a text in the column {caption_column!r}.")
+        raise DataError(
+            f"{table} holds no caption; it needs a text in the column {caption_column!r}."
+        )
     return captions
 
 
@@ -139,12 +179,18 @@ def _opened(path: str | Path) -> Iterator[Any]:
     try:
         with pillow.open(path) as image:
             yield image
-    except Exception as problem:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error
+    except (
+        Exception
+    ) as problem:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error
         reason = " ".join(str(problem).replace(str(path), "the file").split())
-        raise DataError(f"the image {path} cannot be read ({type(problem).__name__}: {reason}).") from problem
+        raise DataError(
+            f"the image {path} cannot be read ({type(problem).__name__}: {reason})."
+        ) from problem
 
 
-def read_image(path: str | Path, *, channels: int = 3, size: int | None = None) -> Float[Tensor, "C H W"]:
+def read_image(
+    path: str | Path, *, channels: int = 3, size: int | None = None
+) -> Float[Tensor, "C H W"]:
     """The image, upright according to its EXIF entry, in gray (1 channel) or color (3), transparent parts on white.
 
     ``size``: side of a square to resize to, which keeps the proportions and cuts both sides. 16-bit gray is rounded to
@@ -156,14 +202,22 @@ def read_image(path: str | Path, *, channels: int = 3, size: int | None = None) 
         file.load()
         image = ImageOps.exif_transpose(file)
         if image.mode.startswith("I"):  # 16-bit gray, which convert() would clip at 255
-            image = Image.fromarray((np.asarray(image).clip(0, 65535) / 257).round().astype(np.uint8))
+            image = Image.fromarray(
+                (np.asarray(image).clip(0, 65535) / 257).round().astype(np.uint8)
+            )
         if image.has_transparency_data:
             image = image.convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
         image = image.convert("L" if channels == 1 else "RGB")
         if size is not None and image.size != (size, size):
             image = ImageOps.fit(image, (size, size), Image.Resampling.LANCZOS)
-    return torch.from_numpy(np.array(image)).reshape(*image.size[::-1], channels).permute(2, 0, 1).contiguous() / 255
+    return (
+        torch.from_numpy(np.array(image))
+        .reshape(*image.size[::-1], channels)
+        .permute(2, 0, 1)
+        .contiguous()
+        / 255
+    )
 
 
 def image_size(image: Path | Tensor, channels: int, name: str) -> tuple[int, int]:
@@ -171,7 +225,9 @@ def image_size(image: Path | Tensor, channels: int, name: str) -> tuple[int, int
     if isinstance(image, Path):
         with _opened(image) as file:
             width, height = file.size
-            has_exif = file.format != "PNG" or "exif" in file.info  # else Pillow decodes all of a PNG to look for it
+            has_exif = (
+                file.format != "PNG" or "exif" in file.info
+            )  # else Pillow decodes all of a PNG to look for it
             is_turned = has_exif and file.getexif().get(EXIF_ORIENTATION, 1) >= 5
         return (width, height) if is_turned else (height, width)
     if image.ndim != 3 or len(image) != channels or not image.is_floating_point():
@@ -187,15 +243,21 @@ def image_size(image: Path | Tensor, channels: int, name: str) -> tuple[int, int
 def list_images(folder: Path) -> list[str]:
     """Paths of all images below a folder, relative to it, sorted."""
     if not folder.is_dir():
-        siblings = [other.name for other in folder.parent.glob("*/")] if folder.parent.is_dir() else []
-        raise DataError(f"there is no folder {folder}{nearest(folder.name, siblings)}. Check the path.")
+        siblings = (
+            [other.name for other in folder.parent.glob("*/")] if folder.parent.is_dir() else []
+        )
+        raise DataError(
+            f"there is no folder {folder}{nearest(folder.name, siblings)}. Check the path."
+        )
     files = [
         path.relative_to(folder).as_posix()
         for path in folder.rglob("*")
         if path.suffix.lower() in SUFFIXES and path.is_file() and not path.name.startswith(".")
     ]
     if not files:
-        raise DataError(f"{folder} holds no image; it needs {', '.join(SUFFIXES)} files, there or in its subfolders.")
+        raise DataError(
+            f"{folder} holds no image; it needs {', '.join(SUFFIXES)} files, there or in its subfolders."
+        )
     return sorted(files)
 
 

@@ -19,7 +19,9 @@ from gruppo.seeds import generator_at
 from gruppo.types import DataError, GruppoError, Prompt
 
 PACKAGE, FOLDER = "matplotlib", "mpl-data/fonts/ttf"
-FONTS = tuple(f"DejaVu{name}.ttf" for name in ("Sans", "Sans-Bold", "SansMono", "Serif", "Serif-Bold"))
+FONTS = tuple(
+    f"DejaVu{name}.ttf" for name in ("Sans", "Sans-Bold", "SansMono", "Serif", "Serif-Bold")
+)
 SIGNS = "abcdefghijkmnopqrstuvwxyzABCDEFGHJKLMNPQRSTUVWXYZ23456789"
 """Without 0, 1, I, O and l, which look alike in many fonts."""
 LONGEST = 7
@@ -49,7 +51,9 @@ def text_lines(
     is None.
     """
     if count < 2 or number < 0:
-        raise DataError(f"{name}: count={count} and set={number}; it needs 2 lines or more, of a set from 0 up.")
+        raise DataError(
+            f"{name}: count={count} and set={number}; it needs 2 lines or more, of a set from 0 up."
+        )
     if height < 12 or width < 2 * height:
         raise DataError(f"""{name}: lines of {height} x {width} pixels hold no text; height needs to be 12 or more, and
             width twice the height. Set height=24 and width=128.""")
@@ -59,25 +63,37 @@ def text_lines(
     def prompt_at(index: int, draw: int) -> Prompt:
         image = line_image(*lines[index], number, index, height, width)
         degraded, strengths = degradation(image, generator_at("spoil", number, index))
-        return Prompt(f"{number}-{index}", degraded, image if clean else None, {"text": texts[index]} | strengths, draw)
+        return Prompt(
+            f"{number}-{index}",
+            degraded,
+            image if clean else None,
+            {"text": texts[index]} | strengths,
+            draw,
+        )
 
     train, held_out = split_by_hash(texts, held_out_fraction, name)
     columns = (*(("target",) if clean else ()), "text", *degradation.names)
     digest = digest_of([texts, str(degradation), clean, number, height, width])
     identity = {"held_out_lines": len(held_out)}
-    return IndexedSource(name, seed, train, held_out, prompt_at, columns, digest, identity, degradation=degradation)
+    return IndexedSource(
+        name, seed, train, held_out, prompt_at, columns, digest, identity, degradation=degradation
+    )
 
 
 def line_text(number: int, index: int, height: int, width: int) -> tuple[str, Any]:
     """Words of random signs, as many as fit between the margins, and their font: of 0.58 to 0.7 of the height."""
-    generator = generator_at("line", number, index)  # without the seed: a line is the same in every run
+    generator = generator_at(
+        "line", number, index
+    )  # without the seed: a line is the same in every run
     file = FONTS[int(torch.randint(len(FONTS), (), generator=generator))]
     low, high = round(0.58 * height), round(0.7 * height)
     font = _load_font(file, int(torch.randint(low, high + 1, (), generator=generator)))
     limit, text = width - 2 * MARGIN, ""
     while True:
         length = int(torch.randint(3, LONGEST + 1, (), generator=generator))
-        word = "".join(SIGNS[n] for n in torch.randint(len(SIGNS), (length,), generator=generator).tolist())
+        word = "".join(
+            SIGNS[n] for n in torch.randint(len(SIGNS), (length,), generator=generator).tolist()
+        )
         if font.getlength(longer := f"{text} {word}".strip()) > limit:
             break
         text = longer
@@ -87,13 +103,18 @@ def line_text(number: int, index: int, height: int, width: int) -> tuple[str, An
     return text, font
 
 
-def line_image(text: str, font: Any, number: int, index: int, height: int, width: int) -> Float[Tensor, "1 H W"]:
+def line_image(
+    text: str, font: Any, number: int, index: int, height: int, width: int
+) -> Float[Tensor, "1 H W"]:
     """The clean line: ink of 0 to 0.3 on paper of 0.8 to 1."""
     from PIL import Image, ImageDraw
 
     x, y, ink, paper = torch.rand(4, generator=generator_at("place", number, index)).tolist()
     canvas = Image.new("L", (width, height), 0)
-    position = round(MARGIN + x * (width - 2 * MARGIN - font.getlength(text))), height / 2 + round(2 * y - 1)
+    position = (
+        round(MARGIN + x * (width - 2 * MARGIN - font.getlength(text))),
+        height / 2 + round(2 * y - 1),
+    )
     ImageDraw.Draw(canvas).text(position, text, fill=255, font=font, anchor="lm")
     cover = torch.from_numpy(np.array(canvas)).float() / 255
     ink, paper = 0.3 * ink, 0.8 + 0.2 * paper
@@ -104,7 +125,9 @@ def line_image(text: str, font: Any, number: int, index: int, height: int, width
 def _load_font(name: str, size: int) -> Any:
     """A font of the installed package, which is not imported."""
     if (file := package_file(PACKAGE, f"{FOLDER}/{name}")) is None:
-        raise GruppoError(f"lines of text need the font {name} of {PACKAGE}; run: pip install {PACKAGE}")
+        raise GruppoError(
+            f"lines of text need the font {name} of {PACKAGE}; run: pip install {PACKAGE}"
+        )
     fonts = import_extra("PIL.ImageFont", "images", "lines of text")
     # Pillow's own layout gives the same pixels whatever else is installed
     return fonts.truetype(str(file), size, layout_engine=fonts.Layout.BASIC)

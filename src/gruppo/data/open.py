@@ -29,7 +29,17 @@ FORMS = (
     "Face Dataset, or an object with take, state_dict and load_state_dict."
 )
 LINES = "lines:blur=0.5-2,noise=10-40. Options include count=4000, clean=no, set=1, height=24 and width=128"
-KINDS = ("arithmetic", "reasoning_gym", "verifiers", "digits", "images", "photos", "degrade", "pairs", "lines")
+KINDS = (
+    "arithmetic",
+    "reasoning_gym",
+    "verifiers",
+    "digits",
+    "images",
+    "photos",
+    "degrade",
+    "pairs",
+    "lines",
+)
 
 
 def is_function_name(data: str) -> bool:
@@ -39,7 +49,10 @@ def is_function_name(data: str) -> bool:
 
 def is_custom_source(data: Any) -> bool:
     """Whether data is an object with the required members of ``gruppo.protocols.PromptSource``."""
-    return all(callable(getattr(data, member, None)) for member in ("take", "state_dict", "load_state_dict"))
+    return all(
+        callable(getattr(data, member, None))
+        for member in ("take", "state_dict", "load_state_dict")
+    )
 
 
 def open_source(
@@ -72,15 +85,21 @@ def open_source(
     elif kind == "images" and rest:
         folder, _, size = rest.rpartition(":") if re.search(r":\d+$", rest) else (rest, "", "")
         if size and int(size) < 1:
-            raise DataError(f"data={data!r}: images of {size} pixels are empty. Write images:{folder}:64.")
+            raise DataError(
+                f"data={data!r}: images of {size} pixels are empty. Write images:{folder}:64."
+            )
         source = image_folder(folder, size=int(size) if size else None, **options)
     elif kind == "arithmetic":
         if (match := re.fullmatch(r"(-?\d+):(-?\d+)(:natural)?", rest or "0:20")) is None:
             need = "two integers, as in arithmetic:0:99, or arithmetic:0:99:natural for differences of 0 and above"
             raise DataError(f"cannot read the range of {data!r}; it needs {need}.")
-        source = arithmetic(int(match[1]), int(match[2]), allow_negative=match[3] is None, **options)
+        source = arithmetic(
+            int(match[1]), int(match[2]), allow_negative=match[3] is None, **options
+        )
     elif kind == "lines":
-        degradation, settings = parse_data_options(rest, data, ("count", "set", "height", "width"), ("clean",), LINES)
+        degradation, settings = parse_data_options(
+            rest, data, ("count", "set", "height", "width"), ("clean",), LINES
+        )
         if degradation is None:
             raise DataError(f"data={data!r} does not say how lines are degraded; write {LINES}.")
         number = settings.pop("set", 0)
@@ -89,7 +108,9 @@ def open_source(
         source = open_pairs(data, **options)  # None for the names of rows
     if source is None:
         rows, options["name"] = _rows_of(data, prompt_column)
-        source = row_source(rows, prompt_column=prompt_column, target_column=target_column, **options)
+        source = row_source(
+            rows, prompt_column=prompt_column, target_column=target_column, **options
+        )
     return Curriculum(source, difficulty_column) if difficulty_column else source
 
 
@@ -99,18 +120,30 @@ def _rows_of(data: Any, prompt_column: str) -> tuple[list[Any], str]:
         return rows_of_taskset(data.removeprefix("verifiers:")), data
     if isinstance(data, str | os.PathLike):
         path = Path(data)
-        if path.suffix == ".jsonl":  # read by us: errors name the line, and the extra "data" is not needed
+        if (
+            path.suffix == ".jsonl"
+        ):  # read by us: errors name the line, and the extra "data" is not needed
             return read_jsonl(path), str(path)
         if str(data) and (path.exists() or path.suffix in FILE_KINDS):
             return read_dataset(path), str(path)
-        if (hub_name := re.fullmatch(r"([\w.-]+/[\w.-]+)(?::(?:([^:\[\]]+):)?(.+))?", str(data))) is None:
-            raise DataError(f"data={str(data)!r} is no file, folder or known name{nearest(str(data), KINDS)}. {FORMS}")
+        if (
+            hub_name := re.fullmatch(r"([\w.-]+/[\w.-]+)(?::(?:([^:\[\]]+):)?(.+))?", str(data))
+        ) is None:
+            raise DataError(
+                f"data={str(data)!r} is no file, folder or known name{nearest(str(data), KINDS)}. {FORMS}"
+            )
         return read_dataset(hub_name[1], hub_name[2], hub_name[3] or "train"), str(data)
-    if hasattr(data, "column_names"):  # a Hugging Face data set, recognized without importing the package
+    if hasattr(
+        data, "column_names"
+    ):  # a Hugging Face data set, recognized without importing the package
         if hasattr(data, "__len__") and not isinstance(data, dict):
             return list(data), "the data set"
         need = 'one split that fits in memory, such as data["train"] or Dataset.from_list(list(data.take(10000)))'
-        raise DataError(f"a {type(data).__name__} has several splits or no known length; it needs {need}.")
+        raise DataError(
+            f"a {type(data).__name__} has several splits or no known length; it needs {need}."
+        )
     if isinstance(data, list | tuple):
-        return [{prompt_column: row} if isinstance(row, str | list) else row for row in data], "the list"
+        return [
+            {prompt_column: row} if isinstance(row, str | list) else row for row in data
+        ], "the list"
     raise DataError(f"data is of type {type(data).__name__}, which cannot be read. {FORMS}")

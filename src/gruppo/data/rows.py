@@ -20,7 +20,10 @@ from gruppo.types import DataError, Prompt
 FILE_KINDS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
 TARGET_COLUMNS = ("answer", "target", "solution", "label")
 PROMPT_LIKE = ("question", "problem", "instruction", "query", "text", "input", "messages")
-AS_TEXT = re.compile(r"\s*(?:(?:array|list)\()?\s*(?P<messages>[\[{].*[\]}])\s*(?:,\s*dtype=\w+\s*)?\)?\s*", re.DOTALL)
+AS_TEXT = re.compile(
+    r"\s*(?:(?:array|list)\()?\s*(?P<messages>[\[{].*[\]}])\s*(?:,\s*dtype=\w+\s*)?\)?\s*",
+    re.DOTALL,
+)
 """A text that may be a conversation converted to a string, by str, json.dumps or a NumPy array's repr."""
 MESSAGES = 'it needs a text or a list of {"role": ..., "content": ...} messages with texts in both.'
 
@@ -44,16 +47,28 @@ def row_source(
         raise DataError(f"{name} has no rows; it needs at least one prompt to learn from.")
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
-            raise DataError(f"row {number} of {name} is of type {type(row).__name__}; it needs a dict of columns.")
+            raise DataError(
+                f"row {number} of {name} is of type {type(row).__name__}; it needs a dict of columns."
+            )
     columns = tuple(dict.fromkeys(column for row in rows for column in row))
     for column in (prompt_column, target_column):
         if column is not None and column not in columns:
-            usual = next((f"; the nearest is {c!r}" for c in PROMPT_LIKE if c in columns and column == "prompt"), "")
+            usual = next(
+                (
+                    f"; the nearest is {c!r}"
+                    for c in PROMPT_LIKE
+                    if c in columns and column == "prompt"
+                ),
+                "",
+            )
             raise DataError(f"""{name} has no column {column!r}; its columns are
                 {", ".join(map(repr, columns))}{nearest(column, columns) or usual}. Name the right one with
                 --prompts.column or --prompts.target-column.""")
     target_column = target_column or next((c for c in TARGET_COLUMNS if c in columns), None)
-    inputs = [checked_inputs(row.get(prompt_column), f"row {n} of {name}") for n, row in enumerate(rows, start=1)]
+    inputs = [
+        checked_inputs(row.get(prompt_column), f"row {n} of {name}")
+        for n, row in enumerate(rows, start=1)
+    ]
 
     def prompt_at(index: int, draw: int) -> Prompt:
         row, meta = rows[index], {column: rows[index].get(column) for column in columns}
@@ -67,10 +82,25 @@ def row_source(
     digest = hashlib.sha256()
     for row in rows:
         # some objects print their memory address, which differs from process to process
-        text = json.dumps(row, default=lambda x: f"{type(x).__name__}:{re.sub(r' at 0x[0-9a-fA-F]+', '', str(x))}")
+        text = json.dumps(
+            row, default=lambda x: f"{type(x).__name__}:{re.sub(r' at 0x[0-9a-fA-F]+', '', str(x))}"
+        )
         digest.update(text.encode() + b"\n")
-    identity, items = {"prompt_column": prompt_column, "held_out_rows": len(held_out)}, range(len(rows))
-    return IndexedSource(name, seed, train, held_out, prompt_at, columns, digest.hexdigest(), identity, all_items=items)
+    identity, items = (
+        {"prompt_column": prompt_column, "held_out_rows": len(held_out)},
+        range(len(rows)),
+    )
+    return IndexedSource(
+        name,
+        seed,
+        train,
+        held_out,
+        prompt_at,
+        columns,
+        digest.hexdigest(),
+        identity,
+        all_items=items,
+    )
 
 
 def is_stringified(text: str) -> bool:
@@ -81,7 +111,9 @@ def is_stringified(text: str) -> bool:
         with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
             value = read(match["messages"])
             messages = value if isinstance(value, list | tuple) else [value]
-            return bool(messages) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages)
+            return bool(messages) and all(
+                isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages
+            )
     return False
 
 
@@ -94,7 +126,13 @@ def checked_inputs(inputs: Any, where: str) -> str | list[dict[str, Any]]:
     if isinstance(inputs, str) and inputs:
         texts = {f"the prompt in {where}": inputs}
     elif not isinstance(inputs, list) or not inputs:
-        problem = "missing" if inputs is None else "empty" if inputs in ("", []) else f"of type {type(inputs).__name__}"
+        problem = (
+            "missing"
+            if inputs is None
+            else "empty"
+            if inputs in ("", [])
+            else f"of type {type(inputs).__name__}"
+        )
         raise DataError(f"the prompt in {where} is {problem}; {MESSAGES}")
     else:
         texts = {}
@@ -104,20 +142,31 @@ def checked_inputs(inputs: Any, where: str) -> str | list[dict[str, Any]]:
             place = f"message {number} of the prompt in {where}"
             if not isinstance(message, Mapping):
                 raise DataError(f"{place} is of type {type(message).__name__}; {MESSAGES}")
-            message = {k: v for k, v in message.items() if v is not None or k in ("role", "content")}
+            message = {
+                k: v for k, v in message.items() if v is not None or k in ("role", "content")
+            }
             if message.get("tool_calls") and message.get("content") is None:
                 message["content"] = ""
             inputs[number - 1] = message
             if not all(isinstance(message.get(key), str) for key in ("role", "content")):
-                fields = ", ".join(f"{key} ({type(value).__name__})" for key, value in message.items()) or "no fields"
+                fields = (
+                    ", ".join(f"{key} ({type(value).__name__})" for key, value in message.items())
+                    or "no fields"
+                )
                 raise DataError(f"{place} has {fields}; {MESSAGES}")
             texts[place] = message["content"]
     for place, text in texts.items():
         try:
             text.encode()
-        except UnicodeEncodeError as problem:  # half a surrogate pair: a valid JSON string that no tokenizer accepts
-            half = f"half a character (\\u{ord(text[problem.start]):04x}) at position {problem.start}"
-            raise DataError(f"{place} has {half}; it needs whole Unicode characters. Remove it.") from None
+        except (
+            UnicodeEncodeError
+        ) as problem:  # half a surrogate pair: a valid JSON string that no tokenizer accepts
+            half = (
+                f"half a character (\\u{ord(text[problem.start]):04x}) at position {problem.start}"
+            )
+            raise DataError(
+                f"{place} has {half}; it needs whole Unicode characters. Remove it."
+            ) from None
     return inputs
 
 
@@ -132,10 +181,14 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
         with open_file(path) as file:
             lines = [*iter(lambda: file.readline(MAX_BYTES + 1), b"")]
     except FileNotFoundError:
-        hint = nearest(path.name, [other.name for other in path.parent.glob("*.jsonl")])  # none without the folder
+        hint = nearest(
+            path.name, [other.name for other in path.parent.glob("*.jsonl")]
+        )  # none without the folder
         raise DataError(f"there is no file {path}{hint}. Check the path.") from None
     except OSError as problem:
-        raise DataError(f"{path} cannot be read: {problem.strerror}. It needs a readable JSON Lines file.") from problem
+        raise DataError(
+            f"{path} cannot be read: {problem.strerror}. It needs a readable JSON Lines file."
+        ) from problem
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -146,16 +199,24 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
         except UnicodeDecodeError:
             raise DataError(f"{where} is not UTF-8; save the file as UTF-8.") from None
         except ValueError as problem:
-            raise DataError(f"{where} is not JSON ({problem}); it needs one JSON object per line.") from None
+            raise DataError(
+                f"{where} is not JSON ({problem}); it needs one JSON object per line."
+            ) from None
         if not isinstance(row, dict):
-            raise DataError(f'{where} is a {type(row).__name__}; it needs an object such as {{"prompt": ...}}.')
+            raise DataError(
+                f'{where} is a {type(row).__name__}; it needs an object such as {{"prompt": ...}}.'
+            )
         rows.append(row)
     if not rows:
-        raise DataError(f'{path} is empty; it needs one JSON object per line, such as {{"prompt": "What is 2 + 2?"}}.')
+        raise DataError(
+            f'{path} is empty; it needs one JSON object per line, such as {{"prompt": "What is 2 + 2?"}}.'
+        )
     return rows
 
 
-def read_dataset(name: str | Path, config: str | None = None, split: str = "train") -> list[dict[str, Any]]:
+def read_dataset(
+    name: str | Path, config: str | None = None, split: str = "train"
+) -> list[dict[str, Any]]:
     """All rows of one split.
 
     ``name``: a hub name, a folder (written by ``save_to_disk``, or with data files), or a parquet, CSV or JSON file.
@@ -165,11 +226,15 @@ def read_dataset(name: str | Path, config: str | None = None, split: str = "trai
     if path.suffix in FILE_KINDS and not path.is_file():
         raise DataError(f"there is no file {path}. Check the path.")
     if path.is_file() and path.suffix not in FILE_KINDS:
-        raise DataError(f"{path} has an unknown file type; it needs one of {', '.join(FILE_KINDS)}.")
+        raise DataError(
+            f"{path} has an unknown file type; it needs one of {', '.join(FILE_KINDS)}."
+        )
     try:
         if path.is_file():
             files = {split.partition("[")[0]: str(path)}
-            return list(datasets.load_dataset(FILE_KINDS[path.suffix], data_files=files, split=split))
+            return list(
+                datasets.load_dataset(FILE_KINDS[path.suffix], data_files=files, split=split)
+            )
         if not (path / "state.json").is_file() and not (path / "dataset_dict.json").is_file():
             return list(datasets.load_dataset(str(name), config, split=split))
         saved = datasets.load_from_disk(str(path))  # one data set, or a dict of splits
@@ -178,8 +243,12 @@ def read_dataset(name: str | Path, config: str | None = None, split: str = "trai
         return list(saved[split] if isinstance(saved, dict) else saved)
     except DataError:
         raise
-    except Exception as problem:  # datasets raises a dozen kinds, its own and those of pyarrow, fsspec and httpx
-        message = " ".join(str(problem).splitlines()[:2]) or "no message"  # the second lists the configurations
+    except (
+        Exception
+    ) as problem:  # datasets raises a dozen kinds, its own and those of pyarrow, fsspec and httpx
+        message = (
+            " ".join(str(problem).splitlines()[:2]) or "no message"
+        )  # the second lists the configurations
         raise DataError(f"""split {split!r} of {name} cannot be read ({type(problem).__name__}: {message}). It needs a
             data set of the Hugging Face hub that this machine can reach, or a local folder or file; check the name, the
             configuration (OWNER/NAME:CONFIG:SPLIT), the split and the network.""") from problem

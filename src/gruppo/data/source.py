@@ -60,7 +60,9 @@ class IndexedSource:
     unreadable: dict[str, str] = field(default_factory=dict)
     """Files left out so far, each with the reason."""
     position: int = field(default=0, init=False)
-    _order: tuple[int, Any] = field(default=(-1, None), init=False)  # of one epoch: recomputing it costs little
+    _order: tuple[int, Any] = field(
+        default=(-1, None), init=False
+    )  # of one epoch: recomputing it costs little
 
     @property
     def epoch_size(self) -> int:
@@ -84,8 +86,12 @@ class IndexedSource:
             draw, skipped = draw + 1, skipped + 1 if prompt is None else 0
             if prompt is not None:
                 prompts.append(prompt)
-            elif skipped >= min(MAX_SKIPPED, 2 * self.epoch_size or MAX_SKIPPED):  # two epochs of a small folder
-                last = next(reversed(self.unreadable.values()), "Lower --prompts.held-out-fraction.")
+            elif skipped >= min(
+                MAX_SKIPPED, 2 * self.epoch_size or MAX_SKIPPED
+            ):  # two epochs of a small folder
+                last = next(
+                    reversed(self.unreadable.values()), "Lower --prompts.held-out-fraction."
+                )
                 raise DataError(f"{skipped} draws of {self.name} in a row gave no prompt. {last}")
         self.position = draw  # only now: after an error the same prompts can be taken again
         return prompts
@@ -113,23 +119,36 @@ class IndexedSource:
 
     def all_prompts(self) -> Iterator[Prompt]:
         """Every prompt once, held out or not, in the order of the data; the position does not change."""
-        return (prompt for item in self.all_items if (prompt := self.prompt_at(item, 0)) is not None)
+        return (
+            prompt for item in self.all_items if (prompt := self.prompt_at(item, 0)) is not None
+        )
 
     def fingerprint(self) -> str:
         return self.digest
 
     def state_dict(self) -> dict[str, Any]:
-        return {"cursor": self.position, "fingerprint": self.digest, "seed": self.seed, **self.identity}
+        return {
+            "cursor": self.position,
+            "fingerprint": self.digest,
+            "seed": self.seed,
+            **self.identity,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a saved position. One of another stream would silently repeat or skip prompts: refused."""
         current = self.state_dict()
-        if changed := [key for key, value in current.items() if key != "cursor" and state.get(key) != value]:
-            reasons = "; ".join(f"{key} was {state.get(key)!r}, is {current[key]!r}" for key in changed)
+        if changed := [
+            key for key, value in current.items() if key != "cursor" and state.get(key) != value
+        ]:
+            reasons = "; ".join(
+                f"{key} was {state.get(key)!r}, is {current[key]!r}" for key in changed
+            )
             raise DataError(f"""the saved position does not belong to {self.name}: {reasons}. Resume with the data, seed
                 and held-out fraction of the saved run, or start a new run.""")
         if not isinstance(position := state.get("cursor"), int) or position < 0:
-            raise DataError(f"the saved position of {self.name} is {position!r}. Resume from an earlier checkpoint.")
+            raise DataError(
+                f"the saved position of {self.name} is {position!r}. Resume from an earlier checkpoint."
+            )
         self.position = position
 
 
@@ -142,7 +161,12 @@ class SourceWrapper:
 
     DEFAULTS: Mapping[str, Any] = {
         **dict.fromkeys(("columns", "classes", "degradation", "level")),  # None
-        **{"held_out": lambda n: [], "all_prompts": lambda: iter(()), "fingerprint": lambda: None, "epoch_size": 0},
+        **{
+            "held_out": lambda n: [],
+            "all_prompts": lambda: iter(()),
+            "fingerprint": lambda: None,
+            "epoch_size": 0,
+        },
     }
 
     def __init__(self, source: Any) -> None:
@@ -191,7 +215,11 @@ class Curriculum(SourceWrapper):
     def difficulty(self, prompt: Prompt) -> float:
         """The number in the prompt's column."""
         value = prompt.meta.get(self.column)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+        ):
             raise DataError(f"""prompt {prompt.id!r} of {self.name} has {self.column}={value!r:.60}, which is not a
                 number; every prompt needs a difficulty. Fix the data, or set another --prompts.difficulty-column.""")
         return float(value)
@@ -201,7 +229,9 @@ class Curriculum(SourceWrapper):
         hardest, limit, too_hard = self.hardest, max(MAX_PASSED_OVER, 2 * self.epoch_size), 0
         prompts = list[Prompt]()
         while len(prompts) < n:
-            prompt = self.source.take(1)[0]  # one at a time, so that the position stays right behind the last prompt
+            prompt = self.source.take(1)[
+                0
+            ]  # one at a time, so that the position stays right behind the last prompt
             is_hard = self.difficulty(prompt) > hardest
             prompts += [] if is_hard else [prompt]
             self.passed_over += is_hard
@@ -212,7 +242,11 @@ class Curriculum(SourceWrapper):
         return prompts
 
     def state_dict(self) -> dict[str, Any]:
-        return {"source": self.source.state_dict(), "column": self.column, "difficulties": self._digest}
+        return {
+            "source": self.source.state_dict(),
+            "column": self.column,
+            "difficulties": self._digest,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if (state.get("column"), state.get("difficulties")) != (self.column, self._digest):
@@ -237,7 +271,9 @@ def hash_unit(key: str) -> float:
     a subset of what a larger one does.
     """
     digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 11) / 2**53  # the 53 bits that a float holds exactly
+    return (
+        int.from_bytes(digest, "little") >> 11
+    ) / 2**53  # the 53 bits that a float holds exactly
 
 
 def split_by_hash(keys: Sequence[str], fraction: float, name: str) -> tuple[list[int], list[int]]:
@@ -246,12 +282,16 @@ def split_by_hash(keys: Sequence[str], fraction: float, name: str) -> tuple[list
     With a fraction above 0, at least one of two or more different keys is held out.
     """
     if not 0 <= fraction < 1:
-        raise GruppoError(f"held_out_fraction={fraction} is outside [0, 1). Set --prompts.held-out-fraction 0.1.")
+        raise GruppoError(
+            f"held_out_fraction={fraction} is outside [0, 1). Set --prompts.held-out-fraction 0.1."
+        )
     hashes = [hash_unit(key) for key in keys]
     distinct = sorted(set(hashes))
     # of few prompts often none hashes below the fraction, and an evaluation needs at least one
     is_short = fraction > 0 and len(distinct) > 1 and distinct[0] >= fraction
-    limit = distinct[1] if is_short else fraction  # where short, the smallest hash alone is below it
+    limit = (
+        distinct[1] if is_short else fraction
+    )  # where short, the smallest hash alone is below it
     if not (train := [index for index, x in enumerate(hashes) if x >= limit]):
         raise DataError(f"""all {len(hashes)} prompts of {name} are held out for evaluation, which leaves none to train
             on; lower --prompts.held-out-fraction, or add prompts.""")

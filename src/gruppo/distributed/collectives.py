@@ -19,8 +19,26 @@ from gruppo.distributed.heartbeat import ROUNDS, Heartbeat, RankFailure
 from gruppo.loading import describe_error
 from gruppo.types import GruppoError, Stat
 
-__all__ = ["Failed", "RankLost", "all_gather", "all_max", "all_sum", "fail_together", "init", "is_main"]
-__all__ += ["is_reported", "leaving", "merge_stats", "phase", "rank", "record_error", "restarts", "share_failure"]
+__all__ = [
+    "Failed",
+    "RankLost",
+    "all_gather",
+    "all_max",
+    "all_sum",
+    "fail_together",
+    "init",
+    "is_main",
+]
+__all__ += [
+    "is_reported",
+    "leaving",
+    "merge_stats",
+    "phase",
+    "rank",
+    "record_error",
+    "restarts",
+    "share_failure",
+]
 __all__ += ["set_advice", "shutdown", "sum_gradients", "waiting", "world_size"]
 
 LARGE_BYTES, BUCKET_BYTES = 2**20, 8 * 2**20
@@ -73,7 +91,10 @@ def set_advice(sentence: str) -> None:
 
 
 def init(
-    timeout_s: float = 1800, *, backend: Literal["auto", "gloo", "nccl"] = "auto", is_sharded: bool = False
+    timeout_s: float = 1800,
+    *,
+    backend: Literal["auto", "gloo", "nccl"] = "auto",
+    is_sharded: bool = False,
 ) -> None:
     """Join the process group that ``torchrun`` describes in the environment, if any.
 
@@ -89,15 +110,21 @@ def init(
     if not is_sharded:  # FSDP computes while it communicates: there the watchdog ends a rank that waits for too long
         # NCCL then waits and raises an error as gloo does, instead of ending the process
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
-    timeout = timedelta(seconds=timeout_s - ROUNDS * interval_s)  # the rest is for finding the lost rank
+    timeout = timedelta(
+        seconds=timeout_s - ROUNDS * interval_s
+    )  # the rest is for finding the lost rank
     use_nccl = backend == "nccl" or (backend == "auto" and torch.cuda.is_available())
     try:
         store, number, count = next(td.rendezvous("env://", timeout=timeout))
         named = "cpu:gloo,cuda:nccl" if use_nccl and torch.cuda.is_available() else "gloo"
         td.init_process_group(named, store=store, rank=number, world_size=count, timeout=timeout)
         shared = td.PrefixStore("gruppo", store)
-        _heartbeat = Heartbeat(shared, number, count, interval_s=interval_s, limit_s=timeout_s, on_stuck=_end_stuck)
-        _processes = [""] * count  # not known yet: an error of the collective below reads one entry per rank
+        _heartbeat = Heartbeat(
+            shared, number, count, interval_s=interval_s, limit_s=timeout_s, on_stuck=_end_stuck
+        )
+        _processes = [
+            ""
+        ] * count  # not known yet: an error of the collective below reads one entry per rank
         own = f" (process {os.getpid()} on {socket.gethostname()})"
         _processes = [text.decode() for text in all_gather(own.encode())]
     except (td.DistError, ValueError) as error:  # ValueError: MASTER_ADDR is not set
@@ -180,8 +207,13 @@ def _reason(heartbeat: Heartbeat, error: RuntimeError) -> GruppoError | None:
         return None
     # Without a lost rank, those are named that have begun fewer collectives than this one.
     states = heartbeat.states
-    ranks = lost or [number for number, (_, calls, _) in enumerate(states) if calls < heartbeat.calls]
-    named = " and ".join(f"rank {n}{_processes[n]} in phase {states[n][2]!r}" for n in ranks) or "another rank"
+    ranks = lost or [
+        number for number, (_, calls, _) in enumerate(states) if calls < heartbeat.calls
+    ]
+    named = (
+        " and ".join(f"rank {n}{_processes[n]} in phase {states[n][2]!r}" for n in ranks)
+        or "another rank"
+    )
     if lost:
         return RankLost(f"""rank {rank()} cannot continue in phase {heartbeat.phase!r}: {named}
             {"has" if len(lost) == 1 else "have"} ended or stopped. {_advice}""")
@@ -266,7 +298,9 @@ def share_failure(error: Exception | None, status: int = 0, *, in_step: bool = F
     if error is not None:
         if in_step or world_size() == 1:
             _leave(error)
-        elif not isinstance(error, RankLost | Failed) and error is not _shared:  # else the others know
+        elif (
+            not isinstance(error, RankLost | Failed) and error is not _shared
+        ):  # else the others know
             _shared = error
             with suppress(RankLost, Failed):  # the other ranks may have ended
                 all_max(_FAILED)
@@ -329,7 +363,9 @@ def all_gather(data: bytes) -> list[bytes]:
         td.all_gather(sizes, torch.tensor([len(data)]))
         longest = max(int(size) for size in sizes)
         parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(world_size())]
-        td.all_gather(parts, torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8))
+        td.all_gather(
+            parts, torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
+        )
     return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
 
@@ -359,7 +395,9 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
         flat = torch.cat([gradient.flatten() for gradient in bucket])
         with waiting():
             td.all_reduce(flat)
-        for gradient, total in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
+        for gradient, total in zip(
+            bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True
+        ):
             gradient.copy_(total.view_as(gradient))
         del flat, total, gradient  # before the next bucket is copied
 
@@ -369,10 +407,20 @@ def merge_stats(stats: Mapping[str, Stat]) -> dict[str, Stat]:
     stats = Stat.read(stats)
     if world_size() == 1:
         return stats
-    names = sorted({name for part in all_gather(json.dumps(sorted(stats)).encode()) for name in json.loads(part)})
+    names = sorted(
+        {
+            name
+            for part in all_gather(json.dumps(sorted(stats)).encode())
+            for name in json.loads(part)
+        }
+    )
     local = [stats.get(name, Stat()) for name in names]
-    sums = torch.tensor([[s.count, s.sum, s.sum_sq] for s in local], dtype=torch.float64).reshape(-1, 3)
+    sums = torch.tensor([[s.count, s.sum, s.sum_sq] for s in local], dtype=torch.float64).reshape(
+        -1, 3
+    )
     ends = torch.tensor([[-s.min, s.max] for s in local], dtype=torch.float64).reshape(-1, 2)
     sums, ends = all_sum(sums), all_sum(ends, op=td.ReduceOp.MAX)
     rows = zip(names, sums.tolist(), ends.tolist(), strict=True)
-    return {name: Stat(n, total, squares, -low, high) for name, (n, total, squares), (low, high) in rows}
+    return {
+        name: Stat(n, total, squares, -low, high) for name, (n, total, squares), (low, high) in rows
+    }

@@ -42,12 +42,24 @@ class Heartbeat:
     """
 
     def __init__(
-        self, store: td.Store, rank: int, ranks: int, *, interval_s: float, limit_s: float, on_stuck: Callable[[], None]
+        self,
+        store: td.Store,
+        rank: int,
+        ranks: int,
+        *,
+        interval_s: float,
+        limit_s: float,
+        on_stuck: Callable[[], None],
     ) -> None:
         self._main_store = store
         # a connection of its own, since it may wait for a host that is stopped
         self._store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
-        self._rank, self._interval_s, self._limit_s, self._on_stuck = rank, interval_s, limit_s, on_stuck
+        self._rank, self._interval_s, self._limit_s, self._on_stuck = (
+            rank,
+            interval_s,
+            limit_s,
+            on_stuck,
+        )
         self._missed, self._rounds, self._found = [0] * ranks, 0, ""
         self.phase, self.calls = "start", 0
         """What this rank does, and how many collectives it has begun."""
@@ -70,7 +82,9 @@ class Heartbeat:
                 self._store.set(keys[self._rank], json.dumps((beats, self.calls, self.phase)))
                 now = [tuple(json.loads(text)) for text in self._store.multi_get(keys)]
                 self._found = self._store.compare_set("lost", "", "").decode()
-                if self.failure is None and (text := self._store.compare_set("failure", "", "").decode()):
+                if self.failure is None and (
+                    text := self._store.compare_set("failure", "", "").decode()
+                ):
                     self.failure = RankFailure(**json.loads(text))
             except RuntimeError:  # the process that hosts the store has ended
                 now = None
@@ -109,11 +123,15 @@ class Heartbeat:
 
         False where this rank has to report its own: it is rank 0, or rank 0 does not answer, such as after a kill.
         """
-        others = len(self._missed) - 1 - len(list(filter(None, self._found.split(","))))  # none that is lost
+        others = (
+            len(self._missed) - 1 - len(list(filter(None, self._found.split(","))))
+        )  # none that is lost
         with suppress(RuntimeError):
             if self._rank == 0:
                 self._main_store.set("reported", "1")
-                until = time.monotonic() + 2.0  # its process may host the store: the others read it before
+                until = (
+                    time.monotonic() + 2.0
+                )  # its process may host the store: the others read it before
                 while self._main_store.add("read", 0) < others and time.monotonic() < until:
                     time.sleep(0.02)
             elif "0" not in self._found.split(","):
@@ -127,17 +145,25 @@ class Heartbeat:
     def lost_ranks(self) -> list[int]:
         """Ranks that are dead or stopped now. All ranks that ask get the answer of the first one."""
         before, until = self._rounds, time.monotonic() + 4 * MISSED * self._interval_s
-        for _ in range(MISSED + 2):  # a rank that was stopped before the timeout began has missed them already
+        for _ in range(
+            MISSED + 2
+        ):  # a rank that was stopped before the timeout began has missed them already
             if self._found or max(self._missed) >= MISSED:
                 break
             time.sleep(self._interval_s)
         else:
             if self._rounds == before and self._rank != 0:
-                self._found = "0"  # its process hosts the store, or the launcher on its machine does
+                self._found = (
+                    "0"  # its process hosts the store, or the launcher on its machine does
+                )
                 return [0]
         while not self._found and not max(self._missed) >= MISSED and time.monotonic() < until:
             time.sleep(self._interval_s)
-        if not self._found and (silent := [str(n) for n, missed in enumerate(self._missed) if missed >= MISSED]):
+        if not self._found and (
+            silent := [str(n) for n, missed in enumerate(self._missed) if missed >= MISSED]
+        ):
             self._found = self._store.compare_set("lost", "", ",".join(silent)).decode()
-            time.sleep(3 * self._interval_s)  # until the others have read it: this process may host the store
+            time.sleep(
+                3 * self._interval_s
+            )  # until the others have read it: this process may host the store
         return [int(number) for number in self._found.split(",") if number]

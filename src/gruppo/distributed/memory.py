@@ -58,6 +58,12 @@ def gathered_bytes(
     """
     if shards == 1:
         return {}
-    gradients = 0 if counts.trained < counts.total else (compute_bytes + 4) * max(counts.root, counts.largest_block)
-    weights = compute_bytes * counts.root + (block_bytes or compute_bytes) * 2 * counts.largest_block
+    gradients = (
+        0
+        if counts.trained < counts.total
+        else (compute_bytes + 4) * max(counts.root, counts.largest_block)
+    )
+    weights = (
+        compute_bytes * counts.root + (block_bytes or compute_bytes) * 2 * counts.largest_block
+    )
     return {"gathered in a step": float(weights + gradients)}

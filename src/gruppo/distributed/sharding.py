@@ -64,17 +64,30 @@ def shard(
     moved to ``device``. ``is_offloaded``: shards and their gradients stay on the CPU, and are copied to ``device``
     when they are gathered.
     """
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
 
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # of views: nothing is changed in place here
+    warnings.filterwarnings(
+        "ignore", message="FSDP2-wrapped module"
+    )  # of views: nothing is changed in place here
     mesh = _mesh_of(mode, device)
-    reduce_dtype = None if compute_dtype is None else torch.promote_types(compute_dtype, torch.float32)
+    reduce_dtype = (
+        None if compute_dtype is None else torch.promote_types(compute_dtype, torch.float32)
+    )
     # inputs stay as they are: positions and attention biases need more digits than bfloat16 has
     precision = MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False)
     # FSDP cannot cut a single number: these stay whole on each rank, and their gradients are summed like replicas'
     numbers = {parameter for parameter in module.parameters() if parameter.dim() == 0}
-    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if is_offloaded else OffloadPolicy()
-    options = dict[str, Any](mesh=mesh, mp_policy=precision, offload_policy=offload, ignored_params=numbers)
+    offload = (
+        CPUOffloadPolicy(pin_memory=device.type == "cuda") if is_offloaded else OffloadPolicy()
+    )
+    options = dict[str, Any](
+        mesh=mesh, mp_policy=precision, offload_policy=offload, ignored_params=numbers
+    )
     try:
         for unit in blocks_of(module) if units is None else units:
             fully_shard(unit, reshard_after_forward=True, **options)
@@ -86,12 +99,16 @@ def shard(
     for parameter in numbers:
         parameter.data = parameter.data.to(device)
     for part in module.modules():
-        if (scales := getattr(part, "quant_state", None)) is not None:  # of 4-bit weights: whole on each rank
+        if (
+            scales := getattr(part, "quant_state", None)
+        ) is not None:  # of 4-bit weights: whole on each rank
             scales.to(device)
     for part in sharded_units(module):
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)  # gloo has no other
-    with torch.no_grad():  # FSDP reads which weights are trained now, before a forward in which they are frozen
+    with (
+        torch.no_grad()
+    ):  # FSDP reads which weights are trained now, before a forward in which they are frozen
         forward(module, lambda: None)
 
 
@@ -149,7 +166,9 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
         with suppress(NotImplementedError):  # of networks without an embedding
             parts.append(get_embedding())
     places = _places(module)
-    return [part for part in parts if all(places[key] == count for key, count in _places(part).items())]
+    return [
+        part for part in parts if all(places[key] == count for key, count in _places(part).items())
+    ]
 
 
 def _places(module: nn.Module) -> Counter[int]:
@@ -181,7 +200,9 @@ def forward(module: nn.Module, function: Callable[..., T], *args: Any, **kwargs:
         return target(*args, **kwargs)
     except RuntimeError as error:
         if "mixed torch.Tensor and DTensor" in str(error):
-            raise _cannot_shard(module, "it reads weights of a part without calling that part") from error
+            raise _cannot_shard(
+                module, "it reads weights of a part without calling that part"
+            ) from error
         raise
     finally:
         vars(target).pop("forward", None)
@@ -217,7 +238,11 @@ def is_unit(module: nn.Module) -> bool:
 def sharded_units(module: nn.Module) -> list[Any]:
     """The units of a sharded model as FSDP modules, the root first."""
     root = vars(module).get(ROOT)
-    return [] if root is None else [part for part in root.modules() if is_unit(part) and part is not module]
+    return (
+        []
+        if root is None
+        else [part for part in root.modules() if is_unit(part) and part is not module]
+    )
 
 
 # --- sharded tensors --------------------------------------------------------------------------------------------------
@@ -249,13 +274,20 @@ def whole(tensor: Tensor) -> Tensor:
 def clip_grad_norm(parameters: Iterable[nn.Parameter], limit: float) -> Float[Tensor, ""]:
     """Scale gradients to a norm of at most ``limit``; return the norm before, over the shards of all ranks."""
     parameters = list(parameters)
-    own, sharded = [p for p in parameters if not is_sharded(p)], [p for p in parameters if is_sharded(p)]
+    own, sharded = (
+        [p for p in parameters if not is_sharded(p)],
+        [p for p in parameters if is_sharded(p)],
+    )
     if not sharded:
         return nn.utils.clip_grad_norm_(own, limit)
     # apart: torch does not combine the two kinds
     grads = ([p.grad for p in part if p.grad is not None] for part in (own, sharded))
     norms = [whole(nn.utils.get_total_norm(part)) for part in grads if part]
-    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms])) if norms else torch.zeros(())
+    total = (
+        torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms]))
+        if norms
+        else torch.zeros(())
+    )
     for part in (own, sharded):
         nn.utils.clip_grads_with_norm_(part, limit, total)
     return total

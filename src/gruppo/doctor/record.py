@@ -53,7 +53,11 @@ class Series:
     def span(self, start: int | None = None, stop: int | None = None) -> Span:
         """Mean of ``values[start:stop]``, by default of all. NaN without values, so that no comparison is true."""
         steps, values = self.steps[start:stop], self.values[start:stop]
-        return Span(sum(values) / len(values), steps[0], steps[-1], len(values)) if values else Span(math.nan, 0, 0, 0)
+        return (
+            Span(sum(values) / len(values), steps[0], steps[-1], len(values))
+            if values
+            else Span(math.nan, 0, 0, 0)
+        )
 
     def at(self, index: int) -> Span:
         return self.span(index, index + 1 or None)
@@ -61,7 +65,9 @@ class Series:
     def third(self, number: int) -> Span:
         """The first (0), middle (1) or last (2) third of the logged values; the middle one has the remainder."""
         n, size = len(self), max(len(self) // 3, 1)
-        return self.span(*((0, size), (min(size, n - 1), max(n - size, size + 1)), (n - size, n))[number])
+        return self.span(
+            *((0, size), (min(size, n - 1), max(n - size, size + 1)), (n - size, n))[number]
+        )
 
     @property
     def last_mean(self) -> float:
@@ -72,12 +78,18 @@ class Series:
     def noise(self) -> float:
         """Standard deviation from step to step, without the trend: sqrt(mean((x[t + 1] - x[t])^2) / 2)."""
         differences = [b - a for a, b in zip(self.values, self.values[1:], strict=False)]
-        return math.sqrt(sum(d**2 for d in differences) / (2 * len(differences))) if differences else 0.0
+        return (
+            math.sqrt(sum(d**2 for d in differences) / (2 * len(differences)))
+            if differences
+            else 0.0
+        )
 
     def rises(self, before: int = 0, after: int = 2) -> bool:
         """Whether one third lies above another by more than two standard errors of their means."""
         a, b = self.third(before), self.third(after)
-        return len(self) > 0 and b.mean - a.mean > 2 * self.noise * math.sqrt(1 / a.count + 1 / b.count)
+        return len(self) > 0 and b.mean - a.mean > 2 * self.noise * math.sqrt(
+            1 / a.count + 1 / b.count
+        )
 
 
 @dataclass
@@ -99,7 +111,11 @@ class Record:
         config = self.config
         self.metrics: dict[str, Series] = {}  # in the order in which they were first logged
         for name in dict.fromkeys(name for row in self.rows for name in row):
-            logged = [(int(row["step"]), row[name]) for row in self.rows if math.isfinite(row.get(name, math.nan))]
+            logged = [
+                (int(row["step"]), row[name])
+                for row in self.rows
+                if math.isfinite(row.get(name, math.nan))
+            ]
             steps, values = zip(*logged, strict=True) if logged else ((), ())
             self.metrics[name] = Series(name, steps, values)
         self.steps = max((int(row["step"]) for row in self.rows), default=0)
@@ -107,21 +123,35 @@ class Record:
         """Whether the run has ended and written its model."""
         self.stage_index = self.stage_at(self.steps) if self.stage_index < 0 else self.stage_index
         self.stage = config.plan[self.stage_index]
-        self.is_bfloat16 = str(self.manifest.get("compute_dtype", config.compute)) in ("bfloat16", "auto")
+        self.is_bfloat16 = str(self.manifest.get("compute_dtype", config.compute)) in (
+            "bfloat16",
+            "auto",
+        )
         # Whether completions are images: from the metrics, the samples, or the model that the config names.
         has_timesteps = any(name.startswith("timestep/") for name in self.metrics)
         has_sheets = any(isinstance(row.get("completion"), Mapping) for row in self.samples)
-        self.is_image_run = has_timesteps or has_sheets or find_modality(config.model).rewards_read_images
+        self.is_image_run = (
+            has_timesteps or has_sheets or find_modality(config.model).rewards_read_images
+        )
 
         # Where groups grow, the reward is that of their first samples: groups that grew have rewards of middling size.
         self.reward = self["growth/first_reward_mean"] or self["reward/mean"]
-        low, high = min(self["reward/min"].values, default=math.nan), max(self["reward/max"].values, default=math.nan)
+        low, high = (
+            min(self["reward/min"].values, default=math.nan),
+            max(self["reward/max"].values, default=math.nan),
+        )
         self.reward_level = (self.reward.last_mean - low) / (high - low) if high > low else math.nan
         """Reward of the last third, from 0 at the lowest reward of any row to 1 at the highest; NaN if all agree."""
         difficulties = {stage.difficulty for stage in config.plan}
-        self.changes_difficulty = len(difficulties) > 1 or any(isinstance(value, str) for value in difficulties)
+        self.changes_difficulty = len(difficulties) > 1 or any(
+            isinstance(value, str) for value in difficulties
+        )
         """Whether prompts become harder during the run, so that a constant reward is progress."""
-        can_rise = len(self.reward) >= 3 and not self.changes_difficulty and not self.reward_level >= NEAR_TOP
+        can_rise = (
+            len(self.reward) >= 3
+            and not self.changes_difficulty
+            and not self.reward_level >= NEAR_TOP
+        )
         self.is_stuck = can_rise and not self.reward.rises(1, 2)
         names = [name for _, name in self.named(r"reward/(.+)/std_within_group")]
         weights = zip(names, config.scoring.weights or (1.0,) * len(names), strict=False)
@@ -129,8 +159,15 @@ class Record:
         """Weights of the reward functions by name, without those of weight 0."""
         # Half of the widest 95% interval of an evaluation; if unknown, a twentieth of the range of rewards.
         ends = [(e.get("low"), e.get("high")) for e in self.evaluations]
-        halves = [(b - a) / 2 for a, b in ends if isinstance(a, int | float) and isinstance(b, int | float) and b > a]
-        low, high = min(self["reward/min"].values, default=0.0), max(self["reward/max"].values, default=1.0)
+        halves = [
+            (b - a) / 2
+            for a, b in ends
+            if isinstance(a, int | float) and isinstance(b, int | float) and b > a
+        ]
+        low, high = (
+            min(self["reward/min"].values, default=0.0),
+            max(self["reward/max"].values, default=1.0),
+        )
         self.evaluation_noise = max(halves, default=0.05 * (high - low) or 0.05)
 
     def __getitem__(self, name: str) -> Series:
@@ -160,16 +197,25 @@ def read(folder: Path, *, trust_run: bool = False) -> Record:
     try:
         rows = read_metrics(folder)
     except (ValueError, TypeError) as error:  # a text other than "inf"
-        raise GruppoError(f"{path} has a value that is not a number ({error}). Delete that line.") from None
+        raise GruppoError(
+            f"{path} has a value that is not a number ({error}). Delete that line."
+        ) from None
     for line, row in enumerate(rows, start=1):
         # an integer beyond the largest float raises OverflowError wherever it is used
-        is_number = {n: isinstance(v, float) or (isinstance(v, int) and abs(v) <= 2**1023) for n, v in row.items()}
+        is_number = {
+            n: isinstance(v, float) or (isinstance(v, int) and abs(v) <= 2**1023)
+            for n, v in row.items()
+        }
         wrong = [name for name in row if not is_number[name]]
         if wrong or not math.isfinite(row["step"]):
-            raise GruppoError(f"{path}, line {line}: {(wrong or ['step'])[0]} is not a number. Delete that line.")
+            raise GruppoError(
+                f"{path}, line {line}: {(wrong or ['step'])[0]} is not a number. Delete that line."
+            )
     if not any(row["step"] > 0 for row in rows):
         problem = "ends at step 0" if rows else "is empty"
-        raise GruppoError(f"the run {folder} has logged no step: {path} {problem}. Wait until a step is complete.")
+        raise GruppoError(
+            f"the run {folder} has logged no step: {path} {problem}. Wait until a step is complete."
+        )
     files = ("samples.jsonl", "evaluations.json", "manifest.json")
     samples, evaluations, manifest = (_objects(folder / name) for name in files)
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""

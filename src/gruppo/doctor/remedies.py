@@ -62,8 +62,15 @@ def scaled(value: float | str, factor: float) -> str:
 
 def scale_lr(run: Record, factor: float) -> Change:
     """Multiply the learning rate of the current stage."""
-    option, lr = ("--optim.lr", run.config.optim.lr) if run.stage.lr is None else (run.option("lr"), run.stage.lr)
-    return Change({option: scaled(lr, factor)}, f"{FACTORS[factor]} {lr if isinstance(lr, str) else f'{lr:g}'}")
+    option, lr = (
+        ("--optim.lr", run.config.optim.lr)
+        if run.stage.lr is None
+        else (run.option("lr"), run.stage.lr)
+    )
+    return Change(
+        {option: scaled(lr, factor)},
+        f"{FACTORS[factor]} {lr if isinstance(lr, str) else f'{lr:g}'}",
+    )
 
 
 def more_kl(run: Record, *, target: float) -> Change:
@@ -71,9 +78,13 @@ def more_kl(run: Record, *, target: float) -> Change:
     kl_coef, option = run.stage.kl_coef, run.option("kl_coef")
     schedule = parse_schedule(kl_coef, "kl_coef")
     if isinstance(schedule, AdaptiveSpec):
-        settings = {name: f"{value:g}" for name, value in schedule.settings} | {"target": number(target)}
+        settings = {name: f"{value:g}" for name, value in schedule.settings} | {
+            "target": number(target)
+        }
         words = ",".join(f"{name}={value}" for name, value in settings.items())
-        return Change({option: f"adaptive:{number(schedule.initial)},{words}"}, f"lower target than {kl_coef}")
+        return Change(
+            {option: f"adaptive:{number(schedule.initial)},{words}"}, f"lower target than {kl_coef}"
+        )
     if any(schedule.values):
         return Change({option: scaled(kl_coef, 2.0)}, f"twice {kl_coef}")
     return Change({option: "0.04"}, "currently 0")  # DeepSeekMath, arXiv 2402.03300
@@ -82,7 +93,11 @@ def more_kl(run: Record, *, target: float) -> Change:
 def fewer_updates(run: Record) -> list[Change]:
     """Half the epochs per batch, else half the minibatches."""
     counts = {"epochs": run.config.optim.epochs, "minibatches": run.config.optim.minibatches}
-    return [Change({f"--optim.{name}": str(n // 2)}, f"half of {n}") for name, n in counts.items() if n > 1][:1]
+    return [
+        Change({f"--optim.{name}": str(n // 2)}, f"half of {n}")
+        for name, n in counts.items()
+        if n > 1
+    ][:1]
 
 
 def return_to_best(run: Record) -> list[Change]:
@@ -90,14 +105,23 @@ def return_to_best(run: Record) -> list[Change]:
     config = run.config
     if config.back_off.metric:
         return []
-    settings = {"--back-off.metric": "eval/reward_mean", "--back-off.drop": number(run.evaluation_noise)}
-    settings |= {} if config.evaluation.every else {"--evaluation.every": str(max(config.steps // 10, 1))}
+    settings = {
+        "--back-off.metric": "eval/reward_mean",
+        "--back-off.drop": number(run.evaluation_noise),
+    }
+    settings |= (
+        {} if config.evaluation.every else {"--evaluation.every": str(max(config.steps // 10, 1))}
+    )
     settings |= {} if config.evaluation.prompts else {"--evaluation.prompts": "64"}
     return [Change(settings, "restores the best weights when this drops by more than its noise")]
 
 
 def use_float32(run: Record) -> list[Change]:
-    return [Change({"--compute": "float32"}, "rules out rounding; costs time and memory")] if run.is_bfloat16 else []
+    return (
+        [Change({"--compute": "float32"}, "rules out rounding; costs time and memory")]
+        if run.is_bfloat16
+        else []
+    )
 
 
 def higher_temperature(run: Record) -> list[Change]:
@@ -106,8 +130,18 @@ def higher_temperature(run: Record) -> list[Change]:
     if run.is_image_run:
         return []
     if temperature is None:
-        return [Change({"--rollout.temperature": number(1.2 * run.config.rollout.temperature)}, "a fifth higher")]
-    return [Change({run.option("temperature"): scaled(temperature, 1.2)}, f"a fifth higher than {temperature}")]
+        return [
+            Change(
+                {"--rollout.temperature": number(1.2 * run.config.rollout.temperature)},
+                "a fifth higher",
+            )
+        ]
+    return [
+        Change(
+            {run.option("temperature"): scaled(temperature, 1.2)},
+            f"a fifth higher than {temperature}",
+        )
+    ]
 
 
 def set_objective(run: Record, why: str, **fields: Any) -> list[Change]:
@@ -118,7 +152,10 @@ def set_objective(run: Record, why: str, **fields: Any) -> list[Change]:
     except GruppoError:
         return []
     changed = {name: value for name, value in fields.items() if value != getattr(objective, name)}
-    texts = {name: number(value) if isinstance(value, float) else str(value) for name, value in changed.items()}
+    texts = {
+        name: number(value) if isinstance(value, float) else str(value)
+        for name, value in changed.items()
+    }
     settings = {f"--objective.{name.replace('_', '-')}": text for name, text in texts.items()}
     return [Change(settings, why)] if settings else []
 
@@ -128,7 +165,9 @@ def scale_weights(run: Record, factors: Mapping[str, float], why: str) -> list[C
     weights = run.config.scoring.weights or (1.0,) * len(factors)
     if len(weights) != len(factors) or len(run.config.reward) != len(factors):
         return []
-    values = (number(weight * factor) for weight, factor in zip(weights, factors.values(), strict=True))
+    values = (
+        number(weight * factor) for weight, factor in zip(weights, factors.values(), strict=True)
+    )
     return [Change({"--scoring.weights": " ".join(values)}, why)]
 
 
@@ -137,4 +176,6 @@ def shorter(run: Record) -> list[Change]:
     limit = run.config.rollout.max_new_tokens
     if run.config.objective.overlong or limit < 5:
         return set_objective(run, "ignores truncated completions", mask_truncated=True)
-    return set_objective(run, "penalizes the last fifth before the limit (DAPO)", overlong=limit // 5)
+    return set_objective(
+        run, "penalizes the last fifth before the limit (DAPO)", overlong=limit // 5
+    )

@@ -24,7 +24,9 @@ class LocalEngine:
         """Rows stamped with the version of the weights that chose them."""
         return self._stamped(self.policy.sample(requests, sampling, seed=seed))
 
-    def continue_rollouts(self, rollouts: Rollouts, replies: Mapping[int, Any], sampling: Any, **how: Any) -> Rollouts:
+    def continue_rollouts(
+        self, rollouts: Rollouts, replies: Mapping[int, Any], sampling: Any, **how: Any
+    ) -> Rollouts:
         """Rows that got a reply, written on by the same weights; see ``TextPolicy.continue_rollouts``."""
         return self._stamped(self.policy.continue_rollouts(rollouts, replies, sampling, **how))
 
@@ -37,7 +39,9 @@ class LocalEngine:
         named = policy.module.named_parameters()
         for (name, master), sampled in zip(named, policy.compute_module.parameters(), strict=True):
             trained, held = spread_sample(master).to(sampled.dtype), spread_sample(sampled)
-            if not torch.allclose(trained, held, rtol=0, atol=0, equal_nan=True):  # a run that diverged has NaN in both
+            if not torch.allclose(
+                trained, held, rtol=0, atol=0, equal_nan=True
+            ):  # a run that diverged has NaN in both
                 text = f"is not the trainer's: version {version} did not arrive."
                 raise RuntimeError(f"after sync the sampler's {name} {text}")
         self.policy, self.version = policy, version

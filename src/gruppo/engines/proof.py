@@ -87,12 +87,24 @@ def regress(publishes: Sequence[Evidence], confidence: float = CONFIDENCE) -> Sl
     """
     parts = []
     for evidence in publishes:  # centered: each has an intercept of its own
-        server, new, previous = (x.double() for x in (evidence.server, evidence.new, evidence.previous))
+        server, new, previous = (
+            x.double() for x in (evidence.server, evidence.new, evidence.previous)
+        )
         change, outcome = new - previous, server - previous
         limit = change.abs().quantile(CLIPPED).item()
-        last_error = torch.zeros_like(new) if evidence.last_error is None else evidence.last_error.double()
-        design, instrument = (torch.stack([x, last_error], dim=1) for x in (change, change.clamp(-limit, limit)))
-        parts.append((design - design.mean(dim=0), instrument - instrument.mean(dim=0), outcome - outcome.mean()))
+        last_error = (
+            torch.zeros_like(new) if evidence.last_error is None else evidence.last_error.double()
+        )
+        design, instrument = (
+            torch.stack([x, last_error], dim=1) for x in (change, change.clamp(-limit, limit))
+        )
+        parts.append(
+            (
+                design - design.mean(dim=0),
+                instrument - instrument.mean(dim=0),
+                outcome - outcome.mean(),
+            )
+        )
     design, instrument, outcome = map(torch.cat, zip(*parts, strict=True))  # [M, 2], [M, 2], [M]
     errors = torch.cat([(evidence.server - evidence.new).double().abs() for evidence in publishes])
     row_ids = torch.cat([evidence.row_ids for evidence in publishes]).unique(return_inverse=True)[1]
@@ -105,18 +117,29 @@ def regress(publishes: Sequence[Evidence], confidence: float = CONFIDENCE) -> Sl
     width = design.shape[1]
     product = torch.zeros(rows, width, width, dtype=torch.float64)  # [G, k, k]
     product.index_add_(0, row_ids, instrument[:, :, None] * design[:, None, :])
-    moment = torch.zeros(rows, width, dtype=torch.float64).index_add_(0, row_ids, instrument * outcome[:, None])
+    moment = torch.zeros(rows, width, dtype=torch.float64).index_add_(
+        0, row_ids, instrument * outcome[:, None]
+    )
     total = product.sum(dim=0)
     shares = product[:, 0, 0]  # [G]
     effective_rows = (shares.sum().square() / shares.square().sum()).nan_to_num(0).item()
     slopes, failed = torch.linalg.solve_ex(total, moment.sum(dim=0))
-    without, failed_without = torch.linalg.solve_ex(total - product, moment.sum(dim=0) - moment)  # [G, k]
+    without, failed_without = torch.linalg.solve_ex(
+        total - product, moment.sum(dim=0) - moment
+    )  # [G, k]
     without = without[:, 0]
-    if effective_rows <= 1.5 or failed.any() or failed_without.any() or not without.isfinite().all():
+    if (
+        effective_rows <= 1.5
+        or failed.any()
+        or failed_without.any()
+        or not without.isfinite().all()
+    ):
         return Slope(math.nan, -math.inf, math.inf, signal, error_nats)
     deviation = ((rows - 1) / rows * (without - without.mean()).square().sum()).sqrt().item()
     half = student_t(confidence, effective_rows - 1) * deviation
-    return Slope(slopes[0].item(), slopes[0].item() - half, slopes[0].item() + half, signal, error_nats)
+    return Slope(
+        slopes[0].item(), slopes[0].item() - half, slopes[0].item() + half, signal, error_nats
+    )
 
 
 def student_t(confidence: float, freedom: float) -> float:

@@ -44,12 +44,16 @@ def is_adapter(name: str) -> bool:
 def open_adapter(name: str, config: Any) -> Any:
     """Factory of the environments of PREFIX:REST."""
     prefix, _, rest = name.partition(":")
-    return getattr(import_module(f"gruppo.environments.{prefix}"), f"{prefix}_factory")(rest, config)
+    return getattr(import_module(f"gruppo.environments.{prefix}"), f"{prefix}_factory")(
+        rest, config
+    )
 
 
 def is_class(fn: Any) -> bool:
     """Whether this makes an object for each conversation: a class, a ``partial`` of one, or several by name."""
-    return isinstance(fn, type | Mapping | EnvironmentClass) or isinstance(getattr(fn, "func", None), type)
+    return isinstance(fn, type | Mapping | EnvironmentClass) or isinstance(
+        getattr(fn, "func", None), type
+    )
 
 
 class Signature:
@@ -60,9 +64,13 @@ class Signature:
 
     def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Values of its keywords, copied except ``state``; None for a required keyword without a value."""
-        values = dict.fromkeys([name for name, required in self.parameters.items() if required]) | {**values}
+        values = dict.fromkeys([name for name, required in self.parameters.items() if required]) | {
+            **values
+        }
         return {
-            name: copy.deepcopy(value) if isinstance(value, list | dict) and name != "state" else value
+            name: copy.deepcopy(value)
+            if isinstance(value, list | dict) and name != "state"
+            else value
             for name, value in values.items()
             if self.takes_all or name in self.parameters
         }
@@ -93,10 +101,14 @@ class EnvironmentClass:
             raise GruppoError(f"""{what} has no method reset. Add def reset(self, **columns), which returns None, or a
                 text or messages that follow the prompt.""")
         called = self.methods & {"reset", "step"}
-        self.signatures = {name: Signature(self._bound(name), f"{name} of {what}") for name in called}
+        self.signatures = {
+            name: Signature(self._bound(name), f"{name} of {what}") for name in called
+        }
         if "call_tool" in self.methods:
             tools: Any = getattr(made if probe is None else probe, "tools", None)
-            if not isinstance(tools, list | tuple):  # of an object, which may have to ask a server for them
+            if not isinstance(
+                tools, list | tuple
+            ):  # of an object, which may have to ask a server for them
                 probe = self._made() if probe is None else probe
                 tools = getattr(probe, "tools", None)
             try:
@@ -106,7 +118,9 @@ class EnvironmentClass:
                 raise GruppoError(f"""{what} has call_tool, and its attribute tools is {tools!r:.80}; it needs to be a
                     list of schemas, {{"type": "function", "function": {{"name": ...}}}}.""") from None
         else:
-            functions = inspect.getmembers(made, predicate=inspect.isfunction)  # of the class: an object has properties
+            functions = inspect.getmembers(
+                made, predicate=inspect.isfunction
+            )  # of the class: an object has properties
             names = [name for name, _ in functions if name not in own and not name.startswith("_")]
             self.tools = [tool_schema(self._bound(name), f"tool of {what},") for name in names]
         self.rewards = {self.name: "get_reward"} if "get_reward" in self.methods else {}
@@ -134,14 +148,18 @@ class EnvironmentClass:
 
     def _bound(self, name: str) -> Callable[..., Any]:
         """A method with the signature of its calls, without self."""
-        has_self = not isinstance(inspect.getattr_static(self.type, name), staticmethod | classmethod)
+        has_self = not isinstance(
+            inspect.getattr_static(self.type, name), staticmethod | classmethod
+        )
         return MethodType(getattr(self.type, name), self) if has_self else getattr(self.type, name)
 
     def state_of(self, instance: Any) -> dict[str, Any]:
         """Copies of the attributes and properties that hold numbers, texts, and lists, dicts or sets of them."""
         values, state = dict(getattr(instance, "__dict__", {})), {}
         for name in dir(self.type):
-            if isinstance(inspect.getattr_static(self.type, name, None), property) and not name.startswith("_"):
+            if isinstance(
+                inspect.getattr_static(self.type, name, None), property
+            ) and not name.startswith("_"):
                 try:
                     values[name] = getattr(instance, name)
                 except Exception as error:
@@ -174,7 +192,11 @@ def _view_type(made: type, names: frozenset[str]) -> type:
     """Subclass in which properties of these names are plain attributes, and which has no destructor."""
     # None shadows a property, which would take no value of an instance; __del__ would close what the view does not have
     own: dict[str, Any] = {"__del__": lambda self: None, "__module__": made.__module__}
-    own |= {name: None for name in names if isinstance(inspect.getattr_static(made, name, None), property)}
+    own |= {
+        name: None
+        for name in names
+        if isinstance(inspect.getattr_static(made, name, None), property)
+    }
     return type(made)(made.__name__, (made,), own)
 
 
@@ -211,7 +233,9 @@ class Episode:
     def columns(self) -> dict[str, Any]:
         """The columns of the data, with the target as ``answer`` and ``target``."""
         target = self.prompt.target
-        return ({} if target is None else {"answer": target, "target": target}) | {**self.prompt.meta}
+        return ({} if target is None else {"answer": target, "target": target}) | {
+            **self.prompt.meta
+        }
 
     @property
     def values(self) -> dict[str, Any]:
@@ -224,7 +248,9 @@ class Episode:
     @property
     def tool_calls(self) -> tuple[Sequence[Any], str | None]:
         """Tool calls in the policy's last message, and the parse error of one that could not be read."""
-        message = self.completion[-1] if isinstance(self.completion, list) and self.completion else {}
+        message = (
+            self.completion[-1] if isinstance(self.completion, list) and self.completion else {}
+        )
         return message.get("tool_calls") or (), message.get("parse_error")
 
     def outcome(self, made: EnvironmentClass, turns: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -238,10 +264,18 @@ class Episode:
             values = value if method == "get_turn_rewards" else [value]
             numbers = [number.item() if hasattr(number, "item") else number for number in values]
             for number in numbers:
-                if number is not None and not (isinstance(number, int | float) and math.isfinite(number)):
-                    raise CallError("exception", f"{method} returned {number!r:.60}; it needs finite numbers or None")
+                if number is not None and not (
+                    isinstance(number, int | float) and math.isfinite(number)
+                ):
+                    raise CallError(
+                        "exception",
+                        f"{method} returned {number!r:.60}; it needs finite numbers or None",
+                    )
             if method == "get_turn_rewards" and len(numbers) > turns:
-                raise CallError("count", f"{method} returned {len(numbers)} numbers for {counted(turns, 'answer')}")
+                raise CallError(
+                    "count",
+                    f"{method} returned {len(numbers)} numbers for {counted(turns, 'answer')}",
+                )
             rewards[name] = numbers if method == "get_turn_rewards" else numbers[0]
         return rewards, made.state_of(self.instance)
 
@@ -255,8 +289,12 @@ class EnvironmentReward:
     def __call__(self, rollouts: Rollouts) -> Float[Tensor, "B *T"]:
         own = [rewards.get(self.name) for rewards in rollouts.per_row["environment_rewards"]]
         if not self.scores_steps:
-            return torch.tensor([math.nan if value is None else value for value in own], dtype=torch.float64)
-        scores = torch.full(rollouts.mask.shape, math.nan, dtype=torch.float64)  # [B, T], NaN: unscored
+            return torch.tensor(
+                [math.nan if value is None else value for value in own], dtype=torch.float64
+            )
+        scores = torch.full(
+            rollouts.mask.shape, math.nan, dtype=torch.float64
+        )  # [B, T], NaN: unscored
         for row, (values, ends) in enumerate(zip(own, rollouts.per_row["turn_ends"], strict=True)):
             for value, end in zip(values or (), ends, strict=False):
                 scores[row, end] = math.nan if value is None else value

@@ -52,35 +52,72 @@ def converse(
         for episode in episodes if environment.classes else ():
             if episode.failure is None:
                 try:
-                    episode.failure = check_prompt(replace(episode.prompt, inputs=episode.inputs), sampling)
-                except Exception as problem:  # messages of reset that the chat template does not take
-                    episode.failure = str(problem) if isinstance(problem, GruppoError) else describe_error(problem)
+                    episode.failure = check_prompt(
+                        replace(episode.prompt, inputs=episode.inputs), sampling
+                    )
+                except (
+                    Exception
+                ) as problem:  # messages of reset that the chat template does not take
+                    episode.failure = (
+                        str(problem)
+                        if isinstance(problem, GruppoError)
+                        else describe_error(problem)
+                    )
             if episode.failure is not None:  # the row is sampled as any other, and left out
                 episode.inputs = episode.prompt.inputs
 
         # the first turn; one name for all turns: another would hold the keys and values of its rows to the end
-        own = [replace(request, has_more_turns=environment.turns > 1) for request in prompted(requests, episodes)]
+        own = [
+            replace(request, has_more_turns=environment.turns > 1)
+            for request in prompted(requests, episodes)
+        ]
         rollouts = generate(own, sampling, seed=seed)
-        texts = tuple(output if isinstance(output, str) else output[-1]["content"] for output in rollouts.completions)
-        texts = rollouts.per_row.get("text", texts)  # as written, where the message is without the calls in it
+        texts = tuple(
+            output if isinstance(output, str) else output[-1]["content"]
+            for output in rollouts.completions
+        )
+        texts = rollouts.per_row.get(
+            "text", texts
+        )  # as written, where the message is without the calls in it
         count, samples = len(rollouts), torch.tensor([sample for _, sample in addresses])
         per_row = {"sample": samples, "text": texts, "environment_failure": (None,) * count}
-        per_row |= {name: torch.zeros(count, dtype=torch.long) for name in ("context_full", "reencoded")}
+        per_row |= {
+            name: torch.zeros(count, dtype=torch.long) for name in ("context_full", "reencoded")
+        }
         rollouts = replace(rollouts, per_row={**rollouts.per_row, **per_row})
-        policy_texts, turn_ends = list(texts), [[length - 1] for length in rollouts.lengths.tolist()]
-        turns, ended = torch.ones(count, dtype=torch.long), torch.zeros(count, dtype=torch.bool)  # [B]
-        failures = {row: episode.failure for row, episode in enumerate(episodes) if episode.failure is not None}
-        active = [row for row, finish in enumerate(rollouts.finish) if finish != "error" and row not in failures]
+        policy_texts, turn_ends = (
+            list(texts),
+            [[length - 1] for length in rollouts.lengths.tolist()],
+        )
+        turns, ended = (
+            torch.ones(count, dtype=torch.long),
+            torch.zeros(count, dtype=torch.bool),
+        )  # [B]
+        failures = {
+            row: episode.failure
+            for row, episode in enumerate(episodes)
+            if episode.failure is not None
+        }
+        active = [
+            row
+            for row, finish in enumerate(rollouts.finish)
+            if finish != "error" and row not in failures
+        ]
 
         # further turns of the rows that got a reply
         while active:
             replies = {}
             for row in active:
                 episode = episodes[row]
-                episode.completion, episode.text = rollouts.completions[row], rollouts.per_row["text"][row]
+                episode.completion, episode.text = (
+                    rollouts.completions[row],
+                    rollouts.per_row["text"][row],
+                )
                 episode.turn = int(turns[row])
                 # a row that was cut at max_actions has no room for another turn, whatever the environment says
-                episode.is_last = not (turns[row] < environment.turns and rollouts.finish[row] == "stop")
+                episode.is_last = not (
+                    turns[row] < environment.turns and rollouts.finish[row] == "stop"
+                )
             for row, answer in environment.replies({row: episodes[row] for row in active}).items():
                 if isinstance(answer, CallError):
                     failures[row] = answer.message
@@ -97,7 +134,9 @@ def converse(
             turns += has_answered
             for row in has_answered.nonzero()[:, 0].tolist():
                 turn_ends[row].append(int(rollouts.lengths[row]) - 1)
-            active = [row for row in replies if has_answered[row] and rollouts.finish[row] != "error"]
+            active = [
+                row for row in replies if has_answered[row] and rollouts.finish[row] != "error"
+            ]
             for row in active:
                 policy_texts[row] += rollouts.per_row["text"][row]
 
@@ -106,18 +145,30 @@ def converse(
         for row, failure in failures.items():
             episodes[row].failure = failure
         environment.finish(episodes, turns.tolist())
-        failures |= {row: episode.failure for row, episode in enumerate(episodes) if episode.failure is not None}
+        failures |= {
+            row: episode.failure
+            for row, episode in enumerate(episodes)
+            if episode.failure is not None
+        }
     finally:
         environment.close(episodes)
     finishes: dict[int, Finish] = dict.fromkeys(failures, "error")
     finish = tuple(finishes.get(row, finish) for row, finish in enumerate(rollouts.finish))
-    per_row = {name: value for name, value in rollouts.per_row.items() if name not in ("text", "kept")}
-    per_row |= {"state": tuple(episode.state for episode in episodes), "turns": turns, "ended": ended}
+    per_row = {
+        name: value for name, value in rollouts.per_row.items() if name not in ("text", "kept")
+    }
+    per_row |= {
+        "state": tuple(episode.state for episode in episodes),
+        "turns": turns,
+        "ended": ended,
+    }
     per_row |= {"turn_ends": tuple(map(tuple, turn_ends)), "policy_text": tuple(policy_texts)}
     per_row["environment_failure"] = tuple(failures.get(row) for row in range(len(episodes)))
     if environment.tools:
         counts = [[episode.counts[name] for name in COUNTS] for episode in episodes]
-        per_row["tool_counts"] = torch.tensor(counts).reshape(-1, len(COUNTS))  # [B, 5], also without rows
+        per_row["tool_counts"] = torch.tensor(counts).reshape(
+            -1, len(COUNTS)
+        )  # [B, 5], also without rows
     if environment.classes:
         per_row["inputs"] = tuple(episode.inputs for episode in episodes)
         per_row["environment_rewards"] = tuple(episode.rewards for episode in episodes)
@@ -125,12 +176,17 @@ def converse(
     if not environment.classes:
         return rollouts
     groups = rollouts.group_ids.tolist()
-    return regrouped(rollouts, [addresses[groups.index(group)][0] for group in range(len(rollouts.prompts))])
+    return regrouped(
+        rollouts, [addresses[groups.index(group)][0] for group in range(len(rollouts.prompts))]
+    )
 
 
 def episode_of(prompt: Prompt, sample: int, seed: int) -> Episode:
     """A new conversation; addressed by draw and sample, so that neither order nor company of the rows changes it."""
-    own, of_group = seed_at(seed, "environment", prompt.draw, sample), seed_at(seed, "environment", prompt.draw)
+    own, of_group = (
+        seed_at(seed, "environment", prompt.draw, sample),
+        seed_at(seed, "environment", prompt.draw),
+    )
     return Episode(prompt=prompt, seed=own, group_seed=of_group, inputs=prompt.inputs)
 
 
@@ -169,7 +225,10 @@ def join_rollouts(parts: Sequence[Rollouts]) -> Rollouts:
     if "prompt_ids" not in parts[0].shared:
         return Rollouts.cat(parts)
     # under other ids, so that no groups of different parts are joined before their prompts are compared
-    renamed = [tuple(replace(prompt, id=f"{n} {prompt.id}") for prompt in part.prompts) for n, part in enumerate(parts)]
+    renamed = [
+        tuple(replace(prompt, id=f"{n} {prompt.id}") for prompt in part.prompts)
+        for n, part in enumerate(parts)
+    ]
     apart = [replace(part, prompts=prompts) for part, prompts in zip(parts, renamed, strict=True)]
     return regrouped(Rollouts.cat(apart), [prompt for part in parts for prompt in part.prompts])
 
@@ -186,7 +245,11 @@ def regrouped(rollouts: Rollouts, prompts: Sequence[Prompt]) -> Rollouts:
     if len(members) == len(prompts):
         return replace(rollouts, prompts=tuple(prompts))
     shared = dict(rollouts.shared)
-    ids = [x.tolist() for x in shared["prompt_ids"]] if "prompt_ids" in shared else [[n] for n in range(len(prompts))]
+    ids = (
+        [x.tolist() for x in shared["prompt_ids"]]
+        if "prompt_ids" in shared
+        else [[n] for n in range(len(prompts))]
+    )
     can_cut = {*shared} == {"prompt_ids"}  # other entries are of the whole prompt
     common: list[list[int]] = [[]] * len(prompts)
     heads, failed = list(common), set[int]()
@@ -208,9 +271,14 @@ def regrouped(rollouts: Rollouts, prompts: Sequence[Prompt]) -> Rollouts:
         return rollouts
     added = torch.tensor([len(heads[group]) for group in groups])  # [B]
     lengths, per_row = rollouts.lengths + added, dict(rollouts.per_row)
-    width, names = max(int(lengths.max()), 1), ("actions", "mask", "sampler_logprobs", "policy_version")
+    width, names = (
+        max(int(lengths.max()), 1),
+        ("actions", "mask", "sampler_logprobs", "policy_version"),
+    )
     # [B, width]; the mask is False on what is added, so that it is not learned from
-    fields: dict[str, Any] = {name: shifted(getattr(rollouts, name), added, width) for name in names}
+    fields: dict[str, Any] = {
+        name: shifted(getattr(rollouts, name), added, width) for name in names
+    }
     for row, group in enumerate(groups):
         fields["actions"][row, : len(heads[group])] = torch.tensor(heads[group]).long()
     if "turn_ends" in per_row:
@@ -218,13 +286,17 @@ def regrouped(rollouts: Rollouts, prompts: Sequence[Prompt]) -> Rollouts:
         per_row["turn_ends"] = tuple(tuple(end + n for end in own) for own, n in ends)
     if failed:
         rows = zip(groups, per_row.get("environment_failure", (None,) * len(groups)), strict=True)
-        per_row["environment_failure"] = tuple(UNLIKE if group in failed else failure for group, failure in rows)
+        per_row["environment_failure"] = tuple(
+            UNLIKE if group in failed else failure for group, failure in rows
+        )
     pairs = zip(groups, rollouts.finish, strict=True)
     finish: tuple[Finish, ...] = tuple("error" if group in failed else own for group, own in pairs)
     return replace(rollouts, lengths=lengths, finish=finish, per_row=per_row, **fields)
 
 
-def shifted(x: Shaped[Tensor, "B T"], by: Int[Tensor, "B"], columns: int, fill: float = 0) -> Shaped[Tensor, "B C"]:
+def shifted(
+    x: Shaped[Tensor, "B T"], by: Int[Tensor, "B"], columns: int, fill: float = 0
+) -> Shaped[Tensor, "B C"]:
     """Rows moved to the right, each by its own number of columns."""
     moved = x.new_full((len(x), columns), fill)  # [B, C]
     for row, start in enumerate(by.tolist()):
@@ -236,13 +308,20 @@ def shifted(x: Shaped[Tensor, "B T"], by: Int[Tensor, "B"], columns: int, fill: 
 class ConversationEngine:
     """An engine whose rollouts are conversations with an environment."""
 
-    def __init__(self, engine: Any, environment: Environment, check_prompt: Callable[..., str | None]) -> None:
+    def __init__(
+        self, engine: Any, environment: Environment, check_prompt: Callable[..., str | None]
+    ) -> None:
         self.engine, self.environment, self.check_prompt = engine, environment, check_prompt
         self.concurrency = getattr(engine, "concurrency", 0)
 
     def generate(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts:
-        sample, options = self.engine.generate, dict[str, Any](seed=seed, check_prompt=self.check_prompt)
-        return converse(sample, self.engine.continue_rollouts, self.environment, requests, sampling, **options)
+        sample, options = (
+            self.engine.generate,
+            dict[str, Any](seed=seed, check_prompt=self.check_prompt),
+        )
+        return converse(
+            sample, self.engine.continue_rollouts, self.environment, requests, sampling, **options
+        )
 
     def sync(self, policy: Any, version: int) -> None:
         self.engine.sync(policy, version)

@@ -14,10 +14,32 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from gruppo.environments.classes import COLUMN, EnvironmentClass, EnvironmentReward, Episode, Signature, is_class
-from gruppo.environments.tools import Calls, Worker, awaited, check_names, run_calls, safe_text, tool_schema
+from gruppo.environments.classes import (
+    COLUMN,
+    EnvironmentClass,
+    EnvironmentReward,
+    Episode,
+    Signature,
+    is_class,
+)
+from gruppo.environments.tools import (
+    Calls,
+    Worker,
+    awaited,
+    check_names,
+    run_calls,
+    safe_text,
+    tool_schema,
+)
 from gruppo.loading import visible
-from gruppo.timeouts import CallError, call_with_timeout, describe_error, error_message, function_name, require_columns
+from gruppo.timeouts import (
+    CallError,
+    call_with_timeout,
+    describe_error,
+    error_message,
+    function_name,
+    require_columns,
+)
 from gruppo.types import DataError, GruppoError, Prompt
 
 log = logging.getLogger("gruppo")
@@ -72,22 +94,36 @@ class Environment:
         """By the data's column ``environment``, or None for all; none where ``fn`` is a function."""
         if is_class(fn):
             for name, one in (fn if isinstance(fn, Mapping) else {None: fn}).items():
-                self.classes[name] = one if isinstance(one, EnvironmentClass) else EnvironmentClass(one)
+                self.classes[name] = (
+                    one if isinstance(one, EnvironmentClass) else EnvironmentClass(one)
+                )
         self.fn = None if self.classes else fn
         if self.fn is None and not self.classes and not tools:
-            raise GruppoError("the environment has no function that replies, no class and no tools. Give one of them.")
+            raise GruppoError(
+                "the environment has no function that replies, no class and no tools. Give one of them."
+            )
         if self.fn is not None and (not callable(fn) or isinstance(fn, Environment)):
             need = "one such as def reply(text, state), or a class with reset"
-            raise GruppoError(f"the environment is {fn!r:.80} ({type(fn).__name__}), not a function; it needs {need}.")
+            raise GruppoError(
+                f"the environment is {fn!r:.80} ({type(fn).__name__}), not a function; it needs {need}."
+            )
         for tool in tools:
             if not callable(tool):
-                raise GruppoError(f"the tool {tool!r:.80} is a {type(tool).__name__}; it needs to be a function.")
+                raise GruppoError(
+                    f"the tool {tool!r:.80} is a {type(tool).__name__}; it needs to be a function."
+                )
         self.turns, self.max_reply_tokens, self.timeout_s = turns, max_reply_tokens, timeout_s
-        names = [made.name for made in self.classes.values()] or [function_name(tools[0] if fn is None else fn)]
+        names = [made.name for made in self.classes.values()] or [
+            function_name(tools[0] if fn is None else fn)
+        ]
         self.name = ", ".join(dict.fromkeys(names))
         # the second of an object that is called
-        self.is_async = inspect.iscoroutinefunction(self.fn) or inspect.iscoroutinefunction(type(self.fn).__call__)
-        self._signature = None if self.fn is None else Signature(self.fn, f"environment {self.name!r}")
+        self.is_async = inspect.iscoroutinefunction(self.fn) or inspect.iscoroutinefunction(
+            type(self.fn).__call__
+        )
+        self._signature = (
+            None if self.fn is None else Signature(self.fn, f"environment {self.name!r}")
+        )
         self._functions = {function_name(tool): tool for tool in tools}
         self._schemas = [tool_schema(tool) for tool in tools]
         of_classes = [made.tools for made in self.classes.values()] or [[]]
@@ -97,20 +133,31 @@ class Environment:
         self.tools = [schema for n, schema in enumerate(every) if schema not in every[:n]]
         """Schemas of the tools of all classes."""
         pairs = chain(*(made.rewards.items() for made in self.classes.values()))
-        self.rewards = {name: EnvironmentReward(name, scores_steps=fn == "get_turn_rewards") for name, fn in pairs}
+        self.rewards = {
+            name: EnvironmentReward(name, scores_steps=fn == "get_turn_rewards")
+            for name, fn in pairs
+        }
         """Rewards that the environments compute, by name."""
-        self._one_at_a_time, self._clock, self._reported = threading.Lock(), threading.Lock(), set[str]()
+        self._one_at_a_time, self._clock, self._reported = (
+            threading.Lock(),
+            threading.Lock(),
+            set[str](),
+        )
         self.elapsed_s = 0.0
         """Seconds spent in calls so far."""
 
     def check(self, columns: Collection[str]) -> None:
         """Refuse a function that asks for a column that the data do not have."""
         if self._signature is not None:
-            require_columns(f"environment {self.name!r}", self._signature.parameters, columns, PROVIDED)
+            require_columns(
+                f"environment {self.name!r}", self._signature.parameters, columns, PROVIDED
+            )
         for made in self.classes.values():
             for method, signature in made.signatures.items():
                 provided = PROVIDED if method == "step" else ("prompt", "seed")
-                require_columns(f"environment {made.name!r} ({method})", signature.parameters, columns, provided)
+                require_columns(
+                    f"environment {made.name!r} ({method})", signature.parameters, columns, provided
+                )
         if self.classes and None not in self.classes and COLUMN not in columns:
             raise DataError(f"""there are several environments, {", ".join(map(repr, self.classes))}, and the data have
                 no column {COLUMN!r} that names that of each prompt. Add it.""")
@@ -166,8 +213,14 @@ class Environment:
                 return awaited(episode.instance.close()) if "close" in made.methods else None
         values = {"seed": episode.group_seed, "prompt": prompt.inputs} | episode.columns
         observation = awaited(episode.instance.reset(**made.signatures["reset"].arguments(values)))
-        if isinstance(observation, list) and observation and not any("role" in part for part in observation):
-            observation, _ = safe_text(observation, MAX_OBSERVATION)  # blocks of content, not messages
+        if (
+            isinstance(observation, list)
+            and observation
+            and not any("role" in part for part in observation)
+        ):
+            observation, _ = safe_text(
+                observation, MAX_OBSERVATION
+            )  # blocks of content, not messages
         if isinstance(observation, str):  # as in TRL, the end of the last message
             text, _ = safe_text(observation, MAX_OBSERVATION)
             if isinstance(prompt.inputs, str):
@@ -184,8 +237,14 @@ class Environment:
         """
         jobs = dict[int, Calls]()
         for row, episode in enumerate(episodes):
-            if episode.made_by is not None and episode.instance is not None and episode.failure is None:
-                jobs[row] = Calls([partial(episode.outcome, episode.made_by, turns[row])], episode.worker)
+            if (
+                episode.made_by is not None
+                and episode.instance is not None
+                and episode.failure is None
+            ):
+                jobs[row] = Calls(
+                    [partial(episode.outcome, episode.made_by, turns[row])], episode.worker
+                )
         for row, (result,) in self._run(jobs).items():
             if isinstance(result, CallError):
                 episodes[row].failure = result.message
@@ -201,7 +260,9 @@ class Environment:
             made, worker, instance = episode.made_by, episode.worker, episode.instance
             if made is None or worker is None:
                 continue
-            is_kept = instance is not None and "close" not in made.methods and episode.failure is None
+            is_kept = (
+                instance is not None and "close" not in made.methods and episode.failure is None
+            )
             if is_kept and not worker.was_late:
                 made.idle.append((instance, worker))
                 continue
@@ -222,13 +283,17 @@ class Environment:
     def replies(self, episodes: Mapping[int, Episode]) -> dict[int, Reply | CallError | None]:
         """By the same key: the reply, None at the end of the conversation, or why there is no reply."""
         answers, functions, jobs = dict[int, Any](), dict[int, Episode](), dict[int, Calls]()
-        calling = {key for key, episode in episodes.items() if self.tools and any(episode.tool_calls)}
+        calling = {
+            key for key, episode in episodes.items() if self.tools and any(episode.tool_calls)
+        }
         for key, episode in episodes.items():
             made = episode.made_by
             if key in calling and episode.is_last and made is None:
                 answers[key] = []  # nothing reads the results, and functions keep no state
             elif key in calling:
-                calls: list[Any] = [partial(self._call_tool, episode, call) for call in episode.tool_calls[0]]
+                calls: list[Any] = [
+                    partial(self._call_tool, episode, call) for call in episode.tool_calls[0]
+                ]
                 calls += [] if made is None else [partial(_is_done, episode.instance)]
                 jobs[key] = Calls(calls, episode.worker)
             elif made is not None and "step" in made.signatures:
@@ -243,15 +308,21 @@ class Environment:
                 continue
             is_done = False if episodes[key].made_by is None else results.pop()
             messages = self._results(episodes[key], results)
-            answers[key] = is_done if isinstance(is_done, CallError) else None if is_done else messages
+            answers[key] = (
+                is_done if isinstance(is_done, CallError) else None if is_done else messages
+            )
         if functions and self.is_async:
             with self._timed():
                 answers |= self._concurrent(functions)
-        elif functions:  # one conversation after another in one thread; in a new thread after each late reply
+        elif (
+            functions
+        ):  # one conversation after another in one thread; in a new thread after each late reply
             worker = Worker()
             calls = [partial(self._reply, episode) for episode in functions.values()]
             try:
-                with self._one_at_a_time:  # engines with lag converse in several threads; the wait is not in elapsed_s
+                with (
+                    self._one_at_a_time
+                ):  # engines with lag converse in several threads; the wait is not in elapsed_s
                     (results,) = self._run({0: Calls(calls, worker, MAX_LATE_REPLIES)}).values()
             finally:
                 worker.stop()
@@ -266,7 +337,9 @@ class Environment:
             text, is_cut = (f"error: {result.message}", False) if is_failed else result
             episode.counts["calls"] += 1
             if is_failed or is_cut:
-                episode.counts["truncated" if is_cut else "timeout" if result.kind == "timeout" else "failed"] += 1
+                episode.counts[
+                    "truncated" if is_cut else "timeout" if result.kind == "timeout" else "failed"
+                ] += 1
             name = visible(call["function"]["name"])[:MAX_NAME]
             messages.append({"role": "tool", "name": name, "content": text})
         if problem and not episode.is_last:  # no tool was called
@@ -277,7 +350,11 @@ class Environment:
 
     def _call_tool(self, episode: Episode, call: Mapping[str, Any]) -> tuple[str, bool]:
         """The result of a call as the policy reads it, and whether it was truncated."""
-        name, arguments, made = call["function"]["name"], call["function"]["arguments"], episode.made_by
+        name, arguments, made = (
+            call["function"]["name"],
+            call["function"]["arguments"],
+            episode.made_by,
+        )
         if made is not None and name in made.tool_names:
             instance = episode.instance
             fn = getattr(instance, name, None)
@@ -287,13 +364,18 @@ class Environment:
             fn = self._functions.get(name)
         if fn is None:
             known = [schema["function"]["name"] for schema in self.tools_of(episode.prompt)]
-            raise CallError("exception", f"there is no tool {visible(name)[:MAX_NAME]}; there is {', '.join(known)}")
+            raise CallError(
+                "exception",
+                f"there is no tool {visible(name)[:MAX_NAME]}; there is {', '.join(known)}",
+            )
         try:
             result = awaited(fn(**copy.deepcopy(dict(arguments))))
             return safe_text(result, CHARACTERS_PER_TOKEN * self.max_reply_tokens)
         except (Exception, SystemExit) as error:  # the policy reads no names of files
             self._warn_once(f"tool {name}", describe_error(error))
-            text, _ = safe_text(f"{type(error).__name__}: {error_message(error)}".removesuffix(": "), MAX_ERROR)
+            text, _ = safe_text(
+                f"{type(error).__name__}: {error_message(error)}".removesuffix(": "), MAX_ERROR
+            )
             raise CallError("exception", text) from error
 
     def _run(self, jobs: Mapping[int, Calls]) -> dict[int, list[Any]]:
@@ -316,7 +398,12 @@ class Environment:
         """Warn of the first failure of each kind; all are counted."""
         if what not in self._reported:
             self._reported.add(what)
-            log.warning("environment %s: %s failed: %s. Further failures of it are only counted.", self.name, what, why)
+            log.warning(
+                "environment %s: %s failed: %s. Further failures of it are only counted.",
+                self.name,
+                what,
+                why,
+            )
 
     def _reply(self, episode: Episode) -> Reply | None:
         """The reply of ``step``, or of the function."""
@@ -349,11 +436,15 @@ class Environment:
         # a timeout cannot interrupt a coroutine that blocks the event loop
         deadline = None if self.timeout_s is None else self.timeout_s + 1.0
         try:
-            answers = call_with_timeout(lambda: awaited(reply_all()), deadline, f"environment {self.name!r}")
+            answers = call_with_timeout(
+                lambda: awaited(reply_all()), deadline, f"environment {self.name!r}"
+            )
         except CallError as problem:
             if problem.kind == "timeout":
                 text = f"no answer within {self.timeout_s:.3g} s: a coroutine blocks, and all others with it"
-                problem = CallError("timeout", f"{text}. Await what takes time, or write def instead of async def.")
+                problem = CallError(
+                    "timeout", f"{text}. Await what takes time, or write def instead of async def."
+                )
             return dict.fromkeys(requests, problem)
         return dict(zip(requests, answers, strict=True))
 
@@ -385,7 +476,10 @@ def parse_reply(raw: Any, inputs: Any) -> Reply | None:
     if isinstance(raw, str):
         return [{"role": "user", "content": raw}]
     messages = [raw] if isinstance(raw, Mapping) else list(raw) if isinstance(raw, Sequence) else []
-    is_message = [isinstance(m, Mapping) and isinstance(m.get("content"), str) and "role" in m for m in messages]
+    is_message = [
+        isinstance(m, Mapping) and isinstance(m.get("content"), str) and "role" in m
+        for m in messages
+    ]
     if isinstance(inputs, str):
         need = "the prompt is a text, so a reply is a text, or None at the end"
     elif not messages or not all(is_message):
@@ -394,4 +488,6 @@ def parse_reply(raw: Any, inputs: Any) -> Reply | None:
         need = "the assistant is the policy, and only the policy writes its messages"
     else:
         return [dict(message) for message in messages]
-    raise CallError("exception", f"returned {raw!r:.80} ({type(raw).__name__}); {need}", type(raw).__name__)
+    raise CallError(
+        "exception", f"returned {raw!r:.80} ({type(raw).__name__}); {need}", type(raw).__name__
+    )

@@ -36,7 +36,11 @@ def scored_by(kind: type[ScoredEpisode], config: Any) -> Any:
         return sum(scored) if scored else None
 
     # calls of tools are not answers, of which there may be fewer
-    method = get_turn_rewards if config.objective.credit != "outcome" and hasattr(kind, "step") else get_reward
+    method = (
+        get_turn_rewards
+        if config.objective.credit != "outcome" and hasattr(kind, "step")
+        else get_reward
+    )
     return type(kind.__name__, (kind,), {"__doc__": kind.__doc__, method.__name__: method})
 
 

@@ -35,9 +35,13 @@ def gymnasium_factory(rest: str, config: Any) -> Callable[[], Any]:
     except GruppoError:  # of the module that it imports
         raise
     except Exception as problem:
-        raise GruppoError(f"{name} cannot be started: {type(problem).__name__}: {problem}") from problem
+        raise GruppoError(
+            f"{name} cannot be started: {type(problem).__name__}: {problem}"
+        ) from problem
     if actions not in ACTIONS:
-        raise GruppoError(f"the actions of {name} are {actions}, not one of {', '.join(ACTIONS)}; {own}.")
+        raise GruppoError(
+            f"the actions of {name} are {actions}, not one of {', '.join(ACTIONS)}; {own}."
+        )
     if length > MAX_CHARACTERS:
         raise GruppoError(f"""an observation of {name} is {length:,} characters as text; it needs at most
             {MAX_CHARACTERS:,}. To train on it, {own}.""")
@@ -54,19 +58,27 @@ class Gymnasium(ScoredEpisode):
         self._kind = type(space).__name__
         self._need = "a text" if self._kind == "Text" else f"a list of numbers, as JSON, of {space}"
         if self._kind == "Discrete":
-            self._need = f"a number from {int(space.start)} to {int(space.start) + int(space.n) - 1}"
+            self._need = (
+                f"a number from {int(space.start)} to {int(space.start) + int(space.n) - 1}"
+            )
 
     def reset(self, seed: int) -> str:
         """Start the episode; every sample of a group starts alike."""
         observation, _ = self._env.reset(seed=seed % SEEDS)
-        return f"\n\n{self._text(observation)}\n\nAnswer with {self._need}."  # appended to the prompt
+        return (
+            f"\n\n{self._text(observation)}\n\nAnswer with {self._need}."  # appended to the prompt
+        )
 
     def step(self, text: str) -> str | None:
         try:
             if self._kind == "Discrete":  # the last number, after any reasoning
                 action: Any = int(re.findall(r"-?\d+", text)[-1])
             else:
-                action = text.strip() if self._kind == "Text" else self._space.from_jsonable([json.loads(text)])[0]
+                action = (
+                    text.strip()
+                    if self._kind == "Text"
+                    else self._space.from_jsonable([json.loads(text)])[0]
+                )
             is_action = self._space.contains(action)
         except (ValueError, TypeError, IndexError, OverflowError, RecursionError):
             is_action = False
@@ -84,4 +96,6 @@ class Gymnasium(ScoredEpisode):
         """An observation as text, and the rendering as text below it, if there is one."""
         text = observation if isinstance(observation, str) else as_json(observation)
         has_text = self._env.render_mode == "ansi"
-        return text + "\n" + HIGHLIGHT.sub(r"[\1]", self._env.render()).strip() if has_text else text
+        return (
+            text + "\n" + HIGHLIGHT.sub(r"[\1]", self._env.render()).strip() if has_text else text
+        )

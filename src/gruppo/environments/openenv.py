@@ -26,18 +26,26 @@ def openenv_factory(url: str, config: Any) -> Callable[[], Any]:
     name = f"openenv:{url}"
     check_listed(name)
     if urlsplit(url).scheme not in ("http", "https"):
-        raise GruppoError(f"{name} names no server; it needs an address, as in openenv:http://127.0.0.1:8000.")
+        raise GruppoError(
+            f"{name} names no server; it needs an address, as in openenv:http://127.0.0.1:8000."
+        )
     client = import_extra("openenv.core.generic_client", "openenv", name).GenericEnvClient
     import httpx  # a requirement of openenv
 
     try:
         has_proxy = not is_loopback(urlsplit(url).hostname or "")
-        answer = httpx.get(f"{url.rstrip('/')}/schema", timeout=CONNECT_TIMEOUT_S, trust_env=has_proxy)
+        answer = httpx.get(
+            f"{url.rstrip('/')}/schema", timeout=CONNECT_TIMEOUT_S, trust_env=has_proxy
+        )
         schema = answer.raise_for_status().json()["action"]
     except httpx.TransportError as problem:
-        raise GruppoError(f"{name}: no answer ({problem}). Start its server, or correct the address.") from problem
+        raise GruppoError(
+            f"{name}: no answer ({problem}). Start its server, or correct the address."
+        ) from problem
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as problem:
-        raise GruppoError(f"{name} answers, but not as a server of OpenEnv ({problem!r:.200}).") from problem
+        raise GruppoError(
+            f"{name} answers, but not as a server of OpenEnv ({problem!r:.200})."
+        ) from problem
     make = partial(client, base_url=url, message_timeout_s=config.environment.timeout_s or 1e9)
     if schema.get("title") not in TOOL_ACTIONS:
         return partial(scored_by(OpenEnv, config), make, schema)
@@ -46,9 +54,14 @@ def openenv_factory(url: str, config: Any) -> Callable[[], Any]:
             session.reset(seed=0)
             listed = session._take({"type": "list_tools"}).observation["tools"]
     except Exception as problem:
-        raise GruppoError(f"{name} lists no tools: {type(problem).__name__}: {problem}") from problem
+        raise GruppoError(
+            f"{name} lists no tools: {type(problem).__name__}: {problem}"
+        ) from problem
     made = scored_by(OpenEnvTools, config)
-    functions = [{"name": t["name"], "description": t["description"], "parameters": t["input_schema"]} for t in listed]
+    functions = [
+        {"name": t["name"], "description": t["description"], "parameters": t["input_schema"]}
+        for t in listed
+    ]
     made.tools = [{"type": "function", "function": function} for function in functions]
     return partial(made, make, schema)
 
@@ -74,14 +87,20 @@ class OpenEnvSession(ScoredEpisode):
     def _take(self, action: Mapping[str, Any]) -> Any:
         """The result of an action, whose reward is kept."""
         result = self._client.step(action)
-        if self._client.async_client._ws is not self._socket:  # it reconnects by itself, to an episode of its own
+        if (
+            self._client.async_client._ws is not self._socket
+        ):  # it reconnects by itself, to an episode of its own
             raise ConnectionError("the connection to the server was lost, and the episode with it")
         self.rewards.append(None if result.reward is None else float(result.reward))
         return result
 
     def _text(self, observation: Mapping[str, Any]) -> str:
         """The fields of an observation that have a value; a single text as it is."""
-        fields = {name: value for name, value in observation.items() if name != "metadata" and value is not None}
+        fields = {
+            name: value
+            for name, value in observation.items()
+            if name != "metadata" and value is not None
+        }
         only = next(iter(fields.values()), "") if len(fields) < 2 else None
         return only if isinstance(only, str) else as_json(fields)
 
@@ -90,7 +109,9 @@ class OpenEnv(OpenEnvSession):
     """A session whose actions are answers: an action as JSON, or the value of the only field that it needs."""
 
     def reset(self, seed: int, reset: Mapping[str, Any] | None = None) -> str:
-        fields = {name: value for name, value in self._schema["properties"].items() if name != "metadata"}
+        fields = {
+            name: value for name, value in self._schema["properties"].items() if name != "metadata"
+        }
         return f"{super().reset(seed, reset)}\n\nAnswer with an action, as JSON with the fields {as_json(fields)}."
 
     def step(self, text: str) -> str | None:
@@ -99,7 +120,9 @@ class OpenEnv(OpenEnvSession):
         try:
             with suppress(json.JSONDecodeError, RecursionError):
                 action = json.loads(text)
-            if not isinstance(action, dict):  # as in verifiers, a text stands for the only field that is required
+            if not isinstance(
+                action, dict
+            ):  # as in verifiers, a text stands for the only field that is required
                 if len(required) != 1:
                     raise ValueError("it needs a JSON object")
                 is_text = self._schema["properties"][required[0]].get("type") == "string"
@@ -109,7 +132,9 @@ class OpenEnv(OpenEnvSession):
             self.rewards.append(0.0)
             return f"That is no action: {problem}."
         except RuntimeError as problem:
-            if "VALIDATION_ERROR" not in str(problem):  # the policy's fault; anything else is the environment's
+            if "VALIDATION_ERROR" not in str(
+                problem
+            ):  # the policy's fault; anything else is the environment's
                 raise
             self.rewards.append(0.0)
             return "That is no action: its fields are not those of the schema."
@@ -128,7 +153,9 @@ class OpenEnvTools(OpenEnvSession):
         try:
             result = self._take({"type": "call_tool", "tool_name": name, "arguments": arguments})
         except Exception as problem:
-            if "VALIDATION_ERROR" not in str(problem):  # of the server, not of the tool: the score raises it
+            if "VALIDATION_ERROR" not in str(
+                problem
+            ):  # of the server, not of the tool: the score raises it
                 self._failure = problem
             raise
         self.is_done = result.done

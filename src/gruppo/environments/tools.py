@@ -12,7 +12,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from gruppo.timeouts import CallError, TimedCall, abandoned_count, function_name, run_awaitable, start_call
+from gruppo.timeouts import (
+    CallError,
+    TimedCall,
+    abandoned_count,
+    function_name,
+    run_awaitable,
+    start_call,
+)
 from gruppo.types import GruppoError
 from gruppo.watchdog import watching
 
@@ -42,11 +49,19 @@ def safe_text(value: Any, limit: int) -> tuple[str, bool]:
 
     Of a list of content blocks, as multimodal tools return, the texts.
     """
-    if isinstance(value, list) and value and all(isinstance(part, Mapping) and "text" in part for part in value):
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(part, Mapping) and "text" in part for part in value)
+    ):
         value = "\n".join(str(part["text"]) for part in value)
-    text = value if isinstance(value, str) else str(value)  # a subclass of str may print itself differently
+    text = (
+        value if isinstance(value, str) else str(value)
+    )  # a subclass of str may print itself differently
     shown = text[:limit].replace("\r\n", "\n")
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), shown), len(text) > limit
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), shown), len(
+        text
+    ) > limit
 
 
 class Worker:
@@ -60,7 +75,9 @@ class Worker:
     def start(self, run: Callable[[], None]) -> None:
         if self._calls is None:
             self._calls = queue.SimpleQueue()
-            start_call(partial(_make_all, self._calls))  # of this queue: after ``stop``, the object gets another one
+            start_call(
+                partial(_make_all, self._calls)
+            )  # of this queue: after ``stop``, the object gets another one
         self._calls.put(run)
 
     def stop(self) -> None:
@@ -103,7 +120,9 @@ def run_calls(rows: Mapping[int, Calls], timeout_s: float | None, what: str) -> 
 
     def go_on(calls: Calls, result: Any) -> None:
         calls.results.append(result)
-        if calls.late == calls.max_late:  # each costs timeout_s, and the others would probably be late too
+        if (
+            calls.late == calls.max_late
+        ):  # each costs timeout_s, and the others would probably be late too
             skipped = CallError("timeout", f"skipped: {calls.late} replies of this turn were late")
             calls.results += [skipped] * len(calls.waiting)
             calls.waiting.clear()
@@ -116,7 +135,10 @@ def run_calls(rows: Mapping[int, Calls], timeout_s: float | None, what: str) -> 
                 calls = ready.popleft()
                 fn = calls.waiting.pop(0)
                 if abandoned_count() >= MAX_HANGING:
-                    go_on(calls, CallError("timeout", f"not called: {MAX_HANGING} calls are still hanging"))
+                    go_on(
+                        calls,
+                        CallError("timeout", f"not called: {MAX_HANGING} calls are still hanging"),
+                    )
                     continue
                 call = TimedCall(fn, timeout_s)
                 call.on_done = partial(finished.put, call)
@@ -126,7 +148,9 @@ def run_calls(rows: Mapping[int, Calls], timeout_s: float | None, what: str) -> 
                 continue
             left_s = min(call.started for call in running) + timeout_s - time.monotonic()
             with suppress(queue.Empty):
-                call = finished.get(timeout=min(max(left_s, 0.001), 1.0))  # at most a second: ``beat`` is due
+                call = finished.get(
+                    timeout=min(max(left_s, 0.001), 1.0)
+                )  # at most a second: ``beat`` is due
                 if call in running:  # else it came too late
                     go_on(running.pop(call), _result(call))
             beat()

@@ -32,7 +32,11 @@ def verifiers_factory(spec: str, config: Any) -> Callable[[], Any]:
 
     The columns ``taskset`` and ``task_index`` of the data say which task it is.
     """
-    named = {data.removeprefix("verifiers:") for data in (config.data, config.evaluation.data) if is_taskset(data)}
+    named = {
+        data.removeprefix("verifiers:")
+        for data in (config.data, config.evaluation.data)
+        if is_taskset(data)
+    }
     return partial(Verifiers, {name: open_loop(name) for name in sorted({spec} | named)})
 
 
@@ -40,11 +44,17 @@ class EnvironmentLoop:
     """Runs the coroutines of one environment, in an event loop and a thread of its own."""
 
     def __init__(self, spec: str) -> None:
-        taskset, self.loop, self.exits = open_taskset(spec), asyncio.new_event_loop(), AsyncExitStack()
+        taskset, self.loop, self.exits = (
+            open_taskset(spec),
+            asyncio.new_event_loop(),
+            AsyncExitStack(),
+        )
         version = "verifiers_rubrics" if has_rubrics() else "verifiers_traces"
         self.backend = importlib.import_module(f"gruppo.environments.{version}")
         self.env = self.backend.open_environment(taskset, f"verifiers:{spec}")
-        self.thread = threading.Thread(target=self.loop.run_forever, name="gruppo-verifiers", daemon=True)
+        self.thread = threading.Thread(
+            target=self.loop.run_forever, name="gruppo-verifiers", daemon=True
+        )
         self.thread.start()
         self.start(self.exits.enter_async_context(self.backend.serving(self.env))).result()
         atexit.register(self.close)
@@ -74,7 +84,9 @@ class Verifiers:
         self._run: Future | None = None
         self.metrics: dict[str, float] = {}
 
-    def reset(self, taskset: str, task_index: int, prompt: Sequence[Mapping[str, Any]]) -> list[Message] | None:
+    def reset(
+        self, taskset: str, task_index: int, prompt: Sequence[Mapping[str, Any]]
+    ) -> list[Message] | None:
         """Start the environment's coroutine, up to its first call of the model."""
         self._loop, self._known = self._loops[taskset], messages_of(prompt)
         self._run = self._loop.start(self._loop.backend.play(self._loop.env, task_index, self._ask))
@@ -108,9 +120,13 @@ class Verifiers:
             return None
         before, added = call[: len(self._known)], call[len(self._known) :]
         # what the policy wrote may come back without spaces around it
-        is_kept = [a == b or b["role"] == "assistant" for a, b in zip(before, self._known, strict=False)]
+        is_kept = [
+            a == b or b["role"] == "assistant" for a, b in zip(before, self._known, strict=False)
+        ]
         if len(before) < len(self._known) or not all(is_kept):
-            raise ValueError("the environment rewrote the history of the conversation, which a policy cannot follow")
+            raise ValueError(
+                "the environment rewrote the history of the conversation, which a policy cannot follow"
+            )
         self._known = call
         return added
 
@@ -135,4 +151,6 @@ def messages_of(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     if any(not isinstance(message["content"], str) for message in messages):
         raise ValueError("the environment writes messages that are not texts")
     # a prompt that is a text has the role "text" in version 0.1, which sends it as the user's
-    return [{"role": str(m["role"]).replace("text", "user"), "content": m["content"]} for m in messages]
+    return [
+        {"role": str(m["role"]).replace("text", "user"), "content": m["content"]} for m in messages
+    ]

@@ -48,7 +48,10 @@ def open_environment(env: Any, name: str) -> Any:
         raise GruppoError(f"{name} is a {type(env).__name__}; gruppo needs {need}.")
     for rubric in getattr(env.rubric, "rubrics", [env.rubric]):
         # functions of weight 0 are metrics
-        rubric.funcs = [recorded(fn) if weight else fn for fn, weight in zip(rubric.funcs, rubric.weights, strict=True)]
+        rubric.funcs = [
+            recorded(fn) if weight else fn
+            for fn, weight in zip(rubric.funcs, rubric.weights, strict=True)
+        ]
     return env
 
 
@@ -73,7 +76,9 @@ def recorded(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-async def play(env: Any, index: int, ask: Callable[..., Awaitable[str]]) -> tuple[float, dict[str, float]]:
+async def play(
+    env: Any, index: int, ask: Callable[..., Awaitable[str]]
+) -> tuple[float, dict[str, float]]:
     """One rollout: its reward, and the scores that it is made of. Raises what went wrong."""
     failures: list[Exception] = []
     _failures.set(failures)

@@ -30,7 +30,9 @@ class Process(Protocol):
 class ChildProcess:
     """A process of this machine, whose output is appended to a file. It gets SIGTERM when this process dies."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], output: Path, cwd: str | None = None) -> None:
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], output: Path, cwd: str | None = None
+    ) -> None:
         output.parent.mkdir(parents=True, exist_ok=True)
         with output.open("ab") as file:
             self._process = subprocess.Popen(

@@ -55,7 +55,11 @@ class Launch:
 
     @property
     def gpus_per_server(self) -> int:
-        found = pop_option(self.vllm, "--tensor-parallel-size")[0] or pop_option(self.vllm, "-tp")[0] or "1"
+        found = (
+            pop_option(self.vllm, "--tensor-parallel-size")[0]
+            or pop_option(self.vllm, "-tp")[0]
+            or "1"
+        )
         return int(found) if found.isdecimal() else 1
 
     def server_command(self, host: str, port: int) -> list[str]:
@@ -64,10 +68,27 @@ class Launch:
 
         chosen, config = self.chosen, self.config
         if chosen.server_command:
-            known = {"{model}": model_of(found_model(config.model)[0]), "{host}": host, "{port}": str(port)}
+            known = {
+                "{model}": model_of(found_model(config.model)[0]),
+                "{host}": host,
+                "{port}": str(port),
+            }
             words = shlex.split(chosen.server_command)
-            return [re.sub(r"\{(model|host|port)\}", lambda found: known[found[0]], word) for word in words]
-        command = [sys.executable, "-m", "gruppo", "serve", config.model, "--host", host, "--port", str(port)]
+            return [
+                re.sub(r"\{(model|host|port)\}", lambda found: known[found[0]], word)
+                for word in words
+            ]
+        command = [
+            sys.executable,
+            "-m",
+            "gruppo",
+            "serve",
+            config.model,
+            "--host",
+            host,
+            "--port",
+            str(port),
+        ]
         command += ["--lora-rank", str(config.lora.rank)] if config.lora.rank else []
         command += ["--python", chosen.server_python] if chosen.server_python else []
         command += ["--", *([] if config.compute == "auto" else ["--dtype", config.compute])]
@@ -78,7 +99,12 @@ class Launch:
         """The command of each rank: the run is continued if its folder has begun."""
         gruppo = [sys.executable, "-m", "gruppo"]
         if not (self.folder / "config.json").is_file():
-            return [*gruppo, "train", *self.words, *(["--engine", "vllm", "--engine.urls", *urls] if urls else [])]
+            return [
+                *gruppo,
+                "train",
+                *self.words,
+                *(["--engine", "vllm", "--engine.urls", *urls] if urls else []),
+            ]
         trusts = ["--trust-run"] if "--trust-run" in self.words else []
         trusts += ["--trust-remote-code"] if self.config.trust_remote_code else []
         return [*gruppo, "resume", str(self.folder), *trusts]
@@ -86,7 +112,11 @@ class Launch:
     def environment(self, urls: Sequence[str] = ()) -> dict[str, str]:
         """Variables of all processes; a resumed run finds its servers by them."""
         key = {KEY: os.environ[KEY]} if KEY in os.environ else {}
-        return {"PYTHONUNBUFFERED": "1"} | key | ({"GRUPPO_ENGINE_URLS": ",".join(urls)} if urls else {})
+        return (
+            {"PYTHONUNBUFFERED": "1"}
+            | key
+            | ({"GRUPPO_ENGINE_URLS": ",".join(urls)} if urls else {})
+        )
 
 
 def parse_launch(args: list[str]) -> Launch:
@@ -97,14 +127,18 @@ def parse_launch(args: list[str]) -> Launch:
     for option in ("--engine", "--engine.kind") if chosen.servers else ():
         kind, words = pop_option(words, option)
         if kind not in (None, "vllm"):
-            raise GruppoError(f"{option} {kind}: --servers starts vLLM servers. Leave it out, or set --servers 0.")
+            raise GruppoError(
+                f"{option} {kind}: --servers starts vLLM servers. Leave it out, or set --servers 0."
+            )
     config = parse_config("launch", words, trust_run=trust_run)
     if not config.name:
         from gruppo.api import new_name
 
         config = replace(config, name=new_name(run_stem(words[0]), config.runs_dir))
         words += ["--name", config.name]
-    launch = Launch(chosen, config, (*words, *(["--trust-run"] if trust_run else [])), tuple(args[at + 1 :]))
+    launch = Launch(
+        chosen, config, (*words, *(["--trust-run"] if trust_run else [])), tuple(args[at + 1 :])
+    )
     check_links(launch.folder)
     if (saved := launch.folder / "config.json").is_file():
         # the code of a model runs in servers only if the command line says so, as in gruppo resume
@@ -122,11 +156,21 @@ def check(launch: Launch) -> None:
     chosen, config = launch.chosen, launch.config
     if chosen.servers:
         if any(word.split("=")[0] == "--engine.urls" for word in launch.words):
-            raise GruppoError("--engine.urls: gruppo launch starts the servers. Leave it out, or set --servers 0.")
-        if config.engine.kind not in (("vllm",) if (launch.folder / "config.json").is_file() else ("", "vllm")):
-            kind = config.engine.kind or "the policy itself"  # which a run that has begun cannot change
-            raise GruppoError(f"{config.name} samples with {kind}, and --servers starts vLLM servers. Set --servers 0.")
-        config = serialization.change(config, {"engine.kind": "vllm", "engine.urls": ["http://127.0.0.1"]})
+            raise GruppoError(
+                "--engine.urls: gruppo launch starts the servers. Leave it out, or set --servers 0."
+            )
+        if config.engine.kind not in (
+            ("vllm",) if (launch.folder / "config.json").is_file() else ("", "vllm")
+        ):
+            kind = (
+                config.engine.kind or "the policy itself"
+            )  # which a run that has begun cannot change
+            raise GruppoError(
+                f"{config.name} samples with {kind}, and --servers starts vLLM servers. Set --servers 0."
+            )
+        config = serialization.change(
+            config, {"engine.kind": "vllm", "engine.urls": ["http://127.0.0.1"]}
+        )
     from gruppo.build import Parts, validate  # takes seconds
 
     validate(config, Parts())
@@ -140,7 +184,9 @@ def check(launch: Launch) -> None:
     try:
         shlex.split(chosen.server_command)
     except ValueError as error:
-        raise GruppoError(f"--server-command cannot be split into words ({error}). Close its quotes.") from None
+        raise GruppoError(
+            f"--server-command cannot be split into words ({error}). Close its quotes."
+        ) from None
     if chosen.server_command and (launch.vllm or chosen.server_python):
         raise GruppoError("""--server-command is the whole command of a server. Put the Python and the options of vLLM
             into it.""")
@@ -169,13 +215,17 @@ def claim(launch: Launch, stack: ExitStack) -> None:
     try:
         stack.callback(lock_file(logs / ".lock").close)
     except BlockingIOError:
-        raise GruppoError(f"another gruppo launch runs {launch.folder}; wait for it or stop it.") from None
+        raise GruppoError(
+            f"another gruppo launch runs {launch.folder}; wait for it or stop it."
+        ) from None
     until = time.monotonic() + SAVING_S
     if is_written(launch.folder):
         log.info("waiting for the process that writes to %s", launch.folder)
     while is_written(launch.folder):
         if time.monotonic() > until:
-            raise GruppoError(f"another process is writing to {launch.folder}; wait for it or stop it.")
+            raise GruppoError(
+                f"another process is writing to {launch.folder}; wait for it or stop it."
+            )
         time.sleep(0.2)
     handler = logging.FileHandler(launch.log("launch"), encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))

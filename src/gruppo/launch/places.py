@@ -43,7 +43,9 @@ class Local:
 
         self.launch, self._start = launch, start
         chosen, each, first = launch.chosen, launch.gpus_per_server, launch.chosen.port
-        self.ports = [*range(first, first + chosen.servers)] if first else free_ports(chosen.servers)
+        self.ports = (
+            [*range(first, first + chosen.servers)] if first else free_ports(chosen.servers)
+        )
         for port in self.ports if first else ():
             with socket.socket() as probe:
                 if os.name == "posix":  # connections that have ended hold no port
@@ -81,9 +83,15 @@ class Local:
         return f"http://127.0.0.1:{self.ports[number]}"
 
     def start_trainers(self, urls: Sequence[str]) -> list[Process]:
-        command, env = self.launch.trainer_command(urls), self.launch.environment(urls) | self.trainer_env
+        command, env = (
+            self.launch.trainer_command(urls),
+            self.launch.environment(urls) | self.trainer_env,
+        )
         ranks = rank_environments(["127.0.0.1"] * self.launch.chosen.trainers, free_ports(1)[0])
-        return [self._start(command, env | rank, self.launch.log(f"trainer{n}")) for n, rank in enumerate(ranks)]
+        return [
+            self._start(command, env | rank, self.launch.log(f"trainer{n}"))
+            for n, rank in enumerate(ranks)
+        ]
 
     def close(self) -> None:
         pass
@@ -93,7 +101,10 @@ def rank_environments(hosts: Sequence[str], port: int) -> list[dict[str, str]]:
     """What torchrun would tell the ranks on these machines, those of a machine following each other."""
     if len(hosts) == 1:
         return [{}]
-    shared, ranks = {"MASTER_ADDR": hosts[0], "MASTER_PORT": str(port), "WORLD_SIZE": str(len(hosts))}, []
+    shared, ranks = (
+        {"MASTER_ADDR": hosts[0], "MASTER_PORT": str(port), "WORLD_SIZE": str(len(hosts))},
+        [],
+    )
     for rank, host in enumerate(hosts):
         ranks.append(shared | {"RANK": str(rank), "LOCAL_RANK": str(rank - hosts.index(host))})
         ranks[-1]["LOCAL_WORLD_SIZE"] = str(hosts.count(host))
@@ -108,7 +119,9 @@ class InActor:
 
     def __init__(self, ray: Any, group: Any, bundle: int, resources: Mapping[str, float]) -> None:
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, bundle)
-        kind = ray.remote(num_cpus=1, num_gpus=resources.get("GPU", 0), scheduling_strategy=strategy)(RemoteProcess)
+        kind = ray.remote(
+            num_cpus=1, num_gpus=resources.get("GPU", 0), scheduling_strategy=strategy
+        )(RemoteProcess)
         self._ray, self._actor = ray, kind.remote()
         self._code: int | None = None
 
@@ -116,7 +129,9 @@ class InActor:
         try:
             return self._ray.get(getattr(self._actor, method).remote(*args))
         except self._ray.exceptions.RayError as error:
-            why = visible("".join(str(error).strip().splitlines()[-1:]))  # above it stands the actor's traceback
+            why = visible(
+                "".join(str(error).strip().splitlines()[-1:])
+            )  # above it stands the actor's traceback
             raise GruppoError(f"""Ray cannot start a process of the launch: {why:.300}. All nodes need the same paths,
                 such as {sys.executable} and {os.getcwd()}, and the same packages.""") from error
 
@@ -155,7 +170,9 @@ class Ray:
                 if os.environ.get("RAY_ADDRESS"):
                     raise
                 # processes that wait for each other share the processors of one machine
-                ray.init(num_cpus=chosen.trainers + chosen.servers, include_dashboard=False, **options)
+                ray.init(
+                    num_cpus=chosen.trainers + chosen.servers, include_dashboard=False, **options
+                )
         except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             raise GruppoError(f"""Ray cannot be used: {visible(" ".join(str(error).split())):.300}. Correct RAY_ADDRESS,
                 or the cluster; without both, gruppo launch starts one on this machine.""") from error
@@ -163,7 +180,9 @@ class Ray:
             signal.signal(number, handler)
         has_gpus = launch.config.device != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
         gpus = [1] * chosen.trainers + [launch.gpus_per_server] * chosen.servers
-        bundles = [{"CPU": 1.0, "GPU": float(count)} if has_gpus else {"CPU": 1.0} for count in gpus]
+        bundles = [
+            {"CPU": 1.0, "GPU": float(count)} if has_gpus else {"CPU": 1.0} for count in gpus
+        ]
         self.bundles, self.group = bundles, ray.util.placement_group(bundles, strategy="PACK")
         self.addresses: dict[int, tuple[str, int]] = {}
         if not self.group.wait(5):
@@ -173,17 +192,27 @@ class Ray:
                 raise GruppoError(f"""Ray found no room for {counted(len(bundles), "process", "processes")} of {bundles}
                     within {PLACED_S:g} s; the cluster has {totals}. Lower --trainers or --servers, or add nodes.""")
 
-    def _start(self, actor: InActor, command: Sequence[str], env: Mapping[str, str], name: str) -> Process:
+    def _start(
+        self, actor: InActor, command: Sequence[str], env: Mapping[str, str], name: str
+    ) -> Process:
         # the launcher's environment, as srun gives it; devices are the actor's
-        passed = {name: value for name, value in os.environ.items() if not name.startswith(("CUDA_VISIBLE", "RAY_"))}
-        actor.call("start", command, {**passed, **env}, self.launch.log(name).absolute(), os.getcwd())
+        passed = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("CUDA_VISIBLE", "RAY_"))
+        }
+        actor.call(
+            "start", command, {**passed, **env}, self.launch.log(name).absolute(), os.getcwd()
+        )
         return actor
 
     def start_server(self, number: int) -> Process:
         bundle = self.launch.chosen.trainers + number
         actor = InActor(self.ray, self.group, bundle, self.bundles[bundle])
         # a server that is started again keeps its port, which the trainers know; its machine may be another one
-        _, port = self.addresses.get(number, ("", self.launch.chosen.port and self.launch.chosen.port + number))
+        _, port = self.addresses.get(
+            number, ("", self.launch.chosen.port and self.launch.chosen.port + number)
+        )
         self.addresses[number] = actor.call("address", port)
         command = self.launch.server_command("0.0.0.0", self.addresses[number][1])
         return self._start(actor, command, self.launch.environment(), f"server{number}")
@@ -193,12 +222,19 @@ class Ray:
         return f"http://{host}:{port}"
 
     def start_trainers(self, urls: Sequence[str]) -> list[Process]:
-        actors = [InActor(self.ray, self.group, n, self.bundles[n]) for n in range(self.launch.chosen.trainers)]
-        placed = sorted([(*actor.call("address", 0), n) for n, actor in enumerate(actors)], key=lambda at: at[0])
+        actors = [
+            InActor(self.ray, self.group, n, self.bundles[n])
+            for n in range(self.launch.chosen.trainers)
+        ]
+        placed = sorted(
+            [(*actor.call("address", 0), n) for n, actor in enumerate(actors)], key=lambda at: at[0]
+        )
         ranks = rank_environments([host for host, _, _ in placed], placed[0][1])
         command, env = self.launch.trainer_command(urls), self.launch.environment(urls)
         own = [(actors[n], env | rank) for (_, _, n), rank in zip(placed, ranks, strict=True)]
-        return [self._start(actor, command, env, f"trainer{n}") for n, (actor, env) in enumerate(own)]
+        return [
+            self._start(actor, command, env, f"trainer{n}") for n, (actor, env) in enumerate(own)
+        ]
 
     def close(self) -> None:
         self.ray.util.remove_placement_group(self.group)

@@ -38,19 +38,29 @@ def script(launch: Launch, args: Sequence[str]) -> str:
     try:
         lines = Path(template).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise GruppoError(f"--template {template} cannot be read ({error}). Give a shell script.") from None
-    if not any(re.match(r"#SBATCH\s+([^#]*\s)?(--partition[=\s]\s*|-p\s*)\w", line) for line in lines):
+        raise GruppoError(
+            f"--template {template} cannot be read ({error}). Give a shell script."
+        ) from None
+    if not any(
+        re.match(r"#SBATCH\s+([^#]*\s)?(--partition[=\s]\s*|-p\s*)\w", line) for line in lines
+    ):
         raise GruppoError(f"""{template} names no partition. Add the line #SBATCH --partition=NAME; sinfo lists their
             names.""")
     chosen, python = launch.chosen, shlex.quote(sys.executable)
-    name, output = (shlex.quote(str(text)) for text in (launch.config.name, launch.log("slurm").absolute()))
+    name, output = (
+        shlex.quote(str(text)) for text in (launch.config.name, launch.log("slurm").absolute())
+    )
     own = [f"--job-name={name}", f"--ntasks={chosen.trainers + chosen.servers}"]
     # the launcher gets the signal; the trainers finish their step and save
     own += [f"--signal=B:USR1@{LEAD_S}", "--requeue", "--open-mode=append", f"--output={output}"]
     own = [f"#SBATCH {option}" for option in own]
     at = args.index("--") if "--" in args else len(args)
     # a job that is queued again continues the run of this name
-    named = [] if any(arg.partition("=")[0] == "--name" for arg in args[:at]) else ["--name", launch.config.name]
+    named = (
+        []
+        if any(arg.partition("=")[0] == "--name" for arg in args[:at])
+        else ["--name", launch.config.name]
+    )
     command = shlex.join([*args[:at], *named, *args[at:]])
     return "\n".join(["#!/bin/bash", *own, *lines, f"exec {python} -m gruppo launch {command}"])
 
@@ -63,9 +73,13 @@ def submit(launch: Launch, text: str) -> str:
     try:
         done = subprocess.run(["sbatch", "--parsable", str(file)], capture_output=True, text=True)
     except OSError as error:
-        raise GruppoError(f"sbatch cannot be run ({error.strerror}). Submit {file} on a machine with Slurm.") from None
+        raise GruppoError(
+            f"sbatch cannot be run ({error.strerror}). Submit {file} on a machine with Slurm."
+        ) from None
     if done.returncode:
-        raise GruppoError(f"sbatch refuses {file}: {' '.join(done.stderr.split())}. Correct the template.")
+        raise GruppoError(
+            f"sbatch refuses {file}: {' '.join(done.stderr.split())}. Correct the template."
+        )
     return done.stdout.strip().partition(";")[0]
 
 
@@ -74,11 +88,15 @@ class SlurmStep(ChildProcess):
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], output: Path) -> None:
         self._output = output
-        output.with_suffix(".step").unlink(missing_ok=True)  # of the step before; srun is yet to be placed
+        output.with_suffix(".step").unlink(
+            missing_ok=True
+        )  # of the step before; srun is yet to be placed
         super().__init__(command, env, output)
 
     def terminate(self) -> None:
-        if self._process.poll() is None and not self._signal("TERM"):  # srun answers SIGTERM by killing its tasks
+        if self._process.poll() is None and not self._signal(
+            "TERM"
+        ):  # srun answers SIGTERM by killing its tasks
             super().terminate()
 
     def kill(self) -> None:
@@ -90,7 +108,9 @@ class SlurmStep(ChildProcess):
         """Signal the tasks of the step; False if it has none yet."""
         if number := placed(self._output)[1]:
             # its error says that the step has ended
-            subprocess.run(["scancel", f"--signal={name}", number], check=False, capture_output=True)
+            subprocess.run(
+                ["scancel", f"--signal={name}", number], check=False, capture_output=True
+            )
         return bool(number)
 
 
@@ -123,13 +143,19 @@ class Steps:
         cpus = os.environ.get("SLURM_CPUS_PER_TASK")
         options += (f"--cpus-per-task={cpus}",) if cpus else ()
         # all GPUs of a machine are visible to its ranks, which NCCL needs to connect them directly
-        options += (f"--gpus={gpus}", "--gpu-bind=none") if "SLURM_GPUS_ON_NODE" in os.environ else ()
+        options += (
+            (f"--gpus={gpus}", "--gpu-bind=none") if "SLURM_GPUS_ON_NODE" in os.environ else ()
+        )
         # where the template has --export=NONE, a step would have neither the key nor the addresses of the servers
         return ["srun", f"--ntasks={tasks}", "--exact", "--export=ALL", *options, "bash", "-c"]
 
     def start_server(self, number: int) -> Process:
         output = self.launch.log(f"server{number}")
-        command = [*self._srun(1, self.launch.gpus_per_server), f'{PLACED}exec "$@"', str(output.with_suffix(".step"))]
+        command = [
+            *self._srun(1, self.launch.gpus_per_server),
+            f'{PLACED}exec "$@"',
+            str(output.with_suffix(".step")),
+        ]
         command += self.launch.server_command("0.0.0.0", self.first + number)
         return self._start(command, self.launch.environment(), output)
 
@@ -144,7 +170,12 @@ class Steps:
         srun = self._srun(count, count, *options, "--kill-on-bad-exit=0", f"--wait={GRACE_S:.0f}")
         env = {"MASTER_PORT": str(self.first + self.launch.chosen.servers + self.starts)}
         output = self.launch.log("srun")
-        command = [*srun, RANK, str(output.with_suffix(".step")), *self.launch.trainer_command(urls)]
+        command = [
+            *srun,
+            RANK,
+            str(output.with_suffix(".step")),
+            *self.launch.trainer_command(urls),
+        ]
         return [self._start(command, self.launch.environment(urls) | env, output)]
 
     def close(self) -> None:

@@ -69,10 +69,14 @@ class Supervisor:
                 self._echo()
                 time.sleep(POLL_S)
             return code
-        except KeyboardInterrupt:  # the trainers finish their step and save; a second signal ends them at once
+        except (
+            KeyboardInterrupt
+        ):  # the trainers finish their step and save; a second signal ends them at once
             with suppress(KeyboardInterrupt):
                 if self.trainers:
-                    log.info("stopping: the trainers finish their step and save; a second signal stops at once")
+                    log.info(
+                        "stopping: the trainers finish their step and save; a second signal stops at once"
+                    )
                 for process in self.trainers:
                     process.terminate()
                 while any(process.poll() is None for process in self.trainers):
@@ -90,7 +94,9 @@ class Supervisor:
                 for process in servers:  # not before the trainers, which may still sample from them
                     process.terminate()
                 until = time.monotonic() + SERVER_GRACE_S
-                while any(process.poll() is None for process in servers) and time.monotonic() < until:
+                while (
+                    any(process.poll() is None for process in servers) and time.monotonic() < until
+                ):
                     time.sleep(POLL_S / 5)
             finally:
                 for process in servers:
@@ -112,10 +118,19 @@ class Supervisor:
         # an actor of Ray may be lost before its rank has saved and ended
         was_waiting, self._is_waiting = self._is_waiting, is_written(self.launch.folder)
         if self._is_waiting and not was_waiting:
-            log.info("the trainers start once the process that writes to %s has ended", self.launch.folder)
+            log.info(
+                "the trainers start once the process that writes to %s has ended",
+                self.launch.folder,
+            )
         if not self._is_waiting:
-            self.urls = [self.place.url(n) for n, server in enumerate(self.servers) if not server.is_left_out]
-            self.trainers, self._failed_at, self._is_moving = self.place.start_trainers(self.urls), 0.0, False
+            self.urls = [
+                self.place.url(n) for n, server in enumerate(self.servers) if not server.is_left_out
+            ]
+            self.trainers, self._failed_at, self._is_moving = (
+                self.place.start_trainers(self.urls),
+                0.0,
+                False,
+            )
             log.info("the trainers are started; their output is in %s", self.launch.log("trainer0"))
         return None
 
@@ -130,14 +145,23 @@ class Supervisor:
         if (code := server.process.poll()) is not None:
             server.process, server.is_ready = None, False
             if not server.was_ready:
-                text = output.read_text(encoding="utf-8", errors="replace") if output.is_file() else ""
+                text = (
+                    output.read_text(encoding="utf-8", errors="replace") if output.is_file() else ""
+                )
                 last = visible((text.strip().splitlines() or ["it printed nothing"])[-1])
                 raise GruppoError(f"""server {number} ended with code {code} before it answered: {last:.300} ({output}).
                     Correct that, and give the command again.""")
-            server.is_left_out = not self._may_restart(f"server {number}", f"code {code}", server.failures)
+            server.is_left_out = not self._may_restart(
+                f"server {number}", f"code {code}", server.failures
+            )
         elif not server.is_ready and (url := self.place.url(number)) and answers(url):
             server.is_ready = server.was_ready = True
-            log.info("server %d answers at %s after %.0f s", number, url, time.monotonic() - server.started_at)
+            log.info(
+                "server %d answers at %s after %.0f s",
+                number,
+                url,
+                time.monotonic() - server.started_at,
+            )
             if self.trainers and url not in self.urls and not self._is_moving:
                 log.info("its address is new: the trainers save, and continue with it")
                 self._is_moving = True
@@ -145,7 +169,12 @@ class Supervisor:
                     process.terminate()
         elif not server.is_ready and time.monotonic() > server.reported_at + WAIT_S:
             server.reported_at = time.monotonic()
-            log.info("server %d does not answer yet at %s; its output is in %s", number, url or "any address", output)
+            log.info(
+                "server %d does not answer yet at %s; its output is in %s",
+                number,
+                url or "any address",
+                output,
+            )
 
     def _check_trainers(self) -> int | None:
         codes = [process.poll() for process in self.trainers]
@@ -159,10 +188,19 @@ class Supervisor:
         self.trainers, text = [], " ".join(map(str, codes))
         if (code := exit_code(codes)) in (0, *FINAL):
             if code:
-                log.error("the trainers ended with code %d; %s says why", code, self.launch.log("trainer0"))
+                log.error(
+                    "the trainers ended with code %d; %s says why",
+                    code,
+                    self.launch.log("trainer0"),
+                )
             return code
-        if not self._is_moving and not self._may_restart("the trainers", f"code {text}", self.failures):
-            log.error("the run in %s can be continued: give the command again with its --name", self.launch.folder)
+        if not self._is_moving and not self._may_restart(
+            "the trainers", f"code {text}", self.failures
+        ):
+            log.error(
+                "the run in %s can be continued: give the command again with its --name",
+                self.launch.folder,
+            )
             return code
         return None
 
@@ -171,9 +209,17 @@ class Supervisor:
         now, allowed = time.monotonic(), self.launch.chosen.max_restarts
         failures[:] = [*(at for at in failures if at > now - WINDOW_S), now]
         if len(failures) > allowed:
-            log.error("%s ended with %s, and --max-restarts is %d: not started again", name, how, allowed)
+            log.error(
+                "%s ended with %s, and --max-restarts is %d: not started again", name, how, allowed
+            )
             return False
-        log.warning("%s ended with %s: started again (%d of %d within an hour)", name, how, len(failures), allowed)
+        log.warning(
+            "%s ended with %s: started again (%d of %d within an hour)",
+            name,
+            how,
+            len(failures),
+            allowed,
+        )
         return True
 
     def _echo(self) -> None:
@@ -196,15 +242,21 @@ def show(launch: Launch) -> None:
     """Print the commands of all processes, as typed in a shell."""
 
     def printed(command: Sequence[str], env: Mapping[str, str], output: Path) -> Any:
-        shown = [f"{name}={'...' if name == KEY else shlex.quote(value)}" for name, value in env.items()]
-        print(f"# {output.stem}\n{' '.join([*shown, shlex.join(command)])} >> {shlex.quote(str(output))}")
+        shown = [
+            f"{name}={'...' if name == KEY else shlex.quote(value)}" for name, value in env.items()
+        ]
+        print(
+            f"# {output.stem}\n{' '.join([*shown, shlex.join(command)])} >> {shlex.quote(str(output))}"
+        )
 
     place = slurm.Steps(launch, printed) if launch.chosen.on == "slurm" else Local(launch, printed)
     if launch.chosen.on == "ray":
         print("# in actors of Ray, with the addresses of their machines in place of 127.0.0.1")
     for number in range(launch.chosen.servers):
         place.start_server(number)
-    place.start_trainers([place.url(n) or f"http://server{n}" for n in range(launch.chosen.servers)])
+    place.start_trainers(
+        [place.url(n) or f"http://server{n}" for n in range(launch.chosen.servers)]
+    )
 
 
 def launch(args: list[str]) -> int:

@@ -21,7 +21,11 @@ class FunctionModality(Modality):
     name = "function"
 
     def matches(self, model: str) -> bool:
-        return bool(model) and model != IN_MEMORY and (names_function(model) or is_custom(model_of(model)))
+        return (
+            bool(model)
+            and model != IN_MEMORY
+            and (names_function(model) or is_custom(model_of(model)))
+        )
 
     def open(self, config: Config, data: PromptSource) -> tuple[Policy, dict[str, Any]]:
         policy = self.load(config.model, compute=config.compute, seed=config.seed)

@@ -96,8 +96,12 @@ def machine_for(name: str, constants: Constants, shape: ModelShape) -> Machine:
         return Machine(name, gpu.memory, published_rates(gpu, shape), 2, PUBLISHED_ERROR, why)
     flops, read = gpu.flops / GPUS[key].flops, gpu.bytes_per_s / GPUS[key].bytes_per_s
     # as measured: publishing, which is the network's, and the seconds per token and row of calls, rewards and metrics
-    rates = replace(rates, train_flops=rates.train_flops * flops, decode_flops=rates.decode_flops * flops)
-    rates = replace(rates, read_bytes=rates.read_bytes * read, update_bytes=rates.update_bytes * read)
+    rates = replace(
+        rates, train_flops=rates.train_flops * flops, decode_flops=rates.decode_flops * flops
+    )
+    rates = replace(
+        rates, read_bytes=rates.read_bytes * read, update_bytes=rates.update_bytes * read
+    )
     scaled = "" if GPUS[key] == gpu else f", scaled by peak rates to {name}"
     return Machine(name, gpu.memory, rates, 2, error, measured + scaled)
 
@@ -114,7 +118,9 @@ def published_rates(gpu: Gpu, shape: ModelShape, fractions: Sequence[float] = PU
 
 def sampled_lengths(survival: Sequence[float], longest: int, count: int) -> np.ndarray:
     """Lengths of rows, cut at ``longest``. Beyond what was sampled, rows end at the mean rate of what was."""
-    tail = np.full(max(longest + 1 - len(survival), 0), 1 - (1 - survival[-1]) / (sum(survival[:-1]) or 1))
+    tail = np.full(
+        max(longest + 1 - len(survival), 0), 1 - (1 - survival[-1]) / (sum(survival[:-1]) or 1)
+    )
     shares = np.concatenate([survival, survival[-1] * np.cumprod(tail)])[: longest + 1]
     chance = np.random.default_rng(0).random(count)
     return np.clip(np.searchsorted(-shares, -chance, side="left"), 1, longest)
@@ -138,9 +144,15 @@ def geometric_survival(mean: float, longest: int) -> list[float]:
 def splits(work: Work, gpus: int) -> list[Split]:
     """The splits that fit, fastest first."""
     config, shape, machine = work.config, work.shape, work.machine
-    rollout, lag, longest = config.rollout, config.engine.lag, work.prompt + config.rollout.max_new_tokens
+    rollout, lag, longest = (
+        config.rollout,
+        config.engine.lag,
+        work.prompt + config.rollout.max_new_tokens,
+    )
     if lag and gpus < 2:
-        raise GruppoError(f"--gpus {gpus} leaves no server beside the trainer, which --engine.lag {lag} needs; give 2.")
+        raise GruppoError(
+            f"--gpus {gpus} leaves no server beside the trainer, which --engine.lag {lag} needs; give 2."
+        )
     most, of = gpus - 1 if lag else gpus, f"on {machine.name} ({machine.memory / GIB:.0f} GiB)"
     parts = {n: trainer_bytes(shape, config, longest, gpus=n) for n in range(1, most + 1)}
     needed = next((n for n, of_n in parts.items() if sum(of_n.values()) <= machine.memory), 0)
@@ -163,14 +175,20 @@ def splits(work: Work, gpus: int) -> list[Split]:
 
     # Ranks take whole groups: between these numbers of trainers, the slowest has as many. With more of them training is
     # faster and sampling slower: one minimum, which a ternary search finds.
-    useful = sorted({math.ceil(rollout.prompts / groups) for groups in range(1, rollout.prompts + 1)} | {needed})
+    useful = sorted(
+        {math.ceil(rollout.prompts / groups) for groups in range(1, rollout.prompts + 1)} | {needed}
+    )
     trainers = [n for n in useful if needed <= n <= gpus - parallel]
     low, high, tried = 0, len(trainers) - 1, set[int]()
     while high - low > 2:
         third = (high - low) // 3
         pair = trainers[low + third], trainers[high - third]
         tried |= {*pair}
-        low, high = (low, high - third) if split(pair[0]).step_s <= split(pair[1]).step_s else (low + third, high)
+        low, high = (
+            (low, high - third)
+            if split(pair[0]).step_s <= split(pair[1]).step_s
+            else (low + third, high)
+        )
     found = [split(n) for n in tried | {*trainers[low : high + 1]}]
     if not lag:  # in turns, on the same GPUs: with servers beside the trainers, or by the trainers themselves
         n, over = max(n for n in useful if n <= gpus), parallel if config.engine.kind else 1
@@ -197,7 +215,9 @@ def simulated(work: Work, gpus: int, trainers: int, parallel: int, *, is_shared:
     servers = trainers if is_local else (gpus if is_shared else gpus - trainers) // parallel
     servers = min(servers, (lag + 1) * rollout.prompts)
     first, steps = lag + 1, lag + 1 + STEPS
-    lengths = sampled_lengths(work.survival, rollout.max_new_tokens, steps * rollout.prompts * rollout.group_size)
+    lengths = sampled_lengths(
+        work.survival, rollout.max_new_tokens, steps * rollout.prompts * rollout.group_size
+    )
     # rows are admitted while their caches fit as long as they are on average; vLLM preempts some beyond
     own = trainer_bytes(shape, config, prompt + rollout.max_new_tokens, gpus=trainers)
     weights, numbers = machine.width * shape.counts.total, machine.width * shape.kv_numbers
@@ -207,11 +227,16 @@ def simulated(work: Work, gpus: int, trainers: int, parallel: int, *, is_shared:
         prompts=rollout.prompts,
         lag=lag,
         servers=servers,
-        max_rows=int(min(limit, max(room / numbers / (prompt + lengths.mean()), rollout.group_size))),
-        decode_step_s=lambda n, cached: decode_step_s(shape, rates, n, cached, width=machine.width, gpus=parallel),
+        max_rows=int(
+            min(limit, max(room / numbers / (prompt + lengths.mean()), rollout.group_size))
+        ),
+        decode_step_s=lambda n, cached: decode_step_s(
+            shape, rates, n, cached, width=machine.width, gpus=parallel
+        ),
         prefill_s=lambda tokens: shape.forward_flops(tokens, ()) / rates.decode_flops / parallel,
         train_s=lambda batch: (
-            learn_s(shape, rates, config, batch, prompt, gpus=trainers) + rates.row_s * sum(map(len, batch)) / trainers
+            learn_s(shape, rates, config, batch, prompt, gpus=trainers)
+            + rates.row_s * sum(map(len, batch)) / trainers
         ),
         publish_s=machine.width * shape.counts.trained / rates.publish_bytes,
         prompt_tokens=prompt,

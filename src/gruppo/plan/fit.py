@@ -84,7 +84,9 @@ class Constants:
                 for name, (_, interval, _) in fields_of(type(part)).items():  # type: ignore[arg-type]
                     value = getattr(part, name)
                     numbers = value if isinstance(value, tuple) else (value,)
-                    if interval is not None and not (numbers and all(map(interval.contains, numbers))):
+                    if interval is not None and not (
+                        numbers and all(map(interval.contains, numbers))
+                    ):
                         raise ValueError(f"{name} is {value!r:.80}; it needs to be {interval}")
             if not found.errors["step"] >= 0 or not {"gpu", "cpu"} <= found.machine.keys():
                 raise ValueError("it names no machine or no error of a step")
@@ -98,7 +100,14 @@ class Constants:
 
 
 def predict(
-    shape: ModelShape, rates: Rates, config: Config, prompt: float, groups: Groups, learned: Groups, *, width: int
+    shape: ModelShape,
+    rates: Rates,
+    config: Config,
+    prompt: float,
+    groups: Groups,
+    learned: Groups,
+    *,
+    width: int,
 ) -> dict[str, float]:
     """Seconds of a step in which one device samples, learns and publishes in turns."""
     loop = Loop(
@@ -114,12 +123,19 @@ def predict(
         refills=False,
     )
     timeline = simulate(loop, groups)
-    seconds = {"generate": timeline.waited_s[0], "train": loop.train_s(groups), "publish": loop.publish_s}
+    seconds = {
+        "generate": timeline.waited_s[0],
+        "train": loop.train_s(groups),
+        "publish": loop.publish_s,
+    }
     return seconds | {"step": timeline.published[0] + rates.row_s * sum(map(len, groups))}
 
 
 def fit_positive(
-    predicted: Callable[[np.ndarray], np.ndarray], measured: np.ndarray, start: np.ndarray, rounds: int = 40
+    predicted: Callable[[np.ndarray], np.ndarray],
+    measured: np.ndarray,
+    start: np.ndarray,
+    rounds: int = 40,
 ) -> np.ndarray:
     """Positive numbers with the least sum of squared log(predicted / measured): Levenberg and Marquardt's method.
 
@@ -133,7 +149,9 @@ def fit_positive(
     residual = residuals(x)
     for _ in range(rounds):
         step = 0.01  # a simulation is not smooth
-        jacobian = np.stack([(residuals(x + step * unit) - residual) / step for unit in np.eye(len(x))], axis=1)
+        jacobian = np.stack(
+            [(residuals(x + step * unit) - residual) / step for unit in np.eye(len(x))], axis=1
+        )
         normal = jacobian.T @ jacobian
         change = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), jacobian.T @ residual)
         found = residuals(tried := x - np.clip(change, -2, 2))
@@ -144,11 +162,17 @@ def fit_positive(
     return np.exp(x)
 
 
-def fit_rates(shape: ModelShape, config: Config, prompt: float, steps: Sequence[Measured], *, width: int) -> Rates:
+def fit_rates(
+    shape: ModelShape, config: Config, prompt: float, steps: Sequence[Measured], *, width: int
+) -> Rates:
     """The rates under which the predicted seconds are nearest to those of the steps."""
     # of each step: what is neither sampling, training nor publishing, and its rows
-    rest = [(s.step_s - s.generate_s - s.train_s - s.publish_s, s.prompts * s.group_size) for s in steps]
-    publish_bytes = statistics.median(width * shape.counts.trained / step.publish_s for step in steps)
+    rest = [
+        (s.step_s - s.generate_s - s.train_s - s.publish_s, s.prompts * s.group_size) for s in steps
+    ]
+    publish_bytes = statistics.median(
+        width * shape.counts.trained / step.publish_s for step in steps
+    )
     row_s = statistics.median(max(seconds, 1e-6) / count for seconds, count in rest)
     rates = replace(START, publish_bytes=publish_bytes, row_s=row_s)
 
@@ -158,11 +182,16 @@ def fit_rates(shape: ModelShape, config: Config, prompt: float, steps: Sequence[
 
         def predicted(values: np.ndarray) -> np.ndarray:
             tried = changed(values)
-            found = [predict(shape, tried, config, prompt, one.lengths, one.learned, width=width) for one in used]
+            found = [
+                predict(shape, tried, config, prompt, one.lengths, one.learned, width=width)
+                for one in used
+            ]
             return np.array([one[part] for one in found])
 
         measured = np.array([getattr(step, f"{part}_s") for step in used])
-        return changed(fit_positive(predicted, measured, np.array([getattr(rates, name) for name in names])))
+        return changed(
+            fit_positive(predicted, measured, np.array([getattr(rates, name) for name in names]))
+        )
 
     rates = nearest(rates, "generate", ("decode_flops", "read_bytes", "token_s"), steps)
     learned = [step for step in steps if any(step.learned)]
@@ -174,7 +203,9 @@ def fit_rates(shape: ModelShape, config: Config, prompt: float, steps: Sequence[
 
 def measure(run: Run, prompts: int, group_size: int, tokens: int) -> tuple[Measured, Rollouts]:
     """A step of a size."""
-    rollout = replace(run.config.rollout, prompts=prompts, group_size=group_size, max_new_tokens=tokens)
+    rollout = replace(
+        run.config.rollout, prompts=prompts, group_size=group_size, max_new_tokens=tokens
+    )
     run.config = replace(run.config, rollout=rollout)
     step_params = step_params_at(run.config, 0)
     began = time.perf_counter()
@@ -187,10 +218,16 @@ def measure(run: Run, prompts: int, group_size: int, tokens: int) -> tuple[Measu
     rollouts = collected.rollouts
     assert rollouts is not None and collected.advantages is not None
     lengths, moves = rollouts.lengths.tolist(), (collected.advantages.nan_to_num() != 0).tolist()
-    groups = [(rollouts.group_ids == group).nonzero()[:, 0].tolist() for group in rollouts.group_ids.unique()]
+    groups = [
+        (rollouts.group_ids == group).nonzero()[:, 0].tolist()
+        for group in rollouts.group_ids.unique()
+    ]
     sampled = [[lengths[row] for row in group] for group in groups]
     moving = [[lengths[row] for row in group if moves[row]] for group in groups]
-    generate_s, train_s = metrics["time/rollout_s"], metrics["time/update_s"] + metrics["time/credit_s"]
+    generate_s, train_s = (
+        metrics["time/rollout_s"],
+        metrics["time/update_s"] + metrics["time/credit_s"],
+    )
     times = (generate_s, train_s, ended - learned, ended - began)
     return Measured(prompts, group_size, sampled, moving, *times), rollouts
 
@@ -209,7 +246,10 @@ def survival(rows: Sequence[tuple[int, bool]]) -> list[float]:
 def fit(config: Config, show: Callable[[str], None]) -> Constants:
     """Measure the recipe's model on this machine, sampling by itself, and fit ``Rates``."""
     rollout = replace(config.rollout, refill_rounds=0, first_samples=0)
-    evaluation, saving = replace(config.evaluation, prompts=0, data=""), replace(config.saving, every=0)
+    evaluation, saving = (
+        replace(config.evaluation, prompts=0, data=""),
+        replace(config.saving, every=0),
+    )
     config = replace(config.without_servers, rollout=rollout, evaluation=evaluation, saving=saving)
     free = float(free_bytes(torch.device("cpu")) or 0)
     run, _ = build(config, Parts())
@@ -217,29 +257,50 @@ def fit(config: Config, show: Callable[[str], None]) -> Constants:
     if settings is None or not hasattr(settings, "get_text_config"):
         raise GruppoError(f"""gruppo plan has formulas for language models of transformers, and {config.model!r} is
             none. Give a recipe whose --model is one.""")
-    shape, width = ModelShape.of(settings).adapted(config.lora.rank), run.policy.compute_dtype.itemsize
+    shape, width = (
+        ModelShape.of(settings).adapted(config.lora.rank),
+        run.policy.compute_dtype.itemsize,
+    )
     sizes, rows, prompt_lengths = (*FITTED, *HELD_OUT), list[tuple[int, bool]](), list[int]()
     fastest: dict[tuple[int, int, int], Measured] = {}
-    for turn in range(STEPS + 1):  # turn by turn, so that a slow minute of the machine is not all of one size
+    for turn in range(
+        STEPS + 1
+    ):  # turn by turn, so that a slow minute of the machine is not all of one size
         show(f"measuring {len(sizes)} sizes of a step, {turn + 1} of {STEPS + 1} times")
         for size in sizes:
             step, rollouts = measure(run, *size)
             if turn:  # the fastest per token, since samples of one size differ in length
                 tried = (fastest.get(size, step), step)
-                fastest[size] = min(tried, key=lambda step: step.step_s / sum(map(sum, step.lengths)))
-            rows += [(n, end == "length") for n, end in zip(rollouts.lengths.tolist(), rollouts.finish, strict=True)]
+                fastest[size] = min(
+                    tried, key=lambda step: step.step_s / sum(map(sum, step.lengths))
+                )
+            rows += [
+                (n, end == "length")
+                for n, end in zip(rollouts.lengths.tolist(), rollouts.finish, strict=True)
+            ]
             prompt_lengths += [len(ids) for ids in rollouts.shared["prompt_ids"]]
     steps = [fastest[size] for size in sizes]
     prompt = statistics.mean(prompt_lengths)
-    rates, device = fit_rates(shape, config, prompt, steps[: len(FITTED)], width=width), run.policy.device
-    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else free
-    of_parts: dict[str, list[float]] = {part: [] for part in ("generate", "train", "publish", "step")}
+    rates, device = (
+        fit_rates(shape, config, prompt, steps[: len(FITTED)], width=width),
+        run.policy.device,
+    )
+    memory = (
+        torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else free
+    )
+    of_parts: dict[str, list[float]] = {
+        part: [] for part in ("generate", "train", "publish", "step")
+    }
     for step in steps[len(FITTED) :]:
         found = predict(shape, rates, config, prompt, step.lengths, step.learned, width=width)
         for part, own in of_parts.items():
             if part != "train" or any(step.learned):  # without an advantage, nothing was trained
                 own.append(abs(found[part] / getattr(step, f"{part}_s") - 1))
-    errors = {part: statistics.median(own) if own else float("nan") for part, own in of_parts.items()}
+    errors = {
+        part: statistics.median(own) if own else float("nan") for part, own in of_parts.items()
+    }
     machine = environment()["hardware"] | {"torch": torch.__version__}
     measured = [asdict(step) for step in steps]
-    return Constants(machine, config.model, width, memory, rates, prompt, tuple(survival(rows)), errors, measured)
+    return Constants(
+        machine, config.model, width, memory, rates, prompt, tuple(survival(rows)), errors, measured
+    )

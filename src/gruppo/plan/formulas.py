@@ -59,15 +59,32 @@ class ModelShape:
             module = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
         text = settings.get_text_config()
         if getattr(text, "kv_lora_rank", None):
-            raise GruppoError(f"a {text.model_type} compresses keys and values, which the plan has no formula for.")
+            raise GruppoError(
+                f"a {text.model_type} compresses keys and values, which the plan has no formula for."
+            )
         experts = sum(p.numel() for name, p in module.named_parameters() if ".experts." in name)
-        of = next((n for n in ("num_experts", "num_local_experts", "n_routed_experts") if getattr(text, n, None)), "")
+        of = next(
+            (
+                n
+                for n in ("num_experts", "num_local_experts", "n_routed_experts")
+                if getattr(text, n, None)
+            ),
+            "",
+        )
         routed = text.num_experts_per_tok / getattr(text, of) if experts and of else 1.0
         counts, head = WeightCounts.of(module), text.vocab_size * text.hidden_size
-        outside = head if text.tie_word_embeddings else 2 * head  # a token reads one row of its embedding
+        outside = (
+            head if text.tie_word_embeddings else 2 * head
+        )  # a token reads one row of its embedding
         heads, output = text.num_attention_heads, module.get_output_embeddings()
-        kv_heads = getattr(text, "num_key_value_heads", None) or heads  # fewer where queries share keys and values
-        linear = [part for part in module.modules() if isinstance(part, torch.nn.Linear) and part is not output]
+        kv_heads = (
+            getattr(text, "num_key_value_heads", None) or heads
+        )  # fewer where queries share keys and values
+        linear = [
+            part
+            for part in module.modules()
+            if isinstance(part, torch.nn.Linear) and part is not output
+        ]
         trunk = counts.total - outside - round((1 - routed) * experts)
         kv_numbers = 2 * text.num_hidden_layers * key_numbers(text)
         attention = text.num_hidden_layers * heads * key_numbers(text) // kv_heads
@@ -76,7 +93,11 @@ class ModelShape:
 
     def adapted(self, rank: int) -> ModelShape:
         """With a LoRA adapter of this rank, which alone is trained and published; the model itself for 0."""
-        return replace(self, counts=replace(self.counts, trained=rank * self.adaptable)) if rank else self
+        return (
+            replace(self, counts=replace(self.counts, trained=rank * self.adaptable))
+            if rank
+            else self
+        )
 
     def forward_flops(self, prompt: float, rows: Sequence[float]) -> float:
         """Operations of a group's forward, its prompt read once; the last token of a row predicts nothing.
@@ -129,7 +150,9 @@ class Rates:
     """Seconds per row for rewards, advantages and metrics."""
 
 
-def decode_step_s(shape: ModelShape, rates: Rates, rows: int, cached: float, *, width: int, gpus: int = 1) -> float:
+def decode_step_s(
+    shape: ModelShape, rates: Rates, rows: int, cached: float, *, width: int, gpus: int = 1
+) -> float:
     """Seconds of one decode step of b rows with ``cached`` tokens: max((W + kv C) / bandwidth, (2 N b + 4 A C) / F)."""
     read = shape.bytes_read(rows, width) + width * shape.kv_numbers * cached
     flops = 2 * (shape.trunk + shape.head) * rows + 4 * shape.attention * cached
@@ -150,18 +173,29 @@ def train_s(
     """Seconds in which the slowest of ``gpus`` ranks does ``passes`` forwards' worth of work on its groups, and AdamW
     ``updates`` steps."""
     work = [shape.forward_flops(prompt, rows) for rows in groups if rows]
-    if minibatches > 1:  # rows are dealt out at random, and each minibatch reads the prompts of its rows
-        again = [minibatches * (1 - (1 - 1 / minibatches) ** len(rows)) - 1 for rows in groups if rows]
-        work = [flops + reads * shape.forward_flops(prompt, ()) for flops, reads in zip(work, again, strict=True)]
+    if (
+        minibatches > 1
+    ):  # rows are dealt out at random, and each minibatch reads the prompts of its rows
+        again = [
+            minibatches * (1 - (1 - 1 / minibatches) ** len(rows)) - 1 for rows in groups if rows
+        ]
+        work = [
+            flops + reads * shape.forward_flops(prompt, ())
+            for flops, reads in zip(work, again, strict=True)
+        ]
     slowest = max((sum(work[rank::gpus]) for rank in range(min(gpus, len(work)))), default=0.0)
     optimizer = updates * ADAM_BYTES * shape.counts.trained / gpus / rates.update_bytes
     return passes * slowest / rates.train_flops + optimizer
 
 
-def learn_s(shape: ModelShape, rates: Rates, config: Config, groups: Groups, prompt: float, *, gpus: int = 1) -> float:
+def learn_s(
+    shape: ModelShape, rates: Rates, config: Config, groups: Groups, prompt: float, *, gpus: int = 1
+) -> float:
     """Seconds of a batch's training on ``gpus`` ranks, a separate critic included. ``shape``: with its adapter."""
     # a backward is two forwards' worth of work, or one without gradients of the weights below an adapter
-    epochs = config.optim.epochs * (2.0 + (not config.lora.rank) + (config.optim.recompute == "layer"))
+    epochs = config.optim.epochs * (
+        2.0 + (not config.lora.rank) + (config.optim.recompute == "layer")
+    )
     # before the updates: log-probs of a reference, and the policy's with the values of a head on it. Where there are
     # no such values, and the batch has one update, its own log-probs are the old ones.
     has_kl, has_critic = bool(highest(config, "kl_coef")), config.objective.has_critic
@@ -176,7 +210,9 @@ def learn_s(shape: ModelShape, rates: Rates, config: Config, groups: Groups, pro
     return seconds
 
 
-def trainer_bytes(shape: ModelShape, config: Config, longest: float, *, gpus: int) -> dict[str, float]:
+def trainer_bytes(
+    shape: ModelShape, config: Config, longest: float, *, gpus: int
+) -> dict[str, float]:
     """Bytes of one rank of ``gpus`` that shard weights, gradients and AdamW's state (FSDP).
 
     The micro-batch is one row of the longest kind: what a trainer needs at least.
@@ -185,13 +221,19 @@ def trainer_bytes(shape: ModelShape, config: Config, longest: float, *, gpus: in
     counts = shape.adapted(lora.rank).counts
     base = counts.total * (NF4_BITS / 8 if lora.load_in_4bit else 2) if lora.rank else 0.0
     parts = state_bytes(counts, shards=gpus, base_bytes=base)
-    if config.objective.has_critic and config.critic.kind == "separate":  # its adapter is on the same base
+    if (
+        config.objective.has_critic and config.critic.kind == "separate"
+    ):  # its adapter is on the same base
         parts |= {f"critic, {name}": size for name, size in parts.items() if name != "base"}
     if highest(config, "kl_coef") and not base:
         parts["reference"] = 2.0 * counts.total / gpus
     if gpus == 1 and not base:
         parts["compute copy"] = 2.0 * counts.total
-    parts |= gathered_bytes(counts, shards=gpus, compute_bytes=2, block_bytes=1 if lora.load_in_4bit else 0)
+    parts |= gathered_bytes(
+        counts, shards=gpus, compute_bytes=2, block_bytes=1 if lora.load_in_4bit else 0
+    )
     recomputes = config.optim.recompute == "layer"
-    rows = activations(shape.settings, math.ceil(longest), torch.bfloat16, "stream", is_recomputed=recomputes)
+    rows = activations(
+        shape.settings, math.ceil(longest), torch.bfloat16, "stream", is_recomputed=recomputes
+    )
     return parts | {"activations": float(rows), "reserved": float(RESERVED_BYTES)}

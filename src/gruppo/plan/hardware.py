@@ -27,7 +27,9 @@ GPUS = {
     "h200": Gpu(989e12, 4.8e12, 141e9),  # H200 SXM data sheet
     "h100": Gpu(989e12, 3.35e12, 80e9),  # H100 SXM data sheet
     "h100-pcie": Gpu(756e12, 2.0e12, 80e9),  # H100 PCIe data sheet
-    "h20": Gpu(148e12, 4.0e12, 96e9),  # H20 as listed by server vendors; NVIDIA publishes no data sheet
+    "h20": Gpu(
+        148e12, 4.0e12, 96e9
+    ),  # H20 as listed by server vendors; NVIDIA publishes no data sheet
     "a100": Gpu(312e12, 2.039e12, 80e9),  # A100 80 GB SXM data sheet
     "a100-40gb": Gpu(312e12, 1.555e12, 40e9),  # A100 40 GB data sheet
     "l40s": Gpu(362e12, 0.864e12, 48e9),  # L40S data sheet
@@ -46,7 +48,9 @@ def find_gpu(name: str) -> Gpu:
     key = name.lower().removeprefix("nvidia").removeprefix("rtx").strip(" -")
     if key not in GPUS:
         known = (*GPUS, THIS)
-        raise GruppoError(f"--gpu {name}: unknown; known are {', '.join(known)}.{did_you_mean(key, known)}")
+        raise GruppoError(
+            f"--gpu {name}: unknown; known are {', '.join(known)}.{did_you_mean(key, known)}"
+        )
     return GPUS[key]
 
 

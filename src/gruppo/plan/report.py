@@ -27,7 +27,9 @@ WIDTH, SHOWN = 100, 6
 
 def run_fit(config: Config, path: Path, *, is_json: bool) -> None:
     if path.is_dir() or not path.absolute().parent.is_dir():  # said before minutes of measuring
-        raise GruppoError(f"--constants {path}: it needs a file in a folder that exists. Make the folder, or name one.")
+        raise GruppoError(
+            f"--constants {path}: it needs a file in a folder that exists. Make the folder, or name one."
+        )
     console = Console(stderr=True)
     constants = fit(config, lambda line: console.print(line, highlight=False, style="dim"))
     text = json.dumps(asdict(constants), indent=1)
@@ -67,7 +69,9 @@ def run_plan(
         if value is not None and not low <= value < math.inf:
             raise GruppoError(f"--{name} is {value:g}; it needs at least {low}{what}.")
     shape, longest = open_shape(model or config.model), config.rollout.max_new_tokens
-    survival = constants.survival if mean_tokens is None else geometric_survival(mean_tokens, longest)
+    survival = (
+        constants.survival if mean_tokens is None else geometric_survival(mean_tokens, longest)
+    )
     prompt = constants.prompt_tokens if prompt_tokens is None else prompt_tokens
     work = Work(config, shape, machine_for(gpu, constants, shape), prompt, survival)
     found = splits(work, gpus)
@@ -76,7 +80,11 @@ def run_plan(
     cost = None if price is None else gpu_hours * price
     totals: dict[str, float | None] = {"hours": hours, "gpu_hours": gpu_hours, "cost": cost}
     if is_json:
-        about: dict[str, Any] = {"gpu": gpu, "rates": asdict(work.machine.rates), "rates_from": work.machine.source}
+        about: dict[str, Any] = {
+            "gpu": gpu,
+            "rates": asdict(work.machine.rates),
+            "rates_from": work.machine.source,
+        }
         about |= {"error": work.machine.error, "splits": [asdict(split) for split in found]}
         return print(json.dumps(about | totals, indent=1))
     console = Console(highlight=False)
@@ -84,7 +92,9 @@ def run_plan(
     console.print(render(work, found, gpus, totals))
 
 
-def render(work: Work, found: Sequence[Split], gpus: int, totals: dict[str, float | None]) -> RenderableType:
+def render(
+    work: Work, found: Sequence[Split], gpus: int, totals: dict[str, float | None]
+) -> RenderableType:
     """The best split with its figures, each with its error, then the other splits."""
     config, machine, best = work.config, work.machine, found[0]
     rollout, lag, error = config.rollout, config.engine.lag, f"± {machine.error:.0%}"
@@ -93,20 +103,50 @@ def render(work: Work, found: Sequence[Split], gpus: int, totals: dict[str, floa
     joint = " on the same GPUs as" if best.is_shared else ","
     run = f"{counted(config.steps, 'step')} in {duration(3600 * (totals['hours'] or 0))}"
     has_price = totals["cost"] is not None
-    waiting = f"trainers {percent(best.trainer_waits)}, servers {percent(best.servers_idle)} of the time"
+    waiting = (
+        f"trainers {percent(best.trainer_waits)}, servers {percent(best.servers_idle)} of the time"
+    )
     stale = f"mean {number(best.lag_mean)}, at most {counted(best.lag_max, 'publish', 'publishes')}"
     figures = (
-        ("split", f"{counted(best.trainers, 'trainer')}{joint} {counted(best.servers, 'server')}{each}", "simulated"),
+        (
+            "split",
+            f"{counted(best.trainers, 'trainer')}{joint} {counted(best.servers, 'server')}{each}",
+            "simulated",
+        ),
         ("step", f"{number(best.step_s)} s", error),
-        ("throughput", f"{number(best.tokens_per_s)} tokens/s, {number(best.samples_per_s)} samples/s", error),
+        (
+            "throughput",
+            f"{number(best.tokens_per_s)} tokens/s, {number(best.samples_per_s)} samples/s",
+            error,
+        ),
         ("waiting", waiting, "simulated"),
         ("staleness", stale, f"bound {lag}"),
-        ("memory", f"trainer {best.trainer_gib:.1f}{of} GiB, server {best.server_gib:.1f}{of} GiB", "not measured"),
+        (
+            "memory",
+            f"trainer {best.trainer_gib:.1f}{of} GiB, server {best.server_gib:.1f}{of} GiB",
+            "not measured",
+        ),
         ("run", f"{run}, {number(totals['gpu_hours'])} GPU hours", error),
-        ("cost", f"${totals['cost']:,.2f}" if has_price else "no price was given: --price", error if has_price else ""),
+        (
+            "cost",
+            f"${totals['cost']:,.2f}" if has_price else "no price was given: --price",
+            error if has_price else "",
+        ),
     )
-    titles = ("trainers", "servers", "GPUs", "step s", "tokens/s", "trainers wait", "servers wait", "lag")
-    top, right = Table(box=None, show_header=False), (Column(title, justify="right") for title in titles)
+    titles = (
+        "trainers",
+        "servers",
+        "GPUs",
+        "step s",
+        "tokens/s",
+        "trainers wait",
+        "servers wait",
+        "lag",
+    )
+    top, right = (
+        Table(box=None, show_header=False),
+        (Column(title, justify="right") for title in titles),
+    )
     others = Table(*right, box=None, header_style="dim")
     for row in figures:
         top.add_row(*row)
@@ -115,10 +155,14 @@ def render(work: Work, found: Sequence[Split], gpus: int, totals: dict[str, floa
         servers = f"{'shared ' * split.is_shared}{split.servers}{each}"
         rates = map(number, (split.step_s, split.tokens_per_s))
         waits = map(percent, (split.trainer_waits, split.servers_idle))
-        others.add_row(str(split.trainers), servers, str(split.gpus), *rates, *waits, number(split.lag_mean))
+        others.add_row(
+            str(split.trainers), servers, str(split.gpus), *rates, *waits, number(split.lag_mean)
+        )
     notes = [f"Rates: {machine.source}. The error is the median of steps that were not fitted."]
     if len(work.survival) <= rollout.max_new_tokens:
-        notes.append(f"Lengths beyond {len(work.survival) - 1} tokens were not sampled: rows end at the mean rate.")
+        notes.append(
+            f"Lengths beyond {len(work.survival) - 1} tokens were not sampled: rows end at the mean rate."
+        )
     if best.gpus < gpus:
         idle = f"{gpus - best.gpus} of {gpus} GPUs have nothing to do: a trainer and a server need a group each."
         notes.append(f"{idle} Raise --rollout.prompts, or plan for fewer.")

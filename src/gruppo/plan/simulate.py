@@ -89,7 +89,9 @@ class SimulatedServer:
     def next_end(self) -> float:
         """When the next row ends if nothing else happens. Its time per token is that of half the tokens to come."""
         left = self.rows[0][0] - self.tokens
-        self.token_s = self.loop.decode_step_s(len(self.rows), self.cached + len(self.rows) * left / 2)
+        self.token_s = self.loop.decode_step_s(
+            len(self.rows), self.cached + len(self.rows) * left / 2
+        )
         return max(self.at, self.free_at) + left * self.token_s
 
     def add(self, group: int, lengths: Sequence[int]) -> None:
@@ -122,11 +124,15 @@ def simulate(loop: Loop, lengths: Groups) -> Timeline:
                 continue
             server, changed = servers[number], {number}
             server.advance(now)
-            while server.rows and server.rows[0][0] <= server.tokens + 1e-6:  # of a token: rounding of the clock
+            while (
+                server.rows and server.rows[0][0] <= server.tokens + 1e-6
+            ):  # of a token: rounding of the clock
                 _, begun, group = heapq.heappop(server.rows)
                 server.begun -= begun
                 missing[group // loop.prompts] -= 1
-        elif kind == TRAINED:  # the servers load the new weights, and read what their rows have again
+        elif (
+            kind == TRAINED
+        ):  # the servers load the new weights, and read what their rows have again
             heapq.heappush(events, (now + loop.publish_s, PUBLISHED, 0, 0))
             for server in servers:
                 server.advance(now)

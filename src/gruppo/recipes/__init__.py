@@ -5,14 +5,31 @@ from gruppo.recipes.calculator import tool_calculator
 from gruppo.recipes.diffusion import ddpo, images
 from gruppo.recipes.digits import digits_compress, digits_pretrain, digits_sevens
 from gruppo.recipes.guess import guess
-from gruppo.recipes.restoration import denoise_photos, restore, restore_progressive, restore_quick, restore_text
+from gruppo.recipes.restoration import (
+    denoise_photos,
+    restore,
+    restore_progressive,
+    restore_quick,
+    restore_text,
+)
 from gruppo.recipes.search import tool_search
 from gruppo.recipes.text import chat, plain, qwen
 
 _ALL = (
     *(arithmetic, arithmetic_format, arithmetic_ppo, guess, tool_calculator, tool_search),
     *(digits_pretrain, digits_compress, digits_sevens),
-    *(denoise_photos, restore_text, restore, restore_progressive, restore_quick, images, plain, chat, qwen, ddpo),
+    *(
+        denoise_photos,
+        restore_text,
+        restore,
+        restore_progressive,
+        restore_quick,
+        images,
+        plain,
+        chat,
+        qwen,
+        ddpo,
+    ),
 )
 RECIPES = {recipe.__name__.replace("_", "-"): recipe for recipe in _ALL}
 """The built-in recipes, by the name that ``gruppo train`` takes."""

@@ -26,7 +26,9 @@ def arithmetic() -> schema.Config:
         data="arithmetic:0:20:natural",
         reward=("exact_match",),
         steps=50,
-        rollout=schema.RolloutConfig(prompts=48, group_size=8, max_new_tokens=6, temperature=1.5, top_k=12),
+        rollout=schema.RolloutConfig(
+            prompts=48, group_size=8, max_new_tokens=6, temperature=1.5, top_k=12
+        ),
         optim=schema.OptimConfig(lr=1.2e-5, warmup_steps=3),
         prompts=schema.PromptsConfig(held_out_fraction=0.4),
         evaluation=schema.EvaluationConfig(prompts=256),
@@ -46,7 +48,9 @@ def arithmetic_ppo() -> schema.Config:
         recipe,
         objective=PPO,
         rollout=replace(recipe.rollout, prompts=24),
-        critic=schema.CriticConfig(kind="shared", lr=1e-3),  # the rate of a new head; the network keeps optim.lr
+        critic=schema.CriticConfig(
+            kind="shared", lr=1e-3
+        ),  # the rate of a new head; the network keeps optim.lr
         stage=schema.Stage(kl_coef=0.005, value_coef=0.1),
         optim=schema.OptimConfig(lr=6e-6, warmup_steps=3, epochs=2),
     )
@@ -69,7 +73,9 @@ def arithmetic_format() -> schema.Config:
         # Six steps reduce the negative log-likelihood from 4.43 to 0.17 nats per token. Rewards alone find nothing in
         # the same time, even with partial credit as in partly_in_tags (docs/dev/lab.md).
         stages=(
-            schema.Stage(name="supervised", steps=6, rl_coef=0.0, sup_coef=1.0, lr=5e-5, warmup_steps=3),
+            schema.Stage(
+                name="supervised", steps=6, rl_coef=0.0, sup_coef=1.0, lr=5e-5, warmup_steps=3
+            ),
             schema.Stage(name="full", warmup_steps=3),
         ),
         supervised=schema.SupervisedConfig(template=f" {OPENING}{{target}}{CLOSING}", batch=32),
@@ -89,7 +95,9 @@ def partly_in_tags(completions: Sequence[Any], answer: Sequence[Any], **_: Any) 
     A shaped reward, of the kind often proposed where the whole format never occurs.
     """
     scores = []
-    for completion, gold, whole in zip(completions, answer, in_tags(completions, answer), strict=True):
+    for completion, gold, whole in zip(
+        completions, answer, in_tags(completions, answer), strict=True
+    ):
         text = text_of(completion)
         tags = sum(text.count(tag) == 1 for tag in (OPENING, CLOSING))
         is_number = text.replace(OPENING, "").replace(CLOSING, "").strip() == str(gold)

@@ -40,7 +40,9 @@ def tool_calculator() -> schema.Config:
         optim=schema.OptimConfig(lr=1.2e-5),
         # With six steps, demonstrations alone are enough and GRPO has nothing left to learn (docs/dev/lab.md).
         stages=(
-            schema.Stage(name="supervised", steps=3, rl_coef=0.0, sup_coef=1.0, lr=1e-4, warmup_steps=3),
+            schema.Stage(
+                name="supervised", steps=3, rl_coef=0.0, sup_coef=1.0, lr=1e-4, warmup_steps=3
+            ),
             schema.Stage(name="full", warmup_steps=3),
         ),
         supervised=schema.SupervisedConfig(column="demonstration", batch=8),
@@ -62,7 +64,9 @@ def calculator(expression: str) -> str:
         tree = ast.parse(expression[:100].strip(), mode="eval")
         return str(_value(tree.body))
     except (SyntaxError, ValueError):
-        raise ValueError(f"{expression[:100]!r} is not an expression of integers, + - * and brackets.") from None
+        raise ValueError(
+            f"{expression[:100]!r} is not an expression of integers, + - * and brackets."
+        ) from None
 
 
 def _value(node: ast.expr) -> int:
@@ -82,11 +86,15 @@ def products() -> list[dict[str, Any]]:
         # Hashes of the number, not a generator: the same on every machine and version of Python.
         a, b = 101 + int(899 * hash_unit(f"{n} a")), 12 + int(88 * hash_unit(f"{n} b"))
         question, product = QUESTIONS[n % len(QUESTIONS)].format(a=a, b=b), str(a * b)
-        rows.append(with_one_call(question, "calculator", {"expression": f"{a} * {b}"}, product, product))
+        rows.append(
+            with_one_call(question, "calculator", {"expression": f"{a} * {b}"}, product, product)
+        )
     return rows
 
 
-def with_one_call(question: str, tool: str, arguments: dict[str, str], result: str, answer: str) -> dict[str, Any]:
+def with_one_call(
+    question: str, tool: str, arguments: dict[str, str], result: str, answer: str
+) -> dict[str, Any]:
     """A row with a question, its answer, and a demonstration that calls a tool once."""
     call = {"type": "function", "function": {"name": tool, "arguments": arguments}}
     demonstration = [
@@ -94,7 +102,11 @@ def with_one_call(question: str, tool: str, arguments: dict[str, str], result: s
         {"role": "tool", "name": tool, "content": result},
         {"role": "assistant", "content": answer},
     ]
-    return {"prompt": [{"role": "user", "content": question}], "answer": answer, "demonstration": demonstration}
+    return {
+        "prompt": [{"role": "user", "content": question}],
+        "answer": answer,
+        "demonstration": demonstration,
+    }
 
 
 def right(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float]:

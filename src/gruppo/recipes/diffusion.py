@@ -52,7 +52,9 @@ def ddpo() -> schema.Config:
         objective=Objective(kl="exact", clip_unit="nats", clip_low=0.2, clip_high=0.2),
         rollout=schema.RolloutConfig(prompts=16, group_size=8),
         modality=DiffusionConfig(eta=1.0),
-        optim=schema.OptimConfig(lr=5e-5, minibatches=2),  # at one update the ratio is 1, and nothing is clipped
+        optim=schema.OptimConfig(
+            lr=5e-5, minibatches=2
+        ),  # at one update the ratio is 1, and nothing is clipped
         stage=schema.Stage(kl_coef=0.04),
         # A reference that follows is no anchor: black images are at 3 nats of KL to it (docs/dev/lab.md).
         reference=schema.ReferenceConfig(kind="mixed", update_rate=0.6, update_every=50),

@@ -34,7 +34,9 @@ def digits_pretrain() -> schema.Config:
         reward=("gruppo.recipes.digits:reads_as_asked",),
         name="digits-pretrain",
         steps=4500,
-        modality=DiffusionConfig(shift=3.0),  # 97.4% of samples of the requested class; 95.5% without (docs/dev/lab.md)
+        modality=DiffusionConfig(
+            shift=3.0
+        ),  # 97.4% of samples of the requested class; 95.5% without (docs/dev/lab.md)
         optim=schema.OptimConfig(lr=2e-3, warmup_steps=50, decay="cosine"),
         stage=schema.Stage(rl_coef=0.0, sup_coef=1.0),
         supervised=schema.SupervisedConfig(batch=128),
@@ -133,12 +135,17 @@ def digit_classifier(*, rejects: bool = False) -> Any:
         (images, labels), _ = split_images(*load_digits())
         if rejects:
             others = _non_digits(images)
-            images, labels = torch.cat([images, others]), torch.cat([labels, torch.full((len(others),), 10)])
+            images, labels = (
+                torch.cat([images, others]),
+                torch.cat([labels, torch.full((len(others),), 10)]),
+            )
         with torch.enable_grad():
             train_classifier(network, images, labels, seed=0)
     with suppress(OSError):  # without a cache it is trained in each run
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_name(f".{file.name}.{os.getpid()}")  # atomic, as another process may train the same
+        temporary = file.with_name(
+            f".{file.name}.{os.getpid()}"
+        )  # atomic, as another process may train the same
         network.save(temporary)
         temporary.replace(file)
     return network.eval()
@@ -156,7 +163,11 @@ def _non_digits(images: Any) -> Any:
     uniform = partial(torch.rand, generator=generator)
     faded *= uniform(len(faded), 1, 1, 1) / 3
     kept = (torch.arange(side) - uniform(len(torn), 1) * side) % side < side // 3  # [n, side]
-    torn *= torch.where(uniform(len(torn), 1, 1, 1) < 0.5, kept[:, None, :, None], kept[:, None, None, :])
+    torn *= torch.where(
+        uniform(len(torn), 1, 1, 1) < 0.5, kept[:, None, :, None], kept[:, None, None, :]
+    )
     gray = (uniform(len(gray), 1, 1, 1) ** 3).expand_as(gray)
     brightness, chance = uniform(specks.shape), uniform(specks.shape)
-    return torch.cat([faded, torn, gray, brightness * (chance < 0.1 * uniform(len(specks), 1, 1, 1))])
+    return torch.cat(
+        [faded, torn, gray, brightness * (chance < 0.1 * uniform(len(specks), 1, 1, 1))]
+    )

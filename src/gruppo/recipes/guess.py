@@ -52,7 +52,9 @@ def reply(text: str, state: dict[str, Any], answer: str) -> str | None:
     state["found"] = number == target
     if number == target:
         return None
-    state["left"] = (max(low, number + 1), high) if number < target else (low, min(high, number - 1))
+    state["left"] = (
+        (max(low, number + 1), high) if number < target else (low, min(high, number - 1))
+    )
     return "Higher." if number < target else "Lower."
 
 

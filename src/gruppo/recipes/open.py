@@ -24,23 +24,31 @@ def recipe_config(name: str) -> Config:
     if name in RECIPES:
         return RECIPES[name]()
     if (path := config_file(name)) is not None:
-        is_run = path != Path(name) or (path.name == "config.json" and (path.parent / "manifest.json").is_file())
+        is_run = path != Path(name) or (
+            path.name == "config.json" and (path.parent / "manifest.json").is_file()
+        )
         if is_run:  # and not a file of the user's own, in any folder
             check_links(path.parent)
         config = serialization.load(path)
         if not is_of_run(path):  # the user wrote it
             return config
         place, own = path.resolve().parent.parent, config.runs_dir
-        if not (os.path.exists(own) and os.path.samefile(own, place)):  # nobody else chooses where runs are written
+        if not (
+            os.path.exists(own) and os.path.samefile(own, place)
+        ):  # nobody else chooses where runs are written
             config = replace(config, runs_dir=Config().runs_dir)
         return replace(config, name="")  # it is taken
     if ":" not in name and not is_file_name(name):
-        hint = did_you_mean(name, RECIPES, f" Built in: {', '.join(RECIPES)}; or give file.py:function.")
+        hint = did_you_mean(
+            name, RECIPES, f" Built in: {', '.join(RECIPES)}; or give file.py:function."
+        )
         raise GruppoError(f"unknown recipe {name!r}.{hint}")
     recipe = load_object(name)
     config = recipe() if callable(recipe) else recipe
     if not isinstance(config, Config):
-        raise GruppoError(f"{name} gives a {type(config).__name__}; a recipe returns a gruppo.Config.")
+        raise GruppoError(
+            f"{name} gives a {type(config).__name__}; a recipe returns a gruppo.Config."
+        )
     return config
 
 
@@ -72,7 +80,9 @@ def check_code(file: Path, recipe: Config, config: Config, *, trust_run: bool = 
         trust_remote_code=config.trust_remote_code,
     )
     if config.runs_dir == recipe.runs_dir != (other := serialization.load(file).runs_dir):
-        log.warning("%s: its runs_dir %r is ignored, new runs go to %s.", file, other, config.runs_dir)
+        log.warning(
+            "%s: its runs_dir %r is ignored, new runs go to %s.", file, other, config.runs_dir
+        )
 
 
 def run_stem(name: str) -> str:

@@ -25,13 +25,20 @@ def restore() -> schema.Config:
         data="photos:noise=25",
         reward=("psnr",),
         steps=3000,
-        modality=RestorationConfig(action="band_gains:grid=8,std=0.15", supervises="base", action_lr_factor=2.0),
+        modality=RestorationConfig(
+            action="band_gains:grid=8,std=0.15", supervises="base", action_lr_factor=2.0
+        ),
         objective=EXACT_KL,
         rollout=schema.RolloutConfig(prompts=16, group_size=8),
         optim=schema.OptimConfig(lr=1e-3),
         stages=(
             schema.Stage(
-                "supervised", steps=2800, rl_coef=0.0, sup_coef=1.0, lr="cosine:1e-3,1e-5", until="eval/psnr flat 4"
+                "supervised",
+                steps=2800,
+                rl_coef=0.0,
+                sup_coef=1.0,
+                lr="cosine:1e-3,1e-5",
+                until="eval/psnr flat 4",
             ),
             schema.Stage("full", kl_coef=0.01, lr=1e-3, new_reference=True),
         ),
@@ -52,7 +59,14 @@ def restore_progressive() -> schema.Config:
     and no more after GRPO: PSNR and SSIM are differentiable, and supervision follows their gradient.
     """
     full = schema.Stage("full", sup_coef=0.5, cons_coef=0.1, kl_coef=0.01, lr=5e-5)
-    ramp = replace(full, name="ramp", steps=150, rl_coef="linear:0,1", sup_coef="linear:1,0.5", new_reference=True)
+    ramp = replace(
+        full,
+        name="ramp",
+        steps=150,
+        rl_coef="linear:0,1",
+        sup_coef="linear:1,0.5",
+        new_reference=True,
+    )
     return replace(
         restore(),
         reward=("psnr", "ssim"),
@@ -62,12 +76,21 @@ def restore_progressive() -> schema.Config:
         rollout=schema.RolloutConfig(prompts=8, group_size=8),
         optim=schema.OptimConfig(lr=1e-3, weight_decay=0.01, max_grad_norm=1.0, terms_every=50),
         stages=(
-            schema.Stage("supervised", steps=700, rl_coef=0.0, sup_coef=1.0, lr="cosine:2e-3,5e-5", warmup_steps=10),
+            schema.Stage(
+                "supervised",
+                steps=700,
+                rl_coef=0.0,
+                sup_coef=1.0,
+                lr="cosine:2e-3,5e-5",
+                warmup_steps=10,
+            ),
             ramp,
             full,
         ),
         back_off=schema.BackOffConfig(metric="eval/psnr", drop=0.5),
-        scoring=schema.ScoringConfig(weights=(0.6 / 40, 0.4)),  # the source document: 0.6 PSNR / 40 + 0.4 SSIM
+        scoring=schema.ScoringConfig(
+            weights=(0.6 / 40, 0.4)
+        ),  # the source document: 0.6 PSNR / 40 + 0.4 SSIM
         evaluation=schema.EvaluationConfig(prompts=64, every=50),
         saving=schema.SavingConfig(every=200, keep=1),
         show_samples_every=50,
@@ -107,12 +130,28 @@ def denoise_photos() -> schema.Config:
         steps=6170,
         # A ramp at 1e-4, five times the network's last rate, lost 0.15 dB in 20 steps: hence 2.5e-5 for the network,
         # and 200 times that for the gains (docs/dev/lab.md).
-        modality=RestorationConfig(action="band_gains:grid=8,std=0.15", supervises="base", action_lr_factor=200.0),
+        modality=RestorationConfig(
+            action="band_gains:grid=8,std=0.15", supervises="base", action_lr_factor=200.0
+        ),
         rollout=schema.RolloutConfig(prompts=8, group_size=8),
         optim=schema.OptimConfig(lr=2e-3),
         stages=(
-            schema.Stage("supervised", steps=6000, rl_coef=0.0, sup_coef=1.0, lr="cosine:2e-3,2e-5", warmup_steps=20),
-            schema.Stage("ramp", steps=20, rl_coef="linear:0,1", sup_coef="linear:1,0", lr=2.5e-5, warmup_steps=10),
+            schema.Stage(
+                "supervised",
+                steps=6000,
+                rl_coef=0.0,
+                sup_coef=1.0,
+                lr="cosine:2e-3,2e-5",
+                warmup_steps=20,
+            ),
+            schema.Stage(
+                "ramp",
+                steps=20,
+                rl_coef="linear:0,1",
+                sup_coef="linear:1,0",
+                lr=2.5e-5,
+                warmup_steps=10,
+            ),
             schema.Stage("full", lr="cosine:2.5e-5,1.25e-6"),
         ),
         supervised=schema.SupervisedConfig(batch=8),
@@ -139,16 +178,26 @@ def restore_text() -> schema.Config:
         reward=("ocr_accuracy",),
         steps=1060,
         modality=RestorationConfig(
-            action="controls:blur=0-2.5@2,noise=0-60@30,mix=0-1@1,std=0.15,unit=true", supervises="told"
+            action="controls:blur=0-2.5@2,noise=0-60@30,mix=0-1@1,std=0.15,unit=true",
+            supervises="told",
         ),
         rollout=schema.RolloutConfig(prompts=12, group_size=8),
         optim=schema.OptimConfig(lr=3e-3),
         stages=(
-            schema.Stage("supervised", steps=1000, rl_coef=0.0, sup_coef=1.0, lr="cosine:3e-3,0", warmup_steps=30),
+            schema.Stage(
+                "supervised",
+                steps=1000,
+                rl_coef=0.0,
+                sup_coef=1.0,
+                lr="cosine:3e-3,0",
+                warmup_steps=30,
+            ),
             # At 5e-3 the head returned the given image unchanged within ten steps (docs/dev/lab.md).
             schema.Stage("full", lr="linear:1.3e-3,2e-4"),
         ),
-        supervised=schema.SupervisedConfig(data="lines:blur=0-2.5,noise=0-60,count=16000,set=1", batch=16),
+        supervised=schema.SupervisedConfig(
+            data="lines:blur=0-2.5,noise=0-60,count=16000,set=1", batch=16
+        ),
         prompts=schema.PromptsConfig(held_out_fraction=0.25),
         evaluation=schema.EvaluationConfig(prompts=256, every=1000),
         saving=schema.SavingConfig(every=500, keep=1),

@@ -15,14 +15,92 @@ from gruppo.data.source import hash_unit
 from gruppo.recipes.calculator import tool_calculator, with_one_call
 
 NAMES = (
-    *("Amber", "Ash", "Barley", "Birch", "Bishop", "Cedar", "Clover", "Copper", "Crane", "Falcon", "Fern", "Flint"),
-    *("Fox", "Hazel", "Heron", "Iron", "Ivy", "Juniper", "Lark", "Maple", "Marble", "Mint", "Otter", "Pearl"),
-    *("Pine", "Quarry", "Raven", "River", "Rose", "Salt", "Silver", "Swan", "Thistle", "Tiger", "Willow", "Wolf"),
+    *(
+        "Amber",
+        "Ash",
+        "Barley",
+        "Birch",
+        "Bishop",
+        "Cedar",
+        "Clover",
+        "Copper",
+        "Crane",
+        "Falcon",
+        "Fern",
+        "Flint",
+    ),
+    *(
+        "Fox",
+        "Hazel",
+        "Heron",
+        "Iron",
+        "Ivy",
+        "Juniper",
+        "Lark",
+        "Maple",
+        "Marble",
+        "Mint",
+        "Otter",
+        "Pearl",
+    ),
+    *(
+        "Pine",
+        "Quarry",
+        "Raven",
+        "River",
+        "Rose",
+        "Salt",
+        "Silver",
+        "Swan",
+        "Thistle",
+        "Tiger",
+        "Willow",
+        "Wolf",
+    ),
 )
 KINDS = ("Bridge", "Castle", "Lighthouse", "Mill", "Museum", "Station", "Theater", "Tower")
-TOWNS = ("Arden", "Brack", "Corley", "Dunmore", "Elden", "Farrow", "Gorse", "Holt", "Kirby", "Lisk", "Marne", "Norby")
-FIRST = ("Ada", "Bruno", "Clara", "David", "Emma", "Felix", "Greta", "Hugo", "Irene", "Jonas", "Karin", "Leo")
-LAST = ("Adler", "Berg", "Cole", "Dahl", "Evans", "Frank", "Gray", "Hall", "Keller", "Lund", "Moss", "Quill")
+TOWNS = (
+    "Arden",
+    "Brack",
+    "Corley",
+    "Dunmore",
+    "Elden",
+    "Farrow",
+    "Gorse",
+    "Holt",
+    "Kirby",
+    "Lisk",
+    "Marne",
+    "Norby",
+)
+FIRST = (
+    "Ada",
+    "Bruno",
+    "Clara",
+    "David",
+    "Emma",
+    "Felix",
+    "Greta",
+    "Hugo",
+    "Irene",
+    "Jonas",
+    "Karin",
+    "Leo",
+)
+LAST = (
+    "Adler",
+    "Berg",
+    "Cole",
+    "Dahl",
+    "Evans",
+    "Frank",
+    "Gray",
+    "Hall",
+    "Keller",
+    "Lund",
+    "Moss",
+    "Quill",
+)
 WORD = re.compile(r"\w+")
 QUESTIONS = {
     "year": ("When was {name} built?", "In which year was {name} built?"),
@@ -63,7 +141,9 @@ class BM25:
         # The part of a text's score that depends on its length alone.
         self.k1, self.norms = k1, [k1 * (1 - b + b * length / mean) for length in lengths]
         found = Counter(word for count in self.counts for word in count)
-        self.idf = {word: math.log(1 + (len(texts) - n + 0.5) / (n + 0.5)) for word, n in found.items()}
+        self.idf = {
+            word: math.log(1 + (len(texts) - n + 0.5) / (n + 0.5)) for word, n in found.items()
+        }
 
     def scores(self, query: str) -> list[float]:
         known = [(word, self.idf[word]) for word in WORD.findall(query.lower()) if word in self.idf]
@@ -85,7 +165,9 @@ def buildings() -> list[dict[str, str]]:
     for name in (f"{first} {kind}" for first in NAMES for kind in KINDS):
         # By hashes of the name, as in products(): no order of building or Python changes them.
         lists = {"town": TOWNS, "first": FIRST, "last": LAST}
-        town, first, last = (values[int(len(values) * hash_unit(f"{name} {key}"))] for key, values in lists.items())
+        town, first, last = (
+            values[int(len(values) * hash_unit(f"{name} {key}"))] for key, values in lists.items()
+        )
         year = str(1500 + int(500 * hash_unit(f"{name} year")))
         rows.append({"name": name, "year": year, "town": town, "architect": f"{first} {last}"})
     return rows
@@ -114,7 +196,10 @@ def questions() -> list[dict[str, Any]]:
     rows = []
     for number, building in enumerate(buildings()):
         for fact, phrasings in QUESTIONS.items():
-            name, question = building["name"], phrasings[number % len(phrasings)].format(name=building["name"])
+            name, question = (
+                building["name"],
+                phrasings[number % len(phrasings)].format(name=building["name"]),
+            )
             row = with_one_call(question, "search", {"query": name}, search(name), building[fact])
             # in this order: the rows' text is what a resumed run compares
             rows.append({"prompt": row["prompt"], "answer": row["answer"], "fact": fact} | row)

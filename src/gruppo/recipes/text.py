@@ -45,7 +45,9 @@ def chat() -> schema.Config:
     """
     return replace(
         arithmetic(),
-        rollout=schema.RolloutConfig(prompts=16, group_size=16, max_new_tokens=6, temperature=1.0, top_k=50),
+        rollout=schema.RolloutConfig(
+            prompts=16, group_size=16, max_new_tokens=6, temperature=1.0, top_k=50
+        ),
         optim=schema.OptimConfig(lr=1.2e-5, decay="linear"),
         stage=schema.Stage(kl_coef=0.04),
     )

@@ -25,11 +25,21 @@ if TYPE_CHECKING:
     from gruppo.rewards.scoring import Failure, RewardSet, Scores, reward_stats
 
 # Written out, and not taken from _HOMES: type checkers and linters read it without running this file.
-__all__ = ["Failure", "FunctionReward", "ProcessRewardModel", "RewardModel", "RewardSet", "Scores", "code_tests"]
+__all__ = [
+    "Failure",
+    "FunctionReward",
+    "ProcessRewardModel",
+    "RewardModel",
+    "RewardSet",
+    "Scores",
+    "code_tests",
+]
 __all__ += ["columns_of", "resolve_reward", "reward_stats", "step_reward", "turn_reward"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module 'gruppo.rewards' has no attribute {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(
+            f"module 'gruppo.rewards' has no attribute {name!r}; it has {', '.join(__all__)}"
+        )
     return getattr(import_module(f"gruppo.rewards.{_HOMES[name]}"), name)

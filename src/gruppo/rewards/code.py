@@ -21,7 +21,9 @@ from gruppo.types import DataError
 
 COLUMNS = ("tests", "test_list", "input_output")
 """Columns of tests, of which the first that exists is read; ``column`` names another."""
-_FENCE = re.compile(r"(?P<prefix>[ \t>]*+)(?P<mark>`{3,}+|~{3,}+)(?P<rest>[^`]*+)")  # possessive: in linear time
+_FENCE = re.compile(
+    r"(?P<prefix>[ \t>]*+)(?P<mark>`{3,}+|~{3,}+)(?P<rest>[^`]*+)"
+)  # possessive: in linear time
 _PYTHON = {"python", "py", "python3", "{python}", "{.python}"}
 _MOST_WORKERS = 16
 LogExtra = Callable[[str, Iterable[Any]], None] | None
@@ -34,7 +36,9 @@ class ProgramScore:
 
     passed: int
     total: int
-    failures: tuple[str, ...] = ()  # of each case that failed: error, timeout, not_run, wrong, no_program
+    failures: tuple[
+        str, ...
+    ] = ()  # of each case that failed: error, timeout, not_run, wrong, no_program
     message: str = ""  # why the first case failed; empty where all passed
 
 
@@ -80,28 +84,44 @@ class CodeTests:
     def check(self, columns: Collection[str]) -> None:
         """Raise DataError where the data have no column of tests."""
         if not {*columns} & {*([self.column] if self.column else COLUMNS)}:
-            required, has = self.column or " or ".join(COLUMNS), ", ".join(sorted(columns)) or "no columns"
+            required, has = (
+                self.column or " or ".join(COLUMNS),
+                ", ".join(sorted(columns)) or "no columns",
+            )
             problem = f"reward code_tests reads the column {required}, which the data do not have; they have: {has}"
             raise DataError(f"{problem}. Name it with --reward code_tests:column=NAME.")
 
     def __call__(
-        self, completions: Sequence[Any], log_metric: LogMetric = None, log_extra: LogExtra = None, **columns: Any
+        self,
+        completions: Sequence[Any],
+        log_metric: LogMetric = None,
+        log_extra: LogExtra = None,
+        **columns: Any,
     ) -> list[Any]:
         """One score per completion; None without tests; ``CallError`` where it could not be scored."""
-        results = self._run([program_in(text_of(completion)) for completion in completions], columns)
+        results = self._run(
+            [program_in(text_of(completion)) for completion in completions], columns
+        )
         scores = [result if isinstance(result, ProgramScore) else None for result in results]
         if log_metric is not None and any(scores):
             for name, value in code_metrics([score for score in scores if score]).items():
                 log_metric(name, value)
         if log_extra is not None:
             log_extra("code_error", [score and score.message for score in scores])
-            log_extra("code_passed", [score and f"{score.passed}/{score.total}" for score in scores])
+            log_extra(
+                "code_passed", [score and f"{score.passed}/{score.total}" for score in scores]
+            )
         shares = [score and score.passed / score.total for score in scores]
         if self.all_or_nothing:
             shares = [share and float(share == 1) for share in shares]
-        return [result if share is None else share for result, share in zip(results, shares, strict=True)]
+        return [
+            result if share is None else share
+            for result, share in zip(results, shares, strict=True)
+        ]
 
-    def _run(self, programs: Sequence[str], columns: dict[str, Any]) -> list[ProgramScore | CallError | None]:
+    def _run(
+        self, programs: Sequence[str], columns: dict[str, Any]
+    ) -> list[ProgramScore | CallError | None]:
         """Score each row by its tests. A program that occurs several times for one task is run once."""
         column = self.column or next((name for name in COLUMNS if name in columns), COLUMNS[0])
         names = (column, "entry_point", "test_setup_code", "test_imports")
@@ -118,9 +138,17 @@ class CodeTests:
             keys.append((program, id(known[row])))
             tasks[keys[-1]] = known[row]
         sandboxes = _SandboxPool(self.open_sandbox)
-        pool = ThreadPoolExecutor(max(1, min(self.workers, len(tasks))), thread_name_prefix="gruppo-code")
+        pool = ThreadPoolExecutor(
+            max(1, min(self.workers, len(tasks))), thread_name_prefix="gruppo-code"
+        )
         try:
-            scores = dict(zip(tasks, pool.map(lambda key: sandboxes.score(key[0], tasks[key]), tasks), strict=True))
+            scores = dict(
+                zip(
+                    tasks,
+                    pool.map(lambda key: sandboxes.score(key[0], tasks[key]), tasks),
+                    strict=True,
+                )
+            )
             return [scores[key] for key in keys]
         finally:
             for sandbox in sandboxes.opened:  # whoever waits for one gets a SandboxError
@@ -140,13 +168,17 @@ class _SandboxPool:
     open: Callable[[], Sandbox]
     opened: list[Sandbox] = field(default_factory=list)
     idle: queue.SimpleQueue[Sandbox] = field(default_factory=queue.SimpleQueue)
-    setup_problems: dict[str, str] = field(default_factory=dict)  # by the text of a setup; empty where there is none
+    setup_problems: dict[str, str] = field(
+        default_factory=dict
+    )  # by the text of a setup; empty where there is none
 
     def score(self, program: str, tests: RowTests) -> ProgramScore | CallError | None:
         if tests is None:
             return None
         if isinstance(tests, ProgramTests) and not program.strip():
-            return ProgramScore(0, len(tests.cases), ("no_program",) * len(tests.cases), "there is no program")
+            return ProgramScore(
+                0, len(tests.cases), ("no_program",) * len(tests.cases), "there is no program"
+            )
         try:
             if isinstance(tests, BadTest):
                 raise BadTest(str(tests))
@@ -159,14 +191,20 @@ class _SandboxPool:
             if tests.is_script:
                 results = sandbox.script(program, requests, room=tests.room)
             else:
-                results = sandbox.calls(program, requests, setup=tests.setup, entry=tests.entry, room=tests.room)
+                results = sandbox.calls(
+                    program, requests, setup=tests.setup, entry=tests.entry, room=tests.room
+                )
             problem = ""
             if tests.setup and not any(result.status == "value" for result in results):
                 # A setup that fails without any program is no program's fault; a NameError may be.
                 if tests.setup not in self.setup_problems:
                     (alone,) = sandbox.calls("", [()], setup=tests.setup)
-                    is_its_own = alone.status != "value" and not alone.message.startswith("NameError")
-                    self.setup_problems[tests.setup] = _printable(alone.message) if is_its_own else ""
+                    is_its_own = alone.status != "value" and not alone.message.startswith(
+                        "NameError"
+                    )
+                    self.setup_problems[tests.setup] = (
+                        _printable(alone.message) if is_its_own else ""
+                    )
                 problem = self.setup_problems[tests.setup]
             self.idle.put(sandbox)
             if problem:
@@ -181,7 +219,10 @@ class _SandboxPool:
 
 def program_in(text: str) -> str:
     """Extract the program of a completion: the last Python block, else the last block, else the whole text."""
-    blocks, opened = list[tuple[str, list[str]]](), None  # language and lines; one that is not closed goes to the end
+    blocks, opened = (
+        list[tuple[str, list[str]]](),
+        None,
+    )  # language and lines; one that is not closed goes to the end
     for line in text.splitlines():
         fence = _FENCE.fullmatch(line)
         if opened is None:
@@ -192,7 +233,9 @@ def program_in(text: str) -> str:
             opened = None
         else:  # what the block is indented or quoted by is no part of the program
             blocks[-1][1].append(line[len(os.path.commonprefix([opened["prefix"], line])) :])  # noqa: RUF071
-    python = [lines for language, lines in blocks if language in _PYTHON] or [lines for _, lines in blocks]
+    python = [lines for language, lines in blocks if language in _PYTHON] or [
+        lines for _, lines in blocks
+    ]
     return ("\n".join(python[-1]) if python else text).lstrip("\ufeff")
 
 

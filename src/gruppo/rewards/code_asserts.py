@@ -33,9 +33,13 @@ class ProgramCase:
     """A request to the jail, and how its result is judged. Only ``request`` ever enters the jail."""
 
     request: Any  # expressions, a tuple; or the text of standard input
-    judge: Callable[[Any], Any]  # whether the expressions' values, or the printed text, are as expected
+    judge: Callable[
+        [Any], Any
+    ]  # whether the expressions' values, or the printed text, are as expected
     length: int  # upper bound of the characters of the expected output
-    exceptions: tuple[str, ...] = ()  # types of which the request has to raise one; then no value is right
+    exceptions: tuple[
+        str, ...
+    ] = ()  # types of which the request has to raise one; then no value is right
 
     def passes(self, result: CaseResult) -> bool:
         """Whether the result is as expected. A value that cannot be compared is not.
@@ -46,26 +50,39 @@ class ProgramCase:
         try:
             if not self.exceptions:
                 return result.status == "value" and bool(self.judge(result.value))
-            if not result.exception:  # it was raised while the program was loaded, or the process ended
+            if (
+                not result.exception
+            ):  # it was raised while the program was loaded, or the process ended
                 return False
             types = (result.exception, result.message.partition(":")[0])
             base = object if "NameError" in types else _EXCEPTIONS.get(result.exception, object)
-            return any(name in types or issubclass(base, _EXCEPTIONS.get(name, ())) for name in self.exceptions)
+            return any(
+                name in types or issubclass(base, _EXCEPTIONS.get(name, ()))
+                for name in self.exceptions
+            )
         except Exception:
             return False
 
 
-_TYPES = {t.__name__: t for t in (int, float, bool, complex, str, bytes, list, tuple, dict, set, frozenset)}
+_TYPES = {
+    t.__name__: t
+    for t in (int, float, bool, complex, str, bytes, list, tuple, dict, set, frozenset)
+}
 _LAZY = {f.__name__: f for f in (range, map, filter, zip, enumerate, reversed)}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **_TYPES,
     **_LAZY,
     **{f.__name__: f for f in (sorted, len, sum, min, max, abs, round, any, all, isinstance)},
-    **{f"math.{f.__name__}": f for f in (math.isclose, math.isnan, math.isinf, math.floor, math.ceil, math.sqrt)},
+    **{
+        f"math.{f.__name__}": f
+        for f in (math.isclose, math.isnan, math.isinf, math.floor, math.ceil, math.sqrt)
+    },
     **{"pytest.approx": Approx, "approx": Approx},
 }
 """Functions that are not the program's. Expected values may call those that build plain data."""
-_EXCEPTIONS = {n: t for n, t in vars(builtins).items() if isinstance(t, type) and issubclass(t, BaseException)}
+_EXCEPTIONS = {
+    n: t for n, t in vars(builtins).items() if isinstance(t, type) and issubclass(t, BaseException)
+}
 _CONSTANTS = {f"math.{name}": getattr(math, name) for name in ("pi", "e", "tau", "inf", "nan")}
 _PREDICATES = ("math.isclose", "math.isnan", "math.isinf")
 _KNOWN = {*(name.partition(".")[0] for name in (*_FUNCTIONS, *_CONSTANTS))}
@@ -89,7 +106,9 @@ _OPERATORS: dict[type, Callable[..., Any]] = {
 def check_compiles(source: str) -> str:
     """Return an expression for the jail, where it is compiled in each program's time; BadTest if it cannot be."""
     if len(source) > _LONGEST_SOURCE:
-        raise BadTest(f"{source:.60} has {len(source)} characters; at most {_LONGEST_SOURCE} are compiled")
+        raise BadTest(
+            f"{source:.60} has {len(source)} characters; at most {_LONGEST_SOURCE} are compiled"
+        )
     try:
         compile(source, "test", "eval", dont_inherit=True)
     except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError) as error:
@@ -106,7 +125,9 @@ def read_asserts(text: str) -> tuple[list[ProgramCase], str]:
     cases, imports = [], []
     for line in tree.body:
         if isinstance(line, (ast.Import, ast.ImportFrom)):
-            if isinstance(line, ast.Import):  # pytest is judged outside, and is not installed in the jail
+            if isinstance(
+                line, ast.Import
+            ):  # pytest is judged outside, and is not installed in the jail
                 line.names = [alias for alias in line.names if alias.name != "pytest"]
             if line.names and getattr(line, "module", "") != "pytest":
                 imports.append(ast.unparse(line))
@@ -131,10 +152,16 @@ def read_asserts(text: str) -> tuple[list[ProgramCase], str]:
         except RecursionError:
             raise BadTest(f"{' '.join(text.split()):.80} is nested too deeply") from None
         length = 0  # characters of the expected values as plain data: [0] * 10**6 is short only in the test
-        for expected in (node.value for node in ast.walk(outside) if isinstance(node, ast.Constant)):
+        for expected in (
+            node.value for node in ast.walk(outside) if isinstance(node, ast.Constant)
+        ):
             with suppress(NotPlain):  # a range, or types
                 length += len(encode(expected.value if isinstance(expected, Approx) else expected))
-        cases.append(ProgramCase(tuple(sources), partial(_evaluate, outside), max(length, len(text)), exceptions))
+        cases.append(
+            ProgramCase(
+                tuple(sources), partial(_evaluate, outside), max(length, len(text)), exceptions
+            )
+        )
     return cases, "\n".join(imports)
 
 
@@ -166,12 +193,15 @@ def _split(node: ast.expr, sources: list[str], *, is_truth: bool = False) -> ast
             raise BadTest(f"{_show(node)} would be judged by the program itself; compare with ==")
     match node:
         case ast.Call(func=func, args=args, keywords=keywords) if _mentions(node) and (
-            (name == "isclose" and is_truth) or (isinstance(func, ast.Attribute) and name in _FUNCTIONS)
+            (name == "isclose" and is_truth)
+            or (isinstance(func, ast.Attribute) and name in _FUNCTIONS)
         ):  # of math, which a program may not import, or of pytest
             func = ast.Attribute(ast.Name("math"), "isclose") if name == "isclose" else func
             options = [ast.keyword(keyword.arg, _constant(keyword.value)) for keyword in keywords]
             return ast.Call(func, _split_sides(args, sources), options)
-        case ast.Call(args=[ast.BinOp(left=left, op=ast.Sub() as minus, right=right)]) if name == "abs":
+        case ast.Call(args=[ast.BinOp(left=left, op=ast.Sub() as minus, right=right)]) if (
+            name == "abs"
+        ):
             left, right = _split_sides([left, right], sources)
             return ast.Call(node.func, [ast.BinOp(left, minus, right)], [])
         case ast.List(elts=items) | ast.Tuple(elts=items) if _mentions(node):
@@ -179,18 +209,28 @@ def _split(node: ast.expr, sources: list[str], *, is_truth: bool = False) -> ast
     return _send(node, sources) if _mentions(node) else _constant(node)
 
 
-def _split_sides(sides: Sequence[ast.expr], sources: list[str], ops: Sequence[ast.cmpop] = ()) -> list[ast.expr]:
+def _split_sides(
+    sides: Sequence[ast.expr], sources: list[str], ops: Sequence[ast.cmpop] = ()
+) -> list[ast.expr]:
     """Split values to compare; raise BadTest where the program could make them agree or compares them itself."""
     for pair, op in zip(pairwise(sides), ops, strict=False):
         constants = [side.value for side in pair if isinstance(side, ast.Constant)]
-        if isinstance(op, (ast.Is, ast.IsNot)) and not any(c is None or isinstance(c, bool) for c in constants):
-            raise BadTest("is, of anything but None, True or False, has no meaning outside of the program")
-        if any(isinstance(c, bool) for c in constants):  # f(1).equals(2) == True: the program would say yes
+        if isinstance(op, (ast.Is, ast.IsNot)) and not any(
+            c is None or isinstance(c, bool) for c in constants
+        ):
+            raise BadTest(
+                "is, of anything but None, True or False, has no meaning outside of the program"
+            )
+        if any(
+            isinstance(c, bool) for c in constants
+        ):  # f(1).equals(2) == True: the program would say yes
             for side in pair:
                 while isinstance(side, ast.Subscript):
                     side = side.value
                 if _mentions(side) and not _is_plain_call(side):
-                    raise BadTest(f"{_show(side)} would be judged by the program itself; compare with ==")
+                    raise BadTest(
+                        f"{_show(side)} would be judged by the program itself; compare with =="
+                    )
     if any(_mentions(a) and _mentions(b) for a, b in pairwise(sides)):
         raise BadTest("both sides are the program's own, and it could make any two agree")
     return [_split(side, sources) for side in sides]
@@ -201,7 +241,9 @@ def _send(node: ast.expr, sources: list[str]) -> ast.expr:
     if not _mentions(node):
         raise BadTest("it calls nothing of the program")
     for part in ast.walk(node):
-        if isinstance(part, (ast.Compare, ast.BoolOp, ast.IfExp, ast.NamedExpr)) and _mentions(part):
+        if isinstance(part, (ast.Compare, ast.BoolOp, ast.IfExp, ast.NamedExpr)) and _mentions(
+            part
+        ):
             raise BadTest(f"{_show(part)} would be judged by the program itself; compare with ==")
         if isinstance(part, ast.Attribute) and part.attr.startswith("__"):
             raise BadTest(f"{part.attr} would be answered by the program itself; compare with ==")
@@ -212,7 +254,10 @@ def _send(node: ast.expr, sources: list[str]) -> ast.expr:
         part = outer.pop()
         if not isinstance(part, _OUTER):
             raise BadTest(f"{_show(part)} is made of what the program gave; compare f(...) with ==")
-        if not isinstance(part, (ast.Call, ast.Lambda)) or _name(getattr(part, "func", part)) in _FUNCTIONS:
+        if (
+            not isinstance(part, (ast.Call, ast.Lambda))
+            or _name(getattr(part, "func", part)) in _FUNCTIONS
+        ):
             outer += filter(_mentions, ast.iter_child_nodes(part))
     if isinstance(node, ast.Call) and _name(node.func) in _LAZY:
         raise BadTest(f"{_show(node)} is no plain data; compare list(...)")
@@ -293,14 +338,23 @@ def _evaluate(node: ast.expr, values: Sequence[Any] = ()) -> Any:
             display = {ast.List: list, ast.Tuple: tuple, ast.Set: set}[type(node)]
             return display(_evaluate(item, values) for item in items)
         case ast.Dict(keys=keys, values=items) if None not in keys:
-            return {_evaluate(key): _evaluate(item) for key, item in zip(keys, items, strict=True) if key is not None}
+            return {
+                _evaluate(key): _evaluate(item)
+                for key, item in zip(keys, items, strict=True)
+                if key is not None
+            }
         case ast.BoolOp(op=op, values=parts):
-            return (all if isinstance(op, ast.And) else any)(_evaluate(part, values) for part in parts)
+            return (all if isinstance(op, ast.And) else any)(
+                _evaluate(part, values) for part in parts
+            )
         case ast.Compare(left=left, ops=ops, comparators=others):
             nodes = [left, *others]
             sides = [_evaluate(side, values) for side in nodes]
             pairs = zip(ops, nodes, pairwise(sides), strict=False)
-            return all(_compare(op, a, b, is_left_expected=isinstance(n, ast.Constant)) for op, n, (a, b) in pairs)
+            return all(
+                _compare(op, a, b, is_left_expected=isinstance(n, ast.Constant))
+                for op, n, (a, b) in pairs
+            )
         case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
             return _OPERATORS[type(op)](_evaluate(operand, values))
         case ast.Call(func=func, args=args, keywords=keywords) if _name(func) in _FUNCTIONS:
@@ -312,12 +366,18 @@ def _evaluate(node: ast.expr, values: Sequence[Any] = ()) -> Any:
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
             a, b = _evaluate(left, values), _evaluate(right, values)
             # Bounded, for the trainer computes it: 10**10**10, [0] * 10**10 and "%99999999d" % 1 have no end.
-            if isinstance(op, ast.Mod | ast.Div | ast.FloorDiv | ast.Pow) and not isinstance(a, (int, float, complex)):
+            if isinstance(op, ast.Mod | ast.Div | ast.FloorDiv | ast.Pow) and not isinstance(
+                a, (int, float, complex)
+            ):
                 raise TypeError("arithmetic is for numbers")
             if isinstance(op, ast.Pow) and not (abs(a) <= 1e6 and abs(b) <= 1000):
                 raise ValueError("too large a power")
             sizes = [len(each) for each in (a, b) if hasattr(each, "__len__")]
-            if sizes and isinstance(op, ast.Mult) and sizes[0] * (b if isinstance(b, int) else a) > _MOST_ITEMS:
+            if (
+                sizes
+                and isinstance(op, ast.Mult)
+                and sizes[0] * (b if isinstance(b, int) else a) > _MOST_ITEMS
+            ):
                 raise ValueError(f"more than {_MOST_ITEMS} items")
             return _OPERATORS[type(op)](a, b)
     raise BadTest(f"{_show(node)} is not understood, and calls nothing of the program")

@@ -49,7 +49,9 @@ def is_close(got: complex, expected: complex) -> bool:
         return False
 
 
-def equal(got: Any, expected: Any, *, is_json: bool = False, close: Callable[[Any, Any], bool] = is_close) -> bool:
+def equal(
+    got: Any, expected: Any, *, is_json: bool = False, close: Callable[[Any, Any], bool] = is_close
+) -> bool:
     """Python's ``==`` over plain data, with a tolerance where the expected number is a float, and NaN equal to NaN.
 
     So 3 is 3.0 and True is 1; a list is no tuple, a set no list, "3" not 3. Floats inside sets, and keys, are compared
@@ -60,7 +62,9 @@ def equal(got: Any, expected: Any, *, is_json: bool = False, close: Callable[[An
             return equal(b, a.value, close=a.is_close)
     pairs: Iterable[tuple[Any, Any]]
     if isinstance(got, (list, tuple)) and isinstance(expected, (list, tuple)):
-        is_alike = len(got) == len(expected) and (is_json or isinstance(got, list) == isinstance(expected, list))
+        is_alike = len(got) == len(expected) and (
+            is_json or isinstance(got, list) == isinstance(expected, list)
+        )
         pairs = zip(got, expected, strict=False)
     elif isinstance(got, dict) and isinstance(expected, dict):
         is_alike = len(got) == len(expected) and all(key in got for key in expected)
@@ -76,14 +80,20 @@ def equal_text(got: str, expected: str) -> bool:
 
     A word that is a number with a point or an exponent is a float. If it is expected, its tolerance applies.
     """
-    lines, expected_lines = ([line.split() for line in text.strip().splitlines()] for text in (got, expected))
+    lines, expected_lines = (
+        [line.split() for line in text.strip().splitlines()] for text in (got, expected)
+    )
     if list(map(len, lines)) != list(map(len, expected_lines)):
         return False
-    words = (pair for rows in zip(lines, expected_lines, strict=True) for pair in zip(*rows, strict=True))
+    words = (
+        pair for rows in zip(lines, expected_lines, strict=True) for pair in zip(*rows, strict=True)
+    )
     for pair in (pair for pair in words if pair[0] != pair[1]):
         if max(map(len, pair)) > _LONGEST_NUMBER or not all(map(_NUMBER.fullmatch, pair)):
             return False
         numbers = [int(word) if word.lstrip("+-").isdigit() else float(word) for word in pair]
-        if all(isinstance(number, int) for number in numbers) or not is_close(*numbers):  # whole numbers are exact
+        if all(isinstance(number, int) for number in numbers) or not is_close(
+            *numbers
+        ):  # whole numbers are exact
             return False
     return True

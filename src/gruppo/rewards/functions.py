@@ -18,10 +18,24 @@ from torch import Tensor
 from gruppo.protocols import Reward
 from gruppo.reward_values import Answer, TrainerState, as_list
 from gruppo.rewards.text import text_of
-from gruppo.timeouts import CallError, accepted_keywords, function_name, require_columns, run_awaitable
+from gruppo.timeouts import (
+    CallError,
+    accepted_keywords,
+    function_name,
+    require_columns,
+    run_awaitable,
+)
 from gruppo.types import DataError, GruppoError, Prompt, Rollouts
 
-PROVIDED = ("prompts", "completions", "completion_ids", "group_ids", "trainer_state", "log_metric", "log_extra")
+PROVIDED = (
+    "prompts",
+    "completions",
+    "completion_ids",
+    "group_ids",
+    "trainer_state",
+    "log_metric",
+    "log_extra",
+)
 """Arguments that every reward function can request, besides the columns of the data. In addition: ``steps`` where the
 function scores steps, ``images`` where the policy makes images, ``state`` where it talks to an environment, and
 ``environments`` where that is of a class."""
@@ -63,7 +77,9 @@ class FunctionReward:
     ``describe_usage``.
     """
 
-    def __init__(self, fn: Callable[..., Any], *, name: str | None = None, timeout_s: float | None = 60.0) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], *, name: str | None = None, timeout_s: float | None = 60.0
+    ) -> None:
         if not callable(fn):
             raise DataError(f"""the reward is {fn!r:.80} ({type(fn).__name__}), which is not callable; it needs to be a
                 function such as def reward(completions, **kwargs). Pass the function itself, not its result.""")
@@ -77,7 +93,9 @@ class FunctionReward:
         self.decode: Decode | None = None
         """Set by ``RewardSet.set_decoder``; needed to find the token that ends each step."""
         is_async = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
-        self.is_async = is_async or getattr(fn, "is_async", False)  # the latter of a function in another process
+        self.is_async = is_async or getattr(
+            fn, "is_async", False
+        )  # the latter of a function in another process
         self._parameters, self._takes_all = accepted_keywords(fn, f"reward {self.name!r}")
         self.requested_columns = frozenset(self._parameters)
         self._provided = PROVIDED if self.separator is None else (*PROVIDED, "steps")
@@ -90,9 +108,15 @@ class FunctionReward:
         self._data_columns.update(columns)
 
     def prepare(self, rollouts: Rollouts, state: TrainerState) -> RowCall:
-        columns, per_row, outputs = columns_of(rollouts.prompts), rollouts.per_row, list(rollouts.completions)
+        columns, per_row, outputs = (
+            columns_of(rollouts.prompts),
+            rollouts.per_row,
+            list(rollouts.completions),
+        )
         prompts = [rollouts.prompts[group] for group in rollouts.group_ids.tolist()]
-        if "policy_text" in per_row:  # of a text with an environment's replies, show only what the policy wrote
+        if (
+            "policy_text" in per_row
+        ):  # of a text with an environment's replies, show only what the policy wrote
             pairs = zip(outputs, per_row["policy_text"], strict=True)
             outputs = [text if isinstance(output, str) else output for output, text in pairs]
         inputs = per_row.get("inputs", [prompt.inputs for prompt in prompts])
@@ -112,25 +136,49 @@ class FunctionReward:
             raise GruppoError(f"""reward {self.name!r} scores steps and needs the policy's decoder to find their last
                 tokens. Call RewardSet.set_decoder(policy.chat.text) first.""")
         if "completion_ids" in self._parameters or (self._takes_all and rollouts.actions.ndim == 2):
-            cells["completion_ids"] = [x[own].tolist() for x, own in zip(rollouts.actions, rollouts.mask, strict=True)]
+            cells["completion_ids"] = [
+                x[own].tolist() for x, own in zip(rollouts.actions, rollouts.mask, strict=True)
+            ]
         if "group_ids" in self._parameters:
             cells["group_ids"] = rollouts.group_ids.tolist()
-        for name in {*columns, *(name for name, is_required in self._parameters.items() if is_required)}:
+        for name in {
+            *columns,
+            *(name for name, is_required in self._parameters.items() if is_required),
+        }:
             if name not in cells and name not in self._provided:
-                cells[name] = [x.meta.get(name, x.target if name in ("answer", "target") else None) for x in prompts]
-        cells = {name: values for name, values in cells.items() if self._takes_all or name in self._parameters}
+                cells[name] = [
+                    x.meta.get(name, x.target if name in ("answer", "target") else None)
+                    for x in prompts
+                ]
+        cells = {
+            name: values
+            for name, values in cells.items()
+            if self._takes_all or name in self._parameters
+        }
 
         def call(rows: Sequence[int]) -> Answer:
             answer = Answer(len(rows))
-            arguments = dict[str, Any](trainer_state=state, log_metric=answer.log_metric, log_extra=answer.log_extra)
+            arguments = dict[str, Any](
+                trainer_state=state, log_metric=answer.log_metric, log_extra=answer.log_extra
+            )
             if self.separator is not None:
-                steps = [split_steps(text_of(rollouts.completions[row]), self.separator) for row in rows]
+                steps = [
+                    split_steps(text_of(rollouts.completions[row]), self.separator) for row in rows
+                ]
                 arguments["steps"] = [[step for step, _ in row] for row in steps]
-            arguments = {name: x for name, x in arguments.items() if self._takes_all or name in self._parameters}
+            arguments = {
+                name: x
+                for name, x in arguments.items()
+                if self._takes_all or name in self._parameters
+            }
             for name, values in cells.items():
-                arguments[name] = [_copied(values[row]) if name in copied else values[row] for row in rows]
+                arguments[name] = [
+                    _copied(values[row]) if name in copied else values[row] for row in rows
+                ]
             returned = self.fn(**arguments)
-            entries = as_list(run_awaitable(returned) if inspect.isawaitable(returned) else returned, len(rows))
+            entries = as_list(
+                run_awaitable(returned) if inspect.isawaitable(returned) else returned, len(rows)
+            )
             # An error of one row is its value, so that the other rows keep theirs.
             for n, row in enumerate(rows if self.scores_steps else ()):
                 try:
@@ -140,7 +188,10 @@ class FunctionReward:
                     else:
                         assert self.decode is not None  # refused above
                         columns = rollouts.mask[row].nonzero()[:, 0]
-                        text, ids = text_of(rollouts.completions[row]), rollouts.actions[row][columns].tolist()
+                        text, ids = (
+                            text_of(rollouts.completions[row]),
+                            rollouts.actions[row][columns].tolist(),
+                        )
                         ends = columns[step_ends(steps[n], text, ids, self.decode)].tolist()
                         entries[n] = place_scores(entries[n], ends, "step", len(steps[n]))
                 except CallError as error:
@@ -176,16 +227,28 @@ class ObjectReward:
 
     def prepare(self, rollouts: Rollouts, state: TrainerState) -> RowCall:
         def call(rows: Sequence[int]) -> Answer:
-            returned = self.fn(rollouts if len(rows) == len(rollouts) else rollouts.take(list(rows)))
+            returned = self.fn(
+                rollouts if len(rows) == len(rollouts) else rollouts.take(list(rows))
+            )
             if not self.scores_steps:
                 if isinstance(returned, Tensor) and returned.ndim == 2:
                     problem = f"reward {self.name!r} returned {tuple(returned.shape)}: a score for each action"
-                    raise DataError(f"{problem}. Set scores_steps = True on the object, or return one per row, [B].")
-                return Answer(len(rows), [None if x != x else x for x in as_list(returned, len(rows))])
+                    raise DataError(
+                        f"{problem}. Set scores_steps = True on the object, or return one per row, [B]."
+                    )
+                return Answer(
+                    len(rows), [None if x != x else x for x in as_list(returned, len(rows))]
+                )
             mask = rollouts.mask[list(rows)]
             if not isinstance(returned, Tensor) or returned.shape != mask.shape:
-                got = f"shape {tuple(returned.shape)}" if isinstance(returned, Tensor) else type(returned).__name__
-                raise CallError("count", f"returned {got}; it needs {tuple(mask.shape)}, NaN where no step ends")
+                got = (
+                    f"shape {tuple(returned.shape)}"
+                    if isinstance(returned, Tensor)
+                    else type(returned).__name__
+                )
+                raise CallError(
+                    "count", f"returned {got}; it needs {tuple(mask.shape)}, NaN where no step ends"
+                )
             returned = returned.detach().cpu()
             is_scored, values = ~returned.isnan(), list[Any]()
             for row, ends in zip(returned, is_scored & mask, strict=True):
@@ -200,7 +263,11 @@ class ObjectReward:
 
 def columns_of(prompts: Iterable[Prompt]) -> tuple[str, ...]:
     """Columns that a reward function can request: every key of ``meta``; ``answer``, ``target`` if a prompt has one."""
-    names = {name for p in prompts for name in (*p.meta, *(("answer", "target") if p.target is not None else ()))}
+    names = {
+        name
+        for p in prompts
+        for name in (*p.meta, *(("answer", "target") if p.target is not None else ()))
+    }
     return tuple(sorted(names))
 
 
@@ -243,17 +310,25 @@ def turn_reward(fn: Function) -> Function:
     return fn
 
 
-def place_scores(entry: Any, ends: Sequence[int], unit: Literal["step", "turn"], count: int) -> StepScores | None:
+def place_scores(
+    entry: Any, ends: Sequence[int], unit: Literal["step", "turn"], count: int
+) -> StepScores | None:
     """Place a row's numbers, one for each of its ``count`` steps or turns, at the actions that end them."""
     entry = entry.tolist() if hasattr(entry, "tolist") else entry
     if entry is None:
         return None
     if not isinstance(entry, list | tuple):
         got = f"returned {entry!r:.60} ({type(entry).__name__}) for a completion"
-        raise CallError("exception", f"{got}; a {unit} reward returns a list of numbers for each, or None")
+        raise CallError(
+            "exception", f"{got}; a {unit} reward returns a list of numbers for each, or None"
+        )
     if len(entry) != count:
-        raise CallError("exception", f"returned {len(entry)} numbers for a completion of {count} {unit}s")
-    return StepScores(ends, entry[: len(ends)])  # a row without actions has one step, its empty text, and no end
+        raise CallError(
+            "exception", f"returned {len(entry)} numbers for a completion of {count} {unit}s"
+        )
+    return StepScores(
+        ends, entry[: len(ends)]
+    )  # a row without actions has one step, its empty text, and no end
 
 
 def split_steps(text: str, separator: str) -> list[TextStep]:
@@ -266,14 +341,18 @@ def split_steps(text: str, separator: str) -> list[TextStep]:
     return steps or [(text, len(text))]
 
 
-def step_ends(steps: Sequence[TextStep], text: str, ids: Sequence[int], decode: Decode) -> list[int]:
+def step_ends(
+    steps: Sequence[TextStep], text: str, ids: Sequence[int], decode: Decode
+) -> list[int]:
     """Index of the id that completes each step; the last step ends with the last id, so it owns the end token.
 
     The ids are the policy's own, decoded from the first on: tokenizing the text again could give other ids. A character
     of several ids is complete at its last one.
     """
     if not decode(ids).startswith(text):
-        raise CallError("exception", "its text differs from its decoded tokens, so its steps cannot be located")
+        raise CallError(
+            "exception", "its text differs from its decoded tokens, so its steps cannot be located"
+        )
 
     def written(index: int) -> int:
         """Characters of the text that the ids up to ``index`` have written."""

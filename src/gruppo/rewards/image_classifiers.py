@@ -18,7 +18,9 @@ from gruppo.rewards.images import NAN, Image, ImageReward
 from gruppo.seeds import generator_at
 from gruppo.types import DataError, GruppoError
 
-Augment = Callable[[Tensor, torch.Generator], Tensor]  # images [b, C, H, W] to other images of the same classes
+Augment = Callable[
+    [Tensor, torch.Generator], Tensor
+]  # images [b, C, H, W] to other images of the same classes
 
 
 def classifier(
@@ -43,20 +45,26 @@ def classifier(
 
     def by_column(images: Sequence[Image], label: Sequence[Any], **_: Any) -> list[float | None]:
         scores: list[float | None] = [None] * len(images)
-        for n, (nats, index) in enumerate(zip(log_probabilities(module, images, batch), label, strict=True)):
+        for n, (nats, index) in enumerate(
+            zip(log_probabilities(module, images, batch), label, strict=True)
+        ):
             if index is not None:
                 nats = nats[int(index)] if images[n].isfinite().all() else nats[int(index)] * NAN
                 value = nats if output == "log_probability" else nats.exp()
                 scores[n] = float(value if floor is None else value.clamp(min=floor))
         return scores
 
-    reward: Any = by_column if label is None else lambda images, **_: by_column(images, [label] * len(images))
+    reward: Any = (
+        by_column if label is None else lambda images, **_: by_column(images, [label] * len(images))
+    )
     reward.__name__, reward.timeout_s = name, None  # as of per_image(is_network=True)
     return reward
 
 
 @torch.no_grad()
-def log_probabilities(module: nn.Module, images: Sequence[Image], batch: int = 256) -> list[Float[Tensor, "classes"]]:
+def log_probabilities(
+    module: nn.Module, images: Sequence[Image], batch: int = 256
+) -> list[Float[Tensor, "classes"]]:
     """Log-probabilities of all classes, in nats, for each image as it would be saved; float64 on the CPU."""
     module.eval()  # another owner may have set it to train
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
@@ -88,9 +96,13 @@ class ImageClassifier(nn.Module):
         """Load all weights; raise DataError if the file does not fit."""
         try:
             self.load_state_dict(safetensors.torch.load_file(path))
-        except Exception as error:  # safetensors and torch raise various errors for files that do not fit
+        except (
+            Exception
+        ) as error:  # safetensors and torch raise various errors for files that do not fit
             reason = " ".join(str(error).split())
-            raise DataError(f"{path} is not a saved classifier: {reason} Remove it to train a new one.") from error
+            raise DataError(
+                f"{path} is not a saved classifier: {reason} Remove it to train a new one."
+            ) from error
         return self
 
 
@@ -116,7 +128,9 @@ def train_classifier(
     for epoch in range(epochs):
         generator = generator_at(seed, "fit", epoch)
         for rows in torch.randperm(len(images), generator=generator).split(batch):
-            loss = cross_entropy(module((augment or random_shift)(images[rows], generator)), labels[rows])
+            loss = cross_entropy(
+                module((augment or random_shift)(images[rows], generator)), labels[rows]
+            )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -124,7 +138,9 @@ def train_classifier(
     return module.eval()
 
 
-def random_shift(images: Float[Tensor, "b C H W"], generator: torch.Generator, pixels: int = 2) -> Tensor:
+def random_shift(
+    images: Float[Tensor, "b C H W"], generator: torch.Generator, pixels: int = 2
+) -> Tensor:
     """Shift each image by up to ``pixels`` in each direction, with black borders."""
     rows, columns = (torch.arange(side) for side in images.shape[-2:])
     shifts = torch.randint(2 * pixels + 1, (2, len(images)), generator=generator)
@@ -134,6 +150,12 @@ def random_shift(images: Float[Tensor, "b C H W"], generator: torch.Generator, p
     return padded.movedim(1, -1)[index, rows[:, :, None], columns[:, None, :]].movedim(-1, 1)
 
 
-def accuracy(module: nn.Module, images: Float[Tensor, "N C H W"], labels: Int[Tensor, "N"]) -> float:
+def accuracy(
+    module: nn.Module, images: Float[Tensor, "N C H W"], labels: Int[Tensor, "N"]
+) -> float:
     """Share of images whose most likely class is their label."""
-    return float((torch.stack(log_probabilities(module, list(images))).argmax(dim=-1) == labels).double().mean())
+    return float(
+        (torch.stack(log_probabilities(module, list(images))).argmax(dim=-1) == labels)
+        .double()
+        .mean()
+    )

@@ -31,7 +31,9 @@ Against = Literal["target", "input", "reference"]
 OcrReader = Callable[[np.ndarray], str]  # an image [H, W, 3] of bytes to the text in it
 MODES = {1: "L", 3: "RGB"}
 NAN = float("nan")
-MAX_PSNR = 100.0  # dB of two equal images, whose PSNR is infinite: nothing can be learned from an infinity
+MAX_PSNR = (
+    100.0  # dB of two equal images, whose PSNR is infinite: nothing can be learned from an infinity
+)
 _COLUMN_OF = {"target": "target", "input": "prompts", "reference": "reference"}
 
 
@@ -59,7 +61,9 @@ def jpeg_saving(quality: int = 90, *, against: Against = "reference") -> ImageRe
     """
     size = _jpeg_sizes("jpeg_saving", quality, without_header=True)
     if against not in get_args(Against):
-        raise GruppoError(f"jpeg_saving got against={against!r}; it needs target, input or reference.")
+        raise GruppoError(
+            f"jpeg_saving got against={against!r}; it needs target, input or reference."
+        )
 
     def score(image: Image, other: Any) -> float:
         return 1 - size(image) / max(size(_saved_like(image, other, against)[0]), 1)
@@ -70,7 +74,9 @@ def jpeg_saving(quality: int = 90, *, against: Against = "reference") -> ImageRe
 def _jpeg_sizes(name: str, quality: int, without_header: bool) -> Callable[[Image], int]:
     """Return a function that gives the JPEG bytes of an image. A header counts as the bytes of a black image."""
     if not isinstance(quality, int) or not 1 <= quality <= 100:
-        raise GruppoError(f"{name} got quality={quality!r}; it needs a whole number from 1 to 100, such as 95.")
+        raise GruppoError(
+            f"{name} got quality={quality!r}; it needs a whole number from 1 to 100, such as 95."
+        )
     import_extra("PIL", "images", name)
     header = cache(lambda shape: jpeg_bytes(torch.zeros(*shape), quality) if without_header else 0)
     return lambda image: jpeg_bytes(image, quality) - header(tuple(image.shape))
@@ -79,7 +85,9 @@ def _jpeg_sizes(name: str, quality: int, without_header: bool) -> Callable[[Imag
 def brightness(target: float | None = None) -> ImageReward:
     """Mean luma, 0 (black) to 1 (white); or 1 - |mean luma - target|. A blank image of that brightness earns most."""
     if target is not None and not 0 <= target <= 1:
-        raise GruppoError(f"brightness got target={target!r}; it needs a number from 0 (black) to 1 (white).")
+        raise GruppoError(
+            f"brightness got target={target!r}; it needs a number from 0 (black) to 1 (white)."
+        )
 
     def score(image: Image) -> float:
         mean = float(measures.mean_luma(quantize(image)[None]))
@@ -94,7 +102,9 @@ def symmetry(axis: Literal["vertical", "horizontal"] = "vertical") -> ImageRewar
     ``axis``: of the mirror; "vertical" mirrors left to right. A single centered dot earns as much as a face.
     """
     if axis not in ("vertical", "horizontal"):
-        raise GruppoError(f"symmetry got axis={axis!r}; it needs vertical (left to right) or horizontal.")
+        raise GruppoError(
+            f"symmetry got axis={axis!r}; it needs vertical (left to right) or horizontal."
+        )
     side = -1 if axis == "vertical" else -2
 
     def score(image: Image) -> float:
@@ -143,7 +153,9 @@ def ocr_match(read: OcrReader | None = None, *, line: bool = False) -> ImageRewa
     return reward
 
 
-def ocr_accuracy(read: OcrReader | None = None, *, line: bool = True, ignore_case: bool = False) -> ImageReward:
+def ocr_accuracy(
+    read: OcrReader | None = None, *, line: bool = True, ignore_case: bool = False
+) -> ImageReward:
     """1 - edits / characters between the recognized text and the column ``text``, at least 0, without spaces.
 
     One minus the character error rate, cut at 0. Options as of ``ocr_match``.
@@ -185,7 +197,12 @@ def psnr(*, delta: Delta = "none", patch: int = 0) -> Any:
     mean cancels a delta; it shows the improvement. ``patch``: one reward per square of this many pixels, which needs a
     policy with one action per square and ``--objective.credit position``. Blurred images earn more than sharp ones.
     """
-    return _fidelity("psnr", lambda *pair, patch: measures.psnr(*pair, patch=patch).clamp(max=MAX_PSNR), delta, patch)
+    return _fidelity(
+        "psnr",
+        lambda *pair, patch: measures.psnr(*pair, patch=patch).clamp(max=MAX_PSNR),
+        delta,
+        patch,
+    )
 
 
 def ssim(*, delta: Delta = "none", patch: int = 0) -> Any:
@@ -200,13 +217,19 @@ def _fidelity(name: str, measure: Callable[..., Tensor], delta: Delta, patch: in
     if delta not in get_args(Delta):
         raise GruppoError(f"{name} got delta={delta!r}; it needs none, input or reference.")
     if not isinstance(patch, int) or patch < 0:
-        raise GruppoError(f"{name} got patch={patch!r}; it needs a whole number of pixels, or 0 for one number.")
+        raise GruppoError(
+            f"{name} got patch={patch!r}; it needs a whole number of pixels, or 0 for one number."
+        )
 
     def score(image: Image, target: Any, *other: Any) -> Tensor:
         """[] or [patches]: the measure of the image, minus that of the other image."""
         clean = _saved_like(image, target, "target")
         value = measure(quantize(image)[None], clean, patch=patch)[0]
-        return value - measure(_saved_like(image, other[0], delta), clean, patch=patch)[0] if other else value
+        return (
+            value - measure(_saved_like(image, other[0], delta), clean, patch=patch)[0]
+            if other
+            else value
+        )
 
     columns = ("target",) if delta == "none" else ("target", _COLUMN_OF[delta])
     name = name if delta == "none" else f"{name}_gain"
@@ -223,7 +246,9 @@ class PatchReward:
 
     scores_steps = True
 
-    def __init__(self, name: str, score: Callable[..., Any], inputs: Sequence[str], patch: int) -> None:
+    def __init__(
+        self, name: str, score: Callable[..., Any], inputs: Sequence[str], patch: int
+    ) -> None:
         self.name, self.score, self.inputs, self.patch = name, score, inputs, patch
         self.columns = tuple(column for column in inputs if column != "prompts")
 
@@ -237,9 +262,17 @@ class PatchReward:
                     of images of {height} x {width}, and the policy has {count} actions. Set patch to the side of the
                     policy's patches, or leave it out.""")
             prompt = rollouts.prompts[group]
-            columns = {"target": prompt.target, "prompts": prompt.inputs, "reference": prompt.meta.get("reference")}
+            columns = {
+                "target": prompt.target,
+                "prompts": prompt.inputs,
+                "reference": prompt.meta.get("reference"),
+            }
             scores = self.score(image, *(columns[name] for name in self.inputs))
-            rows.append(scores.flatten().float() / count if isinstance(scores, Tensor) else torch.full((count,), NAN))
+            rows.append(
+                scores.flatten().float() / count
+                if isinstance(scores, Tensor)
+                else torch.full((count,), NAN)
+            )
         return torch.where(rollouts.mask, torch.stack(rows), NAN)
 
 
@@ -247,25 +280,35 @@ def _saved_like(image: Image, other: Any, what: str) -> Float[Tensor, "1 C H W"]
     """Quantize another image; ValueError unless it has the shape of ``image``."""
     if not isinstance(other, Tensor) or other.shape != image.shape:
         got = f"{list(other.shape)}" if isinstance(other, Tensor) else f"a {type(other).__name__}"
-        raise ValueError(f"the {what} is {got} and the image {list(image.shape)}; both need one shape")
+        raise ValueError(
+            f"the {what} is {got} and the image {list(image.shape)}; both need one shape"
+        )
     return quantize(other)[None]
 
 
 # --- shared -----------------------------------------------------------------------------------------------------------
 
 
-def per_image(name: str, score: Callable[..., float | None], *columns: str, is_network: bool = False) -> ImageReward:
+def per_image(
+    name: str, score: Callable[..., float | None], *columns: str, is_network: bool = False
+) -> ImageReward:
     """Return a reward function ``name(images, **columns)`` that scores one image at a time.
 
     ``is_network``: without a deadline, since a retry after it would start a second forward pass beside the first.
     """
 
     def reward(images: Sequence[Image], **data: Sequence[Any]) -> list[float | None]:
-        return [score_or_nothing(score, *row) for row in zip(images, *(data[name] for name in columns), strict=True)]
+        return [
+            score_or_nothing(score, *row)
+            for row in zip(images, *(data[name] for name in columns), strict=True)
+        ]
 
     reward.__name__ = name
     # The signature is what tells FunctionReward which columns of the data to pass.
-    arguments = [inspect.Parameter(argument, inspect.Parameter.KEYWORD_ONLY) for argument in ("images", *columns)]
+    arguments = [
+        inspect.Parameter(argument, inspect.Parameter.KEYWORD_ONLY)
+        for argument in ("images", *columns)
+    ]
     reward.__signature__ = inspect.Signature(arguments)  # type: ignore[attr-defined]
     if is_network:
         reward.timeout_s = None  # type: ignore[attr-defined]

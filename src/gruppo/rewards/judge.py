@@ -52,10 +52,24 @@ class Judge:
         path = Path(file).expanduser()
         self.config = load_judge(path)
         self.client = JudgeClient(self.config, path)
-        self.__name__, self.attach, self.input_digest = path.stem, self.client.attach, self.config.digest
+        self.__name__, self.attach, self.input_digest = (
+            path.stem,
+            self.client.attach,
+            self.config.digest,
+        )
         self.compares_group = self.config.mode == "pairs"
         # The signature is what tells FunctionReward which columns of the data to pass.
-        names = filter(None, ["prompts", "completions", "group_ids", "log_metric", "log_extra", self.config.reference])
+        names = filter(
+            None,
+            [
+                "prompts",
+                "completions",
+                "group_ids",
+                "log_metric",
+                "log_extra",
+                self.config.reference,
+            ],
+        )
         self.__signature__ = Signature([Parameter(name, Parameter.KEYWORD_ONLY) for name in names])
 
     def check(self, columns: Collection[str]) -> None:
@@ -64,7 +78,14 @@ class Judge:
                 pick_score, image_reward or another reward of images.""")
 
     async def __call__(
-        self, *, prompts: Cells, completions: Cells, group_ids: Cells, log_metric: Log, log_extra: Log, **data: Cells
+        self,
+        *,
+        prompts: Cells,
+        completions: Cells,
+        group_ids: Cells,
+        log_metric: Log,
+        log_extra: Log,
+        **data: Cells,
     ) -> list[Any]:
         try:
             references = data.get(self.config.reference, [None] * len(prompts))
@@ -72,15 +93,21 @@ class Judge:
             texts = [text_of(completion) for completion in completions]
             if self.config.mode == "pairs":
                 return await self._ranks(asked, texts, group_ids, log_metric)
-            bodies = [self._bodies(*one, {"answer": text}) for one, text in zip(asked, texts, strict=True)]
+            bodies = [
+                self._bodies(*one, {"answer": text}) for one, text in zip(asked, texts, strict=True)
+            ]
             answers = iter(await self.client.ask([body for row in bodies for body in row]))
             rewards, reasons = list[Any](), list[Any]()
             for row in bodies:
                 verdicts = [next(answers) for _ in row]
                 known = [verdict for verdict in verdicts if not isinstance(verdict, CallError)]
-                grades = [self._weighted(v, lambda item, points: points / item.points) for v in known]
+                grades = [
+                    self._weighted(v, lambda item, points: points / item.points) for v in known
+                ]
                 rewards.append(math.fsum(grades) / len(grades) if grades else verdicts[0])
-                reasons.append(visible(known[0][REASON])[:1000] if known and self.config.reason else None)
+                reasons.append(
+                    visible(known[0][REASON])[:1000] if known and self.config.reason else None
+                )
             if self.config.reason:
                 log_extra(f"{self.__name__}_reason", reasons)
             return rewards
@@ -91,37 +118,69 @@ class Judge:
     def _bodies(self, prompt: Any, reference: Any, answers: dict[str, str]) -> list[dict[str, Any]]:
         """The requests of one question, one for each sample."""
         if not isinstance(prompt, str):  # text_of reads the assistant's messages alone
-            prompt = [{"role": str(m.get("role")), "content": text_of([{**m, "role": "assistant"}])} for m in prompt]
-        question = {"prompt": prompt} | ({} if reference is None else {"reference answer": str(reference)}) | answers
+            prompt = [
+                {"role": str(m.get("role")), "content": text_of([{**m, "role": "assistant"}])}
+                for m in prompt
+            ]
+        question = (
+            {"prompt": prompt}
+            | ({} if reference is None else {"reference answer": str(reference)})
+            | answers
+        )
         config, is_pair = self.config, self.config.mode == "pairs"
         properties: dict[str, Any] = {REASON: {"type": "string"}} if config.reason else {}
         criteria = []
         for item in config.rubric:
-            criteria.append(f"- {item.name}{'' if is_pair else f' (0 to {item.points})'}: {item.text}")
-            properties[item.name] = {"enum": list(PREFERENCES) if is_pair else list(range(item.points + 1))}
+            criteria.append(
+                f"- {item.name}{'' if is_pair else f' (0 to {item.points})'}: {item.text}"
+            )
+            properties[item.name] = {
+                "enum": list(PREFERENCES) if is_pair else list(range(item.points + 1))
+            }
         first = f'"{REASON}" in at most two sentences, then ' if config.reason else ""
         reply = f"Reply with JSON: {first}each criterion by its name."
-        system = "\n\n".join(filter(None, [TASKS[config.mode], reply, DATA, config.instructions, "\n".join(criteria)]))
-        schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+        system = "\n\n".join(
+            filter(
+                None, [TASKS[config.mode], reply, DATA, config.instructions, "\n".join(criteria)]
+            )
+        )
+        schema = {
+            "type": "object",
+            "properties": properties,
+            "required": [*properties],
+            "additionalProperties": False,
+        }
         verdict = {"name": "verdict", "strict": True, "schema": schema}
         body = {
             "model": config.model,
-            "messages": [{"role": "system", "content": system}, {"role": "user", "content": quoted(question)}],
+            "messages": [
+                {"role": "system", "content": system},
+                {"role": "user", "content": quoted(question)},
+            ],
             "response_format": {"type": "json_schema", "json_schema": verdict},
             **config.sampling,
         }
         return [body | {"seed": config.seed + sample} for sample in range(config.samples)]
 
-    async def _ranks(self, asked: list[tuple[Any, Any]], texts: Cells, group_ids: Cells, log_metric: Log) -> list[Any]:
+    async def _ranks(
+        self, asked: list[tuple[Any, Any]], texts: Cells, group_ids: Cells, log_metric: Log
+    ) -> list[Any]:
         groups: dict[int, list[int]] = {}
         for row, group in enumerate(group_ids):
             groups.setdefault(group, []).append(row)
         pairs = [pair for rows in groups.values() for pair in self._pairs(rows)]
         orders = [order for a, b in pairs if texts[a] != texts[b] for order in ((a, b), (b, a))]
-        bodies = [self._bodies(*asked[a], {"first": texts[a], "second": texts[b]}) for a, b in orders]
+        bodies = [
+            self._bodies(*asked[a], {"first": texts[a], "second": texts[b]}) for a, b in orders
+        ]
         answers = iter(await self.client.ask([body for order in bodies for body in order]))
         wins: dict[int, list[float]] = {row: [] for row in range(len(texts))}
-        problems, answered, of_first, is_same = dict[int, CallError](), set[int](), list[float](), list[float]()
+        problems, answered, of_first, is_same = (
+            dict[int, CallError](),
+            set[int](),
+            list[float](),
+            list[float](),
+        )
         for a, b in pairs:
             if texts[a] == texts[b]:
                 preferences = [0.5]
@@ -129,12 +188,18 @@ class Judge:
                 ways = [[next(answers) for _ in range(self.config.samples)] for _ in range(2)]
                 preferences = []
                 for verdicts in zip(*ways, strict=True):
-                    if error := next((verdict for verdict in verdicts if isinstance(verdict, CallError)), None):
+                    if error := next(
+                        (verdict for verdict in verdicts if isinstance(verdict, CallError)), None
+                    ):
                         problems |= {a: error, b: error}
                         continue
-                    forth, back = (self._weighted(v, lambda _, choice: PREFERENCES[choice]) for v in verdicts)
+                    forth, back = (
+                        self._weighted(v, lambda _, choice: PREFERENCES[choice]) for v in verdicts
+                    )
                     of_first += [forth, back]
-                    is_same.append(float((forth > 0.5) - (forth < 0.5) == (back < 0.5) - (back > 0.5)))
+                    is_same.append(
+                        float((forth > 0.5) - (forth < 0.5) == (back < 0.5) - (back > 0.5))
+                    )
                     preferences.append((forth + 1 - back) / 2)
                     answered |= {a, b}
             if preferences:
@@ -157,15 +222,24 @@ class Judge:
         """All pairs of a group; or with ``opponents``, each row with those that follow it in a circle."""
         size = len(rows)
         count = min(self.config.opponents or size, size - 1)
-        steps = [*range(1, count // 2 + 1)]  # each step gives a row two opponents, that to the opposite row one
+        steps = [
+            *range(1, count // 2 + 1)
+        ]  # each step gives a row two opponents, that to the opposite row one
         steps += [count // 2 + 1 if size % 2 else size // 2] if count % 2 else []
         circle = [(rows[n], rows[(n + step) % size]) for step in steps for n in range(size)]
-        return list({frozenset(pair): pair for pair in circle}.values())  # opposite rows of a circle meet twice
+        return list(
+            {frozenset(pair): pair for pair in circle}.values()
+        )  # opposite rows of a circle meet twice
 
-    def _weighted(self, verdict: Mapping[str, Any], value: Callable[[Criterion, Any], float]) -> float:
+    def _weighted(
+        self, verdict: Mapping[str, Any], value: Callable[[Criterion, Any], float]
+    ) -> float:
         """Weighted mean over the rubric."""
         total = math.fsum(item.weight for item in self.config.rubric)
-        return math.fsum(item.weight * value(item, verdict[item.name]) for item in self.config.rubric) / total
+        return (
+            math.fsum(item.weight * value(item, verdict[item.name]) for item in self.config.rubric)
+            / total
+        )
 
     # --- cost ---
 
@@ -193,7 +267,10 @@ def ranks(shares: Sequence[float]) -> list[float]:
     (number of lower ones + half of the other equal ones) / (n - 1). Shares are compared up to rounding.
     """
     rounded, others = [round(share, 9) for share in shares], max(len(shares) - 1, 1)
-    return [(sum(other < own for other in rounded) + (rounded.count(own) - 1) / 2) / others for own in rounded]
+    return [
+        (sum(other < own for other in rounded) + (rounded.count(own) - 1) / 2) / others
+        for own in rounded
+    ]
 
 
 def quoted(question: Mapping[str, Any]) -> str:

@@ -39,20 +39,43 @@ def check_judge(file: str, labels: Path) -> list[str]:
         groups = [0] * len(rows)
     metrics: dict[str, float] = {}
     columns = {name: [row[name] for row in rows] for name in filter(None, [judge.config.reference])}
-    columns |= {"prompts": [row["prompt"] for row in rows], "completions": [row["completion"] for row in rows]}
-    rewards = asyncio.run(judge(group_ids=groups, log_metric=metrics.__setitem__, log_extra=lambda *_: None, **columns))
+    columns |= {
+        "prompts": [row["prompt"] for row in rows],
+        "completions": [row["completion"] for row in rows],
+    }
+    rewards = asyncio.run(
+        judge(
+            group_ids=groups, log_metric=metrics.__setitem__, log_extra=lambda *_: None, **columns
+        )
+    )
     failed = [reward for reward in rewards if isinstance(reward, CallError)]
     if len(failed) == len(rows):
-        raise DataError(f"the judge {file} has scored none of {len(rows)} completions: {failed[0].message}.")
-    values = np.array([np.nan if isinstance(reward, CallError | None) else reward for reward in rewards], dtype=float)
-    found = agreement(values, np.array([row["label"] for row in rows], dtype=float), np.array(groups))
-    lines = [f"{counted(len(rows), 'labelled completion')}, {len(rows) - len(failed)} scored, {len(failed)} failed"]
-    lines += [f"  {count} x {message}" for message, count in Counter(error.message for error in failed).most_common(5)]
-    lines.append(f"accuracy       {found['accuracy']:.3f}  of {found['pairs']:.0f} pairs with different labels")
+        raise DataError(
+            f"the judge {file} has scored none of {len(rows)} completions: {failed[0].message}."
+        )
+    values = np.array(
+        [np.nan if isinstance(reward, CallError | None) else reward for reward in rewards],
+        dtype=float,
+    )
+    found = agreement(
+        values, np.array([row["label"] for row in rows], dtype=float), np.array(groups)
+    )
+    lines = [
+        f"{counted(len(rows), 'labelled completion')}, {len(rows) - len(failed)} scored, {len(failed)} failed"
+    ]
+    lines += [
+        f"  {count} x {message}"
+        for message, count in Counter(error.message for error in failed).most_common(5)
+    ]
+    lines.append(
+        f"accuracy       {found['accuracy']:.3f}  of {found['pairs']:.0f} pairs with different labels"
+    )
     lines += [f"Kendall tau-b  {found['tau']:.3f}", f"Cohen's kappa  {found['kappa']:.3f}"]
     if f"{judge.__name__}_first_frac" in metrics:
         first, same = (metrics[f"{judge.__name__}_{name}_frac"] for name in ("first", "consistent"))
-        lines.append(f"position bias  {first - 0.5:+.3f}  the first answer wins {first:.1%} of comparisons")
+        lines.append(
+            f"position bias  {first - 0.5:+.3f}  the first answer wins {first:.1%} of comparisons"
+        )
         lines.append(f"consistency    {same:.3f}  of pairs have one winner in both orders")
     return [*lines, judge.describe_usage(judge.usage())]
 
@@ -63,7 +86,9 @@ def read_labels(path: Path, reference: str = "") -> list[dict[str, Any]]:
     try:
         lines = list(json_lines(path))
     except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}); it needs a JSON lines file of labels.") from None
+        raise DataError(
+            f"{path} cannot be read ({error.strerror}); it needs a JSON lines file of labels."
+        ) from None
     for number, line in enumerate(lines, start=1):
         try:
             row = parse_json(line)
@@ -71,16 +96,25 @@ def read_labels(path: Path, reference: str = "") -> list[dict[str, Any]]:
                 labelled: list[tuple[Any, float]] = [(row["chosen"], 1), (row["rejected"], 0)]
             else:
                 labelled = [(row["completion"], float(row["label"]))]
-            are_texts = all(isinstance(text, str | list) for text in (row["prompt"], *(text for text, _ in labelled)))
+            are_texts = all(
+                isinstance(text, str | list)
+                for text in (row["prompt"], *(text for text, _ in labelled))
+            )
             rows += [{**row, "completion": text, "label": label} for text, label in labelled]
-            if not are_texts or not math.isfinite(rows[-1]["label"]) or reference not in {"", *rows[-1]}:
+            if (
+                not are_texts
+                or not math.isfinite(rows[-1]["label"])
+                or reference not in {"", *rows[-1]}
+            ):
                 raise ValueError
         except (ValueError, TypeError, KeyError):
             also = f", each with {reference!r}" if reference else ""
             raise DataError(f"""{path}, line {number}: it needs a prompt with either a completion and a label, a number,
                 or chosen and rejected{also}.""") from None
     if not 2 <= len(rows) <= MAX_ROWS:
-        raise DataError(f"{path} has {len(rows)} labelled completions; it needs 2 to {MAX_ROWS}. Add or remove rows.")
+        raise DataError(
+            f"{path} has {len(rows)} labelled completions; it needs 2 to {MAX_ROWS}. Add or remove rows."
+        )
     return rows
 
 
@@ -92,10 +126,17 @@ def agreement(rewards: np.ndarray, labels: np.ndarray, groups: np.ndarray) -> di
     ours, theirs = (np.sign(np.round(x[first] - x[second], 9)) for x in (rewards, labels))
     with np.errstate(invalid="ignore", divide="ignore"):
         differs, count = theirs != 0, np.float64(len(ours))
-        accuracy = np.where(ours == 0, 0.5, ours == theirs)[differs].sum() / np.float64(differs.sum())
+        accuracy = np.where(ours == 0, 0.5, ours == theirs)[differs].sum() / np.float64(
+            differs.sum()
+        )
         tau = (ours * theirs).sum() / np.sqrt((ours**2).sum() * (theirs**2).sum())
         # in both orders, better and worse are equally frequent: chance agreement depends on ties alone
         ties, label_ties = (ours == 0).sum() / count, (theirs == 0).sum() / count
         chance = ties * label_ties + (1 - ties) * (1 - label_ties) / 2
         kappa = ((ours == theirs).sum() / count - chance) / (1 - chance)
-    return {"accuracy": float(accuracy), "tau": float(tau), "kappa": float(kappa), "pairs": float(differs.sum())}
+    return {
+        "accuracy": float(accuracy),
+        "tau": float(tau),
+        "kappa": float(kappa),
+        "pairs": float(differs.sum()),
+    }

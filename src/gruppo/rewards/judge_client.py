@@ -59,7 +59,9 @@ class JudgeClient:
         self._unanswered = 0
         """Questions in a row that the endpoint has not answered, within a batch."""
         self._has_warned = False
-        self._jitter = random.Random(0)  # a generator of its own: rewards do not change the run's random numbers
+        self._jitter = random.Random(
+            0
+        )  # a generator of its own: rewards do not change the run's random numbers
         self._verdicts = dict[str, Any]()
         self._cache_file: Path | None = None
         if config.cache is None:
@@ -68,16 +70,26 @@ class JudgeClient:
         place = f"{config.endpoint.rstrip('/')} {config.model}"
         try:
             beside = file.absolute().parent
-            folder = beside / Path(config.cache).expanduser() if config.cache else state_folder() / "judges"
+            folder = (
+                beside / Path(config.cache).expanduser()
+                if config.cache
+                else state_folder() / "judges"
+            )
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             path = folder / f"{hashlib.sha256(place.encode()).hexdigest()[:16]}.jsonl"
             for line in json_lines(path) if path.exists() else ():
-                with suppress(ValueError, KeyError, TypeError):  # a line that was cut off when a process was killed
+                with suppress(
+                    ValueError, KeyError, TypeError
+                ):  # a line that was cut off when a process was killed
                     entry = parse_json(line)
                     self._verdicts.setdefault(entry["key"], entry["verdict"])
             self._cache_file = path
         except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
-            log.warning("judge %s: its cache cannot be used (%s). Every answer is asked for again.", self.name, error)
+            log.warning(
+                "judge %s: its cache cannot be used (%s). Every answer is asked for again.",
+                self.name,
+                error,
+            )
 
     # --- what a run has used ---
 
@@ -88,10 +100,17 @@ class JudgeClient:
         left is divided among the ranks.
         """
         rank, world = dist.rank(), dist.world_size()
-        mine = [path for path in folder.glob("*.json") if path.stem.isdecimal() and int(path.stem) % world == rank]
+        mine = [
+            path
+            for path in folder.glob("*.json")
+            if path.stem.isdecimal() and int(path.stem) % world == rank
+        ]
         for path in mine:  # those of more ranks, if there were more before
             with suppress(OSError, ValueError):
-                self.counts = {name: count + _count(read_json(path).get(name)) for name, count in self.counts.items()}
+                self.counts = {
+                    name: count + _count(read_json(path).get(name))
+                    for name, count in self.counts.items()
+                }
         folder.mkdir(parents=True, exist_ok=True)
         self._usage_file = folder / f"{rank}.json"
         self._save_usage()
@@ -105,7 +124,10 @@ class JudgeClient:
                 self._limits[name] = spent[name] + left // world + (rank < left % world)
 
     def _spent(self) -> dict[str, int]:
-        return {"calls": self.counts["calls"], "tokens": self.counts["input_tokens"] + self.counts["output_tokens"]}
+        return {
+            "calls": self.counts["calls"],
+            "tokens": self.counts["input_tokens"] + self.counts["output_tokens"],
+        }
 
     def _save_usage(self) -> None:
         if self._usage_file is not None:
@@ -117,18 +139,29 @@ class JudgeClient:
     async def ask(self, bodies: Sequence[Mapping[str, Any]]) -> list[Any]:
         """Return the verdict of each request, or the ``CallError`` why there is none. Equal requests are sent once."""
         place = self.config.endpoint.rstrip("/")
-        keys = [hashlib.sha256(json.dumps([place, body], sort_keys=True).encode()).hexdigest() for body in bodies]
+        keys = [
+            hashlib.sha256(json.dumps([place, body], sort_keys=True).encode()).hexdigest()
+            for body in bodies
+        ]
         unique = dict(zip(keys, bodies, strict=True))
         slots, self._unanswered = asyncio.Semaphore(self.config.concurrency), 0
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        uses_env = not is_loopback(urlsplit(place).hostname or "")  # its proxy leads to no server of this machine
+        uses_env = not is_loopback(
+            urlsplit(place).hostname or ""
+        )  # its proxy leads to no server of this machine
         # No timeout of the client's: request_json has a deadline for the whole answer.
-        async with self._httpx.AsyncClient(base_url=place, headers=headers, timeout=None, trust_env=uses_env) as client:
-            answers = await asyncio.gather(*(self._answer(client, slots, key, body) for key, body in unique.items()))
+        async with self._httpx.AsyncClient(
+            base_url=place, headers=headers, timeout=None, trust_env=uses_env
+        ) as client:
+            answers = await asyncio.gather(
+                *(self._answer(client, slots, key, body) for key, body in unique.items())
+            )
         found = dict(zip(unique, answers, strict=True))
         return [found[key] for key in keys]
 
-    async def _answer(self, client: Any, slots: asyncio.Semaphore, key: str, body: Mapping[str, Any]) -> Any:
+    async def _answer(
+        self, client: Any, slots: asyncio.Semaphore, key: str, body: Mapping[str, Any]
+    ) -> Any:
         schema = body["response_format"]["json_schema"]["schema"]
         if key in self._verdicts and fits(self._verdicts[key], schema):
             self.counts["cache_hits"] += 1
@@ -147,7 +180,11 @@ class JudgeClient:
                 with self._cache_file.open("a", encoding="utf-8") as file:
                     file.write("\n" + json.dumps({"key": key, "verdict": verdict}))
             except OSError as error:
-                log.warning("judge %s: its cache cannot be written (%s); it is kept in memory.", self.name, error)
+                log.warning(
+                    "judge %s: its cache cannot be written (%s); it is kept in memory.",
+                    self.name,
+                    error,
+                )
                 self._cache_file = None
         return verdict
 
@@ -162,27 +199,41 @@ class JudgeClient:
                     total = f"{getattr(self.config.budget, name):,} {name}"
                     reason = f"the judge's budget of {total} is spent; raise budget.{name} in {self.name}.toml"
                     raise CallError("exception", reason, "budget")
-            if self._unanswered >= self.config.concurrency:  # else a judge that is down costs every row its retries
+            if (
+                self._unanswered >= self.config.concurrency
+            ):  # else a judge that is down costs every row its retries
                 reason = f"not asked: {self._unanswered} questions in a row had no answer"
                 raise CallError("exception", f"{reason} from {self.config.endpoint}", "unanswered")
             self.counts["calls"] += 1
             self.counts["retries"] += attempt > 0
             try:
-                reply = await request_json(client, "POST", "/chat/completions", body, timeout_s=self.config.timeout_s)
+                reply = await request_json(
+                    client, "POST", "/chat/completions", body, timeout_s=self.config.timeout_s
+                )
                 self._unanswered = 0
                 return reply
             except ServerError as error:
-                kind = "timeouts" if error.is_timeout else "rate_limited" if error.status == 429 else "errors"
+                kind = (
+                    "timeouts"
+                    if error.is_timeout
+                    else "rate_limited"
+                    if error.status == 429
+                    else "errors"
+                )
                 self.counts[kind] += 1
                 wait_s = BACKOFF_S * 2**attempt * self._jitter.uniform(0.5, 1.0)
-                wait_s = min(wait_s, MAX_WAIT_S) if error.retry_after_s is None else error.retry_after_s
+                wait_s = (
+                    min(wait_s, MAX_WAIT_S) if error.retry_after_s is None else error.retry_after_s
+                )
                 can_repeat = error.status in REPEATED or error.status >= 500
                 if not can_repeat or attempt == self.config.retries or wait_s > MAX_WAIT_S:
                     self._unanswered += 1
                     # a server may quote the key
                     text = str(error).replace(self._key, "***") if self._key else str(error)
                     reason = f"the judge {self.config.endpoint}{visible(text)}"
-                    raise CallError("timeout" if error.is_timeout else "exception", reason, error.status) from None
+                    raise CallError(
+                        "timeout" if error.is_timeout else "exception", reason, error.status
+                    ) from None
                 if error.retry_after_s is not None:
                     self._not_before = time.monotonic() + wait_s
             await asyncio.sleep(wait_s)
@@ -195,7 +246,10 @@ class JudgeClient:
         """
         usage = reply.get("usage") if isinstance(reply, dict) else None
         usage = usage if isinstance(usage, dict) else {}
-        for name, field in (("input_tokens", "prompt_tokens"), ("output_tokens", "completion_tokens")):
+        for name, field in (
+            ("input_tokens", "prompt_tokens"),
+            ("output_tokens", "completion_tokens"),
+        ):
             count = usage.get(field)
             self.counts[name] += _count(count)
             if _count(count) != count and not self._has_warned:
@@ -215,7 +269,10 @@ class JudgeClient:
                 return verdict
         self.counts["invalid"] += 1
         cut = ", cut off at max_tokens: raise request.max_tokens" if finish == "length" else ""
-        raise CallError("exception", f"the judge's answer is not the JSON asked for{cut}: {visible(str(text))[:120]!r}")
+        raise CallError(
+            "exception",
+            f"the judge's answer is not the JSON asked for{cut}: {visible(str(text))[:120]!r}",
+        )
 
 
 def _count(value: Any) -> int:
@@ -230,4 +287,7 @@ def fits(verdict: Any, schema: Mapping[str, Any]) -> bool:
         return False
     pairs = ((verdict[name], rule.get("enum")) for name, rule in properties.items())
     # The type too: True is in a list of points, and so is 3.0.
-    return all(isinstance(x, str) if enum is None else type(x) is type(enum[0]) and x in enum for x, enum in pairs)
+    return all(
+        isinstance(x, str) if enum is None else type(x) is type(enum[0]) and x in enum
+        for x, enum in pairs
+    )

@@ -93,7 +93,9 @@ class JudgeConfig:
     @property
     def digest(self) -> str:
         """SHA-256 of all that rewards depend on."""
-        entries = {name: value for name, value in asdict(self).items() if name not in WITHOUT_EFFECT}
+        entries = {
+            name: value for name, value in asdict(self).items() if name not in WITHOUT_EFFECT
+        }
         return hashlib.sha256(json.dumps(entries, sort_keys=True, default=str).encode()).hexdigest()
 
     @property
@@ -112,21 +114,35 @@ def _checked(data: Mapping[str, Any]) -> JudgeConfig:
     config: JudgeConfig = build(JudgeConfig, data)
     for name, option in options(config).items():
         if option.range and option.value is not None and not option.range.contains(option.value):
-            raise EntryError(name, f"{name}={option.value} is out of range; it needs to be {option.range}.")
+            raise EntryError(
+                name, f"{name}={option.value} is out of range; it needs to be {option.range}."
+            )
     names, url = [item.name for item in config.rubric], urlsplit(config.endpoint)
-    has_more = bool("@" in url.netloc or url.query or url.fragment)  # which may be a key, and is not shown
+    has_more = bool(
+        "@" in url.netloc or url.query or url.fragment
+    )  # which may be a key, and is not shown
     mistakes = dict[str, str]()  # by entry; the first one is raised
     if url.scheme not in ("http", "https") or not url.hostname or has_more:
-        mistakes["endpoint"] = f"""endpoint is {url.scheme + "://..." if has_more else config.endpoint!r}; it needs the
+        mistakes[
+            "endpoint"
+        ] = f"""endpoint is {url.scheme + "://..." if has_more else config.endpoint!r}; it needs the
             address of an OpenAI-compatible server, without a user, a key or a query in it, such as
             http://127.0.0.1:8000/v1."""
     if not config.model:
-        mistakes["model"] = "no model is named; it needs the name by which the endpoint serves it. Set model."
-    if config.key_env and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", config.key_env):  # never shown: it may be the key
-        mistakes["key_env"] = """key_env is no name of an environment variable; it needs one in capitals, such as
+        mistakes["model"] = (
+            "no model is named; it needs the name by which the endpoint serves it. Set model."
+        )
+    if config.key_env and not re.fullmatch(
+        r"[A-Z_][A-Z0-9_]*", config.key_env
+    ):  # never shown: it may be the key
+        mistakes[
+            "key_env"
+        ] = """key_env is no name of an environment variable; it needs one in capitals, such as
             JUDGE_API_KEY, that holds the key. Do not write the key itself."""
     if not names:
-        mistakes["rubric"] = """there is no rubric; it needs at least one item. Add [[rubric]] with name, text and
+        mistakes[
+            "rubric"
+        ] = """there is no rubric; it needs at least one item. Add [[rubric]] with name, text and
             weight."""
     for n, item in enumerate(config.rubric):
         if not (item.name and item.text):
@@ -137,10 +153,14 @@ def _checked(data: Mapping[str, Any]) -> JudgeConfig:
     own = [f"request.{name}" for name in config.request if name in OWN_FIELDS]
     mistakes |= {entry: f"{entry} is set by gruppo; remove it." for entry in own}
     if config.samples > 1 and not config.sampling["temperature"]:
-        mistakes["samples"] = f"""samples={config.samples} at temperature 0 asks for one answer several times. Set
+        mistakes[
+            "samples"
+        ] = f"""samples={config.samples} at temperature 0 asks for one answer several times. Set
             request.temperature above 0, or samples to 1."""
     if config.opponents and config.mode == "score":
-        mistakes["opponents"] = f"""opponents={config.opponents} has no effect with mode="score". Remove it, or set
+        mistakes[
+            "opponents"
+        ] = f"""opponents={config.opponents} has no effect with mode="score". Remove it, or set
             mode="pairs"."""
     if config.reference in PROVIDED:
         mistakes["reference"] = f"reference={config.reference!r} is no column of data; name one."

@@ -62,23 +62,36 @@ class RewardModel:
         **options: Any,
     ) -> None:
         self.__name__ = name
-        self.network = ScoringNetwork(model, tokenizer, "ForSequenceClassification", output, **options)
+        self.network = ScoringNetwork(
+            model, tokenizer, "ForSequenceClassification", output, **options
+        )
         self.memory_bytes = self.network.memory_bytes
         has_template = bool(getattr(self.network.tokenizer, "chat_template", None))
         if chat and not has_template:
-            raise GruppoError(f"chat=True, but the tokenizer of {self.network.name} has no chat template. Omit chat.")
+            raise GruppoError(
+                f"chat=True, but the tokenizer of {self.network.name} has no chat template. Omit chat."
+            )
         self.uses_chat = has_template if chat is None else chat
 
-    def __call__(self, prompts: Column, completions: Column, log_metric: LogMetric = None, **_: Any) -> list[float]:
+    def __call__(
+        self, prompts: Column, completions: Column, log_metric: LogMetric = None, **_: Any
+    ) -> list[float]:
         texts = list(map(self.encode, prompts, completions))
-        return [float(score) for score in self.network.scores(self.network.truncate(texts, self.__name__, log_metric))]
+        return [
+            float(score)
+            for score in self.network.scores(
+                self.network.truncate(texts, self.__name__, log_metric)
+            )
+        ]
 
     def encode(self, prompt: Any, completion: Any) -> list[int]:
         """Tokenize one text. An assistant message that the prompt begins is continued."""
         tokenizer, answer = self.network.tokenizer, text_of(completion)
         if not self.uses_chat:
             return list(tokenizer(plain_text(prompt) + answer)["input_ids"])
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        messages = (
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        )
         if messages and messages[-1]["role"] == "assistant":
             answer = text_of([messages.pop()]) + answer
         messages.append({"role": "assistant", "content": answer})
@@ -112,7 +125,9 @@ class ProcessRewardModel:
         **options: Any,
     ) -> None:
         if score not in ("steps", *SUMMARIES):
-            raise GruppoError(f"score={score!r} is not one of steps, {', '.join(SUMMARIES)}. Set score=steps.")
+            raise GruppoError(
+                f"score={score!r} is not one of steps, {', '.join(SUMMARIES)}. Set score=steps."
+            )
         step_reward(separator)(self)  # refuses a separator that splits nothing
         if score != "steps":
             self.step_separator = None
@@ -122,16 +137,25 @@ class ProcessRewardModel:
         self.mark = self._encode(mark or separator)
         if not self.mark:
             problem = f"the tokenizer of {self.network.name} has no token for {mark or separator!r}"
-            raise GruppoError(f"{problem}, at which a step is scored. Set mark to a text that it knows.")
+            raise GruppoError(
+                f"{problem}, at which a step is scored. Set mark to a text that it knows."
+            )
 
-    def __call__(self, prompts: Column, completions: Column, log_metric: LogMetric = None, **_: Any) -> list[Any]:
+    def __call__(
+        self, prompts: Column, completions: Column, log_metric: LogMetric = None, **_: Any
+    ) -> list[Any]:
         tokenizer = self.network.tokenizer
-        texts, ends = list[list[int]](), list[list[int]]()  # ids of each row, and the index of each step's last one
+        texts, ends = (
+            list[list[int]](),
+            list[list[int]](),
+        )  # ids of each row, and the index of each step's last one
         for prompt, completion in zip(prompts, completions, strict=True):
             if not isinstance(prompt, str) and getattr(tokenizer, "chat_template", None):
                 continues = prompt[-1]["role"] == "assistant"
                 how = {"add_generation_prompt": not continues, "continue_final_message": continues}
-                ids = list(tokenizer.apply_chat_template(prompt, tokenize=True, return_dict=False, **how))
+                ids = list(
+                    tokenizer.apply_chat_template(prompt, tokenize=True, return_dict=False, **how)
+                )
             else:
                 opening = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
                 ids = [*opening, *self._encode(plain_text(prompt))]
@@ -145,7 +169,9 @@ class ProcessRewardModel:
         for n, values in enumerate(map(Tensor.tolist, self.network.scores(truncated))):
             lost = len(texts[n]) - len(truncated[n])
             # The first id of a truncated text may be its opening token, which is not the end of a step.
-            scores.append([values[end - lost] if end - lost >= (lost > 0) else None for end in ends[n]])
+            scores.append(
+                [values[end - lost] if end - lost >= (lost > 0) else None for end in ends[n]]
+            )
         if self.score == "steps":
             return scores
         known = [[score for score in row if score is not None] for row in scores]
@@ -187,16 +213,25 @@ class ScoringNetwork:
         trust_remote_code: bool = False,
     ) -> None:
         if output not in ("logit", "probability"):
-            raise GruppoError(f"output={output!r} is neither logit nor probability. Set output=logit.")
-        for name, value, lowest in (("batch_tokens", batch_tokens, 1), ("max_length", max_length, 0)):
+            raise GruppoError(
+                f"output={output!r} is neither logit nor probability. Set output=logit."
+            )
+        for name, value, lowest in (
+            ("batch_tokens", batch_tokens, 1),
+            ("max_length", max_length, 0),
+        ):
             if not isinstance(value, int) or value < lowest:
-                raise GruppoError(f"{name}={value!r} is not a whole number of at least {lowest}. Omit it.")
+                raise GruppoError(
+                    f"{name}={value!r} is not a whole number of at least {lowest}. Omit it."
+                )
         try:
             self.device = torch.device(device) if device else accelerator()
             torch.empty(0, device=self.device)
         except (RuntimeError, AssertionError) as error:
             reason = str(error).strip().splitlines()[0].rstrip(".")
-            raise GruppoError(f"device={device!r} is not available: {reason}. Set device=cpu, or omit it.") from None
+            raise GruppoError(
+                f"device={device!r} is not available: {reason}. Set device=cpu, or omit it."
+            ) from None
         self.module: Any
         if isinstance(model, nn.Module):
             if tokenizer is None:
@@ -213,8 +248,14 @@ class ScoringNetwork:
         config = self.module.config
         count = int(getattr(config, "num_labels", 1))
         names = {str(name): int(n) for n, name in (getattr(config, "id2label", None) or {}).items()}
-        default = count - 1 if count <= 2 else None  # of more than two labels, nobody knows which is good
-        index = default if label is None else ({str(n): n for n in range(count)} | names).get(str(label))
+        default = (
+            count - 1 if count <= 2 else None
+        )  # of more than two labels, nobody knows which is good
+        index = (
+            default
+            if label is None
+            else ({str(n): n for n in range(count)} | names).get(str(label))
+        )
         if index is None:
             raise GruppoError(f"""reward model {self.name} got label={label!r}; it has
                 {", ".join(names) or f"0 to {count - 1}"}. Set label to the good one's name or number, such as
@@ -223,16 +264,26 @@ class ScoringNetwork:
         self.memory_bytes = sum(p.numel() * p.element_size() for p in self.module.parameters())
         self.batch_tokens, self._has_warned = batch_tokens, False
         self._config = config.get_text_config() if hasattr(config, "get_text_config") else config
-        limits = (getattr(self._config, "max_position_embeddings", None), self.tokenizer.model_max_length)
-        self.max_length = max_length or min((int(n) for n in limits if n and 0 < n < NO_LIMIT), default=NO_LIMIT)
+        limits = (
+            getattr(self._config, "max_position_embeddings", None),
+            self.tokenizer.model_max_length,
+        )
+        self.max_length = max_length or min(
+            (int(n) for n in limits if n and 0 < n < NO_LIMIT), default=NO_LIMIT
+        )
         self.work_device = self.device
         if offload:
             self.device, self.work_device = torch.device("cpu"), accelerator()
             if self.work_device == self.device:
-                log.info("reward model %s: offload=True changes nothing, there is no accelerator here.", self.name)
+                log.info(
+                    "reward model %s: offload=True changes nothing, there is no accelerator here.",
+                    self.name,
+                )
         self.module.to(self.device)
 
-    def truncate(self, texts: Sequence[list[int]], name: str, log_metric: LogMetric = None) -> list[list[int]]:
+    def truncate(
+        self, texts: Sequence[list[int]], name: str, log_metric: LogMetric = None
+    ) -> list[list[int]]:
         """Keep the last ``max_length`` ids of each text, and its opening token if there is one."""
         result, count = list(texts), 0
         for n, ids in enumerate(texts):
@@ -271,7 +322,11 @@ class ScoringNetwork:
             for batch in batches:
                 for n, logits in zip(batch, self._forward([rows[n] for n in batch]), strict=True):
                     others = [k for k in range(logits.shape[-1]) if k != self.label]
-                    odds = logits[..., self.label] - logits[..., others].logsumexp(-1) if others else logits[..., 0]
+                    odds = (
+                        logits[..., self.label] - logits[..., others].logsumexp(-1)
+                        if others
+                        else logits[..., 0]
+                    )
                     scores[n] = odds.sigmoid() if self.output == "probability" else odds
         finally:
             if self.work_device != self.device:
@@ -287,7 +342,9 @@ class ScoringNetwork:
         """
         config = self._config
         own_pad = pad = config.pad_token_id
-        if pad is None:  # transformers finds the last token by the padding: use an id that no row holds
+        if (
+            pad is None
+        ):  # transformers finds the last token by the padding: use an id that no row holds
             used = {i for row in rows for i in row}
             pad = next(i for i in range(len(used) + 1) if i not in used)
         tokens = [torch.tensor(row, dtype=torch.long) for row in rows]
@@ -295,7 +352,9 @@ class ScoringNetwork:
         mask = pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True)
         try:
             config.pad_token_id = pad
-            output = self.module(input_ids=ids.to(self.work_device), attention_mask=mask.to(self.work_device)).logits
+            output = self.module(
+                input_ids=ids.to(self.work_device), attention_mask=mask.to(self.work_device)
+            ).logits
         except torch.OutOfMemoryError:
             if len(rows) == 1:
                 raise
@@ -304,7 +363,11 @@ class ScoringNetwork:
             config.pad_token_id = own_pad
         if output is None:
             self.batch_tokens = max(self.batch_tokens // 2, 1)
-            log.warning("reward model %s: out of memory; using batches of %d tokens.", self.name, self.batch_tokens)
+            log.warning(
+                "reward model %s: out of memory; using batches of %d tokens.",
+                self.name,
+                self.batch_tokens,
+            )
             half = len(rows) // 2
             return self._forward(rows[:half]) + self._forward(rows[half:])
         is_outcome = self.head == "ForSequenceClassification"
@@ -312,7 +375,10 @@ class ScoringNetwork:
             raise GruppoError(f"""reward model {self.name} gave logits of shape {list(output.shape)} for {len(rows)}
                 texts; it needs {"one number" if is_outcome else "numbers for each token"} per label. Use a model
                 ...{self.head}, or the reward {"process_reward" if is_outcome else "reward_model"}.""")
-        return [x if is_outcome else x[: len(row)] for x, row in zip(output.float().cpu(), rows, strict=True)]
+        return [
+            x if is_outcome else x[: len(row)]
+            for x, row in zip(output.float().cpu(), rows, strict=True)
+        ]
 
 
 def accelerator() -> torch.device:
@@ -333,7 +399,9 @@ def _load(path: str, head: Head, dtype: str, trust_remote_code: bool) -> tuple[A
     if folder.exists() or path.startswith((".", "/", "~")):
         if not (folder / "config.json").is_file():
             what = "has no config.json" if folder.exists() else "does not exist"
-            raise GruppoError(f"the reward model's folder {path!r} {what}. Use one written by save_pretrained.")
+            raise GruppoError(
+                f"the reward model's folder {path!r} {what}. Use one written by save_pretrained."
+            )
         path = str(folder)
     hf_logging.disable_progress_bar()
     verbosity = hf_logging.get_verbosity()
@@ -342,7 +410,9 @@ def _load(path: str, head: Head, dtype: str, trust_remote_code: bool) -> tuple[A
     what = "config"
     try:
         check_layers(transformers.PretrainedConfig.get_config_dict(path)[0], path)
-        architecture = (transformers.AutoConfig.from_pretrained(path, **options).architectures or [""])[0]
+        architecture = (
+            transformers.AutoConfig.from_pretrained(path, **options).architectures or [""]
+        )[0]
         for other, (spec, unit) in KINDS.items():
             if other != head and architecture.endswith(other):
                 problem = f"{path!r} is a {architecture}, which scores {unit}; {KINDS[head][0]} needs a ...{head}."
@@ -350,7 +420,11 @@ def _load(path: str, head: Head, dtype: str, trust_remote_code: bool) -> tuple[A
         what = "tokenizer"
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, **options)
         what = "model"
-        options |= {"dtype": getattr(torch, dtype), "use_safetensors": True, "output_loading_info": True}
+        options |= {
+            "dtype": getattr(torch, dtype),
+            "use_safetensors": True,
+            "output_loading_info": True,
+        }
         module, info = getattr(transformers, f"AutoModel{head}").from_pretrained(path, **options)
     except GruppoError:
         raise

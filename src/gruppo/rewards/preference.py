@@ -22,7 +22,10 @@ from gruppo.rewards.models import plain_text
 from gruppo.types import GruppoError
 
 CLIP = "openai/clip-vit-large-patch14"
-PICKSCORE, PICKSCORE_PROCESSOR = "yuvalkirstain/PickScore_v1", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+PICKSCORE, PICKSCORE_PROCESSOR = (
+    "yuvalkirstain/PickScore_v1",
+    "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
+)
 
 
 def clip_score(model: str | Path = CLIP, *, batch: int = 32, device: str = "cpu") -> ImageReward:
@@ -34,7 +37,11 @@ def clip_score(model: str | Path = CLIP, *, batch: int = 32, device: str = "cpu"
 
 
 def pick_score(
-    model: str | Path = PICKSCORE, processor: str | Path = "", *, batch: int = 32, device: str = "cpu"
+    model: str | Path = PICKSCORE,
+    processor: str | Path = "",
+    *,
+    batch: int = 32,
+    device: str = "cpu",
 ) -> ImageReward:
     """PickScore: the cosine times the model's own scale, about 15 to 25 (arXiv 2305.01569).
 
@@ -62,10 +69,14 @@ def _package(module: str, reward: str, install: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise GruppoError(f'{reward} needs the package "{install}" ({error}); run: pip install {install}') from error
+        raise GruppoError(
+            f'{reward} needs the package "{install}" ({error}); run: pip install {install}'
+        ) from error
 
 
-def _clip_reward(name: str, model: str, processor: str, scale: float | None, batch: int, device: str) -> ImageReward:
+def _clip_reward(
+    name: str, model: str, processor: str, scale: float | None, batch: int, device: str
+) -> ImageReward:
     """Load a CLIP model as a reward. ``scale`` multiplies the cosine; None: the model's own scale."""
     import transformers
     from transformers.utils import logging as hf_logging
@@ -86,16 +97,22 @@ def _clip_reward(name: str, model: str, processor: str, scale: float | None, bat
         scores: list[float] = []
         for start in range(0, len(images), batch):
             part = images[start : start + batch]
-            inputs = preprocess(text=[caption], images=part, return_tensors="pt", padding=True, truncation=True)
+            inputs = preprocess(
+                text=[caption], images=part, return_tensors="pt", padding=True, truncation=True
+            )
             output = module.eval()(**inputs.to(device))
-            cosines = torch.nn.functional.cosine_similarity(output.image_embeds, output.text_embeds)  # [part]
+            cosines = torch.nn.functional.cosine_similarity(
+                output.image_embeds, output.text_embeds
+            )  # [part]
             scores += (factor * cosines.double()).tolist()
         return scores
 
     return _per_caption(name, score)
 
 
-def _per_caption(name: str, score: Callable[[str, list], Sequence[float]], *, reads_files: bool = False) -> ImageReward:
+def _per_caption(
+    name: str, score: Callable[[str, list], Sequence[float]], *, reads_files: bool = False
+) -> ImageReward:
     """Return a reward function that scores the images of one caption at once. ``reads_files``: as PNG files."""
 
     @torch.no_grad()
@@ -104,11 +121,17 @@ def _per_caption(name: str, score: Callable[[str, list], Sequence[float]], *, re
         for prompt in prompts:
             if not isinstance(prompt, Sequence):
                 problem = f"{name} reads captions, and a prompt is {prompt!r:.60} ({type(prompt).__name__})"
-                raise GruppoError(f"{problem}. Use data with captions, or the reward classifier for classes.")
+                raise GruppoError(
+                    f"{problem}. Use data with captions, or the reward classifier for classes."
+                )
             captions.append(prompt if isinstance(prompt, str) else plain_text(prompt).strip())
         scores: list[float | None] = [NAN] * len(images)
         for caption in dict.fromkeys(captions):
-            rows = [n for n, text in enumerate(captions) if text == caption and images[n].isfinite().all()]
+            rows = [
+                n
+                for n, text in enumerate(captions)
+                if text == caption and images[n].isfinite().all()
+            ]
             inputs: list[Any] = [to_pillow(images[n]).convert("RGB") for n in rows]
             with tempfile.TemporaryDirectory(prefix="gruppo-images-") as folder:
                 for n, image in enumerate(inputs if reads_files else ()):

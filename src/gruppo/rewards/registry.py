@@ -38,20 +38,46 @@ class BuiltIn:
 BUILT_INS = {
     "exact_match": BuiltIn(text.exact_match, "none"),
     "numeric_match": BuiltIn(text.numeric_match, "none"),
-    "reasoning_gym_score": BuiltIn(text.reasoning_gym_score, "none", package=("reasoning_gym", "tasks")),
-    "math_verify": BuiltIn(text.math_verify, "none", is_isolated=True, package=("math_verify", "math")),
+    "reasoning_gym_score": BuiltIn(
+        text.reasoning_gym_score, "none", package=("reasoning_gym", "tasks")
+    ),
+    "math_verify": BuiltIn(
+        text.math_verify, "none", is_isolated=True, package=("math_verify", "math")
+    ),
     "regex_format": BuiltIn(text.regex_format, "text", "regex_format:PATTERN", is_isolated=True),
-    "length_target": BuiltIn(text.length_target, "values", "length_target:50 or length_target:50,characters"),
-    "keywords": BuiltIn(text.keywords, "values", "keywords:because,so or keywords for 因为, 所以, 然而, 但是"),
-    "repetition_penalty": BuiltIn(text.repetition_penalty, "values", "repetition_penalty or repetition_penalty:3,-1.0"),
+    "length_target": BuiltIn(
+        text.length_target, "values", "length_target:50 or length_target:50,characters"
+    ),
+    "keywords": BuiltIn(
+        text.keywords, "values", "keywords:because,so or keywords for 因为, 所以, 然而, 但是"
+    ),
+    "repetition_penalty": BuiltIn(
+        text.repetition_penalty, "values", "repetition_penalty or repetition_penalty:3,-1.0"
+    ),
     "code_tests": BuiltIn(code.CodeTests),
     "judge": BuiltIn(Judge, "path", "judge:FILE.toml"),
-    "reward_model": BuiltIn(RewardModel, "path", "reward_model:PATH or reward_model:PATH,label=1,offload=True"),
-    "process_reward": BuiltIn(ProcessRewardModel, "path", "process_reward:PATH or process_reward:PATH,separator=\\n"),
+    "reward_model": BuiltIn(
+        RewardModel, "path", "reward_model:PATH or reward_model:PATH,label=1,offload=True"
+    ),
+    "process_reward": BuiltIn(
+        ProcessRewardModel, "path", "process_reward:PATH or process_reward:PATH,separator=\\n"
+    ),
 }
 for _factory in (
-    *(images.brightness, images.symmetry, images.jpeg_compressibility, images.jpeg_incompressibility),
-    *(images.jpeg_saving, images.psnr, images.ssim, images.brisque, images.ocr_match, images.ocr_accuracy),
+    *(
+        images.brightness,
+        images.symmetry,
+        images.jpeg_compressibility,
+        images.jpeg_incompressibility,
+    ),
+    *(
+        images.jpeg_saving,
+        images.psnr,
+        images.ssim,
+        images.brisque,
+        images.ocr_match,
+        images.ocr_accuracy,
+    ),
     *(preference.clip_score, preference.pick_score, preference.hps_score, preference.image_reward),
 ):
     BUILT_INS[_factory.__name__] = BuiltIn(_factory)
@@ -79,11 +105,19 @@ def resolve_reward(spec: Any, processes: RewardProcesses | None = None) -> Any:
             positional = [arguments] if entry.arguments == "text" else []
             return processes.load(place, *positional, is_built_in=True) or reward
         except (TypeError, ValueError) as error:
-            options = ",".join(f"{option}=VALUE" for option in inspect.signature(entry.factory).parameters)
-            usage = entry.usage or (name if entry.arguments == "none" else f"{name} or {name}:{options}")
-            raise GruppoError(f"reward {name}:{arguments} is not understood ({error}); write {usage}.") from None
+            options = ",".join(
+                f"{option}=VALUE" for option in inspect.signature(entry.factory).parameters
+            )
+            usage = entry.usage or (
+                name if entry.arguments == "none" else f"{name} or {name}:{options}"
+            )
+            raise GruppoError(
+                f"reward {name}:{arguments} is not understood ({error}); write {usage}."
+            ) from None
     try:
-        is_module = importlib.util.find_spec(name.partition(".")[0]) is not None  # that of a.b would import a
+        is_module = (
+            importlib.util.find_spec(name.partition(".")[0]) is not None
+        )  # that of a.b would import a
     except (ImportError, ValueError):
         is_module = False
     if not colon and name.endswith(".py") and Path(name).is_file():
@@ -97,11 +131,17 @@ def resolve_reward(spec: Any, processes: RewardProcesses | None = None) -> Any:
             package.module:name.""")
     # Functions of recipes are ours and do not hang: another process would import torch for them, for 2 s and 250 MB.
     is_ours = name.split(".")[0] == "gruppo"
-    if processes is not None and not is_ours and (isolated := processes.load(spec.strip())) is not None:
+    if (
+        processes is not None
+        and not is_ours
+        and (isolated := processes.load(spec.strip())) is not None
+    ):
         return isolated
     reward = loading.load_object(spec.strip())
     if not callable(reward):
-        raise DataError(f"{spec} is {reward!r:.80} ({type(reward).__name__}), which is not callable; name a function.")
+        raise DataError(
+            f"{spec} is {reward!r:.80} ({type(reward).__name__}), which is not callable; name a function."
+        )
     return reward
 
 
@@ -111,7 +151,9 @@ def _build(entry: BuiltIn, arguments: str | None) -> Callable[..., Any]:
     if style == "none":
         if arguments is not None:
             raise ValueError("it takes no arguments")
-        if entry.package is not None:  # one that is not installed is missed before the run, not at the first answer
+        if (
+            entry.package is not None
+        ):  # one that is not installed is missed before the run, not at the first answer
             loading.import_extra(*entry.package, factory.__name__)
         return factory
     if style in ("text", "path") and not arguments:
@@ -121,28 +163,45 @@ def _build(entry: BuiltIn, arguments: str | None) -> Callable[..., Any]:
     hints = {**get_type_hints(factory.__init__ if isinstance(factory, type) else factory)}  # type: ignore[misc]
     parameters = {**inspect.signature(factory).parameters}
     if style == "values":
-        values = [] if arguments is None else [v.strip() for v in re.split(r"[,\uff0c\u3001]", arguments)]
+        values = (
+            []
+            if arguments is None
+            else [v.strip() for v in re.split(r"[,\uff0c\u3001]", arguments)]
+        )
         if not all(values):
             raise ValueError("an argument is missing")
         if factory is text.keywords:  # any number of words
             return text.keywords(values or text.COHERENCE_WORDS)
         if len(values) > len(parameters):
             raise ValueError(f"it takes at most {len(parameters)} values")
-        return factory(*(_parse(name, value, hints[name]) for name, value in zip(parameters, values, strict=False)))
+        return factory(
+            *(
+                _parse(name, value, hints[name])
+                for name, value in zip(parameters, values, strict=False)
+            )
+        )
     first, *options = re.split(_OPTION, (arguments or "").strip())
     if style == "options":
         options = [first, *options] if first else []
     if parameters.pop("options", None):  # **options of a reward model
         hints |= get_type_hints(ScoringNetwork.__init__)
-        parameters = {**parameters, **inspect.signature(ScoringNetwork).parameters, **parameters}  # own ones first
-    known = [name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY or style == "options"]
+        parameters = {
+            **parameters,
+            **inspect.signature(ScoringNetwork).parameters,
+            **parameters,
+        }  # own ones first
+    known = [
+        name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY or style == "options"
+    ]
     keywords = {}
     for name, equals, value in (option.partition("=") for option in options):
         name = name.strip()
         if not equals:
             raise ValueError("its options are written name=value")
         if name not in known:
-            raise ValueError(f"there is no option {name!r}.{did_you_mean(name, known)} It has {', '.join(known)}")
+            raise ValueError(
+                f"there is no option {name!r}.{did_you_mean(name, known)} It has {', '.join(known)}"
+            )
         keywords[name] = _parse(name, value, hints[name])
     return factory(*([first] if style == "path" else []), **keywords)
 

@@ -27,7 +27,14 @@ from gruppo import distributed as dist
 from gruppo.protocols import Reward
 from gruppo.reward_values import Answer, TrainerState
 from gruppo.rewards.functions import Decode, FunctionReward, ObjectReward, RowCall, StepScores
-from gruppo.timeouts import CallError, FailureKind, TimedCall, abandoned_count, call_with_timeout, start_call
+from gruppo.timeouts import (
+    CallError,
+    FailureKind,
+    TimedCall,
+    abandoned_count,
+    call_with_timeout,
+    start_call,
+)
 from gruppo.types import GruppoError, Prompt, Rollouts
 from gruppo.watchdog import watching
 
@@ -75,7 +82,9 @@ class Scores:
             parts={name: part[rows] for name, part in self.parts.items()},
             steps={name: steps[rows] for name, steps in self.steps.items()},
             failures=tuple(replace(f, row=place[f.row]) for f in self.failures if f.row in place),
-            extras={name: tuple(column[row] for row in rows) for name, column in self.extras.items()},
+            extras={
+                name: tuple(column[row] for row in rows) for name, column in self.extras.items()
+            },
         )
 
     @staticmethod
@@ -85,16 +94,30 @@ class Scores:
         starts = accumulate([0, *(len(scores.rewards) for scores in several[:-1])])
         return Scores(
             rewards=torch.cat([scores.rewards for scores in several]),
-            parts={name: torch.cat([scores.parts[name] for scores in several]) for name in several[0].parts},
+            parts={
+                name: torch.cat([scores.parts[name] for scores in several])
+                for name in several[0].parts
+            },
             steps={
-                name: torch.cat([pad(x.steps[name], (0, width - x.steps[name].shape[1]), value=NAN) for x in several])
+                name: torch.cat(
+                    [
+                        pad(x.steps[name], (0, width - x.steps[name].shape[1]), value=NAN)
+                        for x in several
+                    ]
+                )
                 for name in several[0].steps
             },
-            failures=tuple(replace(f, row=f.row + n) for n, x in zip(starts, several, strict=True) for f in x.failures),
+            failures=tuple(
+                replace(f, row=f.row + n)
+                for n, x in zip(starts, several, strict=True)
+                for f in x.failures
+            ),
             metrics=_means(entry for scores in several for entry in scores.metrics.items()),
             # A column that some scores lack is None in their rows.
             extras={
-                name: tuple(value for x in several for value in x.extras.get(name, (None,) * len(x.rewards)))
+                name: tuple(
+                    value for x in several for value in x.extras.get(name, (None,) * len(x.rewards))
+                )
                 for name in sorted({name for scores in several for name in scores.extras})
             },
         )
@@ -123,12 +146,18 @@ class RewardSet:
     ) -> None:
         rewards = [rewards] if callable(rewards) else rewards
         if not rewards and not may_be_empty:
-            raise GruppoError("got no reward; learning needs at least one. Pass a function or --reward exact_match.")
+            raise GruppoError(
+                "got no reward; learning needs at least one. Pass a function or --reward exact_match."
+            )
         weights = (1.0,) * len(rewards) if weights is None else weights
         if len(weights) != len(rewards):
-            raise GruppoError(f"got {len(weights)} reward weights for {len(rewards)} rewards; give one each, or none.")
+            raise GruppoError(
+                f"got {len(weights)} reward weights for {len(rewards)} rewards; give one each, or none."
+            )
         if not all(math.isfinite(weight) for weight in weights):
-            raise GruppoError(f"reward weights {list(weights)} are not all finite; use 0 to leave a reward out.")
+            raise GruppoError(
+                f"reward weights {list(weights)} are not all finite; use 0 to leave a reward out."
+            )
         self.weights = tuple(float(weight) for weight in weights)
         self._rewards: dict[str, FunctionReward | ObjectReward] = {}
         for source in rewards:
@@ -140,27 +169,45 @@ class RewardSet:
                 reward = FunctionReward(source, timeout_s=timeout_s)
             name, used_s = reward.name, reward.timeout_s
             if used_s is not None and not used_s > 0:
-                raise GruppoError(f"timeout_s={used_s} leaves reward {name!r} no time; use more than 0, or None.")
+                raise GruppoError(
+                    f"timeout_s={used_s} leaves reward {name!r} no time; use more than 0, or None."
+                )
             # Equal names get _2, _3, ...
             candidates = [name, *(f"{name}_{n}" for n in range(2, len(rewards) + 2))]
-            self._rewards[next(candidate for candidate in candidates if candidate not in self._rewards)] = reward
+            self._rewards[
+                next(candidate for candidate in candidates if candidate not in self._rewards)
+            ] = reward
         self.names = tuple(self._rewards)
         self.weight_of = dict(zip(self.names, self.weights, strict=True))
-        self.step_names = tuple(name for name, reward in self._rewards.items() if reward.scores_steps)
+        self.step_names = tuple(
+            name for name, reward in self._rewards.items() if reward.scores_steps
+        )
         """Rewards that score steps."""
-        self.turn_names = tuple(name for name, reward in self._rewards.items() if reward.scores_turns)
+        self.turn_names = tuple(
+            name for name, reward in self._rewards.items() if reward.scores_turns
+        )
         """Of these, those whose steps are the turns of a conversation."""
         self.has_step_rewards = any(self.weight_of[name] for name in self.step_names)
         """Whether a reward that scores steps has a weight."""
-        self.has_outcome_rewards = any(w for name, w in self.weight_of.items() if name not in self.step_names)
+        self.has_outcome_rewards = any(
+            w for name, w in self.weight_of.items() if name not in self.step_names
+        )
         """Whether a reward that scores whole rows has a weight."""
-        self.requested_columns = frozenset[str]().union(*(r.requested_columns for r in self._rewards.values()))
+        self.requested_columns = frozenset[str]().union(
+            *(r.requested_columns for r in self._rewards.values())
+        )
         """Columns that some reward reads, where the data have them."""
-        self.memory_bytes = {n: b for n, r in self._rewards.items() if (b := getattr(r.fn, "memory_bytes", 0))}
+        self.memory_bytes = {
+            n: b for n, r in self._rewards.items() if (b := getattr(r.fn, "memory_bytes", 0))
+        }
         """Memory of the reward models' weights, by name."""
-        self.comparing = tuple(n for n, reward in self._rewards.items() if getattr(reward.fn, "compares_group", False))
+        self.comparing = tuple(
+            n for n, reward in self._rewards.items() if getattr(reward.fn, "compares_group", False)
+        )
         """Rewards that compare the completions of a group."""
-        self._judges: dict[str, Any] = {n: r.fn for n, r in self._rewards.items() if hasattr(r.fn, "describe_usage")}
+        self._judges: dict[str, Any] = {
+            n: r.fn for n, r in self._rewards.items() if hasattr(r.fn, "describe_usage")
+        }
 
     def set_decoder(self, decode: Decode) -> None:
         """Set the policy's decoder, which step rewards need: ``policy.chat.text``."""
@@ -179,7 +226,9 @@ class RewardSet:
 
     def input_digests(self) -> dict[str, str]:
         """SHA-256 of the files on which rewards depend, beside code; a resumed run compares it."""
-        return {f"file of the judge {name}": judge.input_digest for name, judge in self._judges.items()}
+        return {
+            f"file of the judge {name}": judge.input_digest for name, judge in self._judges.items()
+        }
 
     def attach(self, folder: Path) -> None:
         """Count what judges use in the folder of a run, on from what it has used before. A collective."""
@@ -188,24 +237,42 @@ class RewardSet:
 
     def usage(self) -> dict[str, float]:
         """Metrics of what judges have used so far, over all ranks. A collective if there are any."""
-        own = {f"judge/{name}/{key}": x for name, judge in self._judges.items() for key, x in judge.usage().items()}
-        totals = dist.all_sum(torch.tensor([*own.values()], dtype=torch.float64)).tolist() if own else []
+        own = {
+            f"judge/{name}/{key}": x
+            for name, judge in self._judges.items()
+            for key, x in judge.usage().items()
+        }
+        totals = (
+            dist.all_sum(torch.tensor([*own.values()], dtype=torch.float64)).tolist() if own else []
+        )
         return dict(zip(own, totals, strict=True))
 
     def describe_usage(self, usage: Mapping[str, float]) -> list[str]:
         """A line for each judge."""
         lines = []
         for name, judge in self._judges.items():
-            own = {key.rpartition("/")[2]: x for key, x in usage.items() if key.startswith(f"judge/{name}/")}
+            own = {
+                key.rpartition("/")[2]: x
+                for key, x in usage.items()
+                if key.startswith(f"judge/{name}/")
+            }
             lines.append(judge.describe_usage(own))
         return lines
 
-    def score(self, rollouts: Rollouts, state: TrainerState | None = None, *, is_evaluation: bool = False) -> Scores:
+    def score(
+        self, rollouts: Rollouts, state: TrainerState | None = None, *, is_evaluation: bool = False
+    ) -> Scores:
         """Score all rows. Asynchronous rewards run at the same time, the others one after the other."""
         rows = [row for row, finish in enumerate(rollouts.finish) if finish != "error"]
-        results, tasks, concurrent = dict[str, RewardResult](), list[Callable[[], None]](), list[Callable[[], None]]()
+        results, tasks, concurrent = (
+            dict[str, RewardResult](),
+            list[Callable[[], None]](),
+            list[Callable[[], None]](),
+        )
         for name, reward in self._rewards.items():
-            results[name] = RewardResult(name, len(rollouts), rollouts.mask.shape[1] if reward.scores_steps else 0)
+            results[name] = RewardResult(
+                name, len(rollouts), rollouts.mask.shape[1] if reward.scores_steps else 0
+            )
             call_rows = reward.prepare(rollouts, state or TrainerState())
             task = partial(score_rows, call_rows, rows, results[name], reward.timeout_s)
             (concurrent if reward.is_async else tasks).append(task)
@@ -217,14 +284,31 @@ class RewardSet:
             call.result()
         extras: dict[str, tuple[Any, ...]] = {}
         for name, result in results.items():
-            for column, values in result.extras.items():  # a column that two rewards log carries the second one's name
+            for (
+                column,
+                values,
+            ) in (
+                result.extras.items()
+            ):  # a column that two rewards log carries the second one's name
                 extras[f"{name}/{column}" if column in extras else column] = tuple(values)
         return Scores(
-            rewards=combine([*results.values()], self.weights, None if is_evaluation else rollouts.group_ids.cpu()),
+            rewards=combine(
+                [*results.values()],
+                self.weights,
+                None if is_evaluation else rollouts.group_ids.cpu(),
+            ),
             parts={name: result.rewards.float() for name, result in results.items()},
             steps={name: results[name].steps for name in self.step_names},
-            failures=tuple(result.failures[row] for result in results.values() for row in sorted(result.failures)),
-            metrics=_means((f"reward_metric/{name}", x) for result in results.values() for name, x in result.metrics),
+            failures=tuple(
+                result.failures[row]
+                for result in results.values()
+                for row in sorted(result.failures)
+            ),
+            metrics=_means(
+                (f"reward_metric/{name}", x)
+                for result in results.values()
+                for name, x in result.metrics
+            ),
             extras=extras,
         )
 
@@ -236,7 +320,9 @@ class RewardResult:
         self.name = name
         self.rewards = torch.full((rows,), NAN, dtype=torch.float64)
         """[B]; NaN = not scored. Of a step reward, the sum over steps."""
-        self.steps = torch.full((rows, columns), NAN)  # [B, T] float32; NaN = no step ends here, or it is not scored
+        self.steps = torch.full(
+            (rows, columns), NAN
+        )  # [B, T] float32; NaN = no step ends here, or it is not scored
         self.failures: dict[int, Failure] = {}
         self.metrics: list[tuple[str, float]] = []
         self.extras: dict[str, list[Any]] = {}
@@ -275,18 +361,26 @@ def as_reward(value: Any) -> float:
     if value is None:
         return float("nan")
     if not isinstance(value, (int, float)):
-        hint = "; mark a function that scores each step with gruppo.rewards.step_reward" * isinstance(value, list)
+        hint = (
+            "; mark a function that scores each step with gruppo.rewards.step_reward"
+            * isinstance(value, list)
+        )
         got = f"returned {value!r:.60} ({type(value).__name__})"
         raise CallError("exception", f"{got}; each entry is a number or None{hint}")
     if not abs(value) <= _MAX_FLOAT32:
-        raise CallError("not_finite", f"returned {value!r:.60}; a reward is a finite float32, or None for not scored")
+        raise CallError(
+            "not_finite",
+            f"returned {value!r:.60}; a reward is a finite float32, or None for not scored",
+        )
     return float(value)
 
 
 # --- calls and retries ------------------------------------------------------------------------------------------------
 
 
-def score_rows(call: RowCall, rows: Sequence[int], result: RewardResult, timeout_s: float | None) -> None:
+def score_rows(
+    call: RowCall, rows: Sequence[int], result: RewardResult, timeout_s: float | None
+) -> None:
     """Call for all rows at once, and where that fails for each row alone.
 
     A wrong number of rewards fails all rows: it is unknown which number belongs to which row, and asked about one row,
@@ -295,17 +389,28 @@ def score_rows(call: RowCall, rows: Sequence[int], result: RewardResult, timeout
     if not rows:
         return
     try:
-        result.record(rows, call_with_timeout(partial(call, rows), timeout_s, f"reward {result.name!r}"))
+        result.record(
+            rows, call_with_timeout(partial(call, rows), timeout_s, f"reward {result.name!r}")
+        )
     except CallError as error:
         if len(rows) == 1 or error.kind == "count":
             result.fail(rows, error)
         elif error.kind == "timeout" and abandoned_count() >= MAX_ABANDONED:
-            result.fail(rows, CallError("timeout", f"not retried: {abandoned_count()} calls are still hanging"))
+            result.fail(
+                rows,
+                CallError("timeout", f"not retried: {abandoned_count()} calls are still hanging"),
+            )
         else:
             _retry(call, rows, result, timeout_s, error)
 
 
-def _retry(call: RowCall, rows: Sequence[int], result: RewardResult, timeout_s: float | None, first: CallError) -> None:
+def _retry(
+    call: RowCall,
+    rows: Sequence[int],
+    result: RewardResult,
+    timeout_s: float | None,
+    first: CallError,
+) -> None:
     """Each row alone, all within one further timeout: one at a time after an exception, several after a timeout.
 
     A call that runs for more than a quarter of the timeout gives its place to the next row, so that hung rows starve no
@@ -313,7 +418,9 @@ def _retry(call: RowCall, rows: Sequence[int], result: RewardResult, timeout_s: 
     others are not tried.
     """
     now = time.monotonic()
-    deadline, patience = (math.inf, math.inf) if timeout_s is None else (now + timeout_s, timeout_s / 4)
+    deadline, patience = (
+        (math.inf, math.inf) if timeout_s is None else (now + timeout_s, timeout_s / 4)
+    )
     places = POOL_THREADS if first.kind == "timeout" else 1
     waiting, running, finished = deque(rows), dict[int, TimedCall](), queue.SimpleQueue[int]()
     tried = repeated = 0
@@ -333,7 +440,9 @@ def _retry(call: RowCall, rows: Sequence[int], result: RewardResult, timeout_s: 
             finally:
                 beat()
                 before, now = now, time.monotonic()
-                deadline += (now - before) * is_starting  # a process is being started in place of one that was killed
+                deadline += (
+                    now - before
+                ) * is_starting  # a process is being started in place of one that was killed
             try:
                 result.record([row], running.pop(row).result())
             except CallError as error:
@@ -342,8 +451,13 @@ def _retry(call: RowCall, rows: Sequence[int], result: RewardResult, timeout_s: 
             tried += 1
     for row, timed in running.items():
         timed.abandon()
-        result.fail([row], CallError("timeout", f"no answer within {timeout_s:.3g} s, alone or in the batch"))
-    late = CallError("timeout", f"not reached: other rows used up the further {timeout_s or 0:.3g} s")
+        result.fail(
+            [row],
+            CallError("timeout", f"no answer within {timeout_s:.3g} s, alone or in the batch"),
+        )
+    late = CallError(
+        "timeout", f"not reached: other rows used up the further {timeout_s or 0:.3g} s"
+    )
     result.fail(list(waiting), first if repeated == SAME_ERRORS else late)
 
 
@@ -357,7 +471,9 @@ def combine(
 
     ``group_ids``: the groups over which it is decided which parts apply; None in an evaluation.
     """
-    counted = [(result, weight) for result, weight in zip(results, weights, strict=True) if weight != 0]
+    counted = [
+        (result, weight) for result, weight in zip(results, weights, strict=True) if weight != 0
+    ]
     if not counted:
         return torch.full_like(results[0].rewards, NAN).float()
     parts = torch.stack([result.rewards for result, _ in counted])  # [parts, B]
@@ -378,10 +494,14 @@ def combine(
     return torch.where(total.isfinite(), total, NAN)
 
 
-def applies_to_group(scored: Bool[Tensor, "parts B"], group_ids: Int[Tensor, "B"]) -> Bool[Tensor, "parts B"]:
+def applies_to_group(
+    scored: Bool[Tensor, "parts B"], group_ids: Int[Tensor, "B"]
+) -> Bool[Tensor, "parts B"]:
     """Whether a part scores any row of each row's group."""
     groups = int(group_ids.max()) + 1 if len(group_ids) else 0
-    counts = torch.zeros(len(scored), groups, dtype=torch.float32).index_add(1, group_ids, scored.float())
+    counts = torch.zeros(len(scored), groups, dtype=torch.float32).index_add(
+        1, group_ids, scored.float()
+    )
     return counts[:, group_ids] > 0
 
 

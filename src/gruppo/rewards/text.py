@@ -29,12 +29,16 @@ def exact_match(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> 
     Nothing but the answer passes, so listing candidates scores 0.
     """
     return [
-        None if gold is None or not str(gold).strip() else float(text_of(completion).strip() == str(gold).strip())
+        None
+        if gold is None or not str(gold).strip()
+        else float(text_of(completion).strip() == str(gold).strip())
         for completion, gold in zip(completions, answer, strict=True)
     ]
 
 
-def numeric_match(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:
+def numeric_match(
+    completions: Sequence[Any], answer: Sequence[Any], **_: Any
+) -> list[float | None]:
     """1 where the completion's number equals the answer's, exactly (3.0 is 3, 1/2 is 0.5, 0.33 is not 1/3); else 0.
 
     The completion's number is that of its last \\boxed{}, which has to hold one number alone, else its last number. So
@@ -70,11 +74,18 @@ def math_verify(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> 
         logging.getLogger(f"math_verify.{name}").setLevel(logging.ERROR)
     # Its own timeouts set signals and count as wrong answers. Here a call without an answer in time is not scored.
     parse = partial(library.parse, parsing_timeout=None, fallback_mode="no_fallback")
-    targets = [library.LatexExtractionConfig(boxed_match_priority=0), library.ExprExtractionConfig()]
+    targets = [
+        library.LatexExtractionConfig(boxed_match_priority=0),
+        library.ExprExtractionConfig(),
+    ]
     scores: list[float | None] = [None] * len(completions)
     for n, (completion, gold) in enumerate(zip(completions, answer, strict=True)):
         text = "" if gold is None else str(gold).rpartition("####")[2].strip()
-        expected = parse(text if "$" in text or "\\boxed" in text else f"${text}$", targets) if text else []
+        expected = (
+            parse(text if "$" in text or "\\boxed" in text else f"${text}$", targets)
+            if text
+            else []
+        )
         if expected:
             # a number that touches a tag is none to the library
             found = parse(_TAG.sub(r" \g<0> ", text_of(completion)), targets)
@@ -92,12 +103,18 @@ def regex_format(pattern: str) -> RewardFunction:
     try:
         compiled = re.compile(pattern, re.DOTALL)
     except re.error as error:
-        raise GruppoError(f"regex_format got {pattern!r}, which is not a regular expression: {error}.") from None
+        raise GruppoError(
+            f"regex_format got {pattern!r}, which is not a regular expression: {error}."
+        ) from None
 
-    return _per_text("regex_format", lambda text: float(compiled.fullmatch(text.strip()) is not None))
+    return _per_text(
+        "regex_format", lambda text: float(compiled.fullmatch(text.strip()) is not None)
+    )
 
 
-def length_target(target: int, unit: Literal["words", "characters", "actions"] = "words") -> RewardFunction:
+def length_target(
+    target: int, unit: Literal["words", "characters", "actions"] = "words"
+) -> RewardFunction:
     """max(0, 1 - |n - target| / target), n in words (split at spaces), visible characters or actions (tokens).
 
     Chinese has no spaces: use characters. Filler of the right length earns as much as a meaningful text.
@@ -106,8 +123,12 @@ def length_target(target: int, unit: Literal["words", "characters", "actions"] =
         raise GruppoError(f"""length_target({target}, {unit!r}) needs a target of at least 1 words, characters or
             actions.""")
 
-    def length_target(completions: Sequence[Any], completion_ids: Sequence[Any], **_: Any) -> list[float | None]:
-        texts = [text_of(completion).split() for completion in completions] if unit != "actions" else []
+    def length_target(
+        completions: Sequence[Any], completion_ids: Sequence[Any], **_: Any
+    ) -> list[float | None]:
+        texts = (
+            [text_of(completion).split() for completion in completions] if unit != "actions" else []
+        )
         counts: Iterable[int] = map(len, completion_ids if unit == "actions" else texts)
         if unit == "characters":  # zero-width characters are not printable and do not count
             counts = (sum(c.isprintable() for word in words for c in word) for words in texts)
@@ -116,14 +137,18 @@ def length_target(target: int, unit: Literal["words", "characters", "actions"] =
     return length_target
 
 
-def keywords(words: Sequence[str] = COHERENCE_WORDS, each: float = 0.2, cap: float = 1.0) -> RewardFunction:
+def keywords(
+    words: Sequence[str] = COHERENCE_WORDS, each: float = 0.2, cap: float = 1.0
+) -> RewardFunction:
     """``each`` for every different word that occurs, up to ``cap``.
 
     A word counts once, however often it is repeated, and words of letters only as whole words ("so" not in "also").
     A bare list of all the words earns as much as an honest text with all of them, never more.
     """
     if isinstance(words, str) or not [word for word in words if word.strip()]:
-        raise GruppoError(f"keywords got {words!r}; it needs a list of words such as ['because', 'so'].")
+        raise GruppoError(
+            f"keywords got {words!r}; it needs a list of words such as ['because', 'so']."
+        )
     patterns = []
     for word in dict.fromkeys(word.strip().lower() for word in words if word.strip()):
         left = r"(?<![^\W_])" if word[0].isascii() and word[0].isalnum() else ""
@@ -141,7 +166,9 @@ def repetition_penalty(n: int = 3, max_penalty: float = -1.0) -> RewardFunction:
     and for texts that are mostly punctuation, so that neither "spamspam..." nor "!!!!" escapes.
     """
     if n < 1 or max_penalty > 0:
-        raise GruppoError(f"repetition_penalty({n}, {max_penalty}) needs n from 1 on and a max_penalty of at most 0.")
+        raise GruppoError(
+            f"repetition_penalty({n}, {max_penalty}) needs n from 1 on and a max_penalty of at most 0."
+        )
 
     def score(text: str) -> float:
         units = units_of(text)
@@ -184,14 +211,20 @@ def text_of(completion: Any) -> str:
     """Return the text that the policy wrote: a string, or the assistant's messages joined by line ends."""
     if isinstance(completion, str):
         return completion
-    if not isinstance(completion, (list, tuple)) or not all(isinstance(message, dict) for message in completion):
-        raise TypeError(f"this reward reads text, and the completion is a {type(completion).__name__}")
+    if not isinstance(completion, (list, tuple)) or not all(
+        isinstance(message, dict) for message in completion
+    ):
+        raise TypeError(
+            f"this reward reads text, and the completion is a {type(completion).__name__}"
+        )
     texts = []
     for message in completion:
         if message.get("role", "assistant") == "assistant":
             content = message.get("content") or ""
             if isinstance(content, (list, tuple)):
-                content = "".join(part.get("text") or "" for part in content if isinstance(part, dict))
+                content = "".join(
+                    part.get("text") or "" for part in content if isinstance(part, dict)
+                )
             texts.append(content)
     return "\n".join(texts)
 
@@ -215,19 +248,31 @@ def numbers_in(text: str) -> list[Fraction]:
     digit, a letter or a closing bracket subtracts: 5-3 is 5 and 3. Units and % are ignored; a mixed number (1 1/2)
     is two.
     """
-    return [number for match in _NUMBER.finditer(_plain(text)) if (number := _fraction(match)) is not None]
+    return [
+        number
+        for match in _NUMBER.finditer(_plain(text))
+        if (number := _fraction(match)) is not None
+    ]
 
 
 def _plain(text: str) -> str:
     """Normalize numbers: ASCII digits, no LaTeX, spaces around a minus that subtracts."""
-    text = text.translate(_PLAIN).replace("{,}", ",").replace("\\,", "").replace("\\$", "$").replace("\\%", "%")
+    text = (
+        text.translate(_PLAIN)
+        .replace("{,}", ",")
+        .replace("\\,", "")
+        .replace("\\$", "$")
+        .replace("\\%", "%")
+    )
     text = _FRACTION.sub(r"\1/\2", re.sub(r"(?<=[A-Za-z0-9])(?=\\[dt]?frac)", " ", text))
     text = re.sub(r"(?<=[0-9A-Za-z)\]}])(?<![0-9][eE])-(?=[$.0-9])", " - ", text)
     return re.sub(r",(?![0-9]{3}(?![0-9]))", ", ", text)
 
 
 def _fraction(match: re.Match[str]) -> Fraction | None:
-    if len(match[0]) > _LONGEST_NUMBER:  # exact arithmetic on long numbers is slow, and a policy can write long ones
+    if (
+        len(match[0]) > _LONGEST_NUMBER
+    ):  # exact arithmetic on long numbers is slow, and a policy can write long ones
         return None
     whole = (match["whole"] or "0").replace(",", "")
     number = Fraction(f"{match['sign']}{whole}{match['part'] or ''}{match['power'] or ''}")
@@ -255,11 +300,28 @@ _EVALUATES = re.compile(r"\b(eval|parse_expr|sympify)\(")
 _LEAF = (ast.Expression, ast.Constant, ast.Name, ast.Load, ast.UnaryOp, ast.unaryop)
 _LITERAL = (*_LEAF, ast.List, ast.Tuple)
 _FORMULA = (*_LEAF, ast.BinOp, ast.Call, ast.operator)
-_FUNCTIONS = {"sin", "cos", "tan", "exp", "log", "ln", "sqrt", "asin", "acos", "atan", "sinh", "cosh", "tanh", "Abs"}
+_FUNCTIONS = {
+    "sin",
+    "cos",
+    "tan",
+    "exp",
+    "log",
+    "ln",
+    "sqrt",
+    "asin",
+    "acos",
+    "atan",
+    "sinh",
+    "cosh",
+    "tanh",
+    "Abs",
+}
 _LONGEST_FORMULA = 500
 
 
-def reasoning_gym_score(completions: Sequence[Any], entry: Sequence[Any], **_: Any) -> list[float | None]:
+def reasoning_gym_score(
+    completions: Sequence[Any], entry: Sequence[Any], **_: Any
+) -> list[float | None]:
     """Score by reasoning-gym's own verifier, usually 0 to 1; ``entry`` is an item of its data set, with metadata.
 
     The answer is the last <answer>...</answer> of the completion, else the whole text, stripped. Some of its verifiers
@@ -280,7 +342,9 @@ def reasoning_gym_score(completions: Sequence[Any], entry: Sequence[Any], **_: A
 @cache
 def _verifier(dataset: str) -> tuple[Callable[[str | None, Any], float], str | None]:
     """Return the verifier of a data set and the evaluator, found in its source, that it passes answers to."""
-    verify = import_extra("reasoning_gym", "tasks", "reasoning_gym_score").get_score_answer_fn(dataset)
+    verify = import_extra("reasoning_gym", "tasks", "reasoning_gym_score").get_score_answer_fn(
+        dataset
+    )
     evaluator = _EVALUATES.search(inspect.getsource(verify))
     return verify, evaluator and evaluator[1]
 
@@ -293,7 +357,9 @@ def is_harmless(answer: str, evaluator: str) -> bool:
     try:
         tree = ast.parse(answer, mode="eval")
     except SyntaxError:
-        return evaluator == "eval"  # eval refuses it as well; sympy's parser knows more than Python's
+        return (
+            evaluator == "eval"
+        )  # eval refuses it as well; sympy's parser knows more than Python's
     except (ValueError, RecursionError, MemoryError):
         return False
     if evaluator == "eval":

@@ -12,7 +12,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from gruppo.protocols import Engine, Policy
-from gruppo.testing.sampling import MIN_SHARE, Case, ContractError, as_requests, check_sampling, same_rows, share_alike
+from gruppo.testing.sampling import (
+    MIN_SHARE,
+    Case,
+    ContractError,
+    as_requests,
+    check_sampling,
+    same_rows,
+    share_alike,
+)
 from gruppo.types import GruppoError, Rollouts, Sampling
 
 ALL = 1 << 30
@@ -23,7 +31,12 @@ Prompts = Sequence[Any]
 
 
 def check_policy(
-    policy: Policy, prompts: Prompts, *, sampling: Any = None, seed: int = 0, tolerance: float = 1e-3
+    policy: Policy,
+    prompts: Prompts,
+    *,
+    sampling: Any = None,
+    seed: int = 0,
+    tolerance: float = 1e-3,
 ) -> None:
     """Check that a policy samples by address and evaluates its samples to the same log-probs in any batch.
 
@@ -35,11 +48,15 @@ def check_policy(
     kind, module = type(policy).__name__, getattr(policy, "module", None)
     for name in ("sample", "likelihood"):  # the base class has both, which raise
         if getattr(type(policy), name, None) is getattr(Policy, name):
-            raise ContractError(f"{kind} does not define {name}; see gruppo.Policy for what it returns.")
+            raise ContractError(
+                f"{kind} does not define {name}; see gruppo.Policy for what it returns."
+            )
     if not isinstance(module, nn.Module):
         raise ContractError(f"""policy.module is a {type(module).__name__}; it needs to be the torch module that is
             trained.""")
-    case = Case("policy.sample", policy.sample, as_requests(prompts), sampling or DEFAULT, seed, tolerance)
+    case = Case(
+        "policy.sample", policy.sample, as_requests(prompts), sampling or DEFAULT, seed, tolerance
+    )
     with _restored(policy.module):
         policy.module.eval()
         rollouts = check_sampling(case)
@@ -51,7 +68,13 @@ def check_policy(
 
 
 def check_engine(
-    engine: Engine, policy: Policy, prompts: Prompts, *, sampling: Any = None, seed: int = 0, tolerance: float = 1e-3
+    engine: Engine,
+    policy: Policy,
+    prompts: Prompts,
+    *,
+    sampling: Any = None,
+    seed: int = 0,
+    tolerance: float = 1e-3,
 ) -> None:
     """Check that an engine samples by address from the weights of its last sync, and reports their version.
 
@@ -59,7 +82,14 @@ def check_engine(
     ``tolerance`` in nats: an engine with arithmetic of its own needs about 0.1. For the rest see ``check_policy``.
     """
     _require_methods(engine, ("generate", "sync", "close"), "engine")
-    case = Case("engine.generate", engine.generate, as_requests(prompts), sampling or DEFAULT, seed, tolerance)
+    case = Case(
+        "engine.generate",
+        engine.generate,
+        as_requests(prompts),
+        sampling or DEFAULT,
+        seed,
+        tolerance,
+    )
     for version in (1, 2, 3):
         with _restored(policy.module):
             if version == 2:
@@ -73,7 +103,13 @@ def check_engine(
             problem = f"after sync(policy, {version}) the engine's sampler_logprobs are not the policy's log-probs"
             advice = """sync may return only once the sampler holds the new weights; log-probs are in nats, at the
                 sampling temperature."""
-            case.require_close(rollouts.sampler_logprobs, _logprobs(policy, rollouts), rollouts.mask, problem, advice)
+            case.require_close(
+                rollouts.sampler_logprobs,
+                _logprobs(policy, rollouts),
+                rollouts.mask,
+                problem,
+                advice,
+            )
 
 
 def _require_methods(part: Any, names: Sequence[str], kind: str) -> None:
@@ -103,10 +139,15 @@ def _check_micro_batches(policy: Policy, rollouts: Rollouts) -> None:
         micro_batches = policy.micro_batches(rollouts, rollouts.mask, budget)
         covered = torch.zeros(rollouts.mask.shape, dtype=torch.long)  # how often, per action
         for micro_batch in micro_batches:
-            covered[:, micro_batch.cols] += torch.bincount(micro_batch.rows, minlength=len(rollouts))[:, None]
+            covered[:, micro_batch.cols] += torch.bincount(
+                micro_batch.rows, minlength=len(rollouts)
+            )[:, None]
         kept = covered[rollouts.mask]
         likelihood = policy.likelihood(rollouts, micro_batches[0])
-        shape, needed = tuple(likelihood.logprobs.shape), tuple(micro_batches[0].of(rollouts.mask).shape)
+        shape, needed = (
+            tuple(likelihood.logprobs.shape),
+            tuple(micro_batches[0].of(rollouts.mask).shape),
+        )
         if not (kept == 1).all():
             raise ContractError(f"""policy.micro_batches with a budget of {budget} leaves out {int((kept == 0).sum())}
                 of {len(kept)} kept actions and repeats {int((kept > 1).sum())}; each needs to be in exactly one
@@ -159,23 +200,35 @@ def _check_batch_invariance(policy: Policy, case: Case, rollouts: Rollouts) -> N
 
 def _check_module_state(policy: Policy, case: Case, rollouts: Rollouts) -> None:
     """Dropout is off whatever the module's mode is, and every copy of the weights follows an in-place change."""
-    before, mask, advice = _logprobs(policy, rollouts), rollouts.mask, "Call module.eval() before sampling and scoring."
+    before, mask, advice = (
+        _logprobs(policy, rollouts),
+        rollouts.mask,
+        "Call module.eval() before sampling and scoring.",
+    )
     policy.module.train()
     after = _logprobs(policy, rollouts)
-    case.require_close(before, after, mask, "log-probs differ after module.train(): dropout is on", advice)
+    case.require_close(
+        before, after, mask, "log-probs differ after module.train(): dropout is on", advice
+    )
     policy.module.train()  # again: likelihood may have called eval()
     if (share := share_alike(rollouts, case.sample())) < MIN_SHARE:
-        raise ContractError(f"{share:.0%} of the samples start alike after module.train(): dropout is on. {advice}")
+        raise ContractError(
+            f"{share:.0%} of the samples start alike after module.train(): dropout is on. {advice}"
+        )
     policy.module.eval()
 
     advice = "Renew every copy of the weights before it is used."
     before = _logprobs(policy, rollouts)
     _perturb(policy.module)
     if torch.equal(before[mask], _logprobs(policy, rollouts)[mask]):
-        raise ContractError(f"log-probs did not change when the weights of policy.module did: they are stale. {advice}")
+        raise ContractError(
+            f"log-probs did not change when the weights of policy.module did: they are stale. {advice}"
+        )
     fresh = case.sample()
     problem = "after a change of the weights, samples and their evaluation are of different weights"
-    case.require_close(fresh.sampler_logprobs, _logprobs(policy, fresh), fresh.mask, problem, advice)
+    case.require_close(
+        fresh.sampler_logprobs, _logprobs(policy, fresh), fresh.mask, problem, advice
+    )
 
 
 @torch.no_grad()

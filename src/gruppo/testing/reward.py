@@ -46,8 +46,13 @@ def check_reward(
     advice, cases = "", list[Sequence[Prompt]]()
     if prompts is None:
         advice = " Give check_reward some of your data as prompts to check with the form of their completions."
-        cases = [[replace(p, inputs=[{"role": "user", "content": p.inputs}]) for p in (SUM, WORD)], [SUM, WORD]]
-    elif isinstance(prompts, list | tuple) and all(isinstance(prompt, Prompt) for prompt in prompts):
+        cases = [
+            [replace(p, inputs=[{"role": "user", "content": p.inputs}]) for p in (SUM, WORD)],
+            [SUM, WORD],
+        ]
+    elif isinstance(prompts, list | tuple) and all(
+        isinstance(prompt, Prompt) for prompt in prompts
+    ):
         cases = [[request.prompt for request in as_requests(prompts)]]
     else:
         columns: Any = {"prompt_column": prompt_column, "target_column": target_column}
@@ -58,7 +63,10 @@ def check_reward(
         try:
             return _check(reward, case, timeout_s)
         except ContractError as error:
-            forms = dict.fromkeys("texts" if isinstance(prompt.inputs, str) else "lists of messages" for prompt in case)
+            forms = dict.fromkeys(
+                "texts" if isinstance(prompt.inputs, str) else "lists of messages"
+                for prompt in case
+            )
             problem = f"{error} Completions were {' and '.join(forms)}."
             if not isinstance(error, _RaisesAlways):
                 raise ContractError(problem + advice) from None
@@ -68,21 +76,31 @@ def check_reward(
 
 def _check(reward: Any, prompts: Sequence[Prompt], timeout_s: float | None) -> None:
     """Check with completions in the form of the prompts."""
-    scorer = RewardSet([resolve_reward(reward, RewardProcesses() if CAN_ISOLATE else None)], timeout_s=timeout_s)
+    scorer = RewardSet(
+        [resolve_reward(reward, RewardProcesses() if CAN_ISOLATE else None)], timeout_s=timeout_s
+    )
     who = f"reward {scorer.names[0]!r}"
     scorer.check(columns_of(prompts))
     scorer.set_decoder(lambda ids: "".join(map(chr, filter(None, ids))))
     rollouts = _completions(prompts)
     before = _readable(rollouts)  # as text: a copy would share what a reward changes in place
     scores = scorer.score(rollouts)
-    raises_always = len(scores.failures) == len(rollouts) and all(f.kind == "exception" for f in scores.failures)
+    raises_always = len(scores.failures) == len(rollouts) and all(
+        f.kind == "exception" for f in scores.failures
+    )
     for failure in scores.failures:
         completion = rollouts.completions[failure.row]
-        raise (_RaisesAlways if raises_always else ContractError)(f"""{who}, {failure.kind} for the completion
+        raise (
+            _RaisesAlways if raises_always else ContractError
+        )(f"""{who}, {failure.kind} for the completion
             {completion!r:.80}: {failure.message}. It needs one finite number for each completion, whatever it says, or
             None for not scored.""")
     order = torch.arange(len(rollouts)).flip(0)
-    again, reverse, values = scorer.score(rollouts), scorer.score(rollouts.take(order)), scores.rewards.tolist()
+    again, reverse, values = (
+        scorer.score(rollouts),
+        scorer.score(rollouts.take(order)),
+        scores.rewards.tolist(),
+    )
     reverse = reverse.take(order.tolist())
     if not scores.rewards.isfinite().any():
         raise ContractError(f"""{who} scored none of {len(rollouts)} completions; it needs to score some. Give
@@ -113,12 +131,16 @@ def _completions(prompts: Sequence[Prompt]) -> Rollouts:
     for n, answer in enumerate(str(prompt.target) for prompt in prompts):
         # nonsense: characters outside ASCII, and tags that are opened and not closed
         texts = ["", answer, f"The answer is {answer}.", f"First,\n\nthen {answer}.\n"]
-        rows += [(n, text) for text in [*texts, "\u4f60\u597d \u2211 \\boxed{ <think>", "no " * 200]]
+        rows += [
+            (n, text) for text in [*texts, "\u4f60\u597d \u2211 \\boxed{ <think>", "no " * 200]
+        ]
     lengths = torch.tensor([len(text) + 1 for _, text in rows])  # [B], with the 0 at the end
     columns = int(lengths.max())
     # a prompt of messages is answered by messages, as in training
     is_text = [isinstance(prompt.inputs, str) for prompt in prompts]
-    completions = tuple(text if is_text[n] else [{"role": "assistant", "content": text}] for n, text in rows)
+    completions = tuple(
+        text if is_text[n] else [{"role": "assistant", "content": text}] for n, text in rows
+    )
     return Rollouts(
         prompts=tuple(prompts),
         group_ids=torch.tensor([n for n, _ in rows]),
@@ -135,6 +157,8 @@ def _completions(prompts: Sequence[Prompt]) -> Rollouts:
 
 def _readable(rollouts: Rollouts) -> tuple[Any, ...]:
     """All that a reward can read, as text."""
-    tensors = [x.tolist() for x in (rollouts.actions, rollouts.mask, rollouts.group_ids, rollouts.lengths)]
+    tensors = [
+        x.tolist() for x in (rollouts.actions, rollouts.mask, rollouts.group_ids, rollouts.lengths)
+    ]
     prompts = [(repr(p.inputs), repr(p.target), repr(dict(p.meta))) for p in rollouts.prompts]
     return tensors, prompts, repr(rollouts.completions)

@@ -35,13 +35,22 @@ class Case:
     tolerance: float
     """Largest difference of log-probabilities, in nats."""
 
-    def sample(self, requests: Sequence[Request] | None = None, *, seed: int | None = None, **changes: Any) -> Rollouts:
+    def sample(
+        self, requests: Sequence[Request] | None = None, *, seed: int | None = None, **changes: Any
+    ) -> Rollouts:
         """The case's samples, or those of other requests, another seed or changed sampling options."""
         sampling = replace(self.sampling, **changes)
-        return self.generate(requests or self.requests, sampling, seed=self.seed if seed is None else seed)
+        return self.generate(
+            requests or self.requests, sampling, seed=self.seed if seed is None else seed
+        )
 
     def require_close(
-        self, a: Float[Tensor, "B T"], b: Float[Tensor, "B T"], mask: Tensor, problem: str, advice: str
+        self,
+        a: Float[Tensor, "B T"],
+        b: Float[Tensor, "B T"],
+        mask: Tensor,
+        problem: str,
+        advice: str,
     ) -> None:
         """Equal log-probabilities where mask is True."""
         apart = (a.double() - b.double())[mask].abs()
@@ -53,11 +62,18 @@ class Case:
 
 def as_requests(inputs: Sequence[Any]) -> list[Request]:
     """A request for each prompt; anything else becomes the input of one."""
-    prompts = [p if isinstance(p, Prompt) else Prompt(f"check-{n}", p, draw=n) for n, p in enumerate(inputs)]
+    prompts = [
+        p if isinstance(p, Prompt) else Prompt(f"check-{n}", p, draw=n)
+        for n, p in enumerate(inputs)
+    ]
     if not prompts:
-        raise ContractError("there are no prompts to check with; give two or more, of unequal length.")
+        raise ContractError(
+            "there are no prompts to check with; give two or more, of unequal length."
+        )
     if len({(prompt.id, prompt.draw) for prompt in prompts}) < len(prompts):
-        raise ContractError("two of the prompts have one id and draw, so they are one group; number them.")
+        raise ContractError(
+            "two of the prompts have one id and draw, so they are one group; number them."
+        )
     return [Request(prompt, SIZES[n % len(SIZES)]) for n, prompt in enumerate(prompts)]
 
 
@@ -65,23 +81,36 @@ def _check_record(case: Case, rollouts: Rollouts) -> None:
     """The fields agree with each other and with the requests."""
     who, rows = case.who, sum(request.size for request in case.requests)
     if not isinstance(rollouts, Rollouts):
-        raise ContractError(f"{who} returned a {type(rollouts).__name__}; it needs gruppo.types.Rollouts.")
+        raise ContractError(
+            f"{who} returned a {type(rollouts).__name__}; it needs gruppo.types.Rollouts."
+        )
     columns = rollouts.actions.shape[1]
     per_row = ("group_ids", "lengths", "temperature")
     for name in (*per_row, "actions", "mask", "sampler_logprobs", "policy_version"):
-        shape, needed = tuple(getattr(rollouts, name).shape), (rows,) if name in per_row else (rows, columns)
+        shape, needed = (
+            tuple(getattr(rollouts, name).shape),
+            (rows,) if name in per_row else (rows, columns),
+        )
         of = f"{rows} samples" if name in per_row else f"{rows} samples of {columns} actions"
-        if (shape[:2] if name == "actions" else shape) != needed:  # actions may have event dimensions: [B, T, *E]
+        if (
+            shape[:2] if name == "actions" else shape
+        ) != needed:  # actions may have event dimensions: [B, T, *E]
             raise ContractError(f"{who}: {name} has the shape {shape}; {of} need {list(needed)}.")
     for name in ("completions", "finish"):
         if (count := len(getattr(rollouts, name))) != rows:
             raise ContractError(f"{who}: {count} {name} for {rows} samples; it needs one for each.")
-    groups = [(p.id, p.draw, int((rollouts.group_ids == n).sum())) for n, p in enumerate(rollouts.prompts)]
+    groups = [
+        (p.id, p.draw, int((rollouts.group_ids == n).sum())) for n, p in enumerate(rollouts.prompts)
+    ]
     requested = [(r.prompt.id, r.prompt.draw, r.size) for r in case.requests]
     if sorted(groups) != sorted(requested):
         raise ContractError(f"""{who}: the samples of each prompt (id, draw, count) are {groups}; {requested} were
             requested. Each prompt needs one entry in prompts, and the group_ids of its rows point to it.""")
-    mask, logprobs, temperature = rollouts.mask, rollouts.sampler_logprobs, case.sampling.temperature
+    mask, logprobs, temperature = (
+        rollouts.mask,
+        rollouts.sampler_logprobs,
+        case.sampling.temperature,
+    )
     if mask.dtype != torch.bool:  # an integer mask would select rows by number
         raise ContractError(f"{who}: mask is {mask.dtype}; it needs torch.bool.")
     if (mask & (torch.arange(columns) >= rollouts.lengths[:, None])).any():  # [B, T]
@@ -89,7 +118,10 @@ def _check_record(case: Case, rollouts: Rollouts) -> None:
             of actions.""")
     # A density may exceed 1; a probability, by rounding only.
     highest = float("inf") if rollouts.actions.is_floating_point() else 1e-4
-    if not (logprobs[mask].isfinite().all() and (logprobs[mask] <= highest).all()) or logprobs[~mask].any():
+    if (
+        not (logprobs[mask].isfinite().all() and (logprobs[mask] <= highest).all())
+        or logprobs[~mask].any()
+    ):
         raise ContractError(f"""{who}: sampler_logprobs needs finite nats where mask is True (at most 0 for discrete
             actions) and 0 elsewhere.""")
     given = rollouts.temperature.cpu().float()
@@ -107,7 +139,9 @@ def check_sampling(case: Case) -> Rollouts:
     """The case's rollouts, after all checks of sampling: each depends on (seed, prompt.draw, sample number) alone."""
     who, requests, seed, rollouts = case.who, case.requests, case.seed, case.sample()
     _check_record(case, rollouts)
-    without_target = [replace(request, prompt=replace(request.prompt, target=None)) for request in requests]
+    without_target = [
+        replace(request, prompt=replace(request.prompt, target=None)) for request in requests
+    ]
     if not same_rows(rollouts, case.sample()):
         raise ContractError(f"""{who} gave other actions for the same seed; draw with seeds.uniforms_at(seed, draw,
             sample, n).""")
@@ -119,7 +153,9 @@ def check_sampling(case: Case) -> Rollouts:
     if not same_rows(rollouts, case.sample(without_target)):
         raise ContractError(f"""{who} gave other actions for prompts without their target; it is for rewards, never read
             in sampling.""")
-    one_by_one = [case.sample([replace(r, size=1, first=i)]) for r in requests for i in range(r.size)]
+    one_by_one = [
+        case.sample([replace(r, size=1, first=i)]) for r in requests for i in range(r.size)
+    ]
     others = {
         "in another order": case.sample(requests[::-1]),
         "without the others": case.sample(requests[-1:]),
@@ -140,9 +176,17 @@ def same_rows(a: Rollouts, b: Rollouts) -> bool:
 def share_alike(a: Rollouts, b: Rollouts) -> float:
     """Share of the rows of ``b`` whose first action is that of the same sample in ``a``."""
     rows_of_a, rows_of_b = (
-        {(p.id, p.draw): (r.group_ids == n).nonzero()[:, 0].tolist() for n, p in enumerate(r.prompts)} for r in (a, b)
+        {
+            (p.id, p.draw): (r.group_ids == n).nonzero()[:, 0].tolist()
+            for n, p in enumerate(r.prompts)
+        }
+        for r in (a, b)
     )
-    pairs = [pair for key, rows in rows_of_b.items() for pair in zip(rows_of_a.get(key, ()), rows, strict=False)]
+    pairs = [
+        pair
+        for key, rows in rows_of_b.items()
+        for pair in zip(rows_of_a.get(key, ()), rows, strict=False)
+    ]
     # First actions alone: after one that rounding turned over, the rest of a row is another text.
     firsts = ((a.actions[row, 0].double(), b.actions[other, 0].double()) for row, other in pairs)
     return sum(torch.allclose(x, y, rtol=1e-2, atol=1e-2) for x, y in firsts) / max(len(b), 1)

@@ -79,7 +79,12 @@ class ConsoleTracker:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.console = console or Console()
-        self._total, self._title, self._samples_every, self._clock = total_steps, title, samples_every, clock
+        self._total, self._title, self._samples_every, self._clock = (
+            total_steps,
+            title,
+            samples_every,
+            clock,
+        )
         self._stages, self._stage, self._unit, self._run_dir = stages, "", unit, Path(run_dir)
         self._start, self._step, self._progress = clock(), step, progress
         self._step_ends: deque[float] = deque(maxlen=20)
@@ -90,8 +95,14 @@ class ConsoleTracker:
         self._body: RenderableType = Text()
         self._live: Live | None = None
         # Elsewhere plain lines: a log file has no cursor to move, and other encodings lack the blocks of the trends.
-        if self.console.is_terminal and not self.console.is_dumb_terminal and self.console.encoding.startswith("utf"):
-            self._live = Live(get_renderable=self.screen, console=self.console, refresh_per_second=4)
+        if (
+            self.console.is_terminal
+            and not self.console.is_dumb_terminal
+            and self.console.encoding.startswith("utf")
+        ):
+            self._live = Live(
+                get_renderable=self.screen, console=self.console, refresh_per_second=4
+            )
             self._live.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -99,15 +110,26 @@ class ConsoleTracker:
         metrics = dict(metrics)
         if phases := [metrics[f"time/{name}_s"] for name in PHASES if f"time/{name}_s" in metrics]:
             metrics.setdefault("time/step_s", sum(phases))
-        if self._unit == "image":  # its actions are denoising steps: images per second are the rate over their number
-            rate, actions = metrics.pop("rate/tokens_per_s", None), metrics.get("len/mean_actions", 0)
+        if (
+            self._unit == "image"
+        ):  # its actions are denoising steps: images per second are the rate over their number
+            rate, actions = (
+                metrics.pop("rate/tokens_per_s", None),
+                metrics.get("len/mean_actions", 0),
+            )
             if rate is not None and actions > 0:
                 metrics["rate/tokens_per_s"] = rate / actions
             metrics = {name: value for name, value in metrics.items() if name not in TEXT_ONLY}
-        evaluated = {name[5:].removesuffix("_mean"): v for name, v in metrics.items() if name.startswith("eval/")}
+        evaluated = {
+            name[5:].removesuffix("_mean"): v
+            for name, v in metrics.items()
+            if name.startswith("eval/")
+        }
         if held_out := ", ".join(f"{name} {number(value)}" for name, value in evaluated.items()):
             self._held_out = f"held-out at step {step}: {held_out}"
-        index = int(metrics.get("stage/number", 0)) - 1  # of a step of evaluation alone, none is logged
+        index = (
+            int(metrics.get("stage/number", 0)) - 1
+        )  # of a step of evaluation alone, none is logged
         stage = self._stages[index] if 0 <= index < len(self._stages) else ""
         self._stage = stage or self._stage
         if step != self._step:
@@ -119,13 +141,24 @@ class ConsoleTracker:
         if self._live:
             return self._update_body()
         words = [stage] if stage else []
-        words += [f"{row[0]} {number(metrics[name])}" for name, row in METRICS.items() if row[0] and name in metrics]
-        unscored, unit = metrics.get("reward/unscored_count", 0), "tok" if self._unit == "token" else f"{self._unit}s"
+        words += [
+            f"{row[0]} {number(metrics[name])}"
+            for name, row in METRICS.items()
+            if row[0] and name in metrics
+        ]
+        unscored, unit = (
+            metrics.get("reward/unscored_count", 0),
+            "tok" if self._unit == "token" else f"{self._unit}s",
+        )
         words += [f"{unscored:.0f} without a reward"] if unscored > 0 else []
         for name, text in (("rate/tokens_per_s", f"{unit}/s"), ("time/step_s", "s")):
             words += [f"{number(metrics[name])} {text}"] if name in metrics else []
         # A call with an evaluation alone logs none of these, and is shown without the time left.
-        words += [f"{duration(left)} left"] if words and (left := self._seconds_left()) is not None else []
+        words += (
+            [f"{duration(left)} left"]
+            if words and (left := self._seconds_left()) is not None
+            else []
+        )
         words += [f"held-out {held_out}"] if held_out else []
         self._print(Text("  ".join([f"step {step}/{self._total}", *words])))
 
@@ -139,7 +172,11 @@ class ConsoleTracker:
         sheet = self._run_dir / sheet_name(step, is_held_out)
         if is_held_out and sheet.is_file():
             self._print(Text(f"  held-out images: {sheet}"))
-        if is_held_out or not rows or (self._samples and step < self._samples[0] + self._samples_every):
+        if (
+            is_held_out
+            or not rows
+            or (self._samples and step < self._samples[0] + self._samples_every)
+        ):
             return
         self._samples = step, rows, str(sheet) if sheet.is_file() else ""
         if self._live:
@@ -174,11 +211,21 @@ class ConsoleTracker:
         """The live screen: title, clock and progress bar, metrics with trends, and samples."""
         clock = f"{duration(self._clock() - self._start)} elapsed"
         clock += "" if (left := self._seconds_left()) is None else f", about {duration(left)} left"
-        left_column, right_column = Column(ratio=1, no_wrap=True), Column(justify="right", no_wrap=True)
+        left_column, right_column = (
+            Column(ratio=1, no_wrap=True),
+            Column(justify="right", no_wrap=True),
+        )
         header = Table.grid(left_column, right_column, expand=True)
         title = f"{self._title}  {self._stage}".rstrip()
-        header.add_row(Text.assemble(f"step {self._step}/{self._total}  ", (title, "bold")), Text(clock, "dim"))
-        bar = ProgressBar(max(self._total, 1), completed=self._step, complete_style="green", finished_style="green")
+        header.add_row(
+            Text.assemble(f"step {self._step}/{self._total}  ", (title, "bold")), Text(clock, "dim")
+        )
+        bar = ProgressBar(
+            max(self._total, 1),
+            completed=self._step,
+            complete_style="green",
+            finished_style="green",
+        )
         top = Constrain(Padding(Group(header, bar), (0, 1)), min(self.console.width, MAX_WIDTH))
         below = [Text(f" {self._notice}", "bold yellow")] if self._notice else []
         below += [Text(f" {progress}", "dim")] if (progress := self._progress()) else []
@@ -197,14 +244,20 @@ class ConsoleTracker:
         inner, is_wide = width - BORDER, width >= TWO_COLUMNS
         grids = {place: Table.grid() for place in ("top", "left", "right")}
         for name, (_, place, label, form) in METRICS.items():
-            if name in metrics:  # a line with its trend, as wide as its column or the screen leaves room for
+            if (
+                name in metrics
+            ):  # a line with its trend, as wide as its column or the screen leaves room for
                 room = inner // 2 - 1 if is_wide and place != "top" else inner
                 blocks = trend(self._history.get(name, ()), room - LABEL - VALUE)
                 value = Text(form(metrics[name]).rjust(VALUE - 1) + " ", "bold")
                 style = "bold green" if place == "top" else "cyan"
-                grids[place].add_row(Text(label.format(unit=self._unit).ljust(LABEL)), value, Text(blocks, style))
+                grids[place].add_row(
+                    Text(label.format(unit=self._unit).ljust(LABEL)), value, Text(blocks, style)
+                )
         parts: list[RenderableType] = [grid for grid in grids.values() if grid.row_count]
-        if is_wide and grids["left"].row_count and grids["right"].row_count:  # the last two parts, side by side
+        if (
+            is_wide and grids["left"].row_count and grids["right"].row_count
+        ):  # the last two parts, side by side
             both = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
             both.add_row(grids["left"], grids["right"])
             parts[-2:] = [both]
@@ -214,29 +267,50 @@ class ConsoleTracker:
             parts.append(Text(f"{unscored:.0f} rows of this step have no reward", "bold yellow"))
         if self._held_out:
             parts.append(Text(self._held_out, "bold", no_wrap=True, overflow="ellipsis"))
-        panels: list[RenderableType] = [Panel(Group(*parts), border_style="dim", width=width)] if parts else [Text()]
-        if self._samples:  # the best and the worst rows, each on at most two lines; of images the prompts
+        panels: list[RenderableType] = (
+            [Panel(Group(*parts), border_style="dim", width=width)] if parts else [Text()]
+        )
+        if (
+            self._samples
+        ):  # the best and the worst rows, each on at most two lines; of images the prompts
             step, rows, sheet = self._samples
             target = min(max([6, *(len(as_text(row.get("target", ""))) for row in rows)]), 14)
-            free = inner - 6 - target - 6  # without the rewards, and two spaces between each two of four columns
-            columns = {"prompt": free * 2 // 5, "completion": free - free * 2 // 5, "target": target}
+            free = (
+                inner - 6 - target - 6
+            )  # without the rewards, and two spaces between each two of four columns
+            columns = {
+                "prompt": free * 2 // 5,
+                "completion": free - free * 2 // 5,
+                "target": target,
+            }
             if any(has_pixels(row.get("completion")) for row in rows):
                 columns = {"prompt": inner - 8}
             heads = [Column("reward", width=6, overflow="fold", justify="right")]
             heads += [Column(name, width=size, overflow="fold") for name, size in columns.items()]
-            table = Table(*heads, box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+            table = Table(
+                *heads, box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim"
+            )
             for row in best_and_worst(rows):
                 reward = reward_of(row, math.nan)
                 style = "dim" if reward != reward else "green" if reward > 0 else "red"
-                texts = [shorten(as_text(row.get(name, "")), 2 * size - 2) for name, size in columns.items()]
+                texts = [
+                    shorten(as_text(row.get(name, "")), 2 * size - 2)
+                    for name, size in columns.items()
+                ]
                 table.add_row(Text(number(reward), style), *map(Text, texts))
             parts = [table, Text(f"images: {sheet}", "dim", overflow="fold")] if sheet else [table]
             title = f"samples of step {step}"
-            panels.append(Panel(Group(*parts), title=title, title_align="left", border_style="dim", width=width))
+            panels.append(
+                Panel(
+                    Group(*parts), title=title, title_align="left", border_style="dim", width=width
+                )
+            )
         self._body = Group(*panels)
 
     def _print(self, text: Text) -> None:
-        encoding = self.console.encoding  # what it cannot write is shown as an escape, and stops no run
+        encoding = (
+            self.console.encoding
+        )  # what it cannot write is shown as an escape, and stops no run
         text.plain = text.plain.encode(encoding, "backslashreplace").decode(encoding)
         self.console.print(text, soft_wrap=True, highlight=False)
 
@@ -256,4 +330,8 @@ def time_bar(metrics: Mapping[str, float], width: int) -> Text:
 def best_and_worst(rows: Sequence[Row], count: int = 4) -> list[Row]:
     """``count`` rows with the highest and the lowest rewards; rows without a reward are the lowest."""
     ranked = sorted(rows, key=lambda row: reward_of(row, -math.inf), reverse=True)
-    return ranked if len(ranked) <= count else [*ranked[: count - count // 2], *ranked[-(count // 2) :]]
+    return (
+        ranked
+        if len(ranked) <= count
+        else [*ranked[: count - count // 2], *ranked[-(count // 2) :]]
+    )

@@ -39,13 +39,18 @@ MAX_ARRAY = 16
 
 
 def append_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    with explained_failures(path), path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
+    with (
+        explained_failures(path),
+        path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n") as file,
+    ):
         file.write(_json_text(rows))
 
 
 def cut_lines(path: Path, step: int | None = None) -> None:
     """Delete the rows after ``step``, and a last line torn by a crash. Without a file, write an empty one."""
-    replace_file(path, _json_text([row for row in read_lines(path) if step is None or row["step"] <= step]))
+    replace_file(
+        path, _json_text([row for row in read_lines(path) if step is None or row["step"] <= step])
+    )
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -100,7 +105,9 @@ class CompletionFiles:
     def cut(self, step: int) -> None:
         """Delete what was written after ``step``, and a last member that a kill left half-written."""
         for path in sorted(self.folder.glob("*")):
-            match = re.fullmatch(r"step_(\d+)\.jsonl\.gz", path.name)  # files of other names are the user's
+            match = re.fullmatch(
+                r"step_(\d+)\.jsonl\.gz", path.name
+            )  # files of other names are the user's
             if match and int(match[1]) > step:
                 path.unlink()
             elif match and int(match[1]) + STEPS_PER_FILE > step:
@@ -120,10 +127,14 @@ class CompletionFiles:
             self._is_full = True
             text = "completions/ has reached --saving.completions-gb %g: from step %d on only shown samples are kept."
             return log.warning(text, self.max_bytes / 1e9, step)
-        path = self.folder / f"step_{(step - 1) // STEPS_PER_FILE * STEPS_PER_FILE + 1:06d}.jsonl.gz"
+        path = (
+            self.folder / f"step_{(step - 1) // STEPS_PER_FILE * STEPS_PER_FILE + 1:06d}.jsonl.gz"
+        )
         with explained_failures(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("ab") as file:  # gzip members may follow one another: nothing written before is touched
+            with path.open(
+                "ab"
+            ) as file:  # gzip members may follow one another: nothing written before is touched
                 file.write(data)
         self._size += len(data)
 
@@ -158,9 +169,14 @@ class MetricsFile(Tracker):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         row: dict[str, Any] = {"step": step}  # integers stay integers: a count is 3, not 3.0
-        row |= {name: int(v) if isinstance(v, Integral) else to_json(float(v)) for name, v in metrics.items()}
+        row |= {
+            name: int(v) if isinstance(v, Integral) else to_json(float(v))
+            for name, v in metrics.items()
+        }
         if step < self._last.get("step", step):
-            raise ValueError(f"step {step} was logged after step {self._last['step']}; call cut({step - 1}) first.")
+            raise ValueError(
+                f"step {step} was logged after step {self._last['step']}; call cut({step - 1}) first."
+            )
         if step == self._last.get("step"):
             replace_file(self._path, _json_text([*read_lines(self._path)[:-1], self._last | row]))
             return self._write_csv()
@@ -169,7 +185,10 @@ class MetricsFile(Tracker):
         if not row.keys() <= set(self._columns):
             return self._write_csv()
         self._last = row
-        with explained_failures(self._csv), self._csv.open("a", encoding="utf-8", newline="") as file:
+        with (
+            explained_failures(self._csv),
+            self._csv.open("a", encoding="utf-8", newline="") as file,
+        ):
             file.write(_csv_text(self._columns, [row]))
 
     def cut(self, step: int | None = None) -> None:
@@ -181,18 +200,26 @@ class MetricsFile(Tracker):
         rows = read_lines(self._path)
         self._last = rows[-1] if rows else {}
         self._columns = list(dict.fromkeys(["step", *(name for row in rows for name in row)]))
-        replace_file(self._csv, _csv_text(self._columns, [dict(zip(self._columns, self._columns, strict=True)), *rows]))
+        replace_file(
+            self._csv,
+            _csv_text(self._columns, [dict(zip(self._columns, self._columns, strict=True)), *rows]),
+        )
 
 
 def _csv_text(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
     writer = csv.DictWriter(text := io.StringIO(), columns, lineterminator="\n")
-    writer.writerows({name: "nan" if value is None else value for name, value in row.items()} for row in rows)
+    writer.writerows(
+        {name: "nan" if value is None else value for name, value in row.items()} for row in rows
+    )
     return text.getvalue()
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, float]]:
     """One mapping per logged step, with null as NaN; empty if there is no file."""
     return [
-        {n: math.nan if v is None else float(v) if isinstance(v, str) else v for n, v in row.items()}
+        {
+            n: math.nan if v is None else float(v) if isinstance(v, str) else v
+            for n, v in row.items()
+        }
         for row in read_lines(Path(run_dir) / "metrics.jsonl")
     ]

@@ -44,8 +44,12 @@ def trend(values: Sequence[float], width: int) -> str:
     last = list(values)[-width:] if width > 0 else []
     finite = [value for value in last if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
-    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0  # a constant is a line of the lowest block
-    return "".join(BLOCKS[round((value - low) * scale)] if math.isfinite(value) else " " for value in last)
+    scale = (
+        (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    )  # a constant is a line of the lowest block
+    return "".join(
+        BLOCKS[round((value - low) * scale)] if math.isfinite(value) else " " for value in last
+    )
 
 
 def shorten(text: str, width: int) -> str:
@@ -53,7 +57,11 @@ def shorten(text: str, width: int) -> str:
     if cell_len(text) <= width:
         return text
     tail = (width - 1) // 3  # columns, not characters: Chinese characters are two columns wide
-    return set_cell_size(text, width - 1 - tail).rstrip() + "…" + set_cell_size(text[::-1], tail).rstrip()[::-1]
+    return (
+        set_cell_size(text, width - 1 - tail).rstrip()
+        + "…"
+        + set_cell_size(text[::-1], tail).rstrip()[::-1]
+    )
 
 
 def shape_text(value: Tensor | np.ndarray) -> str:
@@ -71,12 +79,26 @@ def as_text(value: Any) -> str:
         return shape_text(value)
     if isinstance(value, bytes):
         return f"{len(value)} bytes"
-    if isinstance(value, list | tuple) and value and isinstance(value[-1], Mapping) and "content" in value[-1]:
+    if (
+        isinstance(value, list | tuple)
+        and value
+        and isinstance(value[-1], Mapping)
+        and "content" in value[-1]
+    ):
         is_completion, texts = value[0].get("role") == "assistant", list[str]()
         for message in value if is_completion else value[-1:]:
             calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
-            parts = [f"{call.get('name')}({json.dumps(call.get('arguments'), ensure_ascii=False)})" for call in calls]
-            text = " ".join(filter(None, [message["content"], *parts])) if parts else message["content"]
-            texts.append(f"[{text}]" if is_completion and message.get("role") != "assistant" else str(text))
+            parts = [
+                f"{call.get('name')}({json.dumps(call.get('arguments'), ensure_ascii=False)})"
+                for call in calls
+            ]
+            text = (
+                " ".join(filter(None, [message["content"], *parts]))
+                if parts
+                else message["content"]
+            )
+            texts.append(
+                f"[{text}]" if is_completion and message.get("role") != "assistant" else str(text)
+            )
         value = " ".join(texts)
     return visible(str(value))

@@ -27,7 +27,14 @@ TITLE, LABEL, CAPTION = 17, 15, 13
 """Sizes of text."""
 LEADING = {TITLE: 22, LABEL: 20, CAPTION: 17}
 """Pixels from one line of text to the next, by its size."""
-FONTS = ("NotoSansCJK-Regular.ttc", "wqy-microhei.ttc", "msyh.ttc", "PingFang.ttc", "DejaVuSans.ttf", "Arial.ttf")
+FONTS = (
+    "NotoSansCJK-Regular.ttc",
+    "wqy-microhei.ttc",
+    "msyh.ttc",
+    "PingFang.ttc",
+    "DejaVuSans.ttf",
+    "Arial.ttf",
+)
 """System fonts that are tried where Pillow's own lacks a character."""
 MISSING = "\uffff"
 """In no font: how it is drawn is how any missing character is drawn."""
@@ -59,12 +66,21 @@ class SheetRow:
 def is_image(value: Any) -> bool:
     """Whether a value can be drawn: a float tensor [C, H, W] of 1 or 3 channels, PNG bytes, a PIL image or a figure."""
     if isinstance(value, Tensor):
-        return value.is_floating_point() and value.ndim == 3 and value.shape[0] in (1, 3) and min(value.shape) > 0
+        return (
+            value.is_floating_point()
+            and value.ndim == 3
+            and value.shape[0] in (1, 3)
+            and min(value.shape) > 0
+        )
     if isinstance(value, bytes):
         return value.startswith(PNG)
     # A value cannot be of a class whose module was never imported.
     classes = {"matplotlib.figure": "Figure", "PIL.Image": "Image"}
-    return any(isinstance(value, getattr(sys.modules[m], name)) for m, name in classes.items() if sys.modules.get(m))
+    return any(
+        isinstance(value, getattr(sys.modules[m], name))
+        for m, name in classes.items()
+        if sys.modules.get(m)
+    )
 
 
 def has_pixels(value: Any) -> bool:
@@ -82,10 +98,16 @@ def to_pil(image: Any) -> Any:
 
     if isinstance(image, Tensor):
         image = image.detach().float().cpu()
-        levels = to_uint8(image.nan_to_num()).permute(1, 2, 0).expand(-1, -1, 3).numpy().copy()  # [H, W, 3]
+        levels = (
+            to_uint8(image.nan_to_num()).permute(1, 2, 0).expand(-1, -1, 3).numpy().copy()
+        )  # [H, W, 3]
         levels[~image.isfinite().all(dim=0).numpy()] = NOT_FINITE
-        factor = max(1, round(MIN_SIDE / max(levels.shape[:2])))  # whole, so that squares stay equal
-        image = Image.fromarray(np.ascontiguousarray(levels.repeat(factor, axis=0).repeat(factor, axis=1)))
+        factor = max(
+            1, round(MIN_SIDE / max(levels.shape[:2]))
+        )  # whole, so that squares stay equal
+        image = Image.fromarray(
+            np.ascontiguousarray(levels.repeat(factor, axis=0).repeat(factor, axis=1))
+        )
     elif isinstance(image, bytes):
         image = Image.open(io.BytesIO(image))
     elif not isinstance(image, Image.Image):  # a matplotlib figure
@@ -106,14 +128,20 @@ def draw(
     from PIL import Image, ImageDraw
 
     heads = heads or {}
-    captions = (text for row in rows for cell in row.cells if cell for text in (cell.caption, cell.note))
+    captions = (
+        text for row in rows for cell in row.cells if cell for text in (cell.caption, cell.note)
+    )
     fonts = fonts_for([title, *heads.values(), *(row.label for row in rows), *captions])
     labels = [wrap(row.label, fonts[LABEL], MAX_LABEL, max_lines=8) for row in rows]
-    label_width = max((math.ceil(fonts[LABEL].getlength(line)) for lines in labels for line in lines), default=0)
+    label_width = max(
+        (math.ceil(fonts[LABEL].getlength(line)) for lines in labels for line in lines), default=0
+    )
     # Columns: each is as wide as its widest image.
     x, columns = MARGIN + label_width + (2 * GAP if label_width else 0), []
     for i in range(max((len(row.cells) for row in rows), default=0)):
-        widths = [cell.image.width for row in rows for cell in row.cells[i : i + 1] if cell is not None]
+        widths = [
+            cell.image.width for row in rows for cell in row.cells[i : i + 1] if cell is not None
+        ]
         width = max([MIN_COLUMN, *widths])
         x += 2 * GAP if i in heads and i else 0
         columns.append((x, width))
@@ -122,13 +150,17 @@ def draw(
     # Rows: images, then captions; the label is centered beside the images.
     y = MARGIN + LEADING[TITLE] + GAP + (LEADING[CAPTION] if heads else 0)
     texts = [(MARGIN, MARGIN, title, TITLE, INK)]
-    texts += [(columns[i][0], y - LEADING[CAPTION], text, CAPTION, FAINT) for i, text in heads.items()]
+    texts += [
+        (columns[i][0], y - LEADING[CAPTION], text, CAPTION, FAINT) for i, text in heads.items()
+    ]
     boxes, images = list[list[Box | None]](), list[tuple[Any, tuple[int, int]]]()
     for row, label in zip(rows, labels, strict=True):
         height = max((cell.image.height for cell in row.cells if cell is not None), default=0)
         label_height, caption_lines, row_boxes = len(label) * LEADING[LABEL], 0, list[Box | None]()
         label_y = y + max((height - label_height) // 2, 0)
-        texts += [(MARGIN, label_y + n * LEADING[LABEL], line, LABEL, INK) for n, line in enumerate(label)]
+        texts += [
+            (MARGIN, label_y + n * LEADING[LABEL], line, LABEL, INK) for n, line in enumerate(label)
+        ]
         for (left, width), cell in zip(columns, row.cells, strict=False):
             if cell is None:
                 row_boxes.append(None)
@@ -138,7 +170,10 @@ def draw(
             lines = [(line, INK) for line in wrap(cell.caption, fonts[CAPTION], width)]
             lines += [(line, FAINT) for line in wrap(cell.note, fonts[CAPTION], width)]
             top, caption_lines = y + height + 2, max(caption_lines, len(lines))
-            texts += [(left, top + n * LEADING[CAPTION], line, CAPTION, color) for n, (line, color) in enumerate(lines)]
+            texts += [
+                (left, top + n * LEADING[CAPTION], line, CAPTION, color)
+                for n, (line, color) in enumerate(lines)
+            ]
         boxes.append(row_boxes)
         y += max(height + caption_lines * LEADING[CAPTION], label_height) + GAP
     sheet = Image.new("RGB", (right + MARGIN, y - GAP + MARGIN), PAPER)
@@ -154,7 +189,9 @@ def fonts_for(texts: Sequence[str]) -> dict[int, Any]:
     """By size, one font for all text of a sheet: Pillow's own, or the first that lacks fewer of its characters."""
     letters = sorted({letter for text in texts for letter in text if not letter.isascii()})
     # Pillow's own font is the same on every machine; a system's is looked for only where the text is not ASCII.
-    names = [name for name in ("", *FONTS) if load_font(name, CAPTION) is not None] if letters else [""]
+    names = (
+        [name for name in ("", *FONTS) if load_font(name, CAPTION) is not None] if letters else [""]
+    )
     best = min(names, key=lambda name: sum(lacks(name, letter) for letter in letters))
     return {size: load_font(best, size) for size in LEADING}
 
@@ -184,7 +221,10 @@ def wrap(text: str, font: Any, width: int, *, max_lines: int = 2) -> list[str]:
     while rest:
         # characters that fit, without and with the dots that mark a text cut short
         count, before_dots = (
-            next((n for n in range(len(rest)) if math.ceil(font.getlength(rest[: n + 1])) > limit), len(rest))
+            next(
+                (n for n in range(len(rest)) if math.ceil(font.getlength(rest[: n + 1])) > limit),
+                len(rest),
+            )
             for limit in limits
         )
         if count < len(rest) and len(lines) == max_lines - 1:

@@ -24,7 +24,9 @@ KINDS = {
     "restorer.json": ("gruppo", "image-to-image"),
 }
 """By a file of the model's folder: the library that opens it, and what the hub lists it under."""
-LOCAL = re.compile(r"name|runs_dir|device|track|trust_remote_code|show_samples_every|(engine|distributed|saving)\..*")
+LOCAL = re.compile(
+    r"name|runs_dir|device|track|trust_remote_code|show_samples_every|(engine|distributed|saving)\..*"
+)
 """Settings of the machine, which are not published."""
 FOLDERS = re.compile(r"(?<![\w.\\/-])(?:[A-Za-z]:|~\w*)?[\\/](?![\\/])(?:[^\\/:\n]+[\\/])*")
 """The folders of an absolute path, in which a user's name may stand."""
@@ -33,7 +35,13 @@ LAST = 5
 
 
 def model_card(
-    run_dir: Path, model: Path, *, base: str = "", license: str = "", step: int | None = None, picture: str = ""
+    run_dir: Path,
+    model: Path,
+    *,
+    base: str = "",
+    license: str = "",
+    step: int | None = None,
+    picture: str = "",
 ) -> str:
     """Describe the model that a run trained and that is in the folder ``model``.
 
@@ -41,18 +49,46 @@ def model_card(
     ``picture``: file of the curves beside the card. Absolute paths are cut to their last part.
     """
     # Steps alone have a time; rows of evaluations before the first one do not.
-    config, manifest = serialization.load(run_dir / "config.json"), read_json(run_dir / "manifest.json")
+    config, manifest = (
+        serialization.load(run_dir / "config.json"),
+        read_json(run_dir / "manifest.json"),
+    )
     metrics = [row for row in read_metrics(run_dir) if "time/step_s" in row]
-    evaluations = read_json(run_dir / "evaluations.json") if (run_dir / "evaluations.json").is_file() else []
-    library, task = next((KINDS[name] for name in KINDS if (model / name).is_file()), ("gruppo", ""))
+    evaluations = (
+        read_json(run_dir / "evaluations.json") if (run_dir / "evaluations.json").is_file() else []
+    )
+    library, task = next(
+        (KINDS[name] for name in KINDS if (model / name).is_file()), ("gruppo", "")
+    )
     task = task or ("text-generation" if library in ("peft", "transformers") else "")
-    preset = next((name for name, objective in PRESETS.items() if objective == config.objective), "")
-    began = base or _public(config.model) if config.model != IN_MEMORY else "a model given in Python"
-    tags = ["gruppo", "reinforcement-learning", *([preset] if preset else []), *(["lora"] if config.lora.rank else [])]
-    front: dict[str, Any] = {"license": license, "base_model": base, "library_name": library, "pipeline_tag": task}
-    header = [f"{name}: {value}" for name, value in front.items() if value] + ["tags:", *(f"- {tag}" for tag in tags)]
+    preset = next(
+        (name for name, objective in PRESETS.items() if objective == config.objective), ""
+    )
+    began = (
+        base or _public(config.model) if config.model != IN_MEMORY else "a model given in Python"
+    )
+    tags = [
+        "gruppo",
+        "reinforcement-learning",
+        *([preset] if preset else []),
+        *(["lora"] if config.lora.rank else []),
+    ]
+    front: dict[str, Any] = {
+        "license": license,
+        "base_model": base,
+        "library_name": library,
+        "pipeline_tag": task,
+    }
+    header = [f"{name}: {value}" for name, value in front.items() if value] + [
+        "tags:",
+        *(f"- {tag}" for tag in tags),
+    ]
 
-    rollout, hardware, took = config.rollout, manifest["hardware"], sum(row["time/step_s"] for row in metrics)
+    rollout, hardware, took = (
+        config.rollout,
+        manifest["hardware"],
+        sum(row["time/step_s"] for row in metrics),
+    )
     counts = f"{len(metrics)} steps of {rollout.prompts} prompts, {rollout.group_size} samples each"
     rows = {
         "model": began,
@@ -69,9 +105,17 @@ def model_card(
     weights = config.scoring.weights or [1.0] * len(functions)
     rewards = [[name, f"{weight:g}"] for name, weight in zip(functions, weights, strict=False)]
     action = "token" if config.modality is None else "action"
-    kl_coef, group_size, max_length = highest(config, "kl_coef"), rollout.group_size, rollout.max_new_tokens
+    kl_coef, group_size, max_length = (
+        highest(config, "kl_coef"),
+        rollout.group_size,
+        rollout.max_new_tokens,
+    )
     objective = describe_objective(
-        config.objective, kl_coef=kl_coef, group_size=group_size, max_length=max_length, action=action
+        config.objective,
+        kl_coef=kl_coef,
+        group_size=group_size,
+        max_length=max_length,
+        action=action,
     )
     # One line each, as it is read in a fenced block: no value may end the block or begin another line.
     changed = [
@@ -82,13 +126,33 @@ def model_card(
     lines = [
         *("---", *header, "---", "", f"# {_public(model.name)}", ""),
         f"Trained by reinforcement learning from {_cell(began)}, with gruppo {manifest['versions']['gruppo']}.",
-        *("", "## Training", "", *_table(["", ""], [[name, str(value)] for name, value in rows.items()]), ""),
+        *(
+            "",
+            "## Training",
+            "",
+            *_table(["", ""], [[name, str(value)] for name, value in rows.items()]),
+            "",
+        ),
         *("Rewards:", "", *_table(["reward", "weight"], rewards), ""),
         *_evaluations(evaluations),
         *([f"![Metrics of training]({picture})", ""] if picture else []),
         *("## Objective", "", "```", *objective, "```", ""),
-        *("## Settings", "", "Those that differ from the defaults:", "", "```", *changed, "```", ""),
-        *("## Versions", "", *_table(["package", "version"], [*map(list, manifest["versions"].items())]), ""),
+        *(
+            "## Settings",
+            "",
+            "Those that differ from the defaults:",
+            "",
+            "```",
+            *changed,
+            "```",
+            "",
+        ),
+        *(
+            "## Versions",
+            "",
+            *_table(["package", "version"], [*map(list, manifest["versions"].items())]),
+            "",
+        ),
     ]
     return "\n".join(lines)
 
@@ -104,13 +168,24 @@ def _evaluations(evaluations: list[Mapping[str, Any]]) -> list[str]:
     for each in shown:
         interval = f"{number(each['low'])} to {number(each['high'])}"
         values = (number(each["parts"].get(name)) for name in parts)
-        rows.append([str(each["step"]), number(each["mean"]), interval, str(each["prompts"]), *values])
+        rows.append(
+            [str(each["step"]), number(each["mean"]), interval, str(each["prompts"]), *values]
+        )
     header = ["step", "mean reward", "95% interval", "held-out prompts", *parts]
-    return ["## Evaluation", "", "Held-out prompts, sampled at temperature 0.", "", *_table(header, rows), ""]
+    return [
+        "## Evaluation",
+        "",
+        "Held-out prompts, sampled at temperature 0.",
+        "",
+        *_table(header, rows),
+        "",
+    ]
 
 
 def _table(header: list[str], rows: list[list[str]]) -> list[str]:
-    return [f"| {' | '.join(map(_cell, line))} |" for line in [header, ["---"] * len(header), *rows]]
+    return [
+        f"| {' | '.join(map(_cell, line))} |" for line in [header, ["---"] * len(header), *rows]
+    ]
 
 
 def _cell(text: str) -> str:

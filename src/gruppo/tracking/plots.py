@@ -58,7 +58,9 @@ class Panel:
     in_overview: bool = True
 
 
-def plot_run(run_dir: str | Path, *, note: Callable[[str], None] = lambda message: None) -> list[Path]:
+def plot_run(
+    run_dir: str | Path, *, note: Callable[[str], None] = lambda message: None
+) -> list[Path]:
     """Write ``run_dir/plots/*.png`` and return the paths, the overview first; none if nothing was logged.
 
     Without matplotlib there are no plots, and ``note`` receives the reason.
@@ -67,7 +69,9 @@ def plot_run(run_dir: str | Path, *, note: Callable[[str], None] = lambda messag
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ImportError:
-        note(f"No plots were drawn: matplotlib is not installed. Install it with: {install_command('report')}")
+        note(
+            f"No plots were drawn: matplotlib is not installed. Install it with: {install_command('report')}"
+        )
         return []
     metrics = read_metrics(run_dir)
     if not (panels := panels_of(metrics)):
@@ -109,9 +113,13 @@ def stage_starts(run_dir: str | Path, metrics: Metrics) -> dict[int, str]:
     (steps, numbers), names = series(metrics, "stage/number"), dict[int, str]()
     with suppress(OSError, ValueError, KeyError, TypeError):  # plots need no config
         config = read_json(Path(run_dir) / "config.json")
-        names = {number: str(stage["name"]) for number, stage in enumerate(config["stages"], start=1)}
+        names = {
+            number: str(stage["name"]) for number, stage in enumerate(config["stages"], start=1)
+        }
     changes = zip(steps[1:], numbers[1:], numbers, strict=False)
-    return {step: names.get(int(now)) or str(int(now)) for step, now, before in changes if now != before}
+    return {
+        step: names.get(int(now)) or str(int(now)) for step, now, before in changes if now != before
+    }
 
 
 def draw_panel(axes: Any, panel: Panel, metrics: Metrics, starts: Mapping[int, str]) -> None:
@@ -121,13 +129,24 @@ def draw_panel(axes: Any, panel: Panel, metrics: Metrics, starts: Mapping[int, s
         starts = {}
         axes.set(xlabel=panel.value)
         # A line over the metrics for some of the steps that logged them: the first, the last, and some between.
-        rows = [row for row in metrics if any(math.isfinite(row.get(name, math.nan)) for name in panel.metrics)]
+        rows = [
+            row
+            for row in metrics
+            if any(math.isfinite(row.get(name, math.nan)) for name in panel.metrics)
+        ]
         count = min(len(rows), MAX_PROFILES)
         rows = [rows[round(n * (len(rows) - 1) / max(count - 1, 1))] for n in range(count)]
         for row, color in zip(rows, _shades(count), strict=True):
             values = [row.get(name, math.nan) for name in panel.metrics]
-            finite = [value if math.isfinite(value) else math.nan for value in values]  # NaN leaves a gap in the line
-            line = {"label": f"step {row['step']:g}", "color": color, "linewidth": 1.9, "markersize": 3.5}
+            finite = [
+                value if math.isfinite(value) else math.nan for value in values
+            ]  # NaN leaves a gap in the line
+            line = {
+                "label": f"step {row['step']:g}",
+                "color": color,
+                "linewidth": 1.9,
+                "markersize": 3.5,
+            }
             axes.plot(list(map(int, panel.metrics.values())), finite, marker="o", **line)
     else:
         steps = [int(row["step"]) for row in metrics]
@@ -139,19 +158,34 @@ def draw_panel(axes: Any, panel: Panel, metrics: Metrics, starts: Mapping[int, s
     for step, stage in starts.items():
         axes.axvline(step - 0.5, color=STAGE, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
         at = axes.get_xaxis_transform()  # x in steps, y in the axes' height
-        axes.text(step - 0.5, 1.0, stage, ha="center", va="bottom", transform=at, color=STAGE, fontsize=7.5)
+        axes.text(
+            step - 0.5,
+            1.0,
+            stage,
+            ha="center",
+            va="bottom",
+            transform=at,
+            color=STAGE,
+            fontsize=7.5,
+        )
     axes.xaxis.get_major_locator().set_params(integer=True)
-    if len(labels := axes.get_legend_handles_labels()[1]) > 1:  # a legend above the curves, with space of its own
+    if (
+        len(labels := axes.get_legend_handles_labels()[1]) > 1
+    ):  # a legend above the curves, with space of its own
         columns = 3 if max(map(len, labels)) < 9 else 2
         low, high = axes.get_ylim()
         axes.set_ylim(low, high + 0.11 * math.ceil(len(labels) / columns) * (high - low))
-        axes.legend(loc="upper left", ncols=columns, handlelength=1.3, columnspacing=1.2, borderaxespad=0.2)
+        axes.legend(
+            loc="upper left", ncols=columns, handlelength=1.3, columnspacing=1.2, borderaxespad=0.2
+        )
 
 
 def _draw_lines(axes: Any, panel: Panel, metrics: Metrics) -> None:
     """Thin lines of the values under thick lines of their moving average; evaluations as points."""
     colors = _shades(len(panel.metrics)) if panel.style == "shades" else COLORS
-    for i, ((name, label), color) in enumerate(zip(panel.metrics.items(), cycle(colors), strict=False)):
+    for i, ((name, label), color) in enumerate(
+        zip(panel.metrics.items(), cycle(colors), strict=False)
+    ):
         steps, values = series(metrics, name)
         if not steps:
             continue
@@ -165,17 +199,39 @@ def _draw_lines(axes: Any, panel: Panel, metrics: Metrics) -> None:
         if panel.band and i == 0:
             # As smooth as the mean, and only where both were logged.
             band_steps, stds = series(metrics, panel.band)
-            std = dict(zip(band_steps, smooth(stds, max(len(stds) / 40, 1.0)) if stds else [], strict=True))
-            low, high = ([m + s * std.get(x, math.nan) for x, m in zip(steps, mean, strict=True)] for s in (-1, 1))
+            std = dict(
+                zip(band_steps, smooth(stds, max(len(stds) / 40, 1.0)) if stds else [], strict=True)
+            )
+            low, high = (
+                [m + s * std.get(x, math.nan) for x, m in zip(steps, mean, strict=True)]
+                for s in (-1, 1)
+            )
             axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
     for (name, label), color in zip(panel.points.items(), [COLORS[1], COLORS[0]], strict=False):
         steps, values = series(metrics, name)
         if steps:
-            axes.plot(steps, values, "o", color=color, markersize=6, markeredgecolor=PAPER, label=label, zorder=4)
-    if panel.zero_note and all(abs(x) < ROUNDING for name in panel.metrics for x in series(metrics, name)[1]):
+            axes.plot(
+                steps,
+                values,
+                "o",
+                color=color,
+                markersize=6,
+                markeredgecolor=PAPER,
+                label=label,
+                zorder=4,
+            )
+    if panel.zero_note and all(
+        abs(x) < ROUNDING for name in panel.metrics for x in series(metrics, name)[1]
+    ):
         axes.set_ylim(-1, 1)
         at = {"transform": axes.transAxes, "ha": "center", "va": "bottom", "color": "#555555"}
-        axes.text(0.5, 0.6, panel.zero_note, bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1}, **at)
+        axes.text(
+            0.5,
+            0.6,
+            panel.zero_note,
+            bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1},
+            **at,
+        )
 
 
 def _draw_histogram(axes: Any, panel: Panel, metrics: Metrics) -> None:
@@ -184,14 +240,21 @@ def _draw_histogram(axes: Any, panel: Panel, metrics: Metrics) -> None:
     from matplotlib.colors import ListedColormap
 
     # Sizes in which no group was have no metric: the rows between the smallest and the largest are filled.
-    counts = {int(label): dict(zip(*series(metrics, name), strict=True)) for name, label in panel.metrics.items()}
+    counts = {
+        int(label): dict(zip(*series(metrics, name), strict=True))
+        for name, label in panel.metrics.items()
+    }
     steps = sorted({step for count in counts.values() for step in count})
     sizes = range(min(counts), max(counts) + 1)
-    table = np.array([[counts.get(size, {}).get(step, 0.0) for step in steps] for size in sizes])  # [sizes, steps]
+    table = np.array(
+        [[counts.get(size, {}).get(step, 0.0) for step in steps] for size in sizes]
+    )  # [sizes, steps]
     fractions, edges = table / table.sum(axis=0), [steps[0] - 0.5, *(step + 0.5 for step in steps)]
     heights = [size - 0.5 for size in (*sizes, sizes[-1] + 1)]
     colors = ListedColormap(colormaps["Blues"](np.linspace(0.2, 1, 256)))
-    mesh = axes.pcolormesh(edges, heights, np.where(fractions > 0, fractions, np.nan), cmap=colors, vmin=0, vmax=1)
+    mesh = axes.pcolormesh(
+        edges, heights, np.where(fractions > 0, fractions, np.nan), cmap=colors, vmin=0, vmax=1
+    )
     axes.figure.colorbar(mesh, ax=axes, label="fraction of the groups")
     axes.yaxis.get_major_locator().set_params(integer=True)
 
@@ -211,7 +274,9 @@ def _draw_heatmap(axes: Any, panel: Panel, metrics: Metrics) -> None:
     axes.figure.colorbar(mesh, ax=axes, label=panel.value)
 
 
-def heatmap_cells(panel: Panel, metrics: Metrics, *, max_columns: int = MAX_COLUMNS) -> tuple[np.ndarray, np.ndarray]:
+def heatmap_cells(
+    panel: Panel, metrics: Metrics, *, max_columns: int = MAX_COLUMNS
+) -> tuple[np.ndarray, np.ndarray]:
     """Edges of the columns [n + 1], and values by metric and column [m, n], NaN where nothing was logged.
 
     A column is as wide as the smallest distance of two logged steps, so that a gap in the run is a gap here. If there
@@ -239,8 +304,14 @@ def color_scale(values: np.ndarray) -> tuple[Any, str]:
     low, high = float(np.nanmin(values)), float(np.nanmax(values))
     if low < 0 < high and min(-low, high) > max(-low, high) / 4:
         return Normalize(-max(-low, high), max(-low, high)), "RdBu_r"
-    small = float(np.quantile(values[values > 0], 0.05, method="lower")) if low >= 0 and high > 0 else high
-    return (LogNorm(small, high) if small > 0 and high > LOG_RANGE * small else Normalize(low, high)), "viridis"
+    small = (
+        float(np.quantile(values[values > 0], 0.05, method="lower"))
+        if low >= 0 and high > 0
+        else high
+    )
+    return (
+        LogNorm(small, high) if small > 0 and high > LOG_RANGE * small else Normalize(low, high)
+    ), "viridis"
 
 
 def _shades(count: int) -> list[Any]:
@@ -264,13 +335,19 @@ def panels_of(metrics: Metrics) -> list[Panel]:
         return {match[0]: label.format(match[1]) for match in found[:limit]}
 
     fixed: dict[str, list[Panel]] = {}
-    for section, panels in tomllib.loads(Path(__file__).with_name("panels.toml").read_text(encoding="utf-8")).items():
+    for section, panels in tomllib.loads(
+        Path(__file__).with_name("panels.toml").read_text(encoding="utf-8")
+    ).items():
         for name, fields in panels.items():
             if "matching" in fields:
                 fields["metrics"] = matching(**fields.pop("matching"))
             fixed.setdefault(section, []).append(Panel(name, **fields))
     # Several reward functions: their means together, and a plot of each.
-    functions = [match[1] for name in names if (match := re.fullmatch(r"reward/(.+)/best_of_group_mean", name))]
+    functions = [
+        match[1]
+        for name in names
+        if (match := re.fullmatch(r"reward/(.+)/best_of_group_mean", name))
+    ]
     rewards: list[Panel] = []
     if len(functions) > 1:
         means = {f"reward/{name}/mean": name for name in functions[:MAX_LINES]}
@@ -283,7 +360,9 @@ def panels_of(metrics: Metrics) -> list[Panel]:
     # The strongest correlations within groups, which are what learning sees.
     prefix = "reward_corr_within_group/"
     values = {name: series(metrics, name)[1] for name in names if name.startswith(prefix)}
-    strongest = sorted(values, key=lambda n: abs(sum(values[n])) / max(len(values[n]), 1), reverse=True)[:MAX_LINES]
+    strongest = sorted(
+        values, key=lambda n: abs(sum(values[n])) / max(len(values[n]), 1), reverse=True
+    )[:MAX_LINES]
     pairs = {name: name.removeprefix(prefix).replace("/", ", ") for name in strongest}
     unit = f"correlation of {next(iter(pairs.values()))}" if len(pairs) == 1 else "correlation"
     rewards.append(Panel("correlations", "Correlation of rewards within groups", unit, pairs))
@@ -292,12 +371,24 @@ def panels_of(metrics: Metrics) -> list[Panel]:
     steps = fixed["timesteps"]
     found = (re.fullmatch(r"timestep/(.+)/\d+", name) for name in names if name not in known)
     for family in dict.fromkeys(match[1] for match in found if match):
-        file, title = f"timestep_{UNSAFE.sub('_', family)}", f"{family.replace('_', ' ')} by denoising step"
+        file, title = (
+            f"timestep_{UNSAFE.sub('_', family)}",
+            f"{family.replace('_', ' ')} by denoising step",
+        )
         rows = matching(rf"timestep/{re.escape(family)}/(\d+)")
-        steps.append(Panel(file, title, "denoising step (0 = first)", rows, style="heatmap", value=family))
+        steps.append(
+            Panel(file, title, "denoising step (0 = first)", rows, style="heatmap", value=family)
+        )
     # All panels in the order of the overview; one without content is left out.
     shown: list[Panel] = []
-    for panel in (*fixed["reward"], *rewards, *fixed["learning"], *steps, *fixed["prompts"], *fixed["stages"]):
+    for panel in (
+        *fixed["reward"],
+        *rewards,
+        *fixed["learning"],
+        *steps,
+        *fixed["prompts"],
+        *fixed["stages"],
+    ):
         logged = [series(metrics, name)[1] for name in (*panel.metrics, *list(panel.points)[:1])]
         distinct = {value for values in logged for value in values}
         has_content = any(logged)
@@ -315,5 +406,7 @@ def panels_of(metrics: Metrics) -> list[Panel]:
 
 def series(metrics: Metrics, name: str) -> tuple[list[int], list[float]]:
     """Steps and values where the metric was logged and finite."""
-    pairs = [(int(row["step"]), row[name]) for row in metrics if math.isfinite(row.get(name, math.nan))]
+    pairs = [
+        (int(row["step"]), row[name]) for row in metrics if math.isfinite(row.get(name, math.nan))
+    ]
     return [step for step, _ in pairs], [value for _, value in pairs]

@@ -43,7 +43,10 @@ def wilson_interval(successes: float, n: float) -> tuple[float, float]:
     center = p + z_sq / (2 * n)
     half = Z_95 * math.sqrt(p * (1 - p) / n + z_sq / (4 * n * n))
     low, high = (center - half) / (1 + z_sq / n), (center + half) / (1 + z_sq / n)
-    return low if successes > 0 else 0.0, high if successes < n else 1.0  # exact, which the formula is only to rounding
+    return (
+        low if successes > 0 else 0.0,
+        high if successes < n else 1.0,
+    )  # exact, which the formula is only to rounding
 
 
 def closing_lines(
@@ -60,43 +63,75 @@ def closing_lines(
     without one are read from the run's metrics. ``seconds``: time since the start, loading and evaluations included.
     """
     run_dir = Path(run_dir)
-    steps = [row for row in read_metrics(run_dir) if "time/step_s" in row]  # also those that sampled nothing
-    rewards = [row["reward/mean"] for row in steps if math.isfinite(row.get("reward/mean", math.nan))][-LAST_STEPS:]
+    steps = [
+        row for row in read_metrics(run_dir) if "time/step_s" in row
+    ]  # also those that sampled nothing
+    rewards = [
+        row["reward/mean"] for row in steps if math.isfinite(row.get("reward/mean", math.nan))
+    ][-LAST_STEPS:]
     in_steps = sum(row["time/step_s"] for row in steps)
-    summary = Text.assemble((str(run_dir), "bold"), f": {counted(len(steps), 'step')} in {duration(in_steps)}")
+    summary = Text.assemble(
+        (str(run_dir), "bold"), f": {counted(len(steps), 'step')} in {duration(in_steps)}"
+    )
     if seconds > in_steps:  # not if the run was resumed: its first steps were before
         summary.append(f", {duration(seconds)} with loading, evaluation and saving")
     if rewards:
         last = "last step" if len(rewards) == 1 else f"last {len(rewards)} steps"
         summary.append(f"; reward {sum(rewards) / len(rewards):.3f} over the {last}")
     if (unscored := sum(row.get("reward/unscored_count", 0) for row in steps)) > 0:
-        sampled = steps[-1].get("progress/rollouts", math.nan)  # counted since the start, over all resumes
+        sampled = steps[-1].get(
+            "progress/rollouts", math.nan
+        )  # counted since the start, over all resumes
         of_all = f" of {sampled:.0f}" if math.isfinite(sampled) else ""
-        summary.append(f"; {unscored:.0f}{of_all} sampled rows had no reward (log.txt, samples.jsonl)", "yellow")
+        summary.append(
+            f"; {unscored:.0f}{of_all} sampled rows had no reward (log.txt, samples.jsonl)",
+            "yellow",
+        )
     parts: list[RenderableType] = [summary]
     if before or after:
         evaluation, sides = after or before or {}, (before or {}, after or {})
         heads = [Column(f"held-out, {evaluation.get('prompts', '?')} prompts")]
-        heads += [Column(name, justify="right", no_wrap=True) for name in ("before", "after", "change")]
+        heads += [
+            Column(name, justify="right", no_wrap=True) for name in ("before", "after", "change")
+        ]
         # With a padding of one, negative rewards fit in 80 columns.
-        table = Table(*heads, box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-        intervals = [f" [{_cell(side['low'])}, {_cell(side['high'])}]" if side else "" for side in sides]
-        means: list[tuple[str, Any, list[str]]] = [("reward [95% interval]", [s.get("mean") for s in sides], intervals)]
-        if len(names := evaluation.get("parts", {})) > 1:  # of a single reward the mean says the same
-            means += [(f"  {name}", [s.get("parts", {}).get(name) for s in sides], ["", ""]) for name in names]
+        table = Table(
+            *heads, box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)
+        )
+        intervals = [
+            f" [{_cell(side['low'])}, {_cell(side['high'])}]" if side else "" for side in sides
+        ]
+        means: list[tuple[str, Any, list[str]]] = [
+            ("reward [95% interval]", [s.get("mean") for s in sides], intervals)
+        ]
+        if (
+            len(names := evaluation.get("parts", {})) > 1
+        ):  # of a single reward the mean says the same
+            means += [
+                (f"  {name}", [s.get("parts", {}).get(name) for s in sides], ["", ""])
+                for name in names
+            ]
         for name, (old, new), ends in means:
             cells = [_cell(mean) + end for mean, end in zip((old, new), ends, strict=True)]
             change = Text("-")
             if old is not None and new is not None:
                 color = "green" if new > old else "red" if new < old else ""
-                change = Text(_cell(new - old, "+"), color if name.startswith(" ") else f"bold {color}")
+                change = Text(
+                    _cell(new - old, "+"), color if name.startswith(" ") else f"bold {color}"
+                )
             table.add_row(Text(name), *map(Text, cells), change)
         parts.append(Padding(table, (1, 0, 0, 0)))
-    files = [(str(run_dir / name), text) for name, text in FILES.items() if (run_dir / name).exists()]
+    files = [
+        (str(run_dir / name), text) for name, text in FILES.items() if (run_dir / name).exists()
+    ]
     for title, rows, separator in (("Files", files, "  "), ("Next", commands, "  # ")):
         if rows:
             width = max(len(left) for left, _ in rows)
-            lines = [part for left, right in rows for part in (f"\n  {left.ljust(width)}", (separator + right, "dim"))]
+            lines = [
+                part
+                for left, right in rows
+                for part in (f"\n  {left.ljust(width)}", (separator + right, "dim"))
+            ]
             parts.append(Text.assemble((f"\n{title}", "bold"), *lines))
     return Group(*parts)
 

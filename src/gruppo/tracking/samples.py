@@ -63,7 +63,9 @@ class SamplesFile(Tracker):
         if odd := [value for value in values if isinstance(value, ARRAYS) and not is_image(value)]:
             shape = shape_text(odd[0])
             text = f"{shape} is not an image, which has floats [C, H, W] with 1 or 3 channels."
-            self._warn_once(shape, f"{len(odd)} of {len(rows)} samples of step {step} are not drawn: {text}")
+            self._warn_once(
+                shape, f"{len(odd)} of {len(rows)} samples of step {step} are not drawn: {text}"
+            )
         drawable = [row for row, value in zip(placed, values, strict=True) if is_image(value)]
         for is_held_out in (False, True):
             if images := [row for row in drawable if bool(row.get("held_out")) == is_held_out]:
@@ -71,7 +73,9 @@ class SamplesFile(Tracker):
         for row in placed:  # images that are on no sheet are named, without their pixels
             for name, value in row.items():
                 if is_image(value):
-                    row[name] = shape_text(value) if isinstance(value, ARRAYS) else type(value).__name__
+                    row[name] = (
+                        shape_text(value) if isinstance(value, ARRAYS) else type(value).__name__
+                    )
         append_lines(self._path, [{"step": step} | to_json(row) for row in placed])
         if any(row.get("held_out") for row in rows):
             self._compare_evaluations()
@@ -91,14 +95,23 @@ class SamplesFile(Tracker):
         title += ", with rewards" if any(_captions(rows)) else ""
         try:
             layout = _layout(rows)
-            count = sum(cell.source[0] not in ENDS for line in layout for cell in line.cells if cell is not None)
+            count = sum(
+                cell.source[0] not in ENDS
+                for line in layout
+                for cell in line.cells
+                if cell is not None
+            )
             title += f" ({count} of {len(rows)} images)" if count < len(rows) else ""
             sheet, boxes = draw(layout, title=title)
         except ImportError:
-            text = f"Images are not saved: Pillow is not installed. Run: {install_command('images')}"
+            text = (
+                f"Images are not saved: Pillow is not installed. Run: {install_command('images')}"
+            )
             return self._warn_once("Pillow", text)
         except Exception as error:  # a sheet is not worth a run
-            return self._warn_once("draw", f"images of step {step} cannot be drawn: {type(error).__name__}: {error}")
+            return self._warn_once(
+                "draw", f"images of step {step} cannot be drawn: {type(error).__name__}: {error}"
+            )
         name = sheet_name(step, is_held_out)
         save_sheet(self.run_dir / name, sheet)
         for n, (line, line_boxes) in enumerate(zip(layout, boxes, strict=True), start=1):
@@ -113,13 +126,19 @@ class SamplesFile(Tracker):
         """Draw the same prompts at the first and the last evaluation; with fewer than two, delete the sheet."""
         path = self.run_dir / FOLDER / BEFORE_AFTER
         # From the file, not from memory: a resumed run compares with the first evaluation, too.
-        rows = [r for r in read_lines(self._path) if r.get("held_out") and _is_place(r.get(image_field(r)))]
+        rows = [
+            r
+            for r in read_lines(self._path)
+            if r.get("held_out") and _is_place(r.get(image_field(r)))
+        ]
         if len(steps := sorted({row["step"] for row in rows})) < 2:
             return path.unlink(missing_ok=True)
         try:
             sheet = _before_and_after(self.run_dir, rows, steps[0], steps[-1])
         except Exception as error:
-            return self._warn_once("compare", f"{BEFORE_AFTER} cannot be drawn: {type(error).__name__}: {error}")
+            return self._warn_once(
+                "compare", f"{BEFORE_AFTER} cannot be drawn: {type(error).__name__}: {error}"
+            )
         save_sheet(path, sheet)
 
     def _warn_once(self, key: str, message: str) -> None:
@@ -157,19 +176,29 @@ def _layout(rows: Sequence[Row]) -> list[SheetRow]:
     The ``source`` of a cell is its field, and the rows that have the image there.
     """
     groups: dict[Any, list[Row]] = {}
-    for row in sorted(rows, key=lambda row: "failures" in row):  # rows without a score come last, by themselves
+    for row in sorted(
+        rows, key=lambda row: "failures" in row
+    ):  # rows without a score come last, by themselves
         prompt = row.get("prompt", "")
         key = id(prompt) if has_pixels(prompt) else as_text(prompt)
         group = None if row.get("held_out") else row.get("group")
         groups.setdefault(("failures" in row, group, key), []).append(row)
     captions = {id(row): caption for row, caption in zip(rows, _captions(rows), strict=True)}
-    is_flow = all(len(group) == 1 and not is_image(group[0].get("prompt")) for group in groups.values())
+    is_flow = all(
+        len(group) == 1 and not is_image(group[0].get("prompt")) for group in groups.values()
+    )
     sheet: list[SheetRow] = []
     for group in list(groups.values())[: MAX_ROWS * FLOW if is_flow else MAX_ROWS]:
-        prompt, target, cells = group[0].get("prompt", ""), group[0].get("target"), list[Cell | None]()
+        prompt, target, cells = (
+            group[0].get("prompt", ""),
+            group[0].get("target"),
+            list[Cell | None](),
+        )
         text = "" if is_image(prompt) or prompt is None else as_text(prompt)
         for field, row in ((image_field(row), row) for row in group[:MAX_SAMPLES]):
-            cells.append(Cell(to_pil(row[field]), captions[id(row)], text if is_flow else "", (field, [row])))
+            cells.append(
+                Cell(to_pil(row[field]), captions[id(row)], text if is_flow else "", (field, [row]))
+            )
         if is_image(prompt):  # an input and its target are the same for the whole group
             cells.insert(0, Cell(to_pil(prompt), note="input", source=("prompt", group)))
             if is_image(target):
@@ -213,7 +242,9 @@ def _before_and_after(run_dir: Path, rows: Sequence[Row], first: int, last: int)
     groups: dict[Any, tuple[list[Row], list[Row]]] = {}
     for row in rows:
         prompt = row.get("prompt", "")
-        key = crop(prompt).tobytes() if _is_place(prompt) else json.dumps(prompt, ensure_ascii=False)
+        key = (
+            crop(prompt).tobytes() if _is_place(prompt) else json.dumps(prompt, ensure_ascii=False)
+        )
         if row["step"] in (first, last):
             groups.setdefault(key, ([], []))[row["step"] == last].append(row)
     # The evaluations may have different counts of samples: what has no partner is left out.

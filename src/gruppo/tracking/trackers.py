@@ -37,7 +37,10 @@ log = logging.getLogger("gruppo")
 
 PROJECT, STATE_FILE = "gruppo", "trackers.json"
 """The project of all runs, and the file with the ids by which a resumed run is continued."""
-METHODS, NEED = ("log", "log_samples", "close"), "it needs log(step, metrics), log_samples(step, rows) and close()"
+METHODS, NEED = (
+    ("log", "log_samples", "close"),
+    "it needs log(step, metrics), log_samples(step, rows) and close()",
+)
 _json = partial(json.dumps, ensure_ascii=False, default=str)
 CLOSE_S = 60.0
 """Seconds that a tracker may take to send what is pending."""
@@ -58,7 +61,9 @@ def check(names: Sequence[str]) -> None:
         if ":" not in name:
             close = difflib.get_close_matches(name, TRACKERS, 1)
             hint = f"Did you mean {close[0]}?" if close else f"Available: {', '.join(TRACKERS)}."
-            raise GruppoError(f"unknown tracker {name!r}. {hint} For your own class write path/to/file.py:Class.")
+            raise GruppoError(
+                f"unknown tracker {name!r}. {hint} For your own class write path/to/file.py:Class."
+            )
         if not callable(factory := load_object(name)):
             found = f"{factory!r:.80} ({type(factory).__name__})"
             raise GruppoError(f"the tracker {name} is {found}; name a class, as file.py:Class.")
@@ -69,12 +74,18 @@ def check(names: Sequence[str]) -> None:
         raise GruppoError(f"--track names {repeated[0]} more than once; leave one of them out.")
 
 
-def open_trackers(names: Sequence[str], run_dir: Path, config: Any, *, from_step: int | None) -> list[Tracker]:
+def open_trackers(
+    names: Sequence[str], run_dir: Path, config: Any, *, from_step: int | None
+) -> list[Tracker]:
     """Open trackers by name, each guarded. ``from_step``: the last step before a resume, None for a new run."""
 
     def open_tracker(name: str) -> Tracker:
         own = name not in TRACKERS
-        return load_object(name)(run_dir, config) if own else TRACKERS[name](run_dir, settings(config), from_step)
+        return (
+            load_object(name)(run_dir, config)
+            if own
+            else TRACKERS[name](run_dir, settings(config), from_step)
+        )
 
     return [GuardedTracker(name, partial(open_tracker, name)) for name in names]
 
@@ -83,9 +94,13 @@ def guarded(track: Sequence[Any]) -> list[Tracker]:
     """Check trackers that are Python objects, and guard them."""
     for one in track:
         if isinstance(one, type):
-            raise GruppoError(f"the tracker {one.__name__} is a class that cannot be imported by name; pass an object.")
+            raise GruppoError(
+                f"the tracker {one.__name__} is a class that cannot be imported by name; pass an object."
+            )
         if missing := [method for method in METHODS if not callable(getattr(one, method, None))]:
-            raise GruppoError(f"the tracker {type(one).__name__} has no {' and no '.join(missing)}; {NEED}.")
+            raise GruppoError(
+                f"the tracker {type(one).__name__} has no {' and no '.join(missing)}; {NEED}."
+            )
     return [GuardedTracker(type(one).__name__, partial(lambda one: one, one)) for one in track]
 
 
@@ -98,7 +113,9 @@ def settings(config: Any) -> dict[str, Any]:
         if isinstance(value, list | tuple) and any(isinstance(part, Mapping) for part in value):
             value = dict(enumerate(value))
         if isinstance(value, Mapping):
-            nodes[:0] = [(f"{name}.{part}" if name else part, inner) for part, inner in value.items()]
+            nodes[:0] = [
+                (f"{name}.{part}" if name else part, inner) for part, inner in value.items()
+            ]
         else:
             leaves[name] = value if isinstance(value, bool | int | float | str) else _json(value)
     return leaves
@@ -114,7 +131,12 @@ class GuardedTracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         # Plain floats: a tracker must not get tensors or NumPy scalars, which some cannot send.
         if self._tracker is not None and not self._has_failed:
-            self._call("failed", self._tracker.log, step, {name: float(value) for name, value in metrics.items()})
+            self._call(
+                "failed",
+                self._tracker.log,
+                step,
+                {name: float(value) for name, value in metrics.items()},
+            )
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         if self._tracker is not None and not self._has_failed:
@@ -126,20 +148,35 @@ class GuardedTracker:
         if tracker is None:
             return
         # In a daemon thread, so that a network that hangs delays the end of the run by CLOSE_S at most.
-        closing = threading.Thread(target=self._call, args=("could not be closed", tracker.close), daemon=True)
+        closing = threading.Thread(
+            target=self._call, args=("could not be closed", tracker.close), daemon=True
+        )
         closing.start()
         closing.join(CLOSE_S)
         if closing.is_alive():
-            log.warning("the tracker %s has not closed within %g s; the run does not wait for it.", self.name, CLOSE_S)
+            log.warning(
+                "the tracker %s has not closed within %g s; the run does not wait for it.",
+                self.name,
+                CLOSE_S,
+            )
 
     def _call(self, problem: str, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return function(*arguments)
-        except (Exception, SystemExit) as error:  # SystemExit: a tracker must not end the run either
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # SystemExit: a tracker must not end the run either
             if not self._has_failed:
                 reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
                 text = "The run continues; metrics.jsonl and samples.jsonl hold everything."
-                log.warning("the tracker %s %s and is not used any more: %s. %s", self.name, problem, reason, text)
+                log.warning(
+                    "the tracker %s %s and is not used any more: %s. %s",
+                    self.name,
+                    problem,
+                    reason,
+                    text,
+                )
             self._has_failed = True
 
 
@@ -178,7 +215,9 @@ class TensorBoard:
                 from PIL import Image
 
                 with Image.open(sheet) as image:
-                    self._writer.add_image(f"{tag}_sheet", numpy.asarray(image.convert("RGB")), step, dataformats="HWC")
+                    self._writer.add_image(
+                        f"{tag}_sheet", numpy.asarray(image.convert("RGB")), step, dataformats="HWC"
+                    )
         self._writer.flush()
 
     def close(self) -> None:
@@ -237,7 +276,10 @@ def open_wandb(run_dir: Path, settings: Mapping[str, Any], from_step: int | None
 
 def open_trackio(run_dir: Path, settings: Mapping[str, Any], from_step: int | None) -> Tracker:
     """A run of the local project gruppo; ``trackio show --project gruppo`` opens it."""
-    trackio, name = import_extra("trackio", "track", "--track trackio"), _tracker_ids(run_dir).get("trackio")
+    trackio, name = (
+        import_extra("trackio", "track", "--track trackio"),
+        _tracker_ids(run_dir).get("trackio"),
+    )
     with redirect_stdout(io.StringIO()):  # it prints how to open its page, over the live screen
         run = trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", PROJECT),
@@ -261,7 +303,11 @@ def _tracker_ids(run_dir: Path, **opened: str) -> dict[str, str]:
 
 
 Opener = Callable[[Path, Mapping[str, Any], int | None], Tracker]
-TRACKERS: Mapping[str, Opener] = {"tensorboard": TensorBoard, "wandb": open_wandb, "trackio": open_trackio}
+TRACKERS: Mapping[str, Opener] = {
+    "tensorboard": TensorBoard,
+    "wandb": open_wandb,
+    "trackio": open_trackio,
+}
 """By the name that ``--track`` takes, which is also the package's name."""
 
 

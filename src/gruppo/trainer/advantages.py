@@ -13,9 +13,21 @@ from torch import Tensor
 
 from gruppo import distributed as dist
 from gruppo.config.schema import Config
-from gruppo.core.advantages import group_advantages, normalized_sum, position_advantages, step_advantages
+from gruppo.core.advantages import (
+    group_advantages,
+    normalized_sum,
+    position_advantages,
+    step_advantages,
+)
 from gruppo.core.objective import Objective
-from gruppo.core.returns import broadcast_step_values, gae, overlong_penalty, place_score, returns_to_go, whiten
+from gruppo.core.returns import (
+    broadcast_step_values,
+    gae,
+    overlong_penalty,
+    place_score,
+    returns_to_go,
+    whiten,
+)
 from gruppo.environments import completion_lengths
 from gruppo.rewards.scoring import RewardSet, Scores
 from gruppo.trainer.minibatches import evaluated, has_kl_in_reward
@@ -29,21 +41,32 @@ OVERLONG = "overlong penalty"
 
 def assemble(run: Run, step_params: StepParams, rollouts: Rollouts, scores: Scores) -> Batch:
     """A batch with advantages, and with the old log-probs, values and reference log-probs that an update needs."""
-    objective, loss_mask = run.config.objective, kept_actions(run.config.objective, rollouts, scores)
+    objective, loss_mask = (
+        run.config.objective,
+        kept_actions(run.config.objective, rollouts, scores),
+    )
     if objective.correction != "none":
         is_missing = ~rollouts.sampler_logprobs[loss_mask].isfinite()
-        missing, count = dist.all_sum(torch.tensor([int(is_missing.sum()), len(is_missing)])).tolist()
+        missing, count = dist.all_sum(
+            torch.tensor([int(is_missing.sum()), len(is_missing)])
+        ).tolist()
         if missing:
             raise GruppoError(f"""correction={objective.correction!r} needs the sampler's log-prob of each action;
                 {missing} of the {count} from {type(run.engine).__name__} are not numbers. Use an engine that reports
                 them, or set --objective.correction none.""")
-    batch = Batch(rollouts, None, scores.rewards, scores.parts, torch.zeros(loss_mask.shape), loss_mask)
-    if run.critic is not None or has_kl_in_reward(run, step_params):  # advantages are made of values or log-probs
+    batch = Batch(
+        rollouts, None, scores.rewards, scores.parts, torch.zeros(loss_mask.shape), loss_mask
+    )
+    if run.critic is not None or has_kl_in_reward(
+        run, step_params
+    ):  # advantages are made of values or log-probs
         batch = evaluated(run, batch, step_params)
     batch = with_advantages(run, step_params, batch, scores)
     if limit := objective.adv_clip:
         batch = replace(batch, advantages=batch.advantages.clamp(-limit, limit))
-    is_shared = run.config.updates_per_batch > 1  # several updates then need one set of old log-probs
+    is_shared = (
+        run.config.updates_per_batch > 1
+    )  # several updates then need one set of old log-probs
     # a reference that is kept elsewhere comes to the device once for the batch, not for each update
     is_offloaded = run.reference is not None and run.reference.is_offloaded
     if batch.old_logprobs is None and batch.ref is None and (is_shared or is_offloaded):
@@ -53,7 +76,9 @@ def assemble(run: Run, step_params: StepParams, rollouts: Rollouts, scores: Scor
 
 def kept_actions(objective: Objective, rollouts: Rollouts, scores: Scores) -> Bool[Tensor, "B T"]:
     """Actions chosen by the policy, in a row that is scored, not an error, and not masked out for its length."""
-    usable = scores.rewards.isfinite() & torch.tensor([finish != "error" for finish in rollouts.finish])
+    usable = scores.rewards.isfinite() & torch.tensor(
+        [finish != "error" for finish in rollouts.finish]
+    )
     if objective.mask_truncated:
         usable &= torch.tensor([finish != "length" for finish in rollouts.finish])
     return rollouts.mask & usable[:, None]
@@ -67,24 +92,42 @@ def with_advantages(run: Run, step_params: StepParams, batch: Batch, scores: Sco
     penalty = torch.zeros(batch.loss_mask.shape)
     if has_kl_in_reward(run, step_params):
         assert batch.old_logprobs is not None and batch.ref is not None
-        penalty = step_params.kl_coef * torch.where(batch.loss_mask, batch.old_logprobs - batch.ref.logprobs, 0)
+        penalty = step_params.kl_coef * torch.where(
+            batch.loss_mask, batch.old_logprobs - batch.ref.logprobs, 0
+        )
     score = scores.rewards + overlong(run.config, batch.rollouts)
-    names = [name for name in scores.steps if run.rewards.weight_of[name]]  # step rewards with a weight
+    names = [
+        name for name in scores.steps if run.rewards.weight_of[name]
+    ]  # step rewards with a weight
     by_step = objective.credit != "outcome" and bool(names)
     if objective.has_critic:
-        rewards = action_rewards(run, batch, scores, names) if by_step else place_score(score, batch.loss_mask)
-        assert batch.old_values is not None  # a truncated row is scored as it stands, so nothing is bootstrapped
+        rewards = (
+            action_rewards(run, batch, scores, names)
+            if by_step
+            else place_score(score, batch.loss_mask)
+        )
+        assert (
+            batch.old_values is not None
+        )  # a truncated row is scored as it stands, so nothing is bootstrapped
         gamma, lam = objective.gamma, objective.lam
-        advantages, returns = gae(rewards - penalty, batch.old_values, batch.loss_mask, gamma=gamma, lam=lam)
+        advantages, returns = gae(
+            rewards - penalty, batch.old_values, batch.loss_mask, gamma=gamma, lam=lam
+        )
     elif by_step:
         advantages = credit_of_steps(run, batch, scores, names, penalty)
     elif objective.credit == "return_to_go":
         row = row_advantages(run, batch.rollouts, score, scores)
-        advantages = returns_to_go(place_score(row, batch.loss_mask) - penalty, batch.loss_mask, gamma=objective.gamma)
+        advantages = returns_to_go(
+            place_score(row, batch.loss_mask) - penalty, batch.loss_mask, gamma=objective.gamma
+        )
     else:
-        row_penalty = penalty.sum(dim=1)  # 0 in a row that is not learned from: it is compared by its score alone
+        row_penalty = penalty.sum(
+            dim=1
+        )  # 0 in a row that is not learned from: it is compared by its score alone
         row = row_advantages(run, batch.rollouts, score - row_penalty, scores)
-        row = torch.where(row_penalty.isfinite(), row, torch.nan)  # not an unscored row: the update is to be skipped
+        row = torch.where(
+            row_penalty.isfinite(), row, torch.nan
+        )  # not an unscored row: the update is to be skipped
         advantages = torch.where(batch.rollouts.mask, row[:, None], 0)
     if objective.whiten:
         advantages = whiten(advantages, batch.loss_mask, all_sum=dist.all_sum)
@@ -102,7 +145,9 @@ def overlong(config: Config, rollouts: Rollouts) -> Float[Tensor, "B"]:
 # --- rewards of rows --------------------------------------------------------------------------------------------------
 
 
-def row_advantages(run: Run, rollouts: Rollouts, score: Float[Tensor, "B"], scores: Scores) -> Float[Tensor, "B"]:
+def row_advantages(
+    run: Run, rollouts: Rollouts, score: Float[Tensor, "B"], scores: Scores
+) -> Float[Tensor, "B"]:
     """One advantage per row. Updates the run's moving statistics."""
     if run.config.objective.combine == "sum_then_normalize":
         return _compared(run, rollouts, score[:, None], "sum")[:, 0]
@@ -110,9 +155,13 @@ def row_advantages(run: Run, rollouts: Rollouts, score: Float[Tensor, "B"], scor
     parts, weights = dict(scores.parts), list(run.rewards.weights)
     if run.config.objective.overlong:  # as one more reward
         parts, weights = parts | {OVERLONG: overlong(run.config, rollouts)}, [*weights, 1.0]
-    columns = {name: part.where(is_scored, torch.nan)[:, None] for name, part in parts.items()}  # each [B, 1]
+    columns = {
+        name: part.where(is_scored, torch.nan)[:, None] for name, part in parts.items()
+    }  # each [B, 1]
     advantages = [_compared(run, rollouts, column, name)[:, 0] for name, column in columns.items()]
-    return normalized_sum(advantages, weights, is_scored, eps=run.config.objective.scale_eps, all_sum=dist.all_sum)
+    return normalized_sum(
+        advantages, weights, is_scored, eps=run.config.objective.scale_eps, all_sum=dist.all_sum
+    )
 
 
 def _compared(
@@ -125,18 +174,38 @@ def _compared(
     """
     objective = run.config.objective
     # a group is on one rank; moving statistics are those of all ranks
-    options: dict[str, Any] = {"baseline": objective.baseline, "scale": objective.scale, "eps": objective.scale_eps}
-    options |= {"decay": objective.running_decay, "state": run.state.running.get(name), "all_sum": dist.all_sum}
-    options["all_gather"] = lambda data: list(map(json.loads, dist.all_gather(json.dumps(data).encode())))
+    options: dict[str, Any] = {
+        "baseline": objective.baseline,
+        "scale": objective.scale,
+        "eps": objective.scale_eps,
+    }
+    options |= {
+        "decay": objective.running_decay,
+        "state": run.state.running.get(name),
+        "all_sum": dist.all_sum,
+    }
+    options["all_gather"] = lambda data: list(
+        map(json.loads, dist.all_gather(json.dumps(data).encode()))
+    )
     if not steps:
-        once, ids = torch.ones(len(rollouts), 1, dtype=torch.bool), [prompt.id for prompt in rollouts.prompts]
-        advantages, state = group_advantages(rewards[:, 0], rollouts.group_ids, once, **options, prompt_ids=ids)
+        once, ids = (
+            torch.ones(len(rollouts), 1, dtype=torch.bool),
+            [prompt.id for prompt in rollouts.prompts],
+        )
+        advantages, state = group_advantages(
+            rewards[:, 0], rollouts.group_ids, once, **options, prompt_ids=ids
+        )
     elif run.policy.actions_are_positions:
-        advantages, state = position_advantages(rewards, rollouts.group_ids, rewards.isfinite(), **options)
+        advantages, state = position_advantages(
+            rewards, rollouts.group_ids, rewards.isfinite(), **options
+        )
     else:
         advantages, state = step_advantages(rewards, rollouts.group_ids, **options)
     if state:
-        run.state.running = {**run.state.running, name: state}  # a new one: a boundary may hold the old
+        run.state.running = {
+            **run.state.running,
+            name: state,
+        }  # a new one: a boundary may hold the old
     return advantages
 
 
@@ -155,7 +224,10 @@ def credit_of_steps(
     objective, rollouts = run.config.objective, batch.rollouts
     loss_mask, weights = batch.loss_mask, run.rewards.weight_of
     assert rollouts is not None
-    late, (of_rows, rewards) = overlong(run.config, rollouts), weighted_sums(run.rewards, scores, names)
+    late, (of_rows, rewards) = (
+        overlong(run.config, rollouts),
+        weighted_sums(run.rewards, scores, names),
+    )
     each_apart = objective.combine == "normalize_then_sum"
     row, is_step = torch.zeros_like(late), rewards.isfinite()
     if each_apart:  # each reward by itself, the penalty as one more; then their weighted sums
@@ -164,7 +236,9 @@ def credit_of_steps(
         if objective.overlong:
             parts, weights = parts | {OVERLONG: late}, weights | {OVERLONG: 1.0}
         for name, part in parts.items():
-            own = (scores.steps[name] if name in names else part[:, None]).where(is_scored[:, None], torch.nan)
+            own = (scores.steps[name] if name in names else part[:, None]).where(
+                is_scored[:, None], torch.nan
+            )
             compared = weights[name] * _compared(run, rollouts, own, name, steps=name in names)
             if name in names:
                 steps = steps + compared
@@ -178,20 +252,28 @@ def credit_of_steps(
         steps, is_step = _compared(run, rollouts, rewards, "steps", steps=True), rewards.isfinite()
     steps = torch.where(loss_mask, steps, 0)
     if objective.credit == "return_to_go":
-        advantages = returns_to_go(place_score(row, loss_mask) + steps, loss_mask, gamma=objective.gamma)
+        advantages = returns_to_go(
+            place_score(row, loss_mask) + steps, loss_mask, gamma=objective.gamma
+        )
         penalty = returns_to_go(penalty, loss_mask, gamma=objective.gamma)
     else:
-        advantages = broadcast_step_values(steps, is_step, loss_mask) + torch.where(loss_mask, row[:, None], 0)
+        advantages = broadcast_step_values(steps, is_step, loss_mask) + torch.where(
+            loss_mask, row[:, None], 0
+        )
     if each_apart:
         advantages = whiten(advantages, loss_mask, all_sum=dist.all_sum)
     return advantages - penalty
 
 
-def action_rewards(run: Run, batch: Batch, scores: Scores, names: Sequence[str]) -> Float[Tensor, "B T"]:
+def action_rewards(
+    run: Run, batch: Batch, scores: Scores, names: Sequence[str]
+) -> Float[Tensor, "B T"]:
     """Rewards for a critic: each step's at its end, those of rows and the overlong penalty at the last kept action."""
     assert batch.rollouts is not None
     row, steps = weighted_sums(run.rewards, scores, names)
-    return place_score(row + overlong(run.config, batch.rollouts), batch.loss_mask) + steps.nan_to_num(0)
+    return place_score(
+        row + overlong(run.config, batch.rollouts), batch.loss_mask
+    ) + steps.nan_to_num(0)
 
 
 def weighted_sums(
@@ -202,8 +284,13 @@ def weighted_sums(
     NaN where a row is not scored, and where no step ends.
     """
     parts = {name: part.nan_to_num(0) for name, part in scores.parts.items() if name not in names}
-    total = sum((rewards.weight_of[name] * part for name, part in parts.items()), torch.zeros_like(scores.rewards))
-    each = torch.stack([rewards.weight_of[name] * scores.steps[name] for name in names])  # [names, B, T]
+    total = sum(
+        (rewards.weight_of[name] * part for name, part in parts.items()),
+        torch.zeros_like(scores.rewards),
+    )
+    each = torch.stack(
+        [rewards.weight_of[name] * scores.steps[name] for name in names]
+    )  # [names, B, T]
     is_step = each.isfinite().any(0) & scores.rewards.isfinite()[:, None]
     row = torch.where(scores.rewards.isfinite(), total, torch.nan)
     return row, torch.where(is_step, each.nan_to_num(0).sum(0), torch.nan)

@@ -74,7 +74,10 @@ class AsyncRollouts(SourceWrapper):
             check_is_run(source)
             self.ledger = Ledger(source, read_json(source / "config.json"), is_replayed=True)
             newest = checkpoint.steps(source / "checkpoints")[-1:]
-            states = [read_json(source / "checkpoints" / checkpoint.name_of(step) / "state.json") for step in newest]
+            states = [
+                read_json(source / "checkpoints" / checkpoint.name_of(step) / "state.json")
+                for step in newest
+            ]
             # a run that was trained without lag has no ledger, which ``check`` refuses
             self.ledger.check(states[0].get("ledger", {}) if states else {})
             self.run.is_stopped = self.run.state.step >= max(self.ledger.steps)
@@ -86,11 +89,15 @@ class AsyncRollouts(SourceWrapper):
             text = f"engine.lag={config.engine.lag} without a correction: samples of older weights are learned from as "
             text += "if they were of the newest. Set --objective.correction truncate, unless that is what you measure."
             log.warning("%s", text)
-        concurrency = getattr(self.run.engine, "concurrency", 0)  # above 0: ``build`` has checked it
+        concurrency = getattr(
+            self.run.engine, "concurrency", 0
+        )  # above 0: ``build`` has checked it
         capacity = (config.engine.lag + 1) * config.rollout.prompts
         self._chunk = min(math.ceil(capacity / concurrency), config.rollout.prompts)
         for number in range(min(math.ceil(capacity / self._chunk), concurrency)):
-            self._threads.append(threading.Thread(target=self._work, name=f"gruppo-sampler-{number}", daemon=True))
+            self._threads.append(
+                threading.Thread(target=self._work, name=f"gruppo-sampler-{number}", daemon=True)
+            )
             self._threads[-1].start()
 
     # --- a source of prompts ---
@@ -128,7 +135,9 @@ class AsyncRollouts(SourceWrapper):
                 size = run.config.rollout.first_samples or step_params.group_size
                 group.request, group.sampling = Request(prompt, size), step_params.sampling
                 group.rollouts = self._recorded(group)
-        except BaseException:  # the same prompt is drawn again, by the next attempt or by a resumed run
+        except (
+            BaseException
+        ):  # the same prompt is drawn again, by the next attempt or by a resumed run
             self.source.load_state_dict(state)
             raise
         self.position += 1
@@ -137,7 +146,11 @@ class AsyncRollouts(SourceWrapper):
     def _fill(self) -> None:
         """Draw prompts while there is a slot for another one, and a step that will use it."""
         unusable = 0
-        while unusable < MAX_UNUSABLE and self.slots.has_room and self._planned(self.slots.next_index) is not None:
+        while (
+            unusable < MAX_UNUSABLE
+            and self.slots.has_room
+            and self._planned(self.slots.next_index) is not None
+        ):
             try:
                 self._draw()
             except Exception:  # take raises it again where a step needs the prompt
@@ -148,7 +161,9 @@ class AsyncRollouts(SourceWrapper):
     def _planned(self, index: int) -> StepParams | None:
         """The parameters of the step that uses the group of this number, as far as known; None after the last step."""
         steps = range(self.run.state.step, self.run.config.steps)
-        sampling = (params for params in map(self.run.stage_schedule.step_params, steps) if params.samples)
+        sampling = (
+            params for params in map(self.run.stage_schedule.step_params, steps) if params.samples
+        )
         return next(islice(sampling, index // self.slots.prompts, None), None)
 
     def _recorded(self, group: Group) -> Rollouts | None:
@@ -186,8 +201,19 @@ class AsyncRollouts(SourceWrapper):
         index = next(n for n, group in enumerate(taken) if group.prompt is request.prompt)
         group = found = taken[index]
         own = found.request
-        if own is None or (own.size, own.first, found.sampling) != (request.size, request.first, sampling):
-            group = Group(found.position, found.prompt, found.source, request, sampling, is_counted=found.is_counted)
+        if own is None or (own.size, own.first, found.sampling) != (
+            request.size,
+            request.first,
+            sampling,
+        ):
+            group = Group(
+                found.position,
+                found.prompt,
+                found.source,
+                request,
+                sampling,
+                is_counted=found.is_counted,
+            )
             if request.first:  # a group that grows keeps its first samples
                 group.is_counted = False
                 taken.append(group)
@@ -211,7 +237,9 @@ class AsyncRollouts(SourceWrapper):
             if group.rollouts is None:
                 continue
             versions = group.rollouts.policy_version[group.rollouts.mask]
-            if len(versions) and self.slots.is_stale(int(versions.min()), int(versions.max()), version):
+            if len(versions) and self.slots.is_stale(
+                int(versions.min()), int(versions.max()), version
+            ):
                 if self.run.config.engine.replay:
                     raise GruppoError(f"""the samples at position {group.position} are of version {int(versions.min())},
                         and the replay trains version {version}. Replay with the run's own --engine.lag and steps.""")
@@ -227,7 +255,12 @@ class AsyncRollouts(SourceWrapper):
             if isinstance(self._error, EngineLost):  # the publish has brought the engine back
                 self._error = None
             if positions := [group.position for group in self.slots.release()]:
-                step = {"event": "step", "step": state.step, "version": state.version, "positions": positions}
+                step = {
+                    "event": "step",
+                    "step": state.step,
+                    "version": state.version,
+                    "positions": positions,
+                }
                 self.ledger.append(step)
             if self.ledger.is_replayed:
                 self.run.is_stopped |= state.step >= max(self.ledger.steps)
@@ -245,7 +278,10 @@ class AsyncRollouts(SourceWrapper):
                     return
                 groups = self.slots.start(self._chunk)
                 if self._idle_since is not None:
-                    self.idle_s, self._idle_since = self.idle_s + time.perf_counter() - self._idle_since, None
+                    self.idle_s, self._idle_since = (
+                        self.idle_s + time.perf_counter() - self._idle_since,
+                        None,
+                    )
             found: dict[tuple[str, int], Rollouts] = {}
             problem: BaseException | None = None
             try:
@@ -261,12 +297,22 @@ class AsyncRollouts(SourceWrapper):
                 try:
                     for group in groups:
                         one = found.get((group.prompt.id, group.prompt.draw))
-                        self.slots.finish(group, None if one is None else replace(one, prompts=(group.prompt,)))
+                        self.slots.finish(
+                            group, None if one is None else replace(one, prompts=(group.prompt,))
+                        )
                     # only after all have ended: a record that cannot be written must leave none of them running
                     for group in groups if not self._is_closed else ():
-                        if group.rollouts is not None and group.request is not None and not group.is_dropped:
-                            self.ledger.append_group(group.position, group.request, group.sampling, group.rollouts)
-                except BaseException as error:  # whatever it is: without it the trainer would wait forever
+                        if (
+                            group.rollouts is not None
+                            and group.request is not None
+                            and not group.is_dropped
+                        ):
+                            self.ledger.append_group(
+                                group.position, group.request, group.sampling, group.rollouts
+                            )
+                except (
+                    BaseException
+                ) as error:  # whatever it is: without it the trainer would wait forever
                     problem = problem or error
                 if not self.slots.running:
                     self._idle_since = time.perf_counter()
@@ -282,10 +328,19 @@ class AsyncRollouts(SourceWrapper):
         with self._changed:
             now = time.perf_counter()
             idle_s = self.idle_s + (0.0 if self._idle_since is None else now - self._idle_since)
-            values = {"trainer": self.wait_s, "sampler": idle_s, "stale": self.stale, "discarded": self.discarded}
+            values = {
+                "trainer": self.wait_s,
+                "sampler": idle_s,
+                "stale": self.stale,
+                "discarded": self.discarded,
+            }
             self.wait_s, self.idle_s, self.stale, self.discarded = 0.0, 0.0, 0, 0
-            self._idle_since = None if self._idle_since is None else now  # from here on it is of the next step
-        stats = {"lag": Stat.of(lags)} | {name: Stat(1, float(value)) for name, value in values.items()}
+            self._idle_since = (
+                None if self._idle_since is None else now
+            )  # from here on it is of the next step
+        stats = {"lag": Stat.of(lags)} | {
+            name: Stat(1, float(value)) for name, value in values.items()
+        }
         stats |= {str(n): Stat.of((lags == n).double()) for n in range(self.slots.lag + 1)}
         stats = dist.merge_stats(stats)
         return {
@@ -302,7 +357,9 @@ class AsyncRollouts(SourceWrapper):
         """Segments of all ranks that a run needs which is resumed from here. A collective."""
         with self._changed:
             own = self.ledger.state(self.state_dict()["position"])
-        parts = map(json.loads, dist.all_gather(json.dumps(own).encode()))  # no two ranks write to one segment
+        parts = map(
+            json.loads, dist.all_gather(json.dumps(own).encode())
+        )  # no two ranks write to one segment
         return {name: size for part in parts for name, size in part.items()}
 
     def sync(self, position: int | None = None) -> None:
@@ -315,7 +372,9 @@ class AsyncRollouts(SourceWrapper):
         """Delete what no checkpoint needs from a ledger that has grown beyond its limit."""
         folder, own = self.ledger.folder.parent / "checkpoints", [self.state_dict()["position"]]
         own += [] if self._saved_position is None else [self._saved_position]
-        states = (folder / checkpoint.name_of(step) / "state.json" for step in checkpoint.steps(folder))
+        states = (
+            folder / checkpoint.name_of(step) / "state.json" for step in checkpoint.steps(folder)
+        )
         try:
             saved = [read_json(state)["source"]["position"] for state in states]
         except (OSError, ValueError, KeyError, TypeError):  # damaged: what it needs is unknown

@@ -34,9 +34,18 @@ def watch(run: Run, folder: RunFolder, metrics: Mapping[str, float]) -> None:
     folder.finish_saving()
     try:
         with dist.fail_together():
-            saved = checkpoint.load(folder.best / checkpoint.name_of(int(best["step"])), sharded_tensors(run))
+            saved = checkpoint.load(
+                folder.best / checkpoint.name_of(int(best["step"])), sharded_tensors(run)
+            )
     except GruppoError as error:
-        log.warning("step %d: %s is %.4g, was %.4g, but %s", state.step, config.metric, value, best["value"], error)
+        log.warning(
+            "step %d: %s is %.4g, was %.4g, but %s",
+            state.step,
+            config.metric,
+            value,
+            best["value"],
+            error,
+        )
         return
     folder.return_to(run, saved)
     state.best = {**best, "returned_at": state.step}
@@ -45,5 +54,13 @@ def watch(run: Run, folder: RunFolder, metrics: Mapping[str, float]) -> None:
     run.engine.sync(run.policy, state.version)
     state.totals["back_offs"] = state.totals.get("back_offs", 0.0) + 1
     text = "step %d: %s fell to %.4g from %.4g; back to the weights of step %d, with %g of the learning rate."
-    log.warning(text, state.step, config.metric, value, best["value"], best["step"], run.stage_schedule.lr_scale)
+    log.warning(
+        text,
+        state.step,
+        config.metric,
+        value,
+        best["value"],
+        best["step"],
+        run.stage_schedule.lr_scale,
+    )
     run.log({"back_off/returns_count": state.totals["back_offs"]})

@@ -55,9 +55,14 @@ class Save:
         with explained_failures(self.target):
             folder.mkdir(parents=True, exist_ok=True)
             for name, shards in self.files.items():
-                if shards or self.rank == 0:  # before the first update, the optimizer has no tensors
+                if (
+                    shards or self.rank == 0
+                ):  # before the first update, the optimizer has no tensors
                     # from 1 to the number of ranks, as Hugging Face numbers the parts of a model
-                    paths.append(folder / f"{name}-shard-{self.rank + 1:05d}-of-{self.world_size:05d}.safetensors")
+                    paths.append(
+                        folder
+                        / f"{name}-shard-{self.rank + 1:05d}-of-{self.world_size:05d}.safetensors"
+                    )
                     places = {n: json.dumps([s.offset, s.shape]) for n, s in shards.items()}
                     save_file({n: s.data for n, s in shards.items()}, paths[-1], metadata=places)
             if self.state is not None:
@@ -66,9 +71,13 @@ class Save:
             for path in paths:
                 sync_to_disk(path)
             paths.append(folder / f".rank-{self.rank:05d}.json")
-            paths[-1].write_text(json.dumps({path.name: fingerprint(path) for path in paths[:-1]}), encoding="utf-8")
+            paths[-1].write_text(
+                json.dumps({path.name: fingerprint(path) for path in paths[:-1]}), encoding="utf-8"
+            )
             sync_to_disk(paths[-1])
-            paths[-1].replace(self.done(self.rank))  # from now on another rank may rename the folder
+            paths[-1].replace(
+                self.done(self.rank)
+            )  # from now on another rank may rename the folder
             self.commit()
 
     def commit(self) -> None:
@@ -86,7 +95,9 @@ class Save:
             seal |= read_json(path)
             path.unlink()
         (sealed / SEAL).write_text(json.dumps(seal, indent=1), encoding="utf-8")
-        checkpoint.put_in_place(sealed, self.target, [sealed / SEAL, sealed])  # each rank has synced its own
+        checkpoint.put_in_place(
+            sealed, self.target, [sealed / SEAL, sealed]
+        )  # each rank has synced its own
         replace_file(self.target.parent / "latest", self.target.name)
         self.after_commit()
 
@@ -97,7 +108,9 @@ class Save:
             with explained_failures(self.target):
                 self.commit()
             if time.monotonic() > until:
-                missing = [str(rank) for rank in range(self.world_size) if not self.done(rank).is_file()]
+                missing = [
+                    str(rank) for rank in range(self.world_size) if not self.done(rank).is_file()
+                ]
                 raise GruppoError(f"""{self.target} is incomplete: the shards of rank {", ".join(missing)} are not in
                     its folder. All ranks write to one folder: give a --runs-dir that all machines share.""")
             time.sleep(0.05)
@@ -113,16 +126,27 @@ class Writer:
     _error: BaseException | None = None
 
     def begin(
-        self, target: Path, step: int, files: Mapping[str, Any], state: Mapping[str, Any], done: Callable[[], None]
+        self,
+        target: Path,
+        step: int,
+        files: Mapping[str, Any],
+        state: Mapping[str, Any],
+        done: Callable[[], None],
     ) -> None:
         """Copy what this rank has to write, and begin to write it; ``files``: the tensors of each.
 
         ``done`` is called on the rank that commits the checkpoint.
         """
         self.wait()
-        text = json.dumps({"format": checkpoint.FORMAT, "step": step, **state}) if dist.is_main() else None
+        text = (
+            json.dumps({"format": checkpoint.FORMAT, "step": step, **state})
+            if dist.is_main()
+            else None
+        )
         # an optimizer without tensors has a file too: a checkpoint without one is damaged
-        copies = {name: own_shards(own or {}) for name, own in files.items() if own or name == "optimizer"}
+        copies = {
+            name: own_shards(own or {}) for name, own in files.items() if own or name == "optimizer"
+        }
         save = Save(target, copies, text, dist.rank(), dist.world_size(), done)
 
         def write() -> None:
@@ -131,7 +155,9 @@ class Writer:
             except BaseException as error:
                 self._error = error
 
-        self.unchecked = replace(save, files={})  # the copies are released as soon as they are written
+        self.unchecked = replace(
+            save, files={}
+        )  # the copies are released as soon as they are written
         self._thread = threading.Thread(target=write, name="gruppo-checkpoint", daemon=True)
         self._thread.start()
 

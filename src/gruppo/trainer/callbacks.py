@@ -61,21 +61,32 @@ class Callbacks:
 
     def __init__(self, callbacks: Sequence[Any], trainer: Any) -> None:
         if not isinstance(callbacks, list | tuple):
-            raise GruppoError(f"callbacks is a {type(callbacks).__name__}; it needs a list of objects.")
+            raise GruppoError(
+                f"callbacks is a {type(callbacks).__name__}; it needs a list of objects."
+            )
         for callback in callbacks:
             name, named = type(callback).__name__, [n for n in dir(callback) if n.startswith("on_")]
             if isinstance(callback, type):
                 own = callback.__name__
                 raise GruppoError(f"the callback {own} is a class; pass an object, {own}().")
             events = ", ".join(EVENTS)
-            if unknown := [n for n in named if n not in EVENTS]:  # a mistyped name would be silently ignored
+            if unknown := [
+                n for n in named if n not in EVENTS
+            ]:  # a mistyped name would be silently ignored
                 hint = " gruppo.trl takes those of transformers." if "on_step_end" in named else ""
                 hint = hint or did_you_mean(unknown[0], EVENTS, f" Methods: {events}.")
-                raise GruppoError(f"the callback {name} has a method {unknown[0]}, which is never called.{hint}")
+                raise GruppoError(
+                    f"the callback {name} has a method {unknown[0]}, which is never called.{hint}"
+                )
             if not named:
-                raise GruppoError(f"the callback {name} has none of the methods {events}; write one of them.")
+                raise GruppoError(
+                    f"the callback {name} has none of the methods {events}; write one of them."
+                )
         # numbered, since two of one class keep their own states in a checkpoint
-        self._callbacks, self._trainer = {f"{n} {type(c).__name__}": c for n, c in enumerate(callbacks)}, trainer
+        self._callbacks, self._trainer = (
+            {f"{n} {type(c).__name__}": c for n, c in enumerate(callbacks)},
+            trainer,
+        )
 
     def notify(self, event: str, *what: Any) -> None:
         """Call the method of this name where a callback has it."""
@@ -88,7 +99,9 @@ class Callbacks:
         for name, callback in self._callbacks.items():
             if callable(method := getattr(callback, "state_dict", None)):
                 try:
-                    states[name] = json.loads(json.dumps(dict(method())))  # a copy: the callback may change its own
+                    states[name] = json.loads(
+                        json.dumps(dict(method()))
+                    )  # a copy: the callback may change its own
                 except (TypeError, ValueError) as error:
                     raise GruppoError(f"""state_dict of the callback {name.split()[-1]} does not fit into a checkpoint
                         ({error}); it needs a dict of numbers, texts, lists and dicts.""") from None
@@ -104,6 +117,7 @@ class Callbacks:
         # a class of gruppo or of the standard library has no digest, and is known by its name
         kinds = {name: type(callback) for name, callback in self._callbacks.items()}
         return {
-            f"callback {name}": code_digest(f"{kind.__module__}:{kind.__qualname__}") or kind.__qualname__
+            f"callback {name}": code_digest(f"{kind.__module__}:{kind.__qualname__}")
+            or kind.__qualname__
             for name, kind in kinds.items()
         }

@@ -27,7 +27,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gruppo import distributed as dist
-from gruppo.integrity import SEAL, explained_failures, fingerprint, read_file, read_json, replace_file, verify
+from gruppo.integrity import (
+    SEAL,
+    explained_failures,
+    fingerprint,
+    read_file,
+    read_json,
+    replace_file,
+    verify,
+)
 from gruppo.platforms import sync_to_disk
 from gruppo.trainer import shards
 from gruppo.types import GruppoError
@@ -66,8 +74,15 @@ def save(
 ) -> Path:
     """Write ``folder/step_NNNNNN`` atomically and point ``folder/latest`` at it."""
     target = folder / name_of(step)
-    if not seal_holds(target):  # a resumed run that is stopped again before its first step writes the same save
-        files = {"model": model, "optimizer": optimizer, "critic": critic, "reference": reference or None}
+    if not seal_holds(
+        target
+    ):  # a resumed run that is stopped again before its first step writes the same save
+        files = {
+            "model": model,
+            "optimizer": optimizer,
+            "critic": critic,
+            "reference": reference or None,
+        }
         with replacing(target) as temporary:
             for name, tensors in files.items():
                 if tensors is not None:
@@ -92,7 +107,11 @@ def replacing(target: Path) -> Iterator[Path]:
             temporary.mkdir()
             yield temporary
             inside = sorted(temporary.rglob("*"))
-            seal = {path.relative_to(temporary).as_posix(): fingerprint(path) for path in inside if path.is_file()}
+            seal = {
+                path.relative_to(temporary).as_posix(): fingerprint(path)
+                for path in inside
+                if path.is_file()
+            }
             (temporary / SEAL).write_text(json.dumps(seal, indent=1), encoding="utf-8")
             put_in_place(temporary, target, [*inside, temporary / SEAL, temporary])
         except Exception:
@@ -153,7 +172,11 @@ def steps(folder: Path) -> list[int]:
     """Steps with a checkpoint, whole or not, ascending."""
     if not folder.is_dir():
         return []
-    return sorted(int(m[1]) for path in folder.iterdir() if (m := _NAME.fullmatch(path.name)) and path.is_dir())
+    return sorted(
+        int(m[1])
+        for path in folder.iterdir()
+        if (m := _NAME.fullmatch(path.name)) and path.is_dir()
+    )
 
 
 def load_latest(folder: Path, sharded: Sharded = MappingProxyType({})) -> Saved | None:
@@ -168,7 +191,10 @@ def load_latest(folder: Path, sharded: Sharded = MappingProxyType({})) -> Saved 
     # the one that was completed last, then from the newest on: a later one was written but never pointed at
     names = sorted(map(name_of, reversed(steps(folder))), key=lambda name: name != latest)
     for name in json.loads(dist.all_gather(json.dumps(names).encode())[0]):
-        saved, error = None, GruppoError(f"checkpoint {folder / name} cannot be read by another rank.")
+        saved, error = (
+            None,
+            GruppoError(f"checkpoint {folder / name} cannot be read by another rank."),
+        )
         try:
             saved = load(folder / name, sharded)
         except GruppoError as own:
@@ -202,7 +228,9 @@ def load(path: Path, sharded: Sharded = MappingProxyType({})) -> Saved:
         if (lost := next((name for name in FILES[:2] if files[name] is None), None)) is not None:
             raise ValueError(f"it has no {lost}.safetensors and no shards of it")
         model, optimizer, critic, reference = (files[name] for name in FILES)
-        return Saved(int(state["step"]), model or {}, optimizer or {}, state, critic, reference or {})
+        return Saved(
+            int(state["step"]), model or {}, optimizer or {}, state, critic, reference or {}
+        )
     except (OSError, ValueError, AttributeError, KeyError, TypeError, SafetensorError) as error:
         reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         if isinstance(error, OSError) and error.filename:
@@ -225,16 +253,23 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> dic
     """AdamW's state, not copied, keyed ``exp_avg.<parameter>``; ``names`` in the order of its parameters."""
     tensors: dict[str, Tensor] = {}
     for i, entries in optimizer.state_dict()["state"].items():
-        tensors |= {f"{key}.{names[i]}": torch.as_tensor(value).contiguous() for key, value in entries.items()}
+        tensors |= {
+            f"{key}.{names[i]}": torch.as_tensor(value).contiguous()
+            for key, value in entries.items()
+        }
     return tensors
 
 
-def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], names: list[str]) -> None:
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], names: list[str]
+) -> None:
     per_index: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         kind, name = key.split(".", 1)
         per_index.setdefault(names.index(name), {})[kind] = value
-    optimizer.load_state_dict({"state": per_index, "param_groups": optimizer.state_dict()["param_groups"]})
+    optimizer.load_state_dict(
+        {"state": per_index, "param_groups": optimizer.state_dict()["param_groups"]}
+    )
 
 
 def random_state() -> dict[str, Any]:

@@ -26,14 +26,18 @@ def check(config: Config, modality: Modality = NEUTRAL) -> None:
     updates, has_positions = config.updates_per_batch, config.objective.credit == "position"
     sizes = {"group_size": smallest_group(config), "updates_per_row": updates}
     # whether rewards have positions is known once they are opened: until then, as the objective needs
-    modality.check_objective(config, **sizes, kl_coef=highest(config, "kl_coef"), has_positions=has_positions)
+    modality.check_objective(
+        config, **sizes, kl_coef=highest(config, "kl_coef"), has_positions=has_positions
+    )
     if highest(config, "sup_coef"):
         Answers(config.supervised)  # parses the template
     # options of a reference that nothing would read
     chosen, default = config.reference, ReferenceConfig()
     renewed = [index for index, stage in enumerate(config.plan) if stage.new_reference]
     if renewed and not has_reference(config, modality) and not modality.rewards_read_reference:
-        raise unread_error(f"{stage_path(config, renewed[0])}.new_reference")  # of a restorer, a reward may read it
+        raise unread_error(
+            f"{stage_path(config, renewed[0])}.new_reference"
+        )  # of a restorer, a reward may read it
     if chosen != default and not has_reference(config, modality):
         raise unread_error("a reference")
     for name in ("update_rate", "update_every", "watch_prompts") if not chosen.is_mixed else ():

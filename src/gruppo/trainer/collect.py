@@ -56,16 +56,23 @@ def collect(run: Run, step_params: StepParams) -> Collected:
     skipped_before = 0
     if source.level is not None:  # a curriculum
         source.level, skipped_before = step_params.difficulty, source.passed_over
-    environment_began = 0.0 if run.environment is None else run.environment.elapsed_s  # evaluations add to it too
+    environment_began = (
+        0.0 if run.environment is None else run.environment.elapsed_s
+    )  # evaluations add to it too
     began = time.perf_counter()
     with whole_weights(run.policy, engine=run.config.engine.kind):
         rounds, grown = sample(run, step_params)
-    sampled_at, reward_s = time.perf_counter(), sum(one.reward_s for one in (*rounds, grown) if one is not None)
+    sampled_at, reward_s = (
+        time.perf_counter(),
+        sum(one.reward_s for one in (*rounds, grown) if one is not None),
+    )
     rollout = run.config.rollout
     refills = rollout.refill_rounds > 0
     sampled = join_rounds(rounds, rollout.refill_by, refills=refills, grown=grown)
     if grown is not None:
-        whole = dynamic_sampling.rescore_whole_groups(sampled.scores, sampled.rollouts.group_ids, run.rewards.weights)
+        whole = dynamic_sampling.rescore_whole_groups(
+            sampled.scores, sampled.rollouts.group_ids, run.rewards.weights
+        )
         sampled = replace(sampled, scores=whole)
     _stop_if_useless(run, sampled.rollouts, sampled.scores)
     batch = assemble(run, step_params, *sampled.batch())
@@ -78,13 +85,17 @@ def collect(run: Run, step_params: StepParams) -> Collected:
         metrics |= run.async_rollouts.metrics(sampled.rollouts)
     if source.level is not None:  # every rank draws all prompts, and passes over the same ones
         difficulties = [source.difficulty(prompt) for prompt in sampled.rollouts.prompts]
-        stat = dist.merge_stats({"difficulty": Stat.of(torch.tensor(difficulties, dtype=torch.float64))})["difficulty"]
+        stat = dist.merge_stats(
+            {"difficulty": Stat.of(torch.tensor(difficulties, dtype=torch.float64))}
+        )["difficulty"]
         metrics |= {"difficulty/mean": stat.mean, "difficulty/max": stat.max}
         metrics["difficulty/passed_over_count"] = float(source.passed_over - skipped_before)
     run.state.totals["tokens"] += metrics["tokens"]
     run.state.totals["rollouts"] += metrics["rollouts"]
     metrics |= {f"progress/{name}": total for name, total in totals.items()}
-    metrics |= {"time/rollout_s": sampled_at - began - reward_s}  # drawing prompts and waiting for ranks too
+    metrics |= {
+        "time/rollout_s": sampled_at - began - reward_s
+    }  # drawing prompts and waiting for ranks too
     if run.environment is not None:
         metrics["time/environment_s"] = run.environment.elapsed_s - environment_began
     metrics |= {"time/reward_s": reward_s, "time/credit_s": time.perf_counter() - sampled_at}
@@ -92,20 +103,26 @@ def collect(run: Run, step_params: StepParams) -> Collected:
     learned = torch.where(batch.loss_mask, batch.advantages, 0.0).sum(1) / batch.loss_mask.sum(1)
     advantages[sampled.rows] = learned.float().cpu()
     metrics |= demo_metrics
-    return Collected(replace(batch, demos=demos), sampled.rollouts, sampled.scores, metrics, advantages)
+    return Collected(
+        replace(batch, demos=demos), sampled.rollouts, sampled.scores, metrics, advantages
+    )
 
 
 def sample(run: Run, step_params: StepParams) -> tuple[list[Round], Round | None]:
     """Sample and score every slot's prompt; resample groups without spread, within the budget of rounds; and at last
     grow groups with spread."""
     config = run.config.rollout
-    size = config.first_samples or step_params.group_size  # where groups may grow, the first samples only
+    size = (
+        config.first_samples or step_params.group_size
+    )  # where groups may grow, the first samples only
     rounds = [_round(run, step_params, _requests(run, range(config.prompts), size))]
     run.example = run.example or rounds[0].rollouts.prompts[0]
     latest: Round | None = rounds[0]
     sampled = config.prompts * size
     for _ in range(config.refill_rounds):
-        is_empty = torch.zeros(config.prompts)  # of all ranks' slots, those whose group has no spread
+        is_empty = torch.zeros(
+            config.prompts
+        )  # of all ranks' slots, those whose group has no spread
         if latest is not None:
             is_empty[torch.tensor(latest.slots)] = (latest.spread(config.refill_by) == 0).float()
         with dist.phase("dynamic sampling"):
@@ -114,9 +131,15 @@ def sample(run: Run, step_params: StepParams) -> tuple[list[Round], Round | None
             break
         sampled += len(empty) * size
         requests = _requests(run, empty, size)
-        latest = _round(run, step_params, requests) if requests else None  # none of them is this rank's
+        latest = (
+            _round(run, step_params, requests) if requests else None
+        )  # none of them is this rank's
         rounds += [latest] if latest else []
-    further = further_requests(rounds, config, step_params, sampled=sampled) if config.first_samples else {}
+    further = (
+        further_requests(rounds, config, step_params, sampled=sampled)
+        if config.first_samples
+        else {}
+    )
     return rounds, _round(run, step_params, further) if further else None
 
 
@@ -141,9 +164,13 @@ def _requests(run: Run, slots: Sequence[int], size: int) -> dict[int, Request]:
 def _round(run: Run, step_params: StepParams, requests: dict[int, Request]) -> Round:
     with dist.phase("sample"):
         sampler = run.engine if run.async_rollouts is None else run.async_rollouts
-        rollouts = sampler.generate(list(requests.values()), step_params.sampling, seed=run.config.seed)
+        rollouts = sampler.generate(
+            list(requests.values()), step_params.sampling, seed=run.config.seed
+        )
     began = time.perf_counter()
-    if len(rollouts.prompts) < len(requests) and (run.config.rollout.refill_rounds or run.config.rollout.first_samples):
+    if len(rollouts.prompts) < len(requests) and (
+        run.config.rollout.refill_rounds or run.config.rollout.first_samples
+    ):
         raise DataError("""two prompts of a step have the same id and draw, so their samples are one group; refilled or
             grown groups need to be told apart. Let the data source number its draws: Prompt(..., draw=n).""")
     with dist.phase("reward"):
@@ -159,7 +186,9 @@ def _stop_if_useless(run: Run, rollouts: Rollouts, scores: Scores) -> None:
     failures = environment_failures(rollouts)
     for row, reason in list(failures.items())[:3]:
         log.warning("step %d row %d: the environment gave no reply: %s", state.step, row, reason)
-    is_hopeless = state.unscored_steps and (state.step == 0 or state.unscored_steps >= MAX_UNSCORED_STEPS)
+    is_hopeless = state.unscored_steps and (
+        state.step == 0 or state.unscored_steps >= MAX_UNSCORED_STEPS
+    )
     if is_hopeless and dist.all_max(len(failures)):
         first = f": {next(iter(failures.values()))}" if failures else ""
         raise DataError(f"""step {state.step}: the environment failed in {len(failures)} of {len(rollouts)}

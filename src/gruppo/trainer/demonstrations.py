@@ -25,7 +25,16 @@ from gruppo.protocols import PromptSource, peek
 from gruppo.seeds import generator_at, seed_at
 from gruppo.trainer.run import Run
 from gruppo.trainer.stages import StepParams
-from gruppo.types import Batch, DataError, GruppoError, Likelihood, MicroBatch, Prompt, Rollouts, Stat
+from gruppo.types import (
+    Batch,
+    DataError,
+    GruppoError,
+    Likelihood,
+    MicroBatch,
+    Prompt,
+    Rollouts,
+    Stat,
+)
 
 log = logging.getLogger("gruppo")
 
@@ -43,7 +52,9 @@ class Answers:
         self.template, self.column = config.template, config.column
         problem = ""
         try:
-            self._parts = list(Formatter().parse(self.template))  # literal text, column, format, conversion
+            self._parts = list(
+                Formatter().parse(self.template)
+            )  # literal text, column, format, conversion
         except ValueError as error:
             problem = f"is not understood ({error})"
         if not problem and any(name == "" or conversion for _, name, _, conversion in self._parts):
@@ -64,17 +75,28 @@ class Answers:
         values = {name: own.get(name) for name in self.names}
         if not self.template:
             return replace(prompt, target=values[self.names[0]])
-        present = [value for value in values.values() if not (isinstance(value, float) and math.isnan(value))]
+        present = [
+            value
+            for value in values.values()
+            if not (isinstance(value, float) and math.isnan(value))
+        ]
         if len(present) < len(values) or any(value is None or value == "" for value in present):
             return replace(prompt, target=None)
-        if other := [name for name, value in values.items() if not isinstance(value, str | int | float)]:
+        if other := [
+            name for name, value in values.items() if not isinstance(value, str | int | float)
+        ]:
             raise GruppoError(f"""supervised.template={self.template!r} stands around texts and numbers, and the column
                 {other[0]!r} holds {values[other[0]]!r:.80}. Set --supervised.column {other[0]} in its place.""")
         parts = self._parts
         try:
-            texts = [text + ("" if name is None else format(values[name], form or "")) for text, name, form, _ in parts]
+            texts = [
+                text + ("" if name is None else format(values[name], form or ""))
+                for text, name, form, _ in parts
+            ]
         except (ValueError, TypeError) as error:
-            raise GruppoError(f"supervised.template={self.template!r} does not fit {values!r:.80}: {error}.") from None
+            raise GruppoError(
+                f"supervised.template={self.template!r} does not fit {values!r:.80}: {error}."
+            ) from None
         return replace(prompt, target="".join(texts))
 
 
@@ -103,7 +125,11 @@ def open_demos(config: Config, data: Any) -> PromptSource | None:
         target_column=config.prompts.target_column if own else None,
         held_out_fraction=config.prompts.held_out_fraction,
     )
-    first, answers, of = peek(source), Answers(config.supervised), config.supervised.data or "the data"
+    first, answers, of = (
+        peek(source),
+        Answers(config.supervised),
+        config.supervised.data or "the data",
+    )
     columns = set(source.columns or ()).union(*(prompt.meta for prompt in first))
     columns |= {"target", "answer"} if any(prompt.target is not None for prompt in first) else set()
     listed = ", ".join(map(repr, sorted(columns)))
@@ -130,37 +156,57 @@ def prepared(
             prompt = reset_prompt(environment, prompt, config.seed)
         except DataError as error:
             return prompt, str(error)
-    prompt = answers.given(prompt)  # None as its target where a column is empty: the policy says that it cannot learn
+    prompt = answers.given(
+        prompt
+    )  # None as its target where a column is empty: the policy says that it cannot learn
     return prompt, policy.check_demonstration(prompt)
 
 
-def check_demos(config: Config, source: PromptSource, policy: Any, environment: Environment | None) -> None:
+def check_demos(
+    config: Config, source: PromptSource, policy: Any, environment: Environment | None
+) -> None:
     """Refuse a policy that cannot learn from targets, and data whose first prompts all have nothing to learn from."""
     if "demonstrations" not in policy.supports:
         raise GruppoError(f"""a stage's sup_coef is above 0, and a {type(policy).__name__} does not say how it would
             give a target: it has no demonstrations and supervised_loss. Set --stage.sup-coef 0.""")
     answers = Answers(config.supervised)
-    problems = [prepared(prompt, answers, config, policy, environment)[1] for prompt in peek(source)]
+    problems = [
+        prepared(prompt, answers, config, policy, environment)[1] for prompt in peek(source)
+    ]
     if all(problems):
-        raise DataError(f"none of the first {len(problems)} demonstrations can be learned from: {problems[0]}")
+        raise DataError(
+            f"none of the first {len(problems)} demonstrations can be learned from: {problems[0]}"
+        )
 
 
 def take_demonstrations(run: Run) -> tuple[list[Prompt], int]:
     """This rank's prompts of the step, each with what to answer; and how many all ranks skipped on the way."""
     assert run.demos is not None
-    config, answers, prompts, skipped, reason = run.config, Answers(run.config.supervised), [], 0, ""
+    config, answers, prompts, skipped, reason = (
+        run.config,
+        Answers(run.config.supervised),
+        [],
+        0,
+        "",
+    )
     for slot in range(config.supervised.batch):
         for _ in range(ATTEMPTS):
-            prompt, problem = prepared(run.demos.take(1)[0], answers, config, run.policy, run.environment)
+            prompt, problem = prepared(
+                run.demos.take(1)[0], answers, config, run.policy, run.environment
+            )
             if problem is None:
                 break
             skipped, reason = skipped + 1, problem
         else:
-            raise DataError(f"{ATTEMPTS} demonstrations in a row cannot be learned from; the last: {reason}")
+            raise DataError(
+                f"{ATTEMPTS} demonstrations in a row cannot be learned from; the last: {reason}"
+            )
         if slot % dist.world_size() == dist.rank():
             prompts.append(prompt)
     if skipped:
-        log.warning("step %d: %d demonstrations were skipped; the last: %s", run.state.step, skipped, reason)
+        log.warning(
+            "step %d: %d demonstrations were skipped; the last: %s", run.state.step, skipped, reason
+        )
     return prompts, skipped
 
 
@@ -195,11 +241,17 @@ def demo_parts(run: Run, demos: Rollouts | None, epoch: int) -> list[Rollouts | 
     slots = torch.arange(len(demos)) * dist.world_size() + dist.rank()
     generator = generator_at(run.config.seed, "demonstrations", run.state.step, epoch)
     order = torch.randperm(run.config.supervised.batch, generator=generator)
-    return [demos.take(torch.isin(slots, part).nonzero()[:, 0]) for part in order.tensor_split(count)]
+    return [
+        demos.take(torch.isin(slots, part).nonzero()[:, 0]) for part in order.tensor_split(count)
+    ]
 
 
 def supervised_backward(
-    run: Run, demos: Rollouts, step_params: StepParams, weights: Float[Tensor, "B T"], micro_batches: list[MicroBatch]
+    run: Run,
+    demos: Rollouts,
+    step_params: StepParams,
+    weights: Float[Tensor, "B T"],
+    micro_batches: list[MicroBatch],
 ) -> dict[str, Stat]:
     """Accumulate gradients of the supervised term, and of the consistency where nothing is sampled; no collectives."""
     names = ("loss/sup", "sup/nats", "sup/tokens", "update/micro_batches")
@@ -209,11 +261,16 @@ def supervised_backward(
         loss = run.policy.supervised_loss(demos.take(micro_batch.rows), likelihood)  # [b, t]
         chosen = micro_batch.of(demos.mask)
         loss_mask = chosen.to(loss.device, non_blocking=True)
-        term = (micro_batch.of(weights).to(loss, non_blocking=True) * torch.where(loss_mask, loss, 0)).sum()
+        term = (
+            micro_batch.of(weights).to(loss, non_blocking=True) * torch.where(loss_mask, loss, 0)
+        ).sum()
         total = step_params.sup_coef * term
         if step_params.cons_coef:
             held = consistency_term(run, demos, micro_batch, micro_batch.of(weights), likelihood)
-            total, stats["loss/cons"] = total + step_params.cons_coef * held, stats["loss/cons"] + Stat.of(held)
+            total, stats["loss/cons"] = (
+                total + step_params.cons_coef * held,
+                stats["loss/cons"] + Stat.of(held),
+            )
         # a repeat runs as many collectives as other ranks, and adds nothing
         (total * 0 if micro_batch.is_repeat else total).backward()
         if micro_batch.is_repeat:
@@ -226,13 +283,21 @@ def supervised_backward(
 
 
 def consistency_term(
-    run: Run, rollouts: Rollouts, micro_batch: MicroBatch, weights: Float[Tensor, "b t"], likelihood: Likelihood
+    run: Run,
+    rollouts: Rollouts,
+    micro_batch: MicroBatch,
+    weights: Float[Tensor, "b t"],
+    likelihood: Likelihood,
 ) -> Float[Tensor, ""]:
     """Consistency loss, weighted and summed over the actions of a micro-batch; ``likelihood`` has its "output"."""
     ref = Likelihood(likelihood.logprobs.detach())
     if run.reference is not None and run.policy.modality.consistency_reads_reference(run.config):
         ref = run.reference.likelihood(rollouts, micro_batch, outputs=("output",))
     policy, rows = run.policy, rollouts.take(micro_batch.rows)
-    loss = forward(policy.module, policy.consistency_loss, rows, likelihood, ref)  # [b, T]; may call the module again
+    loss = forward(
+        policy.module, policy.consistency_loss, rows, likelihood, ref
+    )  # [b, T]; may call the module again
     loss = loss[:, micro_batch.cols]  # [b, t]
-    return (weights.to(loss) * torch.where(micro_batch.of(rollouts.mask).to(loss.device), loss, 0)).sum()
+    return (
+        weights.to(loss) * torch.where(micro_batch.of(rollouts.mask).to(loss.device), loss, 0)
+    ).sum()

@@ -30,7 +30,9 @@ PROMPTS_READ = 32
 """Prompts whose lengths are measured."""
 
 
-def explain(run: Run, *, gpus: int = 1, samples_here: bool = True, is_colocated: bool = False) -> list[str]:
+def explain(
+    run: Run, *, gpus: int = 1, samples_here: bool = True, is_colocated: bool = False
+) -> list[str]:
     """Describe the objective, the stages, the work and memory of a step, and one prompt with its reward.
 
     ``gpus``: the number of ranks, for an estimate of the memory of each. ``samples_here``: with the model itself, not
@@ -45,22 +47,37 @@ def _objective(run: Run) -> list[str]:
     if not learns_from_samples(config):
         return []
     kl_coef, group_size = highest(config, "kl_coef"), max(group_sizes(config))
-    limits: dict[str, Any] = {"max_length": run.sampling.max_actions, "action": run.policy.action_name}
+    limits: dict[str, Any] = {
+        "max_length": run.sampling.max_actions,
+        "action": run.policy.action_name,
+    }
     lines = describe_objective(config.objective, kl_coef=kl_coef, group_size=group_size, **limits)
     passes = f"{counted(optim.epochs, 'epoch')} of {counted(optim.minibatches, 'minibatch', 'minibatches')}"
-    stop = f", fewer where the KL to the old policy exceeds {optim.stop_kl:g}" if optim.stop_kl else ""
+    stop = (
+        f", fewer where the KL to the old policy exceeds {optim.stop_kl:g}" if optim.stop_kl else ""
+    )
     lines.append(f"updates     {config.updates_per_batch} per step: {passes}{stop}")
     if rollout.refill_rounds:
-        lines.append(f"resampling  groups without spread, by up to {rollout.refill_rounds} further rounds of prompts")
+        lines.append(
+            f"resampling  groups without spread, by up to {rollout.refill_rounds} further rounds of prompts"
+        )
     if rollout.first_samples:
         largest = dynamic_sampling.max_group_size(rollout, group_size)
-        lines.append(f"growth      groups with spread in {rollout.first_samples} first samples, to {largest} at most")
+        lines.append(
+            f"growth      groups with spread in {rollout.first_samples} first samples, to {largest} at most"
+        )
     truncates, updates = rollout.top_k > 0 or rollout.top_p < 1, config.updates_per_batch
-    notes = [*objective_warnings(config.objective, kl_coef=kl_coef, updates_per_batch=updates, truncates=truncates)]
+    notes = [
+        *objective_warnings(
+            config.objective, kl_coef=kl_coef, updates_per_batch=updates, truncates=truncates
+        )
+    ]
     # options that work but may not be intended
     if references.has_reference(config, run.policy.modality):
         if config.reference.is_mixed:
-            notes += ["the reference follows the policy: the KL slows it down, and is no anchor to where it began"]
+            notes += [
+                "the reference follows the policy: the KL slows it down, and is no anchor to where it began"
+            ]
         elif config.lora.adapter:
             base = "the base without the adapter that training begins with"
             notes += [f"the reference is {base}: the KL does not begin at 0"]
@@ -70,7 +87,9 @@ def _objective(run: Run) -> list[str]:
 
 def _stages(config: Config) -> list[str]:
     """The stages and the values that each sets; nothing for a single stage of constants."""
-    if len(config.plan) == 1 and not any(isinstance(getattr(config.stage, name), str) for name in SCHEDULED):
+    if len(config.plan) == 1 and not any(
+        isinstance(getattr(config.stage, name), str) for name in SCHEDULED
+    ):
         return []
     lines = ["STAGES"]
     for index, stage in enumerate(config.plan):
@@ -79,11 +98,20 @@ def _stages(config: Config) -> list[str]:
         names = (*SCHEDULED, "warmup_steps", "new_reference")
         changed = [name for name in names if getattr(stage, name) != getattr(Stage(), name)]
         values = {name: getattr(stage, name) for name in dict.fromkeys(["rl_coef", *changed])}
-        texts = {name: value if isinstance(value, str) else f"{value:g}" for name, value in values.items()}
-        sets = ", ".join(name if name == "new_reference" else f"{name}={text}" for name, text in texts.items())
-        nothing = "" if learns_from_samples(replace(config, stages=(stage,))) else "; samples nothing"
+        texts = {
+            name: value if isinstance(value, str) else f"{value:g}"
+            for name, value in values.items()
+        }
+        sets = ", ".join(
+            name if name == "new_reference" else f"{name}={text}" for name, text in texts.items()
+        )
+        nothing = (
+            "" if learns_from_samples(replace(config, stages=(stage,))) else "; samples nothing"
+        )
         where = flag(stage_path(config, index))
-        lines.append(f"  {where:<11} {stage.name or '(no name)':<12}{steps}{until}: {sets}{nothing}")
+        lines.append(
+            f"  {where:<11} {stage.name or '(no name)':<12}{steps}{until}: {sets}{nothing}"
+        )
     return [*lines, ""]
 
 
@@ -92,9 +120,16 @@ def _work(run: Run) -> list[str]:
     rows = config.rollout.prompts * (size := max(group_sizes(config)))
     lines = [f"  a step      {config.rollout.prompts} prompts x {size} samples = {rows} rows"]
     lines = lines if learns_from_samples(config) else []
-    lines += [f"  {line}" for line in policy.describe(config, run.sampling, peek(run.source, PROMPTS_READ), size)]
+    lines += [
+        f"  {line}"
+        for line in policy.describe(config, run.sampling, peek(run.source, PROMPTS_READ), size)
+    ]
     if run.demos is not None:
-        stages = [n for n, stage in enumerate(config.plan) if highest(replace(config, stages=(stage,)), "sup_coef") > 0]
+        stages = [
+            n
+            for n, stage in enumerate(config.plan)
+            if highest(replace(config, stages=(stage,)), "sup_coef") > 0
+        ]
         where = ", ".join(flag(stage_path(config, n)) for n in stages)
         lines.append(f"  supervised  {config.supervised.batch} demonstrations per step, in {where}")
     if base := policy.frozen_base():
@@ -110,20 +145,31 @@ def _work(run: Run) -> list[str]:
             source += f"after every {chosen.update_every} steps"
         else:
             source = "the base, with the adapter off" if base else "a copy of the first weights"
-            if renewed := [run.stage_schedule.names[n] for n, stage in enumerate(config.plan) if stage.new_reference]:
+            if renewed := [
+                run.stage_schedule.names[n]
+                for n, stage in enumerate(config.plan)
+                if stage.new_reference
+            ]:
                 source += f", renewed as {' and '.join(renewed)} begins"
         lines.append(f"  reference   {source}{where}")
     if run.environment is not None:
         if names := [schema["function"]["name"] for schema in run.environment.tools]:
-            lines.append(f"  tools       {', '.join(names)}: in each prompt, as the chat template writes them")
-        tokens, turns = config.environment.max_reply_tokens, f"up to {config.environment.turns} answers per row"
+            lines.append(
+                f"  tools       {', '.join(names)}: in each prompt, as the chat template writes them"
+            )
+        tokens, turns = (
+            config.environment.max_reply_tokens,
+            f"up to {config.environment.turns} answers per row",
+        )
         replies = f"replies of up to {tokens} tokens, which are read and not learned from"
         lines.append(f"  environment {run.environment.name}: {turns}, {replies}")
     if (back_off := config.back_off).metric:
         fall = f"{back_off.metric} falls more than {back_off.drop:g} below its best"
         back = f"return to the best weights, with {back_off.lr_factor:g} of the learning rate"
         lines.append(f"  back off    where {fall}: {back}")
-    lines.append(f"  steps       {config.steps}, optimizer steps {config.steps * config.updates_per_batch}")
+    lines.append(
+        f"  steps       {config.steps}, optimizer steps {config.steps * config.updates_per_batch}"
+    )
     return ["WORK", *lines]
 
 
@@ -140,19 +186,29 @@ def _memory(run: Run, gpus: int, samples_here: bool, is_colocated: bool) -> list
     parts = state_bytes(counts, shards=shards, base_bytes=base_bytes, critic_trained=critic_trained)
     if base:
         parts = {f"base, {'4 bits' if is_4bit else run.config.compute}": parts.pop("base"), **parts}
-    if policy.compute_module is not policy.module and shards == 1:  # sharded weights are cast as they are gathered
+    if (
+        policy.compute_module is not policy.module and shards == 1
+    ):  # sharded weights are cast as they are gathered
         parts[f"compute copy, {run.config.compute}"] = width * own
     for network in (run.reference, run.critic):
         if network is not None:
             parts |= {name: size / shards for name, size in network.memory_estimate(width).items()}
     # A critic's activations are made after the policy's are gone: those of a larger network need the difference more.
-    critic_more = 0.0 if run.critic is None else run.critic.bytes_per_unit() - policy.bytes_per_unit()
-    opened = base_bytes + 4 * own + sum(run.reference.memory_estimate(width).values() if run.reference else ())
+    critic_more = (
+        0.0 if run.critic is None else run.critic.bytes_per_unit() - policy.bytes_per_unit()
+    )
+    opened = (
+        base_bytes
+        + 4 * own
+        + sum(run.reference.memory_estimate(width).values() if run.reference else ())
+    )
     on_cpu = sum(parts.values()) if run.config.distributed.offload_params and shards > 1 else 0
     parts = {} if on_cpu else parts
     kept = sum(size for name, size in parts.items() if not name.startswith("gradients"))
     kept += sum(run.rewards.memory_bytes.values())
-    parts |= gathered_bytes(counts, shards=shards, compute_bytes=width, block_bytes=1 if is_4bit else 0)
+    parts |= gathered_bytes(
+        counts, shards=shards, compute_bytes=width, block_bytes=1 if is_4bit else 0
+    )
     if shards > 1 and samples_here:
         parts["whole weights to sample"] = base_bytes + width * own
     parts |= {f"reward {name}": size for name, size in run.rewards.memory_bytes.items()}
@@ -165,8 +221,12 @@ def _memory(run: Run, gpus: int, samples_here: bool, is_colocated: bool) -> list
     parts |= policy.memory_estimate(run.config, prompts, budget, largest)
     if not samples_here:
         parts.pop("cache while sampling", None)
-    elif gpus > 1 and "cache while sampling" in parts:  # each rank samples its share of the prompts, rounded up
-        parts["cache while sampling"] *= -(-run.config.rollout.prompts // gpus) / run.config.rollout.prompts
+    elif (
+        gpus > 1 and "cache while sampling" in parts
+    ):  # each rank samples its share of the prompts, rounded up
+        parts["cache while sampling"] *= (
+            -(-run.config.rollout.prompts // gpus) / run.config.rollout.prompts
+        )
     total = sum(parts.values())
     unit, name = (2**30, "GiB") if total > 2**29 else (2**20, "MiB")
     return [
@@ -176,7 +236,11 @@ def _memory(run: Run, gpus: int, samples_here: bool, is_colocated: bool) -> list
         f"  {'total':<24} {total / unit:6.2f} {name}",
         *([f"  {'of the CPU, shards':<24} {on_cpu / unit:6.2f} {name}"] if on_cpu else []),
         # each rank opens the whole model on the CPU before it keeps its shards
-        *([f"  {'of the CPU, at the start':<24} {opened / unit:6.2f} {name}"] if shards > 1 else []),
+        *(
+            [f"  {'of the CPU, at the start':<24} {opened / unit:6.2f} {name}"]
+            if shards > 1
+            else []
+        ),
         *(_split(kept, total, width * counts.total) if is_colocated else []),
     ]
 
@@ -210,17 +274,26 @@ def _example(run: Run) -> list[str]:
         rollouts = run.engine.generate([Request(prompt, 1)], run.sampling, seed=run.config.seed)
         scores = run.rewards.score(rollouts, run.trainer_state)
         sample, length = shown(run.policy.render(rollouts, 0)), int(rollouts.mask[0].sum())
-        lines.append(f"  completion  {sample}  ({length} {run.policy.action_name}s, ended by {rollouts.finish[0]})")
+        lines.append(
+            f"  completion  {sample}  ({length} {run.policy.action_name}s, ended by {rollouts.finish[0]})"
+        )
     lines.append(f"  target      {shown(prompt.target)}")
     if prompt.meta and not isinstance(prompt.inputs, str | list | tuple):
-        lines.append(f"  columns     {', '.join(f'{name} {shown(value)}' for name, value in prompt.meta.items())}")
+        lines.append(
+            f"  columns     {', '.join(f'{name} {shown(value)}' for name, value in prompt.meta.items())}"
+        )
     if run.rewards.names:
         call = f"(prompts=[...], {'images' if run.policy.renders_images else 'completions'}=[...], ...)"
-        lines += [f"  reward      {name}{call} = {float(part[0]):g}" for name, part in scores.parts.items()]
+        lines += [
+            f"  reward      {name}{call} = {float(part[0]):g}"
+            for name, part in scores.parts.items()
+        ]
         lines += [f"  failed      {f.reward}: {f.kind}: {f.message}" for f in scores.failures]
     if run.demos is not None:
         demonstration = take_demonstrations(run)[0][0]
-        target = run.policy.format_prompt(demonstration, is_target=True) or shown(demonstration.target)
+        target = run.policy.format_prompt(demonstration, is_target=True) or shown(
+            demonstration.target
+        )
         lines += ["", "ONE REAL DEMONSTRATION", f"  prompt      {shown(demonstration.inputs)}"]
         lines.append(f"  target      {target}")
     return lines

@@ -78,7 +78,9 @@ class Sampled:
         rollouts, scores = self.rollouts, self.scores
         if self.rows != list(range(len(rollouts))):
             rollouts, scores = rollouts.take(self.rows), scores.take(self.rows)
-        return rollouts, replace(scores, rewards=torch.where(self.is_filled, scores.rewards, torch.nan))
+        return rollouts, replace(
+            scores, rewards=torch.where(self.is_filled, scores.rewards, torch.nan)
+        )
 
     def thrown(self) -> dict[str, float]:
         """What no update learns from, on all ranks: discarded, or the last group of a slot left unfilled."""
@@ -86,11 +88,18 @@ class Sampled:
         is_thrown = torch.ones(len(self.rollouts), dtype=torch.bool)
         is_thrown[torch.tensor(self.rows)[self.is_filled]] = False
         groups = len(self.rollouts.group_ids[is_thrown].unique())
-        total = dist.all_sum(torch.tensor([groups, int(completion_lengths(self.rollouts)[is_thrown].sum())]))
-        return {"refill/thrown_groups_count": float(total[0]), "refill/thrown_tokens_count": float(total[1])}
+        total = dist.all_sum(
+            torch.tensor([groups, int(completion_lengths(self.rollouts)[is_thrown].sum())])
+        )
+        return {
+            "refill/thrown_groups_count": float(total[0]),
+            "refill/thrown_tokens_count": float(total[1]),
+        }
 
 
-def join_rounds(rounds: Sequence[Round], by: str, *, refills: bool, grown: Round | None = None) -> Sampled:
+def join_rounds(
+    rounds: Sequence[Round], by: str, *, refills: bool, grown: Round | None = None
+) -> Sampled:
     """All that was sampled in a step, and which of it is the batch. ``grown``: more samples of slots' last groups."""
     rollouts, scores = rounds[0].rollouts, rounds[0].scores
     if not refills and grown is None:
@@ -100,24 +109,39 @@ def join_rounds(rounds: Sequence[Round], by: str, *, refills: bool, grown: Round
     starts = accumulate((len(one.rollouts) for one in every_round), initial=0)
     last: dict[int, tuple[list[int], bool]] = {}
     for one, first in zip(every_round, starts, strict=False):
-        is_empty = [False] * len(one.slots) if one is grown or not refills else (one.spread(by) == 0).tolist()
+        is_empty = (
+            [False] * len(one.slots)
+            if one is grown or not refills
+            else (one.spread(by) == 0).tolist()
+        )
         sizes = one.rollouts.group_ids.bincount(minlength=len(one.slots))
         rows_by_group = one.rollouts.group_ids.argsort(stable=True).split(sizes.tolist())
         for slot, own, is_alike in zip(one.slots, rows_by_group, is_empty, strict=True):
             before = last[slot][0] if one is grown else []
             last[slot] = before + (own + first).tolist(), not is_alike
-    slots = list(last.values())  # in order: the first round has all of them, and a slot keeps its place
+    slots = list(
+        last.values()
+    )  # in order: the first round has all of them, and a slot keeps its place
     is_filled = [is_good for own, is_good in slots for _ in own]
     if len(every_round) > 1:
         lengths = torch.cat([one.rollouts.lengths for one in every_round])
         rollouts = join_rollouts([one.rollouts for one in every_round])
         scores = Scores.cat([one.scores for one in every_round])
-        if (moved := rollouts.lengths - lengths).any():  # environments began the rows of a group differently
-            steps = {name: shifted(x, moved, rollouts.mask.shape[1], torch.nan) for name, x in scores.steps.items()}
+        if (
+            moved := rollouts.lengths - lengths
+        ).any():  # environments began the rows of a group differently
+            steps = {
+                name: shifted(x, moved, rollouts.mask.shape[1], torch.nan)
+                for name, x in scores.steps.items()
+            }
             scores = replace(scores, steps=steps)
-        is_error = torch.tensor([finish == "error" for finish in rollouts.finish])  # some only since they were joined
+        is_error = torch.tensor(
+            [finish == "error" for finish in rollouts.finish]
+        )  # some only since they were joined
         scores = replace(scores, rewards=scores.rewards.where(~is_error, torch.nan))
-    return Sampled(rollouts, scores, [row for own, _ in slots for row in own], torch.tensor(is_filled))
+    return Sampled(
+        rollouts, scores, [row for own, _ in slots for row in own], torch.tensor(is_filled)
+    )
 
 
 # --- growth -----------------------------------------------------------------------------------------------------------
@@ -144,7 +168,11 @@ def further_requests(
     budget = max(rollout.prompts * step_params.group_size - sampled, 0)
     first, largest = rollout.first_samples, max_group_size(rollout, step_params.group_size)
     more = allocate_samples(dist.all_sum(spread), sizes, budget=budget, cap=largest).tolist()
-    return {slot: Request(prompt, more[slot], first=first) for slot, prompt in prompts.items() if more[slot]}
+    return {
+        slot: Request(prompt, more[slot], first=first)
+        for slot, prompt in prompts.items()
+        if more[slot]
+    }
 
 
 def rescore_whole_groups(scores: Scores, group_ids: Tensor, weights: Sequence[float]) -> Scores:
@@ -153,7 +181,9 @@ def rescore_whole_groups(scores: Scores, group_ids: Tensor, weights: Sequence[fl
     A part applies to a group where it scores any of its rows. A call that saw only some of them may have found that it
     does not, and have left it out of their sum.
     """
-    counted = [part for part, weight in zip(scores.parts.values(), weights, strict=True) if weight != 0]
+    counted = [
+        part for part, weight in zip(scores.parts.values(), weights, strict=True) if weight != 0
+    ]
     if not counted:
         return scores
     scored = torch.stack([part.isfinite() for part in counted])  # [parts, B]
@@ -178,4 +208,6 @@ def growth_metrics(
     metrics = {"growth/first_reward_mean": stats["reward"].mean}
     metrics["growth/grown_groups_count"] = stats["groups"].sum
     metrics["growth/grown_rows_count"] = stats["rows"].sum
-    return metrics | {"growth/unspent_rows_count": max(rollout.prompts * step_params.group_size - sampled, 0.0)}
+    return metrics | {
+        "growth/unspent_rows_count": max(rollout.prompts * step_params.group_size - sampled, 0.0)
+    }

@@ -37,13 +37,18 @@ class Evaluated:
     parts: dict[str, float]
 
     def metrics(self) -> dict[str, float]:
-        return {"eval/reward_mean": self.mean, **{f"eval/{name}": value for name, value in self.parts.items()}}
+        return {
+            "eval/reward_mean": self.mean,
+            **{f"eval/{name}": value for name, value in self.parts.items()},
+        }
 
 
 def held_out(run: Run, count: int) -> list[Prompt]:
     """Return at most ``count`` evaluation prompts, the same at every evaluation of a run."""
     prompts = (run.validation or run.source).held_out(count) if count else []
-    if not prompts and count and run.validation is not None:  # a source of the user's own, without a split
+    if (
+        not prompts and count and run.validation is not None
+    ):  # a source of the user's own, without a split
         prompts = peek(run.validation, count)
     return [prompt for prompt in prompts if run.policy.check_prompt(prompt, run.sampling) is None]
 
@@ -63,20 +68,28 @@ def evaluate(
     ``generate``: a policy's ``sample``, greedy only; by default the run's engine.
     """
     count = run.config.evaluation.samples if generate is None and run.rewards.names else 0
-    generate = generate or (run.async_rollouts.call_engine if run.async_rollouts else run.engine.generate)
-    mine = list(prompts)[dist.rank() :: dist.world_size()]  # fewer prompts than ranks leave some without any
+    generate = generate or (
+        run.async_rollouts.call_engine if run.async_rollouts else run.engine.generate
+    )
+    mine = list(prompts)[
+        dist.rank() :: dist.world_size()
+    ]  # fewer prompts than ranks leave some without any
     sampling = run.sampling.greedy()
     stats = {"": Stat(), **{name: Stat() for name in run.rewards.names}}
     own: dict[str, Stat] = {}
     rows: list[dict[str, Any]] = []
     if mine:
         rollouts = generate([Request(p, 1) for p in mine], sampling, seed=run.config.seed)
-        scores = Scores(torch.full((len(mine),), torch.nan), {})  # without rewards, images are still shown
+        scores = Scores(
+            torch.full((len(mine),), torch.nan), {}
+        )  # without rewards, images are still shown
         if run.rewards.names:
             scores = run.rewards.score(rollouts, run.trainer_state, is_evaluation=True)
             if failed := environment_failures(rollouts):
                 values = (len(failed), len(mine), next(iter(failed.values())))
-                log.warning("held out: the environment failed in %d of %d conversations: %s", *values)
+                log.warning(
+                    "held out: the environment failed in %d of %d conversations: %s", *values
+                )
             stats[""] = Stat.of(scores.rewards, scores.rewards.isfinite())
             stats |= {name: Stat.of(part, part.isfinite()) for name, part in scores.parts.items()}
             own = run.policy.batch_stats(rollouts, scores.rewards, sampling, is_evaluation=True)
@@ -97,14 +110,20 @@ def evaluate(
     total = stats.pop("")
     # 95% interval: Wilson's for a share of successes, else the normal one. A restored image that is scored against the
     # reference is exactly 0 at first, which is no share.
-    is_share = total.min >= 0 and total.max <= 1 and abs(total.sum - total.sum_sq) < 1e-9 * total.count
+    is_share = (
+        total.min >= 0 and total.max <= 1 and abs(total.sum - total.sum_sq) < 1e-9 * total.count
+    )
     half = Z_95 * total.std / math.sqrt(max(total.count - 1, 1))
     low, high = total.mean - half, total.mean + half
     if total.count and is_share and not run.policy.actions_are_positions:
         low, high = wilson_interval(total.sum, total.count)
     parts = {name: stat.mean for name, stat in stats.items()}
-    parts |= {name: value for name, value in reduced(dist.merge_stats(own)).items() if name not in parts}
-    return Evaluated(run.state.step, len(prompts), int(total.count), total.mean, low, high, parts), rows
+    parts |= {
+        name: value for name, value in reduced(dist.merge_stats(own)).items() if name not in parts
+    }
+    return Evaluated(
+        run.state.step, len(prompts), int(total.count), total.mean, low, high, parts
+    ), rows
 
 
 def evaluate_steps(run: Run, prompts: Sequence[Prompt]) -> dict[str, float]:
@@ -117,33 +136,56 @@ def evaluate_steps(run: Run, prompts: Sequence[Prompt]) -> dict[str, float]:
         stats = run.policy.evaluate_steps(
             mine,
             run.sampling,
-            generate=lambda requests, sampling: run.engine.generate(requests, sampling, seed=run.config.seed),
-            score=lambda rollouts: run.rewards.score(rollouts, run.trainer_state, is_evaluation=True).rewards,
+            generate=lambda requests, sampling: run.engine.generate(
+                requests, sampling, seed=run.config.seed
+            ),
+            score=lambda rollouts: (
+                run.rewards.score(rollouts, run.trainer_state, is_evaluation=True).rewards
+            ),
             budget=budget_for(run, 0),
         )
     return reduced(dist.merge_stats(stats))
 
 
 def sample_rows(
-    policy: Policy | None, rollouts: Rollouts, scores: Scores, rows: Sequence[int], *, is_held_out: bool = False
+    policy: Policy | None,
+    rollouts: Rollouts,
+    scores: Scores,
+    rows: Sequence[int],
+    *,
+    is_held_out: bool = False,
 ) -> list[dict[str, Any]]:
     """Return samples as trackers show them; ``extra`` is what rewards logged with log_extra.
 
     Images also have their group, and whether they are of an evaluation: trackers draw them on sheets. Without a
     ``policy`` completions are not rendered.
     """
-    rendered = {row: rollouts.completions[row] if policy is None else policy.render(rollouts, row) for row in rows}
+    rendered = {
+        row: rollouts.completions[row] if policy is None else policy.render(rollouts, row)
+        for row in rows
+    }
     has_images = any(isinstance(sample, Tensor) for sample in rendered.values())
-    tokens, prompts = completion_lengths(rollouts), [rollouts.prompts[group].inputs for group in rollouts.group_ids]
+    tokens, prompts = (
+        completion_lengths(rollouts),
+        [rollouts.prompts[group].inputs for group in rollouts.group_ids],
+    )
     inputs = rollouts.per_row.get("inputs", prompts)
     return [
         {
-            **({"group": int(rollouts.group_ids[row]), "held_out": is_held_out} if has_images else {}),
+            **(
+                {"group": int(rollouts.group_ids[row]), "held_out": is_held_out}
+                if has_images
+                else {}
+            ),
             "prompt": inputs[row],
             "completion": rendered[row],
             "reward": float(scores.rewards[row]),
             "parts": {name: float(part[row]) for name, part in scores.parts.items()},
-            **({"extra": {name: values[row] for name, values in scores.extras.items()}} if scores.extras else {}),
+            **(
+                {"extra": {name: values[row] for name, values in scores.extras.items()}}
+                if scores.extras
+                else {}
+            ),
             "target": rollouts.prompts[int(rollouts.group_ids[row])].target,
             "finish": rollouts.finish[row],
             "tokens": int(tokens[row]),

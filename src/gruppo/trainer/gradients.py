@@ -18,20 +18,32 @@ from gruppo.trainer.run import Run
 from gruppo.trainer.stages import StepParams
 from gruppo.types import Batch, Stat
 
-TERMS = {"policy": "rl_coef"} | {name: f"{name}_coef" for name in ("sup", "cons", "kl", "entropy", "value")}
+TERMS = {"policy": "rl_coef"} | {
+    name: f"{name}_coef" for name in ("sup", "cons", "kl", "entropy", "value")
+}
 """Terms of the loss, and the step parameter that each is multiplied by."""
 Backward = Callable[[Run, Batch, StepParams], Mapping[str, Stat]]
 
 
-def of_terms(run: Run, batch: Batch, step_params: StepParams, backward: Backward) -> dict[str, float]:
+def of_terms(
+    run: Run, batch: Batch, step_params: StepParams, backward: Backward
+) -> dict[str, float]:
     """``grad_norm/TERM`` and ``grad_cosine/TERM/TERM``, of what each term adds to the gradient, over all ranks.
 
     Each term that takes part costs a forward and a backward pass of the minibatch, and a vector of all weights. A
     cosine is NaN where a gradient is 0. The update that follows is the same as without.
     """
-    vectors: dict[str, tuple[Float[Tensor, "N"], Float[Tensor, "M"]]] = {}  # of whole weights, of this rank's shards
-    is_possible = {"value": run.critic is not None and step_params.samples, "kl": run.config.objective.kl_in == "loss"}
-    for name, coef in TERMS.items():  # those that take part in this step's loss; the same on all ranks
+    vectors: dict[
+        str, tuple[Float[Tensor, "N"], Float[Tensor, "M"]]
+    ] = {}  # of whole weights, of this rank's shards
+    is_possible = {
+        "value": run.critic is not None and step_params.samples,
+        "kl": run.config.objective.kl_in == "loss",
+    }
+    for (
+        name,
+        coef,
+    ) in TERMS.items():  # those that take part in this step's loss; the same on all ranks
         if not (getattr(step_params, coef) > 0 and is_possible.get(name, True)):
             continue
         others: dict[str, Any] = dict.fromkeys((c for c in TERMS.values() if c != coef), 0.0)
@@ -40,7 +52,9 @@ def of_terms(run: Run, batch: Batch, step_params: StepParams, backward: Backward
         own = [torch.zeros_like(p) if p.grad is None else p.grad for p in run.parameters]
         kinds = [g for g in own if not is_sharded(g)], [local(g) for g in own if is_sharded(g)]
         empty = torch.zeros(0, device=run.policy.device)
-        whole, shards = (torch.cat([empty, *(gradient.flatten().float() for gradient in kind)]) for kind in kinds)
+        whole, shards = (
+            torch.cat([empty, *(gradient.flatten().float() for gradient in kind)]) for kind in kinds
+        )
         run.optimizer.zero_grad(set_to_none=True)
         vectors[name] = dist.all_sum(whole), shards  # FSDP has summed those
 
@@ -55,5 +69,7 @@ def of_terms(run: Run, batch: Batch, step_params: StepParams, backward: Backward
     metrics = {f"grad_norm/{name}": norm for name, norm in norms.items()}
     for one, other in combinations(vectors, 2):
         both = norms[one] * norms[other]
-        metrics[f"grad_cosine/{one}/{other}"] = products[one, other] / both if both else float("nan")
+        metrics[f"grad_cosine/{one}/{other}"] = (
+            products[one, other] / both if both else float("nan")
+        )
     return metrics

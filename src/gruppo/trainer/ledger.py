@@ -51,13 +51,20 @@ class Ledger:
     """The ledger of a run, with its folder and its config as JSON. One that is replayed is not written to."""
 
     def __init__(
-        self, folder: Path, config: Mapping[str, Any], *, max_bytes: float = 1e9, is_replayed: bool = False
+        self,
+        folder: Path,
+        config: Mapping[str, Any],
+        *,
+        max_bytes: float = 1e9,
+        is_replayed: bool = False,
     ) -> None:
         self.folder, self.max_bytes, self.is_replayed = folder / "ledger", max_bytes, is_replayed
         # the remedy where a ledger cannot be restored: a replay must not cost the other run its ledger
         delete = f"or delete {self.folder}: its draws are sampled again"
         self._otherwise = "or give another RUN" if is_replayed else delete
-        settings = {name: config[name] for name in ("name", "seed", "model", "data", "prompts", "rollout")}
+        settings = {
+            name: config[name] for name in ("name", "seed", "model", "data", "prompts", "rollout")
+        }
         self.run = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         """The run that the ledger belongs to."""
         self.groups: dict[Key, Location] = {}
@@ -66,7 +73,10 @@ class Ledger:
         """To replay: the newest record of each step, with "positions" of the groups that it took, and "version"."""
         self._last: dict[str, int] = {}  # position up to which a segment has groups
         self._file: IO[bytes] | None = None
-        sessions = {path: next((r.get("session", 0) for _, r in _records(path)), 0) for path in self.segments()}
+        sessions = {
+            path: next((r.get("session", 0) for _, r in _records(path)), 0)
+            for path in self.segments()
+        }
         # not by name: another number of ranks gives a draw to another rank, whose segments have other numbers
         for path in sorted(sessions, key=lambda path: (sessions[path], path)):
             for location, record in _records(path):
@@ -86,7 +96,11 @@ class Ledger:
 
     def segments(self, rank: int | None = None) -> list[Path]:
         """Segments of all ranks, or of one, in the order in which they were begun."""
-        named = [(match, path) for path in self.folder.glob("*.ledger") if (match := _NAME.fullmatch(path.name))]
+        named = [
+            (match, path)
+            for path in self.folder.glob("*.ledger")
+            if (match := _NAME.fullmatch(path.name))
+        ]
         return sorted(path for match, path in named if rank is None or int(match[2]) == rank)
 
     # --- reading ---
@@ -113,8 +127,12 @@ class Ledger:
         for name, size in needed.items():
             path = self.folder / name
             if self.folder.is_dir() and (not path.is_file() or path.stat().st_size < size):
-                state = f"has {path.stat().st_size} of {size} bytes" if path.is_file() else "is missing"
-                raise GruppoError(f"{path} {state}, and the checkpoint needs it. Put it back, {self._otherwise}.")
+                state = (
+                    f"has {path.stat().st_size} of {size} bytes" if path.is_file() else "is missing"
+                )
+                raise GruppoError(
+                    f"{path} {state}, and the checkpoint needs it. Put it back, {self._otherwise}."
+                )
 
     def find(self, position: int, request: Request, sampling: Any) -> Rollouts | None:
         """The samples of a request; None where it was not sampled, or was for other settings."""
@@ -132,16 +150,30 @@ class Ledger:
             raise GruppoError(f"""{location.path} has samples of prompt {record["id"]!r} at position {position}, where
                 the data have {prompt.id!r}. Use the data of the run {self.folder.parent}.""")
         tensors = load(whole[begin:])
-        return Rollouts(prompts=(prompt,), **{name: _unpack(record["rollouts"][name], tensors) for name in _FIELDS})
+        return Rollouts(
+            prompts=(prompt,),
+            **{name: _unpack(record["rollouts"][name], tensors) for name in _FIELDS},
+        )
 
     # --- writing ---
 
-    def append_group(self, position: int, request: Request, sampling: Any, rollouts: Rollouts) -> None:
+    def append_group(
+        self, position: int, request: Request, sampling: Any, rollouts: Rollouts
+    ) -> None:
         """Append the samples of a group."""
         tensors: dict[str, Tensor] = {}
         packed = {name: _pack(getattr(rollouts, name), tensors, name) for name in _FIELDS}
-        record = {"event": "group", "position": position, "first": request.first, "id": request.prompt.id}
-        record |= {"draw": request.prompt.draw, "settings": _settings(request, sampling), "rollouts": packed}
+        record = {
+            "event": "group",
+            "position": position,
+            "first": request.first,
+            "id": request.prompt.id,
+        }
+        record |= {
+            "draw": request.prompt.draw,
+            "settings": _settings(request, sampling),
+            "rollouts": packed,
+        }
         location = self.append(record, save(tensors))
         if location is not None:
             self.groups[position, request.first] = location
@@ -157,9 +189,13 @@ class Ledger:
                 if self._file is None or self._file.tell() > min(SEGMENT_BYTES, self.max_bytes / 8):
                     self.close()
                     self.folder.mkdir(parents=True, exist_ok=True)
-                    number = 1 + max((int(path.name[:6]) for path in self.segments(dist.rank())), default=-1)
+                    number = 1 + max(
+                        (int(path.name[:6]) for path in self.segments(dist.rank())), default=-1
+                    )
                     self._file = (self.folder / f"{number:06d}-r{dist.rank()}.ledger").open("xb")
-                    self._file.write(_bytes({"event": "begin", "run": self.run, "session": self.session}))
+                    self._file.write(
+                        _bytes({"event": "begin", "run": self.run, "session": self.session})
+                    )
                 location = Location(Path(self._file.name), self._file.tell(), len(written))
                 self._file.write(written)
                 self._file.flush()  # what a killed process has handed to the system stays
@@ -181,7 +217,11 @@ class Ledger:
     def state(self, position: int) -> dict[str, int]:
         """This rank's segments with groups from ``position`` on, and their sizes, for ``check``."""
         own = self.segments(dist.rank())
-        return {path.name: path.stat().st_size for path in own if self._last.get(path.name, -1) >= position}
+        return {
+            path.name: path.stat().st_size
+            for path in own
+            if self._last.get(path.name, -1) >= position
+        }
 
     def prune(self, position: int) -> None:
         """Delete this rank's oldest segments while they exceed the limit, none with groups from ``position`` on."""
@@ -207,7 +247,9 @@ class Ledger:
 
 def _bytes(record: Mapping[str, Any], data: bytes = b"") -> bytes:
     text = json.dumps(record).encode()
-    return _HEADER.pack(_MAGIC, len(text), len(data), zlib.crc32(data, zlib.crc32(text))) + text + data
+    return (
+        _HEADER.pack(_MAGIC, len(text), len(data), zlib.crc32(data, zlib.crc32(text))) + text + data
+    )
 
 
 def _records(path: Path) -> Iterator[tuple[Location, dict[str, Any]]]:
@@ -237,7 +279,12 @@ def _pack(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
     if isinstance(value, tuple | list | set | frozenset):
         return {type(value).__name__: [_pack(one, tensors, where) for one in value]}
     if isinstance(value, Mapping):
-        return {"dict": [[_pack(key, tensors, where), _pack(one, tensors, where)] for key, one in value.items()]}
+        return {
+            "dict": [
+                [_pack(key, tensors, where), _pack(one, tensors, where)]
+                for key, one in value.items()
+            ]
+        }
     if value is None or isinstance(value, str | int | float):
         return value
     raise GruppoError(f"""rollouts.{where} holds a {type(value).__name__}, which the ledger cannot keep. Use texts,
@@ -263,5 +310,7 @@ def split(rollouts: Rollouts) -> list[Rollouts]:
         group = rollouts.take((rollouts.group_ids == number).nonzero()[:, 0])
         width = max(int(group.lengths.max()), 1)
         columns = ("actions", "mask", "sampler_logprobs", "policy_version")
-        groups.append(replace(group, **{name: getattr(group, name)[:, :width].clone() for name in columns}))
+        groups.append(
+            replace(group, **{name: getattr(group, name)[:, :width].clone() for name in columns})
+        )
     return groups

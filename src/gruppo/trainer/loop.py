@@ -71,7 +71,9 @@ def steps(run: Run, folder: RunFolder) -> Generator[Step]:
                 metrics = collected.metrics | learn(run, collected.batch, step_params)
                 check_mismatch(run, metrics)
             with dist.phase("publish"):
-                step = publish(run, folder, collected, metrics | run.stage_schedule.metrics(step_params))
+                step = publish(
+                    run, folder, collected, metrics | run.stage_schedule.metrics(step_params)
+                )
             with dist.phase("signals"):
                 is_signalled = not run.is_complete and dist.all_max(int(run.stopper.requested))
             if is_signalled or run.is_complete or (every and step.step % every == 0):
@@ -79,7 +81,9 @@ def steps(run: Run, folder: RunFolder) -> Generator[Step]:
             if is_signalled:
                 folder.finish_saving()
                 raise Interrupted
-            if run.state.step - first == FORECAST_STEPS and (text := forecast(run, time.perf_counter() - began)):
+            if run.state.step - first == FORECAST_STEPS and (
+                text := forecast(run, time.perf_counter() - began)
+            ):
                 log.info("%s", text)
             yield step
         if run.is_stopped:
@@ -87,14 +91,20 @@ def steps(run: Run, folder: RunFolder) -> Generator[Step]:
             save(run, folder)
         if (metric := run.config.back_off.metric) and run.state.best is None:
             hint = did_you_mean(metric, run.known.keys() - {metric})
-            log.warning("back_off.metric %r was never measured, so that nothing was watched.%s", metric, hint)
+            log.warning(
+                "back_off.metric %r was never measured, so that nothing was watched.%s",
+                metric,
+                hint,
+            )
     except Interrupted:
         raise Stopped(how_to_continue(folder.path)) from None
     except EngineLost as error:
         has_save = checkpoint.steps(folder.path / "checkpoints")
         saved = "What is complete is saved." if has_save else "No step was complete."
         command = f"{command_name()} resume {folder.path}"
-        raise EngineLost(f"{error} {saved} Start the servers again, then continue with: {command}") from None
+        raise EngineLost(
+            f"{error} {saved} Start the servers again, then continue with: {command}"
+        ) from None
 
 
 def forecast(run: Run, seconds: float) -> str:
@@ -103,7 +113,11 @@ def forecast(run: Run, seconds: float) -> str:
     if pace * left < 60 or run.is_complete:
         return ""
     gate = run.config.plan[-1].until
-    where = torch.cuda.get_device_name() if run.policy.device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    where = (
+        torch.cuda.get_device_name()
+        if run.policy.device.type == "cuda"
+        else f"{torch.get_num_threads()} threads"
+    )
     return (
         f"{pace:.1f} s a step over the first {FORECAST_STEPS} on {where}: the other {left} take about "
         f"{duration(pace * left)}" + (f", fewer end the run once {gate}." if gate else ".")
@@ -116,7 +130,9 @@ def check_mismatch(run: Run, metrics: Mapping[str, float]) -> None:
     # with lag, most samples are of older weights, and differ also by what was learned since
     is_known = not engine.lag or metrics.get("mismatch/lag_0_count", 0.0) >= LEAST_ACTIONS
     mismatch = metrics.get("mismatch/lag_0_mean_nats" if engine.lag else "mismatch/mean_nats", 0.0)
-    if engine.urls and is_known and mismatch > engine.max_mismatch:  # NaN where a step has trained on no row
+    if (
+        engine.urls and is_known and mismatch > engine.max_mismatch
+    ):  # NaN where a step has trained on no row
         raise NumericalStop(f"""the servers' log-probs of version {run.state.version} are {mismatch:.2g} nats from the
             trainer's on average, more than engine.max_mismatch={engine.max_mismatch:g}. Restart the servers with gruppo
             serve, and continue with gruppo resume. If rounding alone does this, set a higher --engine.max-mismatch.""")
@@ -125,7 +141,9 @@ def check_mismatch(run: Run, metrics: Mapping[str, float]) -> None:
 def how_to_continue(path: Path) -> str:
     """What a signal left of the run in this folder, and the command to type."""
     if not (path / "config.json").is_file():
-        return "stopped by a signal before the run began; nothing was written. Give the command again."
+        return (
+            "stopped by a signal before the run began; nothing was written. Give the command again."
+        )
     if checkpoint.steps(path / "checkpoints"):
         return f"stopped by a signal; what is complete is saved. Continue with: {command_name()} resume {path}"
     advice = f"Begin again with: {command_name()} resume {path}"
@@ -185,7 +203,9 @@ def publish(run: Run, folder: RunFolder, collected: Collected, metrics: dict[str
         metrics["rate/tokens_per_s"] = metrics.pop("tokens") / metrics["time/step_s"]
         del metrics["rollouts"]
     on_cuda = torch.cuda.is_available()
-    metrics["mem/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if on_cuda else peak_memory_gib()
+    metrics["mem/peak_gib"] = (
+        torch.cuda.max_memory_allocated() / 2**30 if on_cuda else peak_memory_gib()
+    )
     run.stage_schedule.measure(state.step - 1, metrics, rows=rows)
     completions = all_completions(run, collected)
     with dist.fail_together():
@@ -226,7 +246,11 @@ def end_of_step(run: Run, folder: RunFolder, metrics: Mapping[str, float]) -> di
         log.info("%s", message)
         if run.stage_schedule.is_over:
             evaluate_if_due(run, folder)  # a metric of training may have ended it
-        elif run.stage_schedule.stage.new_reference and run.reference is not None and run.reference.follows_policy:
+        elif (
+            run.stage_schedule.stage.new_reference
+            and run.reference is not None
+            and run.reference.follows_policy
+        ):
             run.reference.reset_to(run.policy)
             log.info("step %d: the reference is now the policy as it is.", step)
     return watched
@@ -298,7 +322,10 @@ def all_completions(run: Run, collected: Collected) -> list[dict[str, Any]]:
     rows = sample_rows(None, rollouts, scores, range(len(rollouts)))
     for number, (row, group) in enumerate(zip(rows, groups, strict=True)):
         reasons = (": ".join(failure.values()) for failure in failures.get(number, ()))
-        row |= {"group": group, "failures": "; ".join(reasons)}  # a text in each row: Arrow wants one type per column
+        row |= {
+            "group": group,
+            "failures": "; ".join(reasons),
+        }  # a text in each row: Arrow wants one type per column
         if collected.advantages is not None:
             row["advantage"] = float(collected.advantages[number])
     gathered, first = list[dict[str, Any]](), 0
@@ -326,11 +353,17 @@ def show_samples(run: Run, collected: Collected) -> None:
         shown = list(range(min(count, GROUPS_SHOWN)))
         if not run.policy.renders_images:
             differing = (~has_no_spread(rewards, group_ids)).nonzero()[:, 0].tolist()
-            shown = [random.Random(seed_at(run.config.seed, "shown", run.state.step)).choice(differing or range(count))]
+            shown = [
+                random.Random(seed_at(run.config.seed, "shown", run.state.step)).choice(
+                    differing or range(count)
+                )
+            ]
         chosen: list[int] = []
         for group in shown:
             own = (group_ids == group).nonzero()[:, 0]
-            ranked = own[rewards[own].nan_to_num(nan=float("-inf")).argsort(descending=True, stable=True)].tolist()
+            ranked = own[
+                rewards[own].nan_to_num(nan=float("-inf")).argsort(descending=True, stable=True)
+            ].tolist()
             ends = [*ranked[: SAMPLES_SHOWN // 2], *ranked[len(ranked) - SAMPLES_SHOWN // 2 :]]
             chosen += ranked[:IMAGES_SHOWN] if run.policy.renders_images else ends
         # once each: of a small group, the best may be the worst too

@@ -68,7 +68,9 @@ class Attempt:
         self._waits.enter_context(dist.waiting() if self.in_step else nullcontext())
         return self.micro_batches
 
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
         if error is not None and is_out_of_memory(error):
             self.error = str(error)
             error = None
@@ -87,7 +89,9 @@ class Attempt:
         if error is not None and not isinstance(error, Exception):
             return False
         with dist.phase("memory back-off"):
-            self.has_run_out = dist.share_failure(error, int(self.error is not None), in_step=self.in_step) > 0
+            self.has_run_out = (
+                dist.share_failure(error, int(self.error is not None), in_step=self.in_step) > 0
+            )
         return True
 
 
@@ -101,21 +105,42 @@ def attempts(run: Run, parts: Sequence[Part]) -> Iterator[Attempt]:
     while True:
         with dist.phase("micro-batches"), dist.fail_together():
             is_chosen = run.state.token_budget or run.config.optim.token_budget
-            if not is_chosen and run.policy.device.type == "cuda" and not is_unit(run.policy.module):
+            if (
+                not is_chosen
+                and run.policy.device.type == "cuda"
+                and not is_unit(run.policy.module)
+            ):
                 token_budget(run, measured_bytes(run.policy, *parts[0]))
-            budgets = [budget_for(run, run.policy.longest_prompt(rollouts)) for rollouts, _ in parts]
-            cuts = [run.policy.micro_batches(*part, budget) for part, budget in zip(parts, budgets, strict=True)]
+            budgets = [
+                budget_for(run, run.policy.longest_prompt(rollouts)) for rollouts, _ in parts
+            ]
+            cuts = [
+                run.policy.micro_batches(*part, budget)
+                for part, budget in zip(parts, budgets, strict=True)
+            ]
             # units of the longest row in the micro-batches, its prompt included
-            own = ((part[0], torch.cat([mb.rows for mb in cut])) for part, cut in zip(parts, cuts, strict=True) if cut)
+            own = (
+                (part[0], torch.cat([mb.rows for mb in cut]))
+                for part, cut in zip(parts, cuts, strict=True)
+                if cut
+            )
             longest = max(starmap(run.policy.longest_row, own), default=0)
             # Where a row alone needs more than is free, Linux would kill the process without a message.
-            free, needed = free_bytes(run.policy.device), longest * run.policy.bytes_per_unit(least=True)
+            free, needed = (
+                free_bytes(run.policy.device),
+                longest * run.policy.bytes_per_unit(least=True),
+            )
             if free is not None and needed > free and run.policy.device.type == "cpu":
-                raise _does_not_fit(run, longest, f"its activations alone need about {needed / GIB:.2f} GiB")
+                raise _does_not_fit(
+                    run, longest, f"its activations alone need about {needed / GIB:.2f} GiB"
+                )
         in_step = is_unit(run.policy.module)
         if in_step:
             with dist.phase("micro-batches"):
-                cuts = [equally_many(run.policy, part[0], cut) for part, cut in zip(parts, cuts, strict=True)]
+                cuts = [
+                    equally_many(run.policy, part[0], cut)
+                    for part, cut in zip(parts, cuts, strict=True)
+                ]
         attempt = Attempt(cuts, max(budgets), in_step)
         yield attempt
         if not attempt.has_run_out:
@@ -134,14 +159,20 @@ def attempts(run: Run, parts: Sequence[Part]) -> Iterator[Attempt]:
             if attempt.error is not None:
                 finer = finer_budget(run.policy, parts, attempt.budget, sum(map(len, cuts)))
                 if not finer:
-                    request = re.search(r"tried to allocate ([\d.]+ ?\w+)", attempt.error, re.IGNORECASE)
-                    raise _does_not_fit(run, longest, f"the last request was for {request[1]}" if request else "")
+                    request = re.search(
+                        r"tried to allocate ([\d.]+ ?\w+)", attempt.error, re.IGNORECASE
+                    )
+                    raise _does_not_fit(
+                        run, longest, f"the last request was for {request[1]}" if request else ""
+                    )
         budget = run.state.token_budget = -dist.all_max(-(finer or attempt.budget))  # the least
         text = "step %d: memory ran out in micro-batches of %d tokens; going on with %d. Set --optim.token-budget %d "
         log.warning(text + "to begin there.", run.state.step, attempt.budget, budget, budget)
 
 
-def equally_many(policy: Policy, rollouts: Rollouts, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+def equally_many(
+    policy: Policy, rollouts: Rollouts, micro_batches: list[MicroBatch]
+) -> list[MicroBatch]:
     """As many micro-batches as the rank with most has: further ones repeat the smallest, at zero weight. A collective.
 
     Sharded weights are gathered, and gradients reduced, in each forward and backward of all ranks. A repeat has actions
@@ -157,7 +188,11 @@ def equally_many(policy: Policy, rollouts: Rollouts, micro_batches: list[MicroBa
         raise GruppoError("""a rank has no row of a minibatch to run, which sharded weights need on all ranks. Set
             --optim.minibatches 1, and --supervised.batch to a multiple of the ranks where demonstrations are learned
             from.""")
-    return micro_batches if spare is None else [*micro_batches, *[replace(spare, is_repeat=True)] * missing]
+    return (
+        micro_batches
+        if spare is None
+        else [*micro_batches, *[replace(spare, is_repeat=True)] * missing]
+    )
 
 
 def finer_budget(policy: Policy, parts: Sequence[Part], budget: int, count: int) -> int:
@@ -182,7 +217,9 @@ def _does_not_fit(run: Run, units: int, reason: str) -> GruppoError:
     numbers += [] if free is None else [f"{free / GIB:.2f} GiB are free"]
     numbers += [f"optim.token_budget is {run.state.token_budget}"]
     what, remedy = run.policy.out_of_memory_hint
-    return GruppoError(f"{what.format(units=units)} does not fit into memory: {', '.join(numbers)}. {remedy}")
+    return GruppoError(
+        f"{what.format(units=units)} does not fit into memory: {', '.join(numbers)}. {remedy}"
+    )
 
 
 # --- the budget -------------------------------------------------------------------------------------------------------
@@ -197,7 +234,9 @@ def whole_weights(policy: Policy, *, engine: str = "") -> Iterator[None]:
     if engine == "vllm" or not is_unit(policy.module):
         yield
         return
-    needed = policy.compute_dtype.itemsize * sum(p.numel() for p in policy.module.parameters() if is_sharded(p))
+    needed = policy.compute_dtype.itemsize * sum(
+        p.numel() for p in policy.module.parameters() if is_sharded(p)
+    )
     free = free_bytes(policy.device)
     if dist.all_max(int(free is not None and needed > free)):
         raise GruppoError(f"""sampling with the model itself needs its weights whole on each rank, {needed / GIB:.2f}
@@ -205,7 +244,10 @@ def whole_weights(policy: Policy, *, engine: str = "") -> Iterator[None]:
             --engine vllm, or train a smaller --model.""")
     if policy not in _logged:
         _logged.add(policy)
-        log.info("sampling gathers the sharded weights: %.2f GiB on each rank, while it samples.", needed / GIB)
+        log.info(
+            "sampling gathers the sharded weights: %.2f GiB on each rank, while it samples.",
+            needed / GIB,
+        )
     with gathered(policy.module):
         yield
 
@@ -216,7 +258,9 @@ def measured_bytes(policy: Policy, rollouts: Rollouts, mask: Bool[Tensor, "B T"]
     row = max(rows, key=lambda row: policy.longest_row(rollouts, torch.tensor([row])), default=None)
     if row is None:
         return 0
-    (micro_batch, *_) = policy.micro_batches(rollouts, mask & (torch.arange(len(mask)) == row)[:, None], 1)
+    (micro_batch, *_) = policy.micro_batches(
+        rollouts, mask & (torch.arange(len(mask)) == row)[:, None], 1
+    )
     # with a gradient, as in an update: what the backward needs is kept, and the peak is that of the forward
     peaks = []
     for _ in range(2):  # the first call compiles, and takes workspaces that stay
@@ -239,14 +283,23 @@ def token_budget(run: Run, measured: int = 0) -> int:
     """
     if run.state.token_budget:
         return run.state.token_budget
-    budget, free, per_unit = run.policy.default_budget, free_bytes(run.policy.device), bytes_per_unit(run, measured)
+    budget, free, per_unit = (
+        run.policy.default_budget,
+        free_bytes(run.policy.device),
+        bytes_per_unit(run, measured),
+    )
     if run.config.optim.token_budget:
         budget = run.config.optim.token_budget
     elif free is not None and per_unit:
         fits = max(int(USABLE_FRAC * (free - still_to_come(run)) / per_unit), 1)
         chosen = min(budget, 2 ** (fits.bit_length() - 1))
         if chosen < budget:
-            log.warning("%.2f GiB are free: micro-batches have %d tokens in place of %d.", free / GIB, chosen, budget)
+            log.warning(
+                "%.2f GiB are free: micro-batches have %d tokens in place of %d.",
+                free / GIB,
+                chosen,
+                budget,
+            )
         budget = chosen
     run.state.token_budget = budget
     return budget
@@ -281,4 +334,7 @@ def bytes_per_unit(run: Run, measured: int = 0) -> int:
 
     ``measured``: the policy's, where it was.
     """
-    return max(measured or run.policy.bytes_per_unit(), 0 if run.critic is None else run.critic.bytes_per_unit())
+    return max(
+        measured or run.policy.bytes_per_unit(),
+        0 if run.critic is None else run.critic.bytes_per_unit(),
+    )

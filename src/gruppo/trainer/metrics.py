@@ -22,11 +22,22 @@ from gruppo.types import Batch, Rollouts, Stat
 _METRICS = {
     "reward/overlong": ("mean:reward/overlong_mean",),
     "size": ("mean:group/size_mean", "min:group/size_min", "max:group/size_max"),
-    "advantage": ("mean:advantage/mean", "std:advantage/std", "min:advantage/min", "max:advantage/max"),
+    "advantage": (
+        "mean:advantage/mean",
+        "std:advantage/std",
+        "min:advantage/min",
+        "max:advantage/max",
+    ),
     "advantage_abs": ("mean:advantage/mean_abs",),
     "return": ("mean:return/mean", "std:return/std"),
     "value": ("mean:value/mean",),
-    "len": ("mean:len/mean_actions", "min:len/min_actions", "max:len/max_actions", "sum:tokens", "count:rollouts"),
+    "len": (
+        "mean:len/mean_actions",
+        "min:len/min_actions",
+        "max:len/max_actions",
+        "sum:tokens",
+        "count:rollouts",
+    ),
     "truncated": ("mean:finish/truncated_frac",),
     "error": ("sum:finish/error_count",),
     "turns": ("mean:turns/mean", "max:turns/max"),
@@ -59,14 +70,21 @@ def batch_metrics(run: Run, batch: Batch, rollouts: Rollouts, scores: Scores) ->
 
     Rewards are those before any penalty. Discarded samples count, or the reward would look better than it is.
     """
-    counts = {name: value for name, value in reward_stats(scores).items() if name.endswith("_count")}
+    counts = {
+        name: value for name, value in reward_stats(scores).items() if name.endswith("_count")
+    }
     lengths, kept = completion_lengths(rollouts), batch.loss_mask
-    if run.config.objective.credit == "outcome":  # once a row, where its actions share one advantage
+    if (
+        run.config.objective.credit == "outcome"
+    ):  # once a row, where its actions share one advantage
         kept = kept & (kept.cumsum(dim=1) == 1)
     stats = {"size": Stat.of(rollouts.group_ids.bincount()), "len": Stat.of(lengths)}
     for name, ending in {"truncated": "length", "error": "error"}.items():
         stats[name] = Stat.of(torch.tensor([end == ending for end in rollouts.finish]).double())
-    stats |= {"advantage": Stat.of(batch.advantages, kept), "advantage_abs": Stat.of(batch.advantages.abs(), kept)}
+    stats |= {
+        "advantage": Stat.of(batch.advantages, kept),
+        "advantage_abs": Stat.of(batch.advantages.abs(), kept),
+    }
     if "turns" in rollouts.per_row:  # conversations with an environment
         own = rollouts.per_row
         failed = torch.tensor([reason is not None for reason in own["environment_failure"]])
@@ -75,7 +93,10 @@ def batch_metrics(run: Run, batch: Batch, rollouts: Rollouts, scores: Scores) ->
         if "tool_counts" in own:
             of_tools = zip(COUNTS, own["tool_counts"].T, strict=True)
             stats |= {f"tools/{name}": Stat.of(column.double()) for name, column in of_tools}
-        stats |= {"replies": Stat.of(rollouts.lengths - lengths), "environment_failed": Stat.of(failed.double())}
+        stats |= {
+            "replies": Stat.of(rollouts.lengths - lengths),
+            "environment_failed": Stat.of(failed.double()),
+        }
     if batch.returns is not None and batch.old_values is not None:
         stats["return"] = Stat.of(batch.returns, batch.loss_mask)
         stats["value"] = Stat.of(batch.old_values, batch.loss_mask)
@@ -87,12 +108,16 @@ def batch_metrics(run: Run, batch: Batch, rollouts: Rollouts, scores: Scores) ->
     stats = dist.merge_stats(stats)
     # From here on the statistics are those of all ranks: each rank computes the same metrics.
     metrics = flatten(stats, _METRICS) | reward_metrics(stats, scores)
-    metrics |= reduced(dist.merge_stats(run.policy.batch_stats(rollouts, scores.rewards, run.sampling)))
+    metrics |= reduced(
+        dist.merge_stats(run.policy.batch_stats(rollouts, scores.rewards, run.sampling))
+    )
     metrics |= {name: stats[f"count:{name}"].sum for name in counts}
     metrics |= sizes_of_groups(rollouts.group_ids)
     metrics |= of_classes(rollouts, scores)
     if "value/residual" in stats:
-        metrics["value/explained_variance_frac"] = explained_variance(stats["return"], stats["value/residual"])
+        metrics["value/explained_variance_frac"] = explained_variance(
+            stats["return"], stats["value/residual"]
+        )
     # Moving statistics that the objective compares rewards with, this batch included; the same on all ranks.
     is_sum = run.config.objective.combine == "sum_then_normalize"
     for name, state in run.state.running.items():
@@ -121,9 +146,14 @@ def of_classes(rollouts: Rollouts, scores: Scores) -> dict[str, float]:
     if are_classes:
         label, is_scored = classes[rollouts.group_ids], scores.rewards.isfinite()
         sums[0].index_add_(0, label[is_scored], scores.rewards[is_scored].double())
-        sums[1].index_add_(0, label[is_scored], torch.ones(int(is_scored.sum()), dtype=torch.float64))
+        sums[1].index_add_(
+            0, label[is_scored], torch.ones(int(is_scored.sum()), dtype=torch.float64)
+        )
     total, number = dist.all_sum(sums)
-    return {f"prompt/reward_mean/{n}": float(total[n] / number[n]) for n in number.nonzero()[:, 0].tolist()}
+    return {
+        f"prompt/reward_mean/{n}": float(total[n] / number[n])
+        for n in number.nonzero()[:, 0].tolist()
+    }
 
 
 def explained_variance(returns: Stat, residual: Stat) -> float:
@@ -158,8 +188,14 @@ def of_rewards(rollouts: Rollouts, scores: Scores) -> dict[str, Stat]:
     """
     group_ids, parts = rollouts.group_ids, scores.parts
     stats = {f"reward/{name}:steps": _scored(steps) for name, steps in scores.steps.items()}
-    for area, rewards in {"reward": scores.rewards, **{f"reward/{name}": part for name, part in parts.items()}}.items():
-        score, spread = normalized_rewards(rewards, group_ids), group_std(rewards, group_ids)  # [B], [P]
+    for area, rewards in {
+        "reward": scores.rewards,
+        **{f"reward/{name}": part for name, part in parts.items()},
+    }.items():
+        score, spread = (
+            normalized_rewards(rewards, group_ids),
+            group_std(rewards, group_ids),
+        )  # [B], [P]
         means = group_reduce(rewards, group_ids, "mean")
         is_group = group_ids.bincount() > 1  # one row has no spread to lack
         if area != "reward":
@@ -180,10 +216,15 @@ def of_rewards(rollouts: Rollouts, scores: Scores) -> dict[str, Stat]:
         both = parts[one].isfinite() & parts[other].isfinite()
         x, y = (parts[name].double().where(both, torch.nan) for name in (one, other))
         pair = {"reward_corr": (x, y)}
-        pair["reward_corr_within_group"] = group_deviations(x, group_ids), group_deviations(y, group_ids)
+        pair["reward_corr_within_group"] = (
+            group_deviations(x, group_ids),
+            group_deviations(y, group_ids),
+        )
         for area, (a, b) in pair.items():
             columns = {"x": a, "y": b, "xy": a * b}
-            stats |= {f"{area}/{one}/{other}:{name}": _scored(values) for name, values in columns.items()}
+            stats |= {
+                f"{area}/{one}/{other}:{name}": _scored(values) for name, values in columns.items()
+            }
     return stats
 
 
@@ -199,7 +240,10 @@ def reward_metrics(stats: Mapping[str, Stat], scores: Scores) -> dict[str, float
         metrics |= {f"{area}/step_mean": steps.mean, f"{area}/step_std": steps.std}
         metrics[f"{area}/steps_per_row_mean"] = steps.count / rows if rows else float("nan")
     for area in ("reward", *(f"reward/{name}" for name in scores.parts)):
-        entries = {f"{area}:{name}": tuple(e.format(area) for e in forms) for name, forms in _OF_A_REWARD.items()}
+        entries = {
+            f"{area}:{name}": tuple(e.format(area) for e in forms)
+            for name, forms in _OF_A_REWARD.items()
+        }
         metrics |= flatten(stats, entries)
     for name in ("zero_spread_frac", "too_few_scored_count"):
         metrics[f"group/{name}"] = metrics.pop(f"reward/{name}")
@@ -215,4 +259,6 @@ def sizes_of_groups(group_ids: Int[Tensor, "B"]) -> dict[str, float]:
     sizes = group_ids.bincount()
     longest = dist.all_max(int(sizes.max()) if len(sizes) else 0)
     count = dist.all_sum(sizes.bincount(minlength=longest + 1))
-    return {f"group/size_{size}_count": float(count[size]) for size in count.nonzero()[:, 0].tolist()}
+    return {
+        f"group/size_{size}_count": float(count[size]) for size in count.nonzero()[:, 0].tolist()
+    }

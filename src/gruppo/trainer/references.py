@@ -33,7 +33,11 @@ def has_reference(config: Config, modality: Modality) -> bool:
 
 def remember(run: Run) -> str | None:
     """Return the SHA-256 of the weights that must not change, taken before the first update; None without any."""
-    if run.reference is not None and not run.reference_sha256 and (frozen := run.reference.frozen_state_dict()):
+    if (
+        run.reference is not None
+        and not run.reference_sha256
+        and (frozen := run.reference.frozen_state_dict())
+    ):
         run.reference_sha256 = digest(frozen)
     return run.reference_sha256
 
@@ -43,7 +47,11 @@ def check_unchanged(run: Run) -> None:
     then = run.reference_shards_sha256 or run.reference_sha256
     if run.reference is None or then is None:
         return
-    if (now := digest({name: local(tensor) for name, tensor in run.reference.frozen_state_dict().items()})) != then:
+    if (
+        now := digest(
+            {name: local(tensor) for name, tensor in run.reference.frozen_state_dict().items()}
+        )
+    ) != then:
         raise GruppoError(f"""step {run.state.step}: the frozen weights of the reference have changed since the start
             (SHA-256 {now[:12]}, was {then[:12]}), so the KL was to something else. Nothing was saved at this step;
             every save before it is kept. Something other than gruppo writes to the model: find it, then resume.""")
@@ -55,11 +63,17 @@ def watch(run: Run) -> dict[str, float]:
     if reference is None or not reference.follows_policy:
         return {}
     metrics = {"reference/distance_frac": reference.distance(run.policy)}
-    if run.config.reference.is_mixed and (prompts := held_out(run, run.config.reference.watch_prompts)):
+    if run.config.reference.is_mixed and (
+        prompts := held_out(run, run.config.reference.watch_prompts)
+    ):
         with reference.active() as policy, whole_weights(policy):
             generate: Any = policy.sample
             if run.environment is not None:
                 first, further = policy.sample, policy.continue_rollouts
-                generate = partial(converse, first, further, run.environment, check_prompt=policy.check_prompt)
-            metrics["reference/eval_reward_mean"] = evaluate(run, prompts, generate=generate)[0].mean
+                generate = partial(
+                    converse, first, further, run.environment, check_prompt=policy.check_prompt
+                )
+            metrics["reference/eval_reward_mean"] = evaluate(run, prompts, generate=generate)[
+                0
+            ].mean
     return metrics

@@ -107,7 +107,9 @@ class Run:
     @property
     def is_complete(self) -> bool:
         """Whether all steps are done, the gate of the last stage has opened, or a callback has stopped the run."""
-        return self.state.step >= self.config.steps or self.stage_schedule.is_over or self.is_stopped
+        return (
+            self.state.step >= self.config.steps or self.stage_schedule.is_over or self.is_stopped
+        )
 
     @property
     def trainer_state(self) -> TrainerState:
@@ -126,7 +128,9 @@ def trained(policy: nn.Module, critic: Critic | None) -> dict[str, nn.Parameter]
     """Parameters with a gradient, by names that no two share: an attribute's name cannot begin with ``critic:``."""
     named = dict(policy.named_parameters())
     if critic is not None:
-        named |= {f"critic:{name}": parameter for name, parameter in critic.module.named_parameters()}
+        named |= {
+            f"critic:{name}": parameter for name, parameter in critic.module.named_parameters()
+        }
     return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
 
 
@@ -144,4 +148,6 @@ def flatten(stats: Mapping[str, Stat], entries: Mapping[str, tuple[str, ...]]) -
 def reduced(stats: Mapping[str, Stat]) -> dict[str, float]:
     """Metrics from statistics that are keyed ``<reduction>:<metric>``; those without a value are left out."""
     known = {name.partition(":"): stat for name, stat in Stat.read(stats).items() if stat.count}
-    return {metric: float(getattr(stat, reduction)) for (reduction, _, metric), stat in known.items()}
+    return {
+        metric: float(getattr(stat, reduction)) for (reduction, _, metric), stat in known.items()
+    }

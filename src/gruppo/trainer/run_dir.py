@@ -44,11 +44,19 @@ def check_is_run(path: Path) -> None:
     check_links(path)
     if (path / "config.json").is_file():
         return
-    problem = "does not exist" if not path.exists() else "has no config.json" if path.is_dir() else "is a file"
+    problem = (
+        "does not exist"
+        if not path.exists()
+        else "has no config.json"
+        if path.is_dir()
+        else "is a file"
+    )
     runs = [config.parent.name for config in path.absolute().parent.glob("*/config.json")]
     parent = "" if path.parent == Path() else f"{path.parent}{os.sep}"
     example = " Give the folder of a run, such as runs/arithmetic-..."
-    raise GruppoError(f"the run folder {path} {problem}.{did_you_mean(path.name, runs, example, prefix=parent)}")
+    raise GruppoError(
+        f"the run folder {path} {problem}.{did_you_mean(path.name, runs, example, prefix=parent)}"
+    )
 
 
 class RunFolder:
@@ -72,7 +80,10 @@ class RunFolder:
         """Refuse a folder that holds more than what an aborted start leaves."""
         if not self.path.exists():
             return
-        aborted = {*(self.path / name for name in (".lock", "log.txt", "logs")), *checkpoint.leftovers(self.path)}
+        aborted = {
+            *(self.path / name for name in (".lock", "log.txt", "logs")),
+            *checkpoint.leftovers(self.path),
+        }
         if not self.path.is_dir() or {*self.path.iterdir()} - aborted:
             raise GruppoError(f"""the run folder {self.path} exists already. Choose another --name, continue it with
                 {command_name()} resume {self.path}, or delete it.""")
@@ -90,7 +101,9 @@ class RunFolder:
                 --runs-dir.""") from error
         self.open()
         replace_file(self.path / "config.json", json.dumps(serialization.to_dict(config), indent=2))
-        self.checkpoints.mkdir(exist_ok=True)  # a resumed run without this folder has lost its checkpoints
+        self.checkpoints.mkdir(
+            exist_ok=True
+        )  # a resumed run without this folder has lost its checkpoints
 
     def check_is_shared(self, run: Run) -> None:
         """Refuse to shard a run over machines that do not see one folder: each rank writes its shards there."""
@@ -109,7 +122,9 @@ class RunFolder:
             self._lock = lock_file(self.path / ".lock")
             self._handler = logging.FileHandler(self.path / "log.txt", encoding="utf-8")
         except BlockingIOError:
-            raise GruppoError(f"another process is writing to {self.path}; wait for it or stop it first.") from None
+            raise GruppoError(
+                f"another process is writing to {self.path}; wait for it or stop it first."
+            ) from None
         except OSError as error:
             self.close()
             raise GruppoError(f"""{error.filename} cannot be written: {error.strerror}. The run needs a folder with free
@@ -160,7 +175,10 @@ class RunFolder:
             text = "metrics.jsonl has no row for %d of the %d steps before the checkpoint, from step %d to %d: "
             text += "they are lost, and curves and gruppo doctor go without them."
             log.warning(text, len(missing), from_step, missing[0], missing[-1])
-        return [*files, *trackers.open_trackers(config.track, self.path, config, from_step=from_step)]
+        return [
+            *files,
+            *trackers.open_trackers(config.track, self.path, config, from_step=from_step),
+        ]
 
     # --- checkpoints ---
 
@@ -171,7 +189,9 @@ class RunFolder:
         are sharded, each rank begins to write its own; ``finish_saving`` waits until all are written.
         """
         is_sharded = any(sharded_tensors(run).values())
-        if run.async_rollouts is not None:  # on each rank: a checkpoint must not outlive the samples that it counts on
+        if (
+            run.async_rollouts is not None
+        ):  # on each rank: a checkpoint must not outlive the samples that it counts on
             run.async_rollouts.sync(None if state is None else state["source"]["position"])
         if not dist.is_main() and not is_sharded:
             return
@@ -190,7 +210,9 @@ class RunFolder:
         def delete_old() -> None:
             if state is not None:
                 checkpoint.prune(self.checkpoints, keep, newest=step)
-            for other in {*checkpoint.steps(self.best)} - {best["step"] for best in (saved_best, newest_best) if best}:
+            for other in {*checkpoint.steps(self.best)} - {
+                best["step"] for best in (saved_best, newest_best) if best
+            }:
                 checkpoint.remove(self.best / checkpoint.name_of(other))
 
         target = (self.best if state is None else self.checkpoints) / checkpoint.name_of(step)
@@ -220,7 +242,10 @@ class RunFolder:
             replace_file(file, str(budget))
         elif file.is_file():
             limit = int(file.read_text(encoding="utf-8"))
-            run.state.token_budget, run.state.has_run_out = min(limit, run.state.token_budget or limit), True
+            run.state.token_budget, run.state.has_run_out = (
+                min(limit, run.state.token_budget or limit),
+                True,
+            )
 
     def return_to(self, run: Run, saved: checkpoint.Saved) -> None:
         """Restore weights, reference and optimizer; nothing else of the run changes.
@@ -256,7 +281,9 @@ class RunFolder:
         if saved is None:
             steps = max((row["step"] for row in read_lines(self.path / "metrics.jsonl")), default=0)
             # killed before its first save, a run has logged no step after the one at which it is due
-            was_saved = 0 < run.config.saving.every < steps or (self.checkpoints / "latest").exists()
+            was_saved = (
+                0 < run.config.saving.every < steps or (self.checkpoints / "latest").exists()
+            )
             if steps and (was_saved or not self.checkpoints.is_dir()):
                 raise GruppoError(f"""{self.checkpoints} holds no checkpoint, and {steps} steps were logged: resuming
                     would begin at step 0 and delete their metrics. Put the checkpoints back, or begin again under
@@ -266,7 +293,9 @@ class RunFolder:
         try:
             kinds = ("all weights", "an adapter")
             if (base is None) != (saved_base is None):
-                raise ValueError(f"it holds {kinds[base is None]}, and this run trains {kinds[base is not None]}")
+                raise ValueError(
+                    f"it holds {kinds[base is None]}, and this run trains {kinds[base is not None]}"
+                )
             if base != saved_base:
                 other = f"it holds an adapter of weights with SHA-256 {saved_base:.16}..., and {run.config.model} has "
                 raise ValueError(f"{other}{base:.16}...: it belongs to another base")
@@ -283,11 +312,15 @@ class RunFolder:
             if dist.rank() < len(saved.state["random"]):
                 checkpoint.restore_random_state(saved.state["random"][dist.rank()])
             else:  # there are more ranks than when it was saved
-                checkpoint.seed_random_state(seed_at(run.config.seed, "rewards", dist.rank(), run.state.step))
+                checkpoint.seed_random_state(
+                    seed_at(run.config.seed, "rewards", dist.rank(), run.state.step)
+                )
             self._saved_best = run.state.best
             self._written = {self.checkpoints / checkpoint.name_of(saved.step)}
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            reason = (
+                str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            )
             raise GruppoError(f"""the checkpoint of step {saved.step} in {self.checkpoints} does not belong to this
                 model and data ({reason}). Resume with the run's own config and the model as it was, or start a new
                 run.""") from error
@@ -300,20 +333,28 @@ class RunFolder:
         if dist.is_main():
             self.check_exists()
             # JSON has no NaN: null
-            evaluations = json.loads(json.dumps(run.state.evaluations), parse_constant=lambda _: None)
+            evaluations = json.loads(
+                json.dumps(run.state.evaluations), parse_constant=lambda _: None
+            )
             replace_file(self.path / "evaluations.json", json.dumps(evaluations, indent=2))
 
     def write_manifest(self, run: Run, model_source: Mapping[str, Any]) -> None:
         """Write versions, hardware, seed, and the origin of model and data; no environment variables."""
         if not dist.is_main():
             return
-        config, demos, demos_name = run.config, run.demos, run.config.supervised.data or run.config.data
+        config, demos, demos_name = (
+            run.config,
+            run.demos,
+            run.config.supervised.data or run.config.data,
+        )
         manifest = {
             "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "seed": config.seed,
             "model": dict(model_source),
             "data": {"name": config.data, "fingerprint": run.source.fingerprint()},
-            "demonstrations": None if demos is None else {"name": demos_name, "fingerprint": demos.fingerprint()},
+            "demonstrations": None
+            if demos is None
+            else {"name": demos_name, "fingerprint": demos.fingerprint()},
             "token_budget": token_budget(run),
             "compute_dtype": str(run.policy.compute_dtype).removeprefix("torch."),
             **setup(run),
@@ -323,7 +364,9 @@ class RunFolder:
         }
         replace_file(self.path / "manifest.json", json.dumps(manifest, indent=2))
 
-    def check_manifest(self, run: Run, model_source: Mapping[str, Any], *, allow_changes: bool) -> None:
+    def check_manifest(
+        self, run: Run, model_source: Mapping[str, Any], *, allow_changes: bool
+    ) -> None:
         """Refuse to resume with what changes the results, unless ``allow_changes``; warn of every other difference.
 
         Never with a model whose weights are not those that the run began with: the reference is a copy of them, and a
@@ -334,15 +377,25 @@ class RunFolder:
         file = self.path / "manifest.json"
         try:
             manifest, present = read_json(file), setup(run)
-            weights_then, reference_then = manifest["first_weights_sha256"], manifest["reference_sha256"]
+            weights_then, reference_then = (
+                manifest["first_weights_sha256"],
+                manifest["reference_sha256"],
+            )
             model_then = manifest["model"]
             # without a checkpoint, the run begins again, with the present setup
             is_begun = bool(checkpoint.steps(self.checkpoints))
             is_on_cpu = run.policy.device.type == "cpu"
-            changing, other = differences(manifest, present, is_on_cpu=is_on_cpu) if is_begun else ([], [])
+            changing, other = (
+                differences(manifest, present, is_on_cpu=is_on_cpu) if is_begun else ([], [])
+            )
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            if checkpoint.steps(self.checkpoints):  # a run killed before its manifest was written has none
-                log.warning("%s is missing or damaged: whether code and versions have changed is not known.", file)
+            if checkpoint.steps(
+                self.checkpoints
+            ):  # a run killed before its manifest was written has none
+                log.warning(
+                    "%s is missing or damaged: whether code and versions have changed is not known.",
+                    file,
+                )
             return
         if weights_then is not None and weights_then != first_weights(run):
             raise GruppoError(f"""the model {run.config.model} is not the one that {self.path} began with: its weights
@@ -350,7 +403,10 @@ class RunFolder:
                 starting point.""")
         run.reference_sha256 = reference_then
         check_unchanged(run)
-        if "sha256" in model_then and (file_now := model_source.get("sha256")) != model_then["sha256"]:
+        if (
+            "sha256" in model_then
+            and (file_now := model_source.get("sha256")) != model_then["sha256"]
+        ):
             digests = (model_then["sha256"] or "none", file_now or "none")
             text = "the file of the model %s has changed since %s began (SHA-256 %.12s..., now %.12s...): the run may "
             log.warning(text + "continue differently.", model_source["name"], self.path, *digests)
@@ -388,7 +444,9 @@ class RunFolder:
 
 def tensors_of(run: Run) -> dict[str, Any]:
     """The tensors of a checkpoint, by its files."""
-    return weights_of(run) | {"optimizer": checkpoint.optimizer_tensors(run.optimizer, optimized_names(run))}
+    return weights_of(run) | {
+        "optimizer": checkpoint.optimizer_tensors(run.optimizer, optimized_names(run))
+    }
 
 
 def weights_of(run: Run) -> dict[str, Any]:
@@ -402,14 +460,24 @@ def weights_of(run: Run) -> dict[str, Any]:
 
 def optimized_names(run: Run) -> list[str]:
     """Names of the parameters in the order of the optimizer, which has sharded ones and whole ones apart."""
-    names = {id(parameter): name for name, parameter in trained(run.policy.module, run.critic).items()}
-    return [names[id(parameter)] for group in run.optimizer.param_groups for parameter in group["params"]]
+    names = {
+        id(parameter): name for name, parameter in trained(run.policy.module, run.critic).items()
+    }
+    return [
+        names[id(parameter)]
+        for group in run.optimizer.param_groups
+        for parameter in group["params"]
+    ]
 
 
 def sharded_tensors(run: Run) -> checkpoint.Sharded:
     """The tensors of a checkpoint that are divided among ranks, by its files."""
     parameters = trained(run.policy.module, run.critic)
-    moments = {f"{moment}.{name}": p for moment in ("exp_avg", "exp_avg_sq") for name, p in parameters.items()}
+    moments = {
+        f"{moment}.{name}": p
+        for moment in ("exp_avg", "exp_avg_sq")
+        for name, p in parameters.items()
+    }
     # AdamW has no moments before its first step: those of a checkpoint are then known by their parameters alone
     files = weights_of(run) | {"optimizer": moments}
     return {file: shards.only_sharded(tensors or {}) for file, tensors in files.items()}
@@ -438,7 +506,9 @@ def first_weights(run: Run) -> str | None:
     """SHA-256 of the untrained weights, if a resume depends on them and no file name identifies them."""
     if run.reference is None and run.config.model != IN_MEMORY:
         return None
-    return run.first_weights_sha256 or digest(run.policy.frozen_base() | run.policy.checkpoint_weights())
+    return run.first_weights_sha256 or digest(
+        run.policy.frozen_base() | run.policy.checkpoint_weights()
+    )
 
 
 def setup(run: Run) -> dict[str, Any]:
@@ -446,9 +516,19 @@ def setup(run: Run) -> dict[str, Any]:
     config = run.config
     functions = [*config.reward, *config.environment.names, config.engine.kind]
     # once per file, whatever the number of its functions: a file may import a whole project
-    digests = {place: code_digest(f"{place}:") for place in {name.rpartition(":")[0] for name in functions}}
-    code = {f"code of {name}": sha for name in functions if (sha := digests[name.rpartition(":")[0]]) is not None}
-    inputs = code | run.policy.input_digests() | ({} if run.callbacks is None else run.callbacks.digests())
+    digests = {
+        place: code_digest(f"{place}:") for place in {name.rpartition(":")[0] for name in functions}
+    }
+    code = {
+        f"code of {name}": sha
+        for name in functions
+        if (sha := digests[name.rpartition(":")[0]]) is not None
+    }
+    inputs = (
+        code
+        | run.policy.input_digests()
+        | ({} if run.callbacks is None else run.callbacks.digests())
+    )
     inputs |= run.rewards.input_digests()
     if run.validation is not None:
         inputs["validation data"] = run.validation.fingerprint()
@@ -463,7 +543,9 @@ def differences(
     changing, other = [f"the {name} has changed" for name in odd], list[str]()
     for name, version in present["versions"].items():
         if (saved := manifest["versions"].get(name)) != version:
-            (changing if name in ("gruppo", "torch") else other).append(f"{name} was {saved} and is {version}")
+            (changing if name in ("gruppo", "torch") else other).append(
+                f"{name} was {saved} and is {version}"
+            )
     threads, saved = present["hardware"]["threads"], manifest["hardware"]["threads"]
     if threads != saved:  # sums on a CPU are divided among them
         text = f"torch had {saved} threads and has {threads} (set OMP_NUM_THREADS={saved})"
@@ -486,7 +568,9 @@ def environment() -> dict[str, Any]:
     cpu = platform.processor()
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
+        cpu = next(
+            (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu
+        )
     hardware = {
         "machine": platform.machine(),
         "system": f"{platform.system()} {platform.release()}",

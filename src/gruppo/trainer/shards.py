@@ -22,7 +22,12 @@ from torch import Tensor, nn
 from gruppo import distributed as dist
 from gruppo.distributed.sharding import ROOT
 
-_HOOKS = {"_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks"}
+_HOOKS = {
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+}
 _HOOKS |= {"_forward_pre_hooks_with_kwargs", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"}
 """Those that FSDP adds to modules. None of them is called in a save."""
 
@@ -54,7 +59,9 @@ def own_shards(tensors: Mapping[str, Tensor]) -> dict[str, Shard]:
         if isinstance(tensor, DTensor):
             local, offset = tensor.to_local(), own_slice(tensor)[0]
             place = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
-            is_written = local.numel() > 0 and all(index == 0 for index, kind in place if kind.is_replicate())
+            is_written = local.numel() > 0 and all(
+                index == 0 for index, kind in place if kind.is_replicate()
+            )
         if is_written:
             # a copy even on a CPU: training goes on while it is written
             data = local.detach().to("cpu", copy=True).contiguous()
@@ -75,7 +82,9 @@ def own_slice(tensor: Any) -> tuple[list[int], list[int]]:
     """Offset and size of this rank's slice of a DTensor."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    size, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    size, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
     return [*offset], [*size]
 
 
@@ -120,7 +129,9 @@ def opened(paths: Sequence[Path]) -> Iterator[tuple[dict[str, list[Part]], dict[
             places = file.metadata() or {}
             for key in file.keys():  # noqa: SIM118  # not a mapping
                 size = file.get_slice(key).get_shape()
-                offset, shapes[key] = json.loads(places[key]) if key in places else ([0] * len(size), size)
+                offset, shapes[key] = (
+                    json.loads(places[key]) if key in places else ([0] * len(size), size)
+                )
                 parts.setdefault(key, []).append(Part(file, offset, size))
         yield parts, shapes
 
@@ -135,7 +146,10 @@ def assembled(name: str, parts: Sequence[Part], offset: list[int], size: list[in
         high = [min(a + length, b + own) for a, length, b, own in ends]
         if any(a >= b for a, b in zip(low, high, strict=True)):
             continue
-        if low == part.offset and [b - a for a, b in zip(low, high, strict=True)] == part.size == size:
+        if (
+            low == part.offset
+            and [b - a for a, b in zip(low, high, strict=True)] == part.size == size
+        ):
             return part.file.get_tensor(name)
         piece = part.file.get_slice(name)[ranges(low, high, part.offset)]
         result = torch.empty(size, dtype=piece.dtype) if result is None else result
@@ -169,7 +183,9 @@ def whole_parameters(module: nn.Module, folder: Path, names: Collection[str]) ->
             try:
                 place.mkdir(exist_ok=True)
                 full.cpu().flatten().view(torch.uint8).numpy().tofile(place / str(number))
-            except OSError as error:  # the other ranks gather on: it is raised after the last tensor
+            except (
+                OSError
+            ) as error:  # the other ranks gather on: it is raised after the last tensor
                 failure = error
                 continue
             mapped = torch.from_file(str(place / str(number)), size=full.numel(), dtype=full.dtype)
@@ -180,7 +196,9 @@ def whole_parameters(module: nn.Module, folder: Path, names: Collection[str]) ->
         for part in module.modules() if whole else ():
             own = vars(part)
             kept.append((part, type(part), dict(own)))
-            own["_parameters"] = {n: whole.get(p, p) if p is not None else None for n, p in part._parameters.items()}
+            own["_parameters"] = {
+                n: whole.get(p, p) if p is not None else None for n, p in part._parameters.items()
+            }
             for name in _HOOKS & own.keys():
                 own[name] = type(own[name])()
             for key in [key for key in own if key.startswith(("__composable_api", ROOT))]:

@@ -74,7 +74,9 @@ class Slots:
 
     def start(self, count: int) -> list[Group]:
         """Start up to ``count`` groups that one call can sample."""
-        batch = [group for group in self.waiting if group.sampling == self.waiting[0].sampling][:count]
+        batch = [group for group in self.waiting if group.sampling == self.waiting[0].sampling][
+            :count
+        ]
         for group in batch:
             self.waiting.remove(group)
             group.is_started = True

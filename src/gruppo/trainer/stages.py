@@ -16,7 +16,13 @@ import torch
 from gruppo import distributed as dist
 from gruppo.config.schema import Config, Stage
 from gruppo.config.stages import SCHEDULED, peak_lr, stage_path
-from gruppo.core.schedules import AdaptiveSpec, Schedule, make_controller, parse_schedule, warmup_decay
+from gruppo.core.schedules import (
+    AdaptiveSpec,
+    Schedule,
+    make_controller,
+    parse_schedule,
+    warmup_decay,
+)
 from gruppo.loading import did_you_mean
 from gruppo.types import GruppoError, Sampling
 
@@ -138,13 +144,21 @@ class StageSchedule:
             length = min(stage.steps, length)
         now: dict[str, Any] = dict.fromkeys(SCHEDULED)
         for name, one in self._schedules[self.index].items():
-            now[name] = one.at(step - self.began, length=length) if isinstance(one, Schedule) else one.value
+            now[name] = (
+                one.at(step - self.began, length=length) if isinstance(one, Schedule) else one.value
+            )
         now |= self.overrides
         lr, optim = now["lr"], config.optim
         if lr is None:
-            shape: Any = {"warmup": optim.warmup_steps, "decay": optim.decay, "final_frac": optim.final_lr_frac}
+            shape: Any = {
+                "warmup": optim.warmup_steps,
+                "decay": optim.decay,
+                "final_frac": optim.final_lr_frac,
+            }
             lr = warmup_decay(step, peak=optim.lr, total=config.steps, **shape)
-        warmth = min((step - self.began + 1) / stage.warmup_steps, 1.0) if stage.warmup_steps else 1.0
+        warmth = (
+            min((step - self.began + 1) / stage.warmup_steps, 1.0) if stage.warmup_steps else 1.0
+        )
         lr *= warmth * self.lr_scale  # lowered at each return to the best weights
         own, peak = config.critic.lr, peak_lr(config, self.index)
         temperature, group_size = now["temperature"], now["group_size"]
@@ -153,7 +167,9 @@ class StageSchedule:
             critic_lr=lr if own is None or own == peak else lr * (own / peak) if peak else 0.0,
             is_critic_alone=False,
             group_size=config.rollout.group_size if group_size is None else round(group_size),
-            sampling=self.sampling if temperature is None else replace(self.sampling, temperature=temperature),
+            sampling=self.sampling
+            if temperature is None
+            else replace(self.sampling, temperature=temperature),
             weight_decay=optim.weight_decay if now["weight_decay"] is None else now["weight_decay"],
             **{name: now[name] for name in _PLAIN},
         )
@@ -164,12 +180,26 @@ class StageSchedule:
 
     def metrics(self, step_params: StepParams) -> dict[str, float]:
         """Step parameters that vary: set by a schedule or controller in some stage, or differing between stages."""
-        changing = {name for name in SCHEDULED if len({str(getattr(stage, name)) for stage in self.plan}) > 1}
-        changing |= {name for stage in self.plan for name in SCHEDULED if isinstance(getattr(stage, name), str)}
+        changing = {
+            name
+            for name in SCHEDULED
+            if len({str(getattr(stage, name)) for stage in self.plan}) > 1
+        }
+        changing |= {
+            name
+            for stage in self.plan
+            for name in SCHEDULED
+            if isinstance(getattr(stage, name), str)
+        }
         changing |= self.overrides.keys()
         now = {"temperature": step_params.sampling.temperature}
-        shown = [name for name in SCHEDULED if name in changing and name != "lr"]  # that is "optim/lr"
-        metrics = {f"stage/{name}": float(now.get(name, getattr(step_params, name, math.nan))) for name in shown}
+        shown = [
+            name for name in SCHEDULED if name in changing and name != "lr"
+        ]  # that is "optim/lr"
+        metrics = {
+            f"stage/{name}": float(now.get(name, getattr(step_params, name, math.nan)))
+            for name in shown
+        }
         return metrics | ({"stage/number": self.index + 1.0} if len(self.plan) > 1 else {})
 
     def measure(self, step: int, metrics: Mapping[str, float], *, rows: float = 0.0) -> None:
@@ -193,16 +223,31 @@ class StageSchedule:
             return None
         self.settled = step
         is_last = self.index + 1 == len(self.plan)
-        gate, stage, name, seen = self._gates[self.index], self.stage, self.names[self.index], self.seen
+        gate, stage, name, seen = (
+            self._gates[self.index],
+            self.stage,
+            self.names[self.index],
+            self.seen,
+        )
         if gate and gate.is_open(seen):
             why = f"{gate.metric} is {seen[-1]:.4g}, and {name} lasts until {stage.until}"
-        elif (step == self.config.steps) if is_last else stage.steps and step - self.began >= stage.steps:
+        elif (
+            (step == self.config.steps)
+            if is_last
+            else stage.steps and step - self.began >= stage.steps
+        ):
             why = f"{name} has had its {stage.steps} steps"
             if gate:
-                last = f"{gate.metric} was {seen[-1]:.4g} at last" if seen else f"{gate.metric} was never measured"
+                last = (
+                    f"{gate.metric} was {seen[-1]:.4g} at last"
+                    if seen
+                    else f"{gate.metric} was never measured"
+                )
                 hint = "" if seen else did_you_mean(gate.metric, known.keys() - {gate.metric})
                 parts = (name, step - self.began, stage.until, last, hint)
-                log.warning("%s ends after its %d steps, and its gate %r never opened: %s.%s", *parts)
+                log.warning(
+                    "%s ends after its %d steps, and its gate %r never opened: %s.%s", *parts
+                )
             if is_last:
                 return None
         else:
@@ -245,5 +290,7 @@ def agreed(metrics: Mapping[str, float], name: str) -> float | None:
     """A metric's mean over the ranks that have it, so that all decide alike; None where none has."""
     value = metrics.get(name, math.nan)
     is_there = math.isfinite(value)
-    total, count = dist.all_sum(torch.tensor([value if is_there else 0.0, float(is_there)], dtype=torch.float64))
+    total, count = dist.all_sum(
+        torch.tensor([value if is_there else 0.0, float(is_there)], dtype=torch.float64)
+    )
     return float(total / count) if count else None

@@ -24,7 +24,13 @@ from gruppo.distributed.sharding import clip_grad_norm, is_sharded, is_unit
 from gruppo.trainer import gradients
 from gruppo.trainer.demonstrations import consistency_term, supervised_backward
 from gruppo.trainer.memory import Part, attempts
-from gruppo.trainer.minibatches import gaussian_outputs, has_gradient, likelihood_of, minibatches, required_outputs
+from gruppo.trainer.minibatches import (
+    gaussian_outputs,
+    has_gradient,
+    likelihood_of,
+    minibatches,
+    required_outputs,
+)
 from gruppo.trainer.run import Run, flatten, reduced, trained
 from gruppo.trainer.stages import StepParams
 from gruppo.trainer.weight_change import EVERY, LEAST, NORMS, Moved
@@ -42,8 +48,12 @@ _METRICS = {
     "ratio": ("mean:ratio/mean", "max:ratio/max"),
     **{name: (f"mean:{name}",) for name in ("kl/old_nats", "kl/old_k3_nats", "kl/ref_nats")},
     "entropy/nats": ("mean:entropy/mean_nats",),
-    **{name: (f"mean:{name}",) for name in ("clip/high_frac", "clip/low_frac", "clip/kl_mask_frac")},
-    "correction/weight": tuple(f"{what}:correction/{what}" for what in ("mean", "min", "max", "ess_frac")),
+    **{
+        name: (f"mean:{name}",) for name in ("clip/high_frac", "clip/low_frac", "clip/kl_mask_frac")
+    },
+    "correction/weight": tuple(
+        f"{what}:correction/{what}" for what in ("mean", "min", "max", "ess_frac")
+    ),
     "value/clip_frac": ("mean:value/clip_frac",),
     "mismatch/nats": ("mean:mismatch/mean_nats", "max:mismatch/max_nats"),
     "mismatch/lag_0_nats": ("mean:mismatch/lag_0_mean_nats", "count:mismatch/lag_0_count"),
@@ -72,7 +82,9 @@ def learn(run: Run, batch: Batch, step_params: StepParams) -> dict[str, float]:
     """All updates of one batch, or those before the policy has moved too far from the one that sampled it."""
     began = time.perf_counter()
     for group in run.optimizer.param_groups:
-        group["lr"] = step_params.critic_lr if group["is_critic"] else step_params.lr * group["lr_factor"]
+        group["lr"] = (
+            step_params.critic_lr if group["is_critic"] else step_params.lr * group["lr_factor"]
+        )
         group["weight_decay"] = step_params.weight_decay  # AdamW multiplies it by the learning rate
     stats = {"update/taken": Stat(), "update/skipped": Stat()}
     metrics: dict[str, float] = {}
@@ -90,21 +102,31 @@ def learn(run: Run, batch: Batch, step_params: StepParams) -> dict[str, float]:
         if has_moved_far:
             break
     # a loss is a weighted sum over its minibatch: the metric is the mean over minibatches, not over rows
-    losses = {name: Stat(1, stat.sum / tried) for name, stat in stats.items() if name.startswith("loss/")}
-    metrics |= flatten(stats | losses, _METRICS) | reduced({n: s for n, s in stats.items() if ":" in n})
+    losses = {
+        name: Stat(1, stat.sum / tried) for name, stat in stats.items() if name.startswith("loss/")
+    }
+    metrics |= flatten(stats | losses, _METRICS) | reduced(
+        {n: s for n, s in stats.items() if ":" in n}
+    )
     metrics |= epoch_metrics(run.config.optim, epochs, tried - has_moved_far)
     if run.config.optim.stop_kl:
         metrics["update/early_stop_frac"] = float(has_moved_far)
     changed = stats.get("update/changed", Stat())
     if changed.count and changed.mean < LEAST:
-        dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in run.parameters})
+        dtypes = sorted(
+            {str(parameter.dtype).removeprefix("torch.") for parameter in run.parameters}
+        )
         text = "step %d: an update changed %.1f%% of the weights that have a gradient; at --optim.lr %g the rest "
         text += "is lost in rounding to %s. Raise it, or hold the weights in float32."
-        log.warning(text, run.state.step, 100 * changed.mean, run.config.optim.lr, " and ".join(dtypes))
+        log.warning(
+            text, run.state.step, 100 * changed.mean, run.config.optim.lr, " and ".join(dtypes)
+        )
     return metrics | {"optim/lr": step_params.lr, "time/update_s": time.perf_counter() - began}
 
 
-def epoch_metrics(optim: OptimConfig, epochs: Sequence[Mapping[str, Stat]], done: int) -> dict[str, float]:
+def epoch_metrics(
+    optim: OptimConfig, epochs: Sequence[Mapping[str, Stat]], done: int
+) -> dict[str, float]:
     """``epoch/N/...`` of each epoch that was begun, over its minibatches; none where there is only one epoch.
 
     ``epochs``: the statistics of each, empty where it was not begun. ``done``: minibatches before ``stop_kl`` ended
@@ -117,7 +139,10 @@ def epoch_metrics(optim: OptimConfig, epochs: Sequence[Mapping[str, Stat]], done
             ends = [stats[name] for name in ("clip/high_frac", "clip/low_frac") if name in stats]
             if ends:  # actions clipped on either side; none is clipped on both
                 stats["clip"] = Stat(ends[0].count, sum(end.sum for end in ends))
-            metrics |= {f"epoch/{number}/{name}": value for name, value in flatten(stats, _EPOCH_METRICS).items()}
+            metrics |= {
+                f"epoch/{number}/{name}": value
+                for name, value in flatten(stats, _EPOCH_METRICS).items()
+            }
     if optim.epochs > 1 or optim.stop_kl:
         metrics["update/epochs_count"] = done / optim.minibatches
     return metrics
@@ -132,9 +157,14 @@ def update(run: Run, batch: Batch, step_params: StepParams) -> tuple[dict[str, S
     run.optimizer.zero_grad(set_to_none=True)
     stats = backward(run, batch, step_params)
     has_learned = any(stats[name].count or stats[name].pending for name in LEARNED if name in stats)
-    flags = torch.tensor([has_learned, *(parameter.grad is not None for parameter in run.parameters)], dtype=torch.long)
+    flags = torch.tensor(
+        [has_learned, *(parameter.grad is not None for parameter in run.parameters)],
+        dtype=torch.long,
+    )
     is_learned, *reached = dist.all_sum(flags).tolist()
-    dist.sum_gradients(p for p in learning(run, step_params) if not is_sharded(p))  # FSDP has summed those
+    dist.sum_gradients(
+        p for p in learning(run, step_params) if not is_sharded(p)
+    )  # FSDP has summed those
     for parameter, ranks in zip(run.parameters, reached, strict=True):
         if not ranks:  # as an action's std while only demonstrations are learned from: no momentum or decay moves it
             parameter.grad = None
@@ -142,7 +172,9 @@ def update(run: Run, batch: Batch, step_params: StepParams) -> tuple[dict[str, S
     if limit:
         with dist.phase("early stop"):
             stats = dist.merge_stats(stats)
-        has_moved_far = stats.get("kl/old_k3_nats", Stat()).mean > limit  # the same number on all ranks
+        has_moved_far = (
+            stats.get("kl/old_k3_nats", Stat()).mean > limit
+        )  # the same number on all ranks
     # Networks whose gradient norms are limited apart: a separate critic must not shrink the policy's gradient.
     networks: dict[str, list[nn.Parameter]] = {"norm": []}
     for group in run.optimizer.param_groups:
@@ -177,10 +209,14 @@ def _step(run: Run, networks: Mapping[str, list[nn.Parameter]]) -> dict[str, Sta
     of_networks = {name: clip_grad_norm(own, limit) for name, own in networks.items()}
     step = run.state.step
     before = Moved(run.optimizer) if step % EVERY == 0 else None
-    has_taken = device.type not in types.AT_ONCE and dist.world_size() == 1  # ranks agree on a number before the step
+    has_taken = (
+        device.type not in types.AT_ONCE and dist.world_size() == 1
+    )  # ranks agree on a number before the step
     if has_taken:
         # AdamW itself leaves out a step whose gradient is not finite: what GradScaler sets, without waiting to know
-        are_finite = torch.stack([norm.to(device, non_blocking=True) for norm in of_networks.values()]).isfinite()
+        are_finite = torch.stack(
+            [norm.to(device, non_blocking=True) for norm in of_networks.values()]
+        ).isfinite()
         vars(run.optimizer)["found_inf"] = (~are_finite).any().float()
         _take(run)
         del vars(run.optimizer)["found_inf"]
@@ -195,13 +231,20 @@ def _step(run: Run, networks: Mapping[str, list[nn.Parameter]]) -> dict[str, Sta
         stats["update/taken"] = Stat(1, 1.0)
         if before is not None:
             changed = Stat.read({"update/changed": before.stat()})
-            stats |= dist.merge_stats(changed) if is_unit(run.policy.module) else changed  # each rank has its shards
+            stats |= (
+                dist.merge_stats(changed) if is_unit(run.policy.module) else changed
+            )  # each rank has its shards
         return stats
     run.state.skipped_updates += 1
     # of one kind on all ranks, unless their hardware rounds otherwise
-    name, norm = next(((name, norm) for name, norm in norms.items() if not math.isfinite(norm)), ("norm", math.inf))
+    name, norm = next(
+        ((name, norm) for name, norm in norms.items() if not math.isfinite(norm)),
+        ("norm", math.inf),
+    )
     whose, option = ("critic", "--critic.lr") if name == "critic_norm" else ("policy", "--optim.lr")
-    log.warning("step %d: the norm of the %s's gradient is %s; this update was skipped.", step, whose, norm)
+    log.warning(
+        "step %d: the norm of the %s's gradient is %s; this update was skipped.", step, whose, norm
+    )
     if run.state.skipped_updates >= MAX_SKIPPED_UPDATES:
         raise NumericalStop(f"""step {step}: {MAX_SKIPPED_UPDATES} updates in a row had a gradient that is not finite,
             the last one the {whose}'s; every save before this step is kept. Train again with a lower {option}, or
@@ -233,7 +276,9 @@ def backward(run: Run, batch: Batch, step_params: StepParams) -> dict[str, Stat]
     """
     parts, terms = list[Part](), list[Callable[[list[MicroBatch]], dict[str, Stat]]]()
     if batch.rollouts is not None:
-        weights = _weights(batch.loss_mask, run.config.objective.average, step_params, batch.rollouts.group_ids)
+        weights = _weights(
+            batch.loss_mask, run.config.objective.average, step_params, batch.rollouts.group_ids
+        )
         parts.append((batch.rollouts, has_gradient(run, batch, step_params)))
         terms.append(partial(_backward, run, batch, step_params, weights))
     if batch.demos is not None:
@@ -251,10 +296,15 @@ def backward(run: Run, batch: Batch, step_params: StepParams) -> dict[str, Stat]
 
 
 def _weights(
-    loss_mask: Bool[Tensor, "B T"], average: Average, step_params: StepParams, group_ids: Int[Tensor, "B"] | None = None
+    loss_mask: Bool[Tensor, "B T"],
+    average: Average,
+    step_params: StepParams,
+    group_ids: Int[Tensor, "B"] | None = None,
 ) -> Float[Tensor, "B T"]:
     """Of this rank's actions in the minibatch of all ranks. A group is on one rank, so its actions are counted here."""
-    total = loss_total(loss_mask, average=average, max_length=step_params.sampling.max_actions, group_ids=group_ids)
+    total = loss_total(
+        loss_mask, average=average, max_length=step_params.sampling.max_actions, group_ids=group_ids
+    )
     return loss_weights(loss_mask, average=average, total=dist.all_sum(total), group_ids=group_ids)
 
 
@@ -265,13 +315,24 @@ def _accumulate(stats: dict[str, Stat], more: Mapping[str, Stat]) -> None:
 
 
 def _backward(
-    run: Run, batch: Batch, step_params: StepParams, weights: Float[Tensor, "B T"], micro_batches: list[MicroBatch]
+    run: Run,
+    batch: Batch,
+    step_params: StepParams,
+    weights: Float[Tensor, "B T"],
+    micro_batches: list[MicroBatch],
 ) -> dict[str, Stat]:
     """Gradients and statistics of these micro-batches; no collectives, so that each rank may begin again alone."""
     objective, rollouts = run.config.objective, batch.rollouts
     assert rollouts is not None
     # The names are the same on a rank without any row, as ``merge_stats`` needs them.
-    names = ["ratio", "kl/old_nats", "kl/old_k3_nats", "clip/high_frac", "clip/low_frac", "entropy/nats"]
+    names = [
+        "ratio",
+        "kl/old_nats",
+        "kl/old_k3_nats",
+        "clip/high_frac",
+        "clip/low_frac",
+        "entropy/nats",
+    ]
     names += ["mismatch/nats", "loss/policy", "update/micro_batches"]
     names += ["mismatch/lag_0_nats"] if run.config.engine.lag else []
     names += ["correction/weight"] if objective.correction != "none" else []
@@ -283,7 +344,9 @@ def _backward(
     stats = dict.fromkeys(names, Stat())
     for micro_batch in micro_batches:
         with frozen(run.policy.compute_module) if step_params.is_critic_alone else nullcontext():
-            likelihood = likelihood_of(run.policy, rollouts, micro_batch, outputs=required_outputs(run, step_params))
+            likelihood = likelihood_of(
+                run.policy, rollouts, micro_batch, outputs=required_outputs(run, step_params)
+            )
         inputs = loss_inputs(run, batch, micro_batch, weights, likelihood)
         if micro_batch.is_repeat:
             # not skipped: FSDP gathers and reduces in each forward and backward, which other ranks wait for
@@ -294,7 +357,11 @@ def _backward(
             terms["cons"] = consistency_term(run, rollouts, micro_batch, inputs.weights, likelihood)
         if not step_params.is_critic_alone or "value" in terms:
             # While the critic learns alone, the policy's part is a number without a gradient.
-            loss = terms["policy"] if step_params.rl_coef == 1 else step_params.rl_coef * terms["policy"]
+            loss = (
+                terms["policy"]
+                if step_params.rl_coef == 1
+                else step_params.rl_coef * terms["policy"]
+            )
             if step_params.entropy_coef:
                 loss = loss - step_params.entropy_coef * terms["entropy"]
             if "kl" in terms:
@@ -303,22 +370,34 @@ def _backward(
                 loss = loss + step_params.cons_coef * terms["cons"]
             loss = loss + step_params.value_coef * terms["value"] if "value" in terms else loss
             loss.backward()
-        if run.critic is not None and not run.critic.is_shared:  # after the policy's, whose activations are gone by now
+        if (
+            run.critic is not None and not run.critic.is_shared
+        ):  # after the policy's, whose activations are gone by now
             values = run.critic.values(rollouts, micro_batch)
-            terms["value"], micro_batch_stats["value/clip_frac"] = critic_loss(values, inputs, objective)
+            terms["value"], micro_batch_stats["value/clip_frac"] = critic_loss(
+                values, inputs, objective
+            )
             (step_params.value_coef * terms["value"]).backward()
         if micro_batch.is_repeat:
             continue
-        micro_batch_stats |= {f"loss/{name}": Stat.of(term) for name, term in terms.items() if name != "entropy"}
+        micro_batch_stats |= {
+            f"loss/{name}": Stat.of(term) for name, term in terms.items() if name != "entropy"
+        }
         micro_batch_stats["update/micro_batches"] = Stat(1, 1.0)
         micro_batch_stats |= run.policy.update_stats(batch, micro_batch, likelihood, inputs)
         # |trainer's old log-prob - sampler's| of each kept action: the mean hides what the largest shows
         old = likelihood.logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
-        mismatch = (old - micro_batch.of(rollouts.sampler_logprobs).to(old.device, non_blocking=True)).abs()
+        mismatch = (
+            old - micro_batch.of(rollouts.sampler_logprobs).to(old.device, non_blocking=True)
+        ).abs()
         micro_batch_stats["mismatch/nats"] = Stat.of(mismatch, inputs.loss_mask)
         if run.config.engine.lag:  # that of older weights contains what was learned since
-            is_newest = (micro_batch.of(rollouts.policy_version) == run.state.version).to(old.device, non_blocking=True)
-            micro_batch_stats["mismatch/lag_0_nats"] = Stat.of(mismatch, inputs.loss_mask & is_newest)
+            is_newest = (micro_batch.of(rollouts.policy_version) == run.state.version).to(
+                old.device, non_blocking=True
+            )
+            micro_batch_stats["mismatch/lag_0_nats"] = Stat.of(
+                mismatch, inputs.loss_mask & is_newest
+            )
         _accumulate(stats, micro_batch_stats)
     return stats
 
@@ -336,7 +415,11 @@ def frozen(module: nn.Module) -> Iterator[None]:
 
 
 def loss_inputs(
-    run: Run, batch: Batch, micro_batch: MicroBatch, weights: Float[Tensor, "B T"], likelihood: Likelihood
+    run: Run,
+    batch: Batch,
+    micro_batch: MicroBatch,
+    weights: Float[Tensor, "B T"],
+    likelihood: Likelihood,
 ) -> LossInputs:
     """The batch cut to the micro-batch, on the policy's device."""
     rollouts, objective, device = batch.rollouts, run.config.objective, likelihood.logprobs.device

@@ -24,7 +24,9 @@ class Screen(ConsoleTracker):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._replaced = [handler for handler in log.handlers if type(handler) is logging.StreamHandler]
+        self._replaced = [
+            handler for handler in log.handlers if type(handler) is logging.StreamHandler
+        ]
         self._handler = logging.Handler()
         self._handler.emit = lambda record: self.note(  # type: ignore[method-assign]
             record.getMessage(), is_warning=record.levelno >= logging.WARNING
@@ -63,7 +65,9 @@ class Output:
     def _dropping(self) -> Iterator[None]:
         try:
             yield
-        except OSError:  # what is buffered, and what other code writes to the descriptor, must not fail either
+        except (
+            OSError
+        ):  # what is buffered, and what other code writes to the descriptor, must not fail either
             with suppress(OSError):  # a stream without a descriptor
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
@@ -72,7 +76,9 @@ class Output:
 def output_may_close() -> Iterator[None]:
     """Within, a closed standard output or error ends neither the run nor a reward function that prints."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (stream and Output(stream) for stream in before)  # None without a console on Windows
+    sys.stdout, sys.stderr = (
+        stream and Output(stream) for stream in before
+    )  # None without a console on Windows
     try:
         yield
     finally:
@@ -98,7 +104,10 @@ def on_screen(run: Run, folder: Path) -> Tracker:
 @contextmanager
 def logged() -> Iterator[None]:
     """Print the log's notes within, such as that of a download, unless the caller has configured the log."""
-    level, handler = log.level, logging.StreamHandler(sys.stderr)  # without a format, it writes the message alone
+    level, handler = (
+        log.level,
+        logging.StreamHandler(sys.stderr),
+    )  # without a format, it writes the message alone
     if level == logging.NOTSET:
         log.setLevel(logging.INFO)
     if not log.hasHandlers():

@@ -36,7 +36,9 @@ class Moved:
     """Sample of the weights that have a gradient and a learning rate, from before an update."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        trained = [p for group in optimizer.param_groups if group["lr"] > 0 for p in group["params"]]
+        trained = [
+            p for group in optimizer.param_groups if group["lr"] > 0 for p in group["params"]
+        ]
         self._parameters = [parameter for parameter in trained if parameter.grad is not None]
         # Only weights with a gradient: most embeddings of a batch have none, and rightly stay.
         self._moves = [spread_sample(parameter.grad) != 0 for parameter in self._parameters]
@@ -45,16 +47,24 @@ class Moved:
     def stat(self) -> Stat:
         """Return 1 for each weight that has changed, 0 for each that has not."""
         sampled = zip(self._parameters, self._before, self._moves, strict=True)
-        differs = [(spread_sample(parameter) != before)[moves] for parameter, before, moves in sampled]
+        differs = [
+            (spread_sample(parameter) != before)[moves] for parameter, before, moves in sampled
+        ]
         return Stat.of(torch.cat(differs).double()) if differs else Stat()
 
 
-def warn_if_idle(run: Run, metrics: Mapping[str, float], folder: Path, rollouts: Rollouts | None = None) -> None:
+def warn_if_idle(
+    run: Run, metrics: Mapping[str, float], folder: Path, rollouts: Rollouts | None = None
+) -> None:
     """Count steps without a gradient, or with one of regularizers alone; name the reason after three of them."""
     norms = [metrics[name] for name in NORMS if name in metrics]
     state, size = run.state, metrics.get("advantage/mean_abs")
     # a KL or entropy term has a gradient where no row has an advantage; a critic and demonstrations do learn
-    is_flat = size is not None and not size > 0 and not {"grad/critic_norm", "sup/loss_nats"} & metrics.keys()
+    is_flat = (
+        size is not None
+        and not size > 0
+        and not {"grad/critic_norm", "sup/loss_nats"} & metrics.keys()
+    )
     state.idle_steps = state.idle_steps + 1 if norms and (is_flat or not any(norms)) else 0
     if state.idle_steps not in IDLE:
         return
@@ -65,7 +75,9 @@ def warn_if_idle(run: Run, metrics: Mapping[str, float], folder: Path, rollouts:
         first = {group: row for row, group in reversed([*enumerate(groups)])}
         firsts = torch.tensor([first[group] for group in groups], dtype=torch.long)
         chosen = (mask | mask[firsts]).reshape(*mask.shape, *[1] * (actions.dim() - 2))
-        is_equal = torch.equal(mask, mask[firsts]) and not ((actions != actions[firsts]) & chosen).any()
+        is_equal = (
+            torch.equal(mask, mask[firsts]) and not ((actions != actions[firsts]) & chosen).any()
+        )
         is_repeated = len(first) < len(groups) and is_equal
     reason = f"--optim.lr {run.config.optim.lr:g} may have ruined the weights, which give a gradient of exactly 0"
     if size is None:
@@ -80,4 +92,7 @@ def warn_if_idle(run: Run, metrics: Mapping[str, float], folder: Path, rollouts:
     elif not size > 0:
         reason = f"the rewards of each group are equal (mean {metrics['reward/mean']:.3g})"
     values = (state.step, state.idle_steps, reason, command_name(), folder)
-    log.warning("step %d: nothing was learned in the last %d steps: %s. %s doctor %s says what to change.", *values)
+    log.warning(
+        "step %d: nothing was learned in the last %d steps: %s. %s doctor %s says what to change.",
+        *values,
+    )

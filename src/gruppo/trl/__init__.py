@@ -27,8 +27,12 @@ def __getattr__(name: str) -> Any:
     if name.startswith("__"):  # such as __path__, which the import system looks for
         raise AttributeError(name)
     if name.endswith(("Trainer", "Config")) and name not in ("ModelConfig", "DatasetMixtureConfig"):
-        near = next((text for start, text in ELSEWHERE.items() if start in name), "Import it from trl")
+        near = next(
+            (text for start, text in ELSEWHERE.items() if start in name), "Import it from trl"
+        )
         raise ImportError(f"gruppo.trl has {', '.join(__all__)}, and no {name}. {near}.")
     if find_spec("trl") is None:
-        raise ImportError(f"{name} is TRL's own, and TRL is not installed. Run: pip install trl==1.16.0")
+        raise ImportError(
+            f"{name} is TRL's own, and TRL is not installed. Run: pip install trl==1.16.0"
+        )
     return getattr(import_module("trl"), name)

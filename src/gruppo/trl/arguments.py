@@ -105,22 +105,44 @@ class TrlArguments:
         # Here and not in __init__, which a dataclass writes itself and whose TypeError names no alternative.
         if unknown := [name for name in arguments if name not in known]:
             near = difflib.get_close_matches(unknown[0], known, 1)
-            ours = f"Did you mean {near[0]}?" if near else peer_options.hint(unknown[0], lambda n: n.replace(".", "__"))
-            raise GruppoError(f"{cls.__name__} of TRL 1.16 has no argument {unknown[0]!r}. {ours}".rstrip())
+            ours = (
+                f"Did you mean {near[0]}?"
+                if near
+                else peer_options.hint(unknown[0], lambda n: n.replace(".", "__"))
+            )
+            raise GruppoError(
+                f"{cls.__name__} of TRL 1.16 has no argument {unknown[0]!r}. {ours}".rstrip()
+            )
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
         args: Any = self
-        for name in ("lr_scheduler_type", "eval_strategy", "save_strategy", "logging_strategy", "optim"):
-            setattr(args, name, getattr(getattr(args, name), "value", getattr(args, name)))  # an enum of transformers
-        if hasattr(args, "scale_rewards"):  # True and False were its values before, and TRL still takes them
-            args.scale_rewards = {True: "group", False: "none"}.get(args.scale_rewards, args.scale_rewards)
+        for name in (
+            "lr_scheduler_type",
+            "eval_strategy",
+            "save_strategy",
+            "logging_strategy",
+            "optim",
+        ):
+            setattr(
+                args, name, getattr(getattr(args, name), "value", getattr(args, name))
+            )  # an enum of transformers
+        if hasattr(
+            args, "scale_rewards"
+        ):  # True and False were its values before, and TRL still takes them
+            args.scale_rewards = {True: "group", False: "none"}.get(
+                args.scale_rewards, args.scale_rewards
+            )
         if args.generation_batch_size is not None and args.steps_per_generation is not None:
-            raise GruppoError("generation_batch_size and steps_per_generation are both set; leave one of them out.")
+            raise GruppoError(
+                "generation_batch_size and steps_per_generation are both set; leave one of them out."
+            )
         # As in TRL: a generation is steps_per_generation micro-batches of each process.
         rows = args.per_device_train_batch_size * self.world_size
         if args.generation_batch_size is None:
-            args.steps_per_generation = args.steps_per_generation or args.gradient_accumulation_steps
+            args.steps_per_generation = (
+                args.steps_per_generation or args.gradient_accumulation_steps
+            )
             args.generation_batch_size = rows * args.steps_per_generation
         elif args.generation_batch_size % rows:
             raise GruppoError(f"""generation_batch_size={args.generation_batch_size} is no multiple of the {rows} rows

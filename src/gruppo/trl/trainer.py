@@ -48,7 +48,15 @@ METRICS = {
     "tools/call_frequency": "tools/calls_mean",
 }
 """Metrics under TRL's names, for ``state.log_history`` and ``on_log``."""
-EVENTS = ("on_init_end", "on_train_begin", "on_train_end", "on_step_end", "on_log", "on_evaluate", "on_save")
+EVENTS = (
+    "on_init_end",
+    "on_train_begin",
+    "on_train_end",
+    "on_step_end",
+    "on_log",
+    "on_evaluate",
+    "on_save",
+)
 """Methods of transformers' callbacks that are called; at the end of a step, which is a generation and its updates."""
 
 
@@ -95,13 +103,23 @@ class GRPOTrainer:
         values = rollout_func, quantization_config, any(optimizers)
         for (name, near), value in zip(unsupported.items(), values, strict=True):
             if value:
-                raise GruppoError(f"{type(self).__name__}({name}=...) has no counterpart in gruppo: {near}.")
-        source = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
+                raise GruppoError(
+                    f"{type(self).__name__}({name}=...) has no counterpart in gruppo: {near}."
+                )
+        source = (
+            model
+            if isinstance(model, str)
+            else getattr(getattr(model, "config", None), "_name_or_path", "")
+        )
         if args is None:
             name = f"{(source or 'model').rstrip('/').split('/')[-1]}-{self.kind}"
             args = DEFAULTS[self.kind](output_dir=name)
-        if train_dataset is None and (environment_factory is None or isinstance(environment_factory, Mapping)):
-            raise GruppoError("train_dataset is missing; it needs a Dataset, or a list of rows, with a column prompt.")
+        if train_dataset is None and (
+            environment_factory is None or isinstance(environment_factory, Mapping)
+        ):
+            raise GruppoError(
+                "train_dataset is missing; it needs a Dataset, or a list of rows, with a column prompt."
+            )
         if environment_factory is not None:
             train_dataset = _prompted(train_dataset, args)
             eval_dataset = None if eval_dataset is None else _prompted(eval_dataset, args)
@@ -109,35 +127,58 @@ class GRPOTrainer:
             text = "eval_dataset is a dict of data sets; it needs one of them. trainer.evaluate takes others."
             raise GruppoError(text)
         self.args, self.callbacks = args, list(callbacks or ())
-        self.train_dataset, self.eval_dataset, self.processing_class = train_dataset, eval_dataset, processing_class
+        self.train_dataset, self.eval_dataset, self.processing_class = (
+            train_dataset,
+            eval_dataset,
+            processing_class,
+        )
         self.output_dir = Path(getattr(args, "output_dir", None) or "trainer_output")
         rows = len(train_dataset) if hasattr(train_dataset, "__len__") else 0
         strategy = getattr(args, "eval_strategy", "no")
         evaluates = eval_dataset is not None and getattr(strategy, "value", strategy) != "no"
         settings, notes = translated(args, self.kind, rows=rows, has_evaluation=evaluates)
         if not rows and not getattr(args, "max_steps", -1) > 0:
-            raise GruppoError("train_dataset has no length, so its epochs are not known. Set max_steps.")
+            raise GruppoError(
+                "train_dataset has no length, so its epochs are not known. Set max_steps."
+            )
         settings |= _adapter(peft_config, source, notes)
         environment = environment_factory
         if isinstance(environment, Mapping):  # by the data's column environment
-            environment = {name: EnvironmentClass(one, step_is_tool=True) for name, one in environment.items()}
+            environment = {
+                name: EnvironmentClass(one, step_is_tool=True) for name, one in environment.items()
+            }
         elif environment is not None:
             environment = EnvironmentClass(environment, step_is_tool=True)
         if tools or environment:
             # As in TRL: calls are made one after another without a deadline, and results are not cut.
-            longest, calls = args.max_completion_length, getattr(args, "max_tool_calling_iterations", None)
+            longest, calls = (
+                args.max_completion_length,
+                getattr(args, "max_tool_calling_iterations", None),
+            )
             settings |= {"environment.max_reply_tokens": longest, "environment.timeout_s": None}
             settings["environment.turns"] = longest if calls is None else calls + 1
             settings["environment.tools"] = tuple(map(name_of, tools or ()))
             if environment_factory is not None:
                 has_step = hasattr(environment_factory, "step")
-                settings["environment.kind"] = IN_MEMORY if has_step else name_of(environment_factory)
+                settings["environment.kind"] = (
+                    IN_MEMORY if has_step else name_of(environment_factory)
+                )
             meaning = "tokens that the policy writes in a conversation; there those of results too"
             notes.append(f"max_completion_length: {meaning}")
         policy = self._opened(model, settings, notes)
-        self.rewards = [] if reward_funcs is None and environment else _rewards(reward_funcs, reward_processing_classes)
+        self.rewards = (
+            []
+            if reward_funcs is None and environment
+            else _rewards(reward_funcs, reward_processing_classes)
+        )
         self.parts = Parts.of(
-            policy, train_dataset, self.rewards, environment, tools or None, engine=None, validation=eval_dataset
+            policy,
+            train_dataset,
+            self.rewards,
+            environment,
+            tools or None,
+            engine=None,
+            validation=eval_dataset,
         )
         settings |= {
             "model": source if policy is None else IN_MEMORY,
@@ -176,7 +217,9 @@ class GRPOTrainer:
         """The ``gruppo.Trainer``; opened at its first use."""
         if self._trainer is None:
             name = api.new_name(RUN, self.output_dir)
-            self._trainer = api.Trainer.open(replace(self.config, name=name), self.parts, callbacks=[_Hooks(self)])
+            self._trainer = api.Trainer.open(
+                replace(self.config, name=name), self.parts, callbacks=[_Hooks(self)]
+            )
             self._call("on_init_end")
         return self._trainer
 
@@ -190,7 +233,10 @@ class GRPOTrainer:
         if resume_from_checkpoint:
             path = Path(str(resume_from_checkpoint))
             if resume_from_checkpoint is True:
-                runs = sorted(self.output_dir.glob(f"{RUN}-*/config.json"), key=lambda file: file.stat().st_mtime)
+                runs = sorted(
+                    self.output_dir.glob(f"{RUN}-*/config.json"),
+                    key=lambda file: file.stat().st_mtime,
+                )
                 if not runs:
                     text = f"{self.output_dir} has no run to resume; call train() without resume_from_checkpoint."
                     raise GruppoError(text)
@@ -203,7 +249,10 @@ class GRPOTrainer:
             api.finish(result, show=False)
             self._call("on_train_end")
         losses = [row["loss"] for row in self.state.log_history if "loss" in row]
-        metrics = {"train_runtime": time.perf_counter() - began, "total_tokens": float(result.tokens)}
+        metrics = {
+            "train_runtime": time.perf_counter() - began,
+            "total_tokens": float(result.tokens),
+        }
         loss = sum(losses) / len(losses) if losses else float("nan")
         return TrainOutput(self.state.global_step, loss, metrics | {"train_loss": loss})
 
@@ -216,7 +265,11 @@ class GRPOTrainer:
             return self._metrics(self.run.evaluate())
         source = open_source(data, seed=self.config.seed, held_out_fraction=0.0).only_held_out()
         # A prompt that does not fit into the context is left out, as from a run's own held-out prompts.
-        held_out = [p for p in source.held_out(len(data)) if run.policy.check_prompt(p, run.sampling) is None]
+        held_out = [
+            p
+            for p in source.held_out(len(data))
+            if run.policy.check_prompt(p, run.sampling) is None
+        ]
         with run.stopper.listening(), whole_weights(run.policy, engine=run.config.engine.kind):
             done, _rows = evaluate(run, held_out)
         return self._evaluated(done)
@@ -225,14 +278,20 @@ class GRPOTrainer:
         """Write the model as it is now, and its tokenizer, to a folder for transformers (an adapter: for peft)."""
         folder, policy = Path(output_dir or self.output_dir), self.run.policy
         folder.mkdir(parents=True, exist_ok=True)
-        read = dict(policy.module.named_parameters()) if policy.saves_base else policy.checkpoint_weights()
+        read = (
+            dict(policy.module.named_parameters())
+            if policy.saves_base
+            else policy.checkpoint_weights()
+        )
         # Every rank takes part in gathering sharded parameters; one of them writes.
         with whole_parameters(policy.module, folder, read), dist.fail_together():
             if not dist.is_main():
                 return
             with tempfile.TemporaryDirectory(dir=folder, prefix=".save-") as temporary:
                 policy.save_with_origin(Path(temporary))
-                for file in Path(temporary).iterdir():  # each replaced as a whole, beside what else the folder has
+                for file in Path(
+                    temporary
+                ).iterdir():  # each replaced as a whole, beside what else the folder has
                     file.replace(folder / file.name)
 
     def push_to_hub(
@@ -249,9 +308,15 @@ class GRPOTrainer:
         """
         from gruppo.export import create_repository, upload, write_card
 
-        private, token = getattr(self.args, "hub_private_repo", None), token or getattr(self.args, "hub_token", None)
+        private, token = (
+            getattr(self.args, "hub_private_repo", None),
+            token or getattr(self.args, "hub_token", None),
+        )
         revision = revision or getattr(self.args, "hub_revision", None)
-        name, address = getattr(self.args, "hub_model_id", None) or self.output_dir.resolve().name, ""
+        name, address = (
+            getattr(self.args, "hub_model_id", None) or self.output_dir.resolve().name,
+            "",
+        )
         run = self.run.folder
         with dist.fail_together():
             if dist.is_main():
@@ -262,13 +327,21 @@ class GRPOTrainer:
             with dist.fail_together():
                 if dist.is_main():
                     write_card(folder, run, is_online=True)
-                    address = upload(folder, self.hub_model_id, message=commit_message, token=token, revision=revision)
+                    address = upload(
+                        folder,
+                        self.hub_model_id,
+                        message=commit_message,
+                        token=token,
+                        revision=revision,
+                    )
         return dist.all_gather(address.encode())[0].decode()  # only the first rank knows it
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback of transformers, an object or a class."""
         if self._trainer is not None:
-            raise GruppoError("add_callback comes after the run was opened; add callbacks before train and evaluate.")
+            raise GruppoError(
+                "add_callback comes after the run was opened; add callbacks before train and evaluate."
+            )
         callback = callback() if isinstance(callback, type) else callback
         _check_callback(callback)
         self.callbacks.append(callback)
@@ -291,13 +364,19 @@ class GRPOTrainer:
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
         if "quantization_config" in kwargs:
             raise refusal("model_init_kwargs", kwargs, "no quantized training")
-        if (dtype := str(kwargs.pop("dtype", kwargs.pop("torch_dtype", "auto"))).removeprefix("torch.")) != "auto":
+        if (
+            dtype := str(kwargs.pop("dtype", kwargs.pop("torch_dtype", "auto"))).removeprefix(
+                "torch."
+            )
+        ) != "auto":
             if dtype not in ("float32", "bfloat16"):
                 raise refusal("model_init_kwargs", {"dtype": dtype}, "float32 or bfloat16")
             if settings["compute"] == "auto":
                 settings["compute"] = dtype
             if dtype == "bfloat16":
-                notes.append("dtype=bfloat16 is what forward and backward compute in; the weights are kept in float32")
+                notes.append(
+                    "dtype=bfloat16 is what forward and backward compute in; the weights are kept in float32"
+                )
         for name in ("attn_implementation", "device_map", "use_cache"):
             if name in kwargs:
                 notes.append(f"model_init_kwargs: {name}={kwargs.pop(name)!r} is not used")
@@ -309,7 +388,9 @@ class GRPOTrainer:
             from transformers import AutoModelForCausalLM
 
             trusted = settings["trust_remote_code"]
-            module = AutoModelForCausalLM.from_pretrained(model, trust_remote_code=trusted, **kwargs)
+            module = AutoModelForCausalLM.from_pretrained(
+                model, trust_remote_code=trusted, **kwargs
+            )
         else:
             return None
         if type(module).__name__.startswith("Peft"):
@@ -366,12 +447,16 @@ class _Hooks(Callback):
         if calls := metrics.get("tools/calls_count"):
             failed = metrics["tools/failed_count"] + metrics["tools/timeout_count"]
             named["tools/failure_frequency"] = failed / calls
-        named |= {f"rewards/{name}/mean": metrics[f"reward/{name}/mean"] for name in run.rewards.names}
+        named |= {
+            f"rewards/{name}/mean": metrics[f"reward/{name}/mean"] for name in run.rewards.names
+        }
         state.log_history.append(named | {"epoch": state.epoch, "step": state.global_step})
         owner.control.should_save = owner.control.should_evaluate = False
         owner._call("on_step_end")
         owner._call("on_log", logs=dict(named))
-        if owner.control.should_save:  # requests of the callbacks, beside what --saving.every and so on do
+        if (
+            owner.control.should_save
+        ):  # requests of the callbacks, beside what --saving.every and so on do
             trainer.save()
             owner._call("on_save")
         if owner.control.should_evaluate:
@@ -386,7 +471,10 @@ class _Hooks(Callback):
         return {"log_history": self.owner.state.log_history, "step": self.owner.state.global_step}
 
     def load_state_dict(self, state: Any) -> None:
-        self.owner.state.log_history, self.owner.state.global_step = list(state["log_history"]), int(state["step"])
+        self.owner.state.log_history, self.owner.state.global_step = (
+            list(state["log_history"]),
+            int(state["step"]),
+        )
 
 
 def _check_callback(callback: Any) -> None:
@@ -396,7 +484,9 @@ def _check_callback(callback: Any) -> None:
     if not isinstance(callback, TrainerCallback):
         text = f"the callback {callback!r:.80} is no TrainerCallback of transformers; pass an object of one."
         raise GruppoError(text)
-    for name in (name for name in dir(TrainerCallback) if name.startswith("on_") and name not in EVENTS):
+    for name in (
+        name for name in dir(TrainerCallback) if name.startswith("on_") and name not in EVENTS
+    ):
         if getattr(type(callback), name, None) is not getattr(TrainerCallback, name):
             raise GruppoError(f"""{type(callback).__name__}.{name} would never be called: gruppo calls
                 {", ".join(EVENTS)}. Move it there, or write a gruppo.Callback for gruppo.Trainer.""")
@@ -407,7 +497,9 @@ def _prompted(data: Any, args: Any) -> Any:
     empty = [{"role": "user", "content": ""}]
     if data is None:
         return [{"prompt": empty}] * (args.generation_batch_size // args.num_generations)
-    columns = getattr(data, "column_names", None) or (list(data[0]) if isinstance(data, list) and data else ["prompt"])
+    columns = getattr(data, "column_names", None) or (
+        list(data[0]) if isinstance(data, list) and data else ["prompt"]
+    )
     return data if "prompt" in columns else [{"prompt": empty, **row} for row in data]
 
 
@@ -417,11 +509,17 @@ def _rewards(reward_funcs: Any, tokenizers: Any) -> list[Any]:
         text = "reward_funcs is missing; it needs a function, the name of a reward model, or a list of them."
         raise GruppoError(text)
     functions = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-    tokenizers = tokenizers if isinstance(tokenizers, list | tuple) else [tokenizers] * len(functions)
+    tokenizers = (
+        tokenizers if isinstance(tokenizers, list | tuple) else [tokenizers] * len(functions)
+    )
     opened = []
     for function, tokenizer in zip(functions, tokenizers, strict=True):
         if isinstance(function, str) or hasattr(function, "state_dict"):
-            name = function if isinstance(function, str) else getattr(function.config, "_name_or_path", "reward_model")
+            name = (
+                function
+                if isinstance(function, str)
+                else getattr(function.config, "_name_or_path", "reward_model")
+            )
             if tokenizer is None and not isinstance(function, str):
                 from transformers import AutoTokenizer
 
@@ -441,18 +539,32 @@ def _adapter(config: Any, source: str, notes: list[str]) -> dict[str, Any]:
     from transformers import AutoConfig
 
     if type(config) is not LoraConfig:
-        raise GruppoError(f"peft_config is a {type(config).__name__}; gruppo trains LoRA. Pass a LoraConfig.")
-    default, known = LoraConfig(), {"r", "lora_alpha", "target_modules", "task_type", "base_model_name_or_path"}
-    known |= {"inference_mode", "peft_version", "revision", "auto_mapping"}  # which change nothing that is trained
+        raise GruppoError(
+            f"peft_config is a {type(config).__name__}; gruppo trains LoRA. Pass a LoraConfig."
+        )
+    default, known = (
+        LoraConfig(),
+        {"r", "lora_alpha", "target_modules", "task_type", "base_model_name_or_path"},
+    )
+    known |= {
+        "inference_mode",
+        "peft_version",
+        "revision",
+        "auto_mapping",
+    }  # which change nothing that is trained
     for name, value in vars(config).items():
         if name not in known and value != getattr(default, name, value):
-            raise GruppoError(f"peft_config: {name}={value!r:.60} has no counterpart in gruppo. Leave it out.")
+            raise GruppoError(
+                f"peft_config: {name}={value!r:.60} has no counterpart in gruppo. Leave it out."
+            )
     targets = config.target_modules
     if targets is None:  # peft's own choice for the model, such as q_proj and v_proj
         targets = USUAL.get(AutoConfig.from_pretrained(source).model_type) if source else None
         if targets is None:
             notes.append("peft_config: target_modules=None adapts all linear layers but the head")
     if isinstance(targets, str) and targets != "all-linear":
-        raise GruppoError(f"peft_config: target_modules={targets!r} is a pattern; it needs a list of names of layers.")
+        raise GruppoError(
+            f"peft_config: target_modules={targets!r} is a pattern; it needs a list of names of layers."
+        )
     named = () if targets is None or isinstance(targets, str) else tuple(sorted(targets))
     return {"lora.rank": config.r, "lora.alpha": float(config.lora_alpha), "lora.targets": named}

@@ -82,7 +82,9 @@ def refusal(name: str, value: Any, why: str = "") -> GruppoError:
     return GruppoError(f"{text}{f' ({why})' if why else ''}. Leave {name} out.")
 
 
-def translated(args: Any, kind: str, *, rows: int, has_evaluation: bool) -> tuple[dict[str, Any], list[str]]:
+def translated(
+    args: Any, kind: str, *, rows: int, has_evaluation: bool
+) -> tuple[dict[str, Any], list[str]]:
     """Settings of gruppo by dotted name, and what differs in meaning.
 
     ``rows``: prompts of the training data, which ``num_train_epochs`` counts.
@@ -100,7 +102,9 @@ def translated(args: Any, kind: str, *, rows: int, has_evaluation: bool) -> tupl
     if decay not in DECAYS:
         raise refusal("lr_scheduler_type", decay, f"it needs one of {', '.join(DECAYS)}")
     if decay == "cosine_with_min_lr":
-        last = kwargs.pop("min_lr_rate", None) or kwargs.pop("min_lr", 0.0) / (of("learning_rate") or 1.0)
+        last = kwargs.pop("min_lr_rate", None) or kwargs.pop("min_lr", 0.0) / (
+            of("learning_rate") or 1.0
+        )
     if kwargs:
         raise refusal("lr_scheduler_kwargs", kwargs)
     settings |= _steps(of, rows, notes, has_evaluation=has_evaluation)
@@ -126,15 +130,23 @@ def translated(args: Any, kind: str, *, rows: int, has_evaluation: bool) -> tupl
             near = "vLLM runs in servers of its own: gruppo serve MODEL, vllm_mode='server'"
             raise refusal("vllm_mode", of("vllm_mode"), near)
         notes.append("vLLM servers are started with gruppo serve in place of trl vllm-serve")
-        url = of("vllm_server_base_url") or f"http://{of('vllm_server_host')}:{of('vllm_server_port')}"
-        settings |= {"engine.kind": "vllm", "engine.urls": (url.replace("//0.0.0.0", "//127.0.0.1"),)}
+        url = (
+            of("vllm_server_base_url")
+            or f"http://{of('vllm_server_host')}:{of('vllm_server_port')}"
+        )
+        settings |= {
+            "engine.kind": "vllm",
+            "engine.urls": (url.replace("//0.0.0.0", "//127.0.0.1"),),
+        }
     # RLOO of TRL corrects for no sampler, and its config has none of these arguments.
     if of("use_vllm") and kind == "GRPO" and of("vllm_importance_sampling_correction"):
         level, _, correction = of("vllm_importance_sampling_mode").partition("_")
         high = of("vllm_importance_sampling_cap") or of("vllm_importance_sampling_clip_max")
         settings |= {"objective.correction": correction, "objective.correction_level": level}
         settings["objective.correction_low"] = float(of("vllm_importance_sampling_clip_min") or 0.0)
-        settings["objective.correction_high"] = 1e6 if high is None else float(high)  # 1e6: no bound in practice
+        settings["objective.correction_high"] = (
+            1e6 if high is None else float(high)
+        )  # 1e6: no bound in practice
     if not str(of("optim")).startswith("adamw_torch"):
         raise refusal("optim", of("optim"))
     trackers = of("report_to") or []
@@ -143,7 +155,9 @@ def translated(args: Any, kind: str, *, rows: int, has_evaluation: bool) -> tupl
         raise refusal("report_to", unknown[0], f"it needs one of {', '.join(TRACKERS)} or none")
     settings["track"] = tuple(one for one in trackers if one in TRACKERS)
     if has_evaluation:
-        notes.append("evaluation is greedy, one completion a prompt, and before and after training too")
+        notes.append(
+            "evaluation is greedy, one completion a prompt, and before and after training too"
+        )
     if of("data_seed") is not None or of("shuffle_dataset") is not True:
         raise refusal("data_seed" if of("shuffle_dataset") else "shuffle_dataset", of("data_seed"))
     return settings, notes
@@ -157,7 +171,11 @@ def _direct(of: Callable[[str], Any], names: dict[str, Any], notes: list[str]) -
             raise refusal(name, of(name))
     direct = [name for name in DIRECT if name in names and name not in TRANSLATED]
     for name in direct:
-        remark = next(option.remark for option in peer_options.lookup("trl", name) if option.ours == DIRECT[name])
+        remark = next(
+            option.remark
+            for option in peer_options.lookup("trl", name)
+            if option.ours == DIRECT[name]
+        )
         if remark and of(name) != names[name]:
             notes.append(f"{name}: {remark}")
     settings = {DIRECT[name]: of(name) for name in direct}
@@ -166,7 +184,9 @@ def _direct(of: Callable[[str], Any], names: dict[str, Any], notes: list[str]) -
     return settings
 
 
-def _steps(of: Callable[[str], Any], rows: int, notes: list[str], *, has_evaluation: bool) -> dict[str, Any]:
+def _steps(
+    of: Callable[[str], Any], rows: int, notes: list[str], *, has_evaluation: bool
+) -> dict[str, Any]:
     """Batches, and what is counted in steps: of a generation and its updates here, of the optimizer in TRL."""
     # A step here is a generation; there it is an optimizer step, of which a generation has `updates`.
     generated, accumulated = of("steps_per_generation"), of("gradient_accumulation_steps")
@@ -179,7 +199,9 @@ def _steps(of: Callable[[str], Any], rows: int, notes: list[str], *, has_evaluat
     updates = minibatches * of("num_iterations")
     per_epoch = max(rows // groups, 1)
     is_limited = of("max_steps") > 0  # -1 there: by epochs
-    steps = math.ceil(of("max_steps") / updates if is_limited else of("num_train_epochs") * per_epoch)
+    steps = math.ceil(
+        of("max_steps") / updates if is_limited else of("num_train_epochs") * per_epoch
+    )
 
     def in_steps(name: str) -> int:
         """A count of optimizer steps, or a fraction of all of them, in steps of ours."""
@@ -187,12 +209,22 @@ def _steps(of: Callable[[str], Any], rows: int, notes: list[str], *, has_evaluat
         return max(1, round(value * steps) if 0 < value < 1 else math.ceil(value / updates))
 
     def every(strategy: str, name: str) -> int:
-        return in_steps(name) if of(strategy) == "steps" else per_epoch if of(strategy) == "epoch" else 0
+        return (
+            in_steps(name)
+            if of(strategy) == "steps"
+            else per_epoch
+            if of(strategy) == "epoch"
+            else 0
+        )
 
     if of("save_strategy") not in ("no", "steps", "epoch"):
-        raise refusal("save_strategy", of("save_strategy"), "the best weights are kept with back_off__metric")
+        raise refusal(
+            "save_strategy", of("save_strategy"), "the best weights are kept with back_off__metric"
+        )
     # As in transformers, eval_steps is logging_steps where it is not set.
-    evaluated = every("eval_strategy", "logging_steps" if of("eval_steps") is None else "eval_steps")
+    evaluated = every(
+        "eval_strategy", "logging_steps" if of("eval_steps") is None else "eval_steps"
+    )
     settings: dict[str, Any] = {
         "steps": steps,
         "rollout.prompts": groups,
@@ -202,16 +234,23 @@ def _steps(of: Callable[[str], Any], rows: int, notes: list[str], *, has_evaluat
         "evaluation.every": evaluated if has_evaluation else 0,
     }
     if of("sync_ref_model"):
-        settings |= {"reference.kind": "mixed", "reference.update_rate": of("ref_model_mixup_alpha")}
+        settings |= {
+            "reference.kind": "mixed",
+            "reference.update_rate": of("ref_model_mixup_alpha"),
+        }
         settings["reference.update_every"] = math.ceil(of("ref_model_sync_steps") / updates)
     if updates > 1:
         names = "max_steps, warmup_steps, save_steps, eval_steps and the learning rate go by"
-        notes.append(f"a step here is a generation and its {updates} optimizer steps: {names} {steps} such steps")
+        notes.append(
+            f"a step here is a generation and its {updates} optimizer steps: {names} {steps} such steps"
+        )
     if minibatches > 1:
         text = "a loss that is averaged over tokens is averaged over those of each optimizer step"
         notes.append(f"{text}, there of the generation")
     if of("warmup_steps"):
-        notes.append("the warmup ends at the full learning rate, there one step later: its first step is not 0")
+        notes.append(
+            "the warmup ends at the full learning rate, there one step later: its first step is not 0"
+        )
     return settings
 
 
@@ -219,12 +258,18 @@ def _objective(of: Callable[[str], Any], kind: str, notes: list[str]) -> dict[st
     """The objective, the KL and the entropy bonus."""
     beta = float(of("beta"))
     if kind == "RLOO":
-        if of("num_iterations") > 1 or of("steps_per_generation") > of("gradient_accumulation_steps"):
+        if of("num_iterations") > 1 or of("steps_per_generation") > of(
+            "gradient_accumulation_steps"
+        ):
             name = "num_iterations" if of("num_iterations") > 1 else "steps_per_generation"
-            raise refusal(name, of(name), "RLOO takes one optimizer step per generation, with a ratio of 1")
+            raise refusal(
+                name, of(name), "RLOO takes one optimizer step per generation, with a ratio of 1"
+            )
         own: dict[str, Any] = {"kl": "k1", "kl_in": "reward"} if beta else {}
         preset = serialization.to_dict(Config(objective=PRESETS["rloo"]))["objective"]
-        return {f"objective.{name}": value for name, value in (preset | own).items()} | {"stage.kl_coef": beta}
+        return {f"objective.{name}": value for name, value in (preset | own).items()} | {
+            "stage.kl_coef": beta
+        }
     loss, rules = of("loss_type"), peer_options.TABLE["rules"]
     choices = {value: dict(conditions) for value, conditions in rules["trl_loss_type"]}
     # over one micro-batch per update on one process, its tokens are those of the update
@@ -238,8 +283,13 @@ def _objective(of: Callable[[str], Any], kind: str, notes: list[str]) -> dict[st
     scales = [value for value, _ in rules["trl_scale_rewards"]]
     if of("scale_rewards") not in scales:
         raise refusal("scale_rewards", of("scale_rewards"), f"it needs one of {', '.join(scales)}")
-    low, high = float(of("epsilon")), float(of("epsilon") if of("epsilon_high") is None else of("epsilon_high"))
-    if loss == "cispo":  # TRL's epsilon_high is the cap itself, ours the distance from 1; a low bound of 1 never acts
+    low, high = (
+        float(of("epsilon")),
+        float(of("epsilon") if of("epsilon_high") is None else of("epsilon_high")),
+    )
+    if (
+        loss == "cispo"
+    ):  # TRL's epsilon_high is the cap itself, ours the distance from 1; a low bound of 1 never acts
         if high <= 1:
             raise GruppoError(f"""loss_type='cispo' caps the ratio at epsilon_high, which is {high:g}: on-policy rows
                 would learn with {high:g} of their gradient, as in TRL. Set epsilon_high=5.0 (MiniMax-M1).""")
@@ -257,10 +307,16 @@ def _objective(of: Callable[[str], Any], kind: str, notes: list[str]) -> dict[st
     entropy: Any = float(of("entropy_coef"))
     if of("use_adaptive_entropy"):
         entropy = f"adaptive:{entropy:g},target={of('entropy_target'):g},delta={of('entropy_coef_delta'):g}"
-        notes.append("use_adaptive_entropy: the coefficient has no upper bound; there entropy_coef_max")
+        notes.append(
+            "use_adaptive_entropy: the coefficient has no upper bound; there entropy_coef_max"
+        )
     if entropy:
-        notes.append("entropy_coef: averaged like the loss; there over the tokens of each micro-batch")
+        notes.append(
+            "entropy_coef: averaged like the loss; there over the tokens of each micro-batch"
+        )
     if of("multi_objective_aggregation") == "normalize_then_sum" and of("scale_rewards") != "group":
-        notes.append("scale_rewards applies to each reward; there it is ignored with normalize_then_sum")
+        notes.append(
+            "scale_rewards applies to each reward; there it is ignored with normalize_then_sum"
+        )
     settings = {f"objective.{name}": value for name, value in objective.items()}
     return settings | {"stage.kl_coef": beta, "stage.entropy_coef": entropy}

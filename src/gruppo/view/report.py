@@ -28,7 +28,9 @@ PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 
 def content_security_policy(*, connect: str, images: str) -> str:
     """Content security policy: no code, style or request but the page's own, whatever a completion contains."""
-    contents = (re.findall(f"<{tag}>(.*?)</{tag}>", PAGE, re.DOTALL)[0] for tag in ("script", "style"))
+    contents = (
+        re.findall(f"<{tag}>(.*?)</{tag}>", PAGE, re.DOTALL)[0] for tag in ("script", "style")
+    )
     digests = (hashlib.sha256(content.encode()).digest() for content in contents)
     script, style = (f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
     return (
@@ -41,7 +43,9 @@ def write_report(folders: Sequence[str | Path], path: Path | None = None) -> Pat
     """Write the page of runs as one file, by default ``report.html`` in the folder of a single run, and return it."""
     runs = open_runs([str(folder) for folder in folders])
     path = path or (runs[0].path if len(runs) == 1 else Path()) / "report.html"
-    content = json.dumps({"made": time.time(), "runs": [_embedded(run, MAX_BYTES // len(runs)) for run in runs]})
+    content = json.dumps(
+        {"made": time.time(), "runs": [_embedded(run, MAX_BYTES // len(runs)) for run in runs]}
+    )
     data = base64.b64encode(gzip.compress(content.encode(), 6, mtime=0)).decode()
     title = html.escape(", ".join(run.name for run in runs))
     text = PAGE.replace("<title>gruppo</title>", f"<title>{title}</title>", 1)
@@ -50,7 +54,9 @@ def write_report(folders: Sequence[str | Path], path: Path | None = None) -> Pat
     text = text.replace("<script>", block, 1)
     # In a meta element, as a file has no server to send a header.
     rule = content_security_policy(connect="'none'", images="data: blob:")
-    text = text.replace("<head>", f'<head><meta http-equiv="Content-Security-Policy" content="{rule}">', 1)
+    text = text.replace(
+        "<head>", f'<head><meta http-equiv="Content-Security-Policy" content="{rule}">', 1
+    )
     replace_file(path, text)
     return path
 
@@ -64,21 +70,32 @@ def _embedded(run: RunView, max_bytes: int) -> dict[str, Any]:
         if source == "completions":
             every = max(math.ceil(sum(file.stat().st_size for file in run.files()) / max_bytes), 1)
             if every > 1:
-                notices.append(f"This report has the completions of one step in {every}: gruppo view shows all.")
+                notices.append(
+                    f"This report has the completions of one step in {every}: gruppo view shows all."
+                )
         while True:
             text, first = run.rows(source, before, every=every, last=state["last"])
             if first is None:
                 break
             if source == "samples" and size > max_bytes:  # also holds each row whose reward failed
-                notices.append(f"This report has the samples from step {before} on: gruppo view shows all.")
+                notices.append(
+                    f"This report has the samples from step {before} on: gruppo view shows all."
+                )
                 break
             chunks.append((first, text.decode("utf-8", "replace")))
             before, size = first, size + len(text)
         rows[source] = chunks
     images, sheets = dict[str, str](), state["sheets"]
-    every = max(math.ceil(sum((run.path / FOLDER / name).stat().st_size for name in sheets) / max_bytes), 1)
+    every = max(
+        math.ceil(sum((run.path / FOLDER / name).stat().st_size for name in sheets) / max_bytes), 1
+    )
     for name in sheets[::-every]:  # from the newest, which is always among them
         with suppress(GruppoError):  # no PNG
             images[name] = base64.b64encode(run.image(name)).decode()
     state = state | {"notices": notices}
-    return {"state": state, "metrics": run.metrics()[0].decode("utf-8", "replace"), "rows": rows, "images": images}
+    return {
+        "state": state,
+        "metrics": run.metrics()[0].decode("utf-8", "replace"),
+        "rows": rows,
+        "images": images,
+    }

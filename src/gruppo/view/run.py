@@ -43,8 +43,17 @@ class RunView:
     def state(self) -> dict[str, Any]:
         """All but metrics and completions. ``version`` changes with it."""
         with self._lock:  # requests come in threads of their own
-            files = ["config.json", "manifest.json", "metrics.jsonl", "samples.jsonl", "evaluations.json", "final"]
-            stamp = tuple(_stamp(path) for path in [*(self.path / name for name in files), *self.files()[-1:]])
+            files = [
+                "config.json",
+                "manifest.json",
+                "metrics.jsonl",
+                "samples.jsonl",
+                "evaluations.json",
+                "final",
+            ]
+            stamp = tuple(
+                _stamp(path) for path in [*(self.path / name for name in files), *self.files()[-1:]]
+            )
             began = time.monotonic()
             if not self._state or (stamp != self._stamp and began >= self._not_before):
                 self._stamp, self._state = stamp, {"version": hash(stamp), **self._describe()}
@@ -67,28 +76,50 @@ class RunView:
         try:
             diagnosed = diagnose(record.read(self.path))
             rows, doctor = diagnosed.run.rows, diagnosed.to_dict()
-        except Exception as error:  # also what a damaged or older folder provokes; the rest of the page is shown
+        except (
+            Exception
+        ) as error:  # also what a damaged or older folder provokes; the rest of the page is shown
             rows, unreadable = readable_rows(self.path / "metrics.jsonl")
-            doctor = {"error": str(error) if isinstance(error, GruppoError) else f"{type(error).__name__}: {error}"}
-            notices += [f"{unreadable} lines of metrics.jsonl cannot be read and are left out."] if unreadable else []
+            doctor = {
+                "error": str(error)
+                if isinstance(error, GruppoError)
+                else f"{type(error).__name__}: {error}"
+            }
+            notices += (
+                [f"{unreadable} lines of metrics.jsonl cannot be read and are left out."]
+                if unreadable
+                else []
+            )
         if not (self.path / "config.json").is_file():
             notices.append("The folder has no config.json: it is incomplete, or not of a run.")
         if not rows:
             notices.append("No step has been logged yet.")
         files, texts = self.files(), ("config.json", "metrics.jsonl")
-        sheets = [path.name for path in (self.path / FOLDER).glob("*.png") if _SHEET.fullmatch(path.name)]
+        sheets = [
+            path.name for path in (self.path / FOLDER).glob("*.png") if _SHEET.fullmatch(path.name)
+        ]
         if rows and not files:
-            notices.append("completions/ is empty, so only the samples that the run has shown are listed.")
+            notices.append(
+                "completions/ is empty, so only the samples that the run has shown are listed."
+            )
         # Lists of pairs: the lines of a panel have an order, which a JSON object does not promise.
-        panels = [vars(p) | {"metrics": [*p.metrics.items()], "points": [*p.points.items()]} for p in panels_of(rows)]
+        panels = [
+            vars(p) | {"metrics": [*p.metrics.items()], "points": [*p.points.items()]}
+            for p in panels_of(rows)
+        ]
         return {
             "name": self.name,
             "path": str(self.path.absolute()),
             "last": max((row["step"] for row in rows), default=0),
             "written": max(_stamp(self.path / name)[0] for name in texts) / 1e9,
             "is_complete": (self.path / "final").is_dir(),
-            "sources": [*(["completions"] if files else []), *(["samples"] if self.files("samples") else [])],
-            "sheets": sorted(sheets, key=lambda name: (len(name), name)),  # steps may have more digits than six
+            "sources": [
+                *(["completions"] if files else []),
+                *(["samples"] if self.files("samples") else []),
+            ],
+            "sheets": sorted(
+                sheets, key=lambda name: (len(name), name)
+            ),  # steps may have more digits than six
             "starts": list(stage_starts(self.path, rows).items()),
             "panels": panels,
             "doctor": to_json(doctor),
@@ -110,12 +141,18 @@ class RunView:
     def files(self, source: str = "completions") -> list[Path]:
         """Files of rows in the order of their steps."""
         if source == "samples":
-            return [path for path in [self.path / "samples.jsonl"] if path.is_file() and path.stat().st_size]
+            return [
+                path
+                for path in [self.path / "samples.jsonl"]
+                if path.is_file() and path.stat().st_size
+            ]
         paths = self.path.glob("completions/*")
         found = [(int(match[1]), path) for path in paths if (match := _FILE.fullmatch(path.name))]
         return [path for _, path in sorted(found)]
 
-    def rows(self, source: str, before: int, *, every: int = 1, last: int = 0) -> tuple[bytes, int | None]:
+    def rows(
+        self, source: str, before: int, *, every: int = 1, last: int = 0
+    ) -> tuple[bytes, int | None]:
         """JSON lines of whole steps before ``before``, and the first of these steps; None if there is none.
 
         They are the newest that ``CHUNK_BYTES`` holds, and at least one.
@@ -127,8 +164,12 @@ class RunView:
         for path in reversed(self.files(source)):
             start = int(match[1]) if (match := _FILE.fullmatch(path.name)) else 0
             # Most files of a sparse report hold none of its steps, and are not unpacked.
-            may_have_it = every == 1 or any((last - step) % every == 0 for step in range(start, start + STEPS_PER_FILE))
-            for step, text in reversed(_steps(path, _stamp(path)) if start < before and may_have_it else ()):
+            may_have_it = every == 1 or any(
+                (last - step) % every == 0 for step in range(start, start + STEPS_PER_FILE)
+            )
+            for step, text in reversed(
+                _steps(path, _stamp(path)) if start < before and may_have_it else ()
+            ):
                 if step >= before or (last - step) % every:
                     continue
                 if first is not None and size + len(text) > CHUNK_BYTES:
@@ -157,7 +198,10 @@ def open_runs(folders: Sequence[str]) -> list[RunView]:
             check_is_run(path)
         check_links(path)
     names = [path.absolute().name for path in paths]
-    names = [name if names.count(name) == 1 else str(path) for path, name in zip(paths, names, strict=True)]
+    names = [
+        name if names.count(name) == 1 else str(path)
+        for path, name in zip(paths, names, strict=True)
+    ]
     return list(map(RunView, paths, names))
 
 
@@ -193,7 +237,11 @@ def _stamp(path: Path | int) -> tuple[int, int, int]:
 def _steps(path: Path, stamp: tuple[int, int, int]) -> list[tuple[int, bytes]]:
     """The lines of each step in a file, in order; lines that do not begin with a step are left out."""
     try:
-        lines = read_completions(path)[0] if path.suffix == ".gz" else path.read_bytes().splitlines(keepends=True)
+        lines = (
+            read_completions(path)[0]
+            if path.suffix == ".gz"
+            else path.read_bytes().splitlines(keepends=True)
+        )
     except OSError:
         return []
     by_step: dict[int, list[bytes]] = {}

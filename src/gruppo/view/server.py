@@ -39,7 +39,9 @@ class ViewServer(socketserver.ThreadingTCPServer):
         except (OSError, OverflowError) as error:
             is_taken = getattr(error, "errno", None) == errno.EADDRINUSE
             problem = "is in use" if is_taken else f"cannot be listened on ({error})"
-            raise GruppoError(f"port {port} {problem}. Choose another --port, or --port 0 for any free one.") from None
+            raise GruppoError(
+                f"port {port} {problem}. Choose another --port, or --port 0 for any free one."
+            ) from None
         self.address = f"http://{HOST}:{self.server_address[1]}/#{self.token}"
 
     # --- what is served: each returns a content type, a content and headers ---
@@ -50,11 +52,15 @@ class ViewServer(socketserver.ThreadingTCPServer):
         found = {"version": version, "runs": states} if version != known else {}
         return "application/json", json.dumps(found).encode(), {}
 
-    def metrics(self, run: str = "", version: str = "", start: str = "0") -> tuple[str, bytes, dict[str, str]]:
+    def metrics(
+        self, run: str = "", version: str = "", start: str = "0"
+    ) -> tuple[str, bytes, dict[str, str]]:
         content, now = self.runs[int(run)].metrics(version, int(start))
         return "text/plain", content, {"X-Version": now}
 
-    def rows(self, run: str = "", source: str = "", before: str = "") -> tuple[str, bytes, dict[str, str]]:
+    def rows(
+        self, run: str = "", source: str = "", before: str = ""
+    ) -> tuple[str, bytes, dict[str, str]]:
         content, first = self.runs[int(run)].rows(source, int(before))
         return "text/plain", content, {"X-First": "" if first is None else str(first)}
 
@@ -71,13 +77,17 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path, _, query = self.path.partition("?")
         token = self.headers.get("Authorization", "").removeprefix("Bearer ").encode()
-        answers = {name: getattr(self.server, name) for name in ("state", "metrics", "rows", "image")}
+        answers = {
+            name: getattr(self.server, name) for name in ("state", "metrics", "rows", "image")
+        }
         status, kind, content, headers = 200, "text/plain", b"", dict[str, str]()
         if re.sub(r":\d*$", "", self.headers.get("Host", "")).lower() not in NAMES:
             status, content = 403, b"This server answers to 127.0.0.1 and localhost only."
         elif path == "/":
             kind, content = "text/html", PAGE.encode()
-        elif not hmac.compare_digest(token, self.server.token.encode()):  # in the same time for every wrong token
+        elif not hmac.compare_digest(
+            token, self.server.token.encode()
+        ):  # in the same time for every wrong token
             status, content = 401, b"The token is missing or wrong."
         elif path[1:] not in answers:
             status, content = 404, b"There is no such page."

@@ -15,7 +15,10 @@ from gruppo.types import GruppoError, Prompt
 
 def demonstrations_of(n=3):
     pictures = torch.rand(n, *SHAPE, generator=torch.Generator().manual_seed(0))
-    return [replace(prompt, target=picture) for prompt, picture in zip(prompts(*range(n)), pictures, strict=True)]
+    return [
+        replace(prompt, target=picture)
+        for prompt, picture in zip(prompts(*range(n)), pictures, strict=True)
+    ]
 
 
 def doubled(**changes):
@@ -33,7 +36,9 @@ def test_a_demonstration_is_a_picture_and_nothing_that_was_sampled(make):
     policy = make().policy
     assert "demonstrations" in policy.supports
     demos = policy.demonstrations(demonstrations_of(), seed=0)
-    torch.testing.assert_close(demos.actions[:, 0], 2 * torch.stack([p.target for p in demonstrations_of()]) - 1)
+    torch.testing.assert_close(
+        demos.actions[:, 0], 2 * torch.stack([p.target for p in demonstrations_of()]) - 1
+    )
     assert demos.mask.tolist() == [[True]] * 3 and demos.lengths.tolist() == [1] * 3
     assert not demos.sampler_logprobs.any() and demos.group_ids.tolist() == [0, 1, 2]
     micro_batches = policy.micro_batches(demos, demos.mask, 2)
@@ -62,14 +67,18 @@ def test_the_loss_by_hand_from_the_raw_network(predicts, schedule):
         x = (alpha * x0 + sigma * e).float().double()
         prediction = policy.module(x[None], demos.per_row["level"][n : n + 1], torch.tensor([n]))[0]
         truth = {"noise": e, "x0": x0, "v": alpha * e - sigma * x0, "velocity": e - x0}[predicts]
-        torch.testing.assert_close(got[n, 0], (prediction - truth).square().mean(), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(
+            got[n, 0], (prediction - truth).square().mean(), rtol=1e-9, atol=1e-12
+        )
 
 
 def test_the_clean_weighting_is_1_over_sigma_squared_and_a_twentieth():
     plain, weighted = (doubled(weighting=name) for name in ("uniform", "clean"))
     demos = plain.demonstrations(demonstrations_of(), seed=0)
     sigma = demos.per_row["level"]
-    torch.testing.assert_close(loss_of(weighted, demos), loss_of(plain, demos) / (sigma[:, None] ** 2 + 0.05))
+    torch.testing.assert_close(
+        loss_of(weighted, demos), loss_of(plain, demos) / (sigma[:, None] ** 2 + 0.05)
+    )
 
 
 def test_the_output_is_the_network_s_picture():
@@ -78,7 +87,11 @@ def test_the_output_is_the_network_s_picture():
     likelihood = policy.likelihood(demos, whole(demos), outputs=("output",))
     t = demos.per_row["level"]
     at = t.reshape(-1, 1, 1, 1)
-    x = ((1 - at) * demos.actions[:, 0].double() + at * demos.per_row["first"].double()).float().double()
+    x = (
+        ((1 - at) * demos.actions[:, 0].double() + at * demos.per_row["first"].double())
+        .float()
+        .double()
+    )
     v = policy.module(x, t, torch.arange(3))
     torch.testing.assert_close(likelihood.output[:, 0], x - at * v, rtol=1e-9, atol=1e-9)
 
@@ -90,7 +103,9 @@ def test_level_and_noise_hang_on_seed_and_draw_alone():
     turned = policy.demonstrations(demonstrations_of()[::-1], seed=5)
     for name in ("first", "level"):
         assert torch.equal(demos.per_row[name], turned.per_row[name].flip(0))
-        assert not torch.equal(demos.per_row[name], policy.demonstrations(demonstrations_of(), seed=6).per_row[name])
+        assert not torch.equal(
+            demos.per_row[name], policy.demonstrations(demonstrations_of(), seed=6).per_row[name]
+        )
     generator = generator_at(5, "demonstration", 11)
     uniform = torch.rand(2, generator=generator, dtype=torch.float64)[0]
     assert float(demos.per_row["level"][1]) == 1 - float(uniform)
@@ -102,7 +117,11 @@ def test_levels_are_spread_over_the_whole_path():
     for schedule, largest in ((FlowSchedule(), 1), (DiffusionSchedule("cosine"), 999)):
         policy = denoiser(schedule=schedule, predicts="v")
         level = policy.demonstrations(many, seed=0).per_row["level"] / largest
-        assert abs(float(level.mean()) - 0.5) < 0.05 and float(level.min()) < 0.01 and float(level.max()) > 0.99
+        assert (
+            abs(float(level.mean()) - 0.5) < 0.05
+            and float(level.min()) < 0.01
+            and float(level.max()) > 0.99
+        )
 
 
 @pytest.mark.silent_bug(36)
@@ -115,7 +134,11 @@ def test_a_share_of_the_demonstrations_is_asked_for_nothing():
     assert not denoiser().demonstrations(many, seed=0).per_row["dropped"].any()
     t = demos.per_row["level"]
     at = t.reshape(-1, 1, 1, 1)
-    x = ((1 - at) * demos.actions[:, 0].double() + at * demos.per_row["first"].double()).float().double()
+    x = (
+        ((1 - at) * demos.actions[:, 0].double() + at * demos.per_row["first"].double())
+        .float()
+        .double()
+    )
     prediction = policy.module(x, t, torch.where(dropped, 3, 1))
     by_hand = (prediction + 1).square().flatten(1).mean(1)
     torch.testing.assert_close(loss_of(policy, demos)[:, 0], by_hand, rtol=1e-9, atol=1e-9)
@@ -128,7 +151,9 @@ def test_micro_batches_and_company_change_no_loss_and_no_gradient():
     for budget in (1, 2, 99):
         policy.module.zero_grad()
         for micro_batch in policy.micro_batches(demos, demos.mask, budget):
-            policy.supervised_loss(demos.take(micro_batch.rows), policy.likelihood(demos, micro_batch)).sum().backward()
+            policy.supervised_loss(
+                demos.take(micro_batch.rows), policy.likelihood(demos, micro_batch)
+            ).sum().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in policy.module.parameters()]))
     assert gradients[0].norm() > 0
     for gradient in gradients[1:]:

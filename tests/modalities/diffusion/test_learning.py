@@ -36,7 +36,10 @@ class Classes:
 
     def take(self, n: int) -> list[Prompt]:
         self.taken += n
-        return [Prompt(f"class {draw % 3}", draw % 3, draw=draw) for draw in range(self.taken - n, self.taken)]
+        return [
+            Prompt(f"class {draw % 3}", draw % 3, draw=draw)
+            for draw in range(self.taken - n, self.taken)
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         return {"taken": self.taken}
@@ -84,7 +87,11 @@ def steps(run, sampling, count):
 @pytest.mark.silent_bug(2)
 def test_branched_groups_make_pictures_brighter():
     fake = ddpm()
-    metrics = steps(run_of(fake, replace(GRPO, clip_unit="nats", clip_low=1.0, clip_high=1.0)), fake.sampling, 12)
+    metrics = steps(
+        run_of(fake, replace(GRPO, clip_unit="nats", clip_low=1.0, clip_high=1.0)),
+        fake.sampling,
+        12,
+    )
     assert metrics[-1]["reward/mean"] > metrics[0]["reward/mean"] + 0.2
     assert all(step["ratio/max"] == pytest.approx(1, abs=1e-3) for step in metrics)
     assert max(step["mismatch/max_nats"] for step in metrics) <= 1e-5 * 32
@@ -93,7 +100,9 @@ def test_branched_groups_make_pictures_brighter():
 def test_several_updates_of_one_batch_move_the_ratio_and_the_clip_stops_them():
     fake = ancestral()
     metrics = steps(
-        run_of(fake, replace(GRPO, clip_unit="nats", clip_low=0.1, clip_high=0.1), epochs=4), fake.sampling, 2
+        run_of(fake, replace(GRPO, clip_unit="nats", clip_low=0.1, clip_high=0.1), epochs=4),
+        fake.sampling,
+        2,
     )
     assert metrics[1]["ratio/max"] > 1.1 and metrics[1]["clip/high_frac"] > 0
 
@@ -111,10 +120,14 @@ def test_the_trainer_s_gradient_of_demonstrations_is_that_of_their_mean_loss():
     policy = denoiser(dropped=0.2)
     policy.module.double()
     pictures = torch.rand(7, *SHAPE, generator=torch.Generator().manual_seed(0))
-    demos = policy.demonstrations([Prompt(f"{n}", n % 3, pictures[n], draw=n) for n in range(7)], seed=0)
+    demos = policy.demonstrations(
+        [Prompt(f"{n}", n % 3, pictures[n], draw=n) for n in range(7)], seed=0
+    )
     gradients = []
     for budget in (1, 3, 99):
-        config = Config(optim=OptimConfig(token_budget=budget), stage=Stage(rl_coef=0.0, sup_coef=1.0))
+        config = Config(
+            optim=OptimConfig(token_budget=budget), stage=Stage(rl_coef=0.0, sup_coef=1.0)
+        )
         parts: dict[str, Any] = {"engine": None, "source": None, "rewards": None, "optimizer": None}
         policy.module.zero_grad()
         backward(Run(config, policy, **parts), unsampled(demos), step_params_at(config, 0))

@@ -44,14 +44,19 @@ def case_of(make) -> Case:
     reference, critic = ReferenceModel(fake.policy), SharedCritic(fake.policy)
     disturb(reference.module, 0.01)
     disturb(critic.module, 0.3)
-    return Case(fake.policy, reference, critic, batch_of(fake.policy, reference, rollouts, torch.float64))
+    return Case(
+        fake.policy, reference, critic, batch_of(fake.policy, reference, rollouts, torch.float64)
+    )
 
 
 # Presets differ in weights and surrogates, denoisers in steps, masks and guidance: each with one of the other kind.
 PAIRS = [(PRESETS[name], FAKES[n % len(FAKES)]) for n, name in enumerate(PRESETS)]
 
 
-@pytest.fixture(params=PAIRS, ids=[f"{name}-{make.__name__}" for name, (_, make) in zip(PRESETS, PAIRS, strict=True)])
+@pytest.fixture(
+    params=PAIRS,
+    ids=[f"{name}-{make.__name__}" for name, (_, make) in zip(PRESETS, PAIRS, strict=True)],
+)
 def pair(request):
     return request.param
 
@@ -69,7 +74,9 @@ def objective(pair):
 def cuts(case: Case, budget: int) -> list[int]:
     return [
         len(micro_batch.rows)
-        for micro_batch in case.policy.micro_batches(case.batch.rollouts, case.batch.loss_mask, budget)
+        for micro_batch in case.policy.micro_batches(
+            case.batch.rollouts, case.batch.loss_mask, budget
+        )
     ]
 
 
@@ -82,7 +89,9 @@ def cost(case: Case) -> int:
 def micro_batches(case: Case, objective) -> Iterator[Variant]:
     """Rows and, where the objective does not need them whole, columns."""
     row = cost(case)
-    budgets = [row, 2 * row + 1, 4 * row] if objective.needs_whole_rows else [1, 3, row, 2 * row + 1]
+    budgets = (
+        [row, 2 * row + 1, 4 * row] if objective.needs_whole_rows else [1, 3, row, 2 * row + 1]
+    )
     stored, fresh = case.batch, replace(case.batch, ref=None)
     return (Variant(batch, case.policy, budget) for budget in budgets for batch in (stored, fresh))
 
@@ -113,13 +122,18 @@ def test_a_sequence_s_ratio_is_refused_where_columns_are_cut():
 @pytest.mark.silent_bug(24)
 def test_the_order_of_rows_changes_no_gradient(case, objective):
     orders = torch.arange(9).flip(0), torch.tensor([5, 0, 8, 3, 1, 7, 2, 6, 4])
-    unchanged(case, objective, (Variant(case.batch.take(order), case.policy, 60) for order in orders))
+    unchanged(
+        case, objective, (Variant(case.batch.take(order), case.policy, 60) for order in orders)
+    )
 
 
 @pytest.mark.silent_bug(4)
 def test_more_columns_change_no_gradient(case, objective):
     wide = widened(case.batch, 3)
-    variants_ = (Variant(wide, case.policy, 2 * cost(case)), Variant(wide, variants.undivided(case.policy)))
+    variants_ = (
+        Variant(wide, case.policy, 2 * cost(case)),
+        Variant(wide, variants.undivided(case.policy)),
+    )
     unchanged(case, objective, variants_)
 
 
@@ -127,10 +141,16 @@ def test_more_columns_change_no_gradient(case, objective):
 def test_what_stands_in_masked_slots_changes_no_gradient(case, objective):
     """Numbers of actions that are not learned from are 1e6 and NaN; so are states that no kept step touches."""
     filled = variants.spoiled(case.batch)
-    unchanged(case, objective, (Variant(filled, case.policy, 60), Variant(filled, variants.undivided(case.policy))))
+    unchanged(
+        case,
+        objective,
+        (Variant(filled, case.policy, 60), Variant(filled, variants.undivided(case.policy))),
+    )
     rollouts = filled.rollouts
     mask = rollouts.mask
-    touched = mask | torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)  # reached, or stepped from
+    touched = mask | torch.cat(
+        [mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1
+    )  # reached, or stepped from
     states = torch.where(touched[..., None, None, None], rollouts.actions, torch.nan)
     junk = replace(filled, rollouts=replace(rollouts, actions=states))
     unchanged(case, objective, [Variant(junk, case.policy, 60)])
@@ -143,12 +163,18 @@ def test_rows_that_are_not_learned_from_change_no_gradient(case, objective):
     loss_mask = both.loss_mask.clone()
     loss_mask[9:] = False
     company = variants.spoiled(replace(both, loss_mask=loss_mask))
-    unchanged(case, objective, (Variant(company, case.policy, 60), Variant(company, variants.undivided(case.policy))))
+    unchanged(
+        case,
+        objective,
+        (Variant(company, case.policy, 60), Variant(company, variants.undivided(case.policy))),
+    )
 
 
 @pytest.mark.silent_bug(2)
 def test_on_the_policy_s_own_samples_every_surrogate_has_the_gradient_of_reinforce(case, objective):
-    advantages = torch.linspace(-1, 1.1, 9, dtype=torch.float64)[:, None].expand_as(case.batch.advantages)
+    advantages = torch.linspace(-1, 1.1, 9, dtype=torch.float64)[:, None].expand_as(
+        case.batch.advantages
+    )
     batch = replace(case.batch, advantages=advantages, old_logprobs=None, returns=None)
     plainly = replace(objective, surrogate="reinforce", ratio="token", dual_clip=0.0)
     got, stats = learned(case, objective, Variant(batch, case.policy), POLICY_ALONE)
@@ -192,5 +218,7 @@ def widened(batch: Batch, more: int) -> Batch:
         return torch.cat([x, x.new_zeros(x.shape[0], more, *x.shape[2:])], dim=1)
 
     names = ("actions", "mask", "policy_version")
-    rollouts = replace(batch.rollouts, **{name: wider(getattr(batch.rollouts, name)) for name in names})
+    rollouts = replace(
+        batch.rollouts, **{name: wider(getattr(batch.rollouts, name)) for name in names}
+    )
     return changed(batch, wider, rollouts=rollouts, loss_mask=wider(batch.loss_mask))

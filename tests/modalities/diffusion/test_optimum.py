@@ -40,7 +40,9 @@ def test_the_kl_regularised_policy_gradient_ends_at_its_closed_form():
     """
     policy = DenoiserPolicy(OnePicture(), (DIMS,))
     reference, start = ReferenceModel(policy), policy.module.x0.detach().clone()
-    sampled = policy.sample([Request(Prompt("a", None), 2 * DIMS)], DiffusionSampling(max_actions=2), seed=0)
+    sampled = policy.sample(
+        [Request(Prompt("a", None), 2 * DIMS)], DiffusionSampling(max_actions=2), seed=0
+    )
     corners = torch.cat([torch.eye(DIMS), -torch.eye(DIMS)]).double() * DIMS**0.5
     objective = replace(GRPO, kl="exact", average="sequence_sum", clip_low=1.0, clip_high=9.0)
     optimizer = torch.optim.SGD(policy.module.parameters(), lr=1.0)
@@ -55,7 +57,9 @@ def test_the_kl_regularised_policy_gradient_ends_at_its_closed_form():
             rollouts.mask / len(states),
             ref=reference.likelihood(rollouts, micro_batch, outputs=("gaussian",)),
         )
-        terms, _ = policy_loss(policy.likelihood(rollouts, micro_batch, outputs=("gaussian",)), inputs, objective)
+        terms, _ = policy_loss(
+            policy.likelihood(rollouts, micro_batch, outputs=("gaussian",)), inputs, objective
+        )
         optimizer.zero_grad()
         (terms["policy"] + BETA * terms["kl"]).backward()
         optimizer.step()
@@ -78,7 +82,9 @@ def test_the_same_with_samples_that_are_drawn():
         ref = reference.likelihood(rollouts, micro_batch, outputs=("gaussian",))
         advantages = (rewards - rewards.mean())[:, None].expand(-1, 2)
         inputs = LossInputs(advantages, rollouts.mask, rollouts.mask / len(rewards), ref=ref)
-        terms, _ = policy_loss(policy.likelihood(rollouts, micro_batch, outputs=("gaussian",)), inputs, objective)
+        terms, _ = policy_loss(
+            policy.likelihood(rollouts, micro_batch, outputs=("gaussian",)), inputs, objective
+        )
         optimizer.zero_grad()
         (terms["policy"] + BETA * terms["kl"]).backward()
         optimizer.step()

@@ -25,12 +25,22 @@ from gruppo.types import GruppoError, MicroBatch, Prompt, Request
 
 diffusers = pytest.importorskip("diffusers")
 
-from gruppo.modalities.diffusion import DiffusersPolicy, PipelineSettings, add_adapter, load_diffusers  # noqa: E402
+from gruppo.modalities.diffusion import (
+    DiffusersPolicy,
+    PipelineSettings,
+    add_adapter,
+    load_diffusers,
+)  # noqa: E402
 
 ALL = 10**9
 CAPTIONS = ("a seven", "an eight in the snow", "")
 WORDS = {"<|startoftext|>": 0, "<|endoftext|>": 1, "!": 2}
-BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
+BETAS = {
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+    "steps_offset": 1,
+}
 
 
 # --- tiny pipelines, shaped as those of diffusers' own tests ----------------------------------------------------------
@@ -41,7 +51,8 @@ def clip_tokenizer() -> Any:
 
     letters = "abcdefghijklmnopqrstuvwxyz0123456789.,'-"
     words = WORDS | {
-        word: n + len(WORDS) for n, word in enumerate([*letters, *(f"{letter}</w>" for letter in letters)])
+        word: n + len(WORDS)
+        for n, word in enumerate([*letters, *(f"{letter}</w>" for letter in letters)])
     }
     return CLIPTokenizer(vocab=words, merges=[], model_max_length=77)
 
@@ -49,7 +60,12 @@ def clip_tokenizer() -> Any:
 def clip_config(**changes: Any) -> Any:
     from transformers import CLIPTextConfig
 
-    sizes = {"hidden_size": 32, "intermediate_size": 37, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 37,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     tokens = {"vocab_size": 100, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
     return CLIPTextConfig(**sizes, **tokens, projection_dim=32, hidden_act="gelu", **changes)
 
@@ -58,13 +74,18 @@ def t5_tokenizer() -> Any:
     from transformers import T5Tokenizer
 
     micro_batches = ["<pad>", "</s>", "<unk>", "▁", *"abcdefghijklmnopqrstuvwxyz"]
-    return T5Tokenizer(vocab=[(micro_batch, -float(n > 2)) for n, micro_batch in enumerate(micro_batches)], extra_ids=0)
+    return T5Tokenizer(
+        vocab=[(micro_batch, -float(n > 2)) for n, micro_batch in enumerate(micro_batches)],
+        extra_ids=0,
+    )
 
 
 def t5_encoder(width: int) -> Any:
     from transformers import T5Config, T5EncoderModel
 
-    return T5EncoderModel(T5Config(vocab_size=50, d_model=width, d_kv=8, d_ff=37, num_layers=1, num_heads=4))
+    return T5EncoderModel(
+        T5Config(vocab_size=50, d_model=width, d_kv=8, d_ff=37, num_layers=1, num_heads=4)
+    )
 
 
 def vae_of(channels: int, **changes: Any) -> Any:
@@ -114,7 +135,9 @@ def sd15(**scheduler: Any) -> Any:
 
 def sd15_v() -> Any:
     """v predicted, from noise alone on: as Stable Diffusion 2.1, with zero SNR."""
-    return sd15(prediction_type="v_prediction", rescale_betas_zero_snr=True, timestep_spacing="trailing")
+    return sd15(
+        prediction_type="v_prediction", rescale_betas_zero_snr=True, timestep_spacing="trailing"
+    )
 
 
 def sdxl() -> Any:
@@ -183,7 +206,13 @@ def flux(*, is_told: bool = True) -> Any:
             guidance_embeds=is_told,
         ),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
-        vae=vae_of(4, shift_factor=0.0609, scaling_factor=1.5035, use_quant_conv=False, use_post_quant_conv=False),
+        vae=vae_of(
+            4,
+            shift_factor=0.0609,
+            scaling_factor=1.5035,
+            use_quant_conv=False,
+            use_post_quant_conv=False,
+        ),
         text_encoder=CLIPTextModel(clip_config()),
         text_encoder_2=t5_encoder(32),
         tokenizer=clip_tokenizer(),
@@ -261,12 +290,18 @@ def weights_of(module):
 
 
 def changed_of(before, module):
-    return {name for name, tensor in module.state_dict().items() if not torch.equal(tensor, before[name])}
+    return {
+        name
+        for name, tensor in module.state_dict().items()
+        if not torch.equal(tensor, before[name])
+    }
 
 
 def learned(fake, rollouts, *, steps=3, rate=3e-3):
     """A few steps up the log-prob of the first samples and down that of the others."""
-    optimizer = torch.optim.AdamW([p for p in fake.policy.module.parameters() if p.requires_grad], lr=rate)
+    optimizer = torch.optim.AdamW(
+        [p for p in fake.policy.module.parameters() if p.requires_grad], lr=rate
+    )
     signs = torch.where(torch.arange(len(rollouts)) % 2 == 0, 1.0, -1.0)[:, None]
     for _ in range(steps):
         optimizer.zero_grad()
@@ -302,11 +337,18 @@ def test_a_log_prob_is_that_of_torch_s_normal():
     fake = made(sd15)
     rollouts = sampled(fake)
     likelihood = fake.policy.likelihood(rollouts, whole(rollouts), outputs=("gaussian",))
-    std = likelihood.gaussian.std.reshape(*likelihood.gaussian.std.shape, 1, 1, 1).expand_as(likelihood.gaussian.mean)
-    by_hand = (
-        torch.distributions.Normal(likelihood.gaussian.mean, std).log_prob(rollouts.actions.double()).flatten(2).sum(-1)
+    std = likelihood.gaussian.std.reshape(*likelihood.gaussian.std.shape, 1, 1, 1).expand_as(
+        likelihood.gaussian.mean
     )
-    torch.testing.assert_close(likelihood.logprobs, torch.where(rollouts.mask, by_hand, 0), rtol=1e-12, atol=1e-9)
+    by_hand = (
+        torch.distributions.Normal(likelihood.gaussian.mean, std)
+        .log_prob(rollouts.actions.double())
+        .flatten(2)
+        .sum(-1)
+    )
+    torch.testing.assert_close(
+        likelihood.logprobs, torch.where(rollouts.mask, by_hand, 0), rtol=1e-12, atol=1e-9
+    )
 
 
 @pytest.mark.silent_bug(36)
@@ -314,17 +356,22 @@ def test_a_log_prob_is_that_of_torch_s_normal():
 def test_guidance_is_in_both_sides(make):
     fake = made(make)
     rollouts = sampled(fake)
-    unguided = replace(rollouts, per_row={**rollouts.per_row, "guidance": torch.ones(6, dtype=torch.float64)})
+    unguided = replace(
+        rollouts, per_row={**rollouts.per_row, "guidance": torch.ones(6, dtype=torch.float64)}
+    )
     apart = (logprobs_of(fake.policy, unguided) - rollouts.sampler_logprobs)[rollouts.mask].abs()
     captioned = rollouts.group_ids[:, None].expand_as(rollouts.mask)[rollouts.mask] < 2
     assert apart[captioned].max() > 1e-3
     if make is not sdxl:  # of which nothing is zeros, and not the caption ""
-        assert apart[~captioned].max() <= 1e-5 * fake.policy.dims, "without a caption guidance adds nothing"
+        assert apart[~captioned].max() <= 1e-5 * fake.policy.dims, (
+            "without a caption guidance adds nothing"
+        )
 
 
 @pytest.mark.silent_bug(36)
 @pytest.mark.parametrize(
-    ("make", "guided"), [(sd15, True), (sd15_v, False), (sdxl, False), (sdxl, True), (sd3, False), (flux, False)]
+    ("make", "guided"),
+    [(sd15, True), (sd15_v, False), (sdxl, False), (sdxl, True), (sd3, False), (flux, False)],
 )
 def test_the_ode_gives_the_latents_and_pictures_that_the_pipeline_itself_gives(make, guided):
     """Another road: the pipeline's own loop, its captions, its network's arguments, scheduler, guidance and VAE."""
@@ -335,8 +382,15 @@ def test_the_ode_gives_the_latents_and_pictures_that_the_pipeline_itself_gives(m
     ours = fake.policy.sample(requests(2, 1), sampling, seed=0)
     first = ours.per_row["first"]
     if make is sdxl:  # Euler's ODE has other numbers; the levels of noise are the same
-        pipeline.scheduler = diffusers.DDIMScheduler.from_config(pipeline.scheduler.config, clip_sample=False)
-    options = {"guidance_scale": 3.5 if make is flux else guidance, "num_inference_steps": 4, "height": 16, "width": 16}
+        pipeline.scheduler = diffusers.DDIMScheduler.from_config(
+            pipeline.scheduler.config, clip_sample=False
+        )
+    options = {
+        "guidance_scale": 3.5 if make is flux else guidance,
+        "num_inference_steps": 4,
+        "height": 16,
+        "width": 16,
+    }
     if make in (sd3, flux):
         options["max_sequence_length"] = 6
     if make is flux:
@@ -346,7 +400,9 @@ def test_the_ode_gives_the_latents_and_pictures_that_the_pipeline_itself_gives(m
     pictures = pipeline(captions, latents=first, output_type="pt", **options).images
     if make is flux:
         latents = pipeline._unpack_latents(latents, 16, 16, pipeline.vae_scale_factor)
-    torch.testing.assert_close(ours.actions[:, -1], latents, rtol=0, atol=2e-5 * float(latents.abs().max()))
+    torch.testing.assert_close(
+        ours.actions[:, -1], latents, rtol=0, atol=2e-5 * float(latents.abs().max())
+    )
     seen = torch.stack(ours.completions)
     assert (seen - pictures).abs().max() <= 0.5 / 255 + 1e-4 and seen.std() > 0.01
 
@@ -387,7 +443,9 @@ def test_an_euler_step_is_the_scheduler_s_own(make, changes):
     pipeline = make()
     pipeline.scheduler = scheduler = diffusers.FlowMatchEulerDiscreteScheduler(**changes)
     schedule = DiffusersPolicy(pipeline, SIZE).denoiser.schedule
-    pipeline("a seven", num_inference_steps=5, height=16, width=16, output_type="latent")  # it sets its scheduler
+    pipeline(
+        "a seven", num_inference_steps=5, height=16, width=16, output_type="latent"
+    )  # it sets its scheduler
     sigmas = schedule.times(5)
     torch.testing.assert_close(sigmas.float(), scheduler.sigmas, rtol=0, atol=1e-6)
     scheduler.set_timesteps(5, mu=0.7)
@@ -395,9 +453,13 @@ def test_an_euler_step_is_the_scheduler_s_own(make, changes):
     generator = torch.Generator().manual_seed(0)
     x, prediction = torch.randn(2, 1, 4, 8, 8, generator=generator)
     for n, t in enumerate(scheduler.timesteps):
-        step = StepLevels(*schedule.level(sigmas[n : n + 1]), *schedule.level(sigmas[n + 1 : n + 2]))
+        step = StepLevels(
+            *schedule.level(sigmas[n : n + 1]), *schedule.level(sigmas[n + 1 : n + 2])
+        )
         ours = ode(x, *split_prediction(x, prediction, step, "velocity"), step).mean
-        torch.testing.assert_close(ours.float(), scheduler.step(prediction, t, x).prev_sample, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            ours.float(), scheduler.step(prediction, t, x).prev_sample, rtol=1e-5, atol=1e-5
+        )
 
 
 # --- captions and pictures --------------------------------------------------------------------------------------------
@@ -409,13 +471,18 @@ def test_a_caption_is_encoded_once_and_held_once_for_its_group(make, monkeypatch
     encoded = []
     encode = type(fake.policy.pipeline).encode_prompt
     monkeypatch.setattr(
-        type(fake.policy.pipeline), "encode_prompt", lambda *a, **k: (encoded.append(a[1]), encode(*a, **k))[1]
+        type(fake.policy.pipeline),
+        "encode_prompt",
+        lambda *a, **k: (encoded.append(a[1]), encode(*a, **k))[1],
     )
     rollouts = sampled(fake)
     sampled(fake)
     logprobs_of(fake.policy, rollouts)
     assert encoded == list(CAPTIONS[:2])  # "" when the policy was made
-    assert len(rollouts.shared["condition"]) == 3 and rollouts.shared["condition"].dtype == torch.float32
+    assert (
+        len(rollouts.shared["condition"]) == 3
+        and rollouts.shared["condition"].dtype == torch.float32
+    )
     assert not rollouts.shared["condition"].requires_grad
 
 
@@ -426,12 +493,16 @@ def test_encoders_and_vae_are_frozen_and_in_evaluation_mode(fake):
     for name, part in fake.policy.pipeline.components.items():
         if isinstance(part, torch.nn.Module):
             assert not part.training
-            assert all(p.requires_grad for p in part.parameters()) == (name == fake.policy.network_name)
+            assert all(p.requires_grad for p in part.parameters()) == (
+                name == fake.policy.network_name
+            )
 
 
 @BOTH
 def test_a_picture_is_the_same_in_any_company_and_in_8_bits(fake):
-    latents = torch.randn(3, *fake.policy.denoiser.shape, generator=torch.Generator().manual_seed(0))
+    latents = torch.randn(
+        3, *fake.policy.denoiser.shape, generator=torch.Generator().manual_seed(0)
+    )
     together = fake.policy.denoiser.codec.decode(latents)
     apart = torch.cat([fake.policy.denoiser.codec.decode(latent[None]) for latent in latents])
     assert torch.equal(together, apart) and together.shape == (3, 3, 16, 16)
@@ -450,10 +521,15 @@ def test_a_picture_becomes_the_latent_that_the_vae_gives(fake):
 
 def test_latents_are_scaled_by_each_channel_s_own_numbers_where_the_vae_has_them():
     pipeline = sdxl()
-    pipeline.vae = vae_of(4, latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[2.0, 1.0, 0.5, 4.0], scaling_factor=0.5)
+    pipeline.vae = vae_of(
+        4, latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[2.0, 1.0, 0.5, 4.0], scaling_factor=0.5
+    )
     codec = DiffusersPolicy(pipeline, SIZE).denoiser.codec
     latents = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
-    mean, std = (torch.tensor(n).view(1, 4, 1, 1) for n in (pipeline.vae.config.latents_mean, [2.0, 1.0, 0.5, 4.0]))
+    mean, std = (
+        torch.tensor(n).view(1, 4, 1, 1)
+        for n in (pipeline.vae.config.latents_mean, [2.0, 1.0, 0.5, 4.0])
+    )
     with torch.no_grad():
         theirs = pipeline.vae.decode(latents * std / 0.5 + mean).sample
     torch.testing.assert_close(codec.decode(latents), quantize((theirs + 1) / 2))
@@ -472,8 +548,12 @@ def test_a_few_steps_change_the_network_alone_and_raise_what_was_rewarded(make):
     }
     rollouts = sampled(fake)
     learned(fake, rollouts)
-    assert {name for name, (part, before) in parts.items() if changed_of(before, part)} == {fake.policy.network_name}
-    apart = (logprobs_of(fake.policy, rollouts) - rollouts.sampler_logprobs)[rollouts.mask.any(dim=1)]
+    assert {name for name, (part, before) in parts.items() if changed_of(before, part)} == {
+        fake.policy.network_name
+    }
+    apart = (logprobs_of(fake.policy, rollouts) - rollouts.sampler_logprobs)[
+        rollouts.mask.any(dim=1)
+    ]
     signs = torch.where(torch.arange(6) % 2 == 0, 1.0, -1.0)
     assert (apart.sum(1) * signs).sum() > 0.1
 
@@ -490,20 +570,30 @@ def test_a_few_steps_change_an_adapter_alone_and_without_it_the_base_is_there_to
     assert changed and changed <= {
         name.replace(".weight", ".default.weight") for name in adapter_weights(fake.policy.module)
     }
-    assert any(".lora_A." in name for name in changed) and any(".lora_B." in name for name in changed)
+    assert any(".lora_A." in name for name in changed) and any(
+        ".lora_B." in name for name in changed
+    )
     micro_batch, outputs = whole(rollouts), ("gaussian",)
     ours = fake.policy.likelihood(rollouts, micro_batch, outputs=outputs)
     with torch.no_grad():
         base = plain.policy.likelihood(rollouts, micro_batch, outputs=outputs)
-        reference = ReferenceModel(fake.policy, rule="adapter_off").likelihood(rollouts, micro_batch, outputs=outputs)
+        reference = ReferenceModel(fake.policy, rule="adapter_off").likelihood(
+            rollouts, micro_batch, outputs=outputs
+        )
         with without_adapter(fake.policy.module):
             off = fake.policy.likelihood(rollouts, micro_batch)
-    assert torch.equal(reference.logprobs, base.logprobs) and torch.equal(off.logprobs, base.logprobs)
+    assert torch.equal(reference.logprobs, base.logprobs) and torch.equal(
+        off.logprobs, base.logprobs
+    )
     assert torch.equal(reference.gaussian.mean, base.gaussian.mean)
-    kl = gaussian_kl(ours.gaussian.mean, ours.gaussian.std, reference.gaussian.mean, reference.gaussian.std)
+    kl = gaussian_kl(
+        ours.gaussian.mean, ours.gaussian.std, reference.gaussian.mean, reference.gaussian.std
+    )
     assert kl[rollouts.mask].min() > 0 and not base.logprobs.requires_grad
     mixed = ReferenceModel(fake.policy, rule="ema", rate=0.5, every=1)
-    torch.testing.assert_close(mixed.likelihood(rollouts, micro_batch).logprobs, ours.logprobs.detach(), rtol=0, atol=0)
+    torch.testing.assert_close(
+        mixed.likelihood(rollouts, micro_batch).logprobs, ours.logprobs.detach(), rtol=0, atol=0
+    )
 
 
 @BOTH
@@ -511,14 +601,19 @@ def test_it_learns_from_pictures_with_captions(make):
     """The loss is that of the raw network at the level and with the noise that the rollouts hold."""
     fake = made(make)
     picture = torch.rand(3, 16, 16, generator=torch.Generator().manual_seed(0))
-    prompts = [Prompt("a", "a seven", picture, draw=1), Prompt("b", "an eight", picture.flip(2), draw=2)]
+    prompts = [
+        Prompt("a", "a seven", picture, draw=1),
+        Prompt("b", "an eight", picture.flip(2), draw=2),
+    ]
     rollouts = fake.policy.demonstrations(prompts, seed=0)
     rollouts.per_row["dropped"][:] = torch.tensor([False, True])
     likelihood = fake.policy.likelihood(rollouts, whole(rollouts))
     loss = fake.policy.supervised_loss(rollouts, likelihood)
     latent, noise = rollouts.actions[:, 0], rollouts.per_row["first"]
     times = rollouts.per_row["level"]
-    alpha, sigma = (level.float().view(2, 1, 1, 1) for level in fake.policy.denoiser.schedule.level(times))
+    alpha, sigma = (
+        level.float().view(2, 1, 1, 1) for level in fake.policy.denoiser.schedule.level(times)
+    )
     x, t, truth = alpha * latent + sigma * noise, times.float(), noise
     pipeline = fake.policy.pipeline
     with torch.no_grad():
@@ -527,9 +622,16 @@ def test_it_learns_from_pictures_with_captions(make):
             prediction = pipeline.unet(x, t, hidden).sample
         else:
             hidden, _, pooled, _ = pipeline.encode_prompt(
-                ["a seven", ""], None, None, do_classifier_free_guidance=False, max_sequence_length=6
+                ["a seven", ""],
+                None,
+                None,
+                do_classifier_free_guidance=False,
+                max_sequence_length=6,
             )
-            prediction, truth = pipeline.transformer(x, hidden, pooled, 1000 * t).sample, noise - latent
+            prediction, truth = (
+                pipeline.transformer(x, hidden, pooled, 1000 * t).sample,
+                noise - latent,
+            )
     torch.testing.assert_close(
         loss[:, 0].float(), (prediction - truth).square().flatten(1).mean(1), rtol=1e-4, atol=1e-5
     )
@@ -559,7 +661,9 @@ def test_a_value_of_each_step_from_the_middle_of_the_network(fake):
     [(sdxl, False), (flux, False), (sd15, True), (sd3, True)],
     ids=lambda of: getattr(of, "__name__", f"lora={of}"),
 )
-def test_what_is_saved_opens_in_diffusers_and_here_and_gives_the_same_pictures(make, lora, tmp_path):
+def test_what_is_saved_opens_in_diffusers_and_here_and_gives_the_same_pictures(
+    make, lora, tmp_path
+):
     if lora:
         pytest.importorskip("peft")
     fake = made(make, lora=lora)
@@ -579,15 +683,24 @@ def test_what_is_saved_opens_in_diffusers_and_here_and_gives_the_same_pictures(m
     for policy in (DiffusersPolicy(pipeline, SIZE), load_diffusers(tmp_path)):
         if not lora:
             assert not changed_of(before, policy.module)
-        again = sampled(replace(fake, policy=policy))  # encoders from a file may sum in another order
+        again = sampled(
+            replace(fake, policy=policy)
+        )  # encoders from a file may sum in another order
         torch.testing.assert_close(again.actions, ours.actions, rtol=0, atol=1e-4 if lora else 2e-5)
-        assert (torch.stack(again.completions) - torch.stack(ours.completions)).abs().max() <= 1.01 / 255
+        assert (
+            torch.stack(again.completions) - torch.stack(ours.completions)
+        ).abs().max() <= 1.01 / 255
     assert json.loads((tmp_path / "gruppo.json").read_text())["size"] == [16, 16]
     if lora:  # the adapter alone, on the base
         base.load_lora_weights(tmp_path)
         base.set_progress_bar_config(disable=True)
         pipeline.set_progress_bar_config(disable=True)
-        options = {"latents": rollouts.per_row["first"][:1], "num_inference_steps": 3, "height": 16, "width": 16}
+        options = {
+            "latents": rollouts.per_row["first"][:1],
+            "num_inference_steps": 3,
+            "height": 16,
+            "width": 16,
+        }
         if make is flux:
             options["latents"] = base._pack_latents(options["latents"], 1, 4, 8, 8)
         first, second = (p("a seven", output_type="pt", **options).images for p in (base, pipeline))
@@ -608,12 +721,17 @@ def test_a_pipeline_without_one_of_its_encoders_is_opened_as_it_was_saved(tmp_pa
 
 def test_flux_is_told_its_guidance_and_has_no_other():
     fake = made(flux)
-    with pytest.raises(GruppoError, match=r"guidance=4 is classifier-free.*Set guidance 1, and .*embedded_guidance=4"):
+    with pytest.raises(
+        GruppoError,
+        match=r"guidance=4 is classifier-free.*Set guidance 1, and .*embedded_guidance=4",
+    ):
         fake.policy.check_sampling(replace(fake.sampling, guidance=4.0))
     other = copy.copy(SIZE)
     torch.manual_seed(0)
     unguided = DiffusersPolicy(flux(), replace(other, embedded_guidance=1.0))
-    assert not torch.equal(sampled(fake).actions, unguided.sample(requests(3, 2, 1), fake.sampling, seed=3).actions)
+    assert not torch.equal(
+        sampled(fake).actions, unguided.sample(requests(3, 2, 1), fake.sampling, seed=3).actions
+    )
     torch.manual_seed(0)
     schnell = DiffusersPolicy(flux(is_told=False), SIZE)
     assert math.isfinite(float(schnell.sample(requests(1), fake.sampling, seed=3).actions.sum()))
@@ -622,16 +740,46 @@ def test_flux_is_told_its_guidance_and_has_no_other():
 @pytest.mark.parametrize(
     ("refused", "says"),
     [
-        (lambda: DiffusersPolicy(object()), r"a object is not a pipeline that can be trained.*StableDiffusionPipeline"),
-        (lambda: DiffusersPolicy(sd15(), PipelineSettings(size=(15, 16))), r"size=15 x 16 .*multiples of 2"),
-        (lambda: DiffusersPolicy(flux(), PipelineSettings(size=(16, 18))), r"size=16 x 18 .*multiples of 4"),
-        (lambda: DiffusersPolicy(sd15(), replace(SIZE, dropped=1.0)), r"dropped=1.0 is out of the range"),
-        (lambda: made(sd15).policy.sample([Request(Prompt("a", 7), 1)], SAMPLINGS[sd15], seed=0), r"a int is no capt"),
-        (lambda: made(sd15).policy.check_sampling(DiffusionSampling(1.0, max_actions=2000)), r"2000 steps are more"),
-        (lambda: made(sd15).policy.check_sampling(SAMPLINGS[sd3]), r"transition='flow_sde' does not fit the diff"),
-        (lambda: add_adapter(made(sd15).policy, rank=2, alpha=2, targets=["to_kk"]), r"'to_kk'. Did you mean to_k"),
-        (lambda: add_adapter(made(sd15, lora=True).policy, rank=2, alpha=2), r"has an adapter already"),
-        (lambda: load_diffusers("/nowhere/at/all"), r"is no pipeline that diffusers opens.*model_index.json"),
+        (
+            lambda: DiffusersPolicy(object()),
+            r"a object is not a pipeline that can be trained.*StableDiffusionPipeline",
+        ),
+        (
+            lambda: DiffusersPolicy(sd15(), PipelineSettings(size=(15, 16))),
+            r"size=15 x 16 .*multiples of 2",
+        ),
+        (
+            lambda: DiffusersPolicy(flux(), PipelineSettings(size=(16, 18))),
+            r"size=16 x 18 .*multiples of 4",
+        ),
+        (
+            lambda: DiffusersPolicy(sd15(), replace(SIZE, dropped=1.0)),
+            r"dropped=1.0 is out of the range",
+        ),
+        (
+            lambda: made(sd15).policy.sample([Request(Prompt("a", 7), 1)], SAMPLINGS[sd15], seed=0),
+            r"a int is no capt",
+        ),
+        (
+            lambda: made(sd15).policy.check_sampling(DiffusionSampling(1.0, max_actions=2000)),
+            r"2000 steps are more",
+        ),
+        (
+            lambda: made(sd15).policy.check_sampling(SAMPLINGS[sd3]),
+            r"transition='flow_sde' does not fit the diff",
+        ),
+        (
+            lambda: add_adapter(made(sd15).policy, rank=2, alpha=2, targets=["to_kk"]),
+            r"'to_kk'. Did you mean to_k",
+        ),
+        (
+            lambda: add_adapter(made(sd15, lora=True).policy, rank=2, alpha=2),
+            r"has an adapter already",
+        ),
+        (
+            lambda: load_diffusers("/nowhere/at/all"),
+            r"is no pipeline that diffusers opens.*model_index.json",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_one_line(refused, says):
@@ -663,7 +811,9 @@ def test_a_file_of_settings_that_is_none_is_refused(tmp_path):
     made(sd15).policy.save(tmp_path)
     for text in ("{", '{"size": [16, 16], "colour": 1}'):
         (tmp_path / "gruppo.json").write_text(text)
-        with pytest.raises(GruppoError, match=r"gruppo.json holds no settings of a pipeline: .*Delete it"):
+        with pytest.raises(
+            GruppoError, match=r"gruppo.json holds no settings of a pipeline: .*Delete it"
+        ):
             load_diffusers(tmp_path)
 
 
@@ -671,7 +821,9 @@ def test_a_missing_extra_is_named_in_one_line(monkeypatch):
     pipeline = sd15()
     monkeypatch.setitem(__import__("sys").modules, "diffusers", None)
     for refused in (lambda: load_diffusers("somewhere"), lambda: DiffusersPolicy(pipeline, SIZE)):
-        with pytest.raises(GruppoError, match=r'needs the package "diffusers".*pip install .*\[diffusion\]"$'):
+        with pytest.raises(
+            GruppoError, match=r'needs the package "diffusers".*pip install .*\[diffusion\]"$'
+        ):
             refused()
 
 

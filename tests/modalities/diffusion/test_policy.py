@@ -75,7 +75,9 @@ def noise_of(policy, rollouts):
 def disturbed(policy, by=0.1):
     with torch.no_grad():
         for n, parameter in enumerate(policy.module.parameters()):
-            parameter.add_(by * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(n)))
+            parameter.add_(
+                by * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(n))
+            )
 
 
 # --- one distribution -------------------------------------------------------------------------------------------------
@@ -116,12 +118,18 @@ def test_a_log_prob_is_that_of_torch_s_normal_of_the_state_as_it_is_stored(fake)
     rollouts = sampled(fake)
     likelihood = fake.policy.likelihood(rollouts, whole(rollouts), outputs=("gaussian", "entropy"))
     assert rollouts.actions.dtype == torch.float32 and likelihood.logprobs.dtype == torch.float64
-    std = likelihood.gaussian.std.reshape(*likelihood.gaussian.std.shape, 1, 1, 1).expand_as(likelihood.gaussian.mean)
+    std = likelihood.gaussian.std.reshape(*likelihood.gaussian.std.shape, 1, 1, 1).expand_as(
+        likelihood.gaussian.mean
+    )
     normal = torch.distributions.Normal(likelihood.gaussian.mean, std)
     by_hand = normal.log_prob(rollouts.actions.double()).flatten(2).sum(-1)
     entropy = normal.entropy().flatten(2).sum(-1)
-    torch.testing.assert_close(likelihood.logprobs, torch.where(rollouts.mask, by_hand, 0), rtol=1e-12, atol=1e-9)
-    torch.testing.assert_close(likelihood.entropy, torch.where(rollouts.mask, entropy, 0), rtol=1e-12, atol=1e-9)
+    torch.testing.assert_close(
+        likelihood.logprobs, torch.where(rollouts.mask, by_hand, 0), rtol=1e-12, atol=1e-9
+    )
+    torch.testing.assert_close(
+        likelihood.entropy, torch.where(rollouts.mask, entropy, 0), rtol=1e-12, atol=1e-9
+    )
 
 
 @pytest.mark.silent_bug(35)
@@ -131,12 +139,17 @@ def test_a_flow_sde_s_step_by_the_papers_formula_from_the_raw_network():
     rollouts = sampled(fake, 2)
     likelihood = fake.policy.likelihood(rollouts, whole(rollouts), outputs=("gaussian",))
     t, following = (float(time) for time in fake.policy.denoiser.schedule.times(6)[2:4])
-    x, label = rollouts.actions[:, 1].double(), torch.zeros(2, dtype=torch.long)  # the state before step 2
+    x, label = (
+        rollouts.actions[:, 1].double(),
+        torch.zeros(2, dtype=torch.long),
+    )  # the state before step 2
     v = fake.policy.module(x, torch.full((2,), t, dtype=torch.float64), label)
     s, dt = 0.7 * math.sqrt(t / (1 - t)), following - t
     mean = x + (v + s**2 / (2 * t) * (x + (1 - t) * v)) * dt
     torch.testing.assert_close(likelihood.gaussian.mean[:, 2], mean, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(likelihood.gaussian.std[:, 2], mean.new_full((2,), s * math.sqrt(-dt)))
+    torch.testing.assert_close(
+        likelihood.gaussian.std[:, 2], mean.new_full((2,), s * math.sqrt(-dt))
+    )
 
 
 def test_only_what_is_asked_for_is_there_and_the_output_is_the_network_s_picture():
@@ -144,9 +157,13 @@ def test_only_what_is_asked_for_is_there_and_the_output_is_the_network_s_picture
     rollouts = sampled(fake, 2)
     plain = fake.policy.likelihood(rollouts, whole(rollouts))
     assert (plain.entropy, plain.gaussian, plain.values, plain.output) == (None, None, None, None)
-    likelihood = fake.policy.likelihood(rollouts, whole(rollouts), outputs=("output", "entropy_value"))
+    likelihood = fake.policy.likelihood(
+        rollouts, whole(rollouts), outputs=("output", "entropy_value")
+    )
     label, first = torch.zeros(2, dtype=torch.long), rollouts.per_row["first"].double()
-    torch.testing.assert_close(likelihood.output[:, 0], fake.policy.module(first, torch.ones(2).double(), label))
+    torch.testing.assert_close(
+        likelihood.output[:, 0], fake.policy.module(first, torch.ones(2).double(), label)
+    )
     assert likelihood.entropy is not None and not likelihood.output[:, -1].any()
 
 
@@ -158,11 +175,18 @@ def test_guidance_is_in_both_sides():
     x, one = rollouts.per_row["first"].double(), torch.ones(2, dtype=torch.float64)
     label = torch.zeros(2, dtype=torch.long)
     with torch.no_grad():
-        conditional, unconditional = fake.policy.module(x, one, label), fake.policy.module(x, one, label + 3)
-        whole_mask = replace(rollouts, mask=torch.ones_like(rollouts.mask).index_fill(1, torch.tensor(4), False))
+        conditional, unconditional = (
+            fake.policy.module(x, one, label),
+            fake.policy.module(x, one, label + 3),
+        )
+        whole_mask = replace(
+            rollouts, mask=torch.ones_like(rollouts.mask).index_fill(1, torch.tensor(4), False)
+        )
         got = fake.policy.likelihood(whole_mask, whole(rollouts), outputs=("output",)).output[:, 0]
     torch.testing.assert_close(got, unconditional + 2.5 * (conditional - unconditional))
-    unguided = replace(rollouts, per_row={**rollouts.per_row, "guidance": torch.ones(2, dtype=torch.float64)})
+    unguided = replace(
+        rollouts, per_row={**rollouts.per_row, "guidance": torch.ones(2, dtype=torch.float64)}
+    )
     apart = logprobs_of(fake.policy, unguided) - logprobs_of(fake.policy, rollouts)
     assert apart[rollouts.mask].abs().max() > 1
 
@@ -185,7 +209,8 @@ def test_the_kl_is_that_of_monte_carlo_within_its_error():
     reference = ReferenceModel(fake.policy)
     disturbed(fake.policy, 0.3)
     ours, theirs = (
-        of.likelihood(rollouts, whole(rollouts), outputs=("gaussian",)).gaussian for of in (fake.policy, reference)
+        of.likelihood(rollouts, whole(rollouts), outputs=("gaussian",)).gaussian
+        for of in (fake.policy, reference)
     )
     exact = gaussian_kl(ours.mean, ours.std, theirs.mean, theirs.std)[0].detach()
     generator = torch.Generator().manual_seed(0)
@@ -195,7 +220,9 @@ def test_the_kl_is_that_of_monte_carlo_within_its_error():
         x = p.loc + p.scale * torch.randn(100_000, *SHAPE, generator=generator, dtype=torch.float64)
         log_ratios = (p.log_prob(x) - q.log_prob(x)).flatten(1).sum(1)
         error = float(log_ratios.std() / math.sqrt(len(log_ratios)))
-        assert abs(float(log_ratios.mean() - exact[step])) <= 4 * error and error < 0.02 * exact[step]
+        assert (
+            abs(float(log_ratios.mean() - exact[step])) <= 4 * error and error < 0.02 * exact[step]
+        )
 
 
 def test_the_kl_of_a_ddim_step_by_its_closed_form():
@@ -205,7 +232,8 @@ def test_the_kl_of_a_ddim_step_by_its_closed_form():
     reference = ReferenceModel(fake.policy)
     disturbed(fake.policy, 0.05)
     ours, theirs = (
-        of.likelihood(rollouts, whole(rollouts), outputs=("gaussian",)).gaussian for of in (fake.policy, reference)
+        of.likelihood(rollouts, whole(rollouts), outputs=("gaussian",)).gaussian
+        for of in (fake.policy, reference)
     )
     times = fake.policy.denoiser.schedule.times(5)[1:3]
     a, a_next = (float(alpha) ** 2 for alpha in fake.policy.denoiser.schedule.level(times)[0])
@@ -223,14 +251,22 @@ def test_the_kl_of_a_ddim_step_by_its_closed_form():
 @pytest.mark.silent_bug(36)
 def test_the_last_step_is_the_ode_s_and_is_never_learned_from(fake):
     rollouts = sampled(fake)
-    assert not rollouts.mask[:, -1].any() and rollouts.lengths.tolist() == [fake.sampling.max_actions] * 9
+    assert (
+        not rollouts.mask[:, -1].any()
+        and rollouts.lengths.tolist() == [fake.sampling.max_actions] * 9
+    )
     again = sampled(replace_noise(fake, "independent"), 4, seed=3)
     twice = fake.policy.sample(requests(4), replace(fake.sampling, noise="independent"), seed=3)
     assert torch.equal(again.actions, twice.actions)
     before, clean = twice.actions[:, -2].double(), twice.actions[:, -1]
-    with torch.no_grad():  # x' = alpha' x0 + sigma' e at clean data: the picture that the network says
+    with (
+        torch.no_grad()
+    ):  # x' = alpha' x0 + sigma' e at clean data: the picture that the network says
         one = replace(
-            twice, mask=torch.zeros_like(twice.mask).index_fill(1, torch.tensor(fake.sampling.steps - 1), True)
+            twice,
+            mask=torch.zeros_like(twice.mask).index_fill(
+                1, torch.tensor(fake.sampling.steps - 1), True
+            ),
         )
         x0 = fake.policy.likelihood(one, whole(one), outputs=("output",)).output[:, -1]
     torch.testing.assert_close(clean.double(), x0, rtol=0, atol=1e-5 * float(before.abs().max()))
@@ -242,10 +278,14 @@ def replace_noise(fake, noise):
 
 def test_which_steps_are_learned_from():
     assert sampled(ancestral()).mask[0].tolist() == [True] * 4 + [False]
-    assert sampled(flow_sde()).mask.unique(dim=0).tolist() == [[False, True, True, True, False, False]]
+    assert sampled(flow_sde()).mask.unique(dim=0).tolist() == [
+        [False, True, True, True, False, False]
+    ]
     masks = sampled(cps(), 4, 2, 3).mask  # half of four, of each group its own
     assert masks.sum(1).tolist() == [2] * 9
-    halves = cps().policy.sample([Request(Prompt(f"{n}", 0, draw=n), 2) for n in range(20)], cps().sampling, seed=0)
+    halves = cps().policy.sample(
+        [Request(Prompt(f"{n}", 0, draw=n), 2) for n in range(20)], cps().sampling, seed=0
+    )
     assert len(halves.mask.unique(dim=0)) == 6, "all pairs of the four steps turn up"
     assert all(len(halves.mask[halves.group_ids == n].unique(dim=0)) == 1 for n in range(20))
 
@@ -254,9 +294,12 @@ def test_which_steps_are_learned_from():
 def test_each_number_of_noise_hangs_on_seed_draw_sample_and_step():
     rollouts = sampled(ancestral())
     noise = noise_of(ancestral().policy, rollouts)
-    for row, (draw, sample) in enumerate([(10, 0), (10, 1), (10, 2), (10, 3), (11, 0), (11, 1), (12, 0)]):
+    for row, (draw, sample) in enumerate(
+        [(10, 0), (10, 1), (10, 2), (10, 3), (11, 0), (11, 1), (12, 0)]
+    ):
         at = [
-            torch.randn(SHAPE, generator=generator_at(3, "noise", draw, sample, step)) for step in ("first", *range(4))
+            torch.randn(SHAPE, generator=generator_at(3, "noise", draw, sample, step))
+            for step in ("first", *range(4))
         ]
         assert torch.equal(rollouts.per_row["first"][row], at[0])
         torch.testing.assert_close(noise[row, :4].float(), torch.stack(at[1:]), rtol=0, atol=1e-4)
@@ -265,7 +308,9 @@ def test_each_number_of_noise_hangs_on_seed_draw_sample_and_step():
 def test_a_group_of_shared_noise_has_one_first_latent_and_steps_of_its_own():
     rollouts = sampled(cps())
     first = rollouts.per_row["first"]
-    assert all(torch.equal(first[n], first[0]) for n in range(4)) and not torch.equal(first[4], first[0])
+    assert all(torch.equal(first[n], first[0]) for n in range(4)) and not torch.equal(
+        first[4], first[0]
+    )
     assert len({tuple(row.flatten().tolist()) for row in rollouts.actions[:4, 0]}) == 4
 
 
@@ -275,16 +320,24 @@ def test_a_branched_group_parts_at_one_step_which_alone_is_learned_from():
     for n in range(3):
         rows = rollouts.group_ids == n
         step = branch_step(fake.sampling, 3, 10 + n)
-        assert rollouts.mask[rows].int().sum(0).tolist() == [4 * (column == step) for column in range(6)]
+        assert rollouts.mask[rows].int().sum(0).tolist() == [
+            4 * (column == step) for column in range(6)
+        ]
         states = rollouts.actions[rows]
-        torch.testing.assert_close(states[:, :step], states[:1, :step].expand(4, -1, -1, -1, -1), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            states[:, :step], states[:1, :step].expand(4, -1, -1, -1, -1), rtol=0, atol=1e-5
+        )
         parted = states[:, step:].double().std(dim=0).flatten(1).mean(1)
         assert (parted > 1e-3).all()
-    everything = replace(rollouts, mask=torch.ones_like(rollouts.mask).index_fill(1, torch.tensor(5), False))
+    everything = replace(
+        rollouts, mask=torch.ones_like(rollouts.mask).index_fill(1, torch.tensor(5), False)
+    )
     noise = noise_of(fake.policy, everything)[:4, :5]
     apart = (noise - noise[:1]).abs().flatten(2).amax(dim=(0, 2))
     step = branch_step(fake.sampling, 3, 10)
-    assert [bool(one > 0.1) for one in apart] == [column == step for column in range(5)], "later noise is common again"
+    assert [bool(one > 0.1) for one in apart] == [column == step for column in range(5)], (
+        "later noise is common again"
+    )
 
 
 def test_a_state_that_a_group_has_in_common_is_asked_for_once(make):
@@ -301,7 +354,8 @@ def test_a_state_that_a_group_has_in_common_is_asked_for_once(make):
         "branched": lambda step, n: step <= parts[n],
     }[fake.sampling.noise]
     assert seen == [
-        each * sum(1 if common(step, n) else sizes[n] for n in range(3)) for step in range(fake.sampling.steps)
+        each * sum(1 if common(step, n) else sizes[n] for n in range(3))
+        for step in range(fake.sampling.steps)
     ]
     seen.clear()
     fake.policy.likelihood(rollouts, whole(rollouts))
@@ -320,25 +374,33 @@ def test_every_step_of_the_window_is_a_branch_of_some_group():
 
 @pytest.mark.silent_bug(25)
 @pytest.mark.silent_bug(26)
-def test_a_group_that_grows_equals_the_larger_group_at_once_and_company_changes_nothing(fake, monkeypatch):
+def test_a_group_that_grows_equals_the_larger_group_at_once_and_company_changes_nothing(
+    fake, monkeypatch
+):
     whole_group = sampled(fake, 5, 3)
     both = prompts()
     calls = [[Request(both[1], 3), Request(both[0], 2)], [Request(both[0], 3, first=2)]]
     grown = Rollouts.cat([fake.policy.sample(call, fake.sampling, seed=3) for call in calls])
     monkeypatch.setattr(DenoiserPolicy, "batch_rows", 3)
     cut = sampled(fake, 5, 3)
-    assert torch.equal(cut.group_ids, whole_group.group_ids) and torch.equal(cut.mask, whole_group.mask)
+    assert torch.equal(cut.group_ids, whole_group.group_ids) and torch.equal(
+        cut.mask, whole_group.mask
+    )
     torch.testing.assert_close(cut.actions, whole_group.actions, rtol=1e-5, atol=1e-4)
     together = fake.policy.sample([*calls[0], *calls[1]], fake.sampling, seed=3)
     assert len(together.prompts) == len(grown.prompts) == 2
     for n, prompt in enumerate(together.prompts):
         grown_rows, rows = grown.group_ids == n, together.group_ids == n
         assert grown.prompts[n].id == prompt.id
-        torch.testing.assert_close(together.actions[rows], grown.actions[grown_rows], rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(
+            together.actions[rows], grown.actions[grown_rows], rtol=1e-5, atol=1e-4
+        )
     for n, prompt in enumerate(grown.prompts):
         outputs = whole_group.group_ids == [p.id for p in whole_group.prompts].index(prompt.id)
         got = grown.group_ids == n
-        torch.testing.assert_close(grown.actions[got], whole_group.actions[outputs], rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(
+            grown.actions[got], whole_group.actions[outputs], rtol=1e-5, atol=1e-4
+        )
         assert torch.equal(grown.mask[got], whole_group.mask[outputs])
 
 
@@ -353,7 +415,11 @@ def test_temperature_0_is_the_ode_of_any_number_of_steps_from_latents_that_no_se
     mode = replace(fake.sampling, temperature=0.0, ode_steps=7)
     rollouts = fake.policy.sample(requests(2), mode, seed=3)
     assert torch.equal(rollouts.actions, fake.policy.sample(requests(2), mode, seed=4).actions)
-    assert rollouts.actions.shape[1] == 7 and not rollouts.mask.any() and not rollouts.sampler_logprobs.any()
+    assert (
+        rollouts.actions.shape[1] == 7
+        and not rollouts.mask.any()
+        and not rollouts.sampler_logprobs.any()
+    )
     assert not torch.equal(rollouts.per_row["first"][0], rollouts.per_row["first"][1])
     x, label = rollouts.per_row["first"], torch.zeros(2, dtype=torch.long)
     with torch.no_grad():  # Euler's steps of dx/dt = v
@@ -369,7 +435,8 @@ def test_temperature_0_is_the_ode_of_any_number_of_steps_from_latents_that_no_se
 def test_a_plain_sampling_gets_the_defaults():
     policy = ancestral().policy
     plain, own = (
-        policy.sample(requests(2), s, seed=3) for s in (Sampling(max_actions=4), DiffusionSampling(max_actions=4))
+        policy.sample(requests(2), s, seed=3)
+        for s in (Sampling(max_actions=4), DiffusionSampling(max_actions=4))
     )
     assert torch.equal(plain.actions, own.actions)
 
@@ -391,7 +458,9 @@ def test_a_reward_of_the_saved_png_is_that_of_the_picture_in_memory(tmp_path):
     image = pytest.importorskip("PIL.Image")
     picture = sampled(ancestral(), 1).completions[0][:1]
     image.fromarray(to_uint8(picture)[0].numpy()).save(tmp_path / "x.png")
-    again = torch.tensor(list(image.open(tmp_path / "x.png").tobytes())).reshape(picture.shape) / 255
+    again = (
+        torch.tensor(list(image.open(tmp_path / "x.png").tobytes())).reshape(picture.shape) / 255
+    )
     assert abs(float(again.mean() - picture.mean())) <= 1e-6
 
 
@@ -461,14 +530,24 @@ def test_nothing_is_said_of_a_micro_batch_in_which_nothing_was_chosen():
     SharedCritic(fake.policy)
     rollouts = sampled(fake)
     outputs = ("entropy", "gaussian", "values", "output")
-    likelihood = fake.policy.likelihood(rollouts, MicroBatch(torch.tensor([0, 1]), slice(4, 5)), outputs=outputs)
-    assert likelihood.logprobs.tolist() == likelihood.entropy.tolist() == likelihood.values.tolist() == [[0], [0]]
+    likelihood = fake.policy.likelihood(
+        rollouts, MicroBatch(torch.tensor([0, 1]), slice(4, 5)), outputs=outputs
+    )
+    assert (
+        likelihood.logprobs.tolist()
+        == likelihood.entropy.tolist()
+        == likelihood.values.tolist()
+        == [[0], [0]]
+    )
     assert likelihood.gaussian.mean.shape == likelihood.output.shape == (
         2,
         1,
         *SHAPE,
     ) and likelihood.gaussian.std.tolist() == [[1], [1]]
-    assert fake.policy.values(rollouts, MicroBatch(torch.tensor([0, 1]), slice(4, 5))).tolist() == [[0], [0]]
+    assert fake.policy.values(rollouts, MicroBatch(torch.tensor([0, 1]), slice(4, 5))).tolist() == [
+        [0],
+        [0],
+    ]
 
 
 # --- critics, references, weights -------------------------------------------------------------------------------------
@@ -492,7 +571,9 @@ def test_a_shared_critic_reads_the_middle_of_the_state_before_each_step():
     torch.testing.assert_close(likelihood.values, values, rtol=1e-10, atol=1e-12)
     assert values[~rollouts.mask].eq(0).all()
     values.sum().backward()
-    assert fake.policy.module.conv_in.weight.grad.abs().sum() > 0, "the trunk learns from the critic"
+    assert fake.policy.module.conv_in.weight.grad.abs().sum() > 0, (
+        "the trunk learns from the critic"
+    )
 
 
 @pytest.mark.silent_bug(40)
@@ -505,7 +586,9 @@ def test_a_critic_of_its_own_begins_as_the_policy_s_network_and_leaves_it_alone(
             head.weight.normal_(generator=torch.Generator().manual_seed(0))
     rollouts = sampled(fake)
     values = apart.values(rollouts, whole(rollouts))
-    torch.testing.assert_close(values, shared.values(rollouts, whole(rollouts)), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        values, shared.values(rollouts, whole(rollouts)), rtol=1e-12, atol=1e-12
+    )
     values.sum().backward()
     assert all(p.grad is None for p in fake.policy.module.parameters())
     assert apart.module["trunk"].conv_in.weight.grad.abs().sum() > 0 and not apart.is_shared
@@ -523,7 +606,9 @@ def test_a_guided_policy_s_values_are_those_with_the_condition():
         critic.module.weight.fill_(1.0)
     rollouts = sampled(fake, 2)
     values = fake.policy.likelihood(rollouts, whole(rollouts), outputs=("values",)).values
-    torch.testing.assert_close(values, critic.values(rollouts, whole(rollouts)), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        values, critic.values(rollouts, whole(rollouts)), rtol=1e-10, atol=1e-12
+    )
 
 
 def test_values_without_a_head_or_a_middle_are_refused():
@@ -532,9 +617,13 @@ def test_values_without_a_head_or_a_middle_are_refused():
     with pytest.raises(GruppoError, match=r"without a value head. Set policy.value_head"):
         fake.policy.likelihood(rollouts, whole(rollouts), outputs=("values",))
     blind = DenoiserPolicy(fake.policy.module, SHAPE, condition=ClassLabels(3))
-    with pytest.raises(GruppoError, match=r"this policy names no submodule for it. Create it with middle="):
+    with pytest.raises(
+        GruppoError, match=r"this policy names no submodule for it. Create it with middle="
+    ):
         SharedCritic(blind)
-    with pytest.raises(GruppoError, match=r"no submodule 'center' to read features from; it has conv_in, conv_out"):
+    with pytest.raises(
+        GruppoError, match=r"no submodule 'center' to read features from; it has conv_in, conv_out"
+    ):
         DenoiserPolicy(fake.policy.module, SHAPE, middle="center")
 
 
@@ -546,8 +635,13 @@ def test_a_reference_is_the_policy_as_it_was_and_its_kl_begins_at_0(fake):
     ask = {"outputs": ("gaussian",)}
 
     def kl():
-        ours, theirs = (of.likelihood(rollouts, whole(rollouts), **ask).gaussian for of in (fake.policy, reference))
-        return torch.where(rollouts.mask, gaussian_kl(ours.mean, ours.std, theirs.mean, theirs.std), 0)
+        ours, theirs = (
+            of.likelihood(rollouts, whole(rollouts), **ask).gaussian
+            for of in (fake.policy, reference)
+        )
+        return torch.where(
+            rollouts.mask, gaussian_kl(ours.mean, ours.std, theirs.mean, theirs.std), 0
+        )
 
     assert not kl().any()
     before = reference.likelihood(rollouts, whole(rollouts)).logprobs
@@ -562,7 +656,9 @@ def test_a_mixed_reference_follows():
     disturbed(fake.policy)
     mixed.update(fake.policy, 1)
     rollouts = sampled(fake, 2)
-    theirs, ours = (of.likelihood(rollouts, whole(rollouts)).logprobs for of in (mixed, fake.policy))
+    theirs, ours = (
+        of.likelihood(rollouts, whole(rollouts)).logprobs for of in (mixed, fake.policy)
+    )
     assert torch.equal(theirs, ours)
 
 
@@ -571,7 +667,9 @@ def test_a_mixed_reference_follows():
 def test_dropout_and_moving_statistics_rest_in_sampling_scoring_and_supervision():
     fake = ancestral(module={"dropout": 0.5, "norm": True})
     rollouts = sampled(fake)
-    demos = fake.policy.demonstrations([replace(p, target=torch.rand(SHAPE)) for p in prompts()], seed=0)
+    demos = fake.policy.demonstrations(
+        [replace(p, target=torch.rand(SHAPE)) for p in prompts()], seed=0
+    )
     quiet = fake.policy.likelihood(rollouts, whole(rollouts)).logprobs
     before = {name: value.clone() for name, value in fake.policy.module.named_buffers()}
     for ask in (
@@ -610,10 +708,16 @@ def test_what_is_saved_comes_back_to_the_bit(tmp_path, fake):
     fake.policy.save(tmp_path / "own")
     torch.manual_seed(5)
     own = load_denoiser(tmp_path / "own", TinyDenoiser())
-    assert torch.equal(own.sample(requests(2), fake.sampling, seed=0).actions, sampled(fake, 2, seed=0).actions)
-    with pytest.raises(GruppoError, match=r"of a module of your own. Give load_denoiser that module"):
+    assert torch.equal(
+        own.sample(requests(2), fake.sampling, seed=0).actions, sampled(fake, 2, seed=0).actions
+    )
+    with pytest.raises(
+        GruppoError, match=r"of a module of your own. Give load_denoiser that module"
+    ):
         load_denoiser(tmp_path / "own")
-    with pytest.raises(GruppoError, match=r"of another network than DenoisingUNet: .* missing: coarse.conv1.bias"):
+    with pytest.raises(
+        GruppoError, match=r"of another network than DenoisingUNet: .* missing: coarse.conv1.bias"
+    ):
         load_denoiser(tmp_path / "own", DenoisingUNet())
     with pytest.raises(GruppoError, match=r"holds no denoiser: .*It needs denoiser.json"):
         load_denoiser(tmp_path / "nothing")
@@ -624,7 +728,9 @@ def test_what_is_saved_comes_back_to_the_bit(tmp_path, fake):
 
 def test_a_policy_with_parts_that_a_folder_cannot_name_is_not_saved(tmp_path):
     made = DenoiserPolicy(TinyDenoiser(), SHAPE, condition=object())
-    with pytest.raises(GruppoError, match=r"not a object and a FlowSchedule. Save policy.module yourself"):
+    with pytest.raises(
+        GruppoError, match=r"not a object and a FlowSchedule. Save policy.module yourself"
+    ):
         made.save(tmp_path / "b")
     assert not (tmp_path / "b").exists()
 
@@ -643,7 +749,10 @@ def test_a_policy_with_parts_that_a_folder_cannot_name_is_not_saved(tmp_path):
         ({"transition": "ode"}, r"transition='ode' draws nothing: .*for evaluation, temperature 0"),
         ({"transition": "euler"}, r"transition='euler' is not one of 'ancestral', 'ddim'"),
         ({"transition": "ddim", "eta": 1.5}, r"eta=1.5 is out of range"),
-        ({"transition": "ddpm", "eta": 0.5}, r"eta=0.5 is not read by transition='ddpm'.*Set transition ddim"),
+        (
+            {"transition": "ddpm", "eta": 0.5},
+            r"eta=0.5 is not read by transition='ddpm'.*Set transition ddim",
+        ),
         ({"temperature": 0.7}, r"temperature=0.7: a denoising step has no temperature.*Set 1"),
         ({"top_k": 3}, r"top_k=3, .* apply to tokens.*Leave them out"),
         ({"top_p": 0.5}, r"top_p=0.5 .* apply to tokens"),
@@ -653,7 +762,10 @@ def test_a_policy_with_parts_that_a_folder_cannot_name_is_not_saved(tmp_path):
         ({"noise": "branched", "train_fraction": 0.5}, r"train_fraction=0.5 with noise='branched'"),
         ({"train_fraction": 0.0}, r"train_fraction=0 is out of range"),
         ({"max_actions": 1}, r"1 step has no noise to learn from.*Set 2 steps"),
-        ({"train_from": 9}, r"train_from=9, train_to=0 are not a range of the steps 0 to 9.*at most 9"),
+        (
+            {"train_from": 9},
+            r"train_from=9, train_to=0 are not a range of the steps 0 to 9.*at most 9",
+        ),
         ({"train_to": 10}, r"train_to=10 are not a range of the steps 0 to 9"),
         ({"train_from": 3, "train_to": 3}, r"train_from=3, train_to=3 are not a range"),
         ({"ode_steps": -1}, r"ode_steps=-1 is negative"),
@@ -672,7 +784,11 @@ def test_the_ode_is_let_through_for_evaluation():
 @pytest.mark.parametrize(
     ("policy", "changes", "says"),
     [
-        (lambda: denoiser(), {"guidance": 2.0}, r"guidance=2 needs .*never trained without.*dropped=0.1"),
+        (
+            lambda: denoiser(),
+            {"guidance": 2.0},
+            r"guidance=2 needs .*never trained without.*dropped=0.1",
+        ),
         (
             lambda: DenoiserPolicy(TinyDenoiser(), SHAPE),
             {"guidance": 2.0},
@@ -698,13 +814,17 @@ def test_what_a_policy_cannot_draw_and_score_alike_is_refused(policy, changes, s
 
 def test_prompts_that_are_no_class_are_refused_by_name_and_names_are_known():
     policy = denoiser()
-    assert "prompt 'x': 7 is no class of this network; it knows '0', '1', '2'" in policy.check_prompt(
-        Prompt("x", 7), None
+    assert (
+        "prompt 'x': 7 is no class of this network; it knows '0', '1', '2'"
+        in policy.check_prompt(Prompt("x", 7), None)
     )
     assert "None is no class" in policy.check_prompt(Prompt("x", None), None)
     assert "True is no class" in policy.check_prompt(Prompt("x", True), None)
     assert policy.check_prompt(Prompt("x", "2"), None) is None
-    assert int(ClassLabels(["a", "b"]).encode("b")) == 1 and int(ClassLabels(["a", "b"]).unconditional) == 2
+    assert (
+        int(ClassLabels(["a", "b"]).encode("b")) == 1
+        and int(ClassLabels(["a", "b"]).unconditional) == 2
+    )
     with pytest.raises(GruppoError, match=r"'seven' is no class"):
         policy.sample([Request(Prompt("x", "seven"), 1)], DiffusionSampling(), seed=0)
     for wrong in ({"classes": ["a", "a"]}, {"classes": 0}, {"classes": 3, "dropped": 1.0}):
@@ -722,19 +842,31 @@ def test_two_prompts_of_one_name_are_refused():
 
 def test_rollouts_of_several_kinds_are_not_scored_together():
     policy = denoiser(predicts="velocity")
-    kinds = [DiffusionSampling(max_actions=4, transition=name) for name in ("ancestral", "flow_sde")]
-    both = Rollouts.cat([policy.sample([Request(p, 1)], s, seed=0) for p, s in zip(prompts(), kinds, strict=False)])
-    with pytest.raises(GruppoError, match=r"mix several transitions or etas; evaluate each kind apart"):
+    kinds = [
+        DiffusionSampling(max_actions=4, transition=name) for name in ("ancestral", "flow_sde")
+    ]
+    both = Rollouts.cat(
+        [policy.sample([Request(p, 1)], s, seed=0) for p, s in zip(prompts(), kinds, strict=False)]
+    )
+    with pytest.raises(
+        GruppoError, match=r"mix several transitions or etas; evaluate each kind apart"
+    ):
         policy.likelihood(both, whole(both))
     lengths = [DiffusionSampling(max_actions=n) for n in (4, 6)]
-    both = Rollouts.cat([policy.sample([Request(p, 2)], s, seed=0) for p, s in zip(prompts(), lengths, strict=False)])
+    both = Rollouts.cat(
+        [
+            policy.sample([Request(p, 2)], s, seed=0)
+            for p, s in zip(prompts(), lengths, strict=False)
+        ]
+    )
     assert both.lengths.tolist() == [4, 4, 6, 6]
     assert (logprobs_of(policy, both) - both.sampler_logprobs).abs().max() <= 1e-5 * DIMS
 
 
 def test_predictions_that_a_path_cannot_take_are_refused():
     with pytest.raises(
-        GruppoError, match=r"predicts='noise' with a schedule that starts at alpha=0.*'v', 'velocity' or 'x0'"
+        GruppoError,
+        match=r"predicts='noise' with a schedule that starts at alpha=0.*'v', 'velocity' or 'x0'",
     ):
         denoiser(predicts="noise", schedule=FlowSchedule())
     with pytest.raises(GruppoError, match=r"predicts='score' is not one of 'noise', 'x0'"):

@@ -35,7 +35,9 @@ def flow_step(t: float, s: float) -> StepLevels:
 
 
 def diffusion_step(a: float, a_next: float) -> StepLevels:
-    return levels_between((math.sqrt(a), math.sqrt(1 - a)), (math.sqrt(a_next), math.sqrt(1 - a_next)))
+    return levels_between(
+        (math.sqrt(a), math.sqrt(1 - a)), (math.sqrt(a_next), math.sqrt(1 - a_next))
+    )
 
 
 def numbers(*shape: int) -> list[torch.Tensor]:
@@ -74,12 +76,16 @@ def test_the_moments_of_flow_samplers_are_those_measured_elsewhere(transition, a
     assert end_std(transition, flow_levels(2000)) == pytest.approx(at_2000, abs=5e-4)
 
 
-@pytest.mark.parametrize("transition", [partial(flow_sde, eta=0.3, is_constant=True), partial(flow_sde, eta=0.3)])
+@pytest.mark.parametrize(
+    "transition", [partial(flow_sde, eta=0.3, is_constant=True), partial(flow_sde, eta=0.3)]
+)
 def test_every_flow_sde_keeps_the_marginals_in_the_limit(transition):
     assert end_std(transition, flow_levels(4000)) == pytest.approx(DATA_STD, abs=1e-3)
 
 
-@pytest.mark.parametrize("transition", [partial(ddim, eta=0.5), ddim, partial(ddim, has_large_variance=True), ode])
+@pytest.mark.parametrize(
+    "transition", [partial(ddim, eta=0.5), ddim, partial(ddim, has_large_variance=True), ode]
+)
 def test_every_diffusion_sampler_keeps_the_marginals_in_the_limit(transition):
     assert end_std(transition, diffusion_levels(4000)) == pytest.approx(DATA_STD, abs=1e-3)
 
@@ -91,7 +97,9 @@ def test_ddim_by_the_formula_of_the_paper():
     normal = ddim(x, x0, e, diffusion_step(a, s), eta)
     var = eta**2 * (1 - s) / (1 - a) * (1 - a / s)
     assert float(normal.std) == pytest.approx(math.sqrt(var), rel=1e-12)
-    torch.testing.assert_close(normal.mean, math.sqrt(s) * x0 + math.sqrt(1 - s - var) * e, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        normal.mean, math.sqrt(s) * x0 + math.sqrt(1 - s - var) * e, rtol=1e-12, atol=1e-12
+    )
 
 
 @pytest.mark.silent_bug(35)
@@ -102,7 +110,10 @@ def test_ddpm_is_the_posterior_given_x_and_x0():
     x = math.sqrt(a) * x0 + math.sqrt(1 - a) * e
     alpha, beta = a / s, 1 - a / s
     mean = math.sqrt(s) * beta / (1 - a) * x0 + math.sqrt(alpha) * (1 - s) / (1 - a) * x
-    small, large = (ddim(x, x0, e, diffusion_step(a, s), has_large_variance=is_large) for is_large in (False, True))
+    small, large = (
+        ddim(x, x0, e, diffusion_step(a, s), has_large_variance=is_large)
+        for is_large in (False, True)
+    )
     torch.testing.assert_close(small.mean, mean, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(large.mean, mean, rtol=1e-10, atol=1e-12)
     assert float(small.std) == pytest.approx(math.sqrt(beta * (1 - s) / (1 - a)), rel=1e-10)
@@ -132,32 +143,50 @@ def test_cps_by_its_formula():
     normal = cps(x, x0, x1, flow_step(0.6, 0.5), 0.8)
     std = 0.5 * math.sin(0.4 * math.pi)
     assert float(normal.std) == pytest.approx(std, rel=1e-12)
-    torch.testing.assert_close(normal.mean, 0.5 * x0 + math.sqrt(0.25 - std**2) * x1, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        normal.mean, 0.5 * x0 + math.sqrt(0.25 - std**2) * x1, rtol=1e-12, atol=1e-12
+    )
 
 
 def test_the_ode_is_ddim_without_noise_and_eulers_step_of_a_flow():
     x, x0, e = numbers(1, 3, 2)
     step = diffusion_step(0.4, 0.7)
-    torch.testing.assert_close(ode(x, x0, e, step).mean, ddim(x, x0, e, step, 0.0).mean, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        ode(x, x0, e, step).mean, ddim(x, x0, e, step, 0.0).mean, rtol=1e-12, atol=1e-12
+    )
     x = 0.4 * x0 + 0.6 * e
-    torch.testing.assert_close(ode(x, x0, e, flow_step(0.6, 0.5)).mean, x - 0.1 * (e - x0), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        ode(x, x0, e, flow_step(0.6, 0.5)).mean, x - 0.1 * (e - x0), rtol=1e-12, atol=1e-12
+    )
 
 
-@pytest.mark.parametrize("level", [diffusion_step(0.4, 0.7), flow_step(0.6, 0.5)], ids=["diffusion", "flow"])
+@pytest.mark.parametrize(
+    "level", [diffusion_step(0.4, 0.7), flow_step(0.6, 0.5)], ids=["diffusion", "flow"]
+)
 @pytest.mark.parametrize("predicts", ["noise", "x0", "v", "velocity"])
 def test_all_predictions_of_one_state_give_the_same_x0_and_noise(level, predicts):
     _, x0, e = numbers(2, 3, 2)
     alpha, sigma = float(level.alpha), float(level.sigma)
     x = alpha * x0 + sigma * e
     prediction = {"noise": e, "x0": x0, "v": alpha * e - sigma * x0, "velocity": e - x0}[predicts]
-    rows = StepLevels(*(number.expand(2) for number in (level.alpha, level.sigma, level.next_alpha, level.next_sigma)))
-    torch.testing.assert_close(split_prediction(x, prediction, rows, predicts), (x0, e), rtol=1e-10, atol=1e-12)
+    rows = StepLevels(
+        *(
+            number.expand(2)
+            for number in (level.alpha, level.sigma, level.next_alpha, level.next_sigma)
+        )
+    )
+    torch.testing.assert_close(
+        split_prediction(x, prediction, rows, predicts), (x0, e), rtol=1e-10, atol=1e-12
+    )
 
 
 def test_rows_of_unlike_steps_are_each_stepped_by_their_own():
     x, x0, e = numbers(2, 3)
     both = StepLevels(
-        *(torch.tensor(pair, dtype=torch.float64) for pair in ((0.4, 0.7), (0.6, 0.3), (0.5, 0.9), (0.5, 0.1)))
+        *(
+            torch.tensor(pair, dtype=torch.float64)
+            for pair in ((0.4, 0.7), (0.6, 0.3), (0.5, 0.9), (0.5, 0.1))
+        )
     )
     together = flow_sde(x, x0, e, both)
     for row, (t, s) in enumerate([(0.6, 0.5), (0.3, 0.1)]):
@@ -171,7 +200,9 @@ def test_rows_of_unlike_steps_are_each_stepped_by_their_own():
     [("ddim", 1.5), ("ddim", -0.1), ("flow_sde", 0.0), ("cps", 0.0), ("ancestral", 2)],
 )
 def test_noise_outside_a_transition_s_range_is_refused(name, eta):
-    with pytest.raises(GruppoError, match=rf"eta={eta} is out of range for transition='{name}'; it needs to be "):
+    with pytest.raises(
+        GruppoError, match=rf"eta={eta} is out of range for transition='{name}'; it needs to be "
+    ):
         step_of(name, eta)
 
 

@@ -27,7 +27,9 @@ def test_it_has_about_as_many_weights_as_the_trials_had():
 
 
 def test_a_new_one_says_nothing_yet():
-    assert not DenoisingUNet((1, 8, 8), 3, width=8)(torch.randn(2, 1, 8, 8), torch.ones(2), torch.arange(2)).any()
+    assert not DenoisingUNet((1, 8, 8), 3, width=8)(
+        torch.randn(2, 1, 8, 8), torch.ones(2), torch.arange(2)
+    ).any()
 
 
 @pytest.mark.parametrize("shape", [(1, 28, 28), (3, 10, 6)], ids=str)
@@ -44,7 +46,9 @@ def test_a_row_is_what_it_is_alone_and_of_the_shape_of_its_picture(shape):
 def test_time_and_class_are_told_and_none_of_the_classes_is_another():
     made = net((1, 8, 8), 3, width=8)
     x, times, labels = (part[:1] for part in inputs_of(made))
-    outputs = [made(x, times, labels), made(x, times / 2, labels)] + [made(x, times, labels + n) for n in (1, 2, 3)]
+    outputs = [made(x, times, labels), made(x, times / 2, labels)] + [
+        made(x, times, labels + n) for n in (1, 2, 3)
+    ]
     for n, one in enumerate(outputs):
         for other in outputs[:n]:
             assert (one - other).abs().max() > 1e-3

@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gruppo.modalities.restoration import BandGains, Control, Controls, LowResolution, PixelNoise, RestorationPolicy
+from gruppo.modalities.restoration import (
+    BandGains,
+    Control,
+    Controls,
+    LowResolution,
+    PixelNoise,
+    RestorationPolicy,
+)
 from gruppo.modalities.restoration.policy import to_columns
 from gruppo.types import MicroBatch, Prompt, Request, Rollouts, Sampling
 
@@ -19,7 +26,9 @@ SAMPLING = Sampling(max_actions=4)
 class TinyNetwork(nn.Module):
     """x + two convolutions of x and its conditions."""
 
-    def __init__(self, channels: int = 3, conditions: int = 0, *, dropout: float = 0.0, norm: bool = False) -> None:
+    def __init__(
+        self, channels: int = 3, conditions: int = 0, *, dropout: float = 0.0, norm: bool = False
+    ) -> None:
         super().__init__()
         self.conv_in = nn.Conv2d(channels + conditions, 5, 3, padding=1)
         self.norm = nn.BatchNorm2d(5) if norm else nn.Identity()
@@ -27,12 +36,16 @@ class TinyNetwork(nn.Module):
 
     def forward(self, x: Tensor, conditions: Tensor | None = None) -> Tensor:
         requested = (
-            x if conditions is None else torch.cat([x, conditions[..., None, None].expand(-1, -1, *x.shape[-2:])], 1)
+            x
+            if conditions is None
+            else torch.cat([x, conditions[..., None, None].expand(-1, -1, *x.shape[-2:])], 1)
         )
         return x + 0.3 * self.conv_out(self.dropout(torch.tanh(self.norm(self.conv_in(requested)))))
 
 
-def policy_of(action: Any, *, seed: int = 0, module: dict[str, Any] | None = None, **choices: Any) -> RestorationPolicy:
+def policy_of(
+    action: Any, *, seed: int = 0, module: dict[str, Any] | None = None, **choices: Any
+) -> RestorationPolicy:
     torch.manual_seed(seed)
     network = TinyNetwork(conditions=action.conditions, **(module or {}))
     for layer in (layer for layer in action.modules() if isinstance(layer, nn.Conv2d)):
@@ -66,7 +79,13 @@ def controls(*, unit: bool = False, **choices: Any) -> RestorationPolicy:
     return policy_of(Controls(names, std=(0.1, 0.2, 0.3), unit=unit), **choices)
 
 
-POLICIES: list[Callable[..., RestorationPolicy]] = [pixels, pixel_patches, low_resolution, band_gains, controls]
+POLICIES: list[Callable[..., RestorationPolicy]] = [
+    pixels,
+    pixel_patches,
+    low_resolution,
+    band_gains,
+    controls,
+]
 
 
 def picture(n: int, side: int = SIDE) -> Tensor:
@@ -75,11 +94,15 @@ def picture(n: int, side: int = SIDE) -> Tensor:
 
 def prompts(count: int = 3, **changes: Any) -> list[Prompt]:
     """Each with a clean picture, and a draw of its own."""
-    return [Prompt(f"p{n}", picture(n), picture(n + 50), draw=n + 10, **changes) for n in range(count)]
+    return [
+        Prompt(f"p{n}", picture(n), picture(n + 50), draw=n + 10, **changes) for n in range(count)
+    ]
 
 
 def requests(*sizes: int, of: Sequence[Prompt] | None = None) -> list[Request]:
-    return [Request(prompt, size) for prompt, size in zip(of or prompts(len(sizes)), sizes, strict=True)]
+    return [
+        Request(prompt, size) for prompt, size in zip(of or prompts(len(sizes)), sizes, strict=True)
+    ]
 
 
 def sampled(policy: RestorationPolicy, *sizes: int, seed: int = 3) -> Rollouts:
@@ -92,7 +115,9 @@ def whole(rollouts: Rollouts, *rows: int) -> MicroBatch:
 
 def from_columns(columns: Tensor, side: int) -> Tensor:
     """The inverse of ``to_columns``."""
-    rows = [torch.cat(list(row), dim=-1) for row in columns.transpose(0, 1).split(side)]  # [N, K, h, W]
+    rows = [
+        torch.cat(list(row), dim=-1) for row in columns.transpose(0, 1).split(side)
+    ]  # [N, K, h, W]
     return torch.cat(rows, dim=-2)
 
 
@@ -113,4 +138,6 @@ def doubled(policy: RestorationPolicy) -> RestorationPolicy:
 def disturb(module: nn.Module, by: float = 0.05) -> None:
     with torch.no_grad():
         for n, parameter in enumerate(module.parameters()):
-            parameter.add_(by * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(n)))
+            parameter.add_(
+                by * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(n))
+            )

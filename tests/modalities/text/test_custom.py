@@ -72,7 +72,9 @@ def test_a_function_is_named_from_the_root(tmp_path, monkeypatch):
 def test_weights_hang_on_the_seed_alone_and_the_global_generator_rests():
     torch.manual_seed(4)
     before = torch.random.get_rng_state()
-    first, again, other = (from_pretrained(own("model"), seed=seed).module.head.weight for seed in (0, 0, 1))
+    first, again, other = (
+        from_pretrained(own("model"), seed=seed).module.head.weight for seed in (0, 0, 1)
+    )
     assert torch.equal(torch.random.get_rng_state(), before)
     assert torch.equal(first, again) and not torch.equal(first, other)
 
@@ -86,7 +88,10 @@ def test_the_dtype_is_the_functions_own_unless_one_is_asked_for():
         and requested.compute_module.head.weight.dtype == torch.bfloat16
     )
     assert requested.module.head.weight.dtype == torch.float32
-    assert from_pretrained(own("in_bfloat16"), compute="float32").compute_module.head.weight.dtype == torch.float32
+    assert (
+        from_pretrained(own("in_bfloat16"), compute="float32").compute_module.head.weight.dtype
+        == torch.float32
+    )
 
 
 # --- saved, and opened again ------------------------------------------------------------------------------------------
@@ -106,7 +111,9 @@ def test_a_saved_policy_is_made_again_by_its_function_and_samples_the_same(saved
     policy, folder = saved
     again = from_pretrained(folder)
     assert torch.equal(again.module.head.bias, policy.module.head.bias)
-    sampled = [one.sample(requests(3, 2, 2), Sampling(max_actions=8), seed=0) for one in (policy, again)]
+    sampled = [
+        one.sample(requests(3, 2, 2), Sampling(max_actions=8), seed=0) for one in (policy, again)
+    ]
     assert torch.equal(sampled[0].actions, sampled[1].actions)
     assert torch.equal(sampled[0].sampler_logprobs, sampled[1].sampler_logprobs)
     made = json.loads((folder / "module.json").read_text())
@@ -184,7 +191,10 @@ def test_weights_that_do_not_fit_are_refused_with_names_and_change_nothing():
     weights["extra"] = torch.zeros(1)
     weights["tokens.weight"] = torch.zeros(2, 2)
     text = said(lambda: load_strictly(module, weights, "there"))
-    assert "the weights in there are of another network than TinyGPT: 1 missing: head.bias; 1 unknown: extra; " in text
+    assert (
+        "the weights in there are of another network than TinyGPT: 1 missing: head.bias; 1 unknown: extra; "
+        in text
+    )
     assert f"1 of another shape: tokens.weight (of {len(before)})" in text
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
@@ -200,7 +210,11 @@ def test_one_weight_that_does_not_fit_is_enough(saved, odd):
     else:
         weights["head.bias"] = weights["head.bias"][:-1].clone()
     save_file(weights, folder / "model.safetensors")
-    named = {"missing": "1 missing: head.bias", "unknown": "1 unknown: more", "shape": "1 of another shape: head.bias"}
+    named = {
+        "missing": "1 missing: head.bias",
+        "unknown": "1 unknown: more",
+        "shape": "1 of another shape: head.bias",
+    }
     assert named[odd] in said(lambda: from_pretrained(folder))
 
 
@@ -217,7 +231,9 @@ def test_a_folder_whose_file_is_gone_says_which(tmp_path):
     from_pretrained(f"{file}:model").save(tmp_path / "saved")
     file.unlink()
     text = said(lambda: from_pretrained(tmp_path / "saved"))
-    assert text.startswith(f"the model {tmp_path / 'saved'} is made by {file}:model, which cannot be used: there is no")
+    assert text.startswith(
+        f"the model {tmp_path / 'saved'} is made by {file}:model, which cannot be used: there is no"
+    )
 
 
 # --- functions that make none -----------------------------------------------------------------------------------------
@@ -245,7 +261,9 @@ def test_a_function_that_makes_no_model_is_refused_in_one_line(name):
 
 
 def test_logits_that_are_not_finite_are_a_numerical_stop():
-    assert "logits that are not finite" in said(lambda: from_pretrained(own("not_finite")), NumericalStop)
+    assert "logits that are not finite" in said(
+        lambda: from_pretrained(own("not_finite")), NumericalStop
+    )
 
 
 def test_a_file_without_a_function_and_a_file_that_is_not_there_are_refused():
@@ -256,5 +274,8 @@ def test_a_file_without_a_function_and_a_file_that_is_not_there_are_refused():
 
 
 def test_a_package_is_named_by_its_parts_and_hashed_by_its_file():
-    assert ModelFunction.from_name("tests.own_models:model").sha256 == ModelFunction.from_name(own("model")).sha256
+    assert (
+        ModelFunction.from_name("tests.own_models:model").sha256
+        == ModelFunction.from_name(own("model")).sha256
+    )
     assert from_pretrained("tests.own_models:model").module.head.bias.shape == (257,)

@@ -69,7 +69,9 @@ def test_the_logits_are_those_of_reading_every_row_again(make):
     """Ragged prompts and groups, rows that leave, and buffers that grow twice."""
     policy = make()
     module = policy.module
-    errors = worst_errors(layered(module), RereadDecoding(Backbone(module, splits=True), PROMPTS, OWNERS))
+    errors = worst_errors(
+        layered(module), RereadDecoding(Backbone(module, splits=True), PROMPTS, OWNERS)
+    )
     assert max(errors) < 5e-6
 
 
@@ -89,7 +91,9 @@ def test_rows_of_a_full_grid_may_lie_in_any_order(owners):
 
 
 @pytest.mark.parametrize("small", [0, 10**9])
-def test_in_bfloat16_it_is_as_near_to_the_exact_logits_as_the_cached_decoding_is(small, monkeypatch):
+def test_in_bfloat16_it_is_as_near_to_the_exact_logits_as_the_cached_decoding_is(
+    small, monkeypatch
+):
     """Whether the keys are kept in bfloat16 or, few as they are, in float32."""
     monkeypatch.setattr("gruppo.modalities.text.decoding.SMALL", small)
     module = qwen3().module
@@ -100,7 +104,9 @@ def test_in_bfloat16_it_is_as_near_to_the_exact_logits_as_the_cached_decoding_is
         exact.data = rounded.data.float()  # one model in two precisions
     plain = Backbone(narrow, splits=True, caches=True)
     made = layered(narrow)
-    assert {keys.dtype for keys in (*made.suffixes, *made.prompts)} == {torch.float32 if small else torch.bfloat16}
+    assert {keys.dtype for keys in (*made.suffixes, *made.prompts)} == {
+        torch.float32 if small else torch.bfloat16
+    }
     ours = worst_errors(made, layered(module))
     theirs = worst_errors(CachedDecoding(plain, PROMPTS, OWNERS), layered(module))
     assert sum(ours) < 1.3 * sum(theirs)
@@ -117,7 +123,10 @@ def test_rows_that_have_begun_go_on_as_from_a_prompt_of_their_own(make, at_once,
     monkeypatch.setattr("gruppo.modalities.text.decoding.READ_AT_ONCE", at_once)
     module = make().module.double()
     parts = (read_decoder(module), module.get_output_embeddings())
-    begun = [torch.cat([PROMPTS[owner], prefix]) for owner, prefix in zip(OWNERS.tolist(), BEHIND, strict=True)]
+    begun = [
+        torch.cat([PROMPTS[owner], prefix])
+        for owner, prefix in zip(OWNERS.tolist(), BEHIND, strict=True)
+    ]
     made = LayeredDecoding(*parts, PROMPTS, OWNERS, BEHIND)
     needed = LayeredDecoding(*parts, begun, torch.arange(len(begun)))
     assert torch.equal(made.lengths[made.owners], needed.lengths)
@@ -127,7 +136,9 @@ def test_rows_that_have_begun_go_on_as_from_a_prompt_of_their_own(make, at_once,
 
 def test_a_prompt_is_read_once_for_all_rows_that_have_begun(monkeypatch):
     module, read = llama().module, []
-    monkeypatch.setattr("gruppo.modalities.text.decoding.stream", lambda *of: read.append(stream(*of)) or read[-1])
+    monkeypatch.setattr(
+        "gruppo.modalities.text.decoding.stream", lambda *of: read.append(stream(*of)) or read[-1]
+    )
     LayeredDecoding(read_decoder(module), module.get_output_embeddings(), PROMPTS, OWNERS, BEHIND)
     tokens = sum(map(len, PROMPTS)) + sum(map(len, BEHIND))
     assert len(read) == 1 and tokens <= len(read[0].ids) < tokens + 16
@@ -136,7 +147,9 @@ def test_a_prompt_is_read_once_for_all_rows_that_have_begun(monkeypatch):
 def test_a_prompt_is_held_once_however_large_its_group():
     module = llama().module
     bytes_of = [
-        sum(kept.untyped_storage().nbytes() for kept in layered(module, PROMPTS[:2], owners).prompts)
+        sum(
+            kept.untyped_storage().nbytes() for kept in layered(module, PROMPTS[:2], owners).prompts
+        )
         for owners in (torch.tensor([0, 1]), torch.arange(2).repeat_interleave(50))
     ]
     layers, heads, width, longest = 2, 2, 8, 5
@@ -148,8 +161,12 @@ def test_what_rows_that_left_held_is_given_back():
     decoding = layered(module, PROMPTS, torch.arange(3).repeat_interleave(8))
     for kept in ("suffixes", "prompts"):
         before[kept] = sum(buffer.numel() for buffer in getattr(decoding, kept))
-    decoding.select(torch.tensor([1, 3, 9]))  # two rows of the first group, one of the second, whose prompt is short
-    assert sum(buffer.numel() for buffer in decoding.suffixes) * 6 == before["suffixes"]  # a grid of two by two
+    decoding.select(
+        torch.tensor([1, 3, 9])
+    )  # two rows of the first group, one of the second, whose prompt is short
+    assert (
+        sum(buffer.numel() for buffer in decoding.suffixes) * 6 == before["suffixes"]
+    )  # a grid of two by two
     assert sum(buffer.numel() for buffer in decoding.prompts) * 3 * 17 == before["prompts"] * 2 * 5
 
 
@@ -162,11 +179,15 @@ def test_a_row_writes_the_same_tokens_alone_as_among_others():
     assert together.lengths.min() < 20, "some rows leave"
     for row in range(7):
         prompt = PROMPTS[int(OWNERS[row])]
-        alone = generate(layered(module, [prompt], torch.tensor([0])), uniforms[row : row + 1], **choices)
+        alone = generate(
+            layered(module, [prompt], torch.tensor([0])), uniforms[row : row + 1], **choices
+        )
         length = int(alone.lengths[0])
         assert int(together.lengths[row]) == length and together.finish[row] == alone.finish[0]
         assert torch.equal(together.tokens[row, :length], alone.tokens[0, :length])
-        torch.testing.assert_close(together.logprobs[row, :length], alone.logprobs[0, :length], rtol=0, atol=5e-6)
+        torch.testing.assert_close(
+            together.logprobs[row, :length], alone.logprobs[0, :length], rtol=0, atol=5e-6
+        )
 
 
 def test_a_row_that_is_not_finite_harms_no_other():
@@ -207,7 +228,10 @@ def test_products_with_something_added_are_called_as_they_are():
     module = qwen2().module
     torch.manual_seed(1)
     for block in module.model.layers:
-        block.self_attn.v_proj, block.mlp.down_proj = Adapter(block.self_attn.v_proj), Adapter(block.mlp.down_proj)
+        block.self_attn.v_proj, block.mlp.down_proj = (
+            Adapter(block.self_attn.v_proj),
+            Adapter(block.mlp.down_proj),
+        )
     needed = RereadDecoding(Backbone(module, splits=True), PROMPTS, OWNERS)
     assert max(worst_errors(layered(module), needed, steps=12)) < 5e-6
 

@@ -51,17 +51,26 @@ def test_a_demonstrated_conversation_has_the_tokens_of_the_whole(shown):
     of = chat()
     ids, mask, completion = demonstrate(of, [USER], shown, TOOLS)
     whole = of.tokenizer.apply_chat_template([USER, *shown], tools=TOOLS, return_dict=False)
-    assert [*of.encode([USER], TOOLS), *ids] == list(whole)[: whole[::-1].index(of.eos_ids[0]) * -1 or None]
+    assert [*of.encode([USER], TOOLS), *ids] == list(whole)[
+        : whole[::-1].index(of.eos_ids[0]) * -1 or None
+    ]
     assert completion == shown
-    written = of.text_with_specials([token for token, own in zip(ids, mask, strict=True) if own]).split(END)
-    assert len(written) == sum(message["role"] == "assistant" for message in shown) + 1 and not written[-1]
+    written = of.text_with_specials(
+        [token for token, own in zip(ids, mask, strict=True) if own]
+    ).split(END)
+    assert (
+        len(written) == sum(message["role"] == "assistant" for message in shown) + 1
+        and not written[-1]
+    )
     for text, message in zip(written, [m for m in shown if m["role"] == "assistant"], strict=False):
         assert of.answer(of.encode_text(text), text, [USER], TOOLS) == message
 
 
 def policy() -> tuple[Any, Environment]:
     tokenizer = chat().tokenizer
-    made = from_transformers(causal_lm("Llama", vocab_size=len(tokenizer), tie_word_embeddings=True), tokenizer)
+    made = from_transformers(
+        causal_lm("Llama", vocab_size=len(tokenizer), tie_word_embeddings=True), tokenizer
+    )
     environment = Environment(tools=[multiply], turns=3, timeout_s=None)
     made.context = 1024
     made.prepare_conversations(environment.tools)
@@ -70,7 +79,10 @@ def policy() -> tuple[Any, Environment]:
 
 def test_a_demonstrated_conversation_is_what_was_sampled_turn_by_turn():
     of, environment = policy()
-    script = ['<tool_call>{"name": "multiply", "arguments": {"a": 12, "b": 34}}</tool_call>', "It is 408."]
+    script = [
+        '<tool_call>{"name": "multiply", "arguments": {"a": 12, "b": 34}}</tool_call>',
+        "It is 408.",
+    ]
 
     def generate(batch: Any, sampling: Any, seed: int) -> Generated:
         ids = torch.tensor([of.chat.encode_text(script.pop(0) + END)])
@@ -83,12 +95,19 @@ def test_a_demonstrated_conversation_is_what_was_sampled_turn_by_turn():
         return of.continue_with(generate, rollouts, replies, sampling, **options)
 
     prompt = Prompt("p", [USER], SHOWN)
-    sampled = converse(sample, go_on, environment, [Request(prompt, 1)], Sampling(max_actions=200), seed=0)
+    sampled = converse(
+        sample, go_on, environment, [Request(prompt, 1)], Sampling(max_actions=200), seed=0
+    )
     shown = of.demonstrations([prompt, Prompt("q", [USER], "408", draw=1)], seed=0)
     assert sampled.completions[0] == shown.completions[0] == SHOWN
     length = int(sampled.lengths[0])
-    assert int(shown.lengths[0]) == length and torch.equal(shown.actions[0, :length], sampled.actions[0, :length])
-    assert torch.equal(shown.mask[0, :length], sampled.mask[0, :length]) and not shown.mask[0, :length].all()
+    assert int(shown.lengths[0]) == length and torch.equal(
+        shown.actions[0, :length], sampled.actions[0, :length]
+    )
+    assert (
+        torch.equal(shown.mask[0, :length], sampled.mask[0, :length])
+        and not shown.mask[0, :length].all()
+    )
     assert torch.equal(shown.shared["prompt_ids"][0], sampled.shared["prompt_ids"][0])
     assert int(shown.mask[1].sum()) == int(shown.lengths[1]) == 4
 
@@ -99,9 +118,15 @@ def test_a_demonstrated_conversation_is_what_was_sampled_turn_by_turn():
         (SHOWN[:2], "is no answer; it needs .* several that begin and end with the assistant's"),
         ([RESULT, says("408")], "is no answer"),
         ([says("4"), says("08")], "is no answer"),
-        ([says(a=12, b=34), RESULT, says(" ")], "a message of the assistant in the target is empty"),
+        (
+            [says(a=12, b=34), RESULT, says(" ")],
+            "a message of the assistant in the target is empty",
+        ),
         ([says(a=12, b=34) | {"content": 3}, RESULT, says("408")], "is no answer"),
-        ([{**says(), "tool_calls": [{"function": {"name": "multiply", "arguments": "12"}}]}], "cannot be read"),
+        (
+            [{**says(), "tool_calls": [{"function": {"name": "multiply", "arguments": "12"}}]}],
+            "cannot be read",
+        ),
     ],
 )
 def test_what_cannot_be_demonstrated_is_refused_with_the_reason(target, why):

@@ -46,13 +46,18 @@ def test_nothing_after_the_first_end_token_belongs_to_the_answer():
 def test_words_that_the_assistant_has_begun_go_on():
     begun = [USER, {"role": "assistant", "content": "1 +"}]
     assert said(chat(), begun, " 12") == " 12<|end|>"
-    assert [*chat().encode(begun), *answer_ids(chat(), begun, " 12")] == chat().encode_answered(begun, " 12")
+    assert [*chat().encode(begun), *answer_ids(chat(), begun, " 12")] == chat().encode_answered(
+        begun, " 12"
+    )
 
 
 def test_a_text_whose_first_letters_would_join_the_prompts_last_is_written_by_itself():
     """ "a" + "b" is one token, and the policy has been shown "a"."""
     assert chat().encode("a" + "b12") == bpe_tokenizer().convert_tokens_to_ids(["ab", "12"])
-    assert answer_ids(chat(), "a", "b12") == [*bpe_tokenizer().convert_tokens_to_ids(["b", "12"]), END]
+    assert answer_ids(chat(), "a", "b12") == [
+        *bpe_tokenizer().convert_tokens_to_ids(["b", "12"]),
+        END,
+    ]
 
 
 def test_a_template_that_leaves_out_reasoning_does_not_take_it_out_of_the_answer():
@@ -132,8 +137,13 @@ def test_a_demonstration_of_what_the_policy_says_is_what_it_said_and_costs_nothi
     scripts = [[*ByteTokenizer().encode(text), 256] for text in ("0a12", "1a345")]
     policy = from_module(Says(*scripts), ByteTokenizer(), eos_ids=[256], context=64)
     prompts = [Prompt(str(n), f"{n}a", draw=n) for n in range(2)]
-    sampled = policy.sample([Request(prompt, 1) for prompt in prompts], Sampling(max_actions=8), seed=0)
-    shown = [replace(prompt, target=text) for prompt, text in zip(prompts, sampled.completions, strict=True)]
+    sampled = policy.sample(
+        [Request(prompt, 1) for prompt in prompts], Sampling(max_actions=8), seed=0
+    )
+    shown = [
+        replace(prompt, target=text)
+        for prompt, text in zip(prompts, sampled.completions, strict=True)
+    ]
     demos = policy.demonstrations(shown, seed=0)
     assert torch.equal(demos.actions, sampled.actions) and torch.equal(demos.mask, sampled.mask)
     assert demos.finish == sampled.finish and demos.completions == sampled.completions
@@ -145,18 +155,28 @@ def test_a_demonstration_of_what_the_policy_says_is_what_it_said_and_costs_nothi
 @pytest.mark.parametrize("make", HUGGING_FACE, ids=lambda make: make.__name__)
 def test_the_loss_and_its_gradient_are_those_of_transformers_labels(make):
     policy = make()
-    prompts = [Prompt("p", [USER], "12ab"), Prompt("q", "what", "it is abc", draw=1), Prompt("r", "a", "b", draw=2)]
+    prompts = [
+        Prompt("p", [USER], "12ab"),
+        Prompt("q", "what", "it is abc", draw=1),
+        Prompt("r", "a", "b", draw=2),
+    ]
     demos = policy.demonstrations(prompts, seed=0)
     (micro_batch,) = policy.micro_batches(demos, demos.mask, 1000)
     weights = loss_weights(demos.mask, average="token", total=demos.mask.sum())
-    ours = (micro_batch.of(weights) * policy.supervised_loss(demos, policy.likelihood(demos, micro_batch))).sum()
+    ours = (
+        micro_batch.of(weights)
+        * policy.supervised_loss(demos, policy.likelihood(demos, micro_batch))
+    ).sum()
     ours.backward()
     trained = [parameter for parameter in policy.module.parameters() if parameter.requires_grad]
     got = [parameter.grad.clone() for parameter in trained]
     policy.module.zero_grad()
     theirs = 0.0
     for row, prompt in enumerate(prompts):
-        before, answer = policy.chat.encode(prompt.inputs), demos.actions[row, : int(demos.lengths[row])].tolist()
+        before, answer = (
+            policy.chat.encode(prompt.inputs),
+            demos.actions[row, : int(demos.lengths[row])].tolist(),
+        )
         ids, labels = torch.tensor([before + answer]), torch.tensor([[-100] * len(before) + answer])
         theirs = theirs + policy.module(input_ids=ids, labels=labels).loss * len(answer)
     theirs = theirs / int(demos.mask.sum())

@@ -22,7 +22,12 @@ from gruppo.types import Sampling
 
 def laid_out(prompts, owners, lengths, **options):
     completions = [torch.arange(length) % 9 for length in lengths]
-    return stream([torch.arange(length) % 9 for length in prompts], completions, torch.tensor(owners), **options)
+    return stream(
+        [torch.arange(length) % 9 for length in prompts],
+        completions,
+        torch.tensor(owners),
+        **options,
+    )
 
 
 @pytest.fixture
@@ -31,7 +36,9 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(compiled, "DEVICES", {"cpu"})
     monkeypatch.setattr(Compiled, "_compiled", property(lambda self: self.function))
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
-    monkeypatch.setattr(flex, "compiled_layer", Compiled(flex._layer, "layers", needs_compiling=True))
+    monkeypatch.setattr(
+        flex, "compiled_layer", Compiled(flex._layer, "layers", needs_compiling=True)
+    )
     monkeypatch.setattr(flex, "_checked", {})
 
 
@@ -60,9 +67,14 @@ def test_blocks_of_the_mask_are_those_of_every_pair_of_tokens():
         (mask.kv_num_blocks, mask.kv_indices, some & ~every),
         (mask.full_kv_num_blocks, mask.full_kv_indices, every),
     ):
-        listed = [sorted(row[:n].tolist()) for n, row in zip(count[0, 0].tolist(), indices[0, 0], strict=True)]
+        listed = [
+            sorted(row[:n].tolist())
+            for n, row in zip(count[0, 0].tolist(), indices[0, 0], strict=True)
+        ]
         assert listed == [row.nonzero()[:, 0].tolist() for row in expected]
-    assert every.any() and not some.all(), "a prompt hides what other groups hold, and is seen whole"
+    assert every.any() and not some.all(), (
+        "a prompt hides what other groups hold, and is seen whole"
+    )
 
 
 # --- the layers ------------------------------------------------------------------------------------------------------
@@ -70,7 +82,8 @@ def test_blocks_of_the_mask_are_those_of_every_pair_of_tokens():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("make", "dtype"), [*((make, torch.float64) for make in STREAMING), (STREAMING[0], torch.float32)]
+    ("make", "dtype"),
+    [*((make, torch.float64) for make in STREAMING), (STREAMING[0], torch.float32)],
 )
 def test_layers_with_flex_attention_and_their_gradients_are_the_plain_ones(make, dtype, on_cpu):
     module = make().compute_module.to(dtype)
@@ -90,15 +103,22 @@ def test_layers_with_flex_attention_and_their_gradients_are_the_plain_ones(make,
         assert float((fast - slow).norm() / slow.norm()) < tolerance
 
 
-def test_a_policy_scores_with_them_and_without_a_gradient_to_the_bit_as_with_one(on_cpu, monkeypatch):
+def test_a_policy_scores_with_them_and_without_a_gradient_to_the_bit_as_with_one(
+    on_cpu, monkeypatch
+):
     policy = llama()
     rollouts = policy.sample(requests(5, 2, 3), Sampling(max_actions=9), seed=1)
     calls = []
-    monkeypatch.setattr(flex.compiled_layer, "function", lambda *args: calls.append(args) or flex._layer(*args))
+    monkeypatch.setattr(
+        flex.compiled_layer, "function", lambda *args: calls.append(args) or flex._layer(*args)
+    )
     (fast, fast_grad) = evaluated(policy, rollouts)
     assert calls
     with torch.no_grad():
-        parts = [policy.likelihood(rollouts, one) for one in policy.micro_batches(rollouts, rollouts.mask, 90)]
+        parts = [
+            policy.likelihood(rollouts, one)
+            for one in policy.micro_batches(rollouts, rollouts.mask, 90)
+        ]
     micro_batches = policy.micro_batches(rollouts, rollouts.mask, 90)
     for micro_batch, part in zip(micro_batches, parts, strict=True):
         assert torch.equal(
@@ -149,7 +169,9 @@ def test_layers_that_do_not_compile_or_differ_are_run_the_plain_way_with_one_war
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             torch.testing.assert_close(evaluated(policy, rollouts), expected, rtol=1e-4, atol=1e-4)
-    (warning,) = [record.getMessage() for record in caplog.records if "plain path" in record.getMessage()]
+    (warning,) = [
+        record.getMessage() for record in caplog.records if "plain path" in record.getMessage()
+    ]
     assert "\n" not in warning and ("Failed to find C compiler" in warning) == (fault != "differs")
 
 

@@ -42,37 +42,52 @@ def bitsandbytes():
 
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
-def test_samples_log_probs_and_gradients_are_those_of_the_dequantized_weights(bitsandbytes, compute):
+def test_samples_log_probs_and_gradients_are_those_of_the_dequantized_weights(
+    bitsandbytes, compute
+):
     policy = fakes.four_bit(compute=compute)
     dense = fakes.causal_lm("Llama", tie_word_embeddings=True, **fakes.WIDE)
     layers = four_bit_layers(policy.module)
     assert len(layers) == 14 and {layer.weight.dtype for layer in layers.values()} == {torch.uint8}
     for name, layer in layers.items():
-        weight = bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+        weight = bitsandbytes.functional.dequantize_4bit(
+            layer.weight.data, layer.weight.quant_state
+        )
         own = dense.get_submodule(name.replace(".base_layer", "")).weight
-        assert 0.01 < float((weight - own.detach()).norm() / own.detach().norm()) < 0.15  # quantized, and of this layer
+        assert (
+            0.01 < float((weight - own.detach()).norm() / own.detach().norm()) < 0.15
+        )  # quantized, and of this layer
         own.data.copy_(weight)
     adapt = partial(inject, rank=3, alpha=6.0, seed=0, base="tiny")
-    expected = fakes.from_transformers(dense, fakes.bpe_tokenizer(), compute=compute, chunk=1024, adapt=adapt)
+    expected = fakes.from_transformers(
+        dense, fakes.bpe_tokenizer(), compute=compute, chunk=1024, adapt=adapt
+    )
     fakes.with_random_adapter(expected)
     rollouts = expected.sample(fakes.requests(4, 2, 3), Sampling(max_actions=6), seed=3)
     assert torch.equal(
-        policy.sample(fakes.requests(4, 2, 3), Sampling(max_actions=6), seed=3).actions, rollouts.actions
+        policy.sample(fakes.requests(4, 2, 3), Sampling(max_actions=6), seed=3).actions,
+        rollouts.actions,
     )
     logprobs = []
     for one in (expected, policy):
         (micro_batch,) = one.micro_batches(rollouts, rollouts.mask, 10**6)
         likelihood = one.likelihood(rollouts, micro_batch)
-        (likelihood.logprobs * torch.linspace(0.5, 1.5, likelihood.logprobs.shape[1])).sum().backward()
+        (
+            likelihood.logprobs * torch.linspace(0.5, 1.5, likelihood.logprobs.shape[1])
+        ).sum().backward()
         logprobs.append(likelihood.logprobs.detach())
     assert torch.equal(*logprobs)
     gradients = [adapter_weights(one.module) for one in (expected, policy)]
     for name, weight in gradients[0].items():
-        assert float(weight.grad.abs().max()) > 0 and torch.equal(weight.grad, gradients[1][name].grad), name
+        assert float(weight.grad.abs().max()) > 0 and torch.equal(
+            weight.grad, gradients[1][name].grad
+        ), name
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"objective": "ppo", "critic__kind": "separate"}], ids=["grpo", "ppo"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"objective": "ppo", "critic__kind": "separate"}], ids=["grpo", "ppo"]
+)
 def test_a_run_resumes_to_the_bit_on_a_base_that_stays_what_it_was(bitsandbytes, tmp_path, changes):
     changes = {"steps": 4, "evaluation__prompts": 0} | FULL | changes
     config = config_in(tmp_path / "whole", **changes)
@@ -94,7 +109,9 @@ def test_a_run_resumes_to_the_bit_on_a_base_that_stays_what_it_was(bitsandbytes,
     assert base["is_4bit"] and base["sha256"] == digest(base_weights(built.policy.module))
 
 
-def test_the_adapter_of_a_4bit_base_opens_on_the_full_one_with_a_warning(bitsandbytes, tmp_path, caplog):
+def test_the_adapter_of_a_4bit_base_opens_on_the_full_one_with_a_warning(
+    bitsandbytes, tmp_path, caplog
+):
     run = api.start(config_in(tmp_path, steps=1)).folder
     with caplog.at_level(logging.WARNING, "gruppo"):
         policy = from_pretrained(run)
@@ -116,16 +133,23 @@ def test_bases_that_differ_in_their_scales_alone_have_other_identities(bitsandby
         policy = from_pretrained(folder, compute="float32", adapt=adapt, load_in_4bit=True)
         assert policy.base_sha256 == digest(base_weights(policy.module))
         identities.add(policy.base_sha256)
-        codes = {name: w for name, w in base_weights(policy.module).items() if not w.is_floating_point()}
+        codes = {
+            name: w for name, w in base_weights(policy.module).items() if not w.is_floating_point()
+        }
     assert len(identities) == 2 and len(codes) == 14 * 3
 
 
 def test_explain_counts_the_bytes_of_the_quantized_base(bitsandbytes, tmp_path):
     run, _ = build(config_in(tmp_path), Parts())
     line = next(line for line in _memory(run, 1, True, False) if "base, 4 bits" in line)
-    linear = sum(layer.in_features * layer.out_features for layer in four_bit_layers(run.policy.module).values())
+    linear = sum(
+        layer.in_features * layer.out_features
+        for layer in four_bit_layers(run.policy.module).values()
+    )
     base = sum(tensor.nbytes for tensor in run.policy.frozen_base().values())
-    others = [p for p in run.policy.module.parameters() if not p.requires_grad and p.is_floating_point()]
+    others = [
+        p for p in run.policy.module.parameters() if not p.requires_grad and p.is_floating_point()
+    ]
     scales = base - linear // 2 - sum(p.nbytes for p in others)
     assert float(line.split()[-2]) == pytest.approx(base / 2**20, abs=0.006)
     # of these small layers, the tables of 16 and 256 numbers and the description weigh more than the scales themselves
@@ -150,12 +174,22 @@ BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     ("settings", "rank", "says"),
     [
         (BNB, 0, "is quantized, and quantized weights cannot be trained .* Set --lora.rank 16"),
-        ({"quant_method": "gptq", "bits": 4}, 0, "is quantized, and quantized weights cannot be trained"),
-        ({"quant_method": "gptq", "bits": 4}, 3, r"cannot put an adapter on \(gptq\).*--lora.load-in-4bit True"),
+        (
+            {"quant_method": "gptq", "bits": 4},
+            0,
+            "is quantized, and quantized weights cannot be trained",
+        ),
+        (
+            {"quant_method": "gptq", "bits": 4},
+            3,
+            r"cannot put an adapter on \(gptq\).*--lora.load-in-4bit True",
+        ),
         (BNB | {"bnb_4bit_quant_storage": "bfloat16"}, 3, r"stored as uint8"),
     ],
 )
-def test_a_quantized_model_that_cannot_be_trained_is_refused_before_it_is_read(tmp_path, settings, rank, says):
+def test_a_quantized_model_that_cannot_be_trained_is_refused_before_it_is_read(
+    tmp_path, settings, rank, says
+):
     folder = quantized(tmp_path / "model", **settings)
     (Path(folder) / "model.safetensors").unlink()
     with pytest.raises(GruppoError, match=says):
@@ -165,7 +199,10 @@ def test_a_quantized_model_that_cannot_be_trained_is_refused_before_it_is_read(t
 def test_a_quantized_model_in_memory_is_refused():
     module = fakes.causal_lm("Llama")
     module.is_quantized, module.config.quantization_config = True, BNB
-    with pytest.raises(GruppoError, match=r"this LlamaForCausalLM is quantized.*give the model that it was quantized"):
+    with pytest.raises(
+        GruppoError,
+        match=r"this LlamaForCausalLM is quantized.*give the model that it was quantized",
+    ):
         fakes.from_transformers(module, fakes.bpe_tokenizer())
 
 
@@ -176,7 +213,10 @@ def test_a_quantized_model_in_memory_is_refused():
             {"lora__load_in_4bit": True},
             r"lora.rank=0 trains all weights, which 4 bits do not allow. Set --lora.rank 16",
         ),
-        (FOUR_BIT | {"engine__kind": "vllm", "engine__urls": ("http://x",)}, "would sample from another model"),
+        (
+            FOUR_BIT | {"engine__kind": "vllm", "engine__urls": ("http://x",)},
+            "would sample from another model",
+        ),
     ],
 )
 def test_options_that_4_bits_exclude_are_refused(tmp_path, changes, says):
@@ -186,16 +226,22 @@ def test_options_that_4_bits_exclude_are_refused(tmp_path, changes, says):
 
 def test_models_that_are_not_read_by_transformers_are_refused(tmp_path):
     config = tiny.config(tmp_path, **FOUR_BIT)
-    with pytest.raises(GruppoError, match=r"'LlamaForCausalLM' is made in memory. Set --lora.load-in-4bit False"):
+    with pytest.raises(
+        GruppoError, match=r"'LlamaForCausalLM' is made in memory. Set --lora.load-in-4bit False"
+    ):
         build(config, Parts(model=from_pretrained(tiny.model())))
 
 
 def test_layers_that_bitsandbytes_computes_wrongly_are_refused(bitsandbytes, tmp_path):
-    with pytest.raises(GruppoError, match=r"has 16 inputs, and .* only where they are a multiple of 64"):
+    with pytest.raises(
+        GruppoError, match=r"has 16 inputs, and .* only where they are a multiple of 64"
+    ):
         build(tiny.config(tmp_path, **FOUR_BIT), Parts())
 
 
 def test_without_bitsandbytes_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
-    with pytest.raises(GruppoError, match=r'a 4-bit base .* needs the package "bitsandbytes" .*\[qlora\]'):
+    with pytest.raises(
+        GruppoError, match=r'a 4-bit base .* needs the package "bitsandbytes" .*\[qlora\]'
+    ):
         from_pretrained(tiny.model(), adapt=print, load_in_4bit=True)

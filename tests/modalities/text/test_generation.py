@@ -40,7 +40,9 @@ class Scripted:
         self.rows = [self.rows[slot] for slot in slots.tolist()]
 
 
-def written(*scripts, columns=4, eos_ids=(0,), stop=(), text=lambda ids: "".join("abcde"[i] for i in ids)):
+def written(
+    *scripts, columns=4, eos_ids=(0,), stop=(), text=lambda ids: "".join("abcde"[i] for i in ids)
+):
     decoding = Scripted(*scripts)
     uniforms = torch.full((len(scripts), columns), 0.5, dtype=torch.float64)
     chat = SimpleNamespace(eos_ids=eos_ids, text_with_specials=text)
@@ -75,7 +77,9 @@ def test_a_row_that_is_not_finite_ends_as_an_error_with_what_it_had_and_harms_no
     alone = written([1, 2, 3, 0])[1]
     _, got = written([4, None, 1, 1], [1, 2, 3, 0], [None, 1, 1, 1])
     assert got.finish == ("error", "stop", "error") and got.lengths.tolist() == [1, 4, 0]
-    assert torch.equal(got.tokens[1], alone.tokens[0]) and torch.equal(got.logprobs[1], alone.logprobs[0])
+    assert torch.equal(got.tokens[1], alone.tokens[0]) and torch.equal(
+        got.logprobs[1], alone.logprobs[0]
+    )
     assert got.logprobs.isfinite().all()
 
 
@@ -88,18 +92,31 @@ def test_finished_rows_leave_the_decoding_once_they_are_an_eighth_of_it():
     scripts = [[0]] + [[1, 0]] + [[1, 1, 1, 1]] * 15
     decoding, _ = written(*scripts)
     sizes = [len(rows) for rows in decoding.carried]
-    assert sizes[0] == 17 and min(sizes) == 15 and 16 not in sizes  # one of 17 waits for company; two leave together
+    assert (
+        sizes[0] == 17 and min(sizes) == 15 and 16 not in sizes
+    )  # one of 17 waits for company; two leave together
     assert decoding.fed[0][0] == 0, "a finished row that still waits is fed padding"
 
 
 def test_the_rows_that_stay_keep_their_tokens_and_log_probs_when_others_leave():
     _, got = written([0], [1, 0], [2, 3, 4, 1], [4, 0])
-    assert got.tokens[2].tolist() == [2, 3, 4, 1] and got.finish == ("stop", "stop", "length", "stop")
+    assert got.tokens[2].tolist() == [2, 3, 4, 1] and got.finish == (
+        "stop",
+        "stop",
+        "length",
+        "stop",
+    )
 
 
 @pytest.mark.parametrize(
     ("stop", "left"),
-    [(("##",), "one "), (("two", "##"), "one "), ((" ",), "one"), (("never",), "one ## two"), ((), "one ## two")],
+    [
+        (("##",), "one "),
+        (("two", "##"), "one "),
+        ((" ",), "one"),
+        (("never",), "one ## two"),
+        ((), "one ## two"),
+    ],
 )
 def test_text_is_cut_at_the_first_of_the_stop_texts(stop, left):
     assert cut_at_stop("one ## two", stop) == left

@@ -9,7 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 from tests import tiny
-from tests.environments.test_conversation import SAMPLING, conversed, ids_of, logprobs_of, talks, texts
+from tests.environments.test_conversation import (
+    SAMPLING,
+    conversed,
+    ids_of,
+    logprobs_of,
+    talks,
+    texts,
+)
 from tests.fakes import biased_llama, doubled, gemma2, gpt2, llama, mistral, plain, qwen3
 
 from gruppo.engines import LocalEngine
@@ -46,7 +53,9 @@ def assert_same(one, other, atol=1e-7):
 
 @pytest.mark.parametrize("kind", [LayeredDecoding, StaticDecoding], **named)
 @pytest.mark.parametrize("make", [llama, qwen3, biased_llama], **named)
-@pytest.mark.parametrize("changes", [{}, {"top_k": 40}, {"top_p": 0.7}, {"temperature": 0.6}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"top_k": 40}, {"top_p": 0.7}, {"temperature": 0.6}], ids=str
+)
 def test_every_turn_scores_as_it_was_sampled(make, changes, kind, monkeypatch):
     """In float64, with rows that end at different turns and replies of different lengths."""
     monkeypatch.setattr(backbones, "decoding_on", lambda device: kind)
@@ -54,12 +63,16 @@ def test_every_turn_scores_as_it_was_sampled(make, changes, kind, monkeypatch):
     rollouts = conversed(policy, texts(4), replace(LONG, **changes))
     turns = rollouts.per_row["turns"]
     assert turns.max() >= 4 and len(turns.unique()) >= 3 and not rollouts.per_row["reencoded"].any()
-    torch.testing.assert_close(logprobs_of(policy, rollouts), rollouts.sampler_logprobs.double(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        logprobs_of(policy, rollouts), rollouts.sampler_logprobs.double(), rtol=0, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("kind", [LayeredDecoding, StaticDecoding], **named)
 @pytest.mark.parametrize("at_once", [1, 30, 1024])
-def test_conversations_are_those_of_reading_each_history_again(kind, at_once, monkeypatch, reads_again):
+def test_conversations_are_those_of_reading_each_history_again(
+    kind, at_once, monkeypatch, reads_again
+):
     """However many columns are read at once, and with buffers that grow within a turn."""
     monkeypatch.setattr("gruppo.modalities.text.decoding.READ_AT_ONCE", at_once)
     monkeypatch.setattr(backbones, "decoding_on", lambda device: kind)
@@ -79,7 +92,9 @@ def test_rows_of_the_models_own_cache_are_kept_too(make, reads_again, monkeypatc
     policy = doubled(make())
     assert policy.backbone.caches and not policy.backbone.decodes
     fast = conversed(policy, texts(4), LONG)
-    torch.testing.assert_close(logprobs_of(policy, fast), fast.sampler_logprobs.double(), rtol=0, atol=2e-5)
+    torch.testing.assert_close(
+        logprobs_of(policy, fast), fast.sampler_logprobs.double(), rtol=0, atol=2e-5
+    )
     assert fast.per_row["turns"].max() >= 3 and not fast.per_row["reencoded"].any()
     reads_again()
     assert_same(fast, conversed(policy, texts(4), LONG))
@@ -101,7 +116,9 @@ def test_what_does_not_fit_into_memory_is_read_again_and_counted(monkeypatch):
     assert 0 < some.per_row["reencoded"].sum() < (some.per_row["turns"] - 1).sum()
     monkeypatch.setattr(kept, "free_bytes", lambda device: None)
     monkeypatch.setattr(kept, "UNMEASURED_BYTES", 60_000)
-    assert torch.equal(conversed(policy, texts(4), LONG).per_row["reencoded"], some.per_row["reencoded"])
+    assert torch.equal(
+        conversed(policy, texts(4), LONG).per_row["reencoded"], some.per_row["reencoded"]
+    )
 
 
 def test_a_policy_that_cannot_keep_reads_again_and_counts_it():
@@ -144,7 +161,9 @@ def test_equal_histories_are_read_once_for_all_their_rows(reads_again):
         counts = []
         for size in (1, 8):
             requests = [Request(Prompt("1", "1 + 1 =", draw=1), size)]
-            rollouts, count = tokens_read(policy, lambda r=requests: conversed(policy, r, greedy, reply=lambda: reply))
+            rollouts, count = tokens_read(
+                policy, lambda r=requests: conversed(policy, r, greedy, reply=lambda: reply)
+            )
             turns = int(rollouts.per_row["turns"][0])
             counts.append(count - size * int(rollouts.mask[0].sum()))
         assert turns > 1 and counts[1] <= counts[0]
@@ -157,7 +176,9 @@ def test_new_weights_drop_what_the_old_ones_read(way, reads_again):
 
     def run(limited):
         policy = from_pretrained(tiny.model(), compute="bfloat16" if way == "sync" else "float32")
-        engine = ConversationEngine(LocalEngine(policy), Environment(change, turns=3), policy.check_prompt)
+        engine = ConversationEngine(
+            LocalEngine(policy), Environment(change, turns=3), policy.check_prompt
+        )
         state = {"policy": policy, "engine": engine, "turn": 0}
         change.state = state
         if limited:
@@ -249,16 +270,23 @@ def test_rollouts_that_are_continued_twice_go_on_alike_both_times():
         "text": first.completions,
         "environment_failure": (None,) * len(first),
     }
-    first = replace(first, per_row={**first.per_row, **own, "context_full": zeros, "reencoded": zeros})
+    first = replace(
+        first, per_row={**first.per_row, **own, "context_full": zeros, "reencoded": zeros}
+    )
     replies = {row: "no" for row, finish in enumerate(first.finish) if finish == "stop"}
     one, two = (policy.continue_rollouts(first, replies, SAMPLING, seed=1) for _ in range(2))
     assert_same(one, two)
     assert not one.per_row["reencoded"].any() and two.per_row["reencoded"].sum() == len(replies) > 3
     # what was kept of other tokens is not used; of a turn of one token, only the prompt has been read
     changed = policy.sample(requests, SAMPLING, seed=1)
-    changed = replace(changed, per_row={**first.per_row, "kept": changed.per_row["kept"]}, actions=first.actions + 1)
+    changed = replace(
+        changed,
+        per_row={**first.per_row, "kept": changed.per_row["kept"]},
+        actions=first.actions + 1,
+    )
     assert torch.equal(
-        policy.continue_rollouts(changed, replies, SAMPLING, seed=1).per_row["reencoded"], (first.lengths > 1).long()
+        policy.continue_rollouts(changed, replies, SAMPLING, seed=1).per_row["reencoded"],
+        (first.lengths > 1).long(),
     )
 
 
@@ -267,7 +295,9 @@ def test_threads_that_converse_at_once_do_not_mix_what_they_keep():
     seeds, done = (1, 2, 3), {}
     alone = {seed: conversed(policy, talks(), LONG, seed=seed) for seed in seeds}
     threads = [
-        threading.Thread(target=lambda s=s: done.__setitem__(s, conversed(policy, talks(), LONG, seed=s)))
+        threading.Thread(
+            target=lambda s=s: done.__setitem__(s, conversed(policy, talks(), LONG, seed=s))
+        )
         for s in seeds
     ]
     for thread in threads:

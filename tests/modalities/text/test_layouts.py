@@ -20,7 +20,12 @@ def packed_example():
 def test_a_prompt_is_laid_out_once_and_positions_restart_at_its_end():
     packed = packed_example()
     assert packed.ids.tolist() == [[10, 11, 1, 2, 3], [20, 4, 5, 6, 0]]
-    assert packed.positions[0].tolist() == [0, 1, 2, 3, 2] and packed.positions[1, :4].tolist() == [0, 1, 2, 3]
+    assert packed.positions[0].tolist() == [0, 1, 2, 3, 2] and packed.positions[1, :4].tolist() == [
+        0,
+        1,
+        2,
+        3,
+    ]
 
 
 def test_each_completion_sees_the_prompt_and_its_own_past_and_no_padding():
@@ -32,13 +37,17 @@ def test_each_completion_sees_the_prompt_and_its_own_past_and_no_padding():
         [1, 1, 1, 1, 0],
         [1, 1, 0, 0, 1],  # 3 does not see 1 and 2
     ]
-    assert not visible[1, :4, 4].any() and visible[1, 4, 4], "padding is seen by itself alone: a softmax is never empty"
+    assert not visible[1, :4, 4].any() and visible[1, 4, 4], (
+        "padding is seen by itself alone: a softmax is never empty"
+    )
 
 
 @pytest.mark.silent_bug(16)
 def test_an_action_is_predicted_by_the_token_before_it_and_the_first_by_the_prompts_last():
     completion, column = torch.tensor([0, 0, 1, 1, 1, 2]), torch.tensor([0, 1, 0, 1, 2, 0])
-    assert packed_example().before(completion, column).tolist() == [1, 2, 5, 6, 7, 1], "rows of 5 tokens"
+    assert packed_example().before(completion, column).tolist() == [1, 2, 5, 6, 7, 1], (
+        "rows of 5 tokens"
+    )
 
 
 @st.composite
@@ -55,7 +64,9 @@ def test_micro_batches_hold_each_row_once_and_keep_to_the_budget(layout, batch):
     groups, owners, lengths, budget = batch
     prompt_lengths = torch.tensor(groups)[torch.tensor(owners)]
     rows = range(len(owners))
-    micro_batches = split_rows(prompt_lengths, torch.tensor(lengths), torch.tensor(owners), rows, budget, layout)
+    micro_batches = split_rows(
+        prompt_lengths, torch.tensor(lengths), torch.tensor(owners), rows, budget, layout
+    )
     assert sorted(row for micro_batch in micro_batches for row in micro_batch) == list(rows)
     for micro_batch in micro_batches:
         sizes = {}
@@ -67,7 +78,9 @@ def test_micro_batches_hold_each_row_once_and_keep_to_the_budget(layout, batch):
 
 
 @pytest.mark.parametrize("layout", ["stream", "packed"])
-def test_a_group_that_fits_is_one_micro_batch_and_another_is_cut_into_micro_batches_of_like_size(layout):
+def test_a_group_that_fits_is_one_micro_batch_and_another_is_cut_into_micro_batches_of_like_size(
+    layout,
+):
     lengths, group_ids = torch.tensor([5, 5, 5, 5]), torch.tensor([0, 0, 0, 0])
     of = (torch.full((4,), 10), lengths, group_ids, range(4))
     assert split_rows(*of, 30, layout) == [[0, 1, 2, 3]]

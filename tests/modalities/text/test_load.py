@@ -45,18 +45,25 @@ def test_a_saved_model_opens_in_transformers_with_the_same_logits(make, tmp_path
     with torch.no_grad():
         assert torch.equal(module(IDS).logits, policy.module(IDS).logits)
     assert next(module.parameters()).dtype == torch.float32
-    assert AutoTokenizer.from_pretrained(tmp_path).encode("abc") == policy.chat.tokenizer.encode("abc")
+    assert AutoTokenizer.from_pretrained(tmp_path).encode("abc") == policy.chat.tokenizer.encode(
+        "abc"
+    )
     assert {path.suffix for path in tmp_path.iterdir()} <= {".json", ".safetensors", ".jinja"}
 
 
 def test_a_saved_policy_opens_again_and_samples_the_same(folder):
     first, second = llama(), from_pretrained(folder, compute="float32")
     assert second.chat.eos_ids == first.chat.eos_ids and second.context == first.context == 128
-    rollouts = [policy.sample(requests(3, 2, 2), Sampling(max_actions=8), seed=0) for policy in (first, second)]
+    rollouts = [
+        policy.sample(requests(3, 2, 2), Sampling(max_actions=8), seed=0)
+        for policy in (first, second)
+    ]
     assert torch.equal(rollouts[0].actions, rollouts[1].actions)
 
 
-def test_a_model_is_saved_though_its_generation_config_is_one_that_transformers_refuses_to_save(tmp_path):
+def test_a_model_is_saved_though_its_generation_config_is_one_that_transformers_refuses_to_save(
+    tmp_path,
+):
     policy = llama()
     policy.module.generation_config.update(temperature=0.6, top_p=0.9, do_sample=False)
     with pytest.raises(ValueError, match="do_sample"):
@@ -76,7 +83,10 @@ def test_a_plain_module_is_saved_as_safetensors_that_load_again(tmp_path):
 
 @pytest.mark.silent_bug(28)
 def test_half_precision_weights_become_float32_masters():
-    assert from_transformers(causal_lm("Llama").bfloat16(), bpe_tokenizer()).module.dtype == torch.float32
+    assert (
+        from_transformers(causal_lm("Llama").bfloat16(), bpe_tokenizer()).module.dtype
+        == torch.float32
+    )
     module = TinyGPT().bfloat16()
     policy = from_module(module, ByteTokenizer(), eos_ids=[END])
     assert policy.module is module and {p.dtype for p in module.parameters()} == {torch.float32}
@@ -170,7 +180,9 @@ def test_a_damaged_model_is_refused_in_one_line_that_names_it(folder, damage):
 
 def test_a_reason_that_begins_a_list_is_told_as_a_whole_sentence(folder):
     without_tokenizer(folder)
-    with pytest.raises(GruppoError, match=r"be loaded: it has no tokenizer that transformers can open\. Give a"):
+    with pytest.raises(
+        GruppoError, match=r"be loaded: it has no tokenizer that transformers can open\. Give a"
+    ):
         from_pretrained(folder, compute="float32")
 
 
@@ -178,16 +190,23 @@ def test_a_runs_folder_opens_as_its_final_model(folder, tmp_path_factory):
     run = tmp_path_factory.mktemp("run")
     shutil.copytree(folder, run / "final")
     (run / "manifest.json").write_text("{}")
-    with pytest.raises(GruppoError, match=r"the run .* has no final model yet\. Finish it with .* resume"):
+    with pytest.raises(
+        GruppoError, match=r"the run .* has no final model yet\. Finish it with .* resume"
+    ):
         from_pretrained(run)
     with checkpoint.replacing(run / "final") as temporary:
         shutil.copytree(folder, temporary, dirs_exist_ok=True)
-    assert from_pretrained(run, compute="float32").context == from_pretrained(folder, compute="float32").context
+    assert (
+        from_pretrained(run, compute="float32").context
+        == from_pretrained(folder, compute="float32").context
+    )
 
 
 def test_weights_that_would_be_random_are_counted(folder):
     lacking_a_layer(folder)
-    with pytest.raises(GruppoError, match=r"lacks 3 weights .*layers\.1\.mlp\.down_proj\.weight first"):
+    with pytest.raises(
+        GruppoError, match=r"lacks 3 weights .*layers\.1\.mlp\.down_proj\.weight first"
+    ):
         from_pretrained(folder, compute="float32")
 
 

@@ -6,7 +6,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.fakes import END, ByteTokenizer, Says, bpe_tokenizer, causal_lm, gpt2, llama, plain, prompts, qwen2, requests
+from tests.fakes import (
+    END,
+    ByteTokenizer,
+    Says,
+    bpe_tokenizer,
+    causal_lm,
+    gpt2,
+    llama,
+    plain,
+    prompts,
+    qwen2,
+    requests,
+)
 from torch import nn
 
 from gruppo.modalities.text import from_module, from_transformers
@@ -74,10 +86,16 @@ def test_every_end_token_of_the_generation_config_and_the_tokenizer_ends_a_compl
         ("@abcdef", ("f",), "stop", "abcde", 6),
     ],
 )
-def test_a_stop_text_ends_the_row_and_is_cut_from_the_output_alone(script, stop, finish, output, length):
+def test_a_stop_text_ends_the_row_and_is_cut_from_the_output_alone(
+    script, stop, finish, output, length
+):
     policy = saying(list(script.encode()) + [64] * 9)
     rollouts = policy.sample(requests(1, of=prompts("@")), replace(GREEDY, stop=stop), seed=0)
-    assert (rollouts.finish, rollouts.completions, rollouts.lengths.tolist()) == ((finish,), (output,), [length])
+    assert (rollouts.finish, rollouts.completions, rollouts.lengths.tolist()) == (
+        (finish,),
+        (output,),
+        [length],
+    )
 
 
 @pytest.mark.silent_bug(15)
@@ -86,8 +104,14 @@ def test_a_stop_text_may_be_a_special_token():
     at, a, user = (tokenizer.convert_tokens_to_ids(text) for text in ("@", "a", "<|user|>"))
     module = Says([at, a, a, user, a, a, a, a], vocabulary=len(tokenizer))
     policy = from_transformers_chat(module, tokenizer)
-    rollouts = policy.sample(requests(1, of=prompts("@")), replace(GREEDY, stop=("<|user|>",)), seed=0)
-    assert rollouts.finish == ("stop",) and rollouts.lengths.tolist() == [3] and rollouts.completions == ("aa",)
+    rollouts = policy.sample(
+        requests(1, of=prompts("@")), replace(GREEDY, stop=("<|user|>",)), seed=0
+    )
+    assert (
+        rollouts.finish == ("stop",)
+        and rollouts.lengths.tolist() == [3]
+        and rollouts.completions == ("aa",)
+    )
 
 
 def from_transformers_chat(module, tokenizer):
@@ -113,7 +137,9 @@ def test_an_id_beyond_the_tokenizer_is_an_action_like_any_other():
 @pytest.mark.silent_bug(16)
 def test_a_plain_model_that_says_its_position_is_read_at_the_right_one():
     policy = saying(range(64, 124))
-    rollouts = policy.sample(requests(1, 1, of=prompts("@", "@12345")), Sampling(max_actions=4), seed=0)
+    rollouts = policy.sample(
+        requests(1, 1, of=prompts("@", "@12345")), Sampling(max_actions=4), seed=0
+    )
     assert rollouts.actions.tolist() == [[65, 66, 67, 68], [70, 71, 72, 73]]
     assert policy.likelihood(rollouts, whole(policy, rollouts)).logprobs.abs().max() < 1e-6
 
@@ -135,7 +161,9 @@ def test_a_cached_model_that_says_its_position_is_read_at_the_right_one(layout):
 
 
 def says_position():
-    module = causal_lm("GPT2", max_position_embeddings=32, tie_word_embeddings=False, vocab_size=320)
+    module = causal_lm(
+        "GPT2", max_position_embeddings=32, tie_word_embeddings=False, vocab_size=320
+    )
     with torch.no_grad():
         for block in module.transformer.h:
             block.attn.c_proj.weight.zero_(), block.mlp.c_proj.weight.zero_()
@@ -161,7 +189,10 @@ def test_a_row_of_logits_that_are_not_finite_is_an_error_and_its_neighbours_are_
     assert torch.equal(rollouts.actions[unharmed], healthy.actions[unharmed])
     assert rollouts.sampler_logprobs.isfinite().all()
     micro_batches = policy.micro_batches(rollouts, rollouts.mask, 10**9)
-    assert sorted(row for micro_batch in micro_batches for row in micro_batch.rows.tolist()) == unharmed.tolist()
+    assert (
+        sorted(row for micro_batch in micro_batches for row in micro_batch.rows.tolist())
+        == unharmed.tolist()
+    )
 
 
 def test_a_model_of_nan_gives_errors_and_no_crash_for_any_way_of_decoding():
@@ -171,7 +202,9 @@ def test_a_model_of_nan_gives_errors_and_no_crash_for_any_way_of_decoding():
             for parameter in policy.module.parameters():
                 parameter.fill_(torch.nan)
         for temperature in (0.0, 1.0):
-            rollouts = policy.sample(requests(2, 1), Sampling(temperature=temperature, max_actions=3), seed=0)
+            rollouts = policy.sample(
+                requests(2, 1), Sampling(temperature=temperature, max_actions=3), seed=0
+            )
             assert set(rollouts.finish) == {"error"} and rollouts.lengths.tolist() == [0, 0, 0]
 
 
@@ -179,14 +212,18 @@ def test_a_prompt_that_the_context_cannot_hold_is_refused_in_numbers():
     policy = plain()
     prompt = Prompt("long", "x" * 60)
     assert policy.check_prompt(prompt, Sampling(max_actions=4)) is None
-    with pytest.raises(GruppoError, match=r"'long' has 60 tokens, and 5 new ones make 65.*context holds 64"):
+    with pytest.raises(
+        GruppoError, match=r"'long' has 60 tokens, and 5 new ones make 65.*context holds 64"
+    ):
         policy.sample([Request(prompt, 2)], Sampling(max_actions=5), seed=0)
 
 
 def test_prompts_to_the_edge_of_the_context_are_sampled_and_evaluated():
     policy = gpt2(max_position_embeddings=32)
     rollouts = policy.sample(requests(4, of=prompts("x" * 20)), Sampling(max_actions=12), seed=0)
-    logprobs = policy.likelihood(rollouts, whole(policy, rollouts)).logprobs  # packed: 68 tokens in a row of context 32
+    logprobs = policy.likelihood(
+        rollouts, whole(policy, rollouts)
+    ).logprobs  # packed: 68 tokens in a row of context 32
     torch.testing.assert_close(logprobs, rollouts.sampler_logprobs, rtol=0, atol=5e-6)
 
 

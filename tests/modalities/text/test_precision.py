@@ -27,7 +27,10 @@ class Tied(nn.Module):
         self.register_buffer("scale", torch.tensor([1.0 + 2**-12]))  # not a bfloat16 number
 
     def forward(self, ids):
-        return self.head(torch.tanh(self.frozen(self.embedding(ids))) * self.scale.to(self.embedding.weight.dtype))
+        return self.head(
+            torch.tanh(self.frozen(self.embedding(ids)))
+            * self.scale.to(self.embedding.weight.dtype)
+        )
 
 
 IDS = torch.tensor([[1, 5, 3], [2, 2, 9]])
@@ -55,20 +58,31 @@ def test_gradients_of_micro_batches_add_up_in_float32(master):
     for size in [1.0] + [1 / 512] * 64:
         (copied.module.embedding.weight[0, 0] * size).backward()
     assert master.embedding.weight.grad[0, 0] == 1.125
-    assert torch.tensor(1.0, dtype=torch.bfloat16) + torch.tensor(1 / 512, dtype=torch.bfloat16) == 1.0
+    assert (
+        torch.tensor(1.0, dtype=torch.bfloat16) + torch.tensor(1 / 512, dtype=torch.bfloat16) == 1.0
+    )
 
 
-@pytest.mark.parametrize("make", [lambda w: w, lambda w: w.t().contiguous().t()], ids=["rows", "columns"])
+@pytest.mark.parametrize(
+    "make", [lambda w: w, lambda w: w.t().contiguous().t()], ids=["rows", "columns"]
+)
 def test_large_gradients_are_added_in_pieces_which_change_no_bit(monkeypatch, make):
-    monkeypatch.setattr(precision, "PIECE", 20)  # of 11 x 8: two rows at once, and one that is left over
+    monkeypatch.setattr(
+        precision, "PIECE", 20
+    )  # of 11 x 8: two rows at once, and one that is left over
     torch.manual_seed(0)
     gradients = [torch.randn(11, 8).bfloat16() for _ in range(3)]
-    owner, parameter = nn.Parameter(torch.zeros(11, 8)), nn.Parameter(torch.zeros(11, 8, dtype=torch.bfloat16))
+    owner, parameter = (
+        nn.Parameter(torch.zeros(11, 8)),
+        nn.Parameter(torch.zeros(11, 8, dtype=torch.bfloat16)),
+    )
     for gradient in gradients:
         parameter.grad = make(gradient)
         precision._add_gradient(owner, parameter)
         assert parameter.grad is None
-    assert torch.equal(owner.grad, gradients[0].float() + gradients[1].float() + gradients[2].float())
+    assert torch.equal(
+        owner.grad, gradients[0].float() + gradients[1].float() + gradients[2].float()
+    )
 
 
 def test_tied_weights_stay_tied_and_their_gradients_meet(master):
@@ -89,7 +103,9 @@ def test_a_gradient_step_of_the_master_is_what_float32_would_do_to_the_rounded_w
     cast = {name: value.bfloat16() for name, value in master.named_parameters()}
     out = torch.func.functional_call(master, cast, (ids,)).float().logsumexp(-1).sum()
     names = [name for name, _ in master.named_parameters()]
-    for name, gradient in zip(names, torch.autograd.grad(out, list(master.parameters())), strict=True):
+    for name, gradient in zip(
+        names, torch.autograd.grad(out, list(master.parameters())), strict=True
+    ):
         assert torch.equal(gradient, master.get_parameter(name).grad), name
 
 
@@ -146,7 +162,11 @@ def test_a_step_too_small_for_bfloat16_moves_the_master(make):
     for micro_batch in policy.micro_batches(rollouts, rollouts.mask, 10**9):
         policy.likelihood(rollouts, micro_batch).logprobs.sum().backward()
     torch.optim.AdamW(policy.module.parameters(), lr=1e-6, weight_decay=0.0).step()
-    trained = [(old, new) for old, new in zip(before, policy.module.parameters(), strict=True) if new.grad is not None]
+    trained = [
+        (old, new)
+        for old, new in zip(before, policy.module.parameters(), strict=True)
+        if new.grad is not None
+    ]
     had_gradient = sum(int((new.grad != 0).sum()) for _, new in trained)
     moved = sum(int(((old != new) & (new.grad != 0)).sum()) for old, new in trained)
     in_bfloat16 = sum(int((old.bfloat16() != new.bfloat16()).sum()) for old, new in trained)

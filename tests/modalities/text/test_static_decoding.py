@@ -47,13 +47,17 @@ def test_logits_are_those_of_rows_that_are_read_again_whichever_leave(make, smal
         static.advance(tokens)
         plain.advance(tokens)
         graphs.add(static.step)
-    assert static.groups * static.width < len(OWNERS) and len(graphs) == 5, "new for each size of the buffers only"
+    assert static.groups * static.width < len(OWNERS) and len(graphs) == 5, (
+        "new for each size of the buffers only"
+    )
 
 
 @pytest.mark.parametrize("make", STREAMING, **named)
 def test_tokens_are_those_of_the_plain_decoding_one_by_one(make, small_buffers):
     policy = make()
-    uniforms = torch.rand(len(OWNERS), 24, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    uniforms = torch.rand(
+        len(OWNERS), 24, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     limits = torch.tensor([24, 3, 9, 24, 1, 24, 7, 15])
     drawn = [
         generate(opened(kind, policy), uniforms, Sampling(max_actions=24), policy.chat, limits)
@@ -67,7 +71,9 @@ def test_tokens_are_those_of_the_plain_decoding_one_by_one(make, small_buffers):
 def test_rows_continue_behind_their_prefixes(small_buffers):
     policy = llama()
     prefixes = [torch.arange(1, 2 + n % 4) for n in range(len(OWNERS))]
-    static, plain = (opened(kind, policy, prefixes=prefixes) for kind in (StaticDecoding, LayeredDecoding))
+    static, plain = (
+        opened(kind, policy, prefixes=prefixes) for kind in (StaticDecoding, LayeredDecoding)
+    )
     for t in range(6):
         for decoding in (static, plain):
             decoding.advance(torch.arange(len(OWNERS)) + t)
@@ -81,7 +87,9 @@ def test_a_step_reads_and_writes_the_same_memory_until_its_sizes_change(monkeypa
     static = opened(StaticDecoding, policy)
     buffers = [static.tokens, static.column, static.before, *static.suffixes, *static.prompts]
     places = [buffer.data_ptr() for buffer in buffers]
-    monkeypatch.setattr(static.step, "step", lambda run=static._run: (static_step_numbers(static), run())[1])
+    monkeypatch.setattr(
+        static.step, "step", lambda run=static._run: (static_step_numbers(static), run())[1]
+    )
     numbers.clear()
     for t in range(5):
         static.advance(torch.full((len(OWNERS),), t))
@@ -95,11 +103,15 @@ numbers: list[tuple[int, ...]] = []
 
 
 def static_step_numbers(static):
-    numbers.append((static.groups, static.width, static.suffixes[0].shape[2], static.prompts[0].shape[2]))
+    numbers.append(
+        (static.groups, static.width, static.suffixes[0].shape[2], static.prompts[0].shape[2])
+    )
 
 
 @pytest.mark.parametrize("fault", [False, True])
-def test_a_step_is_recorded_at_its_second_call_or_run_plainly_with_one_warning(fault, monkeypatch, caplog):
+def test_a_step_is_recorded_at_its_second_call_or_run_plainly_with_one_warning(
+    fault, monkeypatch, caplog
+):
     calls = []
 
     class Recorder:
@@ -127,6 +139,8 @@ def test_a_step_is_recorded_at_its_second_call_or_run_plainly_with_one_warning(f
     if fault:
         assert calls == ["step"] * 6
         (warning,) = [r.getMessage() for r in caplog.records if r.name == static_decoding.log.name]
-        assert "capturing" in warning and "\n" not in warning and "each step is run without" in warning
+        assert (
+            "capturing" in warning and "\n" not in warning and "each step is run without" in warning
+        )
     else:
         assert calls == ["step", "step", "replay", "replay"] * 2 and out[1] is out[2]

@@ -33,7 +33,9 @@ def example():
 
 def test_a_prompt_is_there_once_and_a_completion_without_its_last_token():
     tokens = example()
-    assert tokens.ids.tolist() == [10, 11, 1, 2, 4, 20, 5, *[0] * 9], "filled up to a multiple of 16"
+    assert tokens.ids.tolist() == [10, 11, 1, 2, 4, 20, 5, *[0] * 9], (
+        "filled up to a multiple of 16"
+    )
     assert tokens.positions.tolist() == [0, 1, 2, 3, 2, 0, 1, *[0] * 9]
 
 
@@ -47,12 +49,18 @@ def test_an_action_is_predicted_by_the_token_before_it_and_the_first_by_the_prom
 def groups(draw):
     prompts = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
     owners = draw(st.lists(st.integers(0, len(prompts) - 1), min_size=1, max_size=9))
-    return prompts, owners, draw(st.lists(st.integers(0, 9), min_size=len(owners), max_size=len(owners)))
+    return (
+        prompts,
+        owners,
+        draw(st.lists(st.integers(0, 9), min_size=len(owners), max_size=len(owners))),
+    )
 
 
 def laid_out(prompts, owners, lengths, **options):
     completions = [torch.arange(length) for length in lengths]
-    return stream([torch.arange(length) for length in prompts], completions, torch.tensor(owners), **options)
+    return stream(
+        [torch.arange(length) for length in prompts], completions, torch.tensor(owners), **options
+    )
 
 
 def sight(prompts, owners, lengths, *, padding_sees=False):
@@ -73,7 +81,9 @@ def sight(prompts, owners, lengths, *, padding_sees=False):
     visible = torch.zeros(end, end, dtype=torch.bool)
     for start, length, prompt_start, prompt in texts:
         visible[start : start + length, prompt_start : prompt_start + prompt] = True
-        visible[start : start + length, start : start + length] = torch.ones(length, length).tril().bool()
+        visible[start : start + length, start : start + length] = (
+            torch.ones(length, length).tril().bool()
+        )
     return visible
 
 
@@ -101,7 +111,9 @@ def plain_attention(q, k, v, visible):
     shared_by = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(shared_by, dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k).masked_fill(~visible, -math.inf)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1).nan_to_num(), v)  # 0 where nothing is seen
+    return torch.einsum(
+        "hqk,khd->qhd", scores.softmax(dim=-1).nan_to_num(), v
+    )  # 0 where nothing is seen
 
 
 @pytest.mark.silent_bug(4)
@@ -134,14 +146,20 @@ def test_attention_over_blocks_equals_a_masked_softmax_over_everything(sizes, la
 def test_no_block_holds_more_scores_than_it_may_unless_one_text_alone_does():
     prompts, owners, lengths = [300, 20], [0] * 40 + [1] * 10, [600] * 20 + [500] * 20 + [90] * 10
     for block in laid_out(prompts, owners, lengths).blocks:
-        assert len(block.tokens) == 1 or block.bias.numel() * len(block.tokens) <= streams.BLOCK_SCORES
+        assert (
+            len(block.tokens) == 1 or block.bias.numel() * len(block.tokens) <= streams.BLOCK_SCORES
+        )
         assert block.bias.shape[0] <= streams.BLOCK_QUERIES
 
 
 def test_completions_of_like_length_share_a_block_and_others_do_not():
     blocks = laid_out([5], [0] * 4, [101, 101, 81, 11]).blocks
     assert [block.tokens.shape for block in blocks] == [(1, 5), (3, 100), (1, 10)]
-    assert blocks[1].real is not None and len(blocks[1].real) == 100 + 100 + 80 and blocks[2].real is None
+    assert (
+        blocks[1].real is not None
+        and len(blocks[1].real) == 100 + 100 + 80
+        and blocks[2].real is None
+    )
 
 
 def test_small_groups_share_a_block_and_a_large_one_has_its_own():
@@ -160,7 +178,9 @@ class Elsewhere(torch.nn.Embedding):
 
 def test_tokens_are_brought_to_the_device_of_the_weights():
     decoder = read_decoder(llama().module.to("meta"))
-    elsewhere = replace(decoder, embed=Elsewhere(5, 32, device="meta"), layers=(), norm=torch.nn.Identity())
+    elsewhere = replace(
+        decoder, embed=Elsewhere(5, 32, device="meta"), layers=(), norm=torch.nn.Identity()
+    )
     assert stream_features(elsewhere, example()).device.type == "meta"
 
 
@@ -192,12 +212,15 @@ def test_a_stream_in_bfloat16_is_as_near_to_float32_as_rows_alone_are():
     rollouts = exact.sample(requests(6, 6, 6), Sampling(max_actions=12), seed=1)
     needed = read_as("padded", exact, rollouts)[0]
     of_stream, of_rows = (
-        (read_as(layout, rounded, rollouts)[0] - needed).abs()[rollouts.mask].mean() for layout in ("stream", "padded")
+        (read_as(layout, rounded, rollouts)[0] - needed).abs()[rollouts.mask].mean()
+        for layout in ("stream", "padded")
     )
     assert 0 < of_stream < 1.5 * of_rows
 
 
-@pytest.mark.parametrize("part", ["", "self_attn", "mlp", "input_layernorm", "post_attention_layernorm", "mlp.act_fn"])
+@pytest.mark.parametrize(
+    "part", ["", "self_attn", "mlp", "input_layernorm", "post_attention_layernorm", "mlp.act_fn"]
+)
 def test_a_model_with_a_hook_in_a_layer_runs_its_own_forward_which_calls_the_hook(part):
     policy = llama()
     assert policy.backbone.layout == "stream"

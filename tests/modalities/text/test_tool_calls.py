@@ -71,7 +71,10 @@ WRITTEN = {
         '</｜DSML｜parameter>\n<｜DSML｜parameter name="b" string="false">34</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
         "</｜DSML｜function_calls>",
     ),
-    "gpt-oss": (HARMONY, '<|channel|>commentary to=functions.multiply <|constrain|>json<|message|>{"a": 12, "b": 34}'),
+    "gpt-oss": (
+        HARMONY,
+        '<|channel|>commentary to=functions.multiply <|constrain|>json<|message|>{"a": 12, "b": 34}',
+    ),
     "gpt-oss, as its template writes": (
         HARMONY,
         '<|start|>assistant to=functions.multiply<|channel|>commentary json<|message|>{"a": 12, "b": 34}<|call|>',
@@ -143,20 +146,31 @@ def test_texts_with_the_ends_of_calls_in_them_are_whole_where_a_format_allows_it
     import json
 
     arguments = json.dumps({"text": AWKWARD})
-    assert functions(f'<tool_call>{{"name": "note", "arguments": {arguments}}}</tool_call>', HERMES)[1][0][
-        "arguments"
-    ] == {"text": AWKWARD}
+    assert functions(
+        f'<tool_call>{{"name": "note", "arguments": {arguments}}}</tool_call>', HERMES
+    )[1][0]["arguments"] == {"text": AWKWARD}
     gemma = f'<|tool_call>call:note{{text:<|"|>{AWKWARD}<|"|>}}<tool_call|>'
     assert functions(gemma, GEMMA)[1][0]["arguments"] == {"text": AWKWARD}
     xml = "<tool_call>\n<function=note>\n<parameter=text>\n  12\n\n</parameter>\n</function>\n</tool_call>"
-    assert functions(xml, XML)[1][0]["arguments"] == {"text": "  12\n"}  # a text of its schema, not a number
+    assert functions(xml, XML)[1][0]["arguments"] == {
+        "text": "  12\n"
+    }  # a text of its schema, not a number
 
 
 def test_values_of_tags_have_the_types_of_the_schema():
     text = "<tool_call>multiply\n<arg_key>a</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"
-    for written, value in (("7", 7), ("-2.5", -2.5), ("True", True), ("null", None), ("[1]", [1]), ("seven", "seven")):
+    for written, value in (
+        ("7", 7),
+        ("-2.5", -2.5),
+        ("True", True),
+        ("null", None),
+        ("[1]", [1]),
+        ("seven", "seven"),
+    ):
         assert functions(text.format(written), GLM)[1][0]["arguments"] == {"a": value}
-    assert functions(text.replace("multiply", "unknown").format("7"), GLM)[1][0]["arguments"] == {"a": "7"}
+    assert functions(text.replace("multiply", "unknown").format("7"), GLM)[1][0]["arguments"] == {
+        "a": "7"
+    }
 
 
 @pytest.mark.parametrize(
@@ -166,11 +180,27 @@ def test_values_of_tags_have_the_types_of_the_schema():
         (HERMES, "<tool_call>multiply(12, 34)</tool_call>", "goes on in another way"),
         (HERMES, '<tool_call>{"arguments": {}}</tool_call>', "no name"),
         (HERMES, '<tool_call>{"name": "multiply", "arguments": [12]}</tool_call>', "are a list"),
-        (HERMES, '<tool_call>{"name": "multiply", "arguments": {"a": NaN}}</tool_call>', "NaN is not JSON"),
-        (HERMES, r'<tool_call>{"name": "note", "arguments": {"text": "\ud800"}}</tool_call>', "cannot be written"),
+        (
+            HERMES,
+            '<tool_call>{"name": "multiply", "arguments": {"a": NaN}}</tool_call>',
+            "NaN is not JSON",
+        ),
+        (
+            HERMES,
+            r'<tool_call>{"name": "note", "arguments": {"text": "\ud800"}}</tool_call>',
+            "cannot be written",
+        ),
         (HERMES, "<tool_call>" + "[" * 100_000, "recursion|not JSON"),
-        (HERMES, '<tool_call>{"name": "multiply", "arguments": {"a": ' + "9" * 5000 + "}}", "digits"),
-        (XML, "<tool_call><function=multiply><parameter=a>12</function></tool_call>", "is no argument"),
+        (
+            HERMES,
+            '<tool_call>{"name": "multiply", "arguments": {"a": ' + "9" * 5000 + "}}",
+            "digits",
+        ),
+        (
+            XML,
+            "<tool_call><function=multiply><parameter=a>12</function></tool_call>",
+            "is no argument",
+        ),
         (LFM, "<|tool_call_start|>[multiply(12, 34)]<|tool_call_end|>", "needs its name"),
         (LFM, "<|tool_call_start|>[multiply(a=open('x'))]<|tool_call_end|>", "malformed"),
         (LLAMA, '{"name": "multiply", "parameters": {"a": 12', "not JSON"),
@@ -184,7 +214,10 @@ def test_a_call_that_cannot_be_read_says_why(form, text, why):
 def test_reasoning_is_what_the_turn_begins_with_and_its_calls_are_not_made():
     call = f"<tool_call>{ONE}</tool_call>"
     assert split_reasoning(f"<think>\n{call}?\n</think>\n\nNo.", "") == (f"{call}?", "\n\nNo.")
-    assert split_reasoning(f"{call}?\n</think>{call}", "<|im_start|>assistant\n<think>\n") == (f"{call}?", call)
+    assert split_reasoning(f"{call}?\n</think>{call}", "<|im_start|>assistant\n<think>\n") == (
+        f"{call}?",
+        call,
+    )
     assert split_reasoning(f"never closed {call}", "<think>\n") == (f"never closed {call}", "")
     assert split_reasoning(call, "<think>\n\n</think>\n\n") == ("", call)
     assert split_reasoning("Is <think> a tag?", "") == ("", "Is <think> a tag?")

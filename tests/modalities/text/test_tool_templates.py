@@ -35,7 +35,10 @@ ENDS = {
 
 def family_chat(name):
     pytest.importorskip("trl")
-    ends = next((ends for names, ends in ENDS.items() if name.startswith(tuple(names.split()))), "<|im_end|>").split()
+    ends = next(
+        (ends for names, ends in ENDS.items() if name.startswith(tuple(names.split()))),
+        "<|im_end|>",
+    ).split()
     template = (trl_templates() / f"{name}.jinja").read_text(encoding="utf-8")
     tokenizer = family_tokenizer(template, ends, bos="<bos>")
     return Chat(tokenizer, tokenizer.convert_tokens_to_ids(ends))
@@ -46,7 +49,9 @@ def call(name, **arguments):
 
 
 def turn(content="", *calls):
-    return {"role": "assistant", "content": content} | ({"tool_calls": list(calls)} if calls else {})
+    return {"role": "assistant", "content": content} | (
+        {"tool_calls": list(calls)} if calls else {}
+    )
 
 
 def thoughtful(rounds):
@@ -59,9 +64,19 @@ def result(content, name="multiply"):
 
 
 USER = {"role": "user", "content": "What is 12 * 34? Write it down."}
-CALLS = [turn("", call("multiply", a=12, b=34)), [result("408")], turn("", call("note", text='It is "408".\n'))]
+CALLS = [
+    turn("", call("multiply", a=12, b=34)),
+    [result("408")],
+    turn("", call("note", text='It is "408".\n')),
+]
 AFTER_TOOLS = [*CALLS, [result("done", "note")], turn("It is 408.")]
-AFTER_USER = [turn("Hello."), [{"role": "user", "content": "And 5 * 6?"}], turn("30."), [USER], turn("408.")]
+AFTER_USER = [
+    turn("Hello."),
+    [{"role": "user", "content": "And 5 * 6?"}],
+    turn("30."),
+    [USER],
+    turn("408."),
+]
 
 
 def flat(rounds):
@@ -79,10 +94,16 @@ def incremental(chat, prompt, rounds):
             completion += part
             continue
         assert written == ids[: len(written)], "they differ"
-        end = next((n for n in range(len(written), len(ids)) if ids[n] in chat.eos_ids), len(ids) - 1) + 1
+        end = (
+            next((n for n in range(len(written), len(ids)) if ids[n] in chat.eos_ids), len(ids) - 1)
+            + 1
+        )
         answer = chat.answer(ids[len(written) : end], "", completion[-1:] or prompt, TOOLS)
         assert "parse_error" not in answer
-        assert answer.get("tool_calls", []) == part.get("tool_calls", []) and answer["content"] == part["content"]
+        assert (
+            answer.get("tool_calls", []) == part.get("tool_calls", [])
+            and answer["content"] == part["content"]
+        )
         written, completion = ids[:end], [*completion, answer]
     return written, list(ids)
 
@@ -94,25 +115,79 @@ def named(messages):
         if "tool_calls" in message:
             count += 1
             message = message | {"tool_calls": [{**message["tool_calls"][0], "id": f"{count:09d}"}]}
-        found.append(message | ({"tool_call_id": f"{count:09d}"} if message["role"] == "tool" else {}))
+        found.append(
+            message | ({"tool_call_id": f"{count:09d}"} if message["role"] == "tool" else {})
+        )
     return found
 
 
 WITH_TOOLS = [
-    *("deepseekv3", "deepseekv3_training", "diffusion_gemma", "diffusion_gemma_training", "gemma4", "gemma4_v2"),
-    *("gemma4_v3", "gemma4_v4", "gemma4_v5", "glm4moe", "glm4moe_training", "gptoss", "gptoss_training", "lfm2_2_5"),
-    *("lfm2_2_5_v2", "lfm2_2_5_vl", "lfm2_v2", "lfm2_v2_training", "llama3_1", "llama3_2", "muse_glimmer"),
-    *("muse_glimmer_training", "nemotron_3_5_lightning", "nemotron_3_5_lightning_training", "nemotron_3_nano"),
-    *("nemotron_3_nano_training", "nemotron_3_super", "nemotron_3_super_training", "nemotron_3_ultra"),
+    *(
+        "deepseekv3",
+        "deepseekv3_training",
+        "diffusion_gemma",
+        "diffusion_gemma_training",
+        "gemma4",
+        "gemma4_v2",
+    ),
+    *(
+        "gemma4_v3",
+        "gemma4_v4",
+        "gemma4_v5",
+        "glm4moe",
+        "glm4moe_training",
+        "gptoss",
+        "gptoss_training",
+        "lfm2_2_5",
+    ),
+    *(
+        "lfm2_2_5_v2",
+        "lfm2_2_5_vl",
+        "lfm2_v2",
+        "lfm2_v2_training",
+        "llama3_1",
+        "llama3_2",
+        "muse_glimmer",
+    ),
+    *(
+        "muse_glimmer_training",
+        "nemotron_3_5_lightning",
+        "nemotron_3_5_lightning_training",
+        "nemotron_3_nano",
+    ),
+    *(
+        "nemotron_3_nano_training",
+        "nemotron_3_super",
+        "nemotron_3_super_training",
+        "nemotron_3_ultra",
+    ),
     *("nemotron_3_ultra_training", "qwen2_5", "qwen2_5_training", "qwen3", "qwen3_5_nothink"),
-    *("qwen3_5_nothink_training", "qwen3_5_think", "qwen3_5_think_training", "qwen3_6", "qwen3_6_training", "qwen3_8"),
-    *("qwen3_8_training", "qwen3_instruct_2507", "qwen3_instruct_2507_training", "qwen3_training", "qwen3_vl"),
+    *(
+        "qwen3_5_nothink_training",
+        "qwen3_5_think",
+        "qwen3_5_think_training",
+        "qwen3_6",
+        "qwen3_6_training",
+        "qwen3_8",
+    ),
+    *(
+        "qwen3_8_training",
+        "qwen3_instruct_2507",
+        "qwen3_instruct_2507_training",
+        "qwen3_training",
+        "qwen3_vl",
+    ),
     "qwen3_vl_training",
 ]
 """TRL's templates with tools; the others are listed as refused below."""
 
 
-REWRITING_AFTER_TOOLS = ("deepseekv3", "deepseekv3_training", "diffusion_gemma", "diffusion_gemma_training")
+REWRITING_AFTER_TOOLS = (
+    "deepseekv3",
+    "deepseekv3_training",
+    "diffusion_gemma",
+    "diffusion_gemma_training",
+)
 
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
@@ -127,13 +202,19 @@ def test_a_conversation_by_turns_has_the_ids_of_the_whole_or_the_run_says_why_no
             written, whole = incremental(chat, [USER], parts)
             assert written == whole[: len(written)] and len(whole) - len(written) <= 2
     prompt = [{"role": "system", "content": "Be brief."}, USER]
-    expected = chat.tokenizer.apply_chat_template(prompt, tools=TOOLS, add_generation_prompt=True, return_dict=False)
+    expected = chat.tokenizer.apply_chat_template(
+        prompt, tools=TOOLS, add_generation_prompt=True, return_dict=False
+    )
     assert chat.encode(prompt, TOOLS) == list(expected)
 
 
-@pytest.mark.parametrize("name", ["cohere", "cohere2", "gemma3", "lfm2", "llama3", "phi3", "qwen2_5_vl"])
+@pytest.mark.parametrize(
+    "name", ["cohere", "cohere2", "gemma3", "lfm2", "llama3", "phi3", "qwen2_5_vl"]
+)
 def test_a_template_without_tools_is_refused_with_what_to_do(name):
-    with pytest.raises(GruppoError, match=r"the model's chat template .*Set --prompts\.chat-template to"):
+    with pytest.raises(
+        GruppoError, match=r"the model's chat template .*Set --prompts\.chat-template to"
+    ):
         family_chat(name).set_tools(TOOLS)
 
 
@@ -156,7 +237,10 @@ def test_calls_in_an_unknown_form_are_refused_and_read_where_the_tokenizer_says_
                 "close": "@",
                 "repeats": True,
                 "content": "json",
-                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+                "transform": {
+                    "type": "function",
+                    "function": {"name": "{name}", "arguments": "{content}"},
+                },
             },
             "content": {"close": "<|end|>", "content": "text"},
         },
@@ -181,7 +265,9 @@ SMOLLM = (
 def test_smollm2_has_no_tools_until_our_template_is_set():
     tokenizer = family_tokenizer(SMOLLM, ["<|im_end|>", "<|im_start|>"])
     chat = Chat(tokenizer, [tokenizer.eos_token_id])
-    with pytest.raises(GruppoError, match=r"ignores tools: it leaves their calls out\. Set .* chatml-tools\."):
+    with pytest.raises(
+        GruppoError, match=r"ignores tools: it leaves their calls out\. Set .* chatml-tools\."
+    ):
         chat.set_tools(TOOLS)
     chat.configure(PromptsConfig(chat_template="chatml-tools"))
     chat.set_tools(TOOLS)
@@ -207,8 +293,12 @@ def test_variables_of_the_template_are_in_every_rendering_and_in_the_saved_model
     assert chat.digests()["chat template"] != thinking["chat template"]
     chat.save(tmp_path)
     saved = AutoTokenizer.from_pretrained(tmp_path)
-    assert saved.apply_chat_template([USER], add_generation_prompt=True, tokenize=False).endswith(closed)
-    asked = saved.apply_chat_template([USER], add_generation_prompt=True, tokenize=False, enable_thinking=True)
+    assert saved.apply_chat_template([USER], add_generation_prompt=True, tokenize=False).endswith(
+        closed
+    )
+    asked = saved.apply_chat_template(
+        [USER], add_generation_prompt=True, tokenize=False, enable_thinking=True
+    )
     assert asked.endswith("assistant\n")
 
 
@@ -249,12 +339,22 @@ def test_a_result_follows_a_turn_without_a_call_that_could_be_read_and_one_of_tw
     for name in ("gemma4", "gptoss", "llama3_2", "qwen3"):
         chat = family_chat(name)
         chat.set_tools(TOOLS)
-        after_call = chat.encode_reply([USER], [AFTER_TOOLS[0]], [result("error")], is_closed=True, tools=TOOLS)
-        assert chat.encode_reply([USER], [broken], [result("error")], is_closed=True, tools=TOOLS) == after_call
-        both = chat.encode_reply([USER], [two], [result("2"), result("12")], is_closed=True, tools=TOOLS)
+        after_call = chat.encode_reply(
+            [USER], [AFTER_TOOLS[0]], [result("error")], is_closed=True, tools=TOOLS
+        )
+        assert (
+            chat.encode_reply([USER], [broken], [result("error")], is_closed=True, tools=TOOLS)
+            == after_call
+        )
+        both = chat.encode_reply(
+            [USER], [two], [result("2"), result("12")], is_closed=True, tools=TOOLS
+        )
         assert len(both) > len(after_call)
         later = [broken, result("error"), two, result("2"), result("12"), AFTER_TOOLS[0]]
-        assert chat.encode_reply([USER], later, [result("error")], is_closed=True, tools=TOOLS) == after_call
+        assert (
+            chat.encode_reply([USER], later, [result("error")], is_closed=True, tools=TOOLS)
+            == after_call
+        )
 
 
 def test_a_template_without_calls_still_writes_results_that_a_function_returns():
@@ -268,29 +368,43 @@ def family_policy(name, environment):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     chat = family_chat(name)
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    module = LlamaForCausalLM(LlamaConfig(vocab_size=len(chat.tokenizer), max_position_embeddings=8192, **sizes))
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
+    module = LlamaForCausalLM(
+        LlamaConfig(vocab_size=len(chat.tokenizer), max_position_embeddings=8192, **sizes)
+    )
     policy = from_transformers(module, chat.tokenizer, compute="float32")
     policy.chat = chat
     policy.prepare_conversations(environment.tools, environment.tools_of)
     return policy
 
 
-@pytest.mark.parametrize("name", ["gemma4", "glm4moe", "gptoss", "llama3_2", "qwen3", "qwen3_5_think"])
+@pytest.mark.parametrize(
+    "name", ["gemma4", "glm4moe", "gptoss", "llama3_2", "qwen3", "qwen3_5_think"]
+)
 def test_the_mask_is_what_the_policy_wrote_and_the_row_the_whole_conversation(name):
     environment = Environment(tools=[multiply])
     policy = family_policy(name, environment)
     chat = policy.chat
     rounds = [turn("", call("multiply", a=12, b=34)), [result("408")], turn("It is 408.")]
     messages = named([USER, *flat(thoughtful(rounds))])
-    whole = list(chat.tokenizer.apply_chat_template(messages, tools=environment.tools, return_dict=False))
+    whole = list(
+        chat.tokenizer.apply_chat_template(messages, tools=environment.tools, return_dict=False)
+    )
 
     def write(batch, sampling, seed):
         """Samples what follows in the whole conversation."""
         prefix = [] if batch.prefixes is None else batch.prefixes[0].tolist()
         start = len(batch.prompts[0]) + len(prefix)
         assert [*batch.prompts[0].tolist(), *prefix] == whole[:start]
-        end = next((n for n in range(start, len(whole)) if whole[n] in chat.eos_ids), len(whole) - 1) + 1
+        end = (
+            next((n for n in range(start, len(whole)) if whole[n] in chat.eos_ids), len(whole) - 1)
+            + 1
+        )
         spans.append(range(start - len(batch.prompts[0]), end - len(batch.prompts[0])))
         ids = torch.tensor([whole[start:end]])
         return Generated(ids, torch.full(ids.shape, -1.0), torch.tensor([ids.shape[1]]), ("stop",))
@@ -304,13 +418,19 @@ def test_the_mask_is_what_the_policy_wrote_and_the_row_the_whole_conversation(na
         Sampling(max_actions=4096),
         seed=0,
     )
-    assert rollouts.per_row["environment_failure"] == (None,) and rollouts.per_row["turns"].tolist() == [2]
+    assert rollouts.per_row["environment_failure"] == (None,) and rollouts.per_row[
+        "turns"
+    ].tolist() == [2]
     own = [n in spans[0] or n in spans[1] for n in range(int(rollouts.lengths[0]))]
     assert rollouts.mask[0, : len(own)].tolist() == own and not all(own)
     prompt = rollouts.shared["prompt_ids"][0].tolist()
     assert [*prompt, *rollouts.actions[0, : len(own)].tolist()] == whole[: len(prompt) + len(own)]
     assert torch.equal(rollouts.sampler_logprobs != 0, rollouts.mask)
-    assert [message["role"] for message in rollouts.completions[0]] == ["assistant", "tool", "assistant"]
+    assert [message["role"] for message in rollouts.completions[0]] == [
+        "assistant",
+        "tool",
+        "assistant",
+    ]
     assert rollouts.completions[0][1]["content"] == "408"
 
 
@@ -319,7 +439,11 @@ def test_a_prompt_that_is_a_text_is_refused_before_the_first_step_where_there_ar
     assert policy.context == 8192  # far longer than the prompt
     for inputs in ([USER], "12 * 34?"):
         source = SimpleNamespace(all_prompts=lambda inputs=inputs: [Prompt("1", inputs)])
-        with pytest.raises(DataError, match="tools need a conversation") if inputs != [USER] else nullcontext():
+        with (
+            pytest.raises(DataError, match="tools need a conversation")
+            if inputs != [USER]
+            else nullcontext()
+        ):
             check_lengths(source, policy, Config())
 
 
@@ -360,7 +484,9 @@ def test_a_prompt_may_be_a_text_where_its_environment_has_no_tools():
         seed=0,
     )
     assert rollouts.per_row["environment_failure"] == (None, None)
-    assert rollouts.completions == ("ab 1ab", [turn("ab")]) and rollouts.per_row["turns"].tolist() == [2, 1]
+    assert rollouts.completions == ("ab 1ab", [turn("ab")]) and rollouts.per_row[
+        "turns"
+    ].tolist() == [2, 1]
     assert rollouts.per_row["inputs"] == ("Say it. Go on:", [USER])
 
 

@@ -40,22 +40,32 @@ def patient():
         yield opened
 
 
-def tried(jail: Jail, expression: str, program: str = "import os, sys, ctypes, socket, subprocess, threading") -> str:
+def tried(
+    jail: Jail,
+    expression: str,
+    program: str = "import os, sys, ctypes, socket, subprocess, threading",
+) -> str:
     """What one expression gives: its value as text, or why there is none."""
     result = jail.calls(program, [[expression]])[0]
     return repr(result.value[0]) if result.status == "value" else result.message
 
 
-def tried_each(jail: Jail, expressions: list[str], program: str = "import os, sys, ctypes, socket") -> dict[str, str]:
+def tried_each(
+    jail: Jail, expressions: list[str], program: str = "import os, sys, ctypes, socket"
+) -> dict[str, str]:
     """``tried``, of expressions that all run in one process."""
     results = jail.calls(program, [[expression] for expression in expressions])
-    texts = [repr(result.value[0]) if result.status == "value" else result.message for result in results]
+    texts = [
+        repr(result.value[0]) if result.status == "value" else result.message for result in results
+    ]
     return dict(zip(expressions, texts, strict=True))
 
 
 def children_of(pid: int) -> list[int]:
     try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
     except (FileNotFoundError, ProcessLookupError):  # it has just ended
         return []
 
@@ -91,12 +101,18 @@ def test_a_script_reads_its_input_however_it_likes_and_its_output_is_what_it_pri
         "'\\n'.join(sys.stdin)",
     ]
     for reader in [*readers, "input() + ' ' + input()", "sys.stdin.buffer.read().decode()"]:
-        results = jail.script(f"import os, sys\nprint(sum(map(int, ({reader}).split())))", ["1 2\n3", "4\n5\n"])
+        results = jail.script(
+            f"import os, sys\nprint(sum(map(int, ({reader}).split())))", ["1 2\n3", "4\n5\n"]
+        )
         assert [result.value for result in results] == ["6\n", "9\n"], reader
     late = "import atexit, os, sys, threading\natexit.register(lambda: os.write(1, b'last'))\n"
-    late += "threading.Thread(target=lambda: print('from a thread', flush=True)).start()\nsys.exit()"
+    late += (
+        "threading.Thread(target=lambda: print('from a thread', flush=True)).start()\nsys.exit()"
+    )
     assert jail.script(late, [""])[0].value == "from a thread\nlast"
-    assert jail.script("print('fine', flush=True)\nimport os; os._exit(0)", [""])[0].value == "fine\n"
+    assert (
+        jail.script("print('fine', flush=True)\nimport os; os._exit(0)", [""])[0].value == "fine\n"
+    )
 
 
 @jailed
@@ -155,7 +171,9 @@ def test_a_program_that_sleeps_has_the_time_of_a_case_and_no_more(jail):
     program = "import time, threading\ndef f(x): time.sleep(x)\ndef g(x): threading.Event().wait(x)"
     results = jail.calls(program, [["f(0.01)"], ["f(1.5)"], ["g(1.5)"]])
     assert [result.status for result in results] == ["value", "timeout", "timeout"]
-    assert [each.status for each in jail.script("import time; time.sleep(float(input()))", ["1.5", "0"])] == [
+    assert [
+        each.status for each in jail.script("import time; time.sleep(float(input()))", ["1.5", "0"])
+    ] == [
         "timeout",
         "value",
     ]
@@ -171,13 +189,14 @@ def test_time_for_which_a_program_waits_for_a_processor_does_not_count():
         spin = f"import os\nos.sched_setaffinity(0, {one})\nprint(flush=True)\nwhile True: pass"
         command = [sys.executable, "-S", "-c", spin]
         # each in a session of its own, as the jail is: the kernel deals time out to sessions first
-        others = [subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) for _ in range(5)]
+        others = [
+            subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+            for _ in range(5)
+        ]
         try:
             for other in others:  # until all of them are on that processor
                 other.stdout.readline()
-            work = (
-                "import time\ndef f():\n    while time.process_time() < began + 0.2: pass\nbegan = time.process_time()"
-            )
+            work = "import time\ndef f():\n    while time.process_time() < began + 0.2: pass\nbegan = time.process_time()"
             assert own.calls(work, [["f()"]])[0].status == "value"
         finally:
             for other in others:
@@ -212,7 +231,9 @@ def f():
 
 @jailed
 def test_a_script_that_ends_badly_has_no_output(jail):
-    program = "print('right')\nx = input()\nif x == 'raise': 1 / 0\nif x == 'exit': raise SystemExit(3)\n"
+    program = (
+        "print('right')\nx = input()\nif x == 'raise': 1 / 0\nif x == 'exit': raise SystemExit(3)\n"
+    )
     program += "if x == 'die': import os; os.abort()"
     results = jail.script(program, ["raise", "exit", "die", "no"])
     assert [result.status for result in results] == ["error"] * 3 + ["value"]
@@ -243,7 +264,9 @@ def all_of_it():
 """
     assert tried(patient, "all_of_it()", program) == "(7, [1, 2], 2020, 1, (3,))"
     for name in ("torch", "numpy", "gruppo", "pip", "pytest"):
-        assert tried(jail, "1", f"import {name}").startswith(f"ModuleNotFoundError: No module named '{name}'")
+        assert tried(jail, "1", f"import {name}").startswith(
+            f"ModuleNotFoundError: No module named '{name}'"
+        )
 
 
 @jailed
@@ -265,8 +288,21 @@ def test_no_file_of_ours_can_be_read_and_no_folder_listed(jail, tmp_path):
     secret.write_text("expected answers")
     link = tmp_path / "link"
     link.symlink_to(secret)
-    files = [secret, link, Path(__file__), Path(jail_module.__file__), Path.home() / ".bashrc", Path("/etc/passwd")]
-    processes = ["/proc/self/maps", "/proc/self/mem", "/proc/1/environ", f"/proc/{os.getpid()}/environ", "/dev/null"]
+    files = [
+        secret,
+        link,
+        Path(__file__),
+        Path(jail_module.__file__),
+        Path.home() / ".bashrc",
+        Path("/etc/passwd"),
+    ]
+    processes = [
+        "/proc/self/maps",
+        "/proc/self/mem",
+        "/proc/1/environ",
+        f"/proc/{os.getpid()}/environ",
+        "/dev/null",
+    ]
     files += [f"/proc/{os.getpid()}/fd/0", f"/proc/self/root{secret}", f"/usr/lib/../..{secret}"]
     folders = [tmp_path, "/", "/tmp", Path.home(), "/proc", Path(jail_module.__file__).parent]
     attempts = [f"open({str(file)!r}, 'rb').read()" for file in [*files, *processes]]
@@ -284,16 +320,31 @@ def test_nothing_can_be_written_changed_or_removed(jail, tmp_path):
     path, folder = repr(str(victim)), repr(str(tmp_path))
     attempts = [
         *(f"open({path}, {mode!r})" for mode in ("w", "a", "x", "r+", "w+")),
-        *(f"os.open({path}, os.{flag})" for flag in ("O_TRUNC", "O_RDWR", "O_CREAT", "O_WRONLY | os.O_APPEND")),
-        *(f"os.open({folder}, os.O_TMPFILE | os.O_RDWR)", f"os.truncate({path}, 0)", f"os.unlink({path})"),
-        *(f"os.rename({path}, {folder} + '/b')", f"os.link({path}, {folder} + '/b')", f"os.mkdir({folder} + '/d')"),
+        *(
+            f"os.open({path}, os.{flag})"
+            for flag in ("O_TRUNC", "O_RDWR", "O_CREAT", "O_WRONLY | os.O_APPEND")
+        ),
+        *(
+            f"os.open({folder}, os.O_TMPFILE | os.O_RDWR)",
+            f"os.truncate({path}, 0)",
+            f"os.unlink({path})",
+        ),
+        *(
+            f"os.rename({path}, {folder} + '/b')",
+            f"os.link({path}, {folder} + '/b')",
+            f"os.mkdir({folder} + '/d')",
+        ),
         *(
             f"os.symlink('/', {folder} + '/b')",
             f"os.chmod({path}, 0)",
             f"os.utime({path}, (0, 0))",
             f"os.rmdir({folder})",
         ),
-        *(f"os.mkfifo({folder} + '/p')", f"os.setxattr({path}, 'user.a', b'b')", "os.memfd_create('m')"),
+        *(
+            f"os.mkfifo({folder} + '/p')",
+            f"os.setxattr({path}, 'user.a', b'b')",
+            "os.memfd_create('m')",
+        ),
         *("__import__('tempfile').mkdtemp()", "os.chdir('/tmp')", "os.readlink('/proc/self/exe')"),
     ]
     for attempt, found in tried_each(jail, attempts).items():
@@ -348,9 +399,21 @@ def test_no_one_else_can_be_signalled_limited_or_traced(jail):
     before = (os.sched_getaffinity(us), os.getpriority(os.PRIO_PROCESS, us))
     for pid in (us, supervisor):
         attempts = [
-            *(f"os.kill({pid}, 9)", f"os.killpg({pid}, 9)", f"os.kill(-{pid}, 9)", f"os.pidfd_open({pid})"),
-            *(f"__import__('resource').prlimit({pid}, 0, (1, 1))", f"os.setpriority(os.PRIO_PROCESS, {pid}, 19)"),
-            *(f"os.sched_setaffinity({pid}, [0])", f"__import__('fcntl').fcntl(1, 8, {pid})", "os.setsid()"),
+            *(
+                f"os.kill({pid}, 9)",
+                f"os.killpg({pid}, 9)",
+                f"os.kill(-{pid}, 9)",
+                f"os.pidfd_open({pid})",
+            ),
+            *(
+                f"__import__('resource').prlimit({pid}, 0, (1, 1))",
+                f"os.setpriority(os.PRIO_PROCESS, {pid}, 19)",
+            ),
+            *(
+                f"os.sched_setaffinity({pid}, [0])",
+                f"__import__('fcntl').fcntl(1, 8, {pid})",
+                "os.setsid()",
+            ),
             f"__import__('fcntl').ioctl(1, 0x8901, ({pid}).to_bytes(4, 'little'))",
         ]
         for attempt, found in tried_each(jail, attempts).items():
@@ -382,11 +445,20 @@ libc = ctypes.CDLL(None, use_errno=True)
 def errno_of(number, *arguments):
     return 0 if libc.syscall(number, *map(ctypes.c_long, arguments)) >= 0 else ctypes.get_errno()
 """
-    found = tried_each(jail, [f"errno_of({number}, 1, 1, 1, 1)" for number in RAW.values()], program)
+    found = tried_each(
+        jail, [f"errno_of({number}, 1, 1, 1, 1)" for number in RAW.values()], program
+    )
     assert len(found) == len(RAW) and set(found.values()) == {"1"}  # EPERM
     thread = 0x00010000
-    others = {"clone": (56, 17), "clone3": (435, 0, 88), "openat2": (437, -100, 0, 0, 24), "x32 read": (0x40000000, 0)}
-    refused = {name: tried(jail, f"errno_of{arguments}", program) for name, arguments in others.items()}
+    others = {
+        "clone": (56, 17),
+        "clone3": (435, 0, 88),
+        "openat2": (437, -100, 0, 0, 24),
+        "x32 read": (0x40000000, 0),
+    }
+    refused = {
+        name: tried(jail, f"errno_of{arguments}", program) for name, arguments in others.items()
+    }
     assert refused == {"clone": "1", "clone3": "38", "openat2": "38", "x32 read": "1"}
     assert (
         tried(jail, f"errno_of(56, {thread})", program) == "22"
@@ -417,7 +489,9 @@ def test_an_endless_loop_costs_its_case_and_the_others_are_kept(jail):
     results = jail.calls(program, [["f(0)"], ["f(1)"], ["f(2)"]])
     assert [result.status for result in results] == ["value", "timeout", "value"]
     assert (results[0].value, results[2].value) == ([0], [2])
-    assert [each.status for each in jail.script("x = input()\nwhile x == '1': pass", ["0", "1", "2"])] == [
+    assert [
+        each.status for each in jail.script("x = input()\nwhile x == '1': pass", ["0", "1", "2"])
+    ] == [
         "value",
         "timeout",
         "value",
@@ -447,7 +521,10 @@ def test_one_that_waits_or_hides_is_ended_too(hang):
     began = time.monotonic()
     with Jail(SandboxLimits(case_s=0.05, program_s=0.1, memory_mib=256)) as own:
         result = own.calls(hang, [["f()"]])[0]
-        assert result.status == "timeout" and result.message == "over 0.05 s for the case or 0.1 s in all"
+        assert (
+            result.status == "timeout"
+            and result.message == "over 0.05 s for the case or 0.1 s in all"
+        )
         assert time.monotonic() - began < 10 and programs_of(own._process.pid) == []
 
 
@@ -459,12 +536,18 @@ def test_memory_threads_and_output_have_an_end(patient):
     assert tried(patient, "'x' * 10**7") == "too much output"
     assert patient.script("while True: print('x' * 10000)", [""])[0].message == "too much output"
     for junk in ("b'x' * 10000", "b'\\n' * 10000"):
-        assert tried(patient, "f()", f"import os\ndef f():\n    while True: os.write(3, {junk})") == "too much output"
+        assert (
+            tried(patient, "f()", f"import os\ndef f():\n    while True: os.write(3, {junk})")
+            == "too much output"
+        )
     printed = "print('x' * 100_000)"
     assert patient.script(printed, [""])[0].message == "too much output"
     assert patient.script(printed, [""], room=100_000)[0].value == "x" * 100_000 + "\n"
     long = [["'x' * 100_000"]]
-    assert patient.calls("", long)[0].status == "error" and patient.calls("", long, room=100_000)[0].status == "value"
+    assert (
+        patient.calls("", long)[0].status == "error"
+        and patient.calls("", long, room=100_000)[0].status == "value"
+    )
 
 
 @jailed
@@ -486,7 +569,9 @@ def test_printed_text_counts_whole_where_a_report_arrives_in_the_middle_of_it():
 @jailed
 def test_all_cases_share_a_budget_and_one_that_overruns_it_costs_only_itself(patient):
     """Each value alone fits; a thousand of them would be 60 MB in the trainer."""
-    results = patient.calls("def f(n): return 'x' * n", [[f"f({n})"] for n in [50_000] * 3 + [10**6, 5]])
+    results = patient.calls(
+        "def f(n): return 'x' * n", [[f"f({n})"] for n in [50_000] * 3 + [10**6, 5]]
+    )
     assert [result.status for result in results] == ["value", "error", "error", "error", "value"]
     assert {result.message for result in results[1:4]} == {"too much output"}
     printed = patient.script("print('x' * int(input()))", ["50000"] * 3 + ["5"])
@@ -519,9 +604,7 @@ def test_a_line_that_grows_is_read_in_linear_time():
 def test_a_65th_thread_is_refused_however_short_its_life_is():
     """Counted at each start: a program that starts and ends its threads between two looks would have any number."""
     program = "import threading\nthreading.stack_size(32768)\ngate = threading.Event()\ndef f(n):\n    gate.clear()\n"
-    program += (
-        "    each = [threading.Thread(target=gate.wait, daemon=True) for _ in range(n)]\n    started = 1\n    try:\n"
-    )
+    program += "    each = [threading.Thread(target=gate.wait, daemon=True) for _ in range(n)]\n    started = 1\n    try:\n"
     program += "        for one in each: one.start(); started += 1\n    except RuntimeError: pass\n    gate.set()\n"
     program += "    for one in each[:started - 1]: one.join()\n    return started"
     with Jail(SandboxLimits(case_s=10, program_s=30)) as own:
@@ -549,7 +632,10 @@ def test_what_ends_the_process_costs_one_case_and_is_told(jail):
 def test_no_limit_can_be_raised_again(jail):
     program = "import resource\ndef up(kind): resource.setrlimit(kind, (1 << 40, 1 << 40))"
     for kind in ("RLIMIT_AS", "RLIMIT_CPU", "RLIMIT_FSIZE", "RLIMIT_NOFILE", "RLIMIT_CORE"):
-        assert tried(jail, f"up(resource.{kind})", program) == "ValueError: not allowed to raise maximum limit"
+        assert (
+            tried(jail, f"up(resource.{kind})", program)
+            == "ValueError: not allowed to raise maximum limit"
+        )
 
 
 @jailed
@@ -561,7 +647,9 @@ def test_nothing_is_left_when_the_trainer_is_killed(tmp_path):
     )
     source = str(Path(jail_module.__file__).parents[3])
     with subprocess.Popen(
-        [sys.executable, "-c", trainer], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": source}
+        [sys.executable, "-c", trainer],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": source},
     ) as process:
         supervisor = int(process.stdout.readline())
         wait_until(lambda: programs_of(supervisor))
@@ -629,9 +717,15 @@ def test_the_sandbox_imports_the_standard_library_alone_and_the_trainers_end_of_
     folder, outside = Path(jail_module.__file__).parent, {}
     for file in folder.glob("*.py"):
         nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
-        names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-        names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
-        outside[file.stem] = {name for name in names if name.partition(".")[0] not in sys.stdlib_module_names}
+        names = {
+            alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names
+        }
+        names |= {
+            node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level
+        }
+        outside[file.stem] = {
+            name for name in names if name.partition(".")[0] not in sys.stdlib_module_names
+        }
         if file.stem in OUTSIDE or file.stem in ("plain_data", "program"):
             assert not names & {"fcntl", "resource", "pwd", "termios"}
     ours = "gruppo.rewards.sandbox."
@@ -657,13 +751,24 @@ def test_the_probe_wants_a_program_to_run(monkeypatch):
 
 @jailed
 def test_the_probe_wants_a_script_to_run(monkeypatch):
-    monkeypatch.setattr(Jail, "script", lambda *_: [CaseResult("error", message="memfd_create is refused")])
-    assert probe.__wrapped__() == "a script that prints 6 * 7 does not run in it: memfd_create is refused"
+    monkeypatch.setattr(
+        Jail, "script", lambda *_: [CaseResult("error", message="memfd_create is refused")]
+    )
+    assert (
+        probe.__wrapped__()
+        == "a script that prints 6 * 7 does not run in it: memfd_create is refused"
+    )
 
 
 @pytest.mark.parametrize(
     "limits",
-    [{"case_s": 0}, {"program_s": -1}, {"memory_mib": 16}, {"memory_mib": 1 << 44}, {"case_s": float("nan")}],
+    [
+        {"case_s": 0},
+        {"program_s": -1},
+        {"memory_mib": 16},
+        {"memory_mib": 1 << 44},
+        {"case_s": float("nan")},
+    ],
 )
 def test_limits_that_are_none_are_refused(limits):
     with pytest.raises(GruppoError, match="cannot limit a program"):
@@ -714,9 +819,15 @@ def test_plain_data_come_back_as_they_were_and_of_the_base_type():
     ]
     back = decode(encode(value))
     assert back == value and [type(x) for x in back] == [type(x) for x in value]
-    assert decode(encode(10**10_000)) == 10**10_000 and decode(encode(float("nan"))) != decode(encode(float("nan")))
+    assert decode(encode(10**10_000)) == 10**10_000 and decode(encode(float("nan"))) != decode(
+        encode(float("nan"))
+    )
     pair = namedtuple("pair", "a b")(1, 2)
-    assert decode(encode([Counter("aab"), OrderedDict(b=1), pair])) == [{"a": 2, "b": 1}, {"b": 1}, (1, 2)]
+    assert decode(encode([Counter("aab"), OrderedDict(b=1), pair])) == [
+        {"a": 2, "b": 1},
+        {"b": 1},
+        (1, 2),
+    ]
     assert "\n" not in encode("\n\r\u2028")
 
 
@@ -787,8 +898,12 @@ def test_the_numbers_of_the_kernels_calls_are_those_of_its_headers(machine):
         pytest.skip(f"{HEADERS[machine]} is not installed")
     text = HEADERS[machine].read_text()
     defined = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", text))
-    defined = {{"fstatat": "newfstatat"}.get(name, name): int(number) for name, number in defined.items()}
-    assert {name: defined.get(name) for name in syscalls.NUMBERS[machine]} == syscalls.NUMBERS[machine]
+    defined = {
+        {"fstatat": "newfstatat"}.get(name, name): int(number) for name, number in defined.items()
+    }
+    assert {name: defined.get(name) for name in syscalls.NUMBERS[machine]} == syscalls.NUMBERS[
+        machine
+    ]
 
 
 def test_no_call_that_reaches_outside_is_in_a_table():

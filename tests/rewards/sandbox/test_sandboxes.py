@@ -26,7 +26,9 @@ from gruppo.timeouts import CallError
 from gruppo.types import GruppoError
 
 DOUBLE = ["assert double(2) == 4", "assert double('a') == 'aa'", "assert double(1.5) == 3"]
-TEXTS = [f"```python\ndef double(x):\n    return {body}\n```" for body in ("2 * x", "x + 2", "1 / 0")]
+TEXTS = [
+    f"```python\ndef double(x):\n    return {body}\n```" for body in ("2 * x", "x + 2", "1 / 0")
+]
 BWRAP = "bwrap --ro-bind / / --dev /dev --proc /proc --unshare-all --die-with-parent --"
 
 
@@ -39,7 +41,9 @@ def lacks_bubblewrap() -> str | None:
 
 
 def contained(test):
-    return jailed(pytest.mark.skipif(lacks_bubblewrap() is not None, reason=str(lacks_bubblewrap()))(test))
+    return jailed(
+        pytest.mark.skipif(lacks_bubblewrap() is not None, reason=str(lacks_bubblewrap()))(test)
+    )
 
 
 def python_in_bwrap(python: str = sys.executable) -> str:
@@ -56,26 +60,43 @@ def test_the_jail_runs_in_a_container_and_holds_there(monkeypatch):
     assert probe(tuple(shlex.split(python_in_bwrap()))) is None
     reward = resolve_reward(f"code_tests:workers=1,sandbox={python_in_bwrap()}")
     assert reward(TEXTS, tests=[DOUBLE] * 3) == [1.0, 1 / 3, 0.0]
-    with Jail(SandboxLimits(case_s=0.3, program_s=2), command=shlex.split(python_in_bwrap())) as jail:
+    with Jail(
+        SandboxLimits(case_s=0.3, program_s=2), command=shlex.split(python_in_bwrap())
+    ) as jail:
         program = "import os, sys, time\ndef f(): time.sleep(99)"
-        facts = [["os.getpid() < 50"], ["dict(os.environ)"], ["hash('a')"], ["f()"], ["sys.flags.no_site"]]
+        facts = [
+            ["os.getpid() < 50"],
+            ["dict(os.environ)"],
+            ["hash('a')"],
+            ["f()"],
+            ["sys.flags.no_site"],
+        ]
         found = jail.calls(program, facts)
     with Jail() as ours:
         hashed = ours.calls("", [["hash('a')"]])[0].value
-    assert [result.value for result in found] == [[True], [{}], hashed, None, [1]] and found[3].status == "timeout"
+    assert [result.value for result in found] == [[True], [{}], hashed, None, [1]] and found[
+        3
+    ].status == "timeout"
 
 
 @contained
-def test_a_container_without_landlock_has_the_other_layers_and_is_refused_where_it_shows_our_files(monkeypatch):
+def test_a_container_without_landlock_has_the_other_layers_and_is_refused_where_it_shows_our_files(
+    monkeypatch,
+):
     """As gVisor, whose kernel has no Landlock."""
     plain = jail_module.sources
     monkeypatch.setattr(
         jail_module,
         "sources",
-        lambda *names: plain(*names).replace(b"_RESTRICT_SELF = 444, 445", b"_RESTRICT_SELF = 9444, 445"),
+        lambda *names: plain(*names).replace(
+            b"_RESTRICT_SELF = 444, 445", b"_RESTRICT_SELF = 9444, 445"
+        ),
     )
     assert b"9444" in jail_module.sources("lockdown")
-    assert probe.__wrapped__(tuple(shlex.split(python_in_bwrap()))) == "a program in it could read a file"
+    assert (
+        probe.__wrapped__(tuple(shlex.split(python_in_bwrap())))
+        == "a program in it could read a file"
+    )
     hidden = BWRAP.removesuffix("--") + "--tmpfs /tmp --"
     assert probe.__wrapped__((*shlex.split(hidden), sys.executable)) is None
 
@@ -84,7 +105,10 @@ def test_a_container_without_landlock_has_the_other_layers_and_is_refused_where_
     ("command", "why"),
     [
         ("no-such-program run python3", "no-such-program cannot be started"),
-        ("sh -c 'echo no such image >&2; exit 125'", "the jail ended with status 125: no such image"),
+        (
+            "sh -c 'echo no such image >&2; exit 125'",
+            "the jail ended with status 125: no such image",
+        ),
         ("echo hello", "it printed .*hello.*, which is no answer"),
     ],
 )
@@ -150,10 +174,17 @@ class FusionHandler(http.server.BaseHTTPRequestHandler):
 def run_as_fusion(request):
     began, result = time.monotonic(), {"status": "Finished", "return_code": None}
     process = subprocess.Popen(
-        [sys.executable, "-c", request["code"]], stdin=-1, stdout=-1, stderr=-1, text=True, start_new_session=True
+        [sys.executable, "-c", request["code"]],
+        stdin=-1,
+        stdout=-1,
+        stderr=-1,
+        text=True,
+        start_new_session=True,
     )
     try:
-        result["stdout"], result["stderr"] = process.communicate(request["stdin"], request["run_timeout"])
+        result["stdout"], result["stderr"] = process.communicate(
+            request["stdin"], request["run_timeout"]
+        )
         result["return_code"] = process.returncode
     except subprocess.TimeoutExpired:
         process.kill()
@@ -161,7 +192,12 @@ def run_as_fusion(request):
         result["status"] = "TimeLimitExceeded"
     result["execution_time"] = time.monotonic() - began
     is_success = result["return_code"] == 0
-    return {"status": "Success" if is_success else "Failed", "message": "", "run_result": result, "files": {}}
+    return {
+        "status": "Success" if is_success else "Failed",
+        "message": "",
+        "run_result": result,
+        "files": {},
+    }
 
 
 @pytest.fixture
@@ -178,36 +214,49 @@ def test_programs_run_on_a_sandbox_fusion_server_and_are_compared_here(fusion):
     reward = resolve_reward(f"code_tests:sandbox={fusion.url},workers=1")
     assert reward(TEXTS, tests=[DOUBLE] * 3) == [1.0, 1 / 3, 0.0]
     script = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
-    assert reward([script], tests=[[{"input": "1 2", "output": "3"}, {"input": "1", "output": "1"}]]) == [0.5]
+    assert reward(
+        [script], tests=[[{"input": "1 2", "output": "3"}, {"input": "1", "output": "1"}]]
+    ) == [0.5]
     method = "```python\nclass Solution:\n    def pair(self, x: List[int]): return (x, 1)\n```"
-    assert reward([method], tests=[[{"args": [[2]], "output": [[2], 1]}]], entry_point=["pair"]) == [1.0]
+    assert reward(
+        [method], tests=[[{"args": [[2]], "output": [[2], 1]}]], entry_point=["pair"]
+    ) == [1.0]
     secret = ["assert f(1) == 'okapi-4711'"]
     assert reward(["```python\ndef f(x): return 'okapi-' + '4711'\n```"], tests=[secret]) == [1.0]
     assert not any("okapi-4711" in json.dumps(request) for request in fusion.requests)
 
 
 def test_the_server_gives_what_the_jail_gives(fusion):
-    program = "import os, time\ndef f(x):\n    if x == 1: os._exit(0)\n    if x == 2: time.sleep(99)\n"
+    program = (
+        "import os, time\ndef f(x):\n    if x == 1: os._exit(0)\n    if x == 2: time.sleep(99)\n"
+    )
     program += "    if x == 3: return 'x' * 10**6\n    if x == 4: raise KeyError(x)\n"
     program += "    print('x'); return [x, {x: (1.5, None)}]"
     cases = [[f"f({n})"] for n in (0, 1, 2, 3, 4, 5)]
     limits = SandboxLimits(case_s=0.5, program_s=9)
     found = SandboxFusion(fusion.url + "/run_code", limits).calls(program, cases)
-    assert [result.status for result in found] == ["value", "error", "timeout", "error", "error", "value"]
+    assert [result.status for result in found] == [
+        "value",
+        "error",
+        "timeout",
+        "error",
+        "error",
+        "value",
+    ]
     assert (found[0].value, found[5].value) == ([[0, {0: (1.5, None)}]], [[5, {5: (1.5, None)}]])
     assert (found[4].exception, found[4].message) == ("KeyError", "KeyError: 4")
     assert (
         SandboxFusion(fusion.url, limits).calls("import nothing_here", [["1"], ["2"]])
         == [CaseResult("error", message="ModuleNotFoundError: No module named 'nothing_here'")] * 2
     )
-    script = (
-        "x = input()\nif x == 'a': 1 / 0\nif x == 'b':\n    while True: pass\nprint(x * int(9e4 if x == 'c' else 1))"
-    )
+    script = "x = input()\nif x == 'a': 1 / 0\nif x == 'b':\n    while True: pass\nprint(x * int(9e4 if x == 'c' else 1))"
     results = SandboxFusion(fusion.url, limits).script(script, ["a", "b", "c", "d"])
     assert [result.status for result in results] == ["error", "timeout", "error", "value"]
     assert results[0].message == "ZeroDivisionError: division by zero" and results[3].value == "d\n"
     short = SandboxFusion(fusion.url, SandboxLimits(case_s=0.4, program_s=0.5))
-    hung = short.calls("def f():\n    import signal, time\n    signal.alarm(0); time.sleep(99)", [["f()"]] * 3)
+    hung = short.calls(
+        "def f():\n    import signal, time\n    signal.alarm(0); time.sleep(99)", [["f()"]] * 3
+    )
     assert [result.status for result in hung] == ["timeout", "not_run", "not_run"]
 
 
@@ -225,13 +274,19 @@ def test_a_server_that_fails_leaves_the_row_unscored_and_one_that_is_busy_is_ask
     ]:
         fusion.failures += failure
         (found,) = reward(TEXTS[:1], tests=[DOUBLE])
-        assert isinstance(found, CallError) and why in found.message and "the sandbox failed" in found.message
+        assert (
+            isinstance(found, CallError)
+            and why in found.message
+            and "the sandbox failed" in found.message
+        )
 
 
 def test_a_server_that_is_not_there_is_refused_before_training(monkeypatch):
     monkeypatch.setattr(backends, "_RETRY_DELAYS_S", ())
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with pytest.raises(GruppoError, match=r"is not run by http://127\.0\.0\.1:9: .* cannot be reached"):
+    with pytest.raises(
+        GruppoError, match=r"is not run by http://127\.0\.0\.1:9: .* cannot be reached"
+    ):
         code_tests(sandbox="http://127.0.0.1:9")
     with pytest.raises(GruppoError, match="packages are those of the server"):
         resolve_reward("code_tests:sandbox=http://127.0.0.1:9,packages=numpy")
@@ -270,4 +325,8 @@ def test_an_object_with_the_methods_of_the_protocol_is_a_sandbox():
     assert first == third == 1.0 and "the table is empty" in second.message and Table.ends == 3
     assert reward.open_sandbox().limits.case_s == 1.5
     with pytest.raises(GruppoError, match=r"a program that computes 6 \* 7 gave"):
-        CodeTests(sandbox=type("Wrong", (Table,), {"script": lambda *_, **__: [CaseResult("value", "41")]}))
+        CodeTests(
+            sandbox=type(
+                "Wrong", (Table,), {"script": lambda *_, **__: [CaseResult("value", "41")]}
+            )
+        )

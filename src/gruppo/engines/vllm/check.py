@@ -8,7 +8,14 @@ from typing import Any
 from gruppo.engines.vllm.client import CONNECT_S, CONTROL_S, GENERATE, KEY, Replica, ServerError
 from gruppo.types import GruppoError
 
-SHAPE = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+SHAPE = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+)
 """Entries of a model's config that its weights depend on."""
 TEXT = "Is 17 + 25 = 42?\n\tNaïve café, 北京 😀"
 """Tokenized by both: digits, white space, and characters of several bytes."""
@@ -25,17 +32,23 @@ async def check_server(
         models = (await replica.request("GET", "/v1/models"))["data"]
     except ServerError as error:
         if error.status in (401, 403):
-            raise GruppoError(f"the server {url} needs a key. Set the environment variable {KEY} to its key.") from None
+            raise GruppoError(
+                f"the server {url} needs a key. Set the environment variable {KEY} to its key."
+            ) from None
         raise GruppoError(f"""no vLLM server answers at {url} ({error}). Start one with gruppo serve MODEL and wait
             until it answers, or correct --engine.urls.""") from None
     except (KeyError, TypeError):
         raise GruppoError(f"{url} is not a vLLM server. Correct --engine.urls.") from None
-    context = next((model["max_model_len"] for model in models if model.get("max_model_len")), tokens)
+    context = next(
+        (model["max_model_len"] for model in models if model.get("max_model_len")), tokens
+    )
     if context < tokens:
         raise GruppoError(f"""the server {url} has a context of {context} tokens, and the longest prompt and its
             completion need {tokens}. Start it with gruppo serve MODEL -- --max-model-len {tokens}, or lower
             --rollout.max-new-tokens.""")
-    info = await _ask(replica, "GET", "/server_info?config_format=json", None, f"development routes. {START}")
+    info = await _ask(
+        replica, "GET", "/server_info?config_format=json", None, f"development routes. {START}"
+    )
     settings = (info.get("vllm_config") or {}).get("model_config") or {}
     if (mode := settings.get("logprobs_mode")) != "processed_logprobs":
         raise GruppoError(f"""the server {url} reports {mode}, which leave out temperature, top-k and top-p;
@@ -46,27 +59,39 @@ async def check_server(
     if is_nccl and "nccl" not in str((info.get("vllm_config") or {}).get("weight_transfer_config")):
         raise GruppoError(f"""the server {url} has no weight transfer by NCCL. {START} on a GPU, which sets
             --weight-transfer-config, or leave --engine.transfer out.""")
-    theirs, ours = str(settings.get("dtype") or "").removeprefix("torch."), str(policy.compute_dtype)[6:]
+    theirs, ours = (
+        str(settings.get("dtype") or "").removeprefix("torch."),
+        str(policy.compute_dtype)[6:],
+    )
     if theirs in ("float32", "bfloat16", "float16") and theirs != ours:
         raise GruppoError(f"""the server {url} computes in {theirs}, and the trainer in {ours}. Start it with gruppo
             serve MODEL -- --dtype {ours}, or set --compute {theirs}.""")
-    config, served = policy.served_config(), str(settings.get("hf_config"))  # the second as Python prints it
+    config, served = (
+        policy.served_config(),
+        str(settings.get("hf_config")),
+    )  # the second as Python prints it
     for name in SHAPE:
         found = re.search(rf'"{name}": "?([\w.-]+)', served)
         if found and name in config and found[1] != str(config[name]):
             raise GruppoError(f"""the server {url} runs another model: its {name} is {found[1]}, and that of --model is
                 {config[name]}. Start it with gruppo serve and the run's --model.""")
     body = {"prompt": TEXT, "add_special_tokens": False}
-    theirs = (await _ask(replica, "POST", "/tokenize", body, f"route /tokenize. {START}")).get("tokens")
+    theirs = (await _ask(replica, "POST", "/tokenize", body, f"route /tokenize. {START}")).get(
+        "tokens"
+    )
     if theirs != policy.encode_text(TEXT):
         raise GruppoError(f"""the server {url} has another tokenizer than the run's model: it makes other tokens of
             {TEXT!r}. Start it with gruppo serve and the run's --model.""")
     sampled = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0, "detokenize": False}
     body = {"token_ids": policy.encode_text(TEXT)[:1], "sampling_params": sampled}
-    if is_colocated:  # a run that died while it updated has left the server asleep, or while it published, paused
+    if (
+        is_colocated
+    ):  # a run that died while it updated has left the server asleep, or while it published, paused
         await replica.request("POST", "/wake_up")
     await replica.request("POST", "/resume")
-    answer = await _ask(replica, "POST", GENERATE, body, f"route {GENERATE}. {START}, which sets --enable-scale-out")
+    answer = await _ask(
+        replica, "POST", GENERATE, body, f"route {GENERATE}. {START}, which sets --enable-scale-out"
+    )
     if not (answer.get("choices") or [{}])[0].get("weight_versions"):
         raise GruppoError(f"""the server {url} does not say which weights chose a token: its vLLM is too old. Install
             vLLM 0.32 or newer.""")

@@ -72,7 +72,10 @@ class VllmEngine:
         # another process's labels differ: a server that an older trainer still feeds is never taken for ours
         self._name = f"gruppo-{_agreed(secrets.token_hex(4))}"
         is_lora = policy.base_sha256 is not None
-        self.replicas = [Replica(url, number, is_lora=is_lora, timeout_s=timeout_s) for number, url in enumerate(urls)]
+        self.replicas = [
+            Replica(url, number, is_lora=is_lora, timeout_s=timeout_s)
+            for number, url in enumerate(urls)
+        ]
         self.context = sys.maxsize
         """Tokens of the longest row that every server holds."""
         self.done = self.total = self.repeated = 0
@@ -90,10 +93,14 @@ class VllmEngine:
             self.publication.clear()  # of versions that an earlier process has left, too
         else:
             self.nccl.check(is_adapter=self.policy.base_sha256 is not None)
-        needs = dict[str, Any](tokens=tokens, is_colocated=self.is_colocated, is_nccl=self.nccl is not None)
+        needs = dict[str, Any](
+            tokens=tokens, is_colocated=self.is_colocated, is_nccl=self.nccl is not None
+        )
         with dist.fail_together():
             if dist.is_main():
-                self.context = min(self._run(check_server(one, self.policy, **needs)) for one in self.replicas)
+                self.context = min(
+                    self._run(check_server(one, self.policy, **needs)) for one in self.replicas
+                )
         self.context = _agreed(self.context)
         if self.proof is not None:
             self.proof.limit(self.context)
@@ -103,7 +110,9 @@ class VllmEngine:
     def generate(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts:
         return self.policy.sample_with(self._generate, requests, sampling, seed=seed)
 
-    def continue_rollouts(self, rollouts: Rollouts, replies: Mapping[int, Any], sampling: Any, **how: Any) -> Rollouts:
+    def continue_rollouts(
+        self, rollouts: Rollouts, replies: Mapping[int, Any], sampling: Any, **how: Any
+    ) -> Rollouts:
         return self.policy.continue_with(self._generate, rollouts, replies, sampling, **how)
 
     def progress(self) -> str:
@@ -115,7 +124,10 @@ class VllmEngine:
     def metrics(self) -> dict[str, float]:
         """Metrics since the last call: servers in use, requests that were repeated, and the proof of the weights."""
         repeated, self.repeated = self.repeated, 0
-        counts = {"engine/servers_count": float(len(self._usable())), "engine/repeated_count": float(repeated)}
+        counts = {
+            "engine/servers_count": float(len(self._usable())),
+            "engine/repeated_count": float(repeated),
+        }
         return counts | ({} if self.proof is None else self.proof.metrics())
 
     def _usable(self) -> list[Replica]:
@@ -126,20 +138,31 @@ class VllmEngine:
         parts = self._run(self._sample(batch, sampling, seed))
         columns = max(max(sum(len(part.tokens) for part in row) for row in parts), 1)
         tokens, versions = (torch.zeros(len(parts), columns, dtype=torch.long) for _ in range(2))
-        logprobs, lengths = torch.zeros(len(parts), columns), torch.zeros(len(parts), dtype=torch.long)
+        logprobs, lengths = (
+            torch.zeros(len(parts), columns),
+            torch.zeros(len(parts), dtype=torch.long),
+        )
         for number, row in enumerate(parts):
             for part in row:
                 first, lengths[number] = int(lengths[number]), lengths[number] + len(part.tokens)
                 span = slice(first, first + len(part.tokens))
                 tokens[number, span] = torch.tensor(part.tokens, dtype=torch.long)
                 logprobs[number, span] = torch.tensor(part.logprobs)
-                versions[number, span] = torch.tensor([version_of(label) for label in part.versions], dtype=torch.long)
-        finish: list[Any] = [row[-1].finish.replace("abort", "length") for row in parts]  # paused at its last token
+                versions[number, span] = torch.tensor(
+                    [version_of(label) for label in part.versions], dtype=torch.long
+                )
+        finish: list[Any] = [
+            row[-1].finish.replace("abort", "length") for row in parts
+        ]  # paused at its last token
         return Generated(tokens, logprobs, lengths, tuple(finish), versions)
 
-    async def _sample(self, batch: TokenBatch, sampling: Sampling, seed: int) -> list[list[SampledRow]]:
+    async def _sample(
+        self, batch: TokenBatch, sampling: Sampling, seed: int
+    ) -> list[list[SampledRow]]:
         """Sample the rows; each comes in the parts between which new weights were published."""
-        if not self._calls:  # else other calls are at work; one that was interrupted has left its rows
+        if (
+            not self._calls
+        ):  # else other calls are at work; one that was interrupted has left its rows
             self.done = self.total = 0
             for replica in self.replicas:
                 replica.inflight, replica.rate, replica.idle_at = 0, 0.0, time.monotonic()
@@ -147,14 +170,35 @@ class VllmEngine:
         self._calls, self.total = self._calls + 1, self.total + len(batch.owners)
         try:
             prompts = [ids.tolist() for ids in batch.prompts]
-            prefixes = [[]] * len(batch.owners) if batch.prefixes is None else [ids.tolist() for ids in batch.prefixes]
-            common = dict[str, Any](temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
-            common |= {"stop": list(sampling.stop), "stop_token_ids": list(self.policy.stop_ids), "logprobs": 0}
+            prefixes = (
+                [[]] * len(batch.owners)
+                if batch.prefixes is None
+                else [ids.tolist() for ids in batch.prefixes]
+            )
+            common = dict[str, Any](
+                temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p
+            )
+            common |= {
+                "stop": list(sampling.stop),
+                "stop_token_ids": list(self.policy.stop_ids),
+                "logprobs": 0,
+            }
             # a stop text may name special tokens; without stop texts, nothing is decoded
-            common |= {"skip_special_tokens": False, "detokenize": bool(sampling.stop), "watermarking": False}
-            rows, found, groups = list[_Row](), dict[int, list[SampledRow]](), dict[int, list[int]]()
+            common |= {
+                "skip_special_tokens": False,
+                "detokenize": bool(sampling.stop),
+                "watermarking": False,
+            }
+            rows, found, groups = (
+                list[_Row](),
+                dict[int, list[SampledRow]](),
+                dict[int, list[int]](),
+            )
             for row, owner in enumerate(batch.owners.tolist()):
-                start, ids = batch.starts[row] if batch.starts else 0, prompts[owner] + prefixes[row]
+                start, ids = (
+                    batch.starts[row] if batch.starts else 0,
+                    prompts[owner] + prefixes[row],
+                )
                 limit = sampling.max_actions if batch.limits is None else int(batch.limits[row])
                 params = common | {"max_tokens": min(limit, self.context - len(ids))}
                 draw, sample = batch.addresses[row]
@@ -178,7 +222,9 @@ class VllmEngine:
                 if self._watcher is not None:
                     self._watcher.cancel()
 
-    async def _sample_row(self, row: _Row, replica: Replica, found: dict[int, list[SampledRow]], number: int) -> None:
+    async def _sample_row(
+        self, row: _Row, replica: Replica, found: dict[int, list[SampledRow]], number: int
+    ) -> None:
         """Sample a row on this server, or on others if it fails there. It goes on after weights were published."""
         failures, parts = 0, list[SampledRow]()
         while True:
@@ -195,7 +241,11 @@ class VllmEngine:
             try:
                 part = await task
                 # None: another row of the server has just had it left out
-                if part.finish == "abort" and replica.label in (label, None) and not self._is_publishing:
+                if (
+                    part.finish == "abort"
+                    and replica.label in (label, None)
+                    and not self._is_publishing
+                ):
                     raise ServerError("it aborted a row that no publish has interrupted")
             except asyncio.CancelledError:
                 task.cancel()
@@ -206,9 +256,15 @@ class VllmEngine:
             except ServerError as error:
                 failures, self.repeated = failures + 1, self.repeated + 1
                 if error.status == 400:
-                    raise GruppoError(f"the server {replica.url} refuses a request: {error}.") from None
-                if failures == 2 * MAX_FAILURES * len(self.replicas):  # also after they were given the weights again
-                    raise EngineLost(f"a request failed {failures} times, at last on {replica.url}: {error}.") from None
+                    raise GruppoError(
+                        f"the server {replica.url} refuses a request: {error}."
+                    ) from None
+                if failures == 2 * MAX_FAILURES * len(
+                    self.replicas
+                ):  # also after they were given the weights again
+                    raise EngineLost(
+                        f"a request failed {failures} times, at last on {replica.url}: {error}."
+                    ) from None
                 replica.failures += 1
                 if error.is_lasting or replica.failures >= MAX_FAILURES:
                     await self._eject(replica, str(error))
@@ -225,7 +281,10 @@ class VllmEngine:
             replica.failures, replica.progress_at = 0, time.monotonic()
             # a text that ends the row would not be found where it lies across two requests
             parts = [*parts, part] if part.finish != "abort" or not row.params["stop"] else []
-            if part.finish == "abort" and sum(len(part.tokens) for part in parts) < row.params["max_tokens"]:
+            if (
+                part.finish == "abort"
+                and sum(len(part.tokens) for part in parts) < row.params["max_tokens"]
+            ):
                 replica.inflight -= 1
                 replica = await self._choose(1, row.draw)
                 continue
@@ -258,7 +317,9 @@ class VllmEngine:
                 replica = min(usable, key=lambda replica: replica.inflight)
                 # a group that is larger than max_inflight starts on an idle server
                 if not replica.inflight or replica.inflight + count <= self.max_inflight:
-                    if not replica.inflight:  # it begins to work now: how long it was idle is no sign that it hangs
+                    if (
+                        not replica.inflight
+                    ):  # it begins to work now: how long it was idle is no sign that it hangs
                         replica.progress_at, replica.tokens = time.monotonic(), None
                     replica.inflight += count
                     return replica
@@ -287,7 +348,9 @@ class VllmEngine:
         interval_s = min(self.timeout_s / 4, MAX_INTERVAL_S)
         while True:
             await asyncio.sleep(interval_s)
-            if self._is_publishing:  # the first rank has paused the servers, under the rows of all ranks
+            if (
+                self._is_publishing
+            ):  # the first rank has paused the servers, under the rows of all ranks
                 continue
             busy = [replica for replica in self._usable() if replica.inflight]
             await asyncio.gather(*(self._watch_one(replica, interval_s) for replica in busy))
@@ -300,16 +363,28 @@ class VllmEngine:
         if self._is_publishing:
             return
         now, rate = time.monotonic(), 0.0
-        if before is not None and replica.tokens is not None and replica.tokens != before and replica.inflight:
-            replica.progress_at, rate = now, (replica.tokens - before) / replica.inflight / interval_s
+        if (
+            before is not None
+            and replica.tokens is not None
+            and replica.tokens != before
+            and replica.inflight
+        ):
+            replica.progress_at, rate = (
+                now,
+                (replica.tokens - before) / replica.inflight / interval_s,
+            )
         others = [other for other in self._usable() if other is not replica]
-        have_waited = others and all(not r.inflight and now - r.idle_at > self.timeout_s for r in others)
+        have_waited = others and all(
+            not r.inflight and now - r.idle_at > self.timeout_s for r in others
+        )
         fastest = max((other.rate for other in others), default=0.0)
         if replica.inflight and now - replica.progress_at > self.timeout_s:
             await self._eject(replica, f"no token for {self.timeout_s:g} s")
         elif replica.inflight and have_waited and rate < fastest / SLOW_FACTOR:
             # a long row of a sound server is not sampled again: alone, it is faster than rows of a full batch
-            await self._eject(replica, f"{rate:.3g} tokens per second and row, where others have {fastest:.3g}")
+            await self._eject(
+                replica, f"{rate:.3g} tokens per second and row, where others have {fastest:.3g}"
+            )
 
     async def _revive(self) -> None:
         """Wait until a server is back, and load the published weights again; EngineLost after ``timeout_s``."""
@@ -320,7 +395,9 @@ class VllmEngine:
                     raise self._lost()
                 try:
                     async with asyncio.timeout(self.timeout_s):
-                        await _all(self._admit(replica, self._published) for replica in self.replicas)
+                        await _all(
+                            self._admit(replica, self._published) for replica in self.replicas
+                        )
                 except TimeoutError:
                     raise self._lost() from None
                 await asyncio.sleep(min(1.0, self.timeout_s / 10))
@@ -348,16 +425,27 @@ class VllmEngine:
                 # the regression refuses a good server now and then; the canary is certain
                 if _agreed(any(standing.is_doubted for standing in [*proof.standings.values()])):
                     self._canary(policy, proof)
-                    out = [self.replicas[n] for n in _agreed([r.number for r in self.replicas if r.label is None])]
+                    out = [
+                        self.replicas[n]
+                        for n in _agreed([r.number for r in self.replicas if r.label is None])
+                    ]
                     self._deliver(policy, self.label, out, self._admit, folder=folder)
                 # tokens and log-probs that newly admitted servers have sampled, once
                 sampled, proof.sampled = proof.sampled, {}
-                admitted = [(n, [(row.tokens, row.logprobs) for row in rows]) for n, rows in sampled.items() if rows]
+                admitted = [
+                    (n, [(row.tokens, row.logprobs) for row in rows])
+                    for n, rows in sampled.items()
+                    if rows
+                ]
                 for number, rows in _agreed(admitted):
                     if why := proof.check_sampled(policy, rows):
                         self._run(self._eject(self.replicas[number], why))
-            states = _agreed([replica.why if replica.label is None else "" for replica in self.replicas])
-            for replica, why in zip(self.replicas, states, strict=True):  # the first rank has asked the servers
+            states = _agreed(
+                [replica.why if replica.label is None else "" for replica in self.replicas]
+            )
+            for replica, why in zip(
+                self.replicas, states, strict=True
+            ):  # the first rank has asked the servers
                 replica.loaded = label = replica.label_of(self.label)
                 replica.admit(label)
                 if why:
@@ -373,9 +461,14 @@ class VllmEngine:
         """Have the servers leave the device's memory to the trainer until the next ``sync``."""
 
         async def sleep(replica: Replica) -> None:
-            replica.is_asleep, level = True, 1 if replica.is_lora else 2  # the base of an adapter is kept on the CPU
+            replica.is_asleep, level = (
+                True,
+                1 if replica.is_lora else 2,
+            )  # the base of an adapter is kept on the CPU
             try:
-                await replica.request("POST", f"/sleep?level={level}&mode=abort", timeout_s=self.timeout_s)
+                await replica.request(
+                    "POST", f"/sleep?level={level}&mode=abort", timeout_s=self.timeout_s
+                )
             except ServerError as error:
                 await self._eject(replica, str(error))
 
@@ -384,7 +477,13 @@ class VllmEngine:
                 self._run(_all(sleep(replica) for replica in self._usable()))
 
     def _deliver(
-        self, policy: Any, label: str, replicas: Sequence[Replica], ask: Ask, *, folder: Path | None = None
+        self,
+        policy: Any,
+        label: str,
+        replicas: Sequence[Replica],
+        ask: Ask,
+        *,
+        folder: Path | None = None,
     ) -> Path | None:
         """Have ``ask`` give the weights to these servers; return their folder, unless NCCL sends them.
 
@@ -412,7 +511,9 @@ class VllmEngine:
                 await _all(ask_one(replica) for replica in replicas)
 
         with dist.fail_together():
-            probes = asyncio.run_coroutine_threadsafe(ask_all(), self._loop) if dist.is_main() else None
+            probes = (
+                asyncio.run_coroutine_threadsafe(ask_all(), self._loop) if dist.is_main() else None
+            )
             if nccl is not None:
                 nccl.send(policy.served_weights())
             if probes is not None:
@@ -421,11 +522,16 @@ class VllmEngine:
 
     def _canary(self, policy: Any, proof: Proof) -> None:
         """Have the servers that need it load weights with noise in every tensor, and compare."""
-        numbers = _agreed([replica.number for replica in self.replicas if proof.needs_canary(replica)])
+        numbers = _agreed(
+            [replica.number for replica in self.replicas if proof.needs_canary(replica)]
+        )
         if not numbers:
             return
         self._serial += 1
-        replicas, label = [self.replicas[number] for number in numbers], f"{self._name}-canary-{self._serial}"
+        replicas, label = (
+            [self.replicas[number] for number in numbers],
+            f"{self._name}-canary-{self._serial}",
+        )
         known = {replica.number: replica.why for replica in replicas}
 
         async def ask(replica: Replica, folder: Path | None) -> None:
@@ -445,11 +551,17 @@ class VllmEngine:
                     self.replicas[number].why += f"; {found}"
         for replica in replicas:
             if replica.why and replica.why != known[replica.number]:
-                log.warning("the server %s is left out of %s: %s", replica.url, self.label, replica.why)
+                log.warning(
+                    "the server %s is left out of %s: %s", replica.url, self.label, replica.why
+                )
 
     async def _admit(self, replica: Replica, folder: Path | None) -> None:
         """Load the published weights into a server, and sample from it once it has proved that it holds them."""
-        was_usable, label, was_out = replica.label is not None, replica.label_of(self.label), bool(replica.why)
+        was_usable, label, was_out = (
+            replica.label is not None,
+            replica.label_of(self.label),
+            bool(replica.why),
+        )
         replica.label = None
         if self.proof is not None and replica.number not in self.proof.passed:
             return
@@ -460,7 +572,9 @@ class VllmEngine:
         except ServerError as error:
             replica.why = str(error)
             if was_usable:
-                log.warning("the server %s is left out of %s: %s", replica.url, self.label, replica.why)
+                log.warning(
+                    "the server %s is left out of %s: %s", replica.url, self.label, replica.why
+                )
             return
         if was_out and self.version:
             log.info("the server %s is back", replica.url)
@@ -476,7 +590,9 @@ class VllmEngine:
             elif folder is not None:
                 await replica.load(label, lambda replica: replica.reload(folder))
         except ServerError as error:
-            if error.status and self._published is None and folder:  # what it cannot load at first, it never can
+            if (
+                error.status and self._published is None and folder
+            ):  # what it cannot load at first, it never can
                 raise GruppoError(f"""the server {replica.url} cannot load the weights from {folder}: {error}. It needs
                     the run's --model, and to read that folder under the same path: set --engine.publish-dir to one that
                     both machines share.""") from None

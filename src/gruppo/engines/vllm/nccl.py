@@ -59,9 +59,15 @@ class NcclTransfer:
     def begin(self, policy: Any, numbers: Collection[int]) -> None:
         """Expect these servers to be ready, or to have failed, before ``send``. A collective at its first call."""
         if not self.announced:
-            entries = [(name, str(x.dtype)[6:], list(x.shape), x.nbytes) for name, x in policy.served_weights()]
+            entries = [
+                (name, str(x.dtype)[6:], list(x.shape), x.nbytes)
+                for name, x in policy.served_weights()
+            ]
             names, dtypes, shapes, sizes = map(list, zip(*entries, strict=True))
-            self.announced, self.bytes = {"names": names, "dtype_names": dtypes, "shapes": shapes}, sum(sizes)
+            self.announced, self.bytes = (
+                {"names": names, "dtype_names": dtypes, "shapes": shapes},
+                sum(sizes),
+            )
         self._expected, self._missing, self._ready = numbers, set(numbers), {}
         self._is_complete.clear()
         if not numbers:
@@ -82,7 +88,9 @@ class NcclTransfer:
             limit_s = (len(self._expected) + 1) * self.timeout_s + self.bytes / LOADED_PER_S
             await replica.request("POST", "/start_weight_update", timeout_s=self.timeout_s)
             body = {"update_info": self.announced}
-            update = asyncio.ensure_future(replica.request("POST", "/update_weights", body, timeout_s=limit_s))
+            update = asyncio.ensure_future(
+                replica.request("POST", "/update_weights", body, timeout_s=limit_s)
+            )
             self._ready[replica.number] = self.links[replica.number]
             self.arrive(replica)
             await update
@@ -111,12 +119,18 @@ class NcclTransfer:
 
     async def _connect(self, replica: Replica) -> Link:
         with suppress(ServerError):  # the connection of an earlier trainer, if there is one
-            await replica.request("POST", "/shutdown_weight_transfer_engine", timeout_s=self.timeout_s)
-        workers = (await replica.request("GET", "/get_world_size", timeout_s=self.timeout_s)).get("world_size", 1)
+            await replica.request(
+                "POST", "/shutdown_weight_transfer_engine", timeout_s=self.timeout_s
+            )
+        workers = (await replica.request("GET", "/get_world_size", timeout_s=self.timeout_s)).get(
+            "world_size", 1
+        )
         unique_id, loop = new_id(), asyncio.get_running_loop()
         joined: asyncio.Future[Link] = loop.create_future()
 
-        def join() -> None:  # blocks until the workers have joined, for ever where they do not: hence no pool's thread
+        def join() -> (
+            None
+        ):  # blocks until the workers have joined, for ever where they do not: hence no pool's thread
             link: Link | ServerError
             try:
                 link = Link(unique_id, workers + 1, self.device)
@@ -126,13 +140,24 @@ class NcclTransfer:
                 loop.call_soon_threadsafe(_resolve, joined, link)
 
         threading.Thread(target=join, name="gruppo-nccl", daemon=True).start()
-        info = {"nccl_unique_id_b64": base64.b64encode(unique_id).decode(), "rank_offset": 1, "world_size": workers + 1}
+        info = {
+            "nccl_unique_id_b64": base64.b64encode(unique_id).decode(),
+            "rank_offset": 1,
+            "world_size": workers + 1,
+        }
         info |= {"packed": True, "packed_buffer_size_bytes": CHUNK_BYTES, "packed_num_buffers": 1}
         try:
-            await replica.request("POST", "/init_weight_transfer_engine", {"init_info": info}, timeout_s=self.timeout_s)
+            await replica.request(
+                "POST",
+                "/init_weight_transfer_engine",
+                {"init_info": info},
+                timeout_s=self.timeout_s,
+            )
             return await asyncio.wait_for(joined, self.timeout_s)
         except TimeoutError:
-            raise ServerError(f"no NCCL connection within {self.timeout_s:g} s; NCCL_DEBUG=INFO says why") from None
+            raise ServerError(
+                f"no NCCL connection within {self.timeout_s:g} s; NCCL_DEBUG=INFO says why"
+            ) from None
 
     def close(self) -> None:
         for link in self.links.values():
@@ -151,7 +176,13 @@ class Link:
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream()
             identity = _UniqueId.from_buffer_copy(unique_id)
-            _call("ncclCommInitRank", ctypes.byref(self._communicator), ctypes.c_int(size), identity, ctypes.c_int(0))
+            _call(
+                "ncclCommInitRank",
+                ctypes.byref(self._communicator),
+                ctypes.c_int(size),
+                identity,
+                ctypes.c_int(0),
+            )
             one = torch.zeros(1, device=device)  # vLLM's workers begin with this all-reduce
             self._enqueue("ncclAllReduce", one, FLOAT32, SUM)
             self._stream.synchronize()
@@ -190,9 +221,20 @@ class Link:
             if self.is_aborted:
                 raise ServerError("its NCCL connection was given up")
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
-            pointer, stream = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_void_p(self._stream.cuda_stream)
+            pointer, stream = (
+                ctypes.c_void_p(tensor.data_ptr()),
+                ctypes.c_void_p(self._stream.cuda_stream),
+            )
             kind = ctypes.c_int(dtype), ctypes.c_int(root_or_operation)
-            _call(function, pointer, pointer, ctypes.c_size_t(tensor.numel()), *kind, self._communicator, stream)
+            _call(
+                function,
+                pointer,
+                pointer,
+                ctypes.c_size_t(tensor.numel()),
+                *kind,
+                self._communicator,
+                stream,
+            )
 
 
 class _UniqueId(ctypes.Structure):
@@ -207,7 +249,9 @@ def new_id() -> bytes:
 
 
 def _call(function: str, *args: Any) -> None:
-    if code := getattr(ctypes.CDLL("libnccl.so.2"), function)(*args):  # the one that torch has loaded
+    if code := getattr(ctypes.CDLL("libnccl.so.2"), function)(
+        *args
+    ):  # the one that torch has loaded
         raise ServerError(f"{function} failed with code {code}; NCCL_DEBUG=INFO says why")
 
 

@@ -64,15 +64,26 @@ class Standing:
 class Proof:
     """Compares log-probs of servers with the trainer's. Methods that take the policy are collectives."""
 
-    def __init__(self, policy: Any, prompts: Sequence[Prompt], sampling: Sampling, *, max_mismatch: float) -> None:
+    def __init__(
+        self, policy: Any, prompts: Sequence[Prompt], sampling: Sampling, *, max_mismatch: float
+    ) -> None:
         distinct = list({str(prompt.inputs): prompt for prompt in prompts}.values())[:PROBES]
-        requests = [Request(replace(prompt, draw=number), 1) for number, prompt in enumerate(distinct)]
+        requests = [
+            Request(replace(prompt, draw=number), 1) for number, prompt in enumerate(distinct)
+        ]
         # one less than a completion: to score a row, a server samples a token
         probes = Sampling(max_actions=max(min(PROBE_TOKENS, sampling.max_actions - 1), 1))
         self.max_mismatch, self.rollouts = max_mismatch, policy.sample(requests, probes, seed=0)
         self.row_ids = self.rollouts.mask.nonzero()[:, 0]
-        self.prompts = [self.rollouts.shared["prompt_ids"][group].tolist() for group in self.rollouts.group_ids]
-        ids = zip(self.prompts, self.rollouts.actions.tolist(), self.rollouts.lengths.tolist(), strict=True)
+        self.prompts = [
+            self.rollouts.shared["prompt_ids"][group].tolist() for group in self.rollouts.group_ids
+        ]
+        ids = zip(
+            self.prompts,
+            self.rollouts.actions.tolist(),
+            self.rollouts.lengths.tolist(),
+            strict=True,
+        )
         self.rows = [prompt + actions[:length] for prompt, actions, length in ids]
         self.long_prompt = [token for row in self.rows for token in row][:LONG_PROMPT]
         # log-probs of the probes under the first weights, the newest, and the canary's
@@ -115,7 +126,11 @@ class Proof:
         """Within, the policy has the weights of the canary: every tensor that servers load has noise of its own."""
         is_adapter = policy.base_sha256 is not None
         named = policy.module.named_parameters()
-        tensors = {name: sharding.local(p.detach()) for name, p in named if p.requires_grad or not is_adapter}
+        tensors = {
+            name: sharding.local(p.detach())
+            for name, p in named
+            if p.requires_grad or not is_adapter
+        }
         self._kept = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
         least = ADAPTER_SCALE if is_adapter else 1e-3
 
@@ -127,7 +142,9 @@ class Proof:
                 for tensor, kept in zip(tensors.values(), self._kept.values(), strict=True):
                     tensor.copy_(kept)
                     scale = STRENGTH * tensor.float().square().mean().sqrt().clamp(min=least)
-                    tensor += (torch.randn_like(tensor, dtype=torch.float32) * scale).to(tensor.dtype)
+                    tensor += (torch.randn_like(tensor, dtype=torch.float32) * scale).to(
+                        tensor.dtype
+                    )
                     if is_sharded:
                         tensor *= 1 + jitter * (torch.rand_like(tensor) - 0.5)
             policy.refresh(force=True)
@@ -159,14 +176,25 @@ class Proof:
         """Return a server's log-probs of the probes; ServerError where its labels or its cache are of other weights."""
         began = time.perf_counter()
         scores = await replica.score(self.rows)
-        found = [x for row, ids in zip(scores, self.prompts, strict=True) for x in row[len(ids) - 1 :]]
+        found = [
+            x for row, ids in zip(scores, self.prompts, strict=True) for x in row[len(ids) - 1 :]
+        ]
         if len(found) != len(self.row_ids):
-            raise ServerError(f"it sent log-probs of {len(found)} probe tokens in place of {len(self.row_ids)}")
+            raise ServerError(
+                f"it sent log-probs of {len(found)} probe tokens in place of {len(self.row_ids)}"
+            )
         prompts = [self.long_prompt, *self.prompts[:8]]
-        params = {"temperature": WARM.temperature, "top_k": WARM.top_k, "max_tokens": WARM.max_actions, "logprobs": 0}
+        params = {
+            "temperature": WARM.temperature,
+            "top_k": WARM.top_k,
+            "max_tokens": WARM.max_actions,
+            "logprobs": 0,
+        }
         sampled = [await replica.sample(self.long_prompt, params | {"seed": 0}, label, salt=SALT)]
         if cached := sampled[0].cached_tokens:
-            raise ServerError(f"its prefix cache still held {cached} tokens of {label} from earlier weights")
+            raise ServerError(
+                f"its prefix cache still held {cached} tokens of {label} from earlier weights"
+            )
         if replica.number in self.sampled:  # admitted by a canary: see check_sampled
             for seed, ids in enumerate(prompts[1:]):
                 sampled.append(await replica.sample(ids, params | {"seed": seed}, label))
@@ -197,7 +225,9 @@ class Proof:
         slope = known.slope = regress([*known.undecided, evidence])
         known.is_doubted = slope.verdict == "refused" or not slope.error_nats <= OTHER_NATS
         if known.is_doubted:
-            follows = f"it follows {slope.value:.2f} of the update ({slope.low:.2f} to {slope.high:.2f})"
+            follows = (
+                f"it follows {slope.value:.2f} of the update ({slope.low:.2f} to {slope.high:.2f})"
+            )
             error = f"{follows}, {slope.error_nats:.2g} nats from the trainer on average"
             raise ServerError(f"it does not hold the weights that it loaded: {error}")
         known.undecided = [] if slope.verdict == "proved" else [*known.undecided, evidence]
@@ -210,7 +240,9 @@ class Proof:
 
     # --- after a canary ---
 
-    def check_sampled(self, policy: Any, rows: Sequence[tuple[Sequence[int], Sequence[float]]]) -> str:
+    def check_sampled(
+        self, policy: Any, rows: Sequence[tuple[Sequence[int], Sequence[float]]]
+    ) -> str:
         """Return why the log-probs of sampled tokens are not those of the published weights; "" if they are."""
         prompts, count = [self.long_prompt, *self.prompts[:8]], len(rows)
         lengths = torch.tensor([len(tokens) for tokens, _ in rows])
@@ -218,12 +250,17 @@ class Proof:
             self.rollouts.take(range(1)),
             prompts=tuple(Prompt(str(n), None, draw=n) for n in range(count)),
             group_ids=torch.arange(count),
-            actions=nn.utils.rnn.pad_sequence([torch.tensor(tokens) for tokens, _ in rows], batch_first=True),  # [B, T]
+            actions=nn.utils.rnn.pad_sequence(
+                [torch.tensor(tokens) for tokens, _ in rows], batch_first=True
+            ),  # [B, T]
             mask=torch.arange(int(lengths.max())) < lengths[:, None],
             lengths=lengths,
             temperature=torch.full((count,), WARM.temperature),
             shared={"prompt_ids": tuple(torch.tensor(ids) for ids in prompts)},
-            per_row={"top_k": torch.full((count,), WARM.top_k), "top_p": torch.ones(count, dtype=torch.float64)},
+            per_row={
+                "top_k": torch.full((count,), WARM.top_k),
+                "top_p": torch.ones(count, dtype=torch.float64),
+            },
         )
         server = torch.tensor([x for _, logprobs in rows for x in logprobs], dtype=torch.float64)
         error = (server - self.score(policy, rollouts)).abs().mean().item()
@@ -252,11 +289,15 @@ class Proof:
         for name in kept:
             layer = re.match(r".*?\.\d+(?=\.)", name)
             groups.setdefault(layer[0] if layer else name.rpartition(".")[0], []).append(name)
-        few = self.rollouts.take(range(min(ISOLATING, len(self.rollouts))))  # one forward for each group
+        few = self.rollouts.take(
+            range(min(ISOLATING, len(self.rollouts)))
+        )  # one forward for each group
         groups["all"] = [*kept]
         left = {}
         for group, names in groups.items():
-            with (_replaced_shards if is_sharded else _replaced)(module, {name: kept[name] for name in names}):
+            with (_replaced_shards if is_sharded else _replaced)(
+                module, {name: kept[name] for name in names}
+            ):
                 scores = self.score(policy, few)
             left[group] = 0.0 if server is None else _rms(server[self.row_ids < len(few)] - scores)
         best = min(left, key=lambda group: left[group])
@@ -266,7 +307,9 @@ class Proof:
 
     def metrics(self) -> dict[str, float]:
         """Of the servers' last checks: the lowest slope, the largest error, and how many are undecided."""
-        slopes = [standing.slope for standing in self.standings.values() if standing.slope is not None]
+        slopes = [
+            standing.slope for standing in self.standings.values() if standing.slope is not None
+        ]
         if not slopes:
             return {}
         return {
@@ -289,7 +332,11 @@ class _RoundedParameters(TorchFunctionMode):
         def rounded(x: Any) -> Any:
             if type(x) in (list, tuple):  # tree_map on every argument took most of a proof's time
                 return tree_map(rounded, x)
-            return x.detach().to(self.dtype).float() if isinstance(x, nn.Parameter) and x.is_floating_point() else x
+            return (
+                x.detach().to(self.dtype).float()
+                if isinstance(x, nn.Parameter) and x.is_floating_point()
+                else x
+            )
 
         return func(*map(rounded, args), **{name: rounded(x) for name, x in (kwargs or {}).items()})
 
@@ -305,17 +352,23 @@ def _logprobs(policy: Any, rollouts: Rollouts) -> Float[Tensor, "N"]:
     columns = torch.arange(logprobs.shape[1])
     for micro_batch in policy.micro_batches(rollouts, rollouts.mask, policy.default_budget):
         likelihood = sharding.forward(policy.module, policy.likelihood, rollouts, micro_batch)
-        logprobs[micro_batch.rows[:, None], columns[micro_batch.cols][None]] = likelihood.logprobs.double().cpu()
+        logprobs[micro_batch.rows[:, None], columns[micro_batch.cols][None]] = (
+            likelihood.logprobs.double().cpu()
+        )
     return logprobs[rollouts.mask]
 
 
 @contextmanager
 def _replaced(module: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
     """Within, parameters by name have other values; a tied one is untied."""
-    places = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in weights]
+    places = [
+        (module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in weights
+    ]
     originals = [getattr(owner, attribute) for owner, attribute in places]
     try:
-        for (owner, attribute), original, value in zip(places, originals, weights.values(), strict=True):
+        for (owner, attribute), original, value in zip(
+            places, originals, weights.values(), strict=True
+        ):
             setattr(owner, attribute, nn.Parameter(value.to(original.device), requires_grad=False))
         yield
     finally:
@@ -326,7 +379,9 @@ def _replaced(module: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None
 @contextmanager
 def _replaced_shards(module: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
     """Within, this rank's shards of parameters by name have other values."""
-    shards = {name: sharding.local(p.detach()) for name, p in module.named_parameters() if name in weights}
+    shards = {
+        name: sharding.local(p.detach()) for name, p in module.named_parameters() if name in weights
+    }
     originals = {name: shard.clone() for name, shard in shards.items()}
     try:
         for name, shard in shards.items():

@@ -30,13 +30,17 @@ class Publication:
 
     folder: Path
 
-    def write(self, label: str, weights: Iterable[tuple[str, Tensor]], config: dict[str, Any]) -> Path:
+    def write(
+        self, label: str, weights: Iterable[tuple[str, Tensor]], config: dict[str, Any]
+    ) -> Path:
         """Write ``weights`` as the version ``label``, and return its folder. ``config``: the model's config.json."""
 
         named = iter(weights)
 
         def save(folder: Path) -> None:
-            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            (folder / "config.json").write_text(
+                json.dumps(config, indent=2) + "\n", encoding="utf-8"
+            )
             write_shards(folder, named)
 
         if not dist.is_main():
@@ -44,7 +48,9 @@ class Publication:
                 pass
         return self.write_folder(label, save, rest=named)
 
-    def write_folder(self, label: str, save: Callable[[Path], None], rest: Iterable[Any] = ()) -> Path:
+    def write_folder(
+        self, label: str, save: Callable[[Path], None], rest: Iterable[Any] = ()
+    ) -> Path:
         """Save into a new folder and rename it when it is complete; then delete the versions before the last.
 
         ``rest``: what the first rank gathers after ``save``, also where that fails, such as on a full disk.
@@ -61,7 +67,9 @@ class Publication:
                 for path in sorted(partial.glob("*.safetensors")):
                     with path.open("rb") as stream:
                         sha256[path.name] = hashlib.file_digest(stream, "sha256").hexdigest()
-                (partial / RECORD).write_text(json.dumps({"version": label, "sha256": sha256}) + "\n", encoding="utf-8")
+                (partial / RECORD).write_text(
+                    json.dumps({"version": label, "sha256": sha256}) + "\n", encoding="utf-8"
+                )
                 partial.rename(final)
                 sync_to_disk(self.folder)
             except (OSError, SafetensorError) as error:  # the second where the disk is full
@@ -100,8 +108,12 @@ def write_shards(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
     for name, tensor in weights:
         if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > SHARD_BYTES:
             flush()
-        shard[name] = tensor.detach().cpu().contiguous().clone()  # a file holds no tensor twice: tied ones are copied
+        shard[name] = (
+            tensor.detach().cpu().contiguous().clone()
+        )  # a file holds no tensor twice: tied ones are copied
         total += tensor.nbytes
     flush()
     index = {"metadata": {"total_size": total}, "weight_map": files}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps(index, indent=2) + "\n", encoding="utf-8"
+    )

@@ -59,14 +59,23 @@ class Adapter:
                 problem = f"it adapts {path}, and the model has no such linear layer"
                 break
             # GPT-2's Conv1D has its weight transposed
-            sizes = (layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else layer.weight.shape
-            required, got = (sizes[0], weight.shape[1]) if half == "lora_A" else (sizes[1], weight.shape[0])
+            sizes = (
+                (layer.in_features, layer.out_features)
+                if isinstance(layer, nn.Linear)
+                else layer.weight.shape
+            )
+            required, got = (
+                (sizes[0], weight.shape[1]) if half == "lora_A" else (sizes[1], weight.shape[0])
+            )
             if got != required:
                 problem = f"its {name} is for {got} features, and the model's {path} has {required}"
                 break
         if not problem:
             sha256 = lora.inject_config(module, self.config, base=base)
-            kinds, is_4bit = {True: "of 4 bits", False: "of full precision"}, bool(four_bit_layers(module))
+            kinds, is_4bit = (
+                {True: "of 4 bits", False: "of full precision"},
+                bool(four_bit_layers(module)),
+            )
             if self.base is not None and self.base.is_4bit != is_4bit:
                 text = "the adapter %s was trained on a base %s and is put on one %s: their weights cannot be compared."
                 log.warning(text, self.folder, kinds[self.base.is_4bit], kinds[is_4bit])
@@ -78,8 +87,16 @@ class Adapter:
             raise GruppoError(f"""the adapter {self.folder} belongs to another base: {problem}.{made_for} Give that as
                 --model, or an adapter of this model.""")
         if base and self.base_names and base not in self.base_names:
-            same = "whose weights are the same" if self.base else "whose layers have the same shapes"
-            log.warning("the adapter %s is for %s and is put on %s, %s.", self.folder, self.base_names[0], base, same)
+            same = (
+                "whose weights are the same" if self.base else "whose layers have the same shapes"
+            )
+            log.warning(
+                "the adapter %s is for %s and is put on %s, %s.",
+                self.folder,
+                self.base_names[0],
+                base,
+                same,
+            )
         parameters = lora.adapter_weights(module)
         if odd := sorted(parameters.keys() ^ self.weights.keys()):
             raise GruppoError(f"""the adapter {self.folder} names other layers in {CONFIG} than it has weights for:
@@ -101,7 +118,9 @@ def model_of(name: str | Path) -> str:
     path = Path(name).expanduser()
     final = path / "final"
     run = path.parent if path.name == "final" else path
-    if (run / "manifest.json").is_file() or (run / "final/COMPLETE").is_file():  # a folder of a hub's cache has links
+    if (run / "manifest.json").is_file() or (
+        run / "final/COMPLETE"
+    ).is_file():  # a folder of a hub's cache has links
         check_links(run)
     if (final / "COMPLETE").is_file():
         if not any((final / file).is_file() for file in (*MODELS, CONFIG)):
@@ -109,7 +128,9 @@ def model_of(name: str | Path) -> str:
                 One that is trained by name, as --model file.py:function, is opened by name too.""")
         return str(final)
     if (path / "manifest.json").is_file() and not any(path.glob("*.safetensors")):
-        raise GruppoError(f"the run {name} has no final model yet. Finish it with {command_name()} resume {name}.")
+        raise GruppoError(
+            f"the run {name} has no final model yet. Finish it with {command_name()} resume {name}."
+        )
     return str(name)
 
 
@@ -124,7 +145,9 @@ def read_adapter(path: str | Path) -> Adapter:
     folder = Path(model_of(path)).expanduser()
     if not (folder / CONFIG).is_file():
         problem = f"has no {CONFIG}" if folder.exists() else "does not exist"
-        raise GruppoError(f"the adapter folder {str(folder)!r} {problem}. Give a folder that peft or gruppo wrote.")
+        raise GruppoError(
+            f"the adapter folder {str(folder)!r} {problem}. Give a folder that peft or gruppo wrote."
+        )
     peft = import_extra("peft", "lora", f"the adapter {path}")
     check_seal(folder)
     base = None
@@ -148,7 +171,9 @@ def read_adapter(path: str | Path) -> Adapter:
         raise GruppoError(f"""the adapter {folder} has {odd[0]}={getattr(config, odd[0])!r}, which changes more than W +
             s B A. Merge it with peft's merge_and_unload, and give the model.""")
     config.inference_mode = False
-    config.init_lora_weights = True  # its weights are read; peft's other initializations would change the base
+    config.init_lora_weights = (
+        True  # its weights are read; peft's other initializations would change the base
+    )
     weights = {name.removeprefix(PREFIX): value for name, value in weights.items()}
     names = [base.name if base else "", config.base_model_name_or_path or ""]
     return Adapter(folder, config, weights, base, list(filter(None, names)))
@@ -158,7 +183,10 @@ def save_adapter(module: nn.Module, folder: Path) -> None:
     """Write a folder that ``PeftModel.from_pretrained`` opens, with ``base.json`` beside the adapter."""
     source: Any = module
     source.peft_config[lora.POLICY].save_pretrained(folder)
-    weights = {f"{PREFIX}{name}": p.detach().cpu().contiguous() for name, p in lora.adapter_weights(module).items()}
+    weights = {
+        f"{PREFIX}{name}": p.detach().cpu().contiguous()
+        for name, p in lora.adapter_weights(module).items()
+    }
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     base: lora.Base = source.gruppo_base
     entry = {"base": base.name, "sha256": base.sha256} | ({"is_4bit": True} if base.is_4bit else {})

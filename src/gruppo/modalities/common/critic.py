@@ -23,7 +23,9 @@ class ValueHead(nn.Module):
 
     def __init__(self, width: int, *, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1, width, dtype=dtype))  # nn.Linear would use the global generator
+        self.weight = nn.Parameter(
+            torch.zeros(1, width, dtype=dtype)
+        )  # nn.Linear would use the global generator
         self.bias = nn.Parameter(torch.zeros(1, dtype=dtype))
 
     def forward(self, features: Float[Tensor, "N F"]) -> Float[Tensor, "N"]:
@@ -45,9 +47,14 @@ class HeadCritic(Critic):
         return module_weights(self.module)
 
     def memory_estimate(self, dtype_bytes: int) -> dict[str, float]:
-        found = {"critic, float32": 4.0 * sum(p.numel() for p in self.module.parameters() if p.requires_grad)}
+        found = {
+            "critic, float32": 4.0
+            * sum(p.numel() for p in self.module.parameters() if p.requires_grad)
+        }
         if self.compute_copy is not None:
-            found["critic's copy"] = float(dtype_bytes * sum(p.numel() for p in self.compute_copy.parameters()))
+            found["critic's copy"] = float(
+                dtype_bytes * sum(p.numel() for p in self.compute_copy.parameters())
+            )
         return found
 
     def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:

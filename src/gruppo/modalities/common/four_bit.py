@@ -17,7 +17,9 @@ def quantization_config() -> Any:
         import_extra(package, "qlora", "a 4-bit base (lora.load_in_4bit)")
     from transformers import BitsAndBytesConfig
 
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    )
 
 
 def check_quantized(settings: Any, what: str, *, has_adapter: bool) -> None:
@@ -29,7 +31,10 @@ def check_quantized(settings: Any, what: str, *, has_adapter: bool) -> None:
     if not has_adapter:
         raise GruppoError(f"""{what} is quantized, and quantized weights cannot be trained or run without an adapter
             here. Set --lora.rank 16 to train an adapter on it, or give the model that it was quantized from.""")
-    if not settings.get("load_in_4bit") or settings.get("bnb_4bit_quant_storage", "uint8") != "uint8":
+    if (
+        not settings.get("load_in_4bit")
+        or settings.get("bnb_4bit_quant_storage", "uint8") != "uint8"
+    ):
         raise GruppoError(f"""{what} is quantized in a way that gruppo cannot put an adapter on
             ({settings.get("quant_method")}); it needs bitsandbytes' 4 bits, stored as uint8. Give the model that it was
             quantized from, with --lora.load-in-4bit True.""")
@@ -37,7 +42,11 @@ def check_quantized(settings: Any, what: str, *, has_adapter: bool) -> None:
 
 def four_bit_layers(module: nn.Module) -> dict[str, Any]:
     """The layers with 4-bit weights, by name."""
-    return {name: part for name, part in module.named_modules() if type(part).__module__.startswith("bitsandbytes.")}
+    return {
+        name: part
+        for name, part in module.named_modules()
+        if type(part).__module__.startswith("bitsandbytes.")
+    }
 
 
 def compute_in(module: nn.Module, dtype: torch.dtype) -> None:

@@ -13,7 +13,9 @@ from torch import Tensor
 from gruppo.types import Finish, GruppoError, Prompt, Request, Rollouts
 
 
-def image_error(image: Any, role: str, channels: int, size: tuple[int, ...] | None = None) -> str | None:
+def image_error(
+    image: Any, role: str, channels: int, size: tuple[int, ...] | None = None
+) -> str | None:
     """Return why an object is not an image [C, H, W] of floats in [0, 1], with what to do; None if it is one.
 
     ``role``: "input" or "target", for the message. ``size``: the required height and width; any by default.
@@ -23,7 +25,11 @@ def image_error(image: Any, role: str, channels: int, size: tuple[int, ...] | No
         return f"has no {role}: it is None. It needs an image {shape} in [0, 1]."
     if not isinstance(image, Tensor):
         return f"has a {type(image).__name__} as its {role}; it needs an image {shape} of floats in [0, 1]."
-    if image.ndim != 3 or not image.is_floating_point() or size not in (None, tuple(image.shape[1:])):
+    if (
+        image.ndim != 3
+        or not image.is_floating_point()
+        or size not in (None, tuple(image.shape[1:]))
+    ):
         return f"has {list(image.shape)} of {image.dtype} as its {role}; it needs floats {shape}. Convert or resize it."
     if len(image) != channels:
         return f"has {len(image)} channels in its {role}, and the network reads {channels}. Set channels or convert it."
@@ -46,14 +52,18 @@ class RowBatch:
     """Draw and sample index of each row: with the seed, all that its noise depends on."""
 
 
-def row_batches(requests: Sequence[Request], inputs: Tensor | None, batch_rows: int) -> Iterator[RowBatch]:
+def row_batches(
+    requests: Sequence[Request], inputs: Tensor | None, batch_rows: int
+) -> Iterator[RowBatch]:
     """Split requests into batches of at most ``batch_rows`` rows, in their order.
 
     Raises GruppoError if two prompts of one id and draw have different inputs: their rows would become one group.
     """
     known: dict[tuple[str, int], Tensor] = {}
     for n, prompt in enumerate(request.prompt for request in requests):
-        if inputs is not None and not torch.equal(known.setdefault((prompt.id, prompt.draw), inputs[n]), inputs[n]):
+        if inputs is not None and not torch.equal(
+            known.setdefault((prompt.id, prompt.draw), inputs[n]), inputs[n]
+        ):
             raise GruppoError(f"""two different prompts have the id {prompt.id!r} and the draw {prompt.draw}; their rows
                 would become one group. Give each prompt its own id or draw.""")
     owners = torch.tensor([p for p, request in enumerate(requests) for _ in range(request.size)])
@@ -62,7 +72,9 @@ def row_batches(requests: Sequence[Request], inputs: Tensor | None, batch_rows: 
         rows = slice(start, start + batch_rows)
         kept, group_ids = owners[rows].unique(return_inverse=True)
         prompts = tuple(requests[p].prompt for p in kept.tolist())
-        addresses = [(prompts[p].draw, n) for p, n in zip(group_ids.tolist(), samples[rows], strict=True)]
+        addresses = [
+            (prompts[p].draw, n) for p, n in zip(group_ids.tolist(), samples[rows], strict=True)
+        ]
         yield RowBatch(prompts, None if inputs is None else inputs[kept], group_ids, addresses)
 
 

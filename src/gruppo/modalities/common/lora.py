@@ -39,7 +39,13 @@ class Base:
 
 
 def inject(
-    module: nn.Module, *, rank: int, alpha: float, targets: Sequence[str] = (), seed: int = 0, base: str = ""
+    module: nn.Module,
+    *,
+    rank: int,
+    alpha: float,
+    targets: Sequence[str] = (),
+    seed: int = 0,
+    base: str = "",
 ) -> None:
     """Add an adapter to the linear layers of a Hugging Face model, and freeze everything else.
 
@@ -51,10 +57,16 @@ def inject(
     model: Any = module
     # the head by identity: its name differs between models
     head, parts = model.get_output_embeddings(), dict(module.named_modules())
-    linear = {name.rpartition(".")[2] for name, part in parts.items() if part is not head and is_linear(part)}
+    linear = {
+        name.rpartition(".")[2]
+        for name, part in parts.items()
+        if part is not head and is_linear(part)
+    }
     some = f"Set --lora.targets to some of {', '.join(sorted(linear))}."
     for target in targets:
-        layers = [part for name, part in parts.items() if name == target or name.endswith(f".{target}")]
+        layers = [
+            part for name, part in parts.items() if name == target or name.endswith(f".{target}")
+        ]
         if not layers:
             hint = did_you_mean(target, sorted(linear), otherwise=f" {some}")
             if "," in target:
@@ -62,7 +74,9 @@ def inject(
             raise GruppoError(f"lora.targets: the model has no layer {target!r}.{hint}")
         if not all(map(is_linear, layers)):
             kind = type(layers[0]).__name__
-            raise GruppoError(f"lora.targets: {target!r} is a {kind}, and an adapter needs linear layers. {some}")
+            raise GruppoError(
+                f"lora.targets: {target!r} is a {kind}, and an adapter needs linear layers. {some}"
+            )
         if head in layers and getattr(head, "weight", None) is model.get_input_embeddings().weight:
             raise GruppoError(f"""lora.targets: {target!r} is the head, whose weight is tied to the embedding: merging
                 would change the embedding too. {some}""")
@@ -70,7 +84,10 @@ def inject(
     whole = int(alpha) if float(alpha).is_integer() else alpha
     # absolute, so that peft finds a local base from any folder
     source = str(Path(source).absolute()) if source and Path(source).exists() else source
-    options = {"target_modules": sorted(set(targets) or linear), "base_model_name_or_path": source or base}
+    options = {
+        "target_modules": sorted(set(targets) or linear),
+        "base_model_name_or_path": source or base,
+    }
     config = peft.LoraConfig(r=rank, lora_alpha=whole, task_type="CAUSAL_LM", **options)
     inject_config(module, config, base=base)
     with torch.no_grad():
@@ -93,7 +110,10 @@ def inject_config(module: nn.Module, config: Any, *, base: str) -> str:
     for parameter in module.parameters():
         parameter.requires_grad_(id(parameter) in trained)
     target: Any = module
-    target.peft_config, target.gruppo_base = {POLICY: config}, Base(base, sha256, bool(four_bit_layers(module)))
+    target.peft_config, target.gruppo_base = (
+        {POLICY: config},
+        Base(base, sha256, bool(four_bit_layers(module))),
+    )
     return sha256
 
 
@@ -142,7 +162,9 @@ def without_adapter(module: nn.Module) -> Iterator[None]:
 
 def is_adapted(module: Any) -> bool:
     """Return whether this layer is a LoRA layer of peft; works without peft."""
-    return all(hasattr(module, name) for name in ("base_layer", "_active_adapter", "lora_A", "lora_B"))
+    return all(
+        hasattr(module, name) for name in ("base_layer", "_active_adapter", "lora_A", "lora_B")
+    )
 
 
 def has_adapter(module: nn.Module) -> bool:
@@ -225,10 +247,16 @@ def low_rank(module: Any) -> LowRank | nn.Linear | None:
     active = [name for name in module.active_adapters if name in module.lora_A]
     if len(active) != 1 or module.merged_adapters or module.lora_variant:
         return None
-    a, b, dropout = module.lora_A[active[0]], module.lora_B[active[0]], module.lora_dropout[active[0]]
+    a, b, dropout = (
+        module.lora_A[active[0]],
+        module.lora_B[active[0]],
+        module.lora_dropout[active[0]],
+    )
     is_off = isinstance(dropout, nn.Identity) or not dropout.training
     is_plain = is_off and is_plain_linear(a) and is_plain_linear(b) and b.bias is None
-    if not is_plain or a.weight.dtype != module.base_layer.weight.dtype:  # float32 on a bfloat16 base: peft casts
+    if (
+        not is_plain or a.weight.dtype != module.base_layer.weight.dtype
+    ):  # float32 on a bfloat16 base: peft casts
         return None
     return LowRank(module.base_layer, a.weight, b.weight, float(module.scaling[active[0]]))
 

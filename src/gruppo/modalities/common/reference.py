@@ -55,7 +55,9 @@ class ReferenceModel:
         self.rule, self.rate, self.every, self.storage = rule, rate, every, storage
         self.numbers = sum(p.numel() for p in policy.module.parameters())
         self.follows_policy = rule == "ema"
-        self.shares_module = rule == "adapter_off" or (self.follows_policy and has_adapter(policy.module))
+        self.shares_module = rule == "adapter_off" or (
+            self.follows_policy and has_adapter(policy.module)
+        )
         self.is_offloaded = storage != "device" and not self.shares_module
         self._policy = policy
         self._read: Callable[[], dict[str, Tensor]]
@@ -69,7 +71,9 @@ class ReferenceModel:
         self._policy = policy.at(module)
         computing = dict(module.named_parameters())
         kept = dict(policy.module.named_parameters()) if rule == "ema" else computing
-        if self.is_offloaded or any(computing[name].dtype != tensor.dtype for name, tensor in kept.items()):
+        if self.is_offloaded or any(
+            computing[name].dtype != tensor.dtype for name, tensor in kept.items()
+        ):
             self._read = store(kept, storage, folder)
         else:  # one copy serves for both storage and compute
             self._read = computing.copy
@@ -82,11 +86,16 @@ class ReferenceModel:
 
         Weights on disk are loaded before the updates alone, and then need less than gradients do afterwards.
         """
-        is_elsewhere = self.is_offloaded and (self.storage == "disk" or self._policy.device.type != "cpu")
+        is_elsewhere = self.is_offloaded and (
+            self.storage == "disk" or self._policy.device.type != "cpu"
+        )
         if self.rule == "adapter_off" or is_elsewhere:
             return {}
         if self.shares_module:
-            return {"reference's adapter": 4 * sum(tensor.numel() for tensor in self.state_dict().values())}
+            return {
+                "reference's adapter": 4
+                * sum(tensor.numel() for tensor in self.state_dict().values())
+            }
         if self.rule == "frozen":
             return {"reference": dtype_bytes * self.numbers}
         # the weights of the moving average, and a copy of them that computes in another dtype
@@ -101,9 +110,16 @@ class ReferenceModel:
     def shard(self, apply: Callable[..., None]) -> None:
         """Shard the copy over ranks, after the policy; see ``Policy.shard``."""
         if self.shares_module:
-            self._read = store(trained(self._policy.module), "device", None) if self.follows_policy else dict
+            self._read = (
+                store(trained(self._policy.module), "device", None) if self.follows_policy else dict
+            )
             return
-        for name, weight in self._read().items():  # in the dtype that they are mixed in: FSDP casts to that of compute
+        for (
+            name,
+            weight,
+        ) in (
+            self._read().items()
+        ):  # in the dtype that they are mixed in: FSDP casts to that of compute
             self.module.get_parameter(name).data = weight.detach()
         self._policy.shard(apply)
         shards: dict[str, Tensor] = dict(self.module.named_parameters())
@@ -111,7 +127,9 @@ class ReferenceModel:
 
     def on_device(self) -> AbstractContextManager[None]:
         """Load offloaded weights for the length of the block; nested calls and other storage cost nothing."""
-        is_empty = self.is_offloaded and not any(parameter.numel() for parameter in self.module.parameters())
+        is_empty = self.is_offloaded and not any(
+            parameter.numel() for parameter in self.module.parameters()
+        )
         return swapped(self.module, self._read()) if is_empty else nullcontext()
 
     @contextmanager
@@ -123,11 +141,17 @@ class ReferenceModel:
             return
         if self.follows_policy:
             self._policy.refresh()  # not while its weights are swapped
-        with swapped(self.module, self._read()) if self.follows_policy else without_adapter(self.module):
+        with (
+            swapped(self.module, self._read())
+            if self.follows_policy
+            else without_adapter(self.module)
+        ):
             yield self._policy.at(self.module)
 
     @torch.no_grad()
-    def likelihood(self, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs = ()) -> Likelihood:
+    def likelihood(
+        self, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs = ()
+    ) -> Likelihood:
         with self.active() as policy:
             return forward(policy.module, policy.likelihood, rollouts, micro_batch, outputs=outputs)
 
@@ -163,7 +187,9 @@ class ReferenceModel:
         weights, difference, norm = self._read(), 0.0, 0.0
         for name, tensor in trained(policy.module).items():
             reference = weights.pop(name)  # mapped from disk: one tensor at a time is in memory
-            difference += float(whole((tensor.to(reference.device) - reference).square_().sum(dtype=torch.float64)))
+            difference += float(
+                whole((tensor.to(reference.device) - reference).square_().sum(dtype=torch.float64))
+            )
             norm += float(whole(reference.square().sum(dtype=torch.float64)))
         return (difference / norm) ** 0.5 if norm else float("nan")
 
@@ -172,7 +198,11 @@ class ReferenceModel:
     def frozen_state_dict(self) -> Mapping[str, Tensor]:
         """Return the weights that must never change, by name: all of a frozen copy, or the base below an adapter."""
         if self.shares_module:
-            return {name: p.detach() for name, p in self.module.named_parameters() if name not in self._trained}
+            return {
+                name: p.detach()
+                for name, p in self.module.named_parameters()
+                if name not in self._trained
+            }
         return self._read() if self.rule == "frozen" else {}
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -180,8 +210,13 @@ class ReferenceModel:
         return self._read() if self.follows_policy else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        saved, needed = ({name: list(t.shape) for name, t in found.items()} for found in (state, self.state_dict()))
-        if odd := sorted(name for name in saved.keys() | needed.keys() if saved.get(name) != needed.get(name)):
+        saved, needed = (
+            {name: list(t.shape) for name, t in found.items()}
+            for found in (state, self.state_dict())
+        )
+        if odd := sorted(
+            name for name in saved.keys() | needed.keys() if saved.get(name) != needed.get(name)
+        ):
             raise GruppoError(f"""the saved reference does not fit this run: {len(odd)} tensors differ, among them
                 {odd[0]}, which is {saved.get(odd[0], "missing")} in the save, and this run needs
                 {needed.get(odd[0], "none")}. Resume with the run's own config and model, or start a new run.""")
@@ -194,8 +229,12 @@ def swapped(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
 
     Autograd does not notice (``.data``), so the backward pass of an earlier forward still works afterwards.
     """
-    parameters = {name: parameter for name, parameter in module.named_parameters() if name in weights}
-    if any(map(is_sharded, parameters.values())):  # FSDP gathers from the memory of the shards, not from ``.data``
+    parameters = {
+        name: parameter for name, parameter in module.named_parameters() if name in weights
+    }
+    if any(
+        map(is_sharded, parameters.values())
+    ):  # FSDP gathers from the memory of the shards, not from ``.data``
         shards = {name: local(parameter.detach()) for name, parameter in parameters.items()}
         kept = {name: shard.clone() for name, shard in shards.items()}
         try:
@@ -216,7 +255,9 @@ def swapped(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
             parameter.data = before[name]
 
 
-def store(tensors: Mapping[str, Tensor], storage: Storage, folder: Path | None) -> Callable[[], dict[str, Tensor]]:
+def store(
+    tensors: Mapping[str, Tensor], storage: Storage, folder: Path | None
+) -> Callable[[], dict[str, Tensor]]:
     """Copy the tensors to the storage; return the function that reads them. In-place changes of its result persist.
 
     "disk" is a safetensors file that is mapped into memory while it is read, so that the system may drop its pages. It
@@ -224,11 +265,17 @@ def store(tensors: Mapping[str, Tensor], storage: Storage, folder: Path | None) 
     """
     if storage != "disk":
         device = torch.device("cpu") if storage == "cpu" else None
-        return {name: tensor.detach().to(device, copy=True) for name, tensor in tensors.items()}.copy
+        return {
+            name: tensor.detach().to(device, copy=True) for name, tensor in tensors.items()
+        }.copy
     try:
-        handle, name = tempfile.mkstemp(prefix=".gruppo-reference-", suffix=".safetensors", dir=folder)
+        handle, name = tempfile.mkstemp(
+            prefix=".gruppo-reference-", suffix=".safetensors", dir=folder
+        )
         try:
-            save_file({n: tensor.detach().cpu().contiguous() for n, tensor in tensors.items()}, name)
+            save_file(
+                {n: tensor.detach().cpu().contiguous() for n, tensor in tensors.items()}, name
+            )
             # save_file may have replaced the file that mkstemp opened. Windows unlinks no open file, but deletes a
             # temporary one on its last close.
             flags = os.O_RDWR | getattr(os, "O_BINARY", 0) | getattr(os, "O_TEMPORARY", 0)
@@ -249,7 +296,10 @@ def store(tensors: Mapping[str, Tensor], storage: Storage, folder: Path | None) 
             file.seek(0)
             start = 8 + int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(start - 8))
-            for name, like in shapes.items():  # each by itself, so that a tensor that is dropped needs no memory
+            for (
+                name,
+                like,
+            ) in shapes.items():  # each by itself, so that a tensor that is dropped needs no memory
                 offset = start + header[name]["data_offsets"][0]
                 raw: Any = np.memmap(file, np.uint8, "r+", offset=offset, shape=(like.nbytes,))
                 found[name] = torch.from_numpy(raw).view(like.dtype).view(like.shape)

@@ -47,7 +47,10 @@ def load_strictly(module: nn.Module, weights: Mapping[str, Tensor], source: str)
     """
     state = module.state_dict()
     tied: dict[Any, list[str]] = {}  # names by memory, which empty tensors do not have
-    keys = {n: (t.data_ptr(), t.shape, t.stride(), t.dtype) if t.numel() else n for n, t in state.items()}
+    keys = {
+        n: (t.data_ptr(), t.shape, t.stride(), t.dtype) if t.numel() else n
+        for n, t in state.items()
+    }
     for name, key in keys.items():
         tied.setdefault(key, []).append(name)
     full = {name: weights[twin] for name in state for twin in tied[keys[name]] if twin in weights}
@@ -56,7 +59,9 @@ def load_strictly(module: nn.Module, weights: Mapping[str, Tensor], source: str)
     differences = {
         "missing": sorted(state.keys() - full.keys()),
         "unknown": sorted(weights.keys() - state.keys()),
-        "of another shape": sorted(name for name, value in full.items() if state[name].shape != value.shape),
+        "of another shape": sorted(
+            name for name, value in full.items() if state[name].shape != value.shape
+        ),
     }
     if any(differences.values()):
         listed = "; ".join(

@@ -21,9 +21,16 @@ def refuse(*problems: object) -> None:
         raise GruppoError(str(problem))
 
 
-def refuse_unused_options(config: Config, modality: Modality, *, has_consistency: bool = False) -> None:
+def refuse_unused_options(
+    config: Config, modality: Modality, *, has_consistency: bool = False
+) -> None:
     """Refuse options of other modalities; ``has_consistency``: whether it has a consistency term."""
-    options, model, rollout, objective = config.modality, config.model, config.rollout, config.objective
+    options, model, rollout, objective = (
+        config.modality,
+        config.model,
+        config.rollout,
+        config.objective,
+    )
     if not modality.has_lengths:
         refuse(
             rollout.max_new_tokens != type(rollout)().max_new_tokens
@@ -44,7 +51,11 @@ def refuse_unused_options(config: Config, modality: Modality, *, has_consistency
             and f"environment {config.environment.names[0]!r} replies to texts, but {model!r} is an image model. "
             "Leave the --environment options out, or set --model to a language model.",
         )
-    if options is not None and type(options) is not modality.config_section and options != type(options)():
+    if (
+        options is not None
+        and type(options) is not modality.config_section
+        and options != type(options)()
+    ):
         name = type(options).__name__.removesuffix("Config").lower()
         raise GruppoError(f"""{name} settings were given, and {model!r} is no {name} model. Leave the --{name} options
             out, or set --model to one.""")
@@ -69,7 +80,10 @@ def check_trust_region(objective: Objective, dims: int) -> None:
     if objective.surrogate not in ("clip", "cispo") or dims < 2:
         return
     is_ratio, nats = objective.clip_unit == "ratio", joint_clip_nats(objective, dims)
-    least, clip = 10 * ROUNDING_NATS * math.sqrt(dims), f"objective.clip_high={objective.clip_high:g}"
+    least, clip = (
+        10 * ROUNDING_NATS * math.sqrt(dims),
+        f"objective.clip_high={objective.clip_high:g}",
+    )
     fitting = math.expm1(1 / dims) if is_ratio else 1 / dims  # one nat of the joint density
     advice = "Set --objective.clip-unit nats --objective.dims sum --objective.clip-low 1 --objective.clip-high 1"
     if objective.dims == "mean" and nats > MAX_LOG_RATIO:

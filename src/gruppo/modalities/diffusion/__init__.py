@@ -3,7 +3,12 @@
 from gruppo.modalities.common.validation import check_trust_region
 from gruppo.modalities.diffusion.denoiser import ClassLabels
 from gruppo.modalities.diffusion.modality import DIFFUSION, load_denoiser
-from gruppo.modalities.diffusion.pipelines import DiffusersPolicy, PipelineSettings, add_adapter, load_diffusers
+from gruppo.modalities.diffusion.pipelines import (
+    DiffusersPolicy,
+    PipelineSettings,
+    add_adapter,
+    load_diffusers,
+)
 from gruppo.modalities.diffusion.policy import DenoiserCritic, DenoiserPolicy
 from gruppo.modalities.diffusion.sampling import DiffusionSampling
 from gruppo.modalities.diffusion.schedules import DiffusionSchedule, FlowSchedule

@@ -12,7 +12,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from gruppo.core.images import quantize
-from gruppo.modalities.diffusion.schedules import NoiseSchedule, PredictionType, StepLevels, broadcast, split_prediction
+from gruppo.modalities.diffusion.schedules import (
+    NoiseSchedule,
+    PredictionType,
+    StepLevels,
+    broadcast,
+    split_prediction,
+)
 from gruppo.protocols import Outputs, device_of
 from gruppo.types import GruppoError, Likelihood, MicroBatch, Rollouts
 
@@ -38,17 +44,35 @@ class ClassLabels:
     def __init__(self, classes: int | Sequence[str], *, dropped: float = 0.0) -> None:
         names = [str(n) for n in range(classes)] if isinstance(classes, int) else list(classes)
         if not names or len(set(names)) < len(names):
-            raise GruppoError(f"classes={classes!r:.80} needs at least one name, and no name twice. Change the list.")
+            raise GruppoError(
+                f"classes={classes!r:.80} needs at least one name, and no name twice. Change the list."
+            )
         if not 0 <= dropped < 1:
-            raise GruppoError(f"dropped={dropped} is out of range; it needs 0 <= dropped < 1. Use 0.1 for guidance.")
-        self.names, self.dropped, self.unconditional = tuple(names), dropped, torch.tensor(len(names))
+            raise GruppoError(
+                f"dropped={dropped} is out of range; it needs 0 <= dropped < 1. Use 0.1 for guidance."
+            )
+        self.names, self.dropped, self.unconditional = (
+            tuple(names),
+            dropped,
+            torch.tensor(len(names)),
+        )
 
     def encode(self, inputs: Any) -> Tensor:
         """Class number as a long scalar []."""
-        number = self.names.index(inputs) if isinstance(inputs, str) and inputs in self.names else inputs
-        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(self.names):
-            known = ", ".join(map(repr, self.names[:12])) + (", ..." if len(self.names) > 12 else "")
-            raise GruppoError(f"{inputs!r:.80} is no class of this network; it knows {known}. Use a name or its index.")
+        number = (
+            self.names.index(inputs) if isinstance(inputs, str) and inputs in self.names else inputs
+        )
+        if (
+            isinstance(number, bool)
+            or not isinstance(number, int)
+            or not 0 <= number < len(self.names)
+        ):
+            known = ", ".join(map(repr, self.names[:12])) + (
+                ", ..." if len(self.names) > 12 else ""
+            )
+            raise GruppoError(
+                f"{inputs!r:.80} is no class of this network; it knows {known}. Use a name or its index."
+            )
         return torch.tensor(number)
 
 
@@ -75,7 +99,9 @@ class ModuleCall:
     """How the network is called: module(x, times, condition), all in the module's dtype."""
 
     # Only the module and its inputs: a reference and a critic call other weights in the same way.
-    def predict(self, module: nn.Module, x: Tensor, times: Tensor, condition: Tensor | None) -> Float[Tensor, "N ..."]:
+    def predict(
+        self, module: nn.Module, x: Tensor, times: Tensor, condition: Tensor | None
+    ) -> Float[Tensor, "N ..."]:
         """Prediction of the shape of x. Inputs are float32 or wider; this method converts them."""
         dtype = next(module.parameters()).dtype
         return module(x.to(dtype), times.to(dtype), condition)
@@ -102,22 +128,34 @@ class Denoiser:
 
     def encode(self, inputs: Sequence[object]) -> Tensor | None:
         """Conditions [P, ...] of prompts' inputs; None for a network without conditions."""
-        return None if self.condition is None else torch.stack([self.condition.encode(one) for one in inputs])
+        return (
+            None
+            if self.condition is None
+            else torch.stack([self.condition.encode(one) for one in inputs])
+        )
 
     def dummy_features(self) -> Float[Tensor, "1 F"]:
         """Features of a state of zeros, for their width and for what they depend on."""
         device, one = device_of(self.module), torch.ones(1)
-        condition = None if self.condition is None else self.condition.unconditional[None].to(device)
+        condition = (
+            None if self.condition is None else self.condition.unconditional[None].to(device)
+        )
         x, ids = torch.zeros(1, *self.shape, device=device), torch.zeros(1).long()
         return self.predict(x, one.to(device), condition, one, ids, features=True)[1]
 
-    def levels(self, counts: Int[Tensor, "N"], columns: Int[Tensor, "N"]) -> tuple[StepLevels, Float[Tensor, "N"]]:
+    def levels(
+        self, counts: Int[Tensor, "N"], columns: Int[Tensor, "N"]
+    ) -> tuple[StepLevels, Float[Tensor, "N"]]:
         """Levels of step ``columns`` of samplers with ``counts`` steps, and the time that the network is given."""
         device = device_of(self.module)
-        times = torch.zeros(2, len(columns), dtype=torch.float64)  # [2, N]: of the step, and of the next
+        times = torch.zeros(
+            2, len(columns), dtype=torch.float64
+        )  # [2, N]: of the step, and of the next
         for count in counts.unique().tolist():
             rows = counts == count
-            times[:, rows] = self.schedule.times(count)[torch.stack([columns[rows], columns[rows] + 1])]
+            times[:, rows] = self.schedule.times(count)[
+                torch.stack([columns[rows], columns[rows] + 1])
+            ]
         levels = (*self.schedule.level(times[0]), *self.schedule.level(times[1]))
         return StepLevels(*(level.to(device) for level in levels)), times[0].to(device)
 
@@ -143,7 +181,9 @@ class Denoiser:
         number = ids.unique(return_inverse=True)[1]
         first = torch.full((len(rows),), len(rows)).scatter_reduce(0, number, rows, "amin")[number]
         at = first.to(x.device)
-        is_same = ((x == x[at]).flatten(1).all(dim=1) & (times == times[at])).cpu() & (guidance == guidance[first])
+        is_same = ((x == x[at]).flatten(1).all(dim=1) & (times == times[at])).cpu() & (
+            guidance == guidance[first]
+        )
         kept, answers = torch.where(is_same, first, rows).unique(return_inverse=True)
         at, answers = kept.to(x.device), answers.to(x.device)
         x, times, guidance = x[at], times[at], guidance[kept]  # [n, ...]
@@ -163,16 +203,28 @@ class Denoiser:
                 Create it with middle='NAME' of a submodule whose output is [N, F, ...].""")
         outputs: list[Any] = []
         middle = self.module.get_submodule(self.middle)
-        with middle.register_forward_hook(lambda *args: outputs.append(args[2])) if features else nullcontext():
+        with (
+            middle.register_forward_hook(lambda *args: outputs.append(args[2]))
+            if features
+            else nullcontext()
+        ):
             prediction = self.call.predict(self.module, x, times, condition)
         if not isinstance(prediction, Tensor) or prediction.shape != x.shape:
-            got = list(prediction.shape) if isinstance(prediction, Tensor) else type(prediction).__name__
-            raise GruppoError(f"the network returned {got} for states {list(x.shape)}. Return a tensor of that shape.")
+            got = (
+                list(prediction.shape)
+                if isinstance(prediction, Tensor)
+                else type(prediction).__name__
+            )
+            raise GruppoError(
+                f"the network returned {got} for states {list(x.shape)}. Return a tensor of that shape."
+            )
         pooled = self.call.pool(outputs[0]) if features else prediction.new_zeros(len(x), 0)
         if len(guided):
             scale = (guidance.to(prediction)[guided] - 1).reshape(-1, *[1] * (len(shape) - 1))
             conditional = prediction[:n]
-            prediction = conditional.index_add(0, guided, scale * (conditional[guided] - prediction[n:]))
+            prediction = conditional.index_add(
+                0, guided, scale * (conditional[guided] - prediction[n:])
+            )
         return prediction[answers], pooled[:n][answers]
 
 
@@ -184,9 +236,14 @@ class StepSelection:
         row, column = mask.nonzero(as_tuple=True)  # [N]
         self.rollouts, self.shape = rollouts, mask.shape
         self.place = (row.to(device), column.to(device))  # in the micro-batch
-        self.row, self.column = micro_batch.rows[row], column + (micro_batch.cols.start or 0)  # in the rollouts
+        self.row, self.column = (
+            micro_batch.rows[row],
+            column + (micro_batch.cols.start or 0),
+        )  # in the rollouts
         group = rollouts.group_ids[self.row]
-        self.group = group * rollouts.mask.shape[1] + self.column  # a number for each group and column
+        self.group = (
+            group * rollouts.mask.shape[1] + self.column
+        )  # a number for each group and column
         condition: Tensor | None = rollouts.shared.get("condition")
         self.condition = None if condition is None else condition[group].to(device)
 
@@ -194,7 +251,9 @@ class StepSelection:
         """[N, ...] to the shape [b, t, ...] of the micro-batch."""
         return values.new_full((*self.shape, *values.shape[1:]), fill).index_put(self.place, values)
 
-    def inputs(self, denoiser: Denoiser) -> tuple[StepLevels, tuple[Tensor, Tensor, Tensor | None, Tensor]]:
+    def inputs(
+        self, denoiser: Denoiser
+    ) -> tuple[StepLevels, tuple[Tensor, Tensor, Tensor | None, Tensor]]:
         """Levels of the steps, and x, times, conditions and guidance as they were sampled with."""
         per_row = self.rollouts.per_row
         levels, times = denoiser.levels(per_row["steps"][self.row], self.column)
@@ -204,19 +263,32 @@ class StepSelection:
         return levels, (x, times, self.condition, per_row["guidance"][self.row])
 
 
-def demonstration_likelihood(denoiser: Denoiser, steps: StepSelection, weighting: str, outputs: Outputs) -> Likelihood:
+def demonstration_likelihood(
+    denoiser: Denoiser, steps: StepSelection, weighting: str, outputs: Outputs
+) -> Likelihood:
     """Log-probs -w mean((prediction - truth)^2): of a normal with std (d / 2 w)^(1/2), without its constant."""
     device, row, per_row = device_of(denoiser.module), steps.row, steps.rollouts.per_row
-    x0, e = steps.rollouts.actions[row, 0].to(device).double(), per_row["first"][row].to(device).double()
+    x0, e = (
+        steps.rollouts.actions[row, 0].to(device).double(),
+        per_row["first"][row].to(device).double(),
+    )
     times, condition = per_row["level"][row], steps.condition
     alpha, sigma = (level.to(device) for level in denoiser.schedule.level(times))
-    levels = StepLevels(alpha, sigma, torch.ones_like(alpha), torch.zeros_like(sigma))  # the next level is clean data
+    levels = StepLevels(
+        alpha, sigma, torch.ones_like(alpha), torch.zeros_like(sigma)
+    )  # the next level is clean data
     a, s = broadcast(alpha, x0), broadcast(sigma, x0)
-    x = (a * x0 + s * e).float()  # as the network would see it in sampling, whose states are float32
+    x = (
+        a * x0 + s * e
+    ).float()  # as the network would see it in sampling, whose states are float32
     if condition is not None and denoiser.condition is not None and denoiser.condition.dropped:
         is_dropped = per_row["dropped"][row].to(device).reshape(-1, *[1] * (condition.ndim - 1))
-        condition = torch.where(is_dropped, denoiser.condition.unconditional.to(condition), condition)
-    prediction, _ = denoiser.predict(x, times.to(device), condition, torch.ones(len(x)), torch.arange(len(x)))
+        condition = torch.where(
+            is_dropped, denoiser.condition.unconditional.to(condition), condition
+        )
+    prediction, _ = denoiser.predict(
+        x, times.to(device), condition, torch.ones(len(x)), torch.arange(len(x))
+    )
     truth = {"noise": e, "x0": x0, "v": a * e - s * x0, "velocity": e - x0}[denoiser.predicts]
     error = (prediction.double() - truth).square().flatten(1).mean(dim=1)
     weight = 1 / (sigma.square() + 0.05) if weighting == "clean" else torch.ones_like(sigma)

@@ -30,7 +30,15 @@ log = logging.getLogger("gruppo")
 
 NO_LORA = "LoRA puts adapters on the attention of a pipeline"
 
-SAMPLING_OPTIONS = ("transition", "eta", "guidance", "noise", "train_from", "train_to", "train_fraction")
+SAMPLING_OPTIONS = (
+    "transition",
+    "eta",
+    "guidance",
+    "noise",
+    "train_from",
+    "train_to",
+    "train_fraction",
+)
 """Options of ``DiffusionConfig`` and fields of ``DiffusionSampling``."""
 NEW, HUB, INDEX = "unet", "diffusers:", "model_index.json"
 NEW_OPTIONS = ("path", "shift", "predicts", "weighting", "dropped", "width")
@@ -52,7 +60,12 @@ class DiffusionModality(Modality):
     def validate(self, config: Config) -> None:
         self.sampling(config)  # raises for options that cannot be sampled and scored alike
         refuse_unused_options(config, self)
-        model, lora, chosen, default = config.model, config.lora, config.section(DiffusionConfig), DiffusionConfig()
+        model, lora, chosen, default = (
+            config.model,
+            config.lora,
+            config.section(DiffusionConfig),
+            DiffusionConfig(),
+        )
         is_named, has_pipeline = model != IN_MEMORY, is_pipeline(model)
         if other := [t for t in values_of(config, "temperature") if t != 1]:
             raise GruppoError(f"""a stage's temperature of {other[0]:g}: a denoising step has none but eta. Leave
@@ -73,19 +86,38 @@ class DiffusionModality(Modality):
             raise GruppoError(f"""compute='bfloat16' holds the base below adapters, and the weights of {model!r} are
                 trained themselves. Set --compute float32, or --lora.rank with a pipeline.""")
         # a saved network has its own sizes and path, and none but a pipeline has a size to choose
-        unread = (*(() if model == NEW else NEW_OPTIONS), *(() if has_pipeline else PIPELINE_OPTIONS))
+        unread = (
+            *(() if model == NEW else NEW_OPTIONS),
+            *(() if has_pipeline else PIPELINE_OPTIONS),
+        )
         if changed := [name for name in unread if getattr(chosen, name) != getattr(default, name)]:
-            owner = f"a new network (--model {NEW})" if changed[0] in NEW_OPTIONS else "a pipeline of diffusers"
+            owner = (
+                f"a new network (--model {NEW})"
+                if changed[0] in NEW_OPTIONS
+                else "a pipeline of diffusers"
+            )
             option = f"diffusion.{changed[0]}"
-            raise GruppoError(f"{option} is of {owner}, and {model!r} has its own. Leave {flag(option)} out.")
+            raise GruppoError(
+                f"{option} is of {owner}, and {model!r} has its own. Leave {flag(option)} out."
+            )
 
     def open(self, config: Config, data: Any) -> tuple[Policy, dict[str, Any]]:
         policy: Policy
-        chosen, default, origin = config.section(DiffusionConfig), DiffusionConfig(), {"name": config.model}
+        chosen, default, origin = (
+            config.section(DiffusionConfig),
+            DiffusionConfig(),
+            {"name": config.model},
+        )
         if config.model != NEW and is_pipeline(config.model):
             dtype = torch.bfloat16 if config.compute == "bfloat16" else torch.float32
-            policy = pipeline = load_diffusers(model_of(config.model).removeprefix(HUB), dtype=dtype)
-            changed = {n: getattr(chosen, n) for n in PIPELINE_OPTIONS if getattr(chosen, n) != getattr(default, n)}
+            policy = pipeline = load_diffusers(
+                model_of(config.model).removeprefix(HUB), dtype=dtype
+            )
+            changed = {
+                n: getattr(chosen, n)
+                for n in PIPELINE_OPTIONS
+                if getattr(chosen, n) != getattr(default, n)
+            }
             if changed:  # the settings saved with the pipeline keep the others
                 policy = DiffusersPolicy(pipeline.pipeline, replace(pipeline.settings, **changed))
             return self.adapt(config, policy, data), origin
@@ -106,7 +138,11 @@ class DiffusionModality(Modality):
             torch.manual_seed(config.seed)
             scale = 1000.0 if is_flow else 1.0  # so that the network's times span about 0 to 1000
             module = DenoisingUNet(shape, len(labels.names), width=chosen.width, time_scale=scale)
-        options: dict[str, Any] = {"predicts": chosen.predicts, "weighting": chosen.weighting, "middle": "middle"}
+        options: dict[str, Any] = {
+            "predicts": chosen.predicts,
+            "weighting": chosen.weighting,
+            "middle": "middle",
+        }
         options["schedule"] = FlowSchedule(chosen.shift) if is_flow else DiffusionSchedule()
         policy = DenoiserPolicy(module, shape, condition=labels, **options)
         return self.adapt(config, policy, data), origin
@@ -115,19 +151,37 @@ class DiffusionModality(Modality):
         lora = config.lora
         if lora.rank or lora.adapter:
             if not isinstance(policy, DiffusersPolicy) or lora.adapter:
-                raise GruppoError(f"{NO_LORA}, which this model is not. Leave the --lora options out.")
+                raise GruppoError(
+                    f"{NO_LORA}, which this model is not. Leave the --lora options out."
+                )
             base = config.model if config.model != IN_MEMORY else ""
-            add_adapter(policy, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=config.seed, base=base)
+            add_adapter(
+                policy,
+                rank=lora.rank,
+                alpha=lora.alpha,
+                targets=lora.targets,
+                seed=config.seed,
+                base=base,
+            )
         return policy
 
     def load(
-        self, model: str, *, compute: Any = "auto", trust_remote_code: bool = False, is_merged: bool = False
+        self,
+        model: str,
+        *,
+        compute: Any = "auto",
+        trust_remote_code: bool = False,
+        is_merged: bool = False,
     ) -> Policy:
         path = model_of(model).removeprefix(HUB)
-        return load_diffusers(path, dtype=torch.float32) if is_pipeline(model) else load_denoiser(path)
+        return (
+            load_diffusers(path, dtype=torch.float32) if is_pipeline(model) else load_denoiser(path)
+        )
 
     def inference_sampling(self, sampling: Any, temperature: float) -> Any:
-        return replace(sampling, temperature=float(temperature), noise="independent", train_from=0, train_to=0)
+        return replace(
+            sampling, temperature=float(temperature), noise="independent", train_from=0, train_to=0
+        )
 
     def sampling(self, config: Config, policy: Policy | None = None) -> DiffusionSampling:
         chosen = config.section(DiffusionConfig)
@@ -135,28 +189,47 @@ class DiffusionModality(Modality):
         options |= {"max_actions": chosen.steps, "ode_steps": chosen.eval_steps}
         return DiffusionSampling(**vars(config.rollout.sampling) | options)
 
-    def check(self, config: Config, policy: Policy, sampling: Any, data: PromptSource, rewards: Any) -> None:
+    def check(
+        self, config: Config, policy: Policy, sampling: Any, data: PromptSource, rewards: Any
+    ) -> None:
         assert isinstance(policy, DenoiserPolicy)
         policy.check_sampling(sampling)
         policy.check_sampling(sampling.greedy())
         first = peek(data)
         errors = [policy.check_prompt(prompt, None) for prompt in first]  # type: ignore[arg-type]
         if all(errors):
-            hint = " Put captions.jsonl or a .txt file beside each image." if is_pipeline(config.model) else ""
-            raise DataError(f"none of the first {len(first)} prompts of {config.data!r} can be used: {errors[0]}{hint}")
+            hint = (
+                " Put captions.jsonl or a .txt file beside each image."
+                if is_pipeline(config.model)
+                else ""
+            )
+            raise DataError(
+                f"none of the first {len(first)} prompts of {config.data!r} can be used: {errors[0]}{hint}"
+            )
         shapes = {tuple(p.target.shape) for p in first if isinstance(p.target, torch.Tensor)}
         shape = tuple(policy.denoiser.codec.image_shape)
         if shapes and shape not in shapes:
-            log.warning("the model samples images %s, and those of %s are %s.", [*shape], config.data, [*min(shapes)])
+            log.warning(
+                "the model samples images %s, and those of %s are %s.",
+                [*shape],
+                config.data,
+                [*min(shapes)],
+            )
         if config.model == NEW and not highest(config, "sup_coef"):
             advice = "--stages supervised:2000,full, or train it first with --stage.rl-coef 0 --stage.sup-coef 1."
-            log.warning("a new network samples gray images, and no stage has demonstrations: set %s", advice)
+            log.warning(
+                "a new network samples gray images, and no stage has demonstrations: set %s", advice
+            )
         if learns_from_samples(config):
             check_trust_region(config.objective, policy.dims)
         # A ratio of whole rows needs each row of denoising steps in one micro-batch.
         evaluations = (sampling.max_actions - 1) * (2 if sampling.guidance != 1 else 1)
         budget = config.optim.token_budget or policy.default_budget
-        if config.objective.needs_whole_rows and sampling.noise != "branched" and evaluations > budget:
+        if (
+            config.objective.needs_whole_rows
+            and sampling.noise != "branched"
+            and evaluations > budget
+        ):
             raise GruppoError(f"""this objective needs whole rows, of up to {evaluations} evaluations of the network; a
                 micro-batch has {budget}. Set --optim.token-budget {evaluations}, or --objective.ratio token.""")
 
@@ -180,12 +253,16 @@ def load_denoiser(folder: str | Path, module: nn.Module | None = None) -> Denois
     settings, weights = read_policy(folder, SETTINGS, WEIGHTS, "denoiser")
     try:
         if module is None and settings["unet"] is None:
-            raise GruppoError(f"{folder} holds the weights of a module of your own. Give load_denoiser that module.")
+            raise GruppoError(
+                f"{folder} holds the weights of a module of your own. Give load_denoiser that module."
+            )
         if module is None:
             module = DenoisingUNet(**settings["unet"])
         path, labels = dict(settings["path"]), settings["condition"]
         options = {name: settings[name] for name in ("shape", "predicts", "weighting", "middle")}
-        options["schedule"] = {"flow": FlowSchedule, "diffusion": DiffusionSchedule}[path.pop("kind")](**path)
+        options["schedule"] = {"flow": FlowSchedule, "diffusion": DiffusionSchedule}[
+            path.pop("kind")
+        ](**path)
         options["condition"] = None if labels is None else ClassLabels(**labels)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise GruppoError(f"""{folder / SETTINGS} is damaged or of another version ({type(error).__name__}: {error}).

@@ -71,17 +71,29 @@ class StableDiffusion(ModuleCall):
 
     def forward(self, module: Any, x: Tensor, times: Tensor, embeddings: Embeddings) -> Tensor:
         added = None
-        if len(embeddings) > 1:  # Stable Diffusion XL: pooled caption, and original size, crop and target size
+        if (
+            len(embeddings) > 1
+        ):  # Stable Diffusion XL: pooled caption, and original size, crop and target size
             sizes = x.new_tensor([*self.size, 0, 0, *self.size]).expand(len(x), -1)
             added = {"text_embeds": embeddings[1], "time_ids": sizes}
-        return module(x, times, encoder_hidden_states=embeddings[0], added_cond_kwargs=added, return_dict=False)[0]
+        return module(
+            x,
+            times,
+            encoder_hidden_states=embeddings[0],
+            added_cond_kwargs=added,
+            return_dict=False,
+        )[0]
 
-    def predict(self, module: nn.Module, x: Tensor, times: Tensor, condition: Tensor | None) -> Tensor:
+    def predict(
+        self, module: nn.Module, x: Tensor, times: Tensor, condition: Tensor | None
+    ) -> Tensor:
         """Prediction in float32 or wider, so that guidance is not rounded; times are not rounded either."""
         assert condition is not None
         dtype = next(module.parameters()).dtype
         packed = condition.to(dtype).split([shape.numel() for shape in self.shapes], dim=1)
-        embeddings = tuple(part.reshape(-1, *shape) for part, shape in zip(packed, self.shapes, strict=True))
+        embeddings = tuple(
+            part.reshape(-1, *shape) for part, shape in zip(packed, self.shapes, strict=True)
+        )
         wide = torch.promote_types(dtype, torch.float32)
         prediction = self.forward(module, x.to(dtype), times.to(wide), embeddings)
         return prediction.to(torch.promote_types(prediction.dtype, torch.float32))
@@ -102,7 +114,9 @@ class StableDiffusion3(StableDiffusion):
         transformer, config = pipeline.transformer, pipeline.scheduler.config
         self.middle = f"transformer_blocks.{len(transformer.transformer_blocks) // 2}"
         self._per_sigma = float(config.num_train_timesteps)
-        self._guidance = settings.embedded_guidance if transformer.config.get("guidance_embeds") else None
+        self._guidance = (
+            settings.embedded_guidance if transformer.config.get("guidance_embeds") else None
+        )
         self.patch = pipeline.vae_scale_factor * transformer.config.patch_size * self.packing
         self.latent_channels = transformer.config.in_channels // self.packing**2
         # mu, the scheduler's shift, is linear in the number of image tokens
@@ -135,7 +149,9 @@ class Flux(StableDiffusion3):
     def forward(self, module: Any, x: Tensor, times: Tensor, embeddings: Embeddings) -> Tensor:
         patches = pixel_unshuffle(x, 2)  # [N, 4 C, h, w]
         h, w = patches.shape[-2:]
-        places = torch.cartesian_prod(*(torch.arange(side, device=x.device) for side in (1, h, w))).to(x)  # [h w, 3]
+        places = torch.cartesian_prod(
+            *(torch.arange(side, device=x.device) for side in (1, h, w))
+        ).to(x)  # [h w, 3]
         prediction = module(
             hidden_states=patches.flatten(2).transpose(1, 2),
             timestep=times,
@@ -164,11 +180,17 @@ class CaptionEncoder:
     def __init__(self, architecture: StableDiffusion, settings: PipelineSettings) -> None:
         self.dropped = settings.dropped if architecture.has_guidance else 0.0
         if not 0 <= self.dropped < 1:
-            raise GruppoError(f"dropped={self.dropped} is out of the range [0, 1). Use 0.1 for guidance.")
+            raise GruppoError(
+                f"dropped={self.dropped} is out of the range [0, 1). Use 0.1 for guidance."
+            )
         # The pipelines differ in what their ``encode_prompt`` takes.
         options: dict[str, Any] = {"prompt_2": None, "prompt_3": None, "num_images_per_prompt": 1}
-        options |= {"do_classifier_free_guidance": False}  # the denoiser guides, with ``unconditional``
-        options |= {"max_sequence_length": settings.caption_tokens} if settings.caption_tokens else {}
+        options |= {
+            "do_classifier_free_guidance": False
+        }  # the denoiser guides, with ``unconditional``
+        options |= (
+            {"max_sequence_length": settings.caption_tokens} if settings.caption_tokens else {}
+        )
         known = inspect.signature(architecture.pipeline.encode_prompt).parameters
         self._options = {name: value for name, value in options.items() if name in known}
         self._architecture = architecture
@@ -180,13 +202,19 @@ class CaptionEncoder:
     @torch.no_grad()
     def encode(self, inputs: Any) -> Float[Tensor, "numbers"]:
         if not isinstance(inputs, str):
-            raise GruppoError(f"a {type(inputs).__name__} is no caption: {inputs!r:.80}. Give a string.")
-        if inputs not in self._cache:  # one caption at a time, so that its embeddings are the same in any batch
+            raise GruppoError(
+                f"a {type(inputs).__name__} is no caption: {inputs!r:.80}. Give a string."
+            )
+        if (
+            inputs not in self._cache
+        ):  # one caption at a time, so that its embeddings are the same in any batch
             architecture, pipeline = self._architecture, self._architecture.pipeline
             encoded = pipeline.encode_prompt(inputs, device=pipeline.vae.device, **self._options)
             embeddings = encoded[architecture.embeddings]
             architecture.shapes = [part.shape[1:] for part in embeddings]
-            self._cache[inputs] = torch.cat([part[0].float().cpu().flatten() for part in embeddings])
+            self._cache[inputs] = torch.cat(
+                [part[0].float().cpu().flatten() for part in embeddings]
+            )
             if len(self._cache) > CAPTIONS_KEPT:
                 self._cache.popitem(last=False)
         self._cache.move_to_end(inputs)
@@ -203,7 +231,10 @@ class VaeCodec(PixelCodec):
             vae.float()  # SDXL's overflows in float16
         self._scale = torch.tensor([float(config.scaling_factor)])
         self._shift = torch.tensor([float(getattr(config, "shift_factor", None) or 0)])
-        if getattr(config, "latents_mean", None) is not None and getattr(config, "latents_std", None) is not None:
+        if (
+            getattr(config, "latents_mean", None) is not None
+            and getattr(config, "latents_std", None) is not None
+        ):
             self._shift = torch.tensor(config.latents_mean).reshape(-1, 1, 1)
             self._scale = self._scale / torch.tensor(config.latents_std).reshape(-1, 1, 1)
 
@@ -211,12 +242,16 @@ class VaeCodec(PixelCodec):
     def encode(self, image: Tensor) -> Float[Tensor, "c h w"]:
         """The mode of the VAE's posterior, without sampling."""
         x = super().encode(image)[None].to(self._vae.device, self._vae.dtype)
-        return ((self._vae.encode(x).latent_dist.mode().float().cpu() - self._shift) * self._scale)[0]
+        return ((self._vae.encode(x).latent_dist.mode().float().cpu() - self._shift) * self._scale)[
+            0
+        ]
 
     @torch.no_grad()
     def decode(self, states: Float[Tensor, "B c h w"]) -> Float[Tensor, "B 3 H W"]:
         latents = (states.float() / self._scale + self._shift).to(self._vae.device, self._vae.dtype)
-        decoded = [self._vae.decode(latent[None], return_dict=False)[0].float().cpu() for latent in latents]
+        decoded = [
+            self._vae.decode(latent[None], return_dict=False)[0].float().cpu() for latent in latents
+        ]
         return super().decode(torch.cat(decoded).nan_to_num())
 
 
@@ -265,8 +300,15 @@ class DiffusersPolicy(DenoiserPolicy, lora.AdaptablePolicy):
                 part.requires_grad_(False).eval()
         self.pipeline, self.settings = pipeline, replace(settings, size=size)
         self.network_name, schedule = architecture.network, architecture.schedule
-        options: dict[str, Any] = {"predicts": schedule.predicts, "schedule": schedule, "call": architecture}
-        options |= {"condition": CaptionEncoder(architecture, settings), "codec": VaeCodec(pipeline.vae, (3, *size))}
+        options: dict[str, Any] = {
+            "predicts": schedule.predicts,
+            "schedule": schedule,
+            "call": architecture,
+        }
+        options |= {
+            "condition": CaptionEncoder(architecture, settings),
+            "codec": VaeCodec(pipeline.vae, (3, *size)),
+        }
         options |= {"weighting": settings.weighting, "middle": architecture.middle}
         super().__init__(network, (channels, size[0] // scale, size[1] // scale), **options)
 
@@ -284,8 +326,14 @@ class DiffusersPolicy(DenoiserPolicy, lora.AdaptablePolicy):
     def to(self, device: torch.device) -> None:
         self.pipeline.to(device)
 
-    def memory_estimate(self, config: Any, prompts: Sequence[Prompt], budget: int, group_size: int) -> dict[str, float]:
-        parts = [p for p in self.pipeline.components.values() if isinstance(p, nn.Module) and p is not self.module]
+    def memory_estimate(
+        self, config: Any, prompts: Sequence[Prompt], budget: int, group_size: int
+    ) -> dict[str, float]:
+        parts = [
+            p
+            for p in self.pipeline.components.values()
+            if isinstance(p, nn.Module) and p is not self.module
+        ]
         size = sum(p.numel() * p.element_size() for part in parts for p in part.parameters())
         return {"text encoders and VAE": float(size)} if parts else {}
 
@@ -302,17 +350,29 @@ class DiffusersPolicy(DenoiserPolicy, lora.AdaptablePolicy):
             lora.merge(module)
         setattr(pipeline, self.network_name, module)
         pipeline.save_pretrained(folder)
-        (folder / SETTINGS).write_text(json.dumps(asdict(self.settings), indent=1), encoding="utf-8")
+        (folder / SETTINGS).write_text(
+            json.dumps(asdict(self.settings), indent=1), encoding="utf-8"
+        )
         if lora.has_adapter(self.module):
             own: Any = self.module
             config, name = own.peft_config[lora.POLICY], f"{self.network_name}_lora"
-            facts = {"r": config.r, "lora_alpha": config.lora_alpha, "target_modules": sorted(config.target_modules)}
-            layers = {f"{name}_layers": dict(lora.adapter_weights(own)), f"{name}_adapter_metadata": facts}
+            facts = {
+                "r": config.r,
+                "lora_alpha": config.lora_alpha,
+                "target_modules": sorted(config.target_modules),
+            }
+            layers = {
+                f"{name}_layers": dict(lora.adapter_weights(own)),
+                f"{name}_adapter_metadata": facts,
+            }
             type(self.pipeline).save_lora_weights(folder, **layers)
 
 
 def load_diffusers(
-    name: str | Path, settings: PipelineSettings | None = None, *, dtype: torch.dtype = torch.float32
+    name: str | Path,
+    settings: PipelineSettings | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
 ) -> DiffusersPolicy:
     """The policy of a pipeline's folder or hub id; for a folder that ``save`` wrote, with its settings by default."""
     diffusers = import_extra("diffusers", "diffusion", "an image pipeline")
@@ -348,7 +408,13 @@ def load_diffusers(
 
 @torch.no_grad()
 def add_adapter(
-    policy: DiffusersPolicy, *, rank: int, alpha: float, targets: Sequence[str] = (), seed: int = 0, base: str = ""
+    policy: DiffusersPolicy,
+    *,
+    rank: int,
+    alpha: float,
+    targets: Sequence[str] = (),
+    seed: int = 0,
+    base: str = "",
 ) -> None:
     """Add a LoRA adapter to linear layers of the network and freeze everything else; outputs do not change yet.
 
@@ -358,23 +424,35 @@ def add_adapter(
     module = policy.module
     peft = import_extra("peft", "lora", "LoRA (lora.rank)")
     if lora.has_adapter(module):
-        raise GruppoError("the network has an adapter already. Train that one, and leave --lora.rank out.")
+        raise GruppoError(
+            "the network has an adapter already. Train that one, and leave --lora.rank out."
+        )
     parts = dict(module.named_modules())
     for target in targets:
-        matches = [part for name, part in parts.items() if name == target or name.endswith(f".{target}")]
+        matches = [
+            part for name, part in parts.items() if name == target or name.endswith(f".{target}")
+        ]
         if not matches or not all(map(lora.is_linear, matches)):
-            known = sorted({name.rpartition(".")[2] for name, part in parts.items() if lora.is_linear(part)})
-            advice = did_you_mean(target, known, otherwise=f" Set --lora.targets to some of {', '.join(known)}.")
+            known = sorted(
+                {name.rpartition(".")[2] for name, part in parts.items() if lora.is_linear(part)}
+            )
+            advice = did_you_mean(
+                target, known, otherwise=f" Set --lora.targets to some of {', '.join(known)}."
+            )
             raise GruppoError(f"lora.targets: the network has no linear layers {target!r}.{advice}")
     chosen = sorted(targets or ARCHITECTURES[type(policy.pipeline).__name__].targets)
     whole = int(alpha) if float(alpha).is_integer() else alpha
     dtype = policy.compute_dtype
-    lora.inject_config(module, peft.LoraConfig(r=rank, lora_alpha=whole, target_modules=chosen), base=base)
+    lora.inject_config(
+        module, peft.LoraConfig(r=rank, lora_alpha=whole, target_modules=chosen), base=base
+    )
     for name, weight in lora.adapter_weights(module).items():
         weight.data = weight.data.float()
         if ".lora_B." in name:
             weight.zero_()
         else:
-            uniform = torch.rand(weight.shape, generator=generator_at(seed, "lora", name.removesuffix(".weight")))
+            uniform = torch.rand(
+                weight.shape, generator=generator_at(seed, "lora", name.removesuffix(".weight"))
+            )
             weight.copy_((uniform * 2 - 1) / math.sqrt(weight.shape[1]))
     lora.cast_base(module, dtype)

@@ -26,11 +26,27 @@ from gruppo.modalities.common.validation import joint_clip_nats, refuse
 from gruppo.modalities.diffusion import denoiser as denoising
 from gruppo.modalities.diffusion import schedules
 from gruppo.modalities.diffusion.sampling import DiffusionSampling, sample_batch
-from gruppo.modalities.diffusion.schedules import DiffusionSchedule, FlowSchedule, NoiseSchedule, PredictionType
+from gruppo.modalities.diffusion.schedules import (
+    DiffusionSchedule,
+    FlowSchedule,
+    NoiseSchedule,
+    PredictionType,
+)
 from gruppo.modalities.diffusion.unet import DenoisingUNet
 from gruppo.protocols import Generate, Outputs, Policy, Score
 from gruppo.seeds import generator_at
-from gruppo.types import Batch, Gaussian, GruppoError, Likelihood, MicroBatch, Prompt, Request, Rollouts, Sampling, Stat
+from gruppo.types import (
+    Batch,
+    Gaussian,
+    GruppoError,
+    Likelihood,
+    MicroBatch,
+    Prompt,
+    Request,
+    Rollouts,
+    Sampling,
+    Stat,
+)
 
 MIN_ALPHA = 1e-3
 """Least alpha at which a noise prediction determines x0 well enough: log-ratios stay within 1e-5 nats per dimension."""
@@ -85,12 +101,16 @@ class DenoiserPolicy(Policy):
             raise GruppoError(f"""the network has no submodule {middle!r} to read features from; it has
                 {", ".join(names[1:9])}.""")
         if predicts not in known:
-            raise GruppoError(f"predicts={predicts!r} is not one of {', '.join(map(repr, known))}. Use 'x0'.")
+            raise GruppoError(
+                f"predicts={predicts!r} is not one of {', '.join(map(repr, known))}. Use 'x0'."
+            )
         if predicts == "noise" and alpha < MIN_ALPHA:
             raise GruppoError(f"""predicts='noise' with a schedule that starts at alpha={alpha:.1g} divides rounding
                 errors by it; it needs at least {MIN_ALPHA:g}. Predict 'v', 'velocity' or 'x0', or use
                 DiffusionSchedule('linear').""")
-        self.denoiser = denoising.Denoiser(module, tuple(shape), predicts, schedule, condition, codec, middle, call)
+        self.denoiser = denoising.Denoiser(
+            module, tuple(shape), predicts, schedule, condition, codec, middle, call
+        )
         self.weighting: denoising.Weighting = weighting
         self.value_head: nn.Module | None = None
         """Features [N, F] to values [N]. Not part of ``module``, so that saves, copies and references exclude it."""
@@ -125,11 +145,16 @@ class DenoiserPolicy(Policy):
             **{"shape": denoiser.shape, "predicts": denoiser.predicts, "weighting": self.weighting},
             "middle": denoiser.middle,
             "path": {"kind": "flow" if schedule.is_flow else "diffusion", **asdict(schedule)},
-            "condition": None if condition is None else {"classes": condition.names, "dropped": condition.dropped},
+            "condition": None
+            if condition is None
+            else {"classes": condition.names, "dropped": condition.dropped},
             "unet": module.sizes if isinstance(module, DenoisingUNet) else None,
         }
         folder.mkdir(parents=True, exist_ok=True)
-        save_file({name: value.contiguous() for name, value in module.state_dict().items()}, folder / WEIGHTS)
+        save_file(
+            {name: value.contiguous() for name, value in module.state_dict().items()},
+            folder / WEIGHTS,
+        )
         (folder / SETTINGS).write_text(json.dumps(settings, indent=1), encoding="utf-8")
 
     @torch.no_grad()
@@ -137,7 +162,9 @@ class DenoiserPolicy(Policy):
         """Number of features that ``value_head`` reads for each state."""
         return self.denoiser.dummy_features().shape[-1]
 
-    def describe(self, config: Any, sampling: Any, prompts: Sequence[Prompt], group_size: int) -> list[str]:
+    def describe(
+        self, config: Any, sampling: Any, prompts: Sequence[Prompt], group_size: int
+    ) -> list[str]:
         guided, is_branched = sampling.guidance != 1, sampling.noise == "branched"
         rows, evaluations = config.rollout.prompts * group_size, 2 if guided else 1
         last = sampling.train_to or sampling.steps - 1
@@ -147,7 +174,11 @@ class DenoiserPolicy(Policy):
         steps = "1, at which its group parts," if is_branched else f"{trained}"
         eta = "" if sampling.eta is None else f", eta {sampling.eta:g}"
         further = f"{', guided' if guided else ''}"
-        further += ", less where a group has its state in common" if sampling.noise != "independent" else ""
+        further += (
+            ", less where a group has its state in common"
+            if sampling.noise != "independent"
+            else ""
+        )
         lines = [
             f"an image    {list(self.denoiser.codec.image_shape)}; an action has {self.dims:,} dimensions",
             f"sampled     {sampling.steps} steps of {sampling.transition}{eta}, the last without noise; "
@@ -157,28 +188,46 @@ class DenoiserPolicy(Policy):
         ]
         if config.objective.surrogate in ("clip", "cispo"):
             nats = joint_clip_nats(config.objective, self.dims)
-            lines.append(f"clip        the log-ratio of a step's joint density above {nats:.3g} nats")
-        return [*lines, f"evaluated   by the ODE, in {sampling.ode_steps or sampling.max_actions} steps"]
+            lines.append(
+                f"clip        the log-ratio of a step's joint density above {nats:.3g} nats"
+            )
+        return [
+            *lines,
+            f"evaluated   by the ODE, in {sampling.ode_steps or sampling.max_actions} steps",
+        ]
 
     def parse_prompt(self, text: str, *, is_plain: bool, read_image: Callable[..., Tensor]) -> Any:
         """The name of a class or its number, or a caption."""
         labels = self.denoiser.condition  # a class may be named "7"
-        is_number = isinstance(labels, denoising.ClassLabels) and text not in labels.names and text.isdecimal()
+        is_number = (
+            isinstance(labels, denoising.ClassLabels)
+            and text not in labels.names
+            and text.isdecimal()
+        )
         return int(text) if is_number else text
 
     # --- metrics of each denoising step K, counted from 0: timestep/NAME/K --------------------------------------------
 
     def batch_stats(
-        self, rollouts: Rollouts, rewards: Float[Tensor, "B"], sampling: Any, *, is_evaluation: bool = False
+        self,
+        rollouts: Rollouts,
+        rewards: Float[Tensor, "B"],
+        sampling: Any,
+        *,
+        is_evaluation: bool = False,
     ) -> dict[str, Stat]:
         """Spread of rewards in groups whose samples part at step K alone: how much the noise of that step decides."""
         if is_evaluation or DiffusionSampling.of(sampling).noise != "branched":
             return {}
         spread = group_std(rewards, rollouts.group_ids)
         chosen = torch.zeros(len(rollouts.prompts), rollouts.mask.shape[1])
-        parts_at = chosen.index_add(0, rollouts.group_ids, rollouts.mask.float()) > 0  # [P, T]; a failed row has none
+        parts_at = (
+            chosen.index_add(0, rollouts.group_ids, rollouts.mask.float()) > 0
+        )  # [P, T]; a failed row has none
         return {
-            f"mean:timestep/reward_std_within_group/{step}": Stat.of(spread, parts_at[:, step] & spread.isfinite())
+            f"mean:timestep/reward_std_within_group/{step}": Stat.of(
+                spread, parts_at[:, step] & spread.isfinite()
+            )
             for step in range(rollouts.mask.shape[1] - 1)
         }
 
@@ -197,7 +246,9 @@ class DenoiserPolicy(Policy):
         ref = None if inputs.ref is None else inputs.ref.gaussian
         if ref is not None and likelihood.gaussian is not None:
             with torch.no_grad():
-                values["mean:timestep/kl_ref_nats"] = masked_gaussian_kl(likelihood.gaussian, ref, mask)
+                values["mean:timestep/kl_ref_nats"] = masked_gaussian_kl(
+                    likelihood.gaussian, ref, mask
+                )
         first = micro_batch.cols.start or 0
         return {
             f"{name}/{first + column}": Stat.of(x[:, column], mask[:, column])
@@ -207,20 +258,34 @@ class DenoiserPolicy(Policy):
 
     @torch.no_grad()
     def evaluate_steps(
-        self, prompts: Sequence[Prompt], sampling: Any, *, generate: Generate, score: Score, budget: int
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Any,
+        *,
+        generate: Generate,
+        score: Score,
+        budget: int,
     ) -> dict[str, Stat]:
         """Mean reward of the image that the network predicts at each step, sampled as in training."""
-        every_step = replace(sampling, noise="independent", train_from=0, train_to=0, train_fraction=1.0)
+        every_step = replace(
+            sampling, noise="independent", train_from=0, train_to=0, train_fraction=1.0
+        )
         rollouts = generate([Request(prompt, 1) for prompt in prompts], every_step)
         steps = rollouts.mask.shape[1] - 1
         x0 = torch.zeros(len(rollouts), steps, *rollouts.actions.shape[2:])
         for micro_batch in self.micro_batches(rollouts, rollouts.mask, budget):
-            output = self.likelihood(rollouts, micro_batch, outputs=("output",)).output.float().cpu()  # [b, t, *E]
+            output = (
+                self.likelihood(rollouts, micro_batch, outputs=("output",)).output.float().cpu()
+            )  # [b, t, *E]
             columns = torch.arange(micro_batch.cols.start or 0, min(micro_batch.cols.stop, steps))
             x0[micro_batch.rows[:, None], columns[None]] = output[:, : len(columns)]
         stats = {}
-        for step in range(steps + 1):  # the last one has no noise, so that its image is the sample itself
-            images = self.denoiser.codec.decode(x0[:, step]) if step < steps else rollouts.completions
+        for step in range(
+            steps + 1
+        ):  # the last one has no noise, so that its image is the sample itself
+            images = (
+                self.denoiser.codec.decode(x0[:, step]) if step < steps else rollouts.completions
+            )
             rewards = score(replace(rollouts, completions=tuple(images)))
             stats[f"mean:timestep/reward/{step}"] = Stat.of(rewards, rewards.isfinite())
         return stats
@@ -237,15 +302,27 @@ class DenoiserPolicy(Policy):
 
     def check_sampling(self, sampling: Sampling) -> DiffusionSampling:
         """Sampling options in full; raises GruppoError for those that cannot be both sampled and scored."""
-        sampling, condition, schedule = DiffusionSampling.of(sampling), self.denoiser.condition, self.denoiser.schedule
+        sampling, condition, schedule = (
+            DiffusionSampling.of(sampling),
+            self.denoiser.condition,
+            self.denoiser.schedule,
+        )
         schedule.times(sampling.steps)  # raises for more steps than the schedule has times
-        fitting = [n for n, t in schedules.TRANSITIONS.items() if n != "ode" and t.is_flow in (None, schedule.is_flow)]
+        fitting = [
+            n
+            for n, t in schedules.TRANSITIONS.items()
+            if n != "ode" and t.is_flow in (None, schedule.is_flow)
+        ]
         if sampling.temperature and sampling.transition not in fitting:
             raise GruppoError(f"""transition={sampling.transition!r} does not fit the
                 {"flow" if schedule.is_flow else "diffusion"} schedule that this network was trained on. Set one of
                 {", ".join(fitting)}.""")
         if sampling.guidance != 1 and not (condition and condition.dropped):
-            what = "has no condition" if condition is None else "was never trained without its condition"
+            what = (
+                "has no condition"
+                if condition is None
+                else "was never trained without its condition"
+            )
             raise GruppoError(f"""guidance={sampling.guidance:g} needs a prediction without a condition, and this
                 network {what}. Set guidance 1, or train with --diffusion.dropped 0.1 (ClassLabels(...,
                 dropped=0.1)).""")
@@ -265,7 +342,9 @@ class DenoiserPolicy(Policy):
 
     # --- scoring ------------------------------------------------------------------------------------------------------
 
-    def micro_batches(self, rollouts: Rollouts, loss_mask: Bool[Tensor, "B T"], budget: int) -> list[MicroBatch]:
+    def micro_batches(
+        self, rollouts: Rollouts, loss_mask: Bool[Tensor, "B T"], budget: int
+    ) -> list[MicroBatch]:
         """Micro-batches of at most ``budget`` evaluations of the network; a guided step takes two.
 
         Rows in their order, as many as fit. The columns of a row that does not fit alone are cut, with at least one
@@ -273,7 +352,9 @@ class DenoiserPolicy(Policy):
         """
         if not loss_mask.any():
             return []
-        guidance = rollouts.per_row.get("guidance", torch.ones(len(rollouts)))  # demonstrations have none
+        guidance = rollouts.per_row.get(
+            "guidance", torch.ones(len(rollouts))
+        )  # demonstrations have none
         cost = 1 + (guidance != 1).long()
         columns = slice(0, int(loss_mask.any(dim=0).nonzero()[:, 0].max()) + 1)
         micro_batches, rows, left = list[MicroBatch](), list[int](), budget
@@ -293,7 +374,9 @@ class DenoiserPolicy(Policy):
                     micro_batches.append(MicroBatch(torch.tensor([row]), cols))
         return micro_batches + ([MicroBatch(torch.tensor(rows), columns)] if rows else [])
 
-    def likelihood(self, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs = ()) -> Likelihood:
+    def likelihood(
+        self, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs = ()
+    ) -> Likelihood:
         """Joint log-prob of each state given the one before, in float64 nats; 0 where mask is False.
 
         "output" is the predicted x0 of each step. For demonstrations the log-probs are minus the denoising loss.
@@ -305,17 +388,27 @@ class DenoiserPolicy(Policy):
         # The transition that these rows were sampled with: one forward can score one alone.
         rows, names = micro_batch.rows, list(schedules.TRANSITIONS)
         if (rollouts.temperature[rows] <= 0).any():
-            raise GruppoError("rollouts of the ODE (temperature 0) have no density to learn from. Sample at 1.")
-        numbers = torch.stack([rollouts.per_row["transition"][rows].double(), rollouts.per_row["eta"][rows]], dim=1)
+            raise GruppoError(
+                "rollouts of the ODE (temperature 0) have no density to learn from. Sample at 1."
+            )
+        numbers = torch.stack(
+            [rollouts.per_row["transition"][rows].double(), rollouts.per_row["eta"][rows]], dim=1
+        )
         kinds = {(names[int(n)], None if math.isnan(eta) else eta) for n, eta in numbers.tolist()}
         if len(kinds) > 1:
-            raise GruppoError("these rollouts mix several transitions or etas; evaluate each kind apart.")
+            raise GruppoError(
+                "these rollouts mix several transitions or etas; evaluate each kind apart."
+            )
         step = schedules.step_of(*next(iter(kinds), ("ancestral", None)))
         wants_entropy = "entropy" in outputs or "entropy_value" in outputs
         if len(steps.row):
             levels, inputs = steps.inputs(self.denoiser)
-            prediction, features = self.denoiser.predict(*inputs, steps.group, features="values" in outputs)
-            x0, noise = schedules.split_prediction(inputs[0], prediction, levels, self.denoiser.predicts)
+            prediction, features = self.denoiser.predict(
+                *inputs, steps.group, features="values" in outputs
+            )
+            x0, noise = schedules.split_prediction(
+                inputs[0], prediction, levels, self.denoiser.predicts
+            )
             normal = step(inputs[0], x0, noise, levels)
         else:  # no network is called with an empty batch
             x0 = torch.zeros(0, *self.denoiser.shape, dtype=torch.float64, device=self.device)
@@ -324,11 +417,19 @@ class DenoiserPolicy(Policy):
         # The density is that of the float32 state as stored, in float64, as when it was sampled.
         actions = rollouts.actions[steps.row, steps.column].to(self.device)  # [N, *E]
         logprobs = steps.scatter(gaussian_logprob(actions[None], mean[None], std[None])[0])
-        entropy = steps.scatter(gaussian_entropy(mean[None], std[None])[0]) if wants_entropy else None
+        entropy = (
+            steps.scatter(gaussian_entropy(mean[None], std[None])[0]) if wants_entropy else None
+        )
         # a standard normal where no step was chosen: its KL is 0, and a std of 0 would give NaN
-        grid = Gaussian(steps.scatter(mean), steps.scatter(std, fill=1.0)) if "gaussian" in outputs else None
+        grid = (
+            Gaussian(steps.scatter(mean), steps.scatter(std, fill=1.0))
+            if "gaussian" in outputs
+            else None
+        )
         values = steps.scatter(self._values(features)) if "values" in outputs else None
-        return Likelihood(logprobs, entropy, grid, values, steps.scatter(x0) if "output" in outputs else None)
+        return Likelihood(
+            logprobs, entropy, grid, values, steps.scatter(x0) if "output" in outputs else None
+        )
 
     def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
         """Values of the states before each step, by ``value_head``; 0 where mask is False."""
@@ -339,7 +440,9 @@ class DenoiserPolicy(Policy):
             x, times, condition, guidance = steps.inputs(self.denoiser)[1]
             # A value needs the features under the condition alone: one evaluation, whatever the guidance.
             unguided = torch.ones_like(guidance)
-            features = self.denoiser.predict(x, times, condition, unguided, steps.group, features=True)[1]
+            features = self.denoiser.predict(
+                x, times, condition, unguided, steps.group, features=True
+            )[1]
         return steps.scatter(self._values(features))
 
     # --- demonstrations -----------------------------------------------------------------------------------------------
@@ -362,13 +465,20 @@ class DenoiserPolicy(Policy):
         denoiser, targets = self.denoiser, [prompt.target for prompt in prompts]
         conditions = denoiser.encode([prompt.inputs for prompt in prompts])
         generators = [generator_at(seed, "demonstration", prompt.draw) for prompt in prompts]
-        uniforms = torch.stack([torch.rand(2, generator=generator, dtype=torch.float64) for generator in generators])
+        uniforms = torch.stack(
+            [torch.rand(2, generator=generator, dtype=torch.float64) for generator in generators]
+        )
         per_row = {
-            "first": torch.stack([torch.randn(denoiser.shape, generator=generator) for generator in generators]),
+            "first": torch.stack(
+                [torch.randn(denoiser.shape, generator=generator) for generator in generators]
+            ),
             "level": denoiser.schedule.training_times(uniforms[:, 0]),
-            "dropped": uniforms[:, 1] < (0.0 if denoiser.condition is None else denoiser.condition.dropped),
+            "dropped": uniforms[:, 1]
+            < (0.0 if denoiser.condition is None else denoiser.condition.dropped),
         }
-        states = torch.stack([denoiser.codec.encode(target) for target in targets])[:, None]  # [B, 1, *E]
+        states = torch.stack([denoiser.codec.encode(target) for target in targets])[
+            :, None
+        ]  # [B, 1, *E]
         shared = {} if conditions is None else {"condition": conditions}
         return image_rollouts(prompts, states, targets, shared=shared, per_row=per_row)
 
@@ -391,7 +501,9 @@ class DenoiserCritic(HeadCritic):
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.requires_grad_(gradient is not None)
         dtype = torch.promote_types(policy.compute_dtype, torch.float32)
-        self._policy.value_head = head = ValueHead(features.shape[-1], dtype=dtype).to(policy.device)
+        self._policy.value_head = head = ValueHead(features.shape[-1], dtype=dtype).to(
+            policy.device
+        )
         self.module = nn.ModuleDict({"trunk": trunk, "head": head})
 
     def shard(self, apply: Callable[..., None]) -> None:

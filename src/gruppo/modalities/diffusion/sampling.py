@@ -51,10 +51,15 @@ class DiffusionSampling(Sampling):
     def __post_init__(self) -> None:
         super().__post_init__()
         name, eta, noisy = self.transition, self.eta, self.max_actions - 1
-        choices = {"transition": (name, tuple(TRANSITIONS)), "noise": (self.noise, get_args(NoiseSharing))}
+        choices = {
+            "transition": (name, tuple(TRANSITIONS)),
+            "noise": (self.noise, get_args(NoiseSharing)),
+        }
         for field, (value, known) in choices.items():
             if value not in known:
-                raise GruppoError(f"{field}={value!r} is not one of {', '.join(map(repr, known))}. Set one of them.")
+                raise GruppoError(
+                    f"{field}={value!r} is not one of {', '.join(map(repr, known))}. Set one of them."
+                )
         if self.temperature not in (0, 1):
             raise GruppoError(f"""temperature={self.temperature}: a denoising step has no temperature. Set 1, and
                 --diffusion.eta for its noise; 0 is the ODE.""")
@@ -62,15 +67,21 @@ class DiffusionSampling(Sampling):
             raise GruppoError(f"""top_k={self.top_k}, top_p={self.top_p:g} and stop={self.stop!r} apply to tokens. Leave
                 them out.""")
         if name in ("ddpm", "ddpm_large") and eta not in (None, 1):
-            raise GruppoError(f"eta={eta} is not read by transition={name!r}. Set transition ddim, or leave eta out.")
+            raise GruppoError(
+                f"eta={eta} is not read by transition={name!r}. Set transition ddim, or leave eta out."
+            )
         if self.temperature and (name == "ode" or eta == 0):
             got = "eta=0" if eta == 0 else f"transition={name!r}"
             raise GruppoError(f"""{got} draws nothing: without a density there is no policy gradient. Set eta above 0;
                 the ODE is for evaluation, temperature 0.""")
         if not 0 <= self.guidance < math.inf:
-            raise GruppoError(f"guidance={self.guidance} is out of range; it needs to be at least 0. Set 1 for none.")
+            raise GruppoError(
+                f"guidance={self.guidance} is out of range; it needs to be at least 0. Set 1 for none."
+            )
         if self.ode_steps < 0:
-            raise GruppoError(f"ode_steps={self.ode_steps} is negative; use 0 for as many steps as in training.")
+            raise GruppoError(
+                f"ode_steps={self.ode_steps} is negative; use 0 for as many steps as in training."
+            )
         step_of(name, eta)  # raises for an eta out of its range
         if self.temperature == 0:
             return
@@ -92,7 +103,9 @@ class DiffusionSampling(Sampling):
         """The options of a plain ``Sampling``, with the defaults of this class for the others."""
         if isinstance(sampling, DiffusionSampling):
             return sampling
-        return DiffusionSampling(**{field.name: getattr(sampling, field.name) for field in fields(Sampling)})
+        return DiffusionSampling(
+            **{field.name: getattr(sampling, field.name) for field in fields(Sampling)}
+        )
 
     @property
     def steps(self) -> int:
@@ -109,16 +122,32 @@ def branch_step(sampling: DiffusionSampling, seed: int, draw: int) -> int:
 
 
 def step_noise(
-    sampling: DiffusionSampling, seed: int, rows: list[tuple[int, int]], shape: tuple[int, ...], step: int | None
+    sampling: DiffusionSampling,
+    seed: int,
+    rows: list[tuple[int, int]],
+    shape: tuple[int, ...],
+    step: int | None,
 ) -> Float[Tensor, "B ..."]:
     """Standard normal noise of a step for rows of (draw, sample); of the initial latents where ``step`` is None."""
     addresses: list[tuple[int | str, ...]] = []
     is_branched = sampling.noise == "branched"
-    branches = {n: branch_step(sampling, seed, n) for n in {draw for draw, _ in rows}} if is_branched else {}
+    branches = (
+        {n: branch_step(sampling, seed, n) for n in {draw for draw, _ in rows}}
+        if is_branched
+        else {}
+    )
     for draw, sample in rows:
         # A group shares the initial latents unless samples are independent; a branched one all but one step's noise.
-        is_own = sampling.noise == "independent" if step is None else step == branches.get(draw, step)
-        address = (seed, "noise", draw, sample if is_own else "group", "first" if step is None else step)
+        is_own = (
+            sampling.noise == "independent" if step is None else step == branches.get(draw, step)
+        )
+        address = (
+            seed,
+            "noise",
+            draw,
+            sample if is_own else "group",
+            "first" if step is None else step,
+        )
         # An evaluation at temperature 0 has the same latents for every seed, so that runs are comparable.
         addresses.append(("mode", draw, sample) if sampling.temperature == 0 else address)
     noise = {at: torch.randn(shape, generator=generator_at(*at)) for at in dict.fromkeys(addresses)}
@@ -129,7 +158,9 @@ def step_noise(
 
 
 @torch.no_grad()
-def sample_batch(denoiser: Denoiser, batch: RowBatch, sampling: DiffusionSampling, seed: int) -> Rollouts:
+def sample_batch(
+    denoiser: Denoiser, batch: RowBatch, sampling: DiffusionSampling, seed: int
+) -> Rollouts:
     """Rollouts of a batch of rows, with all that scoring needs to know about how they were sampled."""
     size, groups, device = (len(batch.group_ids),), batch.group_ids, device_of(denoiser.module)
     name = sampling.transition if sampling.temperature else "ode"
@@ -138,7 +169,9 @@ def sample_batch(denoiser: Denoiser, batch: RowBatch, sampling: DiffusionSamplin
         "steps": torch.full(size, sampling.steps),
         "transition": torch.full(size, list(TRANSITIONS).index(name)),
         # NaN: the transition's own default
-        "eta": torch.full(size, math.nan if sampling.eta is None else sampling.eta, dtype=torch.float64),
+        "eta": torch.full(
+            size, math.nan if sampling.eta is None else sampling.eta, dtype=torch.float64
+        ),
         "guidance": torch.full(size, sampling.guidance, dtype=torch.float64),
     }
     condition = None if batch.inputs is None else batch.inputs[groups].to(device)
@@ -151,7 +184,9 @@ def sample_batch(denoiser: Denoiser, batch: RowBatch, sampling: DiffusionSamplin
         normal = step(x, *split_prediction(x, prediction, levels, denoiser.predicts), levels)
         x, nats = normal.mean.float(), torch.zeros_like(normal.std)
         if is_stochastic:  # the log-prob is that of the float32 state, as it is stored
-            noise = step_noise(sampling, seed, batch.addresses, denoiser.shape, column).to(normal.mean)
+            noise = step_noise(sampling, seed, batch.addresses, denoiser.shape, column).to(
+                normal.mean
+            )
             x = (normal.mean + normal.std.reshape(-1, *[1] * (x.ndim - 1)) * noise).float()
             nats = gaussian_logprob(x[None], normal.mean[None], normal.std[None])[0]
         states.append(x.cpu())
@@ -166,7 +201,9 @@ def sample_batch(denoiser: Denoiser, batch: RowBatch, sampling: DiffusionSamplin
             chosen[group, branch_step(sampling, seed, prompt.draw)] = True
             continue
         count = max(round(sampling.train_fraction * (last - first)), 1)
-        order = torch.randperm(last - first, generator=generator_at(seed, "trained steps", prompt.draw))
+        order = torch.randperm(
+            last - first, generator=generator_at(seed, "trained steps", prompt.draw)
+        )
         chosen[group, first + order[:count]] = True
     mask = chosen[groups] & is_finite[:, None]  # a row that is not finite is not trained on
     return image_rollouts(

@@ -41,7 +41,9 @@ class FlowSchedule:
 
     def __post_init__(self) -> None:
         if not 0 < self.shift < math.inf:
-            raise GruppoError(f"shift={self.shift} is out of range; it needs to be above 0. Use 1 for even times.")
+            raise GruppoError(
+                f"shift={self.shift} is out of range; it needs to be above 0. Use 1 for even times."
+            )
 
     def times(self, steps: int) -> Float[Tensor, "steps+1"]:
         """Times of a sampler, from pure noise to clean data; float64."""
@@ -79,22 +81,35 @@ class DiffusionSchedule:
             known = ", ".join(map(repr, get_args(Betas)))
             raise GruppoError(f"betas={self.betas!r} is not one of {known}. Use 'linear'.")
         if self.length < 2:
-            raise GruppoError(f"length={self.length} is out of range; it needs at least 2 times. Use 1000.")
+            raise GruppoError(
+                f"length={self.length} is out of range; it needs at least 2 times. Use 1000."
+            )
         if self.betas == "cosine":
-            angles = (torch.linspace(0, 1, self.length + 1, dtype=torch.float64) + 0.008) / 1.008 * math.pi / 2
+            angles = (
+                (torch.linspace(0, 1, self.length + 1, dtype=torch.float64) + 0.008)
+                / 1.008
+                * math.pi
+                / 2
+            )
             cumprod = angles.cos().square()
             betas = (1 - cumprod[1:] / cumprod[:-1]).clamp(max=0.999)
         elif self.betas == "linear":
             betas = torch.linspace(1e-4, 0.02, self.length, dtype=torch.float64)
         else:
-            betas = torch.linspace(0.00085**0.5, 0.012**0.5, self.length, dtype=torch.float64).square()
+            betas = torch.linspace(
+                0.00085**0.5, 0.012**0.5, self.length, dtype=torch.float64
+            ).square()
         # a at the times -1, 0, 1, ...
-        self.alphas_cumprod = torch.cat([torch.ones(1, dtype=torch.float64), (1 - betas).cumprod(0)])
+        self.alphas_cumprod = torch.cat(
+            [torch.ones(1, dtype=torch.float64), (1 - betas).cumprod(0)]
+        )
 
     def times(self, steps: int) -> Float[Tensor, "steps+1"]:
         """Times of a sampler, from pure noise to clean data; float64."""
         if steps > self.length:
-            raise GruppoError(f"{steps} steps are more than the {self.length} times of the schedule. Set fewer steps.")
+            raise GruppoError(
+                f"{steps} steps are more than the {self.length} times of the schedule. Set fewer steps."
+            )
         return (self.length * torch.linspace(1, 0, steps + 1, dtype=torch.float64)).round() - 1
 
     def level(self, times: Float[Tensor, "b"]) -> tuple[Float[Tensor, "b"], Float[Tensor, "b"]]:
@@ -121,21 +136,32 @@ class SchedulerDiffusion(DiffusionSchedule):
     does not divide the times, or "linspace" spacing). x0 is never clipped.
     """
 
-    PREDICTS: ClassVar[dict[str, PredictionType]] = {"epsilon": "noise", "v_prediction": "v", "sample": "x0"}
+    PREDICTS: ClassVar[dict[str, PredictionType]] = {
+        "epsilon": "noise",
+        "v_prediction": "v",
+        "sample": "x0",
+    }
 
     def __init__(self, scheduler: Any) -> None:
         config = scheduler.config
-        if "beta_schedule" not in config or config.get("prediction_type", "epsilon") not in self.PREDICTS:
+        if (
+            "beta_schedule" not in config
+            or config.get("prediction_type", "epsilon") not in self.PREDICTS
+        ):
             raise GruppoError(f"""the pipeline's scheduler is a {type(scheduler).__name__}; its UNet needs one with
                 betas that predicts {", ".join(self.PREDICTS)}. Give the pipeline the DDIMScheduler of its own
                 config.""")
         scheduler_of = import_extra("diffusers", "diffusion", "an image pipeline").DDIMScheduler
         known = inspect.signature(scheduler_of).parameters
-        self._scheduler = scheduler_of(**{name: value for name, value in config.items() if name in known})
+        self._scheduler = scheduler_of(
+            **{name: value for name, value in config.items() if name in known}
+        )
         self.predicts = self.PREDICTS[self._scheduler.config.prediction_type]
         final = self._scheduler.final_alpha_cumprod.reshape(1)
         super().__init__(length=int(self._scheduler.config.num_train_timesteps))
-        self.alphas_cumprod = torch.cat([final, self._scheduler.alphas_cumprod]).double()  # in place of named betas
+        self.alphas_cumprod = torch.cat(
+            [final, self._scheduler.alphas_cumprod]
+        ).double()  # in place of named betas
 
     def times(self, steps: int) -> Float[Tensor, "steps+1"]:
         if steps <= self.length:
@@ -143,7 +169,9 @@ class SchedulerDiffusion(DiffusionSchedule):
             times = self._scheduler.timesteps.double().cpu()
             if len(times) == steps and times[0] < self.length:
                 return torch.cat([times, times.new_full((1,), -1)])
-        raise GruppoError(f"{steps} steps are more than the scheduler makes of {self.length} times. Set fewer steps.")
+        raise GruppoError(
+            f"{steps} steps are more than the scheduler makes of {self.length} times. Set fewer steps."
+        )
 
 
 class SchedulerFlow(FlowSchedule):
@@ -168,7 +196,9 @@ class SchedulerFlow(FlowSchedule):
         even = torch.linspace(1, 1 / steps, steps, dtype=torch.float64).tolist()
         self._scheduler.set_timesteps(steps, sigmas=even if self._is_even else None, mu=self._mu)
         sigmas = self._scheduler.sigmas.double().cpu()
-        return torch.where((1 - sigmas).abs() < 1e-6, 1.0, sigmas)  # undo the shift's rounding: alpha is divided by
+        return torch.where(
+            (1 - sigmas).abs() < 1e-6, 1.0, sigmas
+        )  # undo the shift's rounding: alpha is divided by
 
     def training_times(self, uniforms: Float[Tensor, "b"]) -> Float[Tensor, "b"]:
         if self._scheduler.config.use_dynamic_shifting:
@@ -190,7 +220,10 @@ class StepLevels:
 
 
 def split_prediction(
-    x: Float[Tensor, "b ..."], prediction: Float[Tensor, "b ..."], levels: StepLevels, predicts: PredictionType
+    x: Float[Tensor, "b ..."],
+    prediction: Float[Tensor, "b ..."],
+    levels: StepLevels,
+    predicts: PredictionType,
 ) -> tuple[Float[Tensor, "b ..."], Float[Tensor, "b ..."]]:
     """x0 and noise that x is made of, according to the network; float64.
 
@@ -235,7 +268,13 @@ def ode(x: Tensor, x0: Tensor, noise: Tensor, step: StepLevels) -> Gaussian:
 
 
 def ddim(
-    x: Tensor, x0: Tensor, noise: Tensor, step: StepLevels, eta: float = 1.0, *, has_large_variance: bool = False
+    x: Tensor,
+    x0: Tensor,
+    noise: Tensor,
+    step: StepLevels,
+    eta: float = 1.0,
+    *,
+    has_large_variance: bool = False,
 ) -> Gaussian:
     """mean = alpha' x0 + (1 - alpha'^2 - var)^(1/2) e,  var = eta^2 (1 - a') / (1 - a) (1 - a / a'), a = alpha^2.
 
@@ -250,7 +289,13 @@ def ddim(
 
 
 def flow_sde(
-    x: Tensor, x0: Tensor, noise: Tensor, step: StepLevels, eta: float = 0.7, *, is_constant: bool = False
+    x: Tensor,
+    x0: Tensor,
+    noise: Tensor,
+    step: StepLevels,
+    eta: float = 0.7,
+    *,
+    is_constant: bool = False,
 ) -> Gaussian:
     """x + (v + s^2 (x + (1 - t) v) / (2 t)) dt with std s |dt|^(1/2),  s = eta (t / (1 - t))^(1/2),  dt < 0.
 
@@ -304,7 +349,9 @@ TRANSITIONS = {
 """By the name that a config has for them. Rollouts store the index of a name in this order."""
 
 
-def step_of(name: str, eta: float | None) -> Callable[[Tensor, Tensor, Tensor, StepLevels], Gaussian]:
+def step_of(
+    name: str, eta: float | None
+) -> Callable[[Tensor, Tensor, Tensor, StepLevels], Gaussian]:
     """The step of a transition; ``eta`` None takes its own default."""
     transition = TRANSITIONS[name]
     if eta is None or transition.etas is None:

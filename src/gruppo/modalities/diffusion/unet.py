@@ -23,19 +23,33 @@ class DenoisingUNet(nn.Module):
     """
 
     def __init__(
-        self, shape: Sequence[int] = (1, 28, 28), classes: int = 10, *, width: int = 32, time_scale: float = 1000.0
+        self,
+        shape: Sequence[int] = (1, 28, 28),
+        classes: int = 10,
+        *,
+        width: int = 32,
+        time_scale: float = 1000.0,
     ) -> None:
         super().__init__()
         channels, height, pixels = shape
         if height % 2 or pixels % 2:
-            raise GruppoError(f"an image of {height} x {pixels} is not made of 2 x 2 patches. Crop or pad it.")
+            raise GruppoError(
+                f"an image of {height} x {pixels} is not made of 2 x 2 patches. Crop or pad it."
+            )
         if width % GROUPS:
             raise GruppoError(f"width={width} is no multiple of {GROUPS}. Use 32.")
-        self.sizes = {"shape": list(shape), "classes": classes, "width": width, "time_scale": time_scale}
+        self.sizes = {
+            "shape": list(shape),
+            "classes": classes,
+            "width": width,
+            "time_scale": time_scale,
+        }
         wide, embedding = 2 * width, 2 * width
         self.width, self.time_scale = width, time_scale
         self.label_embedding = nn.Embedding(classes + 1, embedding)  # the last one: no class
-        self.time_embedding = nn.Sequential(nn.Linear(width, embedding), nn.SiLU(), nn.Linear(embedding, embedding))
+        self.time_embedding = nn.Sequential(
+            nn.Linear(width, embedding), nn.SiLU(), nn.Linear(embedding, embedding)
+        )
         self.conv_in = nn.Conv2d(4 * channels, width, 3, padding=1)
         self.fine = ResBlock(width, width, embedding)
         self.down = nn.Conv2d(width, wide, 3, stride=2, padding=1)
@@ -48,17 +62,25 @@ class DenoisingUNet(nn.Module):
             nn.init.zeros_(parameter)
         self.conv_out = nn.Sequential(nn.GroupNorm(GROUPS, width), nn.SiLU(), last)
 
-    def forward(self, x: Float[Tensor, "N C H W"], times: Float[Tensor, "N"], labels: Int[Tensor, "N"]) -> Tensor:
+    def forward(
+        self, x: Float[Tensor, "N C H W"], times: Float[Tensor, "N"], labels: Int[Tensor, "N"]
+    ) -> Tensor:
         # cos and sin of the times at width / 2 frequencies, from 1 down to 1 / 10000
         half = self.width // 2
-        frequencies = (-math.log(10000) * torch.arange(half, device=times.device, dtype=times.dtype) / half).exp()
+        frequencies = (
+            -math.log(10000) * torch.arange(half, device=times.device, dtype=times.dtype) / half
+        ).exp()
         angles = (times * self.time_scale)[:, None] * frequencies
         time = self.time_embedding(torch.cat([angles.cos(), angles.sin()], dim=1))
         embedding = silu(time + self.label_embedding(labels))  # [N, S]
         fine = self.fine(self.conv_in(pixel_unshuffle(x, 2)), embedding)  # [N, width, H/2, W/2]
-        coarse = self.middle(self.coarse(self.down(fine), embedding), embedding)  # [N, 2 width, H/4, W/4]
+        coarse = self.middle(
+            self.coarse(self.down(fine), embedding), embedding
+        )  # [N, 2 width, H/4, W/4]
         upsampled = self.up(interpolate(coarse, size=fine.shape[-2:]))
-        return pixel_shuffle(self.conv_out(self.merge(torch.cat([upsampled, fine], dim=1), embedding)), 2)
+        return pixel_shuffle(
+            self.conv_out(self.merge(torch.cat([upsampled, fine], dim=1), embedding)), 2
+        )
 
 
 class ResBlock(nn.Module):
@@ -66,10 +88,20 @@ class ResBlock(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int, embedding: int) -> None:
         super().__init__()
-        self.norm1, self.conv1 = nn.GroupNorm(GROUPS, in_channels), nn.Conv2d(in_channels, out_channels, 3, padding=1)
+        self.norm1, self.conv1 = (
+            nn.GroupNorm(GROUPS, in_channels),
+            nn.Conv2d(in_channels, out_channels, 3, padding=1),
+        )
         self.scale_shift = nn.Linear(embedding, 2 * out_channels)
-        self.norm2, self.conv2 = nn.GroupNorm(GROUPS, out_channels), nn.Conv2d(out_channels, out_channels, 3, padding=1)
-        self.skip = nn.Identity() if in_channels == out_channels else nn.Conv2d(in_channels, out_channels, 1)
+        self.norm2, self.conv2 = (
+            nn.GroupNorm(GROUPS, out_channels),
+            nn.Conv2d(out_channels, out_channels, 3, padding=1),
+        )
+        self.skip = (
+            nn.Identity()
+            if in_channels == out_channels
+            else nn.Conv2d(in_channels, out_channels, 1)
+        )
 
     def forward(self, x: Float[Tensor, "N C h w"], embedding: Float[Tensor, "N S"]) -> Tensor:
         scale, shift = self.scale_shift(embedding)[..., None, None].chunk(2, dim=1)

@@ -1,8 +1,20 @@
 """Image restoration: networks from degraded images to clean ones, as policies with few numbers to sample."""
 
-from gruppo.modalities.restoration.actions import BandGains, Control, Controls, LowResolution, PixelNoise, open_action
+from gruppo.modalities.restoration.actions import (
+    BandGains,
+    Control,
+    Controls,
+    LowResolution,
+    PixelNoise,
+    open_action,
+)
 from gruppo.modalities.restoration.consistency import Equivariance, ToDegraded, ToReference
-from gruppo.modalities.restoration.load import load_network, load_restorer, open_network, open_restorer
+from gruppo.modalities.restoration.load import (
+    load_network,
+    load_restorer,
+    open_network,
+    open_restorer,
+)
 from gruppo.modalities.restoration.modality import RESTORATION
 from gruppo.modalities.restoration.networks import DnCNN, RestorationUNet
 from gruppo.modalities.restoration.policy import RestorationPolicy

@@ -33,9 +33,13 @@ class NoiseScale(nn.Module):
 
     def __init__(self, std: float | Sequence[float], count: int, *, learned: bool) -> None:
         super().__init__()
-        values = [float(std)] * count if isinstance(std, int | float) else [float(one) for one in std]
+        values = (
+            [float(std)] * count if isinstance(std, int | float) else [float(one) for one in std]
+        )
         if len(values) != count or not all(0 < one < math.inf for one in values):
-            raise GruppoError(f"std={std} does not fit {count} numbers; it needs one above 0, or one each. Set 0.1.")
+            raise GruppoError(
+                f"std={std} does not fit {count} numbers; it needs one above 0, or one each. Set 0.1."
+            )
         self.start, self.learned = values, bool(learned)
         self.register_buffer("first", torch.tensor(values))
         self.log_ratio = nn.Parameter(torch.zeros(count), requires_grad=bool(learned))
@@ -61,7 +65,9 @@ class MeanHead(nn.Module):
             nn.init.zeros_(parameter)
 
     def forward(self, x: Images) -> Grid:
-        hidden = silu(self.weigh(silu(self.look(x.to(self.look.weight.dtype)))))  # [N, width, H/2, W/2]
+        hidden = silu(
+            self.weigh(silu(self.look(x.to(self.look.weight.dtype))))
+        )  # [N, width, H/2, W/2]
         return self.say(silu(self.mix(adaptive_avg_pool2d(hidden, self.grid))))
 
 
@@ -80,11 +86,22 @@ class Action(nn.Module):
     """Cells per side; None if the action has the size of the image."""
     render: Any
 
-    def __init__(self, channels: int, count: int, std: float | Sequence[float], learned: bool, **options: Any) -> None:
+    def __init__(
+        self, channels: int, count: int, std: float | Sequence[float], learned: bool, **options: Any
+    ) -> None:
         super().__init__()
-        self.channels, self.count, self.scale = channels, count, NoiseScale(std, count, learned=learned)
+        self.channels, self.count, self.scale = (
+            channels,
+            count,
+            NoiseScale(std, count, learned=learned),
+        )
         noise = {"std": self.scale.start, "learned": self.scale.learned}
-        self.settings: dict[str, Any] = {"kind": self.kind, "channels": channels, **options, **noise}
+        self.settings: dict[str, Any] = {
+            "kind": self.kind,
+            "channels": channels,
+            **options,
+            **noise,
+        }
         """Arguments of the constructor, as JSON."""
 
 
@@ -97,7 +114,9 @@ class PixelNoise(Action):
 
     kind = "pixels"
 
-    def __init__(self, channels: int = 3, *, std: float | Sequence[float] = 0.01, learned: bool = False) -> None:
+    def __init__(
+        self, channels: int = 3, *, std: float | Sequence[float] = 0.01, learned: bool = False
+    ) -> None:
         super().__init__(channels, channels, std, learned=learned)
 
     def forward(self, network: NetworkCall, x: Images) -> tuple[Grid, Images | None]:
@@ -130,8 +149,13 @@ class GridAction(Action):
         detached: bool = True,
     ) -> None:
         if self.bands and channels not in self.bands:
-            raise GruppoError(f"channels={channels} has no detail bands; 1 (gray) and 3 (color) have. Set one of them.")
-        bands, options = self.bands.get(channels), {"grid": grid, "smooth": smooth, "detached": detached}
+            raise GruppoError(
+                f"channels={channels} has no detail bands; 1 (gray) and 3 (color) have. Set one of them."
+            )
+        bands, options = (
+            self.bands.get(channels),
+            {"grid": grid, "smooth": smooth, "detached": detached},
+        )
         std = self.default_std if std is None else std
         super().__init__(channels, bands or channels, std, learned=learned, **options)
         self.grid, self.smooth, self.detached = grid, smooth, detached
@@ -141,13 +165,19 @@ class GridAction(Action):
         base = network(x)
         seen = base.detach() if self.detached else base
         # the degraded image beside the restored one, or the restored one beside its bands
-        features = [seen, detail_bands(seen).flatten(1, 2) * DETAIL_SCALE] if self.bands else [x.to(base), seen]
+        features = (
+            [seen, detail_bands(seen).flatten(1, 2) * DETAIL_SCALE]
+            if self.bands
+            else [x.to(base), seen]
+        )
         return self.head(torch.cat(features, dim=1)), base
 
     def render(self, network: NetworkCall, x: Images, base: Images | None, action: Grid) -> Images:
         assert base is not None
         numbers = upsample(action.to(base), *base.shape[-2:], smooth=self.smooth)  # [N, K, H, W]
-        return base + ((numbers[:, :, None] * detail_bands(base)).sum(dim=1) if self.bands else numbers)
+        return base + (
+            (numbers[:, :, None] * detail_bands(base)).sum(dim=1) if self.bands else numbers
+        )
 
 
 class LowResolution(GridAction):
@@ -204,10 +234,14 @@ class Controls(Action):
         learned: bool = False,
         unit: bool = False,
     ) -> None:
-        parsed = [one if isinstance(one, Control) else Control(**one) for one in controls]  # a mapping where saved
+        parsed = [
+            one if isinstance(one, Control) else Control(**one) for one in controls
+        ]  # a mapping where saved
         names = [control.name for control in parsed]
         if not names or len(set(names)) != len(names):
-            raise GruppoError(f"the controls are {names}; there needs to be one at least, and each once.")
+            raise GruppoError(
+                f"the controls are {names}; there needs to be one at least, and each once."
+            )
         for one in parsed:
             if not one.low < one.high or not one.low <= one.start <= one.high:
                 raise GruppoError(f"""the control {one.name!r} starts at {one.start:g} and has the range {one.low:g} to
@@ -216,7 +250,9 @@ class Controls(Action):
         super().__init__(channels, len(names), std, learned=learned, controls=listed, unit=unit)
         self.controls, self.unit = parsed, unit
         self.head = MeanHead(2 * channels, len(names), 1)
-        spans = torch.tensor([[float(getattr(one, name)) for one in parsed] for name in ("low", "high", "start")])
+        spans = torch.tensor(
+            [[float(getattr(one, name)) for one in parsed] for name in ("low", "high", "start")]
+        )
         self.register_buffer("_spans", spans, persistent=False)  # saved in ``settings``
         self._read = [n for n, name in enumerate(names) if name != MIX]
         self._mix = names.index(MIX) if MIX in names else None
@@ -246,7 +282,11 @@ class Controls(Action):
         for control in self.controls:
             value = 1.0 if control.name == MIX else columns.get(control.name)
             if isinstance(value, bool) or not isinstance(value, int | float):
-                got = f"{value!r} as {control.name!r}" if control.name in columns else f"no column {control.name!r}"
+                got = (
+                    f"{value!r} as {control.name!r}"
+                    if control.name in columns
+                    else f"no column {control.name!r}"
+                )
                 raise GruppoError(f"""has {got}; supervises='told' gives the network that number. Use data that have it,
                     such as lines:blur=0.5-2,noise=10-40, or name the control as the data do.""")
             if control.name != MIX and not control.low <= value <= control.high:
@@ -266,7 +306,9 @@ class Controls(Action):
 
 # --- by name ----------------------------------------------------------------------------------------------------------
 
-ACTIONS: dict[str, Callable[..., Action]] = {one.kind: one for one in (PixelNoise, LowResolution, BandGains, Controls)}
+ACTIONS: dict[str, Callable[..., Action]] = {
+    one.kind: one for one in (PixelNoise, LowResolution, BandGains, Controls)
+}
 EXAMPLES = "pixels:std=0.01, low_resolution:grid=8, band_gains:grid=8,std=0.15 or controls:noise=0-1@0.5,mix=0-1@1"
 
 
@@ -284,7 +326,9 @@ def open_action(text: str, channels: int = 3) -> Action:
         try:
             if name in known and name not in ("channels", "controls"):
                 is_bool, is_int = value.lower() in ("true", "false"), value.lstrip("+-").isdigit()
-                options[name] = value.lower() == "true" if is_bool else int(value) if is_int else float(value)
+                options[name] = (
+                    value.lower() == "true" if is_bool else int(value) if is_int else float(value)
+                )
             elif kind == "controls":
                 span, at, start = value.partition("@")
                 low, dash, high = span.partition("-")
@@ -294,5 +338,7 @@ def open_action(text: str, channels: int = 3) -> Action:
             else:
                 raise ValueError(f"it has no option {name!r}")
         except ValueError as error:
-            raise GruppoError(f"the action {text!r} is not understood ({error}); write {EXAMPLES}.") from None
+            raise GruppoError(
+                f"the action {text!r} is not understood ({error}); write {EXAMPLES}."
+            ) from None
     return ACTIONS[kind](*([controls] if kind == "controls" else []), channels=channels, **options)

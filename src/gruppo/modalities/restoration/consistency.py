@@ -27,7 +27,9 @@ class ToReference:
 
     loss: PixelLoss = "charbonnier"
 
-    def __call__(self, policy: Any, rollouts: Rollouts, likelihood: Likelihood, ref: Likelihood) -> Images:
+    def __call__(
+        self, policy: Any, rollouts: Rollouts, likelihood: Likelihood, ref: Likelihood
+    ) -> Images:
         if ref.output is None:
             raise GruppoError("""consistency to a reference needs its image, which its likelihood lacks. Pass
                 outputs=("output",).""")
@@ -45,17 +47,25 @@ class Equivariance:
     loss: PixelLoss = "charbonnier"
     seed: int = 0
 
-    def __call__(self, policy: Any, rollouts: Rollouts, likelihood: Likelihood, ref: Likelihood) -> Images:
+    def __call__(
+        self, policy: Any, rollouts: Rollouts, likelihood: Likelihood, ref: Likelihood
+    ) -> Images:
         x = rollouts.shared["degraded"]  # [P, C, H, W]
-        choices = [self.choice(prompt, is_square=x.shape[-1] == x.shape[-2]) for prompt in rollouts.prompts]
+        choices = [
+            self.choice(prompt, is_square=x.shape[-1] == x.shape[-2]) for prompt in rollouts.prompts
+        ]
         rows = [choices[group] for group in rollouts.group_ids.tolist()]
         inputs = torch.stack(list(map(apply_symmetry, x, choices))).to(policy.device)
         kind = policy.supervises if "demonstration" in rollouts.per_row else "output"
-        restored = policy.output_of(inputs, kind, rollouts.prompts)[rollouts.group_ids.to(policy.device)]
+        restored = policy.output_of(inputs, kind, rollouts.prompts)[
+            rollouts.group_ids.to(policy.device)
+        ]
         flipped = torch.stack(list(map(apply_symmetry, likelihood.output, rows)))
         losses = []
         for pixels, choice in zip(PIXEL_LOSSES[self.loss](restored, flipped), rows, strict=True):
-            pixels = pixels.rot90(-(choice % 4), dims=(-2, -1))  # undo T: a patch has the loss of its own pixels
+            pixels = pixels.rot90(
+                -(choice % 4), dims=(-2, -1)
+            )  # undo T: a patch has the loss of its own pixels
             losses.append(pixels.flip(-1) if choice >= 4 else pixels)
         return torch.stack(losses)
 
@@ -76,8 +86,12 @@ class ToDegraded:
     degrade: Degradation
     loss: PixelLoss = "charbonnier"
 
-    def __call__(self, policy: Any, rollouts: Rollouts, likelihood: Likelihood, ref: Likelihood) -> Images:
-        degraded = self.degrade(likelihood.output, [rollouts.prompts[n] for n in rollouts.group_ids.tolist()])
+    def __call__(
+        self, policy: Any, rollouts: Rollouts, likelihood: Likelihood, ref: Likelihood
+    ) -> Images:
+        degraded = self.degrade(
+            likelihood.output, [rollouts.prompts[n] for n in rollouts.group_ids.tolist()]
+        )
         x = rollouts.shared["degraded"][rollouts.group_ids].to(degraded)  # [b, C, H, W]
         if degraded.shape != x.shape:
             raise GruppoError(f"""degraded again, {list(likelihood.output.shape)} became {list(degraded.shape)}; the
@@ -85,5 +99,8 @@ class ToDegraded:
         return PIXEL_LOSSES[self.loss](degraded, x)
 
 
-CONSISTENCIES: dict[str, Callable[..., Consistency]] = {"reference": ToReference, "equivariance": Equivariance}
+CONSISTENCIES: dict[str, Callable[..., Consistency]] = {
+    "reference": ToReference,
+    "equivariance": Equivariance,
+}
 """By name; ``ToDegraded`` needs a degradation."""

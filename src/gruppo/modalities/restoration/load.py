@@ -29,11 +29,16 @@ def open_network(spec: str, *, channels: int = 3, conditions: int = 0, seed: int
     A class or function from a file is called with those of ``channels`` and ``conditions`` that it accepts.
     """
     kind, _, rest = spec.partition(":")
-    with torch.random.fork_rng(devices=[]):  # a network of the user's draws from the global generator too
+    with torch.random.fork_rng(
+        devices=[]
+    ):  # a network of the user's draws from the global generator too
         torch.manual_seed(seed_at(seed, "network") % 2**63)
         if kind in NETWORKS:
             names = inspect.signature(NETWORKS[kind]).parameters.keys()
-            known, options = [n for n in names if n not in ("channels", "conditions")], dict[str, int]()
+            known, options = (
+                [n for n in names if n not in ("channels", "conditions")],
+                dict[str, int](),
+            )
             for part in filter(None, rest.split(",")):
                 name, _, value = (word.strip() for word in part.partition("="))
                 if name not in known or not value.isdigit():
@@ -49,7 +54,9 @@ def open_network(spec: str, *, channels: int = 3, conditions: int = 0, seed: int
         if isinstance(loaded, nn.Module):
             return loaded
         if not callable(loaded):
-            raise GruppoError(f"{spec} is a {type(loaded).__name__}; it needs to be a module or a function of one.")
+            raise GruppoError(
+                f"{spec} is a {type(loaded).__name__}; it needs to be a module or a function of one."
+            )
         try:
             known = list(inspect.signature(loaded).parameters)
             sizes = {"channels": channels, "conditions": conditions}
@@ -59,7 +66,9 @@ def open_network(spec: str, *, channels: int = 3, conditions: int = 0, seed: int
             raise GruppoError(f"""{spec} cannot be called without further arguments ({type(error).__name__}: {reason}).
                 Give them defaults; it may take channels and conditions.""") from error
     if not isinstance(network, nn.Module):
-        raise GruppoError(f"{spec} returned a {type(network).__name__}; it needs a torch.nn.Module. Return one.")
+        raise GruppoError(
+            f"{spec} returned a {type(network).__name__}; it needs a torch.nn.Module. Return one."
+        )
     return network
 
 
@@ -68,7 +77,11 @@ def load_network(network: nn.Module, path: str | Path) -> None:
     path, prefix = Path(path).expanduser(), "network."
     if path.is_dir():
         saved = _read_folder(path)[1]
-        weights = {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
+        weights = {
+            name.removeprefix(prefix): value
+            for name, value in saved.items()
+            if name.startswith(prefix)
+        }
     else:
         weights = read_safetensors(path)
     load_strictly(network, weights, str(path))
@@ -90,7 +103,9 @@ def open_restorer(
     """
     if isinstance(consistency, str) and consistency not in CONSISTENCIES:
         known = ", ".join(map(repr, CONSISTENCIES))
-        raise GruppoError(f"consistency={consistency!r} is not one of {known}, or a ToDegraded. Set 'reference'.")
+        raise GruppoError(
+            f"consistency={consistency!r} is not one of {known}, or a ToDegraded. Set 'reference'."
+        )
     consistency = CONSISTENCIES[consistency]() if isinstance(consistency, str) else consistency
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_at(seed, "action") % 2**63)
@@ -98,7 +113,9 @@ def open_restorer(
     module = open_network(network, channels=channels, conditions=opened.conditions, seed=seed)
     if weights is not None:
         load_network(module, weights)
-    return RestorationPolicy(module, opened, channels=channels, consistency=consistency, spec=network, **options)
+    return RestorationPolicy(
+        module, opened, channels=channels, consistency=consistency, spec=network, **options
+    )
 
 
 def load_restorer(
@@ -115,10 +132,14 @@ def load_restorer(
     if network is None and settings["sizes"] is not None:
         network = NETWORKS[spec](**settings["sizes"])
     elif network is None and not spec:
-        raise GruppoError(f"{folder} holds the weights of a module of your own. Give load_restorer that module.")
+        raise GruppoError(
+            f"{folder} holds the weights of a module of your own. Give load_restorer that module."
+        )
     elif network is None:
         with trust.opening(folder, trust.imports(spec)):
-            network = open_network(spec, channels=settings["channels"], conditions=opened.conditions)
+            network = open_network(
+                spec, channels=settings["channels"], conditions=opened.conditions
+            )
     load_strictly(Restorer(network, opened), weights, str(folder))
     options = {name: settings[name] for name in ("channels", *SAVED)}
     return RestorationPolicy(network, opened, consistency=consistency, spec=spec, **options)
@@ -127,4 +148,10 @@ def load_restorer(
 def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Settings and weights of a policy's folder."""
     kind = "restoration policy"
-    return read_policy(folder, SETTINGS, WEIGHTS, kind, lambda x: (x["action"]["kind"], x["channels"], x["network"]))
+    return read_policy(
+        folder,
+        SETTINGS,
+        WEIGHTS,
+        kind,
+        lambda x: (x["action"]["kind"], x["channels"], x["network"]),
+    )

@@ -39,13 +39,21 @@ class RestorationModality(Modality):
     has_lengths = False
 
     def matches(self, model: str) -> bool:
-        return model.startswith(NEW) or (bool(model) and (Path(model_of(model)) / SETTINGS).is_file())
+        return model.startswith(NEW) or (
+            bool(model) and (Path(model_of(model)) / SETTINGS).is_file()
+        )
 
     def validate(self, config: Config) -> None:
         refuse_unused_options(config, self, has_consistency=True)
-        chosen, default, model = config.section(RestorationConfig), RestorationConfig(), config.model
+        chosen, default, model = (
+            config.section(RestorationConfig),
+            RestorationConfig(),
+            config.model,
+        )
         is_new, cons_coef = model.startswith(NEW), highest(config, "cons_coef")
-        changed = next((name for name in NEW_OPTIONS if getattr(chosen, name) != getattr(default, name)), None)
+        changed = next(
+            (name for name in NEW_OPTIONS if getattr(chosen, name) != getattr(default, name)), None
+        )
         if model == NEW:
             raise GruppoError(f"""--model {model!r} names no network. Set --model {NEW}unet, {NEW}dncnn or
                 {NEW}FILE.py:Class.""")
@@ -71,7 +79,9 @@ class RestorationModality(Modality):
 
     def open(self, config: Config, data: PromptSource) -> tuple[Policy, dict[str, Any]]:
         if not config.model.startswith(NEW):
-            return self.adapt(config, load_restorer(model_of(config.model)), data), {"name": config.model}
+            return self.adapt(config, load_restorer(model_of(config.model)), data), {
+                "name": config.model
+            }
         chosen, first = config.section(RestorationConfig), peek(data)[0].inputs
         if not isinstance(first, torch.Tensor) or first.ndim != 3:
             raise DataError(f"""--model {config.model} restores images, and the data {config.data!r} have none: a prompt
@@ -87,8 +97,12 @@ class RestorationModality(Modality):
         """Return a policy over the same weights, with the options that say what is trained, and on what."""
         assert isinstance(policy, RestorationPolicy)
         chosen, module = config.section(RestorationConfig), policy.module
-        if changed := {name: value for name in OPTIONS if (value := getattr(chosen, name)) is not None}:
-            if policy.trains == "action":  # undo that freeze; weights that a caller froze stay frozen
+        if changed := {
+            name: value for name in OPTIONS if (value := getattr(chosen, name)) is not None
+        }:
+            if (
+                policy.trains == "action"
+            ):  # undo that freeze; weights that a caller froze stay frozen
                 module.network.requires_grad_(True)
             options: dict[str, Any] = {name: getattr(policy, name) for name in KEPT} | changed
             policy = RestorationPolicy(module.network, module.action, **options)
@@ -105,7 +119,9 @@ class RestorationModality(Modality):
                 raise GruppoError("""restoration.consistency='degradation' degrades a restored image as the data were,
                     and these data do not say how. Set --data photos:... or degrade:..., or --restoration.consistency
                     FILE.py:function.""")
-            policy.consistency = ToDegraded(lambda x, prompts: degradation.expected(x, [p.meta for p in prompts]), loss)
+            policy.consistency = ToDegraded(
+                lambda x, prompts: degradation.expected(x, [p.meta for p in prompts]), loss
+            )
         elif ":" not in name:
             known = ", ".join([*CONSISTENCIES, "degradation"])
             raise GruppoError(f"""restoration.consistency={name!r} is not one of {known} or FILE.py:function. Set
@@ -114,11 +130,18 @@ class RestorationModality(Modality):
             policy.consistency = ToDegraded(function, loss)
         else:
             kind = type(function).__name__
-            raise GruppoError(f"{name} is a {kind}; a degradation is a function of images and prompts.")
+            raise GruppoError(
+                f"{name} is a {kind}; a degradation is a function of images and prompts."
+            )
         return policy
 
     def load(
-        self, model: str, *, compute: Any = "auto", trust_remote_code: bool = False, is_merged: bool = False
+        self,
+        model: str,
+        *,
+        compute: Any = "auto",
+        trust_remote_code: bool = False,
+        is_merged: bool = False,
     ) -> Policy:
         return load_restorer(model_of(model))
 
@@ -126,14 +149,18 @@ class RestorationModality(Modality):
         columns = policy.columns if isinstance(policy, RestorationPolicy) else 1
         return replace(config.rollout.sampling, max_actions=columns)
 
-    def check(self, config: Config, policy: Policy, sampling: Any, data: PromptSource, rewards: Any) -> None:
+    def check(
+        self, config: Config, policy: Policy, sampling: Any, data: PromptSource, rewards: Any
+    ) -> None:
         assert isinstance(policy, RestorationPolicy)
         sampling = policy.check_sampling(sampling)
         policy.check_sampling(sampling.greedy())
         first = peek(data)
         refused = [policy.check_prompt(prompt, sampling) for prompt in first]
         if all(refused):
-            raise DataError(f"none of the first {len(first)} prompts of {config.data!r} can be restored: {refused[0]}")
+            raise DataError(
+                f"none of the first {len(first)} prompts of {config.data!r} can be restored: {refused[0]}"
+            )
         if policy.columns > 1 and config.objective.credit == "return_to_go":
             raise GruppoError(f"""objective.credit='return_to_go' is for actions that follow each other, and the
                 {policy.columns} patches of an image are side by side. Set --objective.credit position or outcome.""")
@@ -148,22 +175,32 @@ class RestorationModality(Modality):
 
     def parameter_groups(self, config: Config, policy: Policy) -> list[ParameterGroup]:
         """Group by unit: the action's gradient is of nats and the network's of pixels, with limits of their own."""
-        names = [name for name, parameter in policy.module.named_parameters() if parameter.requires_grad]
+        names = [
+            name for name, parameter in policy.module.named_parameters() if parameter.requires_grad
+        ]
         network = tuple(name for name in names if not name.startswith("action."))
         action = tuple(name for name in names if name.startswith("action."))
         factor = config.section(RestorationConfig).action_lr_factor
-        groups = ParameterGroup(network), ParameterGroup(action, lr_factor=factor, norm="action_norm")
+        groups = (
+            ParameterGroup(network),
+            ParameterGroup(action, lr_factor=factor, norm="action_norm"),
+        )
         return [group for group in groups if group.names]
 
     def consistency_reads_reference(self, config: Config) -> bool:
-        return highest(config, "cons_coef") > 0 and config.section(RestorationConfig).consistency == "reference"
+        return (
+            highest(config, "cons_coef") > 0
+            and config.section(RestorationConfig).consistency == "reference"
+        )
 
     def absolute_paths(self, config: Config, absolute: Callable[[str], str]) -> Config:
         chosen, model = config.section(RestorationConfig), config.model
         if model.startswith(NEW):
             file, colon, name = model.removeprefix(NEW).rpartition(":")
             model = f"{NEW}{absolute(file)}:{name}" if colon and file.endswith(".py") else model
-        restoration = replace(chosen, weights=absolute(chosen.weights), consistency=absolute(chosen.consistency))
+        restoration = replace(
+            chosen, weights=absolute(chosen.weights), consistency=absolute(chosen.consistency)
+        )
         return replace(config, model=model, modality=restoration)
 
 

@@ -24,12 +24,21 @@ class DnCNN(nn.Module):
     statistics would make it another function in training.
     """
 
-    def __init__(self, channels: int = 3, *, width: int = 32, depth: int = 6, conditions: int = 0) -> None:
+    def __init__(
+        self, channels: int = 3, *, width: int = 32, depth: int = 6, conditions: int = 0
+    ) -> None:
         super().__init__()
         _check_sizes(channels, width, conditions)
         if depth < 2:
-            raise GruppoError(f"depth={depth} leaves no layer between the first and the last; use 2 or more.")
-        self.sizes = {"channels": channels, "width": width, "depth": depth, "conditions": conditions}
+            raise GruppoError(
+                f"depth={depth} leaves no layer between the first and the last; use 2 or more."
+            )
+        self.sizes = {
+            "channels": channels,
+            "width": width,
+            "depth": depth,
+            "conditions": conditions,
+        }
         inputs, layers = [channels + conditions, *[width] * (depth - 2)], list[nn.Module]()
         for count in inputs:
             layers += [nn.Conv2d(count, width, 3, padding=1), nn.ReLU()]
@@ -65,7 +74,9 @@ class RestorationUNet(nn.Module):
     def forward(self, x: Images, conditions: Float[Tensor, "N K"] | None = None) -> Images:
         height, width = x.shape[-2:]
         inputs = _with_conditions(x, conditions, self.sizes["conditions"])
-        inputs = pad(inputs, (0, -width % 4, 0, -height % 4), mode="replicate")  # sides that are halved twice
+        inputs = pad(
+            inputs, (0, -width % 4, 0, -height % 4), mode="replicate"
+        )  # sides that are halved twice
         fine = self.fine(self.conv_in(pixel_unshuffle(inputs, 2)))  # [N, width, H/2, W/2]
         coarse = self.coarse(self.down(fine))  # [N, 2 width, H/4, W/4]
         residual = self.conv_out(self.merge(fine + pixel_shuffle(self.up(coarse), 2)))
@@ -77,13 +88,18 @@ class PlainResBlock(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.first, self.second = nn.Conv2d(width, width, 3, padding=1), nn.Conv2d(width, width, 3, padding=1)
+        self.first, self.second = (
+            nn.Conv2d(width, width, 3, padding=1),
+            nn.Conv2d(width, width, 3, padding=1),
+        )
 
     def forward(self, x: Float[Tensor, "N C h w"]) -> Float[Tensor, "N C h w"]:
         return x + self.second(relu(self.first(x)))
 
 
-def _with_conditions(x: Images, conditions: Tensor | None, count: int) -> Float[Tensor, "N C+K H W"]:
+def _with_conditions(
+    x: Images, conditions: Tensor | None, count: int
+) -> Float[Tensor, "N C+K H W"]:
     """Append each condition as a constant channel (Zhang et al. 2018, arXiv 1710.04026)."""
     if not count:
         return x
@@ -95,9 +111,15 @@ def _with_conditions(x: Images, conditions: Tensor | None, count: int) -> Float[
 
 
 def _check_sizes(channels: int, width: int, conditions: int) -> None:
-    for name, value, least in (("channels", channels, 1), ("width", width, 1), ("conditions", conditions, 0)):
+    for name, value, least in (
+        ("channels", channels, 1),
+        ("width", width, 1),
+        ("conditions", conditions, 0),
+    ):
         if not isinstance(value, int) or value < least:
-            raise GruppoError(f"{name}={value!r} is out of range; it needs a whole number of at least {least}.")
+            raise GruppoError(
+                f"{name}={value!r} is out of range; it needs a whole number of at least {least}."
+            )
 
 
 NETWORKS: dict[str, type[DnCNN] | type[RestorationUNet]] = {"dncnn": DnCNN, "unet": RestorationUNet}
@@ -116,7 +138,9 @@ class Restorer(nn.Module):
         self.network, self.action = network, action
 
     def call_network(self, x: Images, *conditions: Tensor) -> Images:
-        dtype = next((p.dtype for p in self.network.parameters()), torch.float32)  # a fixed filter has no parameters
+        dtype = next(
+            (p.dtype for p in self.network.parameters()), torch.float32
+        )  # a fixed filter has no parameters
         y = self.network(x.to(dtype), *(one.to(dtype) for one in conditions))
         if not isinstance(y, Tensor) or y.shape != x.shape:
             got = f"{list(y.shape)}" if isinstance(y, Tensor) else f"a {type(y).__name__}"
@@ -131,7 +155,9 @@ class Restorer(nn.Module):
     @torch.no_grad()
     def probe(self, channels: int) -> None:
         """Raise GruppoError for a network that cannot restore images with this number of channels."""
-        x = torch.full((1, channels, PROBE_SIDE, PROBE_SIDE), 0.5, device=next(self.parameters()).device)
+        x = torch.full(
+            (1, channels, PROBE_SIDE, PROBE_SIDE), 0.5, device=next(self.parameters()).device
+        )
         name = type(self.network).__name__
         try:
             mean, base = self(x)
@@ -139,7 +165,10 @@ class Restorer(nn.Module):
         except GruppoError:
             raise
         except Exception as error:  # a network of the user's: anything
-            reason, count = " ".join(str(error).split()) or type(error).__name__, self.action.conditions
+            reason, count = (
+                " ".join(str(error).split()) or type(error).__name__,
+                self.action.conditions,
+            )
             inputs = f"[N, {channels}, H, W]" + (f" and conditions [N, {count}]" if count else "")
             raise GruppoError(f"""the network {name} cannot restore images {list(x.shape)}: {reason:.300}. It needs to
                 take {inputs} and to return the same size. Set channels, or another network.""") from error

@@ -32,7 +32,17 @@ from gruppo.modalities.restoration.consistency import Consistency, ToReference
 from gruppo.modalities.restoration.networks import NETWORKS, Restorer
 from gruppo.protocols import Outputs, Policy
 from gruppo.seeds import generator_at
-from gruppo.types import Gaussian, GruppoError, Likelihood, MicroBatch, Prompt, Request, Rollouts, Sampling, Stat
+from gruppo.types import (
+    Gaussian,
+    GruppoError,
+    Likelihood,
+    MicroBatch,
+    Prompt,
+    Request,
+    Rollouts,
+    Sampling,
+    Stat,
+)
 
 SUPERVISED = {
     "output": "the image of the mean action",
@@ -75,7 +85,10 @@ class RestorationPolicy(Policy):
     likelihood_outputs = frozenset({"entropy", "entropy_value", "gaussian", "output", "values"})
     action_name, budget_name, renders_images = "action", "squares", True
     actions_are_positions = True
-    out_of_memory_hint = ("one image", "Crop the data smaller (crop=64), or train a smaller network.")
+    out_of_memory_hint = (
+        "one image",
+        "Crop the data smaller (crop=64), or train a smaller network.",
+    )
     module: Restorer
     batch_rows = 64
     """Rows sampled together."""
@@ -93,7 +106,11 @@ class RestorationPolicy(Policy):
         consistency: Consistency | None = None,
         spec: str = "",
     ) -> None:
-        given = {"trains": (trains, Trains), "loss": (loss, PixelLoss), "supervises": (supervises, Supervises)}
+        given = {
+            "trains": (trains, Trains),
+            "loss": (loss, PixelLoss),
+            "supervises": (supervises, Supervises),
+        }
         for name, (value, literal) in given.items():
             if value not in (choices := get_args(literal)):
                 known = ", ".join(map(repr, choices))
@@ -102,7 +119,9 @@ class RestorationPolicy(Policy):
             raise GruppoError(f"""the action is for {action.channels} channels and the network for {channels}; give both
                 the same.""")
         if patches < 1:
-            raise GruppoError(f"patches={patches} is out of range; set 1 for an image as one action.")
+            raise GruppoError(
+                f"patches={patches} is out of range; set 1 for an image as one action."
+            )
         if action.grid is not None and action.grid % patches:
             raise GruppoError(f"""the action's grid of {action.grid} x {action.grid} cannot be cut into {patches} x
                 {patches} equal patches; its side needs to be a multiple of {patches}. Set patches 1, or another
@@ -113,7 +132,9 @@ class RestorationPolicy(Policy):
         if trains == "action" and supervises != "output":
             raise GruppoError(f"""supervises={supervises!r} trains the network alone, and trains='action' freezes it.
                 Set trains='all', or supervises='output'.""")
-        if trains == "action" and not any(parameter.requires_grad for parameter in action.parameters()):
+        if trains == "action" and not any(
+            parameter.requires_grad for parameter in action.parameters()
+        ):
             raise GruppoError(f"""trains='action' leaves nothing to train: the action {action.kind!r} has no weights but
                 its std, which is fixed. Set trains='all', or learned=true.""")
         if trains == "action":
@@ -132,10 +153,16 @@ class RestorationPolicy(Policy):
     def dims(self, image: Sequence[int]) -> int:
         """Return the number of dimensions of one action, for an image [C, H, W]."""
         action = self.module.action
-        return action.count * (math.prod(image[1:]) if action.grid is None else action.grid**2) // self.columns
+        return (
+            action.count
+            * (math.prod(image[1:]) if action.grid is None else action.grid**2)
+            // self.columns
+        )
 
     def shard(self, apply: Callable[..., None]) -> None:
-        apply(self.module, blocks_of(self.module.network))  # parts of the action are read without calling them
+        apply(
+            self.module, blocks_of(self.module.network)
+        )  # parts of the action are read without calling them
 
     def recompute(self) -> None:
         recompute_layers(self.module.network)
@@ -144,9 +171,18 @@ class RestorationPolicy(Policy):
         """Write the weights and the settings; ``load_restorer`` reads them. Only networks of gruppo have sizes."""
         network: Any = self.module.network
         name = next((name for name, kind in NETWORKS.items() if isinstance(network, kind)), None)
-        settings = {"network": name or self.spec, "channels": self.channels, "action": self.module.action.settings}
-        settings |= {field: getattr(self, field) for field in SAVED} | {"sizes": network.sizes if name else None}
-        weights = {name: w.detach().cpu().contiguous().clone() for name, w in self.module.state_dict().items()}
+        settings = {
+            "network": name or self.spec,
+            "channels": self.channels,
+            "action": self.module.action.settings,
+        }
+        settings |= {field: getattr(self, field) for field in SAVED} | {
+            "sizes": network.sizes if name else None
+        }
+        weights = {
+            name: w.detach().cpu().contiguous().clone()
+            for name, w in self.module.state_dict().items()
+        }
         folder.mkdir(parents=True, exist_ok=True)
         save_file(weights, folder / WEIGHTS)
         (folder / SETTINGS).write_text(json.dumps(settings, indent=1), encoding="utf-8")
@@ -154,11 +190,22 @@ class RestorationPolicy(Policy):
 
     # --- sampling -----------------------------------------------------------------------------------------------------
 
-    def describe(self, config: Any, sampling: Sampling, prompts: Sequence[Prompt], group_size: int) -> list[str]:
+    def describe(
+        self, config: Any, sampling: Sampling, prompts: Sequence[Prompt], group_size: int
+    ) -> list[str]:
         image, action = prompts[0].inputs, self.module.action.settings
-        settings = ", ".join(f"{name} {value}" for name, value in action.items() if name != "controls")
-        weights = {name: sum(p.numel() for p in part.parameters()) for name, part in self.module.named_children()}
-        parts = "" if self.patches == 1 else f"; one for each of {self.patches} x {self.patches} patches"
+        settings = ", ".join(
+            f"{name} {value}" for name, value in action.items() if name != "controls"
+        )
+        weights = {
+            name: sum(p.numel() for p in part.parameters())
+            for name, part in self.module.named_children()
+        }
+        parts = (
+            ""
+            if self.patches == 1
+            else f"; one for each of {self.patches} x {self.patches} patches"
+        )
         frozen = ", frozen" if self.trains == "action" else ""
         return [
             f"an image    {list(image.shape)}",
@@ -170,18 +217,31 @@ class RestorationPolicy(Policy):
             "evaluated   the image of the mean action",
         ]
 
-    def parse_prompt(self, text: str, *, is_plain: bool, read_image: Callable[..., Tensor]) -> Tensor:
+    def parse_prompt(
+        self, text: str, *, is_plain: bool, read_image: Callable[..., Tensor]
+    ) -> Tensor:
         return read_image(text, channels=self.channels)
 
     def batch_stats(
-        self, rollouts: Rollouts, rewards: Float[Tensor, "B"], sampling: Any, *, is_evaluation: bool = False
+        self,
+        rollouts: Rollouts,
+        rewards: Float[Tensor, "B"],
+        sampling: Any,
+        *,
+        is_evaluation: bool = False,
     ) -> dict[str, Stat]:
         """PSNR in dB to the clean images of an evaluation, whatever is rewarded."""
         if not is_evaluation:
             return {}
         targets = [rollouts.prompts[group].target for group in rollouts.group_ids.tolist()]
-        pairs = [(x, y) for x, y in zip(rollouts.completions, targets, strict=True) if isinstance(y, Tensor)]
-        values = [float(psnr(x[None], quantize(y)[None])[0].clamp(max=MAX_PSNR_DB)) for x, y in pairs]
+        pairs = [
+            (x, y)
+            for x, y in zip(rollouts.completions, targets, strict=True)
+            if isinstance(y, Tensor)
+        ]
+        values = [
+            float(psnr(x[None], quantize(y)[None])[0].clamp(max=MAX_PSNR_DB)) for x, y in pairs
+        ]
         return {"mean:psnr": Stat.of(torch.tensor(values, dtype=torch.float64))}
 
     def check_prompt(self, prompt: Prompt, sampling: Sampling) -> str | None:
@@ -210,7 +270,10 @@ class RestorationPolicy(Policy):
         temperature = float(self.check_sampling(sampling).temperature)
         refuse(*(self.check_prompt(request.prompt, sampling) for request in requests))
         images = stack_images([request.prompt.inputs for request in requests])
-        module, sampled = self.module.eval(), []  # dropout would make sampling and scoring two functions
+        module, sampled = (
+            self.module.eval(),
+            [],
+        )  # dropout would make sampling and scoring two functions
         std = math.sqrt(temperature or 1) * module.action.scale()[:, None, None]  # [K, 1, 1]
         for batch in row_batches(requests, images, self.batch_rows):
             assert batch.inputs is not None
@@ -218,15 +281,27 @@ class RestorationPolicy(Policy):
             means, base = module(x)  # [P, K, h, w], and [P, C, H, W] or None
             action = means.double()[group]  # [B, K, h, w]
             if temperature:
-                generators = [generator_at(seed, "restoration", *address) for address in batch.addresses]
-                noise = [torch.randn(tuple(action.shape[1:]), generator=generator) for generator in generators]
+                generators = [
+                    generator_at(seed, "restoration", *address) for address in batch.addresses
+                ]
+                noise = [
+                    torch.randn(tuple(action.shape[1:]), generator=generator)
+                    for generator in generators
+                ]
                 action = action + std * torch.stack(noise).to(self.device).double()
             action = action.float()  # rounded as it is stored, before it is scored
-            base = None if base is None else base[group]  # one forward of the network serves a group
+            base = (
+                None if base is None else base[group]
+            )  # one forward of the network serves a group
             restored = module.action.render(module.call_network, x[group], base, action).float()
-            is_finite = action.isfinite().flatten(1).all(dim=1) & restored.isfinite().flatten(1).all(dim=1)
+            is_finite = action.isfinite().flatten(1).all(dim=1) & restored.isfinite().flatten(
+                1
+            ).all(dim=1)
             mask = is_finite[:, None].expand(-1, self.columns)  # [B, T]
-            actions, means = to_columns(action, self.patches), to_columns(means, self.patches)[group]  # [B, T, K, h, w]
+            actions, means = (
+                to_columns(action, self.patches),
+                to_columns(means, self.patches)[group],
+            )  # [B, T, K, h, w]
             logprobs = masked_logprob(actions, means, std, mask).float()
             rollouts = image_rollouts(
                 batch.prompts,
@@ -245,7 +320,9 @@ class RestorationPolicy(Policy):
 
     # --- scoring ------------------------------------------------------------------------------------------------------
 
-    def micro_batches(self, rollouts: Rollouts, loss_mask: Bool[Tensor, "B T"], budget: int) -> list[MicroBatch]:
+    def micro_batches(
+        self, rollouts: Rollouts, loss_mask: Bool[Tensor, "B T"], budget: int
+    ) -> list[MicroBatch]:
         """Whole rows, those of a group together; each row costs its squares of 16 x 16 pixels.
 
         Every row counts, although the rows of a group share one forward of the network.
@@ -254,9 +331,15 @@ class RestorationPolicy(Policy):
         cost = max(-(-height * width // SQUARE**2), 1)
         rows = loss_mask.any(dim=1).nonzero()[:, 0]
         rows = rows[rollouts.group_ids[rows].argsort(stable=True)]
-        return [MicroBatch(part, slice(0, self.columns)) for part in rows.split(max(budget // cost, 1)) if len(part)]
+        return [
+            MicroBatch(part, slice(0, self.columns))
+            for part in rows.split(max(budget // cost, 1))
+            if len(part)
+        ]
 
-    def likelihood(self, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs = ()) -> Likelihood:
+    def likelihood(
+        self, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs = ()
+    ) -> Likelihood:
         """Joint log-prob of each action in float64 nats, 0 where mask is False. One network forward per prompt.
 
         "output" is the deterministic image [b, C, H, W], neither clamped nor rounded. Demonstrations always have it,
@@ -271,18 +354,28 @@ class RestorationPolicy(Policy):
             prompts = [rollouts.prompts[n] for n in prompt_ids.tolist()]
             return Likelihood(zeros, output=self.output_of(x, self.supervises, prompts)[group])
         mean, base = module(x)  # [P, K, h, w], and [P, C, H, W] or None
-        output = module.action.render(module.call_network, x, base, mean)[group] if "output" in outputs else None
+        output = (
+            module.action.render(module.call_network, x, base, mean)[group]
+            if "output" in outputs
+            else None
+        )
         mean = to_columns(mean, self.patches)[group][:, cols]  # [b, t, *E]
         # the density to the power 1 / t is a normal with t^(1/2) times the std; at temperature 0 rows are scored at 1
         temperature = rollouts.temperature[micro_batch.rows].double()
         factor = torch.where(temperature > 0, temperature, 1).sqrt().to(self.device)
-        std = factor[:, None, None, None, None] * module.action.scale()[:, None, None]  # [b, 1, K, 1, 1]
+        std = (
+            factor[:, None, None, None, None] * module.action.scale()[:, None, None]
+        )  # [b, 1, K, 1, 1]
         each_std = std.expand(mean.shape)
         values = None
         if "values" in outputs:
             # mean and mean square of each channel of a patch, of the degraded image and of the network's
-            images = torch.cat([one.to(self.compute_dtype) for one in (x, base) if one is not None], dim=1)
-            features = to_columns(torch.cat([images, images.square()], dim=1), self.patches).mean(dim=(-2, -1))
+            images = torch.cat(
+                [one.to(self.compute_dtype) for one in (x, base) if one is not None], dim=1
+            )
+            features = to_columns(torch.cat([images, images.square()], dim=1), self.patches).mean(
+                dim=(-2, -1)
+            )
             each = self._values(features.flatten(0, 1)).reshape(features.shape[:2])  # [P, T]
             values = torch.where(mask, each[group][:, cols], 0)
         wants_entropy = "entropy" in outputs or "entropy_value" in outputs
@@ -332,23 +425,31 @@ class RestorationPolicy(Policy):
         For demonstrations, or for rollouts of prompts with clean images, whose likelihood has its "output".
         """
         if likelihood.output is None:
-            raise GruppoError('the supervised loss needs the deterministic image. Pass outputs=("output",).')
+            raise GruppoError(
+                'the supervised loss needs the deterministic image. Pass outputs=("output",).'
+            )
         if "demonstration" not in rollouts.per_row:
             refuse(*map(self.check_demonstration, rollouts.prompts))
         clean = stack_images([prompt.target for prompt in rollouts.prompts])[rollouts.group_ids]
         loss = PIXEL_LOSSES[self.loss](likelihood.output, clean.to(likelihood.output))
         return to_columns(loss, self.patches).flatten(2).mean(dim=-1)
 
-    def consistency_loss(self, rollouts: Rollouts, likelihood: Likelihood, ref: Likelihood) -> Float[Tensor, "b t"]:
+    def consistency_loss(
+        self, rollouts: Rollouts, likelihood: Likelihood, ref: Likelihood
+    ) -> Float[Tensor, "b t"]:
         """Mean of ``consistency`` over the channels and pixels of each patch; ``likelihood`` has its "output"."""
         if likelihood.output is None:
-            raise GruppoError('the consistency loss needs the deterministic image. Pass outputs=("output",).')
+            raise GruppoError(
+                'the consistency loss needs the deterministic image. Pass outputs=("output",).'
+            )
         loss = self.consistency(self, rollouts, likelihood, ref)
         return to_columns(loss, self.patches).flatten(2).mean(dim=-1)
 
     # --- images -------------------------------------------------------------------------------------------------------
 
-    def output_of(self, x: Images, kind: Supervises = "output", prompts: Sequence[Prompt] = ()) -> Images:
+    def output_of(
+        self, x: Images, kind: Supervises = "output", prompts: Sequence[Prompt] = ()
+    ) -> Images:
         """Compute the deterministic images, with gradient, neither clamped nor rounded.
 
         ``kind``: at the mean action, without an action, or at the prompts' true controls; see ``supervises``.
@@ -357,10 +458,14 @@ class RestorationPolicy(Policy):
         action: Any = module.action
         network = module.call_network
         if kind == "told":
-            return action.restored(network, x, torch.tensor([action.true_values(p.meta) for p in prompts]).to(x))
+            return action.restored(
+                network, x, torch.tensor([action.true_values(p.meta) for p in prompts]).to(x)
+            )
         if kind == "base" and not isinstance(action, Controls):
             return network(x)
-        zeros = torch.zeros(len(x), action.count, 1, 1, device=x.device)  # every control at its start
+        zeros = torch.zeros(
+            len(x), action.count, 1, 1, device=x.device
+        )  # every control at its start
         mean, base = (zeros, None) if kind == "base" else module(x)
         return action.render(network, x, base, mean)
 
@@ -370,11 +475,16 @@ class RestorationPolicy(Policy):
         for image in images:
             if error := image_error(image, "input", self.channels):
                 raise GruppoError(f"an image to restore {error}")
-        parts = [self.output_of(part.float().to(self.device)).float().cpu() for part in images.split(self.batch_rows)]
+        parts = [
+            self.output_of(part.float().to(self.device)).float().cpu()
+            for part in images.split(self.batch_rows)
+        ]
         return quantize(torch.cat(parts))
 
 
-def masked_logprob(actions: Tensor, mean: Tensor, std: Tensor, mask: Bool[Tensor, "b t"]) -> Float[Tensor, "b t"]:
+def masked_logprob(
+    actions: Tensor, mean: Tensor, std: Tensor, mask: Bool[Tensor, "b t"]
+) -> Float[Tensor, "b t"]:
     """Log-prob of N(mean, std^2), 0 where mask is False; std is broadcast.
 
     Selects before computing: actions outside of the mask may be NaN, which would reach the gradient.
@@ -389,7 +499,11 @@ def to_columns(grid: Float[Tensor, "N K H W"], side: int) -> Float[Tensor, "N T 
     """Cut a grid into T = side x side patches, row by row from the top left; with side 1 it is one patch."""
     n, k, height, width = grid.shape
     h, w = height // side, width // side
-    return grid.reshape(n, k, side, h, side, w).permute(0, 2, 4, 1, 3, 5).reshape(n, side * side, k, h, w)
+    return (
+        grid.reshape(n, k, side, h, side, w)
+        .permute(0, 2, 4, 1, 3, 5)
+        .reshape(n, side * side, k, h, w)
+    )
 
 
 def stack_images(images: Sequence[Tensor]) -> Images:

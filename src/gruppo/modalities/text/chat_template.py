@@ -20,31 +20,63 @@ log = logging.getLogger("gruppo")
 BUNDLED_TEMPLATES = {"chatml-tools": "chatml_tools.jinja"}
 """Templates of gruppo, by the name that ``prompts.chat_template`` takes."""
 MAX_TEMPLATE_BYTES = 1 << 20
-SET_BY_GRUPPO = ("add_generation_prompt", "chat_template", "continue_final_message", "messages", "tokenize", "tools")
+SET_BY_GRUPPO = (
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "messages",
+    "tokenize",
+    "tools",
+)
 
-_QUESTION, _RESULT, _ARGUMENT, _THOUGHT = "probe question", "probe result", "probe argument", "probe thought"
-_TEXT, _NUMBER = {"type": "string", "description": "A text."}, {"type": "integer", "description": "A number."}
-_PARAMETERS = {"type": "object", "properties": {"text": _TEXT, "number": _NUMBER}, "required": ["text", "number"]}
+_QUESTION, _RESULT, _ARGUMENT, _THOUGHT = (
+    "probe question",
+    "probe result",
+    "probe argument",
+    "probe thought",
+)
+_TEXT, _NUMBER = (
+    {"type": "string", "description": "A text."},
+    {"type": "integer", "description": "A number."},
+)
+_PARAMETERS = {
+    "type": "object",
+    "properties": {"text": _TEXT, "number": _NUMBER},
+    "required": ["text", "number"],
+}
 _SCHEMA = {"name": "probe_tool", "description": "A probe.", "parameters": _PARAMETERS}
 _PROBE_TOOL = {"type": "function", "function": _SCHEMA}
 _CALLED = {"name": "probe_tool", "arguments": {"text": _ARGUMENT, "number": 7}}
 _PROBE_CALL = {"type": "function", "id": "000000001", "function": _CALLED}
-_USER, _TOOL = {"role": "user", "content": _QUESTION}, {"role": "tool", "name": "probe_tool", "content": _RESULT}
+_USER, _TOOL = (
+    {"role": "user", "content": _QUESTION},
+    {"role": "tool", "name": "probe_tool", "content": _RESULT},
+)
 _CALLING = {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]}
 
 
 def read_template(name: str) -> str:
     """The text of a chat template: a file, or one of gruppo's."""
-    path = Path(__file__).parent / BUNDLED_TEMPLATES[name] if name in BUNDLED_TEMPLATES else Path(name).expanduser()
+    path = (
+        Path(__file__).parent / BUNDLED_TEMPLATES[name]
+        if name in BUNDLED_TEMPLATES
+        else Path(name).expanduser()
+    )
     try:
         return read_file(path, MAX_TEMPLATE_BYTES).decode("utf-8")
     except (OSError, ValueError) as error:
-        why = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else getattr(error, "strerror", None) or error
+        why = (
+            "it is not UTF-8"
+            if isinstance(error, UnicodeDecodeError)
+            else getattr(error, "strerror", None) or error
+        )
         raise GruppoError(f"""the chat template {name} cannot be read ({why}). Set --prompts.chat-template to a Jinja
             file, or to {", ".join(BUNDLED_TEMPLATES)}.""") from None
 
 
-def prepared(messages: Sequence[Mapping[str, Any]], *, arguments_as_text: bool) -> list[dict[str, Any]]:
+def prepared(
+    messages: Sequence[Mapping[str, Any]], *, arguments_as_text: bool
+) -> list[dict[str, Any]]:
     """Messages whose tool calls have the form and the ids that templates read, and whose results have those ids.
 
     Results stand in the order of their calls. Ids have nine digits: Mistral's templates take no others.
@@ -59,10 +91,20 @@ def prepared(messages: Sequence[Mapping[str, Any]], *, arguments_as_text: bool) 
                 try:
                     value = json.loads(value) if isinstance(value, str) else value
                 except ValueError:
-                    raise DataError(f"the arguments {value!r:.80} of a tool call are not JSON. Correct them.") from None
-                function["arguments"] = json.dumps(value, ensure_ascii=False) if arguments_as_text else value
-                own = {name: item for name, item in call.items() if item is not None} if "function" in call else {}
-                calls.append({"type": "function", "id": f"{count:09d}", **own, "function": function})
+                    raise DataError(
+                        f"the arguments {value!r:.80} of a tool call are not JSON. Correct them."
+                    ) from None
+                function["arguments"] = (
+                    json.dumps(value, ensure_ascii=False) if arguments_as_text else value
+                )
+                own = (
+                    {name: item for name, item in call.items() if item is not None}
+                    if "function" in call
+                    else {}
+                )
+                calls.append(
+                    {"type": "function", "id": f"{count:09d}", **own, "function": function}
+                )
             message["tool_calls"], waiting = calls, [call["id"] for call in calls]
         elif message["role"] == "tool" and waiting:
             message.setdefault("tool_call_id", waiting.pop(0))
@@ -78,20 +120,28 @@ def tool_support(chat: Chat) -> ToolFormat | None:
     advice = f"""Set --prompts.chat-template to a Jinja file with tools, or, for models with the tokens <|im_start|> and
         <|im_end|>, to {" or ".join(BUNDLED_TEMPLATES)}."""
     if not chat.can_chat or chat.is_plain:
-        raise GruppoError(f"the tools of the environment need a chat template, and this model has none. {advice}")
+        raise GruppoError(
+            f"the tools of the environment need a chat template, and this model has none. {advice}"
+        )
     try:
         begun = chat.rendered([_USER], chat.tools)
         answered = chat.rendered([_USER, _CALLING, _TOOL], chat.tools, is_answered=True)
     except Exception as error:  # a template may fail in any way
-        raise GruppoError(f"the model's chat template cannot write tool calls ({error}). {advice}") from None
+        raise GruppoError(
+            f"the model's chat template cannot write tool calls ({error}). {advice}"
+        ) from None
     if missing := [text for text in ("probe_tool", _ARGUMENT, _RESULT) if text not in answered]:
         what = "results" if missing == [_RESULT] else "calls"
-        raise GruppoError(f"the model's chat template ignores tools: it leaves their {what} out. {advice}")
+        raise GruppoError(
+            f"the model's chat template ignores tools: it leaves their {what} out. {advice}"
+        )
     if unseen := [name for name in map(name_of, chat.tools) if name not in begun]:
         text = "the model's chat template does not write the schemas of tools (such as %s)"
         log.warning(f"{text}: the model knows only what the prompts say of them.", unseen[0])
     try:
-        turn = chat.rendered([_USER, _CALLING], chat.tools, is_answered=True).rpartition(_QUESTION)[2]
+        turn = chat.rendered([_USER, _CALLING], chat.tools, is_answered=True).rpartition(_QUESTION)[
+            2
+        ]
     except DataError:  # a call without its result
         turn = answered.rpartition(_QUESTION)[2].partition(_RESULT)[0]
     if getattr(chat.tokenizer, "response_template", None) is not None:
@@ -120,14 +170,22 @@ def rewritten(chat: Chat) -> str:
     begun, found = chat.rendered([_USER], chat.tools), list[str]()
     turn: dict[str, Any] = {"role": "assistant", "content": "probe answer"}
     # templates read reasoning under one of these two names
-    if not any(closing in chat.generation_prompt() for closing in REASONING.values()):  # else it does not think
+    if not any(
+        closing in chat.generation_prompt() for closing in REASONING.values()
+    ):  # else it does not think
         turn |= {"reasoning_content": _THOUGHT, "thinking": _THOUGHT}
-    rounds = {"a user message": (turn, _USER)} | ({"a tool's result": (turn | _CALLING, _TOOL)} if chat.tools else {})
+    rounds = {"a user message": (turn, _USER)} | (
+        {"a tool's result": (turn | _CALLING, _TOOL)} if chat.tools else {}
+    )
     for follows, (turn, reply) in rounds.items():
         try:
             alone = chat.rendered([_USER, turn], chat.tools, is_answered=True)
-            once, twice = (chat.rendered([_USER, *[turn, reply] * count], chat.tools) for count in (1, 2))
-        except Exception:  # a template without such turns; where a conversation needs them, it is refused
+            once, twice = (
+                chat.rendered([_USER, *[turn, reply] * count], chat.tools) for count in (1, 2)
+            )
+        except (
+            Exception
+        ):  # a template without such turns; where a conversation needs them, it is refused
             continue
         if _THOUGHT in alone and twice.count(_THOUGHT) < 2:
             found.append(f"leaves out the reasoning of earlier turns once {follows} follows")

@@ -56,10 +56,14 @@ class SeparateCritic(HeadCritic):
 @torch.no_grad()
 def check_same_tokens(policy: TextPolicy, model: TextPolicy) -> None:
     """Refuse a critic that would read the policy's token ids as other tokens."""
-    vocabularies: list[Any] = [None if p.chat.is_plain else p.chat.tokenizer.get_vocab() for p in (policy, model)]
+    vocabularies: list[Any] = [
+        None if p.chat.is_plain else p.chat.tokenizer.get_vocab() for p in (policy, model)
+    ]
     ours, theirs = vocabularies
     ids = torch.zeros(1, 2, dtype=torch.long, device=policy.device)
-    sizes = [p.backbone.head(p.backbone.features(ids.to(p.device))).shape[-1] for p in (policy, model)]
+    sizes = [
+        p.backbone.head(p.backbone.features(ids.to(p.device))).shape[-1] for p in (policy, model)
+    ]
     is_same = policy.chat is model.chat
     if not is_same and (ours is None or theirs is None):
         problem = "a tokenizer without a vocabulary cannot be compared with the critic's"
@@ -67,7 +71,9 @@ def check_same_tokens(policy: TextPolicy, model: TextPolicy) -> None:
         odd = sorted(ours.items() ^ theirs.items())
         token = odd[0][0]
         own, other = (vocabulary.get(token, "no token") for vocabulary in (ours, theirs))
-        differs = f"the critic's tokenizer differs: {token!r} is {other} in it and {own} in the policy's"
+        differs = (
+            f"the critic's tokenizer differs: {token!r} is {other} in it and {own} in the policy's"
+        )
         problem = f"{differs}, one of {len(odd)} differences"
     elif sizes[0] != sizes[1]:
         problem = f"the critic's model knows {sizes[1]} token ids and the policy's {sizes[0]}"

@@ -73,7 +73,9 @@ class ModelFunction:
         load_object(name)  # refuses a name that cannot be imported
         place = absolute_spec(name).rpartition(":")[0]
         file = place if is_file_name(place) else getattr(sys.modules[place], "__file__", None)
-        return cls(absolute_spec(name), hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else "")
+        return cls(
+            absolute_spec(name), hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
+        )
 
     @classmethod
     def read(cls, folder: Path) -> ModelFunction:
@@ -105,10 +107,19 @@ def open_custom(name: str | Path, *, seed: int = 0) -> Policy:
             policy = _make(source.made_by, seed, folder)
             current = ModelFunction.from_name(source.made_by)
     except GruppoError as error:
-        raise type(error)(f"the model {folder} is made by {source.made_by}, which cannot be used: {error}") from error
+        raise type(error)(
+            f"the model {folder} is made by {source.made_by}, which cannot be used: {error}"
+        ) from error
     if current.sha256 != source.sha256:
-        facts = (source.made_by.rpartition(":")[0], folder, source.sha256 or "none", current.sha256 or "none")
-        text = "the file %s has changed since the model %s was saved (SHA-256 %.12s..., now %.12s...)"
+        facts = (
+            source.made_by.rpartition(":")[0],
+            folder,
+            source.sha256 or "none",
+            current.sha256 or "none",
+        )
+        text = (
+            "the file %s has changed since the model %s was saved (SHA-256 %.12s..., now %.12s...)"
+        )
         log.warning(f"{text}: the same weights may compute something else.", *facts)
     if isinstance(policy, TextPolicy):
         load_strictly(policy.module, weights, str(folder))
@@ -125,13 +136,19 @@ def _make(name: str, seed: int, folder: Path | None) -> Policy:
     """
     source, make = ModelFunction.from_name(name), load_object(name)
     if not callable(make):
-        raise GruppoError(f"{name} is a {type(make).__name__}; it needs a function that returns a policy. {HINT}")
+        raise GruppoError(
+            f"{name} is a {type(make).__name__}; it needs a function that returns a policy. {HINT}"
+        )
     try:
         parameters: Mapping[str, inspect.Parameter] = inspect.signature(make).parameters
     except (TypeError, ValueError):  # not written in Python
         parameters = {}
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    required = [n for n, p in parameters.items() if p.default is p.empty and p.kind not in variadic and n != "folder"]
+    required = [
+        n
+        for n, p in parameters.items()
+        if p.default is p.empty and p.kind not in variadic and n != "folder"
+    ]
     if required:
         raise GruppoError(f"""{name} needs the arguments {", ".join(required)}, but is called with none, or folder. Give
             them defaults.""")
@@ -146,9 +163,18 @@ def _make(name: str, seed: int, folder: Path | None) -> Policy:
         raise
     except (Exception, SystemExit) as error:
         file = Path(source.made_by.rpartition(":")[0]).resolve()
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
-        place, reason = f" in line {lines[-1]}" if lines else "", next(iter(str(error).splitlines()), "")
-        raise GruppoError(f"{name} raised {type(error).__name__}{place}: {reason}. Fix the function.") from error
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if Path(frame.filename) == file
+        ]
+        place, reason = (
+            f" in line {lines[-1]}" if lines else "",
+            next(iter(str(error).splitlines()), ""),
+        )
+        raise GruppoError(
+            f"{name} raised {type(error).__name__}{place}: {reason}. Fix the function."
+        ) from error
     if not isinstance(policy, Policy):
         raise GruppoError(f"{name} returned a {type(policy).__name__}; it needs a policy. {HINT}")
     if not isinstance(policy, TextPolicy):
@@ -159,7 +185,10 @@ def _make(name: str, seed: int, folder: Path | None) -> Policy:
 @torch.no_grad()
 def _check_logits(policy: TextPolicy, name: str) -> None:
     """Refuse a module that does not map ids to logits, and one whose logits of a token depend on later tokens."""
-    what, end = f"the module of {name}, a {type(policy.module).__name__},", next(iter(policy.chat.eos_ids), 0) or 1
+    what, end = (
+        f"the module of {name}, a {type(policy.module).__name__},",
+        next(iter(policy.chat.eos_ids), 0) or 1,
+    )
     ids = torch.tensor([[0, end, 0], [0, end, end]], device=policy.device)
     try:
         logits: Any = policy.backbone.module.eval()(ids)
@@ -168,10 +197,18 @@ def _check_logits(policy: TextPolicy, name: str) -> None:
         raise GruppoError(f"""{what} raised {type(error).__name__} when called with ids of shape [2, 3]: {reason}. It
             needs to map ids [B, T] to logits [B, T, V].""") from error
     if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[:2] != ids.shape:
-        got = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
-        raise GruppoError(f"{what} gave {got} for ids of shape [2, 3]; it needs to return only logits [2, 3, V].")
+        got = (
+            f"shape {list(logits.shape)}"
+            if isinstance(logits, Tensor)
+            else f"a {type(logits).__name__}"
+        )
+        raise GruppoError(
+            f"{what} gave {got} for ids of shape [2, 3]; it needs to return only logits [2, 3, V]."
+        )
     if not logits.isfinite().all():
-        raise NumericalStop(f"{what} gives logits that are not finite, so nothing can be sampled from it. Fix it.")
+        raise NumericalStop(
+            f"{what} gives logits that are not finite, so nothing can be sampled from it. Fix it."
+        )
     first, second = logits[:, :2].float()
     if float((first - second).abs().max()) > 1e-3 * (1 + float(first.abs().max())):
         raise GruppoError(f"""{what} is not causal: its logits of a token change with the token after it, which does not

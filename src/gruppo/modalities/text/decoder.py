@@ -56,8 +56,18 @@ def read_decoder(module: Any) -> Decoder | None:
         layers, hookable = tuple(trunk.layers), [trunk, trunk.norm]
         for layer in layers:
             attention, mlp = layer.self_attn, layer.mlp
-            hookable += [layer, attention, mlp, layer.input_layernorm, layer.post_attention_layernorm]
-            inner = (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None), mlp.act_fn)
+            hookable += [
+                layer,
+                attention,
+                mlp,
+                layer.input_layernorm,
+                layer.post_attention_layernorm,
+            ]
+            inner = (
+                getattr(attention, "q_norm", None),
+                getattr(attention, "k_norm", None),
+                mlp.act_fn,
+            )
             hookable += [part for part in inner if isinstance(part, nn.Module)]
         if any(map(has_hooks, hookable)):
             return None
@@ -68,7 +78,16 @@ def read_decoder(module: Any) -> Decoder | None:
             return None
         is_silu = all(torch.equal(layer.mlp.act_fn(_PROBE), silu(_PROBE)) for layer in layers)
         heads, kv_heads = query // head_dim, key // head_dim
-        return Decoder(trunk.embed_tokens, layers, trunk.norm, trunk.rotary_emb, heads, kv_heads, head_dim, is_silu)
+        return Decoder(
+            trunk.embed_tokens,
+            layers,
+            trunk.norm,
+            trunk.rotary_emb,
+            heads,
+            kv_heads,
+            head_dim,
+            is_silu,
+        )
     except (AttributeError, TypeError, ValueError):
         return None
 
@@ -91,15 +110,22 @@ def embedded(decoder: Decoder, stream: Tokens) -> tuple[Tensor, Tensor, Tensor]:
     return x, cos, sin
 
 
-def layer_output(x: Tensor, decoder: Decoder, layer: Any, stream: Tokens, cos: Tensor, sin: Tensor) -> Tensor:
+def layer_output(
+    x: Tensor, decoder: Decoder, layer: Any, stream: Tokens, cos: Tensor, sin: Tensor
+) -> Tensor:
     # functions, so that the tensors of one half are freed before the other
     x = x + _attention(decoder, layer.self_attn, norm(layer.input_layernorm, x), stream, cos, sin)
     return x + _mlp(decoder, layer.mlp, norm(layer.post_attention_layernorm, x))
 
 
-def _attention(decoder: Decoder, part: Any, x: Tensor, stream: Tokens, cos: Tensor, sin: Tensor) -> Tensor:
+def _attention(
+    decoder: Decoder, part: Any, x: Tensor, stream: Tokens, cos: Tensor, sin: Tensor
+) -> Tensor:
     # [N, heads, D]
-    q, k, v = (project(x).unflatten(-1, (-1, decoder.head_dim)) for project in (part.q_proj, part.k_proj, part.v_proj))
+    q, k, v = (
+        project(x).unflatten(-1, (-1, decoder.head_dim))
+        for project in (part.q_proj, part.k_proj, part.v_proj)
+    )
     if getattr(part, "q_norm", None) is not None:
         q, k = norm(part.q_norm, q), norm(part.k_norm, k)
     q, k = _Rotated.apply(q, cos, sin, part.scaling), _Rotated.apply(k, cos, sin, 1.0)
@@ -111,7 +137,11 @@ def _mlp(decoder: Decoder, part: Any, x: Tensor) -> Tensor:
     down = low_rank(part.down_proj) if decoder.is_silu else None
     if down is None:
         return part.down_proj(part.act_fn(gate) * up)
-    base, *adapter = (down.base, down.a, down.b, down.scale) if isinstance(down, LowRank) else (down, None, None, 1.0)
+    base, *adapter = (
+        (down.base, down.a, down.b, down.scale)
+        if isinstance(down, LowRank)
+        else (down, None, None, 1.0)
+    )
     return _GatedDown.apply(gate, up, base.weight, base.bias, *adapter)
 
 
@@ -138,7 +168,9 @@ class _RmsNorm(torch.autograd.Function):
         normed = x * r if x.dtype == r.dtype else x.to(r.dtype).mul_(r)  # [*b, F]
         grad = grad.to(r.dtype)
         product = grad * normed
-        to_weight = product.flatten(0, -2).sum(dim=0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        to_weight = (
+            product.flatten(0, -2).sum(dim=0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        )
         product *= weight
         # r (w g - n mean(w g n)) for the gradient g of the output, with n = x r
         shrink = product.mean(dim=-1, keepdim=True)
@@ -175,7 +207,9 @@ class _GatedDown(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, *adapter: Any) -> Tensor:
+    def forward(
+        ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, *adapter: Any
+    ) -> Tensor:
         a, b, scale = adapter
         ctx.save_for_backward(gate, up, weight, a, b)
         ctx.scale = scale
@@ -219,7 +253,9 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[AttentionBlock]) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[AttentionBlock]
+    ) -> Tensor:
         """q [N, H, D], k and v [N, K, D] to [N, H, D]."""
         ctx.save_for_backward(q, k, v)
         ctx.blocks = blocks
@@ -235,13 +271,17 @@ class _Attention(torch.autograd.Function):
         q, k, v = ctx.saved_tensors
         to_q = torch.zeros_like(q)
         wide = torch.promote_types(q.dtype, torch.float32)
-        to_k, to_v = (torch.zeros_like(x, dtype=wide) for x in (k, v))  # a prompt's gradient comes from many blocks
+        to_k, to_v = (
+            torch.zeros_like(x, dtype=wide) for x in (k, v)
+        )  # a prompt's gradient comes from many blocks
         for block in ctx.blocks:
             queries, p, keys, values = _probabilities(q, k, v, block)
             from_above = _queries(grad, block, k.shape[1], hide=True)
             _add(to_v, torch.bmm(p.mT, from_above), block)
             # p (g - sum(g p)) for the gradient g of the probabilities p
-            to_scores = torch.ops.aten._softmax_backward_data(torch.bmm(from_above, values.mT), p, -1, p.dtype)
+            to_scores = torch.ops.aten._softmax_backward_data(
+                torch.bmm(from_above, values.mT), p, -1, p.dtype
+            )
             _put(to_q, torch.bmm(to_scores, keys), block)
             _add(to_k, torch.bmm(to_scores.mT, queries), block)
         return to_q, to_k.to(k.dtype), to_v.to(v.dtype), None
@@ -250,7 +290,9 @@ class _Attention(torch.autograd.Function):
 attend = _Attention.apply
 
 
-def _probabilities(q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _probabilities(
+    q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Queries [cK, Gr, D], probabilities [cK, Gr, S], keys and values [cK, S, D]; G heads share one of K."""
     queries, keys, values = _queries(q, block, k.shape[1]), _keys(k, block), _keys(v, block)
     scores = torch.bmm(queries, keys.mT).to(block.bias.dtype)
@@ -264,7 +306,9 @@ def _queries(x: Tensor, block: AttentionBlock, kv_heads: int, *, hide: bool = Fa
     texts, rows = index.shape
     taken = x.index_select(0, index.flatten())  # [cr, H, D]
     if hide and block.real is not None:
-        taken *= torch.zeros(len(taken), 1, 1, dtype=x.dtype, device=x.device).index_fill_(0, block.real, 1)
+        taken *= torch.zeros(len(taken), 1, 1, dtype=x.dtype, device=x.device).index_fill_(
+            0, block.real, 1
+        )
     shared_by = x.shape[1] // kv_heads
     taken = taken.view(texts, rows, kv_heads, shared_by, x.shape[2]).permute(0, 2, 3, 1, 4)
     return taken.reshape(texts * kv_heads, shared_by * rows, x.shape[2])
@@ -272,7 +316,9 @@ def _queries(x: Tensor, block: AttentionBlock, kv_heads: int, *, hide: bool = Fa
 
 def _keys(x: Tensor, block: AttentionBlock) -> Tensor:
     """[N, K, D] to the block's keys [cK, S, D]."""
-    own = x.index_select(0, block.tokens.flatten()).unflatten(0, block.tokens.shape).transpose(1, 2)  # [c, K, s, D]
+    own = (
+        x.index_select(0, block.tokens.flatten()).unflatten(0, block.tokens.shape).transpose(1, 2)
+    )  # [c, K, s, D]
     shared = x[block.shared].transpose(0, 1).expand(len(block.tokens), -1, -1, -1)  # [c, K, P, D]
     return torch.cat([shared, own], dim=2).flatten(0, 1)
 
@@ -282,7 +328,9 @@ def _put(out: Tensor, of_queries: Tensor, block: AttentionBlock) -> None:
     index = block.tokens[:, block.first :]
     texts, rows = index.shape
     heads, width = out.shape[1:]
-    rowwise = of_queries.view(texts, heads, rows, width).transpose(1, 2).reshape(-1, heads, width)  # [cr, H, D]
+    rowwise = (
+        of_queries.view(texts, heads, rows, width).transpose(1, 2).reshape(-1, heads, width)
+    )  # [cr, H, D]
     index = index.flatten()
     if block.real is not None:
         rowwise, index = rowwise.index_select(0, block.real), index.index_select(0, block.real)
@@ -296,4 +344,6 @@ def _add(out: Tensor, of_keys: Tensor, block: AttentionBlock) -> None:
     of_keys = of_keys.view(len(block.tokens), kv_heads, -1, width).transpose(1, 2)  # [c, S, K, D]
     if prefix:
         out[block.shared] += of_keys[:, :prefix].sum(dim=0, dtype=out.dtype)
-    out.index_add_(0, block.tokens.flatten(), of_keys[:, prefix:].reshape(-1, kv_heads, width).to(out.dtype))
+    out.index_add_(
+        0, block.tokens.flatten(), of_keys[:, prefix:].reshape(-1, kv_heads, width).to(out.dtype)
+    )

@@ -89,14 +89,21 @@ class LayeredDecoding:
         sizes = owners.bincount(minlength=self.groups)
         self.width = int(sizes.max())
         rank = torch.empty_like(owners)
-        rank[order] = torch.arange(len(owners), device=owners.device) - (sizes.cumsum(0) - sizes)[owners[order]]
+        rank[order] = (
+            torch.arange(len(owners), device=owners.device)
+            - (sizes.cumsum(0) - sizes)[owners[order]]
+        )
         self._place(owners * self.width + rank)
-        padding = torch.arange(int(self.lengths.max()), device=owners.device) >= self.lengths[:, None]
+        padding = (
+            torch.arange(int(self.lengths.max()), device=owners.device) >= self.lengths[:, None]
+        )
         self.padding = padding[:, None, None, None] if padding.any() else None  # [g, 1, 1, 1, P]
         self.first = torch.zeros(self.groups * self.width, dtype=torch.long, device=owners.device)
         self.first[self.home] = self.starts  # column of each cell's first token after the prompt
         unused = torch.arange(self.begun, device=owners.device) < self.first[:, None]
-        self.unused = unused.view(self.groups, 1, self.width, 1, -1) if unused.any() else None  # [g, 1, j, 1, begun]
+        self.unused = (
+            unused.view(self.groups, 1, self.width, 1, -1) if unused.any() else None
+        )  # [g, 1, j, 1, begun]
 
     def _place(self, home: Int[Tensor, "N"]) -> None:
         self.home = home
@@ -106,7 +113,10 @@ class LayeredDecoding:
 
     def _empty(self, batch: int, columns: int) -> list[Tensor]:
         """Allocate keys and values [2, batch x kv heads, columns, D] of each layer."""
-        shape, dtype = (2, batch * self.decoder.kv_heads, columns, self.decoder.head_dim), self._dtype_for(columns)
+        shape, dtype = (
+            (2, batch * self.decoder.kv_heads, columns, self.decoder.head_dim),
+            self._dtype_for(columns),
+        )
         return [torch.zeros(shape, dtype=dtype, device=self.owners.device) for _ in self.blocks]
 
     def _dtype_for(self, columns: int) -> torch.dtype:
@@ -128,12 +138,20 @@ class LayeredDecoding:
         longest = int(self.lengths.max())
         kv_heads = self.decoder.kv_heads
         heads = torch.arange(kv_heads, device=home.device)[:, None]
-        self.prompts = self._moved(self.prompts, (kept * kv_heads + heads).T.flatten(), longest, longest)
+        self.prompts = self._moved(
+            self.prompts, (kept * kv_heads + heads).T.flatten(), longest, longest
+        )
         cells = home[self.rows].view(self.groups, 1, self.width)
-        places = (cells // old_width * kv_heads + heads) * old_width + cells % old_width  # [g, K, j]
-        self.suffixes = self._moved(self.suffixes, places.flatten(), self.suffixes[0].shape[2], self.written)
+        places = (
+            cells // old_width * kv_heads + heads
+        ) * old_width + cells % old_width  # [g, K, j]
+        self.suffixes = self._moved(
+            self.suffixes, places.flatten(), self.suffixes[0].shape[2], self.written
+        )
 
-    def _moved(self, buffers: list[Tensor], places: Tensor | None, columns: int, used: int) -> list[Tensor]:
+    def _moved(
+        self, buffers: list[Tensor], places: Tensor | None, columns: int, used: int
+    ) -> list[Tensor]:
         """The buffers at these places, or at all; one layer at a time, so that only one layer is in memory twice."""
         dtype = self._dtype_for(columns)
         for n, old in enumerate(buffers):
@@ -151,17 +169,30 @@ class LayeredDecoding:
         group = int(self.home[slot]) // self.width
         count = self.begun + tokens - int(self.starts[slot])
         count += 0 if self.names[group] in self.kept_prompts else int(self.lengths[group])
-        return count * sum(2 * self.decoder.kv_heads * x.shape[-1] * x.element_size() for x in self.suffixes)
+        return count * sum(
+            2 * self.decoder.kv_heads * x.shape[-1] * x.element_size() for x in self.suffixes
+        )
 
     def keep(self, slot: int, tokens: int) -> tuple[FusedDecoder, list[Tensor], list[Tensor]]:
         """Copy keys and values of a row up to its sampled token number ``tokens``: fields of a ``KeptRow``."""
         kv_heads = self.decoder.kv_heads
         group, column = divmod(int(self.home[slot]), self.width)
         if self.names[group] not in self.kept_prompts:
-            heads, length = slice(group * kv_heads, (group + 1) * kv_heads), int(self.lengths[group])
-            self.kept_prompts[self.names[group]] = [x[:, heads, :length].clone() for x in self.prompts]
-        columns, shape = slice(int(self.starts[slot]), self.begun + tokens), (2, self.groups, kv_heads, self.width)
-        suffix = [x.view(*shape, *x.shape[2:])[:, group, :, column, columns].clone() for x in self.suffixes]
+            heads, length = (
+                slice(group * kv_heads, (group + 1) * kv_heads),
+                int(self.lengths[group]),
+            )
+            self.kept_prompts[self.names[group]] = [
+                x[:, heads, :length].clone() for x in self.prompts
+            ]
+        columns, shape = (
+            slice(int(self.starts[slot]), self.begun + tokens),
+            (2, self.groups, kv_heads, self.width),
+        )
+        suffix = [
+            x.view(*shape, *x.shape[2:])[:, group, :, column, columns].clone()
+            for x in self.suffixes
+        ]
         return self.fused, self.kept_prompts[self.names[group]], suffix
 
     # --- reading the prompts ---
@@ -181,15 +212,23 @@ class LayeredDecoding:
         kv_heads, last = self.decoder.kv_heads, []
         for run in runs:
             # a stream leaves the last token of a row out
-            completions = [torch.cat([texts[n][1].cpu(), torch.zeros(1, dtype=torch.long)]) for n in run]
+            completions = [
+                torch.cat([texts[n][1].cpu(), torch.zeros(1, dtype=torch.long)]) for n in run
+            ]
             used, owners = torch.tensor([texts[n][0] for n in run]).unique(return_inverse=True)
-            tokens = stream([prompts[prompt].cpu() for prompt in used.tolist()], completions, owners)
+            tokens = stream(
+                [prompts[prompt].cpu() for prompt in used.tolist()], completions, owners
+            )
             kept = []  # row of the buffers, its columns, and the tokens that they store
-            for n, start, end in zip(run, tokens.start.tolist(), tokens.prompt_end.tolist(), strict=True):
+            for n, start, end in zip(
+                run, tokens.start.tolist(), tokens.prompt_end.tolist(), strict=True
+            ):
                 (prompt, prefix), at = texts[n], slice(n * kv_heads, (n + 1) * kv_heads)
                 length = len(prompts[prompt])
                 kept.append((at, slice(0, length), slice(end + 1 - length, end + 1)))
-                kept.append((at, slice(length, length + len(prefix)), slice(start, start + len(prefix))))
+                kept.append(
+                    (at, slice(length, length + len(prefix)), slice(start, start + len(prefix)))
+                )
             tokens = tokens.to(self.owners.device, self.exact)
             x = self.decoder.embed(tokens.ids)  # [N, F]
             turns = self._turns(x, tokens.positions)
@@ -197,9 +236,14 @@ class LayeredDecoding:
                 q, k, v = block.rotate(block.qkv(block.attention_norm(x)), turns)
                 q, k = (q * block.scale).to(self.dtype), k.to(self.dtype)
                 for at, columns, part in kept:
-                    buffer[0, at, columns], buffer[1, at, columns] = k[part].transpose(0, 1), v[part].transpose(0, 1)
+                    buffer[0, at, columns], buffer[1, at, columns] = (
+                        k[part].transpose(0, 1),
+                        v[part].transpose(0, 1),
+                    )
                 x = block.finish(x, attend(q, k, v, tokens.blocks).flatten(1))
-            ends = tokens.before(torch.arange(len(run)), torch.tensor([len(texts[n][1]) for n in run]))
+            ends = tokens.before(
+                torch.arange(len(run)), torch.tensor([len(texts[n][1]) for n in run])
+            )
             last.append(x[ends.to(x.device)])
         return self.norm(torch.cat(last)[torch.tensor(order).argsort().to(self.owners.device)])
 
@@ -207,14 +251,18 @@ class LayeredDecoding:
         """Rotations of the two halves of a head, as complex numbers."""
         half = self.decoder.head_dim // 2
         cos, sin = self.decoder.rotary(like.to(self.exact), positions[None])
-        return torch.complex(cos[0, :, None, :half].to(self.exact), sin[0, :, None, :half].to(self.exact))
+        return torch.complex(
+            cos[0, :, None, :half].to(self.exact), sin[0, :, None, :half].to(self.exact)
+        )
 
     # --- writing ---
 
     @torch.no_grad()
     def advance(self, tokens: Int[Tensor, "N"]) -> None:
         if self.written == self.suffixes[0].shape[2]:
-            self.suffixes = self._moved(self.suffixes, None, self.written + self.columns, self.written)
+            self.suffixes = self._moved(
+                self.suffixes, None, self.written + self.columns, self.written
+            )
         x = self.decoder.embed(tokens)
         turns = self._turns(x, (self.lengths[self.owners] + self.written - self.starts)[self.rows])
         for block, prompt, suffix in zip(self.blocks, self.prompts, self.suffixes, strict=True):
@@ -225,7 +273,9 @@ class LayeredDecoding:
         self.written += 1
         self.logits = self.head(self.norm(x))
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, prompt: Tensor, suffix: Tensor, scale: float) -> Tensor:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, prompt: Tensor, suffix: Tensor, scale: float
+    ) -> Tensor:
         """Over [the group's prompt | the tokens that the row has sampled], with one softmax over both: [cells, H D].
 
         q [cells, H, D], k and v [cells, K, D]; keys and values of prompts [2, g K, P, D] and suffixes [2, c K, T, D].
@@ -241,22 +291,33 @@ class LayeredDecoding:
         seen = self.written + 1
         # bmm in low precision would copy keys that are not contiguous, so there it runs over the empty columns too
         reach = seen if suffix.dtype == self.exact else suffix.shape[2]
-        to_prompt = torch.bmm(scaled.view(g * kv_heads, j * rep, dim).to(prompt.dtype), prompt[0].mT)
+        to_prompt = torch.bmm(
+            scaled.view(g * kv_heads, j * rep, dim).to(prompt.dtype), prompt[0].mT
+        )
         to_suffix = torch.bmm(scaled.view(-1, rep, dim).to(suffix.dtype), suffix[0, :, :reach].mT)
         columns = prompt.shape[2]
-        scores = torch.cat([to_prompt.view(-1, rep, columns), to_suffix[:, :, :seen]], dim=-1).to(self.exact)
+        scores = torch.cat([to_prompt.view(-1, rep, columns), to_suffix[:, :, :seen]], dim=-1).to(
+            self.exact
+        )
         if self.padding is not None:
-            scores.view(g, kv_heads, j, rep, -1)[..., :columns].masked_fill_(self.padding, -torch.inf)
+            scores.view(g, kv_heads, j, rep, -1)[..., :columns].masked_fill_(
+                self.padding, -torch.inf
+            )
         if self.unused is not None:
             begun = scores.view(g, kv_heads, j, rep, -1)[..., columns : columns + self.begun]
             begun.masked_fill_(self.unused, -torch.inf)
         of_prompt, of_suffix = scores.softmax(dim=-1).split([columns, seen], dim=-1)
         if reach > seen:
             of_suffix = F.pad(of_suffix, (0, reach - seen))
-        first = torch.bmm(of_prompt.reshape(g * kv_heads, j * rep, columns).to(prompt.dtype), prompt[1])
+        first = torch.bmm(
+            of_prompt.reshape(g * kv_heads, j * rep, columns).to(prompt.dtype), prompt[1]
+        )
         second = torch.bmm(of_suffix.to(suffix.dtype), suffix[1, :, :reach])
         attended = torch.empty(g, j, kv_heads, rep, dim, dtype=self.dtype, device=q.device)
-        torch.add(*(part.view(g, kv_heads, j, rep, dim).transpose(1, 2) for part in (first, second)), out=attended)
+        torch.add(
+            *(part.view(g, kv_heads, j, rep, dim).transpose(1, 2) for part in (first, second)),
+            out=attended,
+        )
         return attended.view(g * j, -1)
 
 
@@ -284,14 +345,22 @@ class FusedLayer:
         attention, mlp = layer.self_attn, layer.mlp
         self.scale = attention.scaling
         self.kv_heads, self.head_dim = decoder.kv_heads, decoder.head_dim
-        self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-        self.attention_norm, self.mlp_norm = lean_norm(layer.input_layernorm), lean_norm(layer.post_attention_layernorm)
+        self.q_norm, self.k_norm = (
+            getattr(attention, "q_norm", None),
+            getattr(attention, "k_norm", None),
+        )
+        self.attention_norm, self.mlp_norm = (
+            lean_norm(layer.input_layernorm),
+            lean_norm(layer.post_attention_layernorm),
+        )
         self.qkv = fused(attention.q_proj, attention.k_proj, attention.v_proj)
         self.o, self.down = fused(attention.o_proj), fused(mlp.down_proj)
         self.gate_up = fused(mlp.gate_proj, mlp.up_proj)
         self.act = mlp.act_fn
 
-    def rotate(self, qkv: Float[Tensor, "N A"], turns: Complex[Tensor, "N 1 d"]) -> tuple[Tensor, Tensor, Tensor]:
+    def rotate(
+        self, qkv: Float[Tensor, "N A"], turns: Complex[Tensor, "N 1 d"]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [N, H, D] and keys [N, K, D], in float32 at least, and the values [N, K, D].
 
         Rotated pairs come out adjacent: scores do not depend on the order of the elements of a head.
@@ -299,12 +368,16 @@ class FusedLayer:
         qkv = qkv.unflatten(-1, (-1, self.head_dim))
         qk, v = qkv[:, : -self.kv_heads], qkv[:, -self.kv_heads :]
         if self.q_norm is not None and self.k_norm is not None:
-            qk = torch.cat([self.q_norm(qk[:, : -self.kv_heads]), self.k_norm(qk[:, -self.kv_heads :])], dim=1)
+            qk = torch.cat(
+                [self.q_norm(qk[:, : -self.kv_heads]), self.k_norm(qk[:, -self.kv_heads :])], dim=1
+            )
         first, second = qk.to(turns.real.dtype).chunk(2, dim=-1)
         qk = torch.view_as_real(torch.complex(first, second).mul_(turns)).flatten(-2)
         return qk[:, : -self.kv_heads], qk[:, -self.kv_heads :], v
 
-    def finish(self, x: Float[Tensor, "N F"], attended: Float[Tensor, "N B"]) -> Float[Tensor, "N F"]:
+    def finish(
+        self, x: Float[Tensor, "N F"], attended: Float[Tensor, "N B"]
+    ) -> Float[Tensor, "N F"]:
         """The output of the layer, given the output of its attention."""
         x = self.o(attended).add_(x)
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
@@ -325,14 +398,29 @@ def lean_norm(module: Any) -> Map:
 def fused(*modules: Any) -> Map:
     """A function that concatenates the outputs of the modules for one input."""
     parts = [low_rank(module) for module in modules]
-    linears = [part.base if isinstance(part, LowRank) else part for part in parts if part is not None]
-    if len(linears) < len(modules) or linears[0].weight.device.type != "cpu" or not _packs(linears[0].weight.dtype):
-        return modules[0] if len(modules) == 1 else lambda x: torch.cat([module(x) for module in modules], dim=-1)
-    weights, biases = [linear.weight.detach() for linear in linears], [linear.bias for linear in linears]
+    linears = [
+        part.base if isinstance(part, LowRank) else part for part in parts if part is not None
+    ]
+    if (
+        len(linears) < len(modules)
+        or linears[0].weight.device.type != "cpu"
+        or not _packs(linears[0].weight.dtype)
+    ):
+        return (
+            modules[0]
+            if len(modules) == 1
+            else lambda x: torch.cat([module(x) for module in modules], dim=-1)
+        )
+    weights, biases = (
+        [linear.weight.detach() for linear in linears],
+        [linear.bias for linear in linears],
+    )
     bias = None
     if any(b is not None for b in biases):
         pairs = zip(weights, biases, strict=True)
-        bias = torch.cat([weight.new_zeros(len(weight)) if b is None else b.detach() for weight, b in pairs])
+        bias = torch.cat(
+            [weight.new_zeros(len(weight)) if b is None else b.detach() for weight, b in pairs]
+        )
     product = _packed(torch.cat(weights) if len(weights) > 1 else weights[0], bias)
     adapters = [part for part in parts if isinstance(part, LowRank)]
     if not adapters:
@@ -340,7 +428,9 @@ def fused(*modules: Any) -> Map:
     # W x + B A x of all parts: all A in one product, and all B, scaled, as a block diagonal in another
     shrink = _packed(torch.cat([part.a.detach() for part in adapters]))
     blocks = [
-        part.scale * part.b.detach() if isinstance(part, LowRank) else weight.new_zeros(len(weight), 0)
+        part.scale * part.b.detach()
+        if isinstance(part, LowRank)
+        else weight.new_zeros(len(weight), 0)
         for part, weight in zip(parts, weights, strict=True)
     ]
     widen = _packed(torch.block_diag(*blocks))
@@ -350,14 +440,18 @@ def fused(*modules: Any) -> Map:
 def _packed(weight: Float[Tensor, "o i"], bias: Float[Tensor, "o"] | None = None) -> Map:
     """x W^T + b with W in the processor's layout, by private operations of PyTorch."""
     product = torch.ops.mkldnn._linear_pointwise.default
-    packed = torch.ops.mkldnn._reorder_linear_weight.default(weight, 32)  # the layout fits any number of rows
+    packed = torch.ops.mkldnn._reorder_linear_weight.default(
+        weight, 32
+    )  # the layout fits any number of rows
     return lambda x: product(x, packed, bias, "none", [], "")
 
 
 @cache
 def _packs(dtype: torch.dtype) -> bool:
     """Whether the operations for packed weights exist here and are right."""
-    linear = nn.utils.skip_init(nn.Linear, 48, 80, dtype=dtype)  # without using the global generator
+    linear = nn.utils.skip_init(
+        nn.Linear, 48, 80, dtype=dtype
+    )  # without using the global generator
     x = torch.linspace(-1, 1, 3 * 48, dtype=dtype).view(3, 48)
     try:
         with torch.no_grad():

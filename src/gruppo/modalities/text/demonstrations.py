@@ -16,12 +16,17 @@ def target_text(target: Any) -> str:
     messages = [target] if isinstance(target, Mapping) else target
     if isinstance(messages, list | tuple):
         contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
-        is_answer = len(contents) == len(messages) == 1 and messages[0].get("role", "assistant") == "assistant"
+        is_answer = (
+            len(contents) == len(messages) == 1
+            and messages[0].get("role", "assistant") == "assistant"
+        )
         if not is_answer or not isinstance(contents[0], str):
             raise GruppoError(f"""the target {target!r:.80} is no answer; it needs a text, or one message of the
                 assistant with a text.""")
         return contents[0]
-    is_missing = target is None or (isinstance(target, float) and math.isnan(target))  # nan: an empty cell of a table
+    is_missing = target is None or (
+        isinstance(target, float) and math.isnan(target)
+    )  # nan: an empty cell of a table
     return "" if is_missing else str(target)
 
 
@@ -42,30 +47,47 @@ def answer_ids(chat: Chat, inputs: Any, text: str, tools: Tools = ()) -> list[in
             return ids if is_closed else [*ids, *chat.closing]
     ids = chat.encode_text(text)
     if set(ids) & set(chat.eos_ids):
-        raise GruppoError(f"the target {text!r:.80} holds an end token, at which the answer would end. Remove it.")
+        raise GruppoError(
+            f"the target {text!r:.80} holds an end token, at which the answer would end. Remove it."
+        )
     return [*ids, *chat.closing]
 
 
-def demonstrate(chat: Chat, inputs: Any, target: Any, tools: Tools = ()) -> tuple[list[int], list[bool], Any]:
+def demonstrate(
+    chat: Chat, inputs: Any, target: Any, tools: Tools = ()
+) -> tuple[list[int], list[bool], Any]:
     """Tokens of a target behind its prompt, which of them the policy writes, and the completion.
 
     A target of several messages has the tokens of a conversation that was sampled turn by turn.
     """
     given = [target] if isinstance(target, Mapping) else target
-    is_messages = isinstance(given, list | tuple) and all(isinstance(message, Mapping) for message in given)
+    is_messages = isinstance(given, list | tuple) and all(
+        isinstance(message, Mapping) for message in given
+    )
     # a conversation or a call of tools; else a text, or a message with a text
-    if not is_messages or (len(given) < 2 and not any(message.get("tool_calls") for message in given)):
+    if not is_messages or (
+        len(given) < 2 and not any(message.get("tool_calls") for message in given)
+    ):
         text = target_text(target)
         ids = answer_ids(chat, inputs, text, tools) if text.strip() else []
-        return ids, [True] * len(ids), text if isinstance(inputs, str) else [{"role": "assistant", "content": text}]
+        return (
+            ids,
+            [True] * len(ids),
+            text if isinstance(inputs, str) else [{"role": "assistant", "content": text}],
+        )
     messages = [{**message, "content": message.get("content") or ""} for message in given]
     roles = [message.get("role") for message in messages]
-    is_alternating = roles[0] == roles[-1] == "assistant" and ("assistant", "assistant") not in pairwise(roles)
+    is_alternating = roles[0] == roles[-1] == "assistant" and (
+        "assistant",
+        "assistant",
+    ) not in pairwise(roles)
     if not is_alternating or not all(isinstance(message["content"], str) for message in messages):
         raise GruppoError(f"""the target {target!r:.80} is no answer; it needs a text, or one message of the assistant
             with a text, or several that begin and end with the assistant's, with what it reads between them.""")
     if isinstance(inputs, str):
-        raise GruppoError(f"the target {target!r:.80} is a conversation, and its prompt a text. Give messages there.")
+        raise GruppoError(
+            f"the target {target!r:.80} is a conversation, and its prompt a text. Give messages there."
+        )
     ids, mask = list[int](), list[bool]()
     turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     for place, end in zip(turns, [*turns[1:], len(messages)], strict=True):
@@ -73,22 +95,31 @@ def demonstrate(chat: Chat, inputs: Any, target: Any, tools: Tools = ()) -> tupl
         read = list[int]()
         if reply := messages[place + 1 : end]:
             is_closed = written[-1] in chat.eos_ids
-            read = chat.encode_reply(inputs, messages[: place + 1], reply, is_closed=is_closed, tools=tools)
+            read = chat.encode_reply(
+                inputs, messages[: place + 1], reply, is_closed=is_closed, tools=tools
+            )
         ids += written + read
         mask += [True] * len(written) + [False] * len(read)
     return ids, mask, messages
 
 
-def turn_ids(chat: Chat, inputs: Sequence[Any], message: Mapping[str, Any], tools: Tools) -> list[int]:
+def turn_ids(
+    chat: Chat, inputs: Sequence[Any], message: Mapping[str, Any], tools: Tools
+) -> list[int]:
     """Tokens of one turn of the assistant, as it would write and end it; ``inputs``: all messages before."""
     if not (calls := message.get("tool_calls")):
         if not message["content"].strip():
-            raise GruppoError("a message of the assistant in the target is empty. Give it a text or a call.")
+            raise GruppoError(
+                "a message of the assistant in the target is empty. Give it a text or a call."
+            )
         return answer_ids(chat, inputs, message["content"], tools)
     prompt, whole = chat.encode(inputs, tools), chat.encode_answered(inputs, message, tools)
     # nothing where the prompt's tokens change behind it: no call is then read below, and the target refused
     ids = whole[len(prompt) :] if whole[: len(prompt)] == prompt else []
-    ids = next((ids[: n + 1] for n, token in enumerate(ids) if token in chat.eos_ids), [*ids, *chat.closing])
+    ids = next(
+        (ids[: n + 1] for n, token in enumerate(ids) if token in chat.eos_ids),
+        [*ids, *chat.closing],
+    )
     read = chat.answer(ids, chat.text(ids), inputs, tools).get("tool_calls", [])
     if [call["function"] for call in read] != [dict(call.get("function", call)) for call in calls]:
         raise GruppoError(f"""the calls {calls!r:.80} of the target, as the chat template writes them, cannot be read:

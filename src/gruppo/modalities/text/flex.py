@@ -36,7 +36,10 @@ def block_mask(spans: Int[Tensor, "3 N"], device: torch.device) -> BlockMask:
     seen, covered = torch.zeros(2, count, count + 1, dtype=torch.long)
     shared_start, shared_end, text_start = spans
     for first, end in ((shared_start, shared_end), (text_start, query + 1)):
-        outer, inner = (first // SPAN_BLOCK, -(-end // SPAN_BLOCK)), (-(-first // SPAN_BLOCK), end // SPAN_BLOCK)
+        outer, inner = (
+            (first // SPAN_BLOCK, -(-end // SPAN_BLOCK)),
+            (-(-first // SPAN_BLOCK), end // SPAN_BLOCK),
+        )
         for counts, (begin, past) in ((seen, outer), (covered, inner)):
             some = (end > first) & (past > begin)
             one = torch.ones(int(some.sum()), dtype=torch.long)
@@ -56,7 +59,11 @@ def block_mask(spans: Int[Tensor, "3 N"], device: torch.device) -> BlockMask:
         return blocks.sum(dim=1, dtype=torch.int32)[None, None], order.int()[None, None]
 
     return BlockMask.from_kv_blocks(
-        *listed(partly), *listed(covered), BLOCK_SIZE=SPAN_BLOCK, mask_mod=sees, seq_lengths=(length, length)
+        *listed(partly),
+        *listed(covered),
+        BLOCK_SIZE=SPAN_BLOCK,
+        mask_mod=sees,
+        seq_lengths=(length, length),
     )
 
 
@@ -64,10 +71,14 @@ def _layer(x: Tensor, layer: Any, cos: Tensor, sin: Tensor, mask: BlockMask) -> 
     """One layer in plain operations, which a compiler fuses; sizes are read from the module, where they are static."""
     part, normed = layer.self_attn, layer.input_layernorm(x)
     projections = (part.q_proj, part.k_proj, part.v_proj)
-    q, k, v = (project(normed).unflatten(-1, (-1, part.head_dim)) for project in projections)  # [N, heads, D]
+    q, k, v = (
+        project(normed).unflatten(-1, (-1, part.head_dim)) for project in projections
+    )  # [N, heads, D]
     if getattr(part, "q_norm", None) is not None:
         q, k = part.q_norm(q), part.k_norm(k)
-    q, k, v = (each.transpose(0, 1)[None] for each in (_rotate(q, cos, sin), _rotate(k, cos, sin), v))
+    q, k, v = (
+        each.transpose(0, 1)[None] for each in (_rotate(q, cos, sin), _rotate(k, cos, sin), v)
+    )
     attended = flex_attention(q, k, v, block_mask=mask, scale=part.scaling, enable_gqa=True)
     assert isinstance(attended, Tensor)
     x = x + part.o_proj(attended[0].transpose(0, 1).flatten(1))
@@ -145,4 +156,7 @@ def _agrees(decoder: Decoder) -> bool:
             grad = torch.autograd.grad(out[:count].float().square().sum(), x)[0]
         results.append((out[:count].detach().double() - x[:count].detach(), grad[:count].double()))
     tolerance = TOLERANCE.get(weight.dtype, 1e-3)
-    return all(float((fast - slow).norm() / slow.norm()) < tolerance for slow, fast in zip(*results, strict=True))
+    return all(
+        float((fast - slow).norm() / slow.norm()) < tolerance
+        for slow, fast in zip(*results, strict=True)
+    )

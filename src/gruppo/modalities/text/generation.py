@@ -53,10 +53,15 @@ def generate(
     slots = torch.arange(rows)  # the row of each decoding slot
     is_open = torch.ones(rows, dtype=torch.bool)
 
-    options: dict[str, Any] = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
+    options: dict[str, Any] = {
+        name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")
+    }
     for t in range(columns):
         sampled, logprob = sample_categorical(decoding.logits, uniforms[slots, t], **options)
-        sampled, logprob = sampled.cpu(), logprob.float().cpu()  # the wait for the device in each step
+        sampled, logprob = (
+            sampled.cpu(),
+            logprob.float().cpu(),
+        )  # the wait for the device in each step
         broken = is_open & ~logprob.isfinite()
         good = is_open & ~broken
         tokens[slots[good], t], logprobs[slots[good], t] = sampled[good], logprob[good]
@@ -72,7 +77,9 @@ def generate(
             finish[row] = "stop"
             if keeper is not None:
                 keeper.keep(row, slot, int(lengths[row]) - 1)
-        for row in slots[broken].tolist():  # of a row whose logits are not finite nothing more can be sampled
+        for row in slots[
+            broken
+        ].tolist():  # of a row whose logits are not finite nothing more can be sampled
             finish[row] = "error"
         is_open = good & ~stopped
         if limits is not None:
@@ -90,10 +97,14 @@ def generate(
 
 
 @torch.no_grad()
-def generate_locally(policy: TextPolicy, batch: TokenBatch, sampling: Sampling, seed: int) -> Generated:
+def generate_locally(
+    policy: TextPolicy, batch: TokenBatch, sampling: Sampling, seed: int
+) -> Generated:
     """Sample the rows of a batch from the policy's own weights."""
     if batch.limits is None:
-        uniforms = torch.stack([uniforms_at(seed, *address, sampling.max_actions) for address in batch.addresses])
+        uniforms = torch.stack(
+            [uniforms_at(seed, *address, sampling.max_actions) for address in batch.addresses]
+        )
     else:
         uniforms = torch.zeros(len(batch.owners), int(batch.limits.max()), dtype=torch.float64)
         for row, (start, limit) in enumerate(zip(batch.starts, batch.limits.tolist(), strict=True)):
@@ -101,14 +112,24 @@ def generate_locally(policy: TextPolicy, batch: TokenBatch, sampling: Sampling, 
     # equal as long as no weight of the policy has changed
     weights: Any = None
     if batch.kept is not None:
-        weights = (policy, policy.module, policy.forced_refreshes, *weight_versions(policy.module.parameters()))
+        weights = (
+            policy,
+            policy.module,
+            policy.forced_refreshes,
+            *weight_versions(policy.module.parameters()),
+        )
     histories = [batch.prompts[n] for n in batch.owners.tolist()]
     if batch.prefixes is not None:
         histories = [torch.cat(parts) for parts in zip(histories, batch.prefixes, strict=True)]
     kept = list[Any](batch.kept or [None] * len(histories))
-    has_kept = [row is not None and row.fits(ids, weights) for row, ids in zip(kept, histories, strict=True)]
+    has_kept = [
+        row is not None and row.fits(ids, weights) for row, ids in zip(kept, histories, strict=True)
+    ]
     parts, order = list[Generated](), list[int]()
-    for resumes in (True, False):  # two batches: one goes on from what is kept, the other reads the whole history
+    for resumes in (
+        True,
+        False,
+    ):  # two batches: one goes on from what is kept, the other reads the whole history
         if not (rows := [row for row, own in enumerate(has_kept) if own == resumes]):
             continue
         index = torch.tensor(rows)
@@ -119,7 +140,11 @@ def generate_locally(policy: TextPolicy, batch: TokenBatch, sampling: Sampling, 
         else:
             used, owners = batch.owners[index].unique(return_inverse=True)
             prompts = [batch.prompts[n].to(policy.device) for n in used.tolist()]
-            prefixes = None if batch.prefixes is None else [batch.prefixes[n].to(policy.device) for n in rows]
+            prefixes = (
+                None
+                if batch.prefixes is None
+                else [batch.prefixes[n].to(policy.device) for n in rows]
+            )
             fused = None if batch.kept is None else _FUSED.get(weights)
             decoding = policy.backbone.start(prompts, owners.to(policy.device), prefixes, fused)
         if batch.kept is None:
@@ -128,7 +153,9 @@ def generate_locally(policy: TextPolicy, batch: TokenBatch, sampling: Sampling, 
             _FUSED[weights] = decoding.fused
         keeper = Keeper(decoding, len(rows))
         part = generate(decoding, uniforms[index], sampling, policy.chat, limits, keeper)
-        for row, state, ids, length in zip(rows, keeper.rows, part.tokens, part.lengths.tolist(), strict=True):
+        for row, state, ids, length in zip(
+            rows, keeper.rows, part.tokens, part.lengths.tolist(), strict=True
+        ):
             if state is not None:
                 state.ids, state.weights = torch.cat([histories[row], ids[: length - 1]]), weights
             kept[row] = state
@@ -138,7 +165,9 @@ def generate_locally(policy: TextPolicy, batch: TokenBatch, sampling: Sampling, 
     columns = zip(*((part.tokens, part.logprobs, part.lengths) for part in parts), strict=True)
     tokens, logprobs, lengths = (torch.cat(of_parts)[back] for of_parts in columns)
     finish = [finish for part in parts for finish in part.finish]
-    return Generated(tokens, logprobs, lengths, tuple(finish[n] for n in back.tolist()), kept=tuple(kept))
+    return Generated(
+        tokens, logprobs, lengths, tuple(finish[n] for n in back.tolist()), kept=tuple(kept)
+    )
 
 
 # --- further turns of a conversation ----------------------------------------------------------------------------------
@@ -161,7 +190,11 @@ class Turn:
 
 
 def next_turns(
-    policy: TextPolicy, rollouts: Rollouts, replies: Mapping[int, Any], sampling: Sampling, max_reply_tokens: int
+    policy: TextPolicy,
+    rollouts: Rollouts,
+    replies: Mapping[int, Any],
+    sampling: Sampling,
+    max_reply_tokens: int,
 ) -> tuple[Rollouts, list[Turn]]:
     """Encode the reply to each row, and return the turns that can be sampled.
 
@@ -179,9 +212,13 @@ def next_turns(
             reply = _truncate(policy, reply, max_reply_tokens)
             inputs, completion = rollouts.prompts[group].inputs, rollouts.completions[row]
             tools = policy.tools_of(rollouts.prompts[group])
-            ids = policy.chat.encode_reply(inputs, completion, reply, is_closed=is_closed, tools=tools)
+            ids = policy.chat.encode_reply(
+                inputs, completion, reply, is_closed=is_closed, tools=tools
+            )
             added = torch.tensor(ids).long()
-        except Exception as problem:  # a role unknown to the template, a character unknown to the tokenizer
+        except (
+            Exception
+        ) as problem:  # a role unknown to the template, a character unknown to the tokenizer
             why = str(problem) if isinstance(problem, DataError) else describe_error(problem)
             finish[row], failures[row] = "error", f"its reply cannot be written: {why}"
             continue
@@ -204,7 +241,9 @@ def _truncate(policy: TextPolicy, reply: Any, max_tokens: int) -> Any:
     if isinstance(reply, str):
         ids = policy.chat.encode_text(reply)
         # the last token may end within a character
-        return reply if len(ids) <= max_tokens else policy.chat.text(ids[:max_tokens]).rstrip("\ufffd")
+        return (
+            reply if len(ids) <= max_tokens else policy.chat.text(ids[:max_tokens]).rstrip("\ufffd")
+        )
     messages = []
     for message in reply:
         content = _truncate(policy, message["content"], max_tokens)
@@ -214,7 +253,12 @@ def _truncate(policy: TextPolicy, reply: Any, max_tokens: int) -> Any:
 
 
 def append_turns(
-    policy: TextPolicy, generate: GenerateTokens, rollouts: Rollouts, turns: list[Turn], sampling: Sampling, seed: int
+    policy: TextPolicy,
+    generate: GenerateTokens,
+    rollouts: Rollouts,
+    turns: list[Turn],
+    sampling: Sampling,
+    seed: int,
 ) -> Rollouts:
     """Append to each of these rows its reply, with mask False, and a sampled turn of the policy.
 
@@ -238,13 +282,22 @@ def append_turns(
     is_ready = [state is not None and bool(state.suffix) for state in batch.kept or ()]
     generated = generate(batch, sampling, seed)
 
-    is_full, reencoded = rollouts.per_row["context_full"].clone(), rollouts.per_row["reencoded"].clone()
+    is_full, reencoded = (
+        rollouts.per_row["context_full"].clone(),
+        rollouts.per_row["reencoded"].clone(),
+    )
     if batch.kept is not None and generated.kept is not None:
         # a history is read again where nothing was kept of it, or where no decoding has taken what was kept
-        for turn, ready, before, state in zip(turns, is_ready, batch.kept, generated.kept, strict=True):
+        for turn, ready, before, state in zip(
+            turns, is_ready, batch.kept, generated.kept, strict=True
+        ):
             reencoded[turn.row] += not (ready and not before.suffix)
             kept[turn.row] = state
-    lengths, finish, completions = rollouts.lengths.clone(), list(rollouts.finish), list(rollouts.completions)
+    lengths, finish, completions = (
+        rollouts.lengths.clone(),
+        list(rollouts.finish),
+        list(rollouts.completions),
+    )
     texts, counts = list(rollouts.per_row["text"]), generated.lengths.tolist()
     ends = [len(prefix) + count for prefix, count in zip(prefixes, counts, strict=True)]
     padding = (0, max(0, max(ends) - rollouts.actions.shape[1]))
@@ -269,8 +322,21 @@ def append_turns(
             tools = policy.tools_of(rollouts.prompts[int(rollouts.group_ids[row])])
             answer = policy.chat.answer(ids.tolist(), texts[row], turn.reply, tools, sampling.stop)
             completions[row] = [*completions[row], *turn.reply, answer]
-    per_row = {**rollouts.per_row, "text": tuple(texts), "context_full": is_full, "reencoded": reencoded}
+    per_row = {
+        **rollouts.per_row,
+        "text": tuple(texts),
+        "context_full": is_full,
+        "reencoded": reencoded,
+    }
     if kept:
         per_row["kept"] = tuple(kept)
-    rollouts = replace(rollouts, actions=actions, mask=mask, sampler_logprobs=logprobs, policy_version=versions)
-    return replace(rollouts, lengths=lengths, completions=tuple(completions), finish=tuple(finish), per_row=per_row)
+    rollouts = replace(
+        rollouts, actions=actions, mask=mask, sampler_logprobs=logprobs, policy_version=versions
+    )
+    return replace(
+        rollouts,
+        lengths=lengths,
+        completions=tuple(completions),
+        finish=tuple(finish),
+        per_row=per_row,
+    )

@@ -80,7 +80,9 @@ class Tokens:
 
     def before(self, completion: Int[Tensor, "n"], column: Int[Tensor, "n"]) -> Int[Tensor, "n"]:
         """Index of the token whose features predict the action: the one before it, at first the prompt's last."""
-        return torch.where(column == 0, self.prompt_end[completion], self.start[completion] + column - 1)
+        return torch.where(
+            column == 0, self.prompt_end[completion], self.start[completion] + column - 1
+        )
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Tokens:
         """Move a stream to the device, with the biases in the dtype of the softmax; spans stay where they are.
@@ -89,7 +91,10 @@ class Tokens:
         """
         blocks = []
         for block in self.blocks:
-            tokens, bias = block.tokens.to(device, non_blocking=True), block.bias.to(device, dtype, non_blocking=True)
+            tokens, bias = (
+                block.tokens.to(device, non_blocking=True),
+                block.bias.to(device, dtype, non_blocking=True),
+            )
             real = None if block.real is None else block.real.to(device, non_blocking=True)
             blocks.append(replace(block, tokens=tokens, bias=bias, real=real))
         ids, positions = (x.to(device, non_blocking=True) for x in (self.ids, self.positions))
@@ -97,7 +102,12 @@ class Tokens:
 
 
 def stream(
-    prompts: Texts, completions: Texts, owners: Int[Tensor, "b"], *, has_blocks: bool = True, small_group: int = 0
+    prompts: Texts,
+    completions: Texts,
+    owners: Int[Tensor, "b"],
+    *,
+    has_blocks: bool = True,
+    small_group: int = 0,
 ) -> Tokens:
     """Lay out completions, without their last tokens, behind the prompts that own them (``owners``, indices).
 
@@ -105,18 +115,25 @@ def stream(
     blocks, which changes the rounding of their attention.
     """
     parts, blocks, spans = list[tuple[Tensor, Tensor]](), list[AttentionBlock](), list[Tensor]()
-    small: dict[int, Tensor] = {}  # by the group's first token, the text of each token, 0 for the prompt
+    small: dict[
+        int, Tensor
+    ] = {}  # by the group's first token, the text of each token, 0 for the prompt
     start, prompt_end = torch.zeros(2, len(completions), dtype=torch.long)
     end = 0
     for p, prompt in enumerate(prompts):
         members = (owners == p).nonzero()[:, 0]
-        ids, positions, sizes = _concatenate(prompt, [completions[c][:-1] for c in members.tolist()])
+        ids, positions, sizes = _concatenate(
+            prompt, [completions[c][:-1] for c in members.tolist()]
+        )
         parts.append((ids, positions))
         ends = end + sizes.cumsum(0)
         start[members], prompt_end[members] = ends[:-1], ends[0] - 1
         if not has_blocks:
             past = end + len(prompt)  # the first completion follows its prompt: one span for both
-            own = [[end, past, first] if first > past else [end, end, end] for first in ends[:-1].tolist()]
+            own = [
+                [end, past, first] if first > past else [end, end, end]
+                for first in ends[:-1].tolist()
+            ]
             spans.append(torch.tensor([[end, end, end], *own]).mT.repeat_interleave(sizes, dim=1))
         elif len(ids) <= small_group:
             small[end] = torch.arange(len(sizes)).repeat_interleave(sizes)
@@ -127,19 +144,27 @@ def stream(
         end += len(ids)
     # blocks of whole small groups
     for group in _of_like_length(0, [(first, len(text)) for first, text in small.items()]):
-        text = pad_sequence([small[first] for first, _ in group], batch_first=True, padding_value=-1)  # [c, s]
+        text = pad_sequence(
+            [small[first] for first, _ in group], batch_first=True, padding_value=-1
+        )  # [c, s]
         column, is_real = torch.arange(text.shape[1]), text >= 0
         sees = (text[:, :, None] == text[:, None]) | (text == 0)[:, None]
-        visible = sees & (column <= column[:, None])  # padding is behind all tokens, and sees the prompt
+        visible = sees & (
+            column <= column[:, None]
+        )  # padding is behind all tokens, and sees the prompt
         bias = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)[:, None]
-        tokens = torch.tensor([first for first, _ in group])[:, None] + torch.where(is_real, column, 0)
+        tokens = torch.tensor([first for first, _ in group])[:, None] + torch.where(
+            is_real, column, 0
+        )
         real = None if is_real.all() else is_real.flatten().nonzero()[:, 0]
         blocks.append(AttentionBlock(slice(0, 0), tokens, 0, bias, real))
     padding = torch.zeros(-end % (MULTIPLE if has_blocks else SPAN_BLOCK), dtype=torch.long)
     parts.append((padding, padding))
     all_ids, all_positions = (torch.cat(part) for part in zip(*parts, strict=True))
     # padding sees itself and the padding before it
-    all_spans = None if has_blocks else torch.cat([*spans, torch.full((3, len(padding)), end)], dim=1)
+    all_spans = (
+        None if has_blocks else torch.cat([*spans, torch.full((3, len(padding)), end)], dim=1)
+    )
     return Tokens(all_ids, all_positions, start, prompt_end, blocks=tuple(blocks), spans=all_spans)
 
 
@@ -169,7 +194,10 @@ def pad(prompts: Texts, completions: Texts, owners: Int[Tensor, "b"]) -> Tokens:
     """Lay out each completion behind a copy of its prompt, as a row."""
     rows = [torch.cat([prompts[o], c]) for o, c in zip(owners.tolist(), completions, strict=True)]
     ids = pad_sequence(rows, batch_first=True)
-    start = torch.arange(len(rows)) * ids.shape[1] + torch.tensor([len(prompt) for prompt in prompts])[owners]
+    start = (
+        torch.arange(len(rows)) * ids.shape[1]
+        + torch.tensor([len(prompt) for prompt in prompts])[owners]
+    )
     return Tokens(ids, torch.arange(ids.shape[1]).expand(ids.shape), start, start - 1)
 
 
@@ -182,8 +210,15 @@ LAY_OUT: dict[Layout, Callable[..., Tokens]] = {
 
 def _concatenate(prompt: Tensor, completions: Texts) -> tuple[Tensor, Tensor, Tensor]:
     """Ids and positions of a prompt and its completions, and the length of each of these texts."""
-    positions = [torch.arange(len(prompt)), *(len(prompt) + torch.arange(len(c)) for c in completions)]
-    return torch.cat([prompt, *completions]), torch.cat(positions), torch.tensor([len(prompt), *map(len, completions)])
+    positions = [
+        torch.arange(len(prompt)),
+        *(len(prompt) + torch.arange(len(c)) for c in completions),
+    ]
+    return (
+        torch.cat([prompt, *completions]),
+        torch.cat(positions),
+        torch.tensor([len(prompt), *map(len, completions)]),
+    )
 
 
 def _of_like_length(prefix: int, texts: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
@@ -191,7 +226,11 @@ def _of_like_length(prefix: int, texts: Sequence[tuple[int, int]]) -> list[list[
     groups: list[list[tuple[int, int]]] = []
     for start, length in sorted((text for text in texts if text[1]), key=lambda text: -text[1]):
         longest = groups[-1][0][1] if groups else 0
-        scores = (len(groups[-1]) + 1) * min(longest, BLOCK_QUERIES) * (prefix + longest) if groups else 0
+        scores = (
+            (len(groups[-1]) + 1) * min(longest, BLOCK_QUERIES) * (prefix + longest)
+            if groups
+            else 0
+        )
         if not groups or longest > WASTE * length or scores > BLOCK_SCORES:
             groups.append([])
         groups[-1].append((start, length))
@@ -213,11 +252,18 @@ def _blocks(shared: slice, texts: Sequence[tuple[int, int]]) -> Iterator[Attenti
             bias = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)
             queries = is_real[:, first:]  # [c, r]
             real = None if queries.all() else queries.flatten().nonzero()[:, 0]
-            yield AttentionBlock(shared, starts + torch.where(is_real, columns, 0), first, bias, real)
+            yield AttentionBlock(
+                shared, starts + torch.where(is_real, columns, 0), first, bias, real
+            )
 
 
 def split_rows(
-    prompt_lengths: Tensor, lengths: Tensor, group_ids: Tensor, rows: Sequence[int], budget: int, layout: Layout
+    prompt_lengths: Tensor,
+    lengths: Tensor,
+    group_ids: Tensor,
+    rows: Sequence[int],
+    budget: int,
+    layout: Layout,
 ) -> list[list[int]]:
     """Split rows, of all [B] that have lengths, into micro-batches of at most ``budget`` tokens, padding included.
 
@@ -242,11 +288,15 @@ def split_rows(
             tokens += length
             members.append(row)
         parts.append((prompt + tokens, members))
-    parts.sort(key=lambda part: -part[0])  # the longest first, which sets the width of padded micro-batches
+    parts.sort(
+        key=lambda part: -part[0]
+    )  # the longest first, which sets the width of padded micro-batches
     micro_batches, sizes = list[list[int]](), list[int]()
     for tokens, members in parts:
         # a stream has no padding; elsewhere each part is as long as the first, the longest
-        cost = sum(sizes) + tokens if layout == "stream" else (len(sizes) + 1) * max(sizes, default=0)
+        cost = (
+            sum(sizes) + tokens if layout == "stream" else (len(sizes) + 1) * max(sizes, default=0)
+        )
         if not micro_batches or cost > budget:
             micro_batches.append([])
             sizes = []

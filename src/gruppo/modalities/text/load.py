@@ -17,7 +17,12 @@ from gruppo.distributed.sharding import is_requested
 from gruppo.integrity import check_layers, check_seal, read_json
 from gruppo.loading import transformers_error
 from gruppo.modalities.common.adapters import BASE, Adapter, is_adapter, model_of, read_adapter
-from gruppo.modalities.common.four_bit import check_quantized, compute_in, four_bit_layers, quantization_config
+from gruppo.modalities.common.four_bit import (
+    check_quantized,
+    compute_in,
+    four_bit_layers,
+    quantization_config,
+)
 from gruppo.modalities.common.lora import cast_base, has_adapter
 from gruppo.modalities.text.backbones import Backbone, probe
 from gruppo.modalities.text.bundled import BUNDLED
@@ -61,7 +66,9 @@ def from_pretrained(
             raise four_bit_error(path)
         policy = open_custom(path, seed=seed)
         if not isinstance(policy, TextPolicy):
-            raise GruppoError(f"{path} makes a {type(policy).__name__}; a language model is needed here.")
+            raise GruppoError(
+                f"{path} makes a {type(policy).__name__}; a language model is needed here."
+            )
         place(policy, compute)
         if adapt is not None:
             give_adapter(policy, adapt)
@@ -77,10 +84,14 @@ def from_pretrained(
         # an adapter that others saved may lack the tokenizer, which is then that of its base
         tokenizer_path = str(folder) if (folder / "tokenizer_config.json").is_file() else None
     chosen = quantization_config() if load_in_4bit else None
-    module, tokenizer, loading = _load(model_path, tokenizer_path, trust_remote_code, chosen, is_adapted=bool(adapt))
+    module, tokenizer, loading = _load(
+        model_path, tokenizer_path, trust_remote_code, chosen, is_adapted=bool(adapt)
+    )
     missing = sorted(loading["missing_keys"])
     # of a reward model, nothing but the output embedding is missing, and at most a score is in its place
-    head_names = {name for name, part in module.named_modules() if part is module.get_output_embeddings()}
+    head_names = {
+        name for name, part in module.named_modules() if part is module.get_output_embeddings()
+    }
     is_reward_model = all(name.rpartition(".")[0] in head_names for name in missing)
     is_reward_model &= all(name.startswith("score.") for name in loading["unexpected_keys"])
     if missing and (needs_head or not is_reward_model):
@@ -99,7 +110,11 @@ def _base_of_adapter(adapter: Adapter, *, is_merged: bool) -> tuple[str, Adapt]:
         if name in BUNDLED or Path(name).exists() or not name.startswith((".", "/", "~")):
             base = str(BUNDLED[name]().path) if name in BUNDLED else model_of(name)
             return base, partial(adapter.attach, base=name, is_merged=is_merged)
-    problem = f"is {adapter.base_names[0]!r}, which does not exist here" if adapter.base_names else "has no name"
+    problem = (
+        f"is {adapter.base_names[0]!r}, which does not exist here"
+        if adapter.base_names
+        else "has no name"
+    )
     raise GruppoError(f"""the base of the adapter {adapter.folder} {problem}. Load the base with
         gruppo.from_transformers and its adapter with
         adapt=gruppo.modalities.common.adapters.adapt_from({str(adapter.folder)!r}, base=''), or name the base in
@@ -112,7 +127,12 @@ def four_bit_error(model: str) -> GruppoError:
 
 
 def _load(
-    path: str, tokenizer_path: str | None, trust_remote_code: bool, quantization: Any, *, is_adapted: bool
+    path: str,
+    tokenizer_path: str | None,
+    trust_remote_code: bool,
+    quantization: Any,
+    *,
+    is_adapted: bool,
 ) -> tuple[Any, Any, dict[str, Any]]:
     """Return module, tokenizer, and transformers' loading info: the names of missing and unexpected weights."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
@@ -122,28 +142,44 @@ def _load(
     is_local = folder.exists() or path.startswith((".", "/", "~"))
     if is_local and not (folder / "config.json").is_file():
         problem = "has no config.json" if folder.exists() else "does not exist"
-        raise GruppoError(f"the model folder {path!r} {problem}. Give a folder of save_pretrained, or a hub id.")
+        raise GruppoError(
+            f"the model folder {path!r} {problem}. Give a folder of save_pretrained, or a hub id."
+        )
     check_seal(folder)
     source, kind = str(folder) if is_local else path, "tokenizer"
-    options = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": trust_remote_code}
+    options = {
+        "dtype": torch.float32,
+        "use_safetensors": True,
+        "trust_remote_code": trust_remote_code,
+    }
     if quantization is not None:
         device = None if is_requested() else _accelerator()
         # by default, transformers takes the first GPU, on all ranks
         options |= {"quantization_config": quantization, "device_map": {"": device or "cpu"}}
     hf_logging.disable_progress_bar()
     try:
-        entries = read_json(folder / "config.json") if is_local else PretrainedConfig.get_config_dict(source)[0]
+        entries = (
+            read_json(folder / "config.json")
+            if is_local
+            else PretrainedConfig.get_config_dict(source)[0]
+        )
         check_layers(entries, source)
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_path or source, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            tokenizer_path or source, trust_remote_code=trust_remote_code
+        )
         kind = "model"
         settings = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         if (found := getattr(settings, "quantization_config", None)) is not None:
             check_quantized(found, f"the model {source!r}", has_adapter=is_adapted)
             options.pop("quantization_config", None)
-        module, loading = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
+        module, loading = AutoModelForCausalLM.from_pretrained(
+            source, output_loading_info=True, **options
+        )
     except GruppoError:
         raise
-    except Exception as error:  # whatever transformers and the formats raise for files that they cannot read
+    except (
+        Exception
+    ) as error:  # whatever transformers and the formats raise for files that they cannot read
         raise GruppoError(f"""model {source!r} could not be loaded: {transformers_error(error, kind)} Give a local
             folder that save_pretrained wrote, or a hub id that this machine can reach or has cached.""") from error
     if has_adapter(module):
@@ -153,11 +189,20 @@ def _load(
 
 
 def from_transformers(
-    module: Any, tokenizer: Any, *, compute: Compute = "auto", chunk: int = 256, adapt: Adapt | None = None
+    module: Any,
+    tokenizer: Any,
+    *,
+    compute: Compute = "auto",
+    chunk: int = 256,
+    adapt: Adapt | None = None,
 ) -> TextPolicy:
     """Make a policy of a Hugging Face model in memory and its tokenizer."""
     if getattr(module, "is_quantized", False):
-        check_quantized(module.config.quantization_config, f"this {type(module).__name__}", has_adapter=bool(adapt))
+        check_quantized(
+            module.config.quantization_config,
+            f"this {type(module).__name__}",
+            has_adapter=bool(adapt),
+        )
         for name, layer in four_bit_layers(module).items():
             # a block of 64 weights shares a scale. Of rows that are no whole blocks, bitsandbytes 0.50 takes the wrong
             # scales on a CPU: an error of 38% in place of 9% at 48 inputs, silently
@@ -228,16 +273,28 @@ def from_module(
     """
     for name in ("encode", "decode"):
         if not callable(getattr(tokenizer, name, None)):
-            raise GruppoError(f"a {type(tokenizer).__name__} has no method {name}; tokenizers need encode and decode.")
+            raise GruppoError(
+                f"a {type(tokenizer).__name__} has no method {name}; tokenizers need encode and decode."
+            )
     if isinstance(eos_ids, int):
         raise GruppoError(f"eos_ids={eos_ids} is one number; it needs a list of ids, [{eos_ids}].")
     for parameter in module.parameters():
-        if parameter.dtype in (torch.float16, torch.bfloat16):  # as masters they would round small updates away
+        if parameter.dtype in (
+            torch.float16,
+            torch.bfloat16,
+        ):  # as masters they would round small updates away
             parameter.data = parameter.data.float()
     widths = [parameter.shape[-1] for parameter in module.parameters() if parameter.dim() == 2]
     dtype = _compute_dtype(compute, max(widths, default=64), module)
     chat = Chat(tokenizer, eos_ids, is_plain=True, render=render)
-    return TextPolicy(module, Backbone(module, is_plain=True), chat, context=context, compute_dtype=dtype, chunk=chunk)
+    return TextPolicy(
+        module,
+        Backbone(module, is_plain=True),
+        chat,
+        context=context,
+        compute_dtype=dtype,
+        chunk=chunk,
+    )
 
 
 def _accelerator() -> torch.device | None:

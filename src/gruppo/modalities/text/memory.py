@@ -12,7 +12,9 @@ TOKENS_ON_CPU, TOKENS = 640, 16384
 """Budgets where memory is not short. A CPU's products are nearly as fast at 600 rows as at more; a GPU's are not."""
 
 
-def activations(config: Any, tokens: int, dtype: torch.dtype, layout: str, *, is_recomputed: bool = False) -> int:
+def activations(
+    config: Any, tokens: int, dtype: torch.dtype, layout: str, *, is_recomputed: bool = False
+) -> int:
     """Bytes of T tokens: T layers (6 H + 2 K + 2 F) numbers of our layers ("stream"), T layers (16 H + 4 F) else.
 
     H numbers of a feature, K of a key, F of the feed-forward; ours are inputs, norms, q, k, v, the output of attention,
@@ -27,7 +29,11 @@ def activations(config: Any, tokens: int, dtype: torch.dtype, layout: str, *, is
         if layout == "stream":
             numbers = 6 * model.hidden_size + 2 * key_numbers(model) + 2 * feed_forward
         layers = model.num_hidden_layers
-        return dtype.itemsize * tokens * (numbers + layers * model.hidden_size if is_recomputed else layers * numbers)
+        return (
+            dtype.itemsize
+            * tokens
+            * (numbers + layers * model.hidden_size if is_recomputed else layers * numbers)
+        )
     except (AttributeError, TypeError):
         return 0
 
@@ -39,7 +45,9 @@ def key_numbers(model: Any) -> int:
     return size_of_head * (getattr(model, "num_key_value_heads", None) or heads)
 
 
-def working_memory(policy: Any, config: Any, longest: int, budget: int, rows: int) -> dict[str, float]:
+def working_memory(
+    policy: Any, config: Any, longest: int, budget: int, rows: int
+) -> dict[str, float]:
     """Bytes of one forward and backward over T tokens, and of the cache of B rows of L tokens, prompt included.
 
     Cache 2 B L layers K width, K numbers of a key. That of conversations has the longest replies, and counts twice:
@@ -47,7 +55,11 @@ def working_memory(policy: Any, config: Any, longest: int, budget: int, rows: in
     module has no sizes in a config: its activations are measured, and it reads whole rows again for each new token.
     """
     width = policy.compute_dtype.itemsize
-    length, limit, environment = longest + config.rollout.max_new_tokens, config.rollout, config.environment
+    length, limit, environment = (
+        longest + config.rollout.max_new_tokens,
+        config.rollout,
+        config.environment,
+    )
     cached = length
     if environment.names:
         cached += (environment.turns - 1) * environment.max_reply_tokens
@@ -60,17 +72,27 @@ def working_memory(policy: Any, config: Any, longest: int, budget: int, rows: in
             "logits while sampling": width * rows * length * vocabulary,
         }
     model = policy.module.config.get_text_config()
-    logits = 3 * 4 * min(policy.chunk, budget) * model.vocab_size  # a chunk in float32: raw, tempered, gradient
+    logits = (
+        3 * 4 * min(policy.chunk, budget) * model.vocab_size
+    )  # a chunk in float32: raw, tempered, gradient
     if isinstance(policy.backbone.head, torch.nn.Linear) and limit.top_k == 0 and limit.top_p == 1:
         logits = tile_bytes(budget, model.vocab_size, width, policy.device)
-    kept = activations(model, budget, policy.compute_dtype, policy.backbone.layout, is_recomputed=policy.is_recomputed)
+    kept = activations(
+        model,
+        budget,
+        policy.compute_dtype,
+        policy.backbone.layout,
+        is_recomputed=policy.is_recomputed,
+    )
     cache = width * 2 * rows * cached * model.num_hidden_layers * key_numbers(model)
     return {"activations": kept, "logits": logits, "cache while sampling": cache}
 
 
 def kept_bytes(policy: Any, length: int) -> int:
     """Bytes that a forward of one row keeps for its backward, weights not counted; each storage once."""
-    weights = {parameter.untyped_storage().data_ptr() for parameter in policy.compute_module.parameters()}
+    weights = {
+        parameter.untyped_storage().data_ptr() for parameter in policy.compute_module.parameters()
+    }
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -78,6 +100,8 @@ def kept_bytes(policy: Any, length: int) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        logits = policy.backbone.features(torch.zeros(1, length, dtype=torch.long, device=policy.device))
+        logits = policy.backbone.features(
+            torch.zeros(1, length, dtype=torch.long, device=policy.device)
+        )
     del logits  # alive until here, so that no address is counted for two storages
     return sum(size for address, size in kept.items() if address not in weights)

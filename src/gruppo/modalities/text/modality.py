@@ -38,8 +38,14 @@ class TextModality(Modality):
         return True
 
     def validate(self, config: Config) -> None:
-        is_here = config.model in BUNDLED or names_function(config.model) or Path(config.model).exists()
-        if config.modality is not None and config.modality != type(config.modality)() and not is_here:
+        is_here = (
+            config.model in BUNDLED or names_function(config.model) or Path(config.model).exists()
+        )
+        if (
+            config.modality is not None
+            and config.modality != type(config.modality)()
+            and not is_here
+        ):
             raise GruppoError(f"""there is no folder {config.model!r} with an image model. Train one first, as with
                 {command_name()} train digits-pretrain, or set --model unet or diffusers:OWNER/NAME.""")
         refuse_unused_options(config, self)
@@ -48,7 +54,10 @@ class TextModality(Modality):
         path, origin = found_model(config.model)
         adapt = _adapter_of(config)
         if is_adapter(path) and adapt is None:
-            log.warning("the model %s is an adapter: it is merged into its base, and all weights are trained.", path)
+            log.warning(
+                "the model %s is an adapter: it is merged into its base, and all weights are trained.",
+                path,
+            )
         policy = from_pretrained(
             path,
             compute=config.compute,
@@ -62,9 +71,16 @@ class TextModality(Modality):
         return policy, origin
 
     def load(
-        self, model: str, *, compute: Any = "auto", trust_remote_code: bool = False, is_merged: bool = False
+        self,
+        model: str,
+        *,
+        compute: Any = "auto",
+        trust_remote_code: bool = False,
+        is_merged: bool = False,
     ) -> Policy:
-        return from_pretrained(model, compute=compute, trust_remote_code=trust_remote_code, is_merged=is_merged)
+        return from_pretrained(
+            model, compute=compute, trust_remote_code=trust_remote_code, is_merged=is_merged
+        )
 
     def adapt(self, config: Config, policy: TextPolicy, data: PromptSource) -> Policy:  # type: ignore[override]
         if config.lora.load_in_4bit:
@@ -74,7 +90,9 @@ class TextModality(Modality):
             give_adapter(policy, adapt)
         return policy
 
-    def check(self, config: Config, policy: Policy, sampling: Any, data: PromptSource, rewards: Any) -> None:
+    def check(
+        self, config: Config, policy: Policy, sampling: Any, data: PromptSource, rewards: Any
+    ) -> None:
         assert isinstance(policy, TextPolicy)
         rewards.set_decoder(policy.chat.text)
         # special tokens in the text of a prompt are refused, or encoded as text with one warning for all rows
@@ -97,7 +115,14 @@ class TextModality(Modality):
         prompt_tokens = 0 if longest is None else len(policy.encode(longest))
         tokens = prompt_tokens + config.rollout.max_new_tokens + (turns - 1) * reply
         if policy.context is not None and tokens > policy.context:
-            numbers = (policy.context, prompt_tokens, config.rollout.max_new_tokens, turns - 1, reply, tokens)
+            numbers = (
+                policy.context,
+                prompt_tokens,
+                config.rollout.max_new_tokens,
+                turns - 1,
+                reply,
+                tokens,
+            )
             log.warning(
                 "conversations may outgrow the model's context of %d tokens: a prompt of %d, %d of the policy "
                 "(rollout.max_new_tokens) and %d replies of %d (environment.max_reply_tokens) make %d, without those "
@@ -115,11 +140,15 @@ class TextModality(Modality):
         path, _ = found_model(config.critic.model)
         # in float32, whatever the run computes in: the critic makes a copy of its trunk alone
         trusted = config.trust_remote_code
-        model = from_pretrained(path, compute="float32", trust_remote_code=trusted, needs_head=False, is_merged=True)
+        model = from_pretrained(
+            path, compute="float32", trust_remote_code=trusted, needs_head=False, is_merged=True
+        )
         try:
             check_lengths(data, model, config)
         except DataError as error:
-            raise DataError(f"the critic {config.critic.model} is too short for these data: {error}") from None
+            raise DataError(
+                f"the critic {config.critic.model} is too short for these data: {error}"
+            ) from None
         return SeparateCritic(policy, model)
 
 
@@ -131,11 +160,15 @@ def check_lengths(source: Any, policy: TextPolicy, config: Config) -> None:
     """Refuse data with a prompt that the model's context cannot hold, or a text where tools need a conversation."""
     added = TEMPLATE_TOKENS
     if policy.chat.tools:
-        added += len(policy.chat.rendered([{"role": "user", "content": ""}], policy.chat.tools).encode())
+        added += len(
+            policy.chat.rendered([{"role": "user", "content": ""}], policy.chat.tools).encode()
+        )
     for prompt in source.all_prompts():
         longest = len(str(prompt.inputs).encode()) + added  # a token of text is at least a byte
         is_short = policy.context and longest + config.rollout.max_new_tokens < policy.context
-        if is_short and not (policy.chat.tools and isinstance(prompt.inputs, str)):  # tools need a conversation
+        if is_short and not (
+            policy.chat.tools and isinstance(prompt.inputs, str)
+        ):  # tools need a conversation
             continue
         if why := policy.check_prompt(prompt, config.rollout.sampling):
             raise DataError(why)
@@ -148,7 +181,9 @@ def _adapter_of(config: Config) -> Adapt | None:
         return adapt_from(lora.adapter, base=base)
     if not lora.rank:
         return None
-    return partial(inject, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=config.seed, base=base)
+    return partial(
+        inject, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=config.seed, base=base
+    )
 
 
 def found_model(name: str) -> tuple[str, dict[str, Any]]:
@@ -160,6 +195,10 @@ def found_model(name: str) -> tuple[str, dict[str, Any]]:
         folder = Path(model_of(name)).expanduser()
         made = ModelFunction.from_name(name) if names_function(name) else ModelFunction.read(folder)
         return name, {"name": name, "made_by": made.made_by, "sha256": made.sha256}
-    if "/" not in name and not Path(name).exists() and (near := difflib.get_close_matches(name, [*BUNDLED, "unet"], 1)):
+    if (
+        "/" not in name
+        and not Path(name).exists()
+        and (near := difflib.get_close_matches(name, [*BUNDLED, "unet"], 1))
+    ):
         raise GruppoError(f"there is no model {name!r}. Did you mean {near[0]}?")
     return name, {"name": name}

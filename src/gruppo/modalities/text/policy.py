@@ -25,12 +25,27 @@ from gruppo.modalities.text.backbones import Backbone
 from gruppo.modalities.text.chat import Chat, special_token_error
 from gruppo.modalities.text.chat_template import rewritten
 from gruppo.modalities.text.demonstrations import demonstrate
-from gruppo.modalities.text.generation import append_turns, cut_at_stop, generate_locally, next_turns
+from gruppo.modalities.text.generation import (
+    append_turns,
+    cut_at_stop,
+    generate_locally,
+    next_turns,
+)
 from gruppo.modalities.text.layouts import split_rows
 from gruppo.modalities.text.memory import TOKENS, TOKENS_ON_CPU, activations, working_memory
 from gruppo.modalities.text.precision import ComputeCopy
 from gruppo.protocols import GenerateTokens, Outputs
-from gruppo.types import Generated, GruppoError, Likelihood, MicroBatch, Prompt, Request, Rollouts, Sampling, TokenBatch
+from gruppo.types import (
+    Generated,
+    GruppoError,
+    Likelihood,
+    MicroBatch,
+    Prompt,
+    Request,
+    Rollouts,
+    Sampling,
+    TokenBatch,
+)
 
 log = logging.getLogger("gruppo")
 
@@ -48,7 +63,15 @@ class TextPolicy(AdaptablePolicy):
     """
 
     supports = frozenset(
-        {"conversations", "demonstrations", "lora", "separate_critic", "serving", "shared_critic", "tools"}
+        {
+            "conversations",
+            "demonstrations",
+            "lora",
+            "separate_critic",
+            "serving",
+            "shared_critic",
+            "tools",
+        }
     )
     likelihood_outputs = frozenset({"entropy", "entropy_value", "values"})
     action_name, budget_name, default_budgets = "token", "tokens", (TOKENS_ON_CPU, TOKENS)
@@ -88,7 +111,9 @@ class TextPolicy(AdaptablePolicy):
         self.compute_dtype = dtype
         is_needed = {p.dtype for p in self.module.parameters() if p.is_floating_point()} != {dtype}
         self.copy = ComputeCopy(self.module, dtype) if is_needed else None
-        self.backbone = replace(self.backbone, module=self.module if self.copy is None else self.copy.module)
+        self.backbone = replace(
+            self.backbone, module=self.module if self.copy is None else self.copy.module
+        )
 
     def to(self, device: torch.device) -> None:
         self.module.to(device)
@@ -100,9 +125,15 @@ class TextPolicy(AdaptablePolicy):
 
     def shard(self, apply: Callable[..., None]) -> None:
         """Shard the master weights; FSDP casts them where they are gathered, in place of a copy."""
-        self.copy, dtypes = None, {p.dtype for p in self.module.parameters() if p.is_floating_point()}
+        self.copy, dtypes = (
+            None,
+            {p.dtype for p in self.module.parameters() if p.is_floating_point()},
+        )
         self.backbone = replace(self.backbone, module=self.module, dtype=self.compute_dtype)
-        apply(self.module, compute_dtype=None if dtypes == {self.compute_dtype} else self.compute_dtype)
+        apply(
+            self.module,
+            compute_dtype=None if dtypes == {self.compute_dtype} else self.compute_dtype,
+        )
 
     def recompute(self) -> None:
         self.is_recomputed = recompute_layers(self.module, self.compute_module)
@@ -121,7 +152,9 @@ class TextPolicy(AdaptablePolicy):
     @torch.no_grad()
     def feature_width(self) -> int:
         """Features at each position that a value head reads; the logits of a model that cannot be split."""
-        return self.backbone.features(torch.zeros(1, 2, dtype=torch.long, device=self.device)).shape[-1]
+        return self.backbone.features(
+            torch.zeros(1, 2, dtype=torch.long, device=self.device)
+        ).shape[-1]
 
     def refresh(self, *, force: bool = False) -> None:
         """Turn dropout off and update the copy, whatever was done to the module since the last call."""
@@ -153,7 +186,9 @@ class TextPolicy(AdaptablePolicy):
             module.save_pretrained(folder)
         self.chat.save(folder)
 
-    def describe(self, config: Any, sampling: Sampling, prompts: Sequence[Prompt], group_size: int) -> list[str]:
+    def describe(
+        self, config: Any, sampling: Sampling, prompts: Sequence[Prompt], group_size: int
+    ) -> list[str]:
         rows, lengths = config.rollout.prompts * group_size, [len(self.encode(p)) for p in prompts]
         mean, is_padded = sum(lengths) / len(lengths), self.backbone.layout == "padded"
         new, measured = config.rollout.max_new_tokens, counted(len(lengths), "prompt")
@@ -176,7 +211,9 @@ class TextPolicy(AdaptablePolicy):
         ids = demonstration.actions[0, : int(demonstration.lengths[0])].tolist()
         return f"{self.chat.text_with_specials(ids)!r}  ({len(ids)} tokens)"
 
-    def memory_estimate(self, config: Any, prompts: Sequence[Prompt], budget: int, group_size: int) -> dict[str, float]:
+    def memory_estimate(
+        self, config: Any, prompts: Sequence[Prompt], budget: int, group_size: int
+    ) -> dict[str, float]:
         rows = max(min(BATCH_ROWS, config.rollout.prompts * config.rollout.group_size), group_size)
         return working_memory(self, config, self.longest_prompt(prompts), budget, rows)
 
@@ -186,11 +223,17 @@ class TextPolicy(AdaptablePolicy):
         return activations(config, 1, self.compute_dtype, layout, is_recomputed=self.is_recomputed)
 
     def longest_prompt(self, prompts: Sequence[Prompt] | Rollouts) -> int:
-        ids = prompts.shared["prompt_ids"] if isinstance(prompts, Rollouts) else map(self.encode, prompts)
+        ids = (
+            prompts.shared["prompt_ids"]
+            if isinstance(prompts, Rollouts)
+            else map(self.encode, prompts)
+        )
         return max(map(len, ids), default=0)
 
     def longest_row(self, rollouts: Rollouts, rows: Tensor) -> int:
-        prompts = torch.tensor([len(ids) for ids in rollouts.shared["prompt_ids"]])[rollouts.group_ids[rows]]
+        prompts = torch.tensor([len(ids) for ids in rollouts.shared["prompt_ids"]])[
+            rollouts.group_ids[rows]
+        ]
         return int((rollouts.lengths[rows] + prompts).max())
 
     # --- sampling ---
@@ -198,9 +241,13 @@ class TextPolicy(AdaptablePolicy):
     def configure_prompts(self, prompts: Any) -> None:
         self.chat.configure(prompts)
 
-    def prepare_conversations(self, tools: Sequence[Mapping[str, Any]] | None, tools_of: ToolsOf | None = None) -> None:
+    def prepare_conversations(
+        self, tools: Sequence[Mapping[str, Any]] | None, tools_of: ToolsOf | None = None
+    ) -> None:
         self.chat.set_tools(tools or ())
-        self.tools_of = (tools_of or (lambda prompt: self.chat.tools)) if tools else lambda prompt: ()
+        self.tools_of = (
+            (tools_of or (lambda prompt: self.chat.tools)) if tools else lambda prompt: ()
+        )
         if tools is not None and self.chat.can_chat and (what := rewritten(self.chat)):
             log.info(
                 "the model's chat template %s. Each turn is trained on as it was sampled, and stays so in its "
@@ -215,7 +262,9 @@ class TextPolicy(AdaptablePolicy):
         if isinstance(prompt.inputs, str) and self.tools_of(prompt):
             problem = f"prompt {prompt.id!r} is a text, and tools need a conversation, into which the chat template"
             return f'{problem} writes them. Give a list of messages, such as [{{"role": "user", "content": ...}}].'
-        if self.chat.special_tokens == "refuse" and (token := self.chat.special_token_in(prompt.inputs)):
+        if self.chat.special_tokens == "refuse" and (
+            token := self.chat.special_token_in(prompt.inputs)
+        ):
             return special_token_error(prompt.id, token)
         new = sampling.max_actions
         if self.context is None or (tokens := len(self.encode(prompt))) + new <= self.context:
@@ -226,7 +275,9 @@ class TextPolicy(AdaptablePolicy):
     def sample(self, requests: Sequence[Request], sampling: Sampling, *, seed: int) -> Rollouts:
         """Sample ``request.size`` completions of each prompt; randomness depends on (seed, draw, sample, position)."""
         self.refresh()
-        return self.sample_with(partial(generate_locally, self), requests, sampling, seed=seed, batch_rows=BATCH_ROWS)
+        return self.sample_with(
+            partial(generate_locally, self), requests, sampling, seed=seed, batch_rows=BATCH_ROWS
+        )
 
     def sample_with(
         self,
@@ -257,18 +308,27 @@ class TextPolicy(AdaptablePolicy):
             encoded = tuple(torch.tensor(self.encode(r.prompt)) for r in batch)
             owners = torch.tensor([p for p, r in enumerate(batch) for _ in range(r.size)])
             addresses = tuple((r.prompt.draw, r.first + i) for r in batch for i in range(r.size))
-            kept = (None,) * len(owners) if any(request.has_more_turns for request in batch) else None
+            kept = (
+                (None,) * len(owners) if any(request.has_more_turns for request in batch) else None
+            )
             generated = generate(TokenBatch(encoded, owners, addresses, kept=kept), sampling, seed)
-            ids = [row[:length].tolist() for row, length in zip(generated.tokens, generated.lengths, strict=True)]
+            ids = [
+                row[:length].tolist()
+                for row, length in zip(generated.tokens, generated.lengths, strict=True)
+            ]
             texts = [cut_at_stop(self.chat.text(row), sampling.stop) for row in ids]
             own = [batch[owner].prompt for owner in owners.tolist()]
             completions = [
                 text  # in the form of its prompt
                 if isinstance(prompt.inputs, str)
-                else [self.chat.answer(row, text, prompt.inputs, self.tools_of(prompt), sampling.stop)]
+                else [
+                    self.chat.answer(row, text, prompt.inputs, self.tools_of(prompt), sampling.stop)
+                ]
                 for row, text, prompt in zip(ids, texts, own, strict=True)
             ]
-            part = _rollouts([r.prompt for r in batch], owners, encoded, generated, completions, sampling)
+            part = _rollouts(
+                [r.prompt for r in batch], owners, encoded, generated, completions, sampling
+            )
             if self.chat.tools:
                 # a call of a tool is not in the message's content
                 part = replace(part, per_row={**part.per_row, "text": tuple(texts)})
@@ -276,7 +336,13 @@ class TextPolicy(AdaptablePolicy):
         return Rollouts.cat(parts)
 
     def continue_rollouts(
-        self, rollouts: Rollouts, replies: Mapping[int, Any], sampling: Any, *, seed: int, max_reply_tokens: int = 256
+        self,
+        rollouts: Rollouts,
+        replies: Mapping[int, Any],
+        sampling: Any,
+        *,
+        seed: int,
+        max_reply_tokens: int = 256,
     ) -> Rollouts:
         """Append replies (a text or messages, by row) and a further turn of the policy; other rows stay as they are.
 
@@ -287,7 +353,9 @@ class TextPolicy(AdaptablePolicy):
         """
         self.refresh()
         options = {"seed": seed, "max_reply_tokens": max_reply_tokens, "batch_rows": BATCH_ROWS}
-        return self.continue_with(partial(generate_locally, self), rollouts, replies, sampling, **options)
+        return self.continue_with(
+            partial(generate_locally, self), rollouts, replies, sampling, **options
+        )
 
     def continue_with(
         self,
@@ -303,7 +371,9 @@ class TextPolicy(AdaptablePolicy):
         """``continue_rollouts``, with tokens from ``generate``, which is called with at most ``batch_rows`` rows."""
         rollouts, turns = next_turns(self, rollouts, replies, sampling, max_reply_tokens)
         for start in range(0, len(turns), batch_rows):
-            rollouts = append_turns(self, generate, rollouts, turns[start : start + batch_rows], sampling, seed)
+            rollouts = append_turns(
+                self, generate, rollouts, turns[start : start + batch_rows], sampling, seed
+            )
         return rollouts
 
     # --- serving ---
@@ -312,7 +382,9 @@ class TextPolicy(AdaptablePolicy):
         from torch.distributed.tensor import DTensor  # takes two seconds
 
         for name, tensor in self.module.state_dict().items():
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # one tensor of FSDP at a time
+            whole = (
+                tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            )  # one tensor of FSDP at a time
             yield name, whole.to(self.compute_dtype) if whole.is_floating_point() else whole
 
     def served_config(self) -> dict[str, Any]:
@@ -331,27 +403,45 @@ class TextPolicy(AdaptablePolicy):
 
     # --- likelihood ---
 
-    def micro_batches(self, rollouts: Rollouts, loss_mask: Bool[Tensor, "B T"], budget: int) -> list[MicroBatch]:
+    def micro_batches(
+        self, rollouts: Rollouts, loss_mask: Bool[Tensor, "B T"], budget: int
+    ) -> list[MicroBatch]:
         """Split into micro-batches of at most ``budget`` tokens, prompts and padding included.
 
         Where a prompt is read once for its group, rows of a group stay together; otherwise rows of like length do.
         """
-        prompt_lengths = torch.tensor([len(ids) for ids in rollouts.shared["prompt_ids"]])[rollouts.group_ids]
+        prompt_lengths = torch.tensor([len(ids) for ids in rollouts.shared["prompt_ids"]])[
+            rollouts.group_ids
+        ]
         rows = loss_mask.any(dim=1).nonzero()[:, 0].tolist()
-        parts = split_rows(prompt_lengths, rollouts.lengths, rollouts.group_ids, rows, budget, self.backbone.layout)
-        return [MicroBatch(torch.tensor(part), slice(0, int(rollouts.lengths[part].max()))) for part in parts]
+        parts = split_rows(
+            prompt_lengths, rollouts.lengths, rollouts.group_ids, rows, budget, self.backbone.layout
+        )
+        return [
+            MicroBatch(torch.tensor(part), slice(0, int(rollouts.lengths[part].max())))
+            for part in parts
+        ]
 
-    def likelihood(self, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs = ()) -> Likelihood:
+    def likelihood(
+        self, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs = ()
+    ) -> Likelihood:
         """Log-probabilities at the sampling temperature, top-k and top-p of the rollouts; 0 where mask is False.
 
         "values" come from ``value_head`` in the same forward.
         """
         rows = micro_batch.rows
         if (rollouts.temperature[rows] <= 0).any():
-            raise GruppoError("these rollouts are greedy (temperature 0), with no density to learn from. Sample at 1.")
-        top_k, top_p = rollouts.per_row["top_k"][rows].unique(), rollouts.per_row["top_p"][rows].unique()
+            raise GruppoError(
+                "these rollouts are greedy (temperature 0), with no density to learn from. Sample at 1."
+            )
+        top_k, top_p = (
+            rollouts.per_row["top_k"][rows].unique(),
+            rollouts.per_row["top_p"][rows].unique(),
+        )
         if len(top_k) > 1 or len(top_p) > 1:
-            raise GruppoError("these rollouts mix several top_k or top_p; evaluate each kind separately.")
+            raise GruppoError(
+                "these rollouts mix several top_k or top_p; evaluate each kind separately."
+            )
         actions = micro_batch.of(rollouts.actions)
         features, row, column, place = self._action_features(rollouts, micro_batch)  # [N, F]
         logprobs, entropy = chunked_categorical(
@@ -362,10 +452,16 @@ class TextPolicy(AdaptablePolicy):
             chunk=self.chunk,
             top_k=int(top_k[0]) if len(top_k) else 0,
             top_p=float(top_p[0]) if len(top_p) else 1.0,
-            entropy="gradient" if "entropy" in outputs else "value" if "entropy_value" in outputs else "none",
+            entropy="gradient"
+            if "entropy" in outputs
+            else "value"
+            if "entropy_value" in outputs
+            else "none",
         )
         nats = None if entropy is None else _scatter(entropy, place, actions.shape)
-        values = _scatter(self._values(features), place, actions.shape) if "values" in outputs else None
+        values = (
+            _scatter(self._values(features), place, actions.shape) if "values" in outputs else None
+        )
         return Likelihood(_scatter(logprobs, place, actions.shape), nats, values=values)
 
     def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
@@ -373,7 +469,9 @@ class TextPolicy(AdaptablePolicy):
         features, _, _, place = self._action_features(rollouts, micro_batch)
         return _scatter(self._values(features), place, micro_batch.of(rollouts.mask).shape)
 
-    def _action_features(self, rollouts: Rollouts, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor, Any]:
+    def _action_features(
+        self, rollouts: Rollouts, micro_batch: MicroBatch
+    ) -> tuple[Tensor, Tensor, Tensor, Any]:
         """Features [N, F] at the position before each action, its row and column, and both of them on the device."""
         self.refresh()
         rows = micro_batch.rows
@@ -383,7 +481,12 @@ class TextPolicy(AdaptablePolicy):
         prompts = [rollouts.shared["prompt_ids"][g] for g in groups.tolist()]
         completions = [rollouts.actions[r, : int(rollouts.lengths[r])] for r in rows.tolist()]
         features = self.backbone.features_before(prompts, completions, owners, row, column)
-        return features, row, column, tuple(index.to(self.device, non_blocking=True) for index in (row, column))
+        return (
+            features,
+            row,
+            column,
+            tuple(index.to(self.device, non_blocking=True) for index in (row, column)),
+        )
 
     # --- demonstrations ---
 
@@ -413,9 +516,16 @@ class TextPolicy(AdaptablePolicy):
         ids, masks = ([torch.tensor(row[part]) for row in shown] for part in (0, 1))
         actions = nn.utils.rnn.pad_sequence(ids, batch_first=True)  # [B, T]
         lengths = torch.tensor([len(row) for row in ids])
-        rows = Generated(actions, torch.zeros(actions.shape), lengths, cast(Any, ("stop",) * len(prompts)))
-        prompt_ids, completions = [torch.tensor(self.encode(prompt)) for prompt in prompts], [row[2] for row in shown]
-        rollouts = _rollouts(prompts, torch.arange(len(prompts)), prompt_ids, rows, completions, Sampling())
+        rows = Generated(
+            actions, torch.zeros(actions.shape), lengths, cast(Any, ("stop",) * len(prompts))
+        )
+        prompt_ids, completions = (
+            [torch.tensor(self.encode(prompt)) for prompt in prompts],
+            [row[2] for row in shown],
+        )
+        rollouts = _rollouts(
+            prompts, torch.arange(len(prompts)), prompt_ids, rows, completions, Sampling()
+        )
         return replace(rollouts, mask=nn.utils.rnn.pad_sequence(masks, batch_first=True))
 
 
@@ -440,7 +550,9 @@ def _rollouts(
         lengths=generated.lengths,
         completions=tuple(completions),
         sampler_logprobs=torch.where(mask, generated.logprobs[:, :columns], 0),
-        policy_version=torch.where(mask, 0 if generated.versions is None else generated.versions[:, :columns], 0),
+        policy_version=torch.where(
+            mask, 0 if generated.versions is None else generated.versions[:, :columns], 0
+        ),
         temperature=torch.full((rows,), float(sampling.temperature)),
         finish=generated.finish,
         shared={"prompt_ids": tuple(ids.cpu() for ids in prompt_ids)},
@@ -448,6 +560,8 @@ def _rollouts(
     )
 
 
-def _scatter(values: Float[Tensor, "N"], place: tuple[Tensor, Tensor], shape: Sequence[int]) -> Float[Tensor, "b t"]:
+def _scatter(
+    values: Float[Tensor, "N"], place: tuple[Tensor, Tensor], shape: Sequence[int]
+) -> Float[Tensor, "b t"]:
     """Put one value per action at its row and column, 0 elsewhere. A boolean mask would wait for the GPU."""
     return torch.zeros(shape, dtype=values.dtype, device=values.device).index_put(place, values)

@@ -24,7 +24,9 @@ def _count_optimizer_step(*_: object) -> None:
     _optimizer_steps += 1
 
 
-register_optimizer_step_post_hook(_count_optimizer_step)  # fused optimizers do not change the versions of their tensors
+register_optimizer_step_post_hook(
+    _count_optimizer_step
+)  # fused optimizers do not change the versions of their tensors
 
 
 class ComputeCopy:
@@ -89,7 +91,10 @@ def faster_dtype(width: int, *, rows: int = 256, device: torch.device | str = "c
     The two are timed in turn and their best times compared: other load on the machine can only slow them down.
     """
     best = {torch.float32: float("inf"), torch.bfloat16: float("inf")}
-    inputs = {d: tuple(torch.ones(size, width, dtype=d, device=device) for size in (rows, 4 * width)) for d in best}
+    inputs = {
+        d: tuple(torch.ones(size, width, dtype=d, device=device) for size in (rows, 4 * width))
+        for d in best
+    }
     for _ in range(12):
         for dtype, (x, layer) in inputs.items():
             start = time.perf_counter()

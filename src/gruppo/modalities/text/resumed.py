@@ -49,8 +49,15 @@ def resume(kind: type[D], rows: Sequence[KeptRow], unread: Texts) -> D:
         row.suffix = []
     cells, shape = decoding.home.tolist(), (2, decoding.groups, kv_heads, decoding.width)
     decoding.suffixes = []
-    for layer in range(len(decoding.blocks)):  # one layer at a time, so that only one layer is in memory twice
-        size = (2, decoding.groups * kv_heads * decoding.width, begun + decoding.columns, decoding.decoder.head_dim)
+    for layer in range(
+        len(decoding.blocks)
+    ):  # one layer at a time, so that only one layer is in memory twice
+        size = (
+            2,
+            decoding.groups * kv_heads * decoding.width,
+            begun + decoding.columns,
+            decoding.decoder.head_dim,
+        )
         buffer = torch.zeros(size, dtype=decoding._dtype_for(size[2]), device=device)
         by_cell = buffer.view(*shape, *size[2:])
         for cell, layers, start in zip(cells, taken, decoding.starts.tolist(), strict=True):
@@ -59,16 +66,27 @@ def resume(kind: type[D], rows: Sequence[KeptRow], unread: Texts) -> D:
             by_cell[:, group, :, column, start : start + suffix.shape[2]] = suffix
         decoding.suffixes.append(buffer)
 
-    whole = [(id(row.prompt), *row.ids.tolist(), *ids.tolist()) for row, ids in zip(rows, unread, strict=True)]
-    models = torch.tensor([whole.index(text) for text in whole], device=device)  # the row that is read for each
+    whole = [
+        (id(row.prompt), *row.ids.tolist(), *ids.tolist())
+        for row, ids in zip(rows, unread, strict=True)
+    ]
+    models = torch.tensor(
+        [whole.index(text) for text in whole], device=device
+    )  # the row that is read for each
     is_read = (models == torch.arange(len(rows), device=device)).tolist()
-    decoding.logits = _read(decoding, [ids if own else ids[:0] for own, ids in zip(is_read, unread, strict=True)])
+    decoding.logits = _read(
+        decoding, [ids if own else ids[:0] for own, ids in zip(is_read, unread, strict=True)]
+    )
     if not all(is_read):
         from_cells, to_cells = decoding.home[models], decoding.home
         width, columns = decoding.width, slice(begun - max(added), begun)
         for buffer in decoding.suffixes:
-            by_cell = buffer.view(*shape, *buffer.shape[2:]).transpose(2, 3)[..., columns, :]  # [2, g, j, K, A, D]
-            by_cell[:, to_cells // width, to_cells % width] = by_cell[:, from_cells // width, from_cells % width]
+            by_cell = buffer.view(*shape, *buffer.shape[2:]).transpose(2, 3)[
+                ..., columns, :
+            ]  # [2, g, j, K, A, D]
+            by_cell[:, to_cells // width, to_cells % width] = by_cell[
+                :, from_cells // width, from_cells % width
+            ]
         decoding.logits = decoding.logits[models]
     return decoding
 
@@ -93,9 +111,13 @@ def _read(decoding: LayeredDecoding, unread: Texts) -> Tensor:
         # [cells, C, W]: columns before the row's first token, and those after the query
         mask = (columns < decoding.first[:, None, None]) | (columns > columns[start:, None])
         cell = decoding.home[rows]
-        for block, prompt, suffix in zip(decoding.blocks, decoding.prompts, decoding.suffixes, strict=True):
+        for block, prompt, suffix in zip(
+            decoding.blocks, decoding.prompts, decoding.suffixes, strict=True
+        ):
             q, k, v = block.rotate(block.qkv(block.attention_norm(x)), turns)
-            x = block.finish(x, _attend(decoding, (q * block.scale, k, v), prompt, suffix, (cell, at), mask))
+            x = block.finish(
+                x, _attend(decoding, (q * block.scale, k, v), prompt, suffix, (cell, at), mask)
+            )
     # the last pass holds the last token of every row that was read
     hidden, is_last = x.new_zeros(len(unread), x.shape[-1]), at == begun - 1  # [N, F]
     hidden[rows[is_last]] = x[is_last]
@@ -103,11 +125,21 @@ def _read(decoding: LayeredDecoding, unread: Texts) -> Tensor:
 
 
 def _attend(
-    decoding: LayeredDecoding, qkv: Tensors, prompt: Tensor, suffix: Tensor, place: Tensors, mask: Tensor
+    decoding: LayeredDecoding,
+    qkv: Tensors,
+    prompt: Tensor,
+    suffix: Tensor,
+    place: Tensors,
+    mask: Tensor,
 ) -> Tensor:
     """Write keys and values of n tokens to their cells and columns, and attend to the prompt and the row so far."""
     (q, k, v), (cell, at) = qkv, place
-    g, j, kv_heads, dim = decoding.groups, decoding.width, decoding.decoder.kv_heads, decoding.decoder.head_dim
+    g, j, kv_heads, dim = (
+        decoding.groups,
+        decoding.width,
+        decoding.decoder.kv_heads,
+        decoding.decoder.head_dim,
+    )
     rep, count, stop = decoding.decoder.heads // kv_heads, *mask.shape[1:]
     at_query = at - (stop - count)  # queries are the last of the columns that they see
     by_cell = suffix.view(2, g, kv_heads, j, -1, dim)
@@ -116,17 +148,31 @@ def _attend(
     queries = q.new_zeros(g * j, count, kv_heads * rep, dim)
     queries[cell, at_query] = q
     # [g, K, j, rep C, D]
-    queries = queries.view(g, j, count, kv_heads, rep, dim).permute(0, 3, 1, 4, 2, 5).reshape(g, kv_heads, j, -1, dim)
+    queries = (
+        queries.view(g, j, count, kv_heads, rep, dim)
+        .permute(0, 3, 1, 4, 2, 5)
+        .reshape(g, kv_heads, j, -1, dim)
+    )
     to_prompt = torch.bmm(queries.reshape(g * kv_heads, -1, dim).to(prompt.dtype), prompt[0].mT)
-    to_suffix = torch.bmm(queries.reshape(g * kv_heads * j, -1, dim).to(suffix.dtype), suffix[0, :, :stop].mT)
+    to_suffix = torch.bmm(
+        queries.reshape(g * kv_heads * j, -1, dim).to(suffix.dtype), suffix[0, :, :stop].mT
+    )
     width = prompt.shape[2]
-    scores = torch.cat([to_prompt.view(-1, rep * count, width), to_suffix], dim=-1).to(decoding.exact)
+    scores = torch.cat([to_prompt.view(-1, rep * count, width), to_suffix], dim=-1).to(
+        decoding.exact
+    )
     by_group = scores.view(g, kv_heads, j, rep, count, -1)
     if decoding.padding is not None:
         by_group[..., :width].masked_fill_(decoding.padding[..., None, :], -torch.inf)
     by_group[..., width:].masked_fill_(mask.view(g, 1, j, 1, count, stop), -torch.inf)
     of_prompt, of_suffix = scores.softmax(dim=-1).split([width, stop], dim=-1)
-    attended = torch.bmm(of_prompt.reshape(g * kv_heads, -1, width).to(prompt.dtype), prompt[1]).view(-1)
+    attended = torch.bmm(
+        of_prompt.reshape(g * kv_heads, -1, width).to(prompt.dtype), prompt[1]
+    ).view(-1)
     attended = attended + torch.bmm(of_suffix.to(suffix.dtype), suffix[1, :, :stop]).view(-1)
-    attended = attended.view(g, kv_heads, j, rep, count, dim).permute(0, 2, 4, 1, 3, 5).reshape(g * j, count, -1)
+    attended = (
+        attended.view(g, kv_heads, j, rep, count, dim)
+        .permute(0, 2, 4, 1, 3, 5)
+        .reshape(g * j, count, -1)
+    )
     return attended[cell, at_query].to(decoding.dtype)

@@ -41,7 +41,9 @@ class StaticDecoding(LayeredDecoding):
     @torch.no_grad()
     def advance(self, tokens: Int[Tensor, "N"]) -> None:
         if self.written == self.suffixes[0].shape[2]:
-            self.suffixes = self._moved(self.suffixes, None, self.written + self.columns, self.written)
+            self.suffixes = self._moved(
+                self.suffixes, None, self.written + self.columns, self.written
+            )
             self._new_step()
         self.tokens[self.home] = tokens
         self.column.fill_(self.written)  # in place: the recorded step reads this tensor
@@ -62,25 +64,40 @@ class StaticDecoding(LayeredDecoding):
         return self.head(self.norm(x))
 
     def _attend_static(
-        self, q: Tensor, k: Tensor, v: Tensor, prompt: Tensor, suffix: Tensor, scale: float, written: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        prompt: Tensor,
+        suffix: Tensor,
+        scale: float,
+        written: Tensor,
     ) -> Float[Tensor, "cells B"]:
         """``_attend`` over all columns of the buffers, of which those not written are masked."""
         g, j, kv_heads, dim = self.groups, self.width, self.decoder.kv_heads, self.decoder.head_dim
         rep, columns, width = self.decoder.heads // kv_heads, prompt.shape[2], suffix.shape[2]
         for kept, new in zip(suffix.view(2, g, kv_heads, j, width, dim), (k, v), strict=True):
-            kept.index_copy_(3, self.column, new.view(g, j, kv_heads, 1, dim).transpose(1, 2).to(suffix.dtype))
+            kept.index_copy_(
+                3, self.column, new.view(g, j, kv_heads, 1, dim).transpose(1, 2).to(suffix.dtype)
+            )
         queries = (q * scale).view(g, j, kv_heads, rep, dim).transpose(1, 2)  # [g, K, j, rep, D]
         to_prompt = queries.reshape(g * kv_heads, j * rep, dim).to(prompt.dtype) @ prompt[0].mT
         to_suffix = queries.reshape(-1, rep, dim).to(suffix.dtype) @ suffix[0].mT
         of_prompt = to_prompt.view(g, kv_heads, j, rep, columns).to(self.exact)
-        of_suffix = to_suffix.view(g, kv_heads, j, rep, width).to(self.exact).masked_fill(~written, -torch.inf)
+        of_suffix = (
+            to_suffix.view(g, kv_heads, j, rep, width)
+            .to(self.exact)
+            .masked_fill(~written, -torch.inf)
+        )
         if self.padding is not None:
             of_prompt = of_prompt.masked_fill(self.padding, -torch.inf)
         weights = torch.cat([of_prompt, of_suffix], dim=-1).softmax(dim=-1)  # one softmax over both
         of_prompt, of_suffix = weights.split([columns, width], dim=-1)
         first = of_prompt.reshape(g * kv_heads, j * rep, columns).to(prompt.dtype) @ prompt[1]
         second = of_suffix.reshape(-1, rep, width).to(suffix.dtype) @ suffix[1]
-        first, second = (part.view(g, kv_heads, j, rep, dim).transpose(1, 2) for part in (first, second))
+        first, second = (
+            part.view(g, kv_heads, j, rep, dim).transpose(1, 2) for part in (first, second)
+        )
         return (first + second).to(self.dtype).reshape(g * j, -1)
 
 
@@ -100,7 +117,12 @@ class Graph:
 
     def __call__(self) -> Tensor:
         self.calls += 1
-        if self.graph is None and self.calls == 2 and torch.cuda.is_available() and not Graph.has_failed:
+        if (
+            self.graph is None
+            and self.calls == 2
+            and torch.cuda.is_available()
+            and not Graph.has_failed
+        ):
             graph = torch.cuda.CUDAGraph()
             try:
                 # other threads, such as one that writes a checkpoint, go on with their calls
@@ -112,7 +134,10 @@ class Graph:
             except Exception as error:
                 Graph.has_failed = True
                 first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-                log.warning("decoding: a CUDA graph cannot be recorded, so each step is run without: %.200s", first)
+                log.warning(
+                    "decoding: a CUDA graph cannot be recorded, so each step is run without: %.200s",
+                    first,
+                )
         if self.graph is None:
             return self.step()
         self.graph.replay()

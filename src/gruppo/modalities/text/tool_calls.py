@@ -25,7 +25,9 @@ def read_json(text: str, at: int) -> tuple[Any, int]:
     try:
         return _JSON.raw_decode(text, at)
     except json.JSONDecodeError as error:
-        raise ValueError(f"it is not JSON: {error.msg} at {text[error.pos : error.pos + 20]!r}") from None
+        raise ValueError(
+            f"it is not JSON: {error.msg} at {text[error.pos : error.pos + 20]!r}"
+        ) from None
     except RecursionError:
         raise ValueError("it is not JSON: it is nested too deeply") from None
 
@@ -50,7 +52,9 @@ def read_gemma(text: str, at: int) -> tuple[Any, int]:
     end = text.find("<tool_call|>", at)
     parts = text[at : len(text) if end < 0 else end].split('<|"|>')
     # texts are every second part; keys get their quotes in the others alone
-    parts[::2] = [re.sub(r"(?<=[{,])\s*([^\s\"{}\[\],:]+)\s*:", r'"\1":', part) for part in parts[::2]]
+    parts[::2] = [
+        re.sub(r"(?<=[{,])\s*([^\s\"{}\[\],:]+)\s*:", r'"\1":', part) for part in parts[::2]
+    ]
     parts[1::2] = map(json.dumps, parts[1::2])
     return read_json("".join(parts), 0)[0], len(text) if end < 0 else end
 
@@ -74,13 +78,17 @@ def read_python(text: str, at: int) -> tuple[Any, int]:
         except SyntaxError:  # LFM2's template puts texts in quotes as they are, line ends included
             tree = ast.parse(body.replace("\n", "\\n"), mode="eval")
         calls = _JsonNames().visit(tree).body.elts
-        given = [{word.arg: ast.literal_eval(word.value) for word in call.keywords} for call in calls]
+        given = [
+            {word.arg: ast.literal_eval(word.value) for word in call.keywords} for call in calls
+        ]
         names = [ast.unparse(call.func) for call in calls]
         if any(call.args for call in calls) or any(None in arguments for arguments in given):
             raise ValueError("each argument needs its name")
     except (SyntaxError, AttributeError, MemoryError, RecursionError) as error:
         raise ValueError(f"it is no list of Python calls ({error})") from None
-    return [{"name": name, "arguments": arguments} for name, arguments in zip(names, given, strict=True)], end
+    return [
+        {"name": name, "arguments": arguments} for name, arguments in zip(names, given, strict=True)
+    ], end
 
 
 @dataclass(frozen=True)
@@ -106,7 +114,10 @@ FORMATS: dict[str, ToolFormat] = {
     "Qwen3-Coder, Qwen3.5, Nemotron 3": ToolFormat(
         "<tool_call>",
         r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
-        read_tags(r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>", r"</function>|</tool_call>|\Z"),
+        read_tags(
+            r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>",
+            r"</function>|</tool_call>|\Z",
+        ),
         r"(?:</function>)?\s*(?:</tool_call>)?",
         values_are_text=True,
     ),
@@ -114,7 +125,8 @@ FORMATS: dict[str, ToolFormat] = {
         "<tool_call>",
         r"<tool_call>\s*(?P<name>[^\s<{\[]+)\s*",
         read_tags(
-            r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>", r"</tool_call>|<tool_call>|\Z"
+            r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
+            r"</tool_call>|<tool_call>|\Z",
         ),
         r"</tool_call>",
         values_are_text=True,
@@ -163,16 +175,28 @@ FORMATS: dict[str, ToolFormat] = {
         end=r"\s*<\|END_ACTION\|>",
         scaffold=r"<\|(?:START|END)_RESPONSE\|>",
     ),
-    "Granite 3, Phi 4": ToolFormat("<|tool_call|>", rf"<\|tool_call\|>\s*{_JSON_VALUE}", end=r"\s*<\|/tool_call\|>"),
-    "Nemotron Nano 2": ToolFormat("<TOOLCALL>", rf"<TOOLCALL>\s*{_JSON_VALUE}", end=r"\s*</TOOLCALL>"),
+    "Granite 3, Phi 4": ToolFormat(
+        "<|tool_call|>", rf"<\|tool_call\|>\s*{_JSON_VALUE}", end=r"\s*<\|/tool_call\|>"
+    ),
+    "Nemotron Nano 2": ToolFormat(
+        "<TOOLCALL>", rf"<TOOLCALL>\s*{_JSON_VALUE}", end=r"\s*</TOOLCALL>"
+    ),
     "LFM2": ToolFormat(
-        "<|tool_call_start|>", r"<\|tool_call_start\|>\s*(?=\[)", read_python, r"\s*<\|tool_call_end\|>"
+        "<|tool_call_start|>",
+        r"<\|tool_call_start\|>\s*(?=\[)",
+        read_python,
+        r"\s*<\|tool_call_end\|>",
     ),
     "Gemma 4": ToolFormat(
-        "<|tool_call>", r"<\|tool_call>call:(?P<name>[\w.-]+)\s*(?=\{)", read_gemma, r"<tool_call\|>"
+        "<|tool_call>",
+        r"<\|tool_call>call:(?P<name>[\w.-]+)\s*(?=\{)",
+        read_gemma,
+        r"<tool_call\|>",
     ),
     # last: any JSON object with a name, wherever a template writes it
-    "Llama 3": ToolFormat("<|python_tag|>", r"(?:<\|python_tag\|>|;)?\s{0,9}(?=\{\s*\"(?:type|name|function)\"\s*:)"),
+    "Llama 3": ToolFormat(
+        "<|python_tag|>", r"(?:<\|python_tag\|>|;)?\s{0,9}(?=\{\s*\"(?:type|name|function)\"\s*:)"
+    ),
 }
 """Formats by the families that use them. A template has the first that reads back what it writes."""
 
@@ -199,7 +223,9 @@ def split_reasoning(text: str, begun: str) -> tuple[str, str]:
     return "", text
 
 
-def read_calls(text: str, form: ToolFormat, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+def read_calls(
+    text: str, form: ToolFormat, tools: Sequence[Mapping[str, Any]]
+) -> tuple[str, list[dict[str, Any]]]:
     """What a text says beside its calls, and the calls; ValueError says why one that was begun cannot be read."""
     begin, end, at = re.compile(form.begin), re.compile(form.end), 0
     parts, calls = list[str](), list[dict[str, Any]]()
@@ -216,7 +242,9 @@ def read_calls(text: str, form: ToolFormat, tools: Sequence[Mapping[str, Any]]) 
     parts.append(text[at:])
     rest = "".join(parts)
     if form.mark in rest:
-        raise ValueError(f"a call begins with {form.mark} and goes on in another way than this model's calls")
+        raise ValueError(
+            f"a call begins with {form.mark} and goes on in another way than this model's calls"
+        )
     rest = re.sub(form.scaffold, "", rest) if form.scaffold else rest
     return (rest.strip() if calls else rest), calls
 
@@ -227,7 +255,9 @@ def call_of(value: Any, tools: Sequence[Mapping[str, Any]] = ()) -> dict[str, An
     if isinstance(function, str):
         function = {**value, "name": function}
     if not isinstance(function, Mapping):
-        raise ValueError(f"it is a {type(value).__name__}; it needs an object with a name and arguments")
+        raise ValueError(
+            f"it is a {type(value).__name__}; it needs an object with a name and arguments"
+        )
     name = function.get("name", function.get("tool_name"))
     arguments = function.get("arguments", function.get("parameters"))
     if not isinstance(name, str) or not name:
@@ -236,10 +266,15 @@ def call_of(value: Any, tools: Sequence[Mapping[str, Any]] = ()) -> dict[str, An
         arguments, _ = read_json(arguments.strip(), 0)
     arguments = arguments or {}
     if not isinstance(arguments, Mapping):
-        raise ValueError(f"its arguments are a {type(arguments).__name__}; they need to be an object")
+        raise ValueError(
+            f"its arguments are a {type(arguments).__name__}; they need to be an object"
+        )
     schema: Any = next((tool.get("function", tool) for tool in tools if name_of(tool) == name), {})
     schemas = schema.get("parameters", {}).get("properties", {})
-    arguments = {key: _typed(item, schemas[key]) if key in schemas else item for key, item in arguments.items()}
+    arguments = {
+        key: _typed(item, schemas[key]) if key in schemas else item
+        for key, item in arguments.items()
+    }
     try:  # half a surrogate pair, or a value that JSON does not have, would fail where rows are written
         json.dumps([name, arguments], ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:

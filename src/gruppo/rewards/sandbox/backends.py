@@ -15,12 +15,21 @@ from typing import Any
 
 from gruppo.rewards.sandbox.jail import IN_MEMORY, Jail, require_jail, sources
 from gruppo.rewards.sandbox.program import LOADING, NOT_RUN, add_results, read_report
-from gruppo.rewards.sandbox.protocol import CaseResult, Sandbox, SandboxError, SandboxLimits, base_room, decode_values
+from gruppo.rewards.sandbox.protocol import (
+    CaseResult,
+    Sandbox,
+    SandboxError,
+    SandboxLimits,
+    base_room,
+    decode_values,
+)
 from gruppo.types import GruppoError
 
 _GRACE_S = 30.0  # for a server that queues requests
 _RETRY_DELAYS_S = (1.0, 2.0, 4.0)
-_MOST_BYTES = 1 << 24  # SandboxFusion keeps 1 MiB of each stream, whose characters take up to 6 bytes in JSON
+_MOST_BYTES = (
+    1 << 24
+)  # SandboxFusion keeps 1 MiB of each stream, whose characters take up to 6 bytes in JSON
 _ALARM = (-14, 128 + 14)  # how a process that SIGALRM ended, and a shell around it, end
 _HARNESS = f"""{IN_MEMORY}
 import os, signal
@@ -40,7 +49,9 @@ run_calls(request, request["first"], report)
 
 
 def choose_sandbox(
-    sandbox: str | Callable[[SandboxLimits], Sandbox], limits: SandboxLimits, packages: Sequence[str] = ()
+    sandbox: str | Callable[[SandboxLimits], Sandbox],
+    limits: SandboxLimits,
+    packages: Sequence[str] = (),
 ) -> Callable[[], Sandbox]:
     """Return a function that opens a sandbox; raise GruppoError where programs do not run in it.
 
@@ -56,7 +67,10 @@ def choose_sandbox(
     factory = partial(SandboxFusion, sandbox) if isinstance(sandbox, str) else sandbox
     trial = factory(limits)
     try:
-        results = [*trial.calls("def f(x): return 6 * x", [["f(7)"]]), *trial.script("print(6 * int(input()))", ["7"])]
+        results = [
+            *trial.calls("def f(x): return 6 * x", [["f(7)"]]),
+            *trial.script("print(6 * int(input()))", ["7"]),
+        ]
     except SandboxError as error:
         raise GruppoError(f"code that a model wrote is not run by {sandbox}: {error}.") from None
     finally:
@@ -64,7 +78,9 @@ def choose_sandbox(
         trial.close()
     if results != [CaseResult("value", [42]), CaseResult("value", "42\n")]:
         got = ", ".join(result.message or repr(result.value) for result in results)
-        raise GruppoError(f"a program that computes 6 * 7 gave {got:.200} in {sandbox}; it needs 42 twice.")
+        raise GruppoError(
+            f"a program that computes 6 * 7 gave {got:.200} in {sandbox}; it needs 42 twice."
+        )
     return partial(factory, limits)
 
 
@@ -88,11 +104,22 @@ class SandboxFusion:
         """Nothing is held."""
 
     def calls(
-        self, program: str, cases: Sequence[Sequence[str]], *, setup: str = "", entry: str | None = None, room: int = 0
+        self,
+        program: str,
+        cases: Sequence[Sequence[str]],
+        *,
+        setup: str = "",
+        entry: str | None = None,
+        room: int = 0,
     ) -> list[CaseResult]:
         """As ``Jail.calls``: one process for all cases, and a new one after a case that ended it."""
         results, used_s, left = list[dict[str, str]](), 0.0, base_room(len(cases)) + room
-        request: dict[str, Any] = {"program": program, "cases": [*map(list, cases)], "setup": setup, "entry": entry}
+        request: dict[str, Any] = {
+            "program": program,
+            "cases": [*map(list, cases)],
+            "setup": setup,
+            "entry": entry,
+        }
         while len(results) < len(cases):
             if used_s >= self.limits.program_s:
                 results += [NOT_RUN] * (len(cases) - len(results))
@@ -140,14 +167,24 @@ class SandboxFusion:
             return {"status": "timeout", "message": over}
         if run["return_code"] == 0:
             return None
-        errors = (run["stderr"] or "").strip().splitlines() or [f"the process ended with status {run['return_code']}"]
+        errors = (run["stderr"] or "").strip().splitlines() or [
+            f"the process ended with status {run['return_code']}"
+        ]
         return {"status": "error", "message": errors[-1][:300]}
 
     def _post(self, code: str, stdin: str, run_s: float) -> dict[str, Any]:
         """Run a program on the server; SandboxError where the server does not run it."""
-        body = {"code": code, "stdin": stdin, "language": "python", "run_timeout": run_s, "compile_timeout": run_s}
+        body = {
+            "code": code,
+            "stdin": stdin,
+            "language": "python",
+            "run_timeout": run_s,
+            "compile_timeout": run_s,
+        }
         body |= {"memory_limit_MB": self.limits.memory_mib, "files": {}, "fetch_files": []}
-        request = urllib.request.Request(self.url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            self.url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
         problem, began = "", time.monotonic()
         for delay_s in (*_RETRY_DELAYS_S, None):
             if self._is_ended:
@@ -170,8 +207,14 @@ class SandboxFusion:
             time.sleep(delay_s)
         answer = answer if isinstance(answer, dict) else {}
         run = answer.get("run_result")
-        if answer.get("status") == "SandboxError" or not isinstance(run, dict) or run.get("status") == "Error":
+        if (
+            answer.get("status") == "SandboxError"
+            or not isinstance(run, dict)
+            or run.get("status") == "Error"
+        ):
             raise SandboxError(f"{self.url} ran nothing: {answer.get('message') or run!s:.200}")
         took_s = run.get("execution_time")
         took_s = took_s if isinstance(took_s, (int, float)) else time.monotonic() - began
-        return {key: run.get(key) for key in ("status", "return_code", "stdout", "stderr")} | {"execution_time": took_s}
+        return {key: run.get(key) for key in ("status", "return_code", "stdout", "stderr")} | {
+            "execution_time": took_s
+        }

@@ -17,7 +17,17 @@ from functools import partial
 from typing import Any
 
 from .lockdown import LAST_DESCRIPTOR, Lockdown, answer_clone, die_with
-from .program import CHANNEL, LOADING, LOCKED, describe, open_streams, read_report, run_calls, run_script, write_report
+from .program import (
+    CHANNEL,
+    LOADING,
+    LOCKED,
+    describe,
+    open_streams,
+    read_report,
+    run_calls,
+    run_script,
+    write_report,
+)
 
 TICK_S = 0.02
 WALL_FACTOR = 10
@@ -54,13 +64,17 @@ class Child:
     nonce: str
     cases: range
     room: int  # bytes that its reports and its output may still have
-    reports: dict[int, tuple[str, str]] = field(default_factory=dict)  # by case: v or e, and the text
+    reports: dict[int, tuple[str, str]] = field(
+        default_factory=dict
+    )  # by case: v or e, and the text
     printed: bytearray = field(default_factory=bytearray)
     end_reason: str = ""  # why it was killed, if it was: time, output, threads, orphan
     status: int = 0
     _line: bytearray = field(default_factory=bytearray)
     _unread: int = 0  # bytes of the channel since the last line that was ours
-    _delays: dict[str, float] = field(default_factory=dict)  # by thread: seconds for which it waited for a processor
+    _delays: dict[str, float] = field(
+        default_factory=dict
+    )  # by thread: seconds for which it waited for a processor
     _threads: list[str] = field(default_factory=list)
     _spent: Meter = Meter()
     _began: float = field(default_factory=time.monotonic)
@@ -98,13 +112,17 @@ class Child:
                 case_began, self._is_new_case = self._spent, False
             if asks < 0 and LOCKED in self.reports:  # it has sent the descriptor, or has none
                 with contextlib.suppress(BlockingIOError):
-                    for *_, data in self.listener.recvmsg(1, _socket.CMSG_SPACE(4), _socket.MSG_DONTWAIT)[1]:
+                    for *_, data in self.listener.recvmsg(
+                        1, _socket.CMSG_SPACE(4), _socket.MSG_DONTWAIT
+                    )[1]:
                         asks = int.from_bytes(data, "little")
                         poll.register(asks, select.POLLIN)
             if ready.get(asks, 0) & select.POLLIN:
                 answer_clone(asks, is_allowed=len(self._threads) < MOST_THREADS)
             if is_alive and not self.end_reason:
-                if self._spent.plus(case_began, -1).is_over(case_s) or self._spent.plus(used).is_over(program_s):
+                if self._spent.plus(case_began, -1).is_over(case_s) or self._spent.plus(
+                    used
+                ).is_over(program_s):
                     self._kill("time")
                 if len(self._threads) > MOST_THREADS:  # where no descriptor can ask
                     self._kill("threads")
@@ -152,7 +170,10 @@ class Child:
         self._threads = []
         with contextlib.suppress(OSError):  # /proc may be hidden
             self._threads = os.listdir(f"/proc/{self.pid}/task")
-        for path in ("/proc/self/schedstat", *(f"/proc/{self.pid}/task/{name}/schedstat" for name in self._threads)):
+        for path in (
+            "/proc/self/schedstat",
+            *(f"/proc/{self.pid}/task/{name}/schedstat" for name in self._threads),
+        ):
             with contextlib.suppress(OSError, IndexError), open(path, "rb") as file:
                 delays[path] = int(file.read().split()[1]) / 1e9
         idle_s = wall_s - self._spent.wall_s - (cpu_s - self._spent.cpu_s)
@@ -163,7 +184,9 @@ class Child:
 
     def _kill(self, reason: str) -> None:
         self.end_reason = self.end_reason or reason
-        os.kill(self.pid, signal.SIGKILL)  # it is ours until it is waited for, so its number is no other's
+        os.kill(
+            self.pid, signal.SIGKILL
+        )  # it is ours until it is waited for, so its number is no other's
 
 
 def start(request: Mapping[str, Any], first: int, room: int, lockdown: Lockdown) -> Child:
@@ -173,7 +196,9 @@ def start(request: Mapping[str, Any], first: int, room: int, lockdown: Lockdown)
     listener, sender = _socket.socketpair()
     output, prints = os.pipe() if is_script else (None, None)
     reads = None
-    if is_script:  # standard input is a file in memory: a pipe would have to be filled while the program runs
+    if (
+        is_script
+    ):  # standard input is a file in memory: a pipe would have to be filled while the program runs
         reads = os.memfd_create("stdin")
         with open(reads, "wb", closefd=False) as file:
             file.write(request["cases"][first].encode("utf-8", "surrogatepass"))
@@ -187,7 +212,9 @@ def start(request: Mapping[str, Any], first: int, room: int, lockdown: Lockdown)
                 # Descriptors 0 to 3 are the child's own, ``rules`` is for its lockdown, and no other is open.
                 null = os.open(os.devnull, os.O_RDWR)
                 sources = [reads or null, prints or null, null, reports]
-                copies = [os.dup2(fd, 100 + place, inheritable=False) for place, fd in enumerate(sources)]
+                copies = [
+                    os.dup2(fd, 100 + place, inheritable=False) for place, fd in enumerate(sources)
+                ]
                 for place, copy in enumerate(copies):
                     os.dup2(copy, place)
                 os.closerange(CHANNEL + 1, lockdown.rules)
@@ -206,7 +233,9 @@ def start(request: Mapping[str, Any], first: int, room: int, lockdown: Lockdown)
                     sys.modules["numpy"].random.seed(0)
                 run_script(request, report) if is_script else run_calls(request, first, report)
         finally:
-            os._exit(1)  # whatever happened: a child that goes on as the supervisor would be a free one
+            os._exit(
+                1
+            )  # whatever happened: a child that goes on as the supervisor would be a free one
     sender.close()
     for end in filter(None, (reports, prints, reads)):
         os.close(end)

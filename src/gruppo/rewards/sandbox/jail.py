@@ -21,7 +21,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from gruppo.rewards.sandbox.protocol import CaseResult, SandboxError, SandboxLimits, base_room, decode_values
+from gruppo.rewards.sandbox.protocol import (
+    CaseResult,
+    SandboxError,
+    SandboxLimits,
+    base_room,
+    decode_values,
+)
 from gruppo.types import GruppoError
 
 _START_S = 60.0  # an image may have to be unpacked
@@ -29,7 +35,9 @@ _END_S = 10.0
 _MOST_ERRORS = 1 << 20
 _GRACE_S = 30.0
 _WALL_FACTOR = 10  # as in child.py, which cannot be imported where there is no fcntl
-_KEPT = ("LD_LIBRARY_PATH",)  # what an interpreter may need to start; a program sees no environment at all
+_KEPT = (
+    "LD_LIBRARY_PATH",
+)  # what an interpreter may need to start; a program sees no environment at all
 _FOLDER = Path(__file__).parents[1]
 _INSIDE = ("supervisor", "child", "lockdown", "syscalls", "program", "plain_data")
 _FLAGS = ("-P", "-s", "-S", "-B", "-X", "utf8")
@@ -72,7 +80,10 @@ main(**json.loads(sys.argv[1]))
 
 def sources(*modules: str) -> bytes:
     """Modules of this folder as one line, for ``IN_MEMORY``."""
-    texts = {f"sandbox.{name}": Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8") for name in modules}
+    texts = {
+        f"sandbox.{name}": Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+        for name in modules
+    }
     return json.dumps(texts | {"sandbox": ""}).encode() + b"\n"
 
 
@@ -84,7 +95,11 @@ class Jail(AbstractContextManager["Jail"]):
     """
 
     def __init__(
-        self, limits: SandboxLimits | None = None, *, command: Sequence[str] = (), packages: Sequence[str] = ()
+        self,
+        limits: SandboxLimits | None = None,
+        *,
+        command: Sequence[str] = (),
+        packages: Sequence[str] = (),
     ) -> None:
         if sys.platform != "linux" and not command:
             raise SandboxError(f"it needs Linux, and this is {sys.platform}")
@@ -99,15 +114,25 @@ class Jail(AbstractContextManager["Jail"]):
                 spec = importlib.util.find_spec(name)
                 if spec is None or spec.origin is None:
                     raise SandboxError(f"there is no package {name!r} here")
-                folders.append(str(Path(spec.origin).parents[1 if spec.submodule_search_locations else 0]))
+                folders.append(
+                    str(Path(spec.origin).parents[1 if spec.submodule_search_locations else 0])
+                )
             settings |= {"folders": folders, "source": str(_FOLDER)}
             arguments = [sys.executable, *_FLAGS, "-c", _BARE, json.dumps(settings)]
-            environment = {"PYTHONHASHSEED": "0"} | {name: os.environ[name] for name in _KEPT if name in os.environ}
+            environment = {"PYTHONHASHSEED": "0"} | {
+                name: os.environ[name] for name in _KEPT if name in os.environ
+            }
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         try:
-            streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
+            streams: dict[str, Any] = {
+                "stdin": subprocess.PIPE,
+                "stdout": subprocess.PIPE,
+                "stderr": self._errors,
+            }
             folder = None if command else "/"
-            self._process = subprocess.Popen(arguments, env=environment, cwd=folder, start_new_session=True, **streams)
+            self._process = subprocess.Popen(
+                arguments, env=environment, cwd=folder, start_new_session=True, **streams
+            )
         except OSError as error:
             self._errors.close()
             raise SandboxError(f"{arguments[0]} cannot be started: {error}") from None
@@ -140,14 +165,22 @@ class Jail(AbstractContextManager["Jail"]):
     __exit__ = close
 
     def calls(
-        self, program: str, cases: Sequence[Sequence[str]], *, setup: str = "", entry: str | None = None, room: int = 0
+        self,
+        program: str,
+        cases: Sequence[Sequence[str]],
+        *,
+        setup: str = "",
+        entry: str | None = None,
+        room: int = 0,
     ) -> list[CaseResult]:
         """Evaluate the expressions of each case in the program's namespace, after ``setup``.
 
         All cases share one process, as a row of asserts does; after one that ended the process, a new one goes on with
         the next.
         """
-        results = self._run(room, kind="calls", program=program, cases=[*map(list, cases)], setup=setup, entry=entry)
+        results = self._run(
+            room, kind="calls", program=program, cases=[*map(list, cases)], setup=setup, entry=entry
+        )
         return decode_values(results, cases, room)
 
     def script(self, program: str, inputs: Sequence[str], *, room: int = 0) -> list[CaseResult]:
@@ -156,7 +189,11 @@ class Jail(AbstractContextManager["Jail"]):
 
     def _run(self, room: int, **request: Any) -> list[CaseResult]:
         limits = self.limits
-        request |= {"case_s": limits.case_s, "program_s": limits.program_s, "memory": limits.memory_mib << 20}
+        request |= {
+            "case_s": limits.case_s,
+            "program_s": limits.program_s,
+            "memory": limits.memory_mib << 20,
+        }
         request["room"] = base_room(len(request["cases"])) + room
         patience_s = _GRACE_S + _WALL_FACTOR * (limits.program_s + limits.case_s)
         answer = self._exchange(json.dumps(request).encode() + b"\n", patience_s)
@@ -184,7 +221,9 @@ class Jail(AbstractContextManager["Jail"]):
             status = self._process.wait()
             self._errors.seek(0)
             errors = self._errors.read(_MOST_ERRORS).decode("utf-8", "replace").strip().splitlines()
-            raise SandboxError(f"the jail ended with status {status}" + (f": {errors[-1]:.200}" if errors else ""))
+            raise SandboxError(
+                f"the jail ended with status {status}" + (f": {errors[-1]:.200}" if errors else "")
+            )
         try:
             record = json.loads(line)
         except ValueError:
@@ -216,20 +255,32 @@ def probe(command: tuple[str, ...] = (), packages: tuple[str, ...] = ()) -> str 
     with tempfile.TemporaryDirectory() as folder:
         secret = Path(folder, "secret")
         secret.write_text("secret", encoding="utf-8")
-        facts = {"secret": str(secret), "folder": folder, "pid": os.getpid(), "python": sys.executable}
+        facts = {
+            "secret": str(secret),
+            "folder": folder,
+            "pid": os.getpid(),
+            "python": sys.executable,
+        }
         cases = [["6 * 7"], *([text.format(**facts)] for text in ATTEMPTS.values())]
         try:
             with Jail(command=command, packages=packages) as jail:
-                computed, *tried = jail.calls("".join(f"import {name}\n" for name in packages), cases)
+                computed, *tried = jail.calls(
+                    "".join(f"import {name}\n" for name in packages), cases
+                )
                 (printed,) = jail.script("print(6 * int(input()))", ["7"])
         except SandboxError as error:
             return str(error)
-    for what, result, value in (("program that computes", computed, [42]), ("script that prints", printed, "42\n")):
+    for what, result, value in (
+        ("program that computes", computed, [42]),
+        ("script that prints", printed, "42\n"),
+    ):
         if result != CaseResult("value", value):
             return f"a {what} 6 * 7 does not run in it: {result.message or repr(result.value)}"
     for attempt, result in zip(ATTEMPTS, tried, strict=True):
         # A container need not have the file, nor the process.
-        if result.status != "error" or not result.message.startswith(("PermissionError", "FileNotFoundError")):
+        if result.status != "error" or not result.message.startswith(
+            ("PermissionError", "FileNotFoundError")
+        ):
             return f"a program in it could {attempt}"
     return None
 

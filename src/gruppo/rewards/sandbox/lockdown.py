@@ -72,10 +72,22 @@ class Lockdown:
             return
         # Handle all that this Landlock knows, so that all of it is denied: files, TCP, abstract sockets and signals.
         rights = max(count for version, count in _FILE_RIGHTS_OF_ABI if self.abi >= version)
-        handled = [(1 << rights) - 1, *([_TCP] if self.abi >= 4 else []), *([_SCOPES] if self.abi >= 6 else [])]
+        handled = [
+            (1 << rights) - 1,
+            *([_TCP] if self.abi >= 4 else []),
+            *([_SCOPES] if self.abi >= 6 else []),
+        ]
         packed = struct.pack(f"={len(handled)}Q", *handled)
-        rules = _call(libc.syscall, _CREATE_RULESET, ctypes.create_string_buffer(packed, len(packed)), len(packed), 0)
-        self.rules = fcntl.fcntl(rules, fcntl.F_DUPFD_CLOEXEC, 200)  # out of the way of a child's own descriptors
+        rules = _call(
+            libc.syscall,
+            _CREATE_RULESET,
+            ctypes.create_string_buffer(packed, len(packed)),
+            len(packed),
+            0,
+        )
+        self.rules = fcntl.fcntl(
+            rules, fcntl.F_DUPFD_CLOEXEC, 200
+        )  # out of the way of a child's own descriptors
         os.close(rules)
         for path in _readable(packages):
             try:
@@ -94,25 +106,44 @@ class Lockdown:
         """
         _call(libc.prctl, _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         with contextlib.suppress(OSError):
-            listener = _call(libc.syscall, _SECCOMP[self.machine], _SET_FILTER, _NEW_LISTENER, self._watch[0])
-            sender.sendmsg([b"1"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, struct.pack("i", listener))])
+            listener = _call(
+                libc.syscall, _SECCOMP[self.machine], _SET_FILTER, _NEW_LISTENER, self._watch[0]
+            )
+            sender.sendmsg(
+                [b"1"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, struct.pack("i", listener))]
+            )
 
     def apply(self, *, memory: int, cpu_s: int) -> None:
         """Confine this process. ``memory``: bytes of address space. ``cpu_s``: a last limit, for all its cases."""
         pid = os.getpid()
         _call(libc.prctl, _PR_SET_DUMPABLE, 0, 0, 0, 0)
-        limits = {resource.RLIMIT_AS: memory, resource.RLIMIT_CPU: cpu_s, resource.RLIMIT_NOFILE: 64}
-        for kind in (resource.RLIMIT_FSIZE, resource.RLIMIT_CORE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE):
+        limits = {
+            resource.RLIMIT_AS: memory,
+            resource.RLIMIT_CPU: cpu_s,
+            resource.RLIMIT_NOFILE: 64,
+        }
+        for kind in (
+            resource.RLIMIT_FSIZE,
+            resource.RLIMIT_CORE,
+            resource.RLIMIT_MEMLOCK,
+            resource.RLIMIT_MSGQUEUE,
+        ):
             limits[kind] = 0
         for kind, most in limits.items():
             resource.setrlimit(kind, (most, most))
         no_capabilities = ctypes.create_string_buffer(24)
-        _call(libc.capset, ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0)), no_capabilities)
+        _call(
+            libc.capset,
+            ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0)),
+            no_capabilities,
+        )
         _call(libc.prctl, _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         if self.abi:
             _call(libc.syscall, _RESTRICT_SELF, self.rules, 0)
             os.close(self.rules)
-        header, _code = _program(self._filter.replace(struct.pack("=I", ANY_PID), struct.pack("=I", pid)))
+        header, _code = _program(
+            self._filter.replace(struct.pack("=I", ANY_PID), struct.pack("=I", pid))
+        )
         _call(libc.prctl, _PR_SET_SECCOMP, _MODE_FILTER, header, 0, 0)
 
 
@@ -135,12 +166,16 @@ def answer_clone(listener: int, *, is_allowed: bool) -> None:
 def _program(code: bytes) -> tuple[ctypes.Array, ctypes.Array]:
     """A BPF program's header, and its code, which has to live as long."""
     buffer = ctypes.create_string_buffer(code, len(code))
-    return ctypes.create_string_buffer(struct.pack("@HP", len(code) // 8, ctypes.addressof(buffer))), buffer
+    return ctypes.create_string_buffer(
+        struct.pack("@HP", len(code) // 8, ctypes.addressof(buffer))
+    ), buffer
 
 
 def _call(function: Any, *arguments: int | ctypes.Array | None) -> int:
     """Call a function of the C library; raise OSError if it fails."""
-    answer = int(function(*(ctypes.c_long(word) if isinstance(word, int) else word for word in arguments)))
+    answer = int(
+        function(*(ctypes.c_long(word) if isinstance(word, int) else word for word in arguments))
+    )
     if answer < 0:
         code = ctypes.get_errno()
         raise OSError(code, f"{function.__name__} {arguments[0]}: {os.strerror(code)}")
@@ -154,9 +189,13 @@ def _readable(packages: Sequence[ModuleType]) -> Iterator[Path]:
     roots = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")}
     for root in roots:
         yield from (entry for entry in root.iterdir() if entry.name not in _NOT_STDLIB)
-    yield from {Path(path).resolve() for path in sys.path if Path(path).is_dir()} - roots  # lib-dynload elsewhere
+    yield from {
+        Path(path).resolve() for path in sys.path if Path(path).is_dir()
+    } - roots  # lib-dynload elsewhere
     lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-    for folder in {Path(line[line.index("/") :]).parent for line in lines if "/" in line and ".so" in line}:
+    for folder in {
+        Path(line[line.index("/") :]).parent for line in lines if "/" in line and ".so" in line
+    }:
         yield from (file for file in folder.glob("*.so*") if file.is_file())
 
 
@@ -168,7 +207,12 @@ def _filter(machine: str) -> bytes:
     """Assemble the BPF program of seccomp: system calls are allowed, allowed for some arguments, or refused."""
     line = _instruction
     refused = line(_RETURN, _ERRNO | errno.EPERM)
-    lines = [line(_LOAD, 4), line(_JUMP_IF_EQUAL, AUDIT[machine], 1), line(_RETURN, _KILL), line(_LOAD, 0)]
+    lines = [
+        line(_LOAD, 4),
+        line(_JUMP_IF_EQUAL, AUDIT[machine], 1),
+        line(_RETURN, _KILL),
+        line(_LOAD, 0),
+    ]
     for name, number in NUMBERS[machine].items():
         body = []
         for argument, mask, values in CONDITIONS.get(name, ()):

@@ -12,7 +12,11 @@ DEEPEST = 100  # levels of nesting below the list of a case's values
 _MOST_COLLISIONS = 1000
 _NOT_PLAIN, _TOO_DEEP = "it is no plain data", f"it is nested deeper than {DEEPEST} levels"
 _ATOMS: dict[type, tuple[str, Callable[[Any], str], Callable[[str], Any]]] = {
-    int: ("i", lambda value: int.__format__(value, "x"), lambda text: int(text, 16)),  # without a limit of digits
+    int: (
+        "i",
+        lambda value: int.__format__(value, "x"),
+        lambda text: int(text, 16),
+    ),  # without a limit of digits
     float: ("f", float.hex, float.fromhex),
     bytes: ("b", bytes.hex, bytes.fromhex),
 }
@@ -58,8 +62,14 @@ def _to_json(value: Any, depth: int) -> Any:
         return ["c", [plain.real.hex(), plain.imag.hex()]]
     base: Any = next((base for base in (*_ATOMS, *_NESTED) if issubclass(kind, base)), None)
     if base is None:
-        numpy = sys.modules.get("numpy")  # a number of numpy's is one of Python's in every comparison
-        if numpy is not None and issubclass(kind, numpy.generic) and type(plain := value.item()) is not kind:
+        numpy = sys.modules.get(
+            "numpy"
+        )  # a number of numpy's is one of Python's in every comparison
+        if (
+            numpy is not None
+            and issubclass(kind, numpy.generic)
+            and type(plain := value.item()) is not kind
+        ):
             return _to_json(plain, depth)
         raise NotPlain(f"it is a {kind.__name__}, which is no plain data")
     if base in _ATOMS:
@@ -68,7 +78,13 @@ def _to_json(value: Any, depth: int) -> Any:
     if depth > DEEPEST:
         raise NotPlain(_TOO_DEEP)
     if base is dict:
-        return ["d", [[_to_json(key, depth + 1), _to_json(item, depth + 1)] for key, item in dict.items(value)]]
+        return [
+            "d",
+            [
+                [_to_json(key, depth + 1), _to_json(item, depth + 1)]
+                for key, item in dict.items(value)
+            ],
+        ]
     return [_NESTED[base], [_to_json(item, depth + 1) for item in base.__iter__(value)]]
 
 
@@ -95,6 +111,12 @@ def _from_json(tagged: Any, depth: int, budget: NodeBudget) -> Any:
             if len(keys) - len(set(map(hash, keys))) > _MOST_COLLISIONS:
                 raise NotPlain(f"it has more than {_MOST_COLLISIONS} items that hash alike")
             if tag == "d":
-                return dict(zip(keys, [_from_json(value, depth + 1, budget) for value in values], strict=True))
+                return dict(
+                    zip(
+                        keys,
+                        [_from_json(value, depth + 1, budget) for value in values],
+                        strict=True,
+                    )
+                )
             return set(keys) if tag == "s" else frozenset(keys)
     raise NotPlain(_NOT_PLAIN)

@@ -27,7 +27,9 @@ NOT_RUN = {"status": "not_run", "message": "the program's time was used up befor
 Report = Callable[[int, str, str], None]
 
 
-def write_report(nonce: str, case: int, kind: str, text: str, write: Callable[[int, bytes], int] = os.write) -> None:
+def write_report(
+    nonce: str, case: int, kind: str, text: str, write: Callable[[int, bytes], int] = os.write
+) -> None:
     """Write a line: nonce, case, v for a value or e for an error, the text.
 
     The nonce tells our lines from what a program may write there. A program that finds it can report what a return
@@ -43,11 +45,18 @@ def read_report(line: bytes | bytearray, nonce: str) -> tuple[int, str, str] | N
     if not line.startswith(f"{nonce} ".encode()):
         return None
     fields = _LINE.fullmatch(line, len(nonce) + 1)
-    return fields and (int(fields[1]), fields[2].decode(), fields[3].decode("ascii", "backslashreplace"))
+    return fields and (
+        int(fields[1]),
+        fields[2].decode(),
+        fields[3].decode("ascii", "backslashreplace"),
+    )
 
 
 def add_results(
-    results: list[dict[str, str]], reports: Mapping[int, tuple[str, str]], count: int, failure: dict[str, str]
+    results: list[dict[str, str]],
+    reports: Mapping[int, tuple[str, str]],
+    count: int,
+    failure: dict[str, str],
 ) -> None:
     """Append the results that a process reported. ``failure``: that of the case during which it ended, if it did."""
     kind, text = reports.get(LOADING, ("", ""))
@@ -85,9 +94,16 @@ def run_calls(request: Mapping[str, Any], first: int, report: Report) -> NoRetur
         exception = ""
         try:
             try:
-                values = [eval(compile(source, "test", "eval", dont_inherit=True), names) for source in sources]
-            except BaseException as error:  # the built-in type stands first, for tests that expect an exception
-                exception = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
+                values = [
+                    eval(compile(source, "test", "eval", dont_inherit=True), names)
+                    for source in sources
+                ]
+            except (
+                BaseException
+            ) as error:  # the built-in type stands first, for tests that expect an exception
+                exception = next(
+                    kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"
+                )
                 raise
             report(case, "v", encode(values))
         except BaseException as error:
@@ -123,11 +139,15 @@ def run_script(request: Mapping[str, Any], report: Report) -> NoReturn:
 def open_streams() -> None:
     """Open text streams over descriptors 0, 1 and 2, as a new process has them."""
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
-        stream = os.fdopen(fd, "w" if fd else "r", encoding="utf-8", errors="surrogateescape", closefd=False)
+        stream = os.fdopen(
+            fd, "w" if fd else "r", encoding="utf-8", errors="surrogateescape", closefd=False
+        )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     sys.argv = ["program.py"]
-    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # which the module site would have put there
+    vars(builtins).update(
+        exit=sys.exit, quit=sys.exit
+    )  # which the module site would have put there
 
 
 def describe(error: BaseException) -> str:

@@ -56,7 +56,13 @@ class Sandbox(Protocol):
     """
 
     def calls(
-        self, program: str, cases: Sequence[Sequence[str]], *, setup: str = "", entry: str | None = None, room: int = 0
+        self,
+        program: str,
+        cases: Sequence[Sequence[str]],
+        *,
+        setup: str = "",
+        entry: str | None = None,
+        room: int = 0,
     ) -> list[CaseResult]:
         """Evaluate the expressions of each case in the namespace of the program, after ``setup``.
 
@@ -78,14 +84,18 @@ def base_room(cases: int) -> int:
     return (1 << 16) + (cases << 12)
 
 
-def decode_values(results: Sequence[CaseResult], cases: Sequence[Sequence[str]], room: int) -> list[CaseResult]:
+def decode_values(
+    results: Sequence[CaseResult], cases: Sequence[Sequence[str]], room: int
+) -> list[CaseResult]:
     """Decode the values of calls. All of them share a budget of nodes: an honest one has at most one for 4 bytes."""
     budget, decoded = NodeBudget((1 << 14) + room // 16), []
     for result, case in zip(results, cases, strict=True):
         if result.status == "value":
             try:
                 value = decode(result.value, budget)
-                if not isinstance(value, list) or len(value) != len(case):  # a line that the program forged
+                if not isinstance(value, list) or len(value) != len(
+                    case
+                ):  # a line that the program forged
                     raise NotPlain("it is no plain data")
                 result = CaseResult("value", value)
             except NotPlain as error:

@@ -27,7 +27,11 @@ abc array bisect cmath collections copy dataclasses datetime decimal enum fracti
 json math numbers operator random re statistics string threading time types typing encodings.latin_1 encodings.ascii
 """
 """Modules that most programs import: loaded once, for all."""
-_END_REASONS = {"output": "too much output", "threads": "too many threads", "orphan": "the trainer is gone"}
+_END_REASONS = {
+    "output": "too much output",
+    "threads": "too many threads",
+    "orphan": "the trainer is gone",
+}
 
 
 def main(*, packages: Sequence[str], folders: Sequence[str], is_contained: bool) -> None:
@@ -39,7 +43,9 @@ def main(*, packages: Sequence[str], folders: Sequence[str], is_contained: bool)
     for name in PRELOADED.split():
         importlib.import_module(name)
     # A package is loaded once, for all: with threads of its own, it could not be forked.
-    os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
+    os.environ.update(
+        dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    )
     sys.path += folders
     try:
         modules = [importlib.import_module(name) for name in packages]
@@ -50,10 +56,15 @@ def main(*, packages: Sequence[str], folders: Sequence[str], is_contained: bool)
     del sys.path[len(sys.path) - len(folders) :]
     os.environ.clear()
     # Where the machine's memory runs out, the kernel ends a program and not the trainer.
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+    with (
+        contextlib.suppress(OSError),
+        open("/proc/self/oom_score_adj", "w", encoding="ascii") as file,
+    ):
         file.write("1000")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer ends us, by closing the pipe
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # process 1 of a container would ignore it
+    signal.signal(
+        signal.SIGTERM, lambda *_: os._exit(0)
+    )  # process 1 of a container would ignore it
     try:
         lockdown = Lockdown(is_contained=is_contained, packages=modules)
     except OSError as error:
@@ -130,8 +141,13 @@ def _run(request: Mapping[str, Any], lockdown: Lockdown) -> dict[str, Any]:
 def _failure(child: Child, case_s: float, program_s: float) -> dict[str, str]:
     """Return the result of the case during which the process ended."""
     if child.end_reason == "time":
-        return {"status": "timeout", "message": f"over {case_s:g} s for the case or {program_s:g} s in all"}
-    message = _END_REASONS.get(child.end_reason, f"the process ended with status {child.status >> 8}")
+        return {
+            "status": "timeout",
+            "message": f"over {case_s:g} s for the case or {program_s:g} s in all",
+        }
+    message = _END_REASONS.get(
+        child.end_reason, f"the process ended with status {child.status >> 8}"
+    )
     if not child.end_reason and os.WIFSIGNALED(child.status):
         number = os.WTERMSIG(child.status)
         try:

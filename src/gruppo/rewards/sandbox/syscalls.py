@@ -12,9 +12,25 @@ Condition = tuple[int, int, tuple[int, ...]]
 
 ALL = 0xFFFFFFFF
 _THREAD, _SET_NAME, _UNIX, _STREAM = 0x00010000, 15, 1, 1
-_WRITES = 0o1 | 0o2 | 0o100 | 0o1000 | 0o20000000  # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC, and O_TMPFILE's own bit
-_ON_FDS = (0, 1, 2, 3, 4, 1030)  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC: not F_SETOWN
-_TERMINAL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
+_WRITES = (
+    0o1 | 0o2 | 0o100 | 0o1000 | 0o20000000
+)  # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC, and O_TMPFILE's own bit
+_ON_FDS = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    1030,
+)  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC: not F_SETOWN
+_TERMINAL = (
+    0x5401,
+    0x5413,
+    0x541B,
+    0x5421,
+    0x5450,
+    0x5451,
+)  # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
 
 
 def _numbers(text: str) -> dict[str, int]:
