@@ -18,8 +18,17 @@ CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 def check_config(config: Config) -> None:
     """Refuse what cannot run whatever the model is. ``options.check_ranges`` comes first."""
+    check_folder_name(config)
     if message := next(_refusals(config), None):
         raise GruppoError(message)
+
+
+def check_folder_name(config: Config) -> None:
+    """Refuse control characters in the run's folder: each line of it would be one of a Slurm script."""
+    for name, value in (("name", config.name), ("runs_dir", config.runs_dir)):
+        if CONTROLS.search(value):
+            raise GruppoError(f"""{name}={value!r} has a control character; it needs to be one line of text. Set
+                {flag(name)} again.""")
 
 
 def group_sizes(config: Config) -> list[int]:
@@ -39,9 +48,6 @@ def smallest_group(config: Config) -> int:
 
 def _refusals(config: Config) -> Iterator[str]:
     """Messages of the rules that a config breaks, the most basic first: the later ones may follow from them."""
-    for name, value in (("name", config.name), ("runs_dir", config.runs_dir)):
-        if CONTROLS.search(value):  # each line of it would be one of a Slurm script
-            yield f"{name}={value!r} has a control character; it needs to be one line of text. Set {flag(name)} again."
     if not config.model:
         yield "no model was given; it needs a hub id, a folder, a bundled model, or unet for images. Set --model."
     if not config.data:

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from gruppo.environments.tools import Worker, awaited, check_names, tool_schema
+from gruppo.environments.tools import CallThread, awaited, check_names, tool_schema
 from gruppo.loading import counted
 from gruppo.reward_values import decode, encode
 from gruppo.timeouts import CallError, accepted_keywords, call_with_timeout, function_name
@@ -128,10 +128,10 @@ class EnvironmentClass:
         if "get_turn_rewards" in self.methods:
             self.rewards[f"{self.name}_turns" if self.rewards else self.name] = "get_turn_rewards"
         self.tool_names = {schema["function"]["name"] for schema in self.tools}
-        self.idle = deque[tuple[Any, Worker]]()
+        self.idle = deque[tuple[Any, CallThread]]()
         """Objects of a class without close, which are reset again, as in TRL."""
         if probe is not None and "close" not in self.methods:
-            self.idle.append((probe, Worker()))
+            self.idle.append((probe, CallThread()))
         elif probe is not None:  # it may hold a connection or a process
             try:
                 call_with_timeout(lambda: awaited(probe.close()), None)
@@ -222,7 +222,7 @@ class Episode:
     state: dict[str, Any] = field(default_factory=dict)
     made_by: EnvironmentClass | None = None
     instance: Any = None
-    worker: Worker | None = None
+    worker: CallThread | None = None
     counts: Counter[str] = field(default_factory=Counter)
     rewards: dict[str, Any] = field(default_factory=dict)
     """Rewards that its environment has computed, by name."""

@@ -24,7 +24,7 @@ from gruppo.environments.classes import (
 )
 from gruppo.environments.tools import (
     Calls,
-    Worker,
+    CallThread,
     awaited,
     check_names,
     run_calls,
@@ -196,7 +196,7 @@ class Environment:
             try:
                 episode.instance, episode.worker = made.idle.popleft()
             except IndexError:  # not checked before: engines with lag converse in several threads
-                episode.worker = Worker()
+                episode.worker = CallThread()
             jobs[row] = Calls([partial(self._reset, episode, made)], episode.worker)
         for row, (result,) in self._run(jobs).items():
             if isinstance(result, CallError):
@@ -254,7 +254,7 @@ class Environment:
     def close(self, episodes: Sequence[Episode] = ()) -> None:
         """Close the objects, whatever has happened; one of a class without ``close`` is reset for another
         conversation. Without episodes, end the threads of idle ones."""
-        jobs, workers = dict[int, Calls](), list[Worker]()
+        jobs, workers = dict[int, Calls](), list[CallThread]()
         for row, episode in enumerate(episodes):
             episode.is_closed = True
             made, worker, instance = episode.made_by, episode.worker, episode.instance
@@ -317,7 +317,7 @@ class Environment:
         elif (
             functions
         ):  # one conversation after another in one thread; in a new thread after each late reply
-            worker = Worker()
+            worker = CallThread()
             calls = [partial(self._reply, episode) for episode in functions.values()]
             try:
                 with (

@@ -64,7 +64,7 @@ def safe_text(value: Any, limit: int) -> tuple[str, bool]:
     ) > limit
 
 
-class Worker:
+class CallThread:
     """A thread for the calls of one environment: some objects, such as connections, belong to the thread that made
     them."""
 
@@ -97,7 +97,7 @@ class Calls:
     """Calls that are made one after another; after ``max_late`` late ones, the rest are skipped."""
 
     waiting: list[Callable[[], Any]]
-    worker: Worker | None = None
+    worker: CallThread | None = None
     max_late: int | None = None
     late: int = 0
     results: list[Any] = field(default_factory=list)

@@ -17,6 +17,7 @@ from pathlib import Path
 from gruppo.cli.options import parse_config, parse_own, pop_option, pop_switch
 from gruppo.cli.serve import find_vllm
 from gruppo.config import serialization
+from gruppo.config.checks import check_folder_name
 from gruppo.config.schema import Config, LaunchConfig
 from gruppo.engines.vllm.client import KEY
 from gruppo.integrity import check_links
@@ -131,6 +132,7 @@ def parse_launch(args: list[str]) -> Launch:
                 f"{option} {kind}: --servers starts vLLM servers. Leave it out, or set --servers 0."
             )
     config = parse_config("launch", words, trust_run=trust_run)
+    check_folder_name(config)
     if not config.name:
         from gruppo.api import new_name
 

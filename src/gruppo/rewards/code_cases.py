@@ -181,9 +181,10 @@ def _calls(calls: Sequence[tuple[Any, Any, Sequence[Any]]], entry: Any, setup: s
             raise BadTest(f"an output cannot be compared: {error}") from None
         except RecursionError:
             raise BadTest("an argument is nested too deeply") from None
-        is_right = lambda values, outputs=outputs: any(
-            equal(values[0], x, is_json=True) for x in outputs
-        )  # noqa: E731
+
+        def is_right(values: Any, outputs: Any = outputs) -> bool:
+            return any(equal(values[0], x, is_json=True) for x in outputs)
+
         cases.append(
             ProgramCase((check_compiles(f"{entry}({', '.join(sources)})"),), is_right, length)
         )

@@ -25,12 +25,12 @@ from gruppo.types import GruppoError, MicroBatch, Prompt, Request
 
 diffusers = pytest.importorskip("diffusers")
 
-from gruppo.modalities.diffusion import (
+from gruppo.modalities.diffusion import (  # noqa: E402
     DiffusersPolicy,
     PipelineSettings,
     add_adapter,
     load_diffusers,
-)  # noqa: E402
+)
 
 ALL = 10**9
 CAPTIONS = ("a seven", "an eight in the snow", "")
