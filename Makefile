@@ -18,7 +18,7 @@ pip_vllm := .venv-vllm/bin/python -m pip -qq --disable-pip-version-check install
 VLLM := $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
 pins := pyproject.toml constraints.txt
 
-.PHONY: help size demo digits photos lines docs test mutants mutants-all lint gpu bench bench-full bench-ratios bench-ppo bench-demonstrations bench-lora bench-ranks curves servers constraints clean
+.PHONY: help size demo digits photos lines docs test mutants lint gpu bench bench-full bench-ratios bench-ppo bench-demonstrations bench-lora bench-ranks curves servers constraints clean
 .DEFAULT_GOAL := help
 
 help:
@@ -28,8 +28,7 @@ help:
 	@echo "make lines   restore lines of text for an OCR reader without clean images, and compare with baselines"
 	@echo "make docs    build the documentation site into build/docs (make docs ARGS=serve shows it while you edit)"
 	@echo "make test    run all tests but the slow ones (ARGS=\"-m slow\" runs those, ARGS=tests/core a part; JOBS=8 processes)"
-	@echo "make mutants inject known bugs whose code or test has changed, and a sample, and list the test that catches each"
-	@echo "make mutants-all  inject all of them and record those that are caught (about a quarter of an hour)"
+	@echo "make mutants inject known bugs and generated ones, and list the test that catches each; about ten minutes"
 	@echo "make lint    ruff (lint and format) and mypy"
 	@echo "make gpu     on a machine with a GPU: its tests, a step against TRL, generation, roofline; nine minutes"
 	@echo "make release REPOSITORY=https://host/owner/gruppo  build the package and try it in a fresh environment"
@@ -42,7 +41,7 @@ help:
 	@echo "make bench-ppo  memory and time of a step: GRPO against PPO, about ten minutes"
 	@echo "make curves  learning curves of all presets on a small task, about ten minutes; writes docs/images/presets.png"
 	@echo "make servers install vLLM for the CPU in .venv-vllm, which gruppo serve then finds; three minutes, 3.4 GB"
-	@echo "make size    lines, code lines, functions and comments of each subpackage"
+	@echo "make size    tokens, tokens a line and large functions of each subpackage"
 	@echo "make clean   remove .venv and the caches"
 	@echo
 	@echo "VLLM_PYTHON=/path/to/python, one that has vLLM, lets both time it too."
@@ -73,9 +72,6 @@ test: .venv/.ready-test
 
 mutants: .venv/.ready-test
 	@OMP_NUM_THREADS=1 $(bin)/python -m tests.mutants $(ARGS)
-
-mutants-all: .venv/.ready-test
-	@OMP_NUM_THREADS=1 $(bin)/python -m tests.mutants --all --record $(ARGS)
 
 lint: .venv/.ready-test
 	@$(bin)/ruff check .

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.size import measure
 
 SRC = Path(__file__).parents[1] / "src" / "gruppo"
 LAYERS: tuple[set[str], ...] = (
@@ -196,8 +195,3 @@ def test_no_modules_import_each_other():
         return found
 
     assert [cycle for cycle in (cycle_from(name, ()) for name in sorted(modules)) if cycle] == []
-
-
-def test_no_class_name_is_used_twice():
-    names = [name for path in SRC.rglob("*.py") for name in measure(path)[1]]
-    assert sorted(names) == sorted(set(names))

@@ -1,16 +1,14 @@
-"""``python -m tests.mutants``: inject bugs of the catalogue and show which test catches each.
+"""``python -m tests.mutants``: inject bugs and show which test catches each.
 
-By default those whose source or test file has changed since they were last recorded as caught, and a sample of the
-others that is seeded by the commit; ``--all`` runs every one, ``--record`` records those that are caught.
+All mutants of ``bugs.txt``, each of which has to be caught by the test that it names; then a sample
+of generated ones, of which at most 15% may survive and each survivor is explained in
+``survivors.txt``. The sample is seeded by the commit.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import os
-import random
 import subprocess
 import sys
 import time
@@ -18,182 +16,127 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.mutants.catalogue import MUTANTS
-from tests.mutants.mutant import SOURCE, TESTS, Mutant
-from tests.mutants.runner import Job, Report, Told, run_all
+from tests.mutants.generated import Generated, sample
+from tests.mutants.mutant import TESTS, Mutant
+from tests.mutants.runner import Job, Outcome, run_all
 
-RECORD = Path(__file__).parent / "caught.json"
-"""Fingerprints of the mutants that were caught, by what is wrong."""
-SAMPLE = 20
-"""Unchanged mutants that run all the same."""
+SURVIVORS = Path(__file__).parent / "survivors.txt"
+MOST_SURVIVORS = 0.15
+"""Share of the generated mutants."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 where every mutant is caught, 1 where one survives or a named test is not green on the code as it is."""
+    """Return 0 if every named bug is caught and few generated ones survive, otherwise 1."""
     options = _parser().parse_args(arguments)
-    mutants = [
-        m for m in MUTANTS if options.bug in (None, m.bug) and options.k.lower() in _words(m)
-    ]
-    mutants.sort(key=lambda mutant: (mutant.bug == 0, mutant.bug))
-    if not mutants:
+    chosen = [m for m in MUTANTS if options.bug in (None, m.bug) and options.k in _words(m)]
+    is_filtered = options.bug is not None or options.k
+    seed = options.seed or _commit()
+    generated = [] if is_filtered else sample(options.generated, seed)
+    if not chosen and not generated:
         print("no mutant has that text and number; leave out -k or --bug to see them all.")
         return 1
-    if not (options.all or options.k or options.bug is not None):
-        mutants = changed_and_sample(mutants)
-    listing, began = Listing(mutants, records=options.record), time.monotonic()
-    print(
-        f"{len(mutants)} mutants on {options.cores} cores; first their tests on the code as it is.",
-        flush=True,
-    )
-    fit = [mutant for mutant in mutants if not listing.refuses(mutant)]
-    run_all(
-        healthy(fit) + [Job((mutant.by,), mutant) for mutant in fit], options.cores, listing.add
-    )
-    is_good = listing.close(time.monotonic() - began)
-    if options.json:
-        text = json.dumps({"mutants": listing.rows, "not_green": listing.sick}, indent=1)
-        options.json.write_text(text, encoding="utf-8")
-    return 0 if is_good else 1
-
-
-def fingerprint(mutant: Mutant) -> str:
-    """Hash of the mutant, and of the source and test files that it names."""
-    digest = hashlib.sha256(repr(mutant).encode())
-    for path in (SOURCE / "gruppo" / mutant.file, TESTS / mutant.by.partition("::")[0]):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def recorded() -> dict[str, str]:
-    return json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else {}
-
-
-def record(caught: dict[str, str]) -> None:
-    """Add fingerprints to the record; mutants that no longer exist leave it."""
-    names = {mutant.what for mutant in MUTANTS}
-    kept = {what: value for what, value in (recorded() | caught).items() if what in names}
-    RECORD.write_text(json.dumps(dict(sorted(kept.items())), indent=0) + "\n", encoding="utf-8")
-
-
-def changed_and_sample(mutants: Sequence[Mutant]) -> list[Mutant]:
-    """Mutants that are not recorded as they are now, and a sample of the others, seeded by the commit."""
-    before = recorded()
-    is_recorded = [
-        mutant.complaints() == [] and before.get(mutant.what) == fingerprint(mutant)
-        for mutant in mutants
-    ]
-    unchanged = [mutant for mutant, known in zip(mutants, is_recorded, strict=True) if known]
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=TESTS
-    ).stdout.strip()
-    sample = random.Random(commit).sample(unchanged, min(SAMPLE, len(unchanged)))
-    print(
-        f"{len(mutants) - len(unchanged)} changed since they were recorded; {len(sample)} others, seed {commit[:12]!r}."
-    )
-    chosen = {mutant.what for mutant in sample}
-    return [
-        m for m, known in zip(mutants, is_recorded, strict=True) if not known or m.what in chosen
-    ]
+    began = time.monotonic()
+    print(f"{len(chosen)} named mutants, {len(generated)} generated (--seed {seed}).", flush=True)
+    report = Report()
+    fit = [mutant for mutant in chosen if not report.refuses(mutant)]
+    jobs = [*healthy(fit), *(Job((m.test,), m) for m in fit), *(Job(m.tests, m) for m in generated)]
+    run_all(jobs, options.cores, report.add)
+    return 0 if report.close(time.monotonic() - began) else 1
 
 
 def healthy(mutants: Sequence[Mutant]) -> list[Job]:
-    """The named tests on the code as it is, file by file."""
-    named = sorted({mutant.by for mutant in mutants})
+    """Return the named tests on the code as it is, file by file."""
+    named = sorted({mutant.test for mutant in mutants})
     files = dict.fromkeys(test.partition("::")[0] for test in named)
     return [Job(tuple(test for test in named if test.startswith(f"{file}::"))) for file in files]
 
 
-class Listing:
-    """What is shown and kept, line by line as jobs end."""
+class Report:
+    """What is printed as jobs end, and the verdict."""
 
-    def __init__(self, mutants: Sequence[Mutant], *, records: bool = False) -> None:
-        self.records = records
-        self.rows: list[dict[str, str | int | float]] = []
-        self.sick: list[str] = []
-        self._width = {
-            name: max((len(getattr(m, name)) for m in mutants), default=0)
-            for name in ("what", "file")
-        }
+    def __init__(self) -> None:
+        self.named = 0
+        self.survived: list[str] = []
+        self.not_green: list[str] = []
+        self.generated = 0
+        self.alive: list[str] = []
 
     def refuses(self, mutant: Mutant) -> bool:
-        """Whether a mutant no longer fits the code; it is then listed as one that survived."""
+        """Whether a mutant no longer fits the code; it is then reported as a survivor."""
         complaints = mutant.complaints()
         if complaints:
-            self.add(Job((mutant.by,), mutant), Told(problem=complaints[0]))
+            self.named += 1
+            self.survived.append(f"{mutant.what}: {complaints[0]}")
         return bool(complaints)
 
-    def add(self, job: Job, told: Told) -> None:
-        """Take down what became of a job."""
+    def add(self, job: Job, outcome: Outcome) -> None:
         if job.mutant is None:
-            self.sick += [f"{test}: {why}" for test, why in not_green(job, told)]
-            return
-        row = row_of(job.mutant, told)
-        self.rows.append(row)
-        number = str(row["bug"] or "-").rjust(2)
-        what, file = f"{row['what']:{self._width['what']}}", f"{row['file']:{self._width['file']}}"
-        print(f"{row['verdict']:8}  {number}  {what}  {file}  {row['test']}", flush=True)
-        is_green = not any(line.startswith(f"{job.mutant.by}:") for line in self.sick)
-        if self.records and row["verdict"] == "caught" and is_green:
-            record({job.mutant.what: fingerprint(job.mutant)})
+            self.not_green += [
+                f"{test}: {outcome.reason(test)}" for test in job.tests if not outcome.passed(test)
+            ]
+        elif isinstance(job.mutant, Mutant):
+            self._add_named(job.mutant, outcome)
+        else:
+            self._add_generated(job.mutant, outcome)
+
+    def _add_named(self, mutant: Mutant, outcome: Outcome) -> None:
+        self.named += 1
+        is_caught = outcome.is_caught_by(mutant.test)
+        if not is_caught:
+            self.survived.append(f"{mutant.what} ({mutant.file}): {outcome.reason(mutant.test)}")
+        verdict = "caught" if is_caught else "SURVIVED"
+        number = str(mutant.bug or "-")
+        print(f"{verdict:8}  {number:>2}  {mutant.what}  {mutant.file}  {mutant.test}", flush=True)
+
+    def _add_generated(self, mutant: Generated, outcome: Outcome) -> None:
+        self.generated += 1
+        if not outcome.has_failure:
+            self.alive.append(mutant.name)
+        verdict = "caught" if outcome.has_failure else "alive"
+        print(f"{verdict:8}   *  {mutant.name} (line {mutant.line})", flush=True)
 
     def close(self, seconds: float) -> bool:
-        """The reasons of those that survived, and one line of sums; whether all is well."""
-        survived = [row for row in self.rows if row["verdict"] != "caught"]
-        for row in survived:
-            print(f"SURVIVED: {row['what']} ({row['file']}): {row['said']}")
-        for line in self.sick:
+        """Print what is wrong and one line of sums; return whether all is well."""
+        for line in self.survived:
+            print(f"SURVIVED: {line}")
+        for line in self.not_green:
             print(f"NOT GREEN on the code as it is: {line}")
+        explained = explanations()
+        unexplained = [name for name in self.alive if name not in explained]
+        for name in unexplained:
+            print(f"ALIVE, and not in {SURVIVORS.name}: {name}")
         print(
-            f"{len(self.rows) - len(survived)} of {len(self.rows)} mutants caught, in {seconds:.0f} s"
+            f"{self.named - len(self.survived)} of {self.named} named mutants caught, "
+            f"{self.generated - len(self.alive)} of {self.generated} generated "
+            f"({len(unexplained)} unexplained), in {seconds:.0f} s"
         )
-        return not survived and not self.sick
+        is_few = len(unexplained) <= MOST_SURVIVORS * self.generated
+        return not self.survived and not self.not_green and is_few
 
 
-def row_of(mutant: Mutant, told: Told) -> dict[str, str | int | float]:
-    """What is kept of a mutant."""
-    failure = told.failed_in(mutant.by)
-    others = (report.message for report in told.reports if report.outcome == "failed")
-    return {
-        "bug": mutant.bug,
-        "what": mutant.what,
-        "file": mutant.file,
-        "test": mutant.by,
-        "verdict": "SURVIVED" if failure is None else "caught",
-        "said": failure.message if failure else told.problem or next(others, "every test passed"),
-        "seconds": round(told.seconds, 1),
-    }
-
-
-def not_green(job: Job, told: Told) -> list[tuple[str, str]]:
-    """Named tests that do not pass on the code as it is, and why: what they say of a mutant is worth nothing."""
-    unknown = Report("", "", "", told.problem or "it did not run, or was skipped")
-    return [
-        (test, (told.failed_in(test) or unknown).message)
-        for test in job.tests
-        if not told.is_green(test)
-    ]
+def explanations() -> dict[str, str]:
+    """Read why a generated mutant cannot be caught, by its name: ``NAME  # REASON`` a line."""
+    lines = SURVIVORS.read_text(encoding="utf-8").splitlines()
+    pairs = (line.split("  # ", 1) for line in lines if "  # " in line)
+    return {name.strip(): reason for name, reason in pairs}
 
 
 def _words(mutant: Mutant) -> str:
-    return f"{mutant.what} {mutant.file} {mutant.by}".lower()
+    return f"{mutant.what} {mutant.file} {mutant.test}".lower()
+
+
+def _commit() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, cwd=TESTS).stdout.strip()
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
-    parser.add_argument(
-        "-k",
-        default="",
-        metavar="TEXT",
-        help="only mutants whose words, file or test hold the text",
-    )
-    parser.add_argument("--bug", type=int, metavar="N", help="only mutants of this silent bug")
-    parser.add_argument(
-        "--cores", type=int, default=os.cpu_count() or 1, help="processes at a time"
-    )
-    parser.add_argument("--all", action="store_true", help="every mutant, changed or not")
-    parser.add_argument(
-        "--record", action="store_true", help="record those that are caught in caught.json"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the list as JSON too")
+    parser.add_argument("-k", default="", type=str.lower, help="named ones whose text has this")
+    parser.add_argument("--bug", type=int, help="named ones of this number of the list")
+    parser.add_argument("--generated", type=int, default=100, help="how many are generated")
+    parser.add_argument("--seed", default="", help="of the sample; default: the commit")
+    parser.add_argument("--cores", type=int, default=os.cpu_count() or 1)
     return parser
 
 

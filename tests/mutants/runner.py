@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.mutants.generated import Generated
 from tests.mutants.mutant import SOURCE, TESTS, Mutant
 
 PRELOADED = (
@@ -42,7 +43,7 @@ PRELOADED = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",
 )
-TIMEOUT_S = 300.0
+TIMEOUT_S = 180.0
 ATTEMPTS = 2
 """A process that gives no answer says nothing of a test: its job is run again."""
 BROKEN = (
@@ -71,37 +72,39 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What became of one job."""
+class Outcome:
+    """The reports of one job."""
 
     reports: tuple[Report, ...] = ()
     problem: str = ""
-    """Why the reports are not to be trusted: another package was tested, or the process died or hung."""
+    """Why the reports are not to be trusted: another package was tested, or the process died."""
     seconds: float = 0.0
     is_silent: bool = False
     """Whether the process gave no answer at all."""
 
-    def is_green(self, test: str) -> bool:
-        """Whether the named test ran and passed, in each of its forms."""
-        mine = [
-            report
-            for report in self.reports
-            if test in (report.test, report.test.partition("[")[0])
-        ]
-        return (
-            not self.problem and bool(mine) and all(report.outcome == "passed" for report in mine)
-        )
+    @property
+    def has_failure(self) -> bool:
+        """Whether any test failed, or the process died or hung: a generated mutant is then caught."""
+        return bool(self.problem) or any(report.outcome == "failed" for report in self.reports)
 
-    def failed_in(self, test: str) -> Report | None:
-        """The first failure inside the named test; not one of collection or setup, nor of code that cannot run."""
-        if self.problem:
-            return None
-        failed = (
-            r
-            for r in self.reports
-            if (r.phase, r.outcome) == ("call", "failed") and not r.is_broken
-        )
-        return next((r for r in failed if test in (r.test, r.test.partition("[")[0])), None)
+    def passed(self, test: str) -> bool:
+        """Whether the named test ran and passed, in each of its forms."""
+        own = self._reports_of(test)
+        return not self.problem and bool(own) and all(r.outcome == "passed" for r in own)
+
+    def is_caught_by(self, test: str) -> bool:
+        """Whether the named test failed, inside its own code and not by code that cannot run."""
+        failed = [r for r in self._reports_of(test) if (r.phase, r.outcome) == ("call", "failed")]
+        return not self.problem and any(not report.is_broken for report in failed)
+
+    def reason(self, test: str) -> str:
+        """Why the named test says nothing, or what it said."""
+        messages = [report.message for report in self._reports_of(test) if report.message]
+        ran = "the test passed" if self._reports_of(test) else "the test did not run"
+        return self.problem or (messages[0] if messages else ran)
+
+    def _reports_of(self, test: str) -> list[Report]:
+        return [r for r in self.reports if test in (r.test, r.test.partition("[")[0])]
 
 
 @dataclass(frozen=True)
@@ -109,10 +112,10 @@ class Job:
     """Tests to run, and the mutant that they run on; without one, on the code as it is."""
 
     tests: tuple[str, ...]
-    mutant: Mutant | None = None
+    mutant: Mutant | Generated | None = None
 
 
-def run_all(jobs: Sequence[Job], cores: int, on_done: Callable[[Job, Told], None]) -> None:
+def run_all(jobs: Sequence[Job], cores: int, on_done: Callable[[Job, Outcome], None]) -> None:
     """All jobs, ``cores`` at a time, on one copy of the source taken now; ``on_done`` hears of each as it ends."""
     assert not any(name.partition(".")[0] == "gruppo" for name in sys.modules), (
         "a fork would keep the healthy package"
@@ -137,7 +140,8 @@ def run_all(jobs: Sequence[Job], cores: int, on_done: Callable[[Job, Told], None
                     continue
                 del running[sentinel]
                 reported = one.end()
-                if reported.is_silent and one.attempt < ATTEMPTS:
+                is_named = not isinstance(one.job.mutant, Generated)  # others may well hang
+                if reported.is_silent and is_named and one.attempt < ATTEMPTS:
                     print(f"once more ({reported.problem}): {one.job.tests[0]}", flush=True)
                     waiting.append((one.place, one.attempt + 1, one.job))
                 else:
@@ -157,7 +161,7 @@ class _Running:
     def age(self) -> float:
         return time.monotonic() - self.began
 
-    def end(self) -> Told:
+    def end(self) -> Outcome:
         """Collect the answer of a process that has ended, or end it."""
         is_late = self.process.is_alive()
         if is_late:
@@ -166,14 +170,14 @@ class _Running:
         try:
             answer = json.loads((self.folder / "answer.json").read_text())
             reports = tuple(Report(**report) for report in answer["reports"])
-            reported = Told(reports, answer["problem"], self.age)
+            reported = Outcome(reports, answer["problem"], self.age)
         except (OSError, ValueError):
             why = (
                 f"no answer within {TIMEOUT_S:g} s"
                 if is_late
                 else f"exit code {self.process.exitcode}, no answer"
             )
-            reported = Told(problem=why + self._stood_at(), seconds=self.age, is_silent=True)
+            reported = Outcome(problem=why + self._stood_at(), seconds=self.age, is_silent=True)
         shutil.rmtree(self.folder, ignore_errors=True)
         return reported
 
@@ -199,6 +203,8 @@ def _start(job: Job, source: Path, folder: Path, place: int = 0, attempt: int = 
         for compiled in (changed.parent / "__pycache__").glob(f"{changed.stem}.*"):
             compiled.unlink()
     options = ["-q"] if job.mutant is None else ["-q", "-x"]
+    if isinstance(job.mutant, Generated):
+        options += ["-m", "not slow"]
     process = multiprocessing.get_context("fork").Process(
         target=_child, args=(job.tests, options, folder)
     )
