@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from tests.rewards.fakes import rollouts_of
 
-from gruppo.reward_process import RewardProcesses
 from gruppo.rewards import RewardSet, resolve_reward
+from gruppo.rewards.remote import RewardWorkers
 
 CODE = r'''
 import gc, os, sys, time
@@ -69,13 +69,13 @@ def leaves_children(completions, answer):
 TRAINER = """
 import resource, sys
 from tests.rewards.fakes import rollouts_of
-from gruppo.reward_process import RewardProcesses
+from gruppo.rewards.remote import RewardWorkers
 from gruppo.rewards import RewardSet, resolve_reward
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 
-rewards = RewardSet(resolve_reward(sys.argv[1], RewardProcesses()), timeout_s=60.0)
+rewards = RewardSet(resolve_reward(sys.argv[1], RewardWorkers()), timeout_s=60.0)
 before = peak()
 scores = rewards.score(rollouts_of(["aa"], targets=[sys.argv[2]]))
 print("GREW", peak() - before, *scores.rewards.tolist(), file=sys.stderr)
@@ -90,7 +90,7 @@ def code(tmp_path):
 
 
 def reward(code, name, timeout_s=20.0):
-    return RewardSet(resolve_reward(f"{code}:{name}", RewardProcesses()), timeout_s=timeout_s)
+    return RewardSet(resolve_reward(f"{code}:{name}", RewardWorkers()), timeout_s=timeout_s)
 
 
 def trainer(code, name, output, **options):

@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 
 from gruppo import distributed as dist
-from gruppo import trust, watchdog
+from gruppo import trust
 from gruppo.build import (
     Parts,
     build,
@@ -354,7 +354,6 @@ class Trainer:
     @contextmanager
     def _running(self) -> Iterator[None]:
         """For work on the run: its code may be imported, closed streams end nothing, signals stop between steps."""
-        previous, watchdog.run_folder = watchdog.run_folder, str(self.folder)
         listening = self.run.stopper.listening()
         try:
             with importing(self._listed), output_may_close(), listening, dist.leaving():
@@ -362,8 +361,6 @@ class Trainer:
         except MemoryRanOut as error:  # the next attempt, a resume, starts with a smaller budget
             self._files.limit_budget(self.run, error.budget)
             raise
-        finally:
-            watchdog.run_folder = previous
 
     def train(self) -> Result:
         """Run all steps that are left."""

@@ -42,8 +42,8 @@ from gruppo.modalities.common.reference import ReferenceModel, Rule
 from gruppo.modalities.text.bundled import BUNDLED
 from gruppo.platforms import usable_cuda
 from gruppo.protocols import Critic, Engine, Modality, Policy, Reference, digest, peek
-from gruppo.reward_process import CAN_ISOLATE, RewardProcesses
 from gruppo.rewards.registry import absolute_reward, resolve_reward
+from gruppo.rewards.remote import RewardWorkers
 from gruppo.rewards.scoring import RewardSet
 from gruppo.testing import check_engine, check_policy
 from gruppo.trainer import checks
@@ -52,6 +52,7 @@ from gruppo.trainer.evaluate import held_out
 from gruppo.trainer.references import has_reference, storage_error, unread_error
 from gruppo.trainer.run import Run, trained
 from gruppo.types import DataError, GruppoError
+from gruppo.worker import IS_AVAILABLE
 
 log = logging.getLogger("gruppo")
 
@@ -539,7 +540,7 @@ def open_rewards(
     environment = open_environment(config, parts)
     weights: Sequence[float] | None = config.scoring.weights
     own = {} if environment is None else environment.rewards
-    processes = RewardProcesses(config.seed) if config.scoring.isolate and CAN_ISOLATE else None
+    processes = RewardWorkers(config.seed) if config.scoring.isolate and IS_AVAILABLE else None
     functions = [
         *(resolve_reward(reward, processes) for reward in parts.rewards or config.reward),
         *own.values(),

@@ -1,7 +1,7 @@
-"""Calls of user functions with a deadline.
+"""Calls of Python objects with a soft deadline, in threads.
 
-Deadlines use daemon threads, not signals: they work outside the main thread and never keep a process alive. A call that
-holds the interpreter lock past its deadline is ended by ``gruppo.watchdog``, and the process with it.
+Daemon threads, not signals: they work outside the main thread and never keep a process alive. A call that is late is
+left behind; one that hangs in C and keeps the interpreter lock stops everything, which only ``gruppo.worker`` survives.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextvars
 import ctypes
 import difflib
 import inspect
-import math
 import sys
 import threading
 import time
@@ -24,7 +23,6 @@ from typing import Any, Literal
 
 from gruppo.errors import DataError, GruppoError
 from gruppo.loading import visible
-from gruppo.watchdog import watching
 
 FailureKind = Literal["exception", "timeout", "count", "not_finite"]
 this_thread = threading.local()
@@ -56,13 +54,10 @@ class TimedCall:
     on_done: Callable[[], None] = lambda: None
     done: threading.Event = field(default_factory=threading.Event)
     started: float = field(default_factory=time.monotonic)
-    """Infinite while the process that makes the call is being started: that costs nothing of its time."""
     value: Any = None
     error: BaseException | None = None
     future: Future | None = None
     """The coroutine that the call waits for."""
-    kill: Callable[[], None] | None = None
-    """Kills the process that makes the call."""
     thread: threading.Thread | None = None
 
     def run(self, device: int | None = None) -> None:
@@ -98,12 +93,9 @@ class TimedCall:
         raise CallError.from_exception(self.error) from self.error
 
     def abandon(self) -> None:
-        """Stop waiting. A coroutine is cancelled, and a process killed; a thread cannot be, and runs on, counted by
-        ``abandoned_count``."""
+        """Stop waiting. A coroutine is cancelled; a thread runs on, counted by ``abandoned_count``."""
         global _loop
         _abandoned.append(self)
-        if self.kill is not None:
-            self.kill()
         if self.future is None or _loop is None:
             return
         self.future.cancel()
@@ -144,37 +136,32 @@ def start_call(
     return call
 
 
-def call_with_timeout(fn: Callable[[], Any], timeout_s: float | None, name: str = "a call") -> Any:
-    """Value of ``fn()``. Raises CallError when it raises or takes longer. None: no deadline, in the caller's thread.
-
-    ``name``: what a message calls it, if it never gives the interpreter lock back.
-    """
-    with watching(
-        name, timeout_s
-    ) as beat:  # from before the start: a thread may never give the lock back
-        call = start_call(fn, timeout_s, inline=timeout_s is None)
-        left = math.inf if timeout_s is None else timeout_s
-        while not call.done.wait(min(left, 1.0)):
-            beat()
-            if timeout_s is not None and (left := call.started + timeout_s - time.monotonic()) <= 0:
-                call.abandon()
-                raise CallError("timeout", f"no answer within {timeout_s:.3g} s")
+def call_with_timeout(fn: Callable[[], Any], timeout_s: float | None) -> Any:
+    """Value of ``fn()``. Raises CallError when it raises or takes longer. None: no deadline, in the caller's thread."""
+    call = start_call(fn, timeout_s, inline=timeout_s is None)
+    if not call.done.wait(timeout_s):
+        call.abandon()
+        raise CallError("timeout", f"no answer within {timeout_s:.3g} s")
     return call.result()
 
 
-def interrupt_after(fn: Callable[[], Any], timeout_s: float, name: str) -> Any:
+def interrupt_after(fn: Callable[[], Any], timeout_s: float) -> Any:
     """Value of ``fn()``, code of ours or of libraries; ``CallError`` after ``timeout_s``, when its thread is stopped at
     the next line of Python. Its own exceptions pass."""
-    with watching(name, timeout_s):
-        call = start_call(fn, timeout_s)
-        if not call.done.wait(timeout_s):
-            assert call.thread is not None
-            thread = ctypes.c_ulong(call.thread.ident or 0)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(SystemExit))
-            raise CallError("timeout", f"no answer within {timeout_s:.3g} s")
+    call = start_call(fn, timeout_s)
+    if not call.done.wait(timeout_s):
+        assert call.thread is not None
+        thread = ctypes.c_ulong(call.thread.ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(SystemExit))
+        raise CallError("timeout", f"no answer within {timeout_s:.3g} s")
     if call.error is not None:
         raise call.error
     return call.value
+
+
+def awaited(value: Any) -> Any:
+    """The value, awaited on the shared event loop if it is awaitable."""
+    return run_awaitable(value) if hasattr(value, "__await__") else value
 
 
 def run_awaitable(awaitable: Awaitable[Any]) -> Any:

@@ -12,8 +12,8 @@ import torch
 from tests.rewards.fakes import rollouts_of
 
 from gruppo.data.rows import row_source
-from gruppo.reward_values import TrainerState
 from gruppo.rewards import FunctionReward, RewardSet, columns_of
+from gruppo.rewards.answers import TrainerState
 from gruppo.types import DataError, GruppoError, Prompt
 
 

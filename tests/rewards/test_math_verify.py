@@ -6,8 +6,8 @@ import pytest
 from tests.rewards.fakes import rollouts_of
 
 from gruppo.loading import load_object
-from gruppo.reward_process import RewardProcesses
 from gruppo.rewards import RewardSet, resolve_reward, text
+from gruppo.rewards.remote import RewardWorkers
 
 MINE = """
 from math_verify import parse, verify
@@ -43,7 +43,7 @@ def test_math_verify_compares_formulas_and_a_list_of_candidates_is_no_answer(
 @pytest.mark.slow
 def test_a_formula_that_takes_forever_costs_its_row():
     rollouts = rollouts_of([r"\boxed{9^{9^{9^{9}}}}", r"\boxed{9}"], targets=["9"])
-    scores = RewardSet(resolve_reward("math_verify", RewardProcesses()), timeout_s=4.0).score(
+    scores = RewardSet(resolve_reward("math_verify", RewardWorkers()), timeout_s=4.0).score(
         rollouts
     )
     assert scores.rewards[1] == 1.0 and scores.rewards[0] != 1.0
@@ -55,7 +55,7 @@ def test_math_verifys_own_parse_works_in_a_function_of_a_file_and_in_memory_the_
     file = tmp_path / "mine.py"
     file.write_text(MINE)
     rollouts = rollouts_of([r"$\frac{1}{2}$", "3"], targets=["0.5"])
-    isolated = RewardSet(resolve_reward(f"{file}:mine", RewardProcesses())).score(rollouts)
+    isolated = RewardSet(resolve_reward(f"{file}:mine", RewardWorkers())).score(rollouts)
     assert isolated.rewards.tolist() == [1.0, 0.0]
     in_memory = RewardSet(load_object(f"{file}:mine")).score(rollouts)
     assert (
@@ -67,7 +67,7 @@ def test_math_verifys_own_parse_works_in_a_function_of_a_file_and_in_memory_the_
 def test_rewards_of_trl_are_found_though_its_modules_load_them_when_they_are_first_used():
     assert load_object("trl.rewards:think_format_reward").__name__ == "think_format_reward"
     reward = RewardSet(
-        resolve_reward("trl.rewards:accuracy_reward", RewardProcesses()), timeout_s=120.0
+        resolve_reward("trl.rewards:accuracy_reward", RewardWorkers()), timeout_s=120.0
     )
     outputs = [[{"role": "assistant", "content": rf"\boxed{{{x}}}"}] for x in ("1/3", "2")]
     scores = reward.score(rollouts_of(outputs, metas=[{"solution": r"$\frac{1}{3}$"}]))

@@ -13,9 +13,10 @@ import torch
 from tests.rewards.fakes import rollouts_of
 
 from gruppo.recipes.guess import found
-from gruppo.reward_process import RewardProcesses
-from gruppo.reward_values import TrainerState, decode, encode
 from gruppo.rewards import RewardSet, resolve_reward
+from gruppo.packing import decode, encode
+from gruppo.rewards.answers import TrainerState
+from gruppo.rewards.remote import RewardWorkers
 from gruppo.timeouts import abandoned_count
 from gruppo.types import DataError, GruppoError
 
@@ -24,7 +25,7 @@ FILE = Path(__file__).with_name("isolated.py")
 
 @pytest.fixture(scope="module")
 def processes():
-    return RewardProcesses(seed=1)
+    return RewardWorkers(seed=1)
 
 
 @pytest.fixture
@@ -122,7 +123,7 @@ def test_its_random_numbers_depend_on_the_seed_and_the_arguments_alone(isolated)
     first, again = (
         RewardSet(isolated("draws")).score(rollouts_of("ab")).rewards.tolist() for _ in range(2)
     )
-    other_seed = resolve_reward(f"{FILE}:draws", RewardProcesses(seed=2))
+    other_seed = resolve_reward(f"{FILE}:draws", RewardWorkers(seed=2))
     assert first == again != RewardSet(other_seed).score(rollouts_of("ab")).rewards.tolist()
     assert first != RewardSet(isolated("draws")).score(rollouts_of("ac")).rewards.tolist()
 
@@ -136,9 +137,9 @@ def test_functions_share_a_process_that_is_not_this_one_and_objects_are_called_h
 
 def test_rewards_of_our_recipes_are_called_here():
     """They cannot hang, and a process for them would import torch."""
-    processes = RewardProcesses()
+    processes = RewardWorkers()
     assert resolve_reward("gruppo.recipes.guess:found", processes) is found
-    assert not processes._all
+    assert not processes._loaded
 
 
 def test_arguments_that_only_python_can_hold_are_read_here_with_a_warning(isolated, caplog):
@@ -153,7 +154,7 @@ def test_code_that_changed_since_the_run_began_is_not_called(tmp_path):
     file.write_text(
         "import os\ndef f(completions):\n    return [os._exit(1) if c == 'bad' else 1.0 for c in completions]\n"
     )
-    reward = RewardSet(resolve_reward(f"{file}:f", RewardProcesses()), timeout_s=5.0)
+    reward = RewardSet(resolve_reward(f"{file}:f", RewardWorkers()), timeout_s=5.0)
     assert reward.score(rollouts_of(["a"])).rewards.tolist() == [1.0]
     file.write_text(file.read_text().replace("1.0", "2.0"))
     assert reward.score(rollouts_of(["a"])).rewards.tolist() == [
@@ -169,7 +170,7 @@ def test_a_file_that_ends_the_process_on_import_is_one_line(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("import os\nos._exit(0)\n")
     with pytest.raises(GruppoError, match="cannot be imported: its process exited with status 0"):
-        resolve_reward(f"{file}:f", RewardProcesses())
+        resolve_reward(f"{file}:f", RewardWorkers())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])

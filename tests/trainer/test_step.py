@@ -18,7 +18,7 @@ from torch import nn
 from gruppo import api
 from gruppo.build import Parts, build
 from gruppo.modalities.text import from_pretrained
-from gruppo.reward_values import TrainerState
+from gruppo.rewards.answers import TrainerState
 from gruppo.trainer.collect import collect
 from gruppo.trainer.minibatches import minibatches
 from gruppo.trainer.run import Run

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gruppo.environments.tools import CallThread, awaited, check_names, tool_schema
 from gruppo.loading import counted
-from gruppo.reward_values import decode, encode
+from gruppo.packing import decode, encode
 from gruppo.timeouts import CallError, accepted_keywords, call_with_timeout, function_name
 from gruppo.trust import ENVIRONMENTS
 from gruppo.types import GruppoError, Prompt, Rollouts

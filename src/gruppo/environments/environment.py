@@ -382,7 +382,7 @@ class Environment:
         """Make the calls; return what each returned, or the ``CallError`` that it ended in."""
         if jobs:
             with self._timed():
-                run_calls(jobs, self.timeout_s, f"environment {self.name!r}")
+                run_calls(jobs, self.timeout_s)
         return {key: calls.results for key, calls in jobs.items()}
 
     @contextmanager
@@ -436,9 +436,7 @@ class Environment:
         # a timeout cannot interrupt a coroutine that blocks the event loop
         deadline = None if self.timeout_s is None else self.timeout_s + 1.0
         try:
-            answers = call_with_timeout(
-                lambda: awaited(reply_all()), deadline, f"environment {self.name!r}"
-            )
+            answers = call_with_timeout(lambda: awaited(reply_all()), deadline)
         except CallError as problem:
             if problem.kind == "timeout":
                 text = f"no answer within {self.timeout_s:.3g} s: a coroutine blocks, and all others with it"

@@ -21,7 +21,6 @@ from gruppo.timeouts import (
     start_call,
 )
 from gruppo.types import GruppoError
-from gruppo.watchdog import watching
 
 COUNTS = ("calls", "failed", "timeout", "unparsed", "truncated")
 """Counters of each conversation: calls; those that failed, were late, could not be parsed, or were truncated."""
@@ -104,7 +103,7 @@ class Calls:
     """What each call returned, or the ``CallError`` that it ended in."""
 
 
-def run_calls(rows: Mapping[int, Calls], timeout_s: float | None, what: str) -> None:
+def run_calls(rows: Mapping[int, Calls], timeout_s: float | None) -> None:
     """Make the calls of all rows, those of different rows at the same time; fill in their results.
 
     Without a timeout they run in the caller's thread, row by row. A late call is left behind in its thread, where it
@@ -129,39 +128,35 @@ def run_calls(rows: Mapping[int, Calls], timeout_s: float | None, what: str) -> 
         if calls.waiting:
             ready.append(calls)
 
-    with watching(what, timeout_s) as beat:
-        while ready or running:
-            while ready and len(running) < CONCURRENT:
-                calls = ready.popleft()
-                fn = calls.waiting.pop(0)
-                if abandoned_count() >= MAX_HANGING:
-                    go_on(
-                        calls,
-                        CallError("timeout", f"not called: {MAX_HANGING} calls are still hanging"),
-                    )
-                    continue
-                call = TimedCall(fn, timeout_s)
-                call.on_done = partial(finished.put, call)
-                running[call] = calls
-                (start_call if calls.worker is None else calls.worker.start)(call.run)
-            if not running:  # none of the calls that were ready was made
+    while ready or running:
+        while ready and len(running) < CONCURRENT:
+            calls = ready.popleft()
+            fn = calls.waiting.pop(0)
+            if abandoned_count() >= MAX_HANGING:
+                go_on(
+                    calls,
+                    CallError("timeout", f"not called: {MAX_HANGING} calls are still hanging"),
+                )
                 continue
-            left_s = min(call.started for call in running) + timeout_s - time.monotonic()
-            with suppress(queue.Empty):
-                call = finished.get(
-                    timeout=min(max(left_s, 0.001), 1.0)
-                )  # at most a second: ``beat`` is due
-                if call in running:  # else it came too late
-                    go_on(running.pop(call), _result(call))
-            beat()
-            for call in [call for call in running if time.monotonic() - call.started >= timeout_s]:
-                calls = running.pop(call)
-                call.abandon()
-                if calls.worker is not None:
-                    calls.worker.stop()
-                    calls.worker.was_late = True
-                calls.late += 1
-                go_on(calls, CallError("timeout", f"no answer within {timeout_s:.3g} s"))
+            call = TimedCall(fn, timeout_s)
+            call.on_done = partial(finished.put, call)
+            running[call] = calls
+            (start_call if calls.worker is None else calls.worker.start)(call.run)
+        if not running:  # none of the calls that were ready was made
+            continue
+        left_s = min(call.started for call in running) + timeout_s - time.monotonic()
+        with suppress(queue.Empty):
+            call = finished.get(timeout=min(max(left_s, 0.001), 1.0))
+            if call in running:  # else it came too late
+                go_on(running.pop(call), _result(call))
+        for call in [call for call in running if time.monotonic() - call.started >= timeout_s]:
+            calls = running.pop(call)
+            call.abandon()
+            if calls.worker is not None:
+                calls.worker.stop()
+                calls.worker.was_late = True
+            calls.late += 1
+            go_on(calls, CallError("timeout", f"no answer within {timeout_s:.3g} s"))
 
 
 def _result(call: TimedCall) -> Any:

@@ -9,21 +9,23 @@ from __future__ import annotations
 import inspect
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeVar
 
+from jaxtyping import Bool
 from torch import Tensor
 
 from gruppo.protocols import Reward
-from gruppo.reward_values import Answer, TrainerState, as_list
+from gruppo.rewards.answers import Answer, TrainerState, as_list
 from gruppo.rewards.text import text_of
 from gruppo.timeouts import (
     CallError,
     accepted_keywords,
+    awaited,
     function_name,
     require_columns,
-    run_awaitable,
 )
 from gruppo.types import DataError, GruppoError, Prompt, Rollouts
 
@@ -39,6 +41,9 @@ PROVIDED = (
 """Arguments that every reward function can request, besides the columns of the data. In addition: ``steps`` where the
 function scores steps, ``images`` where the policy makes images, ``state`` where it talks to an environment, and
 ``environments`` where that is of a class."""
+
+COPIED = ("prompts", "completions", "images", "state")
+"""Arguments whose values are copied: a function that edits them must not edit the rollouts."""
 
 Decode = Callable[[Sequence[int]], str]  # token ids to text, without special tokens
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -92,10 +97,10 @@ class FunctionReward:
         """Makes an environment of a prompt from its state; set by ``RewardSet.set_view``."""
         self.decode: Decode | None = None
         """Set by ``RewardSet.set_decoder``; needed to find the token that ends each step."""
-        is_async = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
-        self.is_async = is_async or getattr(
-            fn, "is_async", False
-        )  # the latter of a function in another process
+        calls = (fn, type(fn).__call__)
+        self.is_async: bool = getattr(fn, "is_async", any(map(inspect.iscoroutinefunction, calls)))
+        self.is_remote: bool = getattr(fn, "is_remote", False)
+        """Whether it is called in a worker, where its deadline is kept."""
         self._parameters, self._takes_all = accepted_keywords(fn, f"reward {self.name!r}")
         self.requested_columns = frozenset(self._parameters)
         self._provided = PROVIDED if self.separator is None else (*PROVIDED, "steps")
@@ -108,98 +113,95 @@ class FunctionReward:
         self._data_columns.update(columns)
 
     def prepare(self, rollouts: Rollouts, state: TrainerState) -> RowCall:
-        columns, per_row, outputs = (
-            columns_of(rollouts.prompts),
-            rollouts.per_row,
-            list(rollouts.completions),
-        )
+        cells = self._cells(rollouts)
+        if self.separator is not None and self.decode is None:
+            raise GruppoError(f"""reward {self.name!r} scores steps and needs the policy's decoder to find their last
+                tokens. Call RewardSet.set_decoder(policy.chat.text) first.""")
+        return partial(self._call, rollouts, state, cells)
+
+    def _cells(self, rollouts: Rollouts) -> dict[str, Sequence[Any]]:
+        """Columns of the batch that the function takes."""
+        per_row = rollouts.per_row
         prompts = [rollouts.prompts[group] for group in rollouts.group_ids.tolist()]
-        if (
-            "policy_text" in per_row
-        ):  # of a text with an environment's replies, show only what the policy wrote
+        outputs: Sequence[Any] = rollouts.completions
+        if "policy_text" in per_row:  # a text without the replies of an environment
             pairs = zip(outputs, per_row["policy_text"], strict=True)
             outputs = [text if isinstance(output, str) else output for output, text in pairs]
-        inputs = per_row.get("inputs", [prompt.inputs for prompt in prompts])
-        cells: dict[str, Sequence[Any]] = {"prompts": inputs, "completions": outputs}
+        cells: dict[str, Sequence[Any]] = {
+            "prompts": per_row.get("inputs", [prompt.inputs for prompt in prompts]),
+            "completions": outputs,
+        }
         if any(isinstance(output, Tensor) for output in outputs):
             cells["images"] = outputs
         if "state" in per_row:
             cells["state"] = per_row["state"]
-        copied = {*cells}
-        # objects do not leave this process: where a function is in another one, they have to be asked for
-        takes_objects = self._takes_all and not getattr(self.fn, "is_isolated", False)
-        if self.view is not None and (takes_objects or "environments" in self._parameters):
+        # Objects do not leave this process: a function in a worker has to name them.
+        if self.view is not None and self._takes("environments", by_default=not self.is_remote):
             cells["environments"] = list(map(self.view, prompts, per_row["state"]))
-        # A batch may lack a column that other prompts of the data have: it is then None in all rows.
-        self.check({*self._data_columns, *columns, *cells})
-        if self.separator is not None and self.decode is None:
-            raise GruppoError(f"""reward {self.name!r} scores steps and needs the policy's decoder to find their last
-                tokens. Call RewardSet.set_decoder(policy.chat.text) first.""")
-        if "completion_ids" in self._parameters or (self._takes_all and rollouts.actions.ndim == 2):
-            cells["completion_ids"] = [
-                x[own].tolist() for x, own in zip(rollouts.actions, rollouts.mask, strict=True)
-            ]
-        if "group_ids" in self._parameters:
+        if self._takes("completion_ids", by_default=rollouts.actions.ndim == 2):
+            pairs = zip(rollouts.actions, rollouts.mask, strict=True)
+            cells["completion_ids"] = [actions[own].tolist() for actions, own in pairs]
+        if self._takes("group_ids", by_default=False):
             cells["group_ids"] = rollouts.group_ids.tolist()
-        for name in {
-            *columns,
-            *(name for name, is_required in self._parameters.items() if is_required),
-        }:
-            if name not in cells and name not in self._provided:
-                cells[name] = [
-                    x.meta.get(name, x.target if name in ("answer", "target") else None)
-                    for x in prompts
-                ]
-        cells = {
-            name: values
-            for name, values in cells.items()
-            if self._takes_all or name in self._parameters
+        # A batch may lack a column that other prompts of the data have: it is then None in all rows.
+        columns = columns_of(rollouts.prompts)
+        self.check({*self._data_columns, *columns, *cells})
+        required = {name for name, is_required in self._parameters.items() if is_required}
+        for name in {*columns, *required} - {*cells, *self._provided}:
+            cells[name] = [_cell(prompt, name) for prompt in prompts]
+        return {name: values for name, values in cells.items() if self._takes(name)}
+
+    def _takes(self, name: str, *, by_default: bool = True) -> bool:
+        """Whether the function names an argument, or takes all and gets this one ``by_default``."""
+        return name in self._parameters or (self._takes_all and by_default)
+
+    def _call(
+        self,
+        rollouts: Rollouts,
+        state: TrainerState,
+        cells: Mapping[str, Sequence[Any]],
+        rows: Sequence[int],
+    ) -> Answer:
+        """Call the function for some rows."""
+        answer = Answer(len(rows))
+        arguments: dict[str, Any] = {
+            "trainer_state": state,
+            "log_metric": answer.log_metric,
+            "log_extra": answer.log_extra,
         }
+        steps: list[list[TextStep]] = []
+        if self.separator is not None:
+            texts = [text_of(rollouts.completions[row]) for row in rows]
+            steps = [split_steps(text, self.separator) for text in texts]
+            arguments["steps"] = [[step for step, _ in row] for row in steps]
+        arguments = {name: value for name, value in arguments.items() if self._takes(name)}
+        for name, values in cells.items():
+            own = [values[row] for row in rows]
+            arguments[name] = [_copied(value) for value in own] if name in COPIED else own
+        if self.is_remote:
+            arguments["call_timeout_s"] = self.timeout_s
+        answer.values = as_list(awaited(self.fn(**arguments)), len(rows))
+        if self.scores_turns:
+            ends = [rollouts.per_row["turn_ends"][row] for row in rows]
+            counts = [len(row) for row in ends]
+            answer.values = _placed(answer.values, ends, counts, "turn")
+        elif self.separator is not None:
+            ends = [self._step_ends(rollouts, *pair) for pair in zip(rows, steps, strict=True)]
+            answer.values = _placed(answer.values, ends, [len(row) for row in steps], "step")
+        return answer
 
-        def call(rows: Sequence[int]) -> Answer:
-            answer = Answer(len(rows))
-            arguments = dict[str, Any](
-                trainer_state=state, log_metric=answer.log_metric, log_extra=answer.log_extra
-            )
-            if self.separator is not None:
-                steps = [
-                    split_steps(text_of(rollouts.completions[row]), self.separator) for row in rows
-                ]
-                arguments["steps"] = [[step for step, _ in row] for row in steps]
-            arguments = {
-                name: x
-                for name, x in arguments.items()
-                if self._takes_all or name in self._parameters
-            }
-            for name, values in cells.items():
-                arguments[name] = [
-                    _copied(values[row]) if name in copied else values[row] for row in rows
-                ]
-            returned = self.fn(**arguments)
-            entries = as_list(
-                run_awaitable(returned) if inspect.isawaitable(returned) else returned, len(rows)
-            )
-            # An error of one row is its value, so that the other rows keep theirs.
-            for n, row in enumerate(rows if self.scores_steps else ()):
-                try:
-                    if self.scores_turns:
-                        ends = per_row["turn_ends"][row]
-                        entries[n] = place_scores(entries[n], ends, "turn", len(ends))
-                    else:
-                        assert self.decode is not None  # refused above
-                        columns = rollouts.mask[row].nonzero()[:, 0]
-                        text, ids = (
-                            text_of(rollouts.completions[row]),
-                            rollouts.actions[row][columns].tolist(),
-                        )
-                        ends = columns[step_ends(steps[n], text, ids, self.decode)].tolist()
-                        entries[n] = place_scores(entries[n], ends, "step", len(steps[n]))
-                except CallError as error:
-                    entries[n] = error
-            answer.values = entries
-            return answer
-
-        return call
+    def _step_ends(
+        self, rollouts: Rollouts, row: int, steps: Sequence[TextStep]
+    ) -> Sequence[int] | CallError:
+        """The action that ends each step of a row."""
+        assert self.decode is not None  # refused by prepare
+        columns = rollouts.mask[row].nonzero()[:, 0]
+        text = text_of(rollouts.completions[row])
+        try:
+            ends = step_ends(steps, text, rollouts.actions[row][columns].tolist(), self.decode)
+        except CallError as error:
+            return error
+        return columns[ends].tolist()
 
 
 class ObjectReward:
@@ -209,7 +211,7 @@ class ObjectReward:
     elsewhere. ``columns`` names the columns that it needs. ``check`` and ``memory_bytes`` as of a function.
     """
 
-    is_async = False
+    is_async = is_remote = False
 
     def __init__(self, reward: Reward, timeout_s: float | None) -> None:
         self.fn, self.name, self.timeout_s = reward, reward.name, timeout_s
@@ -226,39 +228,35 @@ class ObjectReward:
         getattr(self.fn, "check", lambda columns: None)(columns)
 
     def prepare(self, rollouts: Rollouts, state: TrainerState) -> RowCall:
-        def call(rows: Sequence[int]) -> Answer:
-            returned = self.fn(
-                rollouts if len(rows) == len(rollouts) else rollouts.take(list(rows))
-            )
-            if not self.scores_steps:
-                if isinstance(returned, Tensor) and returned.ndim == 2:
-                    problem = f"reward {self.name!r} returned {tuple(returned.shape)}: a score for each action"
-                    raise DataError(
-                        f"{problem}. Set scores_steps = True on the object, or return one per row, [B]."
-                    )
-                return Answer(
-                    len(rows), [None if x != x else x for x in as_list(returned, len(rows))]
-                )
-            mask = rollouts.mask[list(rows)]
-            if not isinstance(returned, Tensor) or returned.shape != mask.shape:
-                got = (
-                    f"shape {tuple(returned.shape)}"
-                    if isinstance(returned, Tensor)
-                    else type(returned).__name__
-                )
-                raise CallError(
-                    "count", f"returned {got}; it needs {tuple(mask.shape)}, NaN where no step ends"
-                )
-            returned = returned.detach().cpu()
-            is_scored, values = ~returned.isnan(), list[Any]()
-            for row, ends in zip(returned, is_scored & mask, strict=True):
-                values.append(StepScores(ends.nonzero()[:, 0].tolist(), row[ends].tolist()))
-            for n in (is_scored & ~mask & (returned != 0)).any(dim=1).nonzero()[:, 0].tolist():
-                reason = "has a score at an action that the policy did not choose; use NaN or 0"
-                values[n] = CallError("exception", reason)
-            return Answer(len(rows), values)
+        return partial(self._call, rollouts)
 
-        return call
+    def _call(self, rollouts: Rollouts, rows: Sequence[int]) -> Answer:
+        returned = self.fn(rollouts if len(rows) == len(rollouts) else rollouts.take(list(rows)))
+        if self.scores_steps:
+            return Answer(len(rows), self._step_scores(returned, rollouts.mask[list(rows)]))
+        if isinstance(returned, Tensor) and returned.ndim == 2:
+            problem = f"reward {self.name!r} returned {tuple(returned.shape)}"
+            raise DataError(f"""{problem}: a score for each action. Set scores_steps = True on the object, or return one
+                per row, [B].""")
+        values = as_list(returned, len(rows))
+        return Answer(len(rows), [None if value != value else value for value in values])
+
+    def _step_scores(self, returned: Any, mask: Bool[Tensor, "b T"]) -> list[Any]:
+        if not isinstance(returned, Tensor) or returned.shape != mask.shape:
+            is_tensor = isinstance(returned, Tensor)
+            got = f"shape {tuple(returned.shape)}" if is_tensor else type(returned).__name__
+            need = f"it needs {tuple(mask.shape)}, NaN where no step ends"
+            raise CallError("count", f"returned {got}; {need}")
+        returned = returned.detach().cpu()
+        is_scored = ~returned.isnan()
+        is_misplaced = (is_scored & ~mask & (returned != 0)).any(dim=1).tolist()
+        values = list[Any]()
+        for row, ends, is_wrong in zip(returned, is_scored & mask, is_misplaced, strict=True):
+            values.append(StepScores(ends.nonzero()[:, 0].tolist(), row[ends].tolist()))
+            if is_wrong:
+                reason = "has a score at an action that the policy did not choose; use NaN or 0"
+                values[-1] = CallError("exception", reason)
+        return values
 
 
 def columns_of(prompts: Iterable[Prompt]) -> tuple[str, ...]:
@@ -269,6 +267,10 @@ def columns_of(prompts: Iterable[Prompt]) -> tuple[str, ...]:
         for name in (*p.meta, *(("answer", "target") if p.target is not None else ()))
     }
     return tuple(sorted(names))
+
+
+def _cell(prompt: Prompt, name: str) -> Any:
+    return prompt.meta.get(name, prompt.target if name in ("answer", "target") else None)
 
 
 def _copied(value: Any) -> Any:
@@ -310,25 +312,33 @@ def turn_reward(fn: Function) -> Function:
     return fn
 
 
-def place_scores(
-    entry: Any, ends: Sequence[int], unit: Literal["step", "turn"], count: int
-) -> StepScores | None:
-    """Place a row's numbers, one for each of its ``count`` steps or turns, at the actions that end them."""
-    entry = entry.tolist() if hasattr(entry, "tolist") else entry
-    if entry is None:
-        return None
-    if not isinstance(entry, list | tuple):
-        got = f"returned {entry!r:.60} ({type(entry).__name__}) for a completion"
-        raise CallError(
-            "exception", f"{got}; a {unit} reward returns a list of numbers for each, or None"
-        )
-    if len(entry) != count:
-        raise CallError(
-            "exception", f"returned {len(entry)} numbers for a completion of {count} {unit}s"
-        )
-    return StepScores(
-        ends, entry[: len(ends)]
-    )  # a row without actions has one step, its empty text, and no end
+def _placed(
+    entries: Sequence[Any],
+    ends: Sequence[Sequence[int] | CallError],
+    counts: Sequence[int],
+    unit: Literal["step", "turn"],
+) -> list[Any]:
+    """Place the numbers of each row at the actions that end its steps or turns.
+
+    An error of one row is its value, so that the other rows keep theirs.
+    """
+    placed = list[Any]()
+    for entry, columns, count in zip(entries, ends, counts, strict=True):
+        scores = entry.tolist() if hasattr(entry, "tolist") else entry
+        if scores is None or isinstance(scores, CallError):
+            placed.append(scores)
+        elif isinstance(columns, CallError):
+            placed.append(columns)
+        elif not isinstance(scores, list | tuple):
+            got = f"returned {scores!r:.60} ({type(scores).__name__}) for a completion"
+            need = f"a {unit} reward returns a list of numbers for each, or None"
+            placed.append(CallError("exception", f"{got}; {need}"))
+        elif len(scores) != count:
+            got = f"returned {len(scores)} numbers for a completion of {count} {unit}s"
+            placed.append(CallError("exception", got))
+        else:  # a row without actions has one step, its empty text, and no end
+            placed.append(StepScores(columns, scores[: len(columns)]))
+    return placed
 
 
 def split_steps(text: str, separator: str) -> list[TextStep]:

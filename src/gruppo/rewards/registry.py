@@ -12,11 +12,11 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from gruppo import loading
 from gruppo.loading import did_you_mean
-from gruppo.reward_process import RewardProcesses
 from gruppo.rewards import code, images, preference, text
 from gruppo.rewards.functions import FunctionReward
 from gruppo.rewards.judge import Judge
 from gruppo.rewards.models import ProcessRewardModel, RewardModel, ScoringNetwork
+from gruppo.rewards.remote import RewardWorkers
 from gruppo.types import DataError, GruppoError
 
 
@@ -84,7 +84,7 @@ for _factory in (
 _OPTION = r",(?=\s*[A-Za-z_]+=)"  # the comma before an option; others belong to the path or to the value before
 
 
-def resolve_reward(spec: Any, processes: RewardProcesses | None = None) -> Any:
+def resolve_reward(spec: Any, processes: RewardWorkers | None = None) -> Any:
     """Resolve a callable or FunctionReward (returned as it is), a built-in, ``file.py:name`` or ``module:name``.
 
     ``processes``: where functions of files and modules are called, and built-ins that a completion can make hang.

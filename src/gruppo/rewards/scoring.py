@@ -6,6 +6,7 @@ but for None, counted; it never acts as 0.
 
 from __future__ import annotations
 
+import logging
 import math
 import queue
 import time
@@ -25,18 +26,18 @@ from torch.nn.functional import pad
 
 from gruppo import distributed as dist
 from gruppo.protocols import Reward
-from gruppo.reward_values import Answer, TrainerState
+from gruppo.rewards.answers import Answer, TrainerState
 from gruppo.rewards.functions import Decode, FunctionReward, ObjectReward, RowCall, StepScores
 from gruppo.timeouts import (
     CallError,
     FailureKind,
-    TimedCall,
     abandoned_count,
     call_with_timeout,
     start_call,
 )
 from gruppo.types import GruppoError, Prompt, Rollouts
-from gruppo.watchdog import watching
+
+log = logging.getLogger("gruppo")
 
 SAME_ERRORS = 4  # single rows that repeat the error of the whole batch before the remaining rows count as failed too
 POOL_THREADS = 8
@@ -178,6 +179,7 @@ class RewardSet:
                 next(candidate for candidate in candidates if candidate not in self._rewards)
             ] = reward
         self.names = tuple(self._rewards)
+        _announce_soft_deadlines(self._rewards.values())
         self.weight_of = dict(zip(self.names, self.weights, strict=True))
         self.step_names = tuple(
             name for name, reward in self._rewards.items() if reward.scores_steps
@@ -273,15 +275,17 @@ class RewardSet:
             results[name] = RewardResult(
                 name, len(rollouts), rollouts.mask.shape[1] if reward.scores_steps else 0
             )
-            call_rows = reward.prepare(rollouts, state or TrainerState())
-            task = partial(score_rows, call_rows, rows, results[name], reward.timeout_s)
+            call = reward.prepare(rollouts, state or TrainerState())
+            if not reward.is_remote:
+                call = partial(_call_with_timeout, call, reward.timeout_s)
+            task = partial(score_rows, call, rows, results[name], reward.timeout_s)
             (concurrent if reward.is_async else tasks).append(task)
         running = list(map(start_call, concurrent))
         for run in tasks:
             run()
-        for call in running:  # each bounds its own time
-            call.done.wait()
-            call.result()
+        for thread in running:  # each bounds its own time
+            thread.done.wait()
+            thread.result()
         extras: dict[str, tuple[Any, ...]] = {}
         for name, result in results.items():
             for (
@@ -311,6 +315,21 @@ class RewardSet:
             ),
             extras=extras,
         )
+
+
+def _announce_soft_deadlines(rewards: Iterable[FunctionReward | ObjectReward]) -> None:
+    users = [reward for reward in rewards if not _module_of(reward.fn).startswith("gruppo.")]
+    names = [r.name for r in users if r.timeout_s is not None and not r.is_remote]
+    if names:
+        log.info(
+            "reward %s runs in this process: a call past its deadline is left behind in its thread,"
+            " and a hang in C cannot be killed. A function named as FILE.py:NAME is killed.",
+            ", ".join(names),
+        )
+
+
+def _module_of(fn: Any) -> str:
+    return str(getattr(fn, "__module__", None) or type(fn).__module__)
 
 
 class RewardResult:
@@ -378,28 +397,28 @@ def as_reward(value: Any) -> float:
 # --- calls and retries ------------------------------------------------------------------------------------------------
 
 
+def _call_with_timeout(call: RowCall, timeout_s: float | None, rows: Sequence[int]) -> Answer:
+    return call_with_timeout(partial(call, rows), timeout_s)
+
+
 def score_rows(
     call: RowCall, rows: Sequence[int], result: RewardResult, timeout_s: float | None
 ) -> None:
     """Call for all rows at once, and where that fails for each row alone.
 
-    A wrong number of rewards fails all rows: it is unknown which number belongs to which row, and asked about one row,
-    a function that returns one number for everything would pass.
+    ``call`` raises CallError after ``timeout_s``. A wrong number of rewards fails all rows: it is unknown which number
+    belongs to which row, and asked about one row, a function that returns one number for everything would pass.
     """
     if not rows:
         return
     try:
-        result.record(
-            rows, call_with_timeout(partial(call, rows), timeout_s, f"reward {result.name!r}")
-        )
+        result.record(rows, call(rows))
     except CallError as error:
         if len(rows) == 1 or error.kind == "count":
             result.fail(rows, error)
         elif error.kind == "timeout" and abandoned_count() >= MAX_ABANDONED:
-            result.fail(
-                rows,
-                CallError("timeout", f"not retried: {abandoned_count()} calls are still hanging"),
-            )
+            hanging = f"not retried: {abandoned_count()} calls are still hanging"
+            result.fail(rows, CallError("timeout", hanging))
         else:
             _retry(call, rows, result, timeout_s, error)
 
@@ -411,54 +430,53 @@ def _retry(
     timeout_s: float | None,
     first: CallError,
 ) -> None:
-    """Each row alone, all within one further timeout: one at a time after an exception, several after a timeout.
+    """Each row alone, one at a time after an exception, several after a timeout.
 
-    A call that runs for more than a quarter of the timeout gives its place to the next row, so that hung rows starve no
-    others. A function that is simply broken fails with the same error on every row: after ``SAME_ERRORS`` rows the
-    others are not tried.
+    Each call may take ``timeout_s``, and none begins later than that after the first one. A call that runs for more
+    than a quarter of it gives its place to the next row, so that hung rows starve no others. A function that is simply
+    broken fails with the same error on every row: after ``SAME_ERRORS`` rows the others are not tried.
     """
-    now = time.monotonic()
-    deadline, patience = (
-        (math.inf, math.inf) if timeout_s is None else (now + timeout_s, timeout_s / 4)
-    )
+    limit_s = math.inf if timeout_s is None else timeout_s
     places = POOL_THREADS if first.kind == "timeout" else 1
-    waiting, running, finished = deque(rows), dict[int, TimedCall](), queue.SimpleQueue[int]()
+    until = time.monotonic() + limit_s
+    waiting = deque(rows)
+    running = dict[int, float]()  # when the call of each row began
+    finished = queue.SimpleQueue[tuple[int, Answer | CallError | GruppoError]]()
     tried = repeated = 0
-    with watching(f"reward {result.name!r}", timeout_s) as beat:
-        while (waiting or running) and repeated < SAME_ERRORS and now < deadline:
-            busy = sum(now - timed.started < patience for timed in running.values())
-            while waiting and busy < places:
-                row = waiting.popleft()
-                one, done = partial(call, [row]), partial(finished.put, row)
-                running[row] = start_call(one, timeout_s, on_done=done, inline=timeout_s is None)
-                busy += 1
-            is_starting = any(timed.started == math.inf for timed in running.values())
-            try:
-                row = finished.get(timeout=min(deadline - now, patience / 4, 1.0))
-            except queue.Empty:
-                continue
-            finally:
-                beat()
-                before, now = now, time.monotonic()
-                deadline += (
-                    now - before
-                ) * is_starting  # a process is being started in place of one that was killed
-            try:
-                result.record([row], running.pop(row).result())
-            except CallError as error:
-                result.fail([row], error)
-                repeated += error.identity == first.identity and repeated == tried
-            tried += 1
-    for row, timed in running.items():
-        timed.abandon()
-        result.fail(
-            [row],
-            CallError("timeout", f"no answer within {timeout_s:.3g} s, alone or in the batch"),
-        )
-    late = CallError(
-        "timeout", f"not reached: other rows used up the further {timeout_s or 0:.3g} s"
-    )
-    result.fail(list(waiting), first if repeated == SAME_ERRORS else late)
+
+    def attempt(row: int) -> None:
+        try:
+            finished.put((row, call([row])))
+        except (CallError, GruppoError) as error:
+            finished.put((row, error))
+
+    while repeated < SAME_ERRORS:
+        now = time.monotonic()
+        busy = sum(now - began < limit_s / 4 for began in running.values())
+        for _ in range(min(places - busy, len(waiting)) if now < until else 0):
+            row = waiting.popleft()
+            running[row] = now
+            if timeout_s is None:
+                attempt(row)
+            else:
+                start_call(partial(attempt, row))
+        if not running:
+            break
+        try:
+            row, answer = finished.get(timeout=min(limit_s / 16, 1.0))
+        except queue.Empty:
+            continue
+        del running[row]
+        if isinstance(answer, GruppoError):
+            raise answer
+        if isinstance(answer, CallError):
+            result.fail([row], answer)
+            repeated += answer.identity == first.identity and repeated == tried
+        else:
+            result.record([row], answer)
+        tried += 1
+    late = CallError("timeout", f"not reached: other rows used up a further {limit_s:.3g} s")
+    result.fail([*running, *waiting], first if repeated == SAME_ERRORS else late)
 
 
 # --- sums and statistics ----------------------------------------------------------------------------------------------

@@ -10,10 +10,11 @@ import torch
 
 from gruppo.data.open import open_source
 from gruppo.protocols import peek
-from gruppo.reward_process import CAN_ISOLATE, RewardProcesses
 from gruppo.rewards import RewardSet, Scores, columns_of, resolve_reward
+from gruppo.rewards.remote import RewardWorkers
 from gruppo.testing.sampling import ContractError, as_requests
 from gruppo.types import Prompt, Rollouts
+from gruppo.worker import IS_AVAILABLE
 
 SUM = Prompt("sum", "1 + 1 =", "2")
 WORD = Prompt("word", "Say yes.", "yes", draw=1)
@@ -77,7 +78,7 @@ def check_reward(
 def _check(reward: Any, prompts: Sequence[Prompt], timeout_s: float | None) -> None:
     """Check with completions in the form of the prompts."""
     scorer = RewardSet(
-        [resolve_reward(reward, RewardProcesses() if CAN_ISOLATE else None)], timeout_s=timeout_s
+        [resolve_reward(reward, RewardWorkers() if IS_AVAILABLE else None)], timeout_s=timeout_s
     )
     who = f"reward {scorer.names[0]!r}"
     scorer.check(columns_of(prompts))

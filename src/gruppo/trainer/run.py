@@ -12,7 +12,7 @@ from torch import nn
 from gruppo.config.schema import Config
 from gruppo.environments import Environment
 from gruppo.protocols import Critic, Engine, Policy, PromptSource, Reference, Tracker
-from gruppo.reward_values import TrainerState
+from gruppo.rewards.answers import TrainerState
 from gruppo.trainer.signals import Stopper
 from gruppo.trainer.stages import StageSchedule
 from gruppo.types import Prompt, Sampling, Stat

@@ -451,7 +451,7 @@ class Chat:
         try:
             if self._hangs:  # not waited for again at each conversation
                 raise CallError("timeout", "it did not come to its end before")
-            return interrupt_after(apply, RENDER_S, "the model's chat template")
+            return interrupt_after(apply, RENDER_S)
         except CallError as error:
             self._hangs = True
             raise DataError(f"""the model's chat template cannot write a conversation of {roles}: {error}. Use a model
