@@ -12,9 +12,9 @@ import pytest
 import torch
 from tests.rewards.fakes import rollouts_of
 
+from gruppo.packing import decode, encode
 from gruppo.recipes.guess import found
 from gruppo.rewards import RewardSet, resolve_reward
-from gruppo.packing import decode, encode
 from gruppo.rewards.answers import TrainerState
 from gruppo.rewards.remote import RewardWorkers
 from gruppo.timeouts import abandoned_count
