@@ -82,8 +82,9 @@ class PendulumPolicy(gruppo.Policy):
                 for request in requests
                 for number in range(request.first, request.first + request.size)
             ]
-        )  # [B, T]
+        ).to(self.device)  # [B, T]
         state = torch.tensor([request.prompt.inputs for request in requests])[group]  # [B, 2]
+        state = state.to(self.device)
         std = self.module.log_std.exp()
         states, actions, means, rewards = [], [], [], []
         for t in range(STEPS):
@@ -94,32 +95,31 @@ class PendulumPolicy(gruppo.Policy):
             means.append(mean)
             state, reward = step(state, action)
             rewards.append(reward)
-        actions, rewards = torch.stack(actions, 1), torch.stack(rewards, 1)  # [B, T]
-        mask = torch.ones(actions.shape, dtype=torch.bool)
+        actions, rewards = torch.stack(actions, 1), torch.stack(rewards, 1).cpu()  # [B, T]
         logprobs = torch.distributions.Normal(torch.stack(means, 1), std).log_prob(actions)
+        mask = torch.ones(actions.shape, dtype=torch.bool)
         return gruppo.Rollouts(
             prompts=tuple(request.prompt for request in requests),
             group_ids=group,
-            actions=actions[..., None],
+            actions=actions[..., None].cpu(),
             mask=mask,
             lengths=mask.sum(1),
             completions=tuple(f"return {total:.1f}" for total in rewards.sum(1).tolist()),
-            sampler_logprobs=logprobs,
+            sampler_logprobs=logprobs.cpu(),
             policy_version=torch.zeros(mask.shape, dtype=torch.long),
             temperature=torch.full((len(group),), float(sampling.temperature)),
             finish=("stop",) * len(group),
-            per_row={"states": torch.stack(states, 1), "rewards": rewards},
+            per_row={"states": torch.stack(states, 1).cpu(), "rewards": rewards},
         )
 
     def likelihood(self, rollouts, micro_batch, *, outputs=()):
-        features = self.module.trunk(
-            observe(micro_batch.of(rollouts.per_row["states"]))
-        )  # [b, t, 64]
+        states = micro_batch.of(rollouts.per_row["states"]).to(self.device)
+        features = self.module.trunk(observe(states))  # [b, t, 64]
         mean = self.module.mean(features)[..., 0]
         normal = torch.distributions.Normal(mean, self.module.log_std.exp().expand(mean.shape))
         wants_entropy = "entropy" in outputs or "entropy_value" in outputs
         return gruppo.Likelihood(
-            normal.log_prob(micro_batch.of(rollouts.actions)[..., 0]),
+            normal.log_prob(micro_batch.of(rollouts.actions)[..., 0].to(self.device)),
             normal.entropy() if wants_entropy else None,
             gruppo.Gaussian(mean[..., None], normal.stddev[..., None])
             if "gaussian" in outputs
@@ -130,7 +130,8 @@ class PendulumPolicy(gruppo.Policy):
         )
 
     def values(self, rollouts, micro_batch):
-        features = self.module.trunk(observe(micro_batch.of(rollouts.per_row["states"])))
+        states = micro_batch.of(rollouts.per_row["states"]).to(self.device)
+        features = self.module.trunk(observe(states))
         return self.value_head(features.flatten(0, 1)).reshape(features.shape[:2])
 
 

@@ -96,20 +96,22 @@ class RoutePolicy(gruppo.Policy):
         cities = torch.tensor([request.prompt.inputs for request in requests])  # [P, N, 2]
         count = cities.shape[1]
         group = torch.tensor([g for g, request in enumerate(requests) for _ in range(request.size)])
+        device = self.device
         samples = [
             (q.prompt.draw, number) for q in requests for number in range(q.first, q.first + q.size)
         ]
         uniforms = torch.stack(
             [uniforms_at(seed, draw, sample, count) for draw, sample in samples]
-        )  # [B, N], float64
-        encoded, rows = self.module.encode(cities.to(self.device)), len(group)
-        visited = torch.zeros(rows, 1, count, dtype=torch.bool)
-        first = last = torch.full((rows, 1), -1)
-        actions, logprobs = torch.zeros(rows, count, dtype=torch.long), torch.zeros(rows, count)
+        ).to(device)  # [B, N], float64
+        rows, of_row = len(group), group.to(device)
+        encoded = self.module.encode(cities.to(device))
+        visited = torch.zeros(rows, 1, count, dtype=torch.bool, device=device)
+        first = last = torch.full((rows, 1), -1, device=device)
+        actions = torch.zeros(rows, count, dtype=torch.long, device=device)
+        logprobs = torch.zeros(rows, count, device=device)
         for t in range(count):
-            scores = self.module.logits(encoded, group, first, last, visited)[
-                :, 0
-            ].double()  # [B, N]
+            scores = self.module.logits(encoded, of_row, first, last, visited)
+            scores = scores[:, 0].double()  # [B, N]
             distribution = (scores / (sampling.temperature or 1.0)).log_softmax(-1)
             if (
                 sampling.temperature
@@ -119,7 +121,7 @@ class RoutePolicy(gruppo.Policy):
                     cumulative, (uniforms[:, t] * cumulative[:, -1])[:, None], right=True
                 )
                 possible = (
-                    torch.arange(count)
+                    torch.arange(count, device=device)
                     .expand(rows, -1)
                     .masked_fill(visited[:, 0], -1)
                     .amax(-1, keepdim=True)
@@ -132,7 +134,7 @@ class RoutePolicy(gruppo.Policy):
             actions[:, t], logprobs[:, t] = choice[:, 0], distribution.gather(-1, choice)[:, 0]
             visited = visited.scatter(2, choice[:, None], True)
             first, last = choice if t == 0 else first, choice
-        mask = torch.ones(rows, count, dtype=torch.bool)
+        actions, mask = actions.cpu(), torch.ones(rows, count, dtype=torch.bool)
         return gruppo.Rollouts(
             prompts=tuple(request.prompt for request in requests),
             group_ids=group,
@@ -140,7 +142,7 @@ class RoutePolicy(gruppo.Policy):
             mask=mask,
             lengths=mask.sum(1),
             completions=tuple(actions.tolist()),
-            sampler_logprobs=logprobs,
+            sampler_logprobs=logprobs.cpu(),
             policy_version=torch.zeros_like(actions),
             temperature=torch.full((rows,), float(sampling.temperature)),
             finish=("stop",) * rows,
@@ -149,16 +151,16 @@ class RoutePolicy(gruppo.Policy):
     def likelihood(self, rollouts, micro_batch, *, outputs=()):
         groups, group = rollouts.group_ids[micro_batch.rows].unique(return_inverse=True)
         cities = torch.tensor([rollouts.prompts[g].inputs for g in groups.tolist()])
-        actions = micro_batch.of(rollouts.actions)  # [b, t], whole rows
+        actions = micro_batch.of(rollouts.actions).to(self.device)  # [b, t], whole rows
         none = torch.full_like(actions[:, :1], -1)
         last = torch.cat([none, actions[:, :-1]], dim=1)
         first = torch.cat([none, actions[:, :1].expand(-1, actions.shape[1] - 1)], dim=1)
         chosen = nn.functional.one_hot(actions, cities.shape[1]).bool()
         visited = chosen.cumsum(1) - chosen.long() > 0
         scores = self.module.logits(
-            self.module.encode(cities.to(self.device)), group, first, last, visited
+            self.module.encode(cities.to(self.device)), group.to(self.device), first, last, visited
         ).double()
-        temperature = rollouts.temperature[micro_batch.rows][:, None, None]
+        temperature = rollouts.temperature[micro_batch.rows].to(self.device)[:, None, None]
         logprobs = (scores / temperature).log_softmax(-1)
         entropy = None
         if "entropy" in outputs or "entropy_value" in outputs:

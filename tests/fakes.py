@@ -224,7 +224,7 @@ def qwen2(**changes: Any) -> TextPolicy:
 
 def qwen3(**changes: Any) -> TextPolicy:
     """Norms on queries and keys, heads wider than the features divide into."""
-    return of("Qwen3", tie_word_embeddings=False, head_dim=16, **changes)
+    return of("Qwen3", tie_word_embeddings=False, **({"head_dim": 16} | changes))
 
 
 def biased_llama(**changes: Any) -> TextPolicy:

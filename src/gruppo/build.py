@@ -345,7 +345,9 @@ def place(policy: Policy, config: Config) -> Config:
     Ranks that measured different dtypes to be faster would train two models.
     """
     device: str = config.device
-    has_cuda, problem = usable_cuda()  # a problem: there is a GPU, and torch cannot compute on it
+    has_cuda, problem = False, ""  # a problem: there is a GPU, and torch cannot compute on it
+    if device in ("auto", "cuda"):
+        has_cuda, problem = usable_cuda()
     if device == "auto":
         device = "cuda" if has_cuda else "cpu"
         if problem:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.core.test_linear_head import ROWS, WIDTH, a_head, both, inputs
+from torch.utils.checkpoint import checkpoint
 
 from gruppo.core import compiled, linear_head
 from gruppo.core.compiled import Compiled
@@ -63,6 +64,16 @@ def test_a_function_that_does_not_compile_runs_as_it_is_with_one_warning(
     (record,) = caplog.records
     assert "doubling: the compiled form failed, so the plain path is used" in record.getMessage()
     assert "\n" not in record.getMessage()
+
+
+def test_a_recomputation_that_ends_early_is_no_failure_to_compile(monkeypatch):
+    monkeypatch.setattr(compiled, "DEVICES", {"cpu"})
+    monkeypatch.setattr(Compiled, "_compiled", property(lambda self: self.function))
+    function = Compiled(lambda x: x.sin().exp().mul(2), "a layer", needs_compiling=True)
+    x = torch.tensor([0.3, 1.0], requires_grad=True)
+    checkpoint(function, x, use_reentrant=False).sum().backward()
+    torch.testing.assert_close(x.grad, 2 * x.sin().exp().detach() * x.cos().detach())
+    assert not function.has_failed
 
 
 def test_nothing_is_compiled_on_a_cpu(monkeypatch):

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import _StopRecomputationError
 
 log = logging.getLogger("gruppo")
 
@@ -44,6 +45,8 @@ class Compiled:
         try:
             return self._compiled(*args)
         except torch.OutOfMemoryError:  # another matter, for which micro-batches become smaller
+            raise
+        except _StopRecomputationError:  # how checkpointing ends a recomputation early
             raise
         except Exception as error:
             self.fail(error)

@@ -93,6 +93,7 @@ def sample_categorical(
     formed; that of a truncated distribution is over the likely actions alone. A greedy action has its log-probability
     at temperature 1.
     """
+    uniforms = uniforms.to(logits.device)
     parts = []
     rows = max(
         1, LOGITS_PER_PASS // logits.shape[-1] if logits.device.type == "cpu" else len(logits)

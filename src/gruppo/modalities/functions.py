@@ -28,7 +28,9 @@ class FunctionModality(Modality):
         )
 
     def open(self, config: Config, data: PromptSource) -> tuple[Policy, dict[str, Any]]:
-        policy = self.load(config.model, compute=config.compute, seed=config.seed)
+        policy = self.load(
+            config.model, compute=config.compute, seed=config.seed, device=config.device
+        )
         weights = {name: parameter.detach() for name, parameter in policy.module.named_parameters()}
         if dist.world_size() > 1 and len(set(dist.all_gather(digest(weights).encode()))) > 1:
             raise GruppoError(f"""{config.model} made other weights on each of the {dist.world_size()} ranks. Draw them
@@ -43,9 +45,10 @@ class FunctionModality(Modality):
         trust_remote_code: bool = False,
         is_merged: bool = False,
         seed: int = 0,
+        device: str = "auto",
     ) -> Policy:
         policy = open_custom(model_of(model), seed=seed)
-        return place(policy, compute) if isinstance(policy, TextPolicy) else policy
+        return place(policy, compute, device) if isinstance(policy, TextPolicy) else policy
 
 
 FUNCTION = FunctionModality()

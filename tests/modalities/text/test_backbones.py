@@ -32,11 +32,10 @@ def evaluated(policy, rollouts):
     policy.module.zero_grad(set_to_none=True)
     logprobs = torch.zeros(rollouts.mask.shape, dtype=torch.float64)
     for micro_batch in policy.micro_batches(rollouts, rollouts.mask, 90):
-        likelihood = policy.likelihood(rollouts, micro_batch)
-        (likelihood.logprobs * torch.linspace(-1, 1, likelihood.logprobs.shape[1])).sum().backward()
-        logprobs[micro_batch.rows[:, None], torch.arange(logprobs.shape[1])[micro_batch.cols]] = (
-            likelihood.logprobs.detach().double()
-        )
+        scored = policy.likelihood(rollouts, micro_batch).logprobs.cpu()
+        (scored * torch.linspace(-1, 1, scored.shape[1])).sum().backward()
+        columns = torch.arange(logprobs.shape[1])[micro_batch.cols]
+        logprobs[micro_batch.rows[:, None], columns] = scored.detach().double()
     return logprobs, torch.cat(
         [p.grad.flatten() for p in policy.module.parameters() if p.grad is not None]
     )

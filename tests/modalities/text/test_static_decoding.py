@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from tests.fakes import STREAMING, llama
@@ -46,10 +49,23 @@ def test_logits_are_those_of_rows_that_are_read_again_whichever_leave(make, smal
         tokens = (torch.arange(len(plain.logits)) * 5 + t) % 40
         static.advance(tokens)
         plain.advance(tokens)
-        graphs.add(static.step)
+        graphs.add(static.graph)
     assert static.groups * static.width < len(OWNERS) and len(graphs) == 5, (
         "new for each size of the buffers only"
     )
+
+
+@pytest.mark.parametrize("kind", [StaticDecoding, LayeredDecoding], **named)
+def test_buffers_are_freed_with_the_decoding_before_the_collector_runs(kind):
+    decoding = opened(kind, llama())
+    decoding.advance(torch.arange(len(OWNERS)))
+    buffer = weakref.ref(decoding.suffixes[0])
+    gc.disable()
+    try:
+        del decoding
+        assert buffer() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("make", STREAMING, **named)
@@ -87,25 +103,20 @@ def test_a_step_reads_and_writes_the_same_memory_until_its_sizes_change(monkeypa
     static = opened(StaticDecoding, policy)
     buffers = [static.tokens, static.column, static.before, *static.suffixes, *static.prompts]
     places = [buffer.data_ptr() for buffer in buffers]
-    monkeypatch.setattr(
-        static.step, "step", lambda run=static._run: (static_step_numbers(static), run())[1]
-    )
-    numbers.clear()
+    run, numbers = static._run, []
+
+    def counted():
+        sizes = (static.suffixes[0].shape[2], static.prompts[0].shape[2])
+        numbers.append((static.groups, static.width, *sizes))
+        return run()
+
+    monkeypatch.setattr(static, "_run", counted)
     for t in range(5):
         static.advance(torch.full((len(OWNERS),), t))
     static.select(torch.arange(7))
     static.advance(torch.full((7,), 3))
     assert [buffer.data_ptr() for buffer in buffers] == places
     assert static.column.tolist() == [5] and len(set(numbers)) == 1
-
-
-numbers: list[tuple[int, ...]] = []
-
-
-def static_step_numbers(static):
-    numbers.append(
-        (static.groups, static.width, static.suffixes[0].shape[2], static.prompts[0].shape[2])
-    )
 
 
 @pytest.mark.parametrize("fault", [False, True])
@@ -134,8 +145,10 @@ def test_a_step_is_recorded_at_its_second_call_or_run_plainly_with_one_warning(
     monkeypatch.setattr(torch.cuda, "graph", Recorder)
     monkeypatch.setattr(Graph, "has_failed", False)
     for _ in range(2):
-        step = Graph(lambda: calls.append("step") or torch.tensor(len(calls)))
-        out = [step() for _ in range(3)]
+        graph = Graph()
+        out = [
+            graph.run(lambda: calls.append("step") or torch.tensor(len(calls))) for _ in range(3)
+        ]
     if fault:
         assert calls == ["step"] * 6
         (warning,) = [r.getMessage() for r in caplog.records if r.name == static_decoding.log.name]

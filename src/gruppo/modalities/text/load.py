@@ -51,6 +51,7 @@ def from_pretrained(
     is_merged: bool = False,
     load_in_4bit: bool = False,
     seed: int = 0,
+    device: str = "auto",
 ) -> TextPolicy:
     """Open a Hugging Face causal LM: a hub id, a local folder, or a run for its final model. Masters are float32.
 
@@ -58,7 +59,7 @@ def from_pretrained(
     random weights from ``seed``; ``compute="auto"`` keeps the dtype that the function chose. ``needs_head=False`` also
     accepts a reward model, whose language head is then random: only its trunk may be used. With ``adapt``, the base is
     stored once, in the compute dtype or, with ``load_in_4bit``, in 4 bits. An adapter folder is opened on its base;
-    ``is_merged`` adds it to the base.
+    ``is_merged`` adds it to the base. ``device="auto"`` is this rank's GPU if there is one, and "cpu" leaves it alone.
     """
     path = model_of(path)
     if is_custom(path) or names_function(path):
@@ -69,7 +70,7 @@ def from_pretrained(
             raise GruppoError(
                 f"{path} makes a {type(policy).__name__}; a language model is needed here."
             )
-        place(policy, compute)
+        place(policy, compute, device)
         if adapt is not None:
             give_adapter(policy, adapt)
         return policy
@@ -85,7 +86,7 @@ def from_pretrained(
         tokenizer_path = str(folder) if (folder / "tokenizer_config.json").is_file() else None
     chosen = quantization_config() if load_in_4bit else None
     module, tokenizer, loading = _load(
-        model_path, tokenizer_path, trust_remote_code, chosen, is_adapted=bool(adapt)
+        model_path, tokenizer_path, trust_remote_code, chosen, device, is_adapted=bool(adapt)
     )
     missing = sorted(loading["missing_keys"])
     # of a reward model, nothing but the output embedding is missing, and at most a score is in its place
@@ -97,7 +98,9 @@ def from_pretrained(
     if missing and (needs_head or not is_reward_model):
         raise GruppoError(f"""model {path!r} lacks {len(missing)} weights that a {type(module).__name__} has,
             {missing[0]} first; they would be random. Give a folder with all weights of a causal language model.""")
-    policy = from_transformers(module, tokenizer, compute=compute, chunk=chunk, adapt=adapt)
+    policy = from_transformers(
+        module, tokenizer, compute=compute, chunk=chunk, adapt=adapt, device=device
+    )
     if missing and policy.trunk() is policy.module:
         raise GruppoError(f"""model {path!r} lacks the language head, and a {type(module).__name__} cannot be run
             without one. Give a folder with all weights of a causal language model.""")
@@ -131,6 +134,7 @@ def _load(
     tokenizer_path: str | None,
     trust_remote_code: bool,
     quantization: Any,
+    device: str,
     *,
     is_adapted: bool,
 ) -> tuple[Any, Any, dict[str, Any]]:
@@ -153,9 +157,9 @@ def _load(
         "trust_remote_code": trust_remote_code,
     }
     if quantization is not None:
-        device = None if is_requested() else _accelerator()
+        place = None if is_requested() else _accelerator(device)
         # by default, transformers takes the first GPU, on all ranks
-        options |= {"quantization_config": quantization, "device_map": {"": device or "cpu"}}
+        options |= {"quantization_config": quantization, "device_map": {"": place or "cpu"}}
     hf_logging.disable_progress_bar()
     try:
         entries = (
@@ -195,8 +199,9 @@ def from_transformers(
     compute: Compute = "auto",
     chunk: int = 256,
     adapt: Adapt | None = None,
+    device: str = "auto",
 ) -> TextPolicy:
-    """Make a policy of a Hugging Face model in memory and its tokenizer."""
+    """Make a policy of a Hugging Face model in memory and its tokenizer, on this rank's GPU if ``device`` allows."""
     if getattr(module, "is_quantized", False):
         check_quantized(
             module.config.quantization_config,
@@ -213,8 +218,8 @@ def from_transformers(
     else:
         module.float()  # masters, whatever dtype the files have
     module.eval()  # before the probe: dropout would make every fast way look wrong
-    if (device := _accelerator()) is not None and not is_requested():
-        module = module.to(device)
+    if (gpu := _accelerator(device)) is not None and not is_requested():
+        module = module.to(gpu)
     backbone = probe(module)
     if not (backbone.caches or backbone.decodes):
         slow = "cached decoding does not give the model's own logits, so each token reads its whole row (slow)"
@@ -222,7 +227,7 @@ def from_transformers(
     if backbone.layout == "padded":
         slow = "its attention does not take a block mask, so in updates each completion reads its prompt again"
         log.warning("%s: %s (slower, with the same numbers).", type(module).__name__, slow)
-    dtype = _compute_dtype(compute, module.get_input_embeddings().weight.shape[1], module)
+    dtype = _compute_dtype(compute, module.get_input_embeddings().weight.shape[1], module, device)
     if adapt is not None:
         adapt(module)
     if has_adapter(module):  # not where the adapter was merged
@@ -235,12 +240,12 @@ def from_transformers(
     return TextPolicy(module, backbone, chat, context=context, compute_dtype=dtype, chunk=chunk)
 
 
-def place(policy: TextPolicy, compute: Compute) -> TextPolicy:
-    """Move a policy to this rank's accelerator, if there is one, and to the requested dtype, in place."""
-    device = policy.device if is_requested() else _accelerator() or policy.device
+def place(policy: TextPolicy, compute: Compute, device: str = "auto") -> TextPolicy:
+    """Move a policy to this rank's GPU, if ``device`` allows, and to the requested dtype, in place."""
+    target = policy.device if is_requested() else _accelerator(device) or policy.device
     dtype = policy.compute_dtype if compute == "auto" else _compute_dtype(compute, 0, policy.module)
-    if (dtype, device) != (policy.compute_dtype, policy.device):
-        policy.module.to(device)
+    if (dtype, target) != (policy.compute_dtype, policy.device):
+        policy.module.to(target)
         policy.compute_in(dtype)
     return policy
 
@@ -297,15 +302,19 @@ def from_module(
     )
 
 
-def _accelerator() -> torch.device | None:
-    """Return this rank's GPU, if there is any."""
+def _accelerator(device: str = "auto") -> torch.device | None:
+    """Return this rank's GPU, if there is any and the requested device is not another."""
+    if device not in ("auto", "cuda"):
+        return None
     count = torch.cuda.device_count() if usable_cuda()[0] else 0
     return torch.device(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % count}") if count else None
 
 
-def _compute_dtype(compute: Compute, width: int, module: nn.Module) -> torch.dtype:
+def _compute_dtype(
+    compute: Compute, width: int, module: nn.Module, device: str = "auto"
+) -> torch.dtype:
     if compute == "auto":
-        later = _accelerator() if is_requested() else None  # where the shards will compute
+        later = _accelerator(device) if is_requested() else None  # where the shards will compute
         return faster_dtype(width, device=later or next(module.parameters()).device)
     if compute not in ("float32", "bfloat16"):
         raise GruppoError(f"compute={compute!r} is not one of auto, float32, bfloat16.")

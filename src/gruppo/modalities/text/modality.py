@@ -66,6 +66,7 @@ class TextModality(Modality):
             is_merged=True,
             load_in_4bit=config.lora.load_in_4bit,
             seed=config.seed,
+            device=config.device,
         )
         policy.configure_prompts(config.prompts)
         return policy, origin
@@ -139,9 +140,13 @@ class TextModality(Modality):
             return SeparateCritic(policy)
         path, _ = found_model(config.critic.model)
         # in float32, whatever the run computes in: the critic makes a copy of its trunk alone
-        trusted = config.trust_remote_code
         model = from_pretrained(
-            path, compute="float32", trust_remote_code=trusted, needs_head=False, is_merged=True
+            path,
+            compute="float32",
+            trust_remote_code=config.trust_remote_code,
+            needs_head=False,
+            is_merged=True,
+            device=config.device,
         )
         try:
             check_lengths(data, model, config)

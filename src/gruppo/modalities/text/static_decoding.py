@@ -32,7 +32,7 @@ class StaticDecoding(LayeredDecoding):
         self.tokens = torch.zeros(self.groups * self.width, dtype=torch.long, device=device)
         self.column = torch.zeros(1, dtype=torch.long, device=device)
         self.before = self.lengths.repeat_interleave(self.width) - self.first  # of each cell
-        self.step = Graph(self._run)
+        self.graph = Graph()
 
     def _lay_out(self, owners: Int[Tensor, "N"]) -> None:
         super()._lay_out(owners)
@@ -47,7 +47,7 @@ class StaticDecoding(LayeredDecoding):
             self._new_step()
         self.tokens[self.home] = tokens
         self.column.fill_(self.written)  # in place: the recorded step reads this tensor
-        self.logits = self.step()[self.home]
+        self.logits = self.graph.run(self._run)[self.home]
         self.written += 1
 
     def _run(self) -> Float[Tensor, "cells V"]:
@@ -106,16 +106,16 @@ class Graph:
     """A step as one CUDA graph: run plainly at the first call, recorded at the second, replayed from then on.
 
     The step reads and writes buffers that stay where they are. Elsewhere than on CUDA, or where recording fails (with
-    one warning), each call runs it plainly.
+    one warning), each call runs it plainly. The step is not kept: it belongs to the decoding that owns the graph, and a
+    cycle of references would keep all buffers until Python's collector runs.
     """
 
     has_failed: ClassVar = False
-    step: Callable[[], Tensor]
     calls: int = 0
     graph: Any = None
     out: Any = None
 
-    def __call__(self) -> Tensor:
+    def run(self, step: Callable[[], Tensor]) -> Tensor:
         self.calls += 1
         if (
             self.graph is None
@@ -127,7 +127,7 @@ class Graph:
             try:
                 # other threads, such as one that writes a checkpoint, go on with their calls
                 with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                    self.out = self.step()
+                    self.out = step()
                 self.graph = graph
             except torch.OutOfMemoryError:
                 raise
@@ -139,6 +139,6 @@ class Graph:
                     first,
                 )
         if self.graph is None:
-            return self.step()
+            return step()
         self.graph.replay()
         return self.out
