@@ -44,6 +44,7 @@ HEALTHY: Mapping[str, Column] = {
     "reward/exception_count": 0.0,
     "reward/timeout_count": 0.0,
     "reward/not_finite_count": 0.0,
+    "progress/rollouts": lambda step: 384.0 * step,
     "group/zero_spread_frac": line(0.1, 0.5),
     "group/size_8_count": 48.0,
     "group/size_max": 8.0,

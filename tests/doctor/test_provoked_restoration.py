@@ -39,8 +39,8 @@ PROVOKED: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "loss_sup does not fall: a warm-up longer than the stage": (
         {"stages": (replace(TAUGHT, steps=15, warmup_steps=60), Stage("full")), "steps": 16},
-        "supervised-loss",
-        "--stages.0.warmup-steps 15",
+        "warmup-too-long",
+        "--stages.0.warmup-steps 1",
     ),
     "loss_cons goes on rising: bytes are rewarded alone, and next to nothing holds": (
         {"reward": ("jpeg_saving:against=target",), "stage": FREE, "optim": OptimConfig(lr=2e-3)},

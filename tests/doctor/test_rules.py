@@ -20,10 +20,9 @@ from gruppo.cli.help import all_options
 from gruppo.cli.options import apply_options
 from gruppo.config.options import flag, options
 from gruppo.config.schema import Config, Stage
-from gruppo.config.stages import planned
 from gruppo.doctor.record import Record
-from gruppo.doctor.remedies import Change
-from gruppo.doctor.report import RULES, diagnose
+from gruppo.doctor.report import diagnose
+from gruppo.doctor.rules import RULES
 from gruppo.modalities import find_modality
 from gruppo.recipes import RECIPES
 from gruppo.trainer import checks
@@ -48,24 +47,6 @@ def reward_of(name: str, mean: Any, spread: float) -> dict[str, Any]:
     return {f"reward/{name}/mean": mean, f"reward/{name}/std_within_group": spread}
 
 
-def memory_log(*steps: int) -> str:
-    sizes = [640 // 2**n for n in range(len(steps) + 1)]
-    lines = [
-        f"WARNING step {step}: memory ran out in micro-batches of {a} tokens; going on with {b}. "
-        f"Set --optim.token-budget {b}"
-        for step, a, b in zip(steps, sizes, sizes[1:], strict=False)
-    ]
-    return "\n".join(["INFO step 1: something else", *lines, ""])
-
-
-def evaluations(*means: float, half: float = 0.05) -> list[dict[str, Any]]:
-    steps = (1, 10, 20, 30)
-    return [
-        {"step": s, "mean": m, "low": m - half, "high": m + half}
-        for s, m in zip(steps, means, strict=True)
-    ]
-
-
 def held_out(*means: float) -> dict[str, Any]:
     return {"eval/reward_mean": early(dict(zip((1, 10, 20, 30), means, strict=True)), None)}
 
@@ -83,22 +64,6 @@ STAGES = (
 )
 
 FAULTS = {
-    "the ratio of the first update is not 1": Fault(
-        {"ratio/mean": early({7: 1.02}, 1.0), "ratio/max": early({7: 1.4}, 1.0)},
-        ("ratio-not-1",),
-        meaning="the ratio was not 1 in 1 of 30 steps",
-    ),
-    "the ratio of the first of several epochs is not 1, in half precision": Fault(
-        {
-            "epoch/1/ratio_mean": 1.05,
-            "epoch/1/ratio_max": 1.3,
-            "ratio/max": 1.5,
-            "clip/high_frac": 0.1,
-        },
-        ("ratio-not-1",),
-        ("--compute float32",),
-        config=SEVERAL | {"compute": "bfloat16"},
-    ),
     "another temperature in the sampler": Fault(
         {"mismatch/mean_nats": 0.3, "mismatch/max_nats": 4.0},
         ("mismatch",),
@@ -117,7 +82,7 @@ FAULTS = {
     "a reward that raises": Fault(
         {"reward/exception_count": 20.0, "reward/unscored_count": 20.0},
         ("reward-failures",),
-        meaning="5.2% of the sampled rows have no reward and are not learned from. Most frequent failure: f: division",
+        meaning="5.2% of the sampled rows have no reward and are not used. Most frequent failure: f: division",
         files={"samples.jsonl": "".join(str(row).replace("'", '"') + "\n" for row in FAILED)},
     ),
     "a reward that is too slow": Fault(
@@ -132,18 +97,11 @@ FAULTS = {
         ("reward-failures",),
         meaning="the reward function returned None",
     ),
-    "updates that are skipped": Fault(
-        {"update/skipped_count": early({4: 1.0, 9: 1.0}, 0.0)},
-        ("skipped-updates",),
-        ("--optim.lr 6e-06", "--compute float32"),
-        "2 of 32 updates had a non-finite gradient and were skipped (steps 4, 9)",
-        config={"compute": "auto"},
-    ),
     "a warm-up longer than the run": Fault(
         {"optim/lr": lambda step: 1.2e-5 * step / 60},
         ("warmup-too-long",),
         ("--optim.warmup-steps 3",),
-        "the warm-up takes 60 steps and the run has 30: the learning rate reached 6e-06 of 1.2e-05",
+        "the warm-up takes 60 steps and its stage has 30",
         config={"optim__warmup_steps": 60},
     ),
     "a warm-up longer than its stage": Fault(
@@ -153,14 +111,8 @@ FAULTS = {
         },
         ("warmup-too-long",),
         ("--stages.0.warmup-steps 1",),
-        "the warm-up takes 20 steps and stage supervised has 12: the learning rate reached 6e-05 of 0.0001",
+        "the warm-up takes 20 steps and its stage has 12",
         config={"stages": STAGES, "stage__kl_coef": 0.0, "optim__warmup_steps": 0},
-    ),
-    "weights that rounding keeps": Fault(
-        {"update/changed_frac": early({1: 0.01}, None)},
-        ("unchanged-weights",),
-        ("--optim.lr 0.00012",),
-        "1.0% of the",
     ),
     "one reward for every sample": Fault(
         {
@@ -171,24 +123,9 @@ FAULTS = {
             **held_out(0, 0, 0, 0),
         },
         ("zero-spread",),
-        ("--stages supervised:3,full",),
-        "the reward of the data's own targets is 1",
-        config={"stage__kl_coef": 0.0, "reward": ("exact_match",)},
-        files={"samples.jsonl": '{"step": 1, "prompt": "p", "completion": "?", "target": 7}\n'},
-    ),
-    "demonstrations that the reward would score 0 too": Fault(
-        {
-            "group/zero_spread_frac": 1.0,
-            "reward/mean": 0.0,
-            "reward/max": 0.0,
-            "reward/std_within_group": 0.0,
-        }
-        | held_out(0, 0, 0, 0),
-        ("zero-spread",),
         (),
-        "give partial credit, or start with demonstrations that this reward scores higher",
-        config={"stage__kl_coef": 0.0, "reward": ("regex_format:<answer>.*</answer>",)},
-        files={"samples.jsonl": '{"step": 1, "prompt": "p", "completion": "?", "target": "7"}\n'},
+        "Give partial credit, or start with demonstrations",
+        config={"stage__kl_coef": 0.0, "reward": ("exact_match",)},
     ),
     "completions that are all truncated and masked": Fault(
         {"finish/truncated_frac": 1.0, "grad/norm": 0.0, "advantage/mean_abs": None},
@@ -212,7 +149,7 @@ FAULTS = {
             **held_out(0, 0, 0, 0),
         },
         ("zero-spread",),
-        ("--rollout.group-size 16", "--rollout.refill-rounds 3", "--rollout.temperature 1.8"),
+        ("--rollout.group-size 16", "--rollout.refill-rounds 3"),
     ),
     "prompts that are too easy": Fault(
         {"group/zero_spread_frac": 0.95, "reward/mean": thirds(0.97, 0.97, 0.97, noise=0.001)},
@@ -220,40 +157,16 @@ FAULTS = {
         ("--rollout.refill-rounds 3",),
         "too easy",
     ),
-    "a reward that does not rise": Fault(
-        {"reward/mean": FLAT, "kl/ref_nats": line(0.0, 0.01), **held_out(0.4, 0.4, 0.4, 0.4)},
-        ("flat-reward",),
-        ("--optim.lr 3.6e-05", "--rollout.prompts 96"),
-        "the steps are too small",
-    ),
-    "a reward that does not rise while the policy drifts": Fault(
-        {"reward/mean": FLAT, "kl/ref_nats": line(0.1, 0.6), **held_out(0.4, 0.4, 0.4, 0.4)},
-        ("flat-reward",),
-        ("--rollout.prompts 96", "--optim.lr 6e-06"),
-        "Use more samples, not larger steps",
-    ),
-    "a reward that falls": Fault(
-        {"reward/mean": thirds(0.5, 0.4, 0.3, noise=0.01), **held_out(0.4, 0.4, 0.4, 0.4)},
-        ("flat-reward",),
-        ("--optim.lr 6e-06",),
-        "the reward falls",
-    ),
     "a held-out reward that falls while the training reward rises": Fault(
         held_out(0.2, 0.6, 0.5, 0.3),
         ("reward-hacking",),
-        (
-            "--back-off.metric eval/reward_mean --back-off.drop 0.05",
-            "--stage.kl-coef 0.1",
-            "--steps 10",
-        ),
+        ("--stage.kl-coef 0.1",),
         "has dropped from its best value",
-        files={"evaluations.json": evaluations(0.2, 0.6, 0.5, 0.3)},
     ),
     "a held-out reward that stays while the training reward rises": Fault(
         held_out(0.2, 0.19, 0.21, 0.2),
         ("reward-hacking",),
         meaning="does not: sampling has only",
-        files={"evaluations.json": evaluations(0.2, 0.19, 0.21, 0.2)},
     ),
     "a watched reward that falls": Fault(
         reward_of("exact_match", line(0.1, 0.8), 0.2)
@@ -277,14 +190,14 @@ FAULTS = {
         | reward_of("length_target", line(0.1, 0.4), 0.5)
         | {"reward_corr_within_group/exact_match/length_target": 0.1},
         ("dominated-reward",),
-        ("--objective.combine normalize_then_sum", "--scoring.weights 50 1"),
+        ("--objective.combine normalize_then_sum",),
         "50 times as much",
         config=TWO_REWARDS,
     ),
     "a collapse of the entropy": Fault(
         {"entropy/mean_nats": thirds(1.0, 0.05, 0.02), "reward/mean": STOPS},
         ("entropy-collapse",),
-        ("--stage.entropy-coef adaptive:0,target=0.5,delta=0.005", "--rollout.temperature 1.8"),
+        ("--stage.entropy-coef adaptive:0,target=0.5,delta=0.005",),
         "98% of the entropy is lost",
     ),
     "a KL that runs away": Fault(
@@ -293,41 +206,18 @@ FAULTS = {
         (
             "--stage.kl-coef 0.1",
             "--optim.lr 6e-06",
-            "--back-off.metric eval/reward_mean --back-off.drop 0.05",
         ),
         "the reward does not rise with it",
     ),
     "a KL beyond all measure": Fault(
         {"kl/ref_nats": thirds(5.0, 6.0, 8.0)}, ("kl-blow-up",), meaning="its reference."
     ),
-    "a KL that its controller has lost": Fault(
-        {"kl/ref_nats": thirds(0.1, 0.6, 0.7)},
-        ("kl-blow-up",),
-        ("--stage.kl-coef adaptive:0.05,target=0.05,horizon=2000",),
-        config={"stage__kl_coef": "adaptive:0.05,target=0.1,horizon=2000"},
-    ),
     "a clip that stops half of a batch": Fault(
         {"clip/high_frac": 0.3, "clip/low_frac": 0.2, "ratio/max": 4.0, "kl/old_k3_nats": 0.08},
         ("over-clipping",),
-        ("--optim.lr 6e-06", "--optim.epochs 1", "--optim.stop-kl 0.04"),
+        ("--optim.lr 6e-06", "--optim.epochs 1"),
         "the gradient of 50% of the actions",
         config=SEVERAL,
-    ),
-    "a clip that stops every picture": Fault(
-        {
-            "clip/high_frac": 0.3,
-            "clip/low_frac": 0.3,
-            "ratio/max": 40.0,
-            "timestep/trained_count/0": 8.0,
-        },
-        ("over-clipping",),
-        (
-            "--optim.lr 6e-06",
-            "--optim.epochs 1",
-            "--objective.clip-unit nats --objective.clip-low 1 --objective.clip-high 1",
-        ),
-        "over all its dimensions",
-        config=SEVERAL | {"objective__clip_low": 1e-4, "objective__clip_high": 1e-4},
     ),
     "a clip that nothing comes near": Fault(
         {"ratio/max": 1.001, "epoch/1/ratio_max": 1.0, "epoch/1/ratio_mean": 1.0},
@@ -336,38 +226,10 @@ FAULTS = {
         "no ratio differs from 1 by more than 0.001, while the clip starts at 0.2",
         config=SEVERAL,
     ),
-    "old log-probs from the same forward": Fault(
-        {}, ("inert-clip",), meaning="the ratio is exactly 1", config={"optim__minibatches": 4}
-    ),
-    "a mean ratio over many dimensions": Fault(
-        {"ratio/max": 1.001},
-        ("inert-clip",),
-        ("--optim.lr 3.6e-05", "--objective.dims sum --objective.clip-unit nats"),
-        config={"optim__minibatches": 4, "objective__dims": "mean"},
-    ),
-    "batches that are ended early": Fault(
-        {
-            "update/early_stop_frac": 0.8,
-            "update/epochs_count": 1.2,
-            "ratio/max": 1.3,
-            "clip/high_frac": 0.1,
-        },
-        ("early-stop",),
-        ("--optim.lr 6e-06", "--optim.epochs 2"),
-        "in 80% of the steps the KL to the sampling policy exceeds 0.02 nats",
-        config={"optim__epochs": 4, "optim__minibatches": 2, "optim__stop_kl": 0.02},
-    ),
-    "answers that grow for nothing": Fault(
-        {"len/mean_actions": thirds(40.0, 60.0, 90.0), "reward/mean": STOPS},
-        ("length-growth",),
-        ("--objective.average constant", "--objective.overlong 25"),
-        "2.2 times as long",
-        config={"rollout__max_new_tokens": 128},
-    ),
     "answers that are cut off": Fault(
         {"finish/truncated_frac": line(0.1, 0.8)},
         ("truncation",),
-        ("--rollout.max-new-tokens 256", "--objective.overlong 25"),
+        ("--rollout.max-new-tokens 256",),
         config={"rollout__max_new_tokens": 128},
     ),
     "a policy loss below a running baseline": Fault(
@@ -377,9 +239,9 @@ FAULTS = {
             "reward/mean": thirds(0.5, 0.4, 0.3, noise=0.05),
             **held_out(0.4, 0.4, 0.4, 0.4),
         },
-        ("flat-reward", "policy-loss", "advantages"),
+        ("policy-loss",),
         ("--objective.baseline mean",),
-        "standard deviations below the baseline (running) on average",
+        "rewards fall below the baseline (running)",
         config={"objective__baseline": "running", "objective__scale": "none"},
     ),
     "a policy loss of a policy that moves too far": Fault(
@@ -387,7 +249,6 @@ FAULTS = {
         ("policy-loss",),
         (
             "--optim.lr 6e-06",
-            "--optim.epochs 1",
             "--objective.clip-low 0.1 --objective.clip-high 0.1",
         ),
         "a positive loss comes from the ratios",
@@ -397,7 +258,7 @@ FAULTS = {
         {"loss/sup": thirds(1.0, 1.0, 1.0, noise=0.01), "sup/loss_nats": 1.0},
         ("supervised-loss",),
         ("--stage.sup-coef 1", "--stage.rl-coef 0.5"),
-        "that gradient outweighs or undoes it",
+        "whose gradient outweighs or undoes it",
         config={"stage__sup_coef": 0.5},
     ),
     "a supervised loss that stays by itself": Fault(
@@ -407,7 +268,7 @@ FAULTS = {
             "optim/lr": 1e-4,
         },
         ("supervised-loss",),
-        ("--stages.0.lr 0.0003", "--supervised.batch 16"),
+        ("--stages.0.lr 0.0003",),
         "the steps are too small",
         config={
             "stages": (
@@ -417,21 +278,12 @@ FAULTS = {
         }
         | {"stage__kl_coef": 0.0},
     ),
-    "a supervised loss that waits for its learning rate": Fault(
-        {"loss/sup": thirds(1.0, 1.0, 1.1), "optim/lr": lambda step: 1.2e-5 * step / 60},
-        ("warmup-too-long", "supervised-loss"),
-        ("--stage.warmup-steps 15", "--optim.lr 3.6e-05"),
-        "the supervised loss rises: the learning rate was 3.1e-06 on average, with a peak of 1.2e-05",
-        config={"stage__sup_coef": 0.5, "stage__warmup_steps": 60},
-    ),
     "a consistency loss that goes on rising": Fault(
         {"loss/cons": thirds(0.01, 0.04, 0.08), "reward/mean": STOPS},
         ("consistency-loss",),
         (
             "--stage.kl-coef 0.1",
             "--optim.lr 6e-06",
-            "--back-off.metric eval/reward_mean --back-off.drop 0.05",
-            "--reference.kind mixed --reference.update-every 3",
         ),
         "while the reward does not rise",
     ),
@@ -440,61 +292,11 @@ FAULTS = {
         ("consistency-loss",),
         meaning="those of the reference: the policy exploits",
     ),
-    "advantages of a few rows": Fault(
-        {"advantage/max": 8.0, "advantage/std": 0.7},
-        ("advantages",),
-        ("--objective.adv-clip 2.1",),
-        "more than 11 standard deviations",
-    ),
-    "advantages with a mean": Fault(
-        {"advantage/mean": 0.5},
-        ("advantages",),
-        ("--objective.baseline mean",),
-        "0.7 standard deviations above the baseline (running) on average",
-        config={"objective__baseline": "running"},
-    ),
-    "a critic that adds to the variance": Fault(
-        {
-            "value/explained_variance_frac": -0.5,
-            "loss/value": line(1.0, 3.0),
-            "value/clip_frac": 0.1,
-        },
-        ("critic",),
-        ("--critic.lr 0.0003", "--critic.warmup-steps 1"),
-        config={"objective": "ppo", "critic__lr": 1e-3, "stage__kl_coef": 0.05},
-    ),
-    "a critic that its clip holds back": Fault(
-        {"value/explained_variance_frac": 0.2, "value/clip_frac": 0.7},
-        ("critic",),
-        ("--objective.value-clip 0.6",),
-        "70% of the critic's values are clipped",
-        config={"objective": "ppo"},
-    ),
-    "a denoising step that carries the KL": Fault(
-        {f"timestep/kl_ref_nats/{k}": 200.0 if k == 8 else 1.0 for k in range(9)},
-        ("denoising-step",),
-        ("--diffusion.train-to 8",),
-        "denoising step 8 has 96% of the KL",
-    ),
     "gradients far above the limit": Fault(
         {"grad/norm": 50.0},
         ("gradient-clipping",),
         ("--optim.max-grad-norm 50",),
-        "in 100% of the steps, by a median factor of 50",
-    ),
-    "memory that runs out": Fault(
-        {},
-        ("out-of-memory",),
-        ("--optim.token-budget 160",),
-        "ran out 2 times",
-        files={"log.txt": memory_log(3, 7)},
-    ),
-    "returns to the best weights": Fault(
-        {"back_off/returns_count": early({10: 1.0, 20: 2.0, 30: 3.0}, None)},
-        ("repeated-back-off",),
-        ("--optim.lr 6e-06", "--back-off.drop 0.1"),
-        "returned to its best weights 3 times",
-        config={"back_off__metric": "eval/reward_mean", "back_off__drop": 0.05},
+        "by a median factor of 50",
     ),
 }
 
@@ -527,9 +329,10 @@ HEALTHY_ALL_THE_SAME = {
         {"kl/ref_nats": thirds(1e-4, 1e-3, 0.05), "reward/mean": STOPS}, ()
     ),
     "a KL of pictures": Fault(
-        {"kl/ref_nats": thirds(5.0, 20.0, 30.0), "timestep/trained_count/0": 1.0}, ()
+        {"kl/ref_nats": thirds(5.0, 20.0, 30.0), "timestep/trained_count/0": 1.0},
+        (),
+        config=OF_PICTURES,
     ),
-    "answers that grow with the reward": Fault({"len/mean_actions": thirds(40.0, 60.0, 90.0)}, ()),
     "answers that were cut off at first": Fault(
         {"finish/truncated_frac": thirds(0.8, 0.3, 0.02)}, ()
     ),
@@ -539,9 +342,7 @@ HEALTHY_ALL_THE_SAME = {
     "rounding over the dimensions of a picture": Fault(
         {"mismatch/mean_nats": 0.008, "mismatch/max_nats": 0.03, "timestep/trained_count/0": 8.0},
         (),
-    ),
-    "rounding in the first ratio": Fault(
-        {"ratio/mean": 1.01, "ratio/max": 1.8}, (), config={"compute": "bfloat16"}
+        config=OF_PICTURES,
     ),
     "gradients seven times the limit": Fault({"grad/norm": 7.0}, ()),
     "a limit that is off": Fault({"grad/norm": 500.0}, (), config={"optim__max_grad_norm": 0.0}),
@@ -558,12 +359,10 @@ HEALTHY_ALL_THE_SAME = {
     "a held-out reward whose fall is noise": Fault(
         held_out(0.2, 0.6, 0.65, 0.6),
         (),
-        files={"evaluations.json": evaluations(0.2, 0.6, 0.65, 0.6)},
     ),
     "a held-out reward that is at the top from the first step": Fault(
         held_out(0.95, 0.95, 0.95, 0.95),
         (),
-        files={"evaluations.json": evaluations(0.95, 0.95, 0.95, 0.95)},
     ),
     "two rewards that rise against each other": Fault(
         reward_of("exact_match", line(0.1, 0.9), 0.2)
@@ -607,16 +406,6 @@ HEALTHY_ALL_THE_SAME = {
         (),
         config={"optim__warmup_steps": 40, "steps": 400},
     ),
-    "a new critic": Fault(
-        {"value/explained_variance_frac": thirds(-0.5, 0.0, 0.08), "value/clip_frac": 0.1},
-        (),
-        config={"objective": "ppo"},
-    ),
-    "two returns": Fault(
-        {"back_off/returns_count": early({10: 1.0, 20: 2.0}, None)},
-        (),
-        config={"back_off__metric": "eval/reward_mean"},
-    ),
     "a reward that failed once": Fault({"reward/exception_count": early({3: 5.0}, 0.0)}, ()),
 }
 
@@ -646,20 +435,20 @@ def test_each_change_gives_a_config_that_can_be_trained(runs):
     for name in FAULTS:
         for finding in diagnose(runs(name)).findings:
             for proposed in finding.changes:
-                config = applied(runs(name).config, proposed)
+                config = applied(runs(name).config, settings_of(proposed))
                 checks.check(config, find_modality(config.model))
 
 
-def applied(config: Config, proposed: Change) -> Config:
-    """The config with a change, by its fields; of an image model where only that has them."""
-    option, value = next(iter(proposed.settings.items()))
-    if option == "--stages":
-        return planned(value, config)
-    if option.startswith("--diffusion."):
-        config = change(config, OF_PICTURES)
+def settings_of(proposed: str) -> dict[str, str]:
+    """Options of a change with their values."""
+    found = re.findall(r"(--[a-z0-9.-]+) ([^-].*?|-[\d.]+)(?= --|$)", proposed)
+    return dict(found)
+
+
+def applied(config: Config, settings: dict[str, str]) -> Config:
+    """The config with a change, by its fields."""
     leaves = {
-        o.removeprefix("--").replace(".", "__").replace("-", "_"): v
-        for o, v in proposed.settings.items()
+        o.removeprefix("--").replace(".", "__").replace("-", "_"): v for o, v in settings.items()
     }
     in_stages = {leaf: value for leaf, value in leaves.items() if leaf.startswith("stages__")}
     stages = list(config.stages)
@@ -685,15 +474,15 @@ def test_the_shell_takes_the_options(runs):
     for name in FAULTS:
         for finding in diagnose(runs(name)).findings:
             for one in finding.changes:
-                proposed |= one.settings
+                proposed |= settings_of(one)
     staged = Config(stages=(Stage(), Stage()))
-    assert proposed.keys() <= {*map(flag, options(staged)), *map(flag, all_options()), "--stages"}
+    assert proposed.keys() <= {*map(flag, options(staged)), *map(flag, all_options())}
     together = ("--rollout.", "--optim.", "--stage.", "--evaluation.", "--scoring.timeout")
     words = [w for o, v in proposed.items() if o.startswith(together) for w in (o, *v.split())]
     config = apply_options(RECIPES["arithmetic"](), words, "train")
     assert (
-        config.rollout.temperature == 1.8
-        and config.optim.token_budget == 160
+        config.rollout.group_size == 16
+        and config.optim.max_grad_norm == 50
         and config.stage.sup_coef == 1.0
     )
 
@@ -711,9 +500,7 @@ def test_a_metric_that_was_never_logged_is_named_and_not_guessed(tmp_path):
     )
     assert report.findings == []
     assert report.skipped["entropy-collapse"] == "no entropy/mean_nats was logged"
-    assert set(report.skipped) == {
-        rule.name for rule in RULES if rule.reads and rule.reads != ["optim/lr"]
-    }
+    assert set(report.skipped) == {rule.name for rule in RULES if rule.metrics[0] != "optim/lr"}
 
 
 def test_no_gap_in_the_metrics_is_an_error(runs):
@@ -737,10 +524,3 @@ def test_a_trend_needs_three_steps_in_each_third(tmp_path):
     ]
     run = plant(tmp_path / "run", Fault({**fault.columns, "kl/ref_nats": short[:STEPS]}, ()))
     assert diagnose(run).skipped["kl-blow-up"] == "kl/ref_nats was logged in 8 steps; 9 are needed"
-
-
-def test_the_text_is_plain(runs):
-    """No rule, title or meaning says that a run ails, or mends."""
-    texts = [rule.title for rule in RULES]
-    texts += [finding.meaning for name in FAULTS for finding in diagnose(runs(name)).findings]
-    assert not [text for text in texts if re.search(r"\b(ails?|mends?|rests|is none)\b", text)]

@@ -16,6 +16,7 @@ import torch
 
 from gruppo.engines.local import spread_sample
 from gruppo.loading import command_name
+from gruppo.tracking.files import append_lines
 from gruppo.trainer.run import Run
 from gruppo.types import Rollouts, Stat
 
@@ -27,8 +28,8 @@ LEAST = 0.05
 """Share of changed weights below which there is a warning."""
 IDLE = (3, 30, 300, 3000)
 """Consecutive steps without a gradient at which there is a warning."""
-IDENTICAL = "the completions of each group are identical"
-"""In the log, where the doctor reads it."""
+EVENTS = "events.jsonl"
+"""File of a run's events, which the doctor reads."""
 NORMS = ("grad/norm", "grad/critic_norm", "grad/action_norm")
 
 
@@ -87,10 +88,14 @@ def warn_if_idle(
     elif run.config.objective.mask_truncated and metrics.get("finish/truncated_frac") == 1:
         reason = "all completions were truncated, which --objective.mask-truncated leaves out of the loss"
     elif is_repeated:
-        reason = f"{IDENTICAL} (mean reward {metrics['reward/mean']:.3g}): the policy has no entropy left, which a "
-        reason += f"large learning rate causes (--optim.lr is {run.config.optim.lr:g}), or the temperature is too low"
+        mean, lr = metrics["reward/mean"], run.config.optim.lr
+        reason = f"""the completions of each group are identical (mean reward {mean:.3g}): the policy has no entropy
+            left, which a large learning rate causes (--optim.lr is {lr:g}), or the temperature is too low"""
+        reason = " ".join(reason.split())
     elif not size > 0:
         reason = f"the rewards of each group are equal (mean {metrics['reward/mean']:.3g})"
+    event = {"step": state.step, "event": "nothing learned", "is_repeated": is_repeated}
+    append_lines(folder / EVENTS, [event])
     values = (state.step, state.idle_steps, reason, command_name(), folder)
     log.warning(
         "step %d: nothing was learned in the last %d steps: %s. %s doctor %s says what to change.",
