@@ -22,7 +22,7 @@ LAYERS: tuple[set[str], ...] = (
         "worker",
         "packing",
         "integrity",
-        "http_json",
+        "http",
         "trust",
         "tasksets",
     },

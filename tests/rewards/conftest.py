@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.rewards.judge_server import JudgeServer
 
-from gruppo.rewards import judge_client
+from gruppo import http
 
 
 @pytest.fixture
@@ -17,4 +17,4 @@ def server():
 
 @pytest.fixture
 def short_waits(monkeypatch):
-    monkeypatch.setattr(judge_client, "BACKOFF_S", 0.01)
+    monkeypatch.setattr(http, "BACKOFF_S", 0.01)

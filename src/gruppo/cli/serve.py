@@ -18,7 +18,7 @@ from pathlib import Path
 
 from gruppo.engines.vllm.client import KEY
 from gruppo.engines.vllm.publish import write_shards
-from gruppo.http_json import is_loopback, read_key
+from gruppo.http import is_loopback, read_key
 from gruppo.loading import command_name
 from gruppo.modalities.common.adapters import is_adapter, model_of
 from gruppo.types import GruppoError

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gruppo.environments.episodes import SEEDS, ScoredEpisode, as_json, scored_by
-from gruppo.http_json import is_loopback
+from gruppo.http import is_loopback
 from gruppo.loading import check_listed, import_extra
 from gruppo.types import GruppoError
 

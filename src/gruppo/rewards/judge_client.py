@@ -12,14 +12,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 
 from gruppo import distributed as dist
-from gruppo.http_json import ServerError, is_loopback, read_key, request_json
+from gruppo.http import ServerError, open_client, read_key, request_json, retry_wait_s
 from gruppo.integrity import json_lines, parse_json, read_json, replace_file
-from gruppo.loading import import_extra, visible
+from gruppo.loading import visible
 from gruppo.rewards.judge_file import JudgeConfig
 from gruppo.timeouts import CallError
 from gruppo.trust import state_folder
@@ -30,12 +29,8 @@ log = logging.getLogger("gruppo")
 COUNTS = ["calls", "retries", "cache_hits", "input_tokens", "output_tokens"]
 COUNTS += ["failed", "timeouts", "rate_limited", "errors", "invalid", "over_budget"]
 """Counters, for metrics; failed: questions without a verdict."""
-REPEATED = (0, 408, 409, 429)
-"""HTTP statuses after which a request is sent again, beside 5xx; 0: no answer."""
 MAX_COUNT = 1 << 40
 """Of tokens in one answer, or of a run. What is beyond it is no count, and may not fit in a float."""
-BACKOFF_S, MAX_WAIT_S = 1.0, 60.0
-"""Wait before the first retry, doubled each time; longest wait, also where the server asks for more."""
 
 
 class JudgeClient:
@@ -50,7 +45,6 @@ class JudgeClient:
         if config.key_env and not self._key:
             raise GruppoError(f"""{file}: the endpoint {config.endpoint} needs the key in the environment variable
                 {config.key_env}, which is not set. Set it, or remove key_env for a server without a key.""")
-        self._httpx = import_extra("httpx2", "vllm", "a judge")
         self.counts = dict.fromkeys(COUNTS, 0)
         self._limits = {"calls": config.budget.calls, "tokens": config.budget.tokens}
         self._usage_file: Path | None = None
@@ -64,32 +58,38 @@ class JudgeClient:
         )  # a generator of its own: rewards do not change the run's random numbers
         self._verdicts = dict[str, Any]()
         self._cache_file: Path | None = None
-        if config.cache is None:
-            return
-        # One file for each endpoint and model; rubric and seed are in the key, the SHA-256 of a request.
+        if config.cache is not None:
+            try:
+                self._read_cache(file.absolute().parent)
+            except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+                problem = "its cache cannot be used (%s). Every answer is asked for again."
+                log.warning(f"judge %s: {problem}", self.name, error)
+
+    def _read_cache(self, beside: Path) -> None:
+        """Read one file for each endpoint and model; rubric and seed are in the keys, SHA-256 of requests."""
+        config = self.config
+        own = beside / Path(config.cache).expanduser() if config.cache else None
+        folder = own or state_folder() / "judges"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         place = f"{config.endpoint.rstrip('/')} {config.model}"
-        try:
-            beside = file.absolute().parent
-            folder = (
-                beside / Path(config.cache).expanduser()
-                if config.cache
-                else state_folder() / "judges"
-            )
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path = folder / f"{hashlib.sha256(place.encode()).hexdigest()[:16]}.jsonl"
-            for line in json_lines(path) if path.exists() else ():
-                with suppress(
-                    ValueError, KeyError, TypeError
-                ):  # a line that was cut off when a process was killed
-                    entry = parse_json(line)
-                    self._verdicts.setdefault(entry["key"], entry["verdict"])
-            self._cache_file = path
-        except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
-            log.warning(
-                "judge %s: its cache cannot be used (%s). Every answer is asked for again.",
-                self.name,
-                error,
-            )
+        path = folder / f"{hashlib.sha256(place.encode()).hexdigest()[:16]}.jsonl"
+        for line in json_lines(path) if path.exists() else ():
+            with suppress(ValueError, KeyError, TypeError):  # cut off when a process was killed
+                entry = parse_json(line)
+                self._verdicts.setdefault(entry["key"], entry["verdict"])
+        self._cache_file = path
+
+    def _keep(self, key: str, verdict: Any) -> None:
+        self._verdicts[key] = verdict
+        if self._cache_file is None:
+            return
+        try:  # appended whole, so that processes can share it
+            with self._cache_file.open("a", encoding="utf-8") as file:
+                file.write("\n" + json.dumps({"key": key, "verdict": verdict}))
+        except OSError as error:
+            problem = "its cache cannot be written (%s); it is kept in memory."
+            log.warning(f"judge %s: {problem}", self.name, error)
+            self._cache_file = None
 
     # --- what a run has used ---
 
@@ -144,19 +144,11 @@ class JudgeClient:
             for body in bodies
         ]
         unique = dict(zip(keys, bodies, strict=True))
-        slots, self._unanswered = asyncio.Semaphore(self.config.concurrency), 0
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        uses_env = not is_loopback(
-            urlsplit(place).hostname or ""
-        )  # its proxy leads to no server of this machine
-        # No timeout of the client's: request_json has a deadline for the whole answer.
-        async with self._httpx.AsyncClient(
-            base_url=place, headers=headers, timeout=None, trust_env=uses_env
-        ) as client:
-            answers = await asyncio.gather(
-                *(self._answer(client, slots, key, body) for key, body in unique.items())
-            )
-        found = dict(zip(unique, answers, strict=True))
+        slots = asyncio.Semaphore(self.config.concurrency)
+        self._unanswered = 0
+        async with open_client(place, key=self._key) as client:
+            requests = (self._answer(client, slots, key, body) for key, body in unique.items())
+            found = dict(zip(unique, await asyncio.gather(*requests), strict=True))
         return [found[key] for key in keys]
 
     async def _answer(
@@ -174,70 +166,58 @@ class JudgeClient:
                 return error
             finally:
                 self._save_usage()
-        self._verdicts[key] = verdict
-        if self._cache_file is not None:
-            try:  # appended whole, so that processes can share it
-                with self._cache_file.open("a", encoding="utf-8") as file:
-                    file.write("\n" + json.dumps({"key": key, "verdict": verdict}))
-            except OSError as error:
-                log.warning(
-                    "judge %s: its cache cannot be written (%s); it is kept in memory.",
-                    self.name,
-                    error,
-                )
-                self._cache_file = None
+        self._keep(key, verdict)
         return verdict
 
     async def _post(self, client: Any, body: Mapping[str, Any]) -> Any:
         """Send a request, again where that may help; ``CallError`` where there is no answer."""
-        for attempt in range(self.config.retries + 1):
+        attempt = 0
+        while True:
             while (wait_s := self._not_before - time.monotonic()) > 0:
                 await asyncio.sleep(wait_s)
-            for name, spent in self._spent().items():
-                if (limit := self._limits[name]) is not None and spent >= limit:
-                    self.counts["over_budget"] += 1
-                    total = f"{getattr(self.config.budget, name):,} {name}"
-                    reason = f"the judge's budget of {total} is spent; raise budget.{name} in {self.name}.toml"
-                    raise CallError("exception", reason, "budget")
-            if (
-                self._unanswered >= self.config.concurrency
-            ):  # else a judge that is down costs every row its retries
-                reason = f"not asked: {self._unanswered} questions in a row had no answer"
-                raise CallError("exception", f"{reason} from {self.config.endpoint}", "unanswered")
+            self._refuse_to_ask()
             self.counts["calls"] += 1
             self.counts["retries"] += attempt > 0
             try:
                 reply = await request_json(
                     client, "POST", "/chat/completions", body, timeout_s=self.config.timeout_s
                 )
+            except ServerError as error:
+                await asyncio.sleep(self._wait_after(error, attempt))
+                attempt += 1
+            else:
                 self._unanswered = 0
                 return reply
-            except ServerError as error:
-                kind = (
-                    "timeouts"
-                    if error.is_timeout
-                    else "rate_limited"
-                    if error.status == 429
-                    else "errors"
-                )
-                self.counts[kind] += 1
-                wait_s = BACKOFF_S * 2**attempt * self._jitter.uniform(0.5, 1.0)
-                wait_s = (
-                    min(wait_s, MAX_WAIT_S) if error.retry_after_s is None else error.retry_after_s
-                )
-                can_repeat = error.status in REPEATED or error.status >= 500
-                if not can_repeat or attempt == self.config.retries or wait_s > MAX_WAIT_S:
-                    self._unanswered += 1
-                    # a server may quote the key
-                    text = str(error).replace(self._key, "***") if self._key else str(error)
-                    reason = f"the judge {self.config.endpoint}{visible(text)}"
-                    raise CallError(
-                        "timeout" if error.is_timeout else "exception", reason, error.status
-                    ) from None
-                if error.retry_after_s is not None:
-                    self._not_before = time.monotonic() + wait_s
-            await asyncio.sleep(wait_s)
-        raise AssertionError("unreachable")
+
+    def _refuse_to_ask(self) -> None:
+        """Raise CallError if the budget is spent, or the endpoint answers nothing."""
+        for name, spent in self._spent().items():
+            limit = self._limits[name]
+            if limit is not None and spent >= limit:
+                self.counts["over_budget"] += 1
+                total = f"{getattr(self.config.budget, name):,} {name}"
+                advice = f"raise budget.{name} in {self.name}.toml"
+                reason = f"the judge's budget of {total} is spent; {advice}"
+                raise CallError("exception", reason, "budget")
+        if self._unanswered >= self.config.concurrency:  # or each row would cost its retries
+            reason = f"not asked: {self._unanswered} questions in a row had no answer"
+            raise CallError("exception", f"{reason} from {self.config.endpoint}", "unanswered")
+
+    def _wait_after(self, error: ServerError, attempt: int) -> float:
+        """Seconds to wait before the next attempt; raises CallError if there is none."""
+        is_limit = error.status == 429
+        kind = "timeouts" if error.is_timeout else "rate_limited" if is_limit else "errors"
+        self.counts[kind] += 1
+        wait_s = retry_wait_s(error, attempt, self._jitter.uniform(0.5, 1.0))
+        if wait_s is None or attempt == self.config.retries:
+            self._unanswered += 1
+            # a server may quote the key
+            text = str(error).replace(self._key, "***") if self._key else str(error)
+            reason = f"the judge {self.config.endpoint}{visible(text)}"
+            raise CallError("timeout" if error.is_timeout else "exception", reason, error.status)
+        if error.retry_after_s is not None:
+            self._not_before = time.monotonic() + wait_s
+        return wait_s
 
     def _read(self, reply: Any, schema: Mapping[str, Any]) -> Any:
         """Return the verdict in a reply; ``CallError`` unless it is JSON of the schema and nothing else.

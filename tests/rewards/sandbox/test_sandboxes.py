@@ -15,9 +15,9 @@ from functools import cache
 import pytest
 from tests.rewards.kernels import jailed
 
+from gruppo import http as requests
 from gruppo.rewards import resolve_reward
 from gruppo.rewards.code import CodeTests, code_tests
-from gruppo.rewards.sandbox import backends
 from gruppo.rewards.sandbox import jail as jail_module
 from gruppo.rewards.sandbox.backends import SandboxFusion
 from gruppo.rewards.sandbox.jail import Jail, probe
@@ -202,8 +202,7 @@ def run_as_fusion(request):
 
 @pytest.fixture
 def fusion(monkeypatch):
-    monkeypatch.setattr(backends, "_RETRY_DELAYS_S", (0.0, 0.0))
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(requests, "BACKOFF_S", 0.0)
     with FusionServer() as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
@@ -267,9 +266,9 @@ def test_a_server_that_fails_leaves_the_row_unscored_and_one_that_is_busy_is_ask
     error = {"status": "SandboxError", "message": "no overlay", "run_result": {"status": "Error"}}
     for failure, why in [
         ([error], "ran nothing: no overlay"),
-        ([500], "answered 500"),
-        ([504] * 3, "answered 504"),
-        ([b"<html>"], "something else than JSON"),
+        ([500] * 4, "answered 500"),
+        ([504] * 4, "answered 504"),
+        ([b"<html>"] * 4, "something that is not JSON"),
         ([b"[]"], "ran nothing"),
     ]:
         fusion.failures += failure
@@ -282,10 +281,9 @@ def test_a_server_that_fails_leaves_the_row_unscored_and_one_that_is_busy_is_ask
 
 
 def test_a_server_that_is_not_there_is_refused_before_training(monkeypatch):
-    monkeypatch.setattr(backends, "_RETRY_DELAYS_S", ())
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(requests, "BACKOFF_S", 0.0)
     with pytest.raises(
-        GruppoError, match=r"is not run by http://127\.0\.0\.1:9: .* cannot be reached"
+        GruppoError, match=r"is not run by http://127\.0\.0\.1:9: .* attempts failed"
     ):
         code_tests(sandbox="http://127.0.0.1:9")
     with pytest.raises(GruppoError, match="packages are those of the server"):

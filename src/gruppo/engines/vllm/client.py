@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from gruppo.http_json import ServerError, read_key, request_json
-from gruppo.loading import import_extra
+from gruppo.http import ServerError, read_key, request_json
 from gruppo.types import Finish
 
 KEY = "GRUPPO_ENGINE_KEY"
@@ -77,7 +76,9 @@ class Replica:
         self.labels: dict[str, int] = {}
         """Versions of the newest labels that it was proved to hold."""
         self.tasks: set[asyncio.Task[SampledRow]] = set()
-        httpx, key = import_extra("httpx2", "vllm", "the vllm engine"), read_key(KEY)
+        import httpx2 as httpx
+
+        key = read_key(KEY)
         self._client = httpx.AsyncClient(
             base_url=self.url,
             headers={"Authorization": f"Bearer {key}"} if key else {},

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import secrets
 import shlex
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from gruppo.http import ServerError, fetch_json
 from gruppo.rewards.sandbox.jail import IN_MEMORY, Jail, require_jail, sources
 from gruppo.rewards.sandbox.program import LOADING, NOT_RUN, add_results, read_report
 from gruppo.rewards.sandbox.protocol import (
@@ -26,10 +24,6 @@ from gruppo.rewards.sandbox.protocol import (
 from gruppo.types import GruppoError
 
 _GRACE_S = 30.0  # for a server that queues requests
-_RETRY_DELAYS_S = (1.0, 2.0, 4.0)
-_MOST_BYTES = (
-    1 << 24
-)  # SandboxFusion keeps 1 MiB of each stream, whose characters take up to 6 bytes in JSON
 _ALARM = (-14, 128 + 14)  # how a process that SIGALRM ended, and a shell around it, end
 _HARNESS = f"""{IN_MEMORY}
 import os, signal
@@ -87,8 +81,7 @@ def choose_sandbox(
 class SandboxFusion:
     """Programs on a SandboxFusion server (github.com/bytedance/SandboxFusion), which confines them.
 
-    The server limits time on the clock and memory; hash seeds and packages are its own. Requests that its gateway
-    refuses (429, 502, 503, 504) are repeated.
+    The server limits time on the clock and memory; hash seeds and packages are its own.
     """
 
     def __init__(self, url: str, limits: SandboxLimits | None = None) -> None:
@@ -182,29 +175,13 @@ class SandboxFusion:
             "compile_timeout": run_s,
         }
         body |= {"memory_limit_MB": self.limits.memory_mib, "files": {}, "fetch_files": []}
-        request = urllib.request.Request(
-            self.url, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        problem, began = "", time.monotonic()
-        for delay_s in (*_RETRY_DELAYS_S, None):
-            if self._is_ended:
-                raise SandboxError("it was ended")
-            try:
-                began = time.monotonic()
-                with urllib.request.urlopen(request, timeout=run_s + _GRACE_S) as response:
-                    answer = json.loads(response.read(_MOST_BYTES))
-                break
-            except urllib.error.HTTPError as error:
-                problem = f"{self.url} answered {error.code} {error.reason}"
-                if error.code not in (429, 502, 503, 504):
-                    raise SandboxError(problem) from None
-            except (OSError, http.client.HTTPException) as error:
-                problem = f"{self.url} cannot be reached ({getattr(error, 'reason', error)})"
-            except ValueError:
-                raise SandboxError(f"{self.url} answered with something else than JSON") from None
-            if delay_s is None:
-                raise SandboxError(problem)
-            time.sleep(delay_s)
+        if self._is_ended:
+            raise SandboxError("it was ended")
+        began = time.monotonic()
+        try:
+            answer = fetch_json(self.url, body, timeout_s=run_s + _GRACE_S, retries=3)
+        except ServerError as error:
+            raise SandboxError(str(error)) from None
         answer = answer if isinstance(answer, dict) else {}
         run = answer.get("run_result")
         if (
