@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import gruppo
-from gruppo.plan.simulate import Loop, simulate
 from gruppo.protocols import Tracker
 
 LOCAL = "local engine"
@@ -181,38 +180,13 @@ def reached(options: Any, variant: str, seed: int) -> dict[str, Any] | None:
     return next((row for row in rows if row.get("reward", 0.0) >= options.goal), None)
 
 
-def simulated(rows: Sequence[dict[str, Any]], lag: int) -> float:
-    """Seconds of a step by the simulation of ``gruppo plan``, from the medians of a run without lag."""
-    sampled, learned, published = (
-        statistics.median(row[f"time/{part}_s"] for row in rows)
-        for part in ("rollout", "update", "sync")
-    )
-    groups, steps = (
-        [[1] * 8] * 48,
-        20,
-    )  # rows of equal length, as the answers of arithmetic nearly are
-    loop = Loop(
-        prompts=len(groups),
-        lag=lag,
-        servers=1,
-        max_rows=128,  # of vLLM on a CPU
-        decode_step_s=lambda rows, cached: sampled / 384 * rows,
-        prefill_s=lambda tokens: 0.0,  # within the seconds of a row
-        train_s=lambda groups: learned,
-        publish_s=published,
-        prompt_tokens=0.0,
-    )
-    return simulate(loop, groups * steps).step_s(steps // 2)
-
-
 def table(options: Any) -> str:
     """Of each variant: seeds that reached the goal, their median step and seconds, and of metrics the medians.
 
-    The mean step is that of all but the first, which fills the slots; beside it what ``gruppo plan`` simulates.
+    The mean step is that of all but the first, which fills the slots.
     """
-    heads = f"{'':22}{'reached':>9}{'steps':>7}{'seconds':>9}{'mean step s':>13}{'simulated':>11}"
+    heads = f"{'':22}{'reached':>9}{'steps':>7}{'seconds':>9}{'mean step s':>13}"
     lines = [heads + "".join(f"{name:>15}" for name in COLUMNS)]
-    base: list[dict[str, Any]] = []
     for variant in VARIANTS:
         folders = [folder_of(options, variant, seed) for seed in options.seeds]
         rows = [
@@ -223,7 +197,6 @@ def table(options: Any) -> str:
         ]
         if not rows:
             continue
-        base = base or rows  # lag 0 comes first
         goals = [goal for seed in options.seeds if (goal := reached(options, variant, seed))]
         steps, seconds = (
             statistics.median(g[k] for g in goals) if goals else float("nan")
@@ -237,13 +210,8 @@ def table(options: Any) -> str:
             f"{statistics.median(values):15.3g}" if values else f"{'-':>15}" for values in medians
         )
         mean = statistics.mean(row["time/step_s"] for row in rows if row["step"] > 1)
-        plan = (
-            f"{simulated(base, int(VARIANTS[variant][0])):11.1f}"
-            if variant != LOCAL
-            else f"{'-':>11}"
-        )
         lines.append(
-            f"{variant:22}{f'{len(goals)} of {begun}':>9}{steps:7.0f}{seconds:9.0f}{mean:13.1f}{plan}{cells}"
+            f"{variant:22}{f'{len(goals)} of {begun}':>9}{steps:7.0f}{seconds:9.0f}{mean:13.1f}{cells}"
         )
     return "\n".join(lines)
 

@@ -12,7 +12,7 @@ usage: gruppo COMMAND ...
   export RUN --push OWNER/NAME  upload it to the Hugging Face hub with a model card; --gguf adds a file for llama.cpp
   explain RECIPE [--options]  what train would do: objective, tokens, memory, a real prompt and its reward
   explain --names trl RECIPE  its options under TRL's names (or verl, ddpo, sources); trl:beta for one
-  plan RECIPE --gpus N        throughput, memory, best split and cost on N GPUs; --fit measures this machine
+  plan RECIPE --gpus N        step time, memory, best split and cost on N GPUs, in closed form
   doctor RUN                  diagnose a run: measurements, their meaning, options to change
   view RUN [RUN ...]          runs in the browser, while they train: curves, every completion, the doctor
   report RUN [RUN ...]        the same page as one HTML file

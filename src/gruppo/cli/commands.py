@@ -358,51 +358,27 @@ def serve(
 
 
 def plan(
-    recipe: Annotated[
-        str, "A recipe, as of gruppo train; --fit takes arithmetic if none is given."
-    ] = "",
+    recipe: Annotated[str, "A recipe, as of gruppo train."],
     options: Annotated[tuple[str, ...], "Options of the recipe's config, after --."] = (),
     *,
-    fit: Annotated[bool, "Measure the constants of this machine with steps of the recipe."] = False,
     gpus: Annotated[int, "Number of GPUs."] = 1,
-    gpu: Annotated[str, "A GPU's name, such as h200; this: the machine of the constants."] = "this",
-    price: Annotated[
-        float | None, "Dollars per GPU and hour; without it, no cost is printed."
-    ] = None,
-    mean_tokens: Annotated[
-        float | None, "Mean length of a completion; default: as sampled by --fit."
-    ] = None,
-    prompt_tokens: Annotated[
-        float | None, "Mean length of a prompt; default: as measured by --fit."
-    ] = None,
-    model_config: Annotated[
-        str, "Folder with the config.json of the model; default: the recipe's model."
-    ] = "",
-    constants: Annotated[str, "File of the constants."] = "plan.json",
+    tflops: Annotated[float, "Dense bfloat16 teraflops of a GPU, by its data sheet."] = 989.0,
+    bandwidth: Annotated[float, "Terabytes per second of a GPU's memory."] = 3.35,
+    memory: Annotated[float, "Gibibytes of a GPU's memory."] = 80.0,
+    mean_tokens: Annotated[float, "Mean length of a completion; default: half the limit."] = 0.0,
+    prompt_tokens: Annotated[float, "Mean length of a prompt."] = 200.0,
+    price: Annotated[float, "Dollars per GPU and hour; 0 prints no cost."] = 0.0,
+    model_config: Annotated[str, "Folder of the model's config.json; default: the recipe's."] = "",
     json: Annotated[bool, "Print JSON."] = False,
 ) -> None:
-    """Throughput, memory, split of trainers and servers, staleness and cost of a recipe on a number of GPUs."""
-    if not recipe and not fit:
-        raise GruppoError(f"""RECIPE is missing; it needs one of {", ".join(RECIPES)}, file.py:function, or a config
-            file.""")
-    config = parse_config("plan", [recipe or "arithmetic", *options])
-    from gruppo.plan import fit as fitting
-    from gruppo.plan import report as planning
+    """Step time, memory, split of trainers and servers and cost on a number of GPUs (H100 by default)."""
+    config = parse_config("plan", [recipe, *options])
+    from gruppo.plan import Gpu, Work, print_plan
 
-    if fit:
-        return planning.run_fit(config, Path(constants), is_json=json)
-    measured = fitting.Constants.load(Path(constants))
-    lengths = {"mean_tokens": mean_tokens, "prompt_tokens": prompt_tokens}
-    planning.run_plan(
-        config,
-        measured,
-        gpus=gpus,
-        gpu=gpu,
-        price=price,
-        model=model_config,
-        is_json=json,
-        **lengths,
-    )
+    gpu = Gpu(tflops * 1e12, bandwidth * 1e12, memory * 2**30)
+    mean = mean_tokens or config.rollout.max_new_tokens / 2
+    work = Work(config, model_config or config.model, gpu, gpus, prompt_tokens, mean)
+    print_plan(work, price=price, is_json=json)
 
 
 _OF_RUNS = (train, launch, resume, eval_, sample, export, explain, plan, doctor, view, report)
