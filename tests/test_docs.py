@@ -25,8 +25,9 @@ from gruppo.cli.commands import COMMANDS, TAKING_RECIPE
 from gruppo.cli.help import all_options, parameters
 from gruppo.cli.options import parse_config, pop_option
 from gruppo.config import schema as configs
-from gruppo.config.options import as_text, convert, flag, options
+from gruppo.config.options import as_text, convert, options
 from gruppo.core.objective import PRESETS, Objective
+from gruppo.errors import as_flag
 from gruppo.modalities import modalities
 from gruppo.recipes import RECIPES, arithmetic
 from gruppo.rewards.code import ProgramScore, code_metrics
@@ -96,9 +97,9 @@ OTHER_WORDS = {"std", "gather", "range", "epsilon_high", "gruppo", "None"}
 PARAMETERS = {name: parameters(run) for name, run in COMMANDS.items() if name not in TAKING_RECIPE}
 PARAMETERS["launch"] = ({}, options(configs.LaunchConfig()))
 """Positional arguments and options of each command beside those of a config."""
-OPTIONS = {flag(name): option.hint for name, option in all_options().items()} | {"--stages": str}
+OPTIONS = {as_flag(name): option.hint for name, option in all_options().items()} | {"--stages": str}
 OPTIONS |= {
-    flag(name): option.hint for _, named in PARAMETERS.values() for name, option in named.items()
+    as_flag(name): option.hint for _, named in PARAMETERS.values() for name, option in named.items()
 }
 """Type of each command-line option."""
 
@@ -245,7 +246,7 @@ def test_every_dotted_setting_exists(page: Path) -> None:
         for span in spans(page)
         if re.fullmatch(r"[a-z_]+\.[a-z_]+", span) and span.split(".")[0] in groups
     }
-    unknown = {name for name in named if flag(name) not in OPTIONS}
+    unknown = {name for name in named if as_flag(name) not in OPTIONS}
     assert not unknown
 
 
@@ -442,7 +443,7 @@ def option_table() -> str:
             .replace("``", "`")
             .replace("|", "\\|")
         )
-        lines.append(f"| `{flag(name)}` | {as_text(option.value) or '-'} | {summary} |")
+        lines.append(f"| `{as_flag(name)}` | {as_text(option.value) or '-'} | {summary} |")
     return "\n".join(lines).strip()
 
 
@@ -453,7 +454,7 @@ def command_tables() -> str:
         lines += ["", f"### gruppo {command}", "", inspect.getdoc(COMMANDS[command]) or ""]
         rows = [f"| `{name.upper()}` | | {option.help} |" for name, option in positional.items()]
         rows += [
-            f"| `{flag(name)}` | {as_text(o.value) or '-'} | {o.help} |"
+            f"| `{as_flag(name)}` | {as_text(o.value) or '-'} | {o.help} |"
             for name, o in named.items()
         ]
         lines += ["", "| argument | default | meaning |", "|---|---|---|", *rows]

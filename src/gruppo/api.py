@@ -7,11 +7,10 @@ import inspect
 import json
 import logging
 import os
-import re
 import shlex
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -32,12 +31,13 @@ from gruppo.build import (
     with_absolute_paths,
 )
 from gruppo.config import peer_options, serialization
-from gruppo.config.options import flag, options
+from gruppo.config.options import options
 from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.config.sections import sections
 from gruppo.config.stages import SCHEDULED, stage_path
 from gruppo.distributed import sharding
 from gruppo.environments import is_class
+from gruppo.errors import as_argument, as_flag
 from gruppo.loading import code_digest, command_name, importing, refuse_during_import
 from gruppo.protocols import Policy
 from gruppo.recipes.open import check_code, config_file, recipe_config, run_stem
@@ -183,7 +183,7 @@ class Trainer:
                     trust_run=trust_run,
                 )
         except GruppoError as error:
-            error.args = (as_passed(str(error), config, changes),)
+            error.spell = as_argument
             raise
 
     @classmethod
@@ -444,7 +444,8 @@ class Trainer:
             try:
                 checks.check(serialization.change(config, leaves), self.policy.modality)
             except GruppoError as error:
-                raise GruppoError(f"set({name}={value}): {error}") from None
+                error.problem = f"set({name}={value}): {error.problem}"
+                raise error from None
             lacks = {"kl_coef": self.run.reference is None, "sup_coef": self.run.demos is None}
             if value > 0 and lacks.get(name):
                 what = (
@@ -734,7 +735,7 @@ def check_equal_ranks(config: Config) -> None:
         if isinstance(value, dict):  # visited later in this loop
             entries += [(f"{name}.{key}", entry) for key, entry in value.items()]
         else:
-            own[flag(name)] = value
+            own[as_flag(name)] = value
     functions = (config.model, *config.reward, *config.environment.names, config.engine.kind)
     own |= {f"the code of {name}": code_digest(name) for name in functions}
     sources = sorted(Path(__file__).parent.rglob("*.py"))
@@ -762,8 +763,11 @@ def check_equal(own: dict[str, Any]) -> None:
 def new_name(stem: str, runs_dir: str | Path) -> str:
     """A name for a run that no other in ``runs_dir`` has."""
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
-        raise GruppoError("""torchrun --max-restarts runs the command again, and a run without a name would start from
-            step 0 each time. Add --name NAME: a restart then continues that run from its last checkpoint.""")
+        raise GruppoError(
+            """torchrun --max-restarts runs the command again, and a run without a name would start
+                    from step 0 each time""",
+            advice="Add $name NAME: a restart then continues that run from its last checkpoint",
+        )
     name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     others = (f"{name}-{n}" for n in range(2, 1000))  # two runs may start in one second
     return next((n for n in (name, *others) if not (Path(runs_dir) / n).exists()), name)
@@ -779,22 +783,7 @@ def change(config: Config, changes: dict[str, Any]) -> Config:
         for section, kind in sections().items():
             known += [] if type(config.modality) is kind else options(kind(), f"{section}.")
         # the whole name: the unknown entry of verl's actor_rollout_ref.actor.clip_ratio_low is its first part
-        name = next((n for n in dotted if n.startswith(f"{error.entry}.")), error.entry)
-        hint = peer_options.suggestion(name, known, lambda option: option.replace(".", "__"))
-        raise GruppoError(f"""unknown option {name.replace(".", "__")}. {hint}docs/reference/config.md lists the
+        name = next((n for n in dotted if n.startswith(f"{error.option}.")), error.option)
+        hint = peer_options.suggestion(name, known, as_argument)
+        raise GruppoError(f"""unknown option {as_argument(name)}. {hint}docs/reference/config.md lists the
             options; in Python, two underscores stand for a dot.""") from None
-
-
-def as_passed(message: str, config: Config, changes: Iterable[str]) -> str:
-    """A message with flags, and the dotted names of ``changes``, as they are passed in Python: rollout__group_size."""
-    known, changed = options(config), {name.replace("__", ".") for name in changes if "__" in name}
-
-    def in_python(match: re.Match[str]) -> str:
-        dotted = match[0].removeprefix("--").replace("-", "_")
-        return (
-            dotted.replace(".", "__")
-            if dotted in (known if match[0].startswith("--") else changed)
-            else match[0]
-        )
-
-    return re.sub(r"(?<![\w.-])(?:--)?[a-z][\w-]*(?:\.\w[\w-]*)*(?![.-]?\w)", in_python, message)

@@ -215,8 +215,12 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
     """Build all parts of a run, the cheap checks first; return it and the model's origin."""
     prompts, own_validation = config.prompts, config.evaluation.data
     if config.rollout.prompts < dist.world_size():
-        raise GruppoError(f"""rollout.prompts={config.rollout.prompts} leaves some of the {dist.world_size()} ranks
-            without a prompt. Set --rollout.prompts {dist.world_size()} or more, or start fewer ranks.""")
+        raise GruppoError(
+            f"""rollout.prompts={config.rollout.prompts} leaves some of the {dist.world_size()} ranks
+                    without a prompt""",
+            option="rollout.prompts",
+            advice=f"{dist.world_size()} or more, or start fewer ranks",
+        )
     data = config.data if parts.data is None else parts.data
     is_sharded = sharding.request(config.distributed.shard)
     columns: Any = {
@@ -354,25 +358,32 @@ def place(policy: Policy, config: Config) -> Config:
             log.warning("the GPU cannot be used, so the run is on the CPU: %s.", problem)
     if device == "cuda":
         if problem:
-            raise GruppoError(f"""--device cuda: {problem}. Set --device cpu, or install a torch that supports this GPU
-                and driver.""")
+            raise GruppoError(
+                f"device cuda: {problem}",
+                option="device",
+                advice="cpu, or install a torch that supports this GPU and driver",
+            )
         if not has_cuda:
             raise GruppoError(
-                "--device cuda: torch finds no CUDA device. Set --device cpu, or install a CUDA build."
+                "device cuda: torch finds no CUDA device",
+                option="device",
+                advice="cpu, or install a CUDA build",
             )
         device = f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}"
         torch.backends.cudnn.allow_tf32 = (
             False  # 10 bits of a convolution are too few for a ratio of 1
         )
     if device == "mps" and not torch.backends.mps.is_available():
-        raise GruppoError("--device mps: torch finds no Metal device. Set --device cpu.")
+        raise GruppoError("device mps: torch finds no Metal device", option="device", advice="cpu")
     # a policy to be sharded is moved later, a unit at a time: the whole may not fit on one device
     if policy.device != torch.device(device) and not sharding.is_requested():
         policy.to(torch.device(device))
     is_half = policy.compute_dtype == torch.bfloat16
     if dist.all_max(int(is_half)) and dist.all_max(int(not is_half)):
         raise GruppoError(
-            "the ranks measured different --compute to be faster. Set --compute float32 or bfloat16."
+            "the ranks measured different compute to be faster",
+            option="compute",
+            advice="float32 or bfloat16",
         )
     compute: Any = str(policy.compute_dtype).removeprefix("torch.")
     return replace(config, compute=compute)
@@ -467,13 +478,20 @@ def check_lag(config: Config, engine: Any) -> None:
     if not config.engine.lag or config.engine.replay:
         return
     if getattr(engine, "concurrency", 0) < 1:
-        raise GruppoError(f"""engine.lag={config.engine.lag} needs an engine that samples while the trainer learns, and
-            {type(engine).__name__} does not declare it (concurrency = 1 or more; see gruppo.protocols.Engine). Set
-            --engine.lag 0.""")
+        raise GruppoError(
+            f"""engine.lag={config.engine.lag} needs an engine that samples while the trainer learns,
+                    and {type(engine).__name__} does not declare it (concurrency = 1 or more; see
+                    gruppo.protocols.Engine)""",
+            option="engine.lag",
+            advice="0",
+        )
     if config.rollout.refill_rounds and dist.world_size() > 1:
-        raise GruppoError(f"""rollout.refill_rounds={config.rollout.refill_rounds} moves prompts between ranks, and with
-            engine.lag their samples are on the rank that was to use them. Set --rollout.refill-rounds 0, or
-            --engine.lag 0.""")
+        raise GruppoError(
+            f"""rollout.refill_rounds={config.rollout.refill_rounds} moves prompts between ranks, and
+                    with engine.lag their samples are on the rank that was to use them""",
+            option="rollout.refill_rounds",
+            advice="0, or $engine.lag 0",
+        )
 
 
 def open_reference(config: Config, policy: Policy, *, is_read: bool = False) -> Reference | None:
@@ -568,25 +586,38 @@ def open_rewards(
         columns |= {"images"} if modality.rewards_read_images else set()
         rewards.check(columns)
     if rewards.comparing and smallest_group(config) < 2:
-        raise GruppoError(f"""reward {rewards.comparing[0]!r} compares the completions of a group, and group_size=1 has
-            no other. Set --rollout.group-size 2 or more; a judge can grade single completions with mode="score".""")
+        raise GruppoError(
+            f"""reward {rewards.comparing[0]!r} compares the completions of a group, and group_size=1
+                    has no other""",
+            option="rollout.group_size",
+            advice='2 or more; a judge can grade single completions with mode="score"',
+        )
     if rewards.comparing and config.rollout.first_samples:
-        raise GruppoError(f"""reward {rewards.comparing[0]!r} ranks the completions of a group together, and
-            rollout.first_samples={config.rollout.first_samples} scores them in two parts. Set --rollout.first-samples
-            0.""")
+        raise GruppoError(
+            f"""reward {rewards.comparing[0]!r} ranks the completions of a group together, and
+                    rollout.first_samples={config.rollout.first_samples} scores them in two parts""",
+            option="rollout.first_samples",
+            advice="0",
+        )
     of_steps = [name for name in rewards.step_names if name not in rewards.turn_names]
     if environment is not None and of_steps:
         raise GruppoError(f"""reward {of_steps[0]!r} scores the steps of one answer, and with an environment a row has
             several. Leave it or the environment out, or score turns with gruppo.rewards.turn_reward.""")
     if environment is None and rewards.turn_names:
-        raise GruppoError(f"""reward {rewards.turn_names[0]!r} scores turns, and without an environment a row has one.
-            Set --environment or --environment.reply.""")
+        raise GruppoError(
+            f"""reward {rewards.turn_names[0]!r} scores turns, and without an environment a row has
+                    one""",
+            advice="Set $environment or $environment.reply",
+        )
     if environment is not None and environment.classes:
         rewards.set_view(environment.view)
     by = config.rollout.refill_by
     if by and by not in rewards.names:
-        raise GruppoError(f"""rollout.refill_by={by!r} is none of this run's rewards, {", ".join(rewards.names)}. Set
-            --rollout.refill-by to one of them, or leave it out for their sum.""")
+        raise GruppoError(
+            f"rollout.refill_by={by!r} is none of this run's rewards, {', '.join(rewards.names)}",
+            option="rollout.refill_by",
+            advice="to one of them, or leave it out for their sum",
+        )
     config.objective.check_rewards(
         of_steps=rewards.has_step_rewards, of_rows=rewards.has_outcome_rewards
     )

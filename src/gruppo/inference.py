@@ -120,8 +120,10 @@ def evaluate_run(
             ):  # by now compared with the trained policy
                 setattr(run, source, with_saved_reference(path, first, getattr(run, source)))
         if not (held := held_out(run, prompts)):
-            raise DataError(f"""the data of {path} have no held-out prompts to evaluate on. Give other data with --data
-                FILE, or train with --prompts.held-out-fraction above 0.""")
+            raise DataError(
+                f"the data of {path} have no held-out prompts to evaluate on",
+                advice="Give other data with $data FILE, or train with $prompts.held_out_fraction above 0",
+            )
         evaluated = evaluate(run, held)
         for line in run.rewards.describe_usage(run.rewards.usage()):
             log.info("%s", line)

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from gruppo.errors import GruppoError
+from gruppo.errors import GruppoError, as_flag
 
 
 class RunDuringImport(GruppoError):
@@ -292,7 +292,7 @@ def describe_error(error: BaseException) -> tuple[str, int]:
             place = f"{frame.f_code.co_filename}, line {line}, in {frame.f_code.co_name}"
     what, code = f"{type(error).__name__}: {error}", GruppoError.exit_code
     if isinstance(error, GruppoError):
-        message, code = str(error), error.exit_code
+        message, code = error.message(as_flag), error.exit_code
     elif type(error).__name__ == "OutOfMemoryError":  # of torch, which is not imported here
         first = str(error).partition(". GPU")[0].removeprefix("CUDA out of memory. ")
         message = f"""the GPU's memory ran out ({first}). Train a smaller --model, or an adapter with --lora.rank 16;

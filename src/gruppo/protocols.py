@@ -136,8 +136,11 @@ class Policy:
 
     def recompute(self) -> None:
         """Compute the activations of each layer again in the backward pass, instead of keeping them."""
-        raise GruppoError(f"""optim.recompute=layer: {type(self).__name__} does not define recompute. Set
-            --optim.recompute none, or lower --optim.token-budget.""")
+        raise GruppoError(
+            f"optim.recompute=layer: {type(self).__name__} does not define recompute",
+            option="optim.recompute",
+            advice="none, or lower $optim.token_budget",
+        )
 
     def at(self, module: nn.Module) -> Self:
         """Return this policy over other weights of the same architecture, such as those of a reference."""
@@ -438,7 +441,9 @@ class Modality:
     def open(self, config: Any, data: Any) -> tuple[Policy, dict[str, Any]]:
         """Open ``config.model``; return the policy and its origin for the manifest."""
         raise GruppoError(
-            f"model {config.model!r} is unknown. Set --model to a model, a folder or FILE.py:FUNCTION."
+            f"model {config.model!r} is unknown",
+            option="model",
+            advice="to a model, a folder or FILE.py:FUNCTION",
         )
 
     def load(
@@ -457,8 +462,10 @@ class Modality:
     def adapt(self, config: Any, policy: Policy, data: Any) -> Policy:
         """Return a policy given in memory as the options say, such as with a LoRA adapter."""
         if config.lora.rank or config.lora.adapter:
-            raise GruppoError(f"""LoRA is not supported by {type(policy).__name__} (its supports lacks 'lora'). Leave
-                --lora.* out.""")
+            raise GruppoError(
+                f"LoRA is not supported by {type(policy).__name__} (its supports lacks 'lora')",
+                advice="Leave $lora.* out",
+            )
         return policy
 
     def sampling(self, config: Any, policy: Policy | None = None) -> Sampling:

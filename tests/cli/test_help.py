@@ -12,8 +12,8 @@ from tests import processes
 
 from gruppo.cli.help import all_options, config_help
 from gruppo.cli.options import apply_options, parse_config
-from gruppo.config.options import flag
 from gruppo.config.schema import Config
+from gruppo.errors import as_flag
 from gruppo.recipes import RECIPES
 from gruppo.types import GruppoError
 
@@ -42,9 +42,9 @@ def test_the_help_of_a_recipe_fits_and_lists_only_options_of_its_modality(recipe
 def test_the_complete_help_lists_every_option_with_its_default_and_details(capsys: Any) -> None:
     out = run(capsys, "train", "arithmetic", "--help-all")
     hidden = {
-        flag(name) for name in all_options() if name.startswith(("diffusion.", "restoration."))
+        as_flag(name) for name in all_options() if name.startswith(("diffusion.", "restoration."))
     }
-    assert {flag(name) for name in all_options()} - hidden <= {
+    assert {as_flag(name) for name in all_options()} - hidden <= {
         word for word in out.split() if word.startswith("--")
     }
     out = " ".join(out.split())

@@ -11,7 +11,7 @@ import pytest
 from gruppo.api import change
 from gruppo.cli.options import parse_config
 from gruppo.config import serialization
-from gruppo.config.options import check_ranges, flag, options
+from gruppo.config.options import check_ranges, options
 from gruppo.config.schema import (
     Config,
     CriticConfig,
@@ -21,6 +21,7 @@ from gruppo.config.schema import (
     Stage,
 )
 from gruppo.core.objective import PRESETS, Objective
+from gruppo.errors import as_flag
 from gruppo.trainer import checks
 from gruppo.types import GruppoError
 
@@ -178,7 +179,7 @@ def test_a_number_outside_its_range_is_refused_with_its_option_and_a_value_to_se
             getattr(GIVEN, section) if section else GIVEN, **{leaf: value}
         )
         with pytest.raises(
-            GruppoError, match=rf"^{name}=.* is out of range.* needs to be .*Set {flag(name)}\b"
+            GruppoError, match=rf"^{name}=.* is out of range.* needs to be .*Set {as_flag(name)}\b"
         ):
             check_ranges(dataclasses.replace(GIVEN, **{section: changed}) if section else changed)
 

@@ -13,10 +13,10 @@ from tests import processes
 
 from gruppo.cli.help import all_options
 from gruppo.cli.options import parse_config
-from gruppo.config.options import flag
 from gruppo.config.peer_options import SYSTEMS, PeerOption, lookup, peer_options
 from gruppo.config.schema import Config, Stage
 from gruppo.core.objective import PRESETS
+from gruppo.errors import as_flag
 from gruppo.modalities.diffusion.config import DiffusionConfig
 from gruppo.types import GruppoError
 
@@ -26,7 +26,7 @@ PAGES = {system: DOCS / f"start/coming-from-{system}.md" for system in SYSTEMS} 
 }
 """The page with the table of each system."""
 PEERS = DOCS / "objectives/peers.md"
-OPTIONS = {*map(flag, all_options()), "--stages"}
+OPTIONS = {*map(as_flag, all_options()), "--stages"}
 
 
 # --- the page --------------------------------------------------------------------------------------------------------
@@ -49,8 +49,8 @@ def _table_of_part(part: str, options: list[PeerOption]) -> str:
 
 def _row(option: PeerOption) -> str:
     theirs = ", ".join(f"`{name}`" for name in option.theirs.split(", "))
-    near = f"none; nearest `{flag(option.near)}`" if option.near else "none"
-    ours = ", ".join(f"`{flag(name)}`" for name in option.ours.split()) or near
+    near = f"none; nearest `{as_flag(option.near)}`" if option.near else "none"
+    ours = ", ".join(f"`{as_flag(name)}`" for name in option.ours.split()) or near
     return f"| {theirs} | {ours} | {option.remark} |"
 
 
@@ -75,7 +75,7 @@ def test_the_page_has_the_tables_of_the_program(system: str) -> None:
 def test_each_name_leads_to_options_that_there_are(system: str) -> None:
     for named in peer_options(system):
         fields = [*named.ours.split(), *named.near.split()]
-        typed = {flag(field) for field in fields} | set(
+        typed = {as_flag(field) for field in fields} | set(
             re.findall(r"--[a-z][a-z.-]*[a-z]", named.remark)
         )
         groups = {name.rpartition(".")[0] for name in OPTIONS}

@@ -16,11 +16,11 @@ from tests.doctor.planted import STEPS, write
 from tests.doctor.test_rules import FAULTS, STOPS
 
 from gruppo.cli.help import all_options
-from gruppo.config.options import flag
 from gruppo.config.schema import Config
 from gruppo.doctor import report
 from gruppo.doctor.record import read
 from gruppo.doctor.report import RULES
+from gruppo.errors import as_flag
 from gruppo.loading import command_name
 
 COLLAPSE = FAULTS["a collapse of the entropy"].columns
@@ -62,7 +62,7 @@ def test_the_page_shows_what_is_printed_and_lists_every_rule(tmp_path, monkeypat
         re.findall(r"--[a-z][a-z-]*(?:\.[a-z-]+)*", page.replace("--stages.0", "--stage"))
     )
     known = {
-        *map(flag, all_options()),
+        *map(as_flag, all_options()),
         *(f"--{field.name}" for field in dataclasses.fields(Config)),
         "--json",
     }

@@ -18,11 +18,12 @@ from tests.doctor.planted import HEALTHY, STEPS, Fault, early, line, plant, thir
 from gruppo.api import change
 from gruppo.cli.help import all_options
 from gruppo.cli.options import apply_options
-from gruppo.config.options import flag, options
+from gruppo.config.options import options
 from gruppo.config.schema import Config, Stage
 from gruppo.doctor.record import Record
 from gruppo.doctor.report import diagnose
 from gruppo.doctor.rules import RULES
+from gruppo.errors import as_flag
 from gruppo.modalities import find_modality
 from gruppo.recipes import RECIPES
 from gruppo.trainer import checks
@@ -476,7 +477,7 @@ def test_the_shell_takes_the_options(runs):
             for one in finding.changes:
                 proposed |= settings_of(one)
     staged = Config(stages=(Stage(), Stage()))
-    assert proposed.keys() <= {*map(flag, options(staged)), *map(flag, all_options())}
+    assert proposed.keys() <= {*map(as_flag, options(staged)), *map(as_flag, all_options())}
     together = ("--rollout.", "--optim.", "--stage.", "--evaluation.", "--scoring.timeout")
     words = [w for o, v in proposed.items() if o.startswith(together) for w in (o, *v.split())]
     config = apply_options(RECIPES["arithmetic"](), words, "train")

@@ -70,14 +70,18 @@ def train(args: list[str]) -> None:
     replayed, args = pop_option(args, "--replay")
     if replayed is not None:
         if not (Path(replayed) / "config.json").is_file() or (args and not args[0].startswith("-")):
-            raise GruppoError(f"""--replay {replayed}: it needs the folder of a run, which has the recipe too. Give
-                gruppo train --replay RUN --options.""")
+            raise GruppoError(
+                f"--replay {replayed}: it needs the folder of a run, which has the recipe too",
+                advice="Give gruppo train --replay RUN --options",
+            )
         options = [arg.partition("=")[0] for arg in args]
         if dropped := [
             name for name in options if name.startswith("--engine") and name != "--engine.lag"
         ]:
-            raise GruppoError(f"""--replay {replayed} trains without an engine, so {dropped[0]} has no effect. Leave it
-                out.""")
+            raise GruppoError(
+                f"--replay {replayed} trains without an engine, so {dropped[0]} has no effect",
+                advice="Leave it out",
+            )
         args = [replayed, *args]
     config = parse_config("train", args, trust_run=trust_run)
     if replayed is not None:  # without the run's engine

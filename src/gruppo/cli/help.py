@@ -10,11 +10,12 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from gruppo.config.options import Option, as_text, flag, is_list, options
+from gruppo.config.options import Option, as_text, is_list, options
 from gruppo.config.schema import Config, LaunchConfig
 from gruppo.config.sections import sections
 from gruppo.config.stages import KINDS
 from gruppo.core.objective import PRESETS
+from gruppo.errors import as_flag
 
 WIDTH, COLUMN = 100, 38
 
@@ -129,7 +130,7 @@ def command_help(name: str, command: Callable[..., Any]) -> str:
 
 
 def _option_lines(option: Option, *, is_complete: bool) -> list[str]:
-    left = f"  {flag(option.name)} {_metavar(option.hint)}"
+    left = f"  {as_flag(option.name)} {_metavar(option.hint)}"
     summary, _, details = option.help.partition("\n\n")
     # "default: ..." in the text says more than an empty value.
     is_explained = option.value in (None, "", ()) and "efault: " in summary
@@ -196,7 +197,7 @@ def completion(
             for kind in (option.hint, *typing.get_args(option.hint))
             if typing.get_origin(kind) is Literal
         ]
-        choices[flag(option.name)] = " ".join(
+        choices[as_flag(option.name)] = " ".join(
             str(value) for kind in literals for value in typing.get_args(kind)
         )
     # fish has conditions and descriptions of its own; zsh runs the script of bash.
@@ -208,12 +209,12 @@ def completion(
             for option in table.values():
                 text, values = (
                     option.help.partition("\n\n")[0].replace("'", ""),
-                    choices[flag(option.name)],
+                    choices[as_flag(option.name)],
                 )
                 takes = f"-x -a '{values}'" if values else "-r"
-                lines.append(f"{where} -l {flag(option.name)[2:]} {takes} -d '{text}'")
+                lines.append(f"{where} -l {as_flag(option.name)[2:]} {takes} -d '{text}'")
         return "\n".join(lines)
-    words = {name: [*map(flag, table), *recipes.get(name, ())] for name, table in tables.items()}
+    words = {name: [*map(as_flag, table), *recipes.get(name, ())] for name, table in tables.items()}
     of_command = "\n".join(
         f'    {name}) words="{" ".join(known)}" ;;' for name, known in words.items()
     )

@@ -17,13 +17,13 @@ from gruppo.config.options import (
     check_ranges,
     convert,
     describe_type,
-    flag,
     is_list,
     options,
 )
 from gruppo.config.schema import Config, Stage
 from gruppo.config.sections import section_name, sections
 from gruppo.config.stages import planned
+from gruppo.errors import as_flag
 from gruppo.modalities import find_modality
 from gruppo.recipes import RECIPES
 from gruppo.recipes.open import check_code, config_file, recipe_config
@@ -124,8 +124,8 @@ def parse_own(args: Sequence[str], own: T, command: str) -> tuple[T, list[str]]:
     """``own``, a dataclass of options beside those of a config, with those among ``args``; and the other arguments."""
     changes, rest = dict[str, Any](), [*args]
     for name, option in options(own).items():
-        at = next((n for n, arg in enumerate(rest) if arg.partition("=")[0] == flag(name)), 0)
-        text, rest = pop_option(rest, flag(name))
+        at = next((n for n, arg in enumerate(rest) if arg.partition("=")[0] == as_flag(name)), 0)
+        text, rest = pop_option(rest, as_flag(name))
         if (
             option.hint is bool and text is not None and text.lower() not in ("true", "false")
         ):  # a switch
@@ -181,8 +181,8 @@ def _split(
             option = table.get(re.sub(r"^stages\.\d+\.", "stage.", name))
             if name in values:
                 is_many = option is not None and is_list(option.hint)
-                advice = f"write {flag(name)} A B" if is_many else "leave one of them out"
-                raise GruppoError(f"{flag(name)} is given twice; {advice}.")
+                advice = f"write {as_flag(name)} A B" if is_many else "leave one of them out"
+                raise GruppoError(f"{as_flag(name)} is given twice; {advice}.")
             values[name] = [text] if equals else []
             continue
         takes_word = name and (option is None or is_list(option.hint) or not values[name])
@@ -224,7 +224,7 @@ def _parse(option: Option, words: list[str], command: str) -> Any:
     if value is not None:
         with suppress(ValueError):
             return convert(option.hint, value, is_text=True)
-    raise GruppoError(f"""{flag(option.name)} {" ".join(words) or "has no value"}: it needs
+    raise GruppoError(f"""{as_flag(option.name)} {" ".join(words) or "has no value"}: it needs
         {describe_type(option.hint)}. gruppo {command} --help says more.""")
 
 
@@ -239,8 +239,10 @@ def _unknown(
     if match and stages is not None and match[1] not in map(str, range(len(stages))):
         field = match[2].replace("_", "-")
         if not stages:
-            return GruppoError(f"""unknown option {flag(name)}: this run has one stage, --stage.{field}. Name several
-                with --stages, as in --stages supervised:50,full.""")
+            return GruppoError(
+                f"unknown option ${name}: this run has one stage, stage.{field}",
+                advice="Name several with $stages, as in $stages supervised:50,full",
+            )
         names = [f"{number} {stage.name}".strip() for number, stage in enumerate(stages)]
         existing = (
             f"are the stages {' and '.join(names)}"
@@ -251,7 +253,7 @@ def _unknown(
             (n for n, stage in enumerate(stages) if stage.name == match[1]), len(stages) - 1
         )
         return GruppoError(
-            f"unknown option {flag(name)}: there {existing}: --stages.{index}.{field}."
+            f"unknown option {as_flag(name)}: there {existing}: --stages.{index}.{field}."
         )
-    hint = peer_options.suggestion(name, table, flag)
-    return GruppoError(f"unknown option {flag(name)}. {hint}gruppo {command} --help lists them.")
+    hint = peer_options.suggestion(name, table, as_flag)
+    return GruppoError(f"unknown option {as_flag(name)}. {hint}gruppo {command} --help lists them.")

@@ -126,17 +126,14 @@ def check_ranges(section: Any) -> None:
             if not interval.contains(number):
                 reached = f" reaches {number:g}, which" if isinstance(value, str) else ""
                 why = f" ({interval.why})" if interval.why else ""
-                advice = "" if option.default is None else f" {as_text(option.default)}"
-                raise GruppoError(f"""{name}={value}{reached} is out of range{why}; it needs to be {interval}. Set
-                    {flag(name)}{advice}.""")
+                raise GruppoError(
+                    f"{name}={value}{reached} is out of range{why}; it needs to be {interval}",
+                    option=name,
+                    advice="" if option.default is None else as_text(option.default),
+                )
 
 
 # --- names and text ---------------------------------------------------------------------------------------------------
-
-
-def flag(name: str) -> str:
-    """A dotted option as typed in the shell: ``--rollout.group-size``."""
-    return "--" + name.replace("_", "-")
 
 
 def as_text(value: Any) -> str:

@@ -13,11 +13,12 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from gruppo.config.options import as_text, flag, nearest
+from gruppo.config.options import as_text, nearest
 from gruppo.config.schema import Config, Stage
 from gruppo.config.sections import sections
 from gruppo.config.stages import highest
 from gruppo.core.schedules import parse_schedule
+from gruppo.errors import as_flag
 from gruppo.types import GruppoError
 
 SYSTEMS = ("trl", "verl", "ddpo", "sources")
@@ -141,7 +142,7 @@ def suggestion(name: str, known: Collection[str], spell: Callable[[str], str]) -
     return f"{sentence} " if sentence else f"Did you mean {spell(near)}? " if near else ""
 
 
-def hint(name: str, spell: Callable[[str], str] = flag) -> str:
+def hint(name: str, spell: Callable[[str], str] = as_flag) -> str:
     """What another system's option is called here, as a sentence for an error; empty if no system has it."""
     for system in SYSTEMS:
         for option in lookup(system, name):
@@ -161,7 +162,7 @@ def explain_names(config: Config, request: str) -> list[str]:
             f"--names {system}:{name}: {system} has no option of this name that is known here."
         )
         if near := difflib.get_close_matches(normalized(name), keys, 1):
-            ours = " ".join(map(flag, keys[near[0]].ours.split())) or "nothing"
+            ours = " ".join(map(as_flag, keys[near[0]].ours.split())) or "nothing"
             message += f" The nearest is {near[0]}, here {ours}."
         if others := [other for other in SYSTEMS if other != system and lookup(other, name)]:
             message += f" {others[0]} has it: --names {others[0]}:{normalized(name)}."
@@ -228,4 +229,4 @@ def _typed(config: Config, name: str) -> str:
         value = ",".join(
             f"{stage.name}:{stage.steps}" if stage.steps else stage.name for stage in value
         )
-    return f"{flag(name)} {as_text(value)}".rstrip()
+    return f"{as_flag(name)} {as_text(value)}".rstrip()

@@ -29,12 +29,7 @@ SUFFIXES = (".toml", ".yaml", ".yml", ".json")
 
 
 class EntryError(GruppoError):
-    """An entry that is unknown or has a value of the wrong type."""
-
-    def __init__(self, entry: str, message: str) -> None:
-        super().__init__(message)
-        self.entry = entry
-        """Dotted."""
+    """An entry, named by ``option``, that is unknown or has a value of the wrong type."""
 
 
 class UnknownEntry(EntryError):
@@ -88,14 +83,16 @@ def change(config: Config, changes: Mapping[str, Any]) -> Config:
                 if part not in map(str, range(len(section))):
                     has = f"it has {len(section)}, counted from 0" if section else "it has none"
                     raise GruppoError(
-                        f"{name}: the list has no entry {part}; {has}. Set the whole list."
+                        f"{name}: the list has no entry {part}; {has}. Set the whole list.",
+                        option=name,
                     )
                 section = section[int(part)]
             else:
                 section = section.setdefault(part, {}) if isinstance(section, dict) else None
         if not isinstance(section, dict):
             raise GruppoError(
-                f"{name}: {path[-1]} is a value, not a section of the config. Set {path[-1]} itself."
+                f"{name}: {path[-1]} is a value, not a section of the config. Set {path[-1]} itself.",
+                option=name,
             )
         if name == "objective":
             value = _plain(preset(value)) if isinstance(value, str) else value
@@ -152,7 +149,7 @@ def build(kind: Any, data: Mapping[str, Any], prefix: str = "") -> Any:
         entry = f"{prefix}{name}"
         if name not in hints:
             hint = did_you_mean(name, hints, f" Known: {', '.join(sorted(hints))}.", prefix=prefix)
-            raise UnknownEntry(entry, f"the config has an unknown entry {entry}.{hint}")
+            raise UnknownEntry(f"the config has an unknown entry {entry}.{hint}", option=entry)
         hint, inner = hints[name], nested_type(hints[name])
         is_list = isinstance(value, list | tuple) and all(
             isinstance(item, Mapping) for item in value
@@ -179,13 +176,13 @@ def build(kind: Any, data: Mapping[str, Any], prefix: str = "") -> Any:
                 if name == "modality":
                     needed = f"null: a modality's options have a section of their own, {' or '.join(sections())}"
                 raise EntryError(
-                    entry, f"config entry {entry} is {value!r:.80}; it needs {needed}."
+                    f"{entry} is {value!r:.80}; it needs {needed}.", option=entry
                 ) from None
     modalities = [name for name in values if kind is Config and name in sections()]
     if len(modalities) > 1:
         two = " and ".join(modalities[:2])
         raise EntryError(
-            modalities[1], f"the config has sections of two modalities, {two}. Keep one."
+            f"the config has sections of two modalities, {two}. Keep one.", option=modalities[1]
         )
     for name in modalities:
         values["modality"] = values.pop(name)
@@ -227,8 +224,9 @@ def read(path: Path, make: Callable[[Mapping[str, Any]], T], needed: str) -> T:
     try:
         return make(data)
     except EntryError as error:
-        line = _line_of(text, error.entry)
-        raise GruppoError(f"{path}{f', line {line}' if line else ''}: {error}") from None
+        line = _line_of(text, error.option)
+        error.problem = f"{path}{f', line {line}' if line else ''}: {error.problem}"
+        raise error from None
 
 
 def _parse(text: str, suffix: str) -> Any:

@@ -44,8 +44,12 @@ def recompute_layers(*modules: nn.Module) -> bool:
     """
     for module in modules:
         if not (layers := layers_of(module)):
-            raise GruppoError(f"""optim.recompute=layer: {type(module).__name__} has no layers that could be computed
-                again, neither a list nor parts of several modules. Set --optim.recompute none.""")
+            raise GruppoError(
+                f"""optim.recompute=layer: {type(module).__name__} has no layers that could be computed
+                    again, neither a list nor parts of several modules""",
+                option="optim.recompute",
+                advice="none",
+            )
         for layer in layers:
             if not isinstance(layer, Recomputed):
                 kind: Any = type(layer)

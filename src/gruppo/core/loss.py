@@ -99,8 +99,10 @@ def policy_loss(
     # Correct for a sampler whose arithmetic differs from the trainer's.
     if o.correction != "none":
         if batch.sampler_logprobs is None:
-            raise GruppoError(f"""correction={o.correction!r} compares with the sampler's log-probs, and there are none.
-                Use an engine that reports them, or set --objective.correction none.""")
+            raise GruppoError(
+                f"correction={o.correction!r} compares with the sampler's log-probs, and there are none",
+                advice="Use an engine that reports them, or set $objective.correction none",
+            )
         kind: Any = {"mode": o.correction, "level": o.correction_level}
         kind |= {"low": o.correction_low, "high": o.correction_high}
         weight = correction_weights(old_logprobs, batch.sampler_logprobs, loss_mask, **kind)
@@ -130,7 +132,9 @@ def policy_loss(
                 kl = masked_gaussian_kl(likelihood.gaussian, batch.ref.gaussian, loss_mask)
         elif is_exact:
             raise GruppoError(
-                "kl='exact' needs the policy's and the reference's Gaussian. Set --objective.kl k3."
+                "kl='exact' needs the policy's and the reference's Gaussian",
+                option="objective.kl",
+                advice="k3",
             )
         else:  # the plain estimate: a ratio belongs to the loss, not to the metric
             kl = kl_penalty(

@@ -108,71 +108,68 @@ class Objective:
         """Refuse values that no field takes, and choices that rule each other out, with the nearest valid choice."""
         hints = get_type_hints(type(self))
         for field in fields(self):
-            name, value, option = (
-                field.name,
-                getattr(self, field.name),
-                field.name.replace("_", "-"),
-            )
+            name, value = field.name, getattr(self, field.name)
+            option = f"objective.{name}"
             choices = get_args(hints[name])
             if choices and value not in choices:
-                options = ", ".join(map(repr, choices))
-                raise _invalid(
-                    f"objective.{name}={value!r} is not one of {options}",
-                    f"{option} {field.default}",
-                )
+                problem = f"{option}={value!r} is not one of {', '.join(map(repr, choices))}"
+                raise GruppoError(problem, option=option, advice=str(field.default))
             low, high = RANGES.get(name, (0, math.inf))
             if hints[name] in (int, float) and (not low <= value <= high or math.isinf(value)):
                 most = f"at most {high:g}" if high < math.inf else "finite"
-                problem = f"objective.{name}={value} is out of range; it needs to be at least {low:g} and {most}"
-                raise _invalid(problem, f"{option} {field.default:g}")
+                problem = (
+                    f"{option}={value} is out of range; it needs to be at least {low:g} and {most}"
+                )
+                raise GruppoError(problem, option=option, advice=f"{field.default:g}")
 
         clips_nats, low, high = self.clip_unit == "nats", self.correction_low, self.correction_high
         highest = math.exp(self.clip_high) if clips_nats else 1 + self.clip_high
         # In nats any clip_low is valid: exp(-clip_low) stays above 0.
         if not clips_nats and self.clip_low > 1:
             problem = f"objective.clip_low={self.clip_low}: clipping below 1 - clip_low needs clip_low <= 1"
-            raise _invalid(problem, "clip-low 0.2")
+            raise _invalid(problem, "clip_low", "0.2")
         if clips_nats and self.clip_high > MAX_LOG_RATIO:
             problem = f"objective.clip_high={self.clip_high:g} nats never clips: ratios end at e^{MAX_LOG_RATIO:g}"
-            raise _invalid(problem, "clip-high 1")
+            raise _invalid(problem, "clip_high", "1")
         if self.dual_clip and self.surrogate != "clip":
             problem = (
                 f"dual_clip={self.dual_clip:g} belongs to surrogate='clip', not {self.surrogate!r}"
             )
-            raise _invalid(problem, "dual-clip 0")
+            raise _invalid(problem, "dual_clip", "0")
         if self.dual_clip and self.dual_clip <= highest:
             problem = (
                 f"dual_clip={self.dual_clip:g} crosses the clip range, which ends at {highest:g}"
             )
-            raise _invalid(f"{problem}; it needs to be larger", "dual-clip 3")
+            raise _invalid(f"{problem}; it needs to be larger", "dual_clip", "3")
         if self.correction != "none" and not (low <= 1 <= high and low < high):
             problem = f"correction_low={low:g}, correction_high={high:g}: 1, the weight if sampler and trainer agree,"
             raise _invalid(
                 f"{problem} needs to lie between them",
-                "correction-low 0 --objective.correction-high 3",
+                "correction_low",
+                "0 $objective.correction_high 3",
             )
         if self.has_critic and self.credit != "return_to_go":
             problem = (
                 f"baseline='critic' gives each action its own advantage, not credit={self.credit!r}"
             )
-            raise _invalid(problem, "credit return_to_go")
+            raise _invalid(problem, "credit", "return_to_go")
         if self.has_critic and self.scale != "none":
             problem = f"baseline='critic' compares returns with values, which scale={self.scale!r} does not fit"
-            raise _invalid(problem, "scale none --objective.whiten True")
+            raise _invalid(problem, "scale", "none $objective.whiten True")
         if self.has_critic and self.combine != "sum_then_normalize":
             problem = (
                 "combine='normalize_then_sum' normalizes rewards before a critic can learn them"
             )
-            raise _invalid(problem, "combine sum_then_normalize")
+            raise _invalid(problem, "combine", "sum_then_normalize")
         if self.gamma != 1 and self.credit != "return_to_go":
             problem = f"gamma={self.gamma:g} discounts nothing under credit={self.credit!r}"
-            raise _invalid(problem, "credit return_to_go, or --objective.gamma 1")
+            raise _invalid(problem, "credit", "return_to_go, or $objective.gamma 1")
         compares_rows = (
             "prompt" in (self.baseline, self.scale) or self.combine == "normalize_then_sum"
         )
         if self.credit == "position" and compares_rows:
             problem = "credit='position' has no combine='normalize_then_sum' and no scale='prompt'"
-            raise _invalid(problem, "credit outcome")
+            raise _invalid(problem, "credit", "outcome")
         if self.ratio == "sequence" and self.surrogate in ("reinforce", "vespo"):
             uses = (
                 "uses no ratio"
@@ -181,7 +178,8 @@ class Objective:
             )
             raise _invalid(
                 f"ratio='sequence' has no effect: surrogate={self.surrogate!r} {uses}",
-                "ratio token",
+                "ratio",
+                "token",
             )
         if (
             self.kl_in == "reward"
@@ -189,10 +187,10 @@ class Objective:
             and self.credit == "outcome"
         ):
             problem = "kl_in='reward' with combine='normalize_then_sum' would normalize away the KL and kl_coef"
-            raise _invalid(problem, "credit return_to_go or --objective.kl-in loss")
+            raise _invalid(problem, "credit", "return_to_go or $objective.kl_in loss")
         if self.kl_in == "reward" and self.kl != "k1":
             problem = f"kl_in='reward' needs kl='k1': the gradient of kl={self.kl!r} in the reward is 37 to 125% off"
-            raise _invalid(problem, "kl k1")
+            raise _invalid(problem, "kl", "k1")
 
     def check(
         self,
@@ -211,30 +209,40 @@ class Objective:
         """
         if group_size < 2 and self.needs_groups:
             why = "baseline" if self.baseline in GROUP_BASELINES else "spread to scale by"
-            raise GruppoError(f"""group_size={group_size} gives no {why} for baseline={self.baseline!r},
-                scale={self.scale!r}; it needs at least 2. Set --rollout.group-size 2 or --objective reinforce.""")
+            raise GruppoError(
+                f"""group_size={group_size} gives no {why} for baseline={self.baseline!r},
+                    scale={self.scale!r}; it needs at least 2""",
+                option="rollout.group_size",
+                advice="2 or $objective reinforce",
+            )
         if self.surrogate == "reinforce" and updates_per_row > 1:
-            raise GruppoError(f"""surrogate='reinforce' has no correction for data of older weights, but a batch is used
-                for {updates_per_row} updates. Set --optim.epochs 1 --optim.minibatches 1 or --objective.surrogate
-                clip.""")
+            raise GruppoError(
+                f"""surrogate='reinforce' has no correction for data of older weights, but a batch
+                    is used for {updates_per_row} updates""",
+                option="optim.epochs",
+                advice="1 $optim.minibatches 1 or $objective.surrogate clip",
+            )
         if kl_coef > 0 and self.kl_in == "loss" and self.kl == "k1" and self.kl_gradient == "naive":
             problem = "kl='k1' with kl_gradient='naive' has a gradient of zero in expectation"
-            remedy = "kl-gradient unbiased, or --objective.kl k2 or k3"
-            raise _invalid(f"{problem}, so kl_coef={kl_coef:g} has no effect", remedy)
+            raise _invalid(
+                f"{problem}, so kl_coef={kl_coef:g} has no effect",
+                "kl_gradient",
+                "unbiased, or $objective.kl k2 or k3",
+            )
         if kl_coef > 0 and self.kl == "exact" and is_gaussian is False:
             problem = "kl='exact' is the closed form of Gaussian policies; this policy's actions are discrete"
-            raise _invalid(f"{problem}, and no logits are kept", "kl k3")
+            raise _invalid(f"{problem}, and no logits are kept", "kl", "k3")
         if kl_coef > 0 and self.kl == "k3" and is_gaussian:
             problem = "kl='k3' of a Gaussian policy takes the exponential of a log-ratio summed over the dimensions of"
             raise _invalid(
-                f"{problem} an action, which overflows. Its KL has a closed form", "kl exact"
+                f"{problem} an action, which overflows. Its KL has a closed form", "kl", "exact"
             )
         self.check_rewards(of_steps=has_positions, of_rows=not has_positions)
         if max_length is not None and self.overlong >= max_length:
             problem = (
                 f"overlong={self.overlong} penalizes every length up to the longest, {max_length}"
             )
-            raise _invalid(f"{problem}; it needs to be smaller", f"overlong {max_length // 5}")
+            raise _invalid(f"{problem}; it needs to be smaller", "overlong", f"{max_length // 5}")
 
     def check_rewards(self, *, of_steps: bool, of_rows: bool) -> None:
         """Refuse a credit that the rewards cannot give. Rewards score single steps, whole rows, or both."""
@@ -242,19 +250,20 @@ class Objective:
             problem = (
                 "credit='position' needs a reward for each action; these rewards score whole rows"
             )
-            raise _invalid(problem, "credit outcome, or --reward process_reward:PATH")
+            raise _invalid(problem, "credit", "outcome, or $reward process_reward:PATH")
         if not of_steps or self.credit == "outcome" or self.has_critic:
             return
         if "prompt" in (self.baseline, self.scale):
             problem = "baseline='prompt' and scale='prompt' keep the scores of rows, but steps are compared with steps"
             raise _invalid(
-                problem, "baseline mean --objective.scale group, or --objective.credit outcome"
+                problem, "baseline", "mean $objective.scale group, or $objective.credit outcome"
             )
         if of_rows and self.scale != "none" and self.combine == "sum_then_normalize":
-            remedy = "combine normalize_then_sum" if self.credit == "return_to_go" else "scale none"
+            choice = "combine" if self.credit == "return_to_go" else "scale"
+            value = "normalize_then_sum" if choice == "combine" else "none"
             problem = "rewards of rows and steps are normalized separately, and their weights in the sum divided out by"
             raise _invalid(
-                f"{problem} scale={self.scale!r}", f"{remedy}, or --objective.credit outcome"
+                f"{problem} scale={self.scale!r}", choice, f"{value}, or $objective.credit outcome"
             )
 
     @property
@@ -272,8 +281,8 @@ class Objective:
         return self.ratio == "sequence" or self.surrogate == "vespo" or corrects_sequences
 
 
-def _invalid(problem: str, remedy: str) -> GruppoError:
-    return GruppoError(f"{problem}. Set --objective.{remedy}.")
+def _invalid(problem: str, field: str, advice: str) -> GruppoError:
+    return GruppoError(problem, option=f"objective.{field}", advice=advice)
 
 
 # --- presets ---------------------------------------------------------------------------------------------------------

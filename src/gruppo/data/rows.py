@@ -61,9 +61,10 @@ def row_source(
                 ),
                 "",
             )
-            raise DataError(f"""{name} has no column {column!r}; its columns are
-                {", ".join(map(repr, columns))}{nearest(column, columns) or usual}. Name the right one with
-                --prompts.column or --prompts.target-column.""")
+            raise DataError(
+                f"{name} has no column {column!r}; its columns are {', '.join(map(repr, columns))}{nearest(column, columns) or usual}",
+                advice="Name the right one with $prompts.column or $prompts.target_column",
+            )
     target_column = target_column or next((c for c in TARGET_COLUMNS if c in columns), None)
     inputs = [
         checked_inputs(row.get(prompt_column), f"row {n} of {name}")

@@ -197,8 +197,10 @@ class Curriculum(SourceWrapper):
         """Prompts that were too hard, since the run was started or resumed."""
         if self.columns is not None and column not in self.columns:
             columns = f"its columns are {', '.join(map(repr, self.columns))}{nearest(column, self.columns)}"
-            raise DataError(f"""{self.name} has no column {column!r}; {columns}. Name one with a number, higher is
-                harder, with --prompts.difficulty-column.""")
+            raise DataError(
+                f"{self.name} has no column {column!r}; {columns}",
+                advice="Name one with a number, higher is harder, with $prompts.difficulty_column",
+            )
         before = source.state_dict()
         self._sorted = sorted(map(self.difficulty, source.take(self.epoch_size or PROBED)))
         source.load_state_dict(before)
@@ -220,8 +222,11 @@ class Curriculum(SourceWrapper):
             or not isinstance(value, int | float)
             or not math.isfinite(value)
         ):
-            raise DataError(f"""prompt {prompt.id!r} of {self.name} has {self.column}={value!r:.60}, which is not a
-                number; every prompt needs a difficulty. Fix the data, or set another --prompts.difficulty-column.""")
+            raise DataError(
+                f"""prompt {prompt.id!r} of {self.name} has {self.column}={value!r:.60}, which is not a
+                    number; every prompt needs a difficulty""",
+                advice="Fix the data, or set another $prompts.difficulty_column",
+            )
         return float(value)
 
     def take(self, n: int) -> list[Prompt]:
@@ -283,7 +288,9 @@ def split_by_hash(keys: Sequence[str], fraction: float, name: str) -> tuple[list
     """
     if not 0 <= fraction < 1:
         raise GruppoError(
-            f"held_out_fraction={fraction} is outside [0, 1). Set --prompts.held-out-fraction 0.1."
+            f"held_out_fraction={fraction} is outside [0, 1)",
+            option="prompts.held_out_fraction",
+            advice="0.1",
         )
     hashes = [hash_unit(key) for key in keys]
     distinct = sorted(set(hashes))
@@ -293,8 +300,11 @@ def split_by_hash(keys: Sequence[str], fraction: float, name: str) -> tuple[list
         distinct[1] if is_short else fraction
     )  # where short, the smallest hash alone is below it
     if not (train := [index for index, x in enumerate(hashes) if x >= limit]):
-        raise DataError(f"""all {len(hashes)} prompts of {name} are held out for evaluation, which leaves none to train
-            on; lower --prompts.held-out-fraction, or add prompts.""")
+        raise DataError(
+            f"""all {len(hashes)} prompts of {name} are held out for evaluation, which leaves none to
+                    train on""",
+            advice="Lower $prompts.held_out_fraction, or add prompts",
+        )
     held_out = [index for index, x in enumerate(hashes) if x < limit]
     # ordered by hash, so that the first n are a random sample of the data in any order of the rows
     return train, sorted(held_out, key=lambda index: (hashes[index], index))

@@ -132,8 +132,11 @@ def init(
         raise RankLost(f"""the {ranks} ranks did not meet within {timeout_s:g} s ({reason}). Check that all of them were
             started and reach MASTER_ADDR, or set --distributed.timeout-s higher.""") from error
     if use_nccl and not torch.cuda.is_available():
-        raise GruppoError("""distributed.backend=nccl needs CUDA, and torch finds no CUDA device. Set
-            --distributed.backend gloo, or install a CUDA build of torch.""")
+        raise GruppoError(
+            "distributed.backend=nccl needs CUDA, and torch finds no CUDA device",
+            option="distributed.backend",
+            advice="gloo, or install a CUDA build of torch",
+        )
 
 
 def shutdown() -> None:
@@ -240,7 +243,7 @@ def _end_stuck() -> None:
     assert error is not None
     record_error(error)
     if not _heartbeat.is_reported():
-        os.write(2, f"gruppo: {error}\n".encode())
+        os.write(2, f"gruppo: {describe_error(error)[0]}\n".encode())
     os._exit(error.exit_code)
 
 

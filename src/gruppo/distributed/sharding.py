@@ -144,9 +144,12 @@ def _mesh_of(mode: Shard, device: torch.device) -> Any:
 
     ranks, local = world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if mode == "hybrid" and not is_hybrid_possible():
-        raise GruppoError(f"""distributed.shard=hybrid shards within each machine and replicates over machines; {ranks}
-            ranks at {local} per machine leave nothing to {"shard" if local == 1 else "replicate"}. Set
-            --distributed.shard fsdp, or start the same number of ranks (2 or more) on each of several machines.""")
+        raise GruppoError(
+            f"""distributed.shard=hybrid shards within each machine and replicates over machines;
+                    {ranks} ranks at {local} per machine leave nothing to {"shard" if local == 1 else "replicate"}""",
+            option="distributed.shard",
+            advice="fsdp, or start the same number of ranks (2 or more) on each of several machines",
+        )
     shape = {"replicate": ranks // local, "shard": local} if mode == "hybrid" else {"shard": ranks}
     _mesh = init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     for record in (Gaussian, Likelihood):  # FSDP looks for tensors in what a forward returns
@@ -177,8 +180,11 @@ def _places(module: nn.Module) -> Counter[int]:
 
 
 def _cannot_shard(module: nn.Module, reason: str) -> GruppoError:
-    return GruppoError(f"""{type(module).__name__} cannot be sharded: {reason:.300}. Set --distributed.shard none, which
-        keeps all weights on each rank.""")
+    return GruppoError(
+        f"{type(module).__name__} cannot be sharded: {reason:.300}",
+        option="distributed.shard",
+        advice="none, which keeps all weights on each rank",
+    )
 
 
 # --- computing with it ------------------------------------------------------------------------------------------------

@@ -159,7 +159,8 @@ def check(launch: Launch) -> None:
     if chosen.servers:
         if any(word.split("=")[0] == "--engine.urls" for word in launch.words):
             raise GruppoError(
-                "--engine.urls: gruppo launch starts the servers. Leave it out, or set --servers 0."
+                "engine.urls: gruppo launch starts the servers",
+                advice="Leave it out, or set --servers 0",
             )
         if config.engine.kind not in (
             ("vllm",) if (launch.folder / "config.json").is_file() else ("", "vllm")
@@ -178,11 +179,17 @@ def check(launch: Launch) -> None:
     validate(config, Parts())
     prompts, groups = config.rollout.prompts, config.rollout.prompts * (config.engine.lag + 1)
     if chosen.servers > groups:
-        raise GruppoError(f"""--servers {chosen.servers}: at most {counted(groups, "group")} are sampled at a time, each
-            on one server. Set --servers {groups} or fewer, or raise --rollout.prompts.""")
+        raise GruppoError(
+            f"""--servers {chosen.servers}: at most {counted(groups, "group")} are sampled at a time,
+                    each on one server""",
+            advice=f"Set --servers {groups} or fewer, or raise $rollout.prompts",
+        )
     if chosen.trainers > prompts:
-        raise GruppoError(f"""--trainers {chosen.trainers}: a step has {counted(prompts, "prompt")}, and each rank needs
-            one. Set --trainers {prompts} or fewer, or raise --rollout.prompts.""")
+        raise GruppoError(
+            f"""--trainers {chosen.trainers}: a step has {counted(prompts, "prompt")}, and each rank
+                    needs one""",
+            advice=f"Set --trainers {prompts} or fewer, or raise $rollout.prompts",
+        )
     try:
         shlex.split(chosen.server_command)
     except ValueError as error:

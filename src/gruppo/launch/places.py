@@ -65,9 +65,11 @@ class Local:
             return
         first = 0 if launch.config.engine.colocated else chosen.trainers
         if (needed := max(first + chosen.servers * each, chosen.trainers)) > count:
-            raise GruppoError(f"""{counted(chosen.trainers, "trainer")} and {counted(chosen.servers, "server")} of
-                {counted(each, "GPU")} need {needed} GPUs, and {count} are here. Lower --trainers or --servers, or share
-                GPUs with --engine.colocated True.""")
+            raise GruppoError(
+                f"""{counted(chosen.trainers, "trainer")} and {counted(chosen.servers, "server")} of
+                    {counted(each, "GPU")} need {needed} GPUs, and {count} are here""",
+                advice="Lower --trainers or --servers, or share GPUs with $engine.colocated True",
+            )
         names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         names = names or [str(number) for number in range(count)]
         self.trainer_env = {"CUDA_VISIBLE_DEVICES": ",".join(names[: chosen.trainers])}

@@ -89,7 +89,7 @@ class CodeTests:
                 ", ".join(sorted(columns)) or "no columns",
             )
             problem = f"reward code_tests reads the column {required}, which the data do not have; they have: {has}"
-            raise DataError(f"{problem}. Name it with --reward code_tests:column=NAME.")
+            raise DataError(problem, advice="Name it with $reward code_tests:column=NAME")
 
     def __call__(
         self,

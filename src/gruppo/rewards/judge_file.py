@@ -115,7 +115,8 @@ def _checked(data: Mapping[str, Any]) -> JudgeConfig:
     for name, option in options(config).items():
         if option.range and option.value is not None and not option.range.contains(option.value):
             raise EntryError(
-                name, f"{name}={option.value} is out of range; it needs to be {option.range}."
+                f"{name}={option.value} is out of range; it needs to be {option.range}.",
+                option=name,
             )
     names, url = [item.name for item in config.rubric], urlsplit(config.endpoint)
     has_more = bool(
@@ -165,5 +166,6 @@ def _checked(data: Mapping[str, Any]) -> JudgeConfig:
     if config.reference in PROVIDED:
         mistakes["reference"] = f"reference={config.reference!r} is no column of data; name one."
     if mistakes:
-        raise EntryError(*next(iter(mistakes.items())))
+        entry, problem = next(iter(mistakes.items()))
+        raise EntryError(problem, option=entry)
     return config

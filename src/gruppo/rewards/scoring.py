@@ -148,7 +148,8 @@ class RewardSet:
         rewards = [rewards] if callable(rewards) else rewards
         if not rewards and not may_be_empty:
             raise GruppoError(
-                "got no reward; learning needs at least one. Pass a function or --reward exact_match."
+                "got no reward; learning needs at least one",
+                advice="Pass a function or $reward exact_match",
             )
         weights = (1.0,) * len(rewards) if weights is None else weights
         if len(weights) != len(rewards):

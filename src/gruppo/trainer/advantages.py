@@ -51,9 +51,11 @@ def assemble(run: Run, step_params: StepParams, rollouts: Rollouts, scores: Scor
             torch.tensor([int(is_missing.sum()), len(is_missing)])
         ).tolist()
         if missing:
-            raise GruppoError(f"""correction={objective.correction!r} needs the sampler's log-prob of each action;
-                {missing} of the {count} from {type(run.engine).__name__} are not numbers. Use an engine that reports
-                them, or set --objective.correction none.""")
+            raise GruppoError(
+                f"""correction={objective.correction!r} needs the sampler's log-prob of each action;
+                    {missing} of the {count} from {type(run.engine).__name__} are not numbers""",
+                advice="Use an engine that reports them, or set $objective.correction none",
+            )
     batch = Batch(
         rollouts, None, scores.rewards, scores.parts, torch.zeros(loss_mask.shape), loss_mask
     )

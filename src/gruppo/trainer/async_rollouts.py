@@ -241,8 +241,11 @@ class AsyncRollouts(SourceWrapper):
                 int(versions.min()), int(versions.max()), version
             ):
                 if self.run.config.engine.replay:
-                    raise GruppoError(f"""the samples at position {group.position} are of version {int(versions.min())},
-                        and the replay trains version {version}. Replay with the run's own --engine.lag and steps.""")
+                    raise GruppoError(
+                        f"""the samples at position {group.position} are of version {int(versions.min())}, and
+                    the replay trains version {version}""",
+                        advice="Replay with the run's own $engine.lag and steps",
+                    )
                 self.stale += 1
                 self.slots.restart(group)
                 self._changed.notify_all()

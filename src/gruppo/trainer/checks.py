@@ -42,11 +42,17 @@ def check(config: Config, modality: Modality = NEUTRAL) -> None:
         raise unread_error("a reference")
     for name in ("update_rate", "update_every", "watch_prompts") if not chosen.is_mixed else ():
         if getattr(chosen, name) != getattr(default, name):
-            raise GruppoError(f"""reference.{name} is of a reference that moves, and reference.kind='frozen' never does.
-                Set --reference.kind mixed, or leave it out.""")
+            raise GruppoError(
+                f"reference.{name} is of a reference that moves, and reference.kind='frozen' never does",
+                option="reference.kind",
+                advice="mixed, or leave it out",
+            )
     if chosen.is_mixed and chosen.update_every > config.steps:
-        raise GruppoError(f"""reference.kind='mixed' with reference.update_every={chosen.update_every} never moves in
-            {config.steps} steps. Set --reference.update-every {max(config.steps // 10, 1)} or so, or --reference.kind
-            frozen.""")
+        raise GruppoError(
+            f"""reference.kind='mixed' with reference.update_every={chosen.update_every} never moves
+                    in {config.steps} steps""",
+            option="reference.update_every",
+            advice=f"{max(config.steps // 10, 1)} or so, or $reference.kind frozen",
+        )
     if chosen.place != "device" and (config.lora.rank or config.lora.adapter):
         raise storage_error(config)

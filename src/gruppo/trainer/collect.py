@@ -195,8 +195,11 @@ def _stop_if_useless(run: Run, rollouts: Rollouts, scores: Scores) -> None:
             conversations and no other was scored{first}. Fix the environment, then start or resume the run.""")
     usable = sum(finish != "error" for finish in rollouts.finish) + len(failures)
     if state.unscored_steps and not dist.all_max(usable):
-        raise NumericalStop(f"""step {state.step}: every rollout ended in logits that are not finite; the weights are
-            not usable. Train again with a lower --optim.lr, or with another --model.""")
+        raise NumericalStop(
+            f"""step {state.step}: every rollout ended in logits that are not finite; the weights are
+                    not usable""",
+            advice="Train again with a lower $optim.lr, or with another $model",
+        )
     if is_hopeless:
         first = f": {scores.failures[0].message}" if scores.failures else " (every reward was None)"
         in_a_row = f", {state.unscored_steps} steps in a row" if state.step else ""

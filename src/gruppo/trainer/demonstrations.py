@@ -85,8 +85,12 @@ class Answers:
         if other := [
             name for name, value in values.items() if not isinstance(value, str | int | float)
         ]:
-            raise GruppoError(f"""supervised.template={self.template!r} stands around texts and numbers, and the column
-                {other[0]!r} holds {values[other[0]]!r:.80}. Set --supervised.column {other[0]} in its place.""")
+            raise GruppoError(
+                f"""supervised.template={self.template!r} stands around texts and numbers, and the column
+                    {other[0]!r} holds {values[other[0]]!r:.80}""",
+                option="supervised.column",
+                advice=f"{other[0]} in its place",
+            )
         parts = self._parts
         try:
             texts = [
@@ -112,12 +116,19 @@ def open_demos(config: Config, data: Any) -> PromptSource | None:
     if not highest(config, "sup_coef"):
         return None
     if config.supervised.batch < dist.world_size():
-        raise GruppoError(f"""supervised.batch={config.supervised.batch} leaves some of the {dist.world_size()} ranks
-            without a demonstration. Set --supervised.batch {dist.world_size()} or more, or start fewer ranks.""")
+        raise GruppoError(
+            f"""supervised.batch={config.supervised.batch} leaves some of the {dist.world_size()}
+                    ranks without a demonstration""",
+            option="supervised.batch",
+            advice=f"{dist.world_size()} or more, or start fewer ranks",
+        )
     own = not config.supervised.data  # from the run's data
     if own and is_custom_source(data):
-        raise GruppoError("""the data are an object with a stream of its own, which demonstrations cannot be drawn from
-            as well. Set --supervised.data.""")
+        raise GruppoError(
+            """the data are an object with a stream of its own, which demonstrations cannot be drawn
+                    from as well""",
+            advice="Set $supervised.data",
+        )
     source: Any = open_source(
         data if own else config.supervised.data,
         seed=seed_at(config.seed, "demonstrations"),
@@ -135,11 +146,17 @@ def open_demos(config: Config, data: Any) -> PromptSource | None:
     listed = ", ".join(map(repr, sorted(columns)))
     if missing := [name for name in answers.names if name not in columns]:
         if not answers.template and not answers.column:
-            raise GruppoError(f"""{of} have no target to learn from; their columns are {listed}. Set --supervised.column
-                to what is to be answered, or --supervised.data.""")
+            raise GruppoError(
+                f"{of} have no target to learn from; their columns are {listed}",
+                option="supervised.column",
+                advice="to what is to be answered, or $supervised.data",
+            )
         where = "template" if answers.template else "column"
-        raise GruppoError(f"""supervised.{where} names {missing[0]!r}, which is none of {of}'s columns,
-            {listed}{nearest(missing[0], sorted(columns))}. Set --supervised.{where}.""")
+        raise GruppoError(
+            f"""supervised.{where} names {missing[0]!r}, which is none of {of}'s columns,
+                    {listed}{nearest(missing[0], sorted(columns))}""",
+            advice=f"Set $supervised.{where}",
+        )
     return source
 
 
@@ -167,8 +184,12 @@ def check_demos(
 ) -> None:
     """Refuse a policy that cannot learn from targets, and data whose first prompts all have nothing to learn from."""
     if "demonstrations" not in policy.supports:
-        raise GruppoError(f"""a stage's sup_coef is above 0, and a {type(policy).__name__} does not say how it would
-            give a target: it has no demonstrations and supervised_loss. Set --stage.sup-coef 0.""")
+        raise GruppoError(
+            f"""a stage's sup_coef is above 0, and a {type(policy).__name__} does not say how it
+                    would give a target: it has no demonstrations and supervised_loss""",
+            option="stage.sup_coef",
+            advice="0",
+        )
     answers = Answers(config.supervised)
     problems = [
         prepared(prompt, answers, config, policy, environment)[1] for prompt in peek(source)

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from gruppo.config.checks import group_sizes
-from gruppo.config.options import flag
 from gruppo.config.schema import Config, Stage
 from gruppo.config.stages import SCHEDULED, highest, learns_from_samples, stage_path
 from gruppo.core.describe import describe_objective, objective_warnings
 from gruppo.distributed.memory import WeightCounts, gathered_bytes, state_bytes
+from gruppo.errors import as_flag
 from gruppo.loading import counted
 from gruppo.protocols import peek
 from gruppo.trainer import dynamic_sampling, references
@@ -108,7 +108,7 @@ def _stages(config: Config) -> list[str]:
         nothing = (
             "" if learns_from_samples(replace(config, stages=(stage,))) else "; samples nothing"
         )
-        where = flag(stage_path(config, index))
+        where = as_flag(stage_path(config, index))
         lines.append(
             f"  {where:<11} {stage.name or '(no name)':<12}{steps}{until}: {sets}{nothing}"
         )
@@ -130,7 +130,7 @@ def _work(run: Run) -> list[str]:
             for n, stage in enumerate(config.plan)
             if highest(replace(config, stages=(stage,)), "sup_coef") > 0
         ]
-        where = ", ".join(flag(stage_path(config, n)) for n in stages)
+        where = ", ".join(as_flag(stage_path(config, n)) for n in stages)
         lines.append(f"  supervised  {config.supervised.batch} demonstrations per step, in {where}")
     if base := policy.frozen_base():
         trained = sum(p.numel() for p in policy.module.parameters() if p.requires_grad)

@@ -112,15 +112,20 @@ class Ledger:
         """
         run, numbers = self.folder.parent, dict[str, list[int]]()
         if self.is_replayed and not self.steps:
-            raise GruppoError(f"""{run} has no complete step in its ledger; it needs a run with --engine.lag above 0.
-                Give another RUN.""")
+            raise GruppoError(
+                f"{run} has no complete step in its ledger; it needs a run with engine.lag above 0",
+                advice="Give another RUN",
+            )
         for path in self.segments() if self.is_replayed else ():
             numbers.setdefault(path.name[6:], []).append(int(path.name[:6]))
         for rank, found in numbers.items():
             lost = sorted({*range(found[-1] + 1)} - {*found})
             if lost and lost == [*range(found[0])]:
-                raise GruppoError(f"""the ledger of {run} begins after its first steps, which were deleted: a replay
-                    needs all of it. Give the run a higher --saving.ledger-gb.""")
+                raise GruppoError(
+                    f"""the ledger of {run} begins after its first steps, which were deleted: a replay needs
+                    all of it""",
+                    advice="Give the run a higher $saving.ledger_gb",
+                )
             if lost:
                 path = self.folder / f"{lost[0]:06d}{rank}"
                 raise GruppoError(f"{path} is missing. Put it back, or give another RUN.")
@@ -287,8 +292,10 @@ def _pack(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
         }
     if value is None or isinstance(value, str | int | float):
         return value
-    raise GruppoError(f"""rollouts.{where} holds a {type(value).__name__}, which the ledger cannot keep. Use texts,
-        numbers, tensors, lists and dicts, or set --engine.lag 0.""")
+    raise GruppoError(
+        f"rollouts.{where} holds a {type(value).__name__}, which the ledger cannot keep",
+        advice="Use texts, numbers, tensors, lists and dicts, or set $engine.lag 0",
+    )
 
 
 def _unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:

@@ -133,9 +133,12 @@ def check_mismatch(run: Run, metrics: Mapping[str, float]) -> None:
     if (
         engine.urls and is_known and mismatch > engine.max_mismatch
     ):  # NaN where a step has trained on no row
-        raise NumericalStop(f"""the servers' log-probs of version {run.state.version} are {mismatch:.2g} nats from the
-            trainer's on average, more than engine.max_mismatch={engine.max_mismatch:g}. Restart the servers with gruppo
-            serve, and continue with gruppo resume. If rounding alone does this, set a higher --engine.max-mismatch.""")
+        raise NumericalStop(
+            f"""the servers' log-probs of version {run.state.version} are {mismatch:.2g} nats from
+                    the trainer's on average, more than engine.max_mismatch={engine.max_mismatch:g}""",
+            advice="""Restart the servers with gruppo serve, and continue with gruppo resume. If rounding
+                    alone does this, set a higher $engine.max_mismatch""",
+        )
 
 
 def how_to_continue(path: Path) -> str:

@@ -185,9 +185,12 @@ def equally_many(
         first = torch.arange(len(has_action)) == int(has_action.int().argmax())
         spare = policy.micro_batches(rollouts, rollouts.mask & first[:, None], 1)[0]
     if dist.all_max(int(missing > 0 and spare is None)):
-        raise GruppoError("""a rank has no row of a minibatch to run, which sharded weights need on all ranks. Set
-            --optim.minibatches 1, and --supervised.batch to a multiple of the ranks where demonstrations are learned
-            from.""")
+        raise GruppoError(
+            "a rank has no row of a minibatch to run, which sharded weights need on all ranks",
+            option="optim.minibatches",
+            advice="""1, and $supervised.batch to a multiple of the ranks where demonstrations are learned
+                    from""",
+        )
     return (
         micro_batches
         if spare is None
@@ -239,9 +242,11 @@ def whole_weights(policy: Policy, *, engine: str = "") -> Iterator[None]:
     )
     free = free_bytes(policy.device)
     if dist.all_max(int(free is not None and needed > free)):
-        raise GruppoError(f"""sampling with the model itself needs its weights whole on each rank, {needed / GIB:.2f}
-            GiB, and {0 if free is None else free / GIB:.2f} GiB are free on rank {dist.rank()}. Sample on servers with
-            --engine vllm, or train a smaller --model.""")
+        raise GruppoError(
+            f"""sampling with the model itself needs its weights whole on each rank, {needed / GIB:.2f}
+                    GiB, and {0 if free is None else free / GIB:.2f} GiB are free on rank {dist.rank()}""",
+            advice="Sample on servers with $engine vllm, or train a smaller $model",
+        )
     if policy not in _logged:
         _logged.add(policy)
         log.info(

@@ -17,13 +17,20 @@ from gruppo.types import GruppoError
 
 
 def unread_error(what: str) -> GruppoError:
-    return GruppoError(f"""{what} was set, but no stage's kl_coef is above 0, so that nothing is measured against it.
-        Set --stage.kl-coef 0.05 or the like, or leave the --reference options and new_reference out.""")
+    return GruppoError(
+        f"""{what} was set, but no stage's kl_coef is above 0, so that nothing is measured
+                    against it""",
+        option="stage.kl_coef",
+        advice="0.05 or the like, or leave the $reference options and new_reference out",
+    )
 
 
 def storage_error(config: Config) -> GruppoError:
-    return GruppoError(f"""reference.place={config.reference.place!r} has nothing to place: of a policy with adapters
-        the reference is its base, which is there once for both. Leave --reference.place out.""")
+    return GruppoError(
+        f"""reference.place={config.reference.place!r} has nothing to place: of a policy with
+                    adapters the reference is its base, which is there once for both""",
+        advice="Leave $reference.place out",
+    )
 
 
 def has_reference(config: Config, modality: Modality) -> bool:

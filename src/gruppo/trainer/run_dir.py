@@ -85,8 +85,11 @@ class RunFolder:
             *checkpoint.leftovers(self.path),
         }
         if not self.path.is_dir() or {*self.path.iterdir()} - aborted:
-            raise GruppoError(f"""the run folder {self.path} exists already. Choose another --name, continue it with
-                {command_name()} resume {self.path}, or delete it.""")
+            raise GruppoError(
+                f"the run folder {self.path} exists already",
+                advice=f"""Choose another $name, continue it with {command_name()} resume {self.path}, or delete
+                    it""",
+            )
         check_links(self.path)
 
     def create(self, config: Config) -> None:
@@ -97,8 +100,10 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise GruppoError(f"""the run folder {self.path} cannot be made: {error.strerror}. Choose another
-                --runs-dir.""") from error
+            raise GruppoError(
+                f"the run folder {self.path} cannot be made: {error.strerror}",
+                advice="Choose another $runs_dir",
+            ) from error
         self.open()
         replace_file(self.path / "config.json", json.dumps(serialization.to_dict(config), indent=2))
         self.checkpoints.mkdir(
@@ -110,8 +115,11 @@ class RunFolder:
         until = time.monotonic() + VISIBLE_S
         while any(sharded_tensors(run).values()) and not (self.path / "config.json").is_file():
             if time.monotonic() > until:
-                raise GruppoError(f"""rank {dist.rank()} does not see the run folder {self.path} of the main rank, and
-                    sharded weights are saved by all ranks. Give a --runs-dir that all machines share.""")
+                raise GruppoError(
+                    f"""rank {dist.rank()} does not see the run folder {self.path} of the main rank, and
+                    sharded weights are saved by all ranks""",
+                    advice="Give a $runs_dir that all machines share",
+                )
             time.sleep(0.1)
 
     def open(self) -> None:

@@ -246,9 +246,11 @@ def _step(run: Run, networks: Mapping[str, list[nn.Parameter]]) -> dict[str, Sta
         "step %d: the norm of the %s's gradient is %s; this update was skipped.", step, whose, norm
     )
     if run.state.skipped_updates >= MAX_SKIPPED_UPDATES:
-        raise NumericalStop(f"""step {step}: {MAX_SKIPPED_UPDATES} updates in a row had a gradient that is not finite,
-            the last one the {whose}'s; every save before this step is kept. Train again with a lower {option}, or
-            --compute float32.""")
+        raise NumericalStop(
+            f"""step {step}: {MAX_SKIPPED_UPDATES} updates in a row had a gradient that is not
+                    finite, the last one the {whose}'s; every save before this step is kept""",
+            advice=f"Train again with a lower {option}, or $compute float32",
+        )
     return stats | {"update/skipped": Stat(1, 1.0)}
 
 
@@ -427,9 +429,13 @@ def loss_inputs(
     if objective.needs_whole_rows:
         outside = batch.loss_mask[micro_batch.rows].sum() - micro_batch.of(batch.loss_mask).sum()
         if outside > 0:
-            raise GruppoError(f"""this policy cuts rows into columns, and {int(outside)} kept actions of a micro-batch's
-                rows are in others; ratios and corrections of a sequence need whole rows. Set --objective.ratio token
-                and --objective.correction-level token.""")
+            raise GruppoError(
+                f"""this policy cuts rows into columns, and {int(outside)} kept actions of a
+                    micro-batch's rows are in others; ratios and corrections of a sequence need whole
+                    rows""",
+                option="objective.ratio",
+                advice="token and $objective.correction_level token",
+            )
 
     def cut(x: Any) -> Any:  # without waiting for the device
         if isinstance(x, Gaussian):

@@ -9,7 +9,7 @@ from dataclasses import field, fields, make_dataclass
 from typing import Any
 
 from gruppo.config import peer_options
-from gruppo.types import GruppoError
+from gruppo.errors import GruppoError, as_argument
 
 _BOTH: dict[Any, str] = {
     str | None: """
@@ -106,9 +106,7 @@ class TrlArguments:
         if unknown := [name for name in arguments if name not in known]:
             near = difflib.get_close_matches(unknown[0], known, 1)
             ours = (
-                f"Did you mean {near[0]}?"
-                if near
-                else peer_options.hint(unknown[0], lambda n: n.replace(".", "__"))
+                f"Did you mean {near[0]}?" if near else peer_options.hint(unknown[0], as_argument)
             )
             raise GruppoError(
                 f"{cls.__name__} of TRL 1.16 has no argument {unknown[0]!r}. {ours}".rstrip()

@@ -12,8 +12,8 @@ from gruppo import distributed as dist
 from gruppo.config import peer_options, serialization
 from gruppo.config.schema import Config
 from gruppo.core.objective import PRESETS
+from gruppo.errors import GruppoError, as_argument
 from gruppo.trl.arguments import GRPOConfig, RLOOConfig
-from gruppo.types import GruppoError
 
 
 def _names(*lines: str) -> set[str]:
@@ -77,7 +77,7 @@ def refusal(name: str, value: Any, why: str = "") -> GruppoError:
     text = f"{name}={value!r:.80} of TRL has no counterpart in gruppo"
     for option in peer_options.lookup("trl", name)[:1]:
         why = why or option.remark
-        if near := (option.ours or option.near).replace(".", "__"):
+        if near := as_argument(option.ours or option.near):
             text += f"; the nearest is {near} of gruppo.Trainer"
     return GruppoError(f"{text}{f' ({why})' if why else ''}. Leave {name} out.")
 

@@ -35,17 +35,22 @@ async def check_server(
             raise GruppoError(
                 f"the server {url} needs a key. Set the environment variable {KEY} to its key."
             ) from None
-        raise GruppoError(f"""no vLLM server answers at {url} ({error}). Start one with gruppo serve MODEL and wait
-            until it answers, or correct --engine.urls.""") from None
+        raise GruppoError(
+            f"no vLLM server answers at {url} ({error})",
+            advice="Start one with gruppo serve MODEL and wait until it answers, or correct $engine.urls",
+        ) from None
     except (KeyError, TypeError):
-        raise GruppoError(f"{url} is not a vLLM server. Correct --engine.urls.") from None
+        raise GruppoError(f"{url} is not a vLLM server", advice="Correct $engine.urls") from None
     context = next(
         (model["max_model_len"] for model in models if model.get("max_model_len")), tokens
     )
     if context < tokens:
-        raise GruppoError(f"""the server {url} has a context of {context} tokens, and the longest prompt and its
-            completion need {tokens}. Start it with gruppo serve MODEL -- --max-model-len {tokens}, or lower
-            --rollout.max-new-tokens.""")
+        raise GruppoError(
+            f"""the server {url} has a context of {context} tokens, and the longest prompt and its
+                    completion need {tokens}""",
+            advice=f"""Start it with gruppo serve MODEL -- --max-model-len {tokens}, or lower
+                    $rollout.max_new_tokens""",
+        )
     info = await _ask(
         replica, "GET", "/server_info?config_format=json", None, f"development routes. {START}"
     )
@@ -64,8 +69,10 @@ async def check_server(
         str(policy.compute_dtype)[6:],
     )
     if theirs in ("float32", "bfloat16", "float16") and theirs != ours:
-        raise GruppoError(f"""the server {url} computes in {theirs}, and the trainer in {ours}. Start it with gruppo
-            serve MODEL -- --dtype {ours}, or set --compute {theirs}.""")
+        raise GruppoError(
+            f"the server {url} computes in {theirs}, and the trainer in {ours}",
+            advice=f"Start it with gruppo serve MODEL -- --dtype {ours}, or set $compute {theirs}",
+        )
     config, served = (
         policy.served_config(),
         str(settings.get("hf_config")),
@@ -73,15 +80,21 @@ async def check_server(
     for name in SHAPE:
         found = re.search(rf'"{name}": "?([\w.-]+)', served)
         if found and name in config and found[1] != str(config[name]):
-            raise GruppoError(f"""the server {url} runs another model: its {name} is {found[1]}, and that of --model is
-                {config[name]}. Start it with gruppo serve and the run's --model.""")
+            raise GruppoError(
+                f"""the server {url} runs another model: its {name} is {found[1]}, and that of model is
+                    {config[name]}""",
+                advice="Start it with gruppo serve and the run's $model",
+            )
     body = {"prompt": TEXT, "add_special_tokens": False}
     theirs = (await _ask(replica, "POST", "/tokenize", body, f"route /tokenize. {START}")).get(
         "tokens"
     )
     if theirs != policy.encode_text(TEXT):
-        raise GruppoError(f"""the server {url} has another tokenizer than the run's model: it makes other tokens of
-            {TEXT!r}. Start it with gruppo serve and the run's --model.""")
+        raise GruppoError(
+            f"""the server {url} has another tokenizer than the run's model: it makes other tokens of
+                    {TEXT!r}""",
+            advice="Start it with gruppo serve and the run's $model",
+        )
     sampled = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0, "detokenize": False}
     body = {"token_ids": policy.encode_text(TEXT)[:1], "sampling_params": sampled}
     if (

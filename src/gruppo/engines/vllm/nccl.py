@@ -50,11 +50,15 @@ class NcclTransfer:
     def check(self, *, is_adapter: bool) -> None:
         """Refuse what NCCL cannot send, or vLLM not receive."""
         if self.device.type != "cuda":
-            raise GruppoError(f"""--engine.transfer nccl needs weights on a GPU, and the policy is on
-                {self.device.type}. Leave it out: weights are then published as a folder.""")
+            raise GruppoError(
+                f"engine.transfer nccl needs weights on a GPU, and the policy is on {self.device.type}",
+                advice="Leave it out: weights are then published as a folder",
+            )
         if is_adapter:
-            raise GruppoError("""--engine.transfer nccl sends whole models, and an adapter is published as a folder.
-                Leave it out.""")
+            raise GruppoError(
+                "engine.transfer nccl sends whole models, and an adapter is published as a folder",
+                advice="Leave it out",
+            )
 
     def begin(self, policy: Any, numbers: Collection[int]) -> None:
         """Expect these servers to be ready, or to have failed, before ``send``. A collective at its first call."""

@@ -74,9 +74,11 @@ class Publication:
                 sync_to_disk(self.folder)
             except (OSError, SafetensorError) as error:  # the second where the disk is full
                 reason = getattr(error, "strerror", None) or error
-                raise GruppoError(f"""the weights cannot be written to {self.folder} ({reason}). Set
-                    --engine.publish-dir to a folder with space that this machine can write and the servers
-                    can read.""") from error
+                raise GruppoError(
+                    f"the weights cannot be written to {self.folder} ({reason})",
+                    option="engine.publish_dir",
+                    advice="to a folder with space that this machine can write and the servers can read",
+                ) from error
             finally:
                 for _ in rest:
                     pass

@@ -124,8 +124,10 @@ def model_of(name: str | Path) -> str:
         check_links(run)
     if (final / "COMPLETE").is_file():
         if not any((final / file).is_file() for file in (*MODELS, CONFIG)):
-            raise GruppoError(f"""the model of {name} is a module of your own; load {final}/model.safetensors into it.
-                One that is trained by name, as --model file.py:function, is opened by name too.""")
+            raise GruppoError(
+                f"the model of {name} is a module of your own; load {final}/model.safetensors into it",
+                advice="One that is trained by name, as $model file.py:function, is opened by name too",
+            )
         return str(final)
     if (path / "manifest.json").is_file() and not any(path.glob("*.safetensors")):
         raise GruppoError(

@@ -29,15 +29,21 @@ def check_quantized(settings: Any, what: str, *, has_adapter: bool) -> None:
     """
     settings = settings if isinstance(settings, dict) else settings.to_dict()
     if not has_adapter:
-        raise GruppoError(f"""{what} is quantized, and quantized weights cannot be trained or run without an adapter
-            here. Set --lora.rank 16 to train an adapter on it, or give the model that it was quantized from.""")
+        raise GruppoError(
+            f"""{what} is quantized, and quantized weights cannot be trained or run without an
+                    adapter here""",
+            option="lora.rank",
+            advice="16 to train an adapter on it, or give the model that it was quantized from",
+        )
     if (
         not settings.get("load_in_4bit")
         or settings.get("bnb_4bit_quant_storage", "uint8") != "uint8"
     ):
-        raise GruppoError(f"""{what} is quantized in a way that gruppo cannot put an adapter on
-            ({settings.get("quant_method")}); it needs bitsandbytes' 4 bits, stored as uint8. Give the model that it was
-            quantized from, with --lora.load-in-4bit True.""")
+        raise GruppoError(
+            f"""{what} is quantized in a way that gruppo cannot put an adapter on
+                    ({settings.get("quant_method")}); it needs bitsandbytes' 4 bits, stored as uint8""",
+            advice="Give the model that it was quantized from, with $lora.load_in_4bit True",
+        )
 
 
 def four_bit_layers(module: nn.Module) -> dict[str, Any]:

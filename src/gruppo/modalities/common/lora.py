@@ -128,11 +128,16 @@ def cast_base(module: nn.Module, dtype: torch.dtype) -> None:
 def check_adaptable(module: nn.Module) -> None:
     """Refuse a module that has an adapter already or whose layers are not known by name."""
     if has_adapter(module):
-        raise GruppoError("""the model already has an adapter, and lora.rank adds another. Leave --lora.rank out to
-            train that one.""")
+        raise GruppoError(
+            "the model already has an adapter, and lora.rank adds another",
+            advice="Leave $lora.rank out to train that one",
+        )
     if not callable(getattr(module, "get_output_embeddings", None)):
-        raise GruppoError(f"""LoRA needs a Hugging Face causal language model, not a {type(module).__name__}. Train all
-            weights with --lora.rank 0, or give a model from gruppo.from_pretrained or from_transformers.""")
+        raise GruppoError(
+            f"LoRA needs a Hugging Face causal language model, not a {type(module).__name__}",
+            advice="""Train all weights with $lora.rank 0, or give a model from gruppo.from_pretrained or
+                    from_transformers""",
+        )
 
 
 def is_linear(part: nn.Module) -> bool:

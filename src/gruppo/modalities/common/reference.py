@@ -286,8 +286,10 @@ def store(
                 os.unlink(name)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise GruppoError(f"""the reference could not be written to {folder}: {reason}. Give a --runs-dir with free
-            space, or set --reference.place device.""") from error
+        raise GruppoError(
+            f"the reference could not be written to {folder}: {reason}",
+            advice="Give a $runs_dir with free space, or set $reference.place device",
+        ) from error
     shapes = {name: tensor.detach().to("meta") for name, tensor in tensors.items()}
 
     def read() -> dict[str, Tensor]:

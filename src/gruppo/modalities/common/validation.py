@@ -57,11 +57,17 @@ def refuse_unused_options(
         and options != type(options)()
     ):
         name = type(options).__name__.removesuffix("Config").lower()
-        raise GruppoError(f"""{name} settings were given, and {model!r} is no {name} model. Leave the --{name} options
-            out, or set --model to one.""")
+        raise GruppoError(
+            f"{name} settings were given, and {model!r} is no {name} model",
+            advice=f"Leave the --{name} options out, or set $model to one",
+        )
     if not has_consistency and highest(config, "cons_coef"):
-        raise GruppoError(f"""a stage's cons_coef is above 0: consistency is of restored images, and {model!r} restores
-            none. Set --stage.cons-coef 0; --stage.kl-coef holds any policy to its reference.""")
+        raise GruppoError(
+            f"""a stage's cons_coef is above 0: consistency is of restored images, and {model!r}
+                    restores none""",
+            option="stage.cons_coef",
+            advice="0; $stage.kl_coef holds any policy to its reference",
+        )
 
 
 def joint_clip_nats(objective: Objective, dims: int) -> float:
@@ -85,12 +91,21 @@ def check_trust_region(objective: Objective, dims: int) -> None:
         f"objective.clip_high={objective.clip_high:g}",
     )
     fitting = math.expm1(1 / dims) if is_ratio else 1 / dims  # one nat of the joint density
-    advice = "Set --objective.clip-unit nats --objective.dims sum --objective.clip-low 1 --objective.clip-high 1"
+    advice = "nats $objective.dims sum $objective.clip_low 1 $objective.clip_high 1"
     if objective.dims == "mean" and nats > MAX_LOG_RATIO:
-        raise GruppoError(f"""{clip}{"" if is_ratio else " nats"} of a mean over {dims} dimensions lets the joint
-            log-ratio of a step reach {nats:.3g} nats: it never clips. At 0.2 the mean allows 12 nats in 64 dimensions,
-            143 in 784, 2990 in 16384, 8960 in 49152; at 1e-4, 0.006, 0.08, 1.6 and 4.9. {advice}, or
-            --objective.clip-high {fitting:.2g} for the same with the mean.""")
+        raise GruppoError(
+            f"""{clip}{"" if is_ratio else " nats"} of a mean over {dims} dimensions lets the joint
+                    log-ratio of a step reach {nats:.3g} nats: it never clips. At 0.2 the mean allows 12
+                    nats in 64 dimensions, 143 in 784, 2990 in 16384, 8960 in 49152. At 1e-4, 0.006, 0.08,
+                    1.6 and 4.9""",
+            option="objective.clip_unit",
+            advice=f"{advice}, or $objective.clip_high {fitting:.2g} for the same with the mean",
+        )
     if nats < least:
-        raise GruppoError(f"""{clip} with dims={objective.dims!r} clips a step of {dims} dimensions at {nats:.2g} nats
-            of its joint density, a tenth of which is rounding alone; it needs at least {least:.2g}. {advice}.""")
+        raise GruppoError(
+            f"""{clip} with dims={objective.dims!r} clips a step of {dims} dimensions at {nats:.2g}
+                nats of its joint density, a tenth of which is rounding alone; it needs at least
+                {least:.2g}""",
+            option="objective.clip_unit",
+            advice=advice,
+        )

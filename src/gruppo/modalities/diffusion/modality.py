@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from gruppo.config.options import flag
 from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.config.stages import highest, learns_from_samples, values_of
 from gruppo.modalities.common.adapters import model_of
@@ -68,23 +67,40 @@ class DiffusionModality(Modality):
         )
         is_named, has_pipeline = model != IN_MEMORY, is_pipeline(model)
         if other := [t for t in values_of(config, "temperature") if t != 1]:
-            raise GruppoError(f"""a stage's temperature of {other[0]:g}: a denoising step has none but eta. Leave
-                temperature out of the stages, and set --diffusion.eta.""")
+            raise GruppoError(
+                f"a stage's temperature of {other[0]:g}: a denoising step has none but eta",
+                advice="Leave temperature out of the stages, and set $diffusion.eta",
+            )
         if highest(config, "entropy_coef"):
-            raise GruppoError("""a stage's entropy_coef is above 0, and the entropy of a denoising step is fixed by eta.
-                Set --stage.entropy-coef 0, and --diffusion.eta for more noise.""")
+            raise GruppoError(
+                """a stage's entropy_coef is above 0, and the entropy of a denoising step is fixed by
+                    eta""",
+                option="stage.entropy_coef",
+                advice="0, and $diffusion.eta for more noise",
+            )
         if chosen.path == "diffusion" and chosen.shift != 1:
-            raise GruppoError(f"""diffusion.shift={chosen.shift:g} applies to --diffusion.path flow, not diffusion.
-                Leave it out.""")
+            raise GruppoError(
+                f"diffusion.shift={chosen.shift:g} applies to diffusion.path flow, not diffusion",
+                advice="Leave it out",
+            )
         if is_named and not has_pipeline and (lora.rank or lora.adapter):
-            raise GruppoError(f"""{NO_LORA}, and {model!r} is a small network that is trained itself. Leave the --lora
-                options out.""")
+            raise GruppoError(
+                f"{NO_LORA}, and {model!r} is a small network that is trained itself",
+                advice="Leave the $lora options out",
+            )
         if has_pipeline and lora.adapter:
-            raise GruppoError(f"""lora.adapter={lora.adapter!r}: adapters of pipelines are trained from scratch. Set
-                --lora.rank, or give the folder of a run's final model, in which its adapter is merged, as --model.""")
+            raise GruppoError(
+                f"lora.adapter={lora.adapter!r}: adapters of pipelines are trained from scratch",
+                advice="""Set $lora.rank, or give the folder of a run's final model, in which its adapter is
+                    merged, as $model""",
+            )
         if is_named and config.compute == "bfloat16" and not (has_pipeline and lora.rank):
-            raise GruppoError(f"""compute='bfloat16' holds the base below adapters, and the weights of {model!r} are
-                trained themselves. Set --compute float32, or --lora.rank with a pipeline.""")
+            raise GruppoError(
+                f"""compute='bfloat16' holds the base below adapters, and the weights of {model!r} are
+                    trained themselves""",
+                option="compute",
+                advice="float32, or $lora.rank with a pipeline",
+            )
         # a saved network has its own sizes and path, and none but a pipeline has a size to choose
         unread = (
             *(() if model == NEW else NEW_OPTIONS),
@@ -98,7 +114,7 @@ class DiffusionModality(Modality):
             )
             option = f"diffusion.{changed[0]}"
             raise GruppoError(
-                f"{option} is of {owner}, and {model!r} has its own. Leave {flag(option)} out."
+                f"{option} is of {owner}, and {model!r} has its own", advice=f"Leave ${option} out"
             )
 
     def open(self, config: Config, data: Any) -> tuple[Policy, dict[str, Any]]:
@@ -127,11 +143,18 @@ class DiffusionModality(Modality):
         # An untrained UNet for the data's images: of their size, conditioned on their classes if they have any.
         first = peek(data)[0]
         if not isinstance(first.target, torch.Tensor) or first.target.ndim != 3:
-            raise DataError(f"""--model {NEW} is made for the data's images, and a target of {config.data!r} is a
-                {type(first.target).__name__}. Set --data digits or images:FOLDER:SIZE, or a --model.""")
+            raise DataError(
+                f"""model {NEW} is made for the data's images, and a target of {config.data!r} is a
+                    {type(first.target).__name__}""",
+                option="data",
+                advice="digits or images:FOLDER:SIZE, or a $model",
+            )
         if first.inputs != "" and not (isinstance(first.inputs, int) and data.classes is not None):
-            raise DataError(f"""--model {NEW} reads classes, and an input of {config.data!r} is {first.inputs!r:.60}.
-                Put the images of each class in a subfolder without captions, or give a --model of your own.""")
+            raise DataError(
+                f"model {NEW} reads classes, and an input of {config.data!r} is {first.inputs!r:.60}",
+                advice="""Put the images of each class in a subfolder without captions, or give a $model of
+                    your own""",
+            )
         shape, is_flow = list(first.target.shape), chosen.path == "flow"
         labels = ClassLabels([""] if first.inputs == "" else data.classes, dropped=chosen.dropped)
         with torch.random.fork_rng(devices=[]):
@@ -152,7 +175,7 @@ class DiffusionModality(Modality):
         if lora.rank or lora.adapter:
             if not isinstance(policy, DiffusersPolicy) or lora.adapter:
                 raise GruppoError(
-                    f"{NO_LORA}, which this model is not. Leave the --lora options out."
+                    f"{NO_LORA}, which this model is not", advice="Leave the $lora options out"
                 )
             base = config.model if config.model != IN_MEMORY else ""
             add_adapter(
@@ -230,8 +253,12 @@ class DiffusionModality(Modality):
             and sampling.noise != "branched"
             and evaluations > budget
         ):
-            raise GruppoError(f"""this objective needs whole rows, of up to {evaluations} evaluations of the network; a
-                micro-batch has {budget}. Set --optim.token-budget {evaluations}, or --objective.ratio token.""")
+            raise GruppoError(
+                f"""this objective needs whole rows, of up to {evaluations} evaluations of the network; a
+                    micro-batch has {budget}""",
+                option="optim.token_budget",
+                advice=f"{evaluations}, or $objective.ratio token",
+            )
 
     def critic(self, config: Config, policy: Policy, data: PromptSource) -> Critic | None:
         assert isinstance(policy, DenoiserPolicy)
@@ -265,7 +292,10 @@ def load_denoiser(folder: str | Path, module: nn.Module | None = None) -> Denois
         ](**path)
         options["condition"] = None if labels is None else ClassLabels(**labels)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise GruppoError(f"""{folder / SETTINGS} is damaged or of another version ({type(error).__name__}: {error}).
-            Save the model again with policy.save(folder), or give another --model.""") from None
+        raise GruppoError(
+            f"""{folder / SETTINGS} is damaged or of another version ({type(error).__name__}:
+                    {error})""",
+            advice="Save the model again with policy.save(folder), or give another $model",
+        ) from None
     load_strictly(module, weights, str(folder))
     return DenoiserPolicy(module, **options)

@@ -425,7 +425,7 @@ def add_adapter(
     peft = import_extra("peft", "lora", "LoRA (lora.rank)")
     if lora.has_adapter(module):
         raise GruppoError(
-            "the network has an adapter already. Train that one, and leave --lora.rank out."
+            "the network has an adapter already", advice="Train that one, and leave $lora.rank out"
         )
     parts = dict(module.named_modules())
     for target in targets:

@@ -323,9 +323,11 @@ class DenoiserPolicy(Policy):
                 if condition is None
                 else "was never trained without its condition"
             )
-            raise GruppoError(f"""guidance={sampling.guidance:g} needs a prediction without a condition, and this
-                network {what}. Set guidance 1, or train with --diffusion.dropped 0.1 (ClassLabels(...,
-                dropped=0.1)).""")
+            raise GruppoError(
+                f"""guidance={sampling.guidance:g} needs a prediction without a condition, and this
+                    network {what}""",
+                advice="Set guidance 1, or train with $diffusion.dropped 0.1 (ClassLabels(..., dropped=0.1))",
+            )
         return sampling
 
     def sample(self, requests: Sequence[Request], sampling: Sampling, *, seed: int) -> Rollouts:

@@ -61,8 +61,10 @@ class DiffusionSampling(Sampling):
                     f"{field}={value!r} is not one of {', '.join(map(repr, known))}. Set one of them."
                 )
         if self.temperature not in (0, 1):
-            raise GruppoError(f"""temperature={self.temperature}: a denoising step has no temperature. Set 1, and
-                --diffusion.eta for its noise; 0 is the ODE.""")
+            raise GruppoError(
+                f"temperature={self.temperature}: a denoising step has no temperature",
+                advice="Set 1, and $diffusion.eta for its noise; 0 is the ODE",
+            )
         if self.top_k or self.top_p != 1 or self.stop:
             raise GruppoError(f"""top_k={self.top_k}, top_p={self.top_p:g} and stop={self.stop!r} apply to tokens. Leave
                 them out.""")

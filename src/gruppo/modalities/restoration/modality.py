@@ -55,27 +55,48 @@ class RestorationModality(Modality):
             (name for name in NEW_OPTIONS if getattr(chosen, name) != getattr(default, name)), None
         )
         if model == NEW:
-            raise GruppoError(f"""--model {model!r} names no network. Set --model {NEW}unet, {NEW}dncnn or
-                {NEW}FILE.py:Class.""")
+            raise GruppoError(
+                f"model {model!r} names no network",
+                option="model",
+                advice=f"{NEW}unet, {NEW}dncnn or {NEW}FILE.py:Class",
+            )
         if changed and not is_new:
-            raise GruppoError(f"""restoration.{changed} is of a new policy, and {model!r} has its own. Leave
-                --restoration.{changed} out, or set --model {NEW}unet --restoration.weights
-                {"FOLDER" if model == IN_MEMORY else model}.""")
+            raise GruppoError(
+                f"restoration.{changed} is of a new policy, and {model!r} has its own",
+                advice=f"""Leave $restoration.{changed} out, or set $model {NEW}unet $restoration.weights
+                    {"FOLDER" if model == IN_MEMORY else model}""",
+            )
         if chosen.consistency != default.consistency and not cons_coef:
-            raise GruppoError(f"""restoration.consistency={chosen.consistency!r} was set, and no stage's cons_coef is
-                above 0. Set --stage.cons-coef 0.1, or leave it out.""")
+            raise GruppoError(
+                f"""restoration.consistency={chosen.consistency!r} was set, and no stage's cons_coef is
+                    above 0""",
+                option="stage.cons_coef",
+                advice="0.1, or leave it out",
+            )
         if self.consistency_reads_reference(config) and config.reference.place != "device":
-            raise GruppoError(f"""reference.place={config.reference.place!r}: a consistency to the reference reads its
-                images in every update. Leave --reference.place out, or set --restoration.consistency equivariance.""")
+            raise GruppoError(
+                f"""reference.place={config.reference.place!r}: a consistency to the reference reads its
+                    images in every update""",
+                advice="Leave $reference.place out, or set $restoration.consistency equivariance",
+            )
         if config.lora.rank or config.lora.adapter:
-            raise GruppoError(f"""LoRA puts adapters on large models, and {model!r} is a network that is trained itself.
-                Leave the --lora options out, or set --restoration.trains action.""")
+            raise GruppoError(
+                f"LoRA puts adapters on large models, and {model!r} is a network that is trained itself",
+                advice="Leave the $lora options out, or set $restoration.trains action",
+            )
         if config.compute == "bfloat16":
-            raise GruppoError("""compute='bfloat16' is for language models; a network that restores images computes in
-                its own dtype. Set --compute float32.""")
+            raise GruppoError(
+                """compute='bfloat16' is for language models; a network that restores images computes in
+                    its own dtype""",
+                option="compute",
+                advice="float32",
+            )
         if config.critic.kind == "separate":
-            raise GruppoError("""critic.kind='separate': the critic of a network that restores images is a head on it.
-                Set --critic.kind shared.""")
+            raise GruppoError(
+                "critic.kind='separate': the critic of a network that restores images is a head on it",
+                option="critic.kind",
+                advice="shared",
+            )
 
     def open(self, config: Config, data: PromptSource) -> tuple[Policy, dict[str, Any]]:
         if not config.model.startswith(NEW):
@@ -84,9 +105,12 @@ class RestorationModality(Modality):
             }
         chosen, first = config.section(RestorationConfig), peek(data)[0].inputs
         if not isinstance(first, torch.Tensor) or first.ndim != 3:
-            raise DataError(f"""--model {config.model} restores images, and the data {config.data!r} have none: a prompt
-                is a {type(first).__name__}. Set --data photos:noise=25, degrade:FOLDER:noise=25 or
-                pairs:DEGRADED:CLEAN.""")
+            raise DataError(
+                f"""model {config.model} restores images, and the data {config.data!r} have none: a
+                    prompt is a {type(first).__name__}""",
+                option="data",
+                advice="photos:noise=25, degrade:FOLDER:noise=25 or pairs:DEGRADED:CLEAN",
+            )
         weights = model_of(chosen.weights) if chosen.weights else None
         sizes: dict[str, Any] = {"channels": len(first), "patches": chosen.patches}
         network = config.model.removeprefix(NEW)
@@ -116,16 +140,22 @@ class RestorationModality(Modality):
         elif name == "degradation":
             degradation: Any = None if data is None else data.degradation
             if degradation is None:
-                raise GruppoError("""restoration.consistency='degradation' degrades a restored image as the data were,
-                    and these data do not say how. Set --data photos:... or degrade:..., or --restoration.consistency
-                    FILE.py:function.""")
+                raise GruppoError(
+                    """restoration.consistency='degradation' degrades a restored image as the data were, and
+                    these data do not say how""",
+                    option="data",
+                    advice="photos:... or degrade:..., or $restoration.consistency FILE.py:function",
+                )
             policy.consistency = ToDegraded(
                 lambda x, prompts: degradation.expected(x, [p.meta for p in prompts]), loss
             )
         elif ":" not in name:
             known = ", ".join([*CONSISTENCIES, "degradation"])
-            raise GruppoError(f"""restoration.consistency={name!r} is not one of {known} or FILE.py:function. Set
-                --restoration.consistency to one of them.""")
+            raise GruppoError(
+                f"restoration.consistency={name!r} is not one of {known} or FILE.py:function",
+                option="restoration.consistency",
+                advice="to one of them",
+            )
         elif callable(function := load_object(name)):
             policy.consistency = ToDegraded(function, loss)
         else:
@@ -162,14 +192,25 @@ class RestorationModality(Modality):
                 f"none of the first {len(first)} prompts of {config.data!r} can be restored: {refused[0]}"
             )
         if policy.columns > 1 and config.objective.credit == "return_to_go":
-            raise GruppoError(f"""objective.credit='return_to_go' is for actions that follow each other, and the
-                {policy.columns} patches of an image are side by side. Set --objective.credit position or outcome.""")
+            raise GruppoError(
+                f"""objective.credit='return_to_go' is for actions that follow each other, and the
+                    {policy.columns} patches of an image are side by side""",
+                option="objective.credit",
+                advice="position or outcome",
+            )
         if not any(parameter.requires_grad for parameter in policy.module.parameters()):
-            raise GruppoError(f"""nothing is to be trained: neither the network of {config.model!r} nor its action has
-                weights that are not frozen. Give the network some, or set --restoration.action low_resolution.""")
+            raise GruppoError(
+                f"""nothing is to be trained: neither the network of {config.model!r} nor its action has
+                    weights that are not frozen""",
+                advice="Give the network some, or set $restoration.action low_resolution",
+            )
         if highest(config, "entropy_coef") and not policy.module.action.scale.learned:
-            raise GruppoError("""a stage's entropy_coef is above 0, and the action's std is fixed, so that its entropy
-                never changes. Set --restoration.action with learned=true, or --stage.entropy-coef 0.""")
+            raise GruppoError(
+                """a stage's entropy_coef is above 0, and the action's std is fixed, so that its entropy
+                    never changes""",
+                option="restoration.action",
+                advice="with learned=true, or $stage.entropy_coef 0",
+            )
         if learns_from_samples(config):
             check_trust_region(config.objective, policy.dims(first[0].inputs.shape))
 

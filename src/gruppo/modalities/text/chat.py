@@ -95,8 +95,10 @@ class Chat:
         except ValueError:
             values = None
         if not isinstance(values, dict) or not all(map(str.isidentifier, values)):
-            raise GruppoError(f"""prompts.chat_template_kwargs is {kwargs!r:.80}; it needs a JSON object, such as
-                --prompts.chat-template-kwargs '{{"enable_thinking": false}}'.""")
+            raise GruppoError(
+                f"prompts.chat_template_kwargs is {kwargs!r:.80}",
+                advice="""It needs a JSON object, such as $prompts.chat_template_kwargs '{"enable_thinking": false}'""",
+            )
         if taken := [name for name in values if name in chat_template.SET_BY_GRUPPO]:
             raise GruppoError(
                 f"prompts.chat_template_kwargs sets {taken[0]}, which gruppo sets itself. Leave it out."
@@ -104,8 +106,10 @@ class Chat:
         self.special_tokens = prompts.special_tokens
         """What becomes of special tokens in the text of messages; a tokenizer of one's own decides by itself."""
         if self.is_plain and (template or values):
-            raise GruppoError("""a module with render of its own has no chat template. Leave --prompts.chat-template
-                out.""")
+            raise GruppoError(
+                "a module with render of its own has no chat template",
+                advice="Leave $prompts.chat_template out",
+            )
         self.tokenizer = self._given
         if template:
             self.tokenizer = copy.copy(self._given)  # the caller's stays as it is
@@ -279,8 +283,11 @@ class Chat:
         ):  # each part alone, or behind other text
             if by_parts(plain, encode) == expected:
                 return by_parts(text, encode)
-        raise DataError("""the text of a message holds a special token, which this tokenizer cannot encode as text.
-            Remove it, or set --prompts.special-tokens keep.""")
+        raise DataError(
+            """the text of a message holds a special token, which this tokenizer cannot encode as
+                    text""",
+            advice="Remove it, or set $prompts.special_tokens keep",
+        )
 
     @_one_at_a_time()
     def encode_reply(
@@ -454,8 +461,10 @@ class Chat:
             return interrupt_after(apply, RENDER_S)
         except CallError as error:
             self._hangs = True
-            raise DataError(f"""the model's chat template cannot write a conversation of {roles}: {error}. Use a model
-                whose template ends, or another template with --prompts.chat-template.""") from None
+            raise DataError(
+                f"the model's chat template cannot write a conversation of {roles}: {error}",
+                advice="Use a model whose template ends, or another template with $prompts.chat_template",
+            ) from None
         except (TemplateError, TypeError) as error:
             raise DataError(f"""the model's chat template cannot write a conversation of {roles}: {error}. Change the
                 messages, or use a model whose template takes them.""") from error

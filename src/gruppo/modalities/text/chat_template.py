@@ -70,8 +70,11 @@ def read_template(name: str) -> str:
             if isinstance(error, UnicodeDecodeError)
             else getattr(error, "strerror", None) or error
         )
-        raise GruppoError(f"""the chat template {name} cannot be read ({why}). Set --prompts.chat-template to a Jinja
-            file, or to {", ".join(BUNDLED_TEMPLATES)}.""") from None
+        raise GruppoError(
+            f"the chat template {name} cannot be read ({why})",
+            option="prompts.chat_template",
+            advice=f"to a Jinja file, or to {', '.join(BUNDLED_TEMPLATES)}",
+        ) from None
 
 
 def prepared(
@@ -155,9 +158,12 @@ def tool_support(chat: Chat) -> ToolFormat | None:
                 return form
         except ValueError:
             continue
-    raise GruppoError(f"""the model's chat template writes tool calls in a form that is not known here:
-        {turn.strip()!r:.160}. Give its tokenizer a response_template (transformers), or another template with
-        --prompts.chat-template.""")
+    raise GruppoError(
+        f"""the model's chat template writes tool calls in a form that is not known here:
+                    {turn.strip()!r:.160}""",
+        advice="""Give its tokenizer a response_template (transformers), or another template with
+                    $prompts.chat_template""",
+    )
 
 
 def rewritten(chat: Chat) -> str:

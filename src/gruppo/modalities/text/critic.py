@@ -79,5 +79,7 @@ def check_same_tokens(policy: TextPolicy, model: TextPolicy) -> None:
         problem = f"the critic's model knows {sizes[1]} token ids and the policy's {sizes[0]}"
     else:
         return
-    raise GruppoError(f"""{problem}; a critic needs the policy's own tokens. Give a model of the same family as
-        --critic.model, or none, for a copy of the policy.""")
+    raise GruppoError(
+        f"{problem}; a critic needs the policy's own tokens",
+        advice="Give a model of the same family as $critic.model, or none, for a copy of the policy",
+    )

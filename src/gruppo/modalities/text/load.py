@@ -77,9 +77,11 @@ def from_pretrained(
     model_path, tokenizer_path = path, None
     if is_adapter(path):
         if adapt is not None:
-            raise GruppoError(f"""the model {path} is an adapter, and another one is requested. Continue it with
-                --lora.adapter {path} and its base as --model; or merge it first, with gruppo export {path} FOLDER, and
-                give that.""")
+            raise GruppoError(
+                f"the model {path} is an adapter, and another one is requested",
+                advice=f"""Continue it with $lora.adapter {path} and its base as $model; or merge it first, with
+                    gruppo export {path} FOLDER, and give that""",
+            )
         model_path, adapt = _base_of_adapter(read_adapter(path), is_merged=is_merged)
         folder = Path(path).expanduser()
         # an adapter that others saved may lack the tokenizer, which is then that of its base
@@ -125,8 +127,12 @@ def _base_of_adapter(adapter: Adapter, *, is_merged: bool) -> tuple[str, Adapt]:
 
 
 def four_bit_error(model: str) -> GruppoError:
-    return GruppoError(f"""lora.load_in_4bit quantizes a model of transformers while it is read from files, and
-        {model!r} is made in memory. Set --lora.load-in-4bit False, or give a folder or a hub id.""")
+    return GruppoError(
+        f"""lora.load_in_4bit quantizes a model of transformers while it is read from files, and
+                    {model!r} is made in memory""",
+        option="lora.load_in_4bit",
+        advice="False, or give a folder or a hub id",
+    )
 
 
 def _load(
@@ -187,8 +193,10 @@ def _load(
         raise GruppoError(f"""model {source!r} could not be loaded: {transformers_error(error, kind)} Give a local
             folder that save_pretrained wrote, or a hub id that this machine can reach or has cached.""") from error
     if has_adapter(module):
-        raise GruppoError(f"""{source!r} is an adapter on a hub. Download it; give its base as --model, its folder as
-            --lora.adapter.""")
+        raise GruppoError(
+            f"{source!r} is an adapter on a hub",
+            advice="Download it, give its base as $model, its folder as $lora.adapter",
+        )
     return module, tokenizer, loading
 
 
@@ -212,8 +220,12 @@ def from_transformers(
             # a block of 64 weights shares a scale. Of rows that are no whole blocks, bitsandbytes 0.50 takes the wrong
             # scales on a CPU: an error of 38% in place of 9% at 48 inputs, silently
             if layer.in_features % (size := layer.weight.quant_state.blocksize):
-                raise GruppoError(f"""{name} has {layer.in_features} inputs, and bitsandbytes computes 4-bit layers
-                    rightly only where they are a multiple of {size}. Set --lora.load-in-4bit False.""")
+                raise GruppoError(
+                    f"""{name} has {layer.in_features} inputs, and bitsandbytes computes 4-bit layers rightly
+                    only where they are a multiple of {size}""",
+                    option="lora.load_in_4bit",
+                    advice="False",
+                )
         compute_in(module, torch.float32)
     else:
         module.float()  # masters, whatever dtype the files have

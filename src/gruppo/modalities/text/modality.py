@@ -46,8 +46,11 @@ class TextModality(Modality):
             and config.modality != type(config.modality)()
             and not is_here
         ):
-            raise GruppoError(f"""there is no folder {config.model!r} with an image model. Train one first, as with
-                {command_name()} train digits-pretrain, or set --model unet or diffusers:OWNER/NAME.""")
+            raise GruppoError(
+                f"there is no folder {config.model!r} with an image model",
+                advice=f"""Train one first, as with {command_name()} train digits-pretrain, or set $model unet
+                    or diffusers:OWNER/NAME""",
+            )
         refuse_unused_options(config, self)
 
     def open(self, config: Config, data: PromptSource) -> tuple[Policy, dict[str, Any]]:

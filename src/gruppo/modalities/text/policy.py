@@ -389,8 +389,11 @@ class TextPolicy(AdaptablePolicy):
 
     def served_config(self) -> dict[str, Any]:
         if self.backbone.is_plain:
-            raise GruppoError(f"""a {type(self.module).__name__} of gruppo.from_module cannot be loaded by a server; it
-                needs to be a Hugging Face model. Leave --engine out.""")
+            raise GruppoError(
+                f"""a {type(self.module).__name__} of gruppo.from_module cannot be loaded by a server; it
+                    needs to be a Hugging Face model""",
+                advice="Leave $engine out",
+            )
         dtype, module = str(self.compute_dtype).removeprefix("torch."), cast(Any, self.module)
         return {**module.config.to_diff_dict(), "tie_word_embeddings": False, "dtype": dtype}
 

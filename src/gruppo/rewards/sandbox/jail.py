@@ -293,7 +293,10 @@ def require_jail(command: tuple[str, ...] = (), packages: tuple[str, ...] = ()) 
             start a Python 3.11 or later whose standard input and output are this process's, as in podman run --rm -i
             --network none IMAGE python3; see docs/guides/code.md.""")
     if problem is not None:
-        raise GruppoError(f"""code that a model wrote is not run here: {problem}. The jail needs Linux 5.13 or later
-            with Landlock and seccomp, on x86-64 or ARM; in a container, a seccomp profile that allows both. Run there,
-            name another sandbox (--reward code_tests:sandbox=...), or score code with your own reward (--reward
-            file.py:function).""")
+        raise GruppoError(
+            f"""code that a model wrote is not run here: {problem}. The jail needs Linux 5.13 or
+                    later with Landlock and seccomp, on x86-64 or ARM; in a container, a seccomp profile that allows both""",
+            advice="""Run there, name another sandbox
+                    ($reward code_tests:sandbox=...), or score code with your own reward ($reward
+                    file.py:function)""",
+        )
