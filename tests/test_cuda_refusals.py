@@ -69,7 +69,7 @@ def test_a_gpu_that_torch_cannot_use_is_named_in_one_warning_or_one_error(
     with pytest.raises(GruppoError) as error:
         place(run.policy, tiny.config(tmp_path, device="cuda"))
     assert str(error.value).startswith(
-        f"--device cuda: {reason}. Set --device cpu"
+        f"device cuda: {reason}. Set device cpu"
     ) and "\n" not in str(error.value)
     assert not recwarn.list
 

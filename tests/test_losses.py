@@ -360,7 +360,7 @@ ONES = torch.ones(2, 3)
 @pytest.mark.parametrize(
     ("choices", "says"),
     [
-        ({"clip_epsilon": 1.5}, r"clip_low=1\.5.*needs clip_low <= 1.*--objective\.clip-low 0\.2"),
+        ({"clip_epsilon": 1.5}, r"clip_low=1\.5.*needs clip_low <= 1.*objective\.clip_low 0\.2"),
         ({"clip_epsilon": -0.1}, r"clip_low=-0\.1 is out of range"),
         ({"kl_beta": -0.1}, r"kl_beta=-0\.1 .*from 0\. Use 0"),
         ({"kl_beta": NAN}, "kl_beta=nan .*from 0"),
@@ -378,7 +378,7 @@ ONES = torch.ones(2, 3)
         ({"objective": replace(GRPO, overlong=3)}, "which rows were truncated. Apply"),
         (
             {"objective": replace(GRPO, kl="exact")},
-            "kl='exact' is the closed form.*--objective.kl k3",
+            "kl='exact' is the closed form.*objective.kl k3",
         ),
         (
             {"objective": replace(GRPO, credit="position")},

@@ -340,7 +340,7 @@ MISTAKES = {
         r"--optim.betas 0.9: it needs a list of 2 numbers",
     ),
     "a stray word": (["stray"], 2, r"not understood: stray"),
-    "out of range": (["--rollout.top-p", "1.5"], 2, r"rollout.top_p=1.5 is out of range"),
+    "out of range": (["--rollout.top-p", "1.5"], 2, r"--rollout.top-p=1.5 is out of range"),
     "no such preset": (["--objective", "ppoo"], 2, r"ppoo is no preset.*Presets: grpo"),
     "a preset's near name": (["--objective", "drgrpo"], 2, r"Did you mean dr_grpo\?"),
     "a group of one": (

@@ -21,7 +21,6 @@ from gruppo.config.schema import (
     Stage,
 )
 from gruppo.core.objective import PRESETS, Objective
-from gruppo.errors import as_flag
 from gruppo.trainer import checks
 from gruppo.types import GruppoError
 
@@ -34,42 +33,42 @@ ONE_SUM = Objective(baseline="running", scale="none", combine="normalize_then_su
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"model": ""}, "--model"),
-        ({"data": ""}, "--data"),
-        ({"reward": ()}, "--reward"),
+        ({"model": ""}, "model"),
+        ({"data": ""}, "data"),
+        ({"reward": ()}, "reward"),
         ({"steps": 0}, "steps=0"),
-        ({"rollout": RolloutConfig(prompts=0)}, "--rollout.prompts"),
+        ({"rollout": RolloutConfig(prompts=0)}, "rollout.prompts"),
         ({"rollout": RolloutConfig(group_size=1)}, "group_size=1 gives no baseline"),
-        ({"rollout": RolloutConfig(group_size=0)}, "--rollout.group-size"),
+        ({"rollout": RolloutConfig(group_size=0)}, "rollout.group_size"),
         ({"rollout": RolloutConfig(temperature=0)}, "temperature=0"),
         ({"rollout": RolloutConfig(temperature=-1.5)}, "temperature=-1.5"),
         ({"rollout": RolloutConfig(top_p=0)}, "rollout.top_p=0"),
         ({"rollout": RolloutConfig(max_new_tokens=0)}, "rollout.max_new_tokens=0"),
         ({"optim": OptimConfig(lr=math.nan)}, "optim.lr=nan"),
         ({"optim": OptimConfig(lr=math.inf)}, "optim.lr=inf"),
-        ({"optim": OptimConfig(betas=(0.9, 1.0))}, "--optim.betas"),
-        ({"optim": OptimConfig(eps=0.0)}, "--optim.eps"),
-        ({"optim": OptimConfig(eps=math.nan)}, "--optim.eps"),
-        ({"optim": OptimConfig(final_lr_frac=-0.1)}, "--optim.final-lr-frac"),
-        ({"optim": OptimConfig(final_lr_frac=1.5)}, "--optim.final-lr-frac"),
-        ({"optim": OptimConfig(betas=(math.nan, 0.9))}, "--optim.betas"),
-        ({"stage": Stage(entropy_coef=-1)}, "--stage.entropy-coef"),
-        ({"stage": Stage(entropy_coef=math.nan)}, "--stage.entropy-coef"),
-        ({"optim": OptimConfig(token_budget=-1)}, "--optim.token-budget"),
+        ({"optim": OptimConfig(betas=(0.9, 1.0))}, "optim.betas"),
+        ({"optim": OptimConfig(eps=0.0)}, "optim.eps"),
+        ({"optim": OptimConfig(eps=math.nan)}, "optim.eps"),
+        ({"optim": OptimConfig(final_lr_frac=-0.1)}, "optim.final_lr_frac"),
+        ({"optim": OptimConfig(final_lr_frac=1.5)}, "optim.final_lr_frac"),
+        ({"optim": OptimConfig(betas=(math.nan, 0.9))}, "optim.betas"),
+        ({"stage": Stage(entropy_coef=-1)}, "stage.entropy_coef"),
+        ({"stage": Stage(entropy_coef=math.nan)}, "stage.entropy_coef"),
+        ({"optim": OptimConfig(token_budget=-1)}, "optim.token_budget"),
         (
             {"optim": OptimConfig(minibatches=65)},
-            "more than the 64 rows of a step. Set --optim.minibatches 64 or less",
+            "more than the 64 rows of a step. Set optim.minibatches 64 or less",
         ),
-        ({"stage": Stage(kl_coef=-1)}, "--stage.kl-coef"),
+        ({"stage": Stage(kl_coef=-1)}, "stage.kl_coef"),
         (
             {"objective": PRESETS["reinforce"], "engine": EngineConfig("file.py:engine", lag=1)},
-            "--objective.correction truncate",
+            "objective.correction truncate",
         ),
-        ({"stage": Stage(value_coef=-1)}, "--stage.value-coef"),
-        ({"stage": Stage(value_coef=math.inf)}, "--stage.value-coef"),
-        ({"optim": OptimConfig(stop_kl=-0.1)}, "--optim.stop-kl"),
-        ({"optim": OptimConfig(stop_kl=math.nan)}, "--optim.stop-kl"),
-        ({"rollout": RolloutConfig(refill_rounds=-1)}, "--rollout.refill-rounds"),
+        ({"stage": Stage(value_coef=-1)}, "stage.value_coef"),
+        ({"stage": Stage(value_coef=math.inf)}, "stage.value_coef"),
+        ({"optim": OptimConfig(stop_kl=-0.1)}, "optim.stop_kl"),
+        ({"optim": OptimConfig(stop_kl=math.nan)}, "optim.stop_kl"),
+        ({"rollout": RolloutConfig(refill_rounds=-1)}, "rollout.refill_rounds"),
         ({"rollout": RolloutConfig(refill_by="r")}, "refill_by='r' has no effect"),
         (
             {
@@ -78,24 +77,24 @@ ONE_SUM = Objective(baseline="running", scale="none", combine="normalize_then_su
             },
             "which a group of one always has",
         ),
-        ({"critic": CriticConfig(lr=-1.0), "objective": PPO}, "--critic.lr"),
-        ({"critic": CriticConfig(lr=math.nan), "objective": PPO}, "--critic.lr"),
-        ({"critic": CriticConfig(warmup_steps=-1), "objective": PPO}, "--critic.warmup-steps"),
+        ({"critic": CriticConfig(lr=-1.0), "objective": PPO}, "critic.lr"),
+        ({"critic": CriticConfig(lr=math.nan), "objective": PPO}, "critic.lr"),
+        ({"critic": CriticConfig(warmup_steps=-1), "objective": PPO}, "critic.warmup_steps"),
         ({"critic": CriticConfig(warmup_steps=200), "objective": PPO}, "none of the 200 steps"),
-        ({"critic": CriticConfig(model="m"), "objective": PPO}, "--critic.kind separate"),
+        ({"critic": CriticConfig(model="m"), "objective": PPO}, "critic.kind separate"),
         (
             {"critic": CriticConfig(lr=1e-5), "objective": PPO, "optim": OptimConfig(lr=0.0)},
-            "--optim.lr above 0",
+            "optim.lr above 0",
         ),
         ({"stage": Stage(value_coef=0.0), "objective": PPO}, "never trains the critic"),
         ({"critic": CriticConfig(kind="separate")}, "objective.baseline='mean' uses none"),
         (
             {"critic": CriticConfig(lr=1e-5)},
-            "Set --objective ppo, or leave the --critic options out",
+            "Set objective ppo, or leave the critic options out",
         ),
         (
             {"critic": CriticConfig(warmup_steps=1)},
-            "Set --objective ppo, or leave the --critic options out",
+            "Set objective ppo, or leave the critic options out",
         ),
         ({"critic": CriticConfig(lr=0.0), "objective": PPO}, "critic.lr=0 never trains the critic"),
         ({"optim": OptimConfig(stop_kl=0.1)}, "stop_kl=0.1 has no effect: a batch has one update"),
@@ -103,13 +102,13 @@ ONE_SUM = Objective(baseline="running", scale="none", combine="normalize_then_su
             {"rollout": ONE_ROW, "objective": PRESETS["reinforce"]},
             "baseline='batch_mean' compares the rows of a step",
         ),
-        ({"rollout": ONE_ROW, "objective": PRESETS["reinforce_pp"]}, "--rollout.prompts 2 or more"),
+        ({"rollout": ONE_ROW, "objective": PRESETS["reinforce_pp"]}, "rollout.prompts 2 or more"),
         (
             {"rollout": ONE_ROW, "objective": Objective(baseline="none", scale="batch")},
             "scale='batch' compares",
         ),
         ({"rollout": ONE_ROW, "objective": ONE_SUM}, "combine='normalize_then_sum' compares"),
-        ({"objective": PRESETS["rloo"], "optim": OptimConfig(epochs=2)}, "--optim.epochs 1"),
+        ({"objective": PRESETS["rloo"], "optim": OptimConfig(epochs=2)}, "optim.epochs 1"),
         (
             {
                 "objective": Objective(baseline="leave_one_out"),
@@ -179,7 +178,7 @@ def test_a_number_outside_its_range_is_refused_with_its_option_and_a_value_to_se
             getattr(GIVEN, section) if section else GIVEN, **{leaf: value}
         )
         with pytest.raises(
-            GruppoError, match=rf"^{name}=.* is out of range.* needs to be .*Set {as_flag(name)}\b"
+            GruppoError, match=rf"^{name}=.* is out of range.* needs to be .*Set {name}\b"
         ):
             check_ranges(dataclasses.replace(GIVEN, **{section: changed}) if section else changed)
 

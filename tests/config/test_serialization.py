@@ -253,7 +253,7 @@ def test_files_of_both_kinds_are_read(tmp_path):
         (
             "a.json",
             '{\n"steps": "3"}',
-            r"a\.json, line 2: config entry steps is '3'; it needs a whole number",
+            r"a\.json, line 2: steps is '3'; it needs a whole number",
         ),
     ],
 )

@@ -53,30 +53,30 @@ CRITIC = {"baseline": "critic", "credit": "return_to_go", "scale": "none"}
         ),
         (
             {"clip_low": -0.1},
-            r"clip_low=-0\.1 is out of range.*at least 0.*Set --objective\.clip-low 0\.2",
+            r"clip_low=-0\.1 is out of range.*at least 0.*Set objective\.clip_low 0\.2",
         ),
-        ({"clip_low": 1.5}, r"clip_low=1\.5.*needs clip_low <= 1.*--objective\.clip-low 0\.2"),
-        ({"clip_high": NAN}, r"clip_high=nan is out of range.*--objective\.clip-high 0\.2"),
+        ({"clip_low": 1.5}, r"clip_low=1\.5.*needs clip_low <= 1.*objective\.clip_low 0\.2"),
+        ({"clip_high": NAN}, r"clip_high=nan is out of range.*objective\.clip_high 0\.2"),
         ({"clip_high": float("inf")}, r"clip_high=inf is out of range.*finite"),
-        ({"scale_eps": -1.0}, r"scale_eps=-1\.0 is out of range.*--objective\.scale-eps 0\.0001"),
-        ({"scale_eps": NAN}, r"scale_eps=nan .*--objective\.scale-eps 0\.0001"),
+        ({"scale_eps": -1.0}, r"scale_eps=-1\.0 is out of range.*objective\.scale_eps 0\.0001"),
+        ({"scale_eps": NAN}, r"scale_eps=nan .*objective\.scale_eps 0\.0001"),
         (
             {"running_decay": 1.0},
-            r"running_decay=1\.0 is out of range.*--objective\.running-decay 0\.99",
+            r"running_decay=1\.0 is out of range.*objective\.running_decay 0\.99",
         ),
-        ({"adv_clip": -1.0}, r"adv_clip=-1\.0 is out of range.*--objective\.adv-clip 0"),
+        ({"adv_clip": -1.0}, r"adv_clip=-1\.0 is out of range.*objective\.adv_clip 0"),
         ({"gamma": 1.01}, r"gamma=1\.01 is out of range.*at most 1"),
-        ({"lam": -0.1}, r"lam=-0\.1 is out of range.*--objective\.lam 0\.95"),
+        ({"lam": -0.1}, r"lam=-0\.1 is out of range.*objective\.lam 0\.95"),
         ({"tau_pos": 0.0}, r"tau_pos=0\.0 is out of range"),
-        ({"value_clip": -0.2}, r"value_clip=-0\.2 is out of range.*--objective\.value-clip 0\.2"),
+        ({"value_clip": -0.2}, r"value_clip=-0\.2 is out of range.*objective\.value_clip 0\.2"),
         ({"overlong": -1}, r"overlong=-1 is out of range"),
         (
             {"dual_clip": 3.0, "surrogate": "sapo"},
-            r"dual_clip=3 belongs to surrogate='clip', not 'sapo'.*dual-clip 0",
+            r"dual_clip=3 belongs to surrogate='clip', not 'sapo'..dual_clip 0",
         ),
         (
             {"dual_clip": 1.2},
-            r"dual_clip=1\.2 crosses the clip range, which ends at 1\.2.*--objective\.dual-clip 3",
+            r"dual_clip=1\.2 crosses the clip range, which ends at 1\.2.*objective\.dual_clip 3",
         ),
         (
             {"dual_clip": 1.3, "clip_unit": "nats", "clip_high": 0.3},
@@ -84,17 +84,17 @@ CRITIC = {"baseline": "critic", "credit": "return_to_go", "scale": "none"}
         ),
         (
             {"correction": "mask", "correction_low": 3.0},
-            r"correction_low=3, correction_high=3: .*--objective\.correction-low 0",
+            r"correction_low=3, correction_high=3: .*objective\.correction_low 0",
         ),
-        ({"baseline": "critic"}, r"not credit='outcome'. Set --objective\.credit return_to_go"),
-        (CRITIC | {"scale": "group"}, r"scale='group' does not fit. Set --objective\.scale none"),
+        ({"baseline": "critic"}, r"not credit='outcome'. Set objective\.credit return_to_go"),
+        (CRITIC | {"scale": "group"}, r"scale='group' does not fit. Set objective\.scale none"),
         (
             CRITIC | {"combine": "normalize_then_sum"},
-            r"before a critic can learn them. Set --objective\.combine sum",
+            r"before a critic can learn them. Set objective\.combine sum",
         ),
         (
             {"gamma": 0.9},
-            r"gamma=0\.9 discounts nothing under credit='outcome'. Set --objective\.credit return_to_go",
+            r"gamma=0\.9 discounts nothing under credit='outcome'. Set objective\.credit return_to_go",
         ),
         (
             {"credit": "position", "scale": "prompt"},
@@ -106,7 +106,7 @@ CRITIC = {"baseline": "critic", "credit": "return_to_go", "scale": "none"}
         ),
         (
             {"ratio": "sequence", "surrogate": "reinforce"},
-            r"surrogate='reinforce' uses no ratio. Set --objective\.ratio",
+            r"surrogate='reinforce' uses no ratio. Set objective\.ratio",
         ),
         (
             {"ratio": "sequence", "surrogate": "vespo"},
@@ -114,7 +114,7 @@ CRITIC = {"baseline": "critic", "credit": "return_to_go", "scale": "none"}
         ),
         (
             {"kl_in": "reward", "kl": "k2"},
-            r"kl_in='reward' needs kl='k1'.*kl='k2'.*37 to 125% off. Set --objective\.kl k1",
+            r"kl_in='reward' needs kl='k1'.*kl='k2'.*37 to 125% off. Set objective\.kl k1",
         ),
         ({"kl_in": "reward"}, r"kl_in='reward' needs kl='k1'.*kl='k3'"),
         (
@@ -149,12 +149,12 @@ def test_the_nearest_valid_choices_are_let_through(choices):
         (
             PRESETS["grpo"],
             {"group_size": 1},
-            "gives no baseline for baseline='mean'.*--rollout.group-size 2",
+            "gives no baseline for baseline='mean'.*rollout.group_size 2",
         ),
         (
             PRESETS["rloo"],
             {"group_size": 1},
-            "baseline='leave_one_out'.*at least 2.*--objective reinforce",
+            "baseline='leave_one_out'.*at least 2.*objective reinforce",
         ),
         (
             Objective(baseline="none"),
@@ -164,17 +164,17 @@ def test_the_nearest_valid_choices_are_let_through(choices):
         (
             PRESETS["rloo"],
             {"group_size": 4, "updates_per_row": 2},
-            "used for 2 updates.*--objective.surrogate clip",
+            "used for 2 updates.*objective.surrogate clip",
         ),
         (
             PRESETS["reinforce"],
             {"group_size": 1, "updates_per_row": 3},
-            "used for 3 updates.*--optim.epochs 1",
+            "used for 3 updates.*optim.epochs 1",
         ),
         (
             Objective(kl="k1", kl_gradient="naive"),
             {"group_size": 2, "kl_coef": 0.1},
-            "gradient of zero in expectation, so kl_coef=0.1 has no effect.*--objective.kl-gradient unbiased",
+            "gradient of zero in expectation, so kl_coef=0.1 has no effect.*objective.kl_gradient unbiased",
         ),
         (
             Objective(scale="running", baseline="none"),
@@ -184,17 +184,17 @@ def test_the_nearest_valid_choices_are_let_through(choices):
         (
             Objective(kl="exact"),
             {"group_size": 2, "kl_coef": 0.1},
-            "no logits are kept. Set --objective.kl k3",
+            "no logits are kept. Set objective.kl k3",
         ),
         (
             Objective(credit="position"),
             {"group_size": 2},
-            "needs a reward for each action.*--objective.credit outcome",
+            "needs a reward for each action.*objective.credit outcome",
         ),
         (
             Objective(overlong=64),
             {"group_size": 2, "max_length": 64},
-            r"overlong=64 penalizes every length up to.*64; .*--objective\.overlong 12",
+            r"overlong=64 penalizes every length up to.*64; .*objective\.overlong 12",
         ),
         (
             Objective(overlong=65),
@@ -410,7 +410,7 @@ def test_every_combination_learns_from_a_ragged_batch_or_is_refused_with_the_way
     refused = [outcome(choices) for choices in sampled(SAMPLES)]
     reasons = [why for why in refused if why is not None]
     assert 100 < len(reasons) < SAMPLES - 100
-    assert [why for why in reasons if "=" not in why or "Set --objective" not in why] == []
+    assert [why for why in reasons if "=" not in why or "Set objective" not in why] == []
     # A rule that never speaks, or only ever after another, would be dead. Rules on numbers are tested above.
     rules = {
         re.sub(r"'[^']*'|uses no ratio|has a sequence weight of its own", "", why)

@@ -64,7 +64,7 @@ def test_of_few_images_one_is_held_out_in_any_case_and_of_a_fraction_of_zero_non
     assert len(source(5, held_out_fraction=0.001).held_out(9)) == 1
     assert source(5, held_out_fraction=0).held_out(9) == []
     with pytest.raises(
-        DataError, match=r"all 5 prompts .* held out .* lower --prompts.held-out-fraction"
+        DataError, match=r"all 5 prompts .* held out .* Lower prompts.held_out_fraction"
     ):
         source(5, held_out_fraction=0.999999)
 

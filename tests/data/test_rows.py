@@ -141,13 +141,13 @@ def test_unusable_rows_are_refused_with_their_number_or_column(rows, reason):
 
 def test_unusable_splits_are_refused():
     with pytest.raises(
-        DataError, match=r"all 5 prompts .* held out .* lower --prompts.held-out-fraction"
+        DataError, match=r"all 5 prompts .* held out .* Lower prompts.held_out_fraction"
     ):
         row_source(numbered(5), seed=0, held_out_fraction=0.999999)
-    with pytest.raises(GruppoError, match=r"outside .* Set --prompts.held-out-fraction 0.1"):
+    with pytest.raises(GruppoError, match=r"outside .* Set prompts.held_out_fraction 0.1"):
         row_source(numbered(5), seed=0, held_out_fraction=1.0)
     with pytest.raises(
-        DataError, match=r"no column 'anser'.*nearest is 'answer'.*--prompts.target-column"
+        DataError, match=r"no column 'anser'.*nearest is 'answer'.*prompts.target_column"
     ):
         row_source(numbered(5), seed=0, target_column="anser")
 

@@ -274,7 +274,7 @@ def test_a_full_disk_is_one_line_that_names_the_folder(policy, tmp_path, monkeyp
 
     monkeypatch.setattr(publish, "save_file", full)
     with pytest.raises(
-        GruppoError, match=r"cannot be written to .*No space left on device.* --engine.publish-dir"
+        GruppoError, match=r"cannot be written to .*No space left on device.* engine.publish_dir"
     ):
         publish.Publication(tmp_path).write("v1", policy.served_weights(), {})
 
@@ -337,7 +337,7 @@ def no_weights(path: str, body: Any) -> None:
 REFUSED = {
     "unreachable": (
         FakeServer.close,
-        r"no vLLM server answers at http://.* gruppo serve MODEL .* --engine\.urls",
+        r"no vLLM server answers at http://.* gruppo serve MODEL .* engine\.urls",
     ),
     "no key": (
         spoiled(key="secret"),
@@ -357,12 +357,12 @@ REFUSED = {
     ),
     "short context": (
         spoiled(max_model_len=12),
-        r"context of 12 tokens.* --max-model-len \d+, or lower --rollout.max-new-tokens",
+        r"context of 12 tokens.* --max-model-len \d+, or lower rollout.max_new_tokens",
     ),
     "another tokenizer": (spoiled(answer=other_tokens), r"another tokenizer"),
     "another dtype": (
         spoiled(answer=bfloat16),
-        r"computes in bfloat16, and the trainer in float32\. .* --compute bfloat16",
+        r"computes in bfloat16, and the trainer in float32\. .* compute bfloat16",
     ),
     "no count of tokens": (
         spoiled(answer=no_counts),
@@ -371,7 +371,7 @@ REFUSED = {
     "an old version": (spoiled(answer=without("weight_versions")), r"too old"),
     "a folder that it cannot read": (
         spoiled(before=no_weights),
-        r"cannot load the weights from .*Cannot find any.*--engine.publish-dir",
+        r"cannot load the weights from .*Cannot find any.*engine.publish_dir",
     ),
 }
 
@@ -391,7 +391,7 @@ def test_another_model_is_refused_by_the_first_entry_of_its_config_that_differs(
     config = tiny.config(tmp_path, engine__kind="vllm", engine__urls=[servers[0].url])
     servers[0].policy.module.config.hidden_size = 32
     with pytest.raises(
-        GruppoError, match="runs another model: its hidden_size is 32, and that of --model is 16"
+        GruppoError, match="runs another model: its hidden_size is 32, and that of model is 16"
     ):
         api.start(config)
 
@@ -400,7 +400,7 @@ def test_another_model_is_refused_by_the_first_entry_of_its_config_that_differs(
     ("changes", "message"),
     [
         ({"engine__kind": "vllm"}, r"--engine vllm was given no server"),
-        ({"engine__urls": ["http://127.0.0.1:1"]}, r"for vLLM servers\. Set --engine vllm"),
+        ({"engine__urls": ["http://127.0.0.1:1"]}, r"for vLLM servers\. Set engine vllm"),
     ],
 )
 def test_an_engine_without_servers_and_servers_without_an_engine_are_refused(
@@ -413,7 +413,7 @@ def test_an_engine_without_servers_and_servers_without_an_engine_are_refused(
 def test_a_folder_that_cannot_be_written_is_refused(servers, tmp_path):
     (tmp_path / "file").write_text("")
     options = {"engine__urls": [servers[0].url], "engine__publish_dir": str(tmp_path / "file")}
-    with pytest.raises(GruppoError, match=r"cannot be written to .*file.* --engine.publish-dir"):
+    with pytest.raises(GruppoError, match=r"cannot be written to .*file.* engine.publish_dir"):
         api.start(tiny.config(tmp_path, engine__kind="vllm", **options))
 
 

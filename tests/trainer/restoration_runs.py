@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from gruppo import api
 from gruppo.build import Parts, build
 from gruppo.config.schema import Config
+from gruppo.errors import GruppoError, as_flag
 from gruppo.trainer import checkpoint, loop
 from gruppo.trainer.run import Run
 from gruppo.types import Prompt
@@ -216,9 +217,10 @@ def half(pictures: Tensor, prompts: Sequence[Prompt]) -> Tensor:
 NO_FUNCTION = 3
 
 
-def said_in_one_line(call: Callable[[], Any], kind: type[Exception]) -> str:
-    """What an error says; it is one line."""
+def said_in_one_line(call: Callable[[], Any], kind: type[GruppoError]) -> str:
+    """What the command line says of an error; it is one line."""
     with pytest.raises(kind) as error:
         call()
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    message = error.value.message(as_flag)
+    assert "\n" not in message
+    return message

@@ -102,7 +102,7 @@ def test_a_recipes_name_and_a_config_file_train_as_on_the_command_line(tmp_path)
             {"rollout__group_size": 0},
             "^rollout__group_size=0 is .* Set rollout__group_size 8",
         ),
-        (None, {"rollout__group_size": "x"}, "config entry rollout__group_size is 'x'"),
+        (None, {"rollout__group_size": "x"}, "^rollout__group_size is 'x'"),
         (
             None,
             {"num_generations": 4},

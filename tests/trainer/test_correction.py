@@ -48,7 +48,7 @@ def test_a_sampler_without_log_probs_is_refused_by_its_engines_name(tmp_path, le
     )
     with pytest.raises(
         GruppoError,
-        match=r"\d+ of the \d+ from OffEngine are not numbers.*--objective.correction none",
+        match=r"\d+ of the \d+ from OffEngine are not numbers.*objective.correction none",
     ):
         step(run)
 

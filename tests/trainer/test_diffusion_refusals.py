@@ -53,7 +53,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "epsilon of a mean": (
         {"objective": "grpo", "objective__dims": "mean"},
-        r"clip_high=0.2 of a mean over 192 dimensions .* 35 nats: it never clips.*--objective.clip-unit nats",
+        r"clip_high=0.2 of a mean over 192 dimensions .* 35 nats: it never clips.*objective.clip_unit nats",
     ),
     "a clip that rounding sets off": (
         {"objective__clip_low": 1e-4, "objective__clip_high": 1e-4},
@@ -61,11 +61,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "k3 of normals": (
         KL | {"objective": "grpo"},
-        r"kl='k3' of a Gaussian policy.*Set --objective.kl exact",
+        r"kl='k3' of a Gaussian policy.*Set objective.kl exact",
     ),
     "an entropy bonus": (
         {"stage__entropy_coef": 0.1},
-        r"entropy_coef is above 0.*--stage.entropy-coef 0",
+        r"entropy_coef is above 0.*stage.entropy_coef 0",
     ),
     "a stage's temperature": (
         {"stage__temperature": 0.5},
@@ -78,19 +78,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "top_k": ({"rollout__top_k": 5}, r"top_k=5, .* apply to tokens"),
     "longest completions": (
         {"rollout__max_new_tokens": 64},
-        r"max_new_tokens=64 applies to text.*--diffusion.steps",
+        r"max_new_tokens=64 applies to text.*diffusion.steps",
     ),
     "a penalty on length": (
         {"objective__overlong": 3},
-        r"overlong=3 penalizes long texts.*--objective.overlong 0",
+        r"overlong=3 penalizes long texts.*objective.overlong 0",
     ),
     "LoRA": (
         {"lora__rank": 4},
-        r"LoRA puts adapters on the attention of a pipeline.*Leave the --lora options out",
+        r"LoRA puts adapters on the attention of a pipeline.*Leave the lora options out",
     ),
     "bfloat16": (
         {"compute": "bfloat16"},
-        r"compute='bfloat16' holds the base below adapters.*--compute float32",
+        r"compute='bfloat16' holds the base below adapters.*compute float32",
     ),
     "another model as critic": (
         {"objective": "ppo", "critic__kind": "separate", "critic__model": "x"},
@@ -110,7 +110,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a new network's width": (
         {"diffusion__width": 16},
-        r"diffusion.width .* Leave --diffusion.width out",
+        r"diffusion.width .* Leave diffusion.width out",
     ),
     "a new network's path": (
         {"diffusion__path": "diffusion"},
@@ -131,7 +131,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no reward": ({"reward": ()}, r"no reward was given"),
     "a new network of texts": (
         {"model": "unet", "data": "arithmetic"},
-        r"--model unet is made for the data's images, and a target of 'arithmetic' is a str",
+        r"model unet is made for the data's images, and a target of 'arithmetic' is a str",
     ),
     "a folder that is no model": ({"model": str(Path(__file__).parent)}, r"tests/trainer"),
 }

@@ -185,7 +185,7 @@ def test_functions_may_be_given_in_python(tmp_path):
     assert max(row["turns/mean"] for row in metrics(done.folder)) > 1
     saved = serialization.load(done.folder / "config.json")
     with pytest.raises(
-        GruppoError, match=r"environment of this config came from .*Set --environment.reply"
+        GruppoError, match=r"environment of this config came from .*Set environment.reply"
     ):
         api.start(replace(saved, name="again"))
     with pytest.raises(GruppoError, match=r"resume\(.*environment=\.\.\."):
@@ -319,13 +319,13 @@ def test_explain_says_who_replies_and_shows_a_conversation(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"environment__turns": 0}, r"environment.turns=0 is out of range.*--environment.turns"),
+        ({"environment__turns": 0}, r"environment.turns=0 is out of range.*environment.turns"),
         ({"environment__max_reply_tokens": 0}, "environment.max_reply_tokens=0 is out of range"),
         (
             {"environment__timeout_s": 0.0},
-            r"timeout_s=0.0 is out of range.*--environment.timeout-s 60",
+            r"timeout_s=0.0 is out of range.*environment.timeout_s 60",
         ),
-        ({"environment__reply": ""}, "set without an environment. Set --environment file.py:Class"),
+        ({"environment__reply": ""}, "set without an environment. Set environment file.py:Class"),
         ({"model": "unet", "data": "digits"}, "replies to texts, but 'unet' is an image model"),
     ],
 )

@@ -430,7 +430,7 @@ REFUSED = {
     ),
     "a cap without growing": (
         {"rollout__first_samples": 0, "rollout__max_group_size": 9},
-        r"max_group_size=9 has no effect: .* --rollout.first-samples",
+        r"max_group_size=9 has no effect: .* rollout.first_samples",
     ),
     "a group of one on a schedule": (
         {"rollout__first_samples": 0, "stage__group_size": "linear:4,1"},
@@ -446,11 +446,11 @@ REFUSED = {
     ),
     "a curriculum without a column": (
         {"stage__difficulty": 0.5},
-        r"no column says which.*--prompts.difficulty-column",
+        r"no column says which.*prompts.difficulty_column",
     ),
     "a column without a curriculum": (
         {"prompts__difficulty_column": "number"},
-        r"difficulty_column='number' has no effect .* --stage.difficulty",
+        r"difficulty_column='number' has no effect .* stage.difficulty",
     ),
 }
 

@@ -151,7 +151,7 @@ def test_a_disk_that_cannot_be_written_is_told_in_words(tmp_path, monkeypatch):
 
     monkeypatch.setattr("gruppo.modalities.common.reference.save_file", full)
     with pytest.raises(
-        GruppoError, match=r"could not be written to .*: No space left on device.*--reference.place"
+        GruppoError, match=r"could not be written to .*: No space left on device.*reference.place"
     ):
         built(tmp_path, **KINDS["disk"])
     assert not list(tmp_path.glob("**/.gruppo-reference*"))
@@ -179,7 +179,7 @@ def test_on_a_cpu_the_place_cpu_says_that_it_saves_nothing(tmp_path, caplog):
         (MIXED | {"reference__watch_prompts": -1}, r"watch_prompts=-1 is out of range"),
         (
             KL | {"reference__update_every": 5},
-            r"reference.update_every is of a reference that moves.*--reference.kind",
+            r"reference.update_every is of a reference that moves.*reference.kind",
         ),
         (KINDS["disk"] | LORA, r"place='disk' has nothing to place"),
     ],

@@ -23,7 +23,7 @@ from gruppo.types import GruppoError
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a group of one": (
         {"rollout__group_size": 1},
-        r"group_size=1 gives no baseline.*--objective reinforce",
+        r"group_size=1 gives no baseline.*objective reinforce",
     ),
     "clip bounds that cross": ({"objective__clip_low": 1.5}, r"clip_low=1.5.*needs clip_low <= 1"),
     "a dual clip inside": (
@@ -47,7 +47,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"objective": "ppo", "stage__value_coef": 0.0},
         r"value_coef=0 never trains",
     ),
-    "a critic for GRPO": ({"critic__kind": "separate"}, r"a critic was set, but.*--objective ppo"),
+    "a critic for GRPO": ({"critic__kind": "separate"}, r"a critic was set, but.*objective ppo"),
     "a penalty on every length": (
         {"objective": "dapo", "objective__overlong": 8},
         r"overlong=8 penalizes every length up to the longest, 8.*Set objective__overlong 1",

@@ -224,7 +224,7 @@ def test_an_unknown_reward_is_refused_with_the_names_there_are(tmp_path):
     config = tiny.config(tmp_path, rollout__refill_rounds=1, rollout__refill_by="digit")
     with pytest.raises(
         GruppoError,
-        match=r"refill_by='digit' is none of this run's rewards, digits\. Set --rollout",
+        match=r"refill_by='digit' is none of this run's rewards, digits\. Set rollout",
     ):
         build(config, Parts())
 

@@ -140,11 +140,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a factor of 0": (
         {"restoration__action_lr_factor": 0.0},
-        r"action_lr_factor=0.0 is out of range; .* above 0",
+        r"action-lr-factor=0.0 is out of range; .* above 0",
     ),
     "a factor without an end": (
         {"restoration__action_lr_factor": float("inf")},
-        r"action_lr_factor=inf",
+        r"action-lr-factor=inf",
     ),
     "a reference that nothing reads": (
         {"stages": (Stage(steps=2), Stage(new_reference=True))},
@@ -362,7 +362,7 @@ def test_demonstrations_without_clean_pictures_are_refused(tmp_path):
     config = restoration_runs.config(tmp_path, data="<in memory>", supervised__data=pairs, **SUP)
     api.start(config, parts)  # where they have a source of their own, all is well
     with pytest.raises(
-        GruppoError, match=r"demonstrations cannot be drawn from as well. Set --supervised.data"
+        GruppoError, match=r"demonstrations cannot be drawn from as well. Set supervised.data"
     ):
         api.start(restoration_runs.config(tmp_path, data="<in memory>", name="own", **SUP), parts)
     demos = tiny.write_rows(tmp_path / "demos.jsonl")

@@ -591,7 +591,7 @@ def test_what_changes_the_results_is_refused_unless_it_is_allowed(
     with monkeypatch.context() as patch:
         change(stopped.parents[1], patch)
         with pytest.raises(
-            GruppoError, match=rf"not continue to the same results: {says}.* with --allow-changes"
+            GruppoError, match=rf"not continue to the same results: {says}.* with allow_changes"
         ):
             api.start(stopped)
         api.start(stopped, allow_changes=True)

@@ -205,7 +205,7 @@ def test_ranks_that_write_to_folders_of_their_own_are_told_to_share_one(tmp_path
         one.write()
     with pytest.raises(
         GruppoError,
-        match=r"the shards of rank 1 are not in its folder.*--runs-dir that all machines",
+        match=r"the shards of rank 1 are not in its folder.*runs_dir that all machines",
     ):
         both[0].check_committed()
 

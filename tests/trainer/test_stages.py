@@ -213,18 +213,18 @@ def test_a_boundary_is_settled_once():
         (replace(GIVEN, stage=Stage(rl_coef=0.0)), "learns nothing"),
         (
             given(WARM, LAST, stage=Stage(kl_coef=0.1)),
-            r"both stage and stages.*--stages\.1\.kl-coef",
+            r"both stage and stages.*stages\.1\.kl_coef",
         ),
         (given(replace(WARM, steps=0), LAST), r"stages\.0\.steps=0 lasts to the end, but another"),
-        (given(replace(WARM, steps=10), LAST), r"have 10 steps and the run 10.*--steps above 10"),
-        (given(replace(WARM, steps=12), LAST), r"have 12 steps and the run 10.*--steps above 12"),
+        (given(replace(WARM, steps=10), LAST), r"have 10 steps and the run 10.*steps above 10"),
+        (given(replace(WARM, steps=12), LAST), r"have 12 steps and the run 10.*steps above 12"),
         (
             given(replace(WARM, until="eval/x > 1"), LAST, evaluation=EvaluationConfig()),
             "waits for an evaluation",
         ),
         (
             given(replace(WARM, steps=4), replace(LAST, steps=4)),
-            r"have 8 steps and the run 10.*--steps 8",
+            r"have 8 steps and the run 10.*steps 8",
         ),
         (given(replace(WARM, until="kl/ref_nats"), LAST), "a metric, a comparison and a number"),
         (given(replace(WARM, until="m > nan"), LAST), "a metric, a comparison and a number"),
@@ -241,7 +241,7 @@ def test_a_boundary_is_settled_once():
             replace(
                 GIVEN, back_off=BackOffConfig("eval/reward_mean"), evaluation=EvaluationConfig()
             ),
-            "--evaluation.every",
+            "evaluation.every",
         ),
     ],
 )

@@ -478,7 +478,7 @@ def test_demonstrations_may_come_from_data_of_their_own(tmp_path):
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "demonstrations that no stage learns from": (
         {"supervised__batch": 5},
-        r"demonstrations were set, but no stage's sup_coef is above 0. Set --stages supervised:50,full",
+        r"demonstrations were set, but no stage's sup_coef is above 0. Set stages supervised:50,full",
     ),
     "an unknown column": (
         ALONE | {"supervised__column": "anser"},

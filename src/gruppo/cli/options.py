@@ -240,7 +240,7 @@ def _unknown(
         field = match[2].replace("_", "-")
         if not stages:
             return GruppoError(
-                f"unknown option ${name}: this run has one stage, stage.{field}",
+                f"unknown option {as_flag(name)}: this run has one stage, --stage.{field}",
                 advice="Name several with $stages, as in $stages supervised:50,full",
             )
         names = [f"{number} {stage.name}".strip() for number, stage in enumerate(stages)]

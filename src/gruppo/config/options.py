@@ -129,7 +129,7 @@ def check_ranges(section: Any) -> None:
                 raise GruppoError(
                     f"{name}={value}{reached} is out of range{why}; it needs to be {interval}",
                     option=name,
-                    advice="" if option.default is None else as_text(option.default),
+                    advice="to such a value" if option.default is None else as_text(option.default),
                 )
 
 

@@ -173,7 +173,7 @@ BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 @pytest.mark.parametrize(
     ("settings", "rank", "says"),
     [
-        (BNB, 0, "is quantized, and quantized weights cannot be trained .* Set --lora.rank 16"),
+        (BNB, 0, "is quantized, and quantized weights cannot be trained .* Set lora.rank 16"),
         (
             {"quant_method": "gptq", "bits": 4},
             0,
@@ -182,7 +182,7 @@ BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
         (
             {"quant_method": "gptq", "bits": 4},
             3,
-            r"cannot put an adapter on \(gptq\).*--lora.load-in-4bit True",
+            r"cannot put an adapter on \(gptq\).*lora.load_in_4bit True",
         ),
         (BNB | {"bnb_4bit_quant_storage": "bfloat16"}, 3, r"stored as uint8"),
     ],
@@ -211,7 +211,7 @@ def test_a_quantized_model_in_memory_is_refused():
     [
         (
             {"lora__load_in_4bit": True},
-            r"lora.rank=0 trains all weights, which 4 bits do not allow. Set --lora.rank 16",
+            r"lora.rank=0 trains all weights, which 4 bits do not allow. Set lora.rank 16",
         ),
         (
             FOUR_BIT | {"engine__kind": "vllm", "engine__urls": ("http://x",)},
@@ -227,7 +227,7 @@ def test_options_that_4_bits_exclude_are_refused(tmp_path, changes, says):
 def test_models_that_are_not_read_by_transformers_are_refused(tmp_path):
     config = tiny.config(tmp_path, **FOUR_BIT)
     with pytest.raises(
-        GruppoError, match=r"'LlamaForCausalLM' is made in memory. Set --lora.load-in-4bit False"
+        GruppoError, match=r"'LlamaForCausalLM' is made in memory. Set lora.load_in_4bit False"
     ):
         build(config, Parts(model=from_pretrained(tiny.model())))
 

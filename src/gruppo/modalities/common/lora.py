@@ -62,24 +62,29 @@ def inject(
         for name, part in parts.items()
         if part is not head and is_linear(part)
     }
-    some = f"Set --lora.targets to some of {', '.join(sorted(linear))}."
+    some = f"Set $lora.targets to some of {', '.join(sorted(linear))}."
     for target in targets:
         layers = [
             part for name, part in parts.items() if name == target or name.endswith(f".{target}")
         ]
         if not layers:
-            hint = did_you_mean(target, sorted(linear), otherwise=f" {some}")
+            hint = did_you_mean(target, sorted(linear), otherwise=some).strip()
             if "," in target:
-                hint = f" Names are separated by spaces: --lora.targets {' '.join(target.replace(',', ' ').split())}."
-            raise GruppoError(f"lora.targets: the model has no layer {target!r}.{hint}")
+                names = " ".join(target.replace(",", " ").split())
+                hint = f"Names are separated by spaces: $lora.targets {names}"
+            raise GruppoError(f"lora.targets: the model has no layer {target!r}", advice=hint)
         if not all(map(is_linear, layers)):
             kind = type(layers[0]).__name__
             raise GruppoError(
-                f"lora.targets: {target!r} is a {kind}, and an adapter needs linear layers. {some}"
+                f"lora.targets: {target!r} is a {kind}, and an adapter needs linear layers",
+                advice=some,
             )
         if head in layers and getattr(head, "weight", None) is model.get_input_embeddings().weight:
-            raise GruppoError(f"""lora.targets: {target!r} is the head, whose weight is tied to the embedding: merging
-                would change the embedding too. {some}""")
+            raise GruppoError(
+                f"""lora.targets: {target!r} is the head, whose weight is tied to the embedding:
+                    merging would change the embedding too""",
+                advice=some,
+            )
     source = getattr(getattr(module, "config", None), "_name_or_path", "") or ""
     whole = int(alpha) if float(alpha).is_integer() else alpha
     # absolute, so that peft finds a local base from any folder
