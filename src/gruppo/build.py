@@ -151,15 +151,17 @@ def validate(config: Config, parts: Parts) -> None:
     with importing(trust.imports([serialization.to_dict(config), parts.names])):
         checks.check(config, modality)
     if missing := missing_parts(config, parts):
-        reply = "--environment.reply" if config.environment.reply else "--environment"
         named = {
-            "environment": reply,
-            "tools": "--environment.tools",
-            "validation": "--evaluation.data",
+            "environment": "environment.reply" if config.environment.reply else "environment",
+            "tools": "environment.tools",
+            "validation": "evaluation.data",
         }
-        options = [named.get(name, f"--{name}") for name in missing]
-        raise GruppoError(f"""the {" and ".join(missing)} of this config came from Python objects, which a file does not
-            hold. Set {" and ".join(options)}.""")
+        options = [f"${named.get(name, name)}" for name in missing]
+        raise GruppoError(
+            f"""the {" and ".join(missing)} of this config came from Python objects, which a file
+                does not hold""",
+            advice=f"Set {' and '.join(options)}",
+        )
 
 
 def with_absolute_paths(config: Config) -> Config:
@@ -331,11 +333,11 @@ def warn_of_overlap(run: Run) -> None:
 
 def check_capabilities(config: Config, policy: Policy) -> None:
     """Refuse options that need a capability which the policy does not declare."""
-    needs = {"conversations": "--environment"} if config.environment.names else {}
+    needs = {"conversations": "environment"} if config.environment.names else {}
     if config.objective.has_critic:
-        needs[f"{config.critic.kind}_critic"] = f"--critic.kind {config.critic.kind}"
+        needs[f"{config.critic.kind}_critic"] = f"critic.kind={config.critic.kind}"
     if config.engine.kind == "vllm":
-        needs["serving"] = "--engine vllm"
+        needs["serving"] = "engine.kind=vllm"
     for capability, option in needs.items():
         if capability not in policy.supports:
             raise GruppoError(f"""{option} needs a policy that supports {capability!r}, and {type(policy).__name__}

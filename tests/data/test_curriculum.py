@@ -122,7 +122,7 @@ def test_a_missing_column_is_refused_with_the_nearest():
         opened(column="sise")
     with pytest.raises(
         DataError,
-        match=r"arithmetic has no column 'level'; .*'operation', 'size'.*difficulty-column",
+        match=r"arithmetic has no column 'level'; .*'operation', 'size'.*difficulty_column",
     ):
         opened("arithmetic", column="level")
 

@@ -399,7 +399,7 @@ def test_another_model_is_refused_by_the_first_entry_of_its_config_that_differs(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"engine__kind": "vllm"}, r"--engine vllm was given no server"),
+        ({"engine__kind": "vllm"}, r"engine.kind='vllm' was given no server"),
         ({"engine__urls": ["http://127.0.0.1:1"]}, r"for vLLM servers\. Set engine vllm"),
     ],
 )

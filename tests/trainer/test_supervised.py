@@ -508,7 +508,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         ALONE | {"optim__minibatches": 6},
         r"optim.minibatches=6 is more than supervised.batch=5.*Set supervised__batch",
     ),
-    "no demonstration": (ALONE | {"supervised__batch": 0}, r"supervised.batch=0 is out of range"),
+    "no demonstration": (ALONE | {"supervised__batch": 0}, r"supervised__batch=0 is out of range"),
 }
 
 

@@ -593,9 +593,12 @@ class VllmEngine:
             if (
                 error.status and self._published is None and folder
             ):  # what it cannot load at first, it never can
-                raise GruppoError(f"""the server {replica.url} cannot load the weights from {folder}: {error}. It needs
-                    the run's --model, and to read that folder under the same path: set --engine.publish-dir to one that
-                    both machines share.""") from None
+                raise GruppoError(
+                    f"""the server {replica.url} cannot load the weights from {folder}: {error}. It needs
+                        the run's model, and to read that folder under the same path""",
+                    option="engine.publish_dir",
+                    advice="to one that both machines share",
+                ) from None
             raise
 
     # --- the event loop ---
