@@ -160,8 +160,10 @@ def splits(work: Work, shape: ModelShape) -> list[Split]:
         fitting = [split for split in fitting if not split.is_shared]
     if not fitting:
         needed = min(max(split.trainer_gib, split.server_gib / USABLE) for split in tried)
-        raise GruppoError(f"""the model does not fit: a GPU needs at least {needed:.1f} GiB, and has
-            {gpu.memory / 2**30:.0f}. Give more --gpus, a larger --memory, or --lora.rank.""")
+        raise GruppoError(
+            f"the model does not fit: a GPU needs at least {needed:.1f} GiB, and has {gpu.memory / 2**30:.0f}",
+            advice="Give more --gpus, a larger --memory, or $lora.rank",
+        )
     return sorted(fitting, key=lambda split: split.step_s)
 
 
