@@ -72,7 +72,7 @@ CRITIC = {"baseline": "critic", "credit": "return_to_go", "scale": "none"}
         ({"overlong": -1}, r"overlong=-1 is out of range"),
         (
             {"dual_clip": 3.0, "surrogate": "sapo"},
-            r"dual_clip=3 belongs to surrogate='clip', not 'sapo'..dual_clip 0",
+            r"dual_clip=3 belongs to surrogate='clip', not 'sapo'.*dual_clip 0",
         ),
         (
             {"dual_clip": 1.2},
