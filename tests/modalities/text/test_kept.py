@@ -17,29 +17,22 @@ from tests.environments.test_conversation import (
     talks,
     texts,
 )
-from tests.fakes import biased_llama, doubled, gemma2, gpt2, llama, mistral, plain, qwen3
+from tests.fakes import biased_llama, doubled, gpt2, llama, mistral, plain, qwen3
 
 from gruppo.engines import LocalEngine
 from gruppo.environments import ConversationEngine, Environment
-from gruppo.modalities.text import backbones, decoding, from_pretrained, kept
+from gruppo.modalities.text import backbones, decoding, from_pretrained, generation
 from gruppo.modalities.text.decoding import LayeredDecoding
 from gruppo.modalities.text.static_decoding import StaticDecoding
-from gruppo.types import Prompt, Request
 
 LONG = replace(SAMPLING, max_actions=20)
 named = {"ids": lambda value: getattr(value, "__name__", None)}
 
 
-def llama_by_its_cache():
-    policy = llama()
-    policy.backbone = replace(policy.backbone, decodes=False)
-    return policy
-
-
 @pytest.fixture
 def reads_again(monkeypatch):
     def set_limit():
-        monkeypatch.setattr(kept, "KEPT_FRAC", 0.0)
+        monkeypatch.setattr(generation, "KEPT_FRAC", 0.0)
 
     return set_limit
 
@@ -58,7 +51,7 @@ def assert_same(one, other, atol=1e-7):
 )
 def test_every_turn_scores_as_it_was_sampled(make, changes, kind, monkeypatch):
     """In float64, with rows that end at different turns and replies of different lengths."""
-    monkeypatch.setattr(backbones, "decoding_on", lambda device: kind)
+    monkeypatch.setattr(backbones, "LayeredDecoding", kind)
     policy = doubled(make())
     rollouts = conversed(policy, texts(4), replace(LONG, **changes))
     turns = rollouts.per_row["turns"]
@@ -75,7 +68,7 @@ def test_conversations_are_those_of_reading_each_history_again(
 ):
     """However many columns are read at once, and with buffers that grow within a turn."""
     monkeypatch.setattr("gruppo.modalities.text.decoding.READ_AT_ONCE", at_once)
-    monkeypatch.setattr(backbones, "decoding_on", lambda device: kind)
+    monkeypatch.setattr(backbones, "LayeredDecoding", kind)
     monkeypatch.setattr(kind, "columns", 2)
     policy = doubled(llama())
     fast = conversed(policy, texts(4), LONG)
@@ -86,23 +79,8 @@ def test_conversations_are_those_of_reading_each_history_again(
     assert torch.equal(slow.per_row["reencoded"], slow.per_row["turns"] - 1)
 
 
-@pytest.mark.parametrize("make", [gpt2, llama_by_its_cache], **named)
-def test_rows_of_the_models_own_cache_are_kept_too(make, reads_again, monkeypatch):
-    """Of models whose layers cannot be run one by one."""
-    policy = doubled(make())
-    assert policy.backbone.caches and not policy.backbone.decodes
-    fast = conversed(policy, texts(4), LONG)
-    torch.testing.assert_close(
-        logprobs_of(policy, fast), fast.sampler_logprobs.double(), rtol=0, atol=2e-5
-    )
-    assert fast.per_row["turns"].max() >= 3 and not fast.per_row["reencoded"].any()
-    reads_again()
-    assert_same(fast, conversed(policy, texts(4), LONG))
-
-
-@pytest.mark.parametrize("make", [gemma2, mistral], **named)
-def test_a_sliding_window_is_read_again(make):
-    """Its cache does not hold the whole row."""
+@pytest.mark.parametrize("make", [gpt2, mistral], **named)
+def test_models_whose_layers_cannot_be_run_one_by_one_read_again(make):
     rollouts = conversed(make(), texts(4), LONG)
     assert torch.equal(rollouts.per_row["reencoded"], rollouts.per_row["turns"] - 1)
 
@@ -110,12 +88,12 @@ def test_a_sliding_window_is_read_again(make):
 def test_what_does_not_fit_into_memory_is_read_again_and_counted(monkeypatch):
     policy = doubled(llama())
     whole = conversed(policy, texts(4), LONG)
-    monkeypatch.setattr(kept, "free_bytes", lambda device: 120_000)
+    monkeypatch.setattr(generation, "free_bytes", lambda device: 120_000)
     some = conversed(policy, texts(4), LONG)
     assert_same(some, whole)
     assert 0 < some.per_row["reencoded"].sum() < (some.per_row["turns"] - 1).sum()
-    monkeypatch.setattr(kept, "free_bytes", lambda device: None)
-    monkeypatch.setattr(kept, "UNMEASURED_BYTES", 60_000)
+    monkeypatch.setattr(generation, "free_bytes", lambda device: None)
+    monkeypatch.setattr(generation, "UNMEASURED_BYTES", 60_000)
     assert torch.equal(
         conversed(policy, texts(4), LONG).per_row["reencoded"], some.per_row["reencoded"]
     )
@@ -151,23 +129,6 @@ def test_a_prompt_is_read_once_for_its_group_and_each_further_token_once(reads_a
     assert count <= prompts + int(rollouts.lengths.sum()) + 32
     reads_again()
     assert tokens_read(policy, lambda: conversed(policy, texts(3), LONG))[1] > 1.5 * count
-
-
-def test_equal_histories_are_read_once_for_all_their_rows(reads_again):
-    """Greedy rows of one prompt are equal: all but one are read by nobody when a reply comes."""
-    policy, greedy = doubled(llama()), replace(LONG, temperature=0.0)
-    reply = "a reply of thirty characters .."
-    for _ in range(2):
-        counts = []
-        for size in (1, 8):
-            requests = [Request(Prompt("1", "1 + 1 =", draw=1), size)]
-            rollouts, count = tokens_read(
-                policy, lambda r=requests: conversed(policy, r, greedy, reply=lambda: reply)
-            )
-            turns = int(rollouts.per_row["turns"][0])
-            counts.append(count - size * int(rollouts.mask[0].sum()))
-        assert turns > 1 and counts[1] <= counts[0]
-        reads_again()
 
 
 @pytest.mark.parametrize("way", ["in place", "sync", "fused"])
@@ -212,12 +173,12 @@ def test_new_weights_drop_what_the_old_ones_read(way, reads_again):
 def test_kept_keys_are_freed_at_the_end_and_when_a_row_has_no_further_turn(monkeypatch):
     alive, seen = weakref.WeakSet(), []
 
-    class Watched(kept.KeptRow):
+    class Watched(decoding.KeptRow):
         def __init__(self, *inputs):
             super().__init__(*inputs)
             alive.add(self)
 
-    monkeypatch.setattr(kept, "KeptRow", Watched)
+    monkeypatch.setattr(decoding, "KeptRow", Watched)
 
     def reply(turn, seed):
         seen.append((turn, len(alive)))
@@ -242,7 +203,7 @@ def test_kept_rows_of_all_batches_hold_one_copy_of_the_weights(monkeypatch):
 
     policy = doubled(llama())
     whole = conversed(policy, texts(3), LONG, reply=lambda: "1")
-    monkeypatch.setattr(decoding, "FusedDecoder", Watched)
+    monkeypatch.setattr(backbones, "FusedDecoder", Watched)
     monkeypatch.setattr("gruppo.modalities.text.policy.BATCH_ROWS", 4)
     assert_same(conversed(policy, texts(3), LONG, reply=reply), whole)
     assert max(seen) == 1 and not alive  # 0 where no row has a further turn
@@ -250,7 +211,7 @@ def test_kept_rows_of_all_batches_hold_one_copy_of_the_weights(monkeypatch):
 
 def test_nothing_is_kept_where_no_further_turn_can_follow(monkeypatch):
     calls = []
-    monkeypatch.setattr(kept.Keeper, "keep", lambda self, *row: calls.append(row))
+    monkeypatch.setattr(generation.Keeper, "keep", lambda self, *row: calls.append(row))
     policy = llama()
     assert "kept" not in policy.sample(texts(), SAMPLING, seed=1).per_row
     conversed(policy, turns=1)

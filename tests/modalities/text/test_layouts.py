@@ -29,7 +29,7 @@ def test_a_prompt_is_laid_out_once_and_positions_restart_at_its_end():
 
 
 def test_each_completion_sees_the_prompt_and_its_own_past_and_no_padding():
-    visible = packed_example().visible
+    visible = packed_example().visible()
     assert visible[0].int().tolist() == [
         [1, 0, 0, 0, 0],
         [1, 1, 0, 0, 0],

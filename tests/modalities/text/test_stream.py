@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from tests.modalities.text.test_backbones import read_as
 
 from gruppo.modalities.text import layouts as streams
 from gruppo.modalities.text.decoder import attend, read_decoder, stream_features
-from gruppo.modalities.text.layouts import stream
+from gruppo.modalities.text.layouts import attention_blocks, stream
 from gruppo.types import Sampling
 
 named = {"ids": lambda make: make.__name__}
@@ -56,11 +55,13 @@ def groups(draw):
     )
 
 
-def laid_out(prompts, owners, lengths, **options):
+def laid_out(prompts, owners, lengths):
     completions = [torch.arange(length) for length in lengths]
-    return stream(
-        [torch.arange(length) for length in prompts], completions, torch.tensor(owners), **options
-    )
+    return stream([torch.arange(length) for length in prompts], completions, torch.tensor(owners))
+
+
+def blocks_of(tokens):
+    return attention_blocks(tokens, torch.device("cpu"), torch.float64)
 
 
 def sight(prompts, owners, lengths, *, padding_sees=False):
@@ -101,7 +102,7 @@ def block_sizes(request, monkeypatch):
     scores, queries, small_group = request.param
     monkeypatch.setattr(streams, "BLOCK_SCORES", scores)
     monkeypatch.setattr(streams, "BLOCK_QUERIES", queries)
-    monkeypatch.setitem(streams.LAY_OUT, "stream", partial(stream, small_group=small_group))
+    monkeypatch.setattr(streams, "SMALL_GROUP", small_group)
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
@@ -121,19 +122,18 @@ def plain_attention(q, k, v, visible):
 @given(layout=groups(), heads=st.sampled_from([(4, 4), (6, 2), (3, 1)]))
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_attention_over_blocks_equals_a_masked_softmax_over_everything(sizes, layout, heads):
-    saved = streams.BLOCK_SCORES, streams.BLOCK_QUERIES
-    streams.BLOCK_SCORES, streams.BLOCK_QUERIES, small_group = sizes
-    try:
-        tokens = laid_out(*layout, small_group=small_group).to(torch.device("cpu"), torch.float64)
-    finally:
-        streams.BLOCK_SCORES, streams.BLOCK_QUERIES = saved
+    with pytest.MonkeyPatch.context() as patch:
+        for name, size in zip(("BLOCK_SCORES", "BLOCK_QUERIES", "SMALL_GROUP"), sizes, strict=True):
+            patch.setattr(streams, name, size)
+        tokens = laid_out(*layout)
+        blocks = blocks_of(tokens)
     generator = torch.Generator().manual_seed(0)
     count = len(tokens.ids)
     q, k, v, weight = (
         torch.randn(count, n, 8, dtype=torch.float64, generator=generator, requires_grad=True)
         for n in (heads[0], heads[1], heads[1], heads[0])
     )
-    got, needed = attend(q, k, v, tokens.blocks), plain_attention(q, k, v, sight(*layout))
+    got, needed = attend(q, k, v, blocks), plain_attention(q, k, v, sight(*layout))
     torch.testing.assert_close(got, needed, rtol=1e-9, atol=1e-12)
     for mine, theirs in zip(
         torch.autograd.grad((got * weight).sum(), (q, k, v)),
@@ -145,15 +145,13 @@ def test_attention_over_blocks_equals_a_masked_softmax_over_everything(sizes, la
 
 def test_no_block_holds_more_scores_than_it_may_unless_one_text_alone_does():
     prompts, owners, lengths = [300, 20], [0] * 40 + [1] * 10, [600] * 20 + [500] * 20 + [90] * 10
-    for block in laid_out(prompts, owners, lengths).blocks:
-        assert (
-            len(block.tokens) == 1 or block.bias.numel() * len(block.tokens) <= streams.BLOCK_SCORES
-        )
-        assert block.bias.shape[0] <= streams.BLOCK_QUERIES
+    for block in blocks_of(laid_out(prompts, owners, lengths)):
+        assert len(block.tokens) == 1 or block.bias.numel() <= streams.BLOCK_SCORES
+        assert block.bias.shape[2] <= streams.BLOCK_QUERIES
 
 
 def test_completions_of_like_length_share_a_block_and_others_do_not():
-    blocks = laid_out([5], [0] * 4, [101, 101, 81, 11]).blocks
+    blocks = blocks_of(laid_out([5], [0] * 4, [101, 101, 81, 11]))
     assert [block.tokens.shape for block in blocks] == [(1, 5), (3, 100), (1, 10)]
     assert (
         blocks[1].real is not None
@@ -163,9 +161,9 @@ def test_completions_of_like_length_share_a_block_and_others_do_not():
 
 
 def test_small_groups_share_a_block_and_a_large_one_has_its_own():
-    blocks = laid_out([5, 6, 100], [0, 0, 1, 1, 2], [4, 4, 4, 2, 31], small_group=128).blocks
-    assert [block.tokens.shape for block in blocks] == [(1, 100), (1, 30), (2, 11)]
-    assert [block.first for block in blocks] == [0, 0, 0] and blocks[2].bias.shape == (2, 1, 11, 11)
+    blocks = blocks_of(laid_out([5, 6, 100], [0, 0, 1, 1, 2], [4, 4, 4, 2, 31]))
+    assert [block.tokens.shape for block in blocks] == [(1, 100), (2, 11), (1, 30)]
+    assert [block.first for block in blocks] == [0, 0, 0] and blocks[1].bias.shape == (2, 1, 11, 11)
 
 
 class Elsewhere(torch.nn.Embedding):

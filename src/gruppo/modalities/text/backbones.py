@@ -18,10 +18,8 @@ from gruppo.core.compiled import NotCompiled
 from gruppo.distributed.sharding import is_unit
 from gruppo.modalities.text import flex
 from gruppo.modalities.text.decoder import read_decoder, stream_features
-from gruppo.modalities.text.decoding import FusedDecoder, LayeredDecoding
-from gruppo.modalities.text.kept import KeptRow
+from gruppo.modalities.text.decoding import FusedDecoder, KeptRow, LayeredDecoding
 from gruppo.modalities.text.layouts import LAY_OUT, Layout, Texts
-from gruppo.modalities.text.resumed import resume
 from gruppo.modalities.text.static_decoding import StaticDecoding
 from gruppo.protocols import device_of
 from gruppo.types import NumericalStop
@@ -56,8 +54,6 @@ class Backbone:
     """Whether trunk and head can be run apart."""
     caches: bool = False
     """Whether decoding with the model's own cache of keys and values is exact."""
-    resumes: bool = False
-    """Whether that cache is exact where it goes on with several tokens at once."""
     decodes: bool = False
     """Whether decoding layer by layer is exact (``LayeredDecoding``)."""
     layouts: tuple[Layout, ...] = ("padded",)
@@ -103,26 +99,22 @@ class Backbone:
         [n].
         """
         device, layout = device_of(self.module), self.layout
+        tokens = LAY_OUT[layout](prompts, completions, owners)
         if layout == "stream":
             decoder = read_decoder(self.module)
             assert decoder is not None, "see layout"
             features = None
             # by compiled layers on CUDA where they agree with the plain ones, unless the weights are sharded
-            if (
-                self.compiles
-                and not any(map(is_unit, decoder.layers[:1]))
-                and flex.is_usable(decoder)
-            ):
-                tokens = LAY_OUT["stream"](prompts, completions, owners, has_blocks=False)
+            is_whole = not any(map(is_unit, decoder.layers[:1]))
+            if self.compiles and is_whole and flex.is_usable(decoder):
                 with suppress(NotCompiled):
                     features = flex.features(decoder, tokens)
             if features is None:
-                tokens = LAY_OUT["stream"](prompts, completions, owners)
                 features = stream_features(decoder, tokens)
         else:
-            tokens, inputs = LAY_OUT[layout](prompts, completions, owners), {}
-            if tokens.visible is not None:
-                visible = tokens.visible.to(device)[:, None]
+            inputs = {}
+            if tokens.spans is not None:
+                visible = tokens.visible().to(device)[:, None]
                 dtype = self.dtype or next(self.module.parameters()).dtype
                 # added to the scores: the smallest number, as in transformers' own masks, and not -inf
                 mask = torch.zeros(visible.shape, dtype=dtype, device=device)
@@ -136,35 +128,24 @@ class Backbone:
         prompts: Texts,
         owners: Tensor,
         prefixes: Texts | None = None,
+        kept: Sequence[KeptRow | None] = (),
         fused: FusedDecoder | None = None,
     ) -> Decoding:
         """Read each prompt, and open one row for each owner [N], an index into the prompts.
 
-        ``prefixes``: tokens that each row already has after its prompt, one or more. ``fused``: of the same weights.
+        ``prefixes``: tokens that each row already has after its prompt, one or more; ``kept``: keys and values of their
+        first. ``fused``: of the present weights, if there is one already.
         """
         decoder = read_decoder(self.module) if self.decodes else None
-        if prefixes is not None and (decoder is None or self.layout != "stream"):
-            # each row becomes a prompt of its own
-            prompts = [
-                torch.cat([prompts[o], prefix])
-                for o, prefix in zip(owners.tolist(), prefixes, strict=True)
-            ]
-            owners, prefixes = torch.arange(len(prompts), device=owners.device), None
         if decoder is not None:
-            kind, head = decoding_on(owners.device), self.module.get_output_embeddings()
-            return kind(decoder, head, prompts, owners, prefixes, fused)
+            kind = StaticDecoding if owners.device.type == "cuda" else LayeredDecoding
+            fused = fused or FusedDecoder(decoder, self.module.get_output_embeddings())
+            return kind(fused, prompts, owners, prefixes, kept)
+        if prefixes is not None:  # each row becomes a prompt of its own
+            both = zip(owners.tolist(), prefixes, strict=True)
+            prompts = [torch.cat([prompts[owner], prefix]) for owner, prefix in both]
+            owners = torch.arange(len(prompts), device=owners.device)
         return (CachedDecoding if self.caches else RereadDecoding)(self, prompts, owners)
-
-    def resume(self, kept: Sequence[KeptRow], rows: Texts) -> Decoding:
-        """Open rows of these tokens, and read those of each that are not kept, one or more."""
-        if kept[0].fused is None:
-            return CachedDecoding(self, rows, torch.arange(len(rows), device=rows[0].device), kept)
-        unread = [ids[len(row.ids) :] for row, ids in zip(kept, rows, strict=True)]
-        return resume(decoding_on(rows[0].device), kept, unread)
-
-
-def decoding_on(device: torch.device) -> type[LayeredDecoding]:
-    return StaticDecoding if device.type == "cuda" else LayeredDecoding
 
 
 class RereadDecoding:
@@ -188,14 +169,8 @@ class RereadDecoding:
 
     def select(self, slots: Int[Tensor, "n"]) -> None:
         """Continue with these rows only."""
-        self.ids, self.lengths, self.logits = (
-            self.ids[slots],
-            self.lengths[slots],
-            self.logits[slots],
-        )
-
-    def kept_bytes(self, slot: int, tokens: int) -> None:
-        """None: there is nothing to keep."""
+        self.ids, self.lengths = self.ids[slots], self.lengths[slots]
+        self.logits = self.logits[slots]
 
 
 class CachedDecoding:
@@ -203,53 +178,21 @@ class CachedDecoding:
 
     logits: Float[Tensor, "N V"]
 
-    def __init__(
-        self, backbone: Backbone, prompts: Texts, owners: Tensor, kept: Sequence[KeptRow] = ()
-    ) -> None:
-        """``kept``: of each prompt, keys and values of its first tokens."""
+    def __init__(self, backbone: Backbone, prompts: Texts, owners: Tensor) -> None:
         from transformers import DynamicCache
 
-        self.module, self.resumes = backbone.module, backbone.resumes
+        self.module = backbone.module
         self.accepted = inspect.signature(self.module.forward).parameters
         self.cache = DynamicCache(config=self.module.config)
-        ids = pad_sequence(list(prompts), batch_first=True, padding_side="left")
+        ids = pad_sequence(list(prompts), batch_first=True, padding_side="left")  # [b, L]
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=ids.device)
-        self.mask = (
-            torch.arange(ids.shape[1], device=ids.device) >= ids.shape[1] - lengths[:, None]
-        )  # [b, L]
+        columns = torch.arange(ids.shape[1], device=ids.device)
+        self.mask = columns >= ids.shape[1] - lengths[:, None]
         # 0, 1, 2, ... over the real tokens of each row
         positions = (self.mask.long().cumsum(dim=1) - 1).clamp(min=0)
-        first = 0  # column from which on rows are read
-        if kept:
-            # of all rows as many last columns as the row with the most new tokens has; other rows read a few again
-            first = ids.shape[1] - max(
-                len(ids) - len(row.ids) for row, ids in zip(kept, prompts, strict=True)
-            )
-            self._fill(kept, lengths.tolist(), first, ids.shape[1])
-        self._forward(ids[:, first:], positions[:, first:])
-        self.positions, self.begun = positions[:, -1], lengths
+        self._forward(ids, positions)
+        self.positions = positions[:, -1]
         self.select(owners)
-
-    def _fill(self, kept: Sequence[KeptRow], lengths: Sequence[int], first: int, end: int) -> None:
-        """Move kept keys and values to the first columns of the cache, where rows end at column ``end``."""
-        # a function of its own, so that what was kept is freed before the forward
-        taken, used = (
-            [row.suffix for row in kept],
-            [max(length - (end - first), 0) for length in lengths],
-        )
-        for row in kept:
-            row.suffix = []
-        for layer in range(len(taken[0]) // 2 if first else 0):
-            both = []  # keys and values [N, K, first, D]
-            for of_rows in zip(
-                *(suffix[2 * layer : 2 * layer + 2] for suffix in taken), strict=True
-            ):
-                own = [
-                    nn.functional.pad(x[:, :n], (0, 0, first - n, 0))
-                    for x, n in zip(of_rows, used, strict=True)
-                ]
-                both.append(torch.stack(own))
-            self.cache.update(*both, layer)
 
     def advance(self, tokens: Int[Tensor, "N"]) -> None:
         self.mask = nn.functional.pad(self.mask, (0, 1), value=True)
@@ -258,33 +201,8 @@ class CachedDecoding:
 
     def select(self, slots: Int[Tensor, "n"]) -> None:
         self.cache.batch_select_indices(slots)
-        self.mask, self.positions, self.begun = (
-            self.mask[slots],
-            self.positions[slots],
-            self.begun[slots],
-        )
+        self.mask, self.positions = self.mask[slots], self.positions[slots]
         self.logits = self.logits[slots]
-
-    def kept_bytes(self, slot: int, tokens: int) -> int | None:
-        """Memory that ``keep`` takes; None where a layer does not hold the whole row, as with a sliding window."""
-        from transformers.cache_utils import DynamicLayer
-
-        layers = self.cache.layers
-        if not self.resumes or not all(
-            type(layer) is DynamicLayer and layer.is_initialized for layer in layers
-        ):
-            return None
-        of_token = [x[0, :, :1] for layer in layers for x in (layer.keys, layer.values)]
-        return (int(self.begun[slot]) + tokens) * sum(
-            x.numel() * x.element_size() for x in of_token
-        )
-
-    def keep(self, slot: int, tokens: int) -> tuple[None, list[Tensor], list[Tensor]]:
-        """Copy keys and values of a row up to its sampled token number ``tokens``: fields of a ``KeptRow``."""
-        start = self.mask.shape[1] - int(self.positions[slot]) - 1
-        columns = slice(start, start + int(self.begun[slot]) + tokens)
-        both = [x for layer in self.cache.layers for x in (layer.keys, layer.values)]
-        return None, [], [x[slot, :, columns].clone() for x in both]
 
     def _forward(self, ids: Int[Tensor, "N t"], positions: Int[Tensor, "N t"]) -> None:
         options: dict[str, Any] = {"position_ids": positions, "logits_to_keep": 1}
@@ -337,18 +255,6 @@ def probe(module: Any) -> Backbone:
         decoding.advance(torch.tensor([2, 0], device=device))
         return decoding.logits
 
-    def resumed_logits(backbone: Backbone) -> Tensor:
-        whole, rows = (
-            [torch.cat([prompt, prompt]) for prompt in prompts],
-            torch.arange(2, device=device),
-        )
-        if not backbone.resumes:
-            return backbone.start(whole, rows).logits
-        decoding = backbone.start(prompts, rows)
-        assert isinstance(decoding, CachedDecoding)
-        kept = [KeptRow(*decoding.keep(row, 0), prompt) for row, prompt in enumerate(prompts)]
-        return backbone.resume(kept, whole).logits
-
     def scored_logits(backbone: Backbone) -> Tensor:
         completions = [second.cpu(), second.cpu() + 1]
         row, column = torch.cartesian_prod(torch.arange(2), torch.arange(1, len(second))).T
@@ -389,14 +295,12 @@ def probe(module: Any) -> Backbone:
     if is_full and agrees(scored_logits, layouts=("packed",)):
         layouts.append("packed")
     caches = agrees(decoded_logits, caches=True)
-    resumes = caches and agrees(resumed_logits, caches=True, resumes=True)
     decodes = runs_layers and agrees(decoded_logits, splits=True, decodes=True)
     layouts.append("padded")
     return Backbone(
         module,
         splits=splits,
         caches=caches,
-        resumes=resumes,
         decodes=decodes,
         layouts=tuple(layouts),
         compiles=True,

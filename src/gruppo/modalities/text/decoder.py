@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, silu
@@ -20,7 +20,7 @@ from gruppo.core.layers import checkpointed
 from gruppo.core.linear_head import has_hooks
 from gruppo.distributed.sharding import forward
 from gruppo.modalities.common.lora import LowRank, low_rank
-from gruppo.modalities.text.layouts import AttentionBlock, Tokens
+from gruppo.modalities.text.layouts import AttentionBlock, Tokens, attention_blocks
 from gruppo.protocols import device_of
 
 
@@ -94,32 +94,54 @@ def read_decoder(module: Any) -> Decoder | None:
 
 def stream_features(decoder: Decoder, stream: Tokens) -> Float[Tensor, "N F"]:
     """Return the input of the model's head at each token of the stream, as its own forward would compute it."""
-    weight = next(decoder.embed.parameters())
-    stream = stream.to(device_of(decoder.embed), torch.promote_types(weight.dtype, torch.float32))
-    x, cos, sin = embedded(decoder, stream)
+    x, cos, sin = embedded(decoder, stream.ids, stream.positions)
+    blocks = attention_blocks(stream, x.device, cos.dtype)
     for layer in decoder.layers:
-        x = forward(layer, checkpointed(layer, layer_output), x, decoder, layer, stream, cos, sin)
+        x = forward(layer, checkpointed(layer, layer_output), x, decoder, layer, blocks, cos, sin)
     return norm(decoder.norm, x)
 
 
-def embedded(decoder: Decoder, stream: Tokens) -> tuple[Tensor, Tensor, Tensor]:
-    """The embeddings [N, F] of a stream, and cosines and sines [N, D] of its positions, in float32 or more."""
-    x = decoder.embed(stream.ids)
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    cos, sin = (half[0].contiguous() for half in decoder.rotary(wide, stream.positions[None]))
-    return x, cos, sin
+def embedded(
+    decoder: Decoder, ids: Int[Tensor, "N"], positions: Int[Tensor, "N"]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Embeddings [N, F], and cosines and sines [N, D] of the positions, in float32 or more.
+
+    The copies to the device do not wait for it, as everywhere between forward and optimizer step.
+    """
+    device = device_of(decoder.embed)
+    x = decoder.embed(ids.to(device, non_blocking=True))
+    return x, *angles(decoder, positions.to(device, non_blocking=True), x.dtype)
+
+
+def angles(
+    decoder: Decoder, positions: Int[Tensor, "N"], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [N, D] for ``rotate``, in float32 or more."""
+    wide = torch.empty(0, dtype=torch.promote_types(dtype, torch.float32), device=positions.device)
+    cos, sin = decoder.rotary(wide, positions[None])
+    return cos[0].contiguous(), sin[0].contiguous()
 
 
 def layer_output(
-    x: Tensor, decoder: Decoder, layer: Any, stream: Tokens, cos: Tensor, sin: Tensor
+    x: Tensor,
+    decoder: Decoder,
+    layer: Any,
+    blocks: Sequence[AttentionBlock],
+    cos: Tensor,
+    sin: Tensor,
 ) -> Tensor:
     # functions, so that the tensors of one half are freed before the other
-    x = x + _attention(decoder, layer.self_attn, norm(layer.input_layernorm, x), stream, cos, sin)
+    x = x + _attention(decoder, layer.self_attn, norm(layer.input_layernorm, x), blocks, cos, sin)
     return x + _mlp(decoder, layer.mlp, norm(layer.post_attention_layernorm, x))
 
 
 def _attention(
-    decoder: Decoder, part: Any, x: Tensor, stream: Tokens, cos: Tensor, sin: Tensor
+    decoder: Decoder,
+    part: Any,
+    x: Tensor,
+    blocks: Sequence[AttentionBlock],
+    cos: Tensor,
+    sin: Tensor,
 ) -> Tensor:
     # [N, heads, D]
     q, k, v = (
@@ -129,7 +151,7 @@ def _attention(
     if getattr(part, "q_norm", None) is not None:
         q, k = norm(part.q_norm, q), norm(part.k_norm, k)
     q, k = _Rotated.apply(q, cos, sin, part.scaling), _Rotated.apply(k, cos, sin, 1.0)
-    return part.o_proj(attend(q, k, v, stream.blocks).flatten(-2))
+    return part.o_proj(attend(q, k, v, blocks).flatten(-2))
 
 
 def _mlp(decoder: Decoder, part: Any, x: Tensor) -> Tensor:
@@ -178,19 +200,26 @@ class _RmsNorm(torch.autograd.Function):
         return to_x.to(x.dtype), to_weight, None
 
 
+def rotate(
+    x: Float[Tensor, "N h D"], cos: Float[Tensor, "N D"], sin: Float[Tensor, "N D"]
+) -> Float[Tensor, "N h D"]:
+    """x cos + rotate_half(x) sin, in the dtype of cos. Su et al. 2021; halves, not pairs, are rotated."""
+    half = x.shape[-1] // 2
+    wide, cos, sin = x.to(cos.dtype), cos[:, None], sin[:, None]
+    out = wide * cos
+    out[..., :half].addcmul_(wide[..., half:], sin[..., :half], value=-1)
+    out[..., half:].addcmul_(wide[..., :half], sin[..., half:])
+    return out
+
+
 class _Rotated(torch.autograd.Function):
-    """scale (x cos + rotate_half(x) sin), in the dtype of cos. Su et al. 2021; halves, not pairs, are rotated."""
+    """``rotate`` times ``scale``, in the dtype of x; only cosines and sines are kept for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.scale = scale
-        wide, half = x.to(cos.dtype), x.shape[-1] // 2  # [N, h, D]
-        cos, sin = (cos * scale)[:, None], (sin * scale)[:, None]
-        out = wide * cos
-        out[..., :half].addcmul_(wide[..., half:], sin[..., :half], value=-1)
-        out[..., half:].addcmul_(wide[..., :half], sin[..., half:])
-        return out.to(x.dtype)
+        return rotate(x, cos * scale, sin * scale).to(x.dtype)
 
     @staticmethod
     @once_differentiable

@@ -2,82 +2,101 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
-from itertools import groupby
 from typing import Any
 
 import torch
-from jaxtyping import Complex, Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gruppo.core.linear_head import has_hooks
 from gruppo.modalities.common.lora import LowRank, low_rank
-from gruppo.modalities.text.decoder import Decoder, attend
-from gruppo.modalities.text.layouts import Texts, stream
+from gruppo.modalities.text.decoder import Decoder, angles, attend, embedded, rotate
+from gruppo.modalities.text.layouts import Texts, attention_blocks, stream
 
 COLUMNS = 32
 """Tokens by which the buffers of the keys and values of sampled tokens grow."""
 READ_AT_ONCE = 1024
-"""Tokens of prompts read in one pass, so that activations stay in the processor's cache."""
+"""Tokens read in one pass, so that activations stay in the processor's cache."""
 SMALL = 1024
 """Rows times columns up to which products of keys are faster in float32 on a CPU, since they start sooner."""
 Map = Callable[[Tensor], Tensor]
+
+
+@dataclass(eq=False)
+class KeptRow:
+    """Keys and values of a row between two turns; the decoding that continues the row takes their memory."""
+
+    ids: Int[Tensor, "L"]
+    """Tokens that have been read, prompt included."""
+    weights: Any
+    """Identifies the weights under which they were read."""
+    fused: FusedDecoder
+    prompt: list[Tensor]
+    """Of each layer, [2, K, P, D]; one list for all rows of a group."""
+    suffix: list[Tensor]
+    """Of each layer, what follows the prompt, [2, K, h, D]. Empty once a decoding has taken it."""
+
+    def fits(self, ids: Int[Tensor, "T"], weights: Any) -> bool:
+        """Whether a row of these tokens can continue from here: equal weights, and a token left to read."""
+        count = len(self.ids)
+        is_prefix = count < len(ids) and torch.equal(ids[:count], self.ids)
+        return is_prefix and self.weights == weights and bool(self.suffix)
 
 
 class LayeredDecoding:
     """Rows during sampling, run layer by layer.
 
     Rows are on a grid of groups [g, j]: one product for the queries of a group's rows and the keys of their prompt,
-    and one for the keys that each row has sampled. Where groups have unequal numbers of rows, or some have left, cells
-    of the grid are empty; only attention is computed there, everything else for the rows only.
+    and one for the keys that each row has after it. If groups have unequal numbers of rows, or some have left, cells of
+    the grid are empty; only attention is computed there, everything else for the rows only.
     """
 
     logits: Float[Tensor, "N V"]
     columns = COLUMNS
     kept_frac = 0.75
     """Share of the grid at which rows are moved together."""
-    begun = 0
-    """Columns of the suffixes that earlier turns fill; each row ends at the last one (``kept.resume``)."""
 
     @torch.no_grad()
     def __init__(
         self,
-        decoder: Decoder,
-        head: nn.Module,
+        fused: FusedDecoder,
         prompts: Texts,
         owners: Int[Tensor, "N"],
         prefixes: Texts | None = None,
-        fused: FusedDecoder | None = None,
+        kept: Sequence[KeptRow | None] = (),
     ) -> None:
-        """``prefixes``: tokens that each row already has after its prompt; rows of equal prefixes are then a group."""
-        self.use(fused or FusedDecoder(decoder, head))
-        # what is read: (index of the prompt, tokens behind it), once for each group of the grid
-        if prefixes is None:
-            texts = [(n, prompt.new_zeros(0)) for n, prompt in enumerate(prompts)]
-        else:
-            whole = [(n, *ids.tolist()) for n, ids in zip(owners.tolist(), prefixes, strict=True)]
-            places = {text: place for place, text in enumerate(dict.fromkeys(whole))}
-            texts = [(text[0], prefixes[whole.index(text)]) for text in places]
-            owners = torch.tensor([places[text] for text in whole], device=owners.device)
-        lengths = [len(prompts[n]) + len(prefix) for n, prefix in texts]
-        self.lengths = torch.tensor(lengths, device=owners.device)
-        self.written = 0
-        self.starts, self.names = torch.zeros_like(owners), list(range(len(lengths)))
-        self._lay_out(owners)
-        self.prompts = self._empty(len(lengths), max(lengths))
-        self.logits = self.head(self._read(prompts, texts))[owners]
-        self.suffixes = self._empty(self.groups * self.width, self.columns)
+        """Read each prompt, and behind it the ``prefixes`` of its rows, of which those ``kept`` hold a part.
 
-    def use(self, fused_decoder: FusedDecoder) -> None:
-        self.fused = fused_decoder
-        self.decoder, self.blocks = fused_decoder.decoder, fused_decoder.blocks
-        self.norm, self.head = fused_decoder.norm, fused_decoder.head
+        All rows end at the same column of the suffixes, so that all write the next one; columns before a row's first
+        token are masked.
+        """
+        self.fused, self.decoder = fused, fused.decoder
         self.dtype: torch.dtype = next(self.decoder.embed.parameters()).dtype
         self.exact = torch.promote_types(self.dtype, torch.float32)
-        self.kept_prompts: dict[int, list[Tensor]] = {}
+        device = owners.device
+        ends = [0] * len(owners) if prefixes is None else [len(ids) for ids in prefixes]
+        self.written = self.begun = max(ends)
+        self.starts = self.begun - torch.tensor(ends, device=device)
+        self.lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        self.names = list(range(len(prompts)))
+        self.kept_prompts = {
+            owner: row.prompt for owner, row in zip(owners.tolist(), kept, strict=False) if row
+        }
         """Of each layer, by the name of a group: keys and values of its prompt that rows hold between turns."""
+        self._lay_out(owners)
+        self.prompts = self._empty(len(prompts), int(self.lengths.max()))
+        features = self._read_prompts(prompts)
+        self.suffixes = self._empty(self.groups * self.width, self.begun + self.columns)
+        if prefixes is None:
+            self.logits = fused.head(features)[owners]
+        else:
+            counts = self._fill(kept)
+            unread = [ids[count:] for ids, count in zip(prefixes, counts, strict=True)]
+            self.logits = self._read_prefixes(unread)
 
     # --- rows on the grid ---
 
@@ -89,21 +108,17 @@ class LayeredDecoding:
         sizes = owners.bincount(minlength=self.groups)
         self.width = int(sizes.max())
         rank = torch.empty_like(owners)
-        rank[order] = (
-            torch.arange(len(owners), device=owners.device)
-            - (sizes.cumsum(0) - sizes)[owners[order]]
-        )
+        index = torch.arange(len(owners), device=owners.device)
+        rank[order] = index - (sizes.cumsum(0) - sizes)[owners[order]]
         self._place(owners * self.width + rank)
-        padding = (
-            torch.arange(int(self.lengths.max()), device=owners.device) >= self.lengths[:, None]
-        )
-        self.padding = padding[:, None, None, None] if padding.any() else None  # [g, 1, 1, 1, P]
+        columns = torch.arange(int(self.lengths.max()), device=owners.device)
+        padding = columns >= self.lengths[:, None]
+        self.padding = padding.view(self.groups, 1, 1, 1, 1, -1) if padding.any() else None
         self.first = torch.zeros(self.groups * self.width, dtype=torch.long, device=owners.device)
         self.first[self.home] = self.starts  # column of each cell's first token after the prompt
         unused = torch.arange(self.begun, device=owners.device) < self.first[:, None]
-        self.unused = (
-            unused.view(self.groups, 1, self.width, 1, -1) if unused.any() else None
-        )  # [g, 1, j, 1, begun]
+        unused = unused.view(self.groups, 1, self.width, 1, 1, -1)
+        self.unused = unused if unused.any() else None
 
     def _place(self, home: Int[Tensor, "N"]) -> None:
         self.home = home
@@ -113,15 +128,17 @@ class LayeredDecoding:
 
     def _empty(self, batch: int, columns: int) -> list[Tensor]:
         """Allocate keys and values [2, batch x kv heads, columns, D] of each layer."""
-        shape, dtype = (
-            (2, batch * self.decoder.kv_heads, columns, self.decoder.head_dim),
-            self._dtype_for(columns),
-        )
-        return [torch.zeros(shape, dtype=dtype, device=self.owners.device) for _ in self.blocks]
+        shape = (2, batch * self.decoder.kv_heads, columns, self.decoder.head_dim)
+        options: dict[str, Any] = {"dtype": self._dtype_for(columns), "device": self.owners.device}
+        return [torch.zeros(shape, **options) for _ in self.fused.layers]
 
     def _dtype_for(self, columns: int) -> torch.dtype:
         is_small = self.groups * self.width * columns <= SMALL
         return self.exact if is_small and self.owners.device.type == "cpu" else self.dtype
+
+    def _by_cell(self, suffix: Tensor) -> Tensor:
+        """A view [2, g, K, j, T, D] of the keys and values of a layer's suffixes."""
+        return suffix.view(2, self.groups, self.decoder.kv_heads, self.width, *suffix.shape[2:])
 
     def select(self, slots: Int[Tensor, "n"]) -> None:
         """Continue with these rows, each named once; buffers are copied when enough of the grid is empty."""
@@ -138,21 +155,14 @@ class LayeredDecoding:
         longest = int(self.lengths.max())
         kv_heads = self.decoder.kv_heads
         heads = torch.arange(kv_heads, device=home.device)[:, None]
-        self.prompts = self._moved(
-            self.prompts, (kept * kv_heads + heads).T.flatten(), longest, longest
-        )
+        self._move(self.prompts, (kept * kv_heads + heads).T.flatten(), longest, longest)
         cells = home[self.rows].view(self.groups, 1, self.width)
-        places = (
-            cells // old_width * kv_heads + heads
-        ) * old_width + cells % old_width  # [g, K, j]
-        self.suffixes = self._moved(
-            self.suffixes, places.flatten(), self.suffixes[0].shape[2], self.written
-        )
+        # [g, K, j]
+        places = (cells // old_width * kv_heads + heads) * old_width + cells % old_width
+        self._move(self.suffixes, places.flatten(), self.suffixes[0].shape[2], self.written)
 
-    def _moved(
-        self, buffers: list[Tensor], places: Tensor | None, columns: int, used: int
-    ) -> list[Tensor]:
-        """The buffers at these places, or at all; one layer at a time, so that only one layer is in memory twice."""
+    def _move(self, buffers: list[Tensor], places: Tensor | None, columns: int, used: int) -> None:
+        """Move what is at these places, or all, to new buffers; only one layer is in memory twice at a time."""
         dtype = self._dtype_for(columns)
         for n, old in enumerate(buffers):
             old = old[:, :, :used] if places is None else old[:, :, :used].index_select(1, places)
@@ -160,165 +170,196 @@ class LayeredDecoding:
             if old.shape[2] != columns or old.dtype != dtype:
                 buffers[n] = old.new_zeros(2, old.shape[1], columns, old.shape[3], dtype=dtype)
                 buffers[n][:, :, :used] = old
-        return buffers
 
-    # --- rows that are kept for their next turn (``kept.Keeper``) ---
+    # --- rows that are kept for their next turn ---
 
     def kept_bytes(self, slot: int, tokens: int) -> int:
-        """Memory that ``keep`` takes: of this row's tokens, and of its group's prompt if no other row has kept it."""
+        """Memory that ``keep`` takes: for this row's tokens, and its group's prompt if no other row has kept it."""
         group = int(self.home[slot]) // self.width
         count = self.begun + tokens - int(self.starts[slot])
         count += 0 if self.names[group] in self.kept_prompts else int(self.lengths[group])
-        return count * sum(
-            2 * self.decoder.kv_heads * x.shape[-1] * x.element_size() for x in self.suffixes
-        )
+        of_token = 2 * self.decoder.kv_heads * self.decoder.head_dim
+        return count * of_token * sum(suffix.element_size() for suffix in self.suffixes)
 
-    def keep(self, slot: int, tokens: int) -> tuple[FusedDecoder, list[Tensor], list[Tensor]]:
-        """Copy keys and values of a row up to its sampled token number ``tokens``: fields of a ``KeptRow``."""
-        kv_heads = self.decoder.kv_heads
+    def keep(self, slot: int, tokens: int, ids: Int[Tensor, "L"], weights: Any) -> KeptRow:
+        """Copy keys and values of a row up to its sampled token number ``tokens``; ``ids``: all up to there."""
         group, column = divmod(int(self.home[slot]), self.width)
-        if self.names[group] not in self.kept_prompts:
-            heads, length = (
-                slice(group * kv_heads, (group + 1) * kv_heads),
-                int(self.lengths[group]),
-            )
-            self.kept_prompts[self.names[group]] = [
-                x[:, heads, :length].clone() for x in self.prompts
-            ]
-        columns, shape = (
-            slice(int(self.starts[slot]), self.begun + tokens),
-            (2, self.groups, kv_heads, self.width),
-        )
-        suffix = [
-            x.view(*shape, *x.shape[2:])[:, group, :, column, columns].clone()
-            for x in self.suffixes
-        ]
-        return self.fused, self.kept_prompts[self.names[group]], suffix
+        name, kv_heads = self.names[group], self.decoder.kv_heads
+        if name not in self.kept_prompts:
+            heads = slice(group * kv_heads, (group + 1) * kv_heads)
+            length = int(self.lengths[group])
+            self.kept_prompts[name] = [x[:, heads, :length].clone() for x in self.prompts]
+        columns = slice(int(self.starts[slot]), self.begun + tokens)
+        suffix = [self._by_cell(x)[:, group, :, column, columns].clone() for x in self.suffixes]
+        return KeptRow(ids, weights, self.fused, self.kept_prompts[name], suffix)
 
-    # --- reading the prompts ---
+    def _fill(self, kept: Sequence[KeptRow | None]) -> list[int]:
+        """Move keys and values of kept rows to the suffixes; return how many tokens of each row they hold."""
+        counts = [0] * len(self.owners)
+        for n, row in enumerate(kept):
+            if row is None:
+                continue
+            counts[n] = row.suffix[0].shape[2]
+            group, column = divmod(int(self.home[n]), self.width)
+            start = int(self.starts[n])
+            for buffer, suffix in zip(self.suffixes, row.suffix, strict=True):
+                self._by_cell(buffer)[:, group, :, column, start : start + counts[n]] = suffix
+            row.suffix = []
+        return counts
 
-    def _read(self, prompts: Texts, texts: Sequence[tuple[int, Tensor]]) -> Float[Tensor, "g F"]:
-        """Features of the last token of each text. Its keys and values are kept; each prompt is read once."""
-        runs, total = list[list[int]](), 0  # texts that are read in one pass
-        order = sorted(range(len(texts)), key=lambda n: texts[n][0])
-        for prompt, members in groupby(order, key=lambda n: texts[n][0]):
-            group = list(members)
-            size = len(prompts[prompt]) + sum(len(texts[n][1]) for n in group)
-            if not runs or total + size > READ_AT_ONCE:
+    # --- reading ---
+
+    def _read_prompts(self, prompts: Texts) -> Float[Tensor, "n F"]:
+        """Features of the last tokens of the prompts that are not kept; keys and values of all are stored."""
+        kv_heads = self.decoder.kv_heads
+        runs, total = [list[int]()], 0  # prompts that are read in one pass
+        for n, prompt in enumerate(prompts):
+            heads = slice(n * kv_heads, (n + 1) * kv_heads)
+            if n in self.kept_prompts:
+                for buffer, keys in zip(self.prompts, self.kept_prompts[n], strict=True):
+                    buffer[:, heads, : len(prompt)] = keys
+                continue
+            if runs[-1] and total + len(prompt) > READ_AT_ONCE:
                 runs.append([])
                 total = 0
-            runs[-1] += group
-            total += size
-        kv_heads, last = self.decoder.kv_heads, []
-        for run in runs:
-            # a stream leaves the last token of a row out
-            completions = [
-                torch.cat([texts[n][1].cpu(), torch.zeros(1, dtype=torch.long)]) for n in run
-            ]
-            used, owners = torch.tensor([texts[n][0] for n in run]).unique(return_inverse=True)
-            tokens = stream(
-                [prompts[prompt].cpu() for prompt in used.tolist()], completions, owners
-            )
-            kept = []  # row of the buffers, its columns, and the tokens that they store
-            for n, start, end in zip(
-                run, tokens.start.tolist(), tokens.prompt_end.tolist(), strict=True
-            ):
-                (prompt, prefix), at = texts[n], slice(n * kv_heads, (n + 1) * kv_heads)
-                length = len(prompts[prompt])
-                kept.append((at, slice(0, length), slice(end + 1 - length, end + 1)))
-                kept.append(
-                    (at, slice(length, length + len(prefix)), slice(start, start + len(prefix)))
-                )
-            tokens = tokens.to(self.owners.device, self.exact)
-            x = self.decoder.embed(tokens.ids)  # [N, F]
-            turns = self._turns(x, tokens.positions)
-            for block, buffer in zip(self.blocks, self.prompts, strict=True):
-                q, k, v = block.rotate(block.qkv(block.attention_norm(x)), turns)
-                q, k = (q * block.scale).to(self.dtype), k.to(self.dtype)
-                for at, columns, part in kept:
-                    buffer[0, at, columns], buffer[1, at, columns] = (
-                        k[part].transpose(0, 1),
-                        v[part].transpose(0, 1),
-                    )
-                x = block.finish(x, attend(q, k, v, tokens.blocks).flatten(1))
-            ends = tokens.before(
-                torch.arange(len(run)), torch.tensor([len(texts[n][1]) for n in run])
-            )
-            last.append(x[ends.to(x.device)])
-        return self.norm(torch.cat(last)[torch.tensor(order).argsort().to(self.owners.device)])
+            runs[-1].append(n)
+            total += len(prompt)
+        last = [self._read_run(prompts, run) for run in runs if run]
+        return self.fused.norm(torch.cat(last)) if last else self.prompts[0].new_empty(0)
 
-    def _turns(self, like: Tensor, positions: Int[Tensor, "N"]) -> Complex[Tensor, "N 1 d"]:
-        """Rotations of the two halves of a head, as complex numbers."""
-        half = self.decoder.head_dim // 2
-        cos, sin = self.decoder.rotary(like.to(self.exact), positions[None])
-        return torch.complex(
-            cos[0, :, None, :half].to(self.exact), sin[0, :, None, :half].to(self.exact)
-        )
+    def _read_run(self, prompts: Texts, run: Sequence[int]) -> Float[Tensor, "n F"]:
+        kv_heads = self.decoder.kv_heads
+        none = torch.zeros(0, dtype=torch.long)
+        tokens = stream([prompts[n].cpu() for n in run], (), none)
+        x, cos, sin = embedded(self.decoder, tokens.ids, tokens.positions)
+        blocks = attention_blocks(tokens, x.device, self.exact)
+        ends = torch.tensor([len(prompts[n]) for n in run]).cumsum(0)
+        for layer, buffer in zip(self.fused.layers, self.prompts, strict=True):
+            q, k, v = layer.rotated(layer.qkv(layer.attention_norm(x)), cos, sin)
+            q, k = (q * layer.scale).to(self.dtype), k.to(self.dtype)
+            for n, end in zip(run, ends.tolist(), strict=True):
+                heads, length = slice(n * kv_heads, (n + 1) * kv_heads), len(prompts[n])
+                for stored, new in zip(buffer, (k, v), strict=True):
+                    stored[heads, :length] = new[end - length : end].transpose(0, 1)
+            x = layer.finish(x, attend(q, k, v, blocks).flatten(1))
+        return x[ends.to(x.device) - 1]
 
-    # --- writing ---
+    def _read_prefixes(self, unread: Texts) -> Float[Tensor, "N V"]:
+        """Read the last tokens of each row, which end at column ``begun``; logits after the last one.
+
+        Products of weights are computed for these tokens only, attention for a rectangle of columns of all cells.
+        """
+        longest = max(map(len, unread))
+        at_once = max(1, READ_AT_ONCE // len(self.rows))  # columns in one pass
+        row = torch.cat([torch.full((len(ids),), n) for n, ids in enumerate(unread)])
+        column = torch.cat([torch.arange(self.begun - len(ids), self.begun) for ids in unread])
+        tokens = torch.cat(list(unread))
+        row, column = row.to(tokens.device), column.to(tokens.device)
+        g, j, kv_heads = self.groups, self.width, self.decoder.kv_heads
+        for start in range(self.begun - longest, self.begun, at_once):
+            stop = min(start + at_once, self.begun)
+            is_now = (column >= start) & (column < stop)
+            rows, at = row[is_now], column[is_now]
+            before = (self.lengths[self.owners] - self.starts)[rows]
+            x, cos, sin = embedded(self.decoder, tokens[is_now], before + at)
+            columns = torch.arange(stop, device=at.device)
+            # columns before the row's first token, and those after the query
+            hidden = (columns < self.first[:, None, None]) | (columns > columns[start:, None])
+            hidden = hidden.view(g, 1, j, 1, stop - start, stop)  # [g, 1, j, 1, C, T]
+            cell, query = self.home[rows], at - start
+            for layer, prompt, suffix in self._layers():
+                q, k, v = layer.rotated(layer.qkv(layer.attention_norm(x)), cos, sin)
+                for stored, new in zip(self._by_cell(suffix), (k, v), strict=True):
+                    stored[cell // j, :, cell % j, at] = new.to(suffix.dtype)
+                queries = q.new_zeros(g * j, stop - start, *q.shape[1:])
+                queries[cell, query] = q * layer.scale
+                queries = queries.view(g, j, stop - start, kv_heads, -1, q.shape[-1])
+                queries = queries.permute(0, 3, 1, 4, 2, 5).contiguous()  # [g, K, j, r, C, D]
+                attended = self._attend(queries, prompt, suffix, stop, hidden)
+                attended = attended.permute(0, 2, 4, 1, 3, 5).reshape(g * j, stop - start, -1)
+                x = layer.finish(x, attended[cell, query].to(self.dtype))
+        # the last pass holds the last token of every row
+        return self.fused.head(self.fused.norm(x[at == self.begun - 1]))
+
+    # --- sampling ---
 
     @torch.no_grad()
     def advance(self, tokens: Int[Tensor, "N"]) -> None:
-        if self.written == self.suffixes[0].shape[2]:
-            self.suffixes = self._moved(
-                self.suffixes, None, self.written + self.columns, self.written
-            )
-        x = self.decoder.embed(tokens)
-        turns = self._turns(x, (self.lengths[self.owners] + self.written - self.starts)[self.rows])
-        for block, prompt, suffix in zip(self.blocks, self.prompts, self.suffixes, strict=True):
-            qkv = block.qkv(block.attention_norm(x))
-            q, k, v = block.rotate(qkv if self.is_full else qkv.index_select(0, self.rows), turns)
-            attended = self._attend(q, k, v, prompt, suffix, block.scale)
-            x = block.finish(x, attended if self.is_full else attended.index_select(0, self.home))
+        """Append one token to each row."""
+        self._grow()
+        positions = self.lengths[self.owners] + self.written - self.starts
+        column = torch.tensor([self.written], device=tokens.device)
+        rows = None if self.is_full else self.rows
+        positions = positions if rows is None else positions[rows]
+        self.logits = self._step(tokens, positions, column, self.written + 1, self.unused, rows)
         self.written += 1
-        self.logits = self.head(self.norm(x))
+
+    def _grow(self) -> None:
+        """Make room for the next column."""
+        if self.written == self.suffixes[0].shape[2]:
+            self._move(self.suffixes, None, self.written + self.columns, self.written)
+
+    def _step(
+        self,
+        tokens: Int[Tensor, "N"],
+        positions: Int[Tensor, "cells"],
+        column: Int[Tensor, "1"],
+        seen: int,
+        hidden: Bool[Tensor, "g 1 j 1 1 T"] | None,
+        rows: Int[Tensor, "cells"] | None = None,
+    ) -> Float[Tensor, "N V"]:
+        """Logits after these tokens, which are written to ``column``; ``rows``: the row of each cell, if they differ."""
+        g, j, kv_heads, dim = self.groups, self.width, self.decoder.kv_heads, self.decoder.head_dim
+        x = self.decoder.embed(tokens)
+        cos, sin = angles(self.decoder, positions, x.dtype)
+        for layer, prompt, suffix in self._layers():
+            qkv = layer.qkv(layer.attention_norm(x))
+            qkv = qkv if rows is None else qkv.index_select(0, rows)
+            q, k, v = layer.rotated(qkv, cos, sin)
+            for stored, new in zip(self._by_cell(suffix), (k, v), strict=True):
+                new = new.to(suffix.dtype).view(g, j, kv_heads, 1, dim).transpose(1, 2)
+                stored.index_copy_(3, column, new)
+            queries = q.new_empty(g, kv_heads, j, q.shape[1] // kv_heads, 1, dim)
+            torch.mul(q.view(g, j, kv_heads, -1, 1, dim).transpose(1, 2), layer.scale, out=queries)
+            attended = self._attend(queries, prompt, suffix, seen, hidden)
+            attended = attended.transpose(1, 2).reshape(g * j, -1).to(self.dtype)
+            x = layer.finish(x, attended if rows is None else attended.index_select(0, self.home))
+        return self.fused.head(self.fused.norm(x))
+
+    def _layers(self) -> Iterator[tuple[FusedLayer, Tensor, Tensor]]:
+        return zip(self.fused.layers, self.prompts, self.suffixes, strict=True)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, prompt: Tensor, suffix: Tensor, scale: float
-    ) -> Tensor:
-        """Over [the group's prompt | the tokens that the row has sampled], with one softmax over both: [cells, H D].
-
-        q [cells, H, D], k and v [cells, K, D]; keys and values of prompts [2, g K, P, D] and suffixes [2, c K, T, D].
-        """
-        g, j, kv_heads, dim = self.groups, self.width, self.decoder.kv_heads, self.decoder.head_dim
-        rep = self.decoder.heads // kv_heads
-        now = suffix.view(2, g, kv_heads, j, -1, dim)[:, :, :, :, self.written]
-        now[0].copy_(k.view(g, j, kv_heads, dim).transpose(1, 2))
-        now[1].copy_(v.view(g, j, kv_heads, dim).transpose(1, 2))
-        scaled = q.new_empty(g, kv_heads, j, rep, dim)
-        torch.mul(q.view(g, j, kv_heads, rep, dim).transpose(1, 2), scale, out=scaled)
-
-        seen = self.written + 1
+        self,
+        queries: Float[Tensor, "g K j r C D"],
+        prompt: Float[Tensor, "2 gK P D"],
+        suffix: Float[Tensor, "2 gKj T D"],
+        seen: int,
+        hidden: Bool[Tensor, "g 1 j 1 C t"] | None,
+    ) -> Float[Tensor, "g K j r C D"]:
+        """Attend to [the group's prompt | the first ``seen`` tokens of the row], with one softmax over both."""
+        columns, dim = prompt.shape[2:]
         # bmm in low precision would copy keys that are not contiguous, so there it runs over the empty columns too
         reach = seen if suffix.dtype == self.exact else suffix.shape[2]
-        to_prompt = torch.bmm(
-            scaled.view(g * kv_heads, j * rep, dim).to(prompt.dtype), prompt[0].mT
-        )
-        to_suffix = torch.bmm(scaled.view(-1, rep, dim).to(suffix.dtype), suffix[0, :, :reach].mT)
-        columns = prompt.shape[2]
-        scores = torch.cat([to_prompt.view(-1, rep, columns), to_suffix[:, :, :seen]], dim=-1).to(
-            self.exact
-        )
+        of_group = queries.view(len(prompt[0]), -1, dim).to(prompt.dtype)
+        of_row = queries.view(len(suffix[0]), -1, dim).to(suffix.dtype)
+        to_prompt = torch.bmm(of_group, prompt[0].mT).view(*of_row.shape[:2], columns)
+        to_suffix = torch.bmm(of_row, suffix[0, :, :reach].mT)[:, :, :seen]
+        scores = torch.cat([to_prompt, to_suffix], dim=-1).to(self.exact)
+        by_query = scores.view(*queries.shape[:-1], -1)
         if self.padding is not None:
-            scores.view(g, kv_heads, j, rep, -1)[..., :columns].masked_fill_(
-                self.padding, -torch.inf
-            )
-        if self.unused is not None:
-            begun = scores.view(g, kv_heads, j, rep, -1)[..., columns : columns + self.begun]
-            begun.masked_fill_(self.unused, -torch.inf)
-        of_prompt, of_suffix = scores.softmax(dim=-1).split([columns, seen], dim=-1)
+            by_query[..., :columns].masked_fill_(self.padding, -torch.inf)
+        if hidden is not None:
+            masked = by_query[..., columns : columns + hidden.shape[-1]]
+            masked.masked_fill_(hidden, -torch.inf)
+        to_prompt, to_suffix = scores.softmax(dim=-1).split([columns, seen], dim=-1)
         if reach > seen:
-            of_suffix = F.pad(of_suffix, (0, reach - seen))
+            to_suffix = F.pad(to_suffix, (0, reach - seen))
         first = torch.bmm(
-            of_prompt.reshape(g * kv_heads, j * rep, columns).to(prompt.dtype), prompt[1]
+            to_prompt.reshape(*of_group.shape[:2], columns).to(prompt.dtype), prompt[1]
         )
-        second = torch.bmm(of_suffix.to(suffix.dtype), suffix[1, :, :reach])
-        attended = torch.empty(g, j, kv_heads, rep, dim, dtype=self.dtype, device=q.device)
-        torch.add(
-            *(part.view(g, kv_heads, j, rep, dim).transpose(1, 2) for part in (first, second)),
-            out=attended,
-        )
-        return attended.view(g * j, -1)
+        second = torch.bmm(to_suffix.to(suffix.dtype), suffix[1, :, :reach])
+        return first.view_as(queries).add_(second.view_as(queries))
 
 
 # --- layers as few, fast operations: fused products of weights in the processor's own layout --------------------------
@@ -329,7 +370,7 @@ class FusedDecoder:
 
     def __init__(self, decoder: Decoder, head: nn.Module) -> None:
         self.decoder = decoder
-        self.blocks = [FusedLayer(layer, decoder) for layer in decoder.layers]
+        self.layers = [FusedLayer(layer, decoder) for layer in decoder.layers]
         self.norm, self.head = lean_norm(decoder.norm), fused(head)
 
 
@@ -358,21 +399,16 @@ class FusedLayer:
         self.gate_up = fused(mlp.gate_proj, mlp.up_proj)
         self.act = mlp.act_fn
 
-    def rotate(
-        self, qkv: Float[Tensor, "N A"], turns: Complex[Tensor, "N 1 d"]
+    def rotated(
+        self, qkv: Float[Tensor, "N A"], cos: Float[Tensor, "N D"], sin: Float[Tensor, "N D"]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries [N, H, D] and keys [N, K, D], in float32 at least, and the values [N, K, D].
-
-        Rotated pairs come out adjacent: scores do not depend on the order of the elements of a head.
-        """
+        """Rotated queries [N, H, D] and keys [N, K, D], in float32 at least, and the values [N, K, D]."""
         qkv = qkv.unflatten(-1, (-1, self.head_dim))
         qk, v = qkv[:, : -self.kv_heads], qkv[:, -self.kv_heads :]
         if self.q_norm is not None and self.k_norm is not None:
-            qk = torch.cat(
-                [self.q_norm(qk[:, : -self.kv_heads]), self.k_norm(qk[:, -self.kv_heads :])], dim=1
-            )
-        first, second = qk.to(turns.real.dtype).chunk(2, dim=-1)
-        qk = torch.view_as_real(torch.complex(first, second).mul_(turns)).flatten(-2)
+            q, k = self.q_norm(qk[:, : -self.kv_heads]), self.k_norm(qk[:, -self.kv_heads :])
+            qk = torch.cat([q, k], dim=1)
+        qk = rotate(qk, cos, sin)
         return qk[:, : -self.kv_heads], qk[:, -self.kv_heads :], v
 
     def finish(

@@ -5,18 +5,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.functional import pad
 
-from gruppo.core.compiled import Compiled, NotCompiled
+from gruppo.core.compiled import Compiled
 from gruppo.core.layers import checkpointed
 from gruppo.modalities.text import decoder as plain
-from gruppo.modalities.text.decoder import Decoder
-from gruppo.modalities.text.layouts import SPAN_BLOCK, Tokens, stream
+from gruppo.modalities.text.decoder import Decoder, rotate
+from gruppo.modalities.text.layouts import Tokens, sees, stream
+
+BLOCK = 128
+"""FlexAttention's block, to a multiple of which streams are padded."""
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 4e-2}
 """Relative error of a layer's output and gradient below which the compiled layer is used. A wrong mask makes 0.1 to 1;
@@ -26,32 +31,24 @@ products of float32 may be rounded to TF32, 3e-4."""
 def block_mask(spans: Int[Tensor, "3 N"], device: torch.device) -> BlockMask:
     """The mask of a stream, computed from the spans of its tokens: nothing of size N x N is formed.
 
-    A block of keys is partly seen where a span of a query of the block reaches into it, and wholly where one span of
-    each query covers it. N is a multiple of the block.
+    A block of keys is partly seen if a span of a query of the block reaches into it, and wholly if one span of each
+    query covers it. N is a multiple of the block.
     """
-    length, count = spans.shape[1], spans.shape[1] // SPAN_BLOCK
+    length, count = spans.shape[1], spans.shape[1] // BLOCK
     query = torch.arange(length)
-    row = query // SPAN_BLOCK
-    # how many queries of a block of rows reach into a block of keys, and cover it: +1 where a run begins, -1 behind it
-    seen, covered = torch.zeros(2, count, count + 1, dtype=torch.long)
-    shared_start, shared_end, text_start = spans
-    for first, end in ((shared_start, shared_end), (text_start, query + 1)):
-        outer, inner = (
-            (first // SPAN_BLOCK, -(-end // SPAN_BLOCK)),
-            (-(-first // SPAN_BLOCK), end // SPAN_BLOCK),
-        )
-        for counts, (begin, past) in ((seen, outer), (covered, inner)):
-            some = (end > first) & (past > begin)
-            one = torch.ones(int(some.sum()), dtype=torch.long)
-            counts.index_put_((row[some], begin[some]), one, accumulate=True)
-            counts.index_put_((row[some], past[some]), -one, accumulate=True)
-    covered = covered.cumsum(dim=1)[:, :-1] == SPAN_BLOCK
-    partly = (seen.cumsum(dim=1)[:, :-1] > 0) & ~covered
+    # queries of a block of rows that reach into a block of keys, and that cover it
+    reaching, covering = torch.zeros(2, count, count + 1, dtype=torch.long)
+    shared_start, shared_end, start = spans
+    for first, end in ((shared_start, shared_end), (start, query + 1)):
+        _count_runs(reaching, first // BLOCK, -(-end // BLOCK), end > first)
+        _count_runs(covering, -(-first // BLOCK), end // BLOCK, end > first)
+    covered = covering.cumsum(dim=1)[:, :-1] == BLOCK
+    partly = (reaching.cumsum(dim=1)[:, :-1] > 0) & ~covered
     # copies that do not wait for the device; the source is read before they return
-    shared_start, shared_end, text_start = spans.to(device, non_blocking=True)
+    shared_start, shared_end, start = spans.to(device, non_blocking=True)
 
-    def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return ((k >= shared_start[q]) & (k < shared_end[q])) | ((k >= text_start[q]) & (k <= q))
+    def sees_of_stream(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return sees(shared_start[q], shared_end[q], start[q], q, k)
 
     def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
         blocks = blocks.to(device, non_blocking=True).int()
@@ -61,34 +58,35 @@ def block_mask(spans: Int[Tensor, "3 N"], device: torch.device) -> BlockMask:
     return BlockMask.from_kv_blocks(
         *listed(partly),
         *listed(covered),
-        BLOCK_SIZE=SPAN_BLOCK,
-        mask_mod=sees,
+        BLOCK_SIZE=BLOCK,
+        mask_mod=sees_of_stream,
         seq_lengths=(length, length),
     )
+
+
+def _count_runs(counts: Tensor, begin: Tensor, past: Tensor, is_used: Tensor) -> None:
+    """Add 1 where a query's run of blocks begins and -1 behind it, so that sums along a row count the runs."""
+    some = is_used & (past > begin)
+    row = (torch.arange(len(some)) // BLOCK)[some]
+    one = torch.ones_like(row)
+    counts.index_put_((row, begin[some]), one, accumulate=True)
+    counts.index_put_((row, past[some]), -one, accumulate=True)
 
 
 def _layer(x: Tensor, layer: Any, cos: Tensor, sin: Tensor, mask: BlockMask) -> Tensor:
     """One layer in plain operations, which a compiler fuses; sizes are read from the module, where they are static."""
     part, normed = layer.self_attn, layer.input_layernorm(x)
     projections = (part.q_proj, part.k_proj, part.v_proj)
-    q, k, v = (
-        project(normed).unflatten(-1, (-1, part.head_dim)) for project in projections
-    )  # [N, heads, D]
+    # [N, heads, D]
+    q, k, v = (project(normed).unflatten(-1, (-1, part.head_dim)) for project in projections)
     if getattr(part, "q_norm", None) is not None:
         q, k = part.q_norm(q), part.k_norm(k)
-    q, k, v = (
-        each.transpose(0, 1)[None] for each in (_rotate(q, cos, sin), _rotate(k, cos, sin), v)
-    )
+    q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
+    q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
     attended = flex_attention(q, k, v, block_mask=mask, scale=part.scaling, enable_gqa=True)
     assert isinstance(attended, Tensor)
     x = x + part.o_proj(attended[0].transpose(0, 1).flatten(1))
     return x + layer.mlp(layer.post_attention_layernorm(x))
-
-
-def _rotate(x: Float[Tensor, "N h D"], cos: Tensor, sin: Tensor) -> Float[Tensor, "N h D"]:
-    wide = x.to(cos.dtype)
-    first, second = wide.chunk(2, dim=-1)
-    return (wide * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]).to(x.dtype)
 
 
 compiled_layer = Compiled(_layer, "layers with FlexAttention", needs_compiling=True)
@@ -97,11 +95,13 @@ _checked: dict[str, bool] = {}
 
 
 def features(decoder: Decoder, stream: Tokens) -> Float[Tensor, "N F"]:
-    """``stream_features`` of a stream with spans, by compiled layers; ``NotCompiled`` where they cannot be."""
-    weight = next(decoder.embed.parameters())
+    """``stream_features`` by compiled layers; raises ``NotCompiled`` if they cannot be."""
     assert stream.spans is not None
-    mask = block_mask(stream.spans, weight.device)
-    x, cos, sin = plain.embedded(decoder, stream.to(weight.device, torch.float32))
+    length = len(stream.ids)
+    padding = (0, -length % BLOCK)
+    ids, positions = pad(stream.ids, padding), pad(stream.positions, padding)
+    x, cos, sin = plain.embedded(decoder, ids, positions)
+    mask = block_mask(pad(stream.spans, padding, value=length), x.device)
     for layer in decoder.layers:
         x = checkpointed(layer, _run)(x, layer, cos, sin, mask)
     return plain.norm(decoder.norm, x)
@@ -124,11 +124,9 @@ def is_usable(decoder: Decoder) -> bool:
     if key not in _checked:
         try:
             _checked[key] = _agrees(decoder)
-        except NotCompiled:
-            return False
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # compiling the backward pass
+        except Exception as error:  # NotCompiled, or whatever compiling the backward pass raises
             compiled_layer.fail(error)
             return False
         if not _checked[key]:
@@ -137,24 +135,22 @@ def is_usable(decoder: Decoder) -> bool:
 
 
 def _agrees(decoder: Decoder) -> bool:
-    """Compare output and gradient of the first layer over two groups, with the weights as they are."""
-    weight, layer = next(decoder.embed.parameters()), decoder.layers[0]
+    """Compare what the first layer adds, and its gradient, over two groups, with the weights as they are."""
+    weight = next(decoder.embed.parameters()).detach()
+    embed = nn.Embedding.from_pretrained(weight[:7].clone(), freeze=False)
+    first = replace(decoder, embed=embed, layers=decoder.layers[:1], norm=nn.Identity())
     prompts, owners = [torch.arange(n) % 7 for n in (150, 3)], torch.tensor([0, 0, 1])
-    completions = [torch.arange(n) % 5 for n in (90, 40, 7)]
+    tokens = stream(prompts, [torch.arange(n) % 5 for n in (90, 40, 7)], owners)
+    count = int(tokens.start[-1]) + 6  # padding follows
     results = []
-    for has_blocks in (True, False):
-        tokens = stream(prompts, completions, owners, has_blocks=has_blocks)
-        count = int(tokens.start[-1]) + len(completions[-1]) - 1  # what follows is padding
-        tokens = tokens.to(weight.device, torch.promote_types(weight.dtype, torch.float32))
+    for run in (plain.stream_features, features):
         with torch.enable_grad():
-            x, cos, sin = plain.embedded(decoder, tokens)
-            x = x.detach().requires_grad_()
-            if tokens.spans is None:
-                out = plain.layer_output(x, decoder, layer, tokens, cos, sin)
-            else:
-                out = _run(x, layer, cos, sin, block_mask(tokens.spans, weight.device))
-            grad = torch.autograd.grad(out[:count].float().square().sum(), x)[0]
-        results.append((out[:count].detach().double() - x[:count].detach(), grad[:count].double()))
+            added = (
+                run(first, tokens)[:count] - embed(tokens.ids[:count].to(weight.device))
+            ).float()
+            results.append(
+                (added.detach(), *torch.autograd.grad(added.square().sum(), embed.weight))
+            )
     tolerance = TOLERANCE.get(weight.dtype, 1e-3)
     return all(
         float((fast - slow).norm() / slow.norm()) < tolerance

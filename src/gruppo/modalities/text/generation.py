@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -14,9 +15,9 @@ from torch import Tensor
 from gruppo.core.distributions import sample_categorical
 from gruppo.modalities.text.backbones import Decoding
 from gruppo.modalities.text.chat import Chat, cut_at_stop
-from gruppo.modalities.text.decoding import FusedDecoder, LayeredDecoding
-from gruppo.modalities.text.kept import Keeper
-from gruppo.modalities.text.precision import weight_versions
+from gruppo.modalities.text.decoding import FusedDecoder, KeptRow, LayeredDecoding
+from gruppo.modalities.text.layouts import Texts
+from gruppo.platforms import free_bytes
 from gruppo.protocols import GenerateTokens
 from gruppo.seeds import uniforms_at
 from gruppo.timeouts import describe_error
@@ -25,8 +26,74 @@ from gruppo.types import DataError, Finish, Generated, Rollouts, Sampling, Token
 if TYPE_CHECKING:
     from gruppo.modalities.text.policy import TextPolicy
 
+KEPT_FRAC = 0.5
+"""Share of the free memory that the rows of one batch may keep. Each is copied once more while it is decoded."""
+UNMEASURED_BYTES = 2**30
+"""Kept at most if free memory cannot be measured."""
 _FUSED: WeakValueDictionary[Any, FusedDecoder] = WeakValueDictionary()
 """By ``KeptRow.weights``: the copies of weights that kept rows hold, so that all batches hold the same."""
+
+
+@torch.no_grad()
+def generate_locally(
+    policy: TextPolicy, batch: TokenBatch, sampling: Sampling, seed: int
+) -> Generated:
+    """Sample the rows of a batch from the policy's own weights."""
+    uniforms = _uniforms(batch, sampling, seed)
+    prompts = [ids.to(policy.device) for ids in batch.prompts]
+    prefixes = batch.prefixes and [ids.to(policy.device) for ids in batch.prefixes]
+    start = partial(policy.backbone.start, prompts, batch.owners.to(policy.device), prefixes)
+    if batch.kept is None:
+        return generate(start(), uniforms, sampling, policy.chat, batch.limits)
+    # continued conversations: rows go on behind the keys and values that their last turn has left
+    weights = policy.weight_version()
+    histories = [batch.prompts[owner] for owner in batch.owners.tolist()]
+    if batch.prefixes is not None:
+        histories = [torch.cat(parts) for parts in zip(histories, batch.prefixes, strict=True)]
+    kept = [
+        row if row is not None and row.fits(ids, weights) else None
+        for row, ids in zip(batch.kept, histories, strict=True)
+    ]
+    decoding = start(kept, _FUSED.get(weights))
+    if isinstance(decoding, LayeredDecoding):
+        _FUSED[weights] = decoding.fused
+        keeper = Keeper(decoding, histories, weights)
+    else:
+        keeper = None
+    generated = generate(decoding, uniforms, sampling, policy.chat, batch.limits, keeper)
+    rows = (None,) * len(histories) if keeper is None else tuple(keeper.rows)
+    return replace(generated, kept=rows)
+
+
+def _uniforms(batch: TokenBatch, sampling: Sampling, seed: int) -> Float[Tensor, "N T"]:
+    """A number for each token, by the row's address and the tokens that were sampled in it before."""
+    count = len(batch.addresses)
+    starts = batch.starts or (0,) * count
+    limits = [sampling.max_actions] * count if batch.limits is None else batch.limits.tolist()
+    uniforms = torch.zeros(count, max(limits), dtype=torch.float64)
+    for row, (address, start, limit) in enumerate(
+        zip(batch.addresses, starts, limits, strict=True)
+    ):
+        uniforms[row, :limit] = uniforms_at(seed, *address, start + limit)[start:]
+    return uniforms
+
+
+class Keeper:
+    """Keeps rows as they leave a decoding, while there is memory; the others are read again in their next turn."""
+
+    def __init__(self, decoding: LayeredDecoding, histories: Texts, weights: Any) -> None:
+        self.decoding, self.histories, self.weights = decoding, histories, weights
+        self.rows: list[KeptRow | None] = [None] * len(histories)
+        free = free_bytes(decoding.logits.device)
+        self.room = UNMEASURED_BYTES if free is None else int(KEPT_FRAC * free)
+
+    def keep(self, row: int, slot: int, read: Int[Tensor, "T"]) -> None:
+        """Keep the row in this slot; ``read``: its sampled tokens that have been read."""
+        needed = self.decoding.kept_bytes(slot, len(read))
+        if needed <= self.room:
+            self.room -= needed
+            ids = torch.cat([self.histories[row], read])
+            self.rows[row] = self.decoding.keep(slot, len(read), ids, self.weights)
 
 
 @torch.no_grad()
@@ -52,122 +119,47 @@ def generate(
     ends = torch.tensor(list(chat.eos_ids), dtype=torch.long)
     slots = torch.arange(rows)  # the row of each decoding slot
     is_open = torch.ones(rows, dtype=torch.bool)
-
-    options: dict[str, Any] = {
-        name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")
-    }
     for t in range(columns):
-        sampled, logprob = sample_categorical(decoding.logits, uniforms[slots, t], **options)
-        sampled, logprob = (
-            sampled.cpu(),
-            logprob.float().cpu(),
-        )  # the wait for the device in each step
-        broken = is_open & ~logprob.isfinite()
-        good = is_open & ~broken
-        tokens[slots[good], t], logprobs[slots[good], t] = sampled[good], logprob[good]
-        lengths[slots[good]] += 1
-        stopped = good & torch.isin(sampled, ends)
+        sampled, logprob = sample_categorical(
+            decoding.logits,
+            uniforms[slots, t],
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+        )
+        # the wait for the device in each step
+        sampled, logprob = sampled.cpu(), logprob.float().cpu()
+        is_finite = logprob.isfinite()
+        # nothing more can be sampled of a row whose logits are not finite
+        for row in slots[is_open & ~is_finite].tolist():
+            finish[row] = "error"
+        is_open &= is_finite
+        written = slots[is_open]
+        tokens[written, t], logprobs[written, t] = sampled[is_open], logprob[is_open]
+        lengths[written] += 1
+        stopped = is_open & torch.isin(sampled, ends)
         if sampling.stop:
-            for slot in (good & ~stopped).nonzero()[:, 0].tolist():
-                row = int(slots[slot])
-                text = chat.text_with_specials(tokens[row, : int(lengths[row])].tolist())
+            for slot in (is_open & ~stopped).nonzero()[:, 0].tolist():
+                text = chat.text_with_specials(tokens[slots[slot], : t + 1].tolist())
                 stopped[slot] = any(stop in text for stop in sampling.stop)
         for slot in stopped.nonzero()[:, 0].tolist():
             row = int(slots[slot])
             finish[row] = "stop"
             if keeper is not None:
-                keeper.keep(row, slot, int(lengths[row]) - 1)
-        for row in slots[
-            broken
-        ].tolist():  # of a row whose logits are not finite nothing more can be sampled
-            finish[row] = "error"
-        is_open = good & ~stopped
+                keeper.keep(row, slot, tokens[row, :t])
+        is_open &= ~stopped
         if limits is not None:
-            is_open &= lengths[slots] < limits[slots]
+            is_open &= t + 1 < limits[slots]
         remaining = int(is_open.sum())
         if remaining == 0 or t + 1 == columns:
             break
         if len(slots) - remaining >= (max(1, len(slots) // 8) if limits is None else 1):
-            kept = is_open.nonzero()[:, 0]
-            decoding.select(kept.to(decoding.logits.device))
-            slots, is_open, sampled = slots[kept], is_open[kept], sampled[kept]
+            stay = is_open.nonzero()[:, 0]
+            decoding.select(stay.to(decoding.logits.device))
+            slots, is_open, sampled = slots[stay], is_open[stay], sampled[stay]
         # rows that have ended, and have not left yet, read any token: nothing of theirs is used again
         decoding.advance(torch.where(is_open, sampled, 0).to(decoding.logits.device))
     return Generated(tokens, logprobs, lengths, tuple(finish))
-
-
-@torch.no_grad()
-def generate_locally(
-    policy: TextPolicy, batch: TokenBatch, sampling: Sampling, seed: int
-) -> Generated:
-    """Sample the rows of a batch from the policy's own weights."""
-    if batch.limits is None:
-        uniforms = torch.stack(
-            [uniforms_at(seed, *address, sampling.max_actions) for address in batch.addresses]
-        )
-    else:
-        uniforms = torch.zeros(len(batch.owners), int(batch.limits.max()), dtype=torch.float64)
-        for row, (start, limit) in enumerate(zip(batch.starts, batch.limits.tolist(), strict=True)):
-            uniforms[row, :limit] = uniforms_at(seed, *batch.addresses[row], start + limit)[start:]
-    # equal as long as no weight of the policy has changed
-    weights: Any = None
-    if batch.kept is not None:
-        weights = (
-            policy,
-            policy.module,
-            policy.forced_refreshes,
-            *weight_versions(policy.module.parameters()),
-        )
-    histories = [batch.prompts[n] for n in batch.owners.tolist()]
-    if batch.prefixes is not None:
-        histories = [torch.cat(parts) for parts in zip(histories, batch.prefixes, strict=True)]
-    kept = list[Any](batch.kept or [None] * len(histories))
-    has_kept = [
-        row is not None and row.fits(ids, weights) for row, ids in zip(kept, histories, strict=True)
-    ]
-    parts, order = list[Generated](), list[int]()
-    for resumes in (
-        True,
-        False,
-    ):  # two batches: one goes on from what is kept, the other reads the whole history
-        if not (rows := [row for row, own in enumerate(has_kept) if own == resumes]):
-            continue
-        index = torch.tensor(rows)
-        limits = None if batch.limits is None else batch.limits[index]
-        if resumes:
-            texts = [histories[row].to(policy.device) for row in rows]
-            decoding: Decoding = policy.backbone.resume([kept[row] for row in rows], texts)
-        else:
-            used, owners = batch.owners[index].unique(return_inverse=True)
-            prompts = [batch.prompts[n].to(policy.device) for n in used.tolist()]
-            prefixes = (
-                None
-                if batch.prefixes is None
-                else [batch.prefixes[n].to(policy.device) for n in rows]
-            )
-            fused = None if batch.kept is None else _FUSED.get(weights)
-            decoding = policy.backbone.start(prompts, owners.to(policy.device), prefixes, fused)
-        if batch.kept is None:
-            return generate(decoding, uniforms, sampling, policy.chat, limits)
-        if isinstance(decoding, LayeredDecoding):
-            _FUSED[weights] = decoding.fused
-        keeper = Keeper(decoding, len(rows))
-        part = generate(decoding, uniforms[index], sampling, policy.chat, limits, keeper)
-        for row, state, ids, length in zip(
-            rows, keeper.rows, part.tokens, part.lengths.tolist(), strict=True
-        ):
-            if state is not None:
-                state.ids, state.weights = torch.cat([histories[row], ids[: length - 1]]), weights
-            kept[row] = state
-        parts.append(part)
-        order += rows
-    back = torch.tensor(order).argsort()
-    columns = zip(*((part.tokens, part.logprobs, part.lengths) for part in parts), strict=True)
-    tokens, logprobs, lengths = (torch.cat(of_parts)[back] for of_parts in columns)
-    finish = [finish for part in parts for finish in part.finish]
-    return Generated(
-        tokens, logprobs, lengths, tuple(finish[n] for n in back.tolist()), kept=tuple(kept)
-    )
 
 
 # --- further turns of a conversation ----------------------------------------------------------------------------------

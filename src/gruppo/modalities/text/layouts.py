@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 import torch
@@ -26,14 +25,12 @@ Texts = Sequence[Int[Tensor, "L"]]
 """Token ids of some texts, each of a length of its own."""
 
 MULTIPLE = 16
-"""Streams are padded to a multiple with tokens that see nothing and that nothing sees: a CPU's bfloat16 products of odd
-sizes are a quarter slower."""
+"""Streams are padded to a multiple with tokens that no other token sees: a CPU's bfloat16 products of odd sizes are a
+quarter slower."""
 BLOCK_QUERIES = 128
 """Columns of one block: later columns are not multiplied and then masked."""
 BLOCK_SCORES = 2**16
 """Scores of one head in one block: few enough for a processor's cache, enough for a full matrix product."""
-SPAN_BLOCK = 128
-"""Streams with spans are padded to a multiple of FlexAttention's block."""
 SMALL_GROUP = 128
 """Tokens of a group up to which it is one text of a block, with a mask of its own: many small groups would be many
 small operations. Attention of 12 groups of 52 tokens takes 10 ms in place of 35, forward and backward."""
@@ -43,7 +40,7 @@ WASTE = 1.25
 
 @dataclass(frozen=True, eq=False)
 class AttentionBlock:
-    """c texts of like length: some columns of each as queries, and all columns up to their end as keys.
+    """c texts of similar length: some columns of each as queries, and all columns up to their end as keys.
 
     A text is a prompt, a completion, or a small group as a whole.
     """
@@ -54,8 +51,8 @@ class AttentionBlock:
     """Tokens of the texts; behind the end of a short one its first is repeated, unseen by real tokens."""
     first: int
     """The queries are ``tokens[:, first:]``, [c, r]."""
-    bias: Float[Tensor, "*c r S"]
-    """0 where a query sees a key, -inf elsewhere; keys are the shared tokens, then these. [c, 1, r, S] of groups."""
+    bias: Float[Tensor, "c 1 r S"]
+    """0 if a query sees a key, else -inf; keys are the shared tokens, then these."""
     real: Int[Tensor, "n"] | None
     """Indices over [c, r] of the queries that are tokens and not repetitions; None if all are."""
 
@@ -70,13 +67,11 @@ class Tokens:
     """Index of the first token of each completion."""
     prompt_end: Int[Tensor, "b"]
     """Index of the last token of each completion's prompt."""
-    visible: Bool[Tensor, "g L L"] | None = None
-    """[query, key] of packed rows: which tokens each token attends to."""
-    blocks: tuple[AttentionBlock, ...] = ()
-    """Of a stream, for attention block by block."""
-    spans: Int[Tensor, "3 N"] | None = None
-    """Of a stream without blocks: what each token sees, the tokens from the first number to before the second (its
-    prompt's, as a completion) and those from the third to itself."""
+    spans: Int[Tensor, "3 *g L"] | None = None
+    """What each token of a stream or a packed row sees: its prompt's tokens, if it is of a completion, from the first
+    index to before the second, and those of its own text from the third to itself."""
+    texts: tuple[tuple[slice, int, int], ...] = ()
+    """Texts of a stream: the prompt that all their tokens see, first token, length."""
 
     def before(self, completion: Int[Tensor, "n"], column: Int[Tensor, "n"]) -> Int[Tensor, "n"]:
         """Index of the token whose features predict the action: the one before it, at first the prompt's last."""
@@ -84,177 +79,182 @@ class Tokens:
             column == 0, self.prompt_end[completion], self.start[completion] + column - 1
         )
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> Tokens:
-        """Move a stream to the device, with the biases in the dtype of the softmax; spans stay where they are.
-
-        Without waiting for the device, as everywhere between forward and optimizer step.
-        """
-        blocks = []
-        for block in self.blocks:
-            tokens, bias = (
-                block.tokens.to(device, non_blocking=True),
-                block.bias.to(device, dtype, non_blocking=True),
-            )
-            real = None if block.real is None else block.real.to(device, non_blocking=True)
-            blocks.append(replace(block, tokens=tokens, bias=bias, real=real))
-        ids, positions = (x.to(device, non_blocking=True) for x in (self.ids, self.positions))
-        return replace(self, ids=ids, positions=positions, blocks=tuple(blocks))
+    def visible(self) -> Bool[Tensor, "g L L"]:
+        """[query, key] of packed rows: which tokens each token sees."""
+        assert self.spans is not None
+        column = torch.arange(self.ids.shape[1])
+        return sees(*self.spans[..., None], column[:, None], column)
 
 
-def stream(
-    prompts: Texts,
-    completions: Texts,
-    owners: Int[Tensor, "b"],
-    *,
-    has_blocks: bool = True,
-    small_group: int = 0,
-) -> Tokens:
-    """Lay out completions, without their last tokens, behind the prompts that own them (``owners``, indices).
+def sees(
+    shared_start: Tensor, shared_end: Tensor, start: Tensor, query: Tensor, key: Tensor
+) -> Bool[Tensor, "..."]:
+    """Whether tokens with these spans, at the indices ``query``, see the tokens ``key``."""
+    return ((key >= shared_start) & (key < shared_end)) | ((key >= start) & (key <= query))
 
-    Attention is described by blocks, or without ``has_blocks`` by spans. Groups of up to ``small_group`` tokens share
-    blocks, which changes the rounding of their attention.
-    """
-    parts, blocks, spans = list[tuple[Tensor, Tensor]](), list[AttentionBlock](), list[Tensor]()
-    small: dict[
-        int, Tensor
-    ] = {}  # by the group's first token, the text of each token, 0 for the prompt
+
+def stream(prompts: Texts, completions: Texts, owners: Int[Tensor, "b"]) -> Tokens:
+    """Lay out completions, without their last tokens, behind the prompts that own them (``owners``, indices)."""
+    ids, positions, spans = list[Tensor](), list[Tensor](), list[Tensor]()
+    texts = list[tuple[slice, int, int]]()
     start, prompt_end = torch.zeros(2, len(completions), dtype=torch.long)
     end = 0
     for p, prompt in enumerate(prompts):
         members = (owners == p).nonzero()[:, 0]
-        ids, positions, sizes = _concatenate(
-            prompt, [completions[c][:-1] for c in members.tolist()]
-        )
-        parts.append((ids, positions))
-        ends = end + sizes.cumsum(0)
-        start[members], prompt_end[members] = ends[:-1], ends[0] - 1
-        if not has_blocks:
-            past = end + len(prompt)  # the first completion follows its prompt: one span for both
-            own = [
-                [end, past, first] if first > past else [end, end, end]
-                for first in ends[:-1].tolist()
-            ]
-            spans.append(torch.tensor([[end, end, end], *own]).mT.repeat_interleave(sizes, dim=1))
-        elif len(ids) <= small_group:
-            small[end] = torch.arange(len(sizes)).repeat_interleave(sizes)
+        group = _group(prompt, [completions[c][:-1] for c in members.tolist()])
+        ids.append(group.ids)
+        positions.append(group.positions)
+        spans.append(group.spans + end)
+        start[members] = group.starts[1:] + end
+        prompt_end[members] = end + len(prompt) - 1
+        shared = slice(end, end + len(prompt))
+        if len(group.ids) <= SMALL_GROUP:
+            texts.append((slice(0, 0), end, len(group.ids)))
         else:
-            blocks += _blocks(slice(end, end), [(end, len(prompt))])
-            texts = zip(ends[:-1].tolist(), sizes[1:].tolist(), strict=True)
-            blocks += _blocks(slice(end, end + len(prompt)), list(texts))
-        end += len(ids)
-    # blocks of whole small groups
-    for group in _of_like_length(0, [(first, len(text)) for first, text in small.items()]):
-        text = pad_sequence(
-            [small[first] for first, _ in group], batch_first=True, padding_value=-1
-        )  # [c, s]
-        column, is_real = torch.arange(text.shape[1]), text >= 0
-        sees = (text[:, :, None] == text[:, None]) | (text == 0)[:, None]
-        visible = sees & (
-            column <= column[:, None]
-        )  # padding is behind all tokens, and sees the prompt
-        bias = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)[:, None]
-        tokens = torch.tensor([first for first, _ in group])[:, None] + torch.where(
-            is_real, column, 0
-        )
-        real = None if is_real.all() else is_real.flatten().nonzero()[:, 0]
-        blocks.append(AttentionBlock(slice(0, 0), tokens, 0, bias, real))
-    padding = torch.zeros(-end % (MULTIPLE if has_blocks else SPAN_BLOCK), dtype=torch.long)
-    parts.append((padding, padding))
-    all_ids, all_positions = (torch.cat(part) for part in zip(*parts, strict=True))
-    # padding sees itself and the padding before it
-    all_spans = (
-        None if has_blocks else torch.cat([*spans, torch.full((3, len(padding)), end)], dim=1)
+            texts.append((slice(0, 0), end, len(prompt)))
+            firsts = (group.starts[1:] + end).tolist()
+            lengths = group.lengths[1:].tolist()
+            texts += [(shared, *text) for text in zip(firsts, lengths, strict=True)]
+        end += len(group.ids)
+    padding = torch.zeros(-end % MULTIPLE, dtype=torch.long)
+    ids.append(padding)
+    positions.append(padding)
+    spans.append((end + padding).expand(3, -1))  # sees itself and the padding before it
+    return Tokens(
+        torch.cat(ids),
+        torch.cat(positions),
+        start,
+        prompt_end,
+        torch.cat(spans, dim=1),
+        tuple(texts),
     )
-    return Tokens(all_ids, all_positions, start, prompt_end, blocks=tuple(blocks), spans=all_spans)
 
 
 def pack(prompts: Texts, completions: Texts, owners: Int[Tensor, "b"]) -> Tokens:
     """Lay out each prompt and its completions as a row."""
-    parts = []
+    groups = list[Group]()
     start, prompt_end = torch.zeros(2, len(completions), dtype=torch.long)
     for p, prompt in enumerate(prompts):
         members = (owners == p).nonzero()[:, 0]
-        ids, positions, sizes = _concatenate(prompt, [completions[c] for c in members.tolist()])
-        texts, ends = torch.arange(len(sizes)).repeat_interleave(sizes), sizes.cumsum(0)
-        parts.append((ids, positions, texts, torch.ones(len(ids), dtype=torch.bool)))
-        start[members], prompt_end[members] = ends[:-1], ends[0] - 1
-    columns = (pad_sequence(list(part), batch_first=True) for part in zip(*parts, strict=True))
-    all_ids, all_positions, text, is_real = columns  # [g, L]
-    # causal, within the same text or the prompt (text 0); padding is seen by itself only
-    column = torch.arange(all_ids.shape[1])
-    causal = column[:, None] >= column[None, :]
-    same, shared = text[:, :, None] == text[:, None, :], (text == 0)[:, None, :]
-    visible = causal & (same | shared) & is_real[:, None, :]
-    visible |= column[:, None] == column[None, :]
-    row_start = owners * len(column)
-    return Tokens(all_ids, all_positions, row_start + start, row_start + prompt_end, visible)
+        groups.append(_group(prompt, [completions[c] for c in members.tolist()]))
+        start[members] = groups[-1].starts[1:]
+        prompt_end[members] = len(prompt) - 1
+    ids = pad_sequence([group.ids for group in groups], batch_first=True)  # [g, L]
+    positions = pad_sequence([group.positions for group in groups], batch_first=True)
+    # padding sees itself alone
+    spans = torch.arange(ids.shape[1]).expand(3, *ids.shape).clone()
+    for row, group in zip(spans.unbind(1), groups, strict=True):
+        row[:, : len(group.ids)] = group.spans
+    row_start = owners * ids.shape[1]
+    return Tokens(ids, positions, row_start + start, row_start + prompt_end, spans)
 
 
 def pad(prompts: Texts, completions: Texts, owners: Int[Tensor, "b"]) -> Tokens:
     """Lay out each completion behind a copy of its prompt, as a row."""
     rows = [torch.cat([prompts[o], c]) for o, c in zip(owners.tolist(), completions, strict=True)]
     ids = pad_sequence(rows, batch_first=True)
-    start = (
-        torch.arange(len(rows)) * ids.shape[1]
-        + torch.tensor([len(prompt) for prompt in prompts])[owners]
-    )
+    prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])[owners]
+    start = torch.arange(len(rows)) * ids.shape[1] + prompt_lengths
     return Tokens(ids, torch.arange(ids.shape[1]).expand(ids.shape), start, start - 1)
 
 
-LAY_OUT: dict[Layout, Callable[..., Tokens]] = {
-    "stream": partial(stream, small_group=SMALL_GROUP),
+LAY_OUT: dict[Layout, Callable[[Texts, Texts, Tensor], Tokens]] = {
+    "stream": stream,
     "packed": pack,
     "padded": pad,
 }
 
 
-def _concatenate(prompt: Tensor, completions: Texts) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids and positions of a prompt and its completions, and the length of each of these texts."""
-    positions = [
-        torch.arange(len(prompt)),
-        *(len(prompt) + torch.arange(len(c)) for c in completions),
-    ]
-    return (
+@dataclass(frozen=True, eq=False)
+class Group:
+    """A prompt and its completions, one after another; indices count from the prompt's first token."""
+
+    ids: Int[Tensor, "N"]
+    positions: Int[Tensor, "N"]
+    spans: Int[Tensor, "3 N"]
+    starts: Int[Tensor, "t"]
+    """First token of each text, of which the prompt is the first."""
+    lengths: Int[Tensor, "t"]
+
+
+def _group(prompt: Tensor, completions: Texts) -> Group:
+    lengths = torch.tensor([len(prompt), *map(len, completions)])
+    starts = lengths.cumsum(0) - lengths
+    shared_end = torch.tensor([0] + [len(prompt)] * len(completions))
+    spans = torch.stack([torch.zeros_like(starts), shared_end, starts])
+    spans[:, 1:2] = 0  # the first completion follows its prompt: one span for both
+    spans = spans.repeat_interleave(lengths, dim=1)
+    index = torch.arange(int(lengths.sum()))
+    return Group(
         torch.cat([prompt, *completions]),
-        torch.cat(positions),
-        torch.tensor([len(prompt), *map(len, completions)]),
+        index - spans[2] + spans[1],
+        spans,
+        starts,
+        lengths,
     )
 
 
-def _of_like_length(prefix: int, texts: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Texts (first token, length) that can share a block; ``prefix``: tokens that each of them sees before its own."""
+def attention_blocks(
+    tokens: Tokens, device: torch.device, dtype: torch.dtype
+) -> list[AttentionBlock]:
+    """Blocks over the texts of a stream, on the device, with biases in the dtype of the softmax.
+
+    The copies do not wait for the device, as everywhere between forward and optimizer step.
+    """
+    by_prompt: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for shared, start, length in tokens.texts:
+        if length:
+            by_prompt.setdefault((shared.start, shared.stop), []).append((start, length))
+    blocks = []
+    for (start, stop), texts in by_prompt.items():
+        for group in _of_similar_length(stop - start, texts):
+            for block in _blocks(tokens, slice(start, stop), group):
+                real = None if block.real is None else block.real.to(device, non_blocking=True)
+                blocks.append(
+                    replace(
+                        block,
+                        tokens=block.tokens.to(device, non_blocking=True),
+                        bias=block.bias.to(device, dtype, non_blocking=True),
+                        real=real,
+                    )
+                )
+    return blocks
+
+
+def _of_similar_length(
+    prefix: int, texts: Sequence[tuple[int, int]]
+) -> list[list[tuple[int, int]]]:
+    """Texts (first token, length) that can share a block; ``prefix``: tokens that each sees before its own."""
     groups: list[list[tuple[int, int]]] = []
-    for start, length in sorted((text for text in texts if text[1]), key=lambda text: -text[1]):
+    for start, length in sorted(texts, key=lambda text: -text[1]):
         longest = groups[-1][0][1] if groups else 0
-        scores = (
-            (len(groups[-1]) + 1) * min(longest, BLOCK_QUERIES) * (prefix + longest)
-            if groups
-            else 0
-        )
+        count = len(groups[-1]) + 1 if groups else 0
+        scores = count * min(longest, BLOCK_QUERIES) * (prefix + longest)
         if not groups or longest > WASTE * length or scores > BLOCK_SCORES:
             groups.append([])
         groups[-1].append((start, length))
     return groups
 
 
-def _blocks(shared: slice, texts: Sequence[tuple[int, int]]) -> Iterator[AttentionBlock]:
-    """Group texts (first token, length) of like length, and cut each group into runs of columns."""
-    prefix = shared.stop - shared.start
-    for group in _of_like_length(prefix, texts):
-        starts, lengths = torch.tensor(group).mT[:, :, None]  # [c, 1] each
-        longest = group[0][1]
-        for first in range(0, longest, BLOCK_QUERIES):
-            columns = torch.arange(min(first + BLOCK_QUERIES, longest))
-            is_real = columns < lengths  # [c, s]
-            visible = columns <= columns[first:, None]  # [r, s]
-            # all queries see the prompt
-            visible = nn.functional.pad(visible, (prefix, 0), value=True)
-            bias = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)
-            queries = is_real[:, first:]  # [c, r]
-            real = None if queries.all() else queries.flatten().nonzero()[:, 0]
-            yield AttentionBlock(
-                shared, starts + torch.where(is_real, columns, 0), first, bias, real
-            )
+def _blocks(
+    tokens: Tokens, shared: slice, texts: Sequence[tuple[int, int]]
+) -> Iterator[AttentionBlock]:
+    """Cut texts (first token, length) of similar length, the longest first, into runs of columns."""
+    assert tokens.spans is not None
+    starts, lengths = torch.tensor(texts).mT[:, :, None]  # [c, 1] each
+    longest = texts[0][1]
+    for first in range(0, longest, BLOCK_QUERIES):
+        columns = torch.arange(min(first + BLOCK_QUERIES, longest))
+        is_real = columns < lengths  # [c, s]
+        own = starts + torch.where(is_real, columns, 0)
+        keys = torch.cat([torch.arange(shared.start, shared.stop).expand(len(own), -1), own], dim=1)
+        is_key = nn.functional.pad(is_real, (keys.shape[1] - own.shape[1], 0), value=True)
+        queries = own[:, first:, None]  # [c, r, 1]
+        visible = sees(*tokens.spans[:, queries], queries, keys[:, None]) & is_key[:, None]
+        bias = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)[:, None]
+        is_query = is_real[:, first:]
+        real = None if is_query.all() else is_query.flatten().nonzero()[:, 0]
+        yield AttentionBlock(shared, own, first, bias, real)
 
 
 def split_rows(

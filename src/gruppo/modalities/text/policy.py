@@ -33,7 +33,7 @@ from gruppo.modalities.text.generation import (
 )
 from gruppo.modalities.text.layouts import split_rows
 from gruppo.modalities.text.memory import TOKENS, TOKENS_ON_CPU, activations, working_memory
-from gruppo.modalities.text.precision import ComputeCopy
+from gruppo.modalities.text.precision import ComputeCopy, weight_versions
 from gruppo.protocols import GenerateTokens, Outputs
 from gruppo.types import (
     Generated,
@@ -163,6 +163,11 @@ class TextPolicy(AdaptablePolicy):
         self.forced_refreshes += force
         if self.copy is not None:
             self.copy.refresh(force=force)
+
+    def weight_version(self) -> tuple[Any, ...]:
+        """Equal as long as no weight of the policy has changed."""
+        versions = weight_versions(self.module.parameters())
+        return (self, self.module, self.forced_refreshes, *versions)
 
     def save(self, folder: Path) -> None:
         """Write the master weights and the tokenizer: a folder that ``from_pretrained`` opens.
