@@ -48,7 +48,7 @@ def block_mask(spans: Int[Tensor, "3 N"], device: torch.device) -> BlockMask:
     shared_start, shared_end, start = spans.to(device, non_blocking=True)
 
     def sees_of_stream(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return sees(shared_start[q], shared_end[q], start[q], q, k)
+        return sees((shared_start[q], shared_end[q], start[q]), q, k)
 
     def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
         blocks = blocks.to(device, non_blocking=True).int()

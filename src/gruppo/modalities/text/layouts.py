@@ -11,7 +11,7 @@ each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -83,13 +83,12 @@ class Tokens:
         """[query, key] of packed rows: which tokens each token sees."""
         assert self.spans is not None
         column = torch.arange(self.ids.shape[1])
-        return sees(*self.spans[..., None], column[:, None], column)
+        return sees(self.spans[..., None], column[:, None], column)
 
 
-def sees(
-    shared_start: Tensor, shared_end: Tensor, start: Tensor, query: Tensor, key: Tensor
-) -> Bool[Tensor, "..."]:
-    """Whether tokens with these spans, at the indices ``query``, see the tokens ``key``."""
+def sees(spans: Iterable[Tensor], query: Tensor, key: Tensor) -> Bool[Tensor, "..."]:
+    """Whether tokens with these three spans, at the indices ``query``, see the tokens ``key``."""
+    shared_start, shared_end, start = spans
     return ((key >= shared_start) & (key < shared_end)) | ((key >= start) & (key <= query))
 
 
@@ -250,7 +249,7 @@ def _blocks(
         keys = torch.cat([torch.arange(shared.start, shared.stop).expand(len(own), -1), own], dim=1)
         is_key = nn.functional.pad(is_real, (keys.shape[1] - own.shape[1], 0), value=True)
         queries = own[:, first:, None]  # [c, r, 1]
-        visible = sees(*tokens.spans[:, queries], queries, keys[:, None]) & is_key[:, None]
+        visible = sees(tokens.spans[:, queries], queries, keys[:, None]) & is_key[:, None]
         bias = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)[:, None]
         is_query = is_real[:, first:]
         real = None if is_query.all() else is_query.flatten().nonzero()[:, 0]
