@@ -21,6 +21,7 @@ LAYERS: tuple[set[str], ...] = (
         "errors",
         "worker",
         "packing",
+        "names",
         "integrity",
         "http",
         "trust",

@@ -103,52 +103,23 @@ def test_batches_padding_and_order_change_no_score(pads, side):
         "none": None,
     }[pads]
     module = classifier("SequenceClassification", pad_token_id=pad)
-    model = outcome(model=module, tokenizer=tokenizer, batch_tokens=4096)
+    model = outcome(model=module, tokenizer=tokenizer, batch=16)
     expected = [float(alone(model, model.encode("ask ", text))[0]) for text in TEXTS]
     assert scores_of(model, TEXTS) == pytest.approx(expected, abs=2e-5)
     assert max(expected) - min(expected) > 1
-    for budget in (1, 40, 100):
-        model.network.batch_tokens = budget
+    for model.network.batch in (1, 2, 4):
         assert scores_of(model, TEXTS[::-1])[::-1] == pytest.approx(expected, abs=2e-5)
     assert module.config.pad_token_id == pad
 
 
-@pytest.mark.parametrize(
-    ("budget", "shapes"),
-    [
-        (100, [(4, 9)]),
-        (12, [(3, 4), (1, 9)]),
-        (6, [(2, 3), (1, 4), (1, 9)]),
-        (1, [(1, 2), (1, 3), (1, 4), (1, 9)]),
-    ],
-)
-def test_rows_of_similar_length_share_a_batch_of_at_most_batch_tokens_padding_included(
-    monkeypatch, budget, shapes
-):
-    network, seen = outcome(batch_tokens=budget).network, []
+def test_rows_of_similar_length_share_a_batch(monkeypatch):
+    network, seen = outcome(batch=2).network, []
     forward = network.module.forward
     monkeypatch.setattr(
         network.module, "forward", lambda **x: seen.append((*x["input_ids"].shape,)) or forward(**x)
     )
-    network.scores([[5] * length for length in (4, 2, 9, 3)])
-    assert seen == shapes
-
-
-def test_where_memory_runs_out_a_batch_is_halved_and_so_are_all_later_ones(monkeypatch, caplog):
-    model = outcome()
-    expected, forward, sizes = scores_of(model, TEXTS), model.network.module.forward, []
-
-    def short(input_ids, **rest):
-        sizes.append(len(input_ids))
-        if len(input_ids) > 2:
-            raise torch.OutOfMemoryError("no")
-        return forward(input_ids=input_ids, **rest)
-
-    monkeypatch.setattr(model.network.module, "forward", short)
-    with caplog.at_level(logging.WARNING):
-        assert scores_of(model, TEXTS) == pytest.approx(expected, abs=2e-5)
-    assert sizes[0] == 6 and max(sizes[1:]) == 3 and model.network.batch_tokens < 4096
-    assert "out of memory" in caplog.text
+    network.scores([[5] * length for length in (4, 2, 9, 3, 5)])
+    assert seen == [(2, 3), (2, 5), (1, 9)]
 
 
 # --- what a model says -----------------------------------------------------------------------------------------------
@@ -313,13 +284,6 @@ def test_offloaded_weights_come_to_the_accelerator_for_a_call_and_go_back(monkey
     assert moves == [work, torch.device("cpu")]
 
 
-def test_without_an_accelerator_offloading_says_that_it_changes_nothing(caplog, monkeypatch):
-    monkeypatch.setattr(models, "accelerator", lambda: torch.device("cpu"))
-    with caplog.at_level(logging.INFO, logger="gruppo"):
-        outcome(offload=True)
-    assert "offload=True changes nothing" in caplog.text
-
-
 def test_the_memory_of_models_is_told():
     model = outcome()
     numbers = sum(p.numel() for p in model.network.module.parameters())
@@ -336,17 +300,17 @@ def test_the_memory_of_models_is_told():
 def test_a_folder_is_named_with_its_options_and_keeps_the_contract(tmp_path):
     path = folder_of(tmp_path / "rm", "SequenceClassification", 2)
     model = resolve_reward(
-        f"reward_model:{path},label=0,output=probability,batch_tokens=64,name=kind,chat=false"
+        f"reward_model:{path},label=0,output=probability,batch=3,name=kind,chat=false"
     )
     assert (
         model.network.label,
         model.network.output,
-        model.network.batch_tokens,
+        model.network.batch,
         model.uses_chat,
     ) == (
         0,
         "probability",
-        64,
+        3,
         False,
     )
     assert RewardSet([model]).names == ("kind",)
@@ -366,29 +330,29 @@ def test_a_process_model_is_named_with_its_separator_and_keeps_the_contract(tmp_
 @pytest.mark.parametrize(
     ("spec", "why"),
     [
-        ("reward_model", "it needs a path"),
+        ("reward_model", "it needs model"),
         (
             "reward_model:{rm},lable=1",
-            r"no option 'lable'\. Did you mean label\? It has output, chat, name, label",
+            r"no option 'lable'\. Did you mean label\? It has model, output, chat, name, label",
         ),
         ("reward_model:{rm},label=good", "got label='good'; it has LABEL_0, LABEL_1"),
         ("reward_model:{rm},label=2", "got label='2'"),
-        ("reward_model:{rm},batch_tokens=many", "batch_tokens=many is no int"),
-        ("reward_model:{rm},batch_tokens=0", "batch_tokens=0 is not a whole number of at least 1"),
+        ("reward_model:{rm},batch=many", "batch=many is no int"),
+        ("reward_model:{rm},batch=0", "batch=0, max_length=0 score no text"),
         ("reward_model:{rm},offload=perhaps", "offload=perhaps is no bool"),
-        ("reward_model:{rm},output=odds", "neither logit nor probability"),
-        ("reward_model:{rm},dtype=int8", "neither float32 nor bfloat16"),
+        ("reward_model:{rm},output=odds", "output=odds is not one of logit, probability"),
+        ("reward_model:{rm},dtype=int8", "dtype=int8 is not one of float32"),
         ("reward_model:{rm},device=zebra", "device='zebra' is not available"),
-        ("reward_model:{rm},separator=;", r"no option 'separator'\. It has output"),
+        ("reward_model:{rm},separator=;", r"no option 'separator'\. It has model"),
         ("reward_model:{plain},chat=true", "has no chat template"),
         ("reward_model:{lm}", "holds a LlamaForCausalLM and lacks score.weight.*random weights"),
         ("reward_model:{prm}", "is a LlamaForTokenClassification.*Write process_reward:{prm}"),
         ("process_reward:{rm}", "is a LlamaForSequenceClassification.*Write reward_model:{rm}"),
-        ("process_reward:{prm},score=max", "score='max' is not one of steps, mean"),
+        ("process_reward:{prm},score=max", "score=max is not one of steps, mean"),
         ("process_reward:{prm},separator=", "separator='' splits nothing"),
-        ("reward_model:{none}", "does not exist"),
+        ("reward_model:{none}", "could not be loaded"),
         ("reward_model:{bare}", r"could not be loaded: [^:]+\. Use a folder"),
-        ("reward_model:{empty}", "has no config.json"),
+        ("reward_model:{empty}", "could not be loaded"),
         ("reward_modle:x", "Did you mean reward_model"),
     ],
 )

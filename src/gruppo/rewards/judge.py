@@ -47,7 +47,7 @@ class Judge:
 
     timeout_s = None  # each request has its own deadline; a retry of rows would ask for them again
 
-    def __init__(self, file: str) -> None:
+    def __init__(self, file: str | Path) -> None:
         check_listed(f"judge:{file}")
         path = Path(file).expanduser()
         self.config = load_judge(path)

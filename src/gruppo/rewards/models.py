@@ -11,9 +11,10 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -34,10 +35,24 @@ KINDS = {
 }
 """Name of the reward for each kind of model, and what it scores."""
 SUMMARIES: dict[str, Callable[[list[float]], float]] = {
-    **{"mean": lambda scores: math.fsum(scores) / len(scores), "min": min},
-    **{"last": lambda scores: scores[-1], "product": math.prod},
+    "mean": lambda scores: math.fsum(scores) / len(scores),
+    "min": min,
+    "last": lambda scores: scores[-1],
+    "product": math.prod,
 }
 NO_LIMIT = 1 << 20  # a tokenizer without a maximum length states an astronomical one
+
+
+class NetworkOptions(TypedDict, total=False):
+    """Options of a classifier; see ``ScoringNetwork``."""
+
+    label: int | str
+    batch: int
+    max_length: int
+    device: str
+    offload: bool
+    dtype: Literal["float32", "bfloat16"]
+    trust_remote_code: bool
 
 
 class RewardModel:
@@ -59,39 +74,32 @@ class RewardModel:
         output: Output = "logit",
         chat: bool | None = None,
         name: str = "reward_model",
-        **options: Any,
+        **options: Unpack[NetworkOptions],
     ) -> None:
         self.__name__ = name
-        self.network = ScoringNetwork(
-            model, tokenizer, "ForSequenceClassification", output, **options
-        )
+        head: Head = "ForSequenceClassification"
+        self.network = ScoringNetwork(model, tokenizer, head, output, **options)
         self.memory_bytes = self.network.memory_bytes
         has_template = bool(getattr(self.network.tokenizer, "chat_template", None))
         if chat and not has_template:
-            raise GruppoError(
-                f"chat=True, but the tokenizer of {self.network.name} has no chat template. Omit chat."
-            )
+            problem = f"chat=True, but the tokenizer of {self.network.name} has no chat template"
+            raise GruppoError(f"{problem}. Omit chat.")
         self.uses_chat = has_template if chat is None else chat
 
     def __call__(
         self, prompts: Column, completions: Column, log_metric: LogMetric = None, **_: Any
     ) -> list[float]:
         texts = list(map(self.encode, prompts, completions))
-        return [
-            float(score)
-            for score in self.network.scores(
-                self.network.truncate(texts, self.__name__, log_metric)
-            )
-        ]
+        texts = self.network.truncate(texts, self.__name__, log_metric)
+        return [float(score) for score in self.network.scores(texts)]
 
     def encode(self, prompt: Any, completion: Any) -> list[int]:
         """Tokenize one text. An assistant message that the prompt begins is continued."""
         tokenizer, answer = self.network.tokenizer, text_of(completion)
         if not self.uses_chat:
             return list(tokenizer(plain_text(prompt) + answer)["input_ids"])
-        messages = (
-            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        )
+        is_text = isinstance(prompt, str)
+        messages = [{"role": "user", "content": prompt}] if is_text else list(prompt)
         if messages and messages[-1]["role"] == "assistant":
             answer = text_of([messages.pop()]) + answer
         messages.append({"role": "assistant", "content": answer})
@@ -122,12 +130,8 @@ class ProcessRewardModel:
         score: Literal["steps", "mean", "min", "last", "product"] = "steps",
         output: Output = "probability",
         name: str = "process_reward",
-        **options: Any,
+        **options: Unpack[NetworkOptions],
     ) -> None:
-        if score not in ("steps", *SUMMARIES):
-            raise GruppoError(
-                f"score={score!r} is not one of steps, {', '.join(SUMMARIES)}. Set score=steps."
-            )
         step_reward(separator)(self)  # refuses a separator that splits nothing
         if score != "steps":
             self.step_separator = None
@@ -144,38 +148,38 @@ class ProcessRewardModel:
     def __call__(
         self, prompts: Column, completions: Column, log_metric: LogMetric = None, **_: Any
     ) -> list[Any]:
-        tokenizer = self.network.tokenizer
-        texts, ends = (
-            list[list[int]](),
-            list[list[int]](),
-        )  # ids of each row, and the index of each step's last one
-        for prompt, completion in zip(prompts, completions, strict=True):
-            if not isinstance(prompt, str) and getattr(tokenizer, "chat_template", None):
-                continues = prompt[-1]["role"] == "assistant"
-                how = {"add_generation_prompt": not continues, "continue_final_message": continues}
-                ids = list(
-                    tokenizer.apply_chat_template(prompt, tokenize=True, return_dict=False, **how)
-                )
-            else:
-                opening = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-                ids = [*opening, *self._encode(plain_text(prompt))]
-            texts.append(ids)
-            ends.append([])
+        texts = [self._prompt_ids(prompt) for prompt in prompts]
+        ends: list[list[int]] = [[] for _ in texts]  # index of the last id of each step
+        for ids, own_ends, completion in zip(texts, ends, completions, strict=True):
             for step, _end in split_steps(text_of(completion), self.separator):
                 ids += [*self._encode(step), *self.mark]
-                ends[-1].append(len(ids) - 1)
+                own_ends.append(len(ids) - 1)
         truncated = self.network.truncate(texts, self.__name__, log_metric)
-        scores = []
+        scores = list[list[float | None]]()
         for n, values in enumerate(map(Tensor.tolist, self.network.scores(truncated))):
             lost = len(texts[n]) - len(truncated[n])
             # The first id of a truncated text may be its opening token, which is not the end of a step.
-            scores.append(
-                [values[end - lost] if end - lost >= (lost > 0) else None for end in ends[n]]
-            )
+            first = lost + (lost > 0)
+            scores.append([values[end - lost] if end >= first else None for end in ends[n]])
         if self.score == "steps":
             return scores
         known = [[score for score in row if score is not None] for row in scores]
         return [SUMMARIES[self.score](row) if row else None for row in known]
+
+    def _prompt_ids(self, prompt: Any) -> list[int]:
+        tokenizer = self.network.tokenizer
+        if isinstance(prompt, str) or not getattr(tokenizer, "chat_template", None):
+            opening = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+            return [*opening, *self._encode(plain_text(prompt))]
+        continues = prompt[-1]["role"] == "assistant"
+        ids = tokenizer.apply_chat_template(
+            prompt,
+            tokenize=True,
+            return_dict=False,
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
+        )
+        return list(ids)
 
     def _encode(self, text: str) -> list[int]:
         return list(self.network.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -191,10 +195,10 @@ def plain_text(prompt: Any) -> str:
 class ScoringNetwork:
     """A frozen classification model with its tokenizer, from token ids to logits and scores.
 
-    ``label``: index or name of the good label; the last of up to two. ``batch_tokens``: tokens of a forward pass,
-    padding included; halved when memory runs out. ``max_length`` (0: the model's limit): longer texts lose their
-    beginning, which is counted as ``reward_metric/NAME_truncated_frac`` and logged once. ``device``: by default the
-    accelerator, if there is one. ``offload``: the weights are kept on the CPU between calls.
+    ``label``: index or name of the good label; the last of up to two. ``batch``: texts of a forward pass.
+    ``max_length`` (0: the model's limit): longer texts lose their beginning, which is counted as
+    ``reward_metric/NAME_truncated_frac`` and logged once. ``device``: by default the accelerator, if there is one.
+    ``offload``: the weights are kept on the CPU between calls.
     """
 
     def __init__(
@@ -205,33 +209,18 @@ class ScoringNetwork:
         output: Output,
         *,
         label: int | str | None = None,
-        batch_tokens: int = 4096,
+        batch: int = 16,
         max_length: int = 0,
         device: str = "",
         offload: bool = False,
-        dtype: str = "float32",
+        dtype: Literal["float32", "bfloat16"] = "float32",
         trust_remote_code: bool = False,
     ) -> None:
-        if output not in ("logit", "probability"):
-            raise GruppoError(
-                f"output={output!r} is neither logit nor probability. Set output=logit."
-            )
-        for name, value, lowest in (
-            ("batch_tokens", batch_tokens, 1),
-            ("max_length", max_length, 0),
-        ):
-            if not isinstance(value, int) or value < lowest:
-                raise GruppoError(
-                    f"{name}={value!r} is not a whole number of at least {lowest}. Omit it."
-                )
-        try:
-            self.device = torch.device(device) if device else accelerator()
-            torch.empty(0, device=self.device)
-        except (RuntimeError, AssertionError) as error:
-            reason = str(error).strip().splitlines()[0].rstrip(".")
-            raise GruppoError(
-                f"device={device!r} is not available: {reason}. Set device=cpu, or omit it."
-            ) from None
+        if batch < 1 or max_length < 0:
+            problem = f"batch={batch}, max_length={max_length} score no text"
+            raise GruppoError(f"{problem}; batch is at least 1, max_length at least 0. Omit both.")
+        self.work_device = _available(device) if device else accelerator()
+        self.device = torch.device("cpu") if offload else self.work_device
         self.module: Any
         if isinstance(model, nn.Module):
             if tokenizer is None:
@@ -246,39 +235,17 @@ class ScoringNetwork:
             raise GruppoError(f"""reward model {self.name} knows {vocabulary} token ids, and its tokenizer writes
                 {len(self.tokenizer)}: they do not fit. Use the tokenizer that the model was trained with.""")
         config = self.module.config
-        count = int(getattr(config, "num_labels", 1))
-        names = {str(name): int(n) for n, name in (getattr(config, "id2label", None) or {}).items()}
-        default = (
-            count - 1 if count <= 2 else None
-        )  # of more than two labels, nobody knows which is good
-        index = (
-            default
-            if label is None
-            else ({str(n): n for n in range(count)} | names).get(str(label))
-        )
-        if index is None:
-            raise GruppoError(f"""reward model {self.name} got label={label!r}; it has
-                {", ".join(names) or f"0 to {count - 1}"}. Set label to the good one's name or number, such as
-                label={count - 1}.""")
-        self.head, self.output, self.label = head, output, index
-        self.memory_bytes = sum(p.numel() * p.element_size() for p in self.module.parameters())
-        self.batch_tokens, self._has_warned = batch_tokens, False
         self._config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        self.head, self.output, self.batch = head, output, batch
+        self.label = _label_index(config, label, self.name)
+        self.memory_bytes = sum(p.numel() * p.element_size() for p in self.module.parameters())
         limits = (
             getattr(self._config, "max_position_embeddings", None),
             self.tokenizer.model_max_length,
         )
-        self.max_length = max_length or min(
-            (int(n) for n in limits if n and 0 < n < NO_LIMIT), default=NO_LIMIT
-        )
-        self.work_device = self.device
-        if offload:
-            self.device, self.work_device = torch.device("cpu"), accelerator()
-            if self.work_device == self.device:
-                log.info(
-                    "reward model %s: offload=True changes nothing, there is no accelerator here.",
-                    self.name,
-                )
+        known = (int(n) for n in limits if n and 0 < n < NO_LIMIT)
+        self.max_length = max_length or min(known, default=NO_LIMIT)
+        self._has_warned = False
         self.module.to(self.device)
 
     def truncate(
@@ -309,44 +276,40 @@ class ScoringNetwork:
 
         Of a single label its logit, else the log-odds of ``label``; or the probability.
         """
-        # Rows of similar length share a batch of at most batch_tokens, padding included; a longer row is alone.
-        batches: list[list[int]] = []
-        for n in sorted(range(len(rows)), key=lambda n: len(rows[n])):
-            if not batches or (len(batches[-1]) + 1) * len(rows[n]) > self.batch_tokens:
-                batches.append([])
-            batches[-1].append(n)
+        order = sorted(
+            range(len(rows)), key=lambda n: len(rows[n])
+        )  # similar lengths share a batch
         scores: dict[int, Tensor] = {}
         try:
             if self.work_device != self.device:
                 self.module.to(self.work_device)
-            for batch in batches:
-                for n, logits in zip(batch, self._forward([rows[n] for n in batch]), strict=True):
-                    others = [k for k in range(logits.shape[-1]) if k != self.label]
-                    odds = (
-                        logits[..., self.label] - logits[..., others].logsumexp(-1)
-                        if others
-                        else logits[..., 0]
-                    )
-                    scores[n] = odds.sigmoid() if self.output == "probability" else odds
+            for start in range(0, len(order), self.batch):
+                batch = order[start : start + self.batch]
+                logits = self._forward([rows[n] for n in batch])
+                scores |= dict(zip(batch, map(self._score, logits), strict=True))
         finally:
             if self.work_device != self.device:
                 self.module.to(self.device)
-                if self.work_device.type == "cuda":
-                    torch.cuda.empty_cache()
         return [scores[n] for n in range(len(rows))]
 
+    def _score(self, logits: Float[Tensor, "*length labels"]) -> Float[Tensor, "*length"]:
+        others = [k for k in range(logits.shape[-1]) if k != self.label]
+        odds = logits[..., self.label]
+        if others:
+            odds = odds - logits[..., others].logsumexp(-1)
+        return odds.sigmoid() if self.output == "probability" else odds
+
     def _forward(self, rows: list[list[int]]) -> list[Tensor]:
-        """[labels] or [length, labels] of each row of a batch, in halves if memory runs out.
+        """[labels] or [length, labels] of each row of a batch.
 
         Padded on the right, whatever the tokenizer does, so that positions are those of a row alone.
         """
         config = self._config
-        own_pad = pad = config.pad_token_id
-        if (
-            pad is None
-        ):  # transformers finds the last token by the padding: use an id that no row holds
-            used = {i for row in rows for i in row}
-            pad = next(i for i in range(len(used) + 1) if i not in used)
+        own_pad = config.pad_token_id
+        used = {i for row in rows for i in row}
+        # transformers finds the last token by the padding: without a token of its own, use one that no row holds
+        unused = next(i for i in range(len(used) + 1) if i not in used)
+        pad = unused if own_pad is None else own_pad
         tokens = [torch.tensor(row, dtype=torch.long) for row in rows]
         ids = pad_sequence(tokens, batch_first=True, padding_value=pad)
         mask = pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True)
@@ -355,30 +318,15 @@ class ScoringNetwork:
             output = self.module(
                 input_ids=ids.to(self.work_device), attention_mask=mask.to(self.work_device)
             ).logits
-        except torch.OutOfMemoryError:
-            if len(rows) == 1:
-                raise
-            output = None  # retried outside of the handler, whose traceback holds the batch's activations
         finally:
             config.pad_token_id = own_pad
-        if output is None:
-            self.batch_tokens = max(self.batch_tokens // 2, 1)
-            log.warning(
-                "reward model %s: out of memory; using batches of %d tokens.",
-                self.name,
-                self.batch_tokens,
-            )
-            half = len(rows) // 2
-            return self._forward(rows[:half]) + self._forward(rows[half:])
         is_outcome = self.head == "ForSequenceClassification"
         if output.shape[0] != len(rows) or output.ndim != (2 if is_outcome else 3):
             raise GruppoError(f"""reward model {self.name} gave logits of shape {list(output.shape)} for {len(rows)}
                 texts; it needs {"one number" if is_outcome else "numbers for each token"} per label. Use a model
                 ...{self.head}, or the reward {"process_reward" if is_outcome else "reward_model"}.""")
-        return [
-            x if is_outcome else x[: len(row)]
-            for x, row in zip(output.float().cpu(), rows, strict=True)
-        ]
+        logits = output.float().cpu()
+        return [x if is_outcome else x[: len(row)] for x, row in zip(logits, rows, strict=True)]
 
 
 def accelerator() -> torch.device:
@@ -388,21 +336,38 @@ def accelerator() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
 
 
+def _available(device: str) -> torch.device:
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        problem = f"device={device!r} is not available: {reason}"
+        raise GruppoError(f"{problem}. Set device=cpu, or omit it.") from None
+    return found
+
+
+def _label_index(config: Any, label: int | str | None, name: str) -> int:
+    """Index of the good label: that of more than two has to be named."""
+    count = int(getattr(config, "num_labels", 1))
+    if label is None and count <= 2:
+        return count - 1
+    names = {str(k): int(n) for n, k in (getattr(config, "id2label", None) or {}).items()}
+    index = ({str(n): n for n in range(count)} | names).get(str(label))
+    if index is None:
+        raise GruppoError(f"""reward model {name} got label={label!r}; it has
+            {", ".join(names) or f"0 to {count - 1}"}. Set label to the good one's name or number, such as
+            label={count - 1}.""")
+    return index
+
+
 def _load(path: str, head: Head, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
     """Load model and tokenizer from a folder or hub id; raise GruppoError for a model without the head."""
     import transformers
     from transformers.utils import logging as hf_logging
 
-    if dtype not in ("float32", "bfloat16"):
-        raise GruppoError(f"dtype={dtype!r} is neither float32 nor bfloat16. Set dtype=float32.")
     folder = Path(path).expanduser()
-    if folder.exists() or path.startswith((".", "/", "~")):
-        if not (folder / "config.json").is_file():
-            what = "has no config.json" if folder.exists() else "does not exist"
-            raise GruppoError(
-                f"the reward model's folder {path!r} {what}. Use one written by save_pretrained."
-            )
-        path = str(folder)
+    path = str(folder) if folder.exists() else path
     hf_logging.disable_progress_bar()
     verbosity = hf_logging.get_verbosity()
     hf_logging.set_verbosity_error()  # missing weights are reported below, in one sentence
@@ -410,9 +375,8 @@ def _load(path: str, head: Head, dtype: str, trust_remote_code: bool) -> tuple[A
     what = "config"
     try:
         check_layers(transformers.PretrainedConfig.get_config_dict(path)[0], path)
-        architecture = (
-            transformers.AutoConfig.from_pretrained(path, **options).architectures or [""]
-        )[0]
+        config = transformers.AutoConfig.from_pretrained(path, **options)
+        architecture = (config.architectures or [""])[0]
         for other, (spec, unit) in KINDS.items():
             if other != head and architecture.endswith(other):
                 problem = f"{path!r} is a {architecture}, which scores {unit}; {KINDS[head][0]} needs a ...{head}."
@@ -420,12 +384,13 @@ def _load(path: str, head: Head, dtype: str, trust_remote_code: bool) -> tuple[A
         what = "tokenizer"
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, **options)
         what = "model"
-        options |= {
-            "dtype": getattr(torch, dtype),
-            "use_safetensors": True,
-            "output_loading_info": True,
-        }
-        module, info = getattr(transformers, f"AutoModel{head}").from_pretrained(path, **options)
+        module, info = getattr(transformers, f"AutoModel{head}").from_pretrained(
+            path,
+            dtype=getattr(torch, dtype),
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
+        )
     except GruppoError:
         raise
     except Exception as error:  # transformers and the file formats raise many kinds
