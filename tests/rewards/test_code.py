@@ -367,11 +367,7 @@ def test_only_what_is_asked_enters_the_jail(monkeypatch):
         lambda self, data, *rest: (data and sent.append(data)) or plain(self, data, *rest),
     )
     forms = [
-        [
-            f"assert f(1) == {ANSWER!r}",
-            f"assert f(2) in [{ANSWER!r}]",
-            f"assert {ANSWER!r} in f(3), {ANSWER!r}",
-        ],
+        [f"assert f(1) == {ANSWER!r}", f"assert [{ANSWER!r}] == f(2), {ANSWER!r}"],
         [{"input": "1", "output": ANSWER}],
         {"inputs": ["1"], "outputs": [ANSWER]},
     ]
@@ -655,7 +651,7 @@ def test_without_a_jail_the_reward_is_refused_when_it_is_named(monkeypatch):
     monkeypatch.setattr(jail, "probe", lambda *_: "it needs Linux, and this is darwin")
     with pytest.raises(
         GruppoError,
-        match=r"code that a model wrote is not run here: it needs Linux.*--reward file\.py",
+        match=r"code that a model wrote is not run here: it needs Linux.*reward file\.py",
     ):
         resolve_reward("code_tests")
 

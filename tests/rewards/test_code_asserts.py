@@ -35,12 +35,9 @@ def gave(values: list) -> CaseResult:
             [[1, (2, 3), {4: None}]],
             [[1, [2, 3], {4: None}]],
         ),
-        ("assert f(2) != 3", ["f(2)"], [4], [3]),
         ("assert f(2) is True", ["f(2)"], [True], [1]),
-        ("assert f(2) is not None", ["f(2)"], [0], [None]),
         ("assert f(2)", ["f(2)"], [[0]], [[]]),
         ("assert not f(2)", ["f(2)"], [0], [1]),
-        ("assert f(1) == 1 and not f(2)", ["f(1)", "f(2)"], [1, 0], [1, 1]),
         ("assert abs(f(2) - 1.41) < 0.01", ["f(2)"], [1.414], [1.45]),
         ("assert abs(1.41 - f(2)) <= 10**-2", ["f(2)"], [1.414], [1.45]),
         ("assert math.isclose(f(2), 1.41, rel_tol=0.01)", ["f(2)"], [1.414], [1.5]),
@@ -52,8 +49,6 @@ def gave(values: list) -> CaseResult:
             [{"a": 1.41000001}],
             [{"a": 1.4101}],
         ),
-        ("assert math.isnan(f(2))", ["f(2)"], [NAN], [1.0]),
-        ("assert math.floor(f(2)) == +1", ["f(2)"], [1.41], [2.5]),
         ("assert round(f(2), 2) == 1.41", ["round(f(2), 2)"], [1.41], [1.42]),
         ("assert set(f(2)) == set(('zebra', 'b'))", ["set(f(2))"], [{"b", "zebra"}], [{"b"}]),
         (
@@ -75,21 +70,12 @@ def gave(values: list) -> CaseResult:
             [[2, 4]],
             [[2, 5]],
         ),
-        ("assert [f(1), f(2)] == [2, 4]", ["f(1)", "f(2)"], [2, 4], [4, 2]),
         ("assert f(2)[0].name == 'zebra'", ["f(2)[0].name"], ["zebra"], [""]),
         ("assert Trie('a').startswith('b')", ["Trie('a').startswith('b')"], [True], [False]),
         ("assert f(2)['ok'] is True", ["f(2)['ok']"], [True], [1]),
         ("assert decode(encode('a')) == 'a'", ["decode(encode('a'))"], ["a"], ["b"]),
-        ("assert isinstance(f(2), (list, tuple))", ["f(2)"], [(1,)], [1]),
-        ("assert f(2) in (3, 4.0)", ["f(2)"], [4], [5]),
-        ("assert 'zebra' not in f(2)", ["f(2)"], [["a"]], [["zebra"]]),
-        ("assert 1 <= f(2) < 3", ["f(2)"], [1], [3]),
-        (
-            "assert f(2) == float('inf') or f(2) == -math.inf",
-            ["f(2)", "f(2)"],
-            [0, -math.inf],
-            [0, 0],
-        ),
+        ("assert f(2) == -math.inf", ["f(2)"], [-math.inf], [0]),
+        ("assert f(2) == float('inf')", ["f(2)"], [math.inf], [0]),
         ("assert f(2) == 10**9 + 7", ["f(2)"], [1_000_000_007], [7]),
         ("assert f(2) == [0] * 3 + list(range(2))", ["f(2)"], [[0, 0, 0, 0, 1]], [[0]]),
         ("assert Counter(f(2)) == {'a': 1}", ["Counter(f(2))"], [{"a": 1}], [{"a": 2}]),
@@ -109,9 +95,7 @@ def test_numbers_that_no_float_holds_are_compared_and_do_not_raise():
 
 def test_an_assert_that_raises_or_got_too_little_does_not_hold():
     assert not one("assert abs(f(2) - 1) < 3").passes(gave(["text"]))
-    assert not one("assert f(2) < 3").passes(gave([None]))
     assert not one("assert f(2) == 3").passes(gave([]))
-    assert not one("assert 1 in f(2)").passes(gave([1]))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +127,6 @@ def test_an_exception_is_one_of_the_expected_type_or_derived_from_it(expected, r
     ("text", "why"),
     [
         ("assert f(2) == g(2)", "both sides are the program's own"),
-        ("assert math.floor(f(2)) == g(2)", "both sides are the program's own"),
         ("assert math.isclose(f(2), g(2))", "both sides are the program's own"),
         ("assert abs(f(2) - g(2)) < 1", "both sides are the program's own"),
         ("assert is_close(f(2), 1.41)", "would be judged by the program itself; compare with =="),
@@ -158,9 +141,12 @@ def test_an_exception_is_one_of_the_expected_type_or_derived_from_it(expected, r
             r"f\(x\) == 1 would be judged by the program itself",
         ),
         ("assert f(2) is 3", "is, of anything but None, True or False"),
+        *(
+            (f"assert f(2) {rest}", "would be judged by the program itself")
+            for rest in ("!= 3", "< 3", "in (3, 4)", "is not None", "== 1 and f(3)")
+        ),
         ("assert 1 == 1", "it calls nothing of the program"),
         ("assert f(2) == [x for x in range(3)]", "both sides are"),
-        ("assert isinstance(f(2), Point)", "isinstance is understood of the types of plain data"),
         ("assert f(1)['ok']", r"f\(1\)\['ok'\] would be judged by the program itself"),
         ("assert f(1).equals(2)", "would be judged by the program itself"),
         ("assert f(1).equals(2) == True", "would be judged by the program itself"),
@@ -183,9 +169,6 @@ def test_an_exception_is_one_of_the_expected_type_or_derived_from_it(expected, r
             "has no value .ValueError: more than 10000000 items",
         ),
         ("assert f(1) == '%99999999999d' % 1", "has no value .TypeError"),
-        ("assert 5 in range(f(1))", r"range\(f\(1\)\) is no plain data; compare list"),
-        ("assert map(f, [1, 2]) == [2, 4]", "is no plain data; compare list"),
-        ("assert f(1) in reversed([1, 2])", "is no plain data; compare list"),
         ("assert f(" + "-" * 900 + "1) == 1", "nested too deeply|cannot be compiled|is no Python"),
         ("assert f('" + "x" * 10**6 + "') == 1", "at most 1000000 are compiled"),
         ("assert f(1) == 10**10**10", "has no value .ValueError: too large a power"),
@@ -276,9 +259,6 @@ def test_what_is_not(got, expected):
     [
         ("assert f(1) == 1000000007", 1e9, 1000000007.0),
         ("assert 1000000007 == f(1)", 1e9, 1000000007),
-        ("assert not f(1) != 1000000007", 1e9, 1000000007),
-        ("assert f(1) in (3, 1000000007)", 1e9, 3.0),
-        ("assert 1000000007 in f(1)", [1e9], [1000000007.0]),
         ("assert f(1) == [{'a': 1000000007}]", [{"a": 1e9}], [{"a": 1000000007}]),
         ("assert f(1) == 1000000007 + 0j", 1.1e9 + 0j, 1e9 + 0j),
         ("assert f(1) == 1000000007.0", 1.1e9, 10**9),
@@ -292,24 +272,6 @@ def test_a_tolerance_applies_only_where_the_expected_value_is_a_float(text, wron
 def test_printed_numbers_have_a_tolerance_only_where_a_float_is_expected():
     assert not equal_text("1e9", "1000000007") and not equal_text("1000000000.0", "1000000007")
     assert equal_text("1000000007.0", "1000000007") and equal_text("1000000000", "1000000007.0")
-
-
-@pytest.mark.parametrize(
-    ("value", "holds"),
-    [
-        (2, True),
-        (2.0, True),
-        (0.5, False),
-        (-1, False),
-        (NAN, False),
-        (math.inf, False),
-        ("", False),
-    ],
-)
-def test_membership_of_a_range_is_computed_and_nothing_is_iterated(value, holds):
-    """Python goes over all of a range for a float: 30 s for 10**7 items, without end for 10**15."""
-    assert one("assert f(1) in range(10**15)").passes(gave([value])) == holds
-    assert one("assert f(1) not in range(10**15)").passes(gave([value])) == (not holds)
 
 
 def test_json_has_no_tuples_and_so_a_tuple_is_its_list():

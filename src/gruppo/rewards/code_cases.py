@@ -181,14 +181,14 @@ def _calls(calls: Sequence[tuple[Any, Any, Sequence[Any]]], entry: Any, setup: s
             raise BadTest(f"an output cannot be compared: {error}") from None
         except RecursionError:
             raise BadTest("an argument is nested too deeply") from None
-
-        def is_right(values: Any, outputs: Any = outputs) -> bool:
-            return any(equal(values[0], x, is_json=True) for x in outputs)
-
-        cases.append(
-            ProgramCase((check_compiles(f"{entry}({', '.join(sources)})"),), is_right, length)
-        )
+        source = check_compiles(f"{entry}({', '.join(sources)})")
+        is_right = partial(_is_any, expected=outputs)
+        cases.append(ProgramCase((source,), is_right, length))
     return ProgramTests(is_script=False, cases=tuple(cases), setup=setup, entry=entry)
+
+
+def _is_any(value: Any, expected: Sequence[Any]) -> bool:
+    return any(equal(value, one, is_json=True) for one in expected)
 
 
 def _source(value: Any) -> str:
