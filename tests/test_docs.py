@@ -85,7 +85,6 @@ FOREIGN_OPTIONS = {
     "--no-enable-chunked-prefill",
     *("--gpu-memory-utilization", "--logprobs-mode", "--max-model-len", "--enable-sleep-mode"),
     *(
-        "--weight-transfer-config",
         "--enable-deterministic-inference",
         "--served-model-name",
         "--tensor-parallel-size",

@@ -441,7 +441,7 @@ def open_engine(config: Config, parts: Parts, policy: Policy, sampling: Any, sou
         return engine
 
     # servers of vLLM, each of which is found to fit this run
-    from gruppo.engines.vllm import NcclTransfer, Proof, VllmEngine
+    from gruppo.engines.vllm import Proof, VllmEngine
 
     # a batch system may start the servers of a resumed run elsewhere
     urls = [
@@ -454,15 +454,8 @@ def open_engine(config: Config, parts: Parts, policy: Policy, sampling: Any, sou
         Path(chosen.publish_dir) / config.name if chosen.publish_dir else run_folder / "published"
     )
     proof = Proof(policy, peek(source, PROMPTS_PROBED), sampling, max_mismatch=chosen.max_mismatch)
-    nccl = (
-        NcclTransfer(policy.device, timeout_s=chosen.timeout_s)
-        if chosen.transfer == "nccl"
-        else None
-    )
     limits: Any = {"timeout_s": chosen.timeout_s, "max_inflight": chosen.max_inflight}
-    servers = VllmEngine(
-        policy, urls, folder, proof=proof, nccl=nccl, is_colocated=chosen.colocated, **limits
-    )
+    servers = VllmEngine(policy, urls, folder, proof=proof, is_colocated=chosen.colocated, **limits)
     try:
         # the longest prompts of the data, by their texts, show whether the servers' context is long enough
         prompts = sorted(source.all_prompts(), key=lambda prompt: len(str(prompt.inputs)))[

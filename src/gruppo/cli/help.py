@@ -26,7 +26,7 @@ EXPERT = re.compile(
     r"prompts\.(difficulty_column|special_tokens|chat_template|chat_template_kwargs)|"
     r"environment\.(max_reply_tokens|timeout_s)|distributed\..*|"
     r"back_off\.(drop|lr_factor)|lora\.adapter|saving\.(ledger_gb|completions_gb)|"
-    r"engine\.(timeout_s|max_inflight|max_mismatch|replay|transfer|colocated|publish_dir)"
+    r"engine\.(timeout_s|max_inflight|max_mismatch|replay|colocated|publish_dir)"
 )
 """Options that only ``--help-all`` lists, unless a recipe sets them."""
 OF_CRITICS = re.compile(r"critic\..*|objective\.(gamma|lam|value_clip)|stage\.value_coef")

@@ -94,8 +94,6 @@ def server_command(
         # compiled graphs hold packed weights that a reload does not reach; and a seeded prompt that is read in two
         # parts ends vLLM 0.32: "CPU Generator does not use offset"
         command += ["--enforce-eager", "--no-enable-chunked-prefill"]
-    else:  # for --engine.transfer nccl
-        command += ["--weight-transfer-config", '{"backend": "nccl"}']
     if lora_rank:
         command += ["--enable-lora", "--max-lora-rank", str(lora_rank)]
     if has_key:

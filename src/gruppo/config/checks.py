@@ -366,14 +366,6 @@ def _section_rules(config: Config) -> Iterator[GruppoError]:
             "engine.kind='vllm' was given no server",
             advice="Start one with gruppo serve MODEL, and set $engine.urls http://127.0.0.1:8000",
         )
-    # NCCL refuses two ranks on one GPU.
-    if engine.transfer == "nccl" and engine.colocated:
-        yield GruppoError(
-            """engine.transfer='nccl' does not connect two processes on one GPU, and
-                    engine.colocated has the servers on the trainer's""",
-            advice="""Leave $engine.transfer out, and set $engine.publish_dir to a folder in memory, such
-                    as /dev/shm/weights""",
-        )
     if engine.colocated and engine.lag:
         yield GruppoError(f"""engine.lag={engine.lag} samples while the trainer updates, and servers with engine.colocated sleep
             then. Leave one of the two out.""")

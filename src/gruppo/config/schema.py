@@ -321,8 +321,6 @@ class EngineConfig:
 
     The servers read it under the same path.
     """
-    transfer: Literal["folder", "nccl"] = "folder"
-    """How servers get new weights: as a folder, or from GPU to GPU by NCCL."""
     colocated: bool = False
     """Whether the servers share the trainer's GPU, and sleep while it updates.
 

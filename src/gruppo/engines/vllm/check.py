@@ -23,7 +23,7 @@ START = "Start the server with gruppo serve MODEL"
 
 
 async def check_server(
-    replica: Replica, policy: Any, *, tokens: int, is_colocated: bool = False, is_nccl: bool = False
+    replica: Replica, policy: Any, *, tokens: int, is_colocated: bool = False
 ) -> int:
     """Return the context of a server. Refuse one that lacks a route, or has another model or a shorter context."""
     url = replica.url
@@ -61,9 +61,6 @@ async def check_server(
     if is_colocated and not settings.get("enable_sleep_mode"):
         raise GruppoError(f"""the server {url} cannot sleep, which engine.colocated needs. {START} --
             --enable-sleep-mode, or leave --engine.colocated out.""")
-    if is_nccl and "nccl" not in str((info.get("vllm_config") or {}).get("weight_transfer_config")):
-        raise GruppoError(f"""the server {url} has no weight transfer by NCCL. {START} on a GPU, which sets
-            --weight-transfer-config, or leave --engine.transfer out.""")
     theirs, ours = (
         str(settings.get("dtype") or "").removeprefix("torch."),
         str(policy.compute_dtype)[6:],

@@ -6,7 +6,7 @@ import asyncio
 import math
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -245,8 +245,8 @@ class Replica:
                     raise
         await self.request("POST", "/resume", timeout_s=self.timeout_s)
 
-    async def load(self, label: str, install: Callable[[Replica], Awaitable[None]]) -> None:
-        """Have new weights installed and name them. Where it fails, the server stays paused: it may hold half of
+    async def load(self, folder: Path, label: str) -> None:
+        """Load new weights and name them. Where it fails, the server stays paused: it may hold half of
         them."""
         self.label, control_s = None, self.timeout_s
         if (
@@ -254,8 +254,8 @@ class Replica:
         ):  # its cache wakes last; before the pause, which it ends where nothing was asleep
             await self.request("POST", "/wake_up?tags=weights", timeout_s=control_s)
         await self.request("POST", "/pause?mode=abort&clear_cache=true", timeout_s=control_s)
-        await install(self)
-        # neither a reload nor a transfer clears it; blocks of older weights were read for 17 versions (NeMo-RL#4018)
+        await self.reload(folder)
+        # a reload does not clear it; blocks of older weights were read for 17 versions (NeMo-RL#4018)
         cleared = await self.request("POST", "/reset_prefix_cache", timeout_s=control_s)
         if not cleared.get("success"):
             raise ServerError("/reset_prefix_cache did not clear the prefix cache")

@@ -21,7 +21,6 @@ import torch
 from gruppo import distributed as dist
 from gruppo.engines.vllm.check import check_server
 from gruppo.engines.vllm.client import CONNECT_S, Replica, SampledRow, ServerError, version_of
-from gruppo.engines.vllm.nccl import NcclTransfer
 from gruppo.engines.vllm.prove import Proof
 from gruppo.engines.vllm.publish import Publication
 from gruppo.errors import EngineLost
@@ -61,14 +60,13 @@ class VllmEngine:
         folder: Path,
         *,
         proof: Proof | None = None,
-        nccl: NcclTransfer | None = None,
         is_colocated: bool = False,
         timeout_s: float = 60.0,
         max_inflight: int = 512,
     ) -> None:
         self.policy, self.timeout_s, self.max_inflight = policy, timeout_s, max_inflight
         self.publication, self.proof, self.version, self.label = Publication(folder), proof, 0, ""
-        self.nccl, self.is_colocated = nccl, is_colocated
+        self.is_colocated = is_colocated
         # another process's labels differ: a server that an older trainer still feeds is never taken for ours
         self._name = f"gruppo-{_agreed(secrets.token_hex(4))}"
         is_lora = policy.base_sha256 is not None
@@ -88,22 +86,19 @@ class VllmEngine:
 
     def check(self, tokens: int) -> None:
         """Refuse a folder that cannot be written, and servers that do not fit; ``tokens``: the longest row."""
-        if self.nccl is None:
-            self.publication.write_folder("probe", lambda folder: (folder / "probe").touch())
-            self.publication.clear()  # of versions that an earlier process has left, too
-        else:
-            self.nccl.check(is_adapter=self.policy.base_sha256 is not None)
-        needs = dict[str, Any](
-            tokens=tokens, is_colocated=self.is_colocated, is_nccl=self.nccl is not None
-        )
+        self.publication.write_folder("probe", lambda folder: (folder / "probe").touch())
+        self.publication.clear()  # of versions that an earlier process has left, too
         with dist.fail_together():
             if dist.is_main():
-                self.context = min(
-                    self._run(check_server(one, self.policy, **needs)) for one in self.replicas
-                )
+                self.context = min(self._run(self._check(one, tokens)) for one in self.replicas)
         self.context = _agreed(self.context)
         if self.proof is not None:
             self.proof.limit(self.context)
+
+    async def _check(self, replica: Replica, tokens: int) -> int:
+        return await check_server(
+            replica, self.policy, tokens=tokens, is_colocated=self.is_colocated
+        )
 
     # --- sampling ---
 
@@ -485,37 +480,25 @@ class VllmEngine:
         *,
         folder: Path | None = None,
     ) -> Path | None:
-        """Have ``ask`` give the weights to these servers; return their folder, unless NCCL sends them.
+        """Write the weights to a folder, and have ``ask`` give it to these servers; return it.
 
         ``folder``: where they have been written already.
         """
-        nccl = self.nccl
-        if nccl is not None:
-            nccl.begin(policy, [replica.number for replica in replicas])
-        elif folder is None and policy.base_sha256 is not None:
+        if folder is None and policy.base_sha256 is not None:
             folder = self.publication.write_folder(label, policy.save)
         elif folder is None:
             folder = self.publication.write(label, policy.served_weights(), policy.served_config())
         if self.is_colocated and torch.cuda.is_available():
             torch.cuda.empty_cache()  # what the update has left is room for the servers' cache
 
-        async def ask_one(replica: Replica) -> None:
-            try:
-                await ask(replica, folder)
-            finally:
-                if nccl is not None:
-                    nccl.arrive(replica)
-
         async def ask_all() -> None:  # not while a call of generate loads the weights of before
             async with self._loading:
-                await _all(ask_one(replica) for replica in replicas)
+                await _all(ask(replica, folder) for replica in replicas)
 
         with dist.fail_together():
             probes = (
                 asyncio.run_coroutine_threadsafe(ask_all(), self._loop) if dist.is_main() else None
             )
-            if nccl is not None:
-                nccl.send(policy.served_weights())
             if probes is not None:
                 self._wait(probes)
         return folder
@@ -583,12 +566,10 @@ class VllmEngine:
     async def _load(self, replica: Replica, folder: Path | None, label: str) -> None:
         await replica.request("GET", "/health", timeout_s=CONNECT_S)
         try:
-            if self.nccl is not None:
-                await replica.load(label, self.nccl.receive)
-            elif folder is not None and replica.is_lora:
+            if folder is not None and replica.is_lora:
                 await replica.load_adapter(folder, label)
             elif folder is not None:
-                await replica.load(label, lambda replica: replica.reload(folder))
+                await replica.load(folder, label)
         except ServerError as error:
             if (
                 error.status and self._published is None and folder
@@ -624,8 +605,6 @@ class VllmEngine:
 
         if self._loop.is_running():
             self._run(close())
-            if self.nccl is not None:
-                self.nccl.close()
             self._loop.call_soon_threadsafe(self._loop.stop)
         self.publication.clear()
 
