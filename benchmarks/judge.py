@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import affine_grid, grid_sample
 
-from gruppo.core.images import apply_symmetry, diversity, frechet_distance, mean_luma, quantize
+from gruppo.core.images import apply_symmetry, mean_luma, quantize
 from gruppo.data.digits import load_digits, split_images
 from gruppo.rewards.image_classifiers import accuracy
 from gruppo.rewards.images import jpeg_bytes
@@ -179,6 +179,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
             result | {"real": {name: round(value, 4) for name, value in real.items()}}, indent=1
         )
     )
+
+
+def diversity(images: Float[Tensor, "B C H W"], labels: Int[Tensor, "B"]) -> Float[Tensor, ""]:
+    """Standard deviation of each pixel (ddof 1) over the images of a class; mean over pixels, then over classes.
+
+    Classes with a single image are left out; NaN where there are no others. float64.
+    """
+    classes = [images[labels == label].double() for label in labels.unique()]
+    spreads = [members.std(dim=0).mean() for members in classes if len(members) > 1]
+    return torch.stack(spreads).mean() if spreads else torch.tensor(torch.nan, dtype=torch.float64)
+
+
+def frechet_distance(x: Float[Tensor, "n d"], y: Float[Tensor, "m d"]) -> Float[Tensor, ""]:
+    """|mx - my|^2 + tr(Cx + Cy - 2 (Cx Cy)^(1/2)) of two sets of features, covariances with ddof 1. float64.
+
+    The squared 2-Wasserstein distance of two normals; of Inception features it is FID (arXiv 1706.08500). It grows
+    with few samples: compare at equal counts.
+    """
+    x, y = x.double(), y.double()
+    cx, cy = torch.cov(x.T).reshape(x.shape[1], -1), torch.cov(y.T).reshape(y.shape[1], -1)
+    values, vectors = torch.linalg.eigh(cx)
+    root = vectors * values.clamp(min=0).sqrt() @ vectors.T  # Cx^(1/2)
+    # Symmetric, with the eigenvalues of Cx Cy.
+    shared = torch.linalg.eigvalsh(root @ cy @ root).clamp(min=0).sqrt().sum()  # tr (Cx Cy)^(1/2)
+    return (x.mean(dim=0) - y.mean(dim=0)).square().sum() + cx.trace() + cy.trace() - 2 * shared
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from gruppo.core.images import LUMA, charbonnier, detail_bands, psnr, quantize
 from gruppo.core.schedules import warmup_decay
-from gruppo.data.restoration import open_pairs
+from gruppo.data.open import open_source
 from gruppo.data.source import IndexedSource
 from gruppo.modalities.restoration import RestorationPolicy, load_restorer
 from gruppo.rewards.images import jpeg_bytes
@@ -353,8 +353,8 @@ def held_out(data: str = DATA) -> tuple[Pictures, Pictures]:
 
 def opened(data: str, seed: int) -> IndexedSource:
     """Degraded images with their clean ones."""
-    pairs = open_pairs(data, seed=seed)
-    if pairs is None:
+    pairs = open_source(data, seed=seed)
+    if not isinstance(pairs.take(1)[0].inputs, torch.Tensor):
         raise GruppoError(f"data={data!r} are no pairs of images; write {DATA!r}.")
     return pairs
 

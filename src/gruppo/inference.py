@@ -15,6 +15,7 @@ from gruppo import trust
 from gruppo.build import Parts, build, missing_parts, with_reference
 from gruppo.config import serialization
 from gruppo.config.schema import IN_MEMORY, Config, LoraConfig, Stage
+from gruppo.core.images import to_pillow
 from gruppo.core.objective import Objective
 from gruppo.data.images import read_image
 from gruppo.data.restoration import WithReference
@@ -24,7 +25,6 @@ from gruppo.modalities.common.adapters import model_of
 from gruppo.modalities.text.bundled import BUNDLED
 from gruppo.modalities.text.custom import names_function
 from gruppo.protocols import Policy
-from gruppo.rewards.images import to_pillow
 from gruppo.tracking.images import Cell, SheetRow, draw, to_pil
 from gruppo.trainer import checkpoint
 from gruppo.trainer.evaluate import Evaluated, evaluate, held_out

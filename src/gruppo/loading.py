@@ -6,13 +6,14 @@ import ast
 import difflib
 import hashlib
 import importlib.util
+import inspect
 import os
 import re
 import shutil
 import sys
 import sysconfig
 import traceback
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +26,7 @@ class RunDuringImport(GruppoError):
     """A file that is imported for an object in it starts a run."""
 
 
+BOOLEANS = {"true": True, "yes": True, "false": False, "no": False}
 INSTALLED = frozenset({"site-packages", "dist-packages"})
 """Folders of installed packages; Debian has the second."""
 _depth = 0
@@ -344,6 +346,40 @@ def install_command(extra: str) -> str:
         f'-e "{root}[{extra}]"' if (root / "pyproject.toml").is_file() else f'"gruppo[{extra}]"'
     )
     return f"{command_name('pip')} install {package}"
+
+
+def split_options(text: str, error: type[GruppoError] = GruppoError) -> dict[str, str]:
+    """Options written as ``name=value,name=value``; a part without "=" has an empty value."""
+    options: dict[str, str] = {}
+    for part in filter(str.strip, text.split(",")):
+        name, _, value = (word.strip() for word in part.partition("="))
+        if name in options:
+            raise error(f"{text!r} has {name} twice; write it once.")
+        options[name] = value
+    return options
+
+
+def typed_options(
+    function: Callable[..., Any],
+    options: Mapping[str, str],
+    usage: str,
+    error: type[GruppoError] = GruppoError,
+) -> dict[str, Any]:
+    """Keyword arguments of a function from text, in the types of its defaults; None stands for a number."""
+    parameters = inspect.signature(function).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    values: dict[str, Any] = {}
+    for name, text in options.items():
+        if name not in defaults:
+            raise error(
+                f"there is no option {name!r}; write {usage}.{did_you_mean(name, defaults)}"
+            )
+        kind = float if defaults[name] is None else type(defaults[name])
+        try:
+            values[name] = BOOLEANS[text.lower()] if kind is bool else kind(text)
+        except (KeyError, ValueError):
+            raise error(f"cannot read {name}={text!r}; write {usage}.") from None
+    return values
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", *, prefix: str = "") -> str:

@@ -379,12 +379,12 @@ MISTAKES = {
     "no such column": (
         ["--prompts.column", "promt"],
         3,
-        r"has no column 'promt'.*nearest is 'prompt'",
+        r"has no column 'promt'.*Did you mean prompt",
     ),
     "no such target": (
         ["--prompts.target-column", "answr"],
         3,
-        r"no column 'answr'.*nearest is 'answer'",
+        r"no column 'answr'.*Did you mean answer",
     ),
     "a prompt that is too long": (
         ["--data", LONG],

@@ -1,4 +1,4 @@
-"""What a file holds, PSNR and SSIM against hand and scikit-image, aligned crops, distances of sets."""
+"""What a file holds, PSNR and SSIM against hand and scikit-image, aligned crops."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from gruppo.core.images import (
     apply_symmetry,
     charbonnier,
     detail_bands,
-    diversity,
-    frechet_distance,
     gaussian_blur,
     mean_luma,
     psnr,
@@ -57,10 +55,6 @@ def test_saving_what_was_saved_changes_nothing_and_moves_a_pixel_by_half_a_level
     assert (saved - image.float()).abs().max() <= 0.5 / 255 + 1e-7
     levels = torch.arange(256)
     assert to_uint8(levels / 255).equal(levels.to(torch.uint8))
-
-
-def test_nan_stays_nan():
-    assert quantize(torch.tensor([[math.nan, 0.5]])).isnan().tolist() == [[True, False]]
 
 
 # --- fidelity ---------------------------------------------------------------------------------------------------------
@@ -123,13 +117,6 @@ def test_ssim_of_equal_images_is_one_and_of_two_greys_that_of_their_means():
     )
 
 
-def test_ssim_leaves_out_the_border():
-    x, y = noise(1, 2, 12, 14), noise(1, 2, 12, 14, seed=1)
-    assert ssim(x, y).item() == pytest.approx(
-        ssim(x, y, patch=1)[..., 5:7, 5:9].mean().item(), rel=1e-12
-    )
-
-
 def test_psnr_and_ssim_and_its_map_are_scikit_images():
     metrics = pytest.importorskip("skimage.metrics")
     x = noise(2, 3, 20, 31)
@@ -152,13 +139,6 @@ def test_psnr_and_ssim_and_its_map_are_scikit_images():
         )
 
 
-def test_float32_images_are_measured_in_float64():
-    flat = torch.full((1, 1, 16, 16), 0.9)
-    other = flat + 1e-4 * noise(1, 1, 16, 16).float()
-    exact = ssim(flat.double(), other.double())
-    assert ssim(flat, other).item() == exact.item() and ssim(flat, other).dtype == F64
-
-
 def test_an_image_smaller_than_the_window_is_refused():
     with pytest.raises(ValueError, match=r"\(10, 16\) pixels; it needs at least 11"):
         ssim(torch.zeros(1, 1, 10, 16), torch.zeros(1, 1, 10, 16))
@@ -167,23 +147,19 @@ def test_an_image_smaller_than_the_window_is_refused():
 # --- crops and flips --------------------------------------------------------------------------------------------------
 
 
-def places(height: int, width: int, k: int = 1) -> torch.Tensor:
-    """An image whose pixels say where they are, in pixels of the image k times smaller."""
-    rows, columns = torch.arange(k * height) // k, torch.arange(k * width) // k
-    return torch.stack(
-        [rows[:, None].expand(-1, k * width), columns.expand(k * height, -1)]
-    ).double()
+def places(height: int, width: int) -> torch.Tensor:
+    """An image whose pixels say where they are."""
+    rows, columns = torch.arange(height), torch.arange(width)
+    return torch.stack([rows[:, None].expand(-1, width), columns.expand(height, -1)]).double()
 
 
 @pytest.mark.silent_bug(39)
-@pytest.mark.parametrize("seed", range(8))
-def test_a_pair_is_cropped_and_turned_alike_at_one_size_and_at_a_multiple(seed):
+@pytest.mark.parametrize("seed", range(3))
+def test_a_pair_is_cropped_and_turned_alike(seed):
     generator = torch.Generator().manual_seed(seed)
-    small, same, large = random_crop([places(9, 7), places(9, 7), places(9, 7, 3)], 4, generator)
-    small, same, large = random_symmetry([small, same, large], generator)
-    assert small.shape == (2, 4, 4) and large.shape == (2, 12, 12)
-    assert small.equal(same)
-    assert large.equal(small.repeat_interleave(3, -1).repeat_interleave(3, -2))
+    pair = random_crop([places(9, 7), places(9, 7)], 4, generator)
+    first, second = random_symmetry(pair, generator)
+    assert first.shape == (2, 4, 4) and first.equal(second)
 
 
 def test_every_place_and_every_flip_is_drawn_and_the_generator_decides():
@@ -205,14 +181,6 @@ def test_every_place_and_every_flip_is_drawn_and_the_generator_decides():
     )
 
 
-def test_crops_that_cannot_be_aligned_are_refused():
-    generator = torch.Generator().manual_seed(0)
-    with pytest.raises(ValueError, match=r"\(17, 8\) is no integer multiple of \(8, 8\)"):
-        random_crop([torch.zeros(1, 8, 8), torch.zeros(1, 17, 8)], 4, generator)
-    with pytest.raises(ValueError, match=r"a square of 9 pixels does not fit into \(8, 12\)"):
-        random_crop([torch.zeros(1, 8, 12)], 9, generator)
-
-
 # --- measures ---------------------------------------------------------------------------------------------------------
 
 
@@ -221,35 +189,6 @@ def test_brightness_is_the_mean_of_grey_and_the_luma_of_colour():
     colours = torch.eye(3)[:, :, None, None].expand(3, 3, 2, 2)  # red, green, blue
     assert mean_luma(grey).tolist() == [0.5]
     assert mean_luma(colours).tolist() == pytest.approx([0.299, 0.587, 0.114])
-
-
-def test_diversity_is_the_spread_within_a_class_and_not_that_between_classes():
-    images = torch.tensor([0.0, 0.4, 1.0, 1.0, 0.5])[:, None, None, None].expand(5, 1, 2, 2)
-    labels = torch.tensor([7, 7, 3, 3, 5])
-    assert diversity(images, labels).item() == pytest.approx(
-        0.4 / math.sqrt(2) / 2
-    )  # (.283 of sevens + 0) / 2
-    assert diversity(images[:1], labels[:1]).isnan()
-
-
-def test_the_frechet_distance_of_two_normals_is_their_wasserstein_distance():
-    x = noise(400, 3, seed=1) @ torch.tensor([[1.0, 0.3, 0], [0, 1, -0.4], [0, 0, 0.7]], dtype=F64)
-    shift = torch.tensor([0.5, -1.0, 2.0], dtype=F64)
-    assert frechet_distance(x, x).item() == pytest.approx(0, abs=1e-12)
-    assert frechet_distance(x, x + shift).item() == pytest.approx(5.25, rel=1e-9)
-    spread = torch.cov(x.T).trace().item()
-    centred = x - x.mean(dim=0)
-    assert frechet_distance(centred, 3 * centred).item() == pytest.approx(
-        4 * spread, rel=1e-9
-    )  # (3 - 1)^2 tr C
-
-
-def test_the_frechet_distance_of_diagonal_covariances_is_the_squared_difference_of_their_stds():
-    corners = torch.tensor([[1, 1], [1, -1], [-1, 1], [-1, -1]], dtype=F64)
-    x, y = corners * torch.tensor([1.0, 2.0]), corners * torch.tensor([3.0, 0.5])
-    assert frechet_distance(x, y).item() == pytest.approx(
-        (2**2 + 1.5**2) * 4 / 3, rel=1e-9
-    )  # ddof 1: 4 / 3
 
 
 # --- filters and pixel losses ----------------------------------------------------------------------------------------

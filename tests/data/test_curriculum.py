@@ -52,12 +52,6 @@ def test_a_level_is_the_share_of_the_rows_that_are_easiest_with_their_equals(
     assert set(drawn(source, level, 40)) == allowed and source.hardest == hardest
 
 
-def test_at_level_1_the_stream_is_that_of_the_source():
-    source, plain = opened(), open_source(rows(), seed=0, held_out_fraction=0.0)
-    assert [p.id for p in source.take(25)] == [p.id for p in plain.take(25)]
-    assert source.passed_over == 0
-
-
 def test_what_is_passed_over_is_the_stream_without_it_and_comes_again_in_the_next_epoch():
     source, plain = opened(), open_source(rows(), seed=0, held_out_fraction=0.0)
     source.level = 0.5
@@ -108,16 +102,16 @@ def test_a_curriculum_resumes_where_it_was():
 def test_other_difficulties_than_the_run_began_with_are_refused():
     state = opened().state_dict()
     column = opened([row | {"other": row["size"]} for row in rows()], column="other")
-    with pytest.raises(DataError, match=r"was 'size' and is 'other'.*start a new run"):
+    with pytest.raises(DataError, match=r"was 'size' .* and is 'other'.*start a new run"):
         column.load_state_dict(state)
-    with pytest.raises(DataError, match=r"or its numbers have changed"):
+    with pytest.raises(DataError, match=r"the saved position does not belong to the list"):
         opened(rows([*SIZES[:-1], 8])).load_state_dict(state)
 
 
 def test_a_missing_column_is_refused_with_the_nearest():
     with pytest.raises(
         DataError,
-        match=r"no column 'sise'; its columns are 'prompt', 'size'; the nearest is 'size'",
+        match=r"no column 'sise'; its columns are 'prompt', 'size'. Did you mean size",
     ):
         opened(column="sise")
     with pytest.raises(

@@ -68,7 +68,7 @@ def test_anything_else_lists_the_accepted_forms(data):
 
 
 def test_a_misspelt_kind_names_the_nearest_and_missing_files_are_named():
-    with pytest.raises(DataError, match="nearest is 'arithmetic'"):
+    with pytest.raises(DataError, match="Did you mean arithmetic"):
         open_source("arithmatic", seed=0)
     with pytest.raises(DataError, match="no file"):
         open_source(Path("absent.jsonl"), seed=0)
@@ -92,7 +92,7 @@ def test_a_hub_name_is_split_into_name_configuration_and_split(monkeypatch, rest
         requested.append(given)
         return [{"prompt": "a"}]
 
-    monkeypatch.setattr("gruppo.data.open.read_dataset", read)
+    monkeypatch.setattr("gruppo.data.rows.read_dataset", read)
     open_source(f"owner/some-set{rest}", seed=0, held_out_fraction=0)
     assert requested == [("owner/some-set", config, split)]
 

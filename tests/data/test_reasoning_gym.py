@@ -17,10 +17,6 @@ def source(**options) -> IndexedSource:
     )
 
 
-def said(prompts) -> list[tuple]:
-    return [(p.id, p.inputs, p.target, p.draw) for p in prompts]
-
-
 def test_a_prompt_is_the_question_with_the_entry_for_the_verifier():
     from reasoning_gym import get_score_answer_fn
 
@@ -39,20 +35,10 @@ def test_epochs_do_not_repeat_entries():
     assert len(set(questions)) == 60
 
 
-def test_held_out_entries_are_the_same_for_every_seed_and_never_drawn():
-    few = source(size_per_epoch=200, min_terms=2, max_terms=2, min_digits=1, max_digits=1)
-    held = [p.inputs[0]["content"] for p in few.held_out(1000)]
-    other = source(seed=9, size_per_epoch=200, min_terms=2, max_terms=2, min_digits=1, max_digits=1)
-    assert held == [p.inputs[0]["content"] for p in other.held_out(1000)]
-    assert len(held) == len(set(held)) > 10
-    assert held[:3] == [p.inputs[0]["content"] for p in few.held_out(3)]
-    assert not {p.inputs[0]["content"] for p in few.take(400)} & set(held)
-
-
 def test_unknown_tasks_and_options_name_the_nearest():
-    with pytest.raises(GruppoError, match="'chain_sums'; the nearest is 'chain_sum'"):
+    with pytest.raises(GruppoError, match=r"'chain_sums'.* Did you mean chain_sum"):
         reasoning_gym("chain_sums", seed=0)
-    with pytest.raises(GruppoError, match="no option 'max_term'; the nearest is 'max_terms'"):
+    with pytest.raises(GruppoError, match=r"refuses its options.*max_terms"):
         source(max_term=3)
     with pytest.raises(GruppoError, match="refuses its options"):
         source(min_terms=-1)

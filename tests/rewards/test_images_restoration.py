@@ -123,7 +123,9 @@ def test_what_cannot_be_compared_is_not_scored_and_never_0():
 
 @pytest.mark.parametrize("make", [psnr, ssim], ids=["psnr", "ssim"])
 def test_options_that_there_are_not_are_refused(make):
-    with pytest.raises(GruppoError, match="got delta='ref'; it needs none, input or reference"):
+    with pytest.raises(
+        GruppoError, match="got delta='ref'; it needs one of none, input, reference"
+    ):
         make(delta="ref")
     with pytest.raises(GruppoError, match="got patch=-8; it needs a whole number of pixels"):
         make(patch=-8)

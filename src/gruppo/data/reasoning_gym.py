@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from importlib import metadata
 from typing import Any
 
-from gruppo.data.source import IndexedSource, digest_of, hash_unit, nearest, prompt_key
-from gruppo.loading import import_extra
+from gruppo.data.source import IndexedSource, digest_of, hash_unit, prompt_key
+from gruppo.loading import did_you_mean, import_extra
 from gruppo.seeds import seed_at
 from gruppo.types import DataError, GruppoError, Prompt
 
@@ -43,14 +43,11 @@ def reasoning_gym(
     ends nor repeats. ``task_options`` are passed to the task unchanged.
     """
     package = import_extra("reasoning_gym", "tasks", f"the task {task!r}")
-    tasks, name = package.factory.DATASETS, f"reasoning_gym:{task}"
+    tasks = package.factory.DATASETS
+    name = f"reasoning_gym:{task}"
     if task not in tasks:
-        raise GruppoError(f"""reasoning-gym has no task {task!r}{nearest(task, tasks)}. It has {len(tasks)}, such as
-            chain_sum, leg_counting and gcd.""")
-    fields = [f.name for f in dataclasses.fields(tasks[task][1]) if f.name not in ("seed", "size")]
-    if unknown := [option for option in task_options if option not in fields]:
-        raise GruppoError(f"""{name} has no option {unknown[0]!r}{nearest(unknown[0], fields)}. Its options are
-            {", ".join(fields)}.""")
+        raise GruppoError(f"""reasoning-gym has no task {task!r}. It has {len(tasks)}, such as chain_sum, leg_counting
+            and gcd.{did_you_mean(task, tasks)}""")
     if task in HASH_DEPENDENT and os.environ.get("PYTHONHASHSEED", "random") == "random":
         raise GruppoError(f"""{name} makes other entries in every process, so a run could not be repeated or resumed;
             set the environment variable PYTHONHASHSEED=0 and start again, or choose another task.""")
@@ -58,13 +55,13 @@ def reasoning_gym(
     make = lru_cache(maxsize=2)(
         partial(package.create_dataset, task, **task_options, size=size_per_epoch)
     )
-    evaluation_entries: dict[int, dict[str, Any]] = {}
 
     def entry_at(dataset_seed: int, index: int) -> dict[str, Any]:
         try:
             # two are kept: of the epoch and of evaluations. 31 bits of the seed: NumPy's RandomState takes at most 32
             entries = make(seed=dataset_seed >> 32)
         except (TypeError, ValueError, AssertionError) as problem:
+            fields = [f.name for f in dataclasses.fields(tasks[task][1])]
             raise GruppoError(f"""{name} refuses its options {task_options} ({problem}); its options are
                 {", ".join(fields)}.""") from problem
         try:
@@ -73,15 +70,15 @@ def reasoning_gym(
             raise DataError(f"""{name} could not make entry {index} ({type(problem).__name__}: {problem}); pass a
                 smaller size_per_epoch or other task options.""") from problem
 
+    @cache
+    def evaluation_entry(index: int) -> dict[str, Any]:
+        return entry_at(seed_at("reasoning_gym", "held_out", task), index)
+
     def held_out_items() -> Iterator[tuple[int, dict[str, Any]]]:
         """Number and entry of each different question of the evaluation."""
         questions: set[str] = set()
         for index in range(size_per_epoch if held_out_fraction else 0):
-            if index not in evaluation_entries:
-                evaluation_entries[index] = entry_at(
-                    seed_at("reasoning_gym", "held_out", task), index
-                )
-            entry = evaluation_entries[index]
+            entry = evaluation_entry(index)
             if entry["question"].rstrip() not in questions:
                 questions.add(entry["question"].rstrip())
                 yield index, entry
@@ -90,12 +87,11 @@ def reasoning_gym(
         """Prompt of an entry of the stream, or of the evaluation; None if its question belongs to the other."""
         if isinstance(item, int):
             epoch, index = divmod(item, size_per_epoch)
-            entry, prompt_id = (
-                entry_at(seed_at(seed, "reasoning_gym", task, epoch), index),
-                f"{task}:{item}",
-            )
+            entry = entry_at(seed_at(seed, "reasoning_gym", task, epoch), index)
+            prompt_id = f"{task}:{item}"
         else:
-            prompt_id, entry = f"{task}:held_out:{item[0]}", item[1]
+            entry = item[1]
+            prompt_id = f"{task}:held_out:{item[0]}"
         messages = [{"role": "user", "content": f"{entry['question'].rstrip()}\n{INSTRUCTION}"}]
         is_held_out = hash_unit(prompt_key(messages)) < held_out_fraction
         prompt = Prompt(prompt_id, messages, entry["answer"], {"entry": entry}, draw)
@@ -106,21 +102,8 @@ def reasoning_gym(
         entry_at(seed_at(seed, "reasoning_gym", task, 0), i)["question"]
         for i in range(min(3, size_per_epoch))
     ]
-    facts = [
-        task,
-        dict(sorted(task_options.items())),
-        size_per_epoch,
-        metadata.version("reasoning_gym"),
-        first,
-    ]
-    columns, identity = ("target", "entry"), {"held_out_fraction": held_out_fraction}
-    return IndexedSource(
-        name,
-        seed,
-        lambda draw: draw,
-        held_out_items,
-        prompt_at,
-        columns,
-        digest_of(facts),
-        identity,
-    )
+    version = metadata.version("reasoning_gym")
+    options = sorted(task_options.items())
+    digest = digest_of([task, options, size_per_epoch, held_out_fraction, version, first])
+    columns = ("target", "entry")
+    return IndexedSource(name, seed, lambda draw: draw, held_out_items, prompt_at, columns, digest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import tomllib
 from collections.abc import Callable, Collection, Mapping
@@ -16,7 +17,14 @@ from torch import Tensor
 from gruppo.core.images import random_crop, random_symmetry, to_uint8
 from gruppo.data.degrade import Degradation, parse_data_options
 from gruppo.data.images import SUFFIXES, image_size, list_images, package_file, read_image
-from gruppo.data.source import IndexedSource, SourceWrapper, digest_of, leave_out, split_by_hash
+from gruppo.data.source import (
+    IndexedSource,
+    SourceWrapper,
+    digest_of,
+    in_turns,
+    leave_out,
+    split_by_hash,
+)
 from gruppo.loading import install_command, split_names
 from gruppo.seeds import generator_at
 from gruppo.types import DataError, GruppoError, Prompt
@@ -33,7 +41,6 @@ FORMS = (
 PHOTOGRAPHS = tomllib.loads(
     Path(__file__).with_name("photographs.toml").read_text(encoding="utf-8")
 )
-DISTRIBUTIONS = {"skimage": "scikit-image", "sklearn": "scikit-learn", "matplotlib": "matplotlib"}
 HELD_OUT = ("camera", "chelsea", "coffee", "flower")
 """Photographs for evaluation: an animal, still lifes, a person. None of them shares a scene with another."""
 
@@ -47,6 +54,11 @@ class ImagePair:
     """None: degraded on the fly."""
     meta: Mapping[str, Any] = field(default_factory=dict)
     """Further columns, such as the text in the image."""
+
+    @property
+    def files(self) -> list[Path | Tensor]:
+        """The clean image, and the degraded one if there is one."""
+        return [self.clean] if self.degraded is None else [self.clean, self.degraded]
 
 
 def image_pairs(
@@ -70,19 +82,11 @@ def image_pairs(
 
     ``crop`` 0: whole images, all of one size. ``held_out``: names, instead of a share by the hash of the names.
     """
-    if channels not in (1, 3):
-        raise GruppoError(
-            f"channels={channels} is neither 1 (gray) nor 3 (color). Set one of them."
-        )
-    if crop < 0:
-        raise GruppoError(
-            f"crop={crop} is not a number of pixels; set {CROP}, or 0 for whole images."
-        )
+    if channels not in (1, 3) or crop < 0:
+        raise GruppoError(f"""channels={channels} and crop={crop}: channels is 1 (gray) or 3 (color), and crop a number
+            of pixels, such as {CROP}, or 0 for whole images.""")
     unreadable: dict[str, str] = {}
-    files = {
-        n: [x for x in (pair.clean, pair.degraded) if x is not None] for n, pair in pairs.items()
-    }
-    sizes = _checked_sizes(files, crop, channels, flips, name, unreadable)
+    sizes = _checked_sizes(pairs, crop, name, unreadable)
     names = list(sizes)
     evaluation = [n for n in names if n in held_out] if held_out_fraction else []
     train = [n for n in names if n not in evaluation]
@@ -94,112 +98,101 @@ def image_pairs(
 
     def read(image: Path | Tensor) -> Tensor:
         """[C, H, W]: the levels from 0 to 255 of a file, a tensor unchanged."""
-        if isinstance(image, Tensor) or image in cache:
-            return image if isinstance(image, Tensor) else cache[image]
+        if isinstance(image, Tensor):
+            return image
+        if image in cache:
+            return cache[image]
         levels = to_uint8(read_image(image, channels=channels))
         if sum(map(Tensor.numel, cache.values())) + levels.numel() <= CACHE_BYTES:
             cache[image] = levels
         return levels
 
-    def prompt_at(item: str | tuple[str, tuple[int, int]], draw: int) -> Prompt | None:
+    def prompt_at(item: str | tuple[str, int, int], draw: int) -> Prompt | None:
         """Prompt of a name, at a random crop; or of a name and the top left corner of a crop."""
-        n, corner = (item, None) if isinstance(item, str) else item
+        n = item if isinstance(item, str) else item[0]
         try:
-            images = [read(image) for image in files[n]]
+            images = [read(image) for image in pairs[n].files]
             if any(tuple(image.shape[1:]) != sizes[n] for image in images):
                 raise DataError(f"the image {n} has a different size than its file's header.")
         except DataError as problem:  # a truncated file
             leave_out(unreadable, n, str(problem))
             return None
-        if corner is not None:
-            (top, left), (height, width) = corner, (crop, crop) if crop else sizes[n]
-            generator = generator_at(
-                "held out", n, top, left
-            )  # without the seed: all runs see the same noise
+        if not isinstance(item, str):  # without the seed: all runs see the same noise
+            generator = generator_at("held out", *item)
+            _, top, left = item
+            height, width = (crop, crop) if crop else sizes[n]
             images = [image[..., top : top + height, left : left + width] for image in images]
         else:
             generator = generator_at(seed, "crop", draw)
             images = random_crop(images, crop, generator) if crop else images
             images = random_symmetry(images, generator) if flips else images
         images = [(x / 255 if x.dtype == torch.uint8 else x.float()).contiguous() for x in images]
-        degraded, strengths = (
-            (images[-1], {}) if degradation is None else degradation(images[-1], generator)
-        )
+        degraded = images[-1]
+        strengths: dict[str, float] = {}
+        if degradation is not None:
+            degraded, strengths = degradation(degraded, generator)
         return Prompt(n, degraded, images[0], {"image": n, **strengths, **pairs[n].meta}, draw)
 
-    # held-out crops lie side by side, in a random order: the first of each image, then the second of each, and so on
-    turns: list[tuple[int, str, tuple[int, int]]] = []
-    for n in evaluation:
-        (height, width), (h, w) = sizes[n], (crop, crop) if crop else sizes[n]
-        corners = [
-            (top, left)
-            for top in range(0, height - h + 1, h)
-            for left in range(0, width - w + 1, w)
-        ]
-        order = torch.randperm(len(corners), generator=generator_at("held out", n)).tolist()
-        turns += [(turn, n, corners[index]) for turn, index in enumerate(order)]
-    # sizes of files show that an image was replaced under its old name; tensors are hashed
-    contents = [
-        x.stat().st_size
-        if isinstance(x, Path)
-        else hashlib.sha256(to_uint8(x).numpy().tobytes()).hexdigest()
-        for n in names
-        for x in files[n]
-    ]
-    digest = digest_of(
-        [sorted(sizes.items()), contents, evaluation, str(degradation), crop, channels, flips]
-    )
+    # held-out crops lie side by side, in a random order
+    places = []
+    for n in sorted(evaluation):
+        height, width = sizes[n]
+        h, w = (crop, crop) if crop else sizes[n]
+        corners = itertools.product(range(0, height - h + 1, h), range(0, width - w + 1, w))
+        places.append([(n, top, left) for top, left in corners])
+        order = torch.randperm(len(places[-1]), generator=generator_at("held out", n)).tolist()
+        places[-1] = [places[-1][index] for index in order]
+    facts = [sorted(sizes.items()), evaluation, str(degradation), crop, channels, flips]
+    facts += [_fact(image) for n in names for image in pairs[n].files]
     further = dict.fromkeys(column for pair in pairs.values() for column in pair.meta)
     columns = ("target", "image", *(degradation.names if degradation else ()), *further)
-    places, identity = [turn[1:] for turn in sorted(turns)], {"held_out_images": len(evaluation)}
-    source = IndexedSource(
-        name, seed, train, places, prompt_at, columns, digest, identity, unreadable=unreadable
-    )
+    digest = digest_of(facts)
+    source = IndexedSource(name, seed, train, in_turns(places), prompt_at, columns, digest)
+    source.unreadable = unreadable
     source.degradation = degradation
     return source
 
 
+def _fact(image: Path | Tensor) -> Any:
+    """What shows that an image was replaced: the size of a file, the hash of a tensor."""
+    if isinstance(image, Path):
+        return image.stat().st_size
+    return hashlib.sha256(to_uint8(image).numpy().tobytes()).hexdigest()
+
+
+def _size(image: Path | Tensor) -> tuple[int, int]:
+    if isinstance(image, Path):
+        return image_size(image)
+    return image.shape[-2], image.shape[-1]
+
+
 def _checked_sizes(
-    files: Mapping[str, list[Any]],
-    crop: int,
-    channels: int,
-    flips: bool,
-    name: str,
-    unreadable: dict[str, str],
+    pairs: Mapping[str, ImagePair], crop: int, name: str, unreadable: dict[str, str]
 ) -> dict[str, tuple[int, int]]:
     """Height and width of each usable image; unreadable files are left out. Refuses sizes that do not fit."""
     sizes: dict[str, tuple[int, int]] = {}
-    for n, images in files.items():
+    for n, pair in pairs.items():
         try:
-            (height, width), *others = [image_size(image, channels, n) for image in images]
+            found = {_size(image) for image in pair.files}
         except DataError as problem:
-            if isinstance(images[0], Tensor):
-                raise
             leave_out(unreadable, n, str(problem))
             continue
-        if others and others[0] != (height, width):
-            h, w = others[0]
-            raise DataError(f"""the pair {n} of {name} does not match: degraded {h} x {w}, clean {height} x {width}
-                pixels. Resize the degraded image to the size of the clean one.""")
-        sizes[n] = height, width
+        if len(found) > 1:
+            both = " and ".join(f"{h} x {w}" for h, w in sorted(found))
+            raise DataError(f"""the images {n} of {name} are a pair of {both} pixels. Resize the degraded image to the
+                size of the clean one.""")
+        sizes[n] = found.pop()
     if not sizes:
         raise DataError(
             f"{name} holds no image that can be read; it needs {', '.join(SUFFIXES)} files."
         )
-    if small := [n for n, size in sizes.items() if min(size) < crop]:
-        h, w = sizes[small[0]]
+    small = [n for n in sizes if min(sizes[n]) < crop]
+    if small:
         raise DataError(f"""{len(small)} of {len(sizes)} images of {name} are smaller than the crop of {crop} pixels,
-            first {small[0]} with {h} x {w}. Set crop={min(map(min, sizes.values()))}, or remove them.""")
-    first, (height, width) = next(iter(sizes.items()))
-    if not crop and (
-        odd := [(n, h, w) for n, (h, w) in sizes.items() if (h, w) != (height, width)]
-    ):
-        other, h, w = odd[0]
-        raise DataError(f"""{name} has images of several sizes, {first} with {height} x {width} and {other} with {h} x
-            {w}; whole images need one size. Set crop={CROP}.""")
-    if not crop and flips and height != width:
+            such as {small[0]}. Set crop={min(map(min, sizes.values()))}, or remove them.""")
+    if not crop and len(set(sizes.values())) > 1:
         raise DataError(
-            f"{name} has images of {height} x {width}, which do not fit after a turn. Set flips=false."
+            f"{name} has images of several sizes; whole images need one. Set crop={CROP}."
         )
     return sizes
 
@@ -207,75 +200,74 @@ def _checked_sizes(
 # --- where images come from -------------------------------------------------------------------------------------------
 
 
-def open_pairs(data: str, *, seed: int, held_out_fraction: float = 0.1) -> IndexedSource | None:
-    """Source of ``photos:noise=25``, ``degrade:FOLDER:noise=25`` or ``pairs:DEGRADED:CLEAN``; None for other data."""
-    kind, _, rest = data.partition(":")
-    if kind not in ("photos", "degrade", "pairs"):
-        return None
-    parts = split_names(rest) if rest else []
+def open_restoration(data: str, *, name: str, seed: int, held_out_fraction: float) -> IndexedSource:
+    """Source of ``photos:noise=25``, ``degrade:FOLDER:noise=25`` or ``pairs:DEGRADED:CLEAN``."""
+    kind, *folders = split_names(name)
     # The last part has the options, unless it is a path, which may hold "=" too.
-    text = parts.pop() if parts and "=" in parts[-1] and not Path(parts[-1]).exists() else ""
-    degradation, options = parse_data_options(text, data, ("crop", "channels"), ("flips",), FORMS)
-    if len(parts) != {"photos": 0, "degrade": 1, "pairs": 2}[kind] or not all(parts):
-        raise DataError(f"cannot read data={data!r}; write {FORMS}.")
-    if kind == "pairs" and degradation is not None:
-        raise DataError(
-            f"data={data!r} degrades pairs, which are degraded already. Leave {degradation} out."
-        )
-    if kind != "pairs" and degradation is None:
-        raise DataError(f"data={data!r} does not say how images are degraded; write {FORMS}.")
+    is_option = folders and "=" in folders[-1] and not Path(folders[-1]).exists()
+    text = folders.pop() if is_option else ""
+    names = ("crop", "channels", "flips")
+    degradation, options = parse_data_options(text, image_pairs, names, FORMS)
+    if len(folders) != {"photos": 0, "degrade": 1, "pairs": 2}[kind] or not all(folders):
+        raise DataError(f"cannot read data={name!r}; write {FORMS}.")
+    if (kind == "pairs") is not (degradation is None):
+        how = "degrades pairs, which are degraded already" if degradation else "does not degrade"
+        raise DataError(f"data={name!r} {how}; write {FORMS}.")
+    paths = [Path(folder).expanduser() for folder in folders]
     if kind == "photos":
         files = photographs(with_gray=options.get("channels") == 1)
-        pairs, options["held_out"] = (
-            {name: ImagePair(path) for name, path in files.items()},
-            HELD_OUT,
-        )
+        pairs = {photo: ImagePair(path) for photo, path in files.items()}
+        options["held_out"] = HELD_OUT
     elif kind == "degrade":
-        root = Path(parts[0]).expanduser()
-        pairs = {name: ImagePair(root / name) for name in list_images(root)}
+        pairs = {file: ImagePair(paths[0] / file) for file in list_images(paths[0])}
     else:
-        # Images of the same name in both folders are a pair, whatever their file types.
-        degraded, clean = dict[str, Path](), dict[str, Path]()
-        for folder, stems in zip(
-            (Path(part).expanduser() for part in parts), (degraded, clean), strict=True
-        ):
-            for file in list_images(folder):
-                if (stem := file.rpartition(".")[0]) in stems:
-                    other = stems[stem].relative_to(folder).as_posix()
-                    raise DataError(
-                        f"{folder} holds both {other} and {file}: one name for two images. Rename one."
-                    )
-                stems[stem] = folder / file
-        if unpaired := sorted(degraded.keys() ^ clean.keys()):
-            has, lacks = parts if unpaired[0] in degraded else parts[::-1]
-            shown = ", ".join(unpaired[:5]) + (", ..." if len(unpaired) > 5 else "")
-            raise DataError(f"""{len(unpaired)} images are unpaired: {shown} ({unpaired[0]} is in {has} and not in
-                {lacks}). Rename, add or remove images.""")
-        pairs = {stem: ImagePair(clean[stem], degraded[stem]) for stem in sorted(degraded)}
-    options |= {
-        "seed": seed,
-        "held_out_fraction": held_out_fraction,
-        "name": " and ".join(parts) or kind,
-    }
-    return image_pairs(pairs, degradation=degradation, **options)
+        pairs = find_pairs(*paths)
+    return image_pairs(
+        pairs,
+        degradation=degradation,
+        seed=seed,
+        held_out_fraction=held_out_fraction,
+        name=" and ".join(folders) or kind,
+        **options,
+    )
+
+
+def find_pairs(degraded: Path, clean: Path) -> dict[str, ImagePair]:
+    """Images of the same name in both folders, whatever their file types."""
+    degraded_files, clean_files = (_by_stem(folder) for folder in (degraded, clean))
+    unpaired = sorted(degraded_files.keys() ^ clean_files.keys())
+    if unpaired:
+        has = degraded if unpaired[0] in degraded_files else clean
+        raise DataError(f"""{len(unpaired)} images are unpaired: {", ".join(unpaired[:5])} ({unpaired[0]} is in {has}
+            alone). Rename, add or remove images.""")
+    return {n: ImagePair(clean_files[n], degraded_files[n]) for n in sorted(clean_files)}
+
+
+def _by_stem(folder: Path) -> dict[str, Path]:
+    """Images of a folder by their path without its suffix."""
+    files: dict[str, Path] = {}
+    for file in list_images(folder):
+        stem = file.rpartition(".")[0]
+        if stem in files:
+            raise DataError(f"""{folder} holds both {files[stem].name} and {Path(file).name}: one name for two images.
+                Rename one.""")
+        files[stem] = folder / file
+    return files
 
 
 def photographs(*, with_gray: bool = False) -> dict[str, Path]:
     """Name to file of the installed photographs, in color unless ``with_gray``. Missing ones are logged."""
     requested = PHOTOGRAPHS["color"] | (PHOTOGRAPHS["gray"] if with_gray else {})
-    if not (
-        found := {
-            name: path
-            for name, file in requested.items()
-            if (path := package_file(*file)) is not None
-        }
-    ):
-        raise GruppoError(f"""the photographs need one of {", ".join(DISTRIBUTIONS.values())}, and none of them is
+    paths = {name: package_file(*file) for name, file in requested.items()}
+    found = {name: path for name, path in paths.items() if path is not None}
+    if not found:
+        raise GruppoError(f"""the photographs need scikit-image, scikit-learn or matplotlib, and none of them is
             installed; run: {install_command("photos")}""")
-    if missing := [name for name in requested if name not in found]:
-        packages = ", ".join(sorted({DISTRIBUTIONS[requested[name][0]] for name in missing}))
+    missing = [name for name in requested if name not in found]
+    if missing:
+        packages = ", ".join(sorted({requested[name][0] for name in missing}))
         counts = len(missing), len(requested), ", ".join(missing), packages
-        log.warning("%d of %d photographs are missing (%s); install %s for them.", *counts)
+        log.warning("%d of %d photographs are missing (%s); they are in %s.", *counts)
     return found
 
 
@@ -298,7 +290,9 @@ class WithReference(SourceWrapper):
 
     def add_reference(self, prompts: list[Prompt]) -> list[Prompt]:
         """The same prompts with the column ``reference``."""
-        restored = self.restore(torch.stack([p.inputs for p in prompts])) if prompts else ()
+        if not prompts:
+            return []
+        restored = self.restore(torch.stack([p.inputs for p in prompts]))
         return [
             replace(p, meta={**p.meta, "reference": x})
             for p, x in zip(prompts, restored, strict=True)

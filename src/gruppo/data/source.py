@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import itertools
 import json
@@ -10,14 +9,16 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from gruppo.loading import did_you_mean
 from gruppo.seeds import generator_at
 from gruppo.types import DataError, GruppoError, Prompt
 
 log = logging.getLogger("gruppo")
+T = TypeVar("T")
 
 MAX_SKIPPED = 1000
 """Consecutive draws without a prompt that end the run."""
@@ -46,9 +47,7 @@ class IndexedSource:
     columns: tuple[str, ...]
     """What rewards can ask for: "target", and the keys of ``Prompt.meta``."""
     digest: str
-    """SHA-256 of everything that determines the prompts, apart from the seed."""
-    identity: Mapping[str, Any]
-    """Further settings that have to be equal for a position to be resumed."""
+    """SHA-256 of everything that determines the stream, apart from the seed."""
     all_items: Sequence[Any] = ()
     """Items for ``all_prompts``; empty for an endless source, or where making all prompts is expensive."""
     classes: int | list[str] | None = None
@@ -60,9 +59,7 @@ class IndexedSource:
     unreadable: dict[str, str] = field(default_factory=dict)
     """Files left out so far, each with the reason."""
     position: int = field(default=0, init=False)
-    _order: tuple[int, Any] = field(
-        default=(-1, None), init=False
-    )  # of one epoch: recomputing it costs little
+    _order: tuple[int, Any] = field(default=(-1, None), init=False)
 
     @property
     def epoch_size(self) -> int:
@@ -71,37 +68,42 @@ class IndexedSource:
 
     def take(self, n: int) -> list[Prompt]:
         """The next n prompts. Draws are consecutive, with a gap for each one that is skipped."""
-        prompts, draw, skipped = list[Prompt](), self.position, 0
+        prompts: list[Prompt] = []
+        draw = self.position
+        skipped = 0
         while len(prompts) < n:
-            if callable(self.train):
-                item = self.train(draw)
-            else:
-                epoch, place = divmod(draw, len(self.train))
-                if self._order[0] != epoch:
-                    # addressed by the epoch: a resumed run needs no state of a generator
-                    generator = generator_at(self.seed, "epoch", epoch)
-                    self._order = epoch, torch.randperm(len(self.train), generator=generator)
-                item = self.train[int(self._order[1][place])]
-            prompt = self.prompt_at(item, draw)
-            draw, skipped = draw + 1, skipped + 1 if prompt is None else 0
+            prompt = self.prompt_at(self._item_at(draw), draw)
+            draw += 1
             if prompt is not None:
                 prompts.append(prompt)
-            elif skipped >= min(
-                MAX_SKIPPED, 2 * self.epoch_size or MAX_SKIPPED
-            ):  # two epochs of a small folder
-                last = next(
-                    reversed(self.unreadable.values()), "Lower --prompts.held-out-fraction."
+                skipped = 0
+                continue
+            skipped += 1
+            if skipped >= min(MAX_SKIPPED, 2 * self.epoch_size or MAX_SKIPPED):
+                reasons = ["Lower $prompts.held_out_fraction", *self.unreadable.values()]
+                raise DataError(
+                    f"{skipped} draws of {self.name} in a row gave no prompt", advice=reasons[-1]
                 )
-                raise DataError(f"{skipped} draws of {self.name} in a row gave no prompt. {last}")
         self.position = draw  # only now: after an error the same prompts can be taken again
         return prompts
 
+    def _item_at(self, draw: int) -> Any:
+        if callable(self.train):
+            return self.train(draw)
+        epoch, place = divmod(draw, len(self.train))
+        if self._order[0] != epoch:
+            # addressed by the epoch: a resumed run needs no state of a generator
+            generator = generator_at(self.seed, "epoch", epoch)
+            self._order = (epoch, torch.randperm(len(self.train), generator=generator))
+        return self.train[int(self._order[1][place])]
+
     def held_out(self, n: int) -> list[Prompt]:
         """At most n evaluation prompts, the same ones in the same order in every run."""
-        prompts = list[Prompt]()
         items = self.evaluation() if callable(self.evaluation) else self.evaluation
+        prompts: list[Prompt] = []
         for item in items if n > 0 else ():
-            if (prompt := self.prompt_at(item, len(prompts))) is not None:
+            prompt = self.prompt_at(item, len(prompts))
+            if prompt is not None:
                 prompts.append(prompt)
             if len(prompts) == n:
                 break
@@ -119,33 +121,27 @@ class IndexedSource:
 
     def all_prompts(self) -> Iterator[Prompt]:
         """Every prompt once, held out or not, in the order of the data; the position does not change."""
-        return (
-            prompt for item in self.all_items if (prompt := self.prompt_at(item, 0)) is not None
-        )
+        prompts = (self.prompt_at(item, 0) for item in self.all_items)
+        return (prompt for prompt in prompts if prompt is not None)
 
     def fingerprint(self) -> str:
         return self.digest
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "cursor": self.position,
-            "fingerprint": self.digest,
-            "seed": self.seed,
-            **self.identity,
-        }
+        return {"cursor": self.position, "fingerprint": self.digest, "seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a saved position. One of another stream would silently repeat or skip prompts: refused."""
-        current = self.state_dict()
-        if changed := [
-            key for key, value in current.items() if key != "cursor" and state.get(key) != value
-        ]:
-            reasons = "; ".join(
-                f"{key} was {state.get(key)!r}, is {current[key]!r}" for key in changed
-            )
-            raise DataError(f"""the saved position does not belong to {self.name}: {reasons}. Resume with the data, seed
-                and held-out fraction of the saved run, or start a new run.""")
-        if not isinstance(position := state.get("cursor"), int) or position < 0:
+        changed = [
+            f"{name} was {state.get(name)!r}, is {value!r}"
+            for name, value in (("fingerprint", self.digest), ("seed", self.seed))
+            if state.get(name) != value
+        ]
+        if changed:
+            raise DataError(f"""the saved position does not belong to {self.name}: {"; ".join(changed)}. Resume with
+                the data, seed and held-out fraction of the saved run, or start a new run.""")
+        position = state.get("cursor")
+        if not isinstance(position, int) or position < 0:
             raise DataError(
                 f"the saved position of {self.name} is {position!r}. Resume from an earlier checkpoint."
             )
@@ -160,13 +156,14 @@ class SourceWrapper:
     """
 
     DEFAULTS: Mapping[str, Any] = {
-        **dict.fromkeys(("columns", "classes", "degradation", "level")),  # None
-        **{
-            "held_out": lambda n: [],
-            "all_prompts": lambda: iter(()),
-            "fingerprint": lambda: None,
-            "epoch_size": 0,
-        },
+        "columns": None,
+        "classes": None,
+        "degradation": None,
+        "level": None,
+        "held_out": lambda n: [],
+        "all_prompts": lambda: iter(()),
+        "fingerprint": lambda: None,
+        "epoch_size": 0,
     }
 
     def __init__(self, source: Any) -> None:
@@ -176,8 +173,9 @@ class SourceWrapper:
     def __getattr__(self, name: str) -> Any:
         if name == "source":  # copy and pickle ask for it before __init__ has run
             raise AttributeError(name)
-        default = [self.DEFAULTS[name]] if name in self.DEFAULTS else []
-        return getattr(self.source, name, *default)
+        if name in self.DEFAULTS:
+            return getattr(self.source, name, self.DEFAULTS[name])
+        return getattr(self.source, name)
 
 
 class Curriculum(SourceWrapper):
@@ -192,19 +190,19 @@ class Curriculum(SourceWrapper):
 
     def __init__(self, source: Any, column: str) -> None:
         super().__init__(source)
-        self.column, self.level = column, 1.0
+        self.column = column
+        self.level = 1.0
         self.passed_over = 0
         """Prompts that were too hard, since the run was started or resumed."""
         if self.columns is not None and column not in self.columns:
-            columns = f"its columns are {', '.join(map(repr, self.columns))}{nearest(column, self.columns)}"
             raise DataError(
-                f"{self.name} has no column {column!r}; {columns}",
-                advice="Name one with a number, higher is harder, with $prompts.difficulty_column",
+                f"{self.name} has no column {column!r}; its columns are {', '.join(map(repr, self.columns))}",
+                advice=f"""Name one with a number, higher is harder, with
+                    $prompts.difficulty_column.{did_you_mean(column, self.columns)}""",
             )
         before = source.state_dict()
         self._sorted = sorted(map(self.difficulty, source.take(self.epoch_size or PROBED)))
         source.load_state_dict(before)
-        self._digest = hashlib.sha256(json.dumps(self._sorted).encode()).hexdigest()
 
     @property
     def hardest(self) -> float:
@@ -231,33 +229,31 @@ class Curriculum(SourceWrapper):
 
     def take(self, n: int) -> list[Prompt]:
         """The next n prompts of the stream that are not too hard."""
-        hardest, limit, too_hard = self.hardest, max(MAX_PASSED_OVER, 2 * self.epoch_size), 0
-        prompts = list[Prompt]()
+        hardest = self.hardest
+        limit = max(MAX_PASSED_OVER, 2 * self.epoch_size)
+        too_hard = 0
+        prompts: list[Prompt] = []
         while len(prompts) < n:
-            prompt = self.source.take(1)[
-                0
-            ]  # one at a time, so that the position stays right behind the last prompt
-            is_hard = self.difficulty(prompt) > hardest
-            prompts += [] if is_hard else [prompt]
-            self.passed_over += is_hard
-            too_hard = too_hard + 1 if is_hard else 0
+            # one at a time, so that the position stays right behind the last prompt
+            prompt = self.source.take(1)[0]
+            if self.difficulty(prompt) <= hardest:
+                prompts.append(prompt)
+                too_hard = 0
+                continue
+            self.passed_over += 1
+            too_hard += 1
             if too_hard >= limit:
                 raise DataError(f"""{limit} prompts of {self.name} in a row have {self.column} above {hardest:g}, the
                     hardest at difficulty={self.level:g}. Raise the stage's difficulty.""")
         return prompts
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "source": self.source.state_dict(),
-            "column": self.column,
-            "difficulties": self._digest,
-        }
+        return {"source": self.source.state_dict(), "column": self.column}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if (state.get("column"), state.get("difficulties")) != (self.column, self._digest):
-            raise DataError(f"""the difficulties of {self.name} differ from those of the saved run: the column was
-                {state.get("column")!r} and is {self.column!r}, or its numbers have changed. Resume with the same data
-                and column, or start a new run.""")
+        if state.get("column") != self.column:
+            raise DataError(f"""the difficulty of {self.name} was {state.get("column")!r} in the saved run and is
+                {self.column!r}. Resume with the same column, or start a new run.""")
         self.source.load_state_dict(state["source"])
 
 
@@ -294,12 +290,11 @@ def split_by_hash(keys: Sequence[str], fraction: float, name: str) -> tuple[list
         )
     hashes = [hash_unit(key) for key in keys]
     distinct = sorted(set(hashes))
-    # of few prompts often none hashes below the fraction, and an evaluation needs at least one
-    is_short = fraction > 0 and len(distinct) > 1 and distinct[0] >= fraction
-    limit = (
-        distinct[1] if is_short else fraction
-    )  # where short, the smallest hash alone is below it
-    if not (train := [index for index, x in enumerate(hashes) if x >= limit]):
+    limit = fraction
+    if fraction > 0 and len(distinct) > 1 and distinct[0] >= fraction:
+        limit = distinct[1]  # few prompts: the smallest hash alone, since an evaluation needs one
+    train = [index for index, x in enumerate(hashes) if x >= limit]
+    if not train:
         raise DataError(
             f"""all {len(hashes)} prompts of {name} are held out for evaluation, which leaves none to
                     train on""",
@@ -310,10 +305,11 @@ def split_by_hash(keys: Sequence[str], fraction: float, name: str) -> tuple[list
     return train, sorted(held_out, key=lambda index: (hashes[index], index))
 
 
-def nearest(word: str, words: Iterable[str]) -> str:
-    """``"; the nearest is 'x'"``, or an empty text where no word is close."""
-    close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.5)
-    return f"; the nearest is {close[0]!r}" if close else ""
+def in_turns(groups: Iterable[Sequence[T]]) -> list[T]:
+    """The first item of each group, then the second of each, and so on: a short evaluation has every group."""
+    queues = [list(group) for group in groups]
+    longest = max(map(len, queues), default=0)
+    return [queue[turn] for turn in range(longest) for queue in queues if turn < len(queue)]
 
 
 def digest_of(facts: Any) -> str:

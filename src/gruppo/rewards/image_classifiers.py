@@ -18,9 +18,8 @@ from gruppo.rewards.images import NAN, Image, ImageReward
 from gruppo.seeds import generator_at
 from gruppo.types import DataError, GruppoError
 
-Augment = Callable[
-    [Tensor, torch.Generator], Tensor
-]  # images [b, C, H, W] to other images of the same classes
+Augment = Callable[[Tensor, torch.Generator], Tensor]
+"""Images [b, C, H, W] to other images of the same classes."""
 
 
 def classifier(
@@ -44,19 +43,22 @@ def classifier(
     module.requires_grad_(False).eval()
 
     def by_column(images: Sequence[Image], label: Sequence[Any], **_: Any) -> list[float | None]:
-        scores: list[float | None] = [None] * len(images)
-        for n, (nats, index) in enumerate(
-            zip(log_probabilities(module, images, batch), label, strict=True)
+        scores: list[float | None] = []
+        for image, nats, index in zip(
+            images, log_probabilities(module, images, batch), label, strict=True
         ):
-            if index is not None:
-                nats = nats[int(index)] if images[n].isfinite().all() else nats[int(index)] * NAN
-                value = nats if output == "log_probability" else nats.exp()
-                scores[n] = float(value if floor is None else value.clamp(min=floor))
+            if index is None:
+                scores.append(None)
+                continue
+            value = nats[int(index)] if output == "log_probability" else nats[int(index)].exp()
+            value = value if floor is None else value.clamp(min=floor)
+            scores.append(float(value) if image.isfinite().all() else NAN)
         return scores
 
-    reward: Any = (
-        by_column if label is None else lambda images, **_: by_column(images, [label] * len(images))
-    )
+    def fixed(images: Sequence[Image], **_: Any) -> list[float | None]:
+        return by_column(images, [label] * len(images))
+
+    reward: Any = by_column if label is None else fixed
     reward.__name__, reward.timeout_s = name, None  # as of per_image(is_network=True)
     return reward
 
@@ -96,9 +98,7 @@ class ImageClassifier(nn.Module):
         """Load all weights; raise DataError if the file does not fit."""
         try:
             self.load_state_dict(safetensors.torch.load_file(path))
-        except (
-            Exception
-        ) as error:  # safetensors and torch raise various errors for files that do not fit
+        except Exception as error:  # safetensors and torch raise various errors
             reason = " ".join(str(error).split())
             raise DataError(
                 f"{path} is not a saved classifier: {reason} Remove it to train a new one."
@@ -142,20 +142,19 @@ def random_shift(
     images: Float[Tensor, "b C H W"], generator: torch.Generator, pixels: int = 2
 ) -> Tensor:
     """Shift each image by up to ``pixels`` in each direction, with black borders."""
-    rows, columns = (torch.arange(side) for side in images.shape[-2:])
-    shifts = torch.randint(2 * pixels + 1, (2, len(images)), generator=generator)
+    height, width = images.shape[-2:]
+    tops, lefts = torch.randint(2 * pixels + 1, (2, len(images)), generator=generator).tolist()
     padded = pad(images, [pixels] * 4)
-    rows, columns = shifts[0][:, None] + rows, shifts[1][:, None] + columns  # [b, H], [b, W]
-    index = torch.arange(len(images))[:, None, None]
-    return padded.movedim(1, -1)[index, rows[:, :, None], columns[:, None, :]].movedim(-1, 1)
+    shifted = [
+        image[:, top : top + height, left : left + width]
+        for image, top, left in zip(padded, tops, lefts, strict=True)
+    ]
+    return torch.stack(shifted)
 
 
 def accuracy(
     module: nn.Module, images: Float[Tensor, "N C H W"], labels: Int[Tensor, "N"]
 ) -> float:
     """Share of images whose most likely class is their label."""
-    return float(
-        (torch.stack(log_probabilities(module, list(images))).argmax(dim=-1) == labels)
-        .double()
-        .mean()
-    )
+    nats = torch.stack(log_probabilities(module, list(images)))
+    return float((nats.argmax(dim=-1) == labels).double().mean())

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import io
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from gruppo.core import images as measures
-from gruppo.core.images import quantize, to_uint8
+from gruppo.core.images import quantize, to_pillow
 from gruppo.loading import import_extra
 from gruppo.types import GruppoError, Rollouts
 
@@ -29,12 +29,9 @@ ImageReward = Callable[..., list[float | None]]
 Delta = Literal["none", "input", "reference"]
 Against = Literal["target", "input", "reference"]
 OcrReader = Callable[[np.ndarray], str]  # an image [H, W, 3] of bytes to the text in it
-MODES = {1: "L", 3: "RGB"}
 NAN = float("nan")
-MAX_PSNR = (
-    100.0  # dB of two equal images, whose PSNR is infinite: nothing can be learned from an infinity
-)
-_COLUMN_OF = {"target": "target", "input": "prompts", "reference": "reference"}
+MAX_PSNR = 100.0
+"""dB of two equal images, whose PSNR is infinite: nothing can be learned from an infinity."""
 
 
 def jpeg_compressibility(quality: int = 95, *, without_header: bool = False) -> ImageReward:
@@ -60,15 +57,12 @@ def jpeg_saving(quality: int = 90, *, against: Against = "reference") -> ImageRe
     simple and detailed images alike, where bytes would not. A blank image earns 1: add a fidelity.
     """
     size = _jpeg_sizes("jpeg_saving", quality, without_header=True)
-    if against not in get_args(Against):
-        raise GruppoError(
-            f"jpeg_saving got against={against!r}; it needs target, input or reference."
-        )
+    column = _column("jpeg_saving", "against", against, get_args(Against))
 
     def score(image: Image, other: Any) -> float:
         return 1 - size(image) / max(size(_saved_like(image, other, against)[0]), 1)
 
-    return per_image("jpeg_saving", score, _COLUMN_OF[against])
+    return per_image("jpeg_saving", score, column)
 
 
 def _jpeg_sizes(name: str, quality: int, without_header: bool) -> Callable[[Image], int]:
@@ -80,6 +74,13 @@ def _jpeg_sizes(name: str, quality: int, without_header: bool) -> Callable[[Imag
     import_extra("PIL", "images", name)
     header = cache(lambda shape: jpeg_bytes(torch.zeros(*shape), quality) if without_header else 0)
     return lambda image: jpeg_bytes(image, quality) - header(tuple(image.shape))
+
+
+def _column(reward: str, option: str, value: str, known: Sequence[str]) -> str:
+    """The column of the image that a restored one is compared with."""
+    if value not in known:
+        raise GruppoError(f"{reward} got {option}={value!r}; it needs one of {', '.join(known)}.")
+    return "prompts" if value == "input" else value
 
 
 def brightness(target: float | None = None) -> ImageReward:
@@ -141,24 +142,14 @@ def brisque() -> ImageReward:
 # --- text in images ---------------------------------------------------------------------------------------------------
 
 
-def ocr_match(read: OcrReader | None = None, *, line: bool = False) -> ImageReward:
-    """max(0, 1 - edits / characters) between the recognized text and the column ``text``, without spaces and case.
-
-    0 to 1, as in Flow-GRPO (arXiv 2505.05470); additional words in the image cost edits. A row without a text is not
-    scored. ``read`` is rapidocr (extra ``ocr``) by default. ``line``: every image is one line of text; text detection,
-    which takes most of the time, is skipped. Ugly letters earn as much as fine ones.
-    """
-    reward = ocr_accuracy(read, line=line, ignore_case=True)
-    reward.__name__ = "ocr_match"
-    return reward
-
-
 def ocr_accuracy(
     read: OcrReader | None = None, *, line: bool = True, ignore_case: bool = False
 ) -> ImageReward:
-    """1 - edits / characters between the recognized text and the column ``text``, at least 0, without spaces.
+    """max(0, 1 - edits / characters) between the recognized text and the column ``text``, without spaces.
 
-    One minus the character error rate, cut at 0. Options as of ``ocr_match``.
+    0 to 1: one minus the character error rate; additional words in the image cost edits. A row without a text is not
+    scored. ``read`` is rapidocr (extra ``ocr``) by default. ``line``: every image is one line of text; text detection,
+    which takes most of the time, is skipped. Ugly letters earn as much as fine ones.
     """
     if read is None:  # the networks of rapidocr are in its wheel
         package = import_extra("rapidocr", "ocr", "ocr_match")
@@ -169,12 +160,20 @@ def ocr_accuracy(
     normalize: Callable[[str], str] = str.casefold if ignore_case else str
 
     def score(image: Image, text: Any) -> float | None:
-        if not (expected := normalize("".join(str(text).split()))):
+        expected = normalize("".join(str(text).split()))
+        if not expected:
             return None
         recognized = normalize("".join(read(np.asarray(to_pillow(image).convert("RGB"))).split()))
         return max(0.0, 1 - edit_distance(recognized, expected) / len(expected))
 
     return per_image("ocr_accuracy", score, "text", is_network=True)
+
+
+def ocr_match(read: OcrReader | None = None, *, line: bool = False) -> ImageReward:
+    """``ocr_accuracy`` of images with any layout, whatever the case, as in Flow-GRPO (arXiv 2505.05470)."""
+    reward = ocr_accuracy(read, line=line, ignore_case=True)
+    reward.__name__ = "ocr_match"
+    return reward
 
 
 def edit_distance(a: str, b: str) -> int:
@@ -197,12 +196,7 @@ def psnr(*, delta: Delta = "none", patch: int = 0) -> Any:
     mean cancels a delta; it shows the improvement. ``patch``: one reward per square of this many pixels, which needs a
     policy with one action per square and ``--objective.credit position``. Blurred images earn more than sharp ones.
     """
-    return _fidelity(
-        "psnr",
-        lambda *pair, patch: measures.psnr(*pair, patch=patch).clamp(max=MAX_PSNR),
-        delta,
-        patch,
-    )
+    return _fidelity("psnr", measures.psnr, delta, patch)
 
 
 def ssim(*, delta: Delta = "none", patch: int = 0) -> Any:
@@ -214,8 +208,7 @@ def ssim(*, delta: Delta = "none", patch: int = 0) -> Any:
 
 
 def _fidelity(name: str, measure: Callable[..., Tensor], delta: Delta, patch: int) -> Any:
-    if delta not in get_args(Delta):
-        raise GruppoError(f"{name} got delta={delta!r}; it needs none, input or reference.")
+    column = _column(name, "delta", delta, get_args(Delta))
     if not isinstance(patch, int) or patch < 0:
         raise GruppoError(
             f"{name} got patch={patch!r}; it needs a whole number of pixels, or 0 for one number."
@@ -224,17 +217,18 @@ def _fidelity(name: str, measure: Callable[..., Tensor], delta: Delta, patch: in
     def score(image: Image, target: Any, *other: Any) -> Tensor:
         """[] or [patches]: the measure of the image, minus that of the other image."""
         clean = _saved_like(image, target, "target")
-        value = measure(quantize(image)[None], clean, patch=patch)[0]
-        return (
-            value - measure(_saved_like(image, other[0], delta), clean, patch=patch)[0]
-            if other
-            else value
-        )
+        value = measure(quantize(image)[None], clean, patch=patch)[0].clamp(max=MAX_PSNR)
+        for one in other:
+            base = measure(_saved_like(image, one, delta), clean, patch=patch)[0]
+            value = value - base.clamp(max=MAX_PSNR)
+        return value
 
-    columns = ("target",) if delta == "none" else ("target", _COLUMN_OF[delta])
-    name = name if delta == "none" else f"{name}_gain"
+    columns = ["target"]
+    if delta != "none":
+        name = f"{name}_gain"
+        columns.append(column)
     if patch:
-        return PatchReward(name, partial(score_or_nothing, score), columns, patch)
+        return PatchReward(name, score, columns, patch)
     return per_image(name, lambda *images: float(score(*images)), *columns)
 
 
@@ -253,33 +247,26 @@ class PatchReward:
         self.columns = tuple(column for column in inputs if column != "prompts")
 
     def __call__(self, rollouts: Rollouts) -> Float[Tensor, "B T"]:
-        count, rows = rollouts.mask.shape[1], []
-        for image, group in zip(rollouts.completions, rollouts.group_ids.tolist(), strict=True):
+        rewards = torch.full(rollouts.mask.shape, NAN)
+        count = rewards.shape[1]
+        for row, image in enumerate(rollouts.completions):
             height, width = image.shape[-2:]
-            down, across = height / self.patch, width / self.patch
-            if height % self.patch or width % self.patch or down * across != count:
-                raise GruppoError(f"""reward {self.name!r} with patch={self.patch} gives {down:g} x {across:g} squares
-                    of images of {height} x {width}, and the policy has {count} actions. Set patch to the side of the
-                    policy's patches, or leave it out.""")
-            prompt = rollouts.prompts[group]
-            columns = {
-                "target": prompt.target,
-                "prompts": prompt.inputs,
-                "reference": prompt.meta.get("reference"),
-            }
-            scores = self.score(image, *(columns[name] for name in self.inputs))
-            rows.append(
-                scores.flatten().float() / count
-                if isinstance(scores, Tensor)
-                else torch.full((count,), NAN)
-            )
-        return torch.where(rollouts.mask, torch.stack(rows), NAN)
+            if height % self.patch or width % self.patch or height * width != count * self.patch**2:
+                raise GruppoError(f"""reward {self.name!r} with patch={self.patch} gives {height / self.patch:g} x
+                    {width / self.patch:g} squares of images of {height} x {width}, and the policy has {count} actions.
+                    Set patch to the side of the policy's patches, or leave it out.""")
+            prompt = rollouts.prompts[rollouts.group_ids[row]]
+            cells = {**prompt.meta, "target": prompt.target, "prompts": prompt.inputs}
+            scores = score_or_nothing(self.score, image, *map(cells.get, self.inputs))
+            if isinstance(scores, Tensor):
+                rewards[row] = scores.flatten() / count
+        return rewards.masked_fill(~rollouts.mask, NAN)
 
 
 def _saved_like(image: Image, other: Any, what: str) -> Float[Tensor, "1 C H W"]:
     """Quantize another image; ValueError unless it has the shape of ``image``."""
     if not isinstance(other, Tensor) or other.shape != image.shape:
-        got = f"{list(other.shape)}" if isinstance(other, Tensor) else f"a {type(other).__name__}"
+        got = list(other.shape) if isinstance(other, Tensor) else f"a {type(other).__name__}"
         raise ValueError(
             f"the {what} is {got} and the image {list(image.shape)}; both need one shape"
         )
@@ -298,17 +285,13 @@ def per_image(
     """
 
     def reward(images: Sequence[Image], **data: Sequence[Any]) -> list[float | None]:
-        return [
-            score_or_nothing(score, *row)
-            for row in zip(images, *(data[name] for name in columns), strict=True)
-        ]
+        rows = zip(images, *(data[name] for name in columns), strict=True)
+        return [score_or_nothing(score, *row) for row in rows]
 
     reward.__name__ = name
     # The signature is what tells FunctionReward which columns of the data to pass.
-    arguments = [
-        inspect.Parameter(argument, inspect.Parameter.KEYWORD_ONLY)
-        for argument in ("images", *columns)
-    ]
+    kind = inspect.Parameter.KEYWORD_ONLY
+    arguments = [inspect.Parameter(argument, kind) for argument in ("images", *columns)]
     reward.__signature__ = inspect.Signature(arguments)  # type: ignore[attr-defined]
     if is_network:
         reward.timeout_s = None  # type: ignore[attr-defined]
@@ -327,12 +310,3 @@ def jpeg_bytes(image: Image, quality: int = 95) -> int:
     file = io.BytesIO()
     to_pillow(image).save(file, "JPEG", quality=quality)
     return file.tell()
-
-
-def to_pillow(image: Image) -> Any:
-    """Convert an image tensor to PIL, quantized to 8 bits."""
-    pillow = import_extra("PIL.Image", "images", "turning a tensor into an image file")
-    if image.ndim != 3 or image.shape[0] not in MODES:
-        raise ValueError(f"an image of shape {tuple(image.shape)}; it needs [1, H, W] or [3, H, W]")
-    levels = to_uint8(image.detach().cpu()).permute(1, 2, 0).numpy()  # [H, W, C]
-    return pillow.fromarray(levels[..., 0] if len(image) == 1 else levels, MODES[len(image)])

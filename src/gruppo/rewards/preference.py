@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gruppo.core.images import to_pillow
 from gruppo.loading import install_command
-from gruppo.rewards.images import NAN, ImageReward, to_pillow
+from gruppo.rewards.images import NAN, ImageReward
 from gruppo.rewards.models import plain_text
 from gruppo.types import GruppoError
 

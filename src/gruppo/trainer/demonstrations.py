@@ -17,10 +17,10 @@ from gruppo import distributed as dist
 from gruppo.config.schema import Config, SupervisedConfig
 from gruppo.config.stages import highest
 from gruppo.data.open import is_custom_source, open_source
-from gruppo.data.source import nearest
 from gruppo.distributed.sharding import forward
 from gruppo.environments import Environment
 from gruppo.environments.conversation import reset_prompt
+from gruppo.loading import did_you_mean
 from gruppo.protocols import PromptSource, peek
 from gruppo.seeds import generator_at, seed_at
 from gruppo.trainer.run import Run
@@ -153,9 +153,8 @@ def open_demos(config: Config, data: Any) -> PromptSource | None:
             )
         where = "template" if answers.template else "column"
         raise GruppoError(
-            f"""supervised.{where} names {missing[0]!r}, which is none of {of}'s columns,
-                    {listed}{nearest(missing[0], sorted(columns))}""",
-            advice=f"Set $supervised.{where}",
+            f"supervised.{where} names {missing[0]!r}, which is none of {of}'s columns, {listed}",
+            advice=f"Set $supervised.{where}.{did_you_mean(missing[0], sorted(columns))}",
         )
     return source
 
