@@ -369,7 +369,7 @@ MISTAKES = {
         r"no model 'smollm2-135'. Did you mean smollm2-135m\?",
     ),
     "no such file": (["--data", "nothing.jsonl"], 3, r"there is no file nothing.jsonl"),
-    "no such data": (["--data", "arithmetik"], 3, r"arithmetik.*'arithmetic'"),
+    "no such data": (["--data", "arithmetik"], 3, r"arithmetik.*Did you mean arithmetic"),
     "an empty data set": (
         ["--data", EMPTY],
         3,
