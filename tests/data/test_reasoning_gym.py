@@ -52,7 +52,7 @@ def test_a_task_that_changes_with_the_hash_seed_is_refused_unless_it_is_fixed(mo
 
 
 def test_a_held_out_share_that_leaves_nothing_is_refused_and_one_that_keeps_nothing_gives_none():
-    with pytest.raises(DataError, match=r"Lower --prompts.held-out-fraction"):
+    with pytest.raises(DataError, match=r"Lower prompts.held_out_fraction"):
         source(held_out_fraction=0.999999).take(1)
     assert source(held_out_fraction=1e-9).held_out(1) == []
     assert source(held_out_fraction=0).held_out(4) == []
