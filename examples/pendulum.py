@@ -155,7 +155,6 @@ def starts(seed=0):
         prompt_at=prompt,
         columns=(),
         digest="starting states of a pendulum",
-        identity={},
     )
 
 

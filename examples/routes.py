@@ -204,7 +204,6 @@ def instances(seed=0):
         prompt_at=prompt,
         columns=(),
         digest=f"routes of {CITIES} cities",
-        identity={},
     )
 
 
