@@ -47,10 +47,10 @@ from gruppo.tracking import trackers
 from gruppo.tracking.plots import plot_run
 from gruppo.tracking.report import closing_lines
 from gruppo.trainer import checkpoint, checks, dry_run, loop
-from gruppo.trainer.async_rollouts import AsyncRollouts
 from gruppo.trainer.callbacks import Callbacks, Step
 from gruppo.trainer.evaluate import Evaluated, held_out
 from gruppo.trainer.memory import MemoryRanOut
+from gruppo.trainer.prefetch import PrefetchEngine
 from gruppo.trainer.run import Run
 from gruppo.trainer.run_dir import RunFolder, check_is_run, environment
 from gruppo.trainer.watch import logged, on_screen, output_may_close
@@ -288,7 +288,7 @@ class Trainer:
                 run, model_source = build(config, parts)
             check_equal({"the data": run.source.fingerprint(), **run.rewards.input_digests()})
             if config.engine.lag or config.engine.replay:
-                run.async_rollouts = run.source = AsyncRollouts(run)
+                PrefetchEngine.attach(run, path)
             run.callbacks = hooks
             with dist.fail_together():
                 if is_new:
@@ -309,19 +309,11 @@ class Trainer:
                     )
                 if not is_restored:
                     folder.write_manifest(run, model_source)
-            if run.async_rollouts is not None:
-                stack.callback(run.async_rollouts.join)
             stack.callback(run.engine.close)
             run.rewards.attach(path)
             run.engine.sync(
                 run.policy, run.state.version
             )  # until now it held the first weights, or none
-            if run.async_rollouts is not None:
-                stack.callback(
-                    run.async_rollouts.close
-                )  # before the engine, whose end ends what is being sampled
-                with dist.fail_together():
-                    run.async_rollouts.open(path)
             # closed in reverse order: the screen gives the terminal back before anything else is printed
             with run.stopper.listening():
                 with dist.fail_together():
@@ -722,7 +714,7 @@ def explain(config: Config, *, gpus: int = 1, trust_run: bool = False) -> list[s
 
 def join_ranks(config: Config) -> None:
     chosen = config.distributed
-    dist.init(chosen.timeout_s, backend=chosen.backend, is_sharded=chosen.shard != "none")
+    dist.init(chosen.timeout_s, is_sharded=chosen.shard != "none")
 
 
 def check_equal_ranks(config: Config) -> None:

@@ -192,11 +192,6 @@ MISTAKES = {
     ),
     "an unknown option": (["--optim.rate", "1"], [], "unknown option --optim.rate"),
     "an option that one rank lacks": ([], ["--optim.rate", "1"], "unknown option --optim.rate"),
-    "nccl": (
-        ["--distributed.backend", "nccl"],
-        [],
-        "distributed.backend=nccl needs CUDA, and torch finds no",
-    ),
     "cuda": (
         ["--device", "cuda"],
         [],

@@ -256,4 +256,4 @@ def test_completions_stop_at_their_limit_with_one_warning(tmp_path, caplog):
     size = (tmp_path / "whole/completions/step_000001.jsonl.gz").stat().st_size
     write_completions(tmp_path, 4, max_bytes=size)
     assert completion_steps(tmp_path) == [1, 1, 1, 2, 2, 2]
-    assert caplog.text.count("completions/ has reached --saving.completions-gb") == 1
+    assert caplog.text.count("completions/ has reached") == 1

@@ -99,8 +99,8 @@ def assert_same(run: Path, other: Path) -> None:
 
 def learned_from(run: Path) -> list[int]:
     """Positions of the draws that the steps of a run with lag learned from, in order, as its ledger has them."""
-    steps = Ledger(run, json.loads((run / "config.json").read_text()), is_replayed=True).steps
-    return [position for step in sorted(steps) for position in steps[step]["positions"]]
+    steps = Ledger(run, is_replayed=True).steps
+    return [position for step in sorted(steps) for position in steps[step]]
 
 
 def assert_nothing_lost(run: Path) -> None:

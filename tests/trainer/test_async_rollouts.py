@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from benchmarks.kills import count_operations
+from safetensors import safe_open
 from tests import processes, tiny
 from tests.trainer import runs
 from tests.trainer.beside import CopyEngine
@@ -22,9 +23,8 @@ from gruppo.build import check_lag
 from gruppo.cli.commands import train
 from gruppo.config import serialization
 from gruppo.config.schema import Config, EngineConfig
-from gruppo.trainer import ledger as ledger_module
-from gruppo.trainer.async_rollouts import AsyncRollouts
 from gruppo.trainer.ledger import Ledger
+from gruppo.trainer.prefetch import PrefetchEngine
 from gruppo.types import EngineLost, GruppoError
 
 OPERATIONS = 100
@@ -60,12 +60,12 @@ def test_lag_0_equals_the_synchronous_loop_to_the_bit(tmp_path, monkeypatch):
     api.start(beside)
     with api.Trainer.open(queued) as trainer:
         run = trainer.run
-        run.async_rollouts = run.source = AsyncRollouts(run)
-        run.async_rollouts.open(trainer.folder)
+        PrefetchEngine.attach(run, trainer.folder)
+        run.engine.sync(run.policy, 0)
         for step in trainer.steps:
             assert step.metrics["lag/max"] == 0
-        run.async_rollouts.close()
-        run.source, run.async_rollouts = run.source.source, None
+        run.engine.close()
+        run.source = run.source.source
         trainer.finish()
     final = "final/model.safetensors"
     assert runs.tensors(folder_of(local) / final) == runs.tensors(folder_of(beside) / final)
@@ -94,7 +94,7 @@ def test_with_real_threads_no_token_is_older_than_the_bound_and_no_draw_is_skipp
                 step.metrics["lag/max"] == int(lags.max())
                 and step.metrics["lag/stale_groups_count"] == 0
             )
-            assert trainer.run.async_rollouts.slots.next_index <= (lag + 1) * chosen.rollout.prompts
+            assert trainer.run.engine.slots.next_index <= (lag + 1) * chosen.rollout.prompts
         trainer.finish()
     assert oldest == lag  # it did sample ahead
     assert runs.learned_from(trainer.folder) == list(range(8 * 4))
@@ -121,7 +121,7 @@ def test_a_publish_without_a_step_makes_groups_sampled_again_from_the_same_draw(
     with api.Trainer.open(chosen) as trainer:
         run = trainer.run
         trainer.step()
-        next_prompts = [group.prompt.id for group in run.async_rollouts.slots.queue][:4]
+        next_prompts = [group.prompt.id for group in run.engine.slots.queue][:4]
         for _ in range(2):  # as a return to the best weights does
             run.state.version += 1
             run.engine.sync(run.policy, run.state.version)
@@ -159,27 +159,8 @@ def test_each_rank_samples_the_groups_of_its_own_slots_ahead(tmp_path):
     run = tmp_path / "runs/run"
     assert runs.learned_from(run) == list(range(16))
     assert max(row["lag/max"] for row in runs.metrics(run) if "lag/max" in row) in (1, 2)
-    groups = Ledger(run, settings, is_replayed=True).groups
-    assert {position for position, _ in groups} == {*range(16)}
-    assert all(
-        place.path.name.endswith(f"-r{position % 2}.ledger")
-        for (position, _), place in groups.items()
-    )
-
-
-@pytest.mark.parametrize("every", [0, 2])
-def test_the_ledger_of_a_run_is_pruned_up_to_its_oldest_checkpoint(tmp_path, every):
-    chosen = config(tmp_path, engine__lag=1, saving__every=every, saving__ledger_gb=1e-9, steps=6)
-    with api.Trainer.open(chosen) as trainer:
-        for step in trainer.steps:
-            oldest = (step.step - 1) // 2 * 2 if every else step.step
-            held = {position for position, _ in trainer.run.async_rollouts.ledger.groups}
-            assert min(held, default=24) >= 4 * oldest - 4 and held >= {
-                *range(4 * step.step, max(held, default=0) + 1)
-            }
-        trainer.finish()
-    with pytest.raises(GruppoError, match="begins after its first steps"):
-        train(["--replay", str(folder_of(chosen)), "--name", "replay", "--runs-dir", str(tmp_path)])
+    for rank in range(2):
+        assert sampled(run, f"*-r{rank}") == list(range(rank, 16, 2))
 
 
 # --- resume and replay ------------------------------------------------------------------------------------------------
@@ -190,12 +171,12 @@ def test_a_stopped_run_learns_from_each_draw_once_and_samples_nothing_again(tmp_
     with api.Trainer.open(chosen) as trainer:
         for _ in range(3):
             trainer.step()
-        ahead = [group.position for group in trainer.run.async_rollouts.slots.queue]
-        while any(group.rollouts is None for group in trainer.run.async_rollouts.slots.queue):
+        ahead = [group.position for group in trainer.run.engine.slots.queue]
+        while any(group.rollouts is None for group in trainer.run.engine.slots.queue):
             time.sleep(0.01)
     assert ahead == list(range(12, 24))
     with api.Trainer.resume(folder_of(chosen)) as trainer:
-        asked = trainer.run.engine.calls
+        asked = trainer.run.engine.engine.calls
         before = len(asked)  # those of the check of the engine
         trainer.train()
         drawn = [request.prompt.draw for call in asked[before:] for request in call]
@@ -246,7 +227,7 @@ def test_a_replay_with_options_that_decide_what_is_sampled_is_refused(
     lagged, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(
-        AsyncRollouts,
+        PrefetchEngine,
         "_are_ready",
         lambda *_: pytest.fail("it waits for samples that nothing makes"),
     )
@@ -308,6 +289,16 @@ def test_an_error_of_the_engine_in_another_thread_ends_the_run_with_its_line(tmp
             trainer.train()
 
 
+def sampled(run: Path, files: str = "*") -> list[int]:
+    """Positions of the groups in the files of a ledger, each as often as it was sampled."""
+    positions = []
+    for path in (run / "ledger").glob(f"{files}.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            names = [name for name in file.keys() if name.endswith(".json")]  # noqa: SIM118
+        positions += [int(name.partition(".")[0]) for name in names]
+    return sorted(positions)
+
+
 def until(is_reached: Callable[[], bool]) -> None:
     give_up_at = time.monotonic() + 30
     while not is_reached():
@@ -322,10 +313,10 @@ def test_an_error_of_the_ledger_in_another_thread_ends_the_run(tmp_path, monkeyp
         raise ValueError("the ledger fails")
 
     with api.Trainer.open(config(tmp_path)) as trainer:
-        ahead = trainer.run.async_rollouts
+        ahead = trainer.run.engine
         trainer.step()
         until(lambda: all(group.rollouts is not None for group in ahead.slots.queue))
-        monkeypatch.setattr(Ledger, "append_group", fail)
+        monkeypatch.setattr(Ledger, "append", fail)
         trainer.step()
         until(lambda: ahead._error is not None)
         assert str(ahead._error) == "the ledger fails" and not any(
@@ -341,7 +332,7 @@ def test_after_an_engine_was_lost_a_publish_that_reaches_it_goes_on_with_samplin
 
     chosen = config(tmp_path)
     with api.Trainer.open(chosen) as trainer:
-        ahead = trainer.run.async_rollouts
+        ahead = trainer.run.engine
         trainer.step()
         until(lambda: all(group.rollouts is not None for group in ahead.slots.queue))
         with monkeypatch.context() as patched:
@@ -350,20 +341,6 @@ def test_after_an_engine_was_lost_a_publish_that_reaches_it_goes_on_with_samplin
             until(lambda: ahead._error is not None)
         trainer.train()
     assert runs.learned_from(folder_of(chosen)) == list(range(24))
-
-
-def test_samples_of_versions_that_a_resumed_run_has_not_reached_are_not_used(tmp_path):
-    with api.Trainer.open(config(tmp_path)) as trainer:
-        rollouts = trainer.run.async_rollouts
-        trainer.step()
-        trainer.step()
-        until(lambda: all(group.rollouts is not None for group in rollouts.slots.queue))
-        newest = {group: int(group.rollouts.policy_version.max()) for group in rollouts.slots.queue}
-        assert {*newest.values()} > {0}
-        trainer.run.state.version = 1  # as after a kill, from the checkpoint of step 1
-        for group, version in newest.items():
-            assert (rollouts._recorded(group) is None) == (version > 1)
-        trainer.run.state.version = 2
 
 
 def test_an_evaluation_waits_for_one_of_the_engines_calls(tmp_path, monkeypatch):
@@ -392,66 +369,35 @@ def test_a_draw_that_fails_is_drawn_again(tmp_path, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(type(policy), "check_prompt", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                trainer.run.async_rollouts.take(4)
+                trainer.run.source.take(4)
         trainer.train()
     assert runs.learned_from(folder_of(chosen)) == list(range(24))
-    draws = [group["draw"] for group in group_records(folder_of(chosen))]
-    assert sorted(draws) == list(range(24))
+    assert sampled(folder_of(chosen)) == list(range(24))
 
 
-def group_records(run: Path) -> list[dict[str, Any]]:
-    records = [
-        record for path in (run / "ledger").iterdir() for _, record in ledger_module._records(path)
-    ]
-    return [record for record in records if record["event"] == "group"]
-
-
-def test_pruning_keeps_what_a_checkpoint_needs_that_is_still_being_written(tmp_path):
-    with api.Trainer.open(config(tmp_path, saving__every=0, saving__ledger_gb=1e-9)) as trainer:
-        ahead = trainer.run.async_rollouts
-        trainer.step()
-        position = ahead.state_dict()["position"]
-        ahead.sync(position)
-        trainer.step()
-        trainer.step()
-        assert {*range(position, position + 8)} <= {held for held, _ in ahead.ledger.groups}
-
-
-@pytest.mark.parametrize(
-    "damage", ["missing", "shorter", "another run", "begins late", "no ledger"]
-)
+@pytest.mark.parametrize("damage", ["missing", "torn", "another run", "no ledger"])
 def test_a_ledger_that_is_not_whole_is_refused_in_one_line(lagged, tmp_path, damage):
     run = shutil.copytree(lagged, tmp_path / "runs" / lagged.name)
-    segment = run / "ledger" / "000000-r0.ledger"
+    file = run / "ledger" / "step_000002-r0.safetensors"
     if damage == "missing":
-        segment.rename(segment.with_name("000001-r0.ledger"))
-        shutil.copy(segment.with_name("000001-r0.ledger"), segment.with_name("000003-r0.ledger"))
-        shutil.copy(segment.with_name("000001-r0.ledger"), segment)
-    if damage == "shorter":
-        segment.write_bytes(segment.read_bytes()[:-1000])
-        state = run / "checkpoints" / "step_000006" / "state.json"
-        saved = json.loads(state.read_text())
-        state.write_text(
-            json.dumps(saved | {"ledger": {segment.name: segment.stat().st_size + 1000}})
-        )
+        file.unlink()
+    if damage == "torn":
+        file.write_bytes(file.read_bytes()[:-1000])
     if damage == "another run":
         settings = json.loads((run / "config.json").read_text())
         (run / "config.json").write_text(json.dumps(settings | {"seed": 1}))
-    if damage == "begins late":
-        segment.rename(segment.with_name("000001-r0.ledger"))
     if damage == "no ledger":
         shutil.rmtree(run / "ledger")
     with pytest.raises(GruppoError) as caught:
         train(["--replay", str(run), "--name", "replay", "--runs-dir", str(tmp_path)])
-    assert f"delete {run}" not in str(caught.value)  # the other run needs its ledger
     messages = {
-        "missing": "000002-r0.ledger is missing",
-        "shorter": "bytes, and the checkpoint needs it",
-        "another run": "belongs to another run",
-        "begins late": "were deleted",
+        "missing": "has no samples of prompt",
+        "torn": f"{file} cannot be read",
+        "another run": "where the data have",
         "no ledger": "no complete step in its ledger",
     }
     assert messages[damage] in str(caught.value) and "\n" not in str(caught.value)
+    assert "Delete" not in str(caught.value)  # the other run needs its ledger
 
 
 def test_a_replay_needs_the_folder_of_a_run(tmp_path):

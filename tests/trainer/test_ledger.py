@@ -1,9 +1,9 @@
-"""The ledger of asynchronous rollouts as a file: what it returns, what a kill leaves of it, and how large it grows."""
+"""The ledger of asynchronous rollouts as files: what it returns, and what a kill leaves of it."""
 
 from __future__ import annotations
 
 import errno
-import io
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from gruppo.trainer import ledger as ledger_module
 from gruppo.trainer.ledger import Ledger, split
 from gruppo.types import GruppoError, Prompt, Request, Rollouts, Sampling
 
-CONFIG = dict.fromkeys(("name", "seed", "model", "data", "prompts", "rollout"), "x")
 SAMPLING = Sampling(temperature=0.7, stop=("end",))
 
 
@@ -67,27 +66,36 @@ def assert_equal(one: Any, other: Any) -> None:
         assert one == other or one is other
 
 
-def written(folder: Path, positions: range, **options: Any) -> Ledger:
-    ledger = Ledger(folder, CONFIG, **options)
+def written(folder: Path, positions: range, step: int = 1) -> Ledger:
+    ledger = Ledger(folder)
     for position in positions:
-        ledger.append_group(position, request(position), SAMPLING, rollouts(position))
+        ledger.append(position, request(position), SAMPLING, rollouts(position))
+    ledger.write(step, positions)
     return ledger
 
 
+def held(folder: Path, positions: range = range(9)) -> list[int]:
+    """Positions whose samples a process that starts now finds."""
+    ledger = Ledger(folder)
+    return [n for n in positions if ledger.find(n, request(n), SAMPLING) is not None]
+
+
 def test_samples_are_read_as_they_were_with_texts_states_and_tensors(tmp_path):
-    written(tmp_path, range(3)).close()
-    ledger = Ledger(tmp_path, CONFIG)
+    written(tmp_path, range(3))
+    ledger = Ledger(tmp_path)
+    assert ledger.steps == {1: [0, 1, 2]}
     for position in range(3):
         requested = request(position)
         found = ledger.find(position, requested, SAMPLING)
-        assert found is not None and found.prompts == (
-            requested.prompt,
-        )  # with the target, which is not in the ledger
+        assert found is not None
+        # with the target, which is not in the ledger
+        assert found.prompts == (requested.prompt,)
         assert_equal(replace(found, prompts=()), replace(rollouts(position), prompts=()))
 
 
 def test_what_was_sampled_for_other_settings_is_not_found_and_of_another_prompt_refused(tmp_path):
-    ledger = written(tmp_path, range(1))
+    written(tmp_path, range(1))
+    ledger = Ledger(tmp_path)
     assert ledger.find(1, request(1), SAMPLING) is None
     assert ledger.find(0, request(0, size=4), SAMPLING) is None
     assert ledger.find(0, request(0, first=2), SAMPLING) is None
@@ -96,116 +104,92 @@ def test_what_was_sampled_for_other_settings_is_not_found_and_of_another_prompt_
         ledger.find(0, request(1), SAMPLING)
 
 
-def test_the_newest_record_of_a_draw_counts(tmp_path):
-    ledger = written(tmp_path, range(2))
-    ledger.close()
-    again = Ledger(tmp_path, CONFIG)
-    again.append_group(0, request(0), SAMPLING, rollouts(7))
-    again.close()
-    found = Ledger(tmp_path, CONFIG).find(0, request(0), SAMPLING)
+@pytest.mark.parametrize("step", [1, 2])
+def test_the_newest_samples_of_a_draw_count(tmp_path, step):
+    """Those that were beyond the bound are sampled again, in the same step or in a later one."""
+    ledger = Ledger(tmp_path)
+    ledger.append(0, request(0), SAMPLING, rollouts(3))
+    if step == 2:
+        ledger.write(1, [9])
+    ledger.append(0, request(0), SAMPLING, rollouts(7))
+    ledger.write(step, [0])
+    found = Ledger(tmp_path).find(0, request(0), SAMPLING)
     assert found is not None and torch.equal(found.actions, rollouts(7).actions)
-    assert [path.name for path in again.segments()] == ["000000-r0.ledger", "000001-r0.ledger"]
 
 
-def test_the_newest_record_counts_also_where_another_rank_has_written_it(tmp_path, monkeypatch):
-    """A run that goes on with another number of ranks gives a draw to another rank."""
-    for session, rank in enumerate((1, 0, 1, 0)):
-        monkeypatch.setattr(ledger_module.dist, "rank", lambda rank=rank: rank)
-        ledger = Ledger(tmp_path, CONFIG)
-        assert ledger.session == session
-        ledger.append_group(0, request(0), SAMPLING, rollouts(session))
-        ledger.close()
-        found = Ledger(tmp_path, CONFIG).find(0, request(0), SAMPLING)
-        assert found is not None and torch.equal(found.actions, rollouts(session).actions)
-
-
-@pytest.mark.parametrize("damage", ["cut", "garbled"])
-def test_of_a_segment_whose_end_was_lost_all_whole_records_are_read(tmp_path, damage):
-    ledger = written(tmp_path, range(3))
-    ledger.close()
-    (path,) = ledger.segments()
-    size = path.stat().st_size
-    if damage == "cut":
-        path.write_bytes(path.read_bytes()[:-10])
-    else:
-        path.write_bytes(path.read_bytes()[:-10] + b"\0" * 10)
-    found = Ledger(tmp_path, CONFIG)
-    assert sorted(found.groups) == [(0, 0), (1, 0)]
-    if damage == "cut":
-        with pytest.raises(
-            GruppoError, match=f"has {size - 10} of {size} bytes, and the checkpoint needs it"
-        ):
-            found.check({path.name: size})
-
-
-def test_a_segment_that_a_checkpoint_needs_must_be_there_unless_the_whole_ledger_was_deleted(
+def test_what_a_killed_process_finished_after_the_checkpoint_is_used_if_this_run_has_its_weights(
     tmp_path,
 ):
-    ledger = written(tmp_path, range(3))
-    state = ledger.state(2)
-    assert list(state) == ["000000-r0.ledger"] and not ledger.state(3)
-    ledger.close()
-    (path,) = ledger.segments()
-    path.unlink()
-    with pytest.raises(GruppoError, match=r"000000-r0\.ledger is missing"):
-        Ledger(tmp_path, CONFIG).check(state)
-    ledger.folder.rmdir()
-    Ledger(tmp_path, CONFIG).check(state)
+    for step, version in ((1, 0), (2, 1), (3, 2), (4, 3)):
+        ledger = Ledger(tmp_path)
+        one = rollouts(step)
+        one = replace(one, policy_version=torch.full_like(one.policy_version, version))
+        ledger.append(step, request(step), SAMPLING, one)
+        ledger.write(step, [step])
+    resumed = Ledger(tmp_path)
+    resumed.resume(1, version=2)  # three files after step 1, the last of weights that it has not
+    assert [path.name for path in resumed.paths()] == [
+        "step_000001-r0.safetensors",
+        "step_000002-r0.safetensors",
+    ]
+    assert held(tmp_path) == [1, 2, 3]
+    assert resumed.steps == {1: [1]}  # the later ones are not complete in this run
+    resumed.append(5, request(5), SAMPLING, rollouts(5))
+    resumed.write(2, [2])
+    assert held(tmp_path) == [1, 2, 3, 5]
 
 
-def test_it_is_bounded_and_what_a_checkpoint_needs_is_never_deleted(tmp_path):
-    one = written(tmp_path / "one", range(1))
-    one.close()
-    record = one.segments()[0].stat().st_size
-    ledger, most = Ledger(tmp_path, CONFIG, max_bytes=20 * record), 0
-    for position in range(200):
-        ledger.append_group(position, request(position), SAMPLING, rollouts(position))
-        ledger.prune(position - 10)  # of the oldest checkpoint
-        size = sum(path.stat().st_size for path in ledger.segments())
-        most = max(most, size)
-        assert all(
-            (needed, 0) in ledger.groups for needed in range(max(position - 10, 0), position + 1)
-        )
-    assert most < 25 * record and (0, 0) not in ledger.groups
-    ledger.close()
-    tight = Ledger(tmp_path, CONFIG, max_bytes=record)
-    tight.prune(195)
-    assert {195, 199} <= {position for position, _ in tight.groups}
+def test_with_another_number_of_ranks_what_was_finished_after_the_checkpoint_is_sampled_again(
+    tmp_path, monkeypatch
+):
+    for step in (1, 2):
+        written(tmp_path, range(step, step + 1), step)
+    monkeypatch.setattr(ledger_module.dist, "world_size", lambda: 2)
+    Ledger(tmp_path).resume(1, version=9)
+    assert held(tmp_path) == [1]
+
+
+def test_each_rank_reads_its_own_files_and_a_replay_those_of_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(ledger_module.dist, "world_size", lambda: 2)
+    for rank in range(2):
+        monkeypatch.setattr(ledger_module.dist, "rank", lambda rank=rank: rank)
+        written(tmp_path, range(rank, rank + 1))
+        assert held(tmp_path) == [rank]
+    replay = Ledger(tmp_path, is_replayed=True)
+    assert all(replay.find(n, request(n), SAMPLING) is not None for n in range(2))
 
 
 def test_what_cannot_be_kept_is_one_line_and_nothing_is_written(tmp_path):
-    ledger = Ledger(tmp_path, CONFIG)
-    with pytest.raises(
-        GruppoError, match=r"rollouts\.per_row holds a object, which the ledger cannot keep"
-    ):
-        ledger.append_group(0, request(0), SAMPLING, rollouts(0, per_row={"state": (object(), 1)}))
-    assert not ledger.groups
+    ledger = Ledger(tmp_path)
+    odd = rollouts(0, per_row={"state": (object(), 1)})
+    with pytest.raises(GruppoError, match=r"rollouts\.per_row holds a object, which the ledger"):
+        ledger.append(0, request(0), SAMPLING, odd)
+    ledger.write(1)
+    assert not (tmp_path / "ledger").exists()
 
 
-class FullDisk(io.BytesIO):
-    """Takes half of what is written, as a disk that is full does."""
+def test_a_full_disk_is_one_line_and_the_next_write_has_everything(tmp_path, monkeypatch):
+    def fail(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def __init__(self, file: Any) -> None:
-        super().__init__()
-        self.file, self.name = file, file.name
-
-    def tell(self) -> int:
-        return self.file.tell()
-
-    def write(self, data: Any) -> int:
-        self.file.write(data[: len(data) // 2])
-        self.file.flush()
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def test_after_a_write_that_failed_records_are_read_from_a_new_segment(tmp_path):
     ledger = written(tmp_path, range(1))
-    ledger._file = FullDisk(ledger._file)
-    with pytest.raises(GruppoError, match="the disk is full"):
-        ledger.append_group(1, request(1), SAMPLING, rollouts(1))
-    ledger.append_group(2, request(2), SAMPLING, rollouts(2))
-    ledger.close()
-    assert sorted(Ledger(tmp_path, CONFIG).groups) == [(0, 0), (2, 0)]
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fail)
+        ledger.append(1, request(1), SAMPLING, rollouts(1))
+        with pytest.raises(GruppoError, match="the disk is full"):
+            ledger.write(2, [1])
+    ledger.write(2, [1])
+    assert held(tmp_path) == [0, 1]
+
+
+def test_a_torn_file_is_refused_in_one_line(tmp_path):
+    (path,) = written(tmp_path, range(1)).paths()
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(
+        GruppoError, match=r"cannot be read: .*its groups are sampled again"
+    ) as caught:
+        Ledger(tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 def test_groups_of_a_call_are_split_without_the_columns_of_the_others():

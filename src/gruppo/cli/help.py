@@ -25,7 +25,7 @@ EXPERT = re.compile(
     r"stage\.(name|steps|until|cons_coef|difficulty|weight_decay)|reference\.watch_prompts|evaluation\.along_steps|"
     r"prompts\.(difficulty_column|special_tokens|chat_template|chat_template_kwargs)|"
     r"environment\.(max_reply_tokens|timeout_s)|distributed\..*|"
-    r"back_off\.(drop|lr_factor)|lora\.adapter|saving\.(ledger_gb|completions_gb)|"
+    r"back_off\.(drop|lr_factor)|lora\.adapter|"
     r"engine\.(timeout_s|max_inflight|max_mismatch|replay|colocated|publish_dir)"
 )
 """Options that only ``--help-all`` lists, unless a recipe sets them."""

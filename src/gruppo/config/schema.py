@@ -414,13 +414,6 @@ class SavingConfig:
 
     Of images, the rewards of every sample, without the pixels.
     """
-    completions_gb: NonNegative = 10.0
-    """Size of completions/, in GB (compressed), beyond which only shown ones are kept."""
-    ledger_gb: NonNegative = 2.0
-    """Size of a rank's ledger/, in GB, beyond which old samples are deleted.
-
-    None that a checkpoint needs. See engine.lag.
-    """
 
 
 @dataclass(frozen=True)
@@ -432,11 +425,6 @@ class DistributedConfig:
 
     none: each rank has all of them. fsdp: over all ranks. hybrid: over the ranks of each machine, replicated over
     machines.
-    """
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Backend of collectives on GPUs; those on the CPU use gloo.
-
-    auto: nccl with CUDA. gloo lets several ranks share one GPU, which nccl refuses.
     """
     offload_params: bool = False
     """Keep shards on the CPU between uses: weights, gradients, AdamW's state.

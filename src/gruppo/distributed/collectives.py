@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Literal
 
 import torch
 import torch.distributed as td
@@ -93,13 +92,12 @@ def set_advice(sentence: str) -> None:
 def init(
     timeout_s: float = 1800,
     *,
-    backend: Literal["auto", "gloo", "nccl"] = "auto",
     is_sharded: bool = False,
 ) -> None:
     """Join the process group that ``torchrun`` describes in the environment, if any.
 
-    A collective ends with RankLost if another rank has ended, or does not join it within ``timeout_s``. ``backend``:
-    of tensors on GPUs; those on the CPU use gloo.
+    A collective ends with RankLost if another rank has ended, or does not join it within ``timeout_s``.
+    GRUPPO_DIST_BACKEND=gloo lets several ranks share a GPU, which nccl refuses.
     """
     global _heartbeat, _processes, _timeout_s
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
@@ -113,10 +111,11 @@ def init(
     timeout = timedelta(
         seconds=timeout_s - ROUNDS * interval_s
     )  # the rest is for finding the lost rank
-    use_nccl = backend == "nccl" or (backend == "auto" and torch.cuda.is_available())
+    named = "gloo"
+    if torch.cuda.is_available():
+        named = f"cpu:gloo,cuda:{os.environ.get('GRUPPO_DIST_BACKEND', 'nccl')}"
     try:
         store, number, count = next(td.rendezvous("env://", timeout=timeout))
-        named = "cpu:gloo,cuda:nccl" if use_nccl and torch.cuda.is_available() else "gloo"
         td.init_process_group(named, store=store, rank=number, world_size=count, timeout=timeout)
         shared = td.PrefixStore("gruppo", store)
         _heartbeat = Heartbeat(
@@ -131,12 +130,6 @@ def init(
         ranks, reason = os.environ["WORLD_SIZE"], str(error).splitlines()[0]
         raise RankLost(f"""the {ranks} ranks did not meet within {timeout_s:g} s ({reason}). Check that all of them were
             started and reach MASTER_ADDR, or set --distributed.timeout-s higher.""") from error
-    if use_nccl and not torch.cuda.is_available():
-        raise GruppoError(
-            "distributed.backend=nccl needs CUDA, and torch finds no CUDA device",
-            option="distributed.backend",
-            advice="gloo, or install a CUDA build of torch",
-        )
 
 
 def shutdown() -> None:

@@ -29,6 +29,8 @@ log = logging.getLogger("gruppo")
 
 STEPS_PER_FILE = 50
 """Steps of a file of completions."""
+MAX_COMPLETIONS_BYTES = 10e9
+"""Size of completions/ beyond which only shown samples are kept."""
 MAX_TEXT = 1 << 30
 """Bytes of a step of completions; a hostile file may unpack to any number."""
 MAX_ARRAY = 16
@@ -98,7 +100,7 @@ class CompletionFiles:
     them. Past ``max_bytes`` in all nothing more is written, with one warning.
     """
 
-    def __init__(self, run_dir: str | Path, max_bytes: float) -> None:
+    def __init__(self, run_dir: str | Path, max_bytes: float = MAX_COMPLETIONS_BYTES) -> None:
         self.folder, self.max_bytes = Path(run_dir) / "completions", max_bytes
         self._size, self._is_full = 0, False
 
@@ -125,7 +127,7 @@ class CompletionFiles:
         data = gzip.compress(text.encode("utf-8", "replace"), mtime=0)
         if self._size + len(data) > self.max_bytes:
             self._is_full = True
-            text = "completions/ has reached --saving.completions-gb %g: from step %d on only shown samples are kept."
+            text = "completions/ has reached %g GB: from step %d on only shown samples are kept."
             return log.warning(text, self.max_bytes / 1e9, step)
         path = (
             self.folder / f"step_{(step - 1) // STEPS_PER_FILE * STEPS_PER_FILE + 1:06d}.jsonl.gz"

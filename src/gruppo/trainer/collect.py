@@ -81,8 +81,6 @@ def collect(run: Run, step_params: StepParams) -> Collected:
         metrics |= sampled.thrown() | {"refill/rounds_count": float(dist.all_max(len(rounds) - 1))}
     if rollout.first_samples:
         metrics |= dynamic_sampling.growth_metrics(rounds, grown, rollout, step_params)
-    if run.async_rollouts is not None:
-        metrics |= run.async_rollouts.metrics(sampled.rollouts)
     if source.level is not None:  # every rank draws all prompts, and passes over the same ones
         difficulties = [source.difficulty(prompt) for prompt in sampled.rollouts.prompts]
         stat = dist.merge_stats(
@@ -163,8 +161,7 @@ def _requests(run: Run, slots: Sequence[int], size: int) -> dict[int, Request]:
 
 def _round(run: Run, step_params: StepParams, requests: dict[int, Request]) -> Round:
     with dist.phase("sample"):
-        sampler = run.engine if run.async_rollouts is None else run.async_rollouts
-        rollouts = sampler.generate(
+        rollouts = run.engine.generate(
             list(requests.values()), step_params.sampling, seed=run.config.seed
         )
     began = time.perf_counter()

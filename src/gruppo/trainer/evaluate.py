@@ -68,9 +68,7 @@ def evaluate(
     ``generate``: a policy's ``sample``, greedy only; by default the run's engine.
     """
     count = run.config.evaluation.samples if generate is None and run.rewards.names else 0
-    generate = generate or (
-        run.async_rollouts.call_engine if run.async_rollouts else run.engine.generate
-    )
+    generate = generate or run.engine.generate
     mine = list(prompts)[
         dist.rank() :: dist.world_size()
     ]  # fewer prompts than ranks leave some without any

@@ -194,8 +194,6 @@ def publish(run: Run, folder: RunFolder, collected: Collected, metrics: dict[str
         run.engine.sync(run.policy, run.state.version)
     except GruppoError as error:  # the step is complete: it is logged and saved before the run ends
         lost = error
-    if run.async_rollouts is not None and lost is None:
-        run.async_rollouts.release()
     if run.reference is not None:
         run.reference.update(run.policy, run.state.step)
     seconds = sum(metrics.get(f"time/{part}_s", 0.0) for part in TIMED)

@@ -70,8 +70,6 @@ class Run:
     """What replies to the policy in conversations of several turns."""
     sampling: Sampling = None  # type: ignore[assignment]
     """Sampling where no stage sets a temperature; by default that of ``config.rollout``."""
-    async_rollouts: Any = None
-    """``AsyncRollouts``, with ``engine.lag`` above 0 or in a replay; it is ``source`` too. Else None."""
     stage_schedule: StageSchedule = field(init=False)
     trackers: list[Tracker] = field(default_factory=list)
     stopper: Stopper = field(default_factory=Stopper)

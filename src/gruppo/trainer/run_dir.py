@@ -175,7 +175,7 @@ class RunFolder:
             return []
         files: list[MetricsFile | SamplesFile] = [MetricsFile(self.path), SamplesFile(self.path)]
         config = serialization.load(self.path / "config.json")
-        self.completions = CompletionFiles(self.path, 1e9 * config.saving.completions_gb)
+        self.completions = CompletionFiles(self.path)
         for file in (*files, self.completions):
             file.cut(-1 if from_step is None else from_step)
         logged = {row["step"] for row in read_lines(self.path / "metrics.jsonl")}
@@ -197,10 +197,6 @@ class RunFolder:
         are sharded, each rank begins to write its own; ``finish_saving`` waits until all are written.
         """
         is_sharded = any(sharded_tensors(run).values())
-        if (
-            run.async_rollouts is not None
-        ):  # on each rank: a checkpoint must not outlive the samples that it counts on
-            run.async_rollouts.sync(None if state is None else state["source"]["position"])
         if not dist.is_main() and not is_sharded:
             return
         if dist.is_main():
@@ -309,8 +305,6 @@ class RunFolder:
                 raise ValueError(f"{other}{base:.16}...: it belongs to another base")
             self.return_to(run, saved)
             run.source.load_state_dict(saved.state["source"])
-            if run.async_rollouts is not None:
-                run.async_rollouts.needed = saved.state["ledger"]
             if run.demos is not None:
                 run.demos.load_state_dict(saved.state["demos"])
             run.state = State(**{field.name: saved.state[field.name] for field in fields(State)})
@@ -502,7 +496,6 @@ def boundary_state(run: Run) -> dict[str, Any]:
         **{name: copy(value) for name, value in vars(run.state).items()},
         "base_sha256": run.policy.base_sha256,
         "source": run.source.state_dict(),
-        **({} if run.async_rollouts is None else {"ledger": run.async_rollouts.ledger_state()}),
         "demos": None if run.demos is None else run.demos.state_dict(),
         "stage_schedule": run.stage_schedule.state_dict(),
         "random": list(map(json.loads, random_states)),

@@ -3,7 +3,7 @@
 A group takes a slot when its prompt is drawn, and gives it back after it was trained on and the new weights were
 published. With (S + 1) x prompts slots, every step using ``prompts`` of them in the order of draws, a group starts at
 most S publishes before its step: the bound on staleness holds for each group, not on average. Pure Python, without
-threads and clocks; ``AsyncRollouts`` calls it under its lock.
+threads and clocks; ``PrefetchEngine`` calls it under its lock.
 """
 
 from __future__ import annotations
