@@ -6,13 +6,14 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any
 
 from gruppo.loading import check_listed, visible
 from gruppo.rewards.judge_client import COUNTS, JudgeClient
-from gruppo.rewards.judge_file import REASON, Criterion, load_judge
+from gruppo.rewards.judge_file import REASON, Criterion, JudgeConfig, load_judge
 from gruppo.rewards.text import text_of
 from gruppo.timeouts import CallError, describe_error
 from gruppo.types import GruppoError
@@ -58,6 +59,7 @@ class Judge:
             self.config.digest,
         )
         self.compares_group = self.config.mode == "pairs"
+        self._system, self._properties = _instructions(self.config)
         # The signature is what tells FunctionReward which columns of the data to pass.
         names = filter(
             None,
@@ -87,74 +89,38 @@ class Judge:
         log_extra: Log,
         **data: Cells,
     ) -> list[Any]:
+        references = data.get(self.config.reference, [None] * len(prompts))
         try:
-            references = data.get(self.config.reference, [None] * len(prompts))
-            asked = list(zip(prompts, references, strict=True))
+            questions = list(map(_question, prompts, references))
             texts = [text_of(completion) for completion in completions]
             if self.config.mode == "pairs":
-                return await self._ranks(asked, texts, group_ids, log_metric)
-            bodies = [
-                self._bodies(*one, {"answer": text}) for one, text in zip(asked, texts, strict=True)
-            ]
-            answers = iter(await self.client.ask([body for row in bodies for body in row]))
-            rewards, reasons = list[Any](), list[Any]()
-            for row in bodies:
-                verdicts = [next(answers) for _ in row]
-                known = [verdict for verdict in verdicts if not isinstance(verdict, CallError)]
-                grades = [
-                    self._weighted(v, lambda item, points: points / item.points) for v in known
-                ]
-                rewards.append(math.fsum(grades) / len(grades) if grades else verdicts[0])
-                reasons.append(
-                    visible(known[0][REASON])[:1000] if known and self.config.reason else None
-                )
-            if self.config.reason:
-                log_extra(f"{self.__name__}_reason", reasons)
-            return rewards
+                return await self._ranks(questions, texts, group_ids, log_metric)
+            return await self._grades(questions, texts, log_extra)
         except Exception as error:
             # "count": row by row, every question would be asked again, and a tournament would have no opponents
             raise CallError("count", describe_error(error)) from error
 
-    def _bodies(self, prompt: Any, reference: Any, answers: dict[str, str]) -> list[dict[str, Any]]:
+    async def _ask(self, questions: Sequence[dict[str, Any]]) -> list[list[Any]]:
+        """Verdicts of each question, one for each sample; CallError where there is none."""
+        samples = self.config.samples
+        bodies = [body for question in questions for body in self._bodies(question)]
+        answers = await self.client.ask(bodies)
+        return [answers[n : n + samples] for n in range(0, len(answers), samples)]
+
+    def _bodies(self, question: dict[str, Any]) -> list[dict[str, Any]]:
         """The requests of one question, one for each sample."""
-        if not isinstance(prompt, str):  # text_of reads the assistant's messages alone
-            prompt = [
-                {"role": str(m.get("role")), "content": text_of([{**m, "role": "assistant"}])}
-                for m in prompt
-            ]
-        question = (
-            {"prompt": prompt}
-            | ({} if reference is None else {"reference answer": str(reference)})
-            | answers
-        )
-        config, is_pair = self.config, self.config.mode == "pairs"
-        properties: dict[str, Any] = {REASON: {"type": "string"}} if config.reason else {}
-        criteria = []
-        for item in config.rubric:
-            criteria.append(
-                f"- {item.name}{'' if is_pair else f' (0 to {item.points})'}: {item.text}"
-            )
-            properties[item.name] = {
-                "enum": list(PREFERENCES) if is_pair else list(range(item.points + 1))
-            }
-        first = f'"{REASON}" in at most two sentences, then ' if config.reason else ""
-        reply = f"Reply with JSON: {first}each criterion by its name."
-        system = "\n\n".join(
-            filter(
-                None, [TASKS[config.mode], reply, DATA, config.instructions, "\n".join(criteria)]
-            )
-        )
+        config = self.config
         schema = {
             "type": "object",
-            "properties": properties,
-            "required": [*properties],
+            "properties": self._properties,
+            "required": [*self._properties],
             "additionalProperties": False,
         }
         verdict = {"name": "verdict", "strict": True, "schema": schema}
         body = {
             "model": config.model,
             "messages": [
-                {"role": "system", "content": system},
+                {"role": "system", "content": self._system},
                 {"role": "user", "content": quoted(question)},
             ],
             "response_format": {"type": "json_schema", "json_schema": verdict},
@@ -162,59 +128,69 @@ class Judge:
         }
         return [body | {"seed": config.seed + sample} for sample in range(config.samples)]
 
+    async def _grades(
+        self, questions: Sequence[dict[str, Any]], texts: Sequence[str], log_extra: Log
+    ) -> list[Any]:
+        asked = [q | {"answer": text} for q, text in zip(questions, texts, strict=True)]
+        rewards, reasons = list[Any](), list[str | None]()
+        for verdicts in await self._ask(asked):
+            known = [verdict for verdict in verdicts if not isinstance(verdict, CallError)]
+            grades = [self._weighted(v, lambda item, points: points / item.points) for v in known]
+            rewards.append(math.fsum(grades) / len(grades) if grades else verdicts[0])
+            has_reason = bool(known) and self.config.reason
+            reasons.append(visible(known[0][REASON])[:1000] if has_reason else None)
+        if self.config.reason:
+            log_extra(f"{self.__name__}_reason", reasons)
+        return rewards
+
     async def _ranks(
-        self, asked: list[tuple[Any, Any]], texts: Cells, group_ids: Cells, log_metric: Log
+        self,
+        questions: Sequence[dict[str, Any]],
+        texts: Sequence[str],
+        group_ids: Cells,
+        log_metric: Log,
     ) -> list[Any]:
         groups: dict[int, list[int]] = {}
         for row, group in enumerate(group_ids):
             groups.setdefault(group, []).append(row)
         pairs = [pair for rows in groups.values() for pair in self._pairs(rows)]
-        orders = [order for a, b in pairs if texts[a] != texts[b] for order in ((a, b), (b, a))]
-        bodies = [
-            self._bodies(*asked[a], {"first": texts[a], "second": texts[b]}) for a, b in orders
-        ]
-        answers = iter(await self.client.ask([body for order in bodies for body in order]))
-        wins: dict[int, list[float]] = {row: [] for row in range(len(texts))}
-        problems, answered, of_first, is_same = (
-            dict[int, CallError](),
-            set[int](),
-            list[float](),
-            list[float](),
-        )
-        for a, b in pairs:
-            if texts[a] == texts[b]:
-                preferences = [0.5]
-            else:
-                ways = [[next(answers) for _ in range(self.config.samples)] for _ in range(2)]
-                preferences = []
-                for verdicts in zip(*ways, strict=True):
-                    if error := next(
-                        (verdict for verdict in verdicts if isinstance(verdict, CallError)), None
-                    ):
-                        problems |= {a: error, b: error}
-                        continue
-                    forth, back = (
-                        self._weighted(v, lambda _, choice: PREFERENCES[choice]) for v in verdicts
-                    )
-                    of_first += [forth, back]
-                    is_same.append(
-                        float((forth > 0.5) - (forth < 0.5) == (back < 0.5) - (back > 0.5))
-                    )
-                    preferences.append((forth + 1 - back) / 2)
-                    answered |= {a, b}
-            if preferences:
-                share = math.fsum(preferences) / len(preferences)
-                wins[a].append(share)
-                wins[b].append(1 - share)
-        if of_first:
-            log_metric(f"{self.__name__}_first_frac", math.fsum(of_first) / len(of_first))
-            log_metric(f"{self.__name__}_consistent_frac", math.fsum(is_same) / len(is_same))
+        differing = [(a, b) for a, b in pairs if texts[a] != texts[b]]
+        orders = [order for a, b in differing for order in ((a, b), (b, a))]
+        asked = [questions[a] | {"first": texts[a], "second": texts[b]} for a, b in orders]
+        found = await self._ask(asked)
+        shares: list[list[float]] = [
+            [] for _ in texts
+        ]  # of each comparison that a row took part in
+        problems, answered = dict[int, CallError](), set[int]()
+        bias = Bias()
+        for n, (a, b) in enumerate(differing):
+            wins = list[float]()
+            for verdicts in zip(found[2 * n], found[2 * n + 1], strict=True):
+                errors = [verdict for verdict in verdicts if isinstance(verdict, CallError)]
+                if errors:
+                    problems |= {a: errors[0], b: errors[0]}
+                    continue
+                forth, back = (self._weighted(v, lambda _, c: PREFERENCES[c]) for v in verdicts)
+                bias.add(forth, back)
+                wins.append((forth + 1 - back) / 2)
+            if wins:
+                share = math.fsum(wins) / len(wins)
+                shares[a].append(share)
+                shares[b].append(1 - share)
+                answered |= {a, b}
+        bias.log(self.__name__, log_metric)
+        for row, other in pairs:
+            if texts[row] == texts[other]:
+                shares[row].append(0.5)
+                shares[other].append(0.5)
         rewards: list[Any] = [problems.get(row) for row in range(len(texts))]
         for rows in groups.values():
             # not by ties of equal texts alone, where the judge has not answered
-            known = [row for row in rows if wins[row] and (row in answered or row not in problems)]
-            shares = [math.fsum(wins[row]) / len(wins[row]) for row in known]
-            for row, rank in zip(known, ranks(shares), strict=True):
+            known = [
+                row for row in rows if shares[row] and (row in answered or row not in problems)
+            ]
+            means = [math.fsum(shares[row]) / len(shares[row]) for row in known]
+            for row, rank in zip(known, ranks(means), strict=True):
                 rewards[row] = rank
         return rewards
 
@@ -222,24 +198,21 @@ class Judge:
         """All pairs of a group; or with ``opponents``, each row with those that follow it in a circle."""
         size = len(rows)
         count = min(self.config.opponents or size, size - 1)
-        steps = [
-            *range(1, count // 2 + 1)
-        ]  # each step gives a row two opponents, that to the opposite row one
-        steps += [count // 2 + 1 if size % 2 else size // 2] if count % 2 else []
+        # each step gives a row two opponents, that to the opposite row one
+        steps = [*range(1, count // 2 + 1)]
+        if count % 2:
+            steps.append(count // 2 + 1 if size % 2 else size // 2)
         circle = [(rows[n], rows[(n + step) % size]) for step in steps for n in range(size)]
-        return list(
-            {frozenset(pair): pair for pair in circle}.values()
-        )  # opposite rows of a circle meet twice
+        # opposite rows of a circle meet twice
+        return list({frozenset(pair): pair for pair in circle}.values())
 
     def _weighted(
         self, verdict: Mapping[str, Any], value: Callable[[Criterion, Any], float]
     ) -> float:
         """Weighted mean over the rubric."""
-        total = math.fsum(item.weight for item in self.config.rubric)
-        return (
-            math.fsum(item.weight * value(item, verdict[item.name]) for item in self.config.rubric)
-            / total
-        )
+        rubric = self.config.rubric
+        total = math.fsum(item.weight for item in rubric)
+        return math.fsum(item.weight * value(item, verdict[item.name]) for item in rubric) / total
 
     # --- cost ---
 
@@ -259,6 +232,50 @@ class Judge:
             f" from the cache, {count['input_tokens']} tokens in, {count['output_tokens']} out, {count['failed']}"
             f" questions without a verdict{cost}"
         )
+
+
+@dataclass
+class Bias:
+    """How often the first answer of a pair wins, and how often both orders have one winner."""
+
+    first: list[float] = field(default_factory=list)
+    is_same: list[bool] = field(default_factory=list)
+
+    def add(self, forth: float, back: float) -> None:
+        """Preferences for the first answer in both orders, of which ``back`` has them exchanged."""
+        self.first += [forth, back]
+        self.is_same.append((forth > 0.5) - (forth < 0.5) == (back < 0.5) - (back > 0.5))
+
+    def log(self, name: str, log_metric: Log) -> None:
+        if self.first:
+            log_metric(f"{name}_first_frac", math.fsum(self.first) / len(self.first))
+            log_metric(f"{name}_consistent_frac", sum(self.is_same) / len(self.is_same))
+
+
+def _question(prompt: Any, reference: Any) -> dict[str, Any]:
+    if not isinstance(prompt, str):  # text_of reads the assistant's messages alone
+        prompt = [
+            {"role": str(m.get("role")), "content": text_of([{**m, "role": "assistant"}])}
+            for m in prompt
+        ]
+    has_reference = reference is not None
+    return {"prompt": prompt} | ({"reference answer": str(reference)} if has_reference else {})
+
+
+def _instructions(config: JudgeConfig) -> tuple[str, dict[str, Any]]:
+    """The system prompt, and the properties of a verdict."""
+    is_pair = config.mode == "pairs"
+    properties: dict[str, Any] = {REASON: {"type": "string"}} if config.reason else {}
+    criteria = []
+    for item in config.rubric:
+        scale = "" if is_pair else f" (0 to {item.points})"
+        criteria.append(f"- {item.name}{scale}: {item.text}")
+        choices = [*PREFERENCES] if is_pair else [*range(item.points + 1)]
+        properties[item.name] = {"enum": choices}
+    first = f'"{REASON}" in at most two sentences, then ' if config.reason else ""
+    reply = f"Reply with JSON: {first}each criterion by its name."
+    parts = [TASKS[config.mode], reply, DATA, config.instructions, "\n".join(criteria)]
+    return "\n\n".join(filter(None, parts)), properties
 
 
 def ranks(shares: Sequence[float]) -> list[float]:
