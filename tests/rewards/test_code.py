@@ -109,16 +109,6 @@ def test_each_form_of_tests_is_read():
 
 
 @jailed
-def test_setup_and_imports_of_the_row_are_there_when_tests_run():
-    reward = code_tests()
-    text = "```python\ndef total(node): return node.value + math.floor(2.5)\n```"
-    row = {"tests": [["assert total(Node(1)) == 3"]], "test_imports": [["import math"]]}
-    assert reward(
-        [text], **row, test_setup_code=["class Node:\n    def __init__(self, v): self.value = v"]
-    ) == [1.0]
-
-
-@jailed
 def test_a_row_without_tests_is_not_scored_and_one_whose_tests_cannot_be_judged_says_why():
     metas = [
         {"tests": tests} for tests in (DOUBLE, None, [], "", ["assert double(2) == triple(1)"])
@@ -171,17 +161,6 @@ def test_what_went_wrong_is_logged_with_the_row_and_counted():
             "reward_metric/code_no_program_frac": 0.2,
         }
     )
-
-
-@jailed
-def test_a_wrong_value_is_shown():
-    extras = {}
-    code_tests()(
-        [HALF],
-        tests=[["assert double(5) == 10"]],
-        log_extra=lambda name, values: extras.update({name: values}),
-    )
-    assert extras == {"code_error": ["case 1: gave [7]"], "code_passed": ["0/1"]}
 
 
 @jailed
@@ -470,13 +449,6 @@ def test_an_answer_whose_comparison_raises_is_wrong():
 
 
 @jailed
-def test_imports_of_a_row_may_be_one_text(monkeypatch):
-    text = ["```python\ndef f(x): return math.floor(x)\n```"]
-    for imports in ("import math", ["import math"], ("import math",)):
-        assert code_tests()(text, tests=[["assert f(2.5) == 2"]], test_imports=[imports]) == [1.0]
-
-
-@jailed
 def test_a_column_of_the_wrong_type_costs_its_own_row_and_is_named():
     right, tests = [RIGHT] * 2, [DOUBLE] * 2
     for name, bad, why in [
@@ -561,11 +533,6 @@ def test_a_program_is_found_in_linear_time(text):
     assert time.process_time() - began < 1
 
 
-@jailed
-def test_messages_are_read_as_texts_are():
-    assert scores([[{"role": "assistant", "content": RIGHT}]], DOUBLE) == [1.0]
-
-
 # --- tests that cannot be used
 
 
@@ -622,27 +589,6 @@ def test_data_without_tests_are_refused_before_anything_is_sampled_and_the_optio
         DataError, match="reads the column cases, which the data do not have; they have: tests"
     ):
         named.check(["tests"])
-
-
-@jailed
-def test_options_are_written_after_the_name():
-    reward = resolve_reward(
-        "code_tests:all_or_nothing=true,column=cases,case_s=0.5,program_s=3,memory_mib=256,workers=3"
-    )
-    assert (reward.all_or_nothing, reward.column, reward.workers) == (True, "cases", 3)
-    assert (reward.limits.case_s, reward.limits.program_s, reward.limits.memory_mib) == (
-        0.5,
-        3.0,
-        256,
-    )
-    assert reward([RIGHT], cases=[DOUBLE]) == [1.0]
-    for options, why in [
-        ("all_or_none=true", "Did you mean all_or_nothing"),
-        ("workers=-1", "workers=-1"),
-        ("memory_mib=2", "128 to 1048576 MiB"),
-    ]:
-        with pytest.raises(GruppoError, match=why):
-            resolve_reward(f"code_tests:{options}")
 
 
 def test_without_a_jail_the_reward_is_refused_when_it_is_named(monkeypatch):

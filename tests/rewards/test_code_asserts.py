@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import pytest
 
@@ -86,11 +85,6 @@ def test_calls_go_inside_and_what_is_expected_stays_outside(text, requests, righ
     assert list(read.request) == requests
     assert WORD not in "".join(read.request) and "1.41" not in "".join(read.request)
     assert read.passes(gave(right)) and not read.passes(gave(wrong))
-
-
-def test_numbers_that_no_float_holds_are_compared_and_do_not_raise():
-    assert not equal(1j, 10**400) and not equal(10**400, 1j) and not equal(1.5, 10**400)
-    assert not one("assert f(2) == pytest.approx(1.5)").passes(gave([10**400]))
 
 
 def test_an_assert_that_raises_or_got_too_little_does_not_hold():
@@ -269,11 +263,6 @@ def test_a_tolerance_applies_only_where_the_expected_value_is_a_float(text, wron
     assert not one(text).passes(gave([wrong])) and one(text).passes(gave([right]))
 
 
-def test_printed_numbers_have_a_tolerance_only_where_a_float_is_expected():
-    assert not equal_text("1e9", "1000000007") and not equal_text("1000000000.0", "1000000007")
-    assert equal_text("1000000007.0", "1000000007") and equal_text("1000000000", "1000000007.0")
-
-
 def test_json_has_no_tuples_and_so_a_tuple_is_its_list():
     assert equal([(1, (2,))], [[1, [2]]], is_json=True) and not equal(
         [(1, 3)], [[1, 2]], is_json=True
@@ -316,11 +305,3 @@ def test_printed_text_is_compared_by_the_words_of_each_line(got, expected):
 )
 def test_and_differs_by_anything_else(got, expected):
     assert not equal_text(got, expected)
-
-
-def test_a_mapping_that_compares_oddly_is_never_asked():
-    class Odd(dict):
-        def __eq__(self, other):
-            raise AssertionError("requests")
-
-    assert not equal(Odd(a=1), {"a": 2}) and isinstance(Odd(), Mapping)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from tests.rewards.fakes import rollouts_of
 
-from gruppo.data.rows import row_source
 from gruppo.rewards import FunctionReward, RewardSet, columns_of
 from gruppo.rewards.answers import TrainerState
 from gruppo.types import DataError, GruppoError, Prompt
@@ -70,40 +68,6 @@ def test_a_function_with_var_keywords_gets_everything_and_one_without_gets_only_
     ).rewards.tolist() == [3]
 
 
-def test_a_trl_function_over_conversations_runs_unchanged():
-    def format_reward(completions, **kwargs):
-        return [
-            1.0 if completion[0]["content"].startswith("<think>") else 0.0
-            for completion in completions
-        ]
-
-    rows = [[{"role": "assistant", "content": text}] for text in ("<think>x", "x")]
-    reward = RewardSet(format_reward)
-    assert reward.score(rollouts_of(rows)).rewards.tolist() == [1.0, 0.0] and reward.names == (
-        "format_reward",
-    )
-
-
-def test_a_function_can_ask_for_the_column_that_holds_the_prompt():
-    source = row_source(
-        [{"question": "1 + 1?", "answer": "2"}],
-        seed=0,
-        prompt_column="question",
-        held_out_fraction=0,
-    )
-    (prompt,) = source.take(1)
-    seen = []
-
-    def reward(completions, question):
-        seen.extend(question)
-        return [1.0] * len(completions)
-
-    wrapped = RewardSet(reward)
-    wrapped.check(source.columns)
-    wrapped.score(replace(rollouts_of("ab"), prompts=(prompt,)))
-    assert seen == ["1 + 1?", "1 + 1?"]
-
-
 def test_a_function_that_edits_its_messages_does_not_edit_the_rollouts():
     def vandal(completions):
         for completion in completions:
@@ -125,12 +89,6 @@ def test_numbers_come_as_list_tuple_array_or_tensor(give):
     assert RewardSet(lambda completions: give([0.5, 2.0])).score(
         rollouts_of("ab")
     ).rewards.tolist() == [0.5, 2.0]
-
-
-def test_true_and_false_are_one_and_zero():
-    assert RewardSet(lambda completions: [True, False]).score(
-        rollouts_of("ab")
-    ).rewards.tolist() == [1.0, 0.0]
 
 
 def test_an_async_function_is_awaited_and_keeps_its_event_loop_between_steps():
@@ -167,11 +125,6 @@ def test_an_entry_that_is_no_number_fails_alone_with_its_value_and_type():
     assert outcome.rewards.isnan().tolist() == [True, False, True]
     assert [(f.row, f.kind) for f in outcome.failures] == [(0, "exception"), (2, "exception")]
     assert outcome.failures[0].message == "returned '0.5' (str); each entry is a number or None"
-
-
-def test_what_is_not_callable_is_refused():
-    with pytest.raises(DataError, match=r"the reward is 0\.5 \(float\), which is not callable"):
-        FunctionReward(0.5)
 
 
 def test_a_missing_column_is_refused_before_sampling_with_the_columns_and_the_nearest_name():

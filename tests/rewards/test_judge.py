@@ -59,16 +59,6 @@ def test_the_reward_is_the_weighted_mean_of_points_over_their_maximum(server, tm
     assert scores.extras["mine_reason"] == ("as it is long",) * 3
 
 
-def test_without_a_reason_the_judge_writes_its_points_alone(server, tmp_path):
-    scores, _ = judged(write_judge(tmp_path / "j.toml", server, "reason = false"), ["xx"])
-    schema = server.bodies[0]["response_format"]["json_schema"]["schema"]
-    assert schema["required"] == ["length"] == [*schema["properties"]] and not scores.extras
-    assert (
-        scores.rewards.tolist() == pytest.approx([0.4])
-        and "reason" not in server.bodies[0]["messages"][0]["content"]
-    )
-
-
 def test_several_samples_have_seeds_of_their_own_and_their_mean_counts(server, tmp_path):
     grades = iter([1, 2, 5])
     server.grade = lambda question: next(grades)
@@ -182,20 +172,6 @@ def test_a_rate_limit_holds_back_all_requests(server, tmp_path):
     began = time.monotonic()
     judged(write_judge(tmp_path / "j.toml", server, "concurrency = 1"), ["x", "y"])
     assert len(server.bodies) == 3 and time.monotonic() - began >= 0.4
-
-
-def test_a_wait_of_an_hour_is_not_waited(server, tmp_path):
-    server.faults = [(429, {"Retry-After": "3600"})]
-    scores, used = judged(write_judge(tmp_path / "j.toml", server), ["x"])
-    assert used["failed_count"] == 1 and "answered 429" in scores.failures[0].message
-
-
-@pytest.mark.parametrize("status", [301, 400])
-def test_what_no_retry_can_help_is_sent_once(server, tmp_path, status):
-    server.faults = [(status, {"Location": server.url})]
-    scores, used = judged(write_judge(tmp_path / "j.toml", server), ["x"])
-    assert f"answered {status}: fault" in scores.failures[0].message
-    assert used["calls_count"] == 1 and used["failed_count"] == 1
 
 
 def test_a_slow_judge_is_a_timeout_of_its_rows(server, tmp_path):
@@ -378,23 +354,6 @@ def test_a_judge_refuses_images(server, tmp_path):
         RewardSet([Judge(write_judge(tmp_path / "j.toml", server))]).check(["images"])
 
 
-def test_a_function_that_names_group_ids_is_given_the_group_of_each_completion():
-    seen = {}
-
-    def named(completions, group_ids):
-        seen["named"] = group_ids
-        return [0.0] * len(completions)
-
-    def all_of_them(completions, **columns):
-        seen["all"] = columns
-        return [0.0] * len(completions)
-
-    RewardSet([named, all_of_them]).score(
-        rollouts_of(["a", "b", "c"], group_ids=[1, 0, 1], targets=("x", "y"))
-    )
-    assert seen["named"] == [1, 0, 1] and "group_ids" not in seen["all"]
-
-
 # --- the key ----------------------------------------------------------------------------------------------------------
 
 
@@ -411,14 +370,6 @@ def test_the_key_is_sent_and_stands_in_no_message_and_no_file(tmp_path, monkeypa
     assert "fault of key ***" in scores.failures[0].message
     files = [Path(folder) / name for folder, _, names in os.walk(tmp_path) for name in names]
     assert len(files) >= 3 and not any("top-secret-key" in path.read_text() for path in files)
-
-
-def test_a_wrong_key_is_the_reason_of_the_failure(tmp_path, monkeypatch):
-    server = JudgeServer(key="other")
-    monkeypatch.setenv("JUDGE_KEY", "mine")
-    scores, used = judged(write_judge(tmp_path / "j.toml", server, 'key_env = "JUDGE_KEY"'), ["a"])
-    server.close()
-    assert "answered 401" in scores.failures[0].message and used["calls_count"] == 1
 
 
 def test_a_count_of_tokens_that_no_answer_has_is_not_counted_and_said_once(

@@ -12,23 +12,12 @@ from tests.rewards.judge_server import write_judge
 
 from gruppo.cli import commands
 from gruppo.rewards.judge_check import agreement, check_judge, read_labels
-from gruppo.types import DataError, GruppoError
+from gruppo.types import DataError
 
 
 def write(folder: Path, *rows: object) -> Path:
     (folder / "labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder / "labels.jsonl"
-
-
-def test_accuracy_tau_and_kappa_by_hand():
-    """Pairs of the group: 3 > 1 and 3 > 2 agree, 1 = 2 is a tie of the judge alone."""
-    rewards, labels = np.array([0.1, 0.1, 0.9, 5.0]), np.array([1.0, 2.0, 3.0, 0.0])
-    found = agreement(rewards, labels, np.array([0, 0, 0, 1]))
-    assert found["pairs"] == 3 and found["accuracy"] == pytest.approx(2.5 / 3)
-    assert found["tau"] == pytest.approx(2 / math.sqrt(2 * 3))
-    # chance: the judge ties in 1 of 3, the labels never
-    chance = 0 + (2 / 3) / 2
-    assert found["kappa"] == pytest.approx((2 / 3 - chance) / (1 - chance))
 
 
 def test_the_agreement_is_that_of_scipy_and_of_counted_verdicts():
@@ -107,12 +96,6 @@ def test_labels_that_cannot_be_read_are_one_line_with_their_number(tmp_path, row
         read_labels(tmp_path / "none.jsonl")
 
 
-def test_the_reference_of_each_label_is_needed_where_the_judge_reads_one(tmp_path):
-    rows = [{"prompt": "p", "completion": "c", "label": 1}]
-    with pytest.raises(DataError, match="each with 'gold'"):
-        read_labels(write(tmp_path, *rows), "gold")
-
-
 def test_a_judge_without_any_verdict_is_an_error_with_its_reason(server, tmp_path):
     server.content = lambda text: "prose"
     labels = write(
@@ -128,8 +111,3 @@ def test_pairs_need_two_completions_of_a_prompt(server, tmp_path):
     labels = write(tmp_path, *({"prompt": x, "completion": x, "label": 1} for x in ("a", "b")))
     with pytest.raises(DataError, match="at least two completions of a prompt"):
         check_judge(write_judge(tmp_path / "j.toml", server, 'mode = "pairs"'), labels)
-
-
-def test_an_unknown_action_names_the_known_one(tmp_path):
-    with pytest.raises(GruppoError, match="judge verify: it needs check"):
-        commands.judge("verify", "j.toml", "labels.jsonl")

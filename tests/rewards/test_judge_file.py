@@ -9,7 +9,7 @@ from tests.rewards.judge_server import RUBRIC
 
 from gruppo.rewards import resolve_reward
 from gruppo.rewards.judge import Judge
-from gruppo.rewards.judge_file import JudgeConfig, load_judge
+from gruppo.rewards.judge_file import load_judge
 from gruppo.types import GruppoError
 
 HEAD = 'endpoint = "http://127.0.0.1:9/v1"\nmodel = "m"\ncache = "none"\n'
@@ -75,17 +75,6 @@ def test_bad_files_are_one_line(tmp_path, text, message):
     assert "\n" not in str(error.value) and error.value.exit_code == 2
 
 
-def test_a_missing_file_and_a_missing_name_say_what_is_needed(tmp_path):
-    write(tmp_path, HEAD + RUBRIC)
-    with pytest.raises(
-        GruppoError,
-        match=r"judges\.toml does not exist; a judge's TOML file is needed.*mean j.toml",
-    ):
-        resolve_reward(f"judge:{tmp_path / 'judges.toml'}")
-    with pytest.raises(GruppoError, match=r"write judge:FILE\.toml"):
-        resolve_reward("judge")
-
-
 def test_an_endpoint_whose_key_is_not_set_is_refused(tmp_path, monkeypatch):
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     with pytest.raises(
@@ -147,11 +136,3 @@ def test_the_example_is_a_judge_with_every_entry_but_a_key_of_its_own():
         and config.budget.calls
         and config.price.output
     )
-
-
-def test_the_limit_of_an_answer_may_have_either_name():
-    assert JudgeConfig().sampling == {"temperature": 0.0, "max_tokens": 1024}
-    assert JudgeConfig(request={"max_completion_tokens": 5, "temperature": 1}).sampling == {
-        "max_completion_tokens": 5,
-        "temperature": 1,
-    }

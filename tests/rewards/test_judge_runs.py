@@ -130,16 +130,6 @@ def test_another_rubric_is_another_run(server, tmp_path):
         api.start(result.folder)
 
 
-def test_a_tournament_trains_and_its_bias_is_a_metric(server, tmp_path):
-    result = start(tmp_path, write_judge(tmp_path / "mine.toml", server, 'mode = "pairs"'), steps=2)
-    rows = metrics(result.folder)
-    assert (
-        rows[0]["reward/mean"] == pytest.approx(0.5)
-        and rows[0]["reward_metric/mine_first_frac"] == 0.5
-    )
-    assert rows[0]["reward_metric/mine_consistent_frac"] == 1.0
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -208,15 +208,6 @@ def test_each_step_is_scored_at_the_last_token_of_its_mark_in_trls_convention():
     assert first[0] == pytest.approx(scores[0], abs=1e-6)  # which has read nothing that came later
 
 
-def test_a_process_model_reads_a_conversation_by_its_template_and_may_have_a_mark_of_its_own():
-    model, tokenizer = process(mark="<|system|>", separator=". "), tokenizer_of()
-    text = "<|user|>ask<|end|><|assistant|>yes<|system|>12<|system|>"
-    ids = tokenizer(text)["input_ids"]
-    ends = [n for n, i in enumerate(ids) if i == tokenizer.convert_tokens_to_ids("<|system|>")]
-    (scores,) = scores_of(model, [[{"role": "assistant", "content": "yes. 12"}]], CHAT)
-    assert scores == pytest.approx(alone(model, ids).softmax(-1)[ends, 1].tolist(), abs=1e-5)
-
-
 def test_steps_of_a_process_model_are_placed_on_the_policys_tokens():
     model = process(output="logit")
     rewards = RewardSet([model])
@@ -284,16 +275,6 @@ def test_offloaded_weights_come_to_the_accelerator_for_a_call_and_go_back(monkey
     assert moves == [work, torch.device("cpu")]
 
 
-def test_the_memory_of_models_is_told():
-    model = outcome()
-    numbers = sum(p.numel() for p in model.network.module.parameters())
-    rewards = RewardSet([model, lambda completions: [], process(name="steps")])
-    assert rewards.memory_bytes["reward_model"] == 4 * numbers and set(rewards.memory_bytes) == {
-        "reward_model",
-        "steps",
-    }
-
-
 # --- folders and options ---------------------------------------------------------------------------------------------
 
 
@@ -317,14 +298,6 @@ def test_a_folder_is_named_with_its_options_and_keeps_the_contract(tmp_path):
     plain = outcome(2, label=0, output="probability", chat=False)
     assert scores_of(model, TEXTS) == pytest.approx(scores_of(plain, TEXTS), abs=1e-6)
     check_reward(f"reward_model:{path},max_length=999")
-
-
-def test_a_process_model_is_named_with_its_separator_and_keeps_the_contract(tmp_path):
-    path = folder_of(tmp_path / "prm", "TokenClassification", 2, max_position_embeddings=999)
-    model = resolve_reward(f"process_reward:{path},separator=\\n\\n,mark=, ,score=mean")
-    assert (model.separator, model.score) == ("\n\n", "mean")
-    assert model.mark == tokenizer_of()(", ")["input_ids"]
-    check_reward(f"process_reward:{path}")
 
 
 @pytest.mark.parametrize(

