@@ -29,9 +29,9 @@ NONE, FROZEN, MIXED = {"kl_coef": 0.0}, {"kind": "frozen"}, {"kind": "mixed", "u
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "all weights, no reference": NONE,
     "all weights, frozen": FROZEN,
-    "all weights, frozen, on disk": FROZEN | {"place": "disk"},
+    "all weights, frozen, on the CPU": FROZEN | {"place": "cpu"},
     "all weights, mixed": MIXED,
-    "all weights, mixed, on disk": MIXED | {"place": "disk"},
+    "all weights, mixed, on the CPU": MIXED | {"place": "cpu"},
     f"LoRA {RANK}, no reference": NONE | {"rank": RANK},
     f"LoRA {RANK}, frozen: adapter off": FROZEN | {"rank": RANK},
     f"LoRA {RANK}, mixed: second adapter": MIXED | {"rank": RANK},

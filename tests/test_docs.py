@@ -346,9 +346,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         staged, environment=configs.EnvironmentConfig(reply="gruppo.recipes.guess:reply")
     )
     held = configs.Stage(sup_coef=0.1, cons_coef=0.1, kl_coef=0.1)
-    restored = restoring(
-        folder, steps=1, stage=held, optim=configs.OptimConfig(lr=1e-4, terms_every=1)
-    )
+    restored = restoring(folder, steps=1, stage=held, optim=configs.OptimConfig(lr=1e-4))
     server = FakeServer(tiny.model())
     served = tiny.config(
         folder,

@@ -454,8 +454,14 @@ def open_engine(config: Config, parts: Parts, policy: Policy, sampling: Any, sou
         Path(chosen.publish_dir) / config.name if chosen.publish_dir else run_folder / "published"
     )
     proof = Proof(policy, peek(source, PROMPTS_PROBED), sampling, max_mismatch=chosen.max_mismatch)
-    limits: Any = {"timeout_s": chosen.timeout_s, "max_inflight": chosen.max_inflight}
-    servers = VllmEngine(policy, urls, folder, proof=proof, is_colocated=chosen.colocated, **limits)
+    servers = VllmEngine(
+        policy,
+        urls,
+        folder,
+        proof=proof,
+        is_colocated=chosen.colocated,
+        timeout_s=chosen.timeout_s,
+    )
     try:
         # the longest prompts of the data, by their texts, show whether the servers' context is long enough
         prompts = sorted(source.all_prompts(), key=lambda prompt: len(str(prompt.inputs)))[
@@ -511,16 +517,9 @@ def open_reference(config: Config, policy: Policy, *, is_read: bool = False) -> 
             policy, rule="adapter_off" if is_frozen else "ema", rate=rate, every=every
         )
     if chosen.place == "cpu" and policy.device.type == "cpu":
-        log.info(
-            "reference.place=cpu saves nothing here: the device is the CPU. --reference.place disk does."
-        )
-    # the first folder that exists; the system's folder for temporary files may be memory
-    runs_dir = Path(config.runs_dir).absolute()
-    folder = next((place for place in (runs_dir, *runs_dir.parents) if place.is_dir()), Path("/"))
+        log.info("reference.place=cpu saves nothing here: the device is the CPU.")
     rule: Rule = "frozen" if is_frozen else "ema"
-    return ReferenceModel(
-        policy, rule=rule, rate=rate, every=every, storage=chosen.place, folder=folder
-    )
+    return ReferenceModel(policy, rule=rule, rate=rate, every=every, storage=chosen.place)
 
 
 def with_reference(source: Any, policy: Policy, reference: Reference | None) -> Any:
@@ -606,13 +605,6 @@ def open_rewards(
         )
     if environment is not None and environment.classes:
         rewards.set_view(environment.view)
-    by = config.rollout.refill_by
-    if by and by not in rewards.names:
-        raise GruppoError(
-            f"rollout.refill_by={by!r} is none of this run's rewards, {', '.join(rewards.names)}",
-            option="rollout.refill_by",
-            advice="to one of them, or leave it out for their sum",
-        )
     config.objective.check_rewards(
         of_steps=rewards.has_step_rewards, of_rows=rewards.has_outcome_rewards
     )

@@ -69,7 +69,6 @@ ONE_SUM = Objective(baseline="running", scale="none", combine="normalize_then_su
         ({"optim": OptimConfig(stop_kl=-0.1)}, "optim.stop_kl"),
         ({"optim": OptimConfig(stop_kl=math.nan)}, "optim.stop_kl"),
         ({"rollout": RolloutConfig(refill_rounds=-1)}, "rollout.refill_rounds"),
-        ({"rollout": RolloutConfig(refill_by="r")}, "refill_by='r' has no effect"),
         (
             {
                 "rollout": RolloutConfig(refill_rounds=1, group_size=1),
@@ -139,11 +138,6 @@ def test_a_group_of_one_is_fine_for_reinforce():
 def test_a_critic_is_fine_where_the_objective_asks_for_one(critic):
     stage = Stage(value_coef=1.0)
     checks.check(dataclasses.replace(GIVEN, objective=PPO, critic=critic, stage=stage))
-
-
-def test_resamplinging_by_one_reward_is_fine():
-    rollout = RolloutConfig(refill_rounds=2, refill_by="r")
-    checks.check(dataclasses.replace(GIVEN, rollout=rollout))
 
 
 @pytest.mark.parametrize(

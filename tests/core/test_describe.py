@@ -92,17 +92,14 @@ BESIDE: dict[tuple[str, Any] | str, dict[str, Any]] = {
     "lam": {"credit": "return_to_go", "baseline": "critic", "scale": "none"},
     "value_clip": {"credit": "return_to_go", "baseline": "critic", "scale": "none"},
     ("baseline", "critic"): {"credit": "return_to_go", "scale": "none"},
-    "running_decay": {"baseline": "running"},
     "scale_eps": {},
-    "tau_pos": {"surrogate": "sapo"},
-    "tau_neg": {"surrogate": "sapo"},
     "correction_level": {"correction": "mask"},
     "correction_low": {"correction": "truncate"},
     "correction_high": {"correction": "mask"},
     "kl_in": {"kl": "k1"},
 }
 """What a choice needs beside it to have a meaning."""
-OTHER_NUMBER = {"gamma": 0.9, "running_decay": 0.9, "dual_clip": 3.0, "overlong": 5}
+OTHER_NUMBER = {"gamma": 0.9, "dual_clip": 3.0, "overlong": 5}
 
 
 def other_choices() -> list[Any]:

@@ -432,7 +432,7 @@ def test_a_correction_weighs_the_policy_term_and_neither_kl_nor_value():
 
 def test_a_correction_without_the_samplers_log_probs_is_refused():
     with pytest.raises(
-        GruppoError, match=r"correction='mask'.*there are none.*--objective.correction none"
+        GruppoError, match=r"correction='mask'.*there are none.*objective.correction none"
     ):
         loss_of(Objective(correction="mask"))
 

@@ -69,5 +69,5 @@ def test_layers_are_those_of_the_outermost_lists_or_the_parts_with_parts():
 
 
 def test_a_network_without_layers_is_refused():
-    with pytest.raises(GruppoError, match=r"Linear has no layers.*Set --optim\.recompute none"):
+    with pytest.raises(GruppoError, match=r"Linear has no layers.*Set optim\.recompute none"):
         recompute_layers(nn.Linear(2, 2))

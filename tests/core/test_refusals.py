@@ -60,14 +60,9 @@ CRITIC = {"baseline": "critic", "credit": "return_to_go", "scale": "none"}
         ({"clip_high": float("inf")}, r"clip_high=inf is out of range.*finite"),
         ({"scale_eps": -1.0}, r"scale_eps=-1\.0 is out of range.*objective\.scale_eps 0\.0001"),
         ({"scale_eps": NAN}, r"scale_eps=nan .*objective\.scale_eps 0\.0001"),
-        (
-            {"running_decay": 1.0},
-            r"running_decay=1\.0 is out of range.*objective\.running_decay 0\.99",
-        ),
         ({"adv_clip": -1.0}, r"adv_clip=-1\.0 is out of range.*objective\.adv_clip 0"),
         ({"gamma": 1.01}, r"gamma=1\.01 is out of range.*at most 1"),
         ({"lam": -0.1}, r"lam=-0\.1 is out of range.*objective\.lam 0\.95"),
-        ({"tau_pos": 0.0}, r"tau_pos=0\.0 is out of range"),
         ({"value_clip": -0.2}, r"value_clip=-0\.2 is out of range.*objective\.value_clip 0\.2"),
         ({"overlong": -1}, r"overlong=-1 is out of range"),
         (

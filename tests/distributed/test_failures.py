@@ -195,7 +195,7 @@ MISTAKES = {
     "cuda": (
         ["--device", "cuda"],
         [],
-        "--device cuda: torch finds no CUDA device. Set --device cpu",
+        "device cuda: torch finds no CUDA device. Set --device cpu",
     ),
     "4 bits without an adapter": (
         ["--lora.load-in-4bit", "True"],

@@ -29,7 +29,6 @@ STAGES = (
 RUNNING = {
     "objective__baseline": "running",
     "objective__scale": "none",
-    "objective__running_decay": 0.9,
 }
 
 PROVOKED: dict[str, tuple[dict[str, Any], list[str], str]] = {

@@ -28,7 +28,7 @@ pytest.importorskip("PIL")
 
 TAUGHT = Stage(name="supervised", rl_coef=0.0, sup_coef=1.0)
 FREE = Stage(name="full", kl_coef=1e-4, cons_coef=1e-4)
-GLOBAL = Objective(baseline="running", scale="none", running_decay=0.95, kl="exact")
+GLOBAL = Objective(baseline="running", scale="none", kl="exact")
 RISING = Stage(lr="linear:0,0.02")
 
 PROVOKED: dict[str, tuple[dict[str, Any], str, str]] = {

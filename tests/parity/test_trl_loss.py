@@ -59,11 +59,6 @@ OPTIONS: dict[str, tuple[str, dict[str, Any], Objective]] = {
     "delta": ("grpo", {"delta": 1.3}, replace(GRPO, dual_clip=1.3)),
     "delta_dapo": ("dapo", {"delta": 1.5, "epsilon_high": 0.28}, replace(DAPO, dual_clip=1.5)),
     "cispo_cap": ("cispo", {"epsilon_high": 1.1}, replace(CISPO, clip_high=0.1)),
-    "sapo_temperatures": (
-        "sapo",
-        {"sapo_temperature_pos": 0.7, "sapo_temperature_neg": 2.0},
-        replace(SAPO, tau_pos=0.7, tau_neg=2.0),
-    ),
     "sapo_of_sequences": (
         "sapo",
         {"importance_sampling_level": "sequence"},

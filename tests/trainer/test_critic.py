@@ -229,14 +229,6 @@ def test_a_critics_folder_is_named_from_the_root(tmp_path, monkeypatch):
     assert config.critic.model == str(tmp_path / "critic")
 
 
-def test_resamplinging_by_a_reward_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(
-        GruppoError, match=r"refill_by='letters' is none of this run's rewards, digits"
-    ):
-        built(tmp_path, SHARED, rollout__refill_rounds=1, rollout__refill_by="letters")
-    built(tmp_path, SHARED, rollout__refill_rounds=1, rollout__refill_by="digits")
-
-
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 

@@ -33,8 +33,8 @@ REFERENCES = {
     "in one micro_batch": KL,
     "in small micro_batches": KL | {"optim__token_budget": 5},
     "several updates": KL | SEVERAL,
-    "on disk": KL | {"reference__place": "disk"},
-    "several, on disk": KL | SEVERAL | {"reference__place": "disk"},
+    "on the CPU": KL | {"reference__place": "cpu"},
+    "several, on the CPU": KL | SEVERAL | {"reference__place": "cpu"},
     "mixed": MIXED | {"reference__update_every": 1},
     "guided": KL | SEVERAL | {"diffusion__guidance": 2.0},
     "PPO, in the reward": KL | {"objective": "ppo", "critic__kind": "separate"},
@@ -173,7 +173,7 @@ def test_the_kl_is_exactly_zero_before_the_policy_moves(tmp_path, kind):
 
 @pytest.mark.silent_bug(41)
 @pytest.mark.parametrize(
-    "kind", ["in one micro_batch", "in small micro_batches", "on disk", "guided", "mixed"]
+    "kind", ["in one micro_batch", "in small micro_batches", "on the CPU", "guided", "mixed"]
 )
 def test_the_kl_of_the_second_step_is_that_of_the_two_normals(tmp_path, kind):
     """The reference is opened anew from its folder, or mixed by hand."""
@@ -207,7 +207,7 @@ def test_where_the_reference_rests_changes_no_bit(tmp_path):
     changes = KL | SEVERAL | {"steps": 3}
     runs = [
         trained(tmp_path, name=place, reference__place=place, **changes)
-        for place in ("device", "disk")
+        for place in ("device", "cpu")
     ]
     assert_same(*runs)
     assert max(row.get("kl/ref_nats", 0) for row in metrics(runs[0])) > 1e-3
@@ -253,8 +253,8 @@ KINDS: dict[str, dict[str, Any]] = {
         "stage__sup_coef": 0.5,
         "supervised__batch": 4,
     },
-    "shared, a fraction, mixed on disk, PPO with a critic of its own": MIXED
-    | {"reference__place": "disk", "diffusion__noise": "shared", "diffusion__train_fraction": 0.5}
+    "shared, a fraction, mixed on the CPU, PPO with a critic of its own": MIXED
+    | {"reference__place": "cpu", "diffusion__noise": "shared", "diffusion__train_fraction": 0.5}
     | {"objective": "ppo", "critic__kind": "separate"},
     "a window of flow_sde, PPO with a shared critic": KL
     | {"objective": "ppo", "diffusion__transition": "flow_sde", "diffusion__eta": 0.7}

@@ -69,15 +69,15 @@ def shares_by_hand(slots: Sequence[int], budget: int, cap: int) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize(("cap", "prompts"), [(0, 8), (5, 8), (40, 8), (0, 12)])
-def test_groups_with_spread_grow_by_hand_within_the_budget_and_the_cap(tmp_path, cap, prompts):
-    changes = {"rollout__max_group_size": cap, "rollout__prompts": prompts}
+@pytest.mark.parametrize("prompts", [8, 12])
+def test_groups_with_spread_grow_by_hand_within_the_budget_and_the_cap(tmp_path, prompts):
+    changes = {"rollout__prompts": prompts}
     run, stream = run_with(tmp_path, places, **changes), run_with(tmp_path, places).source
     slots = [number_of(prompt.inputs) for prompt in stream.take(prompts)]
     kinds = {1 if n % 2 else 2 if n % 4 else 4 for n in slots}
     assert kinds == {1, 2, 4}
     collected = collected_by(run)
-    expected = shares_by_hand(slots, budget=2 * prompts, cap=cap or 8)
+    expected = shares_by_hand(slots, budget=2 * prompts, cap=8)
     assert sizes_by_prompt(collected) == list(zip(slots, expected, strict=True))
     assert len(collected.batch.rewards) == sum(expected) <= 4 * prompts
     assert collected.metrics["group/zero_spread_frac"] == sum(n % 2 for n in slots) / prompts
@@ -216,16 +216,6 @@ def test_resamplinging_beyond_the_budget_leaves_nothing_to_grow_by(tmp_path):
 def rising(completions: Sequence[Any], **_: Any) -> list[float]:
     """No two rows alike."""
     return [float(place) for place in range(len(completions))]
-
-
-def test_the_reward_named_decides_which_groups_grow(tmp_path):
-    wide = {"rollout__group_size": 8, "rollout__max_group_size": 9}
-    by_sum = sizes_by_prompt(collected_by(run_with(tmp_path, places, rising, **wide)))
-    assert all(size > 2 for _, size in by_sum) and any(n % 2 for n, _ in by_sum)
-    by_one = sizes_by_prompt(
-        collected_by(run_with(tmp_path, places, rising, rollout__refill_by="places", **wide))
-    )
-    assert [size > 2 for _, size in by_one] == [n % 2 == 0 for n, _ in by_one]
 
 
 # --- the size of all groups on a schedule ---
@@ -423,14 +413,6 @@ REFUSED = {
     "a schedule below the first samples": (
         {"rollout__first_samples": 3, "stage__group_size": "linear:8,3"},
         r"first_samples=3 .* fewer than the 3 samples",
-    ),
-    "a cap below the mean": (
-        {"rollout__max_group_size": 3},
-        r"max_group_size=3 is below rollout.group_size=4",
-    ),
-    "a cap without growing": (
-        {"rollout__first_samples": 0, "rollout__max_group_size": 9},
-        r"max_group_size=9 has no effect: .* rollout.first_samples",
     ),
     "a group of one on a schedule": (
         {"rollout__first_samples": 0, "stage__group_size": "linear:4,1"},

@@ -201,14 +201,14 @@ def test_a_file_as_it_was_is_no_warning(tmp_path, caplog):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"reference__place": "disk"},
+        {"reference__place": "cpu"},
         {"reference__kind": "mixed", "reference__update_every": 2},
         {"compute": "bfloat16"},
         {"model": own("in_bfloat16")},
         {"objective": "ppo"},
         {"objective": "ppo", "critic__kind": "separate"},
     ],
-    ids=["on disk", "mixed", "bfloat16", "the function's bfloat16", "critic", "separate critic"],
+    ids=["on the CPU", "mixed", "bfloat16", "the function's bfloat16", "critic", "separate critic"],
 )
 def test_references_critics_and_dtypes_are_as_of_any_model(tmp_path, changes):
     run = begun(tmp_path, stage__kl_coef=0.1, steps=3, **changes)
@@ -223,7 +223,7 @@ def test_references_critics_and_dtypes_are_as_of_any_model(tmp_path, changes):
 
 
 def test_a_reference_on_disk_gives_the_weights_of_one_in_memory(tmp_path, run):
-    other = begun(tmp_path, stage__kl_coef=0.1, reference__place="disk")
+    other = begun(tmp_path, stage__kl_coef=0.1, reference__place="cpu")
     assert torch.equal(weights(other), weights(run))
 
 

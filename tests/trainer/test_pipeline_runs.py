@@ -158,8 +158,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "a place for the base": (
         "SD 1.5, LoRA",
-        {"reference__place": "disk"},
-        r"reference.place='disk' has nothing to place",
+        {"reference__place": "cpu"},
+        r"reference.place='cpu' has nothing to place",
     ),
     "a step of a flow": (
         "SD 1.5",

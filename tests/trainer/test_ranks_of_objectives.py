@@ -98,7 +98,7 @@ def test_two_ranks_are_one_under_the_objective(tmp_path, case):
     rewards += [f"{HERE}:vowels"] * changes.pop("vowels", False)
     rewards += [f"{HERE}:dull_odd"] * changes.pop("dull", False)
     if len(rewards) > 1 and "rollout__refill_rounds" in changes:
-        changes |= {"rollout__refill_by": "dull_odd", "scoring__weights": (0.0, 1.0)}
+        changes |= {"scoring__weights": (0.0, 1.0)}
     one, two, _, _ = both(tmp_path, 2, reward=rewards, **changes)
     start = torch.cat([t.flatten().double() for t in first_weights()])
     assert (weights(one) - start).abs().max() > 1e-2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -37,9 +36,8 @@ LORA = {"lora__rank": 2}
 KINDS = {
     "device": KL,
     "cpu": KL | {"reference__place": "cpu"},
-    "disk": KL | {"reference__place": "disk"},
     "mixed": MIXED,
-    "mixed on disk": MIXED | {"reference__place": "disk"},
+    "mixed on the CPU": MIXED | {"reference__place": "cpu"},
     "base": KL | LORA,
     "mixed adapter": MIXED | LORA,
 }
@@ -76,7 +74,7 @@ def own_bits(run: Path) -> dict[str, dict[str, str]]:
         ({}, None, False),
         ({"reference__kind": "frozen"}, None, False),
         (KL, "frozen", False),
-        (KINDS["disk"], "frozen", False),
+        (KINDS["cpu"], "frozen", False),
         (MIXED, "ema", False),
         (KINDS["base"], "adapter_off", True),
         (KINDS["mixed adapter"], "ema", True),
@@ -115,9 +113,9 @@ def test_the_kl_is_exactly_zero_before_the_policy_moves(tmp_path, kind, updates)
 @pytest.mark.parametrize(
     ("places", "updates"),
     [
-        (("device", "cpu", "disk"), "KL in the reward"),
-        (("device", "cpu", "disk"), "bfloat16"),
-        (("mixed", "mixed on disk"), "several"),
+        (("device", "cpu"), "KL in the reward"),
+        (("device", "cpu"), "bfloat16"),
+        (("mixed", "mixed on the CPU"), "several"),
     ],
 )
 def test_where_the_weights_rest_changes_no_bit_of_the_run(tmp_path, places, updates):
@@ -127,7 +125,7 @@ def test_where_the_weights_rest_changes_no_bit_of_the_run(tmp_path, places, upda
     assert all(other == first for other in others)
 
 
-@pytest.mark.parametrize("kind", ["disk", "mixed on disk"])
+@pytest.mark.parametrize("kind", ["cpu", "mixed on the CPU"])
 def test_weights_that_rest_are_released_before_any_update(tmp_path, kind):
     run = built(tmp_path, **KINDS[kind])
     sizes: list[int] = []
@@ -143,18 +141,6 @@ def test_weights_that_rest_are_released_before_any_update(tmp_path, kind):
     assert batch.ref is not None and batch.old_logprobs is None and not sizes
     learn(run, batch, step_params)
     assert sizes and not any(sizes)
-
-
-def test_a_disk_that_cannot_be_written_is_told_in_words(tmp_path, monkeypatch):
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("gruppo.modalities.common.reference.save_file", full)
-    with pytest.raises(
-        GruppoError, match=r"could not be written to .*: No space left on device.*reference.place"
-    ):
-        built(tmp_path, **KINDS["disk"])
-    assert not list(tmp_path.glob("**/.gruppo-reference*"))
 
 
 def test_on_a_cpu_the_place_cpu_says_that_it_saves_nothing(tmp_path, caplog):
@@ -181,7 +167,7 @@ def test_on_a_cpu_the_place_cpu_says_that_it_saves_nothing(tmp_path, caplog):
             KL | {"reference__update_every": 5},
             r"reference.update_every is of a reference that moves.*reference.kind",
         ),
-        (KINDS["disk"] | LORA, r"place='disk' has nothing to place"),
+        (KINDS["cpu"] | LORA, r"place='cpu' has nothing to place"),
     ],
 )
 def test_a_reference_that_cannot_be_is_refused_before_anything_is_loaded(
@@ -195,7 +181,7 @@ def test_a_policy_given_with_an_adapter_has_nothing_to_place_either(tmp_path):
     folder = api.start(tiny.config(tmp_path, **LORA, steps=1, evaluation__prompts=0)).model
     policy = from_pretrained(folder, compute="float32")
     with pytest.raises(GruppoError, match="has nothing to place"):
-        build(tiny.config(tmp_path, name="other", **KINDS["disk"]), Parts(model=policy))
+        build(tiny.config(tmp_path, name="other", **KINDS["cpu"]), Parts(model=policy))
 
 
 def test_explain_says_what_a_reference_costs_and_what_a_moving_one_means(tmp_path):
@@ -207,7 +193,7 @@ def test_explain_says_what_a_reference_costs_and_what_a_moving_one_means(tmp_pat
     assert "reference, float32" in explained(
         "mixed"
     ) and "no anchor to where it began" in explained("mixed")
-    assert not any(of_memory.search(explained(kind)) for kind in ("disk", "base"))
+    assert not any(of_memory.search(explained(kind)) for kind in ("base",))
 
 
 # --- a frozen one is frozen -------------------------------------------------------------------------------------------
@@ -215,7 +201,7 @@ def test_explain_says_what_a_reference_costs_and_what_a_moving_one_means(tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.silent_bug(18)
-@pytest.mark.parametrize("kind", ["device", "disk", "base", "mixed adapter"])
+@pytest.mark.parametrize("kind", ["device", "cpu", "base", "mixed adapter"])
 def test_the_frozen_weights_have_one_hash_from_the_manifest_to_the_end(tmp_path, kind):
     run = built(tmp_path, **KINDS[kind])
     folder = api.RunFolder(tmp_path / "runs/run")
@@ -281,7 +267,7 @@ def stopped(folder: Path, changes: dict[str, Any], *, at: int) -> Path:
 @pytest.mark.slow
 @pytest.mark.silent_bug(19)
 @pytest.mark.silent_bug(33)
-@pytest.mark.parametrize("kind", ["mixed on disk", "mixed adapter", "base"])
+@pytest.mark.parametrize("kind", ["mixed on the CPU", "mixed adapter", "base"])
 def test_a_reference_is_resumed_to_the_bit(tmp_path, kind):
     whole = api.start(
         tiny.config(tmp_path / "whole", **KINDS[kind], steps=6, saving__every=0)
@@ -304,7 +290,7 @@ def test_a_reference_is_resumed_to_the_bit(tmp_path, kind):
 # --- a watch on one that moves ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["mixed", "mixed on disk", "mixed adapter"])
+@pytest.mark.parametrize("kind", ["mixed", "mixed on the CPU", "mixed adapter"])
 def test_a_mixed_reference_is_watched_at_each_evaluation(tmp_path, kind):
     changes = KINDS[kind] | {
         "reference__update_rate": 1.0,
@@ -345,14 +331,3 @@ def test_a_frozen_reference_is_not_watched_and_a_mixed_one_can_go_unwatched(tmp_
         rows = metrics(trained(tmp_path, name, **(changes | {"evaluation__prompts": 4})))
         watched = {metric for row in rows for metric in row if metric.startswith("reference/")}
         assert watched == ({"reference/distance_frac"} if name == "mixed" else set())
-
-
-def test_no_file_of_a_reference_on_disk_is_left(tmp_path):
-    trained(tmp_path, **KINDS["mixed on disk"])
-    left = [
-        name
-        for folder, _, names in os.walk(tmp_path)
-        for name in names
-        if "gruppo-reference" in name
-    ]
-    assert left == []

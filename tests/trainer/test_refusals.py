@@ -56,10 +56,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"objective": "ppo", "rollout__group_size": 1, "rollout__refill_rounds": 1},
         r"refill_rounds=1 replaces groups of equal rewards, which a group of one always has",
     ),
-    "an unknown reward to refill by": (
-        {"rollout__refill_rounds": 1, "rollout__refill_by": "accuracy"},
-        r"refill_by='accuracy' is none of this run's rewards, digits",
-    ),
     "several updates without a ratio": (
         {"objective": "rloo", "optim__epochs": 2},
         r"surrogate='reinforce' has no",

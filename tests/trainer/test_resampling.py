@@ -25,7 +25,7 @@ from gruppo.trainer.dynamic_sampling import Round, join_rounds
 from gruppo.trainer.loop import Stopped
 from gruppo.trainer.run import Run
 from gruppo.trainer.stages import step_params_at
-from gruppo.types import DataError, GruppoError, Prompt, Rollouts
+from gruppo.types import DataError, Prompt, Rollouts
 
 
 def number_of(prompt: Any) -> int:
@@ -166,67 +166,10 @@ def test_a_ppo_step_with_unfilled_slots_is_the_step_by_hand_without_their_rows(t
 # --- by which reward --------------------------------------------------------------------------------------------------
 
 
-def test_the_reward_named_decides_where_the_sum_has_spread(tmp_path):
-    by_sum = collected_by(run_with(tmp_path, dull_odd, lengths))
-    assert by_sum.metrics["refill/rounds_count"] == 0 and any(
-        n % 2 for n in numbers(by_sum.rollouts)
-    )
-    by_one = collected_by(run_with(tmp_path, dull_odd, lengths, rollout__refill_by="dull_odd"))
-    assert by_one.metrics["refill/rounds_count"] > 0
-    assert not any(n % 2 for n in numbers(by_one.batch.rollouts))
-
-
 def test_a_penalty_for_length_is_no_spread(tmp_path):
     changes = {"objective": "dapo", "objective__overlong": 6}
     collected = collected_by(run_with(tmp_path, dull, **changes))
     assert collected.metrics["refill/rounds_count"] == 8 and not collected.batch.loss_mask.any()
-
-
-def test_spread_among_rows_that_are_not_scored_is_none(tmp_path):
-    """The named reward differs, but the sum is missing in all rows of a group but one: nothing to compare."""
-
-    def misses(completions: Sequence[Any], prompts: Sequence[Any], **_: Any) -> list[float | None]:
-        is_first = [n == 0 or prompts[n] != prompts[n - 1] for n in range(len(prompts))]
-        return [
-            0.0 if first or not number_of(p) % 2 else float("nan")
-            for first, p in zip(is_first, prompts, strict=True)
-        ]
-
-    run = run_with(tmp_path, tiny.digits, misses, rollout__refill_by="digits")
-    collected = collected_by(run)
-    assert collected.metrics["refill/rounds_count"] > 0
-    assert not any(n % 2 for n in numbers(collected.batch.rollouts))
-
-
-def dull_digits_of_even(
-    completions: Sequence[Any], prompts: Sequence[Any], **_: Any
-) -> list[float | None]:
-    """Of an even number's prompt: the digits, or 1 for each completion where four divides it. Of an odd one's: None."""
-    values = tiny.digits(completions)
-    numbers = [number_of(p) for p in prompts]
-    return [
-        None if n % 2 else value if n % 4 else 1.0 for n, value in zip(numbers, values, strict=True)
-    ]
-
-
-def test_where_the_reward_named_applies_to_no_row_of_a_group_the_sum_decides(tmp_path):
-    run = run_with(tmp_path, dull_digits_of_even, lengths, rollout__refill_by="dull_digits_of_even")
-    collected = collected_by(run)
-    kept = {n % 4 for n in numbers(collected.batch.rollouts)}
-    assert kept & {1, 3} and 0 not in kept
-    assert collected.metrics["refill/rounds_count"] > 0
-    by_name = collected.batch.reward_parts["dull_digits_of_even"]
-    odd = torch.tensor([n % 2 == 1 for n in numbers(collected.batch.rollouts)])
-    assert torch.equal(by_name.isnan(), odd) and collected.batch.loss_mask.any(dim=1).all()
-
-
-def test_an_unknown_reward_is_refused_with_the_names_there_are(tmp_path):
-    config = tiny.config(tmp_path, rollout__refill_rounds=1, rollout__refill_by="digit")
-    with pytest.raises(
-        GruppoError,
-        match=r"refill_by='digit' is none of this run's rewards, digits\. Set rollout",
-    ):
-        build(config, Parts())
 
 
 # --- joining ----------------------------------------------------------------------------------------------------------
@@ -261,7 +204,7 @@ def test_rounds_are_joined_as_row_by_row():
         round_of([0, 3, 6], 4, 1, 1),
         round_of([0], 4, 2, 2),
     ]
-    sampled = join_rounds(rounds, "", refills=True)
+    sampled = join_rounds(rounds, refills=True)
     place, expected, filled = 0, {}, {}
     for one in rounds:
         for group, slot in enumerate(one.slots):
@@ -293,7 +236,7 @@ def test_the_work_of_joining_grows_as_the_rows_do(refills):
     def work(groups: int) -> int:
         one = round_of(list(range(groups)), 4, 0, 0)
         with Work() as mode:
-            sampled = join_rounds([one], "", refills=refills)
+            sampled = join_rounds([one], refills=refills)
         assert sampled.rollouts is one.rollouts and len(sampled.rows) == 4 * groups
         return mode.count
 

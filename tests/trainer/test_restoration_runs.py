@@ -281,7 +281,7 @@ STAGED: dict[str, Any] = {
 }
 MIXED = {"reference": {"kind": "mixed", "update_every": 2, "update_rate": 0.5, "watch_prompts": 2}}
 RUNS: dict[str, dict[str, Any]] = {
-    "new reference": LEARNED | {"optim__terms_every": 2, "reference": {"place": "device"}},
+    "new reference": LEARNED | {"reference": {"place": "device"}},
     "mixed": MIXED
     | {"restoration__consistency": "equivariance", "reward": ["psnr:delta=reference"]},
     "patches": PATCHES,

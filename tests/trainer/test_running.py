@@ -6,6 +6,7 @@ import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,23 @@ from tests.trainer.test_step import none_for_even, run_in, step
 
 from gruppo import api
 from gruppo.build import Parts
+from gruppo.trainer import advantages
 from gruppo.trainer.loop import Stopped
 from gruppo.trainer.run_dir import boundary_state
 
-OWN: dict[str, Any] = {"combine": "normalize_then_sum", "scale": "running", "running_decay": 0.5}
+
+@pytest.fixture(autouse=True)
+def half_per_step(monkeypatch):
+    """Moving statistics that forget half in each step, so that few steps show how they move."""
+    for name in ("group_advantages", "position_advantages", "step_advantages"):
+        monkeypatch.setattr(advantages, name, partial(getattr(advantages, name), decay=0.5))
+
+
+OWN: dict[str, Any] = {"combine": "normalize_then_sum", "scale": "running"}
 SETS: dict[str, dict[str, Any]] = {
-    "scale running": {"objective": {"scale": "running", "running_decay": 0.5}},
+    "scale running": {"objective": {"scale": "running"}},
     "scale prompt": {"objective": {"scale": "prompt"}},
-    "baseline running": {
-        "objective": {"baseline": "running", "scale": "none", "running_decay": 0.5}
-    },
+    "baseline running": {"objective": {"baseline": "running", "scale": "none"}},
     "each of two": {"objective": OWN, "two": True},
     "ppo": {
         "objective": "ppo",

@@ -29,7 +29,7 @@ from gruppo.config.schema import (
 )
 from gruppo.config.stages import highest
 from gruppo.core.objective import PRESETS
-from gruppo.trainer import checkpoint, checks
+from gruppo.trainer import back_off, checkpoint, checks
 from gruppo.trainer.collect import collect
 from gruppo.trainer.loop import Stopped
 from gruppo.trainer.stages import StageSchedule
@@ -234,10 +234,6 @@ def test_a_boundary_is_settled_once():
             "back_off.drop=-1.0",
         ),
         (
-            replace(GIVEN, back_off=BackOffConfig("eval/reward_mean", lr_factor=0.0)),
-            "back_off.lr_factor=0.0",
-        ),
-        (
             replace(
                 GIVEN, back_off=BackOffConfig("eval/reward_mean"), evaluation=EvaluationConfig()
             ),
@@ -407,7 +403,6 @@ def test_the_learning_rate_after_a_return(tmp_path):
         steps=5,
         evaluation__every=2,
         back_off__metric="eval/reward_mean",
-        back_off__lr_factor=0.25,
         reward=["falls"],
     )
     rows = metrics(api.start(config, Parts(rewards=[Falls(2)])).folder)
@@ -416,7 +411,7 @@ def test_the_learning_rate_after_a_return(tmp_path):
         0.01,
         0.01,
         0.01,
-        0.0025,
+        0.005,
     ]
 
 
@@ -450,12 +445,12 @@ def test_a_run_with_a_return_is_resumed_to_the_bit(returned, tmp_path, calls_bef
     assert_same(api.start(tmp_path / "other/run", Parts(rewards=[Falls(2)])).folder, returned)
 
 
-def test_the_optimiser_returns_with_the_weights(tmp_path):
+def test_the_optimiser_returns_with_the_weights(tmp_path, monkeypatch):
     """A step after the return is the step after the best one, at the lower rate: with other moments it would not be."""
+    monkeypatch.setattr(back_off, "LR_FACTOR", 1.0)
     changes = {
         "evaluation__every": 2,
         "back_off__metric": "eval/reward_mean",
-        "back_off__lr_factor": 1.0,
     }
     long = api.start(
         tiny.config(tmp_path, steps=4, **changes, reward=["falls"]), Parts(rewards=[Falls(2)])

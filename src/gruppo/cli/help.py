@@ -20,13 +20,13 @@ from gruppo.errors import as_flag
 WIDTH, COLUMN = 100, 38
 
 EXPERT = re.compile(
-    r"rollout\.(refill_by|max_group_size)|optim\.(betas|eps|terms_every)|objective\.(scale_eps|running_decay|dims|"
-    r"tau_pos|tau_neg|kl_gradient|kl_mask|correction_level|correction_low|correction_high|clip_unit|combine|whiten)|"
+    r"optim\.(betas|eps)|objective\.(scale_eps|dims|"
+    r"kl_gradient|kl_mask|correction_level|correction_low|correction_high|clip_unit|combine|whiten)|"
     r"stage\.(name|steps|until|cons_coef|difficulty|weight_decay)|reference\.watch_prompts|evaluation\.along_steps|"
     r"prompts\.(difficulty_column|special_tokens|chat_template|chat_template_kwargs)|"
     r"environment\.(max_reply_tokens|timeout_s)|distributed\..*|"
-    r"back_off\.(drop|lr_factor)|lora\.adapter|"
-    r"engine\.(timeout_s|max_inflight|max_mismatch|replay|colocated|publish_dir)"
+    r"back_off\.drop|lora\.adapter|"
+    r"engine\.(timeout_s|max_mismatch|replay|colocated|publish_dir)"
 )
 """Options that only ``--help-all`` lists, unless a recipe sets them."""
 OF_CRITICS = re.compile(r"critic\..*|objective\.(gamma|lam|value_clip)|stage\.value_coef")

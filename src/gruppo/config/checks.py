@@ -191,20 +191,10 @@ def _stage_rules(config: Config) -> Iterator[GruppoError]:
 def _batch_rules(config: Config) -> Iterator[GruppoError]:
     """Group sizes, steps of a single row, and how a batch is split into updates."""
     rollout, optim, sizes = config.rollout, config.optim, group_sizes(config)
-    first, largest, rows = (
-        rollout.first_samples,
-        rollout.max_group_size,
-        rollout.prompts * smallest_group(config),
-    )
+    first, rows = rollout.first_samples, rollout.prompts * smallest_group(config)
     if "" in rollout.stop:
         yield GruppoError(
             "rollout.stop has an empty string, which ends every completion at once. Leave it out."
-        )
-    if largest and not first:
-        yield GruppoError(
-            f"""rollout.max_group_size={largest} has no effect: groups grow only with
-                    rollout.first_samples""",
-            advice="Set it, or leave $rollout.max_group_size out",
         )
     if first and not 2 <= first < min(sizes):
         yield GruppoError(
@@ -212,19 +202,6 @@ def _batch_rules(config: Config) -> Iterator[GruppoError]:
                     fewer than the {min(sizes)} samples of rollout.group_size, to leave some to grow by""",
             option="rollout.first_samples",
             advice="2",
-        )
-    if largest and largest < max(sizes):
-        yield GruppoError(
-            f"""rollout.max_group_size={largest} is below rollout.group_size={max(sizes)}: the budget
-                    of prompts x group_size could never be spent""",
-            option="rollout.max_group_size",
-            advice=f"{max(sizes)} or more, or 0 for twice that",
-        )
-    if rollout.refill_by and not rollout.refill_rounds and not first:
-        yield GruppoError(
-            f"rollout.refill_by={rollout.refill_by!r} has no effect while rollout.refill_rounds=0",
-            option="rollout.refill_rounds",
-            advice="1 or more, or leave $rollout.refill_by out",
         )
     if rollout.refill_rounds and smallest_group(config) < 2:
         yield GruppoError(
@@ -312,13 +289,7 @@ def _section_rules(config: Config) -> Iterator[GruppoError]:
             """distributed.offload_params keeps shards on the CPU, and distributed.shard='none'
                     makes none""",
             option="distributed.shard",
-            advice="fsdp on two or more ranks, or $optim.state_place cpu for AdamW's state alone",
-        )
-    if config.distributed.offload_params and optim.state_place == "cpu":
-        yield GruppoError(
-            """distributed.offload_params keeps AdamW's state on the CPU, and steps there;
-                    optim.state_place='cpu' would move it to the device for each update""",
-            advice="Leave $optim.state_place out",
+            advice="fsdp on two or more ranks",
         )
     if back_off.metric.startswith("eval/") and not (
         config.evaluation.every and config.evaluation.prompts

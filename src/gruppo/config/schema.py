@@ -46,18 +46,11 @@ class RolloutConfig:
     """Strings that end a completion, in addition to the end tokens."""
     refill_rounds: Count = 0
     """Maximum resampling rounds for groups with equal rewards (DAPO); 0 disables."""
-    refill_by: str = ""
-    """Reward that decides which groups are resampled; default: the sum of rewards.
-
-    Rows that this reward did not score fall back to the sum, before shaping.
-    """
     first_samples: Count = 0
     """Samples per prompt before groups grow by their rewards; 0 samples whole groups.
 
-    Groups with unequal rewards receive more samples, within prompts x group_size per step.
+    Groups with unequal rewards receive more samples, up to twice group_size each, within prompts x group_size per step.
     """
-    max_group_size: Count = 0
-    """Maximum size of a growing group; 0 for twice group_size."""
 
     @property
     def sampling(self) -> Sampling:
@@ -104,16 +97,6 @@ class OptimConfig:
     """layer: compute each layer's activations again in the backward pass.
 
     About a quarter slower, with the same gradients; keeps a layer's inputs alone.
-    """
-    state_place: Literal["device", "cpu"] = "device"
-    """Where AdamW's state is kept between updates.
-
-    cpu: 8 bytes per trained weight of the device are free for activations; one transfer each way per update.
-    """
-    terms_every: Count = 0
-    """Steps between measurements of the gradients of single loss terms; 0 disables.
-
-    Reports their norms and cosines. Each measurement costs one backward pass per term.
     """
 
 
@@ -186,14 +169,12 @@ class SupervisedConfig:
 
 @dataclass(frozen=True)
 class BackOffConfig:
-    """Return to the best weights, at a lower learning rate, when a metric drops."""
+    """Return to the best weights, at half the learning rate, when a metric drops."""
 
     metric: str = ""
     """Metric to watch, higher is better, such as eval/reward_mean; empty disables."""
     drop: NonNegative = 0.05
     """Drop below the best value that triggers the return."""
-    lr_factor: Annotated[float, Range(gt=0, le=1)] = 0.5
-    """Factor on the learning rate at each return."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +193,7 @@ class ReferenceConfig:
     """Weight of the policy in an update of a mixed reference."""
     update_every: Positive = 512
     """Steps between updates of a mixed reference."""
-    place: Literal["device", "cpu", "disk"] = "device"
+    place: Literal["device", "cpu"] = "device"
     """Where the reference weights are kept between uses."""
     watch_prompts: Count = 64
     """Held-out prompts on which a mixed reference is evaluated too; 0 disables."""
@@ -331,8 +312,6 @@ class EngineConfig:
 
     Its groups are sampled on other servers. It is tried again at the next step.
     """
-    max_inflight: Positive = 512
-    """Rows that one server samples at a time."""
     max_mismatch: Annotated[float, Range(gt=0)] = 0.2
     """Mean difference of the server's log-probs to the trainer's, in nats.
 

@@ -25,6 +25,22 @@ MAX_BYTES = 1 << 20
 MAX_DOTS = 256
 """In a line up to its "=". TOML's reader takes minutes for a key of many parts."""
 NO_CORRECTION = ("correction", "none")
+REMOVED = {
+    "rollout.refill_by": "the sum of all rewards decides",
+    "rollout.max_group_size": "a group grows up to twice group_size",
+    "optim.state_place": "AdamW's state stays on the device; distributed.offload_params moves it with the shards",
+    "optim.terms_every": "gradients of single terms are not measured",
+    "back_off.lr_factor": "it is 0.5",
+    "engine.max_inflight": "it is 512",
+    "engine.transfer": "weights are published as a folder",
+    "saving.completions_gb": "it is 10",
+    "saving.ledger_gb": "it is 2",
+    "distributed.backend": "the variable GRUPPO_DIST_BACKEND sets it",
+    "objective.running_decay": "it is 0.99",
+    "objective.tau_pos": "it is 1",
+    "objective.tau_neg": "it is 1.05",
+}
+"""Options of earlier versions, and what holds in their place."""
 SUFFIXES = (".toml", ".yaml", ".yml", ".json")
 
 
@@ -147,6 +163,9 @@ def build(kind: Any, data: Mapping[str, Any], prefix: str = "") -> Any:
     values: dict[str, Any] = {}
     for name, value in data.items():
         entry = f"{prefix}{name}"
+        if name not in hints and entry in REMOVED:
+            problem = f"{entry} is no longer an option: {REMOVED[entry]}. Leave it out."
+            raise EntryError(problem, option=entry)
         if name not in hints:
             hint = did_you_mean(name, hints, f" Known: {', '.join(sorted(hints))}.", prefix=prefix)
             raise UnknownEntry(f"the config has an unknown entry {entry}.{hint}", option=entry)

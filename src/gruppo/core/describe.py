@@ -20,14 +20,14 @@ def describe_objective(
             "mean": "mean of the group",
             "leave_one_out": "mean of the group's other rows",
             "batch_mean": "mean of the batch",
-            "running": f"running mean of all rewards, decay {o.running_decay:g}",
+            "running": "running mean of all rewards",
             "prompt": "mean of the prompt's last rewards",
         }[o.baseline]
         scale = {
             "none": "",
             "group": "std of the group",
             "batch": "std of the batch",
-            "running": f"running std within groups, decay {o.running_decay:g}",
+            "running": "running std within groups",
             "prompt": "std of the prompt's last rewards",
         }[o.scale]
         advantage = f"A = (reward - {baseline})" + (
@@ -51,7 +51,7 @@ def describe_objective(
     surrogate = {
         "clip": f"min(r A, clip(r, {1 - low:.6g}, {1 + high:.6g}) A){dual}{ratio}",
         "cispo": f"stopgrad(clip(r, {1 - low:.6g}, {1 + high:.6g})) A logprob{ratio}",
-        "sapo": f"sigmoid(tau (r - 1)) 4/tau A,  tau {o.tau_pos:g} for A > 0, else {o.tau_neg:g}{ratio}",
+        "sapo": f"sigmoid(tau (r - 1)) 4/tau A,  tau 1 for A > 0, else 1.05{ratio}",
         "vespo": "stopgrad(phi(w)) A logprob,  w = exp(sum over the row of logprob - old_logprob)",
         "reinforce": "A logprob",
     }[o.surrogate]
@@ -108,9 +108,7 @@ def objective_warnings(
     o, defaults = objective, Objective()
     is_used = {
         "clip_low clip_high clip_unit": o.surrogate in ("clip", "cispo"),
-        "tau_pos tau_neg": o.surrogate == "sapo",
         "lam value_clip": o.has_critic,
-        "running_decay": "running" in (o.baseline, o.scale),
         "correction_level correction_low correction_high": o.correction != "none",
     }
     unused = [name for names, used in is_used.items() if not used for name in names.split()]

@@ -73,9 +73,7 @@ def policy_loss(
             ratio, logprobs, advantages, loss_mask, low=low, high=high
         )
     elif o.surrogate == "sapo":
-        per_action = surrogates.sapo_surrogate(
-            ratio, advantages, tau_pos=o.tau_pos, tau_neg=o.tau_neg
-        )
+        per_action = surrogates.sapo_surrogate(ratio, advantages)
     elif o.surrogate == "vespo":
         per_action = surrogates.vespo_surrogate(token_ratio, logprobs, advantages, loss_mask)
     else:

@@ -15,11 +15,8 @@ from gruppo.types import GruppoError
 
 GROUP_BASELINES = ("mean", "leave_one_out")
 RANGES: Mapping[str, tuple[float, float]] = {
-    "running_decay": (0, 1 - 1e-9),
     "gamma": (0, 1),
     "lam": (0, 1),
-    "tau_pos": (1e-6, math.inf),
-    "tau_neg": (1e-6, math.inf),
 }
 """Smallest and largest value of a number; of those not listed, 0 and any finite one."""
 
@@ -43,8 +40,6 @@ class Objective:
 
     Groups with equal rewards are found by comparison, not by this value.
     """
-    running_decay: float = 0.99
-    """Decay per step of the running baseline and scale."""
     combine: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Several rewards: normalize their weighted sum, or each one first (GDPO)."""
     whiten: bool = False
@@ -69,10 +64,6 @@ class Objective:
     """Maximum ratio where the advantage is negative; 0 disables (verl: 3)."""
     dims: Literal["sum", "mean"] = "sum"
     """Log-ratio of a continuous action: summed or averaged over its dimensions."""
-    tau_pos: float = 1.0
-    """Temperature of SAPO for positive advantages."""
-    tau_neg: float = 1.05
-    """Temperature of SAPO for negative advantages."""
     average: Average = "sequence"
     """Aggregation of the loss over actions."""
     kl: Estimator = "k3"

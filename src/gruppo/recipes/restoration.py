@@ -74,7 +74,7 @@ def restore_progressive() -> schema.Config:
         modality=RestorationConfig(action="low_resolution:grid=8,std=0.02", action_lr_factor=20.0),
         objective=replace(EXACT_KL, adv_clip=3.0),
         rollout=schema.RolloutConfig(prompts=8, group_size=8),
-        optim=schema.OptimConfig(lr=1e-3, weight_decay=0.01, max_grad_norm=1.0, terms_every=50),
+        optim=schema.OptimConfig(lr=1e-3, weight_decay=0.01, max_grad_norm=1.0),
         stages=(
             schema.Stage(
                 "supervised",

@@ -182,7 +182,6 @@ def _compared(
         "eps": objective.scale_eps,
     }
     options |= {
-        "decay": objective.running_decay,
         "state": run.state.running.get(name),
         "all_sum": dist.all_sum,
     }

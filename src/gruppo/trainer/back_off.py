@@ -13,6 +13,8 @@ from gruppo.trainer.stages import agreed
 from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
+LR_FACTOR = 0.5
+"""Factor of the learning rate at each return."""
 
 
 def watch(run: Run, folder: RunFolder, metrics: Mapping[str, float]) -> None:
@@ -49,7 +51,7 @@ def watch(run: Run, folder: RunFolder, metrics: Mapping[str, float]) -> None:
         return
     folder.return_to(run, saved)
     state.best = {**best, "returned_at": state.step}
-    run.stage_schedule.lr_scale *= config.lr_factor
+    run.stage_schedule.lr_scale *= LR_FACTOR
     state.version += 1
     run.engine.sync(run.policy, state.version)
     state.totals["back_offs"] = state.totals.get("back_offs", 0.0) + 1

@@ -68,7 +68,7 @@ def collect(run: Run, step_params: StepParams) -> Collected:
     )
     rollout = run.config.rollout
     refills = rollout.refill_rounds > 0
-    sampled = join_rounds(rounds, rollout.refill_by, refills=refills, grown=grown)
+    sampled = join_rounds(rounds, refills=refills, grown=grown)
     if grown is not None:
         whole = dynamic_sampling.rescore_whole_groups(
             sampled.scores, sampled.rollouts.group_ids, run.rewards.weights
@@ -122,7 +122,7 @@ def sample(run: Run, step_params: StepParams) -> tuple[list[Round], Round | None
             config.prompts
         )  # of all ranks' slots, those whose group has no spread
         if latest is not None:
-            is_empty[torch.tensor(latest.slots)] = (latest.spread(config.refill_by) == 0).float()
+            is_empty[torch.tensor(latest.slots)] = (latest.spread() == 0).float()
         with dist.phase("dynamic sampling"):
             empty = dist.all_sum(is_empty).nonzero()[:, 0].tolist()
         if not empty:

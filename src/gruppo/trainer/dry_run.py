@@ -165,7 +165,7 @@ def _work(run: Run) -> list[str]:
         lines.append(f"  environment {run.environment.name}: {turns}, {replies}")
     if (back_off := config.back_off).metric:
         fall = f"{back_off.metric} falls more than {back_off.drop:g} below its best"
-        back = f"return to the best weights, with {back_off.lr_factor:g} of the learning rate"
+        back = "return to the best weights, with half of the learning rate"
         lines.append(f"  back off    where {fall}: {back}")
     lines.append(
         f"  steps       {config.steps}, optimizer steps {config.steps * config.updates_per_batch}"

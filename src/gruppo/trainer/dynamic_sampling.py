@@ -47,17 +47,12 @@ class Round:
     """Of all ranks' slots, the one of each prompt."""
     reward_s: float
 
-    def spread(self, by: str) -> Float[Tensor, "P"]:
+    def spread(self) -> Float[Tensor, "P"]:
         """Standard deviation of each group's rewards, 0 where they are equal or fewer than two rows are scored.
 
-        Of the reward ``by``, or of the sum of all before it is shaped. Where ``by`` scores no row of a group it does
-        not apply to that group, and the sum decides.
+        Of the sum of all rewards, before it is shaped.
         """
         rewards, group_ids = self.scores.rewards, self.rollouts.group_ids
-        if by:
-            named = torch.where(rewards.isfinite(), self.scores.parts[by], torch.nan)
-            applies = group_ids[named.isfinite()].bincount(minlength=len(self.slots)) > 0
-            rewards = torch.where(applies[group_ids], named, rewards)
         # equal but for rounding, which a standard deviation would show
         return torch.where(has_no_spread(rewards, group_ids), 0.0, group_std(rewards, group_ids))
 
@@ -97,9 +92,7 @@ class Sampled:
         }
 
 
-def join_rounds(
-    rounds: Sequence[Round], by: str, *, refills: bool, grown: Round | None = None
-) -> Sampled:
+def join_rounds(rounds: Sequence[Round], *, refills: bool, grown: Round | None = None) -> Sampled:
     """All that was sampled in a step, and which of it is the batch. ``grown``: more samples of slots' last groups."""
     rollouts, scores = rounds[0].rollouts, rounds[0].scores
     if not refills and grown is None:
@@ -112,7 +105,7 @@ def join_rounds(
         is_empty = (
             [False] * len(one.slots)
             if one is grown or not refills
-            else (one.spread(by) == 0).tolist()
+            else (one.spread() == 0).tolist()
         )
         sizes = one.rollouts.group_ids.bincount(minlength=len(one.slots))
         rows_by_group = one.rollouts.group_ids.argsort(stable=True).split(sizes.tolist())
@@ -149,7 +142,7 @@ def join_rounds(
 
 def max_group_size(rollout: RolloutConfig, group_size: int) -> int:
     """The largest size of a group in a step whose groups have ``group_size`` samples on average at most."""
-    return (rollout.max_group_size or 2 * group_size) if rollout.first_samples else group_size
+    return 2 * group_size if rollout.first_samples else group_size
 
 
 def further_requests(
@@ -162,7 +155,7 @@ def further_requests(
     spread = torch.zeros(rollout.prompts, dtype=torch.float64)
     prompts: dict[int, Prompt] = {}
     for one in rounds:  # a later round's group takes the place of the slot's earlier one
-        spread[torch.tensor(one.slots)] = one.spread(rollout.refill_by)
+        spread[torch.tensor(one.slots)] = one.spread()
         prompts |= dict(zip(one.slots, one.rollouts.prompts, strict=True))
     sizes = torch.full((rollout.prompts,), rollout.first_samples)
     budget = max(rollout.prompts * step_params.group_size - sampled, 0)

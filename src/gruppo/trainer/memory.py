@@ -330,8 +330,7 @@ def still_to_come(run: Run) -> int:
     is_on_cpu = run.policy.device.type == "cpu"
     if run.config.distributed.offload_params and not is_on_cpu:
         return 0
-    is_kept = run.config.optim.state_place == "device" or is_on_cpu
-    return 4 * numbers + (8 * numbers if is_kept and not run.optimizer.state else 0)
+    return 4 * numbers + (0 if run.optimizer.state else 8 * numbers)
 
 
 def bytes_per_unit(run: Run, measured: int = 0) -> int:

@@ -21,7 +21,6 @@ from gruppo.config.schema import OptimConfig
 from gruppo.core.loss import LossInputs, critic_loss, policy_loss
 from gruppo.core.weights import Average, loss_total, loss_weights
 from gruppo.distributed.sharding import clip_grad_norm, is_sharded, is_unit
-from gruppo.trainer import gradients
 from gruppo.trainer.demonstrations import consistency_term, supervised_backward
 from gruppo.trainer.memory import Part, attempts
 from gruppo.trainer.minibatches import (
@@ -91,9 +90,6 @@ def learn(run: Run, batch: Batch, step_params: StepParams) -> dict[str, float]:
     epochs: list[dict[str, Stat]] = [{} for _ in range(run.config.optim.epochs)]
     tried, has_moved_far = 0, False
     for minibatch in minibatches(run, batch):
-        every = run.config.optim.terms_every
-        if not tried and every and run.state.step % every == 0:
-            metrics |= gradients.of_terms(run, minibatch, step_params, backward)
         update_stats, has_moved_far = update(run, minibatch, step_params)
         epoch_stats = epochs[tried // run.config.optim.minibatches]
         tried += 1
@@ -218,7 +214,7 @@ def _step(run: Run, networks: Mapping[str, list[nn.Parameter]]) -> dict[str, Sta
             [norm.to(device, non_blocking=True) for norm in of_networks.values()]
         ).isfinite()
         vars(run.optimizer)["found_inf"] = (~are_finite).any().float()
-        _take(run)
+        run.optimizer.step()
         del vars(run.optimizer)["found_inf"]
     norms = {name: float(norm) for name, norm in of_networks.items()}
     stats = {f"grad/{name}": Stat(1, norm) for name, norm in norms.items()}
@@ -227,7 +223,7 @@ def _step(run: Run, networks: Mapping[str, list[nn.Parameter]]) -> dict[str, Sta
     if is_finite:
         run.state.skipped_updates = 0
         if not has_taken:
-            _take(run)
+            run.optimizer.step()
         stats["update/taken"] = Stat(1, 1.0)
         if before is not None:
             changed = Stat.read({"update/changed": before.stat()})
@@ -252,22 +248,6 @@ def _step(run: Run, networks: Mapping[str, list[nn.Parameter]]) -> dict[str, Sta
             advice=f"Train again with a lower {option}, or $compute float32",
         )
     return stats | {"update/skipped": Stat(1, 1.0)}
-
-
-def _take(run: Run) -> None:
-    """Take the optimizer's step, with its state on the policy's device meanwhile."""
-    is_moved = run.config.optim.state_place == "cpu" and run.policy.device.type != "cpu"
-    if is_moved:
-        move_state(run.optimizer, run.policy.device)
-    run.optimizer.step()
-    if is_moved:
-        move_state(run.optimizer, torch.device("cpu"))
-
-
-def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move the optimizer's moments; the step count stays where the optimizer wants it."""
-    for state in optimizer.state.values():
-        state |= {name: value.to(device) for name, value in state.items() if name != "step"}
 
 
 def backward(run: Run, batch: Batch, step_params: StepParams) -> dict[str, Stat]:

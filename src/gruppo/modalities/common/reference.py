@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import copy
-import json
-import os
-import tempfile
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from gruppo.distributed.sharding import forward, is_sharded, local, whole
@@ -24,7 +16,7 @@ from gruppo.protocols import Outputs, Policy
 from gruppo.types import GruppoError, Likelihood, MicroBatch, Rollouts
 
 Rule = Literal["frozen", "ema", "adapter_off"]
-Storage = Literal["device", "cpu", "disk"]
+Storage = Literal["device", "cpu"]
 
 
 class ReferenceModel:
@@ -38,7 +30,7 @@ class ReferenceModel:
         adapter, a second adapter on the same base; the product B A of mixed A and B is not the mix of the products.
       - "adapter_off": the policy's base model, without its adapter. Nothing is copied.
 
-    ``storage``: where a copy is kept between uses; "disk" needs ``folder``. The module that computes is the policy's
+    ``storage``: where a copy is kept between uses. The module that computes is the policy's
     own or a deep copy of it, so that the KL of an unchanged policy is exactly 0.
     """
 
@@ -50,7 +42,6 @@ class ReferenceModel:
         rate: float = 0.0,
         every: int = 0,
         storage: Storage = "device",
-        folder: Path | None = None,
     ) -> None:
         self.rule, self.rate, self.every, self.storage = rule, rate, every, storage
         self.numbers = sum(p.numel() for p in policy.module.parameters())
@@ -64,7 +55,7 @@ class ReferenceModel:
         if self.shares_module:
             weights = trained(policy.module)
             self._trained = set(weights)
-            self._read = store(weights, "device", folder) if rule == "ema" else dict
+            self._read = store(weights, "device") if rule == "ema" else dict
             return
         policy.refresh(force=True)
         module = copy.deepcopy(policy.compute_module).requires_grad_(False).eval()
@@ -74,7 +65,7 @@ class ReferenceModel:
         if self.is_offloaded or any(
             computing[name].dtype != tensor.dtype for name, tensor in kept.items()
         ):
-            self._read = store(kept, storage, folder)
+            self._read = store(kept, storage)
         else:  # one copy serves for both storage and compute
             self._read = computing.copy
         if self.is_offloaded:
@@ -82,13 +73,8 @@ class ReferenceModel:
                 parameter.data = parameter.data.new_empty(0)
 
     def memory_estimate(self, dtype_bytes: int) -> dict[str, float]:
-        """Return bytes held during updates, with ``dtype_bytes`` per number of what computes.
-
-        Weights on disk are loaded before the updates alone, and then need less than gradients do afterwards.
-        """
-        is_elsewhere = self.is_offloaded and (
-            self.storage == "disk" or self._policy.device.type != "cpu"
-        )
+        """Return bytes held during updates, with ``dtype_bytes`` per number of what computes."""
+        is_elsewhere = self.is_offloaded and self._policy.device.type != "cpu"
         if self.rule == "adapter_off" or is_elsewhere:
             return {}
         if self.shares_module:
@@ -111,7 +97,7 @@ class ReferenceModel:
         """Shard the copy over ranks, after the policy; see ``Policy.shard``."""
         if self.shares_module:
             self._read = (
-                store(trained(self._policy.module), "device", None) if self.follows_policy else dict
+                store(trained(self._policy.module), "device") if self.follows_policy else dict
             )
             return
         for (
@@ -255,57 +241,7 @@ def swapped(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
             parameter.data = before[name]
 
 
-def store(
-    tensors: Mapping[str, Tensor], storage: Storage, folder: Path | None
-) -> Callable[[], dict[str, Tensor]]:
-    """Copy the tensors to the storage; return the function that reads them. In-place changes of its result persist.
-
-    "disk" is a safetensors file that is mapped into memory while it is read, so that the system may drop its pages. It
-    is unlinked at once: its space is free again when the function or the process ends, however it ends.
-    """
-    if storage != "disk":
-        device = torch.device("cpu") if storage == "cpu" else None
-        return {
-            name: tensor.detach().to(device, copy=True) for name, tensor in tensors.items()
-        }.copy
-    try:
-        handle, name = tempfile.mkstemp(
-            prefix=".gruppo-reference-", suffix=".safetensors", dir=folder
-        )
-        try:
-            save_file(
-                {n: tensor.detach().cpu().contiguous() for n, tensor in tensors.items()}, name
-            )
-            # save_file may have replaced the file that mkstemp opened. Windows unlinks no open file, but deletes a
-            # temporary one on its last close.
-            flags = os.O_RDWR | getattr(os, "O_BINARY", 0) | getattr(os, "O_TEMPORARY", 0)
-            mapped = os.open(name, flags)
-        finally:
-            os.close(handle)
-            if not hasattr(os, "O_TEMPORARY"):
-                os.unlink(name)
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise GruppoError(
-            f"the reference could not be written to {folder}: {reason}",
-            advice="Give a $runs_dir with free space, or set $reference.place device",
-        ) from error
-    shapes = {name: tensor.detach().to("meta") for name, tensor in tensors.items()}
-
-    def read() -> dict[str, Tensor]:
-        found = {}
-        with os.fdopen(os.dup(mapped), "r+b") as file:
-            file.seek(0)
-            start = 8 + int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(start - 8))
-            for (
-                name,
-                like,
-            ) in shapes.items():  # each by itself, so that a tensor that is dropped needs no memory
-                offset = start + header[name]["data_offsets"][0]
-                raw: Any = np.memmap(file, np.uint8, "r+", offset=offset, shape=(like.nbytes,))
-                found[name] = torch.from_numpy(raw).view(like.dtype).view(like.shape)
-        return found
-
-    weakref.finalize(read, os.close, mapped)
-    return read
+def store(tensors: Mapping[str, Tensor], storage: Storage) -> Callable[[], dict[str, Tensor]]:
+    """Copy the tensors to the storage; return the function that reads them. In-place changes of its result persist."""
+    device = torch.device("cpu") if storage == "cpu" else None
+    return {name: tensor.detach().to(device, copy=True) for name, tensor in tensors.items()}.copy
