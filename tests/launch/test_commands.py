@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ from gruppo.config import serialization
 from gruppo.config.schema import EngineConfig, LaunchConfig, LoraConfig
 from gruppo.launch import commands, slurm, supervise
 from gruppo.launch.commands import Launch, claim, parse_launch
-from gruppo.launch.places import Local, Ray, rank_environments
+from gruppo.launch.places import Local, rank_environments
 from gruppo.platforms import lock_file
 from gruppo.types import GruppoError
 
@@ -53,8 +52,7 @@ def script(tmp_path: Path) -> str:
         ("--servers two", r"--servers two: it needs a whole number"),
         ("--on moon", r"--on moon: it needs one of 'local', 'slurm', 'ray'"),
         ("--engine local.py:engine", r"--engine local.py:engine: --servers starts vLLM servers"),
-        ("--engine.urls http://a", r"--engine.urls: gruppo launch starts the servers"),
-        ("--on ray", r'--on ray needs the package "ray" .* run: .*\[ray\]'),
+        ("--engine.urls http://a", r"engine.urls: gruppo launch starts the servers"),
         ("--on slurm", r"--on slurm needs --template FILE"),
         ("--on slurm --template none.sh", r"--template none.sh cannot be read"),
         (
@@ -74,7 +72,6 @@ def script(tmp_path: Path) -> str:
 def test_a_mistake_is_one_line_and_nothing_starts(tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.setattr(commands, "log", None)  # nothing is logged
     (tmp_path / "plain.sh").write_text("#SBATCH --time=1\n# partition: gpu\nsleep 1\n")
     file = recipe(tmp_path)
@@ -268,24 +265,22 @@ def test_one_launcher_at_a_time_which_waits_for_a_trainer_that_still_saves(tmp_p
         claim(given, ExitStack())
 
 
-@pytest.mark.parametrize("error", [ConnectionError, RuntimeError, ValueError, KeyError])
-def test_ray_that_refuses_is_one_line(tmp_path, monkeypatch, error):
-    """A stand-in for the package; the real one is in test_ray.py."""
-    calls = []
-
-    def init(**options: Any) -> None:
-        calls.append(options)
-        raise error("the versions\ndiffer")
-
-    ray = SimpleNamespace(init=init, exceptions=SimpleNamespace(RayError=KeyError))
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", ray)
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    with pytest.raises(
-        GruppoError, match=r"Ray cannot be used: .*the versions.*differ.* Correct RAY_ADDRESS"
-    ):
-        Ray(launch(tmp_path, on="ray"))
-    assert len(calls) == 1  # and no cluster of its own is started
+@pytest.mark.skipif(os.name != "posix", reason="shell scripts")
+def test_a_ray_job_runs_the_same_command_on_one_node(tmp_path, monkeypatch, capfd):
+    words = ["launch", recipe(tmp_path), "--server-command", FAKE, "--on", "ray"]
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert processes.exit_code(words) == 2
+    assert 'ray cannot be run (No such file or directory). Install "ray[default]"' in (
+        " ".join(capfd.readouterr().err.split())
+    )
+    stub = tmp_path / "bin/ray"
+    stub.write_text("#!/bin/sh\necho $@\nexit 7\n")
+    stub.chmod(0o755)
+    assert processes.exit_code(words) == 7
+    out = capfd.readouterr().out
+    assert out.startswith(f"job submit --submission-id=run -- {sys.executable} -m gruppo launch")
+    assert "--on" not in out and "--name run" in out
 
 
 # --- Slurm ------------------------------------------------------------------------------------------------------------

@@ -185,7 +185,7 @@ def test_trainers_save_and_continue_where_a_server_comes_back_at_another_address
 
 
 def test_trainers_start_again_when_no_rank_of_before_writes_to_the_run_any_more(tmp_path):
-    """A lost actor of Ray leaves one that saves. The second trainers would be refused: exit code 2."""
+    """A lost rank may leave one that saves. The second trainers would be refused: exit code 2."""
     given = launch(tmp_path, servers=0)
     given.folder.mkdir(parents=True)
     saving = lock_file(given.folder / ".lock")

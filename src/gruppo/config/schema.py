@@ -504,7 +504,7 @@ class LaunchConfig:
     servers: Count = 1
     """vLLM servers; with 0, the policy itself samples."""
     on: Literal["local", "slurm", "ray"] = "local"
-    """Where: processes of this machine, a Slurm job, or a placement group of Ray."""
+    """Where: this machine, a Slurm job, or a job on one node of a Ray cluster."""
     dry_run: bool = False
     """Print the commands, or the script of the Slurm job, and start nothing."""
     port: Annotated[int, Range(ge=0, le=65000)] = 0  # those of the other servers are above it

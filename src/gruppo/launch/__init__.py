@@ -1,1 +1,1 @@
-"""``gruppo launch``: trainers and vLLM servers as processes of this machine, steps of a Slurm job, or actors of Ray."""
+"""``gruppo launch``: trainers and vLLM servers on this machine, in a Slurm job or as a job of Ray."""

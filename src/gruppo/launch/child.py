@@ -1,4 +1,4 @@
-"""A process on this machine. Actors of Ray import this file alone: neither torch nor the command line."""
+"""A process on this machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from gruppo.platforms import ends_with_parent
 
@@ -63,22 +63,6 @@ class ChildProcess:
         elif self._code is None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-
-
-class RemoteProcess(ChildProcess):
-    """Class of the actors: a process on the actor's machine, which ends with the actor."""
-
-    def __init__(self) -> None:
-        """Start nothing: the launcher asks for the address first, and calls ``start`` before anything else."""
-
-    def address(self, port: int) -> tuple[str, int]:
-        """Of this machine, and a free port if none is given."""
-        import ray
-
-        return ray.util.get_node_ip_address(), port or free_ports(1)[0]
-
-    def start(self, *what: Any) -> None:
-        super().__init__(*what)
 
 
 def free_ports(count: int) -> list[int]:

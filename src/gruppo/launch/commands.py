@@ -21,7 +21,7 @@ from gruppo.config.checks import check_folder_name
 from gruppo.config.schema import Config, LaunchConfig
 from gruppo.engines.vllm.client import KEY
 from gruppo.integrity import check_links
-from gruppo.loading import counted, import_extra
+from gruppo.loading import counted
 from gruppo.platforms import lock_file
 from gruppo.recipes.open import check_code, run_stem
 from gruppo.types import GruppoError
@@ -153,6 +153,14 @@ def parse_launch(args: list[str]) -> Launch:
     return launch
 
 
+def with_name(args: Sequence[str], name: str) -> list[str]:
+    """Return the command line with the run's name: a job that is started again continues that run."""
+    at = args.index("--") if "--" in args else len(args)
+    if any(arg.partition("=")[0] == "--name" for arg in args[:at]):
+        return list(args)
+    return [*args[:at], "--name", name, *args[at:]]
+
+
 def check(launch: Launch) -> None:
     """Refuse what could not run."""
     chosen, config = launch.chosen, launch.config
@@ -201,9 +209,7 @@ def check(launch: Launch) -> None:
             into it.""")
     if chosen.servers and not chosen.server_command:
         find_vllm(chosen.server_python, option="--server-python")
-    if chosen.on == "ray":
-        import_extra("ray", "ray", "--on ray")
-    if chosen.on != "local" and KEY not in os.environ:  # other machines reach the servers
+    if chosen.on == "slurm" and KEY not in os.environ:  # other machines reach the servers
         os.environ[KEY] = secrets.token_urlsafe(24)
 
 

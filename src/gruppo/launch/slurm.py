@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gruppo.launch.child import ChildProcess, Process
-from gruppo.launch.commands import GRACE_S, Launch
+from gruppo.launch.commands import GRACE_S, Launch, with_name
 from gruppo.types import GruppoError
 
 LEAD_S, REQUEUE_S = 600, 60
@@ -54,14 +54,7 @@ def script(launch: Launch, args: Sequence[str]) -> str:
     # the launcher gets the signal; the trainers finish their step and save
     own += [f"--signal=B:USR1@{LEAD_S}", "--requeue", "--open-mode=append", f"--output={output}"]
     own = [f"#SBATCH {option}" for option in own]
-    at = args.index("--") if "--" in args else len(args)
-    # a job that is queued again continues the run of this name
-    named = (
-        []
-        if any(arg.partition("=")[0] == "--name" for arg in args[:at])
-        else ["--name", launch.config.name]
-    )
-    command = shlex.join([*args[:at], *named, *args[at:]])
+    command = shlex.join(with_name(args, launch.config.name))
     return "\n".join(["#!/bin/bash", *own, *lines, f"exec {python} -m gruppo launch {command}"])
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
+import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -11,13 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gruppo.cli.options import pop_option
 from gruppo.cli.serve import answers
 from gruppo.engines.vllm.client import KEY
 from gruppo.errors import EngineLost
 from gruppo.launch import slurm
 from gruppo.launch.child import Process
-from gruppo.launch.commands import GRACE_S, Launch, claim, is_written, log, parse_launch
-from gruppo.launch.places import Local, Place, Ray
+from gruppo.launch.commands import GRACE_S, Launch, claim, is_written, log, parse_launch, with_name
+from gruppo.launch.places import Local, Place
 from gruppo.loading import visible
 from gruppo.types import GruppoError
 
@@ -115,7 +118,7 @@ class Supervisor:
                 give the command again.""")
         if not all(server.is_ready for server in used):
             return None
-        # an actor of Ray may be lost before its rank has saved and ended
+        # a rank of before may still save
         was_waiting, self._is_waiting = self._is_waiting, is_written(self.launch.folder)
         if self._is_waiting and not was_waiting:
             log.info(
@@ -250,13 +253,32 @@ def show(launch: Launch) -> None:
         )
 
     place = slurm.Steps(launch, printed) if launch.chosen.on == "slurm" else Local(launch, printed)
-    if launch.chosen.on == "ray":
-        print("# in actors of Ray, with the addresses of their machines in place of 127.0.0.1")
     for number in range(launch.chosen.servers):
         place.start_server(number)
     place.start_trainers(
         [place.url(n) or f"http://server{n}" for n in range(launch.chosen.servers)]
     )
+
+
+def submit_to_ray(planned: Launch, args: Sequence[str]) -> int:
+    """Submit this launch as a job of one node of the Ray cluster; return the exit code of ``ray``."""
+    gpus = planned.chosen.trainers + planned.chosen.servers * planned.gpus_per_server
+    options = [f"--submission-id={planned.config.name}"]
+    if planned.config.device != "cpu":
+        options.append(f"--entrypoint-num-gpus={gpus}")
+    own = with_name(args, planned.config.name)
+    at = own.index("--") if "--" in own else len(own)
+    words = [*pop_option(own[:at], "--on")[1], *own[at:]]
+    job = [sys.executable, "-m", "gruppo", "launch", *words]
+    command = ["ray", "job", "submit", *options, "--", *job]
+    if planned.chosen.dry_run:
+        print(shlex.join(command))
+        return 0
+    try:
+        return subprocess.run(command).returncode
+    except OSError as error:
+        raise GruppoError(f"""ray cannot be run ({error.strerror}). Install "ray[default]", and set
+            RAY_ADDRESS to the cluster.""") from None
 
 
 def launch(args: list[str]) -> int:
@@ -269,10 +291,12 @@ def launch(args: list[str]) -> int:
             script = f"job {slurm.submit(planned, script)}; its log is {planned.log('slurm')}"
         print(script)
         return 0
+    if chosen.on == "ray":
+        return submit_to_ray(planned, args)
     if chosen.dry_run:
         show(planned)
         return 0
-    place: Place = {"local": Local, "slurm": slurm.Steps, "ray": Ray}[chosen.on](planned)
+    place: Place = slurm.Steps(planned) if chosen.on == "slurm" else Local(planned)
     with ExitStack() as stack:
         stack.callback(place.close)
         claim(planned, stack)
