@@ -131,7 +131,7 @@ def stream(prompts: Texts, completions: Texts, owners: Int[Tensor, "b"]) -> Toke
 
 def pack(prompts: Texts, completions: Texts, owners: Int[Tensor, "b"]) -> Tokens:
     """Lay out each prompt and its completions as a row."""
-    groups = list[Group]()
+    groups = list[GroupTokens]()
     start, prompt_end = torch.zeros(2, len(completions), dtype=torch.long)
     for p, prompt in enumerate(prompts):
         members = (owners == p).nonzero()[:, 0]
@@ -165,7 +165,7 @@ LAY_OUT: dict[Layout, Callable[[Texts, Texts, Tensor], Tokens]] = {
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class GroupTokens:
     """A prompt and its completions, one after another; indices count from the prompt's first token."""
 
     ids: Int[Tensor, "N"]
@@ -176,7 +176,7 @@ class Group:
     lengths: Int[Tensor, "t"]
 
 
-def _group(prompt: Tensor, completions: Texts) -> Group:
+def _group(prompt: Tensor, completions: Texts) -> GroupTokens:
     lengths = torch.tensor([len(prompt), *map(len, completions)])
     starts = lengths.cumsum(0) - lengths
     shared_end = torch.tensor([0] + [len(prompt)] * len(completions))
@@ -184,7 +184,7 @@ def _group(prompt: Tensor, completions: Texts) -> Group:
     spans[:, 1:2] = 0  # the first completion follows its prompt: one span for both
     spans = spans.repeat_interleave(lengths, dim=1)
     index = torch.arange(int(lengths.sum()))
-    return Group(
+    return GroupTokens(
         torch.cat([prompt, *completions]),
         index - spans[2] + spans[1],
         spans,
