@@ -41,7 +41,7 @@ def save_of(folder: Path, step: int, rank: int, world_size: int) -> Save:
             )  # rounded up: the last ranks may have fewer, or none
             part = tensor[rank * rows : (rank + 1) * rows]
             if len(part):
-                files[name][key] = Shard(part.clone(), [rank * rows, 0], [*tensor.shape])
+                files[name][key] = Shard(part.clone(), [rank * rows, 0])
     state = json.dumps({"format": checkpoint.FORMAT, "step": step}) if rank == 0 else None
     return Save(folder / checkpoint.name_of(step), files, state, rank, world_size)
 
@@ -74,17 +74,6 @@ def test_one_process_reads_what_any_number_of_ranks_wrote(tmp_path, world_size):
     )
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 9])
-def test_any_slice_is_read_from_the_files_that_have_it(tmp_path, world_size):
-    path = save(tmp_path, 0, world_size)
-    with shards.opened(shards.paths_of(path, "model")) as (parts, shapes):
-        assert shapes == {"w": [7, 5]}
-        for first in range(7):
-            for rows in range(8 - first):
-                got = shards.assembled("w", parts["w"], [first, 1], [rows, 3])
-                assert torch.equal(got, W[first : first + rows, 1:4])
-
-
 def test_where_a_shard_is_missing_the_checkpoint_gives_way_to_the_one_before(tmp_path, caplog):
     save(tmp_path, 1)
     path = save(tmp_path, 2)
@@ -109,7 +98,7 @@ def count(tmp_path, monkeypatch) -> int:
     monkeypatch.setattr(os, "fsync", lambda handle: None)
     save(tmp_path / "counted", 1, world_size=2)
     with pytest.MonkeyPatch.context() as patch:
-        calls = operations(patch, background_save, -1, None, ALL)
+        calls = operations(patch, shards, -1, None, ALL)
         save(tmp_path / "counted", 2, world_size=2)
     return len(calls)
 
@@ -122,7 +111,7 @@ def test_a_save_that_is_stopped_at_any_operation_leaves_the_former_or_the_new_on
         folder = tmp_path / str(at)
         save(folder, 1, world_size=2)
         with monkeypatch.context() as patch:
-            operations(patch, background_save, at, raise_broken, ALL)
+            operations(patch, shards, at, raise_broken, ALL)
             with pytest.raises(Broken):
                 save(folder, 2, world_size=2)
         assert step_of(folder) in (1, 2)
@@ -133,7 +122,7 @@ def test_a_save_that_is_stopped_at_any_operation_leaves_the_former_or_the_new_on
 
 
 def test_a_save_syncs_all_files_of_all_ranks_before_it_has_its_name(tmp_path, monkeypatch):
-    calls = operations(monkeypatch, background_save, -1, None, ALL)
+    calls = operations(monkeypatch, shards, -1, None, ALL)
     save(tmp_path, 1, world_size=2)
     named = [n for n, call in enumerate(calls) if call == "replace"]
     done, sealed = named[:2], named[2]  # the two ranks' lists of files, then the folder
@@ -176,7 +165,7 @@ def test_a_disk_that_fails_at_any_operation_is_one_clear_error(
         folder = tmp_path / str(at)
         save(folder, 1, world_size=2)
         with monkeypatch.context() as patch:
-            operations(patch, background_save, at, fail, ALL)
+            operations(patch, shards, at, fail, ALL)
             try:
                 save(folder, 2, world_size=2)  # a file that cannot be deleted costs nothing
             except GruppoError as error:
@@ -221,13 +210,13 @@ def begin(writer: Writer, folder: Path, weights: dict[str, torch.Tensor], step: 
 
 @pytest.mark.silent_bug(33)
 def test_a_write_in_the_background_does_not_see_the_weights_of_the_next_step(tmp_path, monkeypatch):
-    may_write, real = threading.Event(), background_save.save_file
+    may_write, real = threading.Event(), shards.save_file
 
     def late(*args, **kwargs):
         assert may_write.wait(60)
         real(*args, **kwargs)
 
-    monkeypatch.setattr(background_save, "save_file", late)
+    monkeypatch.setattr(shards, "save_file", late)
     writer, weights = Writer(), {"w": W + 1}
     begin(writer, tmp_path, weights, 1)
     weights["w"] += 5  # the next step
@@ -259,7 +248,7 @@ def test_what_fails_in_the_background_is_raised_before_the_next_save(tmp_path, m
     def fail(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(background_save, "save_file", fail)
+    monkeypatch.setattr(shards, "save_file", fail)
     begin(writer, tmp_path, weights, 1)
     with pytest.raises(GruppoError, match="the disk is full"):
         begin(writer, tmp_path, weights, 2)

@@ -15,13 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
-
 from gruppo import distributed as dist
 from gruppo.integrity import SEAL, explained_failures, fingerprint, read_json, replace_file
 from gruppo.platforms import sync_to_disk
 from gruppo.trainer import checkpoint
-from gruppo.trainer.shards import Shard, own_shards
+from gruppo.trainer.shards import Shard, own_shards, write
 from gruppo.types import GruppoError
 
 VISIBLE_S = 60.0
@@ -63,8 +61,7 @@ class Save:
                         folder
                         / f"{name}-shard-{self.rank + 1:05d}-of-{self.world_size:05d}.safetensors"
                     )
-                    places = {n: json.dumps([s.offset, s.shape]) for n, s in shards.items()}
-                    save_file({n: s.data for n, s in shards.items()}, paths[-1], metadata=places)
+                    write(paths[-1], shards)
             if self.state is not None:
                 paths.append(folder / "state.json")
                 paths[-1].write_text(self.state, encoding="utf-8")
@@ -111,8 +108,11 @@ class Save:
                 missing = [
                     str(rank) for rank in range(self.world_size) if not self.done(rank).is_file()
                 ]
-                raise GruppoError(f"""{self.target} is incomplete: the shards of rank {", ".join(missing)} are not in
-                    its folder. All ranks write to one folder: give a --runs-dir that all machines share.""")
+                raise GruppoError(
+                    f"""{self.target} is incomplete: the shards of rank {", ".join(missing)} are not in its folder,
+                    and all ranks write to one""",
+                    advice="Give a $runs_dir that all machines share",
+                )
             time.sleep(0.05)
 
 

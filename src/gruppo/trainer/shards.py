@@ -1,6 +1,7 @@
 """Tensors in files of several ranks: each writes its own slices, and any number of ranks reads those that it needs.
 
-step_000010/model-shard-00002-of-00004.safetensors    the metadata has offset and whole shape of each slice
+``step_000010/model-shard-00002-of-00004.safetensors`` is in the format of ``torch.distributed.checkpoint``'s Hugging
+Face storage.
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from gruppo import distributed as dist
@@ -37,36 +39,39 @@ class Shard(NamedTuple):
 
     data: Tensor
     offset: list[int]
-    shape: list[int]
-    """Of the whole tensor."""
-
-
-class Part(NamedTuple):
-    """A slice of a tensor in an open file."""
-
-    file: Any
-    offset: list[int]
-    size: list[int]
 
 
 def own_shards(tensors: Mapping[str, Tensor]) -> dict[str, Shard]:
     """Copy what this rank has to write to host memory; of equal copies, the first rank that has one writes it."""
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shards = {}
     for name, tensor in tensors.items():
-        local, offset, is_written = tensor, [0] * tensor.dim(), dist.is_main()
+        local = tensor
+        offset = [0] * tensor.dim()
+        is_written = dist.is_main()
         if isinstance(tensor, DTensor):
-            local, offset = tensor.to_local(), own_slice(tensor)[0]
-            place = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
-            is_written = local.numel() > 0 and all(
-                index == 0 for index, kind in place if kind.is_replicate()
-            )
+            mesh, placements = tensor.device_mesh, tensor.placements
+            local = tensor.to_local()
+            offset = [*compute_local_shape_and_global_offset(tensor.shape, mesh, placements)[1]]
+            copies = [
+                index
+                for index, kind in zip(mesh.get_coordinate() or (), placements, strict=True)
+                if kind.is_replicate()
+            ]
+            is_written = local.numel() > 0 and not any(copies)
         if is_written:
             # a copy even on a CPU: training goes on while it is written
-            data = local.detach().to("cpu", copy=True).contiguous()
-            shards[name] = Shard(data, offset, [*tensor.shape])
+            shards[name] = Shard(local.detach().to("cpu", copy=True).contiguous(), offset)
     return shards
+
+
+def write(path: Path, shards: Mapping[str, Shard]) -> None:
+    """Write slices as ``HuggingFaceStorageWriter`` does, which would need messages between ranks."""
+    offsets = {name: {"saved_offsets": shard.offset} for name, shard in shards.items()}
+    tensors = {name: shard.data for name, shard in shards.items()}
+    save_file(tensors, path, metadata={"DCP_SHARDING_INFO": json.dumps(offsets)})
 
 
 def only_sharded(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -78,88 +83,45 @@ def only_sharded(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
 
 
-def own_slice(tensor: Any) -> tuple[list[int], list[int]]:
-    """Offset and size of this rank's slice of a DTensor."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    size, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    return [*offset], [*size]
-
-
 def read(folder: Path, name: str, sharded: Mapping[str, Any]) -> dict[str, Tensor] | None:
     """Tensors of ``name.safetensors`` or of its shards; None if there are neither.
 
     Of a tensor that is in ``sharded``, a DTensor, only this rank's slice is read, and returned as such a DTensor.
     """
-    tensors: dict[str, Any] = {}
-    if not (paths := paths_of(folder, name)):
+    file = folder / f"{name}.safetensors"
+    paths = [file] if file.is_file() else sorted(folder.glob(f"{name}-shard-*-of-*.safetensors"))
+    if not paths:
         return None
-    with opened(paths) as (parts, shapes):
-        for key, found in parts.items():
-            like, shape = sharded.get(key), shapes[key]
-            if sum(prod(part.size) for part in found) != prod(shape):
-                raise ValueError(f"shards of {key} are missing")
-            if like is None or [*like.shape] != shape:
-                tensors[key] = assembled(key, found, [0] * len(shape), shape)
-            else:
-                own = assembled(key, found, *own_slice(like))
-                # made like the other one, so that it is offloaded where that is
-                tensors[key] = torch.empty_like(like, dtype=own.dtype, requires_grad=False)
-                tensors[key].to_local().copy_(own)
-                del own  # before the next one is read
+    if paths == [file] and not sharded:
+        return load_file(file)
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystem
+
+    class OneKind(FileSystem):
+        def ls(self, path: str | os.PathLike[str]) -> list[str]:
+            return [str(path) for path in paths]
+
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    reader.fs = OneKind()
+    tensors: dict[str, Any] = {}
+    metadata: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    for key, saved in metadata.items():
+        if sum(prod(chunk.sizes) for chunk in saved.chunks) != prod(saved.size):
+            raise ValueError(f"shards of {key} are missing")
+        like, dtype = sharded.get(key), saved.properties.dtype
+        if like is None or like.shape != saved.size:
+            tensors[key] = torch.empty(saved.size, dtype=dtype)
+        else:  # made like the other one, so that it is offloaded where that is
+            tensors[key] = torch.empty_like(like, dtype=dtype, requires_grad=False)
+    try:
+        with warnings.catch_warnings(
+            action="ignore"
+        ):  # that there are no ranks, where there are none
+            dcp.load(tensors, storage_reader=reader, no_dist=True)
+    except CheckpointException as error:  # not an Exception
+        raise ValueError(f"{paths[0].name}: {next(iter(error.failures.values()))[0]}") from None
     return tensors
-
-
-def paths_of(folder: Path, name: str) -> list[Path]:
-    """``name.safetensors``, or its shards."""
-    whole = folder / f"{name}.safetensors"
-    return [whole] if whole.is_file() else sorted(folder.glob(f"{name}-shard-*-of-*.safetensors"))
-
-
-@contextmanager
-def opened(paths: Sequence[Path]) -> Iterator[tuple[dict[str, list[Part]], dict[str, list[int]]]]:
-    """Open safetensors files; yield the parts of each tensor, and its whole shape."""
-    parts: dict[str, list[Part]] = {}
-    shapes: dict[str, list[int]] = {}
-    with ExitStack() as stack:
-        for path in paths:
-            file: Any = stack.enter_context(safe_open(path, framework="pt"))
-            places = file.metadata() or {}
-            for key in file.keys():  # noqa: SIM118  # not a mapping
-                size = file.get_slice(key).get_shape()
-                offset, shapes[key] = (
-                    json.loads(places[key]) if key in places else ([0] * len(size), size)
-                )
-                parts.setdefault(key, []).append(Part(file, offset, size))
-        yield parts, shapes
-
-
-def assembled(name: str, parts: Sequence[Part], offset: list[int], size: list[int]) -> Tensor:
-    """Return the slice of a tensor at ``offset``, from what the parts have of it."""
-    result: Tensor | None = None
-    for part in parts:
-        # part and slice overlap from low to high, in each dimension
-        low = [max(a, b) for a, b in zip(offset, part.offset, strict=True)]
-        ends = zip(offset, size, part.offset, part.size, strict=True)
-        high = [min(a + length, b + own) for a, length, b, own in ends]
-        if any(a >= b for a, b in zip(low, high, strict=True)):
-            continue
-        if (
-            low == part.offset
-            and [b - a for a, b in zip(low, high, strict=True)] == part.size == size
-        ):
-            return part.file.get_tensor(name)
-        piece = part.file.get_slice(name)[ranges(low, high, part.offset)]
-        result = torch.empty(size, dtype=piece.dtype) if result is None else result
-        result[ranges(low, high, offset)] = piece
-    # a rank may have none of a tensor with fewer rows than ranks
-    return parts[0].file.get_tensor(name).new_empty(size) if result is None else result
-
-
-def ranges(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
 
 
 @contextmanager
