@@ -221,7 +221,7 @@ def draw(options: Any) -> None:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    from gruppo.tracking.plots import COLORS, STYLE
+    from benchmarks.style import COLORS, STYLE
 
     with mpl.rc_context(fname=STYLE):
         figure = Figure(figsize=(9, 3.5), layout="constrained")

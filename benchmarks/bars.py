@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gruppo.tracking.plots import COLORS, INK, PAPER, STYLE
+from benchmarks.style import COLORS, INK, PAPER, STYLE
 
 GREY = "#b9b9b9"
 NAMES = {

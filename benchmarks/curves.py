@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gruppo.tracking.plots import COLORS, INK, STYLE
+from benchmarks.style import COLORS, INK, STYLE
 
 COLUMNS = 4
 GREY = "#c9c9c9"

@@ -183,7 +183,7 @@ def draw(found: Mapping[str, Mapping[int, Sequence[Row]]], path: Path) -> None:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    from gruppo.tracking.plots import COLORS, INK, STYLE
+    from benchmarks.style import COLORS, INK, STYLE
 
     with mpl.rc_context(fname=STYLE):
         figure = Figure(figsize=(6.4, 3.2), layout="constrained")

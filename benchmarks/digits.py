@@ -88,15 +88,15 @@ def judged(name: str, judge: Judge, images: Tensor, labels: Tensor, real: Tensor
 
 def sheet(file: Path, shown: Sequence[tuple[str, Tensor, Tensor]], per_class: int = 3) -> None:
     """A line for each model, some of each class side by side."""
-    from gruppo.tracking.images import Cell, SheetRow, draw, to_pil
+    from gruppo.tracking.images import make_sheet
 
-    lines = []
-    for name, images, labels in shown:
+    cells = []
+    for _, images, labels in shown:
         chosen = [
             n for label in range(10) for n in (labels == label).nonzero()[:per_class, 0].tolist()
         ]
-        lines.append(SheetRow(name, [Cell(to_pil(images[n])) for n in chosen]))
-    picture, _ = draw(lines, title="the same classes and noise")
+        cells += [images[n] for n in chosen]
+    picture, _ = make_sheet(cells, columns=len(cells) // len(shown))
     file.parent.mkdir(parents=True, exist_ok=True)
     picture.save(file)
 

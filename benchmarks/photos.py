@@ -362,22 +362,13 @@ def opened(data: str, seed: int) -> IndexedSource:
 def sheet(
     path: Path, policy: RestorationPolicy, noisy: Pictures, clean: Pictures, *, count: int = 8
 ) -> None:
-    """Some crops side by side: degraded, the network alone, restored, clean; with PSNR and bytes."""
-    from gruppo.tracking.images import Cell, SheetRow, draw, to_pil
+    """Some crops side by side: degraded, the network alone, restored, clean."""
+    from gruppo.tracking.images import make_sheet
 
     chosen = torch.linspace(0, len(noisy) - 1, count).long()
     columns = noisy[chosen], *shown(policy, noisy[chosen]), clean[chosen]
-    found = [measured(column, clean[chosen]) for column in columns]
-    lines = []
-    for n in range(count):
-        said = [f"{float(m.psnr[n]):.1f} dB, {int(m.bytes[n])} bytes" for m in found[:3]]
-        words = [*said, f"{int(found[3].bytes[n])} bytes"]
-        cells = [
-            Cell(to_pil(quantize(c[n : n + 1])[0]), w) for c, w in zip(columns, words, strict=True)
-        ]
-        lines.append(SheetRow("", cells))
-    heads = {0: "degraded", 1: "network alone", 2: "after GRPO", 3: "clean"}
-    draw(lines, title="held-out photographs", heads=heads)[0].save(path)
+    cells = [quantize(column[n : n + 1])[0] for n in range(count) for column in columns]
+    make_sheet(cells, columns=len(columns))[0].save(path)
 
 
 def final_of(run: Path) -> Path:

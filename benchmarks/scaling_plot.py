@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gruppo.tracking.plots import COLORS, INK, PAPER, STYLE
+from benchmarks.style import COLORS, INK, PAPER, STYLE
 
 PANELS = (
     ("Group size", ("group size, short prompts", "group size, long prompts")),

@@ -25,7 +25,7 @@ from gruppo.modalities.common.adapters import model_of
 from gruppo.modalities.text.bundled import BUNDLED
 from gruppo.modalities.text.custom import names_function
 from gruppo.protocols import Policy
-from gruppo.tracking.images import Cell, SheetRow, draw, to_pil
+from gruppo.tracking.images import make_sheet
 from gruppo.trainer import checkpoint
 from gruppo.trainer.evaluate import Evaluated, evaluate, held_out
 from gruppo.trainer.run_dir import check_is_run
@@ -198,11 +198,7 @@ def sample(
     # of a conversation, the last message
     rendered = [each[-1]["content"] if isinstance(each, list) else each for each in rendered]
     rendered = [rendered[i : i + n] for i in range(0, len(rendered), n)]
-    return (
-        _written(rendered, prompts, requests, folder, str(model))
-        if policy.renders_images
-        else rendered
-    )
+    return _written(rendered, prompts, requests, folder) if policy.renders_images else rendered
 
 
 def _written(
@@ -210,10 +206,10 @@ def _written(
     texts: Sequence[str],
     requests: Sequence[Request],
     folder: Path,
-    title: str,
 ) -> list[Path]:
     """Write each image to a PNG file, then a sheet of all, beside the images that they were restored from."""
-    files, lines = [], []
+    files: list[Path] = []
+    shown: list[Tensor] = []
     folder.mkdir(parents=True, exist_ok=True)
     for place, (text, row, request) in enumerate(zip(texts, images, requests, strict=True)):
         inputs = request.prompt.inputs
@@ -223,10 +219,7 @@ def _written(
         for number, image in enumerate(row):
             files.append(folder / f"{place}-{stem}-{number}.png")
             to_pillow(image).save(files[-1])
-        cells = [Cell(to_pil(image)) for image in row]
-        if isinstance(inputs, Tensor):
-            cells, text = [Cell(to_pil(inputs), note="input"), *cells], ""
-        lines.append(SheetRow(text, cells))
+        shown += [*([inputs] if isinstance(inputs, Tensor) else []), *row]
     files.append(folder / "sheet.png")
-    draw(lines, title=title)[0].save(files[-1])
+    make_sheet(shown, columns=len(shown) // len(images))[0].save(files[-1])
     return files

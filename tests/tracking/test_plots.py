@@ -7,22 +7,13 @@ import math
 import sys
 from typing import Any
 
-import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
 from gruppo.loading import install_command
 from gruppo.tracking.files import MetricsFile, read_metrics
-from gruppo.tracking.plots import (
-    Panel,
-    color_scale,
-    draw_panel,
-    heatmap_cells,
-    panels_of,
-    plot_run,
-    smooth,
-    stage_starts,
-)
+from gruppo.tracking.panels import Panel, panels_of, stage_starts
+from gruppo.tracking.plots import draw_panel, plot_run, smooth
 
 
 @pytest.fixture
@@ -74,25 +65,27 @@ def test_a_run_without_metrics_has_no_pictures(tmp_path):
 
 
 def test_a_missing_matplotlib_is_one_note_that_names_the_extra(run_dir, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
     notes = []
     assert plot_run(run_dir, note=notes.append) == []
     assert len(notes) == 1 and install_command("report") in notes[0]
 
 
 def test_smoothing_neither_lags_nor_changes_a_constant():
-    assert smooth([3.0] * 7, 2.0) == pytest.approx([3.0] * 7, rel=1e-12)
-    line = [float(step) for step in range(41)]
-    assert smooth(line, 2.0)[6:35] == pytest.approx(
-        line[6:35], rel=1e-12
-    )  # symmetric: a straight line stays
-    assert smooth([5.0], 1.0) == [5.0]
+    assert smooth([3.0] * 7) == pytest.approx([3.0] * 7, rel=1e-12)
+    line = [float(step) for step in range(101)]
+    assert smooth(line)[10:90] == pytest.approx(line[10:90], rel=1e-12)  # a straight line stays
+    assert smooth([5.0]) == [5.0] and smooth([1.0, 2.0]) == pytest.approx([1.0, 2.0])
 
 
-def test_smoothing_weighs_neighbours_by_a_bell():
-    near, far = math.exp(-0.5), math.exp(-2.0)  # one and two values away at width 1
-    assert smooth([0.0, 0.0, 1.0], 1.0)[1] == pytest.approx(near / (1 + 2 * near), rel=1e-12)
-    assert smooth([0.0, 0.0, 1.0], 1.0)[0] == pytest.approx(far / (1 + near + far), rel=1e-12)
+def test_a_heatmap_has_a_row_for_each_denoising_step_and_a_gap_where_there_is_none():
+    rows = [timesteps(1, 0.1, 0.2), {"step": 2}, timesteps(3, 0.3, math.nan)]
+    [panel] = panels_of(rows)
+    axes = drawn(panel, rows)
+    [mesh] = axes.collections
+    assert mesh.get_array().filled(-1).tolist() == [[0.1, 0.3], [0.2, -1]]
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["0", "1"]
 
 
 # --- what is in a panel -----------------------------------------------------------------------------------------------
@@ -114,28 +107,18 @@ def legend(axes: Any) -> list[str]:
 def test_every_line_of_a_panel_is_what_was_logged_and_a_band_is_around_the_first():
     metrics = [{"step": n, "a": 1.0, "b": 5.0 * n, "std": 0.25} for n in range(1, 9)]
     axes = drawn(Panel("p", "P", "u", {"a": "first", "b": "second"}, band="std"), metrics)
-    thin = [line for line in axes.lines if line.get_linewidth() < 1]
+    thin = [line for line in axes.lines if line.get_alpha()]
     assert [list(line.get_ydata()) for line in thin] == [[1.0] * 8, [5.0 * n for n in range(1, 9)]]
     [band] = axes.collections
     ends = band.get_paths()[0].vertices[:, 1]
     assert (ends.min(), ends.max()) == (pytest.approx(0.75), pytest.approx(1.25))
-    assert (
-        legend(axes) == ["first", "second"] and axes.get_ylim()[1] > 40
-    )  # the legend has room of its own
+    assert legend(axes) == ["first", "second"]
 
 
 def test_a_value_that_is_set_is_drawn_as_it_is_and_not_smoothed():
     metrics = [{"step": n, "lr": float(n > 3)} for n in range(1, 7)]
     [line] = drawn(Panel("lr", "", "", {"lr": "lr"}, style="steps"), metrics).lines
     assert list(line.get_ydata()) == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
-
-
-def test_more_lines_than_colors_are_all_drawn():
-    names = [f"m{n}" for n in range(11)]
-    axes = drawn(
-        Panel("p", "", "", {n: n for n in names}), [{"step": 1} | dict.fromkeys(names, 1.0)]
-    )
-    assert legend(axes) == names
 
 
 def test_each_stage_begins_at_a_line_with_its_name_on_every_panel(tmp_path):
@@ -156,99 +139,8 @@ def test_each_stage_begins_at_a_line_with_its_name_on_every_panel(tmp_path):
     assert stage_starts(tmp_path, [{"step": 1, "reward/mean": 0.5}]) == {}
 
 
-def test_a_histogram_shows_each_steps_share_of_each_size(tmp_path):
-    rows = [
-        {"step": 1, "group/size_2_count": 1.0, "group/size_4_count": 3.0},
-        {"step": 2, "group/size_4_count": 4.0},
-    ]
-    [curve] = [curve for curve in panels_of(rows) if curve.name == "group_sizes"]
-    [mesh, *_] = drawn(curve, rows).collections
-    assert mesh.get_array().filled(0).tolist() == [[0.25, 0.0], [0.0, 0.0], [0.75, 1.0]]
-
-
-def heat(rows: list[dict[str, float]], name: str = "timestep_kl_ref_nats") -> Panel:
-    [curve] = [curve for curve in panels_of(rows) if curve.name == name]
-    return curve
-
-
 def timesteps(step: int, *values: float, name: str = "kl_ref_nats") -> dict[str, float]:
     return {"step": step, **{f"timestep/{name}/{k}": value for k, value in enumerate(values)}}
-
-
-def test_heat_shows_each_denoising_steps_value_at_each_step_and_grey_where_there_is_none():
-    rows = [
-        timesteps(1, 1.0, 2.0),
-        timesteps(2, 3.0, math.nan),
-        timesteps(5, 5.0, 6.0),
-        {"step": 7, "reward/mean": 1.0},
-    ]
-    ends, values = heatmap_cells(heat(rows), rows)
-    assert ends.tolist() == [0.5, 1.5, 2.5, 3.5, 4.5, 5.5]  # the run went on without steps 3 and 4
-    nan = math.nan
-    assert np.array_equal(values, [[1, 3, nan, nan, 5], [2, nan, nan, nan, 6]], equal_nan=True)
-    axes = drawn(heat(rows), rows)
-    [mesh, *_] = axes.collections
-    assert np.array_equal(mesh.get_array().filled(nan), values, equal_nan=True)
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["0", "1"] and list(
-        axes.get_yticks()
-    ) == [0, 1]
-    assert axes.get_xlim()[1] > 7
-
-
-def test_denoising_steps_are_in_the_order_of_their_numbers():
-    curve = heat([timesteps(1, *range(1, 12))])
-    assert list(curve.metrics.values()) == [str(k) for k in range(11)]
-    assert curve.metrics["timestep/kl_ref_nats/10"] == "10"
-
-
-def test_of_many_steps_neighbours_are_one_column_with_their_mean_or_largest():
-    rows = [
-        timesteps(10 * n, float(n), 0.0) | timesteps(10 * n, float(n), name="ratio_max")
-        for n in range(1, 8)
-    ]
-    ends, values = heatmap_cells(heat(rows), rows, max_columns=3)
-    assert ends.tolist() == [5.0, 35.0, 65.0, 95.0]
-    assert values.tolist() == [[2.0, 5.0, 7.0], [0.0, 0.0, 0.0]]
-    of_max = Panel("", "", "", {"timestep/ratio_max/0": "0"}, style="heatmap")
-    assert heatmap_cells(of_max, rows, max_columns=3)[1].tolist() == [[3.0, 6.0, 7.0]]
-
-
-def test_a_cell_of_rare_steps_is_seen_whole_also_at_the_end_of_the_run():
-    rows = [timesteps(step, step, step + 1.0) for step in (0, 25, 50)]
-    assert heatmap_cells(heat(rows), rows)[0].tolist() == [-12.5, 12.5, 37.5, 62.5]
-    assert drawn(heat(rows), rows).get_xlim() == (-12.5, 62.5)
-
-
-def test_rewards_along_the_denoising_are_a_line_for_the_first_and_the_last_evaluation_and_some_between():
-    rows = [
-        timesteps(5 * n, n, math.nan, 2.0 * n, name="reward") | {"reward/mean": 0.5}
-        for n in range(9)
-    ]
-    rows += [{"step": 41, "reward/mean": 0.5}]
-    [curve] = [curve for curve in panels_of(rows) if curve.name.startswith("timestep")]
-    axes = drawn(curve, rows, {3: "a stage"})
-    assert curve.name == "timestep_reward" and [line.get_label() for line in axes.lines] == [
-        f"step {step}" for step in (0, 10, 15, 25, 30, 40)
-    ]
-    assert list(axes.lines[-1].get_xdata()) == [0, 1, 2]
-    assert np.array_equal(axes.lines[-1].get_ydata(), [8.0, math.nan, 16.0], equal_nan=True)
-    assert names_of(timesteps(1, 0.5, name="reward")) == []
-
-
-def test_colors_are_of_both_signs_of_decades_or_plain():
-    def scale(*values: float) -> tuple[Any, ...]:
-        norm, colors = color_scale(np.array([values]))
-        return type(norm).__name__, norm.vmin, norm.vmax, colors
-
-    assert scale(-1.0, 3.0, math.nan) == ("Normalize", -3.0, 3.0, "RdBu_r")
-    assert scale(-0.1, 3.0) == ("Normalize", -0.1, 3.0, "viridis")
-    assert scale(0.0, 0.5, 3.0) == ("Normalize", 0.0, 3.0, "viridis")
-    assert scale(0.0, 0.01, 3.0)[:1] == ("LogNorm",)
-    assert scale(0.0, 0.0) == ("Normalize", 0.0, 0.0, "viridis")
-    assert scale(-3.0, -0.1) == ("Normalize", -3.0, -0.1, "viridis")
-    assert scale(-1.5) == ("Normalize", -1.5, -1.5, "viridis")  # rewards that are costs
-    shown = drawn(heat(rows := [timesteps(1, 0.0, 0.01, 3.0)]), rows).collections[0].get_array()
-    assert shown.filled(math.nan).min() > 0  # none is left out of the decades
 
 
 # --- which panels there are -------------------------------------------------------------------------------------------
@@ -263,7 +155,7 @@ def names_of(*rows: dict[str, float]) -> list[str]:
 
 def test_a_metric_with_nothing_to_show_has_no_panel():
     assert names_of({"clip/high_frac": 0.0, "clip/low_frac": 0.0}) == []
-    assert names_of({"clip/high_frac": 0.0, "clip/low_frac": 0.1}) == ["clip"]
+    assert names_of({"clip/high_frac": 0.0}, {"clip/high_frac": 0.1}) == ["clip"]
     assert names_of({"optim/lr": 0.1}, {"optim/lr": 0.1}) == []
     assert names_of({"optim/lr": 0.1}, {"optim/lr": 0.2}) == ["lr"]
     assert names_of({"group/size_8_count": 4.0}, {"group/size_8_count": 2.0}) == []
@@ -304,33 +196,17 @@ def test_every_statistic_of_groups_stages_and_epochs_has_a_panel():
     assert names_of(*rows) == [*of_groups, "supervised", *of_epochs, *of_course]
 
 
-def test_several_reward_functions_have_a_panel_together_and_a_picture_each():
-    one = {
-        f"reward/{name}": 1.0
-        for name in ("f/mean", "f/best_of_group_mean", "f/worst_of_group_mean")
-    }
-    other = {name.replace("/f/", "/a b:c/"): 2.0 for name in one}
-    assert names_of(one) == []  # the panels of the sum show it
-    curves = {curve.name: curve for curve in panels_of([{"step": 1, **one, **other}])}
-    assert list(curves) == ["rewards", "reward_f", "reward_a_b_c"]
-    assert curves["rewards"].metrics == {"reward/f/mean": "f", "reward/a b:c/mean": "a b:c"}
-    assert list(curves["reward_f"].metrics) == list(one)
-    assert [curve.in_overview for curve in curves.values()] == [True, False, False]
-
-
-def test_any_metric_by_denoising_step_has_a_panel_where_it_differs():
+def test_a_table_needs_two_rows_and_two_values():
     assert names_of(timesteps(1, 0.1, 0.2)) == ["timestep_kl_ref_nats"]
     assert names_of(timesteps(1, 0.1, 0.1), timesteps(2, 0.1, 0.1)) == []
-    assert (
-        names_of(timesteps(1, 0.1), timesteps(2, 0.2)) == []
-    )  # one denoising step is a curve, and has one
+    assert names_of(timesteps(1, 0.1), timesteps(2, 0.2)) == []
     assert names_of(timesteps(1, math.nan, math.nan)) == []
-    rows = [{"step": 1, "timestep/a b/c/0": 1.0, "timestep/a b/c/1": 2.0} | timesteps(1, 1.0, 2.0)]
-    titles = {curve.name: (curve.title, curve.value) for curve in panels_of(rows)}
-    assert titles == {
-        "timestep_a_b_c": ("a b/c by denoising step", "a b/c"),
-        "timestep_kl_ref_nats": ("KL divergence by denoising step", "KL to the reference, nats"),
-    }
+
+
+def test_several_reward_functions_have_a_panel_together():
+    assert names_of({"reward/f/mean": 1.0}) == []  # the panel of the sum shows it
+    [panel] = panels_of([{"step": 1, "reward/f/mean": 1.0, "reward/a b:c/mean": 2.0}])
+    assert panel.metrics == {"reward/f/mean": "f", "reward/a b:c/mean": "a b:c"}
 
 
 def test_the_rewards_of_prompts_are_a_line_of_colour_each_classes_by_number():
@@ -339,9 +215,3 @@ def test_the_rewards_of_prompts_are_a_line_of_colour_each_classes_by_number():
     }
     [curve] = panels_of([{"step": 1, **metrics}])
     assert list(curve.metrics.values()) == ["9", "10", "cat", "an owl"] and curve.style == "heatmap"
-
-
-def test_of_many_pairs_of_rewards_the_strongest_are_drawn():
-    pairs = {f"reward_corr_within_group/a{n}/b": (-1) ** n * n / 20 for n in range(12)}
-    [curve] = panels_of([{"step": 1, **pairs}])
-    assert list(curve.metrics.values()) == [f"a{n}, b" for n in range(11, 3, -1)]

@@ -79,10 +79,8 @@ def test_the_report_holds_reward_time_evaluations_files_and_commands(tmp_path):
     ]
     output = text(closing_lines(run_dir, before, after, commands), width=400)
     assert f"{run_dir}: 12 steps in 1:18; reward 0.750 over the last 10 steps" in output
-    assert (
-        "held-out, 256 prompts" in output
-        and "0.113 [0.080, 0.158]  0.820 [0.768, 0.863]  +0.707" in output
-    )
+    assert "held-out reward, 256 prompts:" in output
+    assert "0.113 [0.080, 0.158] before, 0.820 [0.768, 0.863] after, change +0.707" in output
     assert (
         "metrics.csv" in output and "overview.png" not in output and "final" not in output
     )  # only what is there
@@ -93,9 +91,9 @@ def test_pictures_and_the_page_are_named_where_they_are(tmp_path):
     for name in ("images/before_after.png", "report.html"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
-    lines = [line.split("  ") for line in text(closing_lines(tmp_path), width=400).splitlines()]
-    assert ["", f"{tmp_path}/images/before_after.png", "the same prompts before and after"] in lines
-    assert any(line[1:2] == [f"{tmp_path}/report.html"] for line in lines)
+    lines = text(closing_lines(tmp_path), width=400).splitlines()
+    assert f"  {tmp_path}/images/before_after.png  # the same prompts before and after" in lines
+    assert any(line.startswith(f"  {tmp_path}/report.html  #") for line in lines)
 
 
 def test_steps_that_sampled_nothing_are_steps_too(tmp_path):
@@ -121,22 +119,8 @@ def test_several_rewards_have_a_row_each_and_names_are_no_markup(tmp_path):
     lines = text(
         closing_lines(tmp_path, before, after | {"parts": {"exact": 0.25, "[red]": 0.5}})
     ).splitlines()
-    rows = [line.split() for line in lines]
-    assert ["exact", "0.500", "0.250", "-0.250"] in rows and [
-        "[red]",
-        "0.250",
-        "0.500",
-        "+0.250",
-    ] in rows
-
-
-@pytest.mark.parametrize("scale", [1, 10, 100])
-def test_the_table_of_negative_rewards_fits_in_80_columns(tmp_path, scale):
-    before, after = (evaluation(n, -1.123 * scale, -2.456 * scale, -1.001 * scale) for n in (0, 9))
-    lines = text(closing_lines(tmp_path, before, after), width=80).splitlines()
-    assert any(
-        "reward [95% interval]" in line and line.rstrip().endswith("+0.000") for line in lines
-    )
+    assert "  exact: 0.500 before, 0.250 after" in lines
+    assert "  [red]: 0.250 before, 0.500 after" in lines
 
 
 def test_time_since_the_start_and_rows_without_a_reward_are_named(tmp_path):
@@ -155,7 +139,7 @@ def test_time_since_the_start_and_rows_without_a_reward_are_named(tmp_path):
         "1 step in 0:35, 1:55 with loading, evaluation and saving; reward 0.500 over the last step"
         in output
     )
-    assert "3 of 8 sampled rows had no reward" in output
+    assert "3 sampled rows had no reward" in output
     assert "with loading" not in text(closing_lines(tmp_path, seconds=20.0), width=400)  # resumed
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import sys
 
 import numpy as np
@@ -15,8 +14,7 @@ from PIL import Image
 from gruppo.core.images import to_uint8
 from gruppo.loading import install_command
 from gruppo.tracking import samples
-from gruppo.tracking.samples import MAX_ROWS, MAX_SAMPLES, SamplesFile, sheet_name
-from gruppo.types import GruppoError
+from gruppo.tracking.samples import MAX_IMAGES, SamplesFile, sheet_name
 
 
 def picture(seed, channels=1, side=28):
@@ -39,99 +37,16 @@ def levels_at(run_dir, place):
     return crop[::4, ::4]  # of 28 pixels a side, each a square of 4
 
 
-def places(rows):
-    return [(row["completion"]["line"], row["completion"]["column"]) for row in rows]
-
-
 @pytest.mark.silent_bug(24)
 def test_the_place_of_each_row_holds_its_own_pixels(tmp_path):
     rows = [row(n % 3, seed=n, reward=n / 10) for n in range(9)]
     SamplesFile(tmp_path).log_samples(12, rows)
     written = lines_of(tmp_path)
     assert [line["reward"] for line in written] == [n / 10 for n in range(9)]
-    assert places(written) == [(n % 3 + 1, n // 3 + 1) for n in range(9)]
     for source, line in zip(rows, written, strict=True):
         assert line["completion"]["file"] == "images/step_000012.png" == sheet_name(12)
         outputs = to_uint8(source["completion"]).permute(1, 2, 0).expand(-1, -1, 3).numpy()
         assert (levels_at(tmp_path, line["completion"]) == outputs).all()
-
-
-def test_a_group_is_a_line_and_what_could_not_be_scored_comes_last(tmp_path):
-    failed = row(3, 0, math.nan, failures=[{"kind": "exception"}])
-    rows = [failed, *(row(3, n, group=n // 2) for n in range(4)), row(7, 9)]
-    SamplesFile(tmp_path).log_samples(1, rows)
-    assert places(lines_of(tmp_path)) == [(4, 1), (1, 1), (1, 2), (2, 1), (2, 2), (3, 1)]
-
-
-def test_an_evaluation_has_a_line_for_each_prompt_also_where_each_is_a_group(tmp_path):
-    SamplesFile(tmp_path).log_samples(1, [row(n % 2, n, group=n, held_out=True) for n in range(4)])
-    assert places(lines_of(tmp_path)) == [(1, 1), (2, 1), (1, 2), (2, 2)]
-
-
-def test_without_scores_a_sheet_does_not_mention_rewards(tmp_path, monkeypatch):
-    sampled = []
-
-    def draw(lines, title, draw=samples.draw):
-        sampled.append((title, [cell.caption for line in lines for cell in line.cells]))
-        return draw(lines, title=title)
-
-    monkeypatch.setattr(samples, "draw", draw)
-    SamplesFile(tmp_path).log_samples(1, [row(1, 1, math.nan), row(1, 2, math.nan)])
-    SamplesFile(tmp_path).log_samples(
-        2, [row(1, 1, math.nan), row(1, 2, None), row(1, 3, -math.inf)]
-    )
-    assert sampled == [
-        ("samples of step 1", ["", ""]),
-        ("samples of step 2, with rewards", ["not scored", "not scored", "-inf"]),
-    ]
-
-
-def test_single_pictures_of_many_prompts_stand_beside_each_other(tmp_path):
-    SamplesFile(tmp_path).log_samples(1, [row(f"caption {n}", n) for n in range(11)])
-    assert places(lines_of(tmp_path)) == [(n // 8 + 1, n % 8 + 1) for n in range(11)]
-
-
-@pytest.mark.silent_bug(24)
-def test_inputs_and_targets_stand_at_both_ends_of_their_samples(tmp_path):
-    source, expected = [picture(n, 3) for n in (1, 2)], [picture(n, 3) for n in (3, 4)]
-    rows = [row(source[n], 10 + k, target=expected[n]) for n in (0, 1) for k in range(3)]
-    SamplesFile(tmp_path).log_samples(1, rows)
-    for k, line in enumerate(lines_of(tmp_path)):
-        of_line = [
-            (line[name]["line"], line[name]["column"])
-            for name in ("prompt", "completion", "target")
-        ]
-        assert of_line == [(k // 3 + 1, 1), (k // 3 + 1, k % 3 + 2), (k // 3 + 1, 5)]
-        for name, image in (("prompt", source[k // 3]), ("target", expected[k // 3])):
-            assert (
-                levels_at(tmp_path, line[name]) == to_uint8(image).permute(1, 2, 0).numpy()
-            ).all()
-
-
-def test_a_target_of_a_class_is_another_picture_of_it_and_is_not_drawn(tmp_path):
-    SamplesFile(tmp_path).log_samples(
-        1, [row(3, 1, target=picture(2)), row(3, 4, target=picture(2))]
-    )
-    assert {line["target"] for line in lines_of(tmp_path)} == {"float32 [1, 28, 28]"}
-
-
-def test_a_sheet_has_its_limits_and_no_row_is_lost(tmp_path, monkeypatch):
-    titles = []
-    monkeypatch.setattr(
-        samples,
-        "draw",
-        lambda lines, title, draw=samples.draw: titles.append(title) or draw(lines, title=title),
-    )
-    rows = [row(prompt, 1) for prompt in range(MAX_ROWS + 2) for _ in range(2)]
-    SamplesFile(tmp_path).log_samples(5, [*rows, *(row(0, 2) for _ in range(MAX_SAMPLES))])
-    written = lines_of(tmp_path)
-    assert len(written) == len(rows) + MAX_SAMPLES
-    is_left_out = [line["completion"] == "float32 [1, 28, 28]" for line in written]
-    assert (
-        is_left_out
-        == [False] * (2 * MAX_ROWS) + [True] * 4 + [False] * (MAX_SAMPLES - 2) + [True] * 2
-    )
-    assert titles == ["samples of step 5, with rewards (32 of 38 images)"]
 
 
 def test_texts_leave_no_sheet(tmp_path):
@@ -141,11 +56,9 @@ def test_texts_leave_no_sheet(tmp_path):
 
 
 def test_an_image_beside_a_completion_is_drawn_and_the_completion_stays_text(tmp_path):
-    from matplotlib.figure import Figure
-
-    figures = [Figure(figsize=(1, 1), facecolor=colour) for colour in ("red", "blue")]
     rows = [
-        row("20 cities", 1, completion=[0, 2, 1], image=figure, held_out=True) for figure in figures
+        row("20 cities", 1, image=Image.new("RGB", (99, 99), colour), held_out=True)
+        for colour in ("red", "blue")
     ]
     file = SamplesFile(tmp_path)
     file.log_samples(0, [{**rows[0], "completion": "0 2 1"}])
@@ -154,7 +67,23 @@ def test_an_image_beside_a_completion_is_drawn_and_the_completion_stays_text(tmp
     assert first["completion"] == last["completion"] == "0 2 1"
     with Image.open(tmp_path / last["image"]["file"]) as sheet:
         assert sheet.crop(tuple(last["image"]["box"])).getpixel((3, 3)) == (0, 0, 255)
-    assert (tmp_path / "images" / "before_after.png").exists()
+    with Image.open(tmp_path / "images" / "before_after.png") as sheet:
+        assert sheet.getpixel((9, 9)) == (255, 0, 0)
+        assert sheet.getpixel((9, sheet.height - 9)) == (0, 0, 255)
+
+
+def test_a_shared_input_and_target_are_on_the_sheet_once(tmp_path):
+    shared = {"prompt": picture(1), "target": picture(2)}
+    SamplesFile(tmp_path).log_samples(1, [row("", n) | shared for n in (3, 4)])
+    first, second = lines_of(tmp_path)
+    assert first["prompt"] == second["prompt"] and first["target"] == second["target"]
+    assert first["completion"] != second["completion"]
+
+
+def test_a_sheet_has_its_limit_and_no_row_is_lost(tmp_path):
+    SamplesFile(tmp_path).log_samples(5, [row("", n) for n in range(MAX_IMAGES + 2)])
+    named = [line["completion"] == "float32 [1, 28, 28]" for line in lines_of(tmp_path)]
+    assert named == [False] * MAX_IMAGES + [True] * 2
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -181,9 +110,9 @@ def test_arrays_that_are_not_images_are_counted_once_and_their_rows_are_kept(tmp
                 [row(1, 1), {**row(1, 2), "completion": odd}, {**row(1, 3), "completion": odd}],
             )
     output = [record.getMessage() for record in caplog.records]
-    assert len(output) == 1 and output[0].startswith("2 of 3 samples of step 1 are not drawn: ")
+    assert len(output) == 1 and "is not an image, which has floats [C, H, W]" in output[0]
     first, second, third = lines_of(tmp_path)[:3]
-    assert first["completion"]["column"] == 1 and second["completion"] == third["completion"]
+    assert first["completion"]["box"] and second["completion"] == third["completion"]
     assert (tmp_path / "samples.jsonl").stat().st_size < 1500
 
 
@@ -206,17 +135,11 @@ def test_a_sheet_that_cannot_be_drawn_costs_a_line_and_no_run(tmp_path, caplog, 
     def fails(*arguments, **options):
         raise ZeroDivisionError("oops")
 
-    monkeypatch.setattr(samples, "draw", fails)
+    monkeypatch.setattr(samples, "make_sheet", fails)
     with caplog.at_level(logging.WARNING, "gruppo"):
         SamplesFile(tmp_path).log_samples(3, [row(1, 1)])
-    assert "images of step 3 cannot be drawn: ZeroDivisionError: oops" in caplog.text
+    assert "images cannot be drawn: ZeroDivisionError: oops" in caplog.text
     assert lines_of(tmp_path)[0]["completion"] == "float32 [1, 28, 28]"
-
-
-def test_a_folder_that_cannot_be_written_is_one_clear_line(tmp_path):
-    (tmp_path / "images").write_text("a file, not a folder")
-    with pytest.raises(GruppoError, match=r"step_000001.png could not be written: .*permissions"):
-        SamplesFile(tmp_path).log_samples(1, [row(1, 1)])
 
 
 # --- evaluations, and resumed runs ------------------------------------------------------------------------------------
@@ -227,73 +150,6 @@ def evaluation(step, prompts, **more):
         row(prompt, 100 * step + n, reward=step + n / 10, held_out=True, **more)
         for n, prompt in enumerate(prompts)
     ]
-
-
-def compared(run_dir, monkeypatch, file, step, rows):
-    """The lines of the sheet that is drawn of before and after, when the rows of an evaluation are logged."""
-    sampled = []
-
-    def draw(lines, draw=samples.draw, **options):
-        sampled.append((lines, options))
-        return draw(lines, **options)
-
-    monkeypatch.setattr(samples, "draw", draw)
-    file.log_samples(step, rows)
-    monkeypatch.undo()
-    assert (run_dir / "images" / "before_after.png").exists()
-    return sampled[-1]
-
-
-def seen(cell):
-    return None if cell is None else (np.asarray(cell.image)[::4, ::4, 0].tolist(), cell.caption)
-
-
-def expected(source):
-    return (to_uint8(source["completion"])[0].tolist(), samples.number(source["reward"]))
-
-
-@pytest.mark.silent_bug(24)
-def test_before_and_after_are_the_same_prompts_at_the_first_and_the_last_evaluation(
-    tmp_path, monkeypatch
-):
-    file, prompts = SamplesFile(tmp_path), [0, 1, 2, 0, 1, 0]
-    first, last = evaluation(0, prompts), evaluation(9, [1, 0, 2, 0, 1, 0])
-    file.log_samples(0, first)
-    assert sorted(path.name for path in (tmp_path / "images").iterdir()) == ["eval_000000.png"]
-    file.log_samples(4, evaluation(4, prompts))
-    lines, options = compared(tmp_path, monkeypatch, file, 9, last)
-    assert options["heads"] == {0: "before: step 0", 3: "after: step 9"}
-    assert [line.label for line in lines] == ["0", "1", "2"]
-    of_zero = [first[n] for n in (0, 3, 5)], [last[n] for n in (1, 3, 5)]
-    assert list(map(seen, lines[0].cells)) == [
-        expected(source) for side in of_zero for source in side
-    ]
-    assert list(map(seen, lines[2].cells)) == [
-        expected(first[2]),
-        None,
-        None,
-        expected(last[2]),
-        None,
-        None,
-    ]
-
-
-@pytest.mark.silent_bug(24)
-def test_degraded_pictures_are_paired_by_their_pixels(tmp_path, monkeypatch):
-    file, source = SamplesFile(tmp_path), [picture(n) for n in (1, 2)]
-    first = evaluation(0, source, target=picture(5))
-    file.log_samples(0, first)
-    last = evaluation(1, source[::-1], target=picture(5))
-    lines, options = compared(tmp_path, monkeypatch, file, 1, last)
-    assert options["heads"] == {0: "input", 1: "before: step 0", 2: "after: step 1", 3: "target"}
-    for n, line in enumerate(lines):
-        ends = [to_uint8(image)[0].tolist() for image in (source[n], picture(5))]
-        middle = [expected(first[n])[0], expected(last[1 - n])[0]]
-        assert [np.asarray(c.image)[::4, ::4, 0].tolist() for c in line.cells] == [
-            ends[0],
-            *middle,
-            ends[1],
-        ]
 
 
 def log(file, steps):
@@ -333,15 +189,3 @@ def test_a_run_cut_to_one_evaluation_has_nothing_to_compare(tmp_path):
     assert not (tmp_path / "images" / "before_after.png").exists()
     file.cut(-1)
     assert list((tmp_path / "images").iterdir()) == [] and lines_of(tmp_path) == []
-
-
-def test_a_sheet_that_somebody_deleted_costs_the_comparison_alone(tmp_path, caplog):
-    file = SamplesFile(tmp_path)
-    file.log_samples(0, evaluation(0, [1]))
-    (tmp_path / "images" / "eval_000000.png").unlink()
-    with caplog.at_level(logging.WARNING, "gruppo"):
-        file.log_samples(2, evaluation(2, [1]))
-    assert (
-        "before_after.png cannot be drawn: FileNotFoundError" in caplog.text
-        and len(lines_of(tmp_path)) == 2
-    )

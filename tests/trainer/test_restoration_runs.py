@@ -696,8 +696,6 @@ def test_a_run_leaves_sheets_with_what_was_given_the_samples_and_the_clean_pictu
     prompts = run.source.take(2)
     with Image.open(finished / "images/step_000001.png") as sheet:
         for row in first:
-            columns = [row[name]["column"] for name in ("prompt", "completion", "target")]
-            assert columns[0] == 1 and columns[0] < columns[1] < columns[2] == 5
             for name, picture in (
                 ("prompt", prompts[row["group"]].inputs),
                 ("target", prompts[row["group"]].target),

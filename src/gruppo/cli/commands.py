@@ -146,7 +146,7 @@ def eval_(
         )
         print(f"  '{as_text(row['prompt'])}'{answer}   reward {row['reward']:g}")
     sheet = Path(run) / FOLDER / "evaluated.png"
-    if write_sheet(sheet, rows, f"{Path(run).name}, evaluated"):
+    if write_sheet(sheet, rows):
         print(f"  images: {sheet}")
     unscored = (
         f", {result.prompts - result.scored} not scored" if result.scored < result.prompts else ""

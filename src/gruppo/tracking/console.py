@@ -1,4 +1,4 @@
-"""A run in the terminal: a live screen, or one line per step where the output is not a terminal."""
+"""A run in the terminal: a live screen, or one line per step if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -10,12 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
-from rich.constrain import Constrain
 from rich.live import Live
-from rich.padding import Padding
-from rich.panel import Panel
-from rich.progress_bar import ProgressBar
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from gruppo.tracking.formatting import as_text, duration, number, percent, shorten, trend
@@ -24,44 +20,37 @@ from gruppo.tracking.samples import reward_of, sheet_name
 
 Row = Mapping[str, Any]
 
-METRICS: Mapping[str, tuple[str, str, str, Callable[[float], str]]] = {
-    "sup/loss_nats": ("sup", "left", "demo loss, nats", number),
-    "reward/mean": ("reward", "top", "reward", number),
-    "reward/std_within_group": ("spread", "left", "spread in a group", number),
-    "group/zero_spread_frac": ("", "left", "groups w/o spread", percent),
-    "kl/ref_nats": ("kl", "left", "KL to reference", number),
-    "kl/old_nats": ("", "left", "KL of the update", number),
-    "entropy/mean_nats": ("entropy", "left", "entropy, nats", number),
-    "len/mean_actions": ("len", "left", "length, actions", number),
-    "clip/high_frac": ("", "right", "clipped above", percent),
-    "clip/low_frac": ("", "right", "clipped below", percent),
-    "grad/norm": ("", "right", "gradient norm", number),
-    "rate/tokens_per_s": ("", "right", "{unit}s per second", number),
-    "time/step_s": ("", "right", "seconds per step", number),
-    "mem/peak_gib": ("", "right", "memory, GiB", number),
+METRICS: Mapping[str, tuple[str, str, Callable[[float], str]]] = {
+    "sup/loss_nats": ("sup", "demo loss, nats", number),
+    "reward/mean": ("reward", "reward", number),
+    "reward/std_within_group": ("spread", "spread in a group", number),
+    "group/zero_spread_frac": ("", "groups w/o spread", percent),
+    "kl/ref_nats": ("kl", "KL to reference", number),
+    "entropy/mean_nats": ("entropy", "entropy, nats", number),
+    "len/mean_actions": ("len", "length, actions", number),
+    "clip/high_frac": ("", "clipped above", percent),
+    "grad/norm": ("", "gradient norm", number),
+    "time/rollout_s": ("", "seconds of rollout", number),
+    "time/update_s": ("", "seconds of update", number),
+    "mem/peak_gib": ("", "memory, GiB", number),
 }
-"""Name on a plain line, "" for none; part of the live screen, name there, and format."""
+"""Name on a plain line, "" for none, name on the live screen, and format."""
 TEXT_ONLY = ("entropy/mean_nats", "len/mean_actions")
 """Left out for images: constant, or dependent on which denoising steps were sampled."""
-PHASES = {"rollout": "cyan", "reward": "yellow", "update": "magenta"}
-"""Parts of a step, ``time/NAME_s``, with their colors."""
 HISTORY = 120
 """Steps of a trend; as many are shown as fit."""
-LABEL, VALUE, BORDER = 18, 9, 4
-"""Widths of a label, of a value, and of a panel's border with its padding."""
-TWO_COLUMNS = 76
-"""Width from which on metrics are shown in two columns."""
-MAX_WIDTH = 120
+LABEL, VALUE = 19, 9
+"""Widths of a label and of a value."""
 
 
 class ConsoleTracker:
     """Tracker that shows a run until :meth:`close`.
 
-    ``step`` and ``total_steps`` are the run's current and last step. Samples change at most every ``samples_every``
-    steps, so that they can be read. ``stages``: names of the stages, of which ``stage/number`` says which is running.
-    ``run_dir``: where sheets of images are. ``unit``: what ``rate/tokens_per_s`` counts, such as token; "image" for
-    policies that render images, whose actions are converted to images. ``progress``: what is being done within the
-    step, asked for at each refresh.
+    ``step`` and ``total_steps`` are the run's current and last step. Samples change at most every
+    ``samples_every`` steps, so that they can be read. ``stages`` are the names of the stages, of
+    which ``stage/number`` says which is running; ``run_dir`` is where sheets of images are; ``unit``
+    is what ``rate/tokens_per_s`` counts, "image" for policies that render images; ``progress``
+    returns what is being done within the step.
     """
 
     def __init__(
@@ -79,22 +68,26 @@ class ConsoleTracker:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.console = console or Console()
-        self._total, self._title, self._samples_every, self._clock = (
-            total_steps,
-            title,
-            samples_every,
-            clock,
-        )
-        self._stages, self._stage, self._unit, self._run_dir = stages, "", unit, Path(run_dir)
-        self._start, self._step, self._progress = clock(), step, progress
+        self._total = total_steps
+        self._title = title
+        self._step = step
+        self._samples_every = samples_every
+        self._stages = stages
+        self._run_dir = Path(run_dir)
+        self._unit = unit
+        self._progress = progress
+        self._clock = clock
+        self._start = clock()
         self._step_ends: deque[float] = deque(maxlen=20)
         self._metrics: dict[str, float] = {}
         self._history: dict[str, deque[float]] = {}
-        self._held_out = self._notice = ""
-        self._samples: tuple[int, Sequence[Row], str] | None = None
-        self._body: RenderableType = Text()
+        self._stage = ""
+        self._held_out = ""
+        self._notice = ""
+        self._samples: list[str] = []
+        self._samples_at = -math.inf
         self._live: Live | None = None
-        # Elsewhere plain lines: a log file has no cursor to move, and other encodings lack the blocks of the trends.
+        # A log file has no cursor to move, and other encodings lack the blocks of the trends.
         if (
             self.console.is_terminal
             and not self.console.is_dumb_terminal
@@ -107,98 +100,82 @@ class ConsoleTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of a step; a second call for the same step adds to the first."""
-        metrics = dict(metrics)
-        if phases := [metrics[f"time/{name}_s"] for name in PHASES if f"time/{name}_s" in metrics]:
-            metrics.setdefault("time/step_s", sum(phases))
-        if (
-            self._unit == "image"
-        ):  # its actions are denoising steps: images per second are the rate over their number
-            rate, actions = (
-                metrics.pop("rate/tokens_per_s", None),
-                metrics.get("len/mean_actions", 0),
-            )
-            if rate is not None and actions > 0:
-                metrics["rate/tokens_per_s"] = rate / actions
-            metrics = {name: value for name, value in metrics.items() if name not in TEXT_ONLY}
-        evaluated = {
-            name[5:].removesuffix("_mean"): v
-            for name, v in metrics.items()
-            if name.startswith("eval/")
-        }
-        if held_out := ", ".join(f"{name} {number(value)}" for name, value in evaluated.items()):
-            self._held_out = f"held-out at step {step}: {held_out}"
-        index = (
-            int(metrics.get("stage/number", 0)) - 1
-        )  # of a step of evaluation alone, none is logged
-        stage = self._stages[index] if 0 <= index < len(self._stages) else ""
-        self._stage = stage or self._stage
+        shown = dict(metrics)
+        if self._unit == "image":  # its actions are denoising steps
+            actions = shown.get("len/mean_actions", 0)
+            if actions and "rate/tokens_per_s" in shown:
+                shown["rate/tokens_per_s"] /= actions
+            shown = {name: value for name, value in shown.items() if name not in TEXT_ONLY}
         if step != self._step:
-            self._step, self._metrics = step, {}
+            self._step = step
+            self._metrics = {}
             self._step_ends.append(self._clock())
-        self._metrics.update(metrics)
-        for name, value in metrics.items():
+        self._metrics.update(shown)
+        for name, value in shown.items():
             self._history.setdefault(name, deque(maxlen=HISTORY)).append(float(value))
-        if self._live:
-            return self._update_body()
-        words = [stage] if stage else []
-        words += [
-            f"{row[0]} {number(metrics[name])}"
-            for name, row in METRICS.items()
-            if row[0] and name in metrics
+        index = int(shown.get("stage/number", 0)) - 1
+        if 0 <= index < len(self._stages):
+            self._stage = self._stages[index]
+        evaluated = [
+            f"{name[5:].removesuffix('_mean')} {number(value)}"
+            for name, value in shown.items()
+            if name.startswith("eval/")
         ]
-        unscored, unit = (
-            metrics.get("reward/unscored_count", 0),
-            "tok" if self._unit == "token" else f"{self._unit}s",
-        )
-        words += [f"{unscored:.0f} without a reward"] if unscored > 0 else []
-        for name, text in (("rate/tokens_per_s", f"{unit}/s"), ("time/step_s", "s")):
-            words += [f"{number(metrics[name])} {text}"] if name in metrics else []
-        # A call with an evaluation alone logs none of these, and is shown without the time left.
-        words += (
-            [f"{duration(left)} left"]
-            if words and (left := self._seconds_left()) is not None
-            else []
-        )
-        words += [f"held-out {held_out}"] if held_out else []
-        self._print(Text("  ".join([f"step {step}/{self._total}", *words])))
+        if evaluated:
+            self._held_out = f"held-out at step {step}: {', '.join(evaluated)}"
+        if self._live is None:
+            words = self._words(shown)
+            if evaluated:
+                words.append(f"held-out {', '.join(evaluated)}")
+            self._print(Text("  ".join([f"step {step}/{self._total}", *words])))
+
+    def _words(self, metrics: Mapping[str, float]) -> list[str]:
+        """A plain line of metrics; empty for those of an evaluation alone."""
+        words = [
+            f"{name} {number(metrics[metric])}"
+            for metric, (name, _, _) in METRICS.items()
+            if name and metric in metrics
+        ]
+        unscored = metrics.get("reward/unscored_count", 0)
+        if unscored > 0:
+            words.append(f"{unscored:.0f} without a reward")
+        rate = "tok/s" if self._unit == "token" else f"{self._unit}s/s"
+        for metric, unit in (("rate/tokens_per_s", rate), ("time/step_s", "s")):
+            if metric in metrics:
+                words.append(f"{number(metrics[metric])} {unit}")
+        left = self._seconds_left()
+        if words and left is not None:
+            words.append(f"{duration(left)} left")
+        return [self._stage, *words] if words and self._stage else words
 
     def log_samples(self, step: int, rows: Sequence[Row]) -> None:
-        """Show the best and the worst rows, unless the last ones are recent; for images also the file of their sheet.
+        """Show the best and the worst rows, unless the last ones are recent.
 
-        Of an evaluation (``held_out``) only the sheet is named.
+        Of an evaluation (``held_out``) only the sheet of images is named.
         """
         rows = [row for row in rows if "failures" not in row]  # the log warns of those
         is_held_out = any(row.get("held_out") for row in rows)
         sheet = self._run_dir / sheet_name(step, is_held_out)
-        if is_held_out and sheet.is_file():
-            self._print(Text(f"  held-out images: {sheet}"))
-        if (
-            is_held_out
-            or not rows
-            or (self._samples and step < self._samples[0] + self._samples_every)
-        ):
+        if is_held_out:
+            if sheet.is_file():
+                self._print(Text(f"  held-out images: {sheet}"))
             return
-        self._samples = step, rows, str(sheet) if sheet.is_file() else ""
-        if self._live:
-            return self._update_body()
-        for row in best_and_worst(rows, 2):
-            line = f"  reward {number(row.get('reward'))}"
-            if not has_pixels(row.get("prompt")):
-                line += f'  "{shorten(as_text(row.get("prompt", "")), 120)}"'
-                if not has_pixels(row.get("completion")):
-                    line += f' -> "{shorten(as_text(row.get("completion", "")), 120)}"'
-                    if row.get("target") is not None:
-                        line += f"  target {shorten(as_text(row['target']), 60)}"
-            self._print(Text(line))
+        if not rows or step < self._samples_at + self._samples_every:
+            return
+        self._samples_at = step
+        self._samples = [_sample(row) for row in best_and_worst(rows, 4 if self._live else 2)]
         if sheet.is_file():
-            self._print(Text(f"  images: {sheet}"))
+            self._samples.append(f"images: {sheet}")
+        if self._live is None:
+            for line in self._samples:
+                self._print(Text(f"  {line}"))
 
     def note(self, message: str, *, is_warning: bool = False) -> None:
         """Print a message above the live screen."""
         self._print(Text.assemble(("warning: " if is_warning else "", "bold yellow"), message))
 
     def announce(self, message: str) -> bool:
-        """Show a message on the live screen; False without one. Safe in a signal handler: another thread draws it."""
+        """Show a message on the live screen; False without one. Safe in a signal handler."""
         self._notice = message
         return self._live is not None
 
@@ -208,130 +185,63 @@ class ConsoleTracker:
             self._live.stop()
 
     def screen(self) -> RenderableType:
-        """The live screen: title, clock and progress bar, metrics with trends, and samples."""
+        """The live screen: title, clock, metrics with trends, and samples."""
+        left = self._seconds_left()
         clock = f"{duration(self._clock() - self._start)} elapsed"
-        clock += "" if (left := self._seconds_left()) is None else f", about {duration(left)} left"
-        left_column, right_column = (
-            Column(ratio=1, no_wrap=True),
-            Column(justify="right", no_wrap=True),
+        if left is not None:
+            clock += f", about {duration(left)} left"
+        head = Text.assemble(
+            f"step {self._step}/{self._total}  ",
+            (f"{self._title}  {self._stage}".rstrip(), "bold"),
+            (f"  {clock}", "dim"),
         )
-        header = Table.grid(left_column, right_column, expand=True)
-        title = f"{self._title}  {self._stage}".rstrip()
-        header.add_row(
-            Text.assemble(f"step {self._step}/{self._total}  ", (title, "bold")), Text(clock, "dim")
-        )
-        bar = ProgressBar(
-            max(self._total, 1),
-            completed=self._step,
-            complete_style="green",
-            finished_style="green",
-        )
-        top = Constrain(Padding(Group(header, bar), (0, 1)), min(self.console.width, MAX_WIDTH))
-        below = [Text(f" {self._notice}", "bold yellow")] if self._notice else []
-        below += [Text(f" {progress}", "dim")] if (progress := self._progress()) else []
-        return Group(top, self._body, *below)
+        metrics = dict(self._metrics)  # the logging thread replaces it
+        table = Table.grid()
+        for name, (_, label, form) in METRICS.items():
+            if name in metrics:
+                blocks = trend(self._history[name], self.console.width - LABEL - VALUE)
+                value = Text(form(metrics[name]).rjust(VALUE - 1) + " ", "bold")
+                table.add_row(Text(label.ljust(LABEL)), value, Text(blocks, "cyan"))
+        lines = []
+        if "rate/tokens_per_s" in metrics:
+            lines.append(f"{number(metrics['rate/tokens_per_s'])} {self._unit}s per second")
+        if metrics.get("reward/unscored_count", 0) > 0:
+            lines.append(f"{metrics['reward/unscored_count']:.0f} rows have no reward")
+        lines += [self._held_out, *self._samples, self._notice, self._progress()]
+        texts = [Text(line, overflow="fold") for line in lines if line]
+        return Group(head, table, *texts)
 
     def _seconds_left(self) -> float | None:
-        """Seconds to the last step at the pace of the last steps; None until two of them have ended."""
+        """Seconds to the last step at the pace of the last ones; None until two have ended."""
         if len(self._step_ends) < 2 or self._step >= self._total:
             return None
         pace = (self._step_ends[-1] - self._step_ends[0]) / (len(self._step_ends) - 1)
-        return max(pace * (self._total - self._step) - (self._clock() - self._step_ends[-1]), 0.0)
-
-    def _update_body(self) -> None:
-        """Draw what was logged; the refreshing thread only redraws the clock."""
-        width, metrics = min(self.console.width, MAX_WIDTH), self._metrics
-        inner, is_wide = width - BORDER, width >= TWO_COLUMNS
-        grids = {place: Table.grid() for place in ("top", "left", "right")}
-        for name, (_, place, label, form) in METRICS.items():
-            if (
-                name in metrics
-            ):  # a line with its trend, as wide as its column or the screen leaves room for
-                room = inner // 2 - 1 if is_wide and place != "top" else inner
-                blocks = trend(self._history.get(name, ()), room - LABEL - VALUE)
-                value = Text(form(metrics[name]).rjust(VALUE - 1) + " ", "bold")
-                style = "bold green" if place == "top" else "cyan"
-                grids[place].add_row(
-                    Text(label.format(unit=self._unit).ljust(LABEL)), value, Text(blocks, style)
-                )
-        parts: list[RenderableType] = [grid for grid in grids.values() if grid.row_count]
-        if (
-            is_wide and grids["left"].row_count and grids["right"].row_count
-        ):  # the last two parts, side by side
-            both = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
-            both.add_row(grids["left"], grids["right"])
-            parts[-2:] = [both]
-        if any(f"time/{name}_s" in metrics for name in PHASES):
-            parts.append(time_bar(metrics, inner))
-        if (unscored := metrics.get("reward/unscored_count", 0)) > 0:
-            parts.append(Text(f"{unscored:.0f} rows of this step have no reward", "bold yellow"))
-        if self._held_out:
-            parts.append(Text(self._held_out, "bold", no_wrap=True, overflow="ellipsis"))
-        panels: list[RenderableType] = (
-            [Panel(Group(*parts), border_style="dim", width=width)] if parts else [Text()]
-        )
-        if (
-            self._samples
-        ):  # the best and the worst rows, each on at most two lines; of images the prompts
-            step, rows, sheet = self._samples
-            target = min(max([6, *(len(as_text(row.get("target", ""))) for row in rows)]), 14)
-            free = (
-                inner - 6 - target - 6
-            )  # without the rewards, and two spaces between each two of four columns
-            columns = {
-                "prompt": free * 2 // 5,
-                "completion": free - free * 2 // 5,
-                "target": target,
-            }
-            if any(has_pixels(row.get("completion")) for row in rows):
-                columns = {"prompt": inner - 8}
-            heads = [Column("reward", width=6, overflow="fold", justify="right")]
-            heads += [Column(name, width=size, overflow="fold") for name, size in columns.items()]
-            table = Table(
-                *heads, box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim"
-            )
-            for row in best_and_worst(rows):
-                reward = reward_of(row, math.nan)
-                style = "dim" if reward != reward else "green" if reward > 0 else "red"
-                texts = [
-                    shorten(as_text(row.get(name, "")), 2 * size - 2)
-                    for name, size in columns.items()
-                ]
-                table.add_row(Text(number(reward), style), *map(Text, texts))
-            parts = [table, Text(f"images: {sheet}", "dim", overflow="fold")] if sheet else [table]
-            title = f"samples of step {step}"
-            panels.append(
-                Panel(
-                    Group(*parts), title=title, title_align="left", border_style="dim", width=width
-                )
-            )
-        self._body = Group(*panels)
+        since = self._clock() - self._step_ends[-1]
+        return max(pace * (self._total - self._step) - since, 0.0)
 
     def _print(self, text: Text) -> None:
-        encoding = (
-            self.console.encoding
-        )  # what it cannot write is shown as an escape, and stops no run
+        encoding = self.console.encoding  # what it cannot write is escaped, and stops no run
         text.plain = text.plain.encode(encoding, "backslashreplace").decode(encoding)
         self.console.print(text, soft_wrap=True, highlight=False)
 
 
-def time_bar(metrics: Mapping[str, float], width: int) -> Text:
-    """A bar whose colors are the fractions of rollout, reward and update in the time of a step."""
-    seconds = {name: metrics.get(f"time/{name}_s", 0.0) for name in PHASES}
-    seconds = {name: value if 0 < value < math.inf else 0.0 for name, value in seconds.items()}
-    total, bar, legend = sum(seconds.values()) or 1.0, Text("time per step".ljust(LABEL)), Text()
-    for name, value in seconds.items():
-        legend.append(f"  {name} {percent(round(100 * value / total) / 100)}", PHASES[name])
-    for name, value in seconds.items():  # the bar takes what the legend leaves
-        bar.append("━" * round((width - LABEL - legend.cell_len) * value / total), PHASES[name])
-    return bar.append_text(legend)
+def _sample(row: Row) -> str:
+    """A row on one line, without images."""
+    line = f"reward {number(row.get('reward'))}"
+    if has_pixels(row.get("prompt")):
+        return line
+    line += f'  "{shorten(as_text(row.get("prompt", "")), 120)}"'
+    if has_pixels(row.get("completion")):
+        return line
+    line += f' -> "{shorten(as_text(row.get("completion", "")), 120)}"'
+    if row.get("target") is not None:
+        line += f"  target {shorten(as_text(row['target']), 60)}"
+    return line
 
 
 def best_and_worst(rows: Sequence[Row], count: int = 4) -> list[Row]:
-    """``count`` rows with the highest and the lowest rewards; rows without a reward are the lowest."""
+    """``count`` rows with the highest and the lowest rewards; those without one are the lowest."""
     ranked = sorted(rows, key=lambda row: reward_of(row, -math.inf), reverse=True)
-    return (
-        ranked
-        if len(ranked) <= count
-        else [*ranked[: count - count // 2], *ranked[-(count // 2) :]]
-    )
+    if len(ranked) <= count:
+        return ranked
+    return [*ranked[: count - count // 2], *ranked[-(count // 2) :]]

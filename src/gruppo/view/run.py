@@ -17,7 +17,7 @@ from gruppo.doctor.report import diagnose
 from gruppo.integrity import check_links, json_lines, parse_json, read_json
 from gruppo.tracking.files import STEPS_PER_FILE, read_completions, to_json
 from gruppo.tracking.images import PNG
-from gruppo.tracking.plots import panels_of, stage_starts
+from gruppo.tracking.panels import panels_of, stage_starts
 from gruppo.tracking.samples import FOLDER
 from gruppo.trainer.run_dir import check_is_run
 from gruppo.types import GruppoError
