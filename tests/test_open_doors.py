@@ -147,6 +147,7 @@ KEYS: dict[str, Callable[[str], Any]] = {
     "engine.kind": lambda name: name,
     "track": lambda name: ["tensorboard", name],
     "restoration.consistency": lambda name: name,
+    "objective.surrogate": lambda name: name,
 }
 """Keys that take FILE.py:NAME and package.module:NAME, and the value with such a name."""
 DATA_KEYS = {key: lambda name: name for key in ("data", "supervised.data", "evaluation.data")}

@@ -728,7 +728,8 @@ def check_equal_ranks(config: Config) -> None:
             entries += [(f"{name}.{key}", entry) for key, entry in value.items()]
         else:
             own[as_flag(name)] = value
-    functions = (config.model, *config.reward, *config.environment.names, config.engine.kind)
+    functions = [config.model, *config.reward, *config.environment.names, config.engine.kind]
+    functions.append(config.objective.surrogate)
     own |= {f"the code of {name}": code_digest(name) for name in functions}
     sources = sorted(Path(__file__).parent.rglob("*.py"))
     own["gruppo's code"] = hashlib.sha256(

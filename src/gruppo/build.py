@@ -200,6 +200,7 @@ def with_absolute_paths(config: Config) -> Config:
         prompts=replace(config.prompts, chat_template=absolute_path(config.prompts.chat_template)),
         evaluation=replace(config.evaluation, data=data(config.evaluation.data)),
         reward=tuple(map(absolute_reward, config.reward)),
+        objective=replace(config.objective, surrogate=absolute_spec(config.objective.surrogate)),
         critic=replace(config.critic, model=model(config.critic.model)),
         lora=replace(config.lora, adapter=absolute_path(config.lora.adapter)),
         track=tuple(map(absolute_spec, config.track)),
@@ -246,6 +247,13 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
         sources.append(validation)
     modality = find_modality(config.model) if parts.model is None else parts.model.modality
     rewards, environment = open_rewards(config, parts, sources, modality)
+    surrogate = config.objective.surrogate
+    own_surrogate = load_object(surrogate) if config.objective.has_own_surrogate else None
+    if own_surrogate is not None and not callable(own_surrogate):
+        raise GruppoError(
+            f"{surrogate} is a {type(own_surrogate).__name__}; it needs to be a function of the loss",
+            option="objective.surrogate",
+        )
     demos = open_demos(config, data)
     if parts.model is not None:
         policy, origin = modality.adapt(config, parts.model, source), {"name": config.model}
@@ -299,6 +307,7 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
             critic.recompute()
     components |= shard(config, policy, reference, critic) if is_sharded else {}
     components |= {"sampling": sampling, "environment": environment}
+    components |= {"own_surrogate": own_surrogate}
     # the optimizer after sharding, which replaces parameters
     run = Run(config, policy, engine, source, rewards, adamw(policy, critic, config), **components)
     is_evaluated = (

@@ -9,6 +9,7 @@ import pytest
 
 from gruppo.core.describe import describe_objective, objective_warnings
 from gruppo.core.objective import GRPO, PRESETS, RLOO, Objective
+from gruppo.core.surrogates import SURROGATES
 
 
 def described(objective: Objective, kl_coef: float = 0.04) -> str:
@@ -106,7 +107,8 @@ def other_choices() -> list[Any]:
     """Every choice that is not the default, one at a time."""
     hints, changed = get_type_hints(Objective), []
     for field in fields(Objective):
-        if choices := get_args(hints[field.name]):
+        choices = SURROGATES if field.name == "surrogate" else get_args(hints[field.name])
+        if choices:
             values = [value for value in choices if value != field.default]
         elif field.default is False:
             values = [True]

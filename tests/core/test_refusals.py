@@ -18,6 +18,7 @@ from gruppo.core.advantages import group_advantages, position_advantages
 from gruppo.core.loss import LossInputs, policy_loss
 from gruppo.core.objective import CISPO, PPO, PRESETS, Objective
 from gruppo.core.returns import gae, place_score, returns_to_go, whiten
+from gruppo.core.surrogates import SURROGATES
 from gruppo.core.weights import loss_total, loss_weights
 from gruppo.types import Gaussian, GruppoError, Likelihood
 
@@ -301,7 +302,7 @@ def enumerated() -> dict[str, tuple[Any, ...]]:
     of = {
         f.name: get_args(hints[f.name]) or ((False, True) if f.default is False else ())
         for f in fields(Objective)
-    }
+    } | {"surrogate": SURROGATES}
     return {name: values for name, values in of.items() if values}
 
 

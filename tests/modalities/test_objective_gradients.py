@@ -20,6 +20,7 @@ from tests.modalities.updates import Variant, case_of, distance, farthest, learn
 
 from gruppo.config.schema import Stage
 from gruppo.core.objective import GRPO, PRESETS, Objective
+from gruppo.core.surrogates import SURROGATES
 from gruppo.modalities.text.critic import SeparateCritic
 
 LIMITS = {torch.float64: 1e-10, torch.float32: 5e-6}
@@ -197,7 +198,7 @@ def choices():
     single = [
         {field: choice}
         for field in LOSS_FIELDS
-        for choice in get_args(hints[field])
+        for choice in get_args(hints[field]) or SURROGATES
         if choice != "exact"
     ]
     return {str(change): replace(GRPO, **change) for change in [*single, *CHANGES]}

@@ -54,7 +54,7 @@ def describe_objective(
         "sapo": f"sigmoid(tau (r - 1)) 4/tau A,  tau 1 for A > 0, else 1.05{ratio}",
         "vespo": "stopgrad(phi(w)) A logprob,  w = exp(sum over the row of logprob - old_logprob)",
         "reinforce": "A logprob",
-    }[o.surrogate]
+    }.get(o.surrogate, f"minus {o.surrogate}(log r, A, logprob, mask){ratio}")
     average = {
         "sequence": "mean over the tokens of a row, then over the rows",
         "token": "mean over all kept tokens of the update",

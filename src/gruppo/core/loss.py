@@ -13,7 +13,7 @@ from torch import Tensor
 from gruppo.core import surrogates
 from gruppo.core.kl import kl_penalty, masked_gaussian_kl
 from gruppo.core.objective import Objective
-from gruppo.core.surrogates import log_ratio, value_loss
+from gruppo.core.surrogates import OwnSurrogate, log_ratio, value_loss
 from gruppo.core.weights import correction_weights
 from gruppo.types import Gaussian, GruppoError, Likelihood, Stat
 
@@ -41,13 +41,16 @@ class LossInputs:
 
 
 def policy_loss(
-    likelihood: Likelihood, batch: LossInputs, objective: Objective
+    likelihood: Likelihood,
+    batch: LossInputs,
+    objective: Objective,
+    own_surrogate: OwnSurrogate | None = None,
 ) -> tuple[dict[str, Float[Tensor, ""]], dict[str, Stat]]:
     """Terms of one micro-batch, each weighted and summed, and the statistics of its kept actions by metric name.
 
     Terms: ``policy``; ``kl`` where there is a reference and the KL is in the loss; ``value`` where there are values
     and returns; ``entropy`` (to be maximized) where the likelihood holds it. The caller multiplies each by its
-    coefficient and adds them up.
+    coefficient and adds them up. ``own_surrogate``: the function that the objective names as its surrogate.
     """
     o, loss_mask, logprobs = objective, batch.loss_mask, likelihood.logprobs
     old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
@@ -76,8 +79,10 @@ def policy_loss(
         per_action = surrogates.sapo_surrogate(ratio, advantages)
     elif o.surrogate == "vespo":
         per_action = surrogates.vespo_surrogate(token_ratio, logprobs, advantages, loss_mask)
-    else:
+    elif o.surrogate == "reinforce":
         per_action = surrogates.reinforce_surrogate(logprobs, advantages, loss_mask)
+    else:
+        per_action = _own_losses(own_surrogate, o.surrogate, ratio, logprobs, advantages, loss_mask)
 
     # Distance to the policy that sampled the batch, and the fraction of actions that the clip stops.
     drift, size = token_ratio.detach(), ratio.detach().exp()
@@ -156,6 +161,26 @@ def policy_loss(
         terms["entropy"] = _weighted_sum(batch.weights, loss_mask, likelihood.entropy)
         stats["entropy/nats"] = Stat.of(likelihood.entropy, loss_mask)
     return terms, stats
+
+
+def _own_losses(
+    function: OwnSurrogate | None,
+    name: str,
+    ratio: Float[Tensor, "b t"],
+    logprobs: Float[Tensor, "b t"],
+    advantages: Float[Tensor, "b t"],
+    loss_mask: Bool[Tensor, "b t"],
+) -> Float[Tensor, "b t"]:
+    if function is None:
+        raise GruppoError(f"surrogate={name!r} is a function's name, and only a run loads it.")
+    losses = function(ratio, advantages, torch.where(loss_mask, logprobs, 0), loss_mask)
+    if not isinstance(losses, Tensor) or losses.shape != loss_mask.shape:
+        shape = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+        raise GruppoError(
+            f"the surrogate {name} returned {shape}; it needs the loss of each action, {list(loss_mask.shape)}",
+            option="objective.surrogate",
+        )
+    return losses
 
 
 def critic_loss(

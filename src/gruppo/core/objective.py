@@ -9,7 +9,7 @@ from typing import Literal, get_args, get_type_hints
 
 from gruppo.core.advantages import Baseline, Scale
 from gruppo.core.kl import Estimator, KlGradient
-from gruppo.core.surrogates import MAX_LOG_RATIO
+from gruppo.core.surrogates import MAX_LOG_RATIO, SURROGATES
 from gruppo.core.weights import Average, Correction, CorrectionLevel
 from gruppo.types import GruppoError
 
@@ -52,8 +52,11 @@ class Objective:
     """Lambda of GAE: 1 relies on rewards, 0 on the critic."""
     ratio: Literal["token", "sequence"] = "token"
     """Importance ratio: per action, or the geometric mean of the row (GSPO)."""
-    surrogate: Literal["clip", "cispo", "sapo", "vespo", "reinforce"] = "clip"
-    """Surrogate objective."""
+    surrogate: str = "clip"
+    """Surrogate objective: clip, cispo, sapo, vespo, reinforce, or FILE.py:NAME.
+
+    A function of your own, called as f(log_ratio, advantages, logprobs, mask), returns the loss of each action.
+    """
     clip_low: float = 0.2
     """Lower clip range: the ratio is clipped below 1 - clip_low."""
     clip_high: float = 0.2
@@ -113,6 +116,9 @@ class Objective:
                 )
                 raise GruppoError(problem, option=option, advice=f"{field.default:g}")
 
+        if self.surrogate not in SURROGATES and not self.has_own_surrogate:
+            problem = f"objective.surrogate={self.surrogate!r} is not one of {', '.join(map(repr, SURROGATES))}"
+            raise _invalid(f"{problem}, and no FILE.py:NAME", "surrogate", "clip")
         clips_nats, low, high = self.clip_unit == "nats", self.correction_low, self.correction_high
         highest = math.exp(self.clip_high) if clips_nats else 1 + self.clip_high
         # In nats any clip_low is valid: exp(-clip_low) stays above 0.
@@ -266,6 +272,11 @@ class Objective:
         return self.baseline == "critic"
 
     @property
+    def has_own_surrogate(self) -> bool:
+        """Whether the surrogate is a function of the user's, by its name."""
+        return ":" in self.surrogate
+
+    @property
     def needs_whole_rows(self) -> bool:
         """Whether a row's loss cannot be computed from some of its columns."""
         corrects_sequences = self.correction != "none" and self.correction_level == "sequence"
@@ -283,7 +294,7 @@ GRPO = Objective()
 DR_GRPO = Objective(scale="none", average="constant")
 """arXiv 2503.20783: no division by the standard deviation or the length; one constant denominator."""
 DAPO = Objective(clip_high=0.28, average="token")
-"""arXiv 2503.14476: clip-higher and the token average. Its other two parts are --rollout.refill-rounds and overlong."""
+"""arXiv 2503.14476: clip-higher and the token average. Its other two parts are rollout.refill_rounds and overlong."""
 GSPO = Objective(ratio="sequence", clip_low=3e-4, clip_high=4e-4)
 """arXiv 2507.18071: one ratio per sequence, the geometric mean over its tokens, with a clip to match."""
 CISPO = Objective(surrogate="cispo", clip_low=1.0, clip_high=4.0, average="token")

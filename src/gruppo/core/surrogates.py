@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -9,6 +10,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 RatioLevel = Literal["token", "sequence", "sequence_token"]
+SURROGATES = ("clip", "cispo", "sapo", "vespo", "reinforce")
+OwnSurrogate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Loss of each action [b, t], unreduced, of ``log_ratio``, ``advantages``, ``logprobs`` and ``mask`` [b, t].
+
+Called per micro-batch, which may hold some rows and columns of an update; the weights of the average follow. Entries
+where ``mask`` is False are 0 and what is returned there is not used.
+"""
 MAX_LOG_RATIO = 20.0
 """Nats. exp of more than 88 is inf in float32, whose gradient is NaN even where the clip has chosen its other side."""
 VESPO_MIN_LOG_WEIGHT = -18.420680743952367

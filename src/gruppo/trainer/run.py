@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from gruppo.config.schema import Config
+from gruppo.core.surrogates import OwnSurrogate
 from gruppo.environments import Environment
 from gruppo.protocols import Critic, Engine, Policy, PromptSource, Reference, Tracker
 from gruppo.rewards.answers import TrainerState
@@ -70,6 +71,8 @@ class Run:
     """What replies to the policy in conversations of several turns."""
     sampling: Sampling = None  # type: ignore[assignment]
     """Sampling where no stage sets a temperature; by default that of ``config.rollout``."""
+    own_surrogate: OwnSurrogate | None = None
+    """The function that ``objective.surrogate`` names."""
     stage_schedule: StageSchedule = field(init=False)
     trackers: list[Tracker] = field(default_factory=list)
     stopper: Stopper = field(default_factory=Stopper)

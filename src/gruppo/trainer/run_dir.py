@@ -516,6 +516,7 @@ def setup(run: Run) -> dict[str, Any]:
     """What a resumed run is compared with: digests of code and of the tokenizer, versions, hardware."""
     config = run.config
     functions = [*config.reward, *config.environment.names, config.engine.kind]
+    functions.append(config.objective.surrogate)
     # once per file, whatever the number of its functions: a file may import a whole project
     digests = {
         place: code_digest(f"{place}:") for place in {name.rpartition(":")[0] for name in functions}

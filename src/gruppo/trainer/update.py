@@ -334,7 +334,7 @@ def _backward(
             # not skipped: FSDP gathers and reduces in each forward and backward, which other ranks wait for
             nothing = torch.zeros_like(inputs.weights)
             inputs = replace(inputs, weights=nothing, loss_mask=nothing.bool())
-        terms, micro_batch_stats = policy_loss(likelihood, inputs, objective)
+        terms, micro_batch_stats = policy_loss(likelihood, inputs, objective, run.own_surrogate)
         if step_params.cons_coef:
             terms["cons"] = consistency_term(run, rollouts, micro_batch, inputs.weights, likelihood)
         if not step_params.is_critic_alone or "value" in terms:
