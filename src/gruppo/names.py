@@ -27,36 +27,47 @@ _READABLE = (int, float, bool, str, Path)
 def call_by_name(function: Callable[..., Any], text: str) -> Any:
     """Call a function or a class with the arguments in ``text``."""
     hints = parameters_of(function)
-    kinds = {p.name: p.kind for p in inspect.signature(function).parameters.values()}
-    places = [name for name in hints if kinds.get(name) is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    kinds = inspect.signature(function).parameters
+    in_order = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    places = [name for name in hints if name in kinds and kinds[name].kind is in_order]
     # A lone text, such as a path or a pattern, may hold commas.
     is_text = len(places) == 1 and str in _types(hints[places[0]])
     pieces = [text] if is_text and len(hints) == 1 else _OPTION.split(text.strip())
-    first, options = pieces[0], pieces[1:]
-    name, equals, _ = first.partition("=")
-    if equals and (name.strip() in hints or (name.strip().isidentifier() and not is_text)):
-        first, options = "", pieces
-    values = ([first] if is_text else _COMMA.split(first)) if first.strip() else []
-    if places and get_origin(hints[places[0]]) is Sequence:
-        arguments: list[Any] = [[_nonempty(value) for value in values]] if values else []
-    elif len(values) > len(places) and not places:
-        raise ValueError(f"{values[0]!r} has no name; its options are written name=value")
-    elif len(values) > len(places):
-        raise ValueError(f"it takes at most {len(places)} values without a name")
+    name, equals, _ = pieces[0].partition("=")
+    is_option = name.strip() in hints or (name.strip().isidentifier() and not is_text)
+    if not equals or not is_option:
+        first, *pieces = pieces
+        values = [first] if is_text else _COMMA.split(first)
+        arguments = _read_values(values if first.strip() else [], places, hints)
     else:
-        pairs = zip(places, values, strict=False)
-        arguments = [_read(name, _nonempty(value), hints[name]) for name, value in pairs]
-    keywords = {}
-    for name, equals, value in (option.partition("=") for option in options):
-        name = name.strip()
-        if not equals or name not in hints:
-            has = f"It has {', '.join(hints)}" if hints else "It has none"
-            raise ValueError(f"there is no option {name!r}.{did_you_mean(name, hints)} {has}")
-        keywords[name] = _read(name, value, hints[name])
-    missing = [name for name in required_of(function) if name not in keywords][len(arguments) :]
+        arguments = []
+    options = _read_options(pieces, hints)
+    missing = [name for name in required_of(function) if name not in options][len(arguments) :]
     if missing:
         raise ValueError(f"it needs {missing[0]}")
-    return function(*arguments, **keywords)
+    return function(*arguments, **options)
+
+
+def _read_values(values: list[str], places: list[str], hints: dict[str, Any]) -> list[Any]:
+    """The arguments without a name."""
+    if places and values and get_origin(hints[places[0]]) is Sequence:
+        return [[_nonempty(value) for value in values]]
+    if len(values) > len(places):
+        most = f"it takes at most {len(places)} values without a name"
+        raise ValueError(most if places else "its options are written name=value")
+    pairs = zip(places, values, strict=False)
+    return [_read(name, _nonempty(value), hints[name]) for name, value in pairs]
+
+
+def _read_options(pieces: list[str], hints: dict[str, Any]) -> dict[str, Any]:
+    options = {}
+    for name, equals, value in (piece.partition("=") for piece in pieces):
+        name = name.strip()
+        if not equals or name not in hints:
+            has = f"It has {', '.join(hints) or 'none'}"
+            raise ValueError(f"there is no option {name!r}.{did_you_mean(name, hints)} {has}")
+        options[name] = _read(name, value, hints[name])
+    return options
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:

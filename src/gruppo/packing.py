@@ -20,9 +20,8 @@ def encode(value: Any, buffers: list[bytes]) -> Any:
     if kind in _PLAIN:
         return value
     if kind is list:
-        if _PLAIN.issuperset(map(type, value)):
-            return value
-        return [encode(part, buffers) for part in value]
+        is_plain = _PLAIN.issuperset(map(type, value))
+        return value if is_plain else [encode(part, buffers) for part in value]
     if kind is dict and "$" not in value and all(type(key) is str for key in value):
         return {key: encode(part, buffers) for key, part in value.items()}
     if kind in _CONTAINERS.values():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import logging
 import os
 import time
 from pathlib import Path
@@ -118,11 +117,10 @@ def test_rewards_of_our_recipes_are_called_here():
     assert not processes._loaded
 
 
-def test_arguments_that_only_python_can_hold_are_read_here_with_a_warning(isolated, caplog):
-    logging.getLogger("gruppo").propagate = True
+def test_arguments_that_only_python_can_hold_are_refused_with_the_way_out(isolated):
     rollouts = rollouts_of("ab", metas=[{"day": datetime.date(2026, 1, 1)}])
-    scores = RewardSet(isolated("awaits")).score(rollouts)
-    assert scores.rewards.tolist() == [2.0, 2.0] and "datetime.date" in caplog.text
+    with pytest.raises(DataError, match=r"datetime\.date, which only Python.*isolate"):
+        RewardSet(isolated("awaits")).score(rollouts)
 
 
 def test_code_that_changed_since_the_run_began_is_not_called(tmp_path):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import queue
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -123,33 +123,22 @@ class CodeTests:
         self, programs: Sequence[str], columns: dict[str, Any]
     ) -> list[ProgramScore | CallError | None]:
         """Score each row by its tests. A program that occurs several times for one task is run once."""
-        column = self.column or next((name for name in COLUMNS if name in columns), COLUMNS[0])
-        names = (column, "entry_point", "test_setup_code", "test_imports")
-        cells = (columns.get(name) or [None] * len(programs) for name in names)
         known: dict[Any, RowTests] = {}  # rows of a group hold the same cells, which are read once
-        keys, tasks = [], dict[tuple[str, int], RowTests]()
-        for program, cell, entry, setup, imports in zip(programs, *cells, strict=True):
-            row = tuple(x if isinstance(x, str) else id(x) for x in (cell, entry, setup, imports))
+        keys = list[tuple[str, int]]()
+        tasks = dict[tuple[str, int], RowTests]()
+        for program, cells in zip(programs, self._cells(columns, len(programs)), strict=True):
+            row = tuple(cell if isinstance(cell, str) else id(cell) for cell in cells)
             if row not in known:
-                try:
-                    known[row] = read_tests(cell, entry=entry, setup=setup, imports=imports)
-                except BadTest as error:
-                    known[row] = error
+                known[row] = _read(*cells)
             keys.append((program, id(known[row])))
             tasks[keys[-1]] = known[row]
         sandboxes = _SandboxPool(self.open_sandbox)
-        pool = ThreadPoolExecutor(
-            max(1, min(self.workers, len(tasks))), thread_name_prefix="gruppo-code"
-        )
+        workers = max(1, min(self.workers, len(tasks)))
+        pool = ThreadPoolExecutor(workers, thread_name_prefix="gruppo-code")
         try:
-            scores = dict(
-                zip(
-                    tasks,
-                    pool.map(lambda key: sandboxes.score(key[0], tasks[key]), tasks),
-                    strict=True,
-                )
-            )
-            return [scores[key] for key in keys]
+            scores = pool.map(lambda key: sandboxes.score(key[0], tasks[key]), tasks)
+            found = dict(zip(tasks, scores, strict=True))
+            return [found[key] for key in keys]
         finally:
             for sandbox in sandboxes.opened:  # whoever waits for one gets a SandboxError
                 sandbox.end()
@@ -157,64 +146,70 @@ class CodeTests:
             for sandbox in sandboxes.opened:
                 sandbox.close()
 
+    def _cells(self, columns: dict[str, Any], count: int) -> Iterator[tuple[Any, ...]]:
+        """Tests, entry point, setup and imports of each row."""
+        column = self.column or next((name for name in COLUMNS if name in columns), COLUMNS[0])
+        names = (column, "entry_point", "test_setup_code", "test_imports")
+        return zip(*(columns.get(name) or [None] * count for name in names), strict=True)
+
+
+def _read(cell: Any, entry: Any, setup: Any, imports: Any) -> RowTests:
+    try:
+        return read_tests(cell, entry=entry, setup=setup, imports=imports)
+    except BadTest as error:
+        return error
+
 
 code_tests = CodeTests  # ``CodeTests`` under the name that ``--reward`` has for it
 
 
 @dataclass
 class _SandboxPool:
-    """Pool of sandboxes, opened as threads need them."""
+    """Sandboxes, one for each thread, opened at its first program and after one that failed."""
 
     open: Callable[[], Sandbox]
     opened: list[Sandbox] = field(default_factory=list)
-    idle: queue.SimpleQueue[Sandbox] = field(default_factory=queue.SimpleQueue)
-    setup_problems: dict[str, str] = field(
-        default_factory=dict
-    )  # by the text of a setup; empty where there is none
+    own: threading.local = field(default_factory=threading.local)
+    setup_problems: dict[str, str] = field(default_factory=dict)
+    """By the text of a setup; empty where there is none."""
 
     def score(self, program: str, tests: RowTests) -> ProgramScore | CallError | None:
         if tests is None:
             return None
-        if isinstance(tests, ProgramTests) and not program.strip():
-            return ProgramScore(
-                0, len(tests.cases), ("no_program",) * len(tests.cases), "there is no program"
-            )
         try:
             if isinstance(tests, BadTest):
-                raise BadTest(str(tests))
-            requests = [case.request for case in tests.cases]
-            try:
-                sandbox = self.idle.get_nowait()
-            except queue.Empty:
-                sandbox = self.open()
-                self.opened.append(sandbox)
-            if tests.is_script:
-                results = sandbox.script(program, requests, room=tests.room)
-            else:
-                results = sandbox.calls(
-                    program, requests, setup=tests.setup, entry=tests.entry, room=tests.room
-                )
-            problem = ""
-            if tests.setup and not any(result.status == "value" for result in results):
-                # A setup that fails without any program is no program's fault; a NameError may be.
-                if tests.setup not in self.setup_problems:
-                    (alone,) = sandbox.calls("", [()], setup=tests.setup)
-                    is_its_own = alone.status != "value" and not alone.message.startswith(
-                        "NameError"
-                    )
-                    self.setup_problems[tests.setup] = (
-                        _printable(alone.message) if is_its_own else ""
-                    )
-                problem = self.setup_problems[tests.setup]
-            self.idle.put(sandbox)
-            if problem:
-                raise BadTest(f"its setup (test_imports, test_setup_code) fails: {problem}")
-            return score_results(results, tests)
-        except SandboxError as error:  # the sandbox is not used again
+                raise tests
+            count = len(tests.cases)
+            if not program.strip():
+                failures = ("no_program",) * count
+                return ProgramScore(0, count, failures, "there is no program")
+            if getattr(self.own, "sandbox", None) is None:
+                self.own.sandbox = self.open()
+                self.opened.append(self.own.sandbox)
+            return score_results(self._results(self.own.sandbox, program, tests), tests)
+        except SandboxError as error:
+            self.own.sandbox = None
             return CallError("exception", f"the sandbox failed: {error}", "sandbox")
         except BadTest as error:
             message = f"its tests cannot be used: {error}"
             return CallError("exception", message, message)
+
+    def _results(self, sandbox: Sandbox, program: str, tests: ProgramTests) -> list[CaseResult]:
+        requests = [case.request for case in tests.cases]
+        if tests.is_script:
+            return sandbox.script(program, requests, room=tests.room)
+        results = sandbox.calls(
+            program, requests, setup=tests.setup, entry=tests.entry, room=tests.room
+        )
+        if tests.setup and not any(result.status == "value" for result in results):
+            # A setup that fails without any program is no program's fault; a NameError may be.
+            if tests.setup not in self.setup_problems:
+                (alone,) = sandbox.calls("", [()], setup=tests.setup)
+                is_its_own = alone.status != "value" and not alone.message.startswith("NameError")
+                self.setup_problems[tests.setup] = _printable(alone.message) if is_its_own else ""
+            if problem := self.setup_problems[tests.setup]:
+                raise BadTest(f"its setup (test_imports, test_setup_code) fails: {problem}")
+        return results
 
 
 def program_in(text: str) -> str:

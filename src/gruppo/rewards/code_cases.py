@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -50,101 +50,99 @@ def read_tests(
     ``entry``: the function under test, where the tests do not name it. ``setup`` and ``imports``: code for the
     program's namespace, text or a list of lines.
     """
-    need = "it needs text, or a list of lines"
-    codes = [
-        _joined(imports or "", "test_imports is", need),
-        _joined(setup or "", "test_setup_code is", need),
-    ]
     if entry is not None and not (isinstance(entry, str) and _PATH.fullmatch(entry)):
         raise BadTest(f"entry_point is {entry!r:.60}; it needs the name of a function")
+    code = _setup_code(imports, setup)
     if isinstance(cell, str) and cell.lstrip()[:1] in ("[", "{"):
         with suppress(ValueError, RecursionError):  # the text of asserts
             cell = json.loads(cell)
-    if (
-        cell is None
-        or (isinstance(cell, str) and not cell.strip())
-        or (isinstance(cell, Sequence) and not cell)
-    ):
+    if isinstance(cell, Mapping) and "inputs" in cell and "outputs" in cell:
+        entry = entry or cell.get("fn_name")
+        cell = _items_of_columns(cell, has_entry=entry is not None)
+    if cell is None or (isinstance(cell, str) and not cell.strip()):
         return None
+    is_list = isinstance(cell, Sequence) and not isinstance(cell, str)
+    items = [*cell] if is_list else [cell]
+    if all(isinstance(item, str) for item in items):
+        return _asserts(items, entry, code)
+    if not all(isinstance(item, Mapping) for item in items):
+        raise BadTest(f"it is {cell!r:.60}; it needs {FORMS}")
+    if all("input" in item and "output" in item for item in items):
+        if any(item.get("testtype") != "functional" for item in items):
+            return ProgramTests(is_script=True, cases=tuple(map(_run_with_input, items)))
+        return _calls(map(_lines_as_json, items), entry, code)
+    if all("output" in item and ("args" in item or "kwargs" in item) for item in items):
+        return _calls(items, entry, code)
+    odd = next((item for item in items if "output" not in item), items[0])
+    raise BadTest(f"a test has {', '.join(map(str, odd)) or 'nothing'}; it needs {FORMS}")
+
+
+def _setup_code(imports: Any, setup: Any) -> str:
+    need = "it needs text, or a list of lines"
+    codes = (
+        _joined(imports or "", "test_imports is", need),
+        _joined(setup or "", "test_setup_code is", need),
+    )
     code = "\n".join(filter(None, codes))
     try:
         compile(code, "setup", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError) as error:
         raise BadTest(f"its setup (test_imports, test_setup_code) is no Python ({error})") from None
+    return code
 
-    if isinstance(
-        cell, Mapping
-    ):  # inputs and outputs side by side, as in APPS; with fn_name they are arguments
-        inputs, outputs = cell.get("inputs"), cell.get("outputs")
-        if (
-            not isinstance(inputs, Sequence)
-            or not isinstance(outputs, Sequence)
-            or len(inputs) != len(outputs)
-        ):
-            got = f"it has {', '.join(map(str, cell)) or 'nothing'}"
-            raise BadTest(f"{got}; it needs {FORMS}, one output for each input")
-        entry = entry or cell.get("fn_name")
-        if not inputs:
-            return None
-        if entry is not None:
-            # Some of its values that are returned are wrapped in a list.
-            wrapped = [x if isinstance(x, list) and len(x) == 1 else [] for x in outputs]
-            calls = [
-                (args, None, [output, *more])
-                for args, output, more in zip(inputs, outputs, wrapped, strict=True)
-            ]
-            return _calls(calls, entry, code)
-        cell = [
-            {"input": given, "output": expected}
-            for given, expected in zip(inputs, outputs, strict=True)
-        ]
-    items = list(cell) if isinstance(cell, Sequence) and not isinstance(cell, str) else [cell]
-    cases: list[ProgramCase] = []
-    if all(isinstance(item, str) for item in items):
-        for number, text in enumerate(items, start=1):
-            try:
-                asserts, imported = read_asserts(text)
-            except BadTest as error:
-                raise BadTest(f"test {number}: {error}") from None
-            cases += asserts
-            code = "\n".join(filter(None, [code, imported]))
-        return (
-            ProgramTests(is_script=False, cases=tuple(cases), setup=code, entry=entry)
-            if cases
-            else None
-        )
-    if not all(isinstance(item, Mapping) for item in items):
-        raise BadTest(f"it is {cell!r:.60}; it needs {FORMS}")
-    if all("input" in item and "output" in item for item in items):
-        if any(item.get("testtype") != "functional" for item in items):
-            what, need = "an input or output is", "without a column entry_point it needs text"
-            for item in items:  # each is a run of the whole program
-                given, expected = (_joined(item[name], what, need) for name in ("input", "output"))
-                cases.append(
-                    ProgramCase(given, partial(equal_text, expected=expected), len(expected))
-                )
-            return ProgramTests(is_script=True, cases=tuple(cases))
-        calls = []
-        for item in items:  # LiveCodeBench: a JSON value in each line
-            lines = (str(item[name]).splitlines() for name in ("input", "output"))
-            try:
-                args, output = (
-                    [json.loads(line) for line in part if line.strip()] for part in lines
-                )
-            except ValueError as error:
-                raise BadTest(
-                    f"{item['input']!r:.60} is not one JSON value a line ({error})"
-                ) from None
-            calls.append((args, None, output[:1] or [None]))
-        return _calls(calls, entry, code)
-    if all("output" in item and ("args" in item or "kwargs" in item) for item in items):
-        return _calls(
-            [(item.get("args"), item.get("kwargs"), [item["output"]]) for item in items],
-            entry,
-            code,
-        )
-    odd = next((item for item in items if "output" not in item), items[0])
-    raise BadTest(f"a test has {', '.join(map(str, odd)) or 'nothing'}; it needs {FORMS}")
+
+def _items_of_columns(cell: Mapping[str, Any], *, has_entry: bool) -> list[dict[str, Any]]:
+    """Tests of inputs and outputs side by side, as in APPS; of a function, inputs are arguments."""
+    inputs, outputs = cell["inputs"], cell["outputs"]
+    are_lists = isinstance(inputs, Sequence) and isinstance(outputs, Sequence)
+    if not are_lists or len(inputs) != len(outputs):
+        got = f"it has {', '.join(map(str, cell))}"
+        raise BadTest(f"{got}; it needs {FORMS}, one output for each input")
+    pairs = zip(inputs, outputs, strict=True)
+    if not has_entry:
+        return [{"input": given, "output": expected} for given, expected in pairs]
+    items = []
+    for args, output in pairs:
+        # Some of the values that are returned are wrapped in a list.
+        wrapped = output if isinstance(output, list) and len(output) == 1 else []
+        items.append({"args": args, "output": output, "or": wrapped})
+    return items
+
+
+def _asserts(texts: Sequence[str], entry: str | None, code: str) -> ProgramTests | None:
+    cases = list[ProgramCase]()
+    for number, text in enumerate(texts, start=1):
+        try:
+            asserts, imported = read_asserts(text)
+        except BadTest as error:
+            raise BadTest(f"test {number}: {error}") from None
+        cases += asserts
+        code = "\n".join(filter(None, [code, imported]))
+    if not cases:
+        return None
+    return ProgramTests(is_script=False, cases=tuple(cases), setup=code, entry=entry)
+
+
+def _run_with_input(item: Mapping[str, Any]) -> ProgramCase:
+    """A run of the whole program."""
+    what, need = "an input or output is", "without a column entry_point it needs text"
+    expected = _joined(item["output"], what, need)
+    is_right = partial(equal_text, expected=expected)
+    return ProgramCase(_joined(item["input"], what, need), is_right, len(expected))
+
+
+def _lines_as_json(item: Mapping[str, Any]) -> dict[str, Any]:
+    """A test of LiveCodeBench's: an argument in each line of the input."""
+    parts = []
+    for name in ("input", "output"):
+        lines = str(item[name]).splitlines()
+        try:
+            parts.append([json.loads(line) for line in lines if line.strip()])
+        except ValueError as error:
+            text = f"{item['input']!r:.60}"
+            raise BadTest(f"{text} is not one JSON value a line ({error})") from None
+    args, outputs = parts
+    return {"args": args, "output": outputs[0] if outputs else None}
 
 
 def _joined(value: Any, what: str, need: str) -> str:
@@ -155,36 +153,35 @@ def _joined(value: Any, what: str, need: str) -> str:
     return "\n".join(lines)
 
 
-def _calls(calls: Sequence[tuple[Any, Any, Sequence[Any]]], entry: Any, setup: str) -> ProgramTests:
-    """Build cases from args, kwargs and the outputs of which any is right."""
+def _calls(items: Iterable[Mapping[str, Any]], entry: Any, setup: str) -> ProgramTests | None:
+    """Build cases from tests with args, kwargs and an output."""
     if not isinstance(entry, str) or not _PATH.fullmatch(entry):
         raise BadTest(
             "the tests have arguments and no function; it needs a column entry_point with its name"
         )
     cases = []
-    for args, kwargs, outputs in calls:
-        args, kwargs = [] if args is None else args, {} if kwargs is None else kwargs
-        are_names = isinstance(kwargs, Mapping) and all(
-            isinstance(k, str) and k.isidentifier() for k in kwargs
-        )
-        if not isinstance(args, (list, tuple)) or not are_names:
-            raise BadTest(
-                f"args is {args!r:.60}, kwargs {kwargs!r:.60}; it needs a list, and an object of keywords"
-            )
+    for item in items:
+        args = [] if item.get("args") is None else item["args"]
+        kwargs = {} if item.get("kwargs") is None else item["kwargs"]
+        are_named = isinstance(kwargs, Mapping) and all(map(_is_name, kwargs))
+        if not isinstance(args, (list, tuple)) or not are_named:
+            got = f"args is {args!r:.60}, kwargs {kwargs!r:.60}"
+            raise BadTest(f"{got}; it needs a list, and an object of keywords")
         try:
-            sources = [
-                *map(_source, args),
-                *(f"{key}={_source(item)}" for key, item in kwargs.items()),
-            ]
-            length = len(encode(outputs[0]))
+            named = [f"{key}={_source(value)}" for key, value in kwargs.items()]
+            source = check_compiles(f"{entry}({', '.join([*map(_source, args), *named])})")
+            length = len(encode(item["output"]))
         except NotPlain as error:
             raise BadTest(f"an output cannot be compared: {error}") from None
         except RecursionError:
             raise BadTest("an argument is nested too deeply") from None
-        source = check_compiles(f"{entry}({', '.join(sources)})")
-        is_right = partial(_is_any, expected=outputs)
+        is_right = partial(_is_any, expected=[item["output"], *item.get("or", ())])
         cases.append(ProgramCase((source,), is_right, length))
     return ProgramTests(is_script=False, cases=tuple(cases), setup=setup, entry=entry)
+
+
+def _is_name(text: Any) -> bool:
+    return isinstance(text, str) and text.isidentifier()
 
 
 def _is_any(value: Any, expected: Sequence[Any]) -> bool:

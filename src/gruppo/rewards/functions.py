@@ -181,26 +181,40 @@ class FunctionReward:
         if self.is_remote:
             arguments["call_timeout_s"] = self.timeout_s
         answer.values = as_list(awaited(self.fn(**arguments)), len(rows))
-        if self.scores_turns:
-            ends = [rollouts.per_row["turn_ends"][row] for row in rows]
-            counts = [len(row) for row in ends]
-            answer.values = _placed(answer.values, ends, counts, "turn")
-        elif self.separator is not None:
-            ends = [self._step_ends(rollouts, *pair) for pair in zip(rows, steps, strict=True)]
-            answer.values = _placed(answer.values, ends, [len(row) for row in steps], "step")
+        if self.scores_steps:
+            answer.values = self._placed(answer.values, rollouts, rows, steps)
         return answer
 
-    def _step_ends(
-        self, rollouts: Rollouts, row: int, steps: Sequence[TextStep]
-    ) -> Sequence[int] | CallError:
+    def _placed(
+        self,
+        entries: Sequence[Any],
+        rollouts: Rollouts,
+        rows: Sequence[int],
+        steps: Sequence[Sequence[TextStep]],
+    ) -> list[Any]:
+        """Place the numbers of each row at the actions that end its steps or turns.
+
+        An error of one row is its value, so that the other rows keep theirs.
+        """
+        placed = list[Any]()
+        for n, (entry, row) in enumerate(zip(entries, rows, strict=True)):
+            try:
+                if self.scores_turns:
+                    ends = rollouts.per_row["turn_ends"][row]
+                    placed.append(place_scores(entry, ends, "turn", len(ends)))
+                else:
+                    ends = self._step_ends(rollouts, row, steps[n])
+                    placed.append(place_scores(entry, ends, "step", len(steps[n])))
+            except CallError as error:
+                placed.append(error)
+        return placed
+
+    def _step_ends(self, rollouts: Rollouts, row: int, steps: Sequence[TextStep]) -> Sequence[int]:
         """The action that ends each step of a row."""
         assert self.decode is not None  # refused by prepare
         columns = rollouts.mask[row].nonzero()[:, 0]
-        text = text_of(rollouts.completions[row])
-        try:
-            ends = step_ends(steps, text, rollouts.actions[row][columns].tolist(), self.decode)
-        except CallError as error:
-            return error
+        ids = rollouts.actions[row][columns].tolist()
+        ends = step_ends(steps, text_of(rollouts.completions[row]), ids, self.decode)
         return columns[ends].tolist()
 
 
@@ -312,33 +326,24 @@ def turn_reward(fn: Function) -> Function:
     return fn
 
 
-def _placed(
-    entries: Sequence[Any],
-    ends: Sequence[Sequence[int] | CallError],
-    counts: Sequence[int],
-    unit: Literal["step", "turn"],
-) -> list[Any]:
-    """Place the numbers of each row at the actions that end its steps or turns.
-
-    An error of one row is its value, so that the other rows keep theirs.
-    """
-    placed = list[Any]()
-    for entry, columns, count in zip(entries, ends, counts, strict=True):
-        scores = entry.tolist() if hasattr(entry, "tolist") else entry
-        if scores is None or isinstance(scores, CallError):
-            placed.append(scores)
-        elif isinstance(columns, CallError):
-            placed.append(columns)
-        elif not isinstance(scores, list | tuple):
-            got = f"returned {scores!r:.60} ({type(scores).__name__}) for a completion"
-            need = f"a {unit} reward returns a list of numbers for each, or None"
-            placed.append(CallError("exception", f"{got}; {need}"))
-        elif len(scores) != count:
-            got = f"returned {len(scores)} numbers for a completion of {count} {unit}s"
-            placed.append(CallError("exception", got))
-        else:  # a row without actions has one step, its empty text, and no end
-            placed.append(StepScores(columns, scores[: len(columns)]))
-    return placed
+def place_scores(
+    entry: Any, ends: Sequence[int], unit: Literal["step", "turn"], count: int
+) -> StepScores | None:
+    """Place a row's numbers, one for each of its ``count`` steps or turns, at the actions that end them."""
+    if isinstance(entry, CallError):
+        raise entry
+    entry = entry.tolist() if hasattr(entry, "tolist") else entry
+    if entry is None:
+        return None
+    if not isinstance(entry, list | tuple):
+        got = f"returned {entry!r:.60} ({type(entry).__name__}) for a completion"
+        need = f"a {unit} reward returns a list of numbers for each, or None"
+        raise CallError("exception", f"{got}; {need}")
+    if len(entry) != count:
+        got = f"returned {len(entry)} numbers for a completion of {count} {unit}s"
+        raise CallError("exception", got)
+    # a row without actions has one step, its empty text, and no end
+    return StepScores(ends, entry[: len(ends)])
 
 
 def split_steps(text: str, separator: str) -> list[TextStep]:

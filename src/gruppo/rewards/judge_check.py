@@ -29,55 +29,57 @@ def check_judge(file: str, labels: Path) -> list[str]:
     kappa Cohen's over better, worse and equal, with each pair in both orders.
     """
     judge = Judge(file)
-    rows = read_labels(labels, judge.config.reference)
-    numbers: dict[str, int] = {}
-    groups = [numbers.setdefault(json.dumps(row["prompt"]), len(numbers)) for row in rows]
-    if len(numbers) == len(rows):
-        if judge.compares_group:
-            raise DataError(f"""{labels}: mode="pairs" needs at least two completions of a prompt, and each has one.
-                Give rows with chosen and rejected, or set mode="score".""")
-        groups = [0] * len(rows)
+    reference = judge.config.reference
+    rows = read_labels(labels, reference)
+    groups = _groups(rows, judge, labels)
+    columns = {name: [row[name] for row in rows] for name in filter(None, [reference])}
     metrics: dict[str, float] = {}
-    columns = {name: [row[name] for row in rows] for name in filter(None, [judge.config.reference])}
-    columns |= {
-        "prompts": [row["prompt"] for row in rows],
-        "completions": [row["completion"] for row in rows],
-    }
     rewards = asyncio.run(
         judge(
-            group_ids=groups, log_metric=metrics.__setitem__, log_extra=lambda *_: None, **columns
+            prompts=[row["prompt"] for row in rows],
+            completions=[row["completion"] for row in rows],
+            group_ids=groups,
+            log_metric=metrics.__setitem__,
+            log_extra=lambda *_: None,
+            **columns,
         )
     )
     failed = [reward for reward in rewards if isinstance(reward, CallError)]
     if len(failed) == len(rows):
-        raise DataError(
-            f"the judge {file} has scored none of {len(rows)} completions: {failed[0].message}."
-        )
-    values = np.array(
-        [np.nan if isinstance(reward, CallError | None) else reward for reward in rewards],
-        dtype=float,
-    )
-    found = agreement(
-        values, np.array([row["label"] for row in rows], dtype=float), np.array(groups)
-    )
-    lines = [
-        f"{counted(len(rows), 'labelled completion')}, {len(rows) - len(failed)} scored, {len(failed)} failed"
-    ]
+        problem = f"the judge {file} has scored none of {len(rows)} completions"
+        raise DataError(f"{problem}: {failed[0].message}.")
+    numbers = [math.nan if isinstance(one, CallError | None) else one for one in rewards]
+    given = np.array([row["label"] for row in rows], dtype=float)
+    found = agreement(np.array(numbers, dtype=float), given, np.array(groups))
+    scored = f"{len(rows) - len(failed)} scored, {len(failed)} failed"
+    lines = [f"{counted(len(rows), 'labelled completion')}, {scored}"]
+    for message, count in Counter(error.message for error in failed).most_common(5):
+        lines.append(f"  {count} x {message}")
+    pairs = f"{found['pairs']:.0f} pairs with different labels"
     lines += [
-        f"  {count} x {message}"
-        for message, count in Counter(error.message for error in failed).most_common(5)
+        f"accuracy       {found['accuracy']:.3f}  of {pairs}",
+        f"Kendall tau-b  {found['tau']:.3f}",
+        f"Cohen's kappa  {found['kappa']:.3f}",
     ]
-    lines.append(
-        f"accuracy       {found['accuracy']:.3f}  of {found['pairs']:.0f} pairs with different labels"
-    )
-    lines += [f"Kendall tau-b  {found['tau']:.3f}", f"Cohen's kappa  {found['kappa']:.3f}"]
     if f"{judge.__name__}_first_frac" in metrics:
         first, same = (metrics[f"{judge.__name__}_{name}_frac"] for name in ("first", "consistent"))
-        lines.append(
-            f"position bias  {first - 0.5:+.3f}  the first answer wins {first:.1%} of comparisons"
-        )
-        lines.append(f"consistency    {same:.3f}  of pairs have one winner in both orders")
+        lines += [
+            f"position bias  {first - 0.5:+.3f}  the first answer wins {first:.1%} of comparisons",
+            f"consistency    {same:.3f}  of pairs have one winner in both orders",
+        ]
     return [*lines, judge.describe_usage(judge.usage())]
+
+
+def _groups(rows: list[dict[str, Any]], judge: Judge, labels: Path) -> list[int]:
+    """The prompt of each row as a number; one group for all if no prompt has two completions."""
+    numbers: dict[str, int] = {}
+    groups = [numbers.setdefault(json.dumps(row["prompt"]), len(numbers)) for row in rows]
+    if len(numbers) < len(rows):
+        return groups
+    if judge.compares_group:
+        raise DataError(f"""{labels}: mode="pairs" needs at least two completions of a prompt, and each has one.
+            Give rows with chosen and rejected, or set mode="score".""")
+    return [0] * len(rows)
 
 
 def read_labels(path: Path, reference: str = "") -> list[dict[str, Any]]:

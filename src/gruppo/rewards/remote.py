@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import logging
 import math
 import sys
 import threading
@@ -19,14 +18,12 @@ from dataclasses import asdict
 from inspect import Parameter, Signature
 from typing import Any
 
-from gruppo.errors import DataError
+from gruppo.errors import DataError, GruppoError
 from gruppo.loading import check_listed, full_name, load_object
 from gruppo.packing import NotEncodable, encode
 from gruppo.rewards.answers import Answer, TrainerState, as_list
-from gruppo.timeouts import CallError, awaited, call_with_timeout, function_name
+from gruppo.timeouts import CallError, function_name
 from gruppo.worker import START_S, WorkerProcess
-
-log = logging.getLogger("gruppo")
 
 
 class RewardWorkers:
@@ -75,30 +72,27 @@ class RewardWorkers:
     @contextmanager
     def _worker(self, key: str) -> Iterator[WorkerProcess]:
         """An idle worker, if possible one that has loaded the function, or a new one."""
-        worker: WorkerProcess | None = None
         with self._lock:
-            self._idle = [worker for worker in self._idle if worker.is_alive]
             self._idle.sort(key=lambda worker: key in self._loaded[worker])
-            if self._idle:
-                worker = self._idle.pop()
-        if worker is None:
+            worker = self._idle.pop() if self._idle else None
+        if worker is None or not worker.is_alive:
             worker = WorkerProcess("gruppo.rewards.remote:Functions")
             self._loaded[worker] = set()
+        is_fine = False
         try:
             yield worker
-        except BaseException as error:
-            if not isinstance(error, DataError | NotEncodable):
-                self._end(worker)
-                raise
-            self._idle.append(worker)
+            is_fine = True
+        except (GruppoError, NotEncodable):
+            is_fine = True
             raise
-        with self._lock:
-            # All may run at once; further workers were for retried rows.
-            is_needed = len(self._idle) < len(self._sources)
-            if is_needed:
-                self._idle.append(worker)
-        if not is_needed:
-            self._end(worker)
+        finally:
+            with self._lock:
+                # All functions may run at once; further workers were for retried rows.
+                is_kept = is_fine and len(self._idle) < max(len(self._sources), 1)
+                if is_kept:
+                    self._idle.append(worker)
+            if not is_kept:
+                self._end(worker)
 
     def _end(self, worker: WorkerProcess) -> None:
         worker.kill()
@@ -127,7 +121,6 @@ class RemoteFunction:
 
     def __init__(self, workers: RewardWorkers, key: str, info: dict[str, Any]) -> None:
         self._workers, self._key = workers, key
-        self._local: Callable[..., Any] | None = None
         self.__name__: str = info["name"]
         self.is_async: bool = info["is_async"]
         self.__signature__ = Signature(
@@ -144,27 +137,21 @@ class RemoteFunction:
 
     def __call__(self, call_timeout_s: float | None = None, **arguments: Any) -> Any:
         """Values that the function returns. What it logs goes to ``log_metric`` and ``log_extra``."""
-        local = self._local
-        if local is not None:
-            return call_with_timeout(lambda: awaited(local(**arguments)), call_timeout_s)
-        plain = dict(arguments)
-        logs = {name: plain.pop(name) for name in ("log_metric", "log_extra") if name in plain}
-        if "trainer_state" in plain:
-            plain["trainer_state"] = asdict(plain["trainer_state"])
+        logs = {n: arguments.pop(n) for n in ("log_metric", "log_extra") if n in arguments}
+        if "trainer_state" in arguments:
+            arguments["trainer_state"] = asdict(arguments["trainer_state"])
         torch = sys.modules.get("torch")
         is_on_gpu = torch is not None and torch.cuda.is_initialized()
         device = torch.cuda.current_device() if torch is not None and is_on_gpu else None
-        request = {"arguments": plain, "logs": [*logs], "device": device}
+        request = {"arguments": arguments, "logs": [*logs], "device": device}
         try:
             answer = self._workers.call(self._key, "score", call_timeout_s, **request)
         except NotEncodable as problem:
-            log.warning(
-                "reward %s is called in this process: its arguments hold a %s, which only Python "
-                "can hand over. --scoring.isolate False says so from the start.",
-                *(self.__name__, problem),
-            )
-            self._local = make(self._key)
-            return self(call_timeout_s, **arguments)
+            raise DataError(
+                f"reward {self.__name__} reads a {problem}, which only Python can hand over to it",
+                option="scoring.isolate",
+                advice="False",
+            ) from None
         for name, value in answer["metrics"]:  # none of a function that does not take log_metric
             logs["log_metric"](name, value)
         for column, values in answer["extras"]:

@@ -151,65 +151,33 @@ class RewardSet:
                 "got no reward; learning needs at least one",
                 advice="Pass a function or $reward exact_match",
             )
-        weights = (1.0,) * len(rewards) if weights is None else weights
-        if len(weights) != len(rewards):
-            raise GruppoError(
-                f"got {len(weights)} reward weights for {len(rewards)} rewards; give one each, or none."
-            )
-        if not all(math.isfinite(weight) for weight in weights):
-            raise GruppoError(
-                f"reward weights {list(weights)} are not all finite; use 0 to leave a reward out."
-            )
-        self.weights = tuple(float(weight) for weight in weights)
-        self._rewards: dict[str, FunctionReward | ObjectReward] = {}
-        for source in rewards:
-            if isinstance(source, FunctionReward):
-                reward: FunctionReward | ObjectReward = source
-            elif callable(source) and isinstance(getattr(source, "name", None), str):
-                reward = ObjectReward(source, timeout_s)  # type: ignore[arg-type]
-            else:
-                reward = FunctionReward(source, timeout_s=timeout_s)
-            name, used_s = reward.name, reward.timeout_s
-            if used_s is not None and not used_s > 0:
-                raise GruppoError(
-                    f"timeout_s={used_s} leaves reward {name!r} no time; use more than 0, or None."
-                )
-            # Equal names get _2, _3, ...
-            candidates = [name, *(f"{name}_{n}" for n in range(2, len(rewards) + 2))]
-            self._rewards[
-                next(candidate for candidate in candidates if candidate not in self._rewards)
-            ] = reward
+        self.weights = _checked_weights(weights, len(rewards))
+        self._rewards = _by_name([_opened(reward, timeout_s) for reward in rewards])
+        _announce_soft_deadlines(self._rewards)
         self.names = tuple(self._rewards)
-        _announce_soft_deadlines(self._rewards.values())
         self.weight_of = dict(zip(self.names, self.weights, strict=True))
-        self.step_names = tuple(
-            name for name, reward in self._rewards.items() if reward.scores_steps
-        )
+        opened = self._rewards.items()
+        self.step_names = tuple(name for name, reward in opened if reward.scores_steps)
         """Rewards that score steps."""
-        self.turn_names = tuple(
-            name for name, reward in self._rewards.items() if reward.scores_turns
-        )
+        self.turn_names = tuple(name for name, reward in opened if reward.scores_turns)
         """Of these, those whose steps are the turns of a conversation."""
-        self.has_step_rewards = any(self.weight_of[name] for name in self.step_names)
+        weighted = {name for name, weight in self.weight_of.items() if weight}
+        self.has_step_rewards = bool(weighted & {*self.step_names})
         """Whether a reward that scores steps has a weight."""
-        self.has_outcome_rewards = any(
-            w for name, w in self.weight_of.items() if name not in self.step_names
-        )
+        self.has_outcome_rewards = bool(weighted - {*self.step_names})
         """Whether a reward that scores whole rows has a weight."""
-        self.requested_columns = frozenset[str]().union(
-            *(r.requested_columns for r in self._rewards.values())
-        )
+        requested = [reward.requested_columns for reward in self._rewards.values()]
+        self.requested_columns = frozenset[str]().union(*requested)
         """Columns that some reward reads, where the data have them."""
-        self.memory_bytes = {
-            n: b for n, r in self._rewards.items() if (b := getattr(r.fn, "memory_bytes", 0))
-        }
+        memory = {name: getattr(reward.fn, "memory_bytes", 0) for name, reward in opened}
+        self.memory_bytes = {name: count for name, count in memory.items() if count}
         """Memory of the reward models' weights, by name."""
         self.comparing = tuple(
-            n for n, reward in self._rewards.items() if getattr(reward.fn, "compares_group", False)
+            name for name, reward in opened if getattr(reward.fn, "compares_group", False)
         )
         """Rewards that compare the completions of a group."""
         self._judges: dict[str, Any] = {
-            n: r.fn for n, r in self._rewards.items() if hasattr(r.fn, "describe_usage")
+            name: reward.fn for name, reward in opened if hasattr(reward.fn, "describe_usage")
         }
 
     def set_decoder(self, decode: Decode) -> None:
@@ -267,35 +235,17 @@ class RewardSet:
     ) -> Scores:
         """Score all rows. Asynchronous rewards run at the same time, the others one after the other."""
         rows = [row for row, finish in enumerate(rollouts.finish) if finish != "error"]
-        results, tasks, concurrent = (
-            dict[str, RewardResult](),
-            list[Callable[[], None]](),
-            list[Callable[[], None]](),
-        )
+        results = dict[str, RewardResult]()
+        tasks, concurrent = list[Callable[[], None]](), list[Callable[[], None]]()
         for name, reward in self._rewards.items():
-            results[name] = RewardResult(
-                name, len(rollouts), rollouts.mask.shape[1] if reward.scores_steps else 0
-            )
+            columns = rollouts.mask.shape[1] if reward.scores_steps else 0
+            results[name] = RewardResult(name, len(rollouts), columns)
             call = reward.prepare(rollouts, state or TrainerState())
             if not reward.is_remote:
                 call = partial(_call_with_timeout, call, reward.timeout_s)
             task = partial(score_rows, call, rows, results[name], reward.timeout_s)
             (concurrent if reward.is_async else tasks).append(task)
-        running = list(map(start_call, concurrent))
-        for run in tasks:
-            run()
-        for thread in running:  # each bounds its own time
-            thread.done.wait()
-            thread.result()
-        extras: dict[str, tuple[Any, ...]] = {}
-        for name, result in results.items():
-            for (
-                column,
-                values,
-            ) in (
-                result.extras.items()
-            ):  # a column that two rewards log carries the second one's name
-                extras[f"{name}/{column}" if column in extras else column] = tuple(values)
+        _run_all(tasks, concurrent)
         return Scores(
             rewards=combine(
                 [*results.values()],
@@ -314,23 +264,80 @@ class RewardSet:
                 for result in results.values()
                 for name, x in result.metrics
             ),
-            extras=extras,
+            extras=_joined_extras(results),
         )
 
 
-def _announce_soft_deadlines(rewards: Iterable[FunctionReward | ObjectReward]) -> None:
-    users = [reward for reward in rewards if not _module_of(reward.fn).startswith("gruppo.")]
-    names = [r.name for r in users if r.timeout_s is not None and not r.is_remote]
+def _run_all(tasks: Sequence[Callable[[], None]], concurrent: Sequence[Callable[[], None]]) -> None:
+    """Run tasks one after the other, and the concurrent ones besides them. Each bounds its own time."""
+    running = list(map(start_call, concurrent))
+    for run in tasks:
+        run()
+    for call in running:
+        call.done.wait()
+        call.result()
+
+
+def _joined_extras(results: Mapping[str, RewardResult]) -> dict[str, tuple[Any, ...]]:
+    """Logged columns; one that two rewards log carries the second one's name."""
+    extras: dict[str, tuple[Any, ...]] = {}
+    for name, result in results.items():
+        for column, values in result.extras.items():
+            extras[f"{name}/{column}" if column in extras else column] = tuple(values)
+    return extras
+
+
+def _checked_weights(weights: Sequence[float] | None, count: int) -> tuple[float, ...]:
+    weights = (1.0,) * count if weights is None else weights
+    if len(weights) != count:
+        got = f"got {len(weights)} reward weights for {count} rewards"
+        raise GruppoError(f"{got}; give one each, or none.")
+    if not all(map(math.isfinite, weights)):
+        got = f"reward weights {list(weights)} are not all finite"
+        raise GruppoError(f"{got}; use 0 to leave a reward out.")
+    return tuple(map(float, weights))
+
+
+def _opened(source: Any, timeout_s: float | None) -> FunctionReward | ObjectReward:
+    if isinstance(source, FunctionReward):
+        reward: FunctionReward | ObjectReward = source
+    elif callable(source) and isinstance(getattr(source, "name", None), str):
+        reward = ObjectReward(source, timeout_s)
+    else:
+        reward = FunctionReward(source, timeout_s=timeout_s)
+    used_s = reward.timeout_s
+    if used_s is not None and not used_s > 0:
+        problem = f"timeout_s={used_s} leaves reward {reward.name!r} no time"
+        raise GruppoError(f"{problem}; use more than 0, or None.")
+    return reward
+
+
+def _by_name(
+    rewards: Sequence[FunctionReward | ObjectReward],
+) -> dict[str, FunctionReward | ObjectReward]:
+    """Equal names get _2, _3, ..."""
+    named: dict[str, FunctionReward | ObjectReward] = {}
+    for reward in rewards:
+        name, number = reward.name, 1
+        while name in named:
+            number += 1
+            name = f"{reward.name}_{number}"
+        named[name] = reward
+    return named
+
+
+def _announce_soft_deadlines(rewards: Mapping[str, FunctionReward | ObjectReward]) -> None:
+    names = []
+    for name, reward in rewards.items():
+        is_ours = str(getattr(reward.fn, "__module__", "")).startswith("gruppo.")
+        if reward.timeout_s is not None and not reward.is_remote and not is_ours:
+            names.append(name)
     if names:
         log.info(
             "reward %s runs in this process: a call past its deadline is left behind in its thread,"
             " and a hang in C cannot be killed. A function named as FILE.py:NAME is killed.",
             ", ".join(names),
         )
-
-
-def _module_of(fn: Any) -> str:
-    return str(getattr(fn, "__module__", None) or type(fn).__module__)
 
 
 class RewardResult:
