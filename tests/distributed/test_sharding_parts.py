@@ -46,7 +46,7 @@ def test_without_sharding_a_function_is_called_as_it_is():
         assert calls == []
 
 
-@pytest.mark.parametrize("place", ["cpu", "disk"])
+@pytest.mark.parametrize("place", ["cpu"])
 def test_a_reference_kept_elsewhere_and_sharded_weights_are_refused(tmp_path, place):
     config = tiny.config(tmp_path, stage=Stage(kl_coef=0.1))
     config = replace(

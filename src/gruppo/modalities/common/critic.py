@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,25 +38,16 @@ class ValueHead(nn.Module):
 
 
 class HeadCritic(Critic):
-    """A critic whose values are those of a policy with a value head: the trained one, or a copy of it."""
+    """A critic whose values are those of a policy with a value head."""
 
     _policy: Any
-    compute_copy: nn.Module | None = None
-    """Of a network of its own, the copy in the compute dtype."""
 
     def checkpoint_weights(self) -> dict[str, Tensor]:
         return module_weights(self.module)
 
     def memory_estimate(self, dtype_bytes: int) -> dict[str, float]:
-        found = {
-            "critic, float32": 4.0
-            * sum(p.numel() for p in self.module.parameters() if p.requires_grad)
-        }
-        if self.compute_copy is not None:
-            found["critic's copy"] = float(
-                dtype_bytes * sum(p.numel() for p in self.compute_copy.parameters())
-            )
-        return found
+        trained = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
+        return {"critic, float32": 4.0 * trained}
 
     def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
         values = forward(self._policy.module, self._policy.values, rollouts, micro_batch)
@@ -73,6 +65,42 @@ class SharedCritic(HeadCritic):
     def __init__(self, policy: Any) -> None:
         self.module = policy.value_head = value_head_for(policy)
         self._policy = policy
+
+
+class NetworkCritic(HeadCritic):
+    """A value head on a network of its own: ``network`` is a policy of which only ``trunk`` is used."""
+
+    is_shared = False
+
+    def __init__(self, network: Any, trunk: nn.Module) -> None:
+        network.value_head = value_head_for(network)
+        self._policy, self.trunk = network, trunk
+        self.module = nn.ModuleDict({"trunk": trunk, "head": network.value_head})
+
+    @property
+    def compute_copy(self) -> nn.Module | None:
+        """The copy of the trunk in the compute dtype, if there is one."""
+        module = self._policy.compute_module
+        return None if module is self._policy.module else module
+
+    def memory_estimate(self, dtype_bytes: int) -> dict[str, float]:
+        found = super().memory_estimate(dtype_bytes)
+        if self.compute_copy is not None:
+            numbers = sum(p.numel() for p in self.compute_copy.parameters())
+            found["critic's copy"] = float(dtype_bytes * numbers)
+        return found
+
+    def shard(self, apply: Callable[..., None]) -> None:
+        self._policy.shard(apply)
+
+    def recompute(self) -> None:
+        self._policy.recompute()
+
+    def zero_grad(self) -> None:
+        self._policy.compute_module.zero_grad(set_to_none=True)
+
+    def bytes_per_unit(self) -> int:
+        return self._policy.bytes_per_unit()
 
 
 def value_head_for(policy: Any) -> ValueHead:

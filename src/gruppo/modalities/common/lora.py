@@ -38,71 +38,69 @@ class Base:
 # --- adding an adapter ------------------------------------------------------------------------------------------------
 
 
+@torch.no_grad()
 def inject(
     module: nn.Module,
     *,
     rank: int,
     alpha: float,
     targets: Sequence[str] = (),
+    default_targets: Sequence[str] = (),
     seed: int = 0,
     base: str = "",
 ) -> None:
-    """Add an adapter to the linear layers of a Hugging Face model, and freeze everything else.
+    """Add an adapter to the linear layers of a model, and freeze everything else.
 
-    ``targets``: names of layers, or their last parts; by default all but the head. B is 0, so that the model's outputs
-    do not change; A is uniform within 1 / sqrt(inputs), as in ``nn.Linear``, and depends on the seed and its name only.
+    ``targets``: names of layers, or their last parts; by default ``default_targets``, or all but the head of a Hugging
+    Face language model. B is 0, so that the model's outputs do not change; A is uniform within 1 / sqrt(inputs), as in
+    ``nn.Linear``, and depends on the seed and its name only. Both are at least float32.
     """
-    check_adaptable(module)
+    check_adaptable(module, has_head=not default_targets)
     peft = import_extra("peft", "lora", "LoRA (lora.rank)")
     model: Any = module
     # the head by identity: its name differs between models
-    head, parts = model.get_output_embeddings(), dict(module.named_modules())
+    head = None if default_targets else model.get_output_embeddings()
+    parts = dict(module.named_modules())
     linear = {
         name.rpartition(".")[2]
         for name, part in parts.items()
         if part is not head and is_linear(part)
     }
-    some = f"Set $lora.targets to some of {', '.join(sorted(linear))}."
     for target in targets:
         layers = [
             part for name, part in parts.items() if name == target or name.endswith(f".{target}")
         ]
-        if not layers:
-            hint = did_you_mean(target, sorted(linear), otherwise=some).strip()
-            if "," in target:
-                names = " ".join(target.replace(",", " ").split())
-                hint = f"Names are separated by spaces: $lora.targets {names}"
-            raise GruppoError(f"lora.targets: the model has no layer {target!r}", advice=hint)
-        if not all(map(is_linear, layers)):
-            kind = type(layers[0]).__name__
+        advice = f"Set $lora.targets to some of {', '.join(sorted(linear))}, separated by spaces"
+        if not layers or not all(map(is_linear, layers)):
+            hint = did_you_mean(target, sorted(linear), otherwise=advice).strip()
             raise GruppoError(
-                f"lora.targets: {target!r} is a {kind}, and an adapter needs linear layers",
-                advice=some,
+                f"lora.targets: the model has no linear layers {target!r}", advice=hint
             )
         if head in layers and getattr(head, "weight", None) is model.get_input_embeddings().weight:
             raise GruppoError(
                 f"""lora.targets: {target!r} is the head, whose weight is tied to the embedding:
                     merging would change the embedding too""",
-                advice=some,
+                advice=advice,
             )
     source = getattr(getattr(module, "config", None), "_name_or_path", "") or ""
-    whole = int(alpha) if float(alpha).is_integer() else alpha
     # absolute, so that peft finds a local base from any folder
     source = str(Path(source).absolute()) if source and Path(source).exists() else source
-    options = {
-        "target_modules": sorted(set(targets) or linear),
-        "base_model_name_or_path": source or base,
-    }
-    config = peft.LoraConfig(r=rank, lora_alpha=whole, task_type="CAUSAL_LM", **options)
+    config = peft.LoraConfig(
+        r=rank,
+        lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,
+        task_type=None if default_targets else "CAUSAL_LM",
+        target_modules=sorted(set(targets or default_targets or linear)),
+        base_model_name_or_path=source or base,
+    )
     inject_config(module, config, base=base)
-    with torch.no_grad():
-        for name, weight in adapter_weights(module).items():
-            if ".lora_A." in f".{name}":
-                generator = generator_at(seed, "lora", name.removesuffix(".weight"))
-                uniform = torch.rand(weight.shape, generator=generator) * 2 - 1
-                weight.copy_(uniform / math.sqrt(weight.shape[1]))
-            else:
-                weight.zero_()
+    for name, weight in adapter_weights(module).items():
+        weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
+        if ".lora_B." in f".{name}":
+            weight.zero_()
+            continue
+        generator = generator_at(seed, "lora", name.removesuffix(".weight"))
+        uniform = torch.rand(weight.shape, generator=generator) * 2 - 1
+        weight.copy_(uniform / math.sqrt(weight.shape[1]))
 
 
 def inject_config(module: nn.Module, config: Any, *, base: str) -> str:
@@ -115,10 +113,8 @@ def inject_config(module: nn.Module, config: Any, *, base: str) -> str:
     for parameter in module.parameters():
         parameter.requires_grad_(id(parameter) in trained)
     target: Any = module
-    target.peft_config, target.gruppo_base = (
-        {POLICY: config},
-        Base(base, sha256, bool(four_bit_layers(module))),
-    )
+    target.peft_config = {POLICY: config}
+    target.gruppo_base = Base(base, sha256, bool(four_bit_layers(module)))
     return sha256
 
 
@@ -130,14 +126,14 @@ def cast_base(module: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def check_adaptable(module: nn.Module) -> None:
+def check_adaptable(module: nn.Module, *, has_head: bool = True) -> None:
     """Refuse a module that has an adapter already or whose layers are not known by name."""
     if has_adapter(module):
         raise GruppoError(
             "the model already has an adapter, and lora.rank adds another",
             advice="Leave $lora.rank out to train that one",
         )
-    if not callable(getattr(module, "get_output_embeddings", None)):
+    if has_head and not callable(getattr(module, "get_output_embeddings", None)):
         raise GruppoError(
             f"LoRA needs a Hugging Face causal language model, not a {type(module).__name__}",
             advice="""Train all weights with $lora.rank 0, or give a model from gruppo.from_pretrained or

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,13 +17,12 @@ from torch import Tensor, nn
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
 from gruppo.integrity import check_seal, read_json
-from gruppo.loading import did_you_mean, import_extra
+from gruppo.loading import import_extra
 from gruppo.modalities.common import lora
 from gruppo.modalities.diffusion.denoiser import ModuleCall, PixelCodec, Weighting
 from gruppo.modalities.diffusion.policy import DenoiserPolicy
 from gruppo.modalities.diffusion.sampling import DiffusionSampling
 from gruppo.modalities.diffusion.schedules import SchedulerDiffusion, SchedulerFlow
-from gruppo.seeds import generator_at
 from gruppo.types import GruppoError, Prompt, Sampling
 
 SETTINGS = "gruppo.json"
@@ -406,7 +404,6 @@ def load_diffusers(
     return DiffusersPolicy(pipeline, settings)
 
 
-@torch.no_grad()
 def add_adapter(
     policy: DiffusersPolicy,
     *,
@@ -421,38 +418,14 @@ def add_adapter(
     ``targets``: names of layers, or their last parts; all projections of attention by default. The base keeps its
     dtype, and adapters are at least float32.
     """
-    module = policy.module
-    peft = import_extra("peft", "lora", "LoRA (lora.rank)")
-    if lora.has_adapter(module):
-        raise GruppoError(
-            "the network has an adapter already", advice="Train that one, and leave $lora.rank out"
-        )
-    parts = dict(module.named_modules())
-    for target in targets:
-        matches = [
-            part for name, part in parts.items() if name == target or name.endswith(f".{target}")
-        ]
-        if not matches or not all(map(lora.is_linear, matches)):
-            known = sorted(
-                {name.rpartition(".")[2] for name, part in parts.items() if lora.is_linear(part)}
-            )
-            advice = did_you_mean(
-                target, known, otherwise=f" Set --lora.targets to some of {', '.join(known)}."
-            )
-            raise GruppoError(f"lora.targets: the network has no linear layers {target!r}.{advice}")
-    chosen = sorted(targets or ARCHITECTURES[type(policy.pipeline).__name__].targets)
-    whole = int(alpha) if float(alpha).is_integer() else alpha
     dtype = policy.compute_dtype
-    lora.inject_config(
-        module, peft.LoraConfig(r=rank, lora_alpha=whole, target_modules=chosen), base=base
+    lora.inject(
+        policy.module,
+        rank=rank,
+        alpha=alpha,
+        targets=targets,
+        default_targets=ARCHITECTURES[type(policy.pipeline).__name__].targets,
+        seed=seed,
+        base=base,
     )
-    for name, weight in lora.adapter_weights(module).items():
-        weight.data = weight.data.float()
-        if ".lora_B." in name:
-            weight.zero_()
-        else:
-            uniform = torch.rand(
-                weight.shape, generator=generator_at(seed, "lora", name.removesuffix(".weight"))
-            )
-            weight.copy_((uniform * 2 - 1) / math.sqrt(weight.shape[1]))
-    lora.cast_base(module, dtype)
+    lora.cast_base(policy.module, dtype)

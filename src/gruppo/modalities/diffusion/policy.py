@@ -20,7 +20,7 @@ from gruppo.core.groups import group_std
 from gruppo.core.kl import masked_gaussian_kl
 from gruppo.core.layers import recompute_layers
 from gruppo.core.loss import LossInputs
-from gruppo.modalities.common.critic import HeadCritic, ValueHead
+from gruppo.modalities.common.critic import NetworkCritic
 from gruppo.modalities.common.images import image_error, image_rollouts, row_batches
 from gruppo.modalities.common.validation import joint_clip_nats, refuse
 from gruppo.modalities.diffusion import denoiser as denoising
@@ -309,9 +309,7 @@ class DenoiserPolicy(Policy):
         )
         schedule.times(sampling.steps)  # raises for more steps than the schedule has times
         fitting = [
-            n
-            for n, t in schedules.TRANSITIONS.items()
-            if n != "ode" and t.is_flow in (None, schedule.is_flow)
+            n for n, t in schedules.TRANSITIONS.items() if t.is_flow in (None, schedule.is_flow)
         ]
         if sampling.temperature and sampling.transition not in fitting:
             raise GruppoError(f"""transition={sampling.transition!r} does not fit the
@@ -387,23 +385,22 @@ class DenoiserPolicy(Policy):
         steps = denoising.StepSelection(rollouts, micro_batch, self.device)
         if "level" in rollouts.per_row:
             return denoising.demonstration_likelihood(self.denoiser, steps, self.weighting, outputs)
-        # The transition that these rows were sampled with: one forward can score one alone.
-        rows, names = micro_batch.rows, list(schedules.TRANSITIONS)
+        rows = micro_batch.rows
         if (rollouts.temperature[rows] <= 0).any():
             raise GruppoError(
                 "rollouts of the ODE (temperature 0) have no density to learn from. Sample at 1."
             )
-        numbers = torch.stack(
-            [rollouts.per_row["transition"][rows].double(), rollouts.per_row["eta"][rows]], dim=1
-        )
-        kinds = {(names[int(n)], None if math.isnan(eta) else eta) for n, eta in numbers.tolist()}
+        # the transition that these rows were sampled with: one forward can score one alone
+        numbers, etas = (rollouts.per_row[name][rows].tolist() for name in ("transition", "eta"))
+        kinds = set(zip(numbers, etas, strict=True))
         if len(kinds) > 1:
             raise GruppoError(
                 "these rollouts mix several transitions or etas; evaluate each kind apart."
             )
-        step = schedules.step_of(*next(iter(kinds), ("ancestral", None)))
         wants_entropy = "entropy" in outputs or "entropy_value" in outputs
         if len(steps.row):
+            number, eta = kinds.pop()
+            transition = list(schedules.TRANSITIONS.values())[number]
             levels, inputs = steps.inputs(self.denoiser)
             prediction, features = self.denoiser.predict(
                 *inputs, steps.group, features="values" in outputs
@@ -411,7 +408,7 @@ class DenoiserPolicy(Policy):
             x0, noise = schedules.split_prediction(
                 inputs[0], prediction, levels, self.denoiser.predicts
             )
-            normal = step(inputs[0], x0, noise, levels)
+            normal = transition.step(x0, noise, levels, eta)
         else:  # no network is called with an empty batch
             x0 = torch.zeros(0, *self.denoiser.shape, dtype=torch.float64, device=self.device)
             normal, features = Gaussian(x0, x0.new_zeros(0)), None
@@ -485,31 +482,20 @@ class DenoiserPolicy(Policy):
         return image_rollouts(prompts, states, targets, shared=shared, per_row=per_row)
 
 
-class DenoiserCritic(HeadCritic):
+class DenoiserCritic(NetworkCritic):
     """Values of the states before each step from a network of its own: a copy of the policy's, with a value head.
 
     Layers after the middle get no gradient, and are frozen. ``SharedCritic`` is the one on the policy's network.
     """
 
-    is_shared = False
-
     def __init__(self, policy: DenoiserPolicy) -> None:
         trunk = copy.deepcopy(policy.module).requires_grad_(True)
         for parameter in trunk.parameters():  # the base below an adapter may be held in bfloat16
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
-        self._policy = policy.at(trunk)
-        features, parameters = self._policy.denoiser.dummy_features(), list(trunk.parameters())
-        gradients = torch.autograd.grad(features.sum(), parameters, allow_unused=True)
+        network = policy.at(trunk)
+        parameters = list(trunk.parameters())
+        features = network.denoiser.dummy_features().sum()
+        gradients = torch.autograd.grad(features, parameters, allow_unused=True)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.requires_grad_(gradient is not None)
-        dtype = torch.promote_types(policy.compute_dtype, torch.float32)
-        self._policy.value_head = head = ValueHead(features.shape[-1], dtype=dtype).to(
-            policy.device
-        )
-        self.module = nn.ModuleDict({"trunk": trunk, "head": head})
-
-    def shard(self, apply: Callable[..., None]) -> None:
-        self._policy.shard(apply)
-
-    def recompute(self) -> None:
-        self._policy.recompute()
+        super().__init__(network, trunk)

@@ -7,13 +7,13 @@ from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from gruppo.core.distributions import gaussian_logprob
 from gruppo.modalities.common.images import RowBatch, image_rollouts
 from gruppo.modalities.diffusion.denoiser import Denoiser
-from gruppo.modalities.diffusion.schedules import TRANSITIONS, ode, split_prediction, step_of
+from gruppo.modalities.diffusion.schedules import ODE, TRANSITIONS, broadcast, split_prediction
 from gruppo.protocols import device_of
 from gruppo.seeds import generator_at
 from gruppo.types import GruppoError, Rollouts, Sampling
@@ -50,16 +50,9 @@ class DiffusionSampling(Sampling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        name, eta, noisy = self.transition, self.eta, self.max_actions - 1
-        choices = {
-            "transition": (name, tuple(TRANSITIONS)),
-            "noise": (self.noise, get_args(NoiseSharing)),
-        }
-        for field, (value, known) in choices.items():
-            if value not in known:
-                raise GruppoError(
-                    f"{field}={value!r} is not one of {', '.join(map(repr, known))}. Set one of them."
-                )
+        if self.transition not in TRANSITIONS or self.noise not in get_args(NoiseSharing):
+            raise GruppoError(f"""transition={self.transition!r} and noise={self.noise!r}: transition is one of
+                {", ".join(TRANSITIONS)}, and noise one of {", ".join(get_args(NoiseSharing))}.""")
         if self.temperature not in (0, 1):
             raise GruppoError(
                 f"temperature={self.temperature}: a denoising step has no temperature",
@@ -68,25 +61,18 @@ class DiffusionSampling(Sampling):
         if self.top_k or self.top_p != 1 or self.stop:
             raise GruppoError(f"""top_k={self.top_k}, top_p={self.top_p:g} and stop={self.stop!r} apply to tokens. Leave
                 them out.""")
-        if name in ("ddpm", "ddpm_large") and eta not in (None, 1):
+        etas = TRANSITIONS[self.transition].etas
+        if self.eta is not None and not (etas and etas.contains(self.eta)):
             raise GruppoError(
-                f"eta={eta} is not read by transition={name!r}. Set transition ddim, or leave eta out."
+                f"eta={self.eta} does not fit transition={self.transition!r}; it needs to be {etas or 'left out'}",
+                advice="At eta 0 there is no density: the ODE is for evaluation, temperature 0",
             )
-        if self.temperature and (name == "ode" or eta == 0):
-            got = "eta=0" if eta == 0 else f"transition={name!r}"
-            raise GruppoError(f"""{got} draws nothing: without a density there is no policy gradient. Set eta above 0;
-                the ODE is for evaluation, temperature 0.""")
-        if not 0 <= self.guidance < math.inf:
-            raise GruppoError(
-                f"guidance={self.guidance} is out of range; it needs to be at least 0. Set 1 for none."
-            )
-        if self.ode_steps < 0:
-            raise GruppoError(
-                f"ode_steps={self.ode_steps} is negative; use 0 for as many steps as in training."
-            )
-        step_of(name, eta)  # raises for an eta out of its range
+        if not 0 <= self.guidance < math.inf or self.ode_steps < 0:
+            raise GruppoError(f"""guidance={self.guidance} and ode_steps={self.ode_steps} need to be at least 0. Set
+                guidance 1 for none, and ode_steps 0 for as many as in training.""")
         if self.temperature == 0:
             return
+        noisy = self.max_actions - 1
         if noisy < 1:
             raise GruppoError(f"""{self.max_actions} step has no noise to learn from: the last is of the ODE. Set 2
                 steps or more.""")
@@ -132,28 +118,34 @@ def step_noise(
 ) -> Float[Tensor, "B ..."]:
     """Standard normal noise of a step for rows of (draw, sample); of the initial latents where ``step`` is None."""
     addresses: list[tuple[int | str, ...]] = []
-    is_branched = sampling.noise == "branched"
-    branches = (
-        {n: branch_step(sampling, seed, n) for n in {draw for draw, _ in rows}}
-        if is_branched
-        else {}
-    )
     for draw, sample in rows:
-        # A group shares the initial latents unless samples are independent; a branched one all but one step's noise.
-        is_own = (
-            sampling.noise == "independent" if step is None else step == branches.get(draw, step)
-        )
-        address = (
-            seed,
-            "noise",
-            draw,
-            sample if is_own else "group",
-            "first" if step is None else step,
-        )
         # An evaluation at temperature 0 has the same latents for every seed, so that runs are comparable.
-        addresses.append(("mode", draw, sample) if sampling.temperature == 0 else address)
+        if sampling.temperature == 0:
+            addresses.append(("mode", draw, sample))
+            continue
+        # A group shares the initial latents unless samples are independent; a branched one all but one step's noise.
+        is_own = sampling.noise == "independent"
+        if step is not None and not is_own:
+            is_own = sampling.noise == "shared" or step == branch_step(sampling, seed, draw)
+        place = "first" if step is None else step
+        addresses.append((seed, "noise", draw, sample if is_own else "group", place))
     noise = {at: torch.randn(shape, generator=generator_at(*at)) for at in dict.fromkeys(addresses)}
     return torch.stack([noise[at] for at in addresses])
+
+
+def trained_steps(sampling: DiffusionSampling, seed: int, draw: int) -> Bool[Tensor, "T"]:
+    """The steps of a group that are trained: one where its samples part, else a share of a range; none of the ODE."""
+    chosen = torch.zeros(sampling.steps, dtype=torch.bool)
+    if not sampling.temperature:
+        return chosen
+    if sampling.noise == "branched":
+        chosen[branch_step(sampling, seed, draw)] = True
+        return chosen
+    first, last = sampling.train_from, sampling.train_to or sampling.max_actions - 1
+    count = max(round(sampling.train_fraction * (last - first)), 1)
+    order = torch.randperm(last - first, generator=generator_at(seed, "trained steps", draw))
+    chosen[first + order[:count]] = True
+    return chosen
 
 
 # --- the loop over steps ----------------------------------------------------------------------------------------------
@@ -164,50 +156,39 @@ def sample_batch(
     denoiser: Denoiser, batch: RowBatch, sampling: DiffusionSampling, seed: int
 ) -> Rollouts:
     """Rollouts of a batch of rows, with all that scoring needs to know about how they were sampled."""
-    size, groups, device = (len(batch.group_ids),), batch.group_ids, device_of(denoiser.module)
-    name = sampling.transition if sampling.temperature else "ode"
+    groups = batch.group_ids
+    device = device_of(denoiser.module)
+    size = (len(groups),)
+    transition = TRANSITIONS[sampling.transition]
     per_row = {
         "first": step_noise(sampling, seed, batch.addresses, denoiser.shape, None),
         "steps": torch.full(size, sampling.steps),
-        "transition": torch.full(size, list(TRANSITIONS).index(name)),
-        # NaN: the transition's own default
-        "eta": torch.full(
-            size, math.nan if sampling.eta is None else sampling.eta, dtype=torch.float64
-        ),
+        "transition": torch.full(size, list(TRANSITIONS).index(sampling.transition)),
+        "eta": torch.full(size, sampling.eta or transition.eta, dtype=torch.float64),
         "guidance": torch.full(size, sampling.guidance, dtype=torch.float64),
     }
     condition = None if batch.inputs is None else batch.inputs[groups].to(device)
-    x, states, logprobs = per_row["first"].to(device), [], []
+    x = per_row["first"].to(device)
+    states, logprobs = [], []
     for column in range(sampling.steps):
         is_stochastic = column < sampling.steps - 1 and sampling.temperature > 0
         levels, times = denoiser.levels(per_row["steps"], torch.full_like(groups, column))
         prediction, _ = denoiser.predict(x, times, condition, per_row["guidance"], groups)
-        step = step_of(name, sampling.eta) if is_stochastic else ode
-        normal = step(x, *split_prediction(x, prediction, levels, denoiser.predicts), levels)
-        x, nats = normal.mean.float(), torch.zeros_like(normal.std)
+        x0, noise = split_prediction(x, prediction, levels, denoiser.predicts)
         if is_stochastic:  # the log-prob is that of the float32 state, as it is stored
-            noise = step_noise(sampling, seed, batch.addresses, denoiser.shape, column).to(
-                normal.mean
-            )
-            x = (normal.mean + normal.std.reshape(-1, *[1] * (x.ndim - 1)) * noise).float()
+            normal = transition.step(x0, noise, levels, sampling.eta)
+            new = step_noise(sampling, seed, batch.addresses, denoiser.shape, column)
+            x = (normal.mean + broadcast(normal.std, x) * new.to(normal.mean)).float()
             nats = gaussian_logprob(x[None], normal.mean[None], normal.std[None])[0]
+        else:
+            x = ODE.step(x0, noise, levels).mean.float()
+            nats = torch.zeros(size, dtype=torch.float64)
         states.append(x.cpu())
         logprobs.append(nats.cpu())
     actions = torch.stack(states, dim=1)  # [B, T, *E]
     is_finite = actions.isfinite().flatten(1).all(dim=1)
-    # The steps that are trained, by group: one where its samples part, else a random share of a range; none of the ODE.
-    chosen = torch.zeros(len(batch.prompts), sampling.steps, dtype=torch.bool)  # [P, T]
-    first, last = sampling.train_from, sampling.train_to or sampling.max_actions - 1
-    for group, prompt in enumerate(batch.prompts if sampling.temperature else ()):
-        if sampling.noise == "branched":
-            chosen[group, branch_step(sampling, seed, prompt.draw)] = True
-            continue
-        count = max(round(sampling.train_fraction * (last - first)), 1)
-        order = torch.randperm(
-            last - first, generator=generator_at(seed, "trained steps", prompt.draw)
-        )
-        chosen[group, first + order[:count]] = True
-    mask = chosen[groups] & is_finite[:, None]  # a row that is not finite is not trained on
+    trained = torch.stack([trained_steps(sampling, seed, p.draw) for p in batch.prompts])  # [P, T]
+    mask = trained[groups] & is_finite[:, None]  # a row that is not finite is not trained on
     return image_rollouts(
         batch.prompts,
         actions,

@@ -12,7 +12,6 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -77,28 +76,18 @@ class DiffusionSchedule:
     is_flow = False
 
     def __post_init__(self) -> None:
-        if self.betas not in get_args(Betas):
-            known = ", ".join(map(repr, get_args(Betas)))
-            raise GruppoError(f"betas={self.betas!r} is not one of {known}. Use 'linear'.")
-        if self.length < 2:
-            raise GruppoError(
-                f"length={self.length} is out of range; it needs at least 2 times. Use 1000."
-            )
+        if self.betas not in get_args(Betas) or self.length < 2:
+            raise GruppoError(f"""betas={self.betas!r} and length={self.length}: betas is one of
+                {", ".join(get_args(Betas))}, and length at least 2. Use 'linear' and 1000.""")
         if self.betas == "cosine":
-            angles = (
-                (torch.linspace(0, 1, self.length + 1, dtype=torch.float64) + 0.008)
-                / 1.008
-                * math.pi
-                / 2
-            )
-            cumprod = angles.cos().square()
+            times = torch.linspace(0, 1, self.length + 1, dtype=torch.float64)
+            cumprod = ((times + 0.008) / 1.008 * math.pi / 2).cos().square()
             betas = (1 - cumprod[1:] / cumprod[:-1]).clamp(max=0.999)
         elif self.betas == "linear":
             betas = torch.linspace(1e-4, 0.02, self.length, dtype=torch.float64)
         else:
-            betas = torch.linspace(
-                0.00085**0.5, 0.012**0.5, self.length, dtype=torch.float64
-            ).square()
+            roots = torch.linspace(0.00085**0.5, 0.012**0.5, self.length, dtype=torch.float64)
+            betas = roots.square()
         # a at the times -1, 0, 1, ...
         self.alphas_cumprod = torch.cat(
             [torch.ones(1, dtype=torch.float64), (1 - betas).cumprod(0)]
@@ -246,117 +235,88 @@ def broadcast(level: Float[Tensor, "b"], x: Float[Tensor, "b ..."]) -> Float[Ten
     return level.to(x.device).double().reshape(-1, *[1] * (x.ndim - 1))
 
 
-# --- steps of samplers: from x, x0 and noise [b, ...] to a Gaussian with mean [b, ...] and std [b] --------------------
+# --- steps of samplers: from x0 and noise [b, ...] to a Gaussian with mean [b, ...] and std [b] -----------------------
+#
+# All have mean = alpha' x0 + c e, where e is the predicted noise: a sampler gives c and the std of the new noise.
 
 
-def ancestral(x: Tensor, x0: Tensor, noise: Tensor, step: StepLevels, eta: float = 1.0) -> Gaussian:
-    """mean = alpha' x0 + (sigma'^2 - var)^(1/2) e,  var = eta^2 sigma'^2 (1 - (alpha sigma' / (alpha' sigma))^2).
+def ancestral(step: StepLevels, eta: float) -> tuple[Tensor, Tensor]:
+    """std^2 = eta^2 sigma'^2 (1 - (alpha sigma' / (alpha' sigma))^2),  c^2 = sigma'^2 - std^2.
 
-    At eta 1 the posterior of x' given x and x0 (Kingma et al. 2021, arXiv 2107.00630, eq. 25); on a diffusion schedule
-    DDIM's step. From pure noise (alpha 0) all noise is new; at clean data there is none.
+    At eta 1 the posterior of x' given x and x0 (Kingma et al. 2021, arXiv 2107.00630, eq. 25). On a diffusion schedule
+    DDIM's step (Song et al. 2021, arXiv 2010.02502, eq. 12 and 16), which is DDPM at eta 1 and the ODE at eta 0; on a
+    flow schedule eta 0 is Euler's step. From pure noise (alpha 0) all noise is new; at clean data there is none.
     """
     kept = (step.alpha * step.next_sigma / (step.next_alpha * step.sigma)).square()
     var = eta**2 * step.next_sigma.square() * (1 - kept).clamp(min=0)
-    left = (step.next_sigma.square() - var).clamp(min=0).sqrt()
-    return Gaussian(broadcast(step.next_alpha, x) * x0 + broadcast(left, x) * noise, var.sqrt())
+    return (step.next_sigma.square() - var).clamp(min=0).sqrt(), var.sqrt()
 
 
-def ode(x: Tensor, x0: Tensor, noise: Tensor, step: StepLevels) -> Gaussian:
-    """alpha' x0 + sigma' e: DDIM at eta 0, and Euler's step of a flow. For evaluation; it has no density."""
-    mean = broadcast(step.next_alpha, x) * x0 + broadcast(step.next_sigma, x) * noise
-    return Gaussian(mean, torch.zeros_like(step.sigma))
+def ddpm_large(step: StepLevels, eta: float) -> tuple[Tensor, Tensor]:
+    """DDPM's mean with the large variance, 1 - (alpha / alpha')^2 (Ho et al. 2020, arXiv 2006.11239, section 3.2)."""
+    return ancestral(step, 1.0)[0], (1 - (step.alpha / step.next_alpha).square()).clamp(
+        min=0
+    ).sqrt()
 
 
-def ddim(
-    x: Tensor,
-    x0: Tensor,
-    noise: Tensor,
-    step: StepLevels,
-    eta: float = 1.0,
-    *,
-    has_large_variance: bool = False,
-) -> Gaussian:
-    """mean = alpha' x0 + (1 - alpha'^2 - var)^(1/2) e,  var = eta^2 (1 - a') / (1 - a) (1 - a / a'), a = alpha^2.
+def flow_sde(step: StepLevels, eta: float) -> tuple[Tensor, Tensor]:
+    """std = s |dt|^(1/2), c = t' - std^2 / (2 t), with s = eta (t / (1 - t))^(1/2).
 
-    Song et al. 2021 (arXiv 2010.02502), eq. 12 and 16. ``eta`` 0 is the ODE, which has no density; 1 is DDPM. The large
-    variance, 1 - a / a', keeps the mean (Ho et al. 2020, arXiv 2006.11239, section 3.2, has both).
+    x + (v + s^2 (x + (1 - t) v) / (2 t)) dt of Liu et al. 2025 (Flow-GRPO, arXiv 2505.05470), eq. 12. The step to t = 0
+    has noise too, which would remain in the image: samplers end with an ODE step.
     """
-    added = (1 - (step.alpha / step.next_alpha).square()).clamp(min=0)
-    var = eta**2 * ((step.next_sigma / step.sigma).square() * added)
-    left = (step.next_sigma.square() - var).clamp(min=0).sqrt()
-    mean = broadcast(step.next_alpha, x) * x0 + broadcast(left, x) * noise
-    return Gaussian(mean, (added if has_large_variance else var).sqrt())
+    # at t = 1 s would be infinite: the divisor 1 - t is that of the next time
+    divisor = torch.where(step.alpha > 0, step.alpha, step.next_alpha)
+    return dance_sde(step, eta * (step.sigma / divisor).sqrt())
 
 
-def flow_sde(
-    x: Tensor,
-    x0: Tensor,
-    noise: Tensor,
-    step: StepLevels,
-    eta: float = 0.7,
-    *,
-    is_constant: bool = False,
-) -> Gaussian:
-    """x + (v + s^2 (x + (1 - t) v) / (2 t)) dt with std s |dt|^(1/2),  s = eta (t / (1 - t))^(1/2),  dt < 0.
-
-    Liu et al. 2025 (Flow-GRPO, arXiv 2505.05470), eq. 12; with ``is_constant`` s = eta, as Xue et al. 2025 (DanceGRPO,
-    arXiv 2505.07818). The step to t = 0 has noise too, which would remain in the image: samplers end with an ODE step.
-    """
-    if is_constant:
-        s = torch.full_like(step.sigma, eta)
-    else:  # at t = 1 s would be infinite: the divisor 1 - t is that of the next time
-        s = eta * (step.sigma / torch.where(step.alpha > 0, step.alpha, step.next_alpha)).sqrt()
-    dt = step.next_sigma - step.sigma  # [b], below 0
-    half = s.square() / (2 * step.sigma)
-    v = noise - x0
-    mean = x.double() * broadcast(1 + half * dt, x) + v * broadcast((1 + half * step.alpha) * dt, x)
-    return Gaussian(mean, s * dt.abs().sqrt())
+def dance_sde(step: StepLevels, eta: float | Tensor) -> tuple[Tensor, Tensor]:
+    """``flow_sde`` with s = eta: Xue et al. 2025 (DanceGRPO, arXiv 2505.07818)."""
+    std = eta * (step.sigma - step.next_sigma).sqrt()
+    return step.next_sigma - std.square() / (2 * step.sigma), std
 
 
-def cps(x: Tensor, x0: Tensor, noise: Tensor, step: StepLevels, eta: float = 0.7) -> Gaussian:
-    """(1 - t') x0 + (t'^2 - std^2)^(1/2) e,  std = t' sin(eta pi / 2): new noise replaces noise that was there.
+def cps(step: StepLevels, eta: float) -> tuple[Tensor, Tensor]:
+    """std = t' sin(eta pi / 2), c^2 = t'^2 - std^2: new noise replaces noise that was there.
 
     Wang & Yu 2025 (Flow-CPS, arXiv 2509.05952). Its samples are clean and it does not keep the marginals exactly. The
     density here is the normal's own, with 1 / (2 std^2), which published code leaves out.
     """
     std = step.next_sigma * math.sin(eta * math.pi / 2)
-    left = (step.next_sigma.square() - std.square()).clamp(min=0).sqrt()
-    return Gaussian(broadcast(step.next_alpha, x) * x0 + broadcast(left, x) * noise, std)
+    return (step.next_sigma.square() - std.square()).clamp(min=0).sqrt(), std
 
 
 @dataclass(frozen=True)
 class Transition:
     """A sampler by name."""
 
-    step: Callable[..., Gaussian]
+    noise: Callable[[StepLevels, float], tuple[Tensor, Tensor]]
     is_flow: bool | None
     """Whether it steps on a flow schedule or a diffusion schedule; None: on either."""
-    etas: Range | None
-    """Scales of the noise that it takes; above 1 most would add more than the next level holds."""
+    eta: float = 1.0
+    """Default scale of the noise."""
+    etas: Range | None = None
+    """Scales that it takes; above 1 most would add more than the next level holds. None: the default alone."""
+
+    def step(
+        self, x0: Tensor, noise: Tensor, levels: StepLevels, eta: float | None = None
+    ) -> Gaussian:
+        """The normal distribution of the next state; ``eta`` None takes the default."""
+        left, std = self.noise(levels, self.eta if eta is None else eta)
+        mean = broadcast(levels.next_alpha, x0) * x0 + broadcast(left, x0) * noise
+        return Gaussian(mean, std)
 
 
 UP_TO_1 = Range(gt=0, le=1)
 TRANSITIONS = {
-    "ancestral": Transition(ancestral, None, UP_TO_1),
-    "ddim": Transition(ddim, False, Range(ge=0, le=1)),
-    "ddpm": Transition(ddim, False, None),
-    "ddpm_large": Transition(partial(ddim, has_large_variance=True), False, None),
-    "flow_sde": Transition(flow_sde, True, Range(gt=0)),
-    "dance_sde": Transition(partial(flow_sde, eta=0.3, is_constant=True), True, Range(gt=0)),
-    "cps": Transition(cps, True, UP_TO_1),
-    "ode": Transition(ode, False, None),
+    "ancestral": Transition(ancestral, None, 1.0, UP_TO_1),
+    "ddim": Transition(ancestral, False, 1.0, UP_TO_1),
+    "ddpm": Transition(ancestral, False),
+    "ddpm_large": Transition(ddpm_large, False),
+    "flow_sde": Transition(flow_sde, True, 0.7, Range(gt=0)),
+    "dance_sde": Transition(dance_sde, True, 0.3, Range(gt=0)),
+    "cps": Transition(cps, True, 0.7, UP_TO_1),
 }
 """By the name that a config has for them. Rollouts store the index of a name in this order."""
-
-
-def step_of(
-    name: str, eta: float | None
-) -> Callable[[Tensor, Tensor, Tensor, StepLevels], Gaussian]:
-    """The step of a transition; ``eta`` None takes its own default."""
-    transition = TRANSITIONS[name]
-    if eta is None or transition.etas is None:
-        return transition.step
-    if not transition.etas.contains(eta):
-        raise GruppoError(f"""eta={eta} is out of range for transition={name!r}; it needs to be {transition.etas}. Set
-            eta in that range; the ode is for evaluation.""")
-    return partial(transition.step, eta=eta)
+ODE = Transition(ancestral, None, 0.0)
+"""Without noise, for evaluation and for the last step; it has no density."""

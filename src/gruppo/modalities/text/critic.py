@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
-from gruppo.modalities.common.critic import HeadCritic, value_head_for
+from gruppo.modalities.common.critic import NetworkCritic
 from gruppo.modalities.text.policy import TextPolicy
 from gruppo.types import GruppoError
 
 
-class SeparateCritic(HeadCritic):
+class SeparateCritic(NetworkCritic):
     """A separate trunk with a value head, in the policy's compute dtype.
 
     The trunk is a copy of the policy's (of a policy with an adapter, a copy of the adapter on the shared base), or that
     of another model with the same tokens. The language head is left out: it would only be summed over ranks and saved.
     """
-
-    is_shared = False
 
     def __init__(self, policy: TextPolicy, model: TextPolicy | None = None) -> None:
         if model is None or model is policy:
@@ -34,23 +30,7 @@ class SeparateCritic(HeadCritic):
             trunk = model.trunk()
         backbone = replace(model.backbone, module=trunk)
         network = TextPolicy(trunk, backbone, model.chat, compute_dtype=policy.compute_dtype)
-        network.value_head = head = value_head_for(network)
-        self._policy, self.trunk = network, trunk
-        self.compute_copy = None if network.copy is None else network.copy.module
-        self.module = nn.ModuleDict({"trunk": trunk, "head": head})
-
-    def shard(self, apply: Callable[..., None]) -> None:
-        self.compute_copy = None
-        self._policy.shard(apply)
-
-    def recompute(self) -> None:
-        self._policy.recompute()
-
-    def zero_grad(self) -> None:
-        self._policy.compute_module.zero_grad(set_to_none=True)
-
-    def bytes_per_unit(self) -> int:
-        return self._policy.bytes_per_unit()
+        super().__init__(network, trunk)
 
 
 @torch.no_grad()
