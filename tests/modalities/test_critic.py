@@ -371,7 +371,7 @@ def test_a_critic_with_other_tokens_is_refused_with_the_first_that_differs():
     )
     with pytest.raises(
         GruppoError,
-        match=r"'ab' is no token in it and 256 in the policy's, one of 4 differences.*--cr",
+        match=r"'ab' is no token in it and 256 in the policy's, one of 4 differences.*cr",
     ):
         SeparateCritic(llama(), other)
 

@@ -331,7 +331,7 @@ def test_a_merged_model_has_the_logits_of_base_and_adapter_and_no_trace_of_it():
 
 def test_targets_that_are_no_linear_layers_are_refused_with_the_nearest_name():
     for targets, why in {
-        ("q_prj",): r"no layer 'q_prj'. Did you mean q_proj\?",
+        ("q_prj",): r"no linear layers 'q_prj'. Did you mean q_proj\?",
         ("q_proj,v_proj",): r"no linear layers 'q_proj,v_proj'",
         ("xyz",): r"no linear layers 'xyz'. Set lora.targets to some of down_proj, gate_proj",
         ("mlp",): r"'mlp' is a LlamaMLP, and an adapter needs linear layers",
