@@ -16,20 +16,25 @@ from gruppo.recipes.search import tool_search
 from gruppo.recipes.text import chat, plain, qwen
 
 _ALL = (
-    *(arithmetic, arithmetic_format, arithmetic_ppo, guess, tool_calculator, tool_search),
-    *(digits_pretrain, digits_compress, digits_sevens),
-    *(
-        denoise_photos,
-        restore_text,
-        restore,
-        restore_progressive,
-        restore_quick,
-        images,
-        plain,
-        chat,
-        qwen,
-        ddpo,
-    ),
+    arithmetic,
+    arithmetic_format,
+    arithmetic_ppo,
+    guess,
+    tool_calculator,
+    tool_search,
+    digits_pretrain,
+    digits_compress,
+    digits_sevens,
+    denoise_photos,
+    restore_text,
+    restore,
+    restore_progressive,
+    restore_quick,
+    images,
+    plain,
+    chat,
+    qwen,
+    ddpo,
 )
 RECIPES = {recipe.__name__.replace("_", "-"): recipe for recipe in _ALL}
 """The built-in recipes, by the name that ``gruppo train`` takes."""

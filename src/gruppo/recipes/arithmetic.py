@@ -6,14 +6,24 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from gruppo.config import schema
+from gruppo.config.schema import (
+    Config,
+    CriticConfig,
+    EvaluationConfig,
+    OptimConfig,
+    PromptsConfig,
+    RolloutConfig,
+    SavingConfig,
+    Stage,
+    SupervisedConfig,
+)
 from gruppo.core.objective import PPO
 from gruppo.rewards.text import text_of
 
 OPENING, CLOSING = "<answer>", "</answer>"
 
 
-def arithmetic() -> schema.Config:
+def arithmetic() -> Config:
     """SmolLM2-135M-Instruct learns sums and differences of numbers up to 20, by GRPO with an exact reward.
 
     The prompt is "What is 7 + 12?", continued as "7 + 12 =". The reward is 1 if the completion is the right number and
@@ -21,22 +31,22 @@ def arithmetic() -> schema.Config:
     (temperature 1.5 among the 12 most likely tokens): at temperature 1 it soon stops exploring.
     2 CPU cores: about 4 minutes of training, held-out exact match from 0.02 to 0.85.
     """
-    return schema.Config(
+    return Config(
         model="smollm2-135m",
         data="arithmetic:0:20:natural",
         reward=("exact_match",),
         steps=50,
-        rollout=schema.RolloutConfig(
+        rollout=RolloutConfig(
             prompts=48, group_size=8, max_new_tokens=6, temperature=1.5, top_k=12
         ),
-        optim=schema.OptimConfig(lr=1.2e-5, warmup_steps=3),
-        prompts=schema.PromptsConfig(held_out_fraction=0.4),
-        evaluation=schema.EvaluationConfig(prompts=256),
-        saving=schema.SavingConfig(every=25, keep=1),
+        optim=OptimConfig(lr=1.2e-5, warmup_steps=3),
+        prompts=PromptsConfig(held_out_fraction=0.4),
+        evaluation=EvaluationConfig(prompts=256),
+        saving=SavingConfig(every=25, keep=1),
     )
 
 
-def arithmetic_ppo() -> schema.Config:
+def arithmetic_ppo() -> Config:
     """The arithmetic recipe with PPO: a value head on the policy's network, GAE, and the KL in the token rewards.
 
     Each batch is evaluated before the updates and passed over twice, so a step takes half the prompts of GRPO. The
@@ -48,15 +58,15 @@ def arithmetic_ppo() -> schema.Config:
         recipe,
         objective=PPO,
         rollout=replace(recipe.rollout, prompts=24),
-        critic=schema.CriticConfig(
+        critic=CriticConfig(
             kind="shared", lr=1e-3
         ),  # the rate of a new head; the network keeps optim.lr
-        stage=schema.Stage(kl_coef=0.005, value_coef=0.1),
-        optim=schema.OptimConfig(lr=6e-6, warmup_steps=3, epochs=2),
+        stage=Stage(kl_coef=0.005, value_coef=0.1),
+        optim=OptimConfig(lr=6e-6, warmup_steps=3, epochs=2),
     )
 
 
-def arithmetic_format() -> schema.Config:
+def arithmetic_format() -> Config:
     """SmolLM2-135M-Instruct learns to write <answer>19</answer>, which no prompt mentions, and to calculate.
 
     The untrained model begins with "<" once in 200,000 times, so rewards alone find nothing to reinforce. Six steps of
@@ -73,12 +83,10 @@ def arithmetic_format() -> schema.Config:
         # Six steps reduce the negative log-likelihood from 4.43 to 0.17 nats per token. Rewards alone find nothing in
         # the same time, even with partial credit as in partly_in_tags (docs/dev/lab.md).
         stages=(
-            schema.Stage(
-                name="supervised", steps=6, rl_coef=0.0, sup_coef=1.0, lr=5e-5, warmup_steps=3
-            ),
-            schema.Stage(name="full", warmup_steps=3),
+            Stage(name="supervised", steps=6, rl_coef=0.0, sup_coef=1.0, lr=5e-5, warmup_steps=3),
+            Stage(name="full", warmup_steps=3),
         ),
-        supervised=schema.SupervisedConfig(template=f" {OPENING}{{target}}{CLOSING}", batch=32),
+        supervised=SupervisedConfig(template=f" {OPENING}{{target}}{CLOSING}", batch=32),
         optim=replace(recipe.optim, warmup_steps=0),
     )
 

@@ -7,7 +7,17 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from gruppo.config import schema
+from gruppo.config.schema import (
+    Config,
+    EnvironmentConfig,
+    EvaluationConfig,
+    OptimConfig,
+    PromptsConfig,
+    RolloutConfig,
+    SavingConfig,
+    Stage,
+    SupervisedConfig,
+)
 from gruppo.data.source import hash_unit
 
 QUESTIONS = (
@@ -22,7 +32,7 @@ COUNT = 1500
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 
 
-def tool_calculator() -> schema.Config:
+def tool_calculator() -> Config:
     """SmolLM2-135M-Instruct learns to call a calculator on products such as 473 * 86, which it cannot do itself.
 
     Its own chat template ignores tools, and it never calls one: three steps of 8 demonstrations show calls, GRPO does
@@ -31,26 +41,24 @@ def tool_calculator() -> schema.Config:
     greedily, from 0 to 48 of 48 (three seeds). After six steps of demonstrations 32 of 32 samples are right at once.
     Without the tool (--environment.tools --supervised.column answer) none of 384 samples is, in 12 steps of GRPO.
     """
-    return schema.Config(
+    return Config(
         model="smollm2-135m",
         data=f"{__file__}:products",
         reward=("gruppo.recipes.calculator:right",),
         steps=10,
-        rollout=schema.RolloutConfig(prompts=4, group_size=8, max_new_tokens=64),
-        optim=schema.OptimConfig(lr=1.2e-5),
+        rollout=RolloutConfig(prompts=4, group_size=8, max_new_tokens=64),
+        optim=OptimConfig(lr=1.2e-5),
         # With six steps, demonstrations alone are enough and GRPO has nothing left to learn (docs/dev/lab.md).
         stages=(
-            schema.Stage(
-                name="supervised", steps=3, rl_coef=0.0, sup_coef=1.0, lr=1e-4, warmup_steps=3
-            ),
-            schema.Stage(name="full", warmup_steps=3),
+            Stage(name="supervised", steps=3, rl_coef=0.0, sup_coef=1.0, lr=1e-4, warmup_steps=3),
+            Stage(name="full", warmup_steps=3),
         ),
-        supervised=schema.SupervisedConfig(column="demonstration", batch=8),
-        environment=schema.EnvironmentConfig(tools=("gruppo.recipes.calculator:calculator",)),
+        supervised=SupervisedConfig(column="demonstration", batch=8),
+        environment=EnvironmentConfig(tools=("gruppo.recipes.calculator:calculator",)),
         # The model's own template drops tools, and with them every call that a demonstration shows.
-        prompts=schema.PromptsConfig(chat_template="chatml-tools", held_out_fraction=0.2),
-        evaluation=schema.EvaluationConfig(prompts=48, every=10),
-        saving=schema.SavingConfig(every=10, keep=1),
+        prompts=PromptsConfig(chat_template="chatml-tools", held_out_fraction=0.2),
+        evaluation=EvaluationConfig(prompts=48, every=10),
+        saving=SavingConfig(every=10, keep=1),
     )
 
 

@@ -12,7 +12,16 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
-from gruppo.config import schema
+from gruppo.config.schema import (
+    Config,
+    EvaluationConfig,
+    OptimConfig,
+    RolloutConfig,
+    SavingConfig,
+    ScoringConfig,
+    Stage,
+    SupervisedConfig,
+)
 from gruppo.modalities.diffusion.config import DiffusionConfig
 from gruppo.recipes.diffusion import CLIP_IN_NATS, PRETRAINED
 
@@ -21,14 +30,14 @@ FLOOR, FLOOR_OF_SEVEN = -3.0, -20.0
 others; what is far from a seven must gain by coming closer, so FLOOR_OF_SEVEN is low."""
 
 
-def digits_pretrain() -> schema.Config:
+def digits_pretrain() -> Config:
     """A small UNet learns 4,500 real handwritten digits by class, from demonstrations only.
 
     Flow matching, x0 prediction, loss weighted by 1 / (t^2 + 0.05). The result is runs/digits-pretrain, which
     digits-compress and digits-sevens continue. 2 CPU cores: 7 minutes (6:36); 97% of its samples have the requested
     class, by a judge trained apart (real digits: 99%).
     """
-    return schema.Config(
+    return Config(
         model="unet",
         data="digits",
         reward=("gruppo.recipes.digits:reads_as_asked",),
@@ -37,16 +46,16 @@ def digits_pretrain() -> schema.Config:
         modality=DiffusionConfig(
             shift=3.0
         ),  # 97.4% of samples of the requested class; 95.5% without (docs/dev/lab.md)
-        optim=schema.OptimConfig(lr=2e-3, warmup_steps=50, decay="cosine"),
-        stage=schema.Stage(rl_coef=0.0, sup_coef=1.0),
-        supervised=schema.SupervisedConfig(batch=128),
-        evaluation=schema.EvaluationConfig(prompts=100, every=1000),
-        saving=schema.SavingConfig(every=1000, keep=1),
+        optim=OptimConfig(lr=2e-3, warmup_steps=50, decay="cosine"),
+        stage=Stage(rl_coef=0.0, sup_coef=1.0),
+        supervised=SupervisedConfig(batch=128),
+        evaluation=EvaluationConfig(prompts=100, every=1000),
+        saving=SavingConfig(every=1000, keep=1),
         show_samples_every=1000,
     )
 
 
-def digits_compress() -> schema.Config:
+def digits_compress() -> Config:
     """The digits of runs/digits-pretrain become smaller JPEG files and stay readable, by GRPO.
 
     Two rewards: minus the file size in kB, and the log-probability of the requested class under a classifier of real
@@ -54,26 +63,26 @@ def digits_compress() -> schema.Config:
     --scoring.weights None --stage.kl-coef 0`` removes what keeps the digits readable: they are black within a minute.
     2 CPU cores: 2 minutes (1:37); files 16 to 20% smaller (three seeds), 94 to 96% still of the requested class.
     """
-    return schema.Config(
+    return Config(
         model=PRETRAINED,
         data="digits",
         reward=("jpeg_compressibility", "gruppo.recipes.digits:reads_as_asked"),
         steps=170,
         # With the scale of a group, one whose samples differ by a few bytes weighs as much as one that lost a digit.
         objective=replace(CLIP_IN_NATS, scale="batch"),
-        rollout=schema.RolloutConfig(prompts=40, group_size=8),
+        rollout=RolloutConfig(prompts=40, group_size=8),
         modality=DiffusionConfig(noise="branched"),
         # At a constant rate the fraction of readable digits changes by a point or two in the last ten steps.
-        optim=schema.OptimConfig(lr=5e-5, decay="linear", final_lr_frac=0.2),
-        stage=schema.Stage(kl_coef=0.005),
-        scoring=schema.ScoringConfig(weights=(5.0, 1.0)),
-        evaluation=schema.EvaluationConfig(prompts=100, every=50),
-        saving=schema.SavingConfig(every=50, keep=1),
+        optim=OptimConfig(lr=5e-5, decay="linear", final_lr_frac=0.2),
+        stage=Stage(kl_coef=0.005),
+        scoring=ScoringConfig(weights=(5.0, 1.0)),
+        evaluation=EvaluationConfig(prompts=100, every=50),
+        saving=SavingConfig(every=50, keep=1),
         show_samples_every=25,
     )
 
 
-def digits_sevens() -> schema.Config:
+def digits_sevens() -> Config:
     """The digits of runs/digits-pretrain become sevens, whatever class is requested, by GRPO.
 
     The reward is a classifier's log-probability of a seven. The last three of ten steps, which change only details, are
@@ -84,10 +93,10 @@ def digits_sevens() -> schema.Config:
         reward=("gruppo.recipes.digits:reads_as_seven",),
         steps=100,
         objective=CLIP_IN_NATS,
-        scoring=schema.ScoringConfig(),
+        scoring=ScoringConfig(),
         modality=DiffusionConfig(noise="branched", train_to=6),
-        optim=schema.OptimConfig(lr=1.5e-4),
-        stage=schema.Stage(kl_coef=0.02),
+        optim=OptimConfig(lr=1.5e-4),
+        stage=Stage(kl_coef=0.02),
     )
 
 

@@ -7,7 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gruppo.config import schema
+from gruppo.config.schema import (
+    Config,
+    EnvironmentConfig,
+    EvaluationConfig,
+    OptimConfig,
+    PromptsConfig,
+    RolloutConfig,
+    SavingConfig,
+)
 
 PROMPTS = Path(__file__).with_name("guess_prompts.jsonl")
 """Each number from 1 to 7 after each of eight openings; the split is by opening."""
@@ -15,7 +23,7 @@ LOWEST, HIGHEST = 1, 7
 _GUESS = re.compile(r"\s*(\d{1,3})\s*\.?\s*")
 
 
-def guess() -> schema.Config:
+def guess() -> Config:
     """SmolLM2-135M-Instruct learns to find a number from 1 to 7 in three guesses, using the reply to each.
 
     ``reply`` is the environment: it answers a number with "Higher." or "Lower.", and ends the game at the right one or
@@ -25,19 +33,19 @@ def guess() -> schema.Config:
     reward 0.2 at step 10, 0.7 at step 20, 0.9 from step 45 on. Of 14 held-out games, played greedily, it wins none
     before and 12 after training (seed 0): its path misses one of the seven numbers.
     """
-    return schema.Config(
+    return Config(
         model="smollm2-135m",
         data=str(PROMPTS),
         reward=("gruppo.recipes.guess:found",),
         steps=60,
         # At temperature 1 and without an entropy bonus: at 1.5, or with a bonus of 0.03, no number was found in the
         # first 7 to 9 steps, so that there was no reward to learn from (docs/dev/lab.md).
-        rollout=schema.RolloutConfig(prompts=8, group_size=8, max_new_tokens=20),
-        optim=schema.OptimConfig(lr=1e-5, warmup_steps=3),
-        environment=schema.EnvironmentConfig(reply="gruppo.recipes.guess:reply", turns=3),
-        prompts=schema.PromptsConfig(held_out_fraction=0.2),
-        evaluation=schema.EvaluationConfig(prompts=64),
-        saving=schema.SavingConfig(every=20, keep=1),
+        rollout=RolloutConfig(prompts=8, group_size=8, max_new_tokens=20),
+        optim=OptimConfig(lr=1e-5, warmup_steps=3),
+        environment=EnvironmentConfig(reply="gruppo.recipes.guess:reply", turns=3),
+        prompts=PromptsConfig(held_out_fraction=0.2),
+        evaluation=EvaluationConfig(prompts=64),
+        saving=SavingConfig(every=20, keep=1),
     )
 
 

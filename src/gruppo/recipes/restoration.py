@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gruppo.config import schema
+from gruppo.config.schema import (
+    BackOffConfig,
+    Config,
+    EvaluationConfig,
+    OptimConfig,
+    PromptsConfig,
+    RolloutConfig,
+    SavingConfig,
+    ScoringConfig,
+    Stage,
+    SupervisedConfig,
+)
 from gruppo.core.objective import Objective
 from gruppo.modalities.restoration.config import RestorationConfig
 
@@ -12,7 +23,7 @@ EXACT_KL = Objective(kl="exact")
 """GRPO with the closed-form KL; the clip applies to an action's joint density, which has few dimensions."""
 
 
-def restore() -> schema.Config:
+def restore() -> Config:
     """Neutral settings for your own degraded images and reward: a new UNet, supervised, then GRPO.
 
     gruppo train restore --data degrade:FOLDER:noise=25 --reward my.py:f, or pairs:DEGRADED:CLEAN; --model RUN or
@@ -20,7 +31,7 @@ def restore() -> schema.Config:
     train the action, four gains of detail per grid cell, and the network is frozen. If a reward is differentiable,
     follow its gradient instead of a policy gradient. Hardware, wall time and curve depend on your images.
     """
-    return schema.Config(
+    return Config(
         model="restore:unet",
         data="photos:noise=25",
         reward=("psnr",),
@@ -29,10 +40,10 @@ def restore() -> schema.Config:
             action="band_gains:grid=8,std=0.15", supervises="base", action_lr_factor=2.0
         ),
         objective=EXACT_KL,
-        rollout=schema.RolloutConfig(prompts=16, group_size=8),
-        optim=schema.OptimConfig(lr=1e-3),
+        rollout=RolloutConfig(prompts=16, group_size=8),
+        optim=OptimConfig(lr=1e-3),
         stages=(
-            schema.Stage(
+            Stage(
                 "supervised",
                 steps=2800,
                 rl_coef=0.0,
@@ -40,16 +51,16 @@ def restore() -> schema.Config:
                 lr="cosine:1e-3,1e-5",
                 until="eval/psnr flat 4",
             ),
-            schema.Stage("full", kl_coef=0.01, lr=1e-3, new_reference=True),
+            Stage("full", kl_coef=0.01, lr=1e-3, new_reference=True),
         ),
-        supervised=schema.SupervisedConfig(batch=16),
-        evaluation=schema.EvaluationConfig(prompts=64, every=200),
-        saving=schema.SavingConfig(every=500, keep=1),
+        supervised=SupervisedConfig(batch=16),
+        evaluation=EvaluationConfig(prompts=64, every=200),
+        saving=SavingConfig(every=500, keep=1),
         show_samples_every=100,
     )
 
 
-def restore_progressive() -> schema.Config:
+def restore_progressive() -> Config:
     """A UNet learns to denoise photographs in stages: supervision, a ramp to rewards (PSNR, SSIM), GRPO (6 minutes).
 
     KL 0.01, consistency 0.1, clip 0.2, advantages limited to 3, gradients to 1. Groups of 8 (with two, every advantage
@@ -58,7 +69,7 @@ def restore_progressive() -> schema.Config:
     packages. One CPU core: 6 minutes; 30.2 dB after supervision
     and no more after GRPO: PSNR and SSIM are differentiable, and supervision follows their gradient.
     """
-    full = schema.Stage("full", sup_coef=0.5, cons_coef=0.1, kl_coef=0.01, lr=5e-5)
+    full = Stage("full", sup_coef=0.5, cons_coef=0.1, kl_coef=0.01, lr=5e-5)
     ramp = replace(
         full,
         name="ramp",
@@ -73,10 +84,10 @@ def restore_progressive() -> schema.Config:
         steps=1000,
         modality=RestorationConfig(action="low_resolution:grid=8,std=0.02", action_lr_factor=20.0),
         objective=replace(EXACT_KL, adv_clip=3.0),
-        rollout=schema.RolloutConfig(prompts=8, group_size=8),
-        optim=schema.OptimConfig(lr=1e-3, weight_decay=0.01, max_grad_norm=1.0),
+        rollout=RolloutConfig(prompts=8, group_size=8),
+        optim=OptimConfig(lr=1e-3, weight_decay=0.01, max_grad_norm=1.0),
         stages=(
-            schema.Stage(
+            Stage(
                 "supervised",
                 steps=700,
                 rl_coef=0.0,
@@ -87,17 +98,17 @@ def restore_progressive() -> schema.Config:
             ramp,
             full,
         ),
-        back_off=schema.BackOffConfig(metric="eval/psnr", drop=0.5),
-        scoring=schema.ScoringConfig(
+        back_off=BackOffConfig(metric="eval/psnr", drop=0.5),
+        scoring=ScoringConfig(
             weights=(0.6 / 40, 0.4)
         ),  # the source document: 0.6 PSNR / 40 + 0.4 SSIM
-        evaluation=schema.EvaluationConfig(prompts=64, every=50),
-        saving=schema.SavingConfig(every=200, keep=1),
+        evaluation=EvaluationConfig(prompts=64, every=50),
+        saving=SavingConfig(every=200, keep=1),
         show_samples_every=50,
     )
 
 
-def restore_quick() -> schema.Config:
+def restore_quick() -> Config:
     """A trained denoiser continues with supervision, GRPO, KL and consistency in one stage (3 minutes).
 
     gruppo train restore-quick --model RUN, where RUN is a run of ``restore`` or ``restore-progressive``. Rewards and
@@ -111,11 +122,11 @@ def restore_quick() -> schema.Config:
         modality=RestorationConfig(action_lr_factor=20.0),
         optim=replace(staged.optim, lr=5e-5, warmup_steps=10),
         stages=(),
-        stage=schema.Stage(sup_coef=0.5, cons_coef=0.1, kl_coef=0.01),
+        stage=Stage(sup_coef=0.5, cons_coef=0.1, kl_coef=0.01),
     )
 
 
-def denoise_photos() -> schema.Config:
+def denoise_photos() -> Config:
     """A small UNet learns to denoise real photographs (sigma 25), then to make smaller JPEG files.
 
     Three stages in one run: supervision, a ramp, rewards. The rewards are PSNR and minus 6 times the kB of the file at
@@ -123,7 +134,7 @@ def denoise_photos() -> schema.Config:
     network, which is frozen by then. Photographs of installed packages (extra ``photos``), three of them held out. One
     CPU core: 10 minutes (576 processor seconds); 23% to 32% fewer bytes at +0.3 dB or more (docs/dev/results.md).
     """
-    return schema.Config(
+    return Config(
         model="restore:unet",
         data="photos:noise=25",
         reward=("psnr", "jpeg_compressibility:quality=90,without_header=true"),
@@ -133,10 +144,10 @@ def denoise_photos() -> schema.Config:
         modality=RestorationConfig(
             action="band_gains:grid=8,std=0.15", supervises="base", action_lr_factor=200.0
         ),
-        rollout=schema.RolloutConfig(prompts=8, group_size=8),
-        optim=schema.OptimConfig(lr=2e-3),
+        rollout=RolloutConfig(prompts=8, group_size=8),
+        optim=OptimConfig(lr=2e-3),
         stages=(
-            schema.Stage(
+            Stage(
                 "supervised",
                 steps=6000,
                 rl_coef=0.0,
@@ -144,7 +155,7 @@ def denoise_photos() -> schema.Config:
                 lr="cosine:2e-3,2e-5",
                 warmup_steps=20,
             ),
-            schema.Stage(
+            Stage(
                 "ramp",
                 steps=20,
                 rl_coef="linear:0,1",
@@ -152,18 +163,18 @@ def denoise_photos() -> schema.Config:
                 lr=2.5e-5,
                 warmup_steps=10,
             ),
-            schema.Stage("full", lr="cosine:2.5e-5,1.25e-6"),
+            Stage("full", lr="cosine:2.5e-5,1.25e-6"),
         ),
-        supervised=schema.SupervisedConfig(batch=8),
+        supervised=SupervisedConfig(batch=8),
         # dB and kB: at 5 the gain in PSNR is larger, from 7 on most of it is gone (docs/dev/lab.md).
-        scoring=schema.ScoringConfig(weights=(1.0, 6.0)),
-        evaluation=schema.EvaluationConfig(prompts=142, every=600),
-        saving=schema.SavingConfig(every=600, keep=1),
+        scoring=ScoringConfig(weights=(1.0, 6.0)),
+        evaluation=EvaluationConfig(prompts=142, every=600),
+        saving=SavingConfig(every=600, keep=1),
         show_samples_every=200,
     )
 
 
-def restore_text() -> schema.Config:
+def restore_text() -> Config:
     """Blind restoration: blurred, noisy lines of text with transcripts but no clean images, read by an OCR network.
 
     First a small UNet learns to restore other lines, with clean images, given their blur and noise. Both are unknown
@@ -172,7 +183,7 @@ def restore_text() -> schema.Config:
     image to keep; the reader is not differentiable, and the network is frozen. One CPU core: 7 minutes (430 processor
     seconds), two thirds of it the reader's.
     """
-    return schema.Config(
+    return Config(
         model="restore:unet:width=16",
         data="lines:blur=0.8-1.8,noise=5-40,count=5000,clean=no",
         reward=("ocr_accuracy",),
@@ -181,10 +192,10 @@ def restore_text() -> schema.Config:
             action="controls:blur=0-2.5@2,noise=0-60@30,mix=0-1@1,std=0.15,unit=true",
             supervises="told",
         ),
-        rollout=schema.RolloutConfig(prompts=12, group_size=8),
-        optim=schema.OptimConfig(lr=3e-3),
+        rollout=RolloutConfig(prompts=12, group_size=8),
+        optim=OptimConfig(lr=3e-3),
         stages=(
-            schema.Stage(
+            Stage(
                 "supervised",
                 steps=1000,
                 rl_coef=0.0,
@@ -193,13 +204,11 @@ def restore_text() -> schema.Config:
                 warmup_steps=30,
             ),
             # At 5e-3 the head returned the given image unchanged within ten steps (docs/dev/lab.md).
-            schema.Stage("full", lr="linear:1.3e-3,2e-4"),
+            Stage("full", lr="linear:1.3e-3,2e-4"),
         ),
-        supervised=schema.SupervisedConfig(
-            data="lines:blur=0-2.5,noise=0-60,count=16000,set=1", batch=16
-        ),
-        prompts=schema.PromptsConfig(held_out_fraction=0.25),
-        evaluation=schema.EvaluationConfig(prompts=256, every=1000),
-        saving=schema.SavingConfig(every=500, keep=1),
+        supervised=SupervisedConfig(data="lines:blur=0-2.5,noise=0-60,count=16000,set=1", batch=16),
+        prompts=PromptsConfig(held_out_fraction=0.25),
+        evaluation=EvaluationConfig(prompts=256, every=1000),
+        saving=SavingConfig(every=500, keep=1),
         show_samples_every=20,
     )

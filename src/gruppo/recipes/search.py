@@ -10,97 +10,18 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from gruppo.config import schema
+from gruppo.config.schema import Config
 from gruppo.data.source import hash_unit
 from gruppo.recipes.calculator import tool_calculator, with_one_call
 
 NAMES = (
-    *(
-        "Amber",
-        "Ash",
-        "Barley",
-        "Birch",
-        "Bishop",
-        "Cedar",
-        "Clover",
-        "Copper",
-        "Crane",
-        "Falcon",
-        "Fern",
-        "Flint",
-    ),
-    *(
-        "Fox",
-        "Hazel",
-        "Heron",
-        "Iron",
-        "Ivy",
-        "Juniper",
-        "Lark",
-        "Maple",
-        "Marble",
-        "Mint",
-        "Otter",
-        "Pearl",
-    ),
-    *(
-        "Pine",
-        "Quarry",
-        "Raven",
-        "River",
-        "Rose",
-        "Salt",
-        "Silver",
-        "Swan",
-        "Thistle",
-        "Tiger",
-        "Willow",
-        "Wolf",
-    ),
+    "Amber Ash Barley Birch Bishop Cedar Clover Copper Crane Falcon Fern Flint Fox Hazel Heron Iron Ivy Juniper "
+    "Lark Maple Marble Mint Otter Pearl Pine Quarry Raven River Rose Salt Silver Swan Thistle Tiger Willow Wolf"
 )
-KINDS = ("Bridge", "Castle", "Lighthouse", "Mill", "Museum", "Station", "Theater", "Tower")
-TOWNS = (
-    "Arden",
-    "Brack",
-    "Corley",
-    "Dunmore",
-    "Elden",
-    "Farrow",
-    "Gorse",
-    "Holt",
-    "Kirby",
-    "Lisk",
-    "Marne",
-    "Norby",
-)
-FIRST = (
-    "Ada",
-    "Bruno",
-    "Clara",
-    "David",
-    "Emma",
-    "Felix",
-    "Greta",
-    "Hugo",
-    "Irene",
-    "Jonas",
-    "Karin",
-    "Leo",
-)
-LAST = (
-    "Adler",
-    "Berg",
-    "Cole",
-    "Dahl",
-    "Evans",
-    "Frank",
-    "Gray",
-    "Hall",
-    "Keller",
-    "Lund",
-    "Moss",
-    "Quill",
-)
+KINDS = "Bridge Castle Lighthouse Mill Museum Station Theater Tower"
+TOWNS = "Arden Brack Corley Dunmore Elden Farrow Gorse Holt Kirby Lisk Marne Norby"
+FIRST = "Ada Bruno Clara David Emma Felix Greta Hugo Irene Jonas Karin Leo"
+LAST = "Adler Berg Cole Dahl Evans Frank Gray Hall Keller Lund Moss Quill"
 WORD = re.compile(r"\w+")
 QUESTIONS = {
     "year": ("When was {name} built?", "In which year was {name} built?"),
@@ -109,7 +30,7 @@ QUESTIONS = {
 }
 
 
-def tool_search() -> schema.Config:
+def tool_search() -> Config:
     """SmolLM2-135M-Instruct learns to answer questions about 288 invented buildings by searching texts on them.
 
     As tool-calculator, with a tool that returns the two best of 288 texts (BM25); every fact is asked once, so that
@@ -162,9 +83,9 @@ class BM25:
 def buildings() -> list[dict[str, str]]:
     """Facts that no model has read: 36 names times 8 kinds of building, so that a name alone finds several."""
     rows = []
-    for name in (f"{first} {kind}" for first in NAMES for kind in KINDS):
+    for name in (f"{first} {kind}" for first in NAMES.split() for kind in KINDS.split()):
         # By hashes of the name, as in products(): no order of building or Python changes them.
-        lists = {"town": TOWNS, "first": FIRST, "last": LAST}
+        lists = {"town": TOWNS.split(), "first": FIRST.split(), "last": LAST.split()}
         town, first, last = (
             values[int(len(values) * hash_unit(f"{name} {key}"))] for key, values in lists.items()
         )

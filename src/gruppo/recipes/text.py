@@ -5,30 +5,38 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from gruppo.config import schema
+from gruppo.config.schema import (
+    Config,
+    EvaluationConfig,
+    OptimConfig,
+    PromptsConfig,
+    RolloutConfig,
+    SavingConfig,
+    Stage,
+)
 from gruppo.recipes.arithmetic import arithmetic
 
 QWEN_PROMPTS = Path(__file__).with_name("qwen_prompts.jsonl")
 """Thirty questions in Chinese that ask for a reason; the data of the qwen recipe."""
 
 
-def plain() -> schema.Config:
+def plain() -> Config:
     """Neutral settings for your own model, data and reward: GRPO, 8 prompts x 8 samples of up to 128 tokens a step.
 
     gruppo train plain --model smollm2-135m --data mine.jsonl --reward my.py:f. Sampling is the model's own
     (temperature 1, all tokens). On a CPU, a step of a small model takes the time of its 8192 sampled tokens: lower
     --rollout.max-new-tokens to what an answer needs. Hardware, wall time and curve depend on your model and data.
     """
-    return schema.Config(
+    return Config(
         steps=200,
-        rollout=schema.RolloutConfig(prompts=8, group_size=8, max_new_tokens=128),
-        optim=schema.OptimConfig(lr=1e-5, warmup_steps=5),
-        evaluation=schema.EvaluationConfig(prompts=64),
-        saving=schema.SavingConfig(every=20),
+        rollout=RolloutConfig(prompts=8, group_size=8, max_new_tokens=128),
+        optim=OptimConfig(lr=1e-5, warmup_steps=5),
+        evaluation=EvaluationConfig(prompts=64),
+        saving=SavingConfig(every=20),
     )
 
 
-def chat() -> schema.Config:
+def chat() -> Config:
     """SmolLM2-135M-Instruct learns sums and differences with nanochat's sampling: groups of 16, KL 0.04 (17 minutes).
 
     Clip 0.2, one update per batch. Sampling (temperature 1, the 50 most likely tokens) and the linear decay are
@@ -45,15 +53,15 @@ def chat() -> schema.Config:
     """
     return replace(
         arithmetic(),
-        rollout=schema.RolloutConfig(
+        rollout=RolloutConfig(
             prompts=16, group_size=16, max_new_tokens=6, temperature=1.0, top_k=50
         ),
-        optim=schema.OptimConfig(lr=1.2e-5, decay="linear"),
-        stage=schema.Stage(kl_coef=0.04),
+        optim=OptimConfig(lr=1.2e-5, decay="linear"),
+        stage=Stage(kl_coef=0.04),
     )
 
 
-def qwen() -> schema.Config:
+def qwen() -> Config:
     """Qwen2.5-0.5B learns to give reasons in Chinese, in about 50 characters: groups of 8, KL 0.1 (for a GPU).
 
     Thirty questions, temperature 0.8, clip 0.2. Two rewards: a length of about 50 visible characters, as Chinese has no
@@ -62,15 +70,15 @@ def qwen() -> schema.Config:
     Both rewards are easy to exploit. Qwen is for a GPU and has not been run here. One CPU core: two steps of SmolLM2
     take 3 to 10 minutes, nearly all of it for answers of 96 tokens (--rollout.max-new-tokens).
     """
-    return schema.Config(
+    return Config(
         model="Qwen/Qwen2.5-0.5B",
         data=str(QWEN_PROMPTS),
         reward=("length_target:50,characters", "keywords:因为,所以,然而,但是"),
         steps=100,
-        rollout=schema.RolloutConfig(prompts=4, group_size=8, max_new_tokens=96, temperature=0.8),
-        optim=schema.OptimConfig(lr=1e-5, max_grad_norm=0.5),
-        stage=schema.Stage(kl_coef=0.1, entropy_coef=0.01),
-        prompts=schema.PromptsConfig(held_out_fraction=0.2),
-        evaluation=schema.EvaluationConfig(prompts=8),
-        saving=schema.SavingConfig(every=50, keep=1),
+        rollout=RolloutConfig(prompts=4, group_size=8, max_new_tokens=96, temperature=0.8),
+        optim=OptimConfig(lr=1e-5, max_grad_norm=0.5),
+        stage=Stage(kl_coef=0.1, entropy_coef=0.01),
+        prompts=PromptsConfig(held_out_fraction=0.2),
+        evaluation=EvaluationConfig(prompts=8),
+        saving=SavingConfig(every=50, keep=1),
     )
