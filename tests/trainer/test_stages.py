@@ -196,6 +196,15 @@ def test_a_boundary_is_settled_once():
 # --- refusals ---
 
 
+def test_a_schedule_is_parsed_where_the_config_is_read_and_its_error_names_the_stage():
+    assert Stage(kl_coef="linear:0.1,0").schedules["kl_coef"].values == (0.1, 0.0)
+    for entry, text in (("lr", "adaptive:1,target=1"), ("kl_coef", "linear:1")):
+        stages = [{"name": "a", "steps": 2}, {entry: text}]
+        with pytest.raises(GruppoError, match=rf"^stages\.1\.{entry}(=| cannot be adaptive)"):
+            serialization.from_dict({"stages": stages})
+
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
@@ -209,7 +218,6 @@ def test_a_boundary_is_settled_once():
             "reaches 1.5.*at least 0 and at most 1",
         ),
         (replace(GIVEN, stage=Stage(group_size="steps:8,5=0")), "reaches 0.*at least 1"),
-        (replace(GIVEN, stage=Stage(lr="adaptive:1,target=1")), "stage.lr cannot be adaptive"),
         (replace(GIVEN, stage=Stage(rl_coef=0.0)), "learns nothing"),
         (
             given(WARM, LAST, stage=Stage(kl_coef=0.1)),

@@ -8,7 +8,6 @@ from dataclasses import fields
 
 from gruppo.config.schema import Config, EngineConfig, LoraConfig, Stage
 from gruppo.config.stages import highest, learns_from_samples, peak_lr, stage_path, values_of
-from gruppo.core.schedules import parse_schedule
 from gruppo.tasksets import is_taskset
 from gruppo.types import GruppoError
 
@@ -126,9 +125,7 @@ def _stage_rules(config: Config) -> Iterator[GruppoError]:
     for index, stage in enumerate(plan):
         where, names = stage_path(config, index), ("rl_coef", "sup_coef", "kl_coef", "entropy_coef")
         # Not value_coef, which trains the critic alone, nor cons_coef, which needs what the others sample.
-        coefs = [
-            value for name in names for value in parse_schedule(getattr(stage, name), where).values
-        ]
+        coefs = [value for name in names for value in stage.schedules[name].values]
         cons = (
             "; cons_coef applies only to what is sampled or demonstrated" if stage.cons_coef else ""
         )

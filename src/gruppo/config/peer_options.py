@@ -17,7 +17,6 @@ from gruppo.config.options import as_text, nearest
 from gruppo.config.schema import Config, Stage
 from gruppo.config.sections import sections
 from gruppo.config.stages import highest
-from gruppo.core.schedules import parse_schedule
 from gruppo.errors import as_flag
 from gruppo.types import GruppoError
 
@@ -217,7 +216,8 @@ def _typed(config: Config, name: str) -> str:
     section, _, leaf = name.partition(".")
     if section == "stage" and config.stages:  # a coefficient of 0 elsewhere would mislead
         peaks = [
-            max(parse_schedule(getattr(stage, leaf) or 0, leaf).values) for stage in config.stages
+            max(stage.schedules[leaf].values) if leaf in stage.schedules else 0.0
+            for stage in config.stages
         ]
         index = peaks.index(max(peaks))
         name, value = f"stages.{index}.{leaf}", getattr(config.stages[index], leaf)

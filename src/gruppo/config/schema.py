@@ -6,11 +6,12 @@ The first line of a field's docstring is its help on the command line, the rest 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Annotated, Any, Literal, TypeVar
 
 from gruppo.config.options import Count, Fraction, NonNegative, Positive, Range
 from gruppo.core.objective import Objective
-from gruppo.core.schedules import Decay
+from gruppo.core.schedules import AdaptiveSpec, Decay, Schedule, make_controller, parse_schedule
 from gruppo.types import Sampling
 
 T = TypeVar("T")
@@ -18,9 +19,23 @@ T = TypeVar("T")
 IN_MEMORY = "<in memory>"
 """Written in place of a Python object that has no name to load it by."""
 
-Schedule = Annotated[float | str, Range(ge=0)]
+Scheduled = Annotated[float | str, Range(ge=0)]
 """A number, or a text with a schedule or controller; see ``Stage``."""
 OptionalSchedule = Annotated[float | str | None, Range(ge=0)]
+SCHEDULED = (
+    "rl_coef",
+    "sup_coef",
+    "kl_coef",
+    "cons_coef",
+    "entropy_coef",
+    "value_coef",
+    "lr",
+    "weight_decay",
+    "temperature",
+    "group_size",
+    "difficulty",
+)
+"""Fields of a stage that may change from step to step."""
 Timeout = Annotated[float | None, Range(gt=0)]
 
 
@@ -119,20 +134,20 @@ class Stage:
     """
     new_reference: bool = False
     """Reset the reference to the current policy at the start of the stage."""
-    rl_coef: Schedule = 1.0
+    rl_coef: Scheduled = 1.0
     """Coefficient of the policy gradient loss; 0, with kl_coef 0, samples nothing."""
-    sup_coef: Schedule = 0.0
+    sup_coef: Scheduled = 0.0
     """Coefficient of the supervised loss on demonstrations."""
-    kl_coef: Schedule = 0.0
+    kl_coef: Scheduled = 0.0
     """Coefficient of the KL to the reference (beta of the papers).
 
     Or adaptive:FROM,target=NATS,horizon=SAMPLES. The reference is kept in memory if any stage has a value above 0.
     """
-    cons_coef: Schedule = 0.0
+    cons_coef: Scheduled = 0.0
     """Coefficient of the consistency of restored images (restoration.consistency)."""
-    entropy_coef: Schedule = 0.0
+    entropy_coef: Scheduled = 0.0
     """Coefficient of the entropy bonus; or adaptive:FROM,target=NATS,delta=STEP."""
-    value_coef: Schedule = 0.5  # vf_coef of OpenAI Baselines
+    value_coef: Scheduled = 0.5  # vf_coef of OpenAI Baselines
     """Coefficient of the critic's loss."""
     lr: OptionalSchedule = None
     """Learning rate; default: optim.lr with its warmup and decay."""
@@ -151,6 +166,17 @@ class Stage:
 
     Needs prompts.difficulty_column. Or adaptive:FROM,target=REWARD,rate=STEP.
     """
+
+    def __post_init__(self) -> None:
+        for name, schedule in self.schedules.items():
+            if isinstance(schedule, AdaptiveSpec):  # refused here, if it has other settings
+                make_controller(name, schedule, name)
+
+    @cached_property
+    def schedules(self) -> dict[str, Schedule | AdaptiveSpec]:
+        """Fields that may change from step to step and that are set, parsed."""
+        values = {name: getattr(self, name) for name in SCHEDULED}
+        return {n: parse_schedule(value, n) for n, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gruppo.config.options import convert, describe_type, fields_of, nested_type
-from gruppo.config.schema import Config, CriticConfig, EngineConfig, EnvironmentConfig
+from gruppo.config.schema import Config, CriticConfig, EngineConfig, EnvironmentConfig, Stage
 from gruppo.config.sections import section_name, sections
 from gruppo.core.objective import PRESETS, Objective
 from gruppo.integrity import levels, parse_json, read_file
@@ -205,7 +205,12 @@ def build(kind: Any, data: Mapping[str, Any], prefix: str = "") -> Any:
         )
     for name in modalities:
         values["modality"] = values.pop(name)
-    return kind(**values)
+    try:
+        return kind(**values)
+    except GruppoError as error:
+        if kind is Stage:
+            error.problem = f"{prefix}{error.problem}"
+        raise
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

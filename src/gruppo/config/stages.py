@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import get_args
 
-from gruppo.config.options import fields_of
+from gruppo.config.schema import SCHEDULED as SCHEDULED
 from gruppo.config.schema import Config, Stage, SupervisedConfig
-from gruppo.core.schedules import parse_schedule
 from gruppo.loading import did_you_mean
 from gruppo.types import GruppoError
 
-SCHEDULED = tuple(
-    name
-    for name, (hint, interval, _) in fields_of(Stage).items()
-    if interval and str in get_args(hint)
-)
-"""Fields of a stage that may change from step to step."""
 KINDS = ("supervised", "ramp", "full")
 """Stage presets: demonstrations only; a linear ramp from demonstrations to rewards; as the config's stage."""
 
@@ -28,11 +20,8 @@ def stage_path(config: Config, index: int) -> str:
 
 def values_of(config: Config, field: str) -> list[float]:
     """All values that a field starts with, ends with or changes to, in any stage that sets it."""
-    values: list[float] = []
-    for index, stage in enumerate(config.plan):
-        if (scheduled := getattr(stage, field)) is not None:
-            values += parse_schedule(scheduled, f"{stage_path(config, index)}.{field}").values
-    return values
+    schedules = [stage.schedules[field] for stage in config.plan if field in stage.schedules]
+    return [value for schedule in schedules for value in schedule.values]
 
 
 def highest(config: Config, field: str) -> float:
@@ -47,12 +36,8 @@ def learns_from_samples(config: Config) -> bool:
 
 def peak_lr(config: Config, index: int) -> float:
     """The largest learning rate of the policy in a stage."""
-    lr = config.plan[index].lr
-    return (
-        config.optim.lr
-        if lr is None
-        else max(parse_schedule(lr, f"{stage_path(config, index)}.lr").values)
-    )
+    schedules = config.plan[index].schedules
+    return max(schedules["lr"].values) if "lr" in schedules else config.optim.lr
 
 
 def planned(text: str, config: Config) -> Config:

@@ -8,19 +8,19 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from gruppo import distributed as dist
-from gruppo.config.schema import Config, Stage
-from gruppo.config.stages import SCHEDULED, peak_lr, stage_path
+from gruppo.config.schema import SCHEDULED, Config, Stage
+from gruppo.config.stages import peak_lr, stage_path
 from gruppo.core.schedules import (
     AdaptiveSpec,
+    Controller,
     Schedule,
     make_controller,
-    parse_schedule,
     warmup_decay,
 )
 from gruppo.loading import did_you_mean
@@ -99,18 +99,17 @@ class StageSchedule:
         """``sampling``: what each step samples from, at its own temperature; that of a text model by default."""
         self.config, self.plan = config, config.plan
         self.sampling = config.rollout.sampling if sampling is None else sampling
-        self._schedules: list[dict[str, Any]] = []
-        self._gates: list[Gate | None] = []
-        for index, stage in enumerate(self.plan):
-            where, schedules = stage_path(config, index), dict[str, Any]()
-            for name in (field.name for field in fields(stage) if field.name in SCHEDULED):
-                if (value := getattr(stage, name)) is not None:
-                    spec: Any = parse_schedule(value, f"{where}.{name}")
-                    if isinstance(spec, AdaptiveSpec):
-                        spec = make_controller(name, spec, f"{where}.{name}")
-                    schedules[name] = spec
-            self._schedules.append(schedules)
-            self._gates.append(Gate(stage.until, where) if stage.until else None)
+        self._schedules: list[dict[str, Schedule | Controller]] = [
+            {
+                name: make_controller(name, one, name) if isinstance(one, AdaptiveSpec) else one
+                for name, one in stage.schedules.items()
+            }
+            for stage in self.plan
+        ]
+        self._gates = [
+            Gate(stage.until, stage_path(config, index)) if stage.until else None
+            for index, stage in enumerate(self.plan)
+        ]
         self.index = 0
         self.began = 0
         """Step at which the stage began."""
@@ -144,18 +143,18 @@ class StageSchedule:
             length = min(stage.steps, length)
         now: dict[str, Any] = dict.fromkeys(SCHEDULED)
         for name, one in self._schedules[self.index].items():
-            now[name] = (
-                one.at(step - self.began, length=length) if isinstance(one, Schedule) else one.value
-            )
+            now[name] = one.at(step - self.began, length=length)
         now |= self.overrides
         lr, optim = now["lr"], config.optim
         if lr is None:
-            shape: Any = {
-                "warmup": optim.warmup_steps,
-                "decay": optim.decay,
-                "final_frac": optim.final_lr_frac,
-            }
-            lr = warmup_decay(step, peak=optim.lr, total=config.steps, **shape)
+            lr = warmup_decay(
+                step,
+                peak=optim.lr,
+                warmup=optim.warmup_steps,
+                total=config.steps,
+                decay=optim.decay,
+                final_frac=optim.final_lr_frac,
+            )
         warmth = (
             min((step - self.began + 1) / stage.warmup_steps, 1.0) if stage.warmup_steps else 1.0
         )
@@ -180,25 +179,17 @@ class StageSchedule:
 
     def metrics(self, step_params: StepParams) -> dict[str, float]:
         """Step parameters that vary: set by a schedule or controller in some stage, or differing between stages."""
-        changing = {
+        values = {name: [getattr(stage, name) for stage in self.plan] for name in SCHEDULED}
+        changing = self.overrides.keys() | {
             name
-            for name in SCHEDULED
-            if len({str(getattr(stage, name)) for stage in self.plan}) > 1
+            for name, given in values.items()
+            if len(set(given)) > 1 or any(isinstance(value, str) for value in given)
         }
-        changing |= {
-            name
-            for stage in self.plan
-            for name in SCHEDULED
-            if isinstance(getattr(stage, name), str)
-        }
-        changing |= self.overrides.keys()
         now = {"temperature": step_params.sampling.temperature}
-        shown = [
-            name for name in SCHEDULED if name in changing and name != "lr"
-        ]  # that is "optim/lr"
         metrics = {
             f"stage/{name}": float(now.get(name, getattr(step_params, name, math.nan)))
-            for name in shown
+            for name in SCHEDULED
+            if name in changing and name != "lr"  # that is "optim/lr"
         }
         return metrics | ({"stage/number": self.index + 1.0} if len(self.plan) > 1 else {})
 
@@ -207,7 +198,7 @@ class StageSchedule:
         if rows and self.sampled_since is None:
             self.sampled_since = step
         for schedule in self._schedules[self.index].values():
-            if not isinstance(schedule, Schedule) and schedule.metric in metrics:
+            if isinstance(schedule, Controller) and schedule.metric in metrics:
                 schedule.update(metrics[schedule.metric], rows=rows)
         gate = self._gates[self.index]
         if gate is not None and (value := agreed(metrics, gate.metric)) is not None:
@@ -260,7 +251,7 @@ class StageSchedule:
 
     def state_dict(self) -> dict[str, Any]:
         controllers = [
-            {name: one.state_dict() for name, one in own.items() if not isinstance(one, Schedule)}
+            {name: one.state_dict() for name, one in own.items() if isinstance(one, Controller)}
             for own in self._schedules
         ]
         # copies: a checkpoint may be written after the next step has changed these
@@ -269,8 +260,9 @@ class StageSchedule:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         vars(self).update({name: copy(state[name]) for name in _SAVED})
         for stage, saved in zip(self._schedules, state["controllers"], strict=True):
-            for name, numbers in saved.items():
-                stage[name].load_state_dict(numbers)
+            for name, controller in stage.items():
+                if isinstance(controller, Controller):
+                    controller.load_state_dict(saved[name])
 
 
 _SAVED = ("index", "began", "lr_scale", "overrides", "settled", "is_over", "sampled_since", "seen")
