@@ -204,7 +204,6 @@ def test_a_schedule_is_parsed_where_the_config_is_read_and_its_error_names_the_s
             serialization.from_dict({"stages": stages})
 
 
-
 @pytest.mark.parametrize(
     ("config", "said"),
     [
