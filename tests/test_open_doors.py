@@ -412,7 +412,7 @@ def test_code_beside_the_weights_runs_only_with_the_option_of_the_command_line(s
 
 @pytest.mark.parametrize(
     "kind",
-    ["gymnasium:stranger_x:Maze-v0", " gymnasium:stranger_x:Maze-v0", "verifiers:stranger_x"],
+    ["verifiers:stranger_x", " verifiers:stranger_x"],
 )
 def test_an_environment_that_imports_a_package_is_asked_for(stranger, kind):
     stranger.edit({"environment.kind": kind})

@@ -457,10 +457,6 @@ def test_an_error_quotes_a_hostile_file_without_control_characters(tmp_path, cap
             {"environment": {"kind": "openenv:http://10.0.0.7:8000"}},
             "code to run, or servers to use: openenv:http://",
         ),
-        (
-            {"environment": {"kind": "gymnasium:games:Maze-v0"}},
-            "code to run: gymnasium:games:Maze-v0",
-        ),
         ({"data": "verifiers:sums:count=3"}, "code to run: verifiers:sums:count=3"),
         ({"evaluation": {"data": "verifiers:sums"}}, "code to run: verifiers:sums"),
     ],

@@ -1,4 +1,4 @@
-"""Tasksets of the package verifiers: those of version 0.4 (``verifiers.v1``), and environments with a rubric of 0.1."""
+"""Tasksets of the package verifiers, version 0.4 (``verifiers.v1``)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import importlib
 import json
 from contextlib import suppress
 from functools import lru_cache
-from importlib import metadata
 from itertools import islice
 from typing import Any
 
@@ -17,11 +16,6 @@ MAX_TASKS = 10_000
 """Tasks that are read of an infinite taskset."""
 
 
-def has_rubrics() -> bool:
-    """Whether the installed package is of the kind of 0.1: environments with a rubric, and no tasksets."""
-    return metadata.version("verifiers").startswith("0.1.")
-
-
 def is_taskset(data: str) -> bool:
     """Whether ``--data`` names a taskset, verifiers:NAME."""
     return data.startswith("verifiers:") and data != "verifiers:"
@@ -29,7 +23,7 @@ def is_taskset(data: str) -> bool:
 
 @lru_cache(maxsize=4)
 def open_taskset(spec: str) -> Any:
-    """The taskset that ``NAME`` or ``NAME:key=value,key=value`` names, with its ``tasks``; of 0.1, the environment."""
+    """The taskset that ``NAME`` or ``NAME:key=value,key=value`` names, with its ``tasks``."""
     name = f"verifiers:{spec}"
     check_listed(name)
     import_extra("verifiers", "verifiers", name)
@@ -45,8 +39,6 @@ def open_taskset(spec: str) -> Any:
         with suppress(json.JSONDecodeError):
             options[key] = json.loads(value)
     try:
-        if has_rubrics():
-            return importlib.import_module("verifiers").load_environment(identity, **options)
         package = importlib.import_module("verifiers.v1")
         taskset = package.load_taskset(
             package.taskset_config_type(identity)(id=identity, **options)
@@ -62,10 +54,9 @@ def open_taskset(spec: str) -> Any:
 
 def rows_of_taskset(spec: str) -> list[dict[str, Any]]:
     """One row for each task: its prompt, its ``taskset`` and number in it, and its answer if it has one."""
-    taskset, rows = open_taskset(spec), []
-    is_old = has_rubrics()
-    for index, task in enumerate(taskset.get_dataset() if is_old else taskset.tasks):
-        facts = task if is_old else {"system_prompt": None, **dict(task.data)}
+    rows = []
+    for index, task in enumerate(open_taskset(spec).tasks):
+        facts = {"system_prompt": None, **dict(task.data)}
         prompt = facts["prompt"]
         if prompt is None:
             raise DataError(
@@ -74,7 +65,7 @@ def rows_of_taskset(spec: str) -> list[dict[str, Any]]:
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         messages = [{"role": m["role"], "content": m["content"]} for m in map(dict, prompt)]
-        if not is_old and facts["system_prompt"]:
+        if facts["system_prompt"]:
             messages.insert(0, {"role": "system", "content": facts["system_prompt"]})
         rows.append({"prompt": messages, "taskset": spec, "task_index": index})
         if facts.get("answer") not in (None, ""):

@@ -35,7 +35,7 @@ RUNS_CODE = re.compile(rf"\b({REMOTE_CODE}\s*=(?!\s*false\b)|sandbox\s*=\s*\S)",
 """Options of a reward that run a repository's code, or a command."""
 SERVERS = {"urls": "engine.urls=", "publish_dir": "engine.publish_dir="}
 """Entries of a config's engine: servers that get the key of this user, and a folder that is written to."""
-ENVIRONMENTS = ("gymnasium", "openenv", "verifiers")
+ENVIRONMENTS = ("openenv", "verifiers")
 """Prefixes of environments of other libraries, PREFIX:REST."""
 ADAPTERS = tuple(f"{prefix}:" for prefix in (*ENVIRONMENTS, "judge"))
 """Data, environments and rewards that import a package by a name of its own, or use a server."""

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gruppo.environments.episodes import scored_by
-from gruppo.environments.openenv import OpenEnv
+from gruppo.environments.openenv import OpenEnv, scored_by
 
 ONE = {"properties": {"metadata": {}, "message": {"type": "string"}}, "required": ["message"]}
 TWO = {

@@ -1,4 +1,4 @@
-"""Tasksets of verifiers as data and environments, with the package itself: version 0.4, or 0.1 with its rubrics."""
+"""Tasksets of verifiers as data and environments, with the package itself, version 0.4."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from tests.environments.adapted import said, trained
 
 from gruppo.data.open import open_source
 from gruppo.environments.verifiers import open_loop, verifiers_factory
-from gruppo.tasksets import has_rubrics
 from gruppo.types import GruppoError
 
 pytest.importorskip("verifiers")
@@ -71,62 +70,12 @@ class SumsEnv(vf.Env[SumsEnvConfig]):
 
 __all__ = ["Sums", "SumsEnv"]
 """
-RUBRICS = '''
-import verifiers as vf
-from datasets import Dataset
-
-
-def look_up(word: str) -> str:
-    """Look up a word.
-
-    Args:
-        word: The word.
-    """
-    return word
-
-
-def last(completion):
-    return [message["content"] for message in completion if message["role"] == "assistant"][-1]
-
-
-def correct(completion, answer):
-    return float(answer in last(completion))
-
-
-async def short(completion):
-    if "crash" in last(completion):
-        raise ValueError("boom")
-    return float(len(last(completion)) < 5)
-
-
-class Game(vf.MultiTurnEnv):
-    is_broken = False
-
-    async def env_response(self, messages, state, **kwargs):
-        text = messages[-1]["content"]
-        if "hang" in text or (self.is_broken and text.strip()[:1] in [*"abcdefg"]):
-            raise KeyError("the environment broke")
-        if text == state["answer"]:
-            state["final_env_response"] = [{"role": "user", "content": "Right."}]
-            return []
-        return [{"role": "user", "content": "Wrong, again."}]
-
-
-def load_environment(count: int = 4, asks: bool = False, tools: bool = False, broken: bool = False):
-    Game.is_broken = broken
-    data = Dataset.from_list([{"question": f"{i} + 1 = ?", "answer": str(i + 1)} for i in range(count)])
-    rubric = vf.Rubric(funcs=[correct, short], weights=[1.0, 0.5])
-    options = {"dataset": data, "rubric": rubric, "system_prompt": "Brief."}
-    if tools:
-        return vf.ToolEnv(tools=[look_up], max_turns=4, **options)
-    return Game(max_turns=4, **options) if asks else vf.SingleTurnEnv(**options)
-'''
 
 
 @pytest.fixture(autouse=True)
 def package(tmp_path_factory, monkeypatch):
     folder = tmp_path_factory.mktemp("package")
-    (folder / "gruppo_sums.py").write_text(RUBRICS if has_rubrics() else TRACES)
+    (folder / "gruppo_sums.py").write_text(TRACES)
     monkeypatch.syspath_prepend(str(folder))
 
 
@@ -207,7 +156,6 @@ def test_an_exception_of_a_reward_or_an_environment_is_no_score():
         ("json", "json"),
         ("gruppo_sums:count=many", "many|integer"),
         ("gruppo_sums:count", "verifiers:NAME:key=value"),
-        pytest.param("gruppo_sums:tools=true", "tools", id="tools"),
     ],
 )
 def test_what_is_no_taskset_is_one_line(spec, said):
@@ -221,12 +169,11 @@ def test_closing_stops_the_servers_of_the_environment():
     with started(make, prompts[0]) as conversation:
         conversation.step("1")
     loop = open_loop("gruppo_sums:count=2")
-    server = None if has_rubrics() else loop.env._interception
+    server = loop.env._interception
     loop.close()
     assert not loop.thread.is_alive()
-    if server is not None:
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection((server.host, server.port), timeout=5)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((server.host, server.port), timeout=5)
 
 
 @pytest.mark.parametrize("asks", ["false", "true"])
@@ -236,7 +183,7 @@ def test_ten_steps_are_trained_and_the_rewards_are_the_scores_of_the_tasks(tmp_p
     metrics, rows = trained(tmp_path, data=data, **changes)
     assert len(metrics) == 10 and len(rows) == 120
     for row in rows:
-        last = said(row)[-1] if has_rubrics() else said(row)[-1].strip()
+        last = said(row)[-1].strip()
         assert row["reward"] == float(str(row["target"]) in last) + 0.5 * (len(last) < 5)
     assert max(len(said(row)) for row in rows) == (3 if asks == "true" else 1)
     assert all(

@@ -281,7 +281,7 @@ class EnvironmentConfig:
     """Environment of multi-turn conversations."""
 
     kind: str = ""
-    """Environments: file.py:Class, gymnasium:ID, openenv:URL or verifiers:NAME.
+    """Environments: file.py:Class, openenv:URL or verifiers:NAME.
 
     A class has reset; its other methods are tools. --environment NAME is short for it.
     """

@@ -10,13 +10,14 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from gruppo.environments.episodes import SEEDS, ScoredEpisode, as_json, scored_by
 from gruppo.http import is_loopback
 from gruppo.loading import check_listed, import_extra
 from gruppo.types import GruppoError
 
 FENCED = re.compile(r"```(?:json)?\s*\n(.*?)\n?```", re.DOTALL)
 CONNECT_TIMEOUT_S = 10.0
+SEEDS = 2**31
+"""Seeds that NumPy's generators take, those of before 1.17 included."""
 TOOL_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")
 """Titles of the actions of an environment whose actions are calls of tools."""
 
@@ -66,12 +67,38 @@ def openenv_factory(url: str, config: Any) -> Callable[[], Any]:
     return partial(made, make, schema)
 
 
-class OpenEnvSession(ScoredEpisode):
-    """A session with a server."""
+def scored_by(kind: type[OpenEnvSession], config: Any) -> Any:
+    """The class with its rewards as rewards of turns if ``objective.credit`` tells turns apart.
+
+    Calls of tools are not answers, of which there may be fewer: they are rewarded by their sum.
+    """
+    has_turns = config.objective.credit != "outcome" and hasattr(kind, "step")
+    method = kind._turn_rewards if has_turns else kind._total_reward
+    name = "get_turn_rewards" if has_turns else "get_reward"
+    return type(kind.__name__, (kind,), {"__doc__": kind.__doc__, name: method})
+
+
+class OpenEnvSession:
+    """A session with a server.
+
+    Steps without a reward are unscored, and so is an episode of such steps only. The failure of an
+    environment is raised again, so that its episode has no score.
+    """
 
     def __init__(self, make: Callable[[], Any], schema: Mapping[str, Any]) -> None:
-        super().__init__()
-        self._schema, self._client = schema, make().sync()
+        self.rewards: list[float | None] = []
+        self._failure: Exception | None = None
+        self._schema = schema
+        self._client = make().sync()
+
+    def _turn_rewards(self) -> list[float | None]:
+        if self._failure is not None:
+            raise self._failure
+        return self.rewards
+
+    def _total_reward(self) -> float | None:
+        scored = [reward for reward in self._turn_rewards() if reward is not None]
+        return sum(scored) if scored else None
 
     def reset(self, seed: int, reset: Mapping[str, Any] | None = None) -> str:
         """Open the session. A column ``reset`` of the data has further arguments of the environment's own reset."""
@@ -163,3 +190,8 @@ class OpenEnvTools(OpenEnvSession):
             raise RuntimeError(error["message"])
         content = (result.observation["result"] or {}).get("content", ())
         return "\n".join(part["text"] for part in content if part["type"] == "text")
+
+
+def as_json(observation: Any) -> str:
+    """An observation as JSON; arrays and numbers of NumPy as lists and numbers."""
+    return json.dumps(observation, ensure_ascii=False, default=lambda value: value.tolist())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import importlib
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -17,7 +16,7 @@ from functools import lru_cache, partial
 from queue import SimpleQueue
 from typing import Any
 
-from gruppo.tasksets import has_rubrics, is_taskset, open_taskset
+from gruppo.tasksets import is_taskset, open_taskset
 
 CLOSE_TIMEOUT_S = 5.0
 Message = dict[str, str]
@@ -44,14 +43,13 @@ class EnvironmentLoop:
     """Runs the coroutines of one environment, in an event loop and a thread of its own."""
 
     def __init__(self, spec: str) -> None:
-        taskset, self.loop, self.exits = (
-            open_taskset(spec),
-            asyncio.new_event_loop(),
-            AsyncExitStack(),
-        )
-        version = "verifiers_rubrics" if has_rubrics() else "verifiers_traces"
-        self.backend = importlib.import_module(f"gruppo.environments.{version}")
-        self.env = self.backend.open_environment(taskset, f"verifiers:{spec}")
+        taskset = open_taskset(spec)
+        from gruppo.environments import verifiers_traces as backend  # imports the package
+
+        self.backend = backend
+        self.loop = asyncio.new_event_loop()
+        self.exits = AsyncExitStack()
+        self.env = backend.open_environment(taskset, f"verifiers:{spec}")
         self.thread = threading.Thread(
             target=self.loop.run_forever, name="gruppo-verifiers", daemon=True
         )
@@ -150,7 +148,4 @@ def messages_of(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Roles and texts of messages; other content is refused."""
     if any(not isinstance(message["content"], str) for message in messages):
         raise ValueError("the environment writes messages that are not texts")
-    # a prompt that is a text has the role "text" in version 0.1, which sends it as the user's
-    return [
-        {"role": str(m["role"]).replace("text", "user"), "content": m["content"]} for m in messages
-    ]
+    return [{"role": str(m["role"]), "content": m["content"]} for m in messages]
