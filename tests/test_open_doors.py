@@ -292,6 +292,26 @@ def test_every_key_is_asked_for(stranger, key):
         stranger.attack(USING, stranger.listed(spelling))
 
 
+def text_keys(settings: dict[str, Any], above: str = "") -> Iterator[str]:
+    """Dotted keys whose values may be a text or a list."""
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from text_keys(value, f"{above}{name}.")
+        elif value is None or isinstance(value, str | list):
+            yield above + name
+
+
+def test_no_other_key_of_a_config_runs_it_either(stranger):
+    """Whichever option comes to take a name, the list above is not to be complete for it to be asked for."""
+    keys = [*text_keys(stranger.config)]
+    assert len(keys) > 40 and {"reward", "objective.surrogate"} <= {*keys}
+    for key in keys:
+        name = stranger.spelled("slash")
+        is_list = isinstance(stranger.config.get(key), list)
+        stranger.edit({key: [name] if is_list else name})
+        stranger.attack(["explain"])
+
+
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_the_network_of_a_restorer_is_asked_for(stranger, spelling):
     stranger.edit({"model": f"restore:{stranger.spelled(spelling)}"})

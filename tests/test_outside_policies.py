@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from tests.trainer.runs import assert_same, metrics
 import gruppo
 from gruppo import api, inference
 from gruppo import export as exporting
-from gruppo.cli.app import main
 from gruppo.config.serialization import load
 from gruppo.doctor.record import read
 from gruppo.doctor.report import diagnose
@@ -72,35 +70,6 @@ def test_a_policy_from_outside_is_killed_and_resumes_to_the_bit(finished, tmp_pa
         api.start(config(name, tmp_path))
     assert len(metrics(tmp_path / "runs/run")) < len(metrics(run))
     assert_same(gruppo.resume(tmp_path / "runs/run", show=False).folder, run)
-
-
-def test_a_command_reaches_backward_in_eight_frames_of_ours(tmp_path, monkeypatch, capsys):
-    backward, depths, source = torch.Tensor.backward, [], str(Path(gruppo.__file__).parent)
-
-    def counted(self: torch.Tensor, *arguments: Any, **options: Any) -> None:
-        frames = [
-            frame.name for frame in traceback.extract_stack() if frame.filename.startswith(source)
-        ]
-        depths.append(frames[frames.index("main") :])
-        backward(self, *arguments, **options)
-
-    monkeypatch.setattr(torch.Tensor, "backward", counted)
-    options = [
-        "--steps",
-        "1",
-        "--rollout.prompts",
-        "2",
-        "--evaluation.prompts",
-        "0",
-        "--runs-dir",
-        str(tmp_path),
-    ]
-    options += ["--scoring.isolate", "False"]
-    with pytest.raises(SystemExit, match="0"):
-        main(
-            ["train", f"{EXAMPLES / 'pendulum.py'}:pendulum", "--optim.minibatches", "1", *options]
-        )
-    assert depths and all(len(frames) <= 8 for frames in depths), depths[0]
 
 
 def test_it_is_evaluated_sampled_exported_and_explained(finished, tmp_path):

@@ -74,17 +74,6 @@ def test_chunks_change_neither_value_nor_gradient(chunk, kind):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-def test_the_head_never_sees_more_rows_than_a_chunk():
-    features, actions, temperature = inputs()
-    head = Head()
-    outcome(
-        lambda x: chunked_categorical(x, head, actions, temperature, chunk=4, entropy="gradient"),
-        head,
-        features,
-    )
-    assert head.most_rows == 4
-
-
 @pytest.mark.parametrize("frozen", ["nothing", "features", "head"])
 def test_no_logits_are_kept_for_the_backward_pass(frozen):
     """What autograd holds between forward and backward has no dimension of vocabulary size but the head itself."""
@@ -100,14 +89,6 @@ def test_no_logits_are_kept_for_the_backward_pass(frozen):
     logprobs.sum().backward()
     assert head.calls == 2 * forward_calls == 12
     assert head.most_rows == 4
-
-
-def test_scoring_without_gradients_runs_the_head_once_a_chunk():
-    features, actions, temperature = inputs()
-    head = Head()
-    with torch.no_grad():
-        chunked_categorical(features.requires_grad_(), head, actions, temperature, chunk=4)
-    assert head.calls == 6
 
 
 @pytest.mark.parametrize("mode", ["gradient", "value", "none"])

@@ -71,14 +71,6 @@ def test_rewards_that_are_equal_up_to_rounding_do_not_stand_out():
         assert deviations.tolist() == [0.0] * 4
 
 
-@pytest.mark.parametrize("size", [2, 3, 8, 64])
-def test_one_row_apart_from_equal_ones_is_at_g_minus_1_over_the_root_of_g(size):
-    rewards = torch.tensor([7.5] + [0.1] * (size - 1))
-    got = normalized_rewards(rewards, torch.zeros(size, dtype=torch.long))
-    assert float(got[0]) == pytest.approx((size - 1) / math.sqrt(size), rel=1e-6)
-    assert float(got[1:].sum()) == pytest.approx(-float(got[0]), rel=1e-5)
-
-
 def test_no_rows_are_no_groups():
     nothing, ids = torch.zeros(0), torch.zeros(0, dtype=torch.long)
     assert [

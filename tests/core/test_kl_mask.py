@@ -52,15 +52,6 @@ def test_actions_beyond_the_mask_that_would_move_further_are_left_out_and_no_oth
     )
 
 
-def test_a_mask_of_zero_leaves_out_nothing_and_is_not_told():
-    logprobs = OLD + LOG_RATIO
-    terms, stats = loss_of(WIDE, logprobs)
-    assert "clip/kl_mask_frac" not in stats
-    assert terms["policy"].item() == pytest.approx(
-        -float((WEIGHTS * LOG_RATIO.exp() * ADVANTAGES)[KEEP].sum())
-    )
-
-
 @pytest.mark.parametrize(("mask", "count"), [(0.106, 2), (0.107, 1), (0.15, 0)])
 def test_the_estimate_of_tokens_is_k3_of_the_old_policy_s_action(mask, count):
     """0.1487 = e^0.5 - 1 - 0.5, and 0.1065 = e^-0.5 - 1 + 0.5."""
@@ -109,18 +100,6 @@ def test_the_mask_of_normals_reads_their_exact_kl_and_which_way_from_the_log_rat
         assert torch.equal(gradient, torch.autograd.grad(without["policy"], logprobs)[0])
 
 
-def test_the_mask_touches_neither_the_kl_nor_the_entropy():
-    logprobs = (OLD + LOG_RATIO).requires_grad_()
-    changes = {"ref": Likelihood(OLD)}
-    masked, plain = (
-        torch.autograd.grad(
-            loss_of(replace(WIDE, kl_mask=mask), logprobs, **changes)[0]["kl"], logprobs
-        )[0]
-        for mask in (0.1, 0.0)
-    )
-    assert torch.equal(masked, plain) and masked[LEFT_OUT].all()
-
-
 @pytest.mark.silent_bug(41)
 def test_the_kl_to_a_reference_of_normals_is_told_exactly_also_in_the_reward():
     ours, ref = normals()
@@ -129,12 +108,6 @@ def test_the_kl_to_a_reference_of_normals_is_told_exactly_also_in_the_reward():
     assert "kl" not in terms and stats["kl/ref_nats"].mean == pytest.approx(
         float(KL_OLD.sum()) / 7, rel=1e-12
     )
-
-
-@pytest.mark.parametrize("mask", [-0.1, float("inf"), float("nan")])
-def test_a_mask_that_is_no_number_of_nats_is_refused(mask):
-    with pytest.raises(GruppoError, match=r"kl_mask=.* is out of range.*Set objective.kl_mask 0"):
-        replace(GRPO, kl_mask=mask)
 
 
 def test_k3_of_a_normal_and_the_closed_form_of_tokens_are_refused():

@@ -86,21 +86,6 @@ def test_blocks_change_neither_value_nor_gradient(rows, bias, entropy, scale):
         )
 
 
-def test_the_gradient_in_float64_is_that_of_finite_differences():
-    features, actions, temperature = inputs(dtype=torch.float64)
-    head = a_head(dtype=torch.float64)
-
-    def score(x, weight, bias):
-        for parameter, value in ((head.weight, weight), (head.bias, bias)):
-            parameter.data = value.detach()
-        return linear_head._LinearCategorical.apply(
-            "gradient", 0, x, weight, bias, actions, temperature.double()
-        )
-
-    arguments = [x.detach().clone().requires_grad_() for x in (features, head.weight, head.bias)]
-    assert torch.autograd.gradcheck(score, arguments)
-
-
 def test_the_entropy_of_a_sharp_distribution_loses_nothing_to_the_size_of_its_logits():
     """log sum exp z - sum p z of logits around 300 would be off by more than this entropy is large."""
     features, actions, temperature = inputs()
@@ -172,21 +157,6 @@ def test_logits_are_kept_for_the_backward_pass_up_to_a_limit_and_change_no_bit(
     logits = [x for x in held if x.ndim == 2 and len(x) == 4]
     assert len(logits) == tiles and sum(x.nbytes for x in logits) <= limit
     assert all(map(torch.equal, got, plain))
-
-
-def test_logits_of_rows_that_are_only_scored_are_not_kept(monkeypatch):
-    features, actions, temperature = inputs()
-    asked: list[int] = []
-    plain = linear_head._LinearCategorical.apply
-    monkeypatch.setattr(
-        linear_head._LinearCategorical,
-        "apply",
-        lambda *given: asked.append(given[1]) or plain(*given),
-    )
-    with torch.no_grad():
-        chunked_categorical(features, a_head(), actions, temperature)
-    chunked_categorical(features, a_head(), actions, temperature)
-    assert asked == [0, linear_head.KEPT_ON_CPU]
 
 
 class Doubled(nn.Linear):

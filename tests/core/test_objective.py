@@ -146,39 +146,6 @@ KL_GRADIENTS = [
 # --- gradients -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.silent_bug(1)
-@pytest.mark.parametrize(
-    ("average", "surrogate", "estimator", "choice"),
-    [
-        *(
-            ("sequence", surrogate, *kl)
-            for surrogate, kl in product(["clip", "reinforce"], KL_GRADIENTS)
-        ),
-        *((average, "clip", "k3", "unbiased") for average in AVERAGES if average != "sequence"),
-    ],
-)
-def test_gradients_equal_finite_differences(average, surrogate, estimator, choice):
-    """k2 with its detached ratio is missing: its gradient is on purpose not that of its value (see test_divergence)."""
-    torch.manual_seed(0)
-    objective = Objective(surrogate=surrogate, average=average, kl=estimator, kl_gradient=choice)
-    logits = torch.randn(4, 3, 5, dtype=torch.float64, requires_grad=True)
-    actions = torch.randint(5, (4, 3, 1))
-    start = logits.detach().log_softmax(-1)
-    old = start.gather(-1, actions)[..., 0] + 0.15 * torch.randn(4, 3, dtype=torch.float64)
-    ref = start.gather(-1, actions)[..., 0] + 0.5 * torch.randn(4, 3, dtype=torch.float64)
-
-    def loss(logits: Tensor) -> Tensor:
-        log_p = logits.log_softmax(-1)
-        entropy = -(log_p.exp() * log_p).sum(-1)
-        return sum_of(
-            loss_of(
-                objective, log_p.gather(-1, actions)[..., 0], old=old, ref=ref, entropy=entropy
-            )[0]
-        )
-
-    assert torch.autograd.gradcheck(loss, (logits,), eps=1e-6, atol=1e-8, rtol=1e-6)
-
-
 @pytest.mark.silent_bug(2)
 @pytest.mark.parametrize(
     ("name", "average"),
@@ -244,11 +211,6 @@ everything = pytest.mark.parametrize(
 )
 
 
-def test_of_this_grid_only_other_estimators_than_k1_in_the_reward_are_refused():
-    refused = {where for where, objective in GRID.items() if objective is None}
-    assert refused == set(product(["ppo"], AVERAGES, ["k2", "k3"]))
-
-
 SAMPLER = OLD + torch.tensor(
     [[0.3, 0, 0], [-0.2, 0.05, 0], [0, 0.02, 0], [-1, 0.2, 0]], dtype=torch.float64
 )
@@ -286,26 +248,6 @@ def test_what_fills_the_masked_slots_changes_nothing(objective, old):
 
     for filling in (1e6, -1e6, float("nan"), float("inf"), -float("inf")):
         assert outcome(filling) == outcome(0.0)
-
-
-@pytest.mark.silent_bug(13)
-@everything
-def test_rows_that_are_not_kept_might_as_well_be_absent(objective):
-    """An error or truncated row keeps its actions in the mask, but not in keep."""
-    loss_mask = KEEP & torch.tensor([True, False, True, True])[:, None]
-    rows = torch.tensor([0, 2, 3])
-    advantages = advantages_of(objective)
-    rest = {"advantages": advantages, "old": OLD, "ref": REF, "sampler_logprobs": SAMPLER}
-    inside = slope_of(objective, loss_mask=loss_mask, **rest)
-    outside = slope_of(
-        objective,
-        LOGPROBS[rows],
-        loss_mask=KEEP[rows],
-        rows=rows,
-        **{name: x[rows] for name, x in rest.items()},
-    )
-    torch.testing.assert_close(inside[rows], outside, rtol=1e-12, atol=0)
-    assert not inside[1].any()
 
 
 @pytest.mark.silent_bug(11)
@@ -486,21 +428,3 @@ def test_a_clip_in_nats_bounds_the_log_ratio():
     )
     assert terms["policy"].item() == pytest.approx(-math.exp(0.3) + math.exp(-0.1), rel=1e-12)
     assert (stats["clip/high_frac"].sum, stats["clip/low_frac"].sum) == (1, 1)
-
-
-@pytest.mark.silent_bug(17)
-@pytest.mark.parametrize("kl", ESTIMATORS)
-def test_the_kl_has_each_tokens_own_ratio_whatever_the_surrogates(kl):
-    """A row's mean ratio, or one divided by dimensions, would weigh a token's KL by other tokens' chances."""
-    others = [
-        GSPO,
-        Objective(dims="mean"),
-        Objective(surrogate="reinforce"),
-        Objective(surrogate="vespo"),
-    ]
-    plain, _ = loss_of(Objective(kl=kl), ref=REF, dims=3)
-    assert plain["kl"] != 0
-    for objective in others:
-        assert torch.equal(
-            loss_of(replace(objective, kl=kl), ref=REF, dims=3)[0]["kl"], plain["kl"]
-        )

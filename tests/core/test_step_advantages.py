@@ -58,11 +58,6 @@ def test_steps_of_a_group_in_which_one_row_alone_has_any_get_nothing(baseline):
     assert not got.any()
 
 
-def test_equal_steps_get_exactly_nothing():
-    got, _ = advantages(torch.where(ROWS.isnan(), NAN, 0.35))
-    assert not got.any()
-
-
 def test_no_steps_at_all_are_no_error_and_move_no_statistic():
     for choices in (
         {},
@@ -96,12 +91,6 @@ def test_from_each_action_on_the_steps_that_end_are_summed():
     steps, _ = advantages()
     got = returns_to_go(steps, KEEP)
     assert close(got, [[-1.0, -1.0, -1.5, -1.5, -1.5], [1.0, 0.5, 0.5, 0, 0], [0] * 5])
-
-
-def test_each_action_gets_the_number_of_the_step_that_it_is_in():
-    steps, _ = advantages()
-    got = broadcast_step_values(steps, ~ROWS.isnan(), KEEP)
-    assert close(got, [[0.5, 0.5, -1.5, -1.5, -1.5], [0.5] * 3 + [0, 0], [0] * 5])
 
 
 def test_actions_after_the_last_end_are_in_the_last_step_and_what_is_not_kept_is_in_none():

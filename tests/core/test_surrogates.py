@@ -154,11 +154,6 @@ def test_sapo_by_hand_with_a_slope_of_the_advantage_at_ratio_one():
 
 
 @pytest.mark.silent_bug(1)
-def test_sapos_zero_advantage_is_silent():
-    assert sapo_surrogate(row(1.0), row(0.0)).item() == 0
-
-
-@pytest.mark.silent_bug(1)
 def test_vespo_by_hand():
     """w = 2 * 1.5 = 3, not counting the hole. phi: 3^2 e^(3 (1 - 3)) for A >= 0, and 3^3 e^(2 (1 - 3)) elsewhere."""
     logprobs = row(-1, 7, -2).requires_grad_()

@@ -64,28 +64,6 @@ def test_weight_of_a_token_by_the_length_of_its_row(average, weight):
     assert not weights[4].any()
 
 
-@pytest.mark.silent_bug(29)
-def test_each_row_counts_once_under_sequence_and_by_its_length_under_token():
-    loss_mask = keep_of([1, 3, 4])
-    torch.testing.assert_close(
-        weights_of(loss_mask, "sequence").sum(1), torch.full((3,), 1 / 3, dtype=torch.float64)
-    )
-    torch.testing.assert_close(
-        weights_of(loss_mask, "token").sum(1), torch.tensor([1, 3, 4], dtype=torch.float64) / 8
-    )
-
-
-@pytest.mark.silent_bug(29)
-def test_under_prompt_each_prompt_counts_once_however_many_rows_and_tokens_it_has():
-    """Groups 7, 3 and 5 in any order: 7 has rows of 1 and 3 tokens, 3 one row of 2, 5 no scored row at all."""
-    loss_mask, group_ids = keep_of([1, 2, 0, 3, 0]), torch.tensor([7, 3, 5, 7, 5])
-    weights = weights_of(loss_mask, "prompt", group_ids=group_ids)
-    by_hand = [[1 / 8, 0, 0], [1 / 4, 1 / 4, 0], [0] * 3, [1 / 8] * 3, [0] * 3]
-    torch.testing.assert_close(
-        weights, torch.tensor(by_hand, dtype=torch.float64), rtol=1e-12, atol=0
-    )
-
-
 def test_prompt_without_group_ids_is_refused():
     with pytest.raises(ValueError, match="needs group_ids"):
         loss_total(keep_of([1]), average="prompt", max_length=MAX_LENGTH)
@@ -126,15 +104,6 @@ def test_actions_of_the_environment_inside_a_row_count_nowhere(average):
     weights = weights_of(inside, average)
     assert not weights[0, 1:3].any()
     assert torch.equal(weights[inside], weights_of(plain, average)[plain])
-
-
-@pytest.mark.parametrize("average", AVERAGES)
-def test_padding_columns_change_no_weight(average):
-    loss_mask = keep_of([3, 1])
-    padded = torch.nn.functional.pad(loss_mask, (0, 4))
-    assert torch.equal(
-        weights_of(padded, average), torch.nn.functional.pad(weights_of(loss_mask, average), (0, 4))
-    )
 
 
 @pytest.mark.parametrize("average", AVERAGES)

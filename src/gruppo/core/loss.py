@@ -65,26 +65,18 @@ def policy_loss(
     if level != "token" or dims != 1:
         ratio = log_ratio(logprobs, old_logprobs, loss_mask, level=level, dims=dims)
 
-    # The surrogate of each action, unreduced. Only "vespo" reads the ratio of tokens whatever the objective's level.
-    low, high = clip_range(o)
-    if o.surrogate == "clip":
-        per_action = surrogates.clip_surrogate(
-            ratio, advantages, low=low, high=high, dual=o.dual_clip or None
-        )
-    elif o.surrogate == "cispo":
-        per_action = surrogates.cispo_surrogate(
-            ratio, logprobs, advantages, loss_mask, low=low, high=high
-        )
-    elif o.surrogate == "sapo":
-        per_action = surrogates.sapo_surrogate(ratio, advantages)
-    elif o.surrogate == "vespo":
-        per_action = surrogates.vespo_surrogate(token_ratio, logprobs, advantages, loss_mask)
-    elif o.surrogate == "reinforce":
-        per_action = surrogates.reinforce_surrogate(logprobs, advantages, loss_mask)
-    else:
-        per_action = _own_losses(own_surrogate, o.surrogate, ratio, logprobs, advantages, loss_mask)
+    # Only "vespo" reads the ratio of tokens whatever the objective's level.
+    per_action = _surrogate_losses(
+        o,
+        token_ratio if o.surrogate == "vespo" else ratio,
+        logprobs,
+        advantages,
+        loss_mask,
+        own_surrogate,
+    )
 
     # Distance to the policy that sampled the batch, and the fraction of actions that the clip stops.
+    low, high = clip_range(o)
     drift, size = token_ratio.detach(), ratio.detach().exp()
     kl_old = drift.expm1() - drift
     too_high, too_low = size > 1 + high, size < 1 - low
@@ -163,21 +155,39 @@ def policy_loss(
     return terms, stats
 
 
-def _own_losses(
-    function: OwnSurrogate | None,
-    name: str,
+def _surrogate_losses(
+    o: Objective,
     ratio: Float[Tensor, "b t"],
     logprobs: Float[Tensor, "b t"],
     advantages: Float[Tensor, "b t"],
     loss_mask: Bool[Tensor, "b t"],
+    own_surrogate: OwnSurrogate | None,
 ) -> Float[Tensor, "b t"]:
-    if function is None:
-        raise GruppoError(f"surrogate={name!r} is a function's name, and only a run loads it.")
-    losses = function(ratio, advantages, torch.where(loss_mask, logprobs, 0), loss_mask)
+    """The surrogate of each action, unreduced; ``ratio`` is its logarithm."""
+    low, high = clip_range(o)
+    if o.surrogate == "clip":
+        return surrogates.clip_surrogate(
+            ratio, advantages, low=low, high=high, dual=o.dual_clip or None
+        )
+    if o.surrogate == "cispo":
+        return surrogates.cispo_surrogate(
+            ratio, logprobs, advantages, loss_mask, low=low, high=high
+        )
+    if o.surrogate == "sapo":
+        return surrogates.sapo_surrogate(ratio, advantages)
+    if o.surrogate == "vespo":
+        return surrogates.vespo_surrogate(ratio, logprobs, advantages, loss_mask)
+    if o.surrogate == "reinforce":
+        return surrogates.reinforce_surrogate(logprobs, advantages, loss_mask)
+    if own_surrogate is None:
+        problem = f"surrogate={o.surrogate!r} is a function's name, and only a run loads it"
+        raise GruppoError(problem, option="objective.surrogate", advice="clip")
+    losses = own_surrogate(ratio, advantages, torch.where(loss_mask, logprobs, 0), loss_mask)
     if not isinstance(losses, Tensor) or losses.shape != loss_mask.shape:
         shape = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         raise GruppoError(
-            f"the surrogate {name} returned {shape}; it needs the loss of each action, {list(loss_mask.shape)}",
+            f"""the surrogate {o.surrogate} returned {shape}; it needs the loss of each action,
+                {list(loss_mask.shape)}""",
             option="objective.surrogate",
         )
     return losses

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Literal, get_args, get_type_hints
 
@@ -99,7 +99,7 @@ class Objective:
     """
 
     def __post_init__(self) -> None:
-        """Refuse values that no field takes, and choices that rule each other out, with the nearest valid choice."""
+        """Refuse values that no field takes, and choices that rule each other out."""
         hints = get_type_hints(type(self))
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
@@ -115,79 +115,111 @@ class Objective:
                     f"{option}={value} is out of range; it needs to be at least {low:g} and {most}"
                 )
                 raise GruppoError(problem, option=option, advice=f"{field.default:g}")
+        for is_wrong, problem, name, advice in self._rules():
+            if is_wrong:
+                raise _invalid(problem, name, advice)
 
-        if self.surrogate not in SURROGATES and not self.has_own_surrogate:
-            problem = f"objective.surrogate={self.surrogate!r} is not one of {', '.join(map(repr, SURROGATES))}"
-            raise _invalid(f"{problem}, and no FILE.py:NAME", "surrogate", "clip")
+    def _rules(self) -> Iterator[tuple[bool, str, str, str]]:
+        """Whether a combination is wrong, why, the field to change, and its nearest valid value."""
         clips_nats, low, high = self.clip_unit == "nats", self.correction_low, self.correction_high
         highest = math.exp(self.clip_high) if clips_nats else 1 + self.clip_high
-        # In nats any clip_low is valid: exp(-clip_low) stays above 0.
-        if not clips_nats and self.clip_low > 1:
-            problem = f"objective.clip_low={self.clip_low}: clipping below 1 - clip_low needs clip_low <= 1"
-            raise _invalid(problem, "clip_low", "0.2")
-        if clips_nats and self.clip_high > MAX_LOG_RATIO:
-            problem = f"objective.clip_high={self.clip_high:g} nats never clips: ratios end at e^{MAX_LOG_RATIO:g}"
-            raise _invalid(problem, "clip_high", "1")
-        if self.dual_clip and self.surrogate != "clip":
-            problem = (
-                f"dual_clip={self.dual_clip:g} belongs to surrogate='clip', not {self.surrogate!r}"
-            )
-            raise _invalid(problem, "dual_clip", "0")
-        if self.dual_clip and self.dual_clip <= highest:
-            problem = (
-                f"dual_clip={self.dual_clip:g} crosses the clip range, which ends at {highest:g}"
-            )
-            raise _invalid(f"{problem}; it needs to be larger", "dual_clip", "3")
-        if self.correction != "none" and not (low <= 1 <= high and low < high):
-            problem = f"correction_low={low:g}, correction_high={high:g}: 1, the weight if sampler and trainer agree,"
-            raise _invalid(
-                f"{problem} needs to lie between them",
-                "correction_low",
-                "0 $objective.correction_high 3",
-            )
-        if self.has_critic and self.credit != "return_to_go":
-            problem = (
-                f"baseline='critic' gives each action its own advantage, not credit={self.credit!r}"
-            )
-            raise _invalid(problem, "credit", "return_to_go")
-        if self.has_critic and self.scale != "none":
-            problem = f"baseline='critic' compares returns with values, which scale={self.scale!r} does not fit"
-            raise _invalid(problem, "scale", "none $objective.whiten True")
-        if self.has_critic and self.combine != "sum_then_normalize":
-            problem = (
-                "combine='normalize_then_sum' normalizes rewards before a critic can learn them"
-            )
-            raise _invalid(problem, "combine", "sum_then_normalize")
-        if self.gamma != 1 and self.credit != "return_to_go":
-            problem = f"gamma={self.gamma:g} discounts nothing under credit={self.credit!r}"
-            raise _invalid(problem, "credit", "return_to_go, or $objective.gamma 1")
-        compares_rows = (
-            "prompt" in (self.baseline, self.scale) or self.combine == "normalize_then_sum"
+        uses = (
+            "uses no ratio" if self.surrogate == "reinforce" else "has a sequence weight of its own"
         )
-        if self.credit == "position" and compares_rows:
-            problem = "credit='position' has no combine='normalize_then_sum' and no scale='prompt'"
-            raise _invalid(problem, "credit", "outcome")
-        if self.ratio == "sequence" and self.surrogate in ("reinforce", "vespo"):
-            uses = (
-                "uses no ratio"
-                if self.surrogate == "reinforce"
-                else "has a sequence weight of its own"
-            )
-            raise _invalid(
-                f"ratio='sequence' has no effect: surrogate={self.surrogate!r} {uses}",
-                "ratio",
-                "token",
-            )
-        if (
-            self.kl_in == "reward"
-            and self.combine == "normalize_then_sum"
-            and self.credit == "outcome"
-        ):
-            problem = "kl_in='reward' with combine='normalize_then_sum' would normalize away the KL and kl_coef"
-            raise _invalid(problem, "credit", "return_to_go or $objective.kl_in loss")
-        if self.kl_in == "reward" and self.kl != "k1":
-            problem = f"kl_in='reward' needs kl='k1': the gradient of kl={self.kl!r} in the reward is 37 to 125% off"
-            raise _invalid(problem, "kl", "k1")
+        normalizes_each = self.combine == "normalize_then_sum"
+        yield (
+            self.surrogate not in SURROGATES and not self.has_own_surrogate,
+            f"""objective.surrogate={self.surrogate!r} is not one of
+                {", ".join(map(repr, SURROGATES))}, and no FILE.py:NAME""",
+            "surrogate",
+            "clip",
+        )
+        # In nats any clip_low is valid: exp(-clip_low) stays above 0.
+        yield (
+            not clips_nats and self.clip_low > 1,
+            f"objective.clip_low={self.clip_low}: clipping below 1 - clip_low needs clip_low <= 1",
+            "clip_low",
+            "0.2",
+        )
+        yield (
+            clips_nats and self.clip_high > MAX_LOG_RATIO,
+            f"""objective.clip_high={self.clip_high:g} nats never clips: ratios end at
+                e^{MAX_LOG_RATIO:g}""",
+            "clip_high",
+            "1",
+        )
+        yield (
+            self.dual_clip > 0 and self.surrogate != "clip",
+            f"dual_clip={self.dual_clip:g} belongs to surrogate='clip', not {self.surrogate!r}",
+            "dual_clip",
+            "0",
+        )
+        yield (
+            0 < self.dual_clip <= highest,
+            f"""dual_clip={self.dual_clip:g} crosses the clip range, which ends at {highest:g}; it
+                needs to be larger""",
+            "dual_clip",
+            "3",
+        )
+        yield (
+            self.correction != "none" and not (low <= 1 <= high and low < high),
+            f"""correction_low={low:g}, correction_high={high:g}: 1, the weight if sampler and
+                trainer agree, needs to lie between them""",
+            "correction_low",
+            "0 $objective.correction_high 3",
+        )
+        yield (
+            self.has_critic and self.credit != "return_to_go",
+            f"baseline='critic' gives each action its own advantage, not credit={self.credit!r}",
+            "credit",
+            "return_to_go",
+        )
+        yield (
+            self.has_critic and self.scale != "none",
+            f"""baseline='critic' compares returns with values, which scale={self.scale!r} does not
+                fit""",
+            "scale",
+            "none $objective.whiten True",
+        )
+        yield (
+            self.has_critic and normalizes_each,
+            "combine='normalize_then_sum' normalizes rewards before a critic can learn them",
+            "combine",
+            "sum_then_normalize",
+        )
+        yield (
+            self.gamma != 1 and self.credit != "return_to_go",
+            f"gamma={self.gamma:g} discounts nothing under credit={self.credit!r}",
+            "credit",
+            "return_to_go, or $objective.gamma 1",
+        )
+        yield (
+            self.credit == "position"
+            and ("prompt" in (self.baseline, self.scale) or normalizes_each),
+            "credit='position' has no combine='normalize_then_sum' and no scale='prompt'",
+            "credit",
+            "outcome",
+        )
+        yield (
+            self.ratio == "sequence" and self.surrogate in ("reinforce", "vespo"),
+            f"ratio='sequence' has no effect: surrogate={self.surrogate!r} {uses}",
+            "ratio",
+            "token",
+        )
+        yield (
+            self.kl_in == "reward" and normalizes_each and self.credit == "outcome",
+            """kl_in='reward' with combine='normalize_then_sum' would normalize away the KL and
+                kl_coef""",
+            "credit",
+            "return_to_go or $objective.kl_in loss",
+        )
+        yield (
+            self.kl_in == "reward" and self.kl != "k1",
+            f"""kl_in='reward' needs kl='k1': the gradient of kl={self.kl!r} in the reward is 37 to
+                125% off""",
+            "kl",
+            "k1",
+        )
 
     def check(
         self,
