@@ -210,8 +210,8 @@ def taught(
     torch.manual_seed(seed)
     for layer in head.head.children():
         layer.reset_parameters()
-    torch.nn.init.zeros_(head.head.say.weight)
-    torch.nn.init.zeros_(head.head.say.bias)
+    torch.nn.init.zeros_(head.head.conv_out.weight)
+    torch.nn.init.zeros_(head.head.conv_out.bias)
     weights = [weight.requires_grad_() for weight in head.head.parameters()]
     optimiser = torch.optim.AdamW(weights, lr=lr, weight_decay=0.0)
     pairs = opened(data, seed)

@@ -95,7 +95,7 @@ def test_a_head_taught_by_parameters_says_them_and_the_network_rests():
         policy.module.network.by
     ) == pytest.approx(0.1)
     assert (
-        float(policy.module.action.head.say.weight.abs().sum()) == 0
+        float(policy.module.action.head.conv_out.weight.abs().sum()) == 0
     )  # the run's own head is as it was
 
 
@@ -114,7 +114,7 @@ def test_a_head_taught_by_clean_pictures_comes_nearer_to_them():
 def test_the_rows_of_a_run_are_compared_in_pairs():
     policy = policy_of(Control("blur", 0, 2, 1))
     with torch.no_grad():
-        policy.module.action.head.say.bias.fill_(0.5)  # the run's head says 2
+        policy.module.action.head.conv_out.bias.fill_(0.5)  # the run's head says 2
     rows = lines.judged("r", policy, train=[], test=prompts(0.3, 0.4), source=None, score=near(0.6))
     by_name = {row.name: row for row in rows}
     assert list(by_name) == ["as given", "nominal", "true parameters", "the run's head"]

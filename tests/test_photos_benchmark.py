@@ -127,14 +127,16 @@ class Small:
 def test_a_taught_head_learns_alone_from_zero_and_the_runs_own_policy_stays(monkeypatch):
     monkeypatch.setattr(photos, "opened", Small())
     policy = open_restorer("unet:width=4", "band_gains:grid=2,std=0.15", supervises="base")
-    torch.nn.init.constant_(policy.module.action.head.say.bias, 3.0)  # what the run has learned
+    torch.nn.init.constant_(
+        policy.module.action.head.conv_out.bias, 3.0
+    )  # what the run has learned
     before = {name: value.clone() for name, value in policy.module.state_dict().items()}
     other = taught(policy, photos.of_pixels, "", steps=30, batch=4, lr=1e-2)
     for name, value in policy.module.state_dict().items():
         assert torch.equal(value, before[name])
         if name.startswith("network."):
             assert torch.equal(value, other.module.state_dict()[name])
-    bias = other.module.action.head.say.bias.detach()
+    bias = other.module.action.head.conv_out.bias.detach()
     assert 0 < float(bias.abs().max()) < 1.5  # not from 3
     noisy, clean = photos.held_out("")
     base, restored = photos.shown(other, noisy)

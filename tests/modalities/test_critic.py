@@ -189,17 +189,6 @@ def test_micro_batch_size_changes_neither_value_nor_gradient(policy, critic, rol
     same(gradient_of(critic, policy, rollouts, many), gradient_of(critic, policy, rollouts, one))
 
 
-@pytest.mark.silent_bug(24)
-def test_the_order_of_rows_permutes_the_values(critic, rollouts):
-    order = torch.tensor([5, 0, 8, 3, 1, 7, 2, 6, 4])
-    straight, turned = whole(rollouts, *range(9)), whole(rollouts, *order.tolist())
-    same(values_of(critic, rollouts, [turned]), values_of(critic, rollouts, [straight]))
-    same(
-        values_of(critic, rollouts.take(order), [straight]),
-        values_of(critic, rollouts, [straight])[order],
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.silent_bug(4)
 def test_longer_neighbours_change_neither_value_nor_gradient(policy, critic, rollouts):
@@ -281,12 +270,6 @@ def test_a_shared_head_is_no_part_of_the_policys_module_nor_of_its_reference():
     rollouts = policy.sample(requests(2), SAMPLING, seed=3)
     with pytest.raises(GruppoError, match="without a value head"):
         ReferenceModel(policy).likelihood(rollouts, whole(rollouts, 0, 1), outputs=("values",))
-
-
-def test_each_critic_begins_anew():
-    policy = llama()
-    with_opinions(SharedCritic(policy))
-    assert SharedCritic(policy).module.weight.eq(0).all()
 
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])

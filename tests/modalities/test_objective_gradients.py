@@ -79,23 +79,10 @@ def test_no_way_of_cutting_the_batch_into_micro_batches_changes_the_gradient(cas
     unchanged(case, objective, variants.micro_batches)
 
 
-@pytest.mark.silent_bug(3)
-@pytest.mark.silent_bug(4)
-@each_with(FULLY + OTHERS)
-def test_micro_batch_sizes_change_no_gradient(case, objective):
-    unchanged(case, objective, variants.a_few_micro_batches)
-
-
 @pytest.mark.silent_bug(24)
 @every
 def test_the_order_of_rows_changes_no_gradient(case, objective):
     unchanged(case, objective, variants.row_order)
-
-
-@pytest.mark.silent_bug(4)
-@every
-def test_more_columns_change_no_gradient(case, objective):
-    unchanged(case, objective, variants.columns)
 
 
 @pytest.mark.silent_bug(4)

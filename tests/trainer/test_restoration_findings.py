@@ -120,7 +120,7 @@ def test_an_equivariant_network_has_no_equivariance_loss_whatever_its_clean_pict
     action = Controls([Control("noise", 0, 50, 25)], channels=1)
     policy = RestorationPolicy(Pointwise(), action, channels=1, supervises=supervises)
     with torch.no_grad():  # a head that says something else than what is told
-        policy.module.action.head.say.bias.fill_(0.3)
+        policy.module.action.head.conv_out.bias.fill_(0.3)
     prompts = [
         Prompt(str(n), torch.rand(1, 8, 8), torch.rand(1, 8, 8), {"noise": 50.0}, draw=n)
         for n in range(3)

@@ -449,7 +449,7 @@ def test_a_step_of_the_action_at_a_factor_is_that_many_times_as_long(tmp_path):
             {name: p.detach() - before[name] for name, p in run.policy.module.named_parameters()}
         )
     assert torch.equal(moved[0]["network.conv_out.weight"], moved[1]["network.conv_out.weight"])
-    result = "action.head.say.bias"
+    result = "action.head.conv_out.bias"
     torch.testing.assert_close(moved[1][result], 8 * moved[0][result], rtol=1e-4, atol=1e-8)
     assert moved[0][result].abs().min() > 1e-4
 

@@ -7,9 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from tests.fakes_diffusion import SHAPE, ancestral, ddpm, denoiser, whole
-from tests.modalities.updates import vector
+from tests.fakes_diffusion import ancestral, ddpm
 
 from gruppo.build import adamw
 from gruppo.config.schema import Config, OptimConfig, RolloutConfig, Stage
@@ -21,10 +19,9 @@ from gruppo.modalities.common.reference import ReferenceModel
 from gruppo.modalities.diffusion import DenoiserCritic
 from gruppo.rewards.scoring import RewardSet
 from gruppo.trainer.collect import collect
-from gruppo.trainer.demonstrations import unsampled
 from gruppo.trainer.run import Run
 from gruppo.trainer.stages import step_params_at
-from gruppo.trainer.update import backward, learn
+from gruppo.trainer.update import learn
 from gruppo.types import Prompt
 
 
@@ -114,26 +111,3 @@ def test_a_critic_of_denoising_steps_learns_what_they_come_to(critic_of):
     metrics = steps(run_of(fake, PPO, critic_of(fake.policy)), fake.sampling, 30)
     assert metrics[-1]["loss/value"] < 0.6 * metrics[0]["loss/value"]
     assert metrics[-1]["reward/mean"] > metrics[0]["reward/mean"] + 0.02
-
-
-def test_the_trainer_s_gradient_of_demonstrations_is_that_of_their_mean_loss():
-    policy = denoiser(dropped=0.2)
-    policy.module.double()
-    pictures = torch.rand(7, *SHAPE, generator=torch.Generator().manual_seed(0))
-    demos = policy.demonstrations(
-        [Prompt(f"{n}", n % 3, pictures[n], draw=n) for n in range(7)], seed=0
-    )
-    gradients = []
-    for budget in (1, 3, 99):
-        config = Config(
-            optim=OptimConfig(token_budget=budget), stage=Stage(rl_coef=0.0, sup_coef=1.0)
-        )
-        parts: dict[str, Any] = {"engine": None, "source": None, "rewards": None, "optimizer": None}
-        policy.module.zero_grad()
-        backward(Run(config, policy, **parts), unsampled(demos), step_params_at(config, 0))
-        gradients.append(vector(policy.module.parameters()))
-    policy.module.zero_grad()
-    policy.supervised_loss(demos, policy.likelihood(demos, whole(demos))).mean().backward()
-    by_hand = vector(policy.module.parameters())
-    for gradient in gradients:
-        assert (gradient - by_hand).norm() <= 1e-10 * by_hand.norm()

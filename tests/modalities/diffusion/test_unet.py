@@ -54,16 +54,6 @@ def test_time_and_class_are_told_and_none_of_the_classes_is_another():
             assert (one - other).abs().max() > 1e-3
 
 
-def test_timestep_embeddings_by_hand():
-    """cos and sin of 500 times the frequencies 10000^(-k / 4), k = 0 to 3."""
-    made, seen = net((1, 8, 8), 3, width=8), []
-    made.time_embedding.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][0]))
-    x, _, labels = (part[:1] for part in inputs_of(made))
-    made(x, torch.tensor([0.5], dtype=torch.float64), labels)
-    angles = 500 * torch.tensor([1, 0.1, 0.01, 0.001], dtype=torch.float64)
-    torch.testing.assert_close(seen[0], torch.cat([angles.cos(), angles.sin()]))
-
-
 @pytest.mark.parametrize(
     ("make", "says"),
     [

@@ -52,7 +52,7 @@ def policy_of(
         layer.reset_parameters()  # by this seed, whenever the action was made
     with torch.no_grad():
         for name, parameter in action.named_parameters():
-            if name.startswith("head.say"):
+            if name.startswith("head.conv_out"):
                 parameter.normal_(std=0.3)  # 0 at first: nothing would be seen of it
     return RestorationPolicy(network, action, **choices)
 

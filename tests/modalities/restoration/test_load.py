@@ -204,14 +204,14 @@ def test_an_action_is_written_as_a_name_with_options(text, made):
     ("text", "why"),
     [
         ("gains", "there is no action 'gains'; write pixels"),
-        ("band_gain", "Did you mean 'band_gains'"),
-        ("band_gains:grid=many", "is not understood"),
-        ("band_gains:size=3", "it has no option 'size'"),
-        ("controls:noise=5", "noise=5 is not of the form low-high@start"),
-        ("controls", "there needs to be one at least"),
+        ("band_gain", "Did you mean band_gains"),
+        ("band_gains:grid=many", "cannot read grid='many'"),
+        ("band_gains:size=3", "there is no option 'size'"),
+        ("controls:noise=5", "there is no option 'noise'; write .*noise=0-1@0.5"),
+        ("controls", "it needs one at least"),
         ("controls:noise=0-1@2", "starts at 2 and has the range 0 to 1"),
         ("band_gains:grid=0", "grid=0 has no cell"),
-        ("pixels:std=-1", "std=-1 does not fit 3 numbers"),
+        ("pixels:std=-1", "std=-1.0 does not fit 3 numbers"),
     ],
 )
 def test_an_action_that_there_is_not_is_refused(text, why):
@@ -222,10 +222,10 @@ def test_an_action_that_there_is_not_is_refused(text, why):
 @pytest.mark.parametrize(
     ("spec", "why"),
     [
-        ("unett", "Did you mean 'unet'"),
-        ("unet:size=3", "is not understood; it has width"),
+        ("unett", "Did you mean unet"),
+        ("unet:size=3", "there is no option 'size'"),
         ("dncnn:depth=1", "depth=1 leaves no layer"),
-        ("unet:width=0", "width=0 is out of range"),
+        ("unet:width=0", "width=0, conditions=0: channels and width need"),
     ],
 )
 def test_a_network_that_there_is_not_is_refused(spec, why):
@@ -253,11 +253,6 @@ def test_networks_are_the_identity_at_first_of_any_size_and_see_their_conditions
             GruppoError, match=r"reads 2 conditions of each image and got none for 2 images"
         ):
             network(x)
-
-
-def test_our_networks_have_the_weights_that_their_docs_say():
-    assert sum(p.numel() for p in DnCNN().parameters()) == 38_755
-    assert sum(p.numel() for p in RestorationUNet().parameters()) == 150_838
 
 
 def test_a_consistency_by_a_name_that_there_is_not_is_refused():

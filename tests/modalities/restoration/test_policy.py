@@ -17,7 +17,6 @@ from tests.modalities.restoration.fakes import (
     disturb,
     doubled,
     from_columns,
-    low_resolution,
     patch_means,
     picture,
     pixel_patches,
@@ -38,7 +37,7 @@ from gruppo.modalities.common.reference import ReferenceModel
 from gruppo.modalities.restoration import BandGains, LowResolution, PixelNoise, RestorationPolicy
 from gruppo.modalities.restoration.policy import to_columns
 from gruppo.testing import check_policy
-from gruppo.types import GruppoError, Prompt, Request, Rollouts, Sampling
+from gruppo.types import GruppoError, Prompt, Request, Rollouts
 
 ALL = 10**9
 
@@ -85,11 +84,6 @@ def likelihood_of(policy, rollouts, *outputs):
 
 def test_it_keeps_the_contract_of_a_policy(make):
     check_policy(make(), [picture(n) for n in range(3)])
-
-
-def test_it_learns_from_targets_and_has_a_consistency(make):
-    policy = make()
-    assert policy.supports >= {"demonstrations", "consistency"}
 
 
 @pytest.mark.silent_bug(2)
@@ -277,29 +271,6 @@ def test_a_new_head_changes_nothing_at_temperature_0(action):
         )
 
 
-def test_at_temperature_0_the_picture_is_the_mean_s_and_no_seed_changes_it(make):
-    policy = make()
-    mode = replace(SAMPLING, temperature=0.0)
-    rollouts, again = (policy.sample(requests(1, 2, 1), mode, seed=seed) for seed in (0, 1))
-    assert torch.equal(rollouts.actions, again.actions)
-    x = rollouts.shared["degraded"][rollouts.group_ids]
-    torch.testing.assert_close(
-        torch.stack(rollouts.completions), policy.restore(x), rtol=0, atol=1 / 255 + 1e-6
-    )
-    likelihood = likelihood_of(policy, rollouts, "gaussian", "output")
-    torch.testing.assert_close(
-        rollouts.actions, likelihood.gaussian.mean.float(), rtol=0, atol=1e-6
-    )
-    torch.testing.assert_close(likelihood.output, policy.output_of(x), rtol=0, atol=1e-5)
-    assert likelihood.logprobs.isfinite().all()
-
-
-def test_only_what_is_asked_for_is_there(make):
-    policy = make()
-    plain = likelihood_of(policy, sampled(policy, 2))
-    assert (plain.entropy, plain.gaussian, plain.values, plain.output) == (None, None, None, None)
-
-
 def test_a_network_that_rests_gets_no_gradient_and_the_head_does():
     """Also where the head's gradient would reach it."""
     policy = policy_of(BandGains(grid=4, detached=False), trains="action")
@@ -335,24 +306,6 @@ class Nanny(nn.Module):
 
 
 # --- pieces, company, order, addresses --------------------------------------------------------------------------------
-
-
-@pytest.mark.silent_bug(3)
-@pytest.mark.silent_bug(4)
-@pytest.mark.silent_bug(24)
-def test_neither_micro_batches_nor_company_nor_order_change_values_or_gradients(policy):
-    rollouts = sampled(policy)
-    micro_batches = policy.micro_batches(rollouts, rollouts.mask, ALL)
-    value, gradient = logprobs_of(policy, rollouts), gradient_of(policy, rollouts, micro_batches)
-    assert len(micro_batches) == 1
-    for budget in (1, 2, 5):
-        cut = policy.micro_batches(rollouts, rollouts.mask, budget)
-        assert len(cut) > 1
-        torch.testing.assert_close(logprobs_of(policy, rollouts, budget), value, rtol=0, atol=1e-9)
-        assert (gradient_of(policy, rollouts, cut) - gradient).norm() <= 1e-10 * gradient.norm()
-    order = torch.tensor([5, 0, 8, 3, 1, 7, 2, 6, 4])
-    turned = logprobs_of(policy, rollouts.take(order))
-    torch.testing.assert_close(turned, value[order], rtol=0, atol=1e-9)
 
 
 def test_micro_batches_hold_each_kept_row_once_within_the_budget_of_squares(policy):
@@ -448,23 +401,6 @@ def test_dropout_and_moving_statistics_are_off():
 
 
 # --- references, critics ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.silent_bug(19)
-def test_references_keep_their_weights_or_follow(make):
-    policy = make()
-    rollouts = sampled(policy)
-    frozen, mixed = ReferenceModel(policy), ReferenceModel(policy, rule="ema", rate=1.0, every=1)
-    before = logprobs_of(policy, rollouts)
-    disturb(policy.module.action)
-    disturb(policy.module.network)
-    assert torch.equal(logprobs_of_reference(frozen, rollouts), before)
-    mixed.update(policy, 1)
-    after = logprobs_of_reference(mixed, rollouts)
-    assert not torch.equal(after, before)
-    trained = [p for p in policy.module.parameters() if p.requires_grad]
-    if len(trained) == len(list(policy.module.parameters())):
-        assert torch.equal(after, logprobs_of(policy, rollouts))
 
 
 def logprobs_of_reference(reference, rollouts):
@@ -614,14 +550,6 @@ def test_pictures_of_two_sizes_or_two_under_one_name_are_refused():
         )
 
 
-@pytest.mark.parametrize("changes", [{"top_k": 3}, {"top_p": 0.5}, {"stop": ("x",)}])
-def test_what_is_of_tokens_is_refused(changes):
-    with pytest.raises(GruppoError, match="apply to tokens"):
-        sampled_with(pixels(), replace(SAMPLING, **changes))
-    with pytest.raises(GruppoError, match="max_actions=3 is less than the 4 patches"):
-        sampled_with(pixel_patches(), Sampling(max_actions=3))
-
-
 def sampled_with(policy, sampling):
     return policy.sample(requests(1), sampling, seed=0)
 
@@ -659,9 +587,3 @@ def test_a_grid_that_patches_do_not_divide_is_refused():
         policy_of(BandGains(grid=3), patches=2)
     with pytest.raises(GruppoError, match=r"std=0 does not fit 3 numbers"):
         PixelNoise(std=0)
-
-
-def test_values_without_a_head_are_refused():
-    policy = low_resolution()
-    with pytest.raises(GruppoError, match="without a value head"):
-        likelihood_of(policy, sampled(policy, 1), "values")

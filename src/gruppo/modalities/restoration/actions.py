@@ -5,9 +5,8 @@ Each action is a normal N(m(x), s^2) over a grid of K numbers per cell, and a wa
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d, avg_pool2d, silu
 
 from gruppo.core.images import detail_bands, upsample
+from gruppo.loading import did_you_mean, split_options, typed_options
 from gruppo.types import GruppoError
 
 Images = Float[Tensor, "N C H W"]
@@ -57,18 +57,17 @@ class MeanHead(nn.Module):
         if grid < 1:
             raise GruppoError(f"grid={grid} has no cell; set 1 or more.")
         self.grid = grid
-        self.look = nn.Conv2d(channels, width, 3, padding=1)
-        self.weigh = nn.Conv2d(width, width, 3, padding=1, stride=2)
-        self.mix = nn.Conv2d(width, width, 1)
-        self.say = nn.Conv2d(width, count, 1)
-        for parameter in self.say.parameters():
+        self.conv_in = nn.Conv2d(channels, width, 3, padding=1)
+        self.down = nn.Conv2d(width, width, 3, padding=1, stride=2)
+        self.mid = nn.Conv2d(width, width, 1)
+        self.conv_out = nn.Conv2d(width, count, 1)
+        for parameter in self.conv_out.parameters():
             nn.init.zeros_(parameter)
 
     def forward(self, x: Images) -> Grid:
-        hidden = silu(
-            self.weigh(silu(self.look(x.to(self.look.weight.dtype))))
-        )  # [N, width, H/2, W/2]
-        return self.say(silu(self.mix(adaptive_avg_pool2d(hidden, self.grid))))
+        x = x.to(self.conv_in.weight.dtype)
+        hidden = silu(self.down(silu(self.conv_in(x))))  # [N, width, H/2, W/2]
+        return self.conv_out(silu(self.mid(adaptive_avg_pool2d(hidden, self.grid))))
 
 
 class Action(nn.Module):
@@ -90,18 +89,10 @@ class Action(nn.Module):
         self, channels: int, count: int, std: float | Sequence[float], learned: bool, **options: Any
     ) -> None:
         super().__init__()
-        self.channels, self.count, self.scale = (
-            channels,
-            count,
-            NoiseScale(std, count, learned=learned),
-        )
-        noise = {"std": self.scale.start, "learned": self.scale.learned}
-        self.settings: dict[str, Any] = {
-            "kind": self.kind,
-            "channels": channels,
-            **options,
-            **noise,
-        }
+        self.channels, self.count = channels, count
+        self.scale = NoiseScale(std, count, learned=learned)
+        self.settings: dict[str, Any] = {"kind": self.kind, "channels": channels, **options}
+        self.settings |= {"std": self.scale.start, "learned": self.scale.learned}
         """Arguments of the constructor, as JSON."""
 
 
@@ -152,32 +143,35 @@ class GridAction(Action):
             raise GruppoError(
                 f"channels={channels} has no detail bands; 1 (gray) and 3 (color) have. Set one of them."
             )
-        bands, options = (
-            self.bands.get(channels),
-            {"grid": grid, "smooth": smooth, "detached": detached},
-        )
+        bands = self.bands.get(channels)
         std = self.default_std if std is None else std
-        super().__init__(channels, bands or channels, std, learned=learned, **options)
+        super().__init__(
+            channels,
+            bands or channels,
+            std,
+            learned=learned,
+            grid=grid,
+            smooth=smooth,
+            detached=detached,
+        )
         self.grid, self.smooth, self.detached = grid, smooth, detached
         self.head = MeanHead(channels * (1 + (bands or 1)), self.count, grid)
 
     def forward(self, network: NetworkCall, x: Images) -> tuple[Grid, Images | None]:
         base = network(x)
         seen = base.detach() if self.detached else base
-        # the degraded image beside the restored one, or the restored one beside its bands
-        features = (
-            [seen, detail_bands(seen).flatten(1, 2) * DETAIL_SCALE]
-            if self.bands
-            else [x.to(base), seen]
-        )
+        if self.bands:
+            features = [seen, detail_bands(seen).flatten(1, 2) * DETAIL_SCALE]
+        else:
+            features = [x.to(base), seen]
         return self.head(torch.cat(features, dim=1)), base
 
     def render(self, network: NetworkCall, x: Images, base: Images | None, action: Grid) -> Images:
         assert base is not None
         numbers = upsample(action.to(base), *base.shape[-2:], smooth=self.smooth)  # [N, K, H, W]
-        return base + (
-            (numbers[:, :, None] * detail_bands(base)).sum(dim=1) if self.bands else numbers
-        )
+        if self.bands:
+            numbers = (numbers[:, :, None] * detail_bands(base)).sum(dim=1)
+        return base + numbers
 
 
 class LowResolution(GridAction):
@@ -239,9 +233,7 @@ class Controls(Action):
         ]  # a mapping where saved
         names = [control.name for control in parsed]
         if not names or len(set(names)) != len(names):
-            raise GruppoError(
-                f"the controls are {names}; there needs to be one at least, and each once."
-            )
+            raise GruppoError(f"the controls are {names}; it needs one at least, and each once.")
         for one in parsed:
             if not one.low < one.high or not one.low <= one.start <= one.high:
                 raise GruppoError(f"""the control {one.name!r} starts at {one.start:g} and has the range {one.low:g} to
@@ -316,29 +308,24 @@ def open_action(text: str, channels: int = 3) -> Action:
     """Build the action of ``band_gains:grid=8,std=0.15`` or ``controls:noise=0-50@25,mix=0-1@1``."""
     kind, _, rest = text.partition(":")
     if kind not in ACTIONS:
-        near = difflib.get_close_matches(kind, ACTIONS, n=1)
-        advice = f" Did you mean {near[0]!r}?" if near else ""
-        raise GruppoError(f"there is no action {kind!r}; write {EXAMPLES}.{advice}")
-    known = inspect.signature(ACTIONS[kind]).parameters
-    options, controls = dict[str, Any](), list[Control]()
-    for part in filter(None, rest.split(",")):
-        name, _, value = (word.strip() for word in part.partition("="))
-        try:
-            if name in known and name not in ("channels", "controls"):
-                is_bool, is_int = value.lower() in ("true", "false"), value.lstrip("+-").isdigit()
-                options[name] = (
-                    value.lower() == "true" if is_bool else int(value) if is_int else float(value)
-                )
-            elif kind == "controls":
-                span, at, start = value.partition("@")
-                low, dash, high = span.partition("-")
-                if not name or not at or not dash:
-                    raise ValueError(f"{name}={value} is not of the form low-high@start")
-                controls.append(Control(name, float(low), float(high), float(start)))
-            else:
-                raise ValueError(f"it has no option {name!r}")
-        except ValueError as error:
-            raise GruppoError(
-                f"the action {text!r} is not understood ({error}); write {EXAMPLES}."
-            ) from None
-    return ACTIONS[kind](*([controls] if kind == "controls" else []), channels=channels, **options)
+        raise GruppoError(
+            f"there is no action {kind!r}; write {EXAMPLES}.{did_you_mean(kind, ACTIONS)}"
+        )
+    options = split_options(rest)
+    ranges = {name: value for name, value in options.items() if "@" in value}
+    if kind != "controls":
+        return ACTIONS[kind](
+            **typed_options(ACTIONS[kind], options, EXAMPLES) | {"channels": channels}
+        )
+    controls = [parse_control(name, value) for name, value in ranges.items()]
+    others = {name: value for name, value in options.items() if name not in ranges}
+    return Controls(controls, **typed_options(Controls, others, EXAMPLES) | {"channels": channels})
+
+
+def parse_control(name: str, text: str) -> Control:
+    """The control of ``noise=0-50@25``: its range and start."""
+    numbers = re.fullmatch(r"([\d.]+)-([\d.]+)@([\d.]+)", text)
+    if numbers is None:
+        raise GruppoError(f"{name}={text} is not of the form low-high@start; write {EXAMPLES}.")
+    low, high, start = map(float, numbers.groups())
+    return Control(name, low, high, start)

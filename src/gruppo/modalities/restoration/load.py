@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gruppo import trust
-from gruppo.loading import load_object
+from gruppo.loading import did_you_mean, load_object, split_options, typed_options
 from gruppo.modalities.common.state_dict import load_strictly, read_policy, read_safetensors
 from gruppo.modalities.restoration.actions import ACTIONS, open_action
 from gruppo.modalities.restoration.consistency import CONSISTENCIES, Consistency
@@ -34,22 +33,12 @@ def open_network(spec: str, *, channels: int = 3, conditions: int = 0, seed: int
     ):  # a network of the user's draws from the global generator too
         torch.manual_seed(seed_at(seed, "network") % 2**63)
         if kind in NETWORKS:
-            names = inspect.signature(NETWORKS[kind]).parameters.keys()
-            known, options = (
-                [n for n in names if n not in ("channels", "conditions")],
-                dict[str, int](),
-            )
-            for part in filter(None, rest.split(",")):
-                name, _, value = (word.strip() for word in part.partition("="))
-                if name not in known or not value.isdigit():
-                    raise GruppoError(f"""the network {spec} is not understood; it has {", ".join(known)}, integers.
-                        Write {FORMS}.""")
-                options[name] = int(value)
-            return NETWORKS[kind](channels, conditions=conditions, **options)
+            options = typed_options(NETWORKS[kind], split_options(rest), FORMS)
+            return NETWORKS[kind](**options | {"channels": channels, "conditions": conditions})
         if not rest:
-            near = difflib.get_close_matches(kind, NETWORKS, n=1)
-            advice = f" Did you mean {near[0]!r}?" if near else ""
-            raise GruppoError(f"there is no network {spec!r}; write {FORMS}.{advice}")
+            raise GruppoError(
+                f"there is no network {spec!r}; write {FORMS}.{did_you_mean(kind, NETWORKS)}"
+            )
         loaded = load_object(spec)
         if isinstance(loaded, nn.Module):
             return loaded
@@ -147,11 +136,5 @@ def load_restorer(
 
 def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Settings and weights of a policy's folder."""
-    kind = "restoration policy"
-    return read_policy(
-        folder,
-        SETTINGS,
-        WEIGHTS,
-        kind,
-        lambda x: (x["action"]["kind"], x["channels"], x["network"]),
-    )
+    needs = lambda x: (x["action"]["kind"], x["channels"], x["network"])  # noqa: E731
+    return read_policy(folder, SETTINGS, WEIGHTS, "restoration policy", needs)

@@ -33,14 +33,10 @@ class DnCNN(nn.Module):
             raise GruppoError(
                 f"depth={depth} leaves no layer between the first and the last; use 2 or more."
             )
-        self.sizes = {
-            "channels": channels,
-            "width": width,
-            "depth": depth,
-            "conditions": conditions,
-        }
-        inputs, layers = [channels + conditions, *[width] * (depth - 2)], list[nn.Module]()
-        for count in inputs:
+        sizes = {"channels": channels, "width": width, "depth": depth}
+        self.sizes = sizes | {"conditions": conditions}
+        layers: list[nn.Module] = []
+        for count in [channels + conditions, *[width] * (depth - 2)]:
             layers += [nn.Conv2d(count, width, 3, padding=1), nn.ReLU()]
         self.body = nn.Sequential(*layers, nn.Conv2d(width, channels, 3, padding=1))
         for parameter in self.body[-1].parameters():  # so that the network is the identity at first
@@ -88,10 +84,8 @@ class PlainResBlock(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.first, self.second = (
-            nn.Conv2d(width, width, 3, padding=1),
-            nn.Conv2d(width, width, 3, padding=1),
-        )
+        self.first = nn.Conv2d(width, width, 3, padding=1)
+        self.second = nn.Conv2d(width, width, 3, padding=1)
 
     def forward(self, x: Float[Tensor, "N C h w"]) -> Float[Tensor, "N C h w"]:
         return x + self.second(relu(self.first(x)))
@@ -111,15 +105,9 @@ def _with_conditions(
 
 
 def _check_sizes(channels: int, width: int, conditions: int) -> None:
-    for name, value, least in (
-        ("channels", channels, 1),
-        ("width", width, 1),
-        ("conditions", conditions, 0),
-    ):
-        if not isinstance(value, int) or value < least:
-            raise GruppoError(
-                f"{name}={value!r} is out of range; it needs a whole number of at least {least}."
-            )
+    if channels < 1 or width < 1 or conditions < 0:
+        raise GruppoError(f"""channels={channels}, width={width}, conditions={conditions}: channels and width need to be
+            at least 1, and conditions 0.""")
 
 
 NETWORKS: dict[str, type[DnCNN] | type[RestorationUNet]] = {"dncnn": DnCNN, "unet": RestorationUNet}
@@ -155,9 +143,8 @@ class Restorer(nn.Module):
     @torch.no_grad()
     def probe(self, channels: int) -> None:
         """Raise GruppoError for a network that cannot restore images with this number of channels."""
-        x = torch.full(
-            (1, channels, PROBE_SIDE, PROBE_SIDE), 0.5, device=next(self.parameters()).device
-        )
+        device = next(self.parameters()).device
+        x = torch.full((1, channels, PROBE_SIDE, PROBE_SIDE), 0.5, device=device)
         name = type(self.network).__name__
         try:
             mean, base = self(x)
@@ -165,10 +152,8 @@ class Restorer(nn.Module):
         except GruppoError:
             raise
         except Exception as error:  # a network of the user's: anything
-            reason, count = (
-                " ".join(str(error).split()) or type(error).__name__,
-                self.action.conditions,
-            )
+            reason = " ".join(str(error).split()) or type(error).__name__
+            count = self.action.conditions
             inputs = f"[N, {channels}, H, W]" + (f" and conditions [N, {count}]" if count else "")
             raise GruppoError(f"""the network {name} cannot restore images {list(x.shape)}: {reason:.300}. It needs to
                 take {inputs} and to return the same size. Set channels, or another network.""") from error
