@@ -45,26 +45,6 @@ def test_caches_are_those_that_linux_tells(tmp_path, monkeypatch, caches, sizes)
     assert platforms.cache_bytes(sysfs(tmp_path, *caches)) == sizes
 
 
-@pytest.mark.parametrize(
-    ("told", "sizes"),
-    [
-        (
-            {"hw.l2cachesize": 4 * MIB, "hw.perflevel0.l2cachesize": 12 * MIB},
-            (12 * MIB, 12 * MIB),
-        ),  # an M1
-        (
-            {"hw.l2cachesize": 256 * KIB, "hw.l3cachesize": 6 * MIB},
-            (256 * KIB, 6 * MIB),
-        ),  # an Intel
-        ({}, (MIB, 8 * MIB)),
-    ],
-)
-def test_caches_are_those_that_macos_tells(tmp_path, monkeypatch, told, sizes):
-    monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(platforms, "_sysctl", lambda name: told.get(name, 0))
-    assert platforms.cache_bytes(tmp_path) == sizes
-
-
 @pytest.mark.parametrize(("last_mib", "rows"), [(32, 256), (20, 256), (16, 128), (8, 64), (1, 64)])
 def test_a_tile_of_logits_fits_into_half_of_the_last_cache_unless_products_would_be_slow(
     monkeypatch, last_mib, rows

@@ -7,7 +7,6 @@ import ctypes
 import math
 import os
 import signal
-import struct
 import sys
 import threading
 import time
@@ -64,16 +63,10 @@ def sync_to_disk(path: Path) -> None:
 
 
 def peak_memory_gib() -> float:
-    """Peak resident memory of this process in GiB; NaN if the system does not report it."""
+    """Peak resident memory of this process in GiB; NaN on Windows."""
     if resource is not None:
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-    if sys.platform == "win32":
-        # PROCESS_MEMORY_COUNTERS: its size, a count, then PeakWorkingSetSize. The handle -1 is this process.
-        size = struct.calcsize("@II8N")
-        counters = ctypes.create_string_buffer(struct.pack("@I", size), size)
-        if ctypes.windll.kernel32.K32GetProcessMemoryInfo(ctypes.c_void_p(-1), counters, size):
-            return struct.unpack_from("@N", counters, 8)[0] / 2**30
     return math.nan
 
 
@@ -183,15 +176,9 @@ def usable_cuda() -> tuple[bool, str]:
 
 @cache
 def cache_bytes(root: Path = Path("/")) -> tuple[int, int]:
-    """Bytes of a core's second-level cache and of the last-level cache; 1 MiB and 8 MiB if the system does not tell."""
+    """Bytes of a core's second-level cache and of the last-level cache; 1 MiB and 8 MiB
+    where Linux does not tell them."""
     levels = dict[int, int]()
-    if sys.platform == "darwin":
-        for level in (2, 3):
-            for name in (
-                f"hw.l{level}cachesize",
-                f"hw.perflevel0.l{level}cachesize",
-            ):  # the latter on Apple silicon
-                levels[level] = _sysctl(name) or levels.get(level, 0)
     for folder in root.glob("sys/devices/system/cpu/cpu0/cache/index*"):
         with suppress(OSError, ValueError):
             kind, level, size = (
@@ -203,13 +190,6 @@ def cache_bytes(root: Path = Path("/")) -> tuple[int, int]:
                 )
     known = {level: size for level, size in levels.items() if level > 1 and size > 0}
     return known.get(2, 2**20), max(known.values(), default=2**23)
-
-
-def _sysctl(name: str) -> int:
-    """A number of macOS; 0 if there is none of that name."""
-    value, size = ctypes.c_uint64(0), ctypes.c_size_t(8)
-    ctypes.CDLL(None).sysctlbyname(name.encode(), ctypes.byref(value), ctypes.byref(size), None, 0)
-    return value.value
 
 
 def stop_signals() -> list[signal.Signals]:

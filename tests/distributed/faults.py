@@ -7,6 +7,8 @@ import os
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -53,6 +55,30 @@ def recipe(folder: Path, shard: Shard, timeout_s: float) -> str:
     return str(file)
 
 
+PHASE, WAITING = collectives.phase, collectives.waiting
+
+
+def call_in_phases(act: Callable[[str], None] | None) -> None:
+    """Call a function with the phase where one begins, and before each collective; None: none any more."""
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        with PHASE(name):
+            if dist.world_size() > 1:
+                act(name)
+            yield
+
+    @contextmanager
+    def waiting() -> Iterator[None]:
+        if collectives._left is None and collectives._heartbeat is not None:
+            act(collectives._heartbeat.phase)
+        with WAITING():
+            yield
+
+    dist.phase = PHASE if act is None else phase
+    collectives.waiting = dist.waiting = WAITING if act is None else waiting
+
+
 def train(file: str, name: str, fault: dict[str, object] | None, restarts: int) -> None:
     """One rank of the command, as torchrun starts it; write how often each phase came."""
     os.environ |= {"TORCHELASTIC_RESTART_COUNT": str(restarts), "TORCHELASTIC_MAX_RESTARTS": "1"}
@@ -74,7 +100,7 @@ def train(file: str, name: str, fault: dict[str, object] | None, restarts: int) 
             raise DataError("the disk broke.")
         os.kill(os.getpid(), signal.SIGKILL if fault["action"] == "kill" else signal.SIGSTOP)
 
-    collectives.test_hook = act
+    call_in_phases(act)
     code = processes.exit_code(["train", file, "--name", name])
     (Path(file).parent / f"{name}-{os.environ['RANK']}.json").write_text(json.dumps(seen))
     os._exit(code)

@@ -77,7 +77,7 @@ def test_a_reference_that_follows_and_the_way_back_are_told(tmp_path):
         in text
     )
     assert (
-        "back off    where eval/reward_mean falls more than 0.1 below its best: return to the best weights, with 0.5"
+        "back off    where eval/reward_mean falls more than 0.1 below its best: return to the best weights, with half"
         in text
     )
     assert "a second adapter that follows the policy: 0.6 policy" in explained(

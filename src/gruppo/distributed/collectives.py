@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -71,8 +71,6 @@ _PHASE = "_gruppo_phase"
 """Attribute of an error that names the phase in which it was raised."""
 _shared: Exception | None = None
 """The last error of this rank that the others know."""
-test_hook: Callable[[str], None] | None = None
-"""Called with the phase where one begins, and before each collective: tests make a rank fail there."""
 
 
 # --- start and end ----------------------------------------------------------------------------------------------------
@@ -152,8 +150,6 @@ def phase(name: str) -> Iterator[None]:
         return
     before, _heartbeat.phase = _heartbeat.phase, name
     try:
-        if test_hook is not None:
-            test_hook(name)
         yield
     except Exception as error:
         if _PHASE not in vars(error):
@@ -174,8 +170,6 @@ def waiting() -> Iterator[None]:
     if heartbeat is None:
         yield
         return
-    if test_hook is not None:
-        test_hook(heartbeat.phase)
     heartbeat.calls += 1
     is_outermost = heartbeat.waiting_since is None
     heartbeat.waiting_since = heartbeat.waiting_since or time.monotonic()

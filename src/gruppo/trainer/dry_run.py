@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from gruppo.config.checks import group_sizes
-from gruppo.config.schema import Config, Stage
+from gruppo.config.schema import Config, EnvironmentConfig, Stage
 from gruppo.config.stages import SCHEDULED, highest, learns_from_samples, stage_path
 from gruppo.core.describe import describe_objective, objective_warnings
 from gruppo.distributed.memory import WeightCounts, gathered_bytes, state_bytes
@@ -117,132 +118,175 @@ def _stages(config: Config) -> list[str]:
 
 def _work(run: Run) -> list[str]:
     config, policy = run.config, run.policy
-    rows = config.rollout.prompts * (size := max(group_sizes(config)))
-    lines = [f"  a step      {config.rollout.prompts} prompts x {size} samples = {rows} rows"]
-    lines = lines if learns_from_samples(config) else []
-    lines += [
-        f"  {line}"
-        for line in policy.describe(config, run.sampling, peek(run.source, PROMPTS_READ), size)
-    ]
+    size = max(group_sizes(config))
+    prompts = config.rollout.prompts
+    lines = []
+    if learns_from_samples(config):
+        lines.append(f"a step      {prompts} prompts x {size} samples = {prompts * size} rows")
+    lines += policy.describe(config, run.sampling, peek(run.source, PROMPTS_READ), size)
     if run.demos is not None:
         stages = [
-            n
-            for n, stage in enumerate(config.plan)
+            as_flag(stage_path(config, number))
+            for number, stage in enumerate(config.plan)
             if highest(replace(config, stages=(stage,)), "sup_coef") > 0
         ]
-        where = ", ".join(as_flag(stage_path(config, n)) for n in stages)
-        lines.append(f"  supervised  {config.supervised.batch} demonstrations per step, in {where}")
+        batch = config.supervised.batch
+        lines.append(f"supervised  {batch} demonstrations per step, in {', '.join(stages)}")
     if base := policy.frozen_base():
         trained = sum(p.numel() for p in policy.module.parameters() if p.requires_grad)
         frozen = sum(map(torch.numel, base.values()))
-        lines.append(f"  adapter     {trained:,} trained weights on a frozen base of {frozen:,}")
+        lines.append(f"adapter     {trained:,} trained weights on a frozen base of {frozen:,}")
     if run.reference is not None:
-        chosen = config.reference
-        where = "" if base else f", on {'the device' if chosen.place == 'device' else chosen.place}"
-        if chosen.is_mixed:
-            source = "a second adapter" if base else "a copy"
-            source += f" that follows the policy: {chosen.update_rate:g} policy + {1 - chosen.update_rate:g} reference "
-            source += f"after every {chosen.update_every} steps"
-        else:
-            source = "the base, with the adapter off" if base else "a copy of the first weights"
-            if renewed := [
-                run.stage_schedule.names[n]
-                for n, stage in enumerate(config.plan)
-                if stage.new_reference
-            ]:
-                source += f", renewed as {' and '.join(renewed)} begins"
-        lines.append(f"  reference   {source}{where}")
+        lines.append(f"reference   {_reference(run)}")
     if run.environment is not None:
-        if names := [schema["function"]["name"] for schema in run.environment.tools]:
-            lines.append(
-                f"  tools       {', '.join(names)}: in each prompt, as the chat template writes them"
-            )
-        tokens, turns = (
-            config.environment.max_reply_tokens,
-            f"up to {config.environment.turns} answers per row",
-        )
-        replies = f"replies of up to {tokens} tokens, which are read and not learned from"
-        lines.append(f"  environment {run.environment.name}: {turns}, {replies}")
+        lines += _environment(run.environment, config.environment)
     if (back_off := config.back_off).metric:
         fall = f"{back_off.metric} falls more than {back_off.drop:g} below its best"
         back = "return to the best weights, with half of the learning rate"
-        lines.append(f"  back off    where {fall}: {back}")
-    lines.append(
-        f"  steps       {config.steps}, optimizer steps {config.steps * config.updates_per_batch}"
+        lines.append(f"back off    where {fall}: {back}")
+    updates = config.steps * config.updates_per_batch
+    lines.append(f"steps       {config.steps}, optimizer steps {updates}")
+    return ["WORK", *(f"  {line}" for line in lines)]
+
+
+def _reference(run: Run) -> str:
+    """What the KL is measured to, and where it is kept."""
+    chosen = run.config.reference
+    has_base = bool(run.policy.frozen_base())
+    if chosen.is_mixed:
+        source = "a second adapter" if has_base else "a copy"
+        rate = chosen.update_rate
+        source += f" that follows the policy: {rate:g} policy + {1 - rate:g} reference "
+        source += f"after every {chosen.update_every} steps"
+    else:
+        source = "the base, with the adapter off" if has_base else "a copy of the first weights"
+        names = zip(run.stage_schedule.names, run.config.plan, strict=True)
+        if renewed := [name for name, stage in names if stage.new_reference]:
+            source += f", renewed as {' and '.join(renewed)} begins"
+    if has_base:
+        return source
+    return f"{source}, on {'the device' if chosen.place == 'device' else 'the CPU'}"
+
+
+def _environment(environment: Any, chosen: EnvironmentConfig) -> list[str]:
+    lines = []
+    if names := [schema["function"]["name"] for schema in environment.tools]:
+        lines.append(
+            f"tools       {', '.join(names)}: in each prompt, as the chat template writes them"
+        )
+    turns = f"up to {chosen.turns} answers per row"
+    replies = (
+        f"replies of up to {chosen.max_reply_tokens} tokens, which are read and not learned from"
     )
-    return ["WORK", *lines]
+    return [*lines, f"environment {environment.name}: {turns}, {replies}"]
 
 
-def _memory(run: Run, gpus: int, samples_here: bool, is_colocated: bool) -> list[str]:
-    """Estimated bytes of weights, gradients, optimizer state, and of a step as the policy estimates them."""
-    shards = gpus if run.config.distributed.shard != "none" else 1
-    if run.config.distributed.shard == "hybrid":
+@dataclass(frozen=True)
+class Memory:
+    """Estimated bytes of one rank."""
+
+    parts: dict[str, float]
+    """On the device, at the peak of a step."""
+    kept: float
+    """On the device between steps, without gradients."""
+    on_cpu: float
+    """Of shards that are offloaded."""
+    opened: float
+    """On the CPU while the model is opened, before it is sharded; 0 without shards."""
+    budget: int
+    """Units of a micro-batch."""
+
+
+def memory_estimate(run: Run, *, gpus: int = 1, samples_here: bool = True) -> Memory:
+    """Estimate a rank's weights, gradients, optimizer state, and a step as the policy estimates it.
+
+    From the model's shape: nothing has been measured, and memory has not run out yet.
+    """
+    config, policy = run.config, run.policy
+    shards = gpus if config.distributed.shard != "none" else 1
+    if config.distributed.shard == "hybrid":
         shards = min(gpus, GPUS_PER_MACHINE)
-    policy, width = run.policy, 2 if run.policy.compute_dtype == torch.bfloat16 else 4
-    counts, base = WeightCounts.of(policy.module), policy.frozen_base()
-    own = counts.trained if base else counts.total
-    base_bytes, is_4bit = float(sum(t.nbytes for t in base.values())), run.config.lora.load_in_4bit
+    width = 2 if policy.compute_dtype == torch.bfloat16 else 4
+    counts = WeightCounts.of(policy.module)
+    state = _state(run, counts, shards, width)
+    rewards = run.rewards.memory_bytes
+    is_offloaded = config.distributed.offload_params and shards > 1
+    on_device = {} if is_offloaded else state
+    kept = sum(size for name, size in on_device.items() if not name.startswith("gradients"))
+    block_bytes = 1 if policy.frozen_base() and config.lora.load_in_4bit else 0
+    gathered = gathered_bytes(counts, shards=shards, compute_bytes=width, block_bytes=block_bytes)
+    parts = {**on_device, **gathered}
+    base_bytes = sum(t.nbytes for t in policy.frozen_base().values())
+    own = counts.trained if base_bytes else counts.total
+    if shards > 1 and samples_here:
+        parts["whole weights to sample"] = base_bytes + width * own
+    parts |= {f"reward {name}": size for name, size in rewards.items()}
+    prompts = peek(run.source, PROMPTS_READ)
+    budget = budget_for(run, policy.longest_prompt(prompts))
+    parts |= _step(run, prompts, budget, gpus, samples_here)
+    opened = 0.0
+    if shards > 1:
+        opened = base_bytes + 4 * own
+        if run.reference is not None:
+            opened += sum(run.reference.memory_estimate(width).values())
+    on_cpu = sum(state.values()) if is_offloaded else 0.0
+    return Memory(parts, kept + sum(rewards.values()), on_cpu, opened, budget)
+
+
+def _state(run: Run, counts: WeightCounts, shards: int, width: int) -> dict[str, float]:
+    """What a rank holds between steps: the policy, its reference and critic, and AdamW's state."""
+    config, policy, base = run.config, run.policy, run.policy.frozen_base()
     critic_trained = sum(p.numel() for p in run.parameters) - counts.trained
+    base_bytes = float(sum(t.nbytes for t in base.values()))
     parts = state_bytes(counts, shards=shards, base_bytes=base_bytes, critic_trained=critic_trained)
     if base:
-        parts = {f"base, {'4 bits' if is_4bit else run.config.compute}": parts.pop("base"), **parts}
-    if (
-        policy.compute_module is not policy.module and shards == 1
-    ):  # sharded weights are cast as they are gathered
-        parts[f"compute copy, {run.config.compute}"] = width * own
+        kind = "4 bits" if config.lora.load_in_4bit else config.compute
+        parts = {f"base, {kind}": parts.pop("base"), **parts}
+    # sharded weights are cast as they are gathered
+    if policy.compute_module is not policy.module and shards == 1:
+        own = counts.trained if base else counts.total
+        parts[f"compute copy, {config.compute}"] = float(width * own)
     for network in (run.reference, run.critic):
         if network is not None:
             parts |= {name: size / shards for name, size in network.memory_estimate(width).items()}
+    return parts
+
+
+def _step(
+    run: Run, prompts: Sequence[Any], budget: int, gpus: int, samples_here: bool
+) -> dict[str, float]:
+    """Activations, logits and the cache of a step."""
+    policy, rollout = run.policy, run.config.rollout
+    largest = dynamic_sampling.max_group_size(rollout, max(group_sizes(run.config)))
+    parts = dict(policy.memory_estimate(run.config, prompts, budget, largest))
     # A critic's activations are made after the policy's are gone: those of a larger network need the difference more.
-    critic_more = (
-        0.0 if run.critic is None else run.critic.bytes_per_unit() - policy.bytes_per_unit()
-    )
-    opened = (
-        base_bytes
-        + 4 * own
-        + sum(run.reference.memory_estimate(width).values() if run.reference else ())
-    )
-    on_cpu = sum(parts.values()) if run.config.distributed.offload_params and shards > 1 else 0
-    parts = {} if on_cpu else parts
-    kept = sum(size for name, size in parts.items() if not name.startswith("gradients"))
-    kept += sum(run.rewards.memory_bytes.values())
-    parts |= gathered_bytes(
-        counts, shards=shards, compute_bytes=width, block_bytes=1 if is_4bit else 0
-    )
-    if shards > 1 and samples_here:
-        parts["whole weights to sample"] = base_bytes + width * own
-    parts |= {f"reward {name}": size for name, size in run.rewards.memory_bytes.items()}
-    prompts = peek(run.source, PROMPTS_READ)
-    # from the model's shape: nothing has been measured, and memory has not run out yet
-    budget = budget_for(run, policy.longest_prompt(prompts))
-    if critic_more > 0:
-        parts["critic's activations"] = critic_more * budget
-    largest = dynamic_sampling.max_group_size(run.config.rollout, max(group_sizes(run.config)))
-    parts |= policy.memory_estimate(run.config, prompts, budget, largest)
-    if not samples_here:
-        parts.pop("cache while sampling", None)
-    elif (
-        gpus > 1 and "cache while sampling" in parts
-    ):  # each rank samples its share of the prompts, rounded up
-        parts["cache while sampling"] *= (
-            -(-run.config.rollout.prompts // gpus) / run.config.rollout.prompts
-        )
-    total = sum(parts.values())
+    if run.critic is not None and run.critic.bytes_per_unit() > policy.bytes_per_unit():
+        more = run.critic.bytes_per_unit() - policy.bytes_per_unit()
+        parts = {"critic's activations": more * budget, **parts}
+    cache = parts.pop("cache while sampling", None)
+    if cache is not None and samples_here:  # each rank samples its share of the prompts, rounded up
+        parts["cache while sampling"] = cache * math.ceil(rollout.prompts / gpus) / rollout.prompts
+    return parts
+
+
+def _memory(run: Run, gpus: int, samples_here: bool, is_colocated: bool) -> list[str]:
+    memory = memory_estimate(run, gpus=gpus, samples_here=samples_here)
+    total = sum(memory.parts.values())
+    rows = {**memory.parts, "total": total}
+    if memory.on_cpu:
+        rows["of the CPU, shards"] = memory.on_cpu
+    if memory.opened:  # each rank opens the whole model before it keeps its shards
+        rows["of the CPU, at the start"] = memory.opened
     unit, name = (2**30, "GiB") if total > 2**29 else (2**20, "MiB")
-    return [
-        f"MEMORY{f' of each of {gpus} GPUs' if gpus > 1 else ''}, an estimate with micro-batches of {budget:,} "
-        f"{policy.budget_name}",
-        *(f"  {part:<24} {size / unit:6.2f} {name}" for part, size in parts.items()),
-        f"  {'total':<24} {total / unit:6.2f} {name}",
-        *([f"  {'of the CPU, shards':<24} {on_cpu / unit:6.2f} {name}"] if on_cpu else []),
-        # each rank opens the whole model on the CPU before it keeps its shards
-        *(
-            [f"  {'of the CPU, at the start':<24} {opened / unit:6.2f} {name}"]
-            if shards > 1
-            else []
-        ),
-        *(_split(kept, total, width * counts.total) if is_colocated else []),
-    ]
+    ranks = f" of each of {gpus} GPUs" if gpus > 1 else ""
+    batches = f"micro-batches of {memory.budget:,} {run.policy.budget_name}"
+    lines = [f"MEMORY{ranks}, an estimate with {batches}"]
+    lines += [f"  {part:<24} {size / unit:6.2f} {name}" for part, size in rows.items()]
+    if is_colocated:
+        width = 2 if run.policy.compute_dtype == torch.bfloat16 else 4
+        weights = width * WeightCounts.of(run.policy.module).total
+        lines += _split(memory.kept, total, weights)
+    return lines
 
 
 def _split(kept: float, peak: float, weights: float) -> list[str]:
@@ -270,33 +314,32 @@ def _example(run: Run) -> list[str]:
     lines = ["ONE REAL PROMPT", f"  prompt      {shown(prompt.inputs)}"]
     if (encoded := run.policy.format_prompt(prompt)) is not None:
         lines.append(f"  as tokens   {encoded}")
+    scores = None
     if run.rewards.names:
         rollouts = run.engine.generate([Request(prompt, 1)], run.sampling, seed=run.config.seed)
         scores = run.rewards.score(rollouts, run.trainer_state)
         sample, length = shown(run.policy.render(rollouts, 0)), int(rollouts.mask[0].sum())
-        lines.append(
-            f"  completion  {sample}  ({length} {run.policy.action_name}s, ended by {rollouts.finish[0]})"
-        )
+        ending = f"{length} {run.policy.action_name}s, ended by {rollouts.finish[0]}"
+        lines.append(f"  completion  {sample}  ({ending})")
     lines.append(f"  target      {shown(prompt.target)}")
     if prompt.meta and not isinstance(prompt.inputs, str | list | tuple):
-        lines.append(
-            f"  columns     {', '.join(f'{name} {shown(value)}' for name, value in prompt.meta.items())}"
-        )
-    if run.rewards.names:
-        call = f"(prompts=[...], {'images' if run.policy.renders_images else 'completions'}=[...], ...)"
-        lines += [
-            f"  reward      {name}{call} = {float(part[0]):g}"
-            for name, part in scores.parts.items()
-        ]
+        columns = ", ".join(f"{name} {shown(value)}" for name, value in prompt.meta.items())
+        lines.append(f"  columns     {columns}")
+    if scores is not None:
+        kind = "images" if run.policy.renders_images else "completions"
+        for name, part in scores.parts.items():
+            lines.append(
+                f"  reward      {name}(prompts=[...], {kind}=[...], ...) = {float(part[0]):g}"
+            )
         lines += [f"  failed      {f.reward}: {f.kind}: {f.message}" for f in scores.failures]
-    if run.demos is not None:
-        demonstration = take_demonstrations(run)[0][0]
-        target = run.policy.format_prompt(demonstration, is_target=True) or shown(
-            demonstration.target
-        )
-        lines += ["", "ONE REAL DEMONSTRATION", f"  prompt      {shown(demonstration.inputs)}"]
-        lines.append(f"  target      {target}")
-    return lines
+    return lines if run.demos is None else [*lines, *_demonstration(run)]
+
+
+def _demonstration(run: Run) -> list[str]:
+    prompt = take_demonstrations(run)[0][0]
+    target = run.policy.format_prompt(prompt, is_target=True) or shown(prompt.target)
+    inputs = f"  prompt      {shown(prompt.inputs)}"
+    return ["", "ONE REAL DEMONSTRATION", inputs, f"  target      {target}"]
 
 
 def shown(value: Any) -> str:

@@ -283,51 +283,33 @@ class RunFolder:
         """Restore the run from its newest checkpoint; return False if there is none."""
         saved = checkpoint.load_latest(self.checkpoints, sharded_tensors(run))
         if saved is None:
-            steps = max((row["step"] for row in read_lines(self.path / "metrics.jsonl")), default=0)
-            # killed before its first save, a run has logged no step after the one at which it is due
-            was_saved = (
-                0 < run.config.saving.every < steps or (self.checkpoints / "latest").exists()
-            )
-            if steps and (was_saved or not self.checkpoints.is_dir()):
-                raise GruppoError(f"""{self.checkpoints} holds no checkpoint, and {steps} steps were logged: resuming
-                    would begin at step 0 and delete their metrics. Put the checkpoints back, or begin again under
-                    another name with {command_name()} train {self.path / "config.json"}.""")
+            self._check_nothing_is_lost(run)
             return False
-        base, saved_base = run.policy.base_sha256, saved.state.get("base_sha256")
         try:
-            kinds = ("all weights", "an adapter")
-            if (base is None) != (saved_base is None):
-                raise ValueError(
-                    f"it holds {kinds[base is None]}, and this run trains {kinds[base is not None]}"
-                )
-            if base != saved_base:
-                other = f"it holds an adapter of weights with SHA-256 {saved_base:.16}..., and {run.config.model} has "
-                raise ValueError(f"{other}{base:.16}...: it belongs to another base")
+            check_base(run, saved.state.get("base_sha256"))
             self.return_to(run, saved)
-            run.source.load_state_dict(saved.state["source"])
-            if run.demos is not None:
-                run.demos.load_state_dict(saved.state["demos"])
-            run.state = State(**{field.name: saved.state[field.name] for field in fields(State)})
-            run.stage_schedule.load_state_dict(saved.state["stage_schedule"])
-            if run.callbacks is not None:
-                run.callbacks.load_state_dict(saved.state.get("callbacks", {}))
-            if dist.rank() < len(saved.state["random"]):
-                checkpoint.restore_random_state(saved.state["random"][dist.rank()])
-            else:  # there are more ranks than when it was saved
-                checkpoint.seed_random_state(
-                    seed_at(run.config.seed, "rewards", dist.rank(), run.state.step)
-                )
-            self._saved_best = run.state.best
-            self._written = {self.checkpoints / checkpoint.name_of(saved.step)}
+            restore_state(run, saved.state)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-            reason = (
-                str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            )
+            reason = f"{type(error).__name__}: {error}"
+            if isinstance(error, ValueError):
+                reason = str(error)
             raise GruppoError(f"""the checkpoint of step {saved.step} in {self.checkpoints} does not belong to this
                 model and data ({reason}). Resume with the run's own config and the model as it was, or start a new
                 run.""") from error
+        self._saved_best = run.state.best
+        self._written = {self.checkpoints / checkpoint.name_of(saved.step)}
         self.write_evaluations(run)  # the file may be torn, or ahead of the checkpoint
         return True
+
+    def _check_nothing_is_lost(self, run: Run) -> None:
+        """Refuse to begin again where a checkpoint was saved that is not there any more."""
+        steps = max((row["step"] for row in read_lines(self.path / "metrics.jsonl")), default=0)
+        # killed before its first save, a run has logged no step after the one at which it is due
+        was_saved = 0 < run.config.saving.every < steps or (self.checkpoints / "latest").exists()
+        if steps and (was_saved or not self.checkpoints.is_dir()):
+            raise GruppoError(f"""{self.checkpoints} holds no checkpoint, and {steps} steps were logged: resuming
+                would begin at step 0 and delete their metrics. Put the checkpoints back, or begin again under
+                another name with {command_name()} train {self.path / "config.json"}.""")
 
     # --- other files ---
 
@@ -377,27 +359,24 @@ class RunFolder:
         if not dist.is_main():
             return
         file = self.path / "manifest.json"
+        # without a checkpoint, the run begins again, with the present setup
+        is_begun = bool(checkpoint.steps(self.checkpoints))
+        present = setup(run)
+        changing, other = list[str](), list[str]()
         try:
-            manifest, present = read_json(file), setup(run)
-            weights_then, reference_then = (
-                manifest["first_weights_sha256"],
-                manifest["reference_sha256"],
-            )
-            model_then = manifest["model"]
-            # without a checkpoint, the run begins again, with the present setup
-            is_begun = bool(checkpoint.steps(self.checkpoints))
-            is_on_cpu = run.policy.device.type == "cpu"
-            changing, other = (
-                differences(manifest, present, is_on_cpu=is_on_cpu) if is_begun else ([], [])
-            )
+            manifest = read_json(file)
+            weights_then, model_then = manifest["first_weights_sha256"], manifest["model"]
+            reference_then = manifest["reference_sha256"]
+            digest_then = model_then.get("sha256")
+            if is_begun:
+                is_on_cpu = run.policy.device.type == "cpu"
+                changing, other = differences(manifest, present, is_on_cpu=is_on_cpu)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            if checkpoint.steps(
-                self.checkpoints
-            ):  # a run killed before its manifest was written has none
-                log.warning(
-                    "%s is missing or damaged: whether code and versions have changed is not known.",
-                    file,
+            if is_begun:  # a run killed before its manifest was written has none
+                text = (
+                    "%s is missing or damaged: whether code and versions have changed is not known."
                 )
+                log.warning(text, file)
             return
         if weights_then is not None and weights_then != first_weights(run):
             raise GruppoError(f"""the model {run.config.model} is not the one that {self.path} began with: its weights
@@ -405,13 +384,13 @@ class RunFolder:
                 starting point.""")
         run.reference_sha256 = reference_then
         check_unchanged(run)
-        if (
-            "sha256" in model_then
-            and (file_now := model_source.get("sha256")) != model_then["sha256"]
-        ):
-            digests = (model_then["sha256"] or "none", file_now or "none")
-            text = "the file of the model %s has changed since %s began (SHA-256 %.12s..., now %.12s...): the run may "
-            log.warning(text + "continue differently.", model_source["name"], self.path, *digests)
+        digest_now = model_source.get("sha256")
+        if "sha256" in model_then and digest_now != digest_then:
+            log.warning(
+                "the file of the model %s has changed since %s began (SHA-256 %.12s..., now %.12s...): the run may "
+                "continue differently.",
+                *(model_source["name"], self.path, digest_then or "none", digest_now or "none"),
+            )
         if changing:
             if not allow_changes:
                 raise GruppoError(f"""{self.path} would not continue to the same results: {"; ".join(changing)}. Restore
@@ -442,6 +421,34 @@ class RunFolder:
                 with checkpoint.replacing(target) as temporary:
                     run.policy.save_with_origin(temporary)
         return target
+
+
+def check_base(run: Run, saved: str | None) -> None:
+    """Refuse a checkpoint of an adapter on other weights; ``saved``: their SHA-256, None for all weights."""
+    base = run.policy.base_sha256
+    kinds = ("all weights", "an adapter")
+    if (base is None) != (saved is None):
+        held, trained = kinds[base is None], kinds[base is not None]
+        raise ValueError(f"it holds {held}, and this run trains {trained}")
+    if base != saved:
+        raise ValueError(f"""it holds an adapter of weights with SHA-256 {saved:.16}..., and {run.config.model} has
+            {base:.16}...: it belongs to another base""")
+
+
+def restore_state(run: Run, state: Mapping[str, Any]) -> None:
+    """Restore what ``boundary_state`` returned."""
+    run.source.load_state_dict(state["source"])
+    if run.demos is not None:
+        run.demos.load_state_dict(state["demos"])
+    run.state = State(**{field.name: state[field.name] for field in fields(State)})
+    run.stage_schedule.load_state_dict(state["stage_schedule"])
+    if run.callbacks is not None:
+        run.callbacks.load_state_dict(state.get("callbacks", {}))
+    if dist.rank() < len(state["random"]):
+        checkpoint.restore_random_state(state["random"][dist.rank()])
+    else:  # there are more ranks than when it was saved
+        seed = seed_at(run.config.seed, "rewards", dist.rank(), run.state.step)
+        checkpoint.seed_random_state(seed)
 
 
 def tensors_of(run: Run) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -132,45 +132,59 @@ def whole_parameters(module: nn.Module, folder: Path, names: Collection[str]) ->
     ``folder``, so that a model larger than the memory of one machine can be written. What FSDP adds to modules is gone
     too: a class of its own, which a save would write into a config, and hooks, without which they can be copied.
     """
-    place, whole = folder / f".whole.tmp-{os.getpid()}", dict[nn.Parameter, nn.Parameter]()
-    sharded = only_sharded({name: p for name, p in module.named_parameters() if name in names})
-    kept: list[tuple[nn.Module, type, dict[str, Any]]] = []
-    failure: Exception | None = None
+    place = folder / f".whole.tmp-{os.getpid()}"
+    named = {name: p for name, p in module.named_parameters() if name in names}
     try:
-        for number, parameter in enumerate(sharded.values()):
-            one: Any = parameter
-            full = one.detach().full_tensor()
-            if not dist.is_main() or failure is not None:
-                continue
-            try:
-                place.mkdir(exist_ok=True)
-                full.cpu().flatten().view(torch.uint8).numpy().tofile(place / str(number))
-            except (
-                OSError
-            ) as error:  # the other ranks gather on: it is raised after the last tensor
-                failure = error
-                continue
-            mapped = torch.from_file(str(place / str(number)), size=full.numel(), dtype=full.dtype)
-            whole[one] = nn.Parameter(mapped.view(full.shape), requires_grad=one.requires_grad)
         with dist.fail_together():
-            if failure is not None:
-                raise failure
-        for part in module.modules() if whole else ():
-            own = vars(part)
-            kept.append((part, type(part), dict(own)))
-            own["_parameters"] = {
-                n: whole.get(p, p) if p is not None else None for n, p in part._parameters.items()
+            whole = _gathered(only_sharded(named).values(), place)
+        with _plain(module, whole):
+            yield
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _gathered(sharded: Iterable[Any], place: Path) -> dict[Any, nn.Parameter]:
+    """On the main rank, each sharded parameter's whole one, mapped from a file."""
+    whole: dict[Any, nn.Parameter] = {}
+    failure: OSError | None = None
+    for number, parameter in enumerate(sharded):
+        full = parameter.detach().full_tensor()
+        if not dist.is_main() or failure is not None:
+            continue
+        path = place / str(number)
+        try:
+            place.mkdir(exist_ok=True)
+            full.cpu().flatten().view(torch.uint8).numpy().tofile(path)
+        except OSError as error:  # the other ranks gather on: it is raised after the last tensor
+            failure = error
+            continue
+        mapped = torch.from_file(str(path), size=full.numel(), dtype=full.dtype).view(full.shape)
+        whole[parameter] = nn.Parameter(mapped, requires_grad=parameter.requires_grad)
+    if failure is not None:
+        raise failure
+    return whole
+
+
+@contextmanager
+def _plain(module: nn.Module, whole: Mapping[Any, nn.Parameter]) -> Iterator[None]:
+    """Put whole parameters in place of sharded ones, and take off what FSDP has added to modules."""
+    kept = [(part, type(part), dict(vars(part))) for part in module.modules() if whole]
+    try:
+        for part, kind, own in kept:
+            attributes = vars(part)
+            attributes["_parameters"] = {
+                name: p if p is None else whole.get(p, p) for name, p in own["_parameters"].items()
             }
             for name in _HOOKS & own.keys():
-                own[name] = type(own[name])()
-            for key in [key for key in own if key.startswith(("__composable_api", ROOT))]:
-                del own[key]
-            if type(part).__name__.startswith("FSDP"):
-                part.__class__ = type(part).__bases__[1]
+                attributes[name] = type(own[name])()
+            for name in own:
+                if name.startswith(("__composable_api", ROOT)):
+                    del attributes[name]
+            if kind.__name__.startswith("FSDP"):
+                part.__class__ = kind.__bases__[1]
         yield
     finally:
-        for part, kind, before in kept:
+        for part, kind, own in kept:
             part.__class__ = kind
             vars(part).clear()
-            vars(part).update(before)
-        shutil.rmtree(place, ignore_errors=True)
+            vars(part).update(own)
