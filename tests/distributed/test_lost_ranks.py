@@ -71,7 +71,7 @@ def test_a_rank_that_is_alive_and_late_is_not_called_lost(tmp_path):
     assert ranks[0].wait() == 75
     late = f"rank 1 (process {ranks[1].process.pid} on "
     assert ranks[0].out.startswith(f"rank 0 waited 2 s in phase 'wait' for {late}")
-    assert ") in phase 'start', which is alive: set --distributed.timeout-s higher" in ranks[0].out
+    assert ") in phase 'start', which is alive. Set distributed.timeout_s higher" in ranks[0].out
     ranks[1].kill()
 
 

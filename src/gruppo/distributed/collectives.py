@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import socket
@@ -126,14 +127,19 @@ def init(
         _processes = [text.decode() for text in all_gather(own.encode())]
     except (td.DistError, ValueError) as error:  # ValueError: MASTER_ADDR is not set
         ranks, reason = os.environ["WORLD_SIZE"], str(error).splitlines()[0]
-        raise RankLost(f"""the {ranks} ranks did not meet within {timeout_s:g} s ({reason}). Check that all of them were
-            started and reach MASTER_ADDR, or set --distributed.timeout-s higher.""") from error
+        raise RankLost(
+            f"the {ranks} ranks did not meet within {timeout_s:g} s ({reason})",
+            advice="""Check that all of them were started and reach MASTER_ADDR, or set $distributed.timeout_s
+                higher""",
+        ) from error
+    atexit.register(shutdown)  # a thread that still runs while Python ends may abort the process
 
 
 def shutdown() -> None:
+    """Leave the process group; called at the end of the process too."""
     global _heartbeat, _left
     if _heartbeat is not None:
-        _heartbeat.closed.set()
+        _heartbeat.close()
     _heartbeat = _left = None
     if td.is_initialized():
         td.destroy_process_group()
@@ -207,8 +213,10 @@ def _reason(heartbeat: Heartbeat, error: RuntimeError) -> GruppoError | None:
     if lost:
         return RankLost(f"""rank {rank()} cannot continue in phase {heartbeat.phase!r}: {named}
             {"has" if len(lost) == 1 else "have"} ended or stopped. {_advice}""")
-    return RankLost(f"""rank {rank()} waited {_timeout_s:g} s in phase {heartbeat.phase!r} for {named}, which
-        is alive: set --distributed.timeout-s higher. {_advice}""")
+    problem = f"rank {rank()} waited {_timeout_s:g} s in phase {heartbeat.phase!r} for {named}"
+    return RankLost(
+        f"{problem}, which is alive", advice=f"Set $distributed.timeout_s higher. {_advice}"
+    )
 
 
 def _failure(error: Exception) -> RankFailure:

@@ -71,7 +71,14 @@ class Heartbeat:
         self.closed = threading.Event()
         """Set at the end of the run: the other thread then ends too."""
         self._store.set(f"state/{rank}", json.dumps((0, 0, self.phase)))
-        threading.Thread(target=self._run, name="gruppo-heartbeat", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="gruppo-heartbeat", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; the store may be on a host that does not answer."""
+        self.closed.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(2 * self._interval_s)
 
     def _run(self) -> None:
         beats, failed_at = 0, None

@@ -393,8 +393,10 @@ class RunFolder:
             )
         if changing:
             if not allow_changes:
-                raise GruppoError(f"""{self.path} would not continue to the same results: {"; ".join(changing)}. Restore
-                    what has changed, or continue with --allow-changes (gruppo.resume(..., allow_changes=True)).""")
+                raise GruppoError(
+                    f"{self.path} would not continue to the same results: {'; '.join(changing)}",
+                    advice="Restore what has changed, or continue with $allow_changes",
+                )
             entry = {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "changes": changing}
             manifest |= present | {"resumed_with": [*manifest.get("resumed_with", []), entry]}
             replace_file(file, json.dumps(manifest, indent=2))
