@@ -26,7 +26,7 @@ from gruppo.trainer.run import Run
 from gruppo.trainer.run_dir import check_is_run
 from gruppo.trainer.slots import Group, Slots
 from gruppo.trainer.stages import StepParams
-from gruppo.types import DataError, EngineLost, GruppoError, Prompt, Request, Rollouts, Stat
+from gruppo.types import DataError, EngineLost, GruppoError, Prompt, Request, Rollouts
 
 log = logging.getLogger("gruppo")
 
@@ -209,28 +209,22 @@ class PrefetchEngine:
             return metrics
         with self._changed:
             now = time.perf_counter()
-            lags = torch.cat(self._lags)
             if self._idle_since is not None:
                 self._idle_s += now - self._idle_since
-            stats = {
-                "lag": Stat.of(lags),
-                "trainer": Stat(1, self._wait_s),
-                "sampler": Stat(1, self._idle_s),
-                "stale": Stat(1, self._stale),
-                "discarded": Stat(1, self._discarded),
-            }
+            counts = torch.cat(self._lags).bincount(minlength=self.slots.lag + 1)  # [lag + 1]
+            own = [self._wait_s, self._idle_s, self._stale, self._discarded]
             self._reset_metrics(None if self._idle_since is None else now)
-        for number in range(self.slots.lag + 1):
-            stats[str(number)] = Stat.of((lags == number).double())
-        stats = dist.merge_stats(stats)
-        metrics["lag/mean"] = stats["lag"].mean
-        metrics["lag/max"] = stats["lag"].max
-        for number in range(self.slots.lag + 1):
-            metrics[f"lag/{number}_frac"] = stats[str(number)].mean
-        metrics["lag/stale_groups_count"] = stats["stale"].sum
-        metrics["lag/discarded_groups_count"] = stats["discarded"].sum
-        metrics["time/trainer_wait_s"] = stats["trainer"].mean
-        metrics["time/sampler_wait_s"] = stats["sampler"].mean
+        counts = dist.all_sum(counts.double())
+        shares = (counts / counts.sum()).tolist()
+        waited, idle, stale, discarded = dist.all_sum(torch.tensor(own).double()).tolist()
+        metrics["lag/mean"] = sum(lag * share for lag, share in enumerate(shares))
+        taken = [float(lag) for lag, share in enumerate(shares) if share > 0]
+        metrics["lag/max"] = max(taken, default=math.nan)  # rows of errors have no action
+        metrics |= {f"lag/{lag}_frac": share for lag, share in enumerate(shares)}
+        metrics["lag/stale_groups_count"] = stale
+        metrics["lag/discarded_groups_count"] = discarded
+        metrics["time/trainer_wait_s"] = waited / dist.world_size()
+        metrics["time/sampler_wait_s"] = idle / dist.world_size()
         return metrics
 
     def _reset_metrics(self, idle_since: float | None) -> None:
