@@ -29,7 +29,7 @@ def test_the_help_of_a_recipe_fits_and_lists_only_options_of_its_modality(recipe
     config = RECIPES[recipe]()
     lines = config_help(config, f"train {recipe}", is_complete=False).splitlines()
     listed = [line for line in lines if line.startswith("  --")]
-    assert len(listed) <= 100 and len(lines) <= 220
+    assert len(listed) <= 80 and len(lines) <= 180
     assert any("--diffusion." in line for line in listed) == (
         type(config.modality).__name__ == "DiffusionConfig"
     )

@@ -82,7 +82,8 @@ def test_every_field_of_the_objective_survives_json(name):
 
 def with_other(preset: Objective, name: str, hint: Any) -> Objective | None:
     """The preset with another value there, or None where that is refused."""
-    for value in (other_value(hint, getattr(preset, name)), 3.0):
+    others = (other_value(hint, getattr(preset, name)), 3.0)
+    for value in ("cispo",) if name == "surrogate" else others:
         with contextlib.suppress(GruppoError):
             return dataclasses.replace(preset, **{name: value})
     return None

@@ -19,15 +19,24 @@ from gruppo.errors import as_flag
 
 WIDTH, COLUMN = 100, 38
 
-EXPERT = re.compile(
-    r"optim\.(betas|eps)|objective\.(scale_eps|dims|"
-    r"kl_gradient|kl_mask|correction_level|correction_low|correction_high|clip_unit|combine|whiten)|"
-    r"stage\.(name|steps|until|cons_coef|difficulty|weight_decay)|reference\.watch_prompts|evaluation\.along_steps|"
-    r"prompts\.(difficulty_column|special_tokens|chat_template|chat_template_kwargs)|"
-    r"environment\.(max_reply_tokens|timeout_s)|distributed\..*|"
-    r"back_off\.drop|lora\.adapter|"
-    r"engine\.(timeout_s|max_mismatch|replay|colocated|publish_dir)"
-)
+EXPERT = {
+    "": "trust_remote_code",
+    "back_off": "metric drop",
+    "distributed": "shard offload_params timeout_s",
+    "engine": "timeout_s max_mismatch replay colocated publish_dir",
+    "environment": "max_reply_tokens timeout_s",
+    "evaluation": "along_steps samples",
+    "lora": "adapter load_in_4bit",
+    "objective": "ratio scale_eps dims dual_clip adv_clip value_clip kl_gradient kl_mask correction_level "
+    "correction_low correction_high clip_unit combine whiten",
+    "optim": "betas eps recompute stop_kl",
+    "prompts": "difficulty_column special_tokens chat_template chat_template_kwargs",
+    "reference": "place update_rate update_every watch_prompts",
+    "rollout": "first_samples stop",
+    "saving": "completions",
+    "scoring": "timeout_s isolate",
+    "stage": "name steps until new_reference cons_coef difficulty weight_decay warmup_steps group_size",
+}
 """Options that only ``--help-all`` lists, unless a recipe sets them."""
 OF_CRITICS = re.compile(r"critic\..*|objective\.(gamma|lam|value_clip)|stage\.value_coef")
 OF_TEXT = re.compile(
@@ -65,7 +74,7 @@ def config_help(config: Config, command: str, *, is_complete: bool) -> str:
             for o in options(LaunchConfig()).values()
             for line in _option_lines(o, is_complete=is_complete)
         ]
-    hidden = [EXPERT, re.compile(r"stages\..*")]
+    hidden = [re.compile(r"stages\..*")]
     hidden += [] if config.objective.has_critic else [OF_CRITICS]
     hidden += [] if config.modality is None else [OF_TEXT]
     hidden += [re.compile(r"stage\..*")] if config.stages else []
@@ -76,7 +85,10 @@ def config_help(config: Config, command: str, *, is_complete: bool) -> str:
         if (
             not is_complete
             and option.value == option.default
-            and any(pattern.fullmatch(name) for pattern in hidden)
+            and (
+                name.rpartition(".")[2] in EXPERT.get(name.rpartition(".")[0], "").split()
+                or any(pattern.fullmatch(name) for pattern in hidden)
+            )
         ):
             continue
         if (group := name.rpartition(".")[0]) != section:
