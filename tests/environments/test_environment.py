@@ -214,9 +214,6 @@ def test_an_async_reply_that_blocks_ends_its_turn():
     answers = reply_to(reply, request(), request(), timeout_s=0.1)
     release.set()
     assert {answer.kind for answer in answers} == {"timeout"}
-    assert answers[0].message.startswith(
-        "no answer within 0.1 s: a coroutine blocks, and all others with it"
-    )
 
 
 def test_functions_that_return_an_awaitable_are_waited_for_too():

@@ -20,10 +20,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from gruppo.environments.tools import CallThread, awaited, check_names, tool_schema
+from gruppo.environments.tools import CallThread, check_names, tool_schema
 from gruppo.loading import counted
 from gruppo.packing import decode, encode
-from gruppo.timeouts import CallError, accepted_keywords, call_with_timeout, function_name
+from gruppo.timeouts import CallError, accepted_keywords, awaited, call_with_timeout, function_name
 from gruppo.trust import ENVIRONMENTS
 from gruppo.types import GruppoError, Prompt, Rollouts
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import inspect
 import logging
@@ -25,7 +24,6 @@ from gruppo.environments.classes import (
 from gruppo.environments.tools import (
     Calls,
     CallThread,
-    awaited,
     check_names,
     run_calls,
     safe_text,
@@ -34,7 +32,7 @@ from gruppo.environments.tools import (
 from gruppo.loading import visible
 from gruppo.timeouts import (
     CallError,
-    call_with_timeout,
+    awaited,
     describe_error,
     error_message,
     function_name,
@@ -300,6 +298,8 @@ class Environment:
                 jobs[key] = Calls([partial(self._reply, episode)], episode.worker)
             elif self.fn is None:
                 answers[key] = None
+            elif self.is_async:
+                jobs[key] = Calls([partial(self._reply, episode)])
             else:
                 functions[key] = episode
         for key, results in self._run(jobs).items():
@@ -311,18 +311,12 @@ class Environment:
             answers[key] = (
                 is_done if isinstance(is_done, CallError) else None if is_done else messages
             )
-        if functions and self.is_async:
-            with self._timed():
-                answers |= self._concurrent(functions)
-        elif (
-            functions
-        ):  # one conversation after another in one thread; in a new thread after each late reply
+        if functions:
+            # One conversation after another in one thread; in a new thread after each late reply.
             worker = CallThread()
             calls = [partial(self._reply, episode) for episode in functions.values()]
             try:
-                with (
-                    self._one_at_a_time
-                ):  # engines with lag converse in several threads; the wait is not in elapsed_s
+                with self._one_at_a_time:  # engines with lag converse in several threads
                     (results,) = self._run({0: Calls(calls, worker, MAX_LATE_REPLIES)}).values()
             finally:
                 worker.stop()
@@ -408,47 +402,12 @@ class Environment:
     def _reply(self, episode: Episode) -> Reply | None:
         """The reply of ``step``, or of the function."""
         if episode.made_by is None:
-            return parse_reply(awaited(self._call(episode)), episode.inputs)
+            assert self.fn is not None and self._signature is not None
+            raw = awaited(self.fn(**self._signature.arguments(episode.values)))
+            return parse_reply(raw, episode.inputs)
         arguments = episode.made_by.signatures["step"].arguments(episode.values)
         reply = parse_reply(awaited(episode.instance.step(**arguments)), episode.inputs)
         return safe_reply(reply, CHARACTERS_PER_TOKEN * self.max_reply_tokens)
-
-    def _concurrent(self, requests: Mapping[int, Episode]) -> dict[int, Any]:
-        """Call for all conversations at the same time, in one event loop."""
-
-        async def reply(request: Episode) -> Any:
-            deadline = asyncio.timeout(self.timeout_s)
-            try:
-                async with deadline:
-                    raw = await self._call(request)
-                return parse_reply(raw, request.inputs)
-            except CallError as problem:
-                return problem
-            except (Exception, SystemExit) as error:  # SystemExit would end the event loop
-                # a TimeoutError of the function itself is an ordinary exception
-                if isinstance(error, TimeoutError) and deadline.expired():
-                    return CallError("timeout", f"no answer within {self.timeout_s:.3g} s")
-                return CallError.from_exception(error)
-
-        async def reply_all() -> list[Any]:
-            return await asyncio.gather(*map(reply, requests.values()))
-
-        # a timeout cannot interrupt a coroutine that blocks the event loop
-        deadline = None if self.timeout_s is None else self.timeout_s + 1.0
-        try:
-            answers = call_with_timeout(lambda: awaited(reply_all()), deadline)
-        except CallError as problem:
-            if problem.kind == "timeout":
-                text = f"no answer within {self.timeout_s:.3g} s: a coroutine blocks, and all others with it"
-                problem = CallError(
-                    "timeout", f"{text}. Await what takes time, or write def instead of async def."
-                )
-            return dict.fromkeys(requests, problem)
-        return dict(zip(requests, answers, strict=True))
-
-    def _call(self, request: Episode) -> Any:
-        assert self.fn is not None and self._signature is not None
-        return self.fn(**self._signature.arguments(request.values))
 
 
 def _is_done(instance: Any) -> bool:

@@ -17,7 +17,6 @@ from gruppo.timeouts import (
     TimedCall,
     abandoned_count,
     function_name,
-    run_awaitable,
     start_call,
 )
 from gruppo.types import GruppoError
@@ -166,11 +165,6 @@ def _result(call: TimedCall) -> Any:
         return error
     except GruppoError as error:  # of user code: not a mistake in the options of the run
         return CallError.from_exception(error)
-
-
-def awaited(value: Any) -> Any:
-    """The value, awaited on the shared event loop where it is awaitable."""
-    return run_awaitable(value) if hasattr(value, "__await__") else value
 
 
 def check_names(schemas: Sequence[Mapping[str, Any]]) -> None:
