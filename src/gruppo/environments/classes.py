@@ -228,6 +228,12 @@ class Episode:
     """Rewards that its environment has computed, by name."""
     failure: str | None = None
     is_closed: bool = False
+    has_ended: bool = False
+    """Whether the environment ended it."""
+    turn_ends: list[int] = field(default_factory=list)
+    """The last column of each answer."""
+    policy_text: str = ""
+    """Everything the policy wrote."""
 
     @property
     def columns(self) -> dict[str, Any]:
@@ -253,8 +259,8 @@ class Episode:
         )
         return message.get("tool_calls") or (), message.get("parse_error")
 
-    def outcome(self, made: EnvironmentClass, turns: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Rewards that the environment computes at the end, by name, and its state. ``turns``: answers of the policy.
+    def outcome(self, made: EnvironmentClass) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Rewards that the environment computes at the end, by name, and its state.
 
         Raises CallError for what is no finite number: a NaN of an environment is a failure, and no unscored row.
         """
@@ -271,10 +277,10 @@ class Episode:
                         "exception",
                         f"{method} returned {number!r:.60}; it needs finite numbers or None",
                     )
-            if method == "get_turn_rewards" and len(numbers) > turns:
+            if method == "get_turn_rewards" and len(numbers) > self.turn:
                 raise CallError(
                     "count",
-                    f"{method} returned {len(numbers)} numbers for {counted(turns, 'answer')}",
+                    f"{method} returned {len(numbers)} numbers for {counted(self.turn, 'answer')}",
                 )
             rewards[name] = numbers if method == "get_turn_rewards" else numbers[0]
         return rewards, made.state_of(self.instance)

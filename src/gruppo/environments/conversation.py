@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
@@ -49,136 +49,149 @@ def converse(
     episodes = [episode_of(prompt, sample, seed) for prompt, sample in addresses]
     try:
         environment.open(episodes)
-        for episode in episodes if environment.classes else ():
-            if episode.failure is None:
-                try:
-                    episode.failure = check_prompt(
-                        replace(episode.prompt, inputs=episode.inputs), sampling
-                    )
-                except (
-                    Exception
-                ) as problem:  # messages of reset that the chat template does not take
-                    episode.failure = (
-                        str(problem)
-                        if isinstance(problem, GruppoError)
-                        else describe_error(problem)
-                    )
-            if episode.failure is not None:  # the row is sampled as any other, and left out
-                episode.inputs = episode.prompt.inputs
-
-        # the first turn; one name for all turns: another would hold the keys and values of its rows to the end
-        own = [
-            replace(request, has_more_turns=environment.turns > 1)
-            for request in prompted(requests, episodes)
-        ]
-        rollouts = generate(own, sampling, seed=seed)
-        texts = tuple(
-            output if isinstance(output, str) else output[-1]["content"]
-            for output in rollouts.completions
+        if environment.classes:
+            _check_prompts(episodes, sampling, check_prompt)
+        # One name for all turns: another would hold the keys and values of its rows to the end.
+        rollouts = generate(
+            [
+                replace(request, has_more_turns=environment.turns > 1)
+                for request in prompted(requests, episodes)
+            ],
+            sampling,
+            seed=seed,
         )
-        texts = rollouts.per_row.get(
-            "text", texts
-        )  # as written, where the message is without the calls in it
-        count, samples = len(rollouts), torch.tensor([sample for _, sample in addresses])
-        per_row = {"sample": samples, "text": texts, "environment_failure": (None,) * count}
-        per_row |= {
-            name: torch.zeros(count, dtype=torch.long) for name in ("context_full", "reencoded")
-        }
-        rollouts = replace(rollouts, per_row={**rollouts.per_row, **per_row})
-        policy_texts, turn_ends = (
-            list(texts),
-            [[length - 1] for length in rollouts.lengths.tolist()],
-        )
-        turns, ended = (
-            torch.ones(count, dtype=torch.long),
-            torch.zeros(count, dtype=torch.bool),
-        )  # [B]
-        failures = {
-            row: episode.failure
-            for row, episode in enumerate(episodes)
-            if episode.failure is not None
-        }
+        rollouts = _with_columns(rollouts, [sample for _, sample in addresses])
+        for row, episode in enumerate(episodes):
+            _answered(episode, rollouts, row)
         active = [
             row
             for row, finish in enumerate(rollouts.finish)
-            if finish != "error" and row not in failures
+            if finish != "error" and episodes[row].failure is None
         ]
-
-        # further turns of the rows that got a reply
-        while active:
-            replies = {}
-            for row in active:
-                episode = episodes[row]
-                episode.completion, episode.text = (
-                    rollouts.completions[row],
-                    rollouts.per_row["text"][row],
-                )
-                episode.turn = int(turns[row])
-                # a row that was cut at max_actions has no room for another turn, whatever the environment says
-                episode.is_last = not (
-                    turns[row] < environment.turns and rollouts.finish[row] == "stop"
-                )
-            for row, answer in environment.replies({row: episodes[row] for row in active}).items():
-                if isinstance(answer, CallError):
-                    failures[row] = answer.message
-                elif answer is None:
-                    ended[row] = True
-                elif not episodes[row].is_last:
-                    replies[row] = answer
+        while active:  # further turns of the rows that got a reply
+            replies = _replies(environment, rollouts, {row: episodes[row] for row in active})
             if not replies:
                 break
             before = rollouts.mask.sum(dim=1)
-            options = {"seed": seed, "max_reply_tokens": environment.max_reply_tokens}
-            rollouts = continue_rollouts(rollouts, replies, sampling, **options)
-            has_answered = rollouts.mask.sum(dim=1) > before
-            turns += has_answered
-            for row in has_answered.nonzero()[:, 0].tolist():
-                turn_ends[row].append(int(rollouts.lengths[row]) - 1)
+            rollouts = continue_rollouts(
+                rollouts,
+                replies,
+                sampling,
+                seed=seed,
+                max_reply_tokens=environment.max_reply_tokens,
+            )
+            has_answered = (rollouts.mask.sum(dim=1) > before).tolist()
+            for row, episode in enumerate(episodes):
+                if has_answered[row]:
+                    _answered(episode, rollouts, row)
             active = [
                 row for row in replies if has_answered[row] and rollouts.finish[row] != "error"
             ]
-            for row in active:
-                policy_texts[row] += rollouts.per_row["text"][row]
-
-        # rewards and state of the environments; replies that the policy could not read failed in continue_rollouts
-        failures |= environment_failures(rollouts)
-        for row, failure in failures.items():
+        # Replies that the policy could not read failed in continue_rollouts.
+        for row, failure in environment_failures(rollouts).items():
             episodes[row].failure = failure
-        environment.finish(episodes, turns.tolist())
-        failures |= {
-            row: episode.failure
-            for row, episode in enumerate(episodes)
-            if episode.failure is not None
-        }
+        environment.finish(episodes)
     finally:
         environment.close(episodes)
-    finishes: dict[int, Finish] = dict.fromkeys(failures, "error")
-    finish = tuple(finishes.get(row, finish) for row, finish in enumerate(rollouts.finish))
-    per_row = {
-        name: value for name, value in rollouts.per_row.items() if name not in ("text", "kept")
-    }
-    per_row |= {
-        "state": tuple(episode.state for episode in episodes),
-        "turns": turns,
-        "ended": ended,
-    }
-    per_row |= {"turn_ends": tuple(map(tuple, turn_ends)), "policy_text": tuple(policy_texts)}
-    per_row["environment_failure"] = tuple(failures.get(row) for row in range(len(episodes)))
-    if environment.tools:
-        counts = [[episode.counts[name] for name in COUNTS] for episode in episodes]
-        per_row["tool_counts"] = torch.tensor(counts).reshape(
-            -1, len(COUNTS)
-        )  # [B, 5], also without rows
-    if environment.classes:
-        per_row["inputs"] = tuple(episode.inputs for episode in episodes)
-        per_row["environment_rewards"] = tuple(episode.rewards for episode in episodes)
-    rollouts = replace(rollouts, finish=finish, per_row=per_row)
+    rollouts = _with_episodes(rollouts, environment, episodes)
     if not environment.classes:
         return rollouts
     groups = rollouts.group_ids.tolist()
     return regrouped(
         rollouts, [addresses[groups.index(group)][0] for group in range(len(rollouts.prompts))]
     )
+
+
+def _check_prompts(
+    episodes: Sequence[Episode], sampling: Any, check_prompt: Callable[[Prompt, Any], str | None]
+) -> None:
+    """Fail the conversations whose environment begins with a prompt that the policy cannot read."""
+    for episode in episodes:
+        if episode.failure is None:
+            try:
+                prompt = replace(episode.prompt, inputs=episode.inputs)
+                episode.failure = check_prompt(prompt, sampling)
+            except GruppoError as problem:
+                episode.failure = str(problem)
+            except Exception as problem:  # messages of reset that the chat template does not take
+                episode.failure = describe_error(problem)
+        if episode.failure is not None:  # the row is sampled as any other, and left out
+            episode.inputs = episode.prompt.inputs
+
+
+def _with_columns(rollouts: Rollouts, samples: Sequence[int]) -> Rollouts:
+    """The first turn with the columns that ``continue_rollouts`` reads and writes."""
+    count = len(rollouts)
+    texts = tuple(
+        output if isinstance(output, str) else output[-1]["content"]
+        for output in rollouts.completions
+    )
+    columns = {
+        "text": texts,  # if it is not there: as written, with the calls
+        **rollouts.per_row,
+        "sample": torch.tensor(samples),
+        "environment_failure": (None,) * count,
+        "context_full": torch.zeros(count, dtype=torch.long),
+        "reencoded": torch.zeros(count, dtype=torch.long),
+    }
+    return replace(rollouts, per_row=columns)
+
+
+def _answered(episode: Episode, rollouts: Rollouts, row: int) -> None:
+    """Note an answer of the policy."""
+    episode.turn += 1
+    episode.turn_ends.append(int(rollouts.lengths[row]) - 1)
+    if episode.turn == 1 or rollouts.finish[row] != "error":
+        episode.policy_text += rollouts.per_row["text"][row]
+
+
+def _replies(
+    environment: Environment, rollouts: Rollouts, episodes: Mapping[int, Episode]
+) -> dict[int, Any]:
+    """Replies of the environment to the conversations that go on, by row."""
+    for row, episode in episodes.items():
+        episode.completion = rollouts.completions[row]
+        episode.text = rollouts.per_row["text"][row]
+        # A row that was cut at max_actions has no room for another turn.
+        episode.is_last = episode.turn >= environment.turns or rollouts.finish[row] != "stop"
+    replies = {}
+    for row, answer in environment.replies(episodes).items():
+        episode = episodes[row]
+        if isinstance(answer, CallError):
+            episode.failure = answer.message
+        elif answer is None:
+            episode.has_ended = True
+        elif not episode.is_last:
+            replies[row] = answer
+    return replies
+
+
+def _with_episodes(
+    rollouts: Rollouts, environment: Environment, episodes: Sequence[Episode]
+) -> Rollouts:
+    """The rollouts with what is known of each conversation."""
+    finish: tuple[Finish, ...] = tuple(
+        own if episode.failure is None else "error"
+        for episode, own in zip(episodes, rollouts.finish, strict=True)
+    )
+    columns = {
+        name: value for name, value in rollouts.per_row.items() if name not in ("text", "kept")
+    }
+    columns |= {
+        "state": tuple(episode.state for episode in episodes),
+        "turns": torch.tensor([episode.turn for episode in episodes], dtype=torch.long),  # [B]
+        "ended": torch.tensor([episode.has_ended for episode in episodes], dtype=torch.bool),
+        "turn_ends": tuple(tuple(episode.turn_ends) for episode in episodes),
+        "policy_text": tuple(episode.policy_text for episode in episodes),
+        "environment_failure": tuple(episode.failure for episode in episodes),
+    }
+    if environment.tools:
+        counts = [[episode.counts[name] for name in COUNTS] for episode in episodes]
+        columns["tool_counts"] = torch.tensor(counts).reshape(-1, len(COUNTS))  # [B, 5]
+    if environment.classes:
+        columns["inputs"] = tuple(episode.inputs for episode in episodes)
+        columns["environment_rewards"] = tuple(episode.rewards for episode in episodes)
+    return replace(rollouts, finish=finish, per_row=columns)
 
 
 def episode_of(prompt: Prompt, sample: int, seed: int) -> Episode:
@@ -315,12 +328,14 @@ class ConversationEngine:
         self.concurrency = getattr(engine, "concurrency", 0)
 
     def generate(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts:
-        sample, options = (
-            self.engine.generate,
-            dict[str, Any](seed=seed, check_prompt=self.check_prompt),
-        )
         return converse(
-            sample, self.engine.continue_rollouts, self.environment, requests, sampling, **options
+            self.engine.generate,
+            self.engine.continue_rollouts,
+            self.environment,
+            requests,
+            sampling,
+            seed=seed,
+            check_prompt=self.check_prompt,
         )
 
     def sync(self, policy: Any, version: int) -> None:

@@ -228,11 +228,8 @@ class Environment:
         messages = safe_reply(parse_reply(observation, prompt.inputs), MAX_OBSERVATION)
         return prompt.inputs if messages is None else [*prompt.inputs, *messages]
 
-    def finish(self, episodes: Sequence[Episode], turns: Sequence[int]) -> None:
-        """Take the rewards and the state of the objects whose conversations are over.
-
-        ``turns``: answers of the policy.
-        """
+    def finish(self, episodes: Sequence[Episode]) -> None:
+        """Take the rewards and the state of the objects whose conversations are over."""
         jobs = dict[int, Calls]()
         for row, episode in enumerate(episodes):
             if (
@@ -240,9 +237,7 @@ class Environment:
                 and episode.instance is not None
                 and episode.failure is None
             ):
-                jobs[row] = Calls(
-                    [partial(episode.outcome, episode.made_by, turns[row])], episode.worker
-                )
+                jobs[row] = Calls([partial(episode.outcome, episode.made_by)], episode.worker)
         for row, (result,) in self._run(jobs).items():
             if isinstance(result, CallError):
                 episodes[row].failure = result.message
