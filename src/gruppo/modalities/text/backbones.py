@@ -19,7 +19,7 @@ from gruppo.distributed.sharding import is_unit
 from gruppo.modalities.text import flex
 from gruppo.modalities.text.decoder import read_decoder, stream_features
 from gruppo.modalities.text.decoding import FusedDecoder, KeptRow, LayeredDecoding
-from gruppo.modalities.text.layouts import LAY_OUT, Layout, Texts
+from gruppo.modalities.text.layouts import Layout, Stream, Texts, Tokens, pad, sees, stream
 from gruppo.modalities.text.static_decoding import StaticDecoding
 from gruppo.protocols import device_of
 from gruppo.types import NumericalStop
@@ -98,30 +98,46 @@ class Backbone:
         ``owners`` [b]: the prompt of each completion. An action is a completion and its column, ``row`` and ``column``
         [n].
         """
-        device, layout = device_of(self.module), self.layout
-        tokens = LAY_OUT[layout](prompts, completions, owners)
-        if layout == "stream":
-            decoder = read_decoder(self.module)
-            assert decoder is not None, "see layout"
-            features = None
-            # by compiled layers on CUDA where they agree with the plain ones, unless the weights are sharded
-            is_whole = not any(map(is_unit, decoder.layers[:1]))
-            if self.compiles and is_whole and flex.is_usable(decoder):
-                with suppress(NotCompiled):
-                    features = flex.features(decoder, tokens)
-            if features is None:
-                features = stream_features(decoder, tokens)
+        layout = self.layout
+        tokens: Tokens
+        if layout == "padded":
+            tokens = pad(prompts, completions, owners)
+            features = self.features(tokens.ids.to(device_of(self.module))).flatten(0, 1)
+        elif layout == "packed":
+            tokens = stream(prompts, completions, owners)
+            features = self._packed_features(tokens)
         else:
-            inputs = {}
-            if tokens.spans is not None:
-                visible = tokens.visible().to(device)[:, None]
-                dtype = self.dtype or next(self.module.parameters()).dtype
-                # added to the scores: the smallest number, as in transformers' own masks, and not -inf
-                mask = torch.zeros(visible.shape, dtype=dtype, device=device)
-                mask.masked_fill_(~visible, torch.finfo(dtype).min)  # [g, 1, L, L]
-                inputs = {"position_ids": tokens.positions.to(device), "attention_mask": mask}
-            features = self.features(tokens.ids.to(device), **inputs).flatten(0, 1)
-        return features[tokens.before(row, column).to(device, non_blocking=True)]
+            tokens = stream(prompts, completions, owners)
+            features = self._stream_features(tokens)
+        return features[tokens.before(row, column).to(features.device, non_blocking=True)]
+
+    def _stream_features(self, tokens: Stream) -> Float[Tensor, "N F"]:
+        """Features by our layers, compiled on CUDA if those agree with the plain ones and hold whole weights."""
+        decoder = read_decoder(self.module)
+        assert decoder is not None, "see layout"
+        is_whole = not any(map(is_unit, decoder.layers[:1]))
+        if self.compiles and is_whole and flex.is_usable(decoder):
+            with suppress(NotCompiled):
+                return flex.features(decoder, tokens)
+        return stream_features(decoder, tokens)
+
+    def _packed_features(self, tokens: Stream) -> Float[Tensor, "N F"]:
+        """Features by the model's own forward, a group at a time under a block mask."""
+        device = device_of(self.module)
+        dtype = self.dtype or next(self.module.parameters()).dtype
+        parts = []
+        for group in tokens.groups:
+            index = torch.arange(group.start, group.stop)
+            visible = sees(tokens.spans[:, group, None], index[:, None], index)
+            # added to the scores: the smallest number, as in transformers' own masks, and not -inf
+            mask = torch.zeros(visible.shape, dtype=dtype)
+            mask = mask.masked_fill_(~visible, torch.finfo(dtype).min)[None, None]  # [1, 1, L, L]
+            inputs = {
+                "position_ids": tokens.positions[None, group].to(device),
+                "attention_mask": mask.to(device),
+            }
+            parts.append(self.features(tokens.ids[None, group].to(device), **inputs)[0])
+        return torch.cat(parts)
 
     def start(
         self,

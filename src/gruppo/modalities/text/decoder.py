@@ -20,7 +20,7 @@ from gruppo.core.layers import checkpointed
 from gruppo.core.linear_head import has_hooks
 from gruppo.distributed.sharding import forward
 from gruppo.modalities.common.lora import LowRank, low_rank
-from gruppo.modalities.text.layouts import AttentionBlock, Tokens, attention_blocks
+from gruppo.modalities.text.layouts import AttentionBlock, Stream, attention_blocks
 from gruppo.protocols import device_of
 
 
@@ -92,7 +92,7 @@ def read_decoder(module: Any) -> Decoder | None:
         return None
 
 
-def stream_features(decoder: Decoder, stream: Tokens) -> Float[Tensor, "N F"]:
+def stream_features(decoder: Decoder, stream: Stream) -> Float[Tensor, "N F"]:
     """Return the input of the model's head at each token of the stream, as its own forward would compute it."""
     x, cos, sin = embedded(decoder, stream.ids, stream.positions)
     blocks = attention_blocks(stream, x.device, cos.dtype)

@@ -18,7 +18,7 @@ from gruppo.core.compiled import Compiled
 from gruppo.core.layers import checkpointed
 from gruppo.modalities.text import decoder as plain
 from gruppo.modalities.text.decoder import Decoder, rotate
-from gruppo.modalities.text.layouts import Tokens, sees, stream
+from gruppo.modalities.text.layouts import Stream, sees, stream
 
 BLOCK = 128
 """FlexAttention's block, to a multiple of which streams are padded."""
@@ -94,9 +94,8 @@ _checked: dict[str, bool] = {}
 """Whether the compiled layer agrees with the plain one, by the layer's description, dtype and device."""
 
 
-def features(decoder: Decoder, stream: Tokens) -> Float[Tensor, "N F"]:
+def features(decoder: Decoder, stream: Stream) -> Float[Tensor, "N F"]:
     """``stream_features`` by compiled layers; raises ``NotCompiled`` if they cannot be."""
-    assert stream.spans is not None
     length = len(stream.ids)
     padding = (0, -length % BLOCK)
     ids, positions = pad(stream.ids, padding), pad(stream.positions, padding)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -248,7 +248,7 @@ def append_turns(
     policy: TextPolicy,
     generate: GenerateTokens,
     rollouts: Rollouts,
-    turns: list[Turn],
+    turns: Sequence[Turn],
     sampling: Sampling,
     seed: int,
 ) -> Rollouts:
@@ -257,78 +257,82 @@ def append_turns(
     Randomness depends on (seed, draw, sample) and on the number of tokens sampled in the row before. A turn that the
     model's context cuts is left out with its reply: its row ends as "length" behind its last whole turn.
     """
+    batch = _batch_of(rollouts, turns)
+    was_kept = [row is not None and bool(row.suffix) for row in batch.kept or ()]
+    generated = generate(batch, sampling, seed)
+    per_row = dict(rollouts.per_row)
+    if batch.kept is not None and generated.kept is not None:
+        kept, reencoded = list(per_row["kept"]), per_row["reencoded"].clone()
+        # a history is read again if nothing was kept of it, or if no decoding has taken what was kept
+        for turn, is_ready, before, after in zip(
+            turns, was_kept, batch.kept, generated.kept, strict=True
+        ):
+            reencoded[turn.row] += not (is_ready and not before.suffix)
+            kept[turn.row] = after
+        per_row |= {"kept": tuple(kept), "reencoded": reencoded}
+    return _join_turns(policy, replace(rollouts, per_row=per_row), turns, generated, sampling.stop)
+
+
+def _batch_of(rollouts: Rollouts, turns: Sequence[Turn]) -> TokenBatch:
     rows = torch.tensor([turn.row for turn in turns])
     groups, owners = rollouts.group_ids[rows].unique(return_inverse=True)
     draws = [rollouts.prompts[group].draw for group in rollouts.group_ids[rows].tolist()]
-    prefixes = tuple(torch.cat([turn.prefix, turn.added]) for turn in turns)
-    kept = list[Any](rollouts.per_row.get("kept") or ())  # by row; empty where nothing is ever kept
-    batch = TokenBatch(
+    kept = rollouts.per_row.get("kept")
+    return TokenBatch(
         prompts=tuple(rollouts.shared["prompt_ids"][group] for group in groups.tolist()),
         owners=owners,
         addresses=tuple(zip(draws, rollouts.per_row["sample"][rows].tolist(), strict=True)),
         starts=tuple(rollouts.mask[rows].sum(dim=1).tolist()),
-        prefixes=prefixes,
+        prefixes=tuple(torch.cat([turn.prefix, turn.added]) for turn in turns),
         limits=torch.tensor([turn.limit for turn in turns]),
-        kept=tuple(kept[turn.row] for turn in turns) if kept else None,
+        kept=None if kept is None else tuple(kept[turn.row] for turn in turns),
     )
-    is_ready = [state is not None and bool(state.suffix) for state in batch.kept or ()]
-    generated = generate(batch, sampling, seed)
 
-    is_full, reencoded = (
-        rollouts.per_row["context_full"].clone(),
-        rollouts.per_row["reencoded"].clone(),
-    )
-    if batch.kept is not None and generated.kept is not None:
-        # a history is read again where nothing was kept of it, or where no decoding has taken what was kept
-        for turn, ready, before, state in zip(
-            turns, is_ready, batch.kept, generated.kept, strict=True
-        ):
-            reencoded[turn.row] += not (ready and not before.suffix)
-            kept[turn.row] = state
-    lengths, finish, completions = (
-        rollouts.lengths.clone(),
-        list(rollouts.finish),
-        list(rollouts.completions),
-    )
-    texts, counts = list(rollouts.per_row["text"]), generated.lengths.tolist()
-    ends = [len(prefix) + count for prefix, count in zip(prefixes, counts, strict=True)]
-    padding = (0, max(0, max(ends) - rollouts.actions.shape[1]))
+
+def _join_turns(
+    policy: TextPolicy,
+    rollouts: Rollouts,
+    turns: Sequence[Turn],
+    generated: Generated,
+    stop: Sequence[str],
+) -> Rollouts:
+    """Rollouts with replies and sampled turns behind the rows' tokens."""
+    starts = [len(turn.prefix) + len(turn.added) for turn in turns]
+    longest = int((torch.tensor(starts) + generated.lengths).max())
+    padding = (0, max(0, longest - rollouts.actions.shape[1]))
     columns = (rollouts.actions, rollouts.mask, rollouts.sampler_logprobs, rollouts.policy_version)
     actions, mask, logprobs, versions = (torch.nn.functional.pad(x, padding) for x in columns)
-    for place, (turn, end) in enumerate(zip(turns, ends, strict=True)):
-        row, count = turn.row, counts[place]
-        if turn.is_last and generated.finish[place] == "length":
+    lengths, is_full = rollouts.lengths.clone(), rollouts.per_row["context_full"].clone()
+    finish, completions = list(rollouts.finish), list(rollouts.completions)
+    texts = list(rollouts.per_row["text"])
+    for n, (turn, start) in enumerate(zip(turns, starts, strict=True)):
+        row, count = turn.row, int(generated.lengths[n])
+        if turn.is_last and generated.finish[n] == "length":
             finish[row], is_full[row] = "length", True
             continue
-        span, ids = slice(end - count, end), generated.tokens[place, :count]
-        actions[row, len(turn.prefix) : span.start], actions[row, span] = turn.added, ids
+        ids, span = generated.tokens[n, :count], slice(start, start + count)
+        actions[row, len(turn.prefix) : start] = turn.added
+        actions[row, span] = ids
         mask[row, span] = True
-        logprobs[row, span] = generated.logprobs[place, :count]
+        logprobs[row, span] = generated.logprobs[n, :count]
         if generated.versions is not None:
-            versions[row, span] = generated.versions[place, :count]
-        lengths[row], finish[row] = end, generated.finish[place]
-        texts[row] = cut_at_stop(policy.chat.text(ids.tolist()), sampling.stop)
-        if isinstance(completions[row], str):
-            completions[row] += turn.reply + texts[row]
+            versions[row, span] = generated.versions[n, :count]
+        lengths[row], finish[row] = span.stop, generated.finish[n]
+        texts[row] = cut_at_stop(policy.chat.text(ids.tolist()), stop)
+        tools = policy.tools_of(rollouts.prompts[int(rollouts.group_ids[row])])
+        answer = policy.completion(ids.tolist(), texts[row], turn.reply, tools, stop)
+        if isinstance(answer, str):
+            completions[row] += turn.reply + answer
         else:
-            tools = policy.tools_of(rollouts.prompts[int(rollouts.group_ids[row])])
-            answer = policy.chat.answer(ids.tolist(), texts[row], turn.reply, tools, sampling.stop)
-            completions[row] = [*completions[row], *turn.reply, answer]
-    per_row = {
-        **rollouts.per_row,
-        "text": tuple(texts),
-        "context_full": is_full,
-        "reencoded": reencoded,
-    }
-    if kept:
-        per_row["kept"] = tuple(kept)
-    rollouts = replace(
-        rollouts, actions=actions, mask=mask, sampler_logprobs=logprobs, policy_version=versions
-    )
+            completions[row] = [*completions[row], *turn.reply, *answer]
     return replace(
         rollouts,
+        actions=actions,
+        mask=mask,
+        sampler_logprobs=logprobs,
+        policy_version=versions,
         lengths=lengths,
         completions=tuple(completions),
         finish=tuple(finish),
-        per_row=per_row,
+        per_row={**rollouts.per_row, "text": tuple(texts), "context_full": is_full},
     )

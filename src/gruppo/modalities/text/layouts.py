@@ -2,7 +2,7 @@
 
 stream: groups one after another without padding, each prompt once and its completions behind it. P + G (R - 1) tokens
     instead of G (P + R), since a completion's last token predicts nothing. Attention runs over blocks of queries.
-packed: a group as one row of P + G R tokens, under a block mask.
+packed: the same tokens, each group as a row of the model's own forward under a block mask.
 padded: each prompt with its completion as a row of its own.
 
 In the first two, positions restart at the prompt's end, as if each completion were alone, and completions do not see
@@ -11,7 +11,7 @@ each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -61,17 +61,11 @@ class AttentionBlock:
 class Tokens:
     """Prompts and b completions laid out for one forward; ``start`` and ``prompt_end`` index the flattened ``ids``."""
 
-    ids: Int[Tensor, "*g L"]
-    positions: Int[Tensor, "*g L"]
+    ids: Int[Tensor, "*b L"]
     start: Int[Tensor, "b"]
     """Index of the first token of each completion."""
     prompt_end: Int[Tensor, "b"]
     """Index of the last token of each completion's prompt."""
-    spans: Int[Tensor, "3 *g L"] | None = None
-    """What each token of a stream or a packed row sees: its prompt's tokens, if it is of a completion, from the first
-    index to before the second, and those of its own text from the third to itself."""
-    texts: tuple[tuple[slice, int, int], ...] = ()
-    """Texts of a stream: the prompt that all their tokens see, first token, length."""
 
     def before(self, completion: Int[Tensor, "n"], column: Int[Tensor, "n"]) -> Int[Tensor, "n"]:
         """Index of the token whose features predict the action: the one before it, at first the prompt's last."""
@@ -79,11 +73,18 @@ class Tokens:
             column == 0, self.prompt_end[completion], self.start[completion] + column - 1
         )
 
-    def visible(self) -> Bool[Tensor, "g L L"]:
-        """[query, key] of packed rows: which tokens each token sees."""
-        assert self.spans is not None
-        column = torch.arange(self.ids.shape[1])
-        return sees(self.spans[..., None], column[:, None], column)
+
+@dataclass(frozen=True, eq=False)
+class Stream(Tokens):
+    """Groups one after another."""
+
+    positions: Int[Tensor, "N"]
+    spans: Int[Tensor, "3 N"]
+    """What each token sees: its prompt's tokens, if it is of a completion, from the first index to before the second,
+    and those of its own text from the third to itself."""
+    texts: tuple[tuple[slice, int, int], ...]
+    """The prompt that all tokens of a text see, its first token, and its length; small groups are one text."""
+    groups: tuple[slice, ...]
 
 
 def sees(spans: Iterable[Tensor], query: Tensor, key: Tensor) -> Bool[Tensor, "..."]:
@@ -92,60 +93,37 @@ def sees(spans: Iterable[Tensor], query: Tensor, key: Tensor) -> Bool[Tensor, ".
     return ((key >= shared_start) & (key < shared_end)) | ((key >= start) & (key <= query))
 
 
-def stream(prompts: Texts, completions: Texts, owners: Int[Tensor, "b"]) -> Tokens:
+def stream(prompts: Texts, completions: Texts, owners: Int[Tensor, "b"]) -> Stream:
     """Lay out completions, without their last tokens, behind the prompts that own them (``owners``, indices)."""
-    ids, positions, spans = list[Tensor](), list[Tensor](), list[Tensor]()
-    texts = list[tuple[slice, int, int]]()
     start, prompt_end = torch.zeros(2, len(completions), dtype=torch.long)
+    ids, spans = list[Tensor](), list[tuple[int, int, int]]()
+    texts, groups = list[tuple[slice, int, int]](), list[slice]()
     end = 0
     for p, prompt in enumerate(prompts):
-        members = (owners == p).nonzero()[:, 0]
-        group = _group(prompt, [completions[c][:-1] for c in members.tolist()])
-        ids.append(group.ids)
-        positions.append(group.positions)
-        spans.append(group.spans + end)
-        start[members] = group.starts[1:] + end
-        prompt_end[members] = end + len(prompt) - 1
         shared = slice(end, end + len(prompt))
-        if len(group.ids) <= SMALL_GROUP:
-            texts.append((slice(0, 0), end, len(group.ids)))
-        else:
-            texts.append((slice(0, 0), end, len(prompt)))
-            firsts = (group.starts[1:] + end).tolist()
-            lengths = group.lengths[1:].tolist()
-            texts += [(shared, *text) for text in zip(firsts, lengths, strict=True)]
-        end += len(group.ids)
-    padding = torch.zeros(-end % MULTIPLE, dtype=torch.long)
-    ids.append(padding)
-    positions.append(padding)
-    spans.append((end + padding).expand(3, -1))  # sees itself and the padding before it
-    return Tokens(
-        torch.cat(ids),
-        torch.cat(positions),
-        start,
-        prompt_end,
-        torch.cat(spans, dim=1),
-        tuple(texts),
+        ids.append(prompt)
+        spans.append((end, end, end))
+        end += len(prompt)
+        own = [(slice(0, 0), shared.start, len(prompt))]
+        for c in (owners == p).nonzero()[:, 0].tolist():
+            ids.append(completions[c][:-1])
+            # the first completion follows its prompt: one span for both
+            is_first = end == shared.stop
+            spans.append((shared.start,) * 3 if is_first else (shared.start, shared.stop, end))
+            own.append((shared, end, len(ids[-1])))
+            start[c], prompt_end[c] = end, shared.stop - 1
+            end += len(ids[-1])
+        groups.append(slice(shared.start, end))
+        size = end - shared.start
+        texts += [(slice(0, 0), shared.start, size)] if size <= SMALL_GROUP else own
+    ids.append(torch.zeros(-end % MULTIPLE, dtype=torch.long))
+    spans.append((end, end, end))  # padding sees itself and the padding before it
+    lengths = torch.tensor([len(text) for text in ids])
+    of_tokens = torch.tensor(spans).mT.repeat_interleave(lengths, dim=1)
+    positions = torch.arange(of_tokens.shape[1]) - of_tokens[2] + of_tokens[1] - of_tokens[0]
+    return Stream(
+        torch.cat(ids), start, prompt_end, positions, of_tokens, tuple(texts), tuple(groups)
     )
-
-
-def pack(prompts: Texts, completions: Texts, owners: Int[Tensor, "b"]) -> Tokens:
-    """Lay out each prompt and its completions as a row."""
-    groups = list[GroupTokens]()
-    start, prompt_end = torch.zeros(2, len(completions), dtype=torch.long)
-    for p, prompt in enumerate(prompts):
-        members = (owners == p).nonzero()[:, 0]
-        groups.append(_group(prompt, [completions[c] for c in members.tolist()]))
-        start[members] = groups[-1].starts[1:]
-        prompt_end[members] = len(prompt) - 1
-    ids = pad_sequence([group.ids for group in groups], batch_first=True)  # [g, L]
-    positions = pad_sequence([group.positions for group in groups], batch_first=True)
-    # padding sees itself alone
-    spans = torch.arange(ids.shape[1]).expand(3, *ids.shape).clone()
-    for row, group in zip(spans.unbind(1), groups, strict=True):
-        row[:, : len(group.ids)] = group.spans
-    row_start = owners * ids.shape[1]
-    return Tokens(ids, positions, row_start + start, row_start + prompt_end, spans)
 
 
 def pad(prompts: Texts, completions: Texts, owners: Int[Tensor, "b"]) -> Tokens:
@@ -154,47 +132,11 @@ def pad(prompts: Texts, completions: Texts, owners: Int[Tensor, "b"]) -> Tokens:
     ids = pad_sequence(rows, batch_first=True)
     prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])[owners]
     start = torch.arange(len(rows)) * ids.shape[1] + prompt_lengths
-    return Tokens(ids, torch.arange(ids.shape[1]).expand(ids.shape), start, start - 1)
-
-
-LAY_OUT: dict[Layout, Callable[[Texts, Texts, Tensor], Tokens]] = {
-    "stream": stream,
-    "packed": pack,
-    "padded": pad,
-}
-
-
-@dataclass(frozen=True, eq=False)
-class GroupTokens:
-    """A prompt and its completions, one after another; indices count from the prompt's first token."""
-
-    ids: Int[Tensor, "N"]
-    positions: Int[Tensor, "N"]
-    spans: Int[Tensor, "3 N"]
-    starts: Int[Tensor, "t"]
-    """First token of each text, of which the prompt is the first."""
-    lengths: Int[Tensor, "t"]
-
-
-def _group(prompt: Tensor, completions: Texts) -> GroupTokens:
-    lengths = torch.tensor([len(prompt), *map(len, completions)])
-    starts = lengths.cumsum(0) - lengths
-    shared_end = torch.tensor([0] + [len(prompt)] * len(completions))
-    spans = torch.stack([torch.zeros_like(starts), shared_end, starts])
-    spans[:, 1:2] = 0  # the first completion follows its prompt: one span for both
-    spans = spans.repeat_interleave(lengths, dim=1)
-    index = torch.arange(int(lengths.sum()))
-    return GroupTokens(
-        torch.cat([prompt, *completions]),
-        index - spans[2] + spans[1],
-        spans,
-        starts,
-        lengths,
-    )
+    return Tokens(ids, start, start - 1)
 
 
 def attention_blocks(
-    tokens: Tokens, device: torch.device, dtype: torch.dtype
+    tokens: Stream, device: torch.device, dtype: torch.dtype
 ) -> list[AttentionBlock]:
     """Blocks over the texts of a stream, on the device, with biases in the dtype of the softmax.
 
@@ -236,10 +178,9 @@ def _of_similar_length(
 
 
 def _blocks(
-    tokens: Tokens, shared: slice, texts: Sequence[tuple[int, int]]
+    tokens: Stream, shared: slice, texts: Sequence[tuple[int, int]]
 ) -> Iterator[AttentionBlock]:
     """Cut texts (first token, length) of similar length, the longest first, into runs of columns."""
-    assert tokens.spans is not None
     starts, lengths = torch.tensor(texts).mT[:, :, None]  # [c, 1] each
     longest = texts[0][1]
     for first in range(0, longest, BLOCK_QUERIES):
@@ -292,10 +233,9 @@ def split_rows(
     )  # the longest first, which sets the width of padded micro-batches
     micro_batches, sizes = list[list[int]](), list[int]()
     for tokens, members in parts:
-        # a stream has no padding; elsewhere each part is as long as the first, the longest
-        cost = (
-            sum(sizes) + tokens if layout == "stream" else (len(sizes) + 1) * max(sizes, default=0)
-        )
+        cost = sum(sizes) + tokens
+        if layout == "padded":  # each part is as long as the first, the longest
+            cost = (len(sizes) + 1) * max(sizes, default=0)
         if not micro_batches or cost > budget:
             micro_batches.append([])
             sizes = []

@@ -22,7 +22,7 @@ from gruppo.loading import counted
 from gruppo.modalities.common.adapters import save_adapter
 from gruppo.modalities.common.lora import AdaptablePolicy, has_adapter
 from gruppo.modalities.text.backbones import Backbone
-from gruppo.modalities.text.chat import Chat, special_token_error
+from gruppo.modalities.text.chat import Chat, Tools, special_token_error
 from gruppo.modalities.text.chat_template import rewritten
 from gruppo.modalities.text.demonstrations import demonstrate
 from gruppo.modalities.text.generation import (
@@ -308,37 +308,40 @@ class TextPolicy(AdaptablePolicy):
             if batches[-1] and sum(r.size for r in batches[-1]) + request.size > batch_rows:
                 batches.append([])
             batches[-1].append(request)
-        parts = []
-        for batch in batches:
-            encoded = tuple(torch.tensor(self.encode(r.prompt)) for r in batch)
-            owners = torch.tensor([p for p, r in enumerate(batch) for _ in range(r.size)])
-            addresses = tuple((r.prompt.draw, r.first + i) for r in batch for i in range(r.size))
-            kept = (
-                (None,) * len(owners) if any(request.has_more_turns for request in batch) else None
-            )
-            generated = generate(TokenBatch(encoded, owners, addresses, kept=kept), sampling, seed)
-            ids = [
-                row[:length].tolist()
-                for row, length in zip(generated.tokens, generated.lengths, strict=True)
-            ]
-            texts = [cut_at_stop(self.chat.text(row), sampling.stop) for row in ids]
-            own = [batch[owner].prompt for owner in owners.tolist()]
-            completions = [
-                text  # in the form of its prompt
-                if isinstance(prompt.inputs, str)
-                else [
-                    self.chat.answer(row, text, prompt.inputs, self.tools_of(prompt), sampling.stop)
-                ]
-                for row, text, prompt in zip(ids, texts, own, strict=True)
-            ]
-            part = _rollouts(
-                [r.prompt for r in batch], owners, encoded, generated, completions, sampling
-            )
-            if self.chat.tools:
-                # a call of a tool is not in the message's content
-                part = replace(part, per_row={**part.per_row, "text": tuple(texts)})
-            parts.append(part)
+        parts = [self._sample_batch(generate, batch, sampling, seed) for batch in batches]
         return Rollouts.cat(parts)
+
+    def _sample_batch(
+        self, generate: GenerateTokens, requests: Sequence[Request], sampling: Sampling, seed: int
+    ) -> Rollouts:
+        encoded = tuple(torch.tensor(self.encode(r.prompt)) for r in requests)
+        owners = torch.tensor([p for p, r in enumerate(requests) for _ in range(r.size)])
+        addresses = tuple((r.prompt.draw, r.first + i) for r in requests for i in range(r.size))
+        can_continue = any(request.has_more_turns for request in requests)
+        kept = (None,) * len(owners) if can_continue else None
+        generated = generate(TokenBatch(encoded, owners, addresses, kept=kept), sampling, seed)
+        texts, completions = list[str](), list[Any]()
+        for row, length, owner in zip(
+            generated.tokens, generated.lengths.tolist(), owners.tolist(), strict=True
+        ):
+            prompt, ids = requests[owner].prompt, row[:length].tolist()
+            texts.append(cut_at_stop(self.chat.text(ids), sampling.stop))
+            completions.append(
+                self.completion(ids, texts[-1], prompt.inputs, self.tools_of(prompt), sampling.stop)
+            )
+        prompts = [request.prompt for request in requests]
+        rollouts = _rollouts(prompts, owners, encoded, generated, completions, sampling)
+        if self.chat.tools:  # a call of a tool is not in the message's content
+            rollouts = replace(rollouts, per_row={**rollouts.per_row, "text": tuple(texts)})
+        return rollouts
+
+    def completion(
+        self, ids: Sequence[int], text: str, inputs: Any, tools: Tools, stop: Sequence[str]
+    ) -> Any:
+        """What these sampled ids say, in the form of what they answer: a text or a list of one message."""
+        if isinstance(inputs, str):
+            return text
+        return [self.chat.answer(ids, text, inputs, tools, stop)]
 
     def continue_rollouts(
         self,
