@@ -83,11 +83,6 @@ def test_a_row_that_is_not_finite_ends_as_an_error_with_what_it_had_and_harms_no
     assert got.logprobs.isfinite().all()
 
 
-def test_all_rows_broken_at_once_end_the_writing():
-    _, got = written([None], [None])
-    assert got.finish == ("error", "error") and got.lengths.tolist() == [0, 0]
-
-
 def test_finished_rows_leave_the_decoding_once_they_are_an_eighth_of_it():
     scripts = [[0]] + [[1, 0]] + [[1, 1, 1, 1]] * 15
     decoding, _ = written(*scripts)

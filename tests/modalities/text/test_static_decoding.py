@@ -13,9 +13,7 @@ from gruppo.modalities.text import static_decoding
 from gruppo.modalities.text.backbones import RereadDecoding
 from gruppo.modalities.text.decoder import read_decoder
 from gruppo.modalities.text.decoding import FusedDecoder, LayeredDecoding
-from gruppo.modalities.text.generation import generate
 from gruppo.modalities.text.static_decoding import Graph, StaticDecoding
-from gruppo.types import Sampling
 
 named = {"ids": lambda make: make.__name__}
 PROMPTS = [torch.tensor([5, 9, 2]), torch.tensor([7]), torch.tensor([3, 3, 8, 1, 6, 2])]
@@ -67,34 +65,6 @@ def test_buffers_are_freed_with_the_decoding_before_the_collector_runs(kind):
         assert buffer() is None
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize("make", STREAMING, **named)
-def test_tokens_are_those_of_the_plain_decoding_one_by_one(make, small_buffers):
-    policy = make()
-    uniforms = torch.rand(
-        len(OWNERS), 24, generator=torch.Generator().manual_seed(0), dtype=torch.float64
-    )
-    limits = torch.tensor([24, 3, 9, 24, 1, 24, 7, 15])
-    drawn = [
-        generate(opened(kind, policy), uniforms, Sampling(max_actions=24), policy.chat, limits)
-        for kind in (LayeredDecoding, StaticDecoding)
-    ]
-    assert torch.equal(drawn[0].tokens, drawn[1].tokens) and drawn[0].finish == drawn[1].finish
-    torch.testing.assert_close(drawn[0].logprobs, drawn[1].logprobs, rtol=0, atol=2e-4)
-
-
-@torch.no_grad()
-def test_rows_continue_behind_their_prefixes(small_buffers):
-    policy = llama()
-    prefixes = [torch.arange(1, 2 + n % 4) for n in range(len(OWNERS))]
-    static, plain = (
-        opened(kind, policy, prefixes=prefixes) for kind in (StaticDecoding, LayeredDecoding)
-    )
-    for t in range(6):
-        for decoding in (static, plain):
-            decoding.advance(torch.arange(len(OWNERS)) + t)
-        torch.testing.assert_close(static.logits, plain.logits, rtol=1e-3, atol=1e-3)
 
 
 @torch.no_grad()

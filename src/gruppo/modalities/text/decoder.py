@@ -119,7 +119,8 @@ def angles(
     """Cosines and sines [N, D] for ``rotate``, in float32 or more."""
     wide = torch.empty(0, dtype=torch.promote_types(dtype, torch.float32), device=positions.device)
     cos, sin = decoder.rotary(wide, positions[None])
-    return cos[0].contiguous(), sin[0].contiguous()
+    first, second = sin[0].chunk(2, dim=-1)
+    return cos[0].contiguous(), torch.cat([-first, second], dim=-1)
 
 
 def layer_output(
@@ -203,13 +204,12 @@ class _RmsNorm(torch.autograd.Function):
 def rotate(
     x: Float[Tensor, "N h D"], cos: Float[Tensor, "N D"], sin: Float[Tensor, "N D"]
 ) -> Float[Tensor, "N h D"]:
-    """x cos + rotate_half(x) sin, in the dtype of cos. Su et al. 2021; halves, not pairs, are rotated."""
-    half = x.shape[-1] // 2
-    wide, cos, sin = x.to(cos.dtype), cos[:, None], sin[:, None]
-    out = wide * cos
-    out[..., :half].addcmul_(wide[..., half:], sin[..., :half], value=-1)
-    out[..., half:].addcmul_(wide[..., :half], sin[..., half:])
-    return out
+    """x cos + rotate_half(x) sin, in the dtype of cos. Su et al. 2021; halves, not pairs, are rotated.
+
+    ``sin`` has the signs of ``rotate_half``, which then only exchanges the halves.
+    """
+    wide = x.to(cos.dtype)
+    return (wide * cos[:, None]).addcmul_(wide.roll(x.shape[-1] // 2, -1), sin[:, None])
 
 
 class _Rotated(torch.autograd.Function):
