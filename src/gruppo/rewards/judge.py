@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any
@@ -158,41 +157,26 @@ class Judge:
         orders = [order for a, b in differing for order in ((a, b), (b, a))]
         asked = [questions[a] | {"first": texts[a], "second": texts[b]} for a, b in orders]
         found = await self._ask(asked)
-        shares: list[list[float]] = [
-            [] for _ in texts
-        ]  # of each comparison that a row took part in
-        problems, answered = dict[int, CallError](), set[int]()
-        bias = Bias()
+        tournament = Tournament(len(texts))
         for n, (a, b) in enumerate(differing):
-            wins = list[float]()
-            for verdicts in zip(found[2 * n], found[2 * n + 1], strict=True):
-                errors = [verdict for verdict in verdicts if isinstance(verdict, CallError)]
-                if errors:
-                    problems |= {a: errors[0], b: errors[0]}
-                    continue
-                forth, back = (self._weighted(v, lambda _, c: PREFERENCES[c]) for v in verdicts)
-                bias.add(forth, back)
-                wins.append((forth + 1 - back) / 2)
-            if wins:
-                share = math.fsum(wins) / len(wins)
-                shares[a].append(share)
-                shares[b].append(1 - share)
-                answered |= {a, b}
-        bias.log(self.__name__, log_metric)
-        for row, other in pairs:
-            if texts[row] == texts[other]:
-                shares[row].append(0.5)
-                shares[other].append(0.5)
-        rewards: list[Any] = [problems.get(row) for row in range(len(texts))]
-        for rows in groups.values():
-            # not by ties of equal texts alone, where the judge has not answered
-            known = [
-                row for row in rows if shares[row] and (row in answered or row not in problems)
+            preferences = [
+                self._preference(verdicts)
+                for verdicts in zip(*found[2 * n : 2 * n + 2], strict=True)
             ]
-            means = [math.fsum(shares[row]) / len(shares[row]) for row in known]
-            for row, rank in zip(known, ranks(means), strict=True):
-                rewards[row] = rank
-        return rewards
+            tournament.add(a, b, preferences)
+        for a, b in pairs:
+            if texts[a] == texts[b]:
+                tournament.tie(a, b)
+        tournament.log(self.__name__, log_metric)
+        return tournament.rewards(groups.values())
+
+    def _preference(self, verdicts: Sequence[Any]) -> tuple[float, float] | CallError:
+        """Preference for the first answer in both orders, of which the second has them exchanged."""
+        errors = [verdict for verdict in verdicts if isinstance(verdict, CallError)]
+        if errors:
+            return errors[0]
+        forth, back = (self._weighted(v, lambda _, choice: PREFERENCES[choice]) for v in verdicts)
+        return forth, back
 
     def _pairs(self, rows: Sequence[int]) -> list[tuple[int, int]]:
         """All pairs of a group; or with ``opponents``, each row with those that follow it in a circle."""
@@ -234,22 +218,56 @@ class Judge:
         )
 
 
-@dataclass
-class Bias:
-    """How often the first answer of a pair wins, and how often both orders have one winner."""
+class Tournament:
+    """Comparisons of rows, and the ranks that follow from them."""
 
-    first: list[float] = field(default_factory=list)
-    is_same: list[bool] = field(default_factory=list)
+    def __init__(self, size: int) -> None:
+        self.shares: list[list[float]] = [[] for _ in range(size)]
+        """Of each comparison that a row took part in."""
+        self.problems: dict[int, CallError] = {}
+        self.answered: set[int] = set()
+        """Rows that the judge has compared with another."""
+        self.first: list[float] = []
+        self.is_same: list[float] = []
 
-    def add(self, forth: float, back: float) -> None:
-        """Preferences for the first answer in both orders, of which ``back`` has them exchanged."""
-        self.first += [forth, back]
-        self.is_same.append((forth > 0.5) - (forth < 0.5) == (back < 0.5) - (back > 0.5))
+    def add(self, a: int, b: int, preferences: Sequence[tuple[float, float] | CallError]) -> None:
+        """Record a comparison, which counts as far as both orders were answered."""
+        wins = list[float]()
+        for preference in preferences:
+            if isinstance(preference, CallError):
+                self.problems |= {a: preference, b: preference}
+                continue
+            forth, back = preference
+            wins.append((forth + 1 - back) / 2)
+            self.first += preference
+            self.is_same.append((forth > 0.5) - (forth < 0.5) == (back < 0.5) - (back > 0.5))
+        if wins:
+            share = math.fsum(wins) / len(wins)
+            self.shares[a].append(share)
+            self.shares[b].append(1 - share)
+            self.answered |= {a, b}
+
+    def tie(self, a: int, b: int) -> None:
+        self.shares[a].append(0.5)
+        self.shares[b].append(0.5)
 
     def log(self, name: str, log_metric: Log) -> None:
+        """Log how often the first answer wins, and how often both orders have one winner."""
         if self.first:
             log_metric(f"{name}_first_frac", math.fsum(self.first) / len(self.first))
-            log_metric(f"{name}_consistent_frac", sum(self.is_same) / len(self.is_same))
+            log_metric(f"{name}_consistent_frac", math.fsum(self.is_same) / len(self.is_same))
+
+    def rewards(self, groups: Iterable[Sequence[int]]) -> list[Any]:
+        """Ranks within each group; else the error, or None."""
+        found: list[Any] = [self.problems.get(row) for row in range(len(self.shares))]
+        for rows in groups:
+            # not by ties of equal texts alone, where the judge has not answered
+            is_known = [row in self.answered or row not in self.problems for row in rows]
+            known = [r for r, known in zip(rows, is_known, strict=True) if known and self.shares[r]]
+            means = [math.fsum(self.shares[row]) / len(self.shares[row]) for row in known]
+            for row, rank in zip(known, ranks(means), strict=True):
+                found[row] = rank
+        return found
 
 
 def _question(prompt: Any, reference: Any) -> dict[str, Any]:

@@ -148,19 +148,19 @@ class ProcessRewardModel:
     def __call__(
         self, prompts: Column, completions: Column, log_metric: LogMetric = None, **_: Any
     ) -> list[Any]:
-        texts = [self._prompt_ids(prompt) for prompt in prompts]
-        ends: list[list[int]] = [[] for _ in texts]  # index of the last id of each step
-        for ids, own_ends, completion in zip(texts, ends, completions, strict=True):
+        texts, ends = list[list[int]](), list[list[int]]()  # and the index of each step's last id
+        for prompt, completion in zip(prompts, completions, strict=True):
+            ids = self._prompt_ids(prompt)
+            own_ends = []
             for step, _end in split_steps(text_of(completion), self.separator):
                 ids += [*self._encode(step), *self.mark]
                 own_ends.append(len(ids) - 1)
+            texts.append(ids)
+            ends.append(own_ends)
         truncated = self.network.truncate(texts, self.__name__, log_metric)
-        scores = list[list[float | None]]()
-        for n, values in enumerate(map(Tensor.tolist, self.network.scores(truncated))):
-            lost = len(texts[n]) - len(truncated[n])
-            # The first id of a truncated text may be its opening token, which is not the end of a step.
-            first = lost + (lost > 0)
-            scores.append([values[end - lost] if end >= first else None for end in ends[n]])
+        scores = []
+        for n, values in enumerate(self.network.scores(truncated)):
+            scores.append(_at_ends(values.tolist(), ends[n], len(texts[n])))
         if self.score == "steps":
             return scores
         known = [[score for score in row if score is not None] for row in scores]
@@ -183,6 +183,14 @@ class ProcessRewardModel:
 
     def _encode(self, text: str) -> list[int]:
         return list(self.network.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _at_ends(values: list[float], ends: Sequence[int], length: int) -> list[float | None]:
+    """Scores of the steps of a text that had ``length`` ids; None for those that were truncated away."""
+    lost = length - len(values)
+    # The first id of a truncated text may be its opening token, which is not the end of a step.
+    first = lost + (lost > 0)
+    return [values[end - lost] if end >= first else None for end in ends]
 
 
 def plain_text(prompt: Any) -> str:
@@ -239,12 +247,8 @@ class ScoringNetwork:
         self.head, self.output, self.batch = head, output, batch
         self.label = _label_index(config, label, self.name)
         self.memory_bytes = sum(p.numel() * p.element_size() for p in self.module.parameters())
-        limits = (
-            getattr(self._config, "max_position_embeddings", None),
-            self.tokenizer.model_max_length,
-        )
-        known = (int(n) for n in limits if n and 0 < n < NO_LIMIT)
-        self.max_length = max_length or min(known, default=NO_LIMIT)
+        positions = getattr(self._config, "max_position_embeddings", None)
+        self.max_length = max_length or _shortest(positions, self.tokenizer.model_max_length)
         self._has_warned = False
         self.module.to(self.device)
 
@@ -334,6 +338,10 @@ def accelerator() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+
+
+def _shortest(*limits: int | None) -> int:
+    return min((int(n) for n in limits if n and 0 < n < NO_LIMIT), default=NO_LIMIT)
 
 
 def _available(device: str) -> torch.device:

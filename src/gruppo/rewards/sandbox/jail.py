@@ -124,14 +124,14 @@ class Jail(AbstractContextManager["Jail"]):
             }
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         try:
-            streams: dict[str, Any] = {
-                "stdin": subprocess.PIPE,
-                "stdout": subprocess.PIPE,
-                "stderr": self._errors,
-            }
-            folder = None if command else "/"
             self._process = subprocess.Popen(
-                arguments, env=environment, cwd=folder, start_new_session=True, **streams
+                arguments,
+                env=environment,
+                cwd=None if command else "/",
+                start_new_session=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
             )
         except OSError as error:
             self._errors.close()

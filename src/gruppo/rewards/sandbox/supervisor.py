@@ -71,26 +71,20 @@ def main(*, packages: Sequence[str], folders: Sequence[str], is_contained: bool)
         return print(json.dumps({"refused": f"Landlock cannot be used ({error})"}), flush=True)
     gc.freeze()  # what a child collects is its own: our pages stay shared
     print(json.dumps({"ready": lockdown.abi}), flush=True)
-    # Two handlers, so that one waits for the next request while the other ends; who has the turn reads.
-    supervisor, (turn, pass_turn), alive = os.getpid(), os.pipe(), 0
-    os.write(pass_turn, b"1")
+    supervisor = os.getpid()
     while True:
-        if alive == 2:
-            status = os.waitstatus_to_exitcode(os.wait()[1])
-            if status != 0:
-                sys.exit(status)
-            alive -= 1
-        alive += 1
         if os.fork() == 0:
             try:
                 die_with(supervisor)
-                os.read(turn, 1)
-                _serve(lockdown, pass_turn)
+                _serve(lockdown)
             finally:
                 os._exit(1)  # closed, or failed
+        status = os.waitstatus_to_exitcode(os.wait()[1])
+        if status != 0:
+            sys.exit(status)
 
 
-def _serve(lockdown: Lockdown, pass_turn: int) -> None:
+def _serve(lockdown: Lockdown) -> None:
     """Answer one request in a process of its own, in whose memory no program finds those before it."""
     line = sys.stdin.buffer.readline()
     if not line:
@@ -101,7 +95,6 @@ def _serve(lockdown: Lockdown, pass_turn: int) -> None:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{os.path.basename(frame.filename)}:{frame.lineno}"
         answer = {"refused": f"{type(error).__name__}: {error} ({place})"}
-    os.write(pass_turn, b"1")
     print(json.dumps(answer), flush=True)
     os._exit(0)
 
