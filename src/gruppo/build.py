@@ -572,6 +572,8 @@ def open_rewards(
     rewards = RewardSet(
         functions, weights, config.scoring.timeout_s, may_be_empty=not learns_from_samples(config)
     )
+    if config.scoring.isolate:
+        rewards.announce_soft_deadlines()
     for source in sources:
         if source.columns is None:  # unknown before it is drawn from
             continue

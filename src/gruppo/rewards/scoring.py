@@ -153,7 +153,6 @@ class RewardSet:
             )
         self.weights = _checked_weights(weights, len(rewards))
         self._rewards = _by_name([_opened(reward, timeout_s) for reward in rewards])
-        _announce_soft_deadlines(self._rewards)
         self.names = tuple(self._rewards)
         self.weight_of = dict(zip(self.names, self.weights, strict=True))
         opened = self._rewards.items()
@@ -179,6 +178,21 @@ class RewardSet:
         self._judges: dict[str, Any] = {
             name: reward.fn for name, reward in opened if hasattr(reward.fn, "describe_usage")
         }
+
+    def announce_soft_deadlines(self) -> None:
+        """Log which rewards run in threads of this process, whose late calls cannot be ended."""
+        names = []
+        for name, reward in self._rewards.items():
+            is_ours = str(getattr(reward.fn, "__module__", "")).startswith("gruppo.")
+            if reward.timeout_s is not None and not reward.is_remote and not is_ours:
+                names.append(name)
+        if names:
+            log.info(
+                "reward %s runs in this process: a call past its deadline is left behind in its"
+                " thread, and a hang in C cannot be killed. A function named as FILE.py:NAME is"
+                " killed.",
+                ", ".join(names),
+            )
 
     def set_decoder(self, decode: Decode) -> None:
         """Set the policy's decoder, which step rewards need: ``policy.chat.text``."""
@@ -324,20 +338,6 @@ def _by_name(
             name = f"{reward.name}_{number}"
         named[name] = reward
     return named
-
-
-def _announce_soft_deadlines(rewards: Mapping[str, FunctionReward | ObjectReward]) -> None:
-    names = []
-    for name, reward in rewards.items():
-        is_ours = str(getattr(reward.fn, "__module__", "")).startswith("gruppo.")
-        if reward.timeout_s is not None and not reward.is_remote and not is_ours:
-            names.append(name)
-    if names:
-        log.info(
-            "reward %s runs in this process: a call past its deadline is left behind in its thread,"
-            " and a hang in C cannot be killed. A function named as FILE.py:NAME is killed.",
-            ", ".join(names),
-        )
 
 
 class RewardResult:
