@@ -93,7 +93,9 @@ def test_train_resume_eval_sample_and_explain(tmp_path, monkeypatch):
         patch.setattr(processes, "draws_plots", True)
         code, out, err = call(tmp_path, "train", f"{tmp_path / 'recipes.py'}:toy", *overrides)
     assert (code, err) == (0, "")
-    assert "step 3/3" in out and "held-out reward, 4 prompts" in out and f"gruppo sample {run} " in out
+    assert (
+        "step 3/3" in out and "held-out reward, 4 prompts" in out and f"gruppo sample {run} " in out
+    )
     config = serialization.load(run / "config.json")
     assert config.objective == serialization.preset("dr_grpo").__class__(
         **{**vars(serialization.preset("dr_grpo")), "clip_high": 0.3}
