@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import gruppo
+from gruppo.protocols import DescriptionMixin, MemoryMixin, ValueHeadMixin
 from gruppo.seeds import generator_at
 
 STEPS, DT, GRAVITY, MAX_SPEED, MAX_TORQUE = 100, 0.05, 10.0, 8.0, 2.0
@@ -47,8 +48,7 @@ class Network(nn.Module):
         self.log_std = nn.Parameter(torch.full((1,), -0.5))
 
 
-class PendulumPolicy(gruppo.Policy):
-    supports = frozenset({"shared_critic"})
+class PendulumPolicy(gruppo.Policy, ValueHeadMixin, DescriptionMixin, MemoryMixin):
     likelihood_outputs = frozenset({"entropy", "entropy_value", "gaussian", "values"})
     action_name, budget_name = "step", "steps"
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import gruppo
+from gruppo.protocols import DescriptionMixin, MemoryMixin
 from gruppo.seeds import generator_at, uniforms_at
 
 CITIES, WIDTH, HEADS = 20, 64, 4
@@ -74,7 +75,7 @@ class PointerNetwork(nn.Module):
         return scores.masked_fill(visited, -math.inf)
 
 
-class RoutePolicy(gruppo.Policy):
+class RoutePolicy(gruppo.Policy, DescriptionMixin, MemoryMixin):
     """Chooses the cities of a tour one after the other."""
 
     likelihood_outputs = frozenset({"entropy", "entropy_value"})

@@ -134,7 +134,7 @@ def test_a_broken_policy_is_refused_before_anything_is_written(tmp_path, make, w
     assert not (tmp_path / "runs").exists()
 
 
-class Replayed:
+class Replayed(gruppo.Engine):
     """An engine that returns the rows that it sampled first, whatever is requested."""
 
     def __init__(self, policy: Any) -> None:
@@ -178,7 +178,7 @@ def test_a_broken_engine_is_refused_before_anything_is_written(tmp_path, engine,
     assert not (tmp_path / "runs").exists()
 
 
-class Counting:
+class Counting(gruppo.Engine):
     """The policy's own samples through an engine from outside."""
 
     def __init__(self, policy: Any) -> None:

@@ -25,6 +25,7 @@ from gruppo.loading import absolute_spec
 from gruppo.modalities import find_modality
 from gruppo.modalities.common.lora import inject
 from gruppo.modalities.diffusion.config import DiffusionConfig
+from gruppo.protocols import save_with_origin
 from gruppo.trainer import checkpoint
 from gruppo.types import GruppoError
 
@@ -287,7 +288,7 @@ def test_the_function_of_a_saved_model_runs_only_where_this_user_saved_it(
 ):
     name = own_models.own("model")
     policy = gruppo.load_policy(name)
-    policy.save_with_origin(tmp_path / "saved")
+    save_with_origin(policy, tmp_path / "saved")
     exporting.export(tmp_path / "saved", tmp_path / "exported")
     for folder in (tmp_path / "saved", tmp_path / "exported"):
         assert gives(capsys, "sample", str(folder), "hello", "--max-new-tokens", "2")[0] == 0
@@ -387,7 +388,7 @@ def test_every_kind_of_model_is_compared_with_its_seal(tmp_path, kind):
         adapt = partial(inject, rank=2, alpha=4.0, targets=(), seed=0, base=tiny.model())
         policy = gruppo.from_pretrained(tiny.model(), adapt=adapt)
     with checkpoint.replacing(tmp_path / "saved") as temporary:
-        policy.save_with_origin(temporary)
+        save_with_origin(policy, temporary)
     trust.record(tmp_path / "saved", trust.imports_of_model(tmp_path / "saved"))
     gruppo.load_policy(tmp_path / "saved")
     (weights,) = (tmp_path / "saved").glob("*.safetensors")

@@ -15,7 +15,7 @@ _NAMES = {
     "gruppo.trainer.callbacks": "Callback Step",
     "gruppo.inference": "load_policy",
     "gruppo.config.schema": "Config EvaluationConfig OptimConfig RolloutConfig SavingConfig Stage",
-    "gruppo.protocols": "Policy Modality",
+    "gruppo.protocols": "Policy Modality Engine",
     "gruppo.data.source": "IndexedSource",
     "gruppo.core.objective": "Objective PRESETS",
     "gruppo.losses": "GRPOLoss PPOLoss compute_gae",
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     )
     from gruppo.modalities.restoration import RestorationPolicy, load_restorer, open_restorer
     from gruppo.modalities.text import TextPolicy, from_module, from_pretrained, from_transformers
-    from gruppo.protocols import Modality, Policy
+    from gruppo.protocols import Engine, Modality, Policy
     from gruppo.testing import check_engine, check_policy, check_reward
     from gruppo.trainer.callbacks import Callback, Step
     from gruppo.trainer.loop import Stopped

@@ -20,7 +20,7 @@ from gruppo import trust
 from gruppo.config import serialization
 from gruppo.config.checks import smallest_group
 from gruppo.config.schema import IN_MEMORY, Config
-from gruppo.config.stages import learns_from_samples, stage_path
+from gruppo.config.stages import highest, learns_from_samples, stage_path
 from gruppo.data.open import is_function_name, open_source
 from gruppo.data.restoration import WithReference
 from gruppo.data.source import Curriculum, IndexedSource, prompt_key
@@ -41,7 +41,26 @@ from gruppo.modalities.common.lora import has_adapter
 from gruppo.modalities.common.reference import ReferenceModel, Rule
 from gruppo.modalities.text.bundled import BUNDLED
 from gruppo.platforms import usable_cuda
-from gruppo.protocols import Critic, Engine, Modality, Policy, Reference, digest, peek
+from gruppo.protocols import (
+    AdapterMixin,
+    ConversationMixin,
+    Critic,
+    DemonstrationMixin,
+    DescriptionMixin,
+    Engine,
+    MemoryMixin,
+    Modality,
+    Policy,
+    Reference,
+    RestorationMixin,
+    ServingMixin,
+    ShardingMixin,
+    ValueHeadMixin,
+    digest,
+    part,
+    peek,
+    shard_policy,
+)
 from gruppo.rewards.registry import absolute_reward, resolve_reward
 from gruppo.rewards.remote import RewardWorkers
 from gruppo.rewards.scoring import RewardSet
@@ -265,14 +284,15 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
         modality = policy.modality
         checks.check(config, modality)
     config = place(policy, config)
-    if environment is None:
-        policy.prepare_conversations(None)
-    else:
-        policy.prepare_conversations(environment.tools, environment.tools_of)
     # what the policy cannot be trained with is refused before a reference or a critic takes memory
     sampling = modality.sampling(config, policy)
     modality.check(config, policy, sampling, source, rewards)
     check_capabilities(config, policy)
+    if isinstance(policy, ConversationMixin):
+        if environment is None:
+            policy.prepare_conversations(None)
+        else:
+            policy.prepare_conversations(environment.tools, environment.tools_of)
     if not type(policy).__module__.startswith("gruppo."):  # a policy from outside
         tolerance = 1e-3 if policy.compute_dtype == torch.float32 else 0.1
         check_policy(policy, peek(source, PROMPTS_CHECKED), sampling=sampling, tolerance=tolerance)
@@ -294,14 +314,17 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
         "demos": demos,
         "validation": validation,
     }
-    if parts.engine is None and config.engine.kind == "vllm":
-        components |= {"progress": engine.progress, "engine_metrics": engine.metrics}
-        components |= {"before_update": engine.sleep} if config.engine.colocated else {}
     if environment is not None:
         engine = ConversationEngine(engine, environment, policy.check_prompt)
     if (
         config.optim.recompute == "layer"
     ):  # after the reference, which has no backward pass, was copied
+        if not isinstance(policy, ShardingMixin):
+            raise GruppoError(
+                f"optim.recompute=layer: {type(policy).__name__} does not define recompute",
+                option="optim.recompute",
+                advice="none, or lower $optim.token_budget",
+            )
         policy.recompute()
         if critic is not None:
             critic.recompute()
@@ -311,7 +334,7 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
     # the optimizer after sharding, which replaces parameters
     run = Run(config, policy, engine, source, rewards, adamw(policy, critic, config), **components)
     is_evaluated = (
-        bool(rewards.names) or policy.renders_images
+        bool(rewards.names) or part(policy, DescriptionMixin).renders_images
     )  # without rewards, images are still shown
     if is_evaluated and config.evaluation.prompts and not held_out(run, config.evaluation.prompts):
         log.warning(
@@ -341,17 +364,20 @@ def warn_of_overlap(run: Run) -> None:
 
 
 def check_capabilities(config: Config, policy: Policy) -> None:
-    """Refuse options that need a capability which the policy does not declare."""
-    needs = {"conversations": "environment"} if config.environment.names else {}
-    if config.objective.has_critic:
-        needs[f"{config.critic.kind}_critic"] = f"critic.kind={config.critic.kind}"
-    if config.engine.kind == "vllm":
-        needs["serving"] = "engine.kind=vllm"
-    for capability, option in needs.items():
-        if capability not in policy.supports:
-            raise GruppoError(f"""{option} needs a policy that supports {capability!r}, and {type(policy).__name__}
-                supports {sorted(policy.supports) or "nothing optional"}. Leave the option out, or add it to the
-                policy.""")
+    """Refuse options that need a capability which the policy does not have."""
+    needs: list[tuple[str, str, bool, type]] = [
+        ("environment", "environment", bool(config.environment.names), ConversationMixin),
+        ("critic.kind", "objective", config.objective.has_critic, ValueHeadMixin),
+        ("stage.sup_coef", "stage.sup_coef", highest(config, "sup_coef") > 0, DemonstrationMixin),
+        ("engine.kind", "engine.kind", config.engine.kind == "vllm", ServingMixin),
+    ]
+    for problem, option, is_set, kind in needs:
+        if is_set and not isinstance(policy, kind):
+            raise GruppoError(
+                f"""{problem} needs a policy that is a gruppo.protocols.{kind.__name__}, and
+                {type(policy).__name__} is not""",
+                advice=f"Leave ${option} out, or add the class to the policy's bases",
+            )
 
 
 def place(policy: Policy, config: Config) -> Config:
@@ -417,8 +443,10 @@ def shard(
     frozen = {} if reference is None else reference.frozen_state_dict()
     sha256 = {"reference_sha256": digest(frozen) if frozen else None}
     if reference is not None or config.model == IN_MEMORY:
-        sha256["first_weights_sha256"] = digest(policy.frozen_base() | policy.checkpoint_weights())
-    policy.shard(apply)
+        sha256["first_weights_sha256"] = digest(
+            part(policy, AdapterMixin).frozen_base() | policy.checkpoint_weights()
+        )
+    shard_policy(policy, apply)
     if critic is not None:
         critic.shard(apply)
     if reference is not None:
@@ -476,7 +504,7 @@ def open_engine(config: Config, parts: Parts, policy: Policy, sampling: Any, sou
         prompts = sorted(source.all_prompts(), key=lambda prompt: len(str(prompt.inputs)))[
             -64:
         ] or peek(source, 64)
-        servers.check(policy.longest_prompt(prompts) + sampling.max_actions)
+        servers.check(part(policy, MemoryMixin).longest_prompt(prompts) + sampling.max_actions)
     except BaseException:
         servers.close()
         raise
@@ -487,7 +515,7 @@ def check_lag(config: Config, engine: Any) -> None:
     """Refuse to sample ahead with an engine, or on ranks, that cannot."""
     if not config.engine.lag or config.engine.replay:
         return
-    if getattr(engine, "concurrency", 0) < 1:
+    if engine.concurrency < 1:
         raise GruppoError(
             f"""engine.lag={config.engine.lag} needs an engine that samples while the trainer learns,
                     and {type(engine).__name__} does not declare it (concurrency = 1 or more; see
@@ -550,7 +578,7 @@ def with_reference(source: Any, policy: Policy, reference: Reference | None) -> 
     def restore(images: torch.Tensor) -> torch.Tensor:
         active = nullcontext(first) if reference is None else reference.active()
         with active as restorer, sharding.gathered(restorer.module):
-            return restorer.restore(images)
+            return part(restorer, RestorationMixin).restore(images)
 
     return WithReference(source, restore)
 

@@ -20,6 +20,7 @@ from gruppo.integrity import SEAL, check_seal, read_json
 from gruppo.loading import command_name
 from gruppo.modalities.common.adapters import CONFIG, is_adapter, model_of, read_adapter
 from gruppo.modalities.text.bundled import BUNDLED, ORIGINS
+from gruppo.protocols import save_with_origin
 from gruppo.tracking.model_card import model_card
 from gruppo.tracking.plots import plot_run
 from gruppo.trainer import checkpoint
@@ -88,7 +89,7 @@ def export(
                     path, temporary, dirs_exist_ok=True, ignore=shutil.ignore_patterns(SEAL)
                 )
             else:
-                policy.save_with_origin(temporary)
+                save_with_origin(policy, temporary)
             if gguf:
                 _convert(converter, temporary, path, name=target.name)
         if folder is not None:

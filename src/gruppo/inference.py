@@ -24,7 +24,7 @@ from gruppo.modalities import find_modality
 from gruppo.modalities.common.adapters import model_of
 from gruppo.modalities.text.bundled import BUNDLED
 from gruppo.modalities.text.custom import names_function
-from gruppo.protocols import Policy
+from gruppo.protocols import DescriptionMixin, Policy, PromptMixin, part
 from gruppo.tracking.images import make_sheet
 from gruppo.trainer import checkpoint
 from gruppo.trainer.evaluate import Evaluated, evaluate, held_out
@@ -166,25 +166,27 @@ def sample(
     if n < 1:
         raise GruppoError(f"--n {n} samples nothing; it needs at least 1.")
     policy = load_policy(model, trust_run=trust_run, trust_remote_code=trust_remote_code)
+    display = part(policy, DescriptionMixin)
     config = Config()
     if chat_template_kwargs:
-        policy.configure_prompts(replace(config.prompts, chat_template_kwargs=chat_template_kwargs))
+        written = replace(config.prompts, chat_template_kwargs=chat_template_kwargs)
+        part(policy, PromptMixin).configure_prompts(written)
     if (
         is_run := (Path(model) / "config.json").is_file()
         and (Path(model) / "manifest.json").is_file()
     ):
         config = serialization.load(Path(model) / "config.json")
     sampling = Sampling(temperature=temperature, max_actions=max_new_tokens)
-    if policy.renders_images or is_run:
+    if display.renders_images or is_run:
         trained = policy.modality.sampling(config, policy)
         sampling = policy.check_sampling(policy.modality.inference_sampling(trained, temperature))
-        if policy.modality.has_lengths and not policy.renders_images:
+        if policy.modality.has_lengths and not display.renders_images:
             sampling = replace(sampling, max_actions=max_new_tokens)
     requests = []
     for index, text in enumerate(prompts):
         prompt = Prompt(
             str(index),
-            policy.parse_prompt(text, is_plain=is_plain, read_image=read_image),
+            part(policy, PromptMixin).parse_prompt(text, is_plain=is_plain, read_image=read_image),
             draw=index,
         )
         if why := policy.check_prompt(prompt, sampling):
@@ -192,13 +194,13 @@ def sample(
         requests.append(Request(prompt, n))
     rendered: list[Any] = []
     # images one prompt at a time: they may differ in size, and Rollouts.cat pads columns alone
-    for batch in [[request] for request in requests] if policy.renders_images else [requests]:
+    for batch in [[request] for request in requests] if display.renders_images else [requests]:
         rollouts = policy.sample(batch, sampling, seed=seed)
-        rendered += [policy.render(rollouts, row) for row in range(len(rollouts))]
+        rendered += [display.render(rollouts, row) for row in range(len(rollouts))]
     # of a conversation, the last message
     rendered = [each[-1]["content"] if isinstance(each, list) else each for each in rendered]
     rendered = [rendered[i : i + n] for i in range(0, len(rendered), n)]
-    return _written(rendered, prompts, requests, folder) if policy.renders_images else rendered
+    return _written(rendered, prompts, requests, folder) if display.renders_images else rendered
 
 
 def _written(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from gruppo.errors import GruppoError
 from gruppo.types import (
-    Batch,
     Generated,
     Likelihood,
     MicroBatch,
@@ -34,8 +33,10 @@ from gruppo.types import (
     TokenBatch,
 )
 
+T = TypeVar("T")
+
 Outputs = Collection[str]
-"""Requested outputs of a likelihood beside ``logprobs``: "entropy" (with gradient), "entropy_value" (without, cheaper),
+"""Requested outputs of a likelihood besides ``logprobs``: "entropy" (with gradient), "entropy_value" (without, cheaper),
 "gaussian", "values", "output"."""
 
 GenerateTokens = Callable[[TokenBatch, Any, int], Generated]
@@ -66,8 +67,9 @@ class ParameterGroup:
 class Policy:
     """Base class of policies: a distribution over actions that can be sampled and evaluated.
 
-    A subclass sets ``module`` and defines ``sample`` and ``likelihood``. Everything else has a default that suits a
-    policy whose module computes in its own dtype.
+    A subclass sets ``module`` and defines ``sample`` and ``likelihood``. The other members have defaults that suit a
+    policy whose module computes in its own dtype. Everything optional is a mixin below: a policy that can answer an
+    environment also inherits from ``ConversationMixin``, one with a value head from ``ValueHeadMixin``.
 
     Contract: ``likelihood`` of what ``sample`` returned equals ``sampler_logprobs`` where ``mask`` is True, so that the
     first ratio is 1. ``gruppo.check_policy`` verifies it.
@@ -75,36 +77,12 @@ class Policy:
 
     module: nn.Module
     """The master weights, which the optimizer trains."""
-    value_head: nn.Module | None = None
-    """Features [N, F] to values [N]. Not part of ``module``, so that saves, copies and references exclude it."""
     modality: Modality
     """What differs between kinds of models before one is open; the neutral ``Modality`` by default."""
-    supports: ClassVar[frozenset[str]] = frozenset()
-    """Optional capabilities: "consistency", "conversations", "demonstrations", "lora", "restore", "separate_critic",
-    "serving", "shared_critic"."""
     likelihood_outputs: ClassVar[frozenset[str]] = frozenset()
-    """Outputs that ``likelihood`` can return beside log-probs; with "gaussian", KL divergences are exact."""
-    actions_are_positions: ClassVar[bool] = False
-    """Whether the T actions of a row are places chosen at once, such as patches, and not a sequence in time."""
-    action_name: ClassVar[str] = "action"
-    """The term for one action in printed output: token, step, patch."""
-    budget_name: ClassVar[str] = "actions"
-    """The unit of ``--optim.token-budget`` in printed output."""
-    renders_images: ClassVar[bool] = False
-    """Whether ``render`` returns images, which are shown as sheets of several groups."""
-    saves_base: ClassVar[bool] = False
-    """Whether ``save`` reads the weights below an adapter too, as one that merges them."""
+    """Outputs that ``likelihood`` can return besides log-probs; with "gaussian", KL divergences are exact."""
     origin: Any = None
     """The function that made the policy, if it was opened by ``--model FILE.py:FUNCTION``."""
-    default_budgets: ClassVar[tuple[int, int]] = (4096, 65536)
-    """Budgets of ``micro_batches`` where memory is not short: on a CPU, and on an accelerator."""
-    out_of_memory_hint: ClassVar[tuple[str, str]] = (
-        "one row of {units} actions",
-        "Train a smaller module or sample shorter rows.",
-    )
-    """What did not fit into memory and what to do, for the error message."""
-
-    # --- weights and devices ---
 
     @property
     def device(self) -> torch.device:
@@ -127,27 +105,11 @@ class Policy:
         """Move the policy to a device, in place."""
         self.module.to(device)
 
-    def shard(self, apply: Callable[..., None]) -> None:
-        """Shard the weights over ranks, in place, with ``apply(module, units=None, compute_dtype=None)``.
-
-        ``units``: parts that are sharded by themselves; None for the layers of the module.
-        """
-        apply(self.module)
-
-    def recompute(self) -> None:
-        """Compute the activations of each layer again in the backward pass, instead of keeping them."""
-        raise GruppoError(
-            f"optim.recompute=layer: {type(self).__name__} does not define recompute",
-            option="optim.recompute",
-            advice="none, or lower $optim.token_budget",
-        )
-
     def at(self, module: nn.Module) -> Self:
         """Return this policy over other weights of the same architecture, such as those of a reference."""
-        other = copy.copy(
-            self
-        )  # shallow: tokenizer and options are shared, only the weights are others
-        other.module, other.value_head = module.eval(), None
+        other = copy.copy(self)  # shallow: tokenizer and options are shared
+        other.module = module.eval()
+        vars(other).pop("value_head", None)
         return other
 
     def checkpoint_weights(self) -> dict[str, Tensor]:
@@ -156,25 +118,6 @@ class Policy:
             name: tensor.detach().contiguous()
             for name, tensor in saved_tensors(self.module).items()
         }
-
-    def frozen_base(self) -> dict[str, Tensor]:
-        """Return the weights that never change and that no checkpoint holds, such as the base of a LoRA adapter."""
-        return {}
-
-    @property
-    def base_sha256(self) -> str | None:
-        """SHA-256 of ``frozen_base``; None without one."""
-        return None
-
-    def input_digests(self) -> dict[str, str | None]:
-        """SHA-256 of what makes the module's inputs from prompts, such as the tokenizer; a resumed run compares it."""
-        return {}
-
-    def save_with_origin(self, folder: Path) -> None:
-        """``save``, and the function that makes the policy, if one does."""
-        self.save(folder)
-        if self.origin is not None:
-            self.origin.write(folder)
 
     def save(self, folder: Path) -> None:
         """Write the trained weights to a folder from which ``load`` restores them."""
@@ -185,98 +128,24 @@ class Policy:
         """Read the weights that ``save`` wrote, in place."""
         weights = load_file(folder / "model.safetensors")
         for name, tensor in self.checkpoint_weights().items():
-            if (
-                name not in weights or weights[name].shape != tensor.shape
-            ):  # copy_ would broadcast some other shapes
+            # copy_ would broadcast some other shapes
+            if name not in weights or weights[name].shape != tensor.shape:
                 found = list(weights[name].shape) if name in weights else "missing"
                 raise GruppoError(f"""{folder}: {name} is {found}, and this policy needs {list(tensor.shape)}. Open the
                     folder with the function that made the policy.""")
             tensor.copy_(weights[name])
-
-    @property
-    def default_budget(self) -> int:
-        """Budget of ``micro_batches`` where memory is not short."""
-        return self.default_budgets[self.device.type != "cpu"]
-
-    # --- sampling ---
-
-    def configure_prompts(self, prompts: Any) -> None:
-        """Write prompts as ``config.prompts`` says, before any is written."""
-
-    def prepare_conversations(
-        self, tools: Tools | None, tools_of: Callable[[Prompt], Tools] | None = None
-    ) -> None:
-        """Get ready for an environment with these tools (JSON schemas); None without an environment.
-
-        ``tools_of``: those that a prompt names, if not all.
-        """
-        if tools:
-            raise GruppoError(f"""{type(self).__name__} does not write tools into prompts. Leave the tools out, or
-                define prepare_conversations.""")
 
     def check_prompt(self, prompt: Prompt, sampling: Any) -> str | None:
         """Return why this prompt cannot be sampled from, with what to do; None if it can."""
         return None
 
     def check_sampling(self, sampling: Any) -> Any:
-        """Return the sampling parameters that are used; raise GruppoError for those that cannot be evaluated alike."""
+        """Return the sampling parameters that are used; raise GruppoError for those that likelihood cannot evaluate."""
         return sampling
 
     def sample(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts:
         """Sample ``request.size`` rows of each prompt; randomness depends on (seed, draw, sample, position) alone."""
         raise NotImplementedError(f"{type(self).__name__} does not define sample.")
-
-    def continue_rollouts(
-        self,
-        rollouts: Rollouts,
-        replies: Mapping[int, Any],
-        sampling: Any,
-        *,
-        seed: int,
-        max_reply_tokens: int = 256,
-    ) -> Rollouts:
-        """Append the replies of an environment to their rows and sample the next turn ("conversations")."""
-        raise NotImplementedError(f"{type(self).__name__} does not support conversations.")
-
-    # --- sampling by an inference server ("serving") ---
-
-    def sample_with(
-        self, generate: GenerateTokens, requests: Sequence[Request], sampling: Any, *, seed: int
-    ) -> Rollouts:
-        """``sample``, with tokens that ``generate`` samples elsewhere."""
-        raise NotImplementedError(f"{type(self).__name__} cannot be sampled by a server.")
-
-    def continue_with(
-        self,
-        generate: GenerateTokens,
-        rollouts: Rollouts,
-        replies: Mapping[int, Any],
-        sampling: Any,
-        *,
-        seed: int,
-        max_reply_tokens: int = 256,
-    ) -> Rollouts:
-        """``continue_rollouts``, with tokens that ``generate`` samples elsewhere."""
-        raise NotImplementedError(f"{type(self).__name__} cannot be sampled by a server.")
-
-    def served_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all weights in the compute dtype under the names of the model's files, tied ones under each name."""
-        raise NotImplementedError(f"{type(self).__name__} cannot be loaded by a server.")
-
-    def served_config(self) -> dict[str, Any]:
-        """Return the model's config.json, without tied weights."""
-        raise NotImplementedError(f"{type(self).__name__} cannot be loaded by a server.")
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        """Token ids that end a row."""
-        raise NotImplementedError(f"{type(self).__name__} cannot be sampled by a server.")
-
-    def encode_text(self, text: str) -> list[int]:
-        """Return the token ids of a text, without tokens of a beginning or end."""
-        raise NotImplementedError(f"{type(self).__name__} has no tokenizer.")
-
-    # --- likelihood ---
 
     def likelihood(
         self, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs = ()
@@ -291,14 +160,263 @@ class Policy:
 
         Each action of ``loss_mask`` is in exactly one micro-batch; a longer row is one of its own.
         """
-        rows, columns = (
-            loss_mask.any(dim=1).nonzero()[:, 0],
-            loss_mask.shape[1],
-        )  # [b] rows of [B], and T
+        rows = loss_mask.any(dim=1).nonzero()[:, 0]  # [b] of [B]
+        columns = loss_mask.shape[1]
         parts = rows.split(max(budget // max(columns, 1), 1))
-        return [
-            MicroBatch(part, slice(0, columns)) for part in parts if len(part)
-        ]  # no rows split into one empty part
+        # no rows split into one empty part
+        return [MicroBatch(part, slice(0, columns)) for part in parts if len(part)]
+
+
+# --- what some policies can do as well --------------------------------------------------------------------------------
+# Methods without a neutral default are asked for by isinstance, once, when a run is built. The classes whose members
+# all have one (``PromptMixin``, ``DescriptionMixin``, ``StatisticsMixin``, ``MemoryMixin``, ``AdapterMixin``) stand in
+# for a policy that is none: ``part(policy, MemoryMixin).bytes_per_unit()``.
+
+
+class ConversationMixin:
+    """A policy whose rows can go on after an environment's reply."""
+
+    def prepare_conversations(
+        self, tools: Tools | None, tools_of: Callable[[Prompt], Tools] | None = None
+    ) -> None:
+        """Get ready for an environment with these tools (JSON schemas); None without an environment.
+
+        ``tools_of``: those that a prompt names, if not all.
+        """
+        if tools:
+            raise GruppoError(f"""{type(self).__name__} does not write tools into prompts. Leave the tools out, or
+                define prepare_conversations.""")
+
+    def continue_rollouts(
+        self,
+        rollouts: Rollouts,
+        replies: Mapping[int, Any],
+        sampling: Any,
+        *,
+        seed: int,
+        max_reply_tokens: int = 256,
+    ) -> Rollouts:
+        """Append the replies of an environment to their rows and sample the next turn."""
+        raise NotImplementedError(f"{type(self).__name__} does not define continue_rollouts.")
+
+
+class ServingMixin:
+    """A policy whose tokens an inference server can sample."""
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Token ids that end a row."""
+        raise NotImplementedError(f"{type(self).__name__} does not define stop_ids.")
+
+    def sample_with(
+        self, generate: GenerateTokens, requests: Sequence[Request], sampling: Any, *, seed: int
+    ) -> Rollouts:
+        """``sample``, with tokens that ``generate`` samples elsewhere."""
+        raise NotImplementedError(f"{type(self).__name__} does not define sample_with.")
+
+    def continue_with(
+        self,
+        generate: GenerateTokens,
+        rollouts: Rollouts,
+        replies: Mapping[int, Any],
+        sampling: Any,
+        *,
+        seed: int,
+        max_reply_tokens: int = 256,
+    ) -> Rollouts:
+        """``continue_rollouts``, with tokens that ``generate`` samples elsewhere."""
+        raise NotImplementedError(f"{type(self).__name__} does not define continue_with.")
+
+    def served_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all weights in the compute dtype under the names of the model's files, tied ones under each name."""
+        raise NotImplementedError(f"{type(self).__name__} does not define served_weights.")
+
+    def served_config(self) -> dict[str, Any]:
+        """Return the model's config.json, without tied weights."""
+        raise NotImplementedError(f"{type(self).__name__} does not define served_config.")
+
+    def encode_text(self, text: str) -> list[int]:
+        """Return the token ids of a string, without tokens of a beginning or end."""
+        raise NotImplementedError(f"{type(self).__name__} does not define encode_text.")
+
+
+class ValueHeadMixin:
+    """A policy that predicts values from its own features, as PPO's shared critic."""
+
+    value_head: nn.Module | None = None
+    """Features [N, F] to values [N]. Not part of ``module``, so that saves, copies and references exclude it."""
+
+    def feature_width(self) -> int:
+        """Return F."""
+        raise NotImplementedError(f"{type(self).__name__} does not define feature_width.")
+
+    def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
+        """Evaluate ``value_head`` before each action."""
+        raise NotImplementedError(f"{type(self).__name__} does not define values.")
+
+    def _values(self, features: Float[Tensor, "N F"] | None) -> Float[Tensor, "N"]:
+        """Apply ``value_head``; None stands for the features of no action."""
+        if self.value_head is None:
+            raise GruppoError(
+                "values were requested from a policy without a value head. Set policy.value_head first."
+            )
+        if features is None:
+            return torch.zeros(0, device=device_of(self.value_head))
+        return self.value_head(features)
+
+
+class DemonstrationMixin:
+    """A policy that can learn from targets."""
+
+    def check_demonstration(self, prompt: Prompt) -> str | None:
+        """Return why this prompt's target cannot be learned from, with what to do; None if it can."""
+        return None
+
+    def demonstrations(self, prompts: Sequence[Prompt], *, seed: int) -> Rollouts:
+        """Return one row per prompt whose actions are its target."""
+        raise NotImplementedError(f"{type(self).__name__} does not define demonstrations.")
+
+    def supervised_loss(self, rollouts: Rollouts, likelihood: Likelihood) -> Float[Tensor, "b t"]:
+        """Return the supervised loss of each action of the likelihood's rows."""
+        return -likelihood.logprobs
+
+
+class RestorationMixin:
+    """A policy with a deterministic output for each degraded image."""
+
+    def restore(self, images: Float[Tensor, "N C H W"]) -> Float[Tensor, "N C H W"]:
+        """Return the output for each image, as rewards read it."""
+        raise NotImplementedError(f"{type(self).__name__} does not define restore.")
+
+    def consistency_loss(
+        self, rollouts: Rollouts, likelihood: Likelihood, ref: Likelihood
+    ) -> Float[Tensor, "b t"]:
+        """Return the consistency loss of each action; the likelihood has its "output"."""
+        raise NotImplementedError(f"{type(self).__name__} does not define consistency_loss.")
+
+
+class ShardingMixin:
+    """A policy that shards or recomputes parts of its own."""
+
+    module: nn.Module
+
+    def shard(self, apply: Callable[..., None]) -> None:
+        """Shard the weights over ranks, in place, with ``apply(module, units=None, compute_dtype=None)``.
+
+        ``units``: parts that are sharded by themselves; None for the layers of the module.
+        """
+        apply(self.module)
+
+    def recompute(self) -> None:
+        """Compute the activations of each layer again in the backward pass, instead of keeping them."""
+        raise NotImplementedError(f"{type(self).__name__} does not define recompute.")
+
+
+class AdapterMixin:
+    """A policy that may train an adapter over weights that never change."""
+
+    saves_base: ClassVar[bool] = False
+    """Whether ``save`` reads the weights below an adapter too, as one that merges them."""
+
+    def frozen_base(self) -> dict[str, Tensor]:
+        """Return the weights that never change and that no checkpoint holds."""
+        return {}
+
+    @property
+    def base_sha256(self) -> str | None:
+        """SHA-256 of ``frozen_base``; None without one."""
+        return None
+
+
+class PromptMixin:
+    """A policy with options of its own for how prompts become inputs of the module."""
+
+    def configure_prompts(self, prompts: Any) -> None:
+        """Write prompts as ``config.prompts`` says, before any is written."""
+
+    def input_digests(self) -> dict[str, str | None]:
+        """SHA-256 of what makes the module's inputs from prompts, such as the tokenizer; a resumed run compares it."""
+        return {}
+
+    def format_prompt(self, prompt: Prompt, *, is_target: bool = False) -> str | None:
+        """Return the prompt, or its target, as the model reads it, for ``gruppo explain``; None if that is the same."""
+        return None
+
+    def parse_prompt(self, text: str, *, is_plain: bool, read_image: Callable[..., Tensor]) -> Any:
+        """Return the inputs of a prompt typed after ``gruppo sample``: JSON if it is valid, else the text."""
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+
+
+class DescriptionMixin:
+    """A policy that says how its actions and samples are shown."""
+
+    action_name: ClassVar[str] = "action"
+    """The term for one action in printed output: token, step, patch."""
+    renders_images: ClassVar[bool] = False
+    """Whether ``render`` returns images, which are shown as sheets of several groups."""
+
+    def render(self, rollouts: Rollouts, row: int) -> Any:
+        """Return a sample as it is shown: text, an image tensor [C, H, W] in [0, 1], or any object with a repr."""
+        return rollouts.completions[row]
+
+    def describe(
+        self, config: Any, sampling: Any, prompts: Sequence[Prompt], group_size: int
+    ) -> list[str]:
+        """Return lines for ``gruppo explain``: what a step samples and trains on."""
+        return []
+
+
+class StatisticsMixin:
+    """A policy with metrics of its own.
+
+    Statistics are keyed "<reduction>:<metric>", such as "mean:eval/psnr"; reductions are attributes of ``Stat``.
+    """
+
+    def batch_stats(
+        self,
+        rollouts: Rollouts,
+        rewards: Float[Tensor, "B"],
+        sampling: Any,
+        *,
+        is_evaluation: bool = False,
+    ) -> dict[str, Stat]:
+        """Return statistics of sampled rows, or of greedy samples of held-out prompts."""
+        return {}
+
+    def update_stats(
+        self, batch: Any, micro_batch: MicroBatch, likelihood: Likelihood, inputs: Any
+    ) -> dict[str, Stat]:
+        """Return statistics of a micro-batch before its update; ``inputs`` is a ``core.loss.LossInputs``."""
+        return {}
+
+    def evaluate_steps(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Any,
+        *,
+        generate: Generate,
+        score: Score,
+        budget: int,
+    ) -> dict[str, Stat]:
+        """Return statistics that need samples of their own, such as rewards along denoising steps."""
+        return {}
+
+
+class MemoryMixin:
+    """A policy that knows the memory of its forwards, in units of the budget of ``micro_batches``."""
+
+    budget_name: ClassVar[str] = "actions"
+    """The unit of ``--optim.token-budget`` in printed output."""
+    default_budgets: ClassVar[tuple[int, int]] = (4096, 65536)
+    """Budgets of ``micro_batches`` if memory is not short: on a CPU, and on an accelerator."""
+    out_of_memory_hint: ClassVar[tuple[str, str]] = (
+        "one row of {units} actions",
+        "Train a smaller module or sample shorter rows.",
+    )
+    """What did not fit into memory and what to do, for the error message."""
 
     def bytes_per_unit(self, *, least: bool = False) -> int:
         """Return the activation memory of one unit of the budget; 0 if unknown. ``least``: of the leanest layout."""
@@ -312,100 +430,31 @@ class Policy:
         """Return the units of the budget that the longest of these rows takes, its prompt included."""
         return int(rollouts.lengths[rows].max())
 
-    def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
-        """Evaluate ``value_head`` before each action ("shared_critic")."""
-        raise NotImplementedError(f"{type(self).__name__} has no value head.")
-
-    def _values(self, features: Float[Tensor, "N F"] | None) -> Float[Tensor, "N"]:
-        """Apply ``value_head``; None stands for the features of no action."""
-        if self.value_head is None:
-            raise GruppoError(
-                "values were requested from a policy without a value head. Set policy.value_head first."
-            )
-        return torch.zeros(0, device=self.device) if features is None else self.value_head(features)
-
-    # --- demonstrations and consistency ---
-
-    def check_demonstration(self, prompt: Prompt) -> str | None:
-        """Return why this prompt's target cannot be learned from, with what to do; None if it can."""
-        return None
-
-    def demonstrations(self, prompts: Sequence[Prompt], *, seed: int) -> Rollouts:
-        """Return one row per prompt whose actions are its target ("demonstrations")."""
-        raise NotImplementedError(f"{type(self).__name__} does not support demonstrations.")
-
-    def supervised_loss(self, rollouts: Rollouts, likelihood: Likelihood) -> Float[Tensor, "b t"]:
-        """Return the supervised loss of each action of the likelihood's rows."""
-        return -likelihood.logprobs
-
-    def consistency_loss(
-        self, rollouts: Rollouts, likelihood: Likelihood, ref: Likelihood
-    ) -> Float[Tensor, "b t"]:
-        """Return the consistency loss of each action ("consistency"); the likelihood has its "output"."""
-        raise NotImplementedError(f"{type(self).__name__} has no consistency loss.")
-
-    def restore(self, images: Float[Tensor, "N C H W"]) -> Float[Tensor, "N C H W"]:
-        """Return the deterministic output for each degraded image, as rewards read it ("restore")."""
-        raise NotImplementedError(f"{type(self).__name__} does not restore images.")
-
-    # --- metrics and samples ---
-    # Statistics are keyed "<reduction>:<metric>", such as "mean:eval/psnr"; reductions are attributes of Stat.
-
-    def batch_stats(
-        self,
-        rollouts: Rollouts,
-        rewards: Float[Tensor, "B"],
-        sampling: Any,
-        *,
-        is_evaluation: bool = False,
-    ) -> dict[str, Stat]:
-        """Return further statistics of sampled rows, or of greedy samples of held-out prompts."""
-        return {}
-
-    def update_stats(
-        self, batch: Batch, micro_batch: MicroBatch, likelihood: Likelihood, inputs: Any
-    ) -> dict[str, Stat]:
-        """Return further statistics of a micro-batch before its update; ``inputs`` is a ``core.loss.LossInputs``."""
-        return {}
-
-    def evaluate_steps(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Any,
-        *,
-        generate: Generate,
-        score: Score,
-        budget: int,
-    ) -> dict[str, Stat]:
-        """Return further statistics that need samples of their own, such as rewards along denoising steps."""
-        return {}
-
-    def parse_prompt(self, text: str, *, is_plain: bool, read_image: Callable[..., Tensor]) -> Any:
-        """Return the inputs of a prompt typed after ``gruppo sample``: JSON if it is valid, else the text."""
-        try:
-            return json.loads(text)
-        except ValueError:
-            return text
-
-    def render(self, rollouts: Rollouts, row: int) -> Any:
-        """Return a sample as it is shown: text, an image tensor [C, H, W] in [0, 1], or any object with a repr."""
-        return rollouts.completions[row]
-
-    def describe(
-        self, config: Any, sampling: Any, prompts: Sequence[Prompt], group_size: int
-    ) -> list[str]:
-        """Return lines for ``gruppo explain``: what a step samples and trains on."""
-        return []
-
-    def format_prompt(self, prompt: Prompt, *, is_target: bool = False) -> str | None:
-        """Return the prompt, or its target, as the model reads it, for ``gruppo explain``; None if that is the same."""
-        return None
-
     def memory_estimate(
         self, config: Any, prompts: Sequence[Prompt], budget: int, group_size: int
     ) -> dict[str, float]:
-        """Return bytes by name that a step needs beside weights, gradients and optimizer state."""
+        """Return bytes by name that a step needs besides weights, gradients and optimizer state."""
         return {}
+
+
+def part(policy: Any, kind: type[T]) -> T:
+    """Return the policy as one of its optional kinds, or the neutral defaults of that kind."""
+    return policy if isinstance(policy, kind) else kind()
+
+
+def shard_policy(policy: Policy, apply: Callable[..., None]) -> None:
+    """Shard the weights of a policy over ranks, in place; see ``ShardingMixin.shard``."""
+    if isinstance(policy, ShardingMixin):
+        policy.shard(apply)
+    else:
+        apply(policy.module)
+
+
+def save_with_origin(policy: Policy, folder: Path) -> None:
+    """Save a policy, and the function that makes it, if one does."""
+    policy.save(folder)
+    if policy.origin is not None:
+        policy.origin.write(folder)
 
 
 class Modality:
@@ -463,8 +512,7 @@ class Modality:
         """Return a policy given in memory as the options say, such as with a LoRA adapter."""
         if config.lora.rank or config.lora.adapter:
             raise GruppoError(
-                f"LoRA is not supported by {type(policy).__name__} (its supports lacks 'lora')",
-                advice="Leave $lora.* out",
+                f"LoRA is not supported by {type(policy).__name__}", advice="Leave $lora.* out"
             )
         return policy
 
@@ -495,6 +543,12 @@ class Modality:
 
     def critic(self, config: Any, policy: Policy, data: Any) -> Critic | None:
         """Return a critic of the untrained policy; None for the generic value head."""
+        if config.critic.kind == "separate":
+            raise GruppoError(
+                f"critic.kind='separate': {type(policy).__name__} has no separate critic",
+                option="critic.kind",
+                advice="shared",
+            )
         return None
 
     def absolute_paths(self, config: Any, absolute: Callable[[str], str]) -> Any:
@@ -506,34 +560,73 @@ class Modality:
 Policy.modality = Modality()
 
 
+@runtime_checkable
 class Engine(Protocol):
-    """Where samples come from.
+    """Where samples come from. A subclass defines ``generate`` and ``sync``; the rest has neutral defaults."""
 
-    Optional attribute: ``concurrency``, the calls of ``generate`` that may run at a time, each in a thread of its own,
-    while the policy is trained and while ``sync`` runs. ``engine.lag`` needs 1 or more. A call that ``sync`` overtakes
-    may go on with the new weights; ``policy_version`` says which weights chose each action. ``close`` ends all calls.
-    """
+    concurrency: int = 0
+    """Calls of ``generate`` that may run at a time, each in a thread of its own, while the policy is trained and while
+    ``sync`` runs; ``engine.lag`` needs 1 or more. A call that ``sync`` overtakes may go on with the new weights;
+    ``policy_version`` says which weights chose each action. ``close`` ends all calls."""
 
     def generate(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts:
         """Sample the requests; rows carry the version of the weights that chose their actions."""
+        ...
+
+    def continue_rollouts(
+        self,
+        rollouts: Rollouts,
+        replies: Mapping[int, Any],
+        sampling: Any,
+        *,
+        seed: int,
+        max_reply_tokens: int = 256,
+    ) -> Rollouts:
+        """Append the replies of an environment to their rows and sample the next turn."""
+        raise GruppoError(f"""{type(self).__name__} cannot continue rows after an environment's reply. Define
+            continue_rollouts, or leave the environment out.""")
 
     def sync(self, policy: Policy, version: int) -> None:
         """Load the policy's weights as ``version``; return once a probe has shown that the sampler holds them."""
+        ...
+
+    def sleep(self) -> None:
+        """Release memory of the device between the samples of a step and its update."""
+        return
+
+    def metrics(self) -> dict[str, float]:
+        """Return metrics since the last call."""
+        return {}
+
+    def progress(self) -> str:
+        """Return what the engine is doing, for the screen; "" if there is nothing to say."""
+        return ""
 
     def close(self) -> None:
         """Release what the engine holds."""
+        return
 
 
 class Reward(Protocol):
-    """Scores rollouts; higher is better, NaN means unscored. Returns [B], or [B, T] with ``scores_steps = True``.
-
-    Optional attributes: ``scores_steps`` (a score at each action that ends a step, NaN elsewhere), ``columns`` (data
-    columns that it needs), ``check(columns)`` (may refuse the data), ``memory_bytes`` (of its weights).
-    """
+    """Scores rollouts; higher is better, NaN means unscored. Returns [B], or [B, T] with ``scores_steps``."""
 
     name: str
+    scores_steps: bool = False
+    """Whether it returns a score at each action that ends a step, NaN elsewhere."""
+    scores_turns: bool = False
+    """Whether the steps are the turns of a conversation."""
+    compares_group: bool = False
+    """Whether it compares the completions of a group, all of which it then needs in one call."""
+    columns: Collection[str] = ()
+    """Data columns that it needs."""
+    memory_bytes: int = 0
+    """Of its weights."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor: ...
+
+    def check(self, columns: Collection[str]) -> None:
+        """Refuse data with these columns by raising an error."""
+        return
 
 
 class Critic(Protocol):
@@ -551,11 +644,11 @@ class Critic(Protocol):
         """Return what a checkpoint of the critic holds, by name."""
 
     def shard(self, apply: Callable[..., None]) -> None:
-        """Shard the network of its own over ranks, if it has one; see ``Policy.shard``."""
+        """Shard the network of its own over ranks, if it has one; see ``ShardingMixin.shard``."""
         return
 
     def recompute(self) -> None:
-        """Compute activations of a network of its own again in the backward pass; see ``Policy.recompute``."""
+        """Compute activations of a network of its own again in the backward pass; see ``ShardingMixin.recompute``."""
         return
 
     def zero_grad(self) -> None:
@@ -579,7 +672,7 @@ class Reference(Protocol):
     """Whether the weights change, by ``update`` or ``reset_to``."""
 
     def shard(self, apply: Callable[..., None]) -> None:
-        """Shard a copy of the weights over ranks, if it holds one; called after ``Policy.shard``."""
+        """Shard a copy of the weights over ranks, if it holds one; called after the policy's."""
         return
 
     def on_device(self) -> AbstractContextManager[None]:
@@ -646,6 +739,13 @@ class PromptSource(Protocol):
     """How images are degraded, where they are."""
     level: float | None
     """Share of the prompts that is sampled from, the easiest first; None without a curriculum."""
+    passed_over: int
+    """Prompts that a curriculum found too hard, since the run was started or resumed."""
+    name: str
+
+    def difficulty(self, prompt: Prompt) -> float:
+        """Return how hard a prompt is; asked only where ``level`` is not None."""
+        return 0.0
 
     def take(self, n: int) -> list[Prompt]:
         """Return the next ``n`` prompts."""

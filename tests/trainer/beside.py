@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from gruppo.protocols import Engine
 from gruppo.types import Request, Rollouts
 
 
-class CopyEngine:
+class CopyEngine(Engine):
     """Samples from a copy of the weights, one call at a time; a call that waits for ``sync`` uses the new weights."""
 
     concurrency = 2

@@ -13,6 +13,7 @@ from tests.trainer import by_hand
 from tests.trainer.test_metrics import shift
 from tests.trainer.test_step import run_in, step
 
+from gruppo.protocols import Engine
 from gruppo.trainer.collect import collect
 from gruppo.trainer.run import Run
 from gruppo.trainer.stages import step_params_at
@@ -20,7 +21,7 @@ from gruppo.trainer.update import backward
 from gruppo.types import GruppoError, Likelihood, MicroBatch, Rollouts
 
 
-class OffEngine:
+class OffEngine(Engine):
     """Reports log-probs that are off by a known amount, or not at all."""
 
     def __init__(self, real: Any, off: Any) -> None:

@@ -13,6 +13,7 @@ from tests.trainer import by_hand
 from tests.trainer.test_step import none_for_even, run_in, step
 
 from gruppo.build import Parts
+from gruppo.protocols import Engine
 from gruppo.trainer.collect import collect
 from gruppo.trainer.minibatches import minibatches
 from gruppo.trainer.run import Run
@@ -125,7 +126,7 @@ def test_a_reinforce_pp_step_is_the_step_by_hand(tmp_path, changes):
     torch.testing.assert_close(after, expected, rtol=0, atol=1e-5)
 
 
-class WithTools:
+class WithTools(Engine):
     """An engine whose third and fourth token of every other row a tool has written."""
 
     def __init__(self, real: Any) -> None:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from gruppo.distributed.sharding import local
+from gruppo.protocols import Engine
 from gruppo.types import Request, Rollouts
 
 
-class LocalEngine:
+class LocalEngine(Engine):
     """The policy's own ``sample``. It runs on the weights that the trainer scores with, so they cannot be stale."""
 
     def __init__(self, policy: Any, version: int = 0) -> None:
@@ -45,9 +46,6 @@ class LocalEngine:
                 text = f"is not the trainer's: version {version} did not arrive."
                 raise RuntimeError(f"after sync the sampler's {name} {text}")
         self.policy, self.version = policy, version
-
-    def close(self) -> None:
-        """Nothing to close."""
 
 
 def spread_sample(x: Tensor) -> Tensor:

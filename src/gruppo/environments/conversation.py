@@ -14,6 +14,7 @@ from torch import Tensor
 from gruppo.environments.classes import Episode
 from gruppo.environments.environment import Environment
 from gruppo.environments.tools import COUNTS
+from gruppo.protocols import Engine
 from gruppo.seeds import seed_at
 from gruppo.timeouts import CallError, describe_error
 from gruppo.types import DataError, Finish, GruppoError, Prompt, Request, Rollouts
@@ -318,14 +319,14 @@ def shifted(
     return moved
 
 
-class ConversationEngine:
+class ConversationEngine(Engine):
     """An engine whose rollouts are conversations with an environment."""
 
     def __init__(
         self, engine: Any, environment: Environment, check_prompt: Callable[..., str | None]
     ) -> None:
         self.engine, self.environment, self.check_prompt = engine, environment, check_prompt
-        self.concurrency = getattr(engine, "concurrency", 0)
+        self.concurrency = engine.concurrency
 
     def generate(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts:
         return converse(
@@ -340,6 +341,15 @@ class ConversationEngine:
 
     def sync(self, policy: Any, version: int) -> None:
         self.engine.sync(policy, version)
+
+    def sleep(self) -> None:
+        self.engine.sleep()
+
+    def metrics(self) -> dict[str, float]:
+        return self.engine.metrics()
+
+    def progress(self) -> str:
+        return self.engine.progress()
 
     def close(self) -> None:
         self.environment.close()

@@ -81,7 +81,8 @@ def check_engine(
     The policy's weights are changed meanwhile and restored; the engine then holds them as version 3, and is not closed.
     ``tolerance`` in nats: an engine with arithmetic of its own needs about 0.1. For the rest see ``check_policy``.
     """
-    _require_methods(engine, ("generate", "sync", "close"), "engine")
+    methods = ("generate", "continue_rollouts", "sync", "sleep", "metrics", "progress", "close")
+    _require_methods(engine, methods, "engine")
     case = Case(
         "engine.generate",
         engine.generate,

@@ -21,7 +21,7 @@ from gruppo.distributed.sharding import forward
 from gruppo.environments import Environment
 from gruppo.environments.conversation import reset_prompt
 from gruppo.loading import did_you_mean
-from gruppo.protocols import PromptSource, peek
+from gruppo.protocols import DemonstrationMixin, PromptSource, RestorationMixin, part, peek
 from gruppo.seeds import generator_at, seed_at
 from gruppo.trainer.run import Run
 from gruppo.trainer.stages import StepParams
@@ -181,14 +181,7 @@ def prepared(
 def check_demos(
     config: Config, source: PromptSource, policy: Any, environment: Environment | None
 ) -> None:
-    """Refuse a policy that cannot learn from targets, and data whose first prompts all have nothing to learn from."""
-    if "demonstrations" not in policy.supports:
-        raise GruppoError(
-            f"""a stage's sup_coef is above 0, and a {type(policy).__name__} does not say how it
-                    would give a target: it has no demonstrations and supervised_loss""",
-            option="stage.sup_coef",
-            advice="0",
-        )
+    """Refuse data whose first prompts all have nothing to learn from."""
     answers = Answers(config.supervised)
     problems = [
         prepared(prompt, answers, config, policy, environment)[1] for prompt in peek(source)
@@ -236,7 +229,7 @@ def demonstrations(run: Run, step_params: StepParams) -> tuple[Rollouts | None, 
         return None, {}
     began = time.perf_counter()
     prompts, skipped = take_demonstrations(run)
-    demos = run.policy.demonstrations(prompts, seed=run.config.seed)
+    demos = part(run.policy, DemonstrationMixin).demonstrations(prompts, seed=run.config.seed)
     run.example = run.example or prompts[0]
     return demos, {"sup/skipped_count": float(skipped), "time/demos_s": time.perf_counter() - began}
 
@@ -278,7 +271,9 @@ def supervised_backward(
     stats = dict.fromkeys((*names, "loss/cons") if step_params.cons_coef else names, Stat())
     for micro_batch in micro_batches:
         likelihood = forward(run.policy.module, run.policy.likelihood, demos, micro_batch)
-        loss = run.policy.supervised_loss(demos.take(micro_batch.rows), likelihood)  # [b, t]
+        loss = part(run.policy, DemonstrationMixin).supervised_loss(
+            demos.take(micro_batch.rows), likelihood
+        )  # [b, t]
         chosen = micro_batch.of(demos.mask)
         loss_mask = chosen.to(loss.device, non_blocking=True)
         term = (
@@ -313,9 +308,9 @@ def consistency_term(
     ref = Likelihood(likelihood.logprobs.detach())
     if run.reference is not None and run.policy.modality.consistency_reads_reference(run.config):
         ref = run.reference.likelihood(rollouts, micro_batch, outputs=("output",))
-    policy, rows = run.policy, rollouts.take(micro_batch.rows)
+    restorer, rows = part(run.policy, RestorationMixin), rollouts.take(micro_batch.rows)
     loss = forward(
-        policy.module, policy.consistency_loss, rows, likelihood, ref
+        run.policy.module, restorer.consistency_loss, rows, likelihood, ref
     )  # [b, T]; may call the module again
     loss = loss[:, micro_batch.cols]  # [b, t]
     return (

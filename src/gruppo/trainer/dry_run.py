@@ -16,7 +16,8 @@ from gruppo.core.describe import describe_objective, objective_warnings
 from gruppo.distributed.memory import WeightCounts, gathered_bytes, state_bytes
 from gruppo.errors import as_flag
 from gruppo.loading import counted
-from gruppo.protocols import peek
+from gruppo.protocols import AdapterMixin, PromptMixin, peek
+from gruppo.protocols import part as part_of
 from gruppo.trainer import dynamic_sampling, references
 from gruppo.trainer.demonstrations import take_demonstrations
 from gruppo.trainer.memory import budget_for
@@ -50,7 +51,7 @@ def _objective(run: Run) -> list[str]:
     kl_coef, group_size = highest(config, "kl_coef"), max(group_sizes(config))
     limits: dict[str, Any] = {
         "max_length": run.sampling.max_actions,
-        "action": run.policy.action_name,
+        "action": run.display.action_name,
     }
     lines = describe_objective(config.objective, kl_coef=kl_coef, group_size=group_size, **limits)
     passes = f"{counted(optim.epochs, 'epoch')} of {counted(optim.minibatches, 'minibatch', 'minibatches')}"
@@ -123,7 +124,7 @@ def _work(run: Run) -> list[str]:
     lines = []
     if learns_from_samples(config):
         lines.append(f"a step      {prompts} prompts x {size} samples = {prompts * size} rows")
-    lines += policy.describe(config, run.sampling, peek(run.source, PROMPTS_READ), size)
+    lines += run.display.describe(config, run.sampling, peek(run.source, PROMPTS_READ), size)
     if run.demos is not None:
         stages = [
             as_flag(stage_path(config, number))
@@ -132,7 +133,7 @@ def _work(run: Run) -> list[str]:
         ]
         batch = config.supervised.batch
         lines.append(f"supervised  {batch} demonstrations per step, in {', '.join(stages)}")
-    if base := policy.frozen_base():
+    if base := part_of(policy, AdapterMixin).frozen_base():
         trained = sum(p.numel() for p in policy.module.parameters() if p.requires_grad)
         frozen = sum(map(torch.numel, base.values()))
         lines.append(f"adapter     {trained:,} trained weights on a frozen base of {frozen:,}")
@@ -152,7 +153,7 @@ def _work(run: Run) -> list[str]:
 def _reference(run: Run) -> str:
     """What the KL is measured to, and where it is kept."""
     chosen = run.config.reference
-    has_base = bool(run.policy.frozen_base())
+    has_base = bool(part_of(run.policy, AdapterMixin).frozen_base())
     if chosen.is_mixed:
         source = "a second adapter" if has_base else "a copy"
         rate = chosen.update_rate
@@ -213,16 +214,18 @@ def memory_estimate(run: Run, *, gpus: int = 1, samples_here: bool = True) -> Me
     is_offloaded = config.distributed.offload_params and shards > 1
     on_device = {} if is_offloaded else state
     kept = sum(size for name, size in on_device.items() if not name.startswith("gradients"))
-    block_bytes = 1 if policy.frozen_base() and config.lora.load_in_4bit else 0
+    block_bytes = (
+        1 if part_of(policy, AdapterMixin).frozen_base() and config.lora.load_in_4bit else 0
+    )
     gathered = gathered_bytes(counts, shards=shards, compute_bytes=width, block_bytes=block_bytes)
     parts = {**on_device, **gathered}
-    base_bytes = sum(t.nbytes for t in policy.frozen_base().values())
+    base_bytes = sum(t.nbytes for t in part_of(policy, AdapterMixin).frozen_base().values())
     own = counts.trained if base_bytes else counts.total
     if shards > 1 and samples_here:
         parts["whole weights to sample"] = base_bytes + width * own
     parts |= {f"reward {name}": size for name, size in rewards.items()}
     prompts = peek(run.source, PROMPTS_READ)
-    budget = budget_for(run, policy.longest_prompt(prompts))
+    budget = budget_for(run, run.memory.longest_prompt(prompts))
     parts |= _step(run, prompts, budget, gpus, samples_here)
     opened = 0.0
     if shards > 1:
@@ -235,7 +238,7 @@ def memory_estimate(run: Run, *, gpus: int = 1, samples_here: bool = True) -> Me
 
 def _state(run: Run, counts: WeightCounts, shards: int, width: int) -> dict[str, float]:
     """What a rank holds between steps: the policy, its reference and critic, and AdamW's state."""
-    config, policy, base = run.config, run.policy, run.policy.frozen_base()
+    config, policy, base = run.config, run.policy, part_of(run.policy, AdapterMixin).frozen_base()
     critic_trained = sum(p.numel() for p in run.parameters) - counts.trained
     base_bytes = float(sum(t.nbytes for t in base.values()))
     parts = state_bytes(counts, shards=shards, base_bytes=base_bytes, critic_trained=critic_trained)
@@ -256,12 +259,12 @@ def _step(
     run: Run, prompts: Sequence[Any], budget: int, gpus: int, samples_here: bool
 ) -> dict[str, float]:
     """Activations, logits and the cache of a step."""
-    policy, rollout = run.policy, run.config.rollout
+    rollout = run.config.rollout
     largest = dynamic_sampling.max_group_size(rollout, max(group_sizes(run.config)))
-    parts = dict(policy.memory_estimate(run.config, prompts, budget, largest))
+    parts = dict(run.memory.memory_estimate(run.config, prompts, budget, largest))
     # A critic's activations are made after the policy's are gone: those of a larger network need the difference more.
-    if run.critic is not None and run.critic.bytes_per_unit() > policy.bytes_per_unit():
-        more = run.critic.bytes_per_unit() - policy.bytes_per_unit()
+    if run.critic is not None and run.critic.bytes_per_unit() > run.memory.bytes_per_unit():
+        more = run.critic.bytes_per_unit() - run.memory.bytes_per_unit()
         parts = {"critic's activations": more * budget, **parts}
     cache = parts.pop("cache while sampling", None)
     if cache is not None and samples_here:  # each rank samples its share of the prompts, rounded up
@@ -279,7 +282,7 @@ def _memory(run: Run, gpus: int, samples_here: bool, is_colocated: bool) -> list
         rows["of the CPU, at the start"] = memory.opened
     unit, name = (2**30, "GiB") if total > 2**29 else (2**20, "MiB")
     ranks = f" of each of {gpus} GPUs" if gpus > 1 else ""
-    batches = f"micro-batches of {memory.budget:,} {run.policy.budget_name}"
+    batches = f"micro-batches of {memory.budget:,} {run.memory.budget_name}"
     lines = [f"MEMORY{ranks}, an estimate with {batches}"]
     lines += [f"  {part:<24} {size / unit:6.2f} {name}" for part, size in rows.items()]
     if is_colocated:
@@ -312,21 +315,21 @@ def _split(kept: float, peak: float, weights: float) -> list[str]:
 def _example(run: Run) -> list[str]:
     prompt = run.source.take(1)[0]
     lines = ["ONE REAL PROMPT", f"  prompt      {shown(prompt.inputs)}"]
-    if (encoded := run.policy.format_prompt(prompt)) is not None:
+    if (encoded := part_of(run.policy, PromptMixin).format_prompt(prompt)) is not None:
         lines.append(f"  as tokens   {encoded}")
     scores = None
     if run.rewards.names:
         rollouts = run.engine.generate([Request(prompt, 1)], run.sampling, seed=run.config.seed)
         scores = run.rewards.score(rollouts, run.trainer_state)
-        sample, length = shown(run.policy.render(rollouts, 0)), int(rollouts.mask[0].sum())
-        ending = f"{length} {run.policy.action_name}s, ended by {rollouts.finish[0]}"
+        sample, length = shown(run.display.render(rollouts, 0)), int(rollouts.mask[0].sum())
+        ending = f"{length} {run.display.action_name}s, ended by {rollouts.finish[0]}"
         lines.append(f"  completion  {sample}  ({ending})")
     lines.append(f"  target      {shown(prompt.target)}")
     if prompt.meta and not isinstance(prompt.inputs, str | list | tuple):
         columns = ", ".join(f"{name} {shown(value)}" for name, value in prompt.meta.items())
         lines.append(f"  columns     {columns}")
     if scores is not None:
-        kind = "images" if run.policy.renders_images else "completions"
+        kind = "images" if run.display.renders_images else "completions"
         for name, part in scores.parts.items():
             lines.append(
                 f"  reward      {name}(prompts=[...], {kind}=[...], ...) = {float(part[0]):g}"
@@ -337,7 +340,9 @@ def _example(run: Run) -> list[str]:
 
 def _demonstration(run: Run) -> list[str]:
     prompt = take_demonstrations(run)[0][0]
-    target = run.policy.format_prompt(prompt, is_target=True) or shown(prompt.target)
+    target = part_of(run.policy, PromptMixin).format_prompt(prompt, is_target=True) or shown(
+        prompt.target
+    )
     inputs = f"  prompt      {shown(prompt.inputs)}"
     return ["", "ONE REAL DEMONSTRATION", inputs, f"  target      {target}"]
 

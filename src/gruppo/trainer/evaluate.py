@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gruppo import distributed as dist
 from gruppo.environments import completion_lengths, environment_failures
-from gruppo.protocols import Policy, peek
+from gruppo.protocols import DescriptionMixin, peek
 from gruppo.rewards.scoring import Scores
 from gruppo.seeds import seed_at
 from gruppo.tracking.report import Z_95, wilson_interval
@@ -90,8 +90,8 @@ def evaluate(
                 )
             stats[""] = Stat.of(scores.rewards, scores.rewards.isfinite())
             stats |= {name: Stat.of(part, part.isfinite()) for name, part in scores.parts.items()}
-            own = run.policy.batch_stats(rollouts, scores.rewards, sampling, is_evaluation=True)
-        rows = sample_rows(run.policy, rollouts, scores, range(len(rollouts)), is_held_out=True)
+            own = run.statistics.batch_stats(rollouts, scores.rewards, sampling, is_evaluation=True)
+        rows = sample_rows(run.display, rollouts, scores, range(len(rollouts)), is_held_out=True)
     if count:
         stats |= {name: Stat() for name in (f"mean@{count}", f"pass@{count}")}
     if count and mine:
@@ -113,7 +113,10 @@ def evaluate(
     )
     half = Z_95 * total.std / math.sqrt(max(total.count - 1, 1))
     low, high = total.mean - half, total.mean + half
-    if total.count and is_share and not run.policy.actions_are_positions:
+    is_relative = (
+        run.policy.modality.rewards_read_reference and "reference" in run.rewards.requested_columns
+    )
+    if total.count and is_share and not is_relative:
         low, high = wilson_interval(total.sum, total.count)
     parts = {name: stat.mean for name, stat in stats.items()}
     parts |= {
@@ -131,7 +134,7 @@ def evaluate_steps(run: Run, prompts: Sequence[Prompt]) -> dict[str, float]:
         return {}
     stats: dict[str, Stat] = {}
     if mine:
-        stats = run.policy.evaluate_steps(
+        stats = run.statistics.evaluate_steps(
             mine,
             run.sampling,
             generate=lambda requests, sampling: run.engine.generate(
@@ -146,7 +149,7 @@ def evaluate_steps(run: Run, prompts: Sequence[Prompt]) -> dict[str, float]:
 
 
 def sample_rows(
-    policy: Policy | None,
+    display: DescriptionMixin | None,
     rollouts: Rollouts,
     scores: Scores,
     rows: Sequence[int],
@@ -156,10 +159,10 @@ def sample_rows(
     """Return samples as trackers show them; ``extra`` is what rewards logged with log_extra.
 
     Images also have their group, and whether they are of an evaluation: trackers draw them on sheets. Without a
-    ``policy`` completions are not rendered.
+    ``display`` completions are not rendered.
     """
     rendered = {
-        row: rollouts.completions[row] if policy is None else policy.render(rollouts, row)
+        row: rollouts.completions[row] if display is None else display.render(rollouts, row)
         for row in rows
     }
     has_images = any(isinstance(sample, Tensor) for sample in rendered.values())

@@ -67,7 +67,7 @@ def steps(run: Run, folder: RunFolder) -> Generator[Step]:
                 if run.callbacks is not None:
                     run.callbacks.notify("on_rollouts", collected.rollouts, collected.scores)
             with dist.phase("learn"):
-                run.before_update()
+                run.engine.sleep()
                 metrics = collected.metrics | learn(run, collected.batch, step_params)
                 check_mismatch(run, metrics)
             with dist.phase("publish"):
@@ -198,7 +198,7 @@ def publish(run: Run, folder: RunFolder, collected: Collected, metrics: dict[str
         run.reference.update(run.policy, run.state.step)
     seconds = sum(metrics.get(f"time/{part}_s", 0.0) for part in TIMED)
     metrics["time/sync_s"] = time.perf_counter() - began
-    metrics |= run.engine_metrics() | run.rewards.usage()
+    metrics |= run.engine.metrics() | run.rewards.usage()
     metrics["time/step_s"] = seconds + metrics["time/sync_s"]
     if collected.rollouts is not None:
         metrics["rate/tokens_per_s"] = metrics.pop("tokens") / metrics["time/step_s"]
@@ -290,7 +290,7 @@ def evaluate_now(run: Run, folder: RunFolder) -> dict[str, float]:
             run.state.evaluations.append(asdict(done))
             folder.write_evaluations(run)
             run.log(done.metrics() | watched | usage)
-        if run.policy.renders_images and dist.is_main() and run.config.show_samples_every:
+        if run.display.renders_images and dist.is_main() and run.config.show_samples_every:
             for tracker in run.trackers:
                 tracker.log_samples(run.state.step, rows[: 2 * IMAGES_SHOWN * GROUPS_SHOWN])
     call_back(run, folder, "on_evaluate", done)
@@ -345,14 +345,14 @@ def show_samples(run: Run, collected: Collected) -> None:
         return
     failures = failures_of(scores)
     failed = sorted(failures)[:FAILURES_KEPT]
-    rows = sample_rows(run.policy, rollouts, scores, failed)
+    rows = sample_rows(run.display, rollouts, scores, failed)
     rows = [row | {"failures": failures[number]} for number, row in zip(failed, rows, strict=True)]
     if every and (run.state.step - 1) % every == 0:
         # Images: rows of the first groups, each from its best on. Else the best and the worst of one group, whose
         # rewards differ where there is such a group.
         group_ids, rewards, count = rollouts.group_ids, scores.rewards, len(rollouts.prompts)
         shown = list(range(min(count, GROUPS_SHOWN)))
-        if not run.policy.renders_images:
+        if not run.display.renders_images:
             differing = (~has_no_spread(rewards, group_ids)).nonzero()[:, 0].tolist()
             shown = [
                 random.Random(seed_at(run.config.seed, "shown", run.state.step)).choice(
@@ -366,8 +366,8 @@ def show_samples(run: Run, collected: Collected) -> None:
                 rewards[own].nan_to_num(nan=float("-inf")).argsort(descending=True, stable=True)
             ].tolist()
             ends = [*ranked[: SAMPLES_SHOWN // 2], *ranked[len(ranked) - SAMPLES_SHOWN // 2 :]]
-            chosen += ranked[:IMAGES_SHOWN] if run.policy.renders_images else ends
+            chosen += ranked[:IMAGES_SHOWN] if run.display.renders_images else ends
         # once each: of a small group, the best may be the worst too
-        rows += sample_rows(run.policy, rollouts, scores, list(dict.fromkeys(chosen)))
+        rows += sample_rows(run.display, rollouts, scores, list(dict.fromkeys(chosen)))
     for tracker in run.trackers if rows else ():
         tracker.log_samples(run.state.step, rows)

@@ -20,7 +20,7 @@ from torch import Tensor
 from gruppo import distributed as dist
 from gruppo.distributed.sharding import gathered, is_sharded, is_unit, local
 from gruppo.platforms import free_bytes
-from gruppo.protocols import Policy
+from gruppo.protocols import MemoryMixin, Policy, part
 from gruppo.trainer.run import Run
 from gruppo.types import GruppoError, MicroBatch, Rollouts
 
@@ -112,7 +112,7 @@ def attempts(run: Run, parts: Sequence[Part]) -> Iterator[Attempt]:
             ):
                 token_budget(run, measured_bytes(run.policy, *parts[0]))
             budgets = [
-                budget_for(run, run.policy.longest_prompt(rollouts)) for rollouts, _ in parts
+                budget_for(run, run.memory.longest_prompt(rollouts)) for rollouts, _ in parts
             ]
             cuts = [
                 run.policy.micro_batches(*part, budget)
@@ -124,11 +124,11 @@ def attempts(run: Run, parts: Sequence[Part]) -> Iterator[Attempt]:
                 for part, cut in zip(parts, cuts, strict=True)
                 if cut
             )
-            longest = max(starmap(run.policy.longest_row, own), default=0)
+            longest = max(starmap(run.memory.longest_row, own), default=0)
             # Where a row alone needs more than is free, Linux would kill the process without a message.
             free, needed = (
                 free_bytes(run.policy.device),
-                longest * run.policy.bytes_per_unit(least=True),
+                longest * run.memory.bytes_per_unit(least=True),
             )
             if free is not None and needed > free and run.policy.device.type == "cpu":
                 raise _does_not_fit(
@@ -219,7 +219,7 @@ def _does_not_fit(run: Run, units: int, reason: str) -> GruppoError:
     numbers = [reason] if reason else []
     numbers += [] if free is None else [f"{free / GIB:.2f} GiB are free"]
     numbers += [f"optim.token_budget is {run.state.token_budget}"]
-    what, remedy = run.policy.out_of_memory_hint
+    what, remedy = run.memory.out_of_memory_hint
     return GruppoError(
         f"{what.format(units=units)} does not fit into memory: {', '.join(numbers)}. {remedy}"
     )
@@ -260,7 +260,11 @@ def whole_weights(policy: Policy, *, engine: str = "") -> Iterator[None]:
 def measured_bytes(policy: Policy, rollouts: Rollouts, mask: Bool[Tensor, "B T"]) -> int:
     """Bytes of one unit that a forward on CUDA needs at its peak, measured on the longest row; 0 without a row."""
     rows = mask.any(dim=1).nonzero()[:, 0].tolist()
-    row = max(rows, key=lambda row: policy.longest_row(rollouts, torch.tensor([row])), default=None)
+    row = max(
+        rows,
+        key=lambda row: part(policy, MemoryMixin).longest_row(rollouts, torch.tensor([row])),
+        default=None,
+    )
     if row is None:
         return 0
     (micro_batch, *_) = policy.micro_batches(
@@ -275,7 +279,9 @@ def measured_bytes(policy: Policy, rollouts: Rollouts, mask: Bool[Tensor, "B T"]
             likelihood = policy.likelihood(rollouts, micro_batch)
         peaks.append(torch.cuda.max_memory_allocated(policy.device) - before)
         del likelihood
-    return math.ceil(peaks[-1] / policy.longest_row(rollouts, torch.tensor([row])))
+    return math.ceil(
+        peaks[-1] / part(policy, MemoryMixin).longest_row(rollouts, torch.tensor([row]))
+    )
 
 
 def token_budget(run: Run, measured: int = 0) -> int:
@@ -289,7 +295,7 @@ def token_budget(run: Run, measured: int = 0) -> int:
     if run.state.token_budget:
         return run.state.token_budget
     budget, free, per_unit = (
-        run.policy.default_budget,
+        default_budget(run),
         free_bytes(run.policy.device),
         bytes_per_unit(run, measured),
     )
@@ -310,13 +316,18 @@ def token_budget(run: Run, measured: int = 0) -> int:
     return budget
 
 
+def default_budget(run: Run) -> int:
+    """Return the budget of micro-batches if memory is not short."""
+    return run.memory.default_budgets[run.policy.device.type != "cpu"]
+
+
 def budget_for(run: Run, longest: int) -> int:
     """``token_budget``, or four times the longest prompt's length: each micro-batch of a group reads the prompt.
 
     Twice where memory does not hold that. Not where the budget was configured or memory has run out.
     """
     budget = token_budget(run)
-    if run.config.optim.token_budget or run.state.has_run_out or budget < run.policy.default_budget:
+    if run.config.optim.token_budget or run.state.has_run_out or budget < default_budget(run):
         return budget
     free = free_bytes(run.policy.device)
     room = math.inf if free is None else USABLE_FRAC * (free - still_to_come(run))
@@ -339,6 +350,6 @@ def bytes_per_unit(run: Run, measured: int = 0) -> int:
     ``measured``: the policy's, where it was.
     """
     return max(
-        measured or run.policy.bytes_per_unit(),
+        measured or run.memory.bytes_per_unit(),
         0 if run.critic is None else run.critic.bytes_per_unit(),
     )

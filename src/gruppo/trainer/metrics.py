@@ -109,7 +109,7 @@ def batch_metrics(run: Run, batch: Batch, rollouts: Rollouts, scores: Scores) ->
     # From here on the statistics are those of all ranks: each rank computes the same metrics.
     metrics = flatten(stats, _METRICS) | reward_metrics(stats, scores)
     metrics |= reduced(
-        dist.merge_stats(run.policy.batch_stats(rollouts, scores.rewards, run.sampling))
+        dist.merge_stats(run.statistics.batch_stats(rollouts, scores.rewards, run.sampling))
     )
     metrics |= {name: stats[f"count:{name}"].sum for name in counts}
     metrics |= sizes_of_groups(rollouts.group_ids)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gruppo import distributed as dist
 from gruppo.data.source import SourceWrapper
+from gruppo.protocols import Engine
 from gruppo.trainer.ledger import Ledger, split
 from gruppo.trainer.run import Run
 from gruppo.trainer.run_dir import check_is_run
@@ -62,7 +63,7 @@ class PrefetchedPrompts(SourceWrapper):
         self.position = int(state["position"])
 
 
-class PrefetchEngine:
+class PrefetchEngine(Engine):
     """Samples with another engine, most groups before the trainer asks for them.
 
     Only the trainer's thread draws prompts and asks for samples. The first ``sync`` reads the ledger and starts the
@@ -79,9 +80,8 @@ class PrefetchEngine:
         self._folder = folder
         self._steps_done = 0
         """Complete steps whose slots are free."""
-        self._engine_metrics = run.engine_metrics
         self._changed = threading.Condition()
-        self._calls = threading.BoundedSemaphore(max(getattr(run.engine, "concurrency", 0), 1))
+        self._calls = threading.BoundedSemaphore(max(run.engine.concurrency, 1))
         self._chunk = 0
         """Groups that a call samples."""
         self._error: BaseException | None = None
@@ -95,7 +95,6 @@ class PrefetchEngine:
         engine = cls(run, folder)
         run.engine = engine
         run.source = engine.prompts
-        run.engine_metrics = engine.metrics
 
     # --- prompts ---
 
@@ -202,9 +201,15 @@ class PrefetchEngine:
         for thread in self._threads:
             thread.join(max(until - time.monotonic(), 0))
 
+    def sleep(self) -> None:
+        self.engine.sleep()
+
+    def progress(self) -> str:
+        return self.engine.progress()
+
     def metrics(self) -> dict[str, float]:
         """Metrics since the last call: lags, groups that were sampled again, and how long each side waited."""
-        metrics = dict(self._engine_metrics())
+        metrics = dict(self.engine.metrics())
         if not self._lags:  # on no rank was anything sampled
             return metrics
         with self._changed:
@@ -312,7 +317,7 @@ class PrefetchEngine:
                 "newest. Set objective.correction=truncate, unless that is what you measure.",
                 config.engine.lag,
             )
-        concurrency = getattr(self.engine, "concurrency", 1)  # ``build`` has checked it
+        concurrency = max(self.engine.concurrency, 1)  # ``build`` has checked it
         capacity = (config.engine.lag + 1) * config.rollout.prompts
         self._chunk = min(math.ceil(capacity / concurrency), config.rollout.prompts)
         for number in range(min(math.ceil(capacity / self._chunk), concurrency)):

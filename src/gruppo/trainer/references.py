@@ -9,7 +9,7 @@ from gruppo.config.schema import Config
 from gruppo.config.stages import highest
 from gruppo.distributed.sharding import local
 from gruppo.environments import converse
-from gruppo.protocols import Modality, digest
+from gruppo.protocols import ConversationMixin, Modality, digest, part
 from gruppo.trainer.evaluate import evaluate, held_out
 from gruppo.trainer.memory import whole_weights
 from gruppo.trainer.run import Run
@@ -76,7 +76,7 @@ def watch(run: Run) -> dict[str, float]:
         with reference.active() as policy, whole_weights(policy):
             generate: Any = policy.sample
             if run.environment is not None:
-                first, further = policy.sample, policy.continue_rollouts
+                first, further = policy.sample, part(policy, ConversationMixin).continue_rollouts
                 generate = partial(
                     converse, first, further, run.environment, check_prompt=policy.check_prompt
                 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,18 @@ from torch import nn
 from gruppo.config.schema import Config
 from gruppo.core.surrogates import OwnSurrogate
 from gruppo.environments import Environment
-from gruppo.protocols import Critic, Engine, Policy, PromptSource, Reference, Tracker
+from gruppo.protocols import (
+    Critic,
+    DescriptionMixin,
+    Engine,
+    MemoryMixin,
+    Policy,
+    PromptSource,
+    Reference,
+    StatisticsMixin,
+    Tracker,
+    part,
+)
 from gruppo.rewards.answers import TrainerState
 from gruppo.trainer.signals import Stopper
 from gruppo.trainer.stages import StageSchedule
@@ -74,15 +85,13 @@ class Run:
     own_surrogate: OwnSurrogate | None = None
     """The function that ``objective.surrogate`` names."""
     stage_schedule: StageSchedule = field(init=False)
+    display: DescriptionMixin = field(init=False)
+    """The policy, or the neutral defaults; likewise the next two."""
+    statistics: StatisticsMixin = field(init=False)
+    memory: MemoryMixin = field(init=False)
     trackers: list[Tracker] = field(default_factory=list)
     stopper: Stopper = field(default_factory=Stopper)
     state: State = field(default_factory=State)
-    progress: Callable[[], str] = str
-    """What the engine is doing, for the screen; "" if there is nothing to say."""
-    engine_metrics: Callable[[], dict[str, float]] = dict
-    """Metrics of the engine since the last call."""
-    before_update: Callable[[], None] = lambda: None
-    """Called between the samples of a step and its update: servers on the same device give up its memory."""
     callbacks: Any = None
     """``trainer.callbacks.Callbacks``; None where there are none."""
     is_stopped: bool = False
@@ -95,6 +104,9 @@ class Run:
     def __post_init__(self) -> None:
         self.sampling = self.sampling or self.config.rollout.sampling
         self.stage_schedule = StageSchedule(self.config, self.sampling)
+        self.display = part(self.policy, DescriptionMixin)
+        self.statistics = part(self.policy, StatisticsMixin)
+        self.memory = part(self.policy, MemoryMixin)
 
     @property
     def parameters(self) -> list[nn.Parameter]:

@@ -24,7 +24,7 @@ from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.integrity import check_links, explained_failures, read_json, replace_file
 from gruppo.loading import code_digest, command_name, did_you_mean
 from gruppo.platforms import lock_file, sync_to_disk
-from gruppo.protocols import digest
+from gruppo.protocols import AdapterMixin, PromptMixin, digest, part, save_with_origin
 from gruppo.seeds import seed_at
 from gruppo.tracking import trackers
 from gruppo.tracking.files import CompletionFiles, MetricsFile, read_lines
@@ -343,7 +343,7 @@ class RunFolder:
             "compute_dtype": str(run.policy.compute_dtype).removeprefix("torch."),
             **setup(run),
             "first_weights_sha256": first_weights(run),
-            "base_sha256": run.policy.base_sha256,
+            "base_sha256": part(run.policy, AdapterMixin).base_sha256,
             "reference_sha256": remember(run),
         }
         replace_file(self.path / "manifest.json", json.dumps(manifest, indent=2))
@@ -416,18 +416,18 @@ class RunFolder:
         if not dist.all_max(int(not is_written)):
             return target
         module, own = run.policy.module, run.policy.checkpoint_weights()
-        read = dict(module.named_parameters()) if run.policy.saves_base else own
+        read = dict(module.named_parameters()) if part(run.policy, AdapterMixin).saves_base else own
         whole = shards.whole_parameters(module, self.path, read)
         with explained_failures(target), whole, dist.fail_together():
             if dist.is_main():
                 with checkpoint.replacing(target) as temporary:
-                    run.policy.save_with_origin(temporary)
+                    save_with_origin(run.policy, temporary)
         return target
 
 
 def check_base(run: Run, saved: str | None) -> None:
     """Refuse a checkpoint of an adapter on other weights; ``saved``: their SHA-256, None for all weights."""
-    base = run.policy.base_sha256
+    base = part(run.policy, AdapterMixin).base_sha256
     kinds = ("all weights", "an adapter")
     if (base is None) != (saved is None):
         held, trained = kinds[base is None], kinds[base is not None]
@@ -503,7 +503,7 @@ def boundary_state(run: Run) -> dict[str, Any]:
     random_states = dist.all_gather(json.dumps(checkpoint.random_state()).encode())
     return {
         **{name: copy(value) for name, value in vars(run.state).items()},
-        "base_sha256": run.policy.base_sha256,
+        "base_sha256": part(run.policy, AdapterMixin).base_sha256,
         "source": run.source.state_dict(),
         "demos": None if run.demos is None else run.demos.state_dict(),
         "stage_schedule": run.stage_schedule.state_dict(),
@@ -517,7 +517,7 @@ def first_weights(run: Run) -> str | None:
     if run.reference is None and run.config.model != IN_MEMORY:
         return None
     return run.first_weights_sha256 or digest(
-        run.policy.frozen_base() | run.policy.checkpoint_weights()
+        part(run.policy, AdapterMixin).frozen_base() | run.policy.checkpoint_weights()
     )
 
 
@@ -537,7 +537,7 @@ def setup(run: Run) -> dict[str, Any]:
     }
     inputs = (
         code
-        | run.policy.input_digests()
+        | part(run.policy, PromptMixin).input_digests()
         | ({} if run.callbacks is None else run.callbacks.digests())
     )
     inputs |= run.rewards.input_digests()

@@ -94,8 +94,8 @@ def on_screen(run: Run, folder: Path) -> Tracker:
         samples_every=max(run.config.show_samples_every, 1),
         stages=run.stage_schedule.names,
         run_dir=folder,
-        progress=run.progress,
-        unit="image" if run.policy.renders_images else run.policy.action_name,
+        progress=run.engine.progress,
+        unit="image" if run.display.renders_images else run.display.action_name,
     )
     run.stopper.say = lambda message: None if console.announce(message) else say(message)
     return console

@@ -20,6 +20,7 @@ from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.data.open import open_source
 from gruppo.environments import EnvironmentClass
 from gruppo.loading import import_extra
+from gruppo.protocols import AdapterMixin, part, save_with_origin
 from gruppo.rewards import RewardModel
 from gruppo.trainer.callbacks import Callback, Step
 from gruppo.trainer.evaluate import Evaluated, evaluate
@@ -280,7 +281,7 @@ class GRPOTrainer:
         folder.mkdir(parents=True, exist_ok=True)
         read = (
             dict(policy.module.named_parameters())
-            if policy.saves_base
+            if part(policy, AdapterMixin).saves_base
             else policy.checkpoint_weights()
         )
         # Every rank takes part in gathering sharded parameters; one of them writes.
@@ -288,7 +289,7 @@ class GRPOTrainer:
             if not dist.is_main():
                 return
             with tempfile.TemporaryDirectory(dir=folder, prefix=".save-") as temporary:
-                policy.save_with_origin(Path(temporary))
+                save_with_origin(policy, Path(temporary))
                 for file in Path(
                     temporary
                 ).iterdir():  # each replaced as a whole, beside what else the folder has

@@ -9,6 +9,7 @@ import torch
 from tests.fakes_diffusion import FAKES, SHAPE, denoiser, prompts, whole
 
 from gruppo.modalities.diffusion import DiffusionSchedule, FlowSchedule
+from gruppo.protocols import DemonstrationMixin
 from gruppo.seeds import generator_at
 from gruppo.types import GruppoError, Prompt
 
@@ -34,7 +35,7 @@ def loss_of(policy, demos):
 @pytest.mark.parametrize("make", FAKES, ids=lambda make: make.__name__)
 def test_a_demonstration_is_a_picture_and_nothing_that_was_sampled(make):
     policy = make().policy
-    assert "demonstrations" in policy.supports
+    assert isinstance(policy, DemonstrationMixin)
     demos = policy.demonstrations(demonstrations_of(), seed=0)
     torch.testing.assert_close(
         demos.actions[:, 0], 2 * torch.stack([p.target for p in demonstrations_of()]) - 1

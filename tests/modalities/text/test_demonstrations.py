@@ -14,6 +14,7 @@ from gruppo.core.weights import loss_weights
 from gruppo.modalities.text import from_module
 from gruppo.modalities.text.chat import Chat
 from gruppo.modalities.text.demonstrations import answer_ids, target_text
+from gruppo.protocols import DemonstrationMixin
 from gruppo.types import GruppoError, Prompt, Request, Sampling
 
 USER = {"role": "user", "content": "abc"}
@@ -187,4 +188,4 @@ def test_the_loss_and_its_gradient_are_those_of_transformers_labels(make):
 
 
 def test_text_policies_say_that_they_learn_from_demonstrations():
-    assert "demonstrations" in plain().supports
+    assert isinstance(plain(), DemonstrationMixin)

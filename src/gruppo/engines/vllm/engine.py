@@ -24,6 +24,7 @@ from gruppo.engines.vllm.client import CONNECT_S, Replica, SampledRow, ServerErr
 from gruppo.engines.vllm.prove import Proof
 from gruppo.engines.vllm.publish import Publication
 from gruppo.errors import EngineLost
+from gruppo.protocols import Engine
 from gruppo.seeds import seed_at
 from gruppo.types import Generated, GruppoError, Request, Rollouts, Sampling, TokenBatch
 
@@ -43,7 +44,7 @@ BACK_OFF_S = 0.2
 """Before a request is repeated; doubled each time."""
 
 
-class VllmEngine:
+class VllmEngine(Engine):
     """Spreads groups over servers, and samples again elsewhere what a server does not answer.
 
     A server is sampled from while it has a ``label``: it was proved to hold the published weights, and has answered
@@ -453,7 +454,9 @@ class VllmEngine:
             self._loop.call_soon_threadsafe(self._notify)
 
     def sleep(self) -> None:
-        """Have the servers leave the device's memory to the trainer until the next ``sync``."""
+        """Have servers on this device leave its memory to the trainer until the next ``sync``."""
+        if not self.is_colocated:
+            return
 
         async def sleep(replica: Replica) -> None:
             replica.is_asleep, level = (

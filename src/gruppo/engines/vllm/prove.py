@@ -350,7 +350,9 @@ def _logprobs(policy: Any, rollouts: Rollouts) -> Float[Tensor, "N"]:
     """Log-probs of the actions, row by row, in float64 on the CPU."""
     logprobs = torch.zeros(rollouts.mask.shape, dtype=torch.float64)
     columns = torch.arange(logprobs.shape[1])
-    for micro_batch in policy.micro_batches(rollouts, rollouts.mask, policy.default_budget):
+    for micro_batch in policy.micro_batches(
+        rollouts, rollouts.mask, policy.default_budgets[policy.device.type != "cpu"]
+    ):
         likelihood = sharding.forward(policy.module, policy.likelihood, rollouts, micro_batch)
         logprobs[micro_batch.rows[:, None], columns[micro_batch.cols][None]] = (
             likelihood.logprobs.double().cpu()

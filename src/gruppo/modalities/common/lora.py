@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gruppo.core.linear_head import has_hooks, is_plain_linear
 from gruppo.loading import did_you_mean, import_extra
 from gruppo.modalities.common.four_bit import compute_in, four_bit_layers
-from gruppo.protocols import Policy, digest, saved_tensors
+from gruppo.protocols import AdapterMixin, Policy, digest, saved_tensors
 from gruppo.seeds import generator_at
 from gruppo.types import GruppoError
 
@@ -217,7 +217,7 @@ def module_weights(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
 
 
-class AdaptablePolicy(Policy):
+class AdaptablePolicy(AdapterMixin, Policy):
     """A policy whose module may have a LoRA adapter, which alone is saved in checkpoints; its base never changes."""
 
     def checkpoint_weights(self) -> dict[str, Tensor]:

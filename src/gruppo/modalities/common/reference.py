@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gruppo.distributed.sharding import forward, is_sharded, local, whole
 from gruppo.modalities.common.lora import has_adapter, trained, without_adapter
-from gruppo.protocols import Outputs, Policy
+from gruppo.protocols import Outputs, Policy, shard_policy
 from gruppo.types import GruppoError, Likelihood, MicroBatch, Rollouts
 
 Rule = Literal["frozen", "ema", "adapter_off"]
@@ -94,7 +94,7 @@ class ReferenceModel:
         return self._policy.compute_module
 
     def shard(self, apply: Callable[..., None]) -> None:
-        """Shard the copy over ranks, after the policy; see ``Policy.shard``."""
+        """Shard the copy over ranks, after the policy; see ``ShardingMixin.shard``."""
         if self.shares_module:
             self._read = (
                 store(trained(self._policy.module), "device") if self.follows_policy else dict
@@ -107,7 +107,7 @@ class ReferenceModel:
             self._read().items()
         ):  # in the dtype that they are mixed in: FSDP casts to that of compute
             self.module.get_parameter(name).data = weight.detach()
-        self._policy.shard(apply)
+        shard_policy(self._policy, apply)
         shards: dict[str, Tensor] = dict(self.module.named_parameters())
         self._read = shards.copy
 

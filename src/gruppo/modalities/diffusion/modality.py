@@ -247,7 +247,7 @@ class DiffusionModality(Modality):
             check_trust_region(config.objective, policy.dims)
         # A ratio of whole rows needs each row of denoising steps in one micro-batch.
         evaluations = (sampling.max_actions - 1) * (2 if sampling.guidance != 1 else 1)
-        budget = config.optim.token_budget or policy.default_budget
+        budget = config.optim.token_budget or policy.default_budgets[policy.device.type != "cpu"]
         if (
             config.objective.needs_whole_rows
             and sampling.noise != "branched"

@@ -264,7 +264,6 @@ class DiffusersPolicy(DenoiserPolicy, lora.AdaptablePolicy):
     """
 
     batch_rows, default_budgets = 8, (8, 8)
-    supports = frozenset({"demonstrations", "lora", "separate_critic", "shared_critic"})
     saves_base = True
 
     def __init__(self, pipeline: Any, settings: PipelineSettings | None = None) -> None:

@@ -33,7 +33,19 @@ from gruppo.modalities.diffusion.schedules import (
     PredictionType,
 )
 from gruppo.modalities.diffusion.unet import DenoisingUNet
-from gruppo.protocols import Generate, Outputs, Policy, Score
+from gruppo.protocols import (
+    DemonstrationMixin,
+    DescriptionMixin,
+    Generate,
+    MemoryMixin,
+    Outputs,
+    Policy,
+    PromptMixin,
+    Score,
+    ShardingMixin,
+    StatisticsMixin,
+    ValueHeadMixin,
+)
 from gruppo.seeds import generator_at
 from gruppo.types import (
     Batch,
@@ -58,7 +70,16 @@ NOISE = {
 }
 
 
-class DenoiserPolicy(Policy):
+class DenoiserPolicy(
+    Policy,
+    DemonstrationMixin,
+    ValueHeadMixin,
+    ShardingMixin,
+    PromptMixin,
+    DescriptionMixin,
+    StatisticsMixin,
+    MemoryMixin,
+):
     """Samples images step by step and scores each step under the normal distribution that it was drawn from.
 
     ``module``, called with x [N, *E], times [N] and conditions [N, ...] (None without a ``condition``), ``predicts``
@@ -68,7 +89,6 @@ class DenoiserPolicy(Policy):
     to call the module. ``codec``: between states and images, where a state is not the image itself.
     """
 
-    supports = frozenset({"demonstrations", "separate_critic", "shared_critic"})
     likelihood_outputs = frozenset({"entropy", "entropy_value", "gaussian", "output", "values"})
     action_name, budget_name, renders_images = "step", "evaluations", True
     default_budgets = (128, 1024)

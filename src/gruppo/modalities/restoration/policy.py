@@ -30,7 +30,18 @@ from gruppo.modalities.restoration.actions import Action, Controls, Images
 from gruppo.modalities.restoration.config import RestorationConfig
 from gruppo.modalities.restoration.consistency import Consistency, ToReference
 from gruppo.modalities.restoration.networks import NETWORKS, Restorer
-from gruppo.protocols import Outputs, Policy
+from gruppo.protocols import (
+    DemonstrationMixin,
+    DescriptionMixin,
+    MemoryMixin,
+    Outputs,
+    Policy,
+    PromptMixin,
+    RestorationMixin,
+    ShardingMixin,
+    StatisticsMixin,
+    ValueHeadMixin,
+)
 from gruppo.seeds import generator_at
 from gruppo.types import (
     Gaussian,
@@ -61,7 +72,17 @@ Trains = Literal["all", "action"]
 Supervises = Literal["output", "base", "told"]
 
 
-class RestorationPolicy(Policy):
+class RestorationPolicy(
+    Policy,
+    RestorationMixin,
+    DemonstrationMixin,
+    ValueHeadMixin,
+    ShardingMixin,
+    PromptMixin,
+    DescriptionMixin,
+    StatisticsMixin,
+    MemoryMixin,
+):
     """Samples an action from N(m(x), s^2) for each degraded image x, and renders an image from it.
 
     - ``network``: any module from images [N, C, H, W] in [0, 1] to images of the same size, in its own dtype; dropout
@@ -81,10 +102,8 @@ class RestorationPolicy(Policy):
     mean, with its log-prob at 1; it is never trained on. Rewards read an image as a file would hold it.
     """
 
-    supports = frozenset({"consistency", "demonstrations", "shared_critic"})
     likelihood_outputs = frozenset({"entropy", "entropy_value", "gaussian", "output", "values"})
     action_name, budget_name, renders_images = "action", "squares", True
-    actions_are_positions = True
     out_of_memory_hint = (
         "one image",
         "Crop the data smaller (crop=64), or train a smaller network.",

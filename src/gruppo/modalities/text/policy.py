@@ -34,7 +34,18 @@ from gruppo.modalities.text.generation import (
 from gruppo.modalities.text.layouts import split_rows
 from gruppo.modalities.text.memory import TOKENS, TOKENS_ON_CPU, activations, working_memory
 from gruppo.modalities.text.precision import ComputeCopy, weight_versions
-from gruppo.protocols import GenerateTokens, Outputs
+from gruppo.protocols import (
+    ConversationMixin,
+    DemonstrationMixin,
+    DescriptionMixin,
+    GenerateTokens,
+    MemoryMixin,
+    Outputs,
+    PromptMixin,
+    ServingMixin,
+    ShardingMixin,
+    ValueHeadMixin,
+)
 from gruppo.types import (
     Generated,
     GruppoError,
@@ -55,24 +66,23 @@ ToolsOf = Callable[[Prompt], Sequence[Mapping[str, Any]]]
 """JSON schemas of the tools that a prompt's conversation has."""
 
 
-class TextPolicy(AdaptablePolicy):
+class TextPolicy(
+    AdaptablePolicy,
+    ConversationMixin,
+    ServingMixin,
+    DemonstrationMixin,
+    ValueHeadMixin,
+    ShardingMixin,
+    PromptMixin,
+    DescriptionMixin,
+    MemoryMixin,
+):
     """Samples completions and evaluates them under the same distribution, temperature, top-k and top-p included.
 
     ``module`` holds the master weights that an optimizer trains; ``compute_module`` is the module itself or a bfloat16
     copy that follows it. Dropout is off in both, since sampled and scored rows must come from one network.
     """
 
-    supports = frozenset(
-        {
-            "conversations",
-            "demonstrations",
-            "lora",
-            "separate_critic",
-            "serving",
-            "shared_critic",
-            "tools",
-        }
-    )
     likelihood_outputs = frozenset({"entropy", "entropy_value", "values"})
     action_name, budget_name, default_budgets = "token", "tokens", (TOKENS_ON_CPU, TOKENS)
     out_of_memory_hint = (
