@@ -158,7 +158,7 @@ def test_the_first_micro_batches_on_cuda_are_measured_and_no_others(tmp_path, mo
     monkeypatch.setattr(memory, "measured_bytes", lambda *of: calls.append(of) or 10**9)
     monkeypatch.setattr(memory, "free_bytes", lambda device: 8 * 10**9)
     next(memory.attempts(run, [(rollouts, rollouts.mask)]))
-    assert not calls and run.state.token_budget == run.policy.default_budgets[1]
+    assert not calls and run.state.token_budget == run.policy.default_budgets[0]
     run.state.token_budget = 0
     monkeypatch.setattr(TextPolicy, "device", property(lambda self: torch.device("cuda")))
     for _ in range(2):
