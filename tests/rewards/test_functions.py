@@ -228,3 +228,17 @@ def test_extras_of_the_wrong_length_are_an_error_of_the_function():
         1.0,
         1.0,
     ]  # right, one row at a time
+
+
+def test_a_trl_function_over_conversations_runs_unchanged():
+    def format_reward(completions, **kwargs):
+        return [
+            1.0 if completion[0]["content"].startswith("<think>") else 0.0
+            for completion in completions
+        ]
+
+    rows = [[{"role": "assistant", "content": text}] for text in ("<think>x", "x")]
+    reward = RewardSet(format_reward)
+    assert reward.score(rollouts_of(rows)).rewards.tolist() == [1.0, 0.0] and reward.names == (
+        "format_reward",
+    )
