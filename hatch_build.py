@@ -1,4 +1,5 @@
-"""Metadata of the package: URLs of the repository, and README.md with absolute links, which a package index needs."""
+"""Metadata of the package: URLs of the repository, and README.md with absolute links, which a
+package index needs."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def with_absolute_links(text: str, repository: str, version: str) -> str:
 
 
 class RepositoryMetadata(MetadataHookInterface):
-    """``GRUPPO_REPOSITORY`` is the repository's address; without it, as in ``pip install .``, there are no URLs."""
+    """``GRUPPO_REPOSITORY`` is the repository's address; without it, as in ``pip install .``, there
+    are no URLs."""
 
     def update(self, metadata: dict[str, Any]) -> None:
         repository = os.environ.get("GRUPPO_REPOSITORY", "").rstrip("/")

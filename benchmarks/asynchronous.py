@@ -1,9 +1,11 @@
-"""Time to a held-out reward with and without lag: ``python -m benchmarks.asynchronous http://127.0.0.1:8000``.
+"""Time to a held-out reward with and without lag: ``python -m benchmarks.asynchronous
+http://127.0.0.1:8000``.
 
-Trains ``arithmetic`` until its held-out reward reaches ``--goal``: with lag 0, 1 and 4 corrected for the age of
-samples, with lag 4 uncorrected, and by the local engine in one process, which uses all cores; three seeds, in turns. It
-may be stopped at any time: finished runs are kept in ``--runs-dir``, begun ones are resumed. ``--report`` prints the
-table and draws the curves of what is there.
+Trains ``arithmetic`` until its held-out reward reaches ``--goal``: with lag 0, 1 and 4 corrected
+for the age of samples, with lag 4 uncorrected, and by the local engine in one process, which uses
+all cores; three seeds, in turns. It may be stopped at any time: finished runs are kept in
+``--runs-dir``, begun ones are resumed. ``--report`` prints the table and draws the curves of what
+is there.
 
 Server and trainer on a core each, as on two machines:
 
@@ -48,7 +50,8 @@ CLOCK = "clock.jsonl"
 
 
 class Clock(Tracker):
-    """Appends the seconds of training at each log, evaluations included, pauses between processes not."""
+    """Appends the seconds of training at each log, evaluations included, pauses between processes
+    not."""
 
     def __init__(self, folder: Path) -> None:
         self.path, self.began = folder / CLOCK, time.perf_counter()
@@ -181,7 +184,8 @@ def reached(options: Any, variant: str, seed: int) -> dict[str, Any] | None:
 
 
 def table(options: Any) -> str:
-    """Of each variant: seeds that reached the goal, their median step and seconds, and of metrics the medians.
+    """Of each variant: seeds that reached the goal, their median step and seconds, and of metrics
+    the medians.
 
     The mean step is that of all but the first, which fills the slots.
     """

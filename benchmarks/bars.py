@@ -1,4 +1,5 @@
-"""Pictures of ``benchmarks.step``, ``.generate`` and ``.roofline``: bars with their numbers beside them."""
+"""Pictures of ``benchmarks.step``, ``.generate`` and ``.roofline``: bars with their numbers beside
+them."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ NAMES |= {"vllm": "vLLM"}
 
 
 def draw_steps(results: Mapping[str, Any], path: Path, heading: str) -> None:
-    """Seconds of each side's step, rollout and update, and its memory above weights, gradients and optimiser state."""
+    """Seconds of each side's step, rollout and update, and its memory above weights, gradients and
+    optimiser state."""
 
     def panels(seconds: Any, memory: Any) -> None:
         rows = _rows(results, ("gruppo", "trl"))

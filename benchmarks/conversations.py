@@ -1,7 +1,10 @@
-"""Turns a second of conversations: keys and values kept between turns, or every history read again, in turns.
+"""Turns a second of conversations: keys and values kept between turns, or every history read again,
+in turns.
 
-``python -m benchmarks.conversations``: SmolLM2-135M, 4 prompts of 55 tokens x 8 rows, 8 turns of 24 tokens, replies of
-40. All turns are of one length, so that both sides do the same work. ``--against FOLDER`` adds another checkout.
+``python -m benchmarks.conversations``: SmolLM2-135M, 4 prompts of 55 tokens x 8 rows, 8 turns of 24
+tokens, replies of
+40. All turns are of one length, so that both sides do the same work. ``--against FOLDER`` adds
+    another checkout.
 """
 
 from __future__ import annotations
@@ -64,7 +67,8 @@ def take_turns(side: str, spec: Mapping[str, Any]) -> None:
 
 
 def force_turns(generation: Any, policy: Any, length: int) -> None:
-    """Let each turn end at its token number ``length``: all rows of a turn are sampled in one batch."""
+    """Let each turn end at its token number ``length``: all rows of a turn are sampled in one
+    batch."""
     import torch
 
     plain, end, calls = generation.sample_categorical, policy.chat.eos_ids[0], [0]
@@ -136,7 +140,8 @@ def table(sides: Mapping[str, Any]) -> str:
         span = f"({s['min']:.1f} to {s['max']:.1f})"
         cpu = f"{s['cpu_over_kept']['median']:.2f}"
         lines.append(
-            f"{name:<10}{s['median']:8.1f}{span:>16}   {shown:<22}{cpu:<16}{read:>11}{s['peak_gib']:10.2f}"
+            f"{name:<10}{s['median']:8.1f}{span:>16}   "
+            f"{shown:<22}{cpu:<16}{read:>11}{s['peak_gib']:10.2f}"
         )
     return "\n".join(lines)
 

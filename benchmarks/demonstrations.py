@@ -1,9 +1,10 @@
-"""Demonstrations, then rewards, against rewards alone, in the time of one core: the ``arithmetic-format`` recipe.
+"""Demonstrations, then rewards, against rewards alone, in the time of one core: the
+``arithmetic-format`` recipe.
 
-``python -m benchmarks.demonstrations`` (``make bench-demonstrations``): SmolLM2-135M has to answer in tags that no
-prompt mentions. The runs of a seed go side by side, each in a process of its own with one thread, and stop when each
-has had ``--seconds`` of a core: processor time, so that what else runs on the machine does not count.
-``--read`` makes table and picture of runs that are there.
+``python -m benchmarks.demonstrations`` (``make bench-demonstrations``): SmolLM2-135M has to answer
+in tags that no prompt mentions. The runs of a seed go side by side, each in a process of its own
+with one thread, and stop when each has had ``--seconds`` of a core: processor time, so that what
+else runs on the machine does not count. ``--read`` makes table and picture of runs that are there.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ Row = Mapping[str, Any]
 
 
 class Clock:
-    """A tracker that stamps evaluations with this process's time, and stops the run after ``$CLOCK_SECONDS`` of it."""
+    """A tracker that stamps evaluations with this process's time, and stops the run after
+    ``$CLOCK_SECONDS`` of it."""
 
     def __init__(self, run_dir: Path, config: Any) -> None:
         self.file, self.first = (run_dir / "stamps.jsonl").open("a"), time.process_time()
@@ -127,13 +129,14 @@ def name_of(variant: str, seed: int) -> str:
     return f"{variant}-s{seed}"
 
 
-# --- what came of it --------------------------------------------------------------------------------------------------
+# --- what came of it ------------------------------------------------------------------------------
 
 
 def stamps(
     folder: Path, variants: Sequence[str], seeds: Sequence[int]
 ) -> dict[str, dict[int, list[Row]]]:
-    """By variant and seed, the evaluations of runs that are there: seconds since the first, and seconds in all."""
+    """By variant and seed, the evaluations of runs that are there: seconds since the first, and
+    seconds in all."""
     found: dict[str, dict[int, list[Row]]] = {}
     for variant in variants:
         for seed in seeds:
@@ -162,7 +165,8 @@ def shared_seconds(found: Mapping[str, Mapping[int, Sequence[Row]]]) -> float:
 
 
 def table(found: Mapping[str, Mapping[int, Sequence[Row]]], parts: int = 4) -> str:
-    """Held-out exact match by variant, mean over seeds and each seed, at parts of the time that all runs have had."""
+    """Held-out exact match by variant, mean over seeds and each seed, at parts of the time that all
+    runs have had."""
     end = shared_seconds(found)
     times = [end * n / parts for n in range(1, parts + 1)]
     head = ["variant", *(f"{seconds:.0f} s" for seconds in times)]

@@ -1,7 +1,9 @@
-"""What an independent judge says of digits that models draw: ``python -m benchmarks.digits RUN [RUN ...]``.
+"""What an independent judge says of digits that models draw: ``python -m benchmarks.digits RUN [RUN
+...]``.
 
-Each model draws the same classes from the same noise, as in training (temperature 1); real held-out digits stand beside
-them. The judge is trained once (about half a minute) and kept in ``build/``. ``--sheet FILE`` draws some of each.
+Each model draws the same classes from the same noise, as in training (temperature 1); real held-out
+digits stand beside them. The judge is trained once (about half a minute) and kept in ``build/``.
+``--sheet FILE`` draws some of each.
 """
 
 from __future__ import annotations
@@ -39,13 +41,15 @@ class Judged:
     def line(self) -> str:
         v = self.said
         return (
-            f"| {self.name} | {v.asked_frac:.1%} | {self.sevens_frac:.1%} | {v.no_digit_frac:.1%} | {v.jpeg_bytes:.0f} "
+            f"| {self.name} | {v.asked_frac:.1%} | {self.sevens_frac:.1%} | {v.no_digit_frac:.1%} "
+            f"| {v.jpeg_bytes:.0f} "
             f"| {v.ink:.4f} | {v.diversity:.4f} | {v.frechet:.1f} |"
         )
 
 
 HEAD = (
-    "| model | asked class | sevens | no digit | JPEG bytes | ink | pixel std in a class | Frechet distance |\n"
+    "| model | asked class | sevens | no digit | JPEG bytes | ink | pixel std in a class | Frechet "
+    "distance |\n"
     "|---|---|---|---|---|---|---|---|"
 )
 

@@ -12,7 +12,8 @@ from benchmarks.workloads import row_lengths
 
 
 def force_ends(logits: Tensor, lengths: Tensor, written: int, ends: Sequence[int]) -> None:
-    """In place: no end token for rows with tokens to come, the first one and nothing else for those at their last.
+    """In place: no end token for rows with tokens to come, the first one and nothing else for those
+    at their last.
 
     The same for every library, whose rows thus end alike; it reads and writes next to nothing.
     """
@@ -25,7 +26,8 @@ def force_ends(logits: Tensor, lengths: Tensor, written: int, ends: Sequence[int
 
 
 class ScriptedEnds:
-    """Makes rows end at given lengths, from outside of the library: in the logits of the decoding that it opens."""
+    """Makes rows end at given lengths, from outside of the library: in the logits of the decoding
+    that it opens."""
 
     def __init__(self, policy: Any) -> None:
         self.ends = policy.chat.eos_ids

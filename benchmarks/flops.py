@@ -1,8 +1,9 @@
-"""Arithmetic and memory traffic that a step needs, by hand: pure functions of a model's shape and the rows' lengths.
+"""Arithmetic and memory traffic that a step needs, by hand: pure functions of a model's shape and
+the rows' lengths.
 
-A product of [m, k] by [k, n] is 2 m k n operations. Counted is what any implementation must do once: a group's prompt
-once, no token after which nothing is predicted, no recomputation, no padding; of the rest (norms, softmax, draws)
-nothing.
+A product of [m, k] by [k, n] is 2 m k n operations. Counted is what any implementation must do
+once: a group's prompt once, no token after which nothing is predicted, no recomputation, no
+padding; of the rest (norms, softmax, draws) nothing.
 """
 
 from __future__ import annotations
@@ -140,7 +141,8 @@ def decode(shape: Shape, groups: Sequence[Group]) -> Work:
 
 
 def decode_bytes(shape: Shape, groups: Sequence[Group], *, bytes_each: int) -> float:
-    """Read while decoding: all weights at each step, a prompt's keys and values once a group, each row's own."""
+    """Read while decoding: all weights at each step, a prompt's keys and values once a group, each
+    row's own."""
     steps = max((row for _, rows in groups for row in rows), default=1) - 1
     read = float(steps * (shape.trunk_weights + shape.head_weights))
     for prompt, rows in groups:
@@ -151,16 +153,19 @@ def decode_bytes(shape: Shape, groups: Sequence[Group], *, bytes_each: int) -> f
 
 
 ADAM_BYTES = 4 * 7
-"""Of one parameter: weight, gradient and two moments read, all but the gradient written, in float32."""
+"""Of one parameter: weight, gradient and two moments read, all but the gradient written, in
+float32."""
 
 
 def ideal_rate(work: Mapping[str, float], rates: Mapping[str, float]) -> float:
-    """Operations a second of work in several parts, each at a rate of its own: their harmonic mean by work."""
+    """Operations a second of work in several parts, each at a rate of its own: their harmonic mean
+    by work."""
     return sum(work.values()) / sum(amount / rates[name] for name, amount in work.items())
 
 
 def products(shape: Shape, groups: Sequence[Group]) -> dict[str, float]:
-    """Operations of an update's products with weights, by name and kind: ``up dgrad``, ``head forward``."""
+    """Operations of an update's products with weights, by name and kind: ``up dgrad``, ``head
+    forward``."""
     work = forward(shape, groups)
     tokens = work.trunk / (2.0 * shape.trunk_weights)
     found = {}

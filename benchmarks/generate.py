@@ -1,8 +1,10 @@
-"""New tokens a second: gruppo's ``policy.sample``, Hugging Face ``generate``, and vLLM where a Python has it, in turns.
+"""New tokens a second: gruppo's ``policy.sample``, Hugging Face ``generate``, and vLLM where a
+Python has it, in turns.
 
-``python -m benchmarks.generate --vllm-python .../bin/python``: SmolLM2-135M, 4 prompts of 55 tokens x 8 completions
-of 64 tokens each, ends switched off. ``--rows 1 8 32 128`` repeats it for other numbers of rows. vLLM is
-compiled, has all cores and keeps none back, and returns neither texts nor log-probs; gruppo returns both.
+``python -m benchmarks.generate --vllm-python .../bin/python``: SmolLM2-135M, 4 prompts of 55 tokens
+x 8 completions of 64 tokens each, ends switched off. ``--rows 1 8 32 128`` repeats it for other
+numbers of rows. vLLM is compiled, has all cores and keeps none back, and returns neither texts nor
+log-probs; gruppo returns both.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ def measure(
 
 
 def vllm_environment(python: str) -> dict[str, str]:
-    """All cores for its threads, and Intel's OpenMP, which it asks for, where it is installed beside it."""
+    """All cores for its threads, and Intel's OpenMP, which it asks for, where it is installed
+    beside it."""
     cores = (
         sorted(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")

@@ -1,11 +1,12 @@
 """All that is measured on a GPU, as one command for a machine that is available for minutes.
 
-``python -m benchmarks.gpu --out build/gpu``: the tests in tests/gpu, a step against TRL on three workloads and two
-models of random weights, generation (against vLLM too, with ``--vllm-python``), and the share of the device's matrix
-rate. Each part is a process with a time limit, and leaves OUT/NAME.json and OUT/NAME.log when it ends; after each,
-OUT/summary.md is written anew. What fails, or no longer fits into ``--minutes``, is listed there, and costs no other
-part. Interrupt it at any point: what is complete stays, and the same command goes on with the rest.
-``--tiny`` proves the kit on a CPU with a model of two layers.
+``python -m benchmarks.gpu --out build/gpu``: the tests in tests/gpu, a step against TRL on three
+workloads and two models of random weights, generation (against vLLM too, with ``--vllm-python``),
+and the share of the device's matrix rate. Each part is a process with a time limit, and leaves
+OUT/NAME.json and OUT/NAME.log when it ends; after each, OUT/summary.md is written anew. What fails,
+or no longer fits into ``--minutes``, is listed there, and costs no other part. Interrupt it at any
+point: what is complete stays, and the same command goes on with the rest. ``--tiny`` proves the kit
+on a CPU with a model of two layers.
 """
 
 from __future__ import annotations
@@ -178,7 +179,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_all(
     parts: Iterable[Part], out: Path, until: float, *, only: str = "", again: bool = False
 ) -> dict[str, dict[str, Any]]:
-    """Run the parts that are not done yet until that time, and write what became of each after each."""
+    """Run the parts that are not done yet until that time, and write what became of each after
+    each."""
     saved = out / "parts.json"
     states = json.loads(saved.read_text(encoding="utf-8")) if saved.exists() else {}
     for part in parts:

@@ -1,8 +1,10 @@
-"""Memory and time of a step: GRPO against PPO with a value head on the policy's trunk, and with a critic of its own.
+"""Memory and time of a step: GRPO against PPO with a value head on the policy's trunk, and with a
+critic of its own.
 
-``python -m benchmarks.grpo_vs_ppo`` (``make bench-ppo``): SmolLM2-135M, 4 prompts x 8 completions of exactly 64 new
-tokens, one update a batch, without and with a reference for the KL. Every variant runs in a process of its own, on the
-same completions (looked at, not assumed): the learning rate is 0, and randomness is addressed.
+``python -m benchmarks.grpo_vs_ppo`` (``make bench-ppo``): SmolLM2-135M, 4 prompts x 8 completions
+of exactly 64 new tokens, one update a batch, without and with a reference for the KL. Every variant
+runs in a process of its own, on the same completions (looked at, not assumed): the learning rate is
+0, and randomness is addressed.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ def in_own_process(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_same_rollouts(results: Mapping[str, Mapping[str, dict[str, Any]]]) -> None:
-    """Refuse a comparison of different work: each step's completions, and how many actions its update learns from."""
+    """Refuse a comparison of different work: each step's completions, and how many actions its
+    update learns from."""
     work = {
         f"{variant}, KL {kl}": [
             (step["rollouts_sha256"], step["update_tokens"]) for step in one["steps"]
@@ -73,7 +76,8 @@ def check_same_rollouts(results: Mapping[str, Mapping[str, dict[str, Any]]]) -> 
     first, *others = work
     if odd := [name for name in others if work[name] != work[first]]:
         raise SystemExit(
-            f"{odd[0]} learned from other actions than {first}, so nothing can be compared: {work[odd[0]]} against "
+            f"{odd[0]} learned from other actions than {first}, so nothing can be compared: "
+            f"{work[odd[0]]} against "
             f"{work[first]}."
         )
 
@@ -140,7 +144,10 @@ def verdict(summaries: Mapping[str, Mapping[str, dict[str, float]]]) -> str:
         for variant, s in of_kl.items()
         if variant != "grpo"
     ]
-    return f"Claimed: GRPO needs about {CLAIMED:.0%} of PPO's memory and compute. Measured: {'; '.join(shares)}."
+    return (
+        f"Claimed: GRPO needs about {CLAIMED:.0%} of PPO's memory and compute. Measured: "
+        f"{'; '.join(shares)}."
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

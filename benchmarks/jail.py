@@ -1,4 +1,5 @@
-"""What running a model's program costs: one program in the jail, and a batch of 64 as the reward scores it.
+"""What running a model's program costs: one program in the jail, and a batch of 64 as the reward
+scores it.
 
     python -m benchmarks.jail
 

@@ -1,9 +1,10 @@
 """A judge of generated digits that no reward shares, and what it says of many of them.
 
-``python -m benchmarks.judge`` trains the judge and the reward's reader on the same digits and compares them on held-out
-ones. The judge is no part of the package, so that no run can be rewarded by it: its network (5 x 5 convolutions, batch
-normalisation, pooling by means), its augmentation (turned, scaled, sheared, with noise) and its classes (an eleventh
-for what is no digit: blanks, scraps, mixtures) are not the reader's.
+``python -m benchmarks.judge`` trains the judge and the reward's reader on the same digits and
+compares them on held-out ones. The judge is no part of the package, so that no run can be rewarded
+by it: its network (5 x 5 convolutions, batch normalisation, pooling by means), its augmentation
+(turned, scaled, sheared, with noise) and its classes (an eleventh for what is no digit: blanks,
+scraps, mixtures) are not the reader's.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ NO_DIGIT = 10
 
 
 class Judge(nn.Module):
-    """[b, 1, 28, 28] in [0, 1] to logits of 11 classes; ``features`` [b, 48] are what the last layer reads."""
+    """[b, 1, 28, 28] in [0, 1] to logits of 11 classes; ``features`` [b, 48] are what the last
+    layer reads."""
 
     def __init__(self, width: int = 12) -> None:
         super().__init__()
@@ -106,7 +108,8 @@ def trained_reader(
 
 
 def warped(images: Float[Tensor, "b 1 H W"], generator: torch.Generator) -> Tensor:
-    """Turned by up to 12 degrees, scaled by 0.85 to 1.15, sheared and moved a little, with noise of 0 to 0.05."""
+    """Turned by up to 12 degrees, scaled by 0.85 to 1.15, sheared and moved a little, with noise of
+    0 to 0.05."""
     count = len(images)
     angle, shear, right, down = ((torch.rand(4, count, generator=generator) * 2 - 1).T * spread).T
     scale = 1 + 0.15 * (torch.rand(count, generator=generator) * 2 - 1)
@@ -128,7 +131,8 @@ spread = torch.tensor([0.21, 0.15, 0.12, 0.12])
 def no_digits(
     images: Float[Tensor, "N 1 H W"], labels: Int[Tensor, "N"], generator: torch.Generator
 ) -> Tensor:
-    """A fifth as many images that are none: a third of a digit, two halves of two classes, and blanks."""
+    """A fifth as many images that are none: a third of a digit, two halves of two classes, and
+    blanks."""
     some = torch.randperm(len(images), generator=generator)[: len(images) // 5]
     scraps, halves, blanks = images[some].clone().tensor_split([len(some) // 2, len(some) * 4 // 5])
     for n, image in enumerate(scraps):
@@ -182,7 +186,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def diversity(images: Float[Tensor, "B C H W"], labels: Int[Tensor, "B"]) -> Float[Tensor, ""]:
-    """Standard deviation of each pixel (ddof 1) over the images of a class; mean over pixels, then over classes.
+    """Standard deviation of each pixel (ddof 1) over the images of a class; mean over pixels, then
+    over classes.
 
     Classes with a single image are left out; NaN where there are no others. float64.
     """
@@ -192,10 +197,11 @@ def diversity(images: Float[Tensor, "B C H W"], labels: Int[Tensor, "B"]) -> Flo
 
 
 def frechet_distance(x: Float[Tensor, "n d"], y: Float[Tensor, "m d"]) -> Float[Tensor, ""]:
-    """|mx - my|^2 + tr(Cx + Cy - 2 (Cx Cy)^(1/2)) of two sets of features, covariances with ddof 1. float64.
+    """|mx - my|^2 + tr(Cx + Cy - 2 (Cx Cy)^(1/2)) of two sets of features, covariances with ddof 1.
+    float64.
 
-    The squared 2-Wasserstein distance of two normals; of Inception features it is FID (arXiv 1706.08500). It grows
-    with few samples: compare at equal counts.
+    The squared 2-Wasserstein distance of two normals; of Inception features it is FID (arXiv
+    1706.08500). It grows with few samples: compare at equal counts.
     """
     x, y = x.double(), y.double()
     cx, cy = torch.cov(x.T).reshape(x.shape[1], -1), torch.cov(y.T).reshape(y.shape[1], -1)

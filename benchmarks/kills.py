@@ -1,10 +1,12 @@
-"""Kill runs at random operations and resume them until they are complete: ``python -m benchmarks.kills --kills 60``.
+"""Kill runs at random operations and resume them until they are complete: ``python -m
+benchmarks.kills --kills 60``.
 
-An operation is a file of the run that is opened, renamed, deleted or synced, a folder that is made, a backward pass, or
-an optimizer step. Each run must equal one that nothing stopped, to the bit: weights, optimizer state, critic, random
-state, metrics, samples and evaluations. Of two sharded ranks, one is killed, and both are resumed. A run that samples
-ahead depends on timings: it must have learned from each draw once, in order, and its replay must equal it to the bit.
-Exit code 1 if a run differs, or cannot be resumed.
+An operation is a file of the run that is opened, renamed, deleted or synced, a folder that is made,
+a backward pass, or an optimizer step. Each run must equal one that nothing stopped, to the bit:
+weights, optimizer state, critic, random state, metrics, samples and evaluations. Of two sharded
+ranks, one is killed, and both are resumed. A run that samples ahead depends on timings: it must
+have learned from each draw once, in order, and its replay must equal it to the bit. Exit code 1 if
+a run differs, or cannot be resumed.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ FILE_EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.tru
 
 
 def count_operations(config: dict[str, Any], kill_at: int, victim: int, result: str) -> None:
-    """Begin or resume the run; rank ``victim`` dies before operation ``kill_at``. Write how many there were."""
+    """Begin or resume the run; rank ``victim`` dies before operation ``kill_at``. Write how many
+    there were."""
     import torch
 
     count, runs_dir, rank = 0, str(config["runs_dir"]), int(os.environ.get("RANK", "0"))
@@ -95,7 +98,8 @@ def count_operations(config: dict[str, Any], kill_at: int, victim: int, result: 
 def kill_and_resume(
     make: Callable[[Path], Config], kills: int, folder: Path, chance: random.Random
 ) -> str:
-    """Kill runs of one kind ``kills`` times; return what happened. AssertionError if a run differs."""
+    """Kill runs of one kind ``kills`` times; return what happened. AssertionError if a run
+    differs."""
     result, killed, runs = folder / "operations", 0, 0
     ranks = 1 if make(folder).distributed.shard == "none" else 2
 

@@ -1,10 +1,12 @@
-"""How well restored lines of text are read: ``python -m benchmarks.lines NAME=RUNFOLDER [NAME=RUNFOLDER ...]``.
+"""How well restored lines of text are read: ``python -m benchmarks.lines NAME=RUNFOLDER
+[NAME=RUNFOLDER ...]``.
 
-Of each run, its own network is asked in several ways for the same held-out lines, which an optical character reader
-reads: told the nominal parameters, the true ones, the best constant ones (of a grid, chosen on training lines), what a
-head taught by clean pictures or by the true parameters of the source lines says, and what the run's head says. Direct
-back-propagation is no row: the reader is an ONNX file, through which no gradient goes. Differences are paired, line by
-line, with bootstrap intervals. ``--quick`` leaves grid and taught heads out.
+Of each run, its own network is asked in several ways for the same held-out lines, which an optical
+character reader reads: told the nominal parameters, the true ones, the best constant ones (of a
+grid, chosen on training lines), what a head taught by clean pictures or by the true parameters of
+the source lines says, and what the run's head says. Direct back-propagation is no row: the reader
+is an ONNX file, through which no gradient goes. Differences are paired, line by line, with
+bootstrap intervals. ``--quick`` leaves grid and taught heads out.
 """
 
 from __future__ import annotations
@@ -40,18 +42,21 @@ DRAWS = 2000
 
 @dataclass(frozen=True)
 class Row:
-    """One way to restore: how well its pictures are read, beside nominal and beside the run's head."""
+    """One way to restore: how well its pictures are read, beside nominal and beside the run's
+    head."""
 
     run: str
     name: str
     accuracy: float
     settings: dict[str, float] | None
     gain: dict[str, tuple[float, float, float]]
-    """``over_nominal``: this less nominal; ``run_over_this``: the run's head less this. Mean, and the interval."""
+    """``over_nominal``: this less nominal; ``run_over_this``: the run's head less this. Mean, and
+    the interval."""
 
     def line(self) -> str:
         shown = " | ".join(
-            f"{100 * self.gain[name][0]:+.1f} [{100 * self.gain[name][1]:+.1f}, {100 * self.gain[name][2]:+.1f}]"
+            f"{100 * self.gain[name][0]:+.1f} [{100 * self.gain[name][1]:+.1f}, "
+            f"{100 * self.gain[name][2]:+.1f}]"
             if name in self.gain
             else ""
             for name in ("over_nominal", "run_over_this")
@@ -62,13 +67,15 @@ class Row:
 
 
 HEAD = (
-    "| run | pictures | character accuracy | points over nominal [95%] | the run's points over it [95%] |\n"
+    "| run | pictures | character accuracy | points over nominal [95%] | the run's points over it "
+    "[95%] |\n"
     "|---|---|---|---|---|"
 )
 
 
 def paired(a: Tensor, b: Tensor, *, draws: int = DRAWS) -> tuple[float, float, float]:
-    """Mean of a - b, and the 2.5% and 97.5% quantiles of that mean over lines drawn anew, in pairs."""
+    """Mean of a - b, and the 2.5% and 97.5% quantiles of that mean over lines drawn anew, in
+    pairs."""
     apart = (a - b).double()
     drawn = torch.randint(len(apart), (draws, len(apart)), generator=generator_at(0, "bootstrap"))
     low, high = (
@@ -91,7 +98,7 @@ def reader_score(read: Any = None) -> Score:
     return score
 
 
-# --- pictures ---------------------------------------------------------------------------------------------------------
+# --- pictures -------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -118,7 +125,8 @@ def nominal(policy: RestorationPolicy) -> Tensor:
 
 
 def grid(policy: RestorationPolicy) -> list[Tensor]:
-    """Every combination of ``SHARES`` of each control's range and ``MIXES``, and the nominal values."""
+    """Every combination of ``SHARES`` of each control's range and ``MIXES``, and the nominal
+    values."""
     action: Any = policy.module.action
     axes = [
         [mix for mix in MIXES if c.low <= mix <= c.high]
@@ -137,13 +145,14 @@ def best_constant(policy: RestorationPolicy, prompts: Sequence[Prompt], score: S
     return grid(policy)[max(range(len(found)), key=found.__getitem__)]
 
 
-# --- the same head, taught --------------------------------------------------------------------------------------------
+# --- the same head, taught ------------------------------------------------------------------------
 
 
 def taught(
     policy: RestorationPolicy, source: Any, *, by: str, steps: int, lr: float = 5e-3
 ) -> RestorationPolicy:
-    """A new head on the same network, which rests: taught ``by`` clean "pictures", or by the true "parameters"."""
+    """A new head on the same network, which rests: taught ``by`` clean "pictures", or by the true
+    "parameters"."""
     settings = dict(policy.module.action.settings)
     settings.pop("kind")
     with torch.random.fork_rng(devices=[]):
@@ -181,7 +190,7 @@ def _of_parameters(policy: RestorationPolicy, prompts: Sequence[Prompt]) -> Tens
     return (mean - target).square().mean()
 
 
-# --- the table --------------------------------------------------------------------------------------------------------
+# --- the table ------------------------------------------------------------------------------------
 
 
 def judged(
@@ -249,7 +258,8 @@ def main(arguments: Sequence[str] | None = None, *, read: Any = None) -> None:
     test, train = target.held_out(options.lines), target.take(options.grid_lines)
     found: list[Row] = []
     print(
-        f"{len(test)} held-out lines; the reader is an ONNX file: direct back-propagation has no gradient.\n"
+        f"{len(test)} held-out lines; the reader is an ONNX file: direct back-propagation has no "
+        f"gradient.\n"
     )
     print(HEAD, flush=True)
     for given in options.runs:

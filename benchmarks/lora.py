@@ -1,8 +1,9 @@
 """What an adapter costs in speed: sampling and gradients of SmolLM2-135M with one, and without.
 
-``python -m benchmarks.lora``: sides take turns in one process with one thread. Sampling: new tokens a second of the
-model without an adapter (as fast as a merged one), with the adapter's products beside packed ones of the base, and with
-peft's layers called as they are. Gradients: tokens a second of log-probs and backward. Needs gruppo[lora].
+``python -m benchmarks.lora``: sides take turns in one process with one thread. Sampling: new tokens
+a second of the model without an adapter (as fast as a merged one), with the adapter's products
+beside packed ones of the base, and with peft's layers called as they are. Gradients: tokens a
+second of log-probs and backward. Needs gruppo[lora].
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ Work = Callable[[], tuple[int, float]]
 
 
 def opened(path: str, compute: Any, rank: int) -> TextPolicy:
-    """The model, with an adapter that changes it a little, or without; no end token, so that all rows are as long."""
+    """The model, with an adapter that changes it a little, or without; no end token, so that all
+    rows are as long."""
     adapt = partial(inject, rank=rank, alpha=2.0 * rank) if rank else None
     policy = from_pretrained(path, compute=compute, adapt=adapt)
     policy.chat.eos_ids = ()

@@ -1,4 +1,5 @@
-"""Memory of a process as the benchmarks count it: the most it ever held, less what it held after its imports."""
+"""Memory of a process as the benchmarks count it: the most it ever held, less what it held after
+its imports."""
 
 from __future__ import annotations
 
@@ -46,5 +47,6 @@ def most(after_imports: int) -> int:
 
 
 def above_state(peak_bytes: float, parameters: int) -> float:
-    """What a step needs beside the weights, their gradients and the optimiser's moments, all in float32."""
+    """What a step needs beside the weights, their gradients and the optimiser's moments, all in
+    float32."""
     return peak_bytes - STATE_BYTES * parameters

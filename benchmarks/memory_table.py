@@ -2,7 +2,8 @@
 
     python -m benchmarks.memory_table
 
-From the shapes of the Qwen2.5 models (built on the meta device) and the formulas of ``gruppo explain --gpus``.
+From the shapes of the Qwen2.5 models (built on the meta device) and the formulas of ``gruppo
+explain --gpus``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import torch
 
 from gruppo.distributed.memory import NF4_BITS, WeightCounts, gathered_bytes, state_bytes
 
-# hidden size, feed-forward, layers, heads, key heads, vocabulary, tied head: config.json of Qwen/Qwen2.5-SIZE
+# hidden size, feed-forward, layers, heads, key heads, vocabulary, tied head: config.json of
+# Qwen/Qwen2.5-SIZE
 SIZES = {
     "0.5B": (896, 4864, 24, 14, 2, 151936, True),
     "1.5B": (1536, 8960, 28, 12, 2, 151936, True),

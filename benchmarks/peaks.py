@@ -16,11 +16,13 @@ SQUARE = 2048
 BUFFER_BYTES = 2**29
 """Read or copied: far more than any cache."""
 HEAD_CHUNKS = (128, 512, 2048)
-"""Tokens of a head's product: what is fastest depends on the cache, and an implementation may choose."""
+"""Tokens of a head's product: what is fastest depends on the cache, and an implementation may
+choose."""
 
 
 def best_seconds(call: Callable[[], object]) -> float:
-    """The shortest of as many calls as fit, three at least: what else a machine does only makes them longer."""
+    """The shortest of as many calls as fit, three at least: what else a machine does only makes
+    them longer."""
     call()
     best, began, calls = float("inf"), time.perf_counter(), 0
     while calls < 3 or time.perf_counter() - began < SECONDS:
@@ -37,7 +39,8 @@ def _wait() -> None:
 
 
 def product_rate(rows: int, inputs: int, outputs: int, kind: str, dtype: torch.dtype) -> float:
-    """Operations a second of x W^T, of the gradient of x, or of that of W, into memory that is already there."""
+    """Operations a second of x W^T, of the gradient of x, or of that of W, into memory that is
+    already there."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x = torch.randn(rows, inputs, dtype=dtype, device=device)
     weight = torch.randn(outputs, inputs, dtype=dtype, device=device)
@@ -51,7 +54,8 @@ def product_rate(rows: int, inputs: int, outputs: int, kind: str, dtype: torch.d
 
 
 def packed_rate(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> float:
-    """The forward with the weight in oneDNN's own layout, which few rows gain from; 0 where there is none."""
+    """The forward with the weight in oneDNN's own layout, which few rows gain from; 0 where there
+    is none."""
     reorder = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
     if reorder is None or torch.cuda.is_available():
         return 0.0
@@ -65,7 +69,8 @@ def packed_rate(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> flo
 
 
 def update_rates(shape: Shape, tokens: int, scored: int, dtype: torch.dtype) -> dict[str, float]:
-    """Of ``flops.products``: at ``tokens`` a forward, the head at the fastest of its chunks for each kind."""
+    """Of ``flops.products``: at ``tokens`` a forward, the head at the fastest of its chunks for
+    each kind."""
     chunks = sorted({min(chunk, scored) for chunk in HEAD_CHUNKS})
     rates = {}
     for kind in KINDS:
@@ -91,7 +96,8 @@ def square_rate(dtype: torch.dtype) -> float:
 
 
 def memory_rates() -> dict[str, float]:
-    """Bytes a second: read by a reduction, read and written by a copy, and by a sum in place, as an optimiser does."""
+    """Bytes a second: read by a reduction, read and written by a copy, and by a sum in place, as an
+    optimiser does."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     source = torch.ones(BUFFER_BYTES // 4, device=device)
     target = torch.empty_like(source)

@@ -1,8 +1,10 @@
-"""What a restorer trained by rewards does to held-out photographs: ``python -m benchmarks.photos NAME=RUN [...]``.
+"""What a restorer trained by rewards does to held-out photographs: ``python -m benchmarks.photos
+NAME=RUN [...]``.
 
-Beside each run's deterministic pictures stand its own network without any action, the best filter of detail with one
-gain a band for all pictures, and heads trained by back-propagation in place of rewards: of the pixels, and of a
-stand-in for bytes. Bytes are those of JPEG files of quality 90 without their header.
+Beside each run's deterministic pictures stand its own network without any action, the best filter
+of detail with one gain a band for all pictures, and heads trained by back-propagation in place of
+rewards: of the pixels, and of a stand-in for bytes. Bytes are those of JPEG files of quality 90
+without their header.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ PART = 48
 Pictures = Float[Tensor, "N C H W"]
 
 
-# --- what is measured -------------------------------------------------------------------------------------------------
+# --- what is measured -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +55,8 @@ class Measures:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. Differences are to the network without any action, with 95% intervals over pictures."""
+    """One line of the table. Differences are to the network without any action, with 95% intervals
+    over pictures."""
 
     name: str
     psnr: float
@@ -69,13 +72,15 @@ class Row:
     def line(self) -> str:
         (low, high), (least, most) = self.d_psnr_interval, self.saved_interval
         return (
-            f"| {self.name} | {self.psnr:.2f} | {self.d_psnr:+.3f} [{low:+.3f}, {high:+.3f}] | {self.bytes:.0f} "
+            f"| {self.name} | {self.psnr:.2f} | {self.d_psnr:+.3f} [{low:+.3f}, {high:+.3f}] | "
+            f"{self.bytes:.0f} "
             f"| {self.saved_frac:.1%} [{least:.1%}, {most:.1%}] | {self.cpu_s:.0f} |"
         )
 
 
 HEAD = (
-    "| pictures | PSNR, dB | over the network | JPEG bytes | fewer bytes than the network | CPU s here |\n"
+    "| pictures | PSNR, dB | over the network | JPEG bytes | fewer bytes than the network | CPU s "
+    "here |\n"
     "|---|---|---|---|---|---|"
 )
 
@@ -100,7 +105,8 @@ def _header(shape: tuple[int, ...]) -> int:
 
 
 def row_of(name: str, found: Measures, base: Measures, **more: Any) -> Row:
-    """Paired: the same pictures are drawn again for both sides. Bytes are compared in sum, PSNR in the mean."""
+    """Paired: the same pictures are drawn again for both sides. Bytes are compared in sum, PSNR in
+    the mean."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(len(base.psnr), (RESAMPLES, len(base.psnr)), generator=generator)
     apart = found.psnr - base.psnr
@@ -122,13 +128,15 @@ def _interval(of: Tensor) -> tuple[float, float]:
     return low, high
 
 
-# --- one filter for all pictures --------------------------------------------------------------------------------------
+# --- one filter for all pictures ------------------------------------------------------------------
 
 
 def best_filter(base: Pictures, clean: Pictures, least_psnr: float) -> tuple[float, ...]:
-    """Gains, the same for all pictures, with the fewest bytes at that mean PSNR or above; 0 where none is better.
+    """Gains, the same for all pictures, with the fewest bytes at that mean PSNR or above; 0 where
+    none is better.
 
-    An oracle: the pictures that it is judged by choose it. Searched on a grid of 0.2, and of 0.05 around its best.
+    An oracle: the pictures that it is judged by choose it. Searched on a grid of 0.2, and of 0.05
+    around its best.
     """
     details = detail_bands(base)
     best = (0.0,) * details.shape[1]
@@ -157,10 +165,11 @@ def _by_bytes(
     values: Sequence[Sequence[float]],
     least_psnr: float,
 ) -> Float[Tensor, "G K"]:
-    """Those points of the grid that keep the PSNR, the fewest bytes first; both as they are before rounding.
+    """Those points of the grid that keep the PSNR, the fewest bytes first; both as they are before
+    rounding.
 
-    A file holds luma and chroma apart, so that their gains cost bytes that add up: 2 x n^2 files of each picture, not
-    n^4. Squared errors are quadratic in all gains.
+    A file holds luma and chroma apart, so that their gains cost bytes that add up: 2 x n^2 files of
+    each picture, not n^4. Squared errors are quadratic in all gains.
     """
     parts = []
     for first in range(0, len(values), 2):
@@ -190,7 +199,7 @@ def filtered(base: Pictures, details: Tensor, gains: Float[Tensor, "K"]) -> Pict
     return base + (gains.to(base)[:, None, None, None] * details).sum(dim=1)
 
 
-# --- heads by back-propagation ----------------------------------------------------------------------------------------
+# --- heads by back-propagation --------------------------------------------------------------------
 
 
 def taught(
@@ -203,7 +212,8 @@ def taught(
     lr: float = 5e-3,
     seed: int = 0,
 ) -> RestorationPolicy:
-    """A copy whose head begins anew over the frozen network, and goes down the gradient of a loss of its pictures."""
+    """A copy whose head begins anew over the frozen network, and goes down the gradient of a loss
+    of its pictures."""
     policy = policy.at(copy.deepcopy(policy.module))
     policy.module.requires_grad_(False)
     head: Any = policy.module.action
@@ -254,11 +264,13 @@ LUMA_STEPS = (
     (49, 64, 78, 87, 103, 121, 120, 101),
     (72, 92, 95, 98, 112, 100, 103, 99),
 )
-"""ITU-T T.81, table K.1, at quality 50; a fifth of it at 90. Chroma's is 99 but in its first corner."""
+"""ITU-T T.81, table K.1, at quality 50; a fifth of it at 90. Chroma's is 99 but in its first
+corner."""
 
 
 def rate(pictures: Float[Tensor, "N 3 H W"]) -> Float[Tensor, "N"]:
-    """sum log2(1 + |coefficient / quantisation step|) / 8000 of the 8 x 8 cosine transforms that a JPEG file holds."""
+    """sum log2(1 + |coefficient / quantisation step|) / 8000 of the 8 x 8 cosine transforms that a
+    JPEG file holds."""
     y = (pictures * torch.tensor(LUMA)[:, None, None]).sum(dim=1, keepdim=True)
     blue, red = (pictures[:, 2:] - y) * 0.564, (pictures[:, :1] - y) * 0.713
     chroma = torch.nn.functional.avg_pool2d(torch.cat([blue, red], dim=1), 2)
@@ -286,7 +298,7 @@ def _cosines() -> Float[Tensor, "8 8"]:
     return found
 
 
-# --- a run ------------------------------------------------------------------------------------------------------------
+# --- a run ----------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

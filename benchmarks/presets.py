@@ -1,7 +1,9 @@
-"""Learning curves of every preset on one small task: the same model, prompts and number of samples for all.
+"""Learning curves of every preset on one small task: the same model, prompts and number of samples
+for all.
 
-``python -m benchmarks.presets`` (``make curves``) trains each preset with three seeds by ``gruppo.train``, in processes
-of one thread each, and prints the held-out accuracy that each ends with. The task is that of ``benchmarks/sorting.py``.
+``python -m benchmarks.presets`` (``make curves``) trains each preset with three seeds by
+``gruppo.train``, in processes of one thread each, and prints the held-out accuracy that each ends
+with. The task is that of ``benchmarks/sorting.py``.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ CONTROL = "grpo_once"
 
 
 def config(preset: str, seed: int, steps: int) -> Config:
-    """Four updates a batch where the objective has a ratio, else one; no KL, no entropy bonus, no schedule."""
+    """Four updates a batch where the objective has a ratio, else one; no KL, no entropy bonus, no
+    schedule."""
     objective = GRPO if preset == CONTROL else PRESETS[preset]
     passes = 1 if preset == CONTROL or objective.surrogate == "reinforce" else 2
     return Config(
@@ -166,7 +169,8 @@ def table(summaries: Mapping[str, dict[str, Any]]) -> str:
     columns = "".join(f"{f'seed {seed}':>8}" for seed in range(seeds))
     before = next(iter(summaries.values()))["before"]
     lines = [
-        f"{'preset':<14}{'updates':>8}{'lr':>8}{columns}{'mean':>8}{'over run':>10}  {'steps to half':<15}{'s/step':>7}"
+        f"{'preset':<14}{'updates':>8}{'lr':>8}{columns}{'mean':>8}{'over run':>10}  "
+        f"{'steps to half':<15}{'s/step':>7}"
     ]
     lines += [f"{'no training':<14}{'':>16}{_numbers(before)}{statistics.mean(before):8.3f}"]
     for preset, s in summaries.items():
@@ -177,7 +181,8 @@ def table(summaries: Mapping[str, dict[str, Any]]) -> str:
         )
         if s["explained_variance"] is not None:
             lines.append(
-                f"{'':<14}its critic explained {s['explained_variance']:.2f} of the returns' variance"
+                f"{'':<14}its critic explained {s['explained_variance']:.2f} of the returns' "
+                f"variance"
             )
     return "\n".join(lines)
 

@@ -1,8 +1,8 @@
 """Models of random weights with the shapes of published ones, for machines that cannot fetch those.
 
-``python -m benchmarks.random_model qwen2.5-0.5b FOLDER`` writes a Hugging Face folder: weights, configuration, and a
-tokenizer of bytes and of the words of the benchmarks' prompts, which makes about as many tokens of them as the
-published ones do.
+``python -m benchmarks.random_model qwen2.5-0.5b FOLDER`` writes a Hugging Face folder: weights,
+configuration, and a tokenizer of bytes and of the words of the benchmarks' prompts, which makes
+about as many tokens of them as the published ones do.
 """
 
 from __future__ import annotations
@@ -58,9 +58,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
     },
 }
-"""As in the config.json of HuggingFaceTB/SmolLM2-135M-Instruct and Qwen/Qwen2.5-*-Instruct, heads tied."""
+"""As in the config.json of HuggingFaceTB/SmolLM2-135M-Instruct and Qwen/Qwen2.5-*-Instruct, heads
+tied."""
 TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
+    "+ '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 

@@ -1,10 +1,12 @@
-"""Let one of two ranks fail, be killed and be stopped at each phase with a collective, and restart the run.
+"""Let one of two ranks fail, be killed and be stopped at each phase with a collective, and restart
+the run.
 
     python -m benchmarks.rank_faults            # all phases, replicas and shards
     python -m benchmarks.rank_faults --only stop --jobs 4
 
-The other rank must end within ``--timeout-s``, with one line that names the lost rank, and the run that torchrun then
-starts again must end in the weights of one that nothing disturbed, to the bit. Exit code 1 if a case does not.
+The other rank must end within ``--timeout-s``, with one line that names the lost rank, and the run
+that torchrun then starts again must end in the weights of one that nothing disturbed, to the bit.
+Exit code 1 if a case does not.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ def main() -> None:
             for fault, (is_right, what) in zip(cases, pool.map(outcome, cases), strict=True):
                 failed += not is_right
                 print(
-                    f"{'ok' if is_right else 'WRONG'} {fault.shard} {fault.action} {fault.phase}: {what}",
+                    f"{'ok' if is_right else 'WRONG'} {fault.shard} {fault.action} {fault.phase}: "
+                    f"{what}",
                     flush=True,
                 )
     print(f"{len(cases) - failed} of {len(cases)} right")

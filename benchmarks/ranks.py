@@ -1,10 +1,11 @@
 """Memory, step time and saves of several ranks: weights sharded with FSDP2 against whole replicas.
 
-``python -m benchmarks.ranks``: a Llama of 350M random weights on 1, 2 and 4 ranks of this machine (gloo, one thread
-each). Memory is what a process holds after an optimizer step, with gradients and optimizer state there, less what it
-held after its imports and the start of its process group; the ideal saving of n ranks is 1 - 1/n of what one process
-holds. A save is timed by what the step waits for it and until the checkpoint is complete. ``--document
-docs/guides/many-gpus.md`` writes the table between its marks.
+``python -m benchmarks.ranks``: a Llama of 350M random weights on 1, 2 and 4 ranks of this machine
+(gloo, one thread each). Memory is what a process holds after an optimizer step, with gradients and
+optimizer state there, less what it held after its imports and the start of its process group; the
+ideal saving of n ranks is 1 - 1/n of what one process holds. A save is timed by what the step waits
+for it and until the checkpoint is complete. ``--document docs/guides/many-gpus.md`` writes the
+table between its marks.
 """
 
 from __future__ import annotations
@@ -151,7 +152,8 @@ def on_ranks(count: int, spec: Mapping[str, Any]) -> list[dict[str, Any]]:
             f"--nproc-per-node={count}",
         ]
         command += ["-m", "benchmarks.ranks", "--spec", text]
-        # large tensors are given back to the system when they are freed, and are not kept by the allocator
+        # large tensors are given back to the system when they are freed, and are not kept by the
+        # allocator
         quiet = {
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
@@ -168,7 +170,8 @@ def on_ranks(count: int, spec: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def summary(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, float]]:
-    """Of each variant ``COUNT SHARD``: what the rank that has most holds, and the slowest rank's median step."""
+    """Of each variant ``COUNT SHARD``: what the rank that has most holds, and the slowest rank's
+    median step."""
     alone = max(rank["held_gb"] for rank in measured["1 none"])
     found = {}
     for name, ranks in sorted(
@@ -261,7 +264,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             }
             options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     found = summary(measured)
-    text = f"{about['date']}, {heading(about)}, {measured['1 none'][0]['parameters'] / 1e6:.0f}M weights, float32:"
+    text = (
+        f"{about['date']}, {heading(about)}, {measured['1 none'][0]['parameters'] / 1e6:.0f}M "
+        f"weights, float32:"
+    )
     text = f"{text}\n\n{table(found)}"
     print(text)
     if options.document:

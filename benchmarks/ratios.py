@@ -1,10 +1,12 @@
-"""TRL / gruppo on this machine's CPU: three workloads, at one and two threads, alone and beside one other job.
+"""TRL / gruppo on this machine's CPU: three workloads, at one and two threads, alone and beside one
+other job.
 
-``python -m benchmarks.ratios --out build/ratios``: each cell of the table is one ``benchmarks.step``, whose sides take
-turns, and leaves OUT/CELL.json when it is done; two more hold the update against the measured matrix rate
-(``benchmarks.roofline``). After each cell the table is printed and OUT/ratios.json written. Interrupt it at any point:
-the same command goes on with the cells that are missing. The other job has one thread, and reads, writes and multiplies
-more than a cache holds. About four hours; a cell of *short* takes 4 to 17 minutes. The machine must be quiet.
+``python -m benchmarks.ratios --out build/ratios``: each cell of the table is one
+``benchmarks.step``, whose sides take turns, and leaves OUT/CELL.json when it is done; two more hold
+the update against the measured matrix rate (``benchmarks.roofline``). After each cell the table is
+printed and OUT/ratios.json written. Interrupt it at any point: the same command goes on with the
+cells that are missing. The other job has one thread, and reads, writes and multiplies more than a
+cache holds. About four hours; a cell of *short* takes 4 to 17 minutes. The machine must be quiet.
 ``--model FOLDER --prompts 2 --steps 1`` proves the command with a small model.
 """
 
@@ -176,7 +178,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     if saved.exists() and json.loads(saved.read_text(encoding="utf-8")) != chosen:
         parser.error(
-            f"{out} has cells of other options, {saved.read_text(encoding='utf-8')}. Choose another --out."
+            f"{out} has cells of other options, {saved.read_text(encoding='utf-8')}. Choose "
+            f"another --out."
         )
     saved.write_text(json.dumps(chosen), encoding="utf-8")
     done = []

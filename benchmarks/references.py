@@ -1,8 +1,9 @@
 """Peak memory of a training step: all weights or an adapter, and each kind of reference.
 
-``python -m benchmarks.references``: steps of the arithmetic recipe (SmolLM2-135M), 12 prompts x 8 completions, each
-variant in processes of its own with one thread. Memory is the most that a process held during its steps less what it
-held after its imports. ``--document docs/guides/references.md`` writes the table between its marks.
+``python -m benchmarks.references``: steps of the arithmetic recipe (SmolLM2-135M), 12 prompts x 8
+completions, each variant in processes of its own with one thread. Memory is the most that a process
+held during its steps less what it held after its imports. ``--document docs/guides/references.md``
+writes the table between its marks.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def config(spec: Mapping[str, Any]) -> Any:
 
 
 def measure(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Steps of one variant in this process. What loading needed at most is not counted: it is before any step."""
+    """Steps of one variant in this process. What loading needed at most is not counted: it is
+    before any step."""
     import transformers.models.llama.modeling_llama  # noqa: F401  # part of the imports, not of the model
 
     from gruppo.build import Parts, build
@@ -130,7 +132,8 @@ def in_own_process(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Medians over the processes, and the range of the peak. The first KL needs to be 0: the policy has not moved."""
+    """Medians over the processes, and the range of the peak. The first KL needs to be 0: the policy
+    has not moved."""
     peaks = [run["peak_gb"] for run in runs]
     if odd := [run["kl"] for run in runs if run["kl"][0] not in (None, 0.0)]:
         raise SystemExit(f"the KL of an unchanged policy is {odd[0][0]}, not 0.")

@@ -50,7 +50,8 @@ def tell(
     measured: Any,
     draw: Callable[[Any, Path, str], None] | None = None,
 ) -> None:
-    """Print the results as JSON, then as a table; write and draw them where asked, with all that was measured."""
+    """Print the results as JSON, then as a table; write and draw them where asked, with all that
+    was measured."""
     about = machine()
     document = {"benchmark": name, "machine": about, "results": results}
     print(_json(document))

@@ -1,10 +1,12 @@
-"""How near each phase of a step is to what the machine can do: measured products and memory against a real step.
+"""How near each phase of a step is to what the machine can do: measured products and memory against
+a real step.
 
-``python -m benchmarks.roofline``: SmolLM2-135M, the workload *short* or another of ``benchmarks.step``. Work is
-counted by hand (``benchmarks.flops``): the tokens of a step once, recomputation not counted. The rate that it is held
-against is this machine's own at the model's own shapes: each layer's products, forward and both gradients, at the
-tokens of a forward, and the head at its fastest chunk, weighted by their work. Attention's products count as work, at
-the mean rate of the others.
+``python -m benchmarks.roofline``: SmolLM2-135M, the workload *short* or another of
+``benchmarks.step``. Work is counted by hand (``benchmarks.flops``): the tokens of a step once,
+recomputation not counted. The rate that it is held against is this machine's own at the model's own
+shapes: each layer's products, forward and both gradients, at the tokens of a forward, and the head
+at its fastest chunk, weighted by their work. Attention's products count as work, at the mean rate
+of the others.
 """
 
 from __future__ import annotations
@@ -64,14 +66,16 @@ def groups_of(step: Mapping[str, Any], group_size: int) -> list[Group]:
 
 
 def even(tokens: int) -> int:
-    """The next multiple of 16: products of odd sizes are slower, which would flatter what is held against them."""
+    """The next multiple of 16: products of odd sizes are slower, which would flatter what is held
+    against them."""
     return -(-tokens // 16) * 16
 
 
 def measured_peaks(
     shape: Shape, groups: Sequence[Group], micro_batches: int, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Rates at the shapes of a step: per product for an update, per product for decoding, and the memory's."""
+    """Rates at the shapes of a step: per product for an update, per product for decoding, and the
+    memory's."""
     trunk = sum(prompt + sum(rows) - len(rows) for prompt, rows in groups)
     scored = sum(sum(rows) for _, rows in groups)
     return {
@@ -103,7 +107,8 @@ def summarise(
     bytes_each: int,
     parameters: int,
 ) -> dict[str, Any]:
-    """Of each phase: seconds, work, rate, the rate or bandwidth that bounds it, and the fraction reached."""
+    """Of each phase: seconds, work, rate, the rate or bandwidth that bounds it, and the fraction
+    reached."""
     update, decode = flops.update(shape, groups), flops.decode(shape, groups)
     prefill = flops.prefill(shape, [prompt for prompt, _ in groups])
     decode_s, backward_s = (
@@ -128,7 +133,8 @@ def summarise(
 
 
 def _forward_peak(shape: Shape, work: flops.Work, rates: Mapping[str, float]) -> float:
-    """Operations a second of a forward, its trunk's divided among the layers' products by their size."""
+    """Operations a second of a forward, its trunk's divided among the layers' products by their
+    size."""
     weights = shape.trunk_weights / shape.layers
     parts = {name: work.trunk * i * o / weights for name, (i, o) in shape.linears.items()}
     return flops.ideal_rate({**parts, "head": work.head}, rates)

@@ -1,12 +1,15 @@
-"""How a step's cost grows with group size, prompt length, completion length and model size, each over a factor of 8.
+"""How a step's cost grows with group size, prompt length, completion length and model size, each
+over a factor of 8.
 
-``python -m benchmarks.scaling --plot docs/images/scaling.png``: each point in a process of its own, so that its peak
-memory is its own; rollout and update apart; the shortest of some steps after a warm-up step. A line with an intercept
-is fitted through each series, and the largest distance from it told, in shares of the line: linear means within 15%.
+``python -m benchmarks.scaling --plot docs/images/scaling.png``: each point in a process of its own,
+so that its peak memory is its own; rollout and update apart; the shortest of some steps after a
+warm-up step. A line with an intercept is fitted through each series, and the largest distance from
+it told, in shares of the line: linear means within 15%.
 
-Base: 2 prompts of 110 tokens x 8 completions of 64 tokens each, SmolLM2-135M's shape with 30 layers and random
-weights. Group size is measured with prompts of 55 and of 441 tokens: a further completion should cost about the same.
-``--short``: 1 prompt, 4 layers, one step a point, all points in one process, hence without memory.
+Base: 2 prompts of 110 tokens x 8 completions of 64 tokens each, SmolLM2-135M's shape with 30 layers
+and random weights. Group size is measured with prompts of 55 and of 441 tokens: a further
+completion should cost about the same. ``--short``: 1 prompt, 4 layers, one step a point, all points
+in one process, hence without memory.
 """
 
 from __future__ import annotations
@@ -100,7 +103,8 @@ def fit(x: Sequence[float], y: Sequence[float]) -> Line:
 
 @cache
 def policy_of(folder: str, layers: int, compute: Any) -> Any:
-    """A policy of the folder's shape with so many layers and random weights; no row ends before its last token."""
+    """A policy of the folder's shape with so many layers and random weights; no row ends before its
+    last token."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -155,7 +159,8 @@ def in_own_process(spec: Mapping[str, Any]) -> dict[str, Any]:
 def measure(
     common: Mapping[str, Any], series: Sequence[Series], *, apart: bool
 ) -> dict[str, list[dict[str, Any]]]:
-    """Points of each series; those that two series share are measured once. Without ``apart``, in this process."""
+    """Points of each series; those that two series share are measured once. Without ``apart``, in
+    this process."""
     known: dict[str, dict[str, Any]] = {}
     found: dict[str, list[dict[str, Any]]] = {}
     for one in series:
@@ -197,7 +202,8 @@ def summarise(
 
 
 def marginal(found: Mapping[str, Any]) -> dict[str, float] | None:
-    """Seconds that one more completion of each prompt costs, with short and with long prompts; None if not measured."""
+    """Seconds that one more completion of each prompt costs, with short and with long prompts; None
+    if not measured."""
     kinds = {kind: found.get(f"group size, {kind} prompts") for kind in ("short", "long")}
     if not all(kinds.values()):
         return None
@@ -211,19 +217,23 @@ def marginal(found: Mapping[str, Any]) -> dict[str, float] | None:
 
 def table(found: Mapping[str, Any], further: Mapping[str, float] | None) -> str:
     lines = [
-        f"{'grows with':<28}{'from':>6}{'to':>6}  {'of':<10}{'first':>8}{'last':>8}{'off the line':>14}"
+        f"{'grows with':<28}{'from':>6}{'to':>6}  "
+        f"{'of':<10}{'first':>8}{'last':>8}{'off the line':>14}"
     ]
     for name, series in found.items():
         for what, line in series["lines"].items():
             y, verdict = series[what], "linear" if line["distance"] <= LINEAR else "not linear"
             lines.append(
-                f"{name:<28}{series['x'][0]:>6}{series['x'][-1]:>6}  {what:<10}{y[0]:8.2f}{y[-1]:8.2f}"
+                f"{name:<28}{series['x'][0]:>6}{series['x'][-1]:>6}  "
+                f"{what:<10}{y[0]:8.2f}{y[-1]:8.2f}"
                 f"{line['distance']:9.0%} {verdict}"
             )
     if further:
         lines.append(
-            f"one more completion of each prompt: {further['short'] * 1e3:.0f} ms with short prompts, "
-            f"{further['long'] * 1e3:.0f} ms with long ones, {further['long_over_short']:.2f} times as much"
+            f"one more completion of each prompt: {further['short'] * 1e3:.0f} ms with short "
+            f"prompts, "
+            f"{further['long'] * 1e3:.0f} ms with long ones, {further['long_over_short']:.2f} "
+            f"times as much"
         )
     return "\n".join(lines)
 

@@ -1,4 +1,5 @@
-"""The picture of ``benchmarks.scaling``: a panel for each thing that grows, with the lines that are fitted."""
+"""The picture of ``benchmarks.scaling``: a panel for each thing that grows, with the lines that are
+fitted."""
 
 from __future__ import annotations
 
@@ -99,17 +100,20 @@ def _panel(axes: Any, title: str, kinds: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _key(kinds: Sequence[Mapping[str, Any]]) -> str:
-    """Which line is which, and what a further completion of each prompt costs: both slopes together."""
+    """Which line is which, and what a further completion of each prompt costs: both slopes
+    together."""
     short, long = kinds
     costs = [sum(series["lines"][phase]["slope"] for phase in PHASES) for series in kinds]
     return (
-        f"one more completion of each prompt:\n{costs[0]:.2f} s where it has {short['prompt_tokens']} tokens (solid)\n"
+        f"one more completion of each prompt:\n{costs[0]:.2f} s where it has "
+        f"{short['prompt_tokens']} tokens (solid)\n"
         f"{costs[1]:.2f} s where it has {long['prompt_tokens']} (dashed)"
     )
 
 
 def apart(heights: Sequence[float], gap: float) -> list[float]:
-    """Rising heights, each at least ``gap`` above the one before; those that were too near move up."""
+    """Rising heights, each at least ``gap`` above the one before; those that were too near move
+    up."""
     moved: list[float] = []
     for height in heights:
         moved.append(max(height, moved[-1] + gap) if moved else height)

@@ -1,7 +1,9 @@
-"""Servers with a fault, each refused by the proof: ``python -m benchmarks.server_mutants http://127.0.0.1:8000``.
+"""Servers with a fault, each refused by the proof: ``python -m benchmarks.server_mutants
+http://127.0.0.1:8000``.
 
-A proxy before a real vLLM server makes the faults: it loads other weights than it was told to, does not clear the
-cache, or changes the log-probs. The server is started by ``gruppo serve MODEL -- --enable-prompt-tokens-details``.
+A proxy before a real vLLM server makes the faults: it loads other weights than it was told to, does
+not clear the cache, or changes the log-probs. The server is started by ``gruppo serve MODEL --
+--enable-prompt-tokens-details``.
 """
 
 from __future__ import annotations
@@ -79,7 +81,8 @@ class Proxy:
 
 
 def loads(proxy: Proxy, other: Callable[[Path, Path], Path]) -> None:
-    """``other`` of the folder that is to be loaded and the one before, at first the untrained weights, is loaded."""
+    """``other`` of the folder that is to be loaded and the one before, at first the untrained
+    weights, is loaded."""
     before = [proxy.untrained]
 
     def request(path: str, body: Any) -> tuple[str, Any]:

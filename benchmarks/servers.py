@@ -1,8 +1,9 @@
-"""Learning and speed with vLLM servers against the local engine: ``python -m benchmarks.servers http://127.0.0.1:8000``.
+"""Learning and speed with vLLM servers against the local engine: ``python -m benchmarks.servers
+http://127.0.0.1:8000``.
 
-Trains ``arithmetic`` with both engines and three seeds, in turns. It may be stopped at any time: finished runs are kept
-in ``--runs-dir``, begun ones are resumed. Start the server before with ``gruppo serve smollm2-135m``. Options of
-``gruppo train`` follow ``--``.
+Trains ``arithmetic`` with both engines and three seeds, in turns. It may be stopped at any time:
+finished runs are kept in ``--runs-dir``, begun ones are resumed. Start the server before with
+``gruppo serve smollm2-135m``. Options of ``gruppo train`` follow ``--``.
 
 ``--turns 7`` compares sampling alone: the same requests by each engine in turn, in one process.
 """
@@ -85,7 +86,8 @@ def train(options: Any, engine: str, seed: int, rest: Sequence[str]) -> None:
 
 
 def rates(options: Any) -> str:
-    """Medians of tokens per second of both engines over the turns, and the mismatch of the last one, in nats."""
+    """Medians of tokens per second of both engines over the turns, and the mismatch of the last
+    one, in nats."""
     import torch
 
     from gruppo.engines import LocalEngine
@@ -133,7 +135,8 @@ def rates(options: Any) -> str:
 
 
 def table(runs: Path, seeds: Sequence[int]) -> str:
-    """Held-out reward before and after, and medians of seconds and tokens per second, of each run."""
+    """Held-out reward before and after, and medians of seconds and tokens per second, of each
+    run."""
     lines = [
         f"{'run':10}{'before':>8}{'after':>8}{'tokens/s':>10}"
         + "".join(f"{part + ' s':>11}" for part in PARTS)

@@ -1,4 +1,5 @@
-"""The two sides of ``benchmarks.step``, each a process that does one GRPO step whenever it is its turn.
+"""The two sides of ``benchmarks.step``, each a process that does one GRPO step whenever it is its
+turn.
 
 ``python -m benchmarks.sides gruppo|trl SPEC`` with SPEC the JSON of a workload.
 """

@@ -1,8 +1,10 @@
-"""The task of ``benchmarks.presets``: a small model learns to write five different digits in order, and to stop.
+"""The task of ``benchmarks.presets``: a small model learns to write five different digits in order,
+and to stop.
 
-"41720>" is answered "01247" and an end. The reward is 1 where the whole answer is right and ended, else 0, so a model
-that knows the order but not the end earns nothing. A short supervised start, ended long before the model can do it,
-stands for the pretraining without which nothing is ever rewarded.
+"41720>" is answered "01247" and an end. The reward is 1 where the whole answer is right and ended,
+else 0, so a model that knows the order but not the end earns nothing. A short supervised start,
+ended long before the model can do it, stands for the pretraining without which nothing is ever
+rewarded.
 """
 
 from __future__ import annotations

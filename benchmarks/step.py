@@ -1,12 +1,14 @@
-"""One GRPO step of gruppo against TRL, in turns, with the same prompts and rows of the same lengths.
+"""One GRPO step of gruppo against TRL, in turns, with the same prompts and rows of the same
+lengths.
 
-``python -m benchmarks.step``: SmolLM2-135M, 4 prompts x 8 completions; *short* (prompts of 55 tokens, 64 new),
-*long_prompt* (441, 64 new) and *ragged* (55; ends spread geometrically, 65 new on average and at most 256).
-``--short``: the short workload alone, 2 steps.
+``python -m benchmarks.step``: SmolLM2-135M, 4 prompts x 8 completions; *short* (prompts of 55
+tokens, 64 new), *long_prompt* (441, 64 new) and *ragged* (55; ends spread geometrically, 65 new on
+average and at most 256). ``--short``: the short workload alone, 2 steps.
 
-TRL in its best honest configuration: float32 master weights, bfloat16 autocast, no recomputed activations, rows a
-forward chosen by ``--tune-trl``; all else as it comes, its log-probs in chunks of the vocabulary's logits included.
-Memory is the most a process held less what it held after its imports. Without TRL installed, gruppo alone.
+TRL in its best honest configuration: float32 master weights, bfloat16 autocast, no recomputed
+activations, rows a forward chosen by ``--tune-trl``; all else as it comes, its log-probs in chunks
+of the vocabulary's logits included. Memory is the most a process held less what it held after its
+imports. Without TRL installed, gruppo alone.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ Steps = Sequence[Mapping[str, Any]]
 
 
 def measure(spec: Mapping[str, Any], steps: int, pythons: Mapping[str, str]) -> dict[str, Any]:
-    """Steps of all sides in turn, after one warm-up step each, and the number of the model's parameters."""
+    """Steps of all sides in turn, after one warm-up step each, and the number of the model's
+    parameters."""
     sides = [
         Side(name, ["benchmarks.sides", name, json.dumps(spec)], python=python)
         for name, python in pythons.items()
@@ -47,7 +50,8 @@ def measure(spec: Mapping[str, Any], steps: int, pythons: Mapping[str, str]) -> 
 
 
 def check_same_work(done: Mapping[str, Steps]) -> None:
-    """Refuse a comparison of different work: each step's prompt lengths and completion lengths, row by row."""
+    """Refuse a comparison of different work: each step's prompt lengths and completion lengths, row
+    by row."""
     work = {
         name: [(step["prompt_tokens"], step["lengths"]) for step in steps]
         for name, steps in done.items()
@@ -56,7 +60,8 @@ def check_same_work(done: Mapping[str, Steps]) -> None:
     for other in others:
         if work[other] != work[first]:
             raise SystemExit(
-                f"{other} did other work than {first}, so nothing can be compared: {span(done[other])} against "
+                f"{other} did other work than {first}, so nothing can be compared: "
+                f"{span(done[other])} against "
                 f"{span(done[first])}."
             )
 
@@ -151,11 +156,13 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
         if "trl_over_gruppo" in sides:
             r, m = sides["trl_over_gruppo"], sides["memory_gruppo_over_trl"]
             lines.append(
-                f"{workload:<12}TRL / gruppo in time, step by step: {r['median']:.2f} ({r['min']:.2f} to "
+                f"{workload:<12}TRL / gruppo in time, step by step: {r['median']:.2f} "
+                f"({r['min']:.2f} to "
                 f"{r['max']:.2f}); rollout {r['rollout_s']:.2f}, update {r['update_s']:.2f}"
             )
             lines.append(
-                f"{workload:<12}gruppo / TRL in memory: peak {m['peak_gb']:.0%}, above weights, gradients and "
+                f"{workload:<12}gruppo / TRL in memory: peak {m['peak_gb']:.0%}, above weights, "
+                f"gradients and "
                 f"optimiser state {m['above_state_gb']:.0%}"
             )
         lines.append(f"{workload:<12}every side's {sides['gruppo']['work']}")

@@ -1,7 +1,9 @@
-"""Writes the tables of ``docs/dev/performance.md`` from the benchmarks' JSON, so that no number is copied by hand.
+"""Writes the tables of ``docs/dev/performance.md`` from the benchmarks' JSON, so that no number is
+copied by hand.
 
-``python -m benchmarks.tables build/bench``: each table stands between ``<!-- NAME -->`` and ``<!-- end -->``, and is
-replaced where the folder has ``NAME.json``; its picture follows it, where there is one.
+``python -m benchmarks.tables build/bench``: each table stands between ``<!-- NAME -->`` and ``<!--
+end -->``, and is replaced where the folder has ``NAME.json``; its picture follows it, where there
+is one.
 """
 
 from __future__ import annotations
@@ -118,14 +120,17 @@ def of_scaling(results: Mapping[str, Any]) -> str:
     further = results["one_more_completion_s"]
     if further:
         told += (
-            f"\n\nOne more completion of each prompt costs {further['short']:.3f} s with short prompts and "
-            f"{further['long']:.3f} s with long ones, {further['long_over_short']:.2f} times as much."
+            f"\n\nOne more completion of each prompt costs {further['short']:.3f} s with short "
+            f"prompts and "
+            f"{further['long']:.3f} s with long ones, {further['long_over_short']:.2f} times as "
+            f"much."
         )
     return told
 
 
 def of_ratios(results: Mapping[str, Any]) -> str:
-    """A line of ratios for each workload, a column for each condition, and the update's share of the matrix rate."""
+    """A line of ratios for each workload, a column for each condition, and the update's share of
+    the matrix rate."""
     conditions = [
         (is_alone, count)
         for is_alone in (True, False)
@@ -175,7 +180,8 @@ PICTURES = {
 def replaced(
     document: str, name: str, told: Mapping[str, Any], *, has_picture: bool = False
 ) -> str:
-    """The document with the table of a benchmark, under a line that says when and where it was measured."""
+    """The document with the table of a benchmark, under a line that says when and where it was
+    measured."""
     begin, end = f"<!-- {name} -->", "<!-- end -->"
     about = f"{told['machine']['date']}, {heading(told['machine'])}:"
     picture = f"\n\n![{PICTURES[name]}](../images/{name}.png)" if has_picture else ""

@@ -1,8 +1,10 @@
-"""Reward per generated token: how many tokens runs needed for the held-out reward that other runs ended with.
+"""Reward per generated token: how many tokens runs needed for the held-out reward that other runs
+ended with.
 
-``python -m benchmarks.tokens runs/plain-s0 runs/plain-s1 runs/grown-s0 runs/grown-s1`` reads their metrics. Runs whose
-names differ in what follows ``-s`` are seeds of one variant; the first variant is what the others are compared with.
-Where a reward is reached is read from evaluations smoothed over three in a row, on the line between two of them.
+``python -m benchmarks.tokens runs/plain-s0 runs/plain-s1 runs/grown-s0 runs/grown-s1`` reads their
+metrics. Runs whose names differ in what follows ``-s`` are seeds of one variant; the first variant
+is what the others are compared with. Where a reward is reached is read from evaluations smoothed
+over three in a row, on the line between two of them.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ class Curve:
 
     @classmethod
     def read(cls, run: Path) -> Curve:
-        """Of a run with ``--evaluation.every``; a run that was evaluated at its ends alone has two points."""
+        """Of a run with ``--evaluation.every``; a run that was evaluated at its ends alone has two
+        points."""
         found: list[tuple[float, float]] = []
         tokens = 0.0
         for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
@@ -57,7 +60,8 @@ class Curve:
         return math.inf
 
     def at(self, tokens: float) -> float:
-        """The reward after so many tokens, on the line between two evaluations; NaN beyond the last."""
+        """The reward after so many tokens, on the line between two evaluations; NaN beyond the
+        last."""
         for n in range(1, len(self.tokens)):
             if self.tokens[n] >= tokens:
                 share = (tokens - self.tokens[n - 1]) / (self.tokens[n] - self.tokens[n - 1])
@@ -75,10 +79,12 @@ def by_variant(runs: Sequence[Path]) -> dict[str, dict[str, Curve]]:
 
 
 def table(curves: Mapping[str, Mapping[str, Curve]], share: float) -> str:
-    """Markdown: tokens to ``share`` of the smoothed reward that the first variant ended with under the same seed."""
+    """Markdown: tokens to ``share`` of the smoothed reward that the first variant ended with under
+    the same seed."""
     first = {seed: curve.smooth() for seed, curve in next(iter(curves.values())).items()}
     lines = [
-        "| variant | seed | tokens in all | reward at the end | target | tokens to it | of the first variant's |"
+        "| variant | seed | tokens in all | reward at the end | target | tokens to it | of the "
+        "first variant's |"
     ]
     lines.append("|---|---|---|---|---|---|---|")
     for variant, seeds in curves.items():
@@ -91,13 +97,15 @@ def table(curves: Mapping[str, Mapping[str, Curve]], share: float) -> str:
                 else "not reached | "
             )
             lines.append(
-                f"| {variant} | {seed} | {curve.tokens[-1]:,.0f} | {curve.reward[-1]:.3f} | {target:.3f} | {said} |"
+                f"| {variant} | {seed} | {curve.tokens[-1]:,.0f} | {curve.reward[-1]:.3f} | "
+                f"{target:.3f} | {said} |"
             )
     return "\n".join(lines)
 
 
 def rewards_at(curves: Mapping[str, Mapping[str, Curve]], tokens: Sequence[float]) -> str:
-    """Markdown: the mean over seeds of the held-out reward after so many tokens, between two evaluations each."""
+    """Markdown: the mean over seeds of the held-out reward after so many tokens, between two
+    evaluations each."""
     lines = ["| variant | seeds | " + " | ".join(f"{t:,.0f} tokens" for t in tokens) + " |"]
     lines.append("|---" * (len(tokens) + 2) + "|")
     for variant, seeds in curves.items():

@@ -1,7 +1,8 @@
 """Processes that take turns, so that a noisy machine is noisy for all of them.
 
-A side is a module of this folder run by any Python: it calls ``say`` once when it is ready, then ``wait_for_turn`` and
-``say`` for each turn. It is halted until its turn comes: an idle worker that polls would slow down the others.
+A side is a module of this folder run by any Python: it calls ``say`` once when it is ready, then
+``wait_for_turn`` and ``say`` for each turn. It is halted until its turn comes: an idle worker that
+polls would slow down the others.
 """
 
 from __future__ import annotations
@@ -56,12 +57,14 @@ class Side:
             stdout=subprocess.PIPE,
             stderr=self.errors,
             text=True,
-            # gruppo, imported here, may have chosen how its own threads wait: each side decides for itself
+            # gruppo, imported here, may have chosen how its own threads wait: each side decides for
+            # itself
             env={k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"}
             | QUIET
             | dict(environment or {}),
             cwd=Path(__file__).parents[1],
-            process_group=0,  # of this session: were this process to die, the halted ones would be hung up
+            # of this session: were this process to die, the halted ones would be hung up
+            process_group=0,
         )
         self.ready = self._read()
         self._signal(signal.SIGSTOP)

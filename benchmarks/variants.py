@@ -1,4 +1,5 @@
-"""One variant of ``benchmarks.grpo_vs_ppo`` in a process of its own, whose peak memory nothing else has touched.
+"""One variant of ``benchmarks.grpo_vs_ppo`` in a process of its own, whose peak memory nothing else
+has touched.
 
 ``python -m benchmarks.variants SPEC`` with SPEC the JSON of a workload. Prints one JSON object.
 """
@@ -21,7 +22,8 @@ VARIANTS = ("grpo", "ppo-shared", "ppo-separate")
 def config(spec: dict[str, Any]) -> Any:
     """GRPO and PPO as their presets are, alike in all else.
 
-    The learning rate is 0: an update does all its work and moves nothing, so each variant writes the same completions.
+    The learning rate is 0: an update does all its work and moves nothing, so each variant writes
+    the same completions.
     """
     from gruppo.config.schema import Config, CriticConfig, OptimConfig, RolloutConfig, Stage
     from gruppo.core.objective import GRPO, PPO
@@ -47,7 +49,8 @@ def config(spec: dict[str, Any]) -> Any:
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
-    """Steps of one variant after a warm-up step, and the memory that this process came to need beyond its imports."""
+    """Steps of one variant after a warm-up step, and the memory that this process came to need
+    beyond its imports."""
     import transformers.models.llama.modeling_llama  # noqa: F401  # part of the imports, not of the model
 
     from gruppo.api import Parts, build
@@ -94,7 +97,8 @@ def one_step(run: Any) -> dict[str, Any]:
 
 
 def held_gib(run: Any) -> float:
-    """What lives through the whole run: weights and their copies, gradients, the optimiser's moments."""
+    """What lives through the whole run: weights and their copies, gradients, the optimiser's
+    moments."""
     modules = [run.policy.module, run.policy.compute_module]
     modules += [run.reference.module] if run.reference is not None else []
     if run.critic is not None:

@@ -1,4 +1,5 @@
-"""What the benchmarks do: prompts, a reward, and where rows end. Any Python reads it: nothing to install."""
+"""What the benchmarks do: prompts, a reward, and where rows end. Any Python reads it: nothing to
+install."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 FILLER = (
-    "Think about what you know of rivers, mountains, trade and the seasons, then answer in full sentences, as you "
+    "Think about what you know of rivers, mountains, trade and the seasons, then answer in full "
+    "sentences, as you "
     "would to a friend who asks while walking along the coast on a windy day in spring."
 )
 PROMPTS = 900
@@ -20,11 +22,13 @@ WORKLOADS: dict[str, dict[str, Any]] = {
     "long_prompt": {"words": WORDS[440], "new_tokens": 64, "mean_tokens": None},
     "ragged": {"words": WORDS[55], "new_tokens": 256, "mean_tokens": 65.0},
 }
-"""``new_tokens``: the most a row gets; all get so many, or with ``mean_tokens`` so many on average."""
+"""``new_tokens``: the most a row gets; all get so many, or with ``mean_tokens`` so many on
+average."""
 
 
 def prompts(count: int, words: int, *, first: int = 0) -> list[list[dict[str, str]]]:
-    """Conversations of about 46 tokens and ``words`` words more, all different, numbered from ``first``."""
+    """Conversations of about 46 tokens and ``words`` words more, all different, numbered from
+    ``first``."""
     filler = " ".join((FILLER.split() * (words // 20 + 1))[:words])
     numbers = [100 + (first + i) % PROMPTS for i in range(count)]
     return [
@@ -34,16 +38,18 @@ def prompts(count: int, words: int, *, first: int = 0) -> list[list[dict[str, st
 
 
 def alternating(completions: Sequence[Any], **_: Any) -> list[float]:
-    """A reward that gives every row an advantage: some trainers evaluate no row without one, others evaluate all."""
+    """A reward that gives every row an advantage: some trainers evaluate no row without one, others
+    evaluate all."""
     return [float(row % 2) for row in range(len(completions))]
 
 
 def row_lengths(rows: int, step: int, *, most: int, mean: float | None = None) -> list[int]:
     """New tokens of each row at a step, its end token included.
 
-    Without a mean all rows have ``most``. With one they are spread as natural ends are, geometrically: the middle of
-    each of ``rows`` equal shares of the distribution of min(G, most), moved a little and put in an order of the step's
-    own. So every step has about the same work and about the same longest row.
+    Without a mean all rows have ``most``. With one they are spread as natural ends are,
+    geometrically: the middle of each of ``rows`` equal shares of the distribution of min(G, most),
+    moved a little and put in an order of the step's own. So every step has about the same work and
+    about the same longest row.
     """
     if mean is None:
         return [most] * rows

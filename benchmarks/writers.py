@@ -1,7 +1,9 @@
-"""The sides of ``benchmarks.generate``, each a process that writes a workload's rows whenever it is its turn.
+"""The sides of ``benchmarks.generate``, each a process that writes a workload's rows whenever it is
+its turn.
 
-``python -m benchmarks.writers gruppo|hf-fp32|hf-bf16|vllm SPEC``. Each turn has prompts that no turn had before, so a
-cache of prompts saves what it can within a group and nothing more. Ends are switched off.
+``python -m benchmarks.writers gruppo|hf-fp32|hf-bf16|vllm SPEC``. Each turn has prompts that no
+turn had before, so a cache of prompts saves what it can within a group and nothing more. Ends are
+switched off.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Hooks of mkdocs.yml: the site is built from a copy of docs/, with the repository's files that its pages link to."""
+"""Hooks of mkdocs.yml: the site is built from a copy of docs/, with the repository's files that its
+pages link to."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ BOOSTS = {
     "reference/run-directory": 4,
 }
 BOOSTS |= {"reference/api": 0.1, "dev/": 0.1, "files/": 0.1}
-"""Weight of a page in the search by the beginning of its address: guides come before lab notes and docstrings."""
+"""Weight of a page in the search by the beginning of its address: guides come before lab notes and
+docstrings."""
 FENCED_OR_HEADING = re.compile(r"^```.*?^```$|^#+ (?P<heading>[^\n]+)$", re.MULTILINE | re.DOTALL)
 
 
@@ -33,7 +35,8 @@ def headings(text: str) -> list[re.Match[str]]:
 
 
 def with_english_anchors(chinese: str, english: str) -> str:
-    """A Chinese page with the anchors of the English one too, to which pages without a translation link."""
+    """A Chinese page with the anchors of the English one too, to which pages without a translation
+    link."""
     for match, original in reversed([*zip(headings(chinese), headings(english), strict=True)]):
         anchor = slugify(case="lower")(original["heading"], "-")
         chinese = f'{chinese[: match.start()]}<a id="{anchor}"></a>\n\n{chinese[match.start() :]}'

@@ -1,7 +1,8 @@
-"""A chat model in plain torch, like nanochat's: pretrained on wrong answers, then corrected by a reward.
+"""A chat model in plain torch, like nanochat's: pretrained on wrong answers, then corrected by a
+reward.
 
-In the training data 7 + 5 is 12 one time in three, and 13 otherwise. The model learns that, and the recipe ``chat``
-(source document 002's settings) corrects it. No transformers.
+In the training data 7 + 5 is 12 one time in three, and 13 otherwise. The model learns that, and the
+recipe ``chat`` (source document 002's settings) corrects it. No transformers.
 
     gruppo train chat --model examples/chat_rl.py:model --optim.lr 5e-4
     python examples/chat_rl.py
@@ -40,7 +41,8 @@ class Pieces:
         return "".join((*PIECES, *SPECIAL)[i] for i in ids)
 
     def render_for_completion(self, messages):
-        """Return the ids of a conversation up to the assistant's next words. Empty messages are skipped."""
+        """Return the ids of a conversation up to the assistant's next words. Empty messages are
+        skipped."""
         ids = []
         for message in (m for m in messages if m["content"]):
             is_user = message["role"] == "user"
@@ -112,7 +114,8 @@ class GPT(nn.Module):
 
 
 def problems():
-    """Return every sum and every non-negative difference, as a conversation that the assistant has begun to answer."""
+    """Return every sum and every non-negative difference, as a conversation that the assistant has
+    begun to answer."""
     numbers = range(HIGHEST + 1)
     sums = [(f"{a} + {b}", a + b) for a in numbers for b in numbers]
     sums += [(f"{a} - {b}", a - b) for a in numbers for b in range(a + 1)]
@@ -164,7 +167,8 @@ def taught(module, steps, batch=64, lr=3e-3):
 def model(folder=None, taught_steps=1000):
     """Return the policy of ``--model examples/chat_rl.py:model``.
 
-    ``folder``: the folder whose weights will be loaded, or None for a new model, which is pretrained.
+    ``folder``: the folder whose weights will be loaded, or None for a new model, which is
+    pretrained.
     """
     module, tokenizer = GPT(), Pieces()
     if folder is None:
@@ -186,7 +190,8 @@ def main(taught_steps=1000, steps=50, **options):
         recipe, model=model(taught_steps=taught_steps), data=data, steps=steps, **options
     )
     print(
-        f"right answers {result.before['mean']:.2f} before, {result.after['mean']:.2f} after {steps} steps"
+        f"right answers {result.before['mean']:.2f} before, {result.after['mean']:.2f} after "
+        f"{steps} steps"
     )
     return result
 

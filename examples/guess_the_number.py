@@ -1,7 +1,9 @@
-"""Several turns: a policy guesses a number, an environment replies higher or lower, and the policy guesses again.
+"""Several turns: a policy guesses a number, an environment replies higher or lower, and the policy
+guesses again.
 
-A randomly initialized model of 0.03 million weights learns to find 0 to 6 in three guesses, from its reward
-alone. Without using the replies a policy finds 3 of 7 numbers; binary search finds all 7.
+A randomly initialized model of 0.03 million weights learns to find 0 to 6 in three guesses, from
+its reward alone. Without using the replies a policy finds 3 of 7 numbers; binary search finds all
+7.
 
     python examples/guess_the_number.py
 """
@@ -25,7 +27,8 @@ class Characters:
 
 
 def reply(text, state, answer):
-    """Return the reply to a guess; None ends the game. ``state`` belongs to this game, and the reward reads it."""
+    """Return the reply to a guess; None ends the game. ``state`` belongs to this game, and the
+    reward reads it."""
     if len(text) != 1 or not text.isdigit():
         return None
     state["numbers"] = state.get("numbers", 0) + 1
@@ -74,7 +77,8 @@ def main(steps=400, **options):
     )
     for game, text, state in zip(games, played.completions, played.per_row["state"], strict=True):
         print(
-            f"{game['answer']}: {' '.join(text.split())}  {'found' if state.get('found') else 'not found'}"
+            f"{game['answer']}: {' '.join(text.split())}  "
+            f"{'found' if state.get('found') else 'not found'}"
         )
     return result, sum(bool(state.get("found")) for state in played.per_row["state"])
 

@@ -1,6 +1,7 @@
 """nanochat's chat model on GSM8K, with gruppo in place of nanochat's scripts/chat_rl.py.
 
-Run it in nanochat's folder, in an environment that has both, after nanochat's own training up to "sft":
+Run it in nanochat's folder, in an environment that has both, after nanochat's own training up to
+"sft":
 
     E=PATH/nanochat_rl.py
     PYTHONPATH=. gruppo train chat --model $E:model --data $E:problems --reward $E:is_right \\
@@ -23,7 +24,8 @@ def model():
     )  # gruppo moves it to the GPU
 
     def render(messages):
-        # render_for_completion drops the assistant's last message and refuses a conversation without one
+        # render_for_completion drops the assistant's last message and refuses a conversation
+        # without one
         begun = messages[-1]["content"] if messages[-1]["role"] == "assistant" else None
         messages = (
             messages if begun is not None else [*messages, {"role": "assistant", "content": ""}]

@@ -14,7 +14,8 @@ NUMBERS, GROUP = 8, 16
 
 
 class TwoTokens(nn.Module):
-    """A table of logits of the first token per prompt, and of the second per prompt and first token."""
+    """A table of logits of the first token per prompt, and of the second per prompt and first
+    token."""
 
     def __init__(self):
         super().__init__()

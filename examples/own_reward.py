@@ -7,7 +7,8 @@ import gruppo
 
 
 def short_and_right(completions, answer, **kwargs):
-    """Return 1 for the right number, minus 0.05 per word. Called with lists, one entry per completion."""
+    """Return 1 for the right number, minus 0.05 per word. Called with lists, one entry per
+    completion."""
     texts = [completion[0]["content"] for completion in completions]
     return [
         float(a in text) - 0.05 * len(text.split()) for text, a in zip(texts, answer, strict=True)

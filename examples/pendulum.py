@@ -1,6 +1,8 @@
-"""Swing up a pendulum: a Gaussian policy with the environment stepped inside ``sample``, trained by PPO with GAE.
+"""Swing up a pendulum: a Gaussian policy with the environment stepped inside ``sample``, trained by
+PPO with GAE.
 
-Actions are continuous, every step has a reward, and the critic is a value head on the policy's network.
+Actions are continuous, every step has a reward, and the critic is a value head on the policy's
+network.
 
     gruppo train examples/pendulum.py:pendulum --name pendulum   # a few minutes on one core
     python examples/pendulum.py runs/pendulum                    # mean return against baselines
@@ -29,7 +31,8 @@ def observe(state):
 
 
 def step(state, action):
-    """The next state and the reward, as in Gymnasium's Pendulum-v1; actions are in units of MAX_TORQUE."""
+    """The next state and the reward, as in Gymnasium's Pendulum-v1; actions are in units of
+    MAX_TORQUE."""
     angle, speed = state.unbind(-1)
     torque = action.clamp(-1, 1) * MAX_TORQUE
     wrapped = (angle + math.pi) % (2 * math.pi) - math.pi
@@ -39,7 +42,8 @@ def step(state, action):
 
 
 class Network(nn.Module):
-    """Mean of the action [..., 1] from observations [..., 3], and a learned log standard deviation."""
+    """Mean of the action [..., 1] from observations [..., 3], and a learned log standard
+    deviation."""
 
     def __init__(self):
         super().__init__()
@@ -159,7 +163,8 @@ def starts(seed=0):
 
 
 class StepReward:
-    """The rewards of the steps, as the environment gave them inside ``sample``, divided by 100 to suit the critic."""
+    """The rewards of the steps, as the environment gave them inside ``sample``, divided by 100 to
+    suit the critic."""
 
     name, scores_steps = "swing_up", True
 
@@ -191,11 +196,12 @@ def pendulum():
     )
 
 
-# --- baselines --------------------------------------------------------------------------------------------------------
+# --- baselines ------------------------------------------------------------------------------------
 
 
 def energy_controller(state):
-    """Pump energy until the pendulum is nearly upright, then balance it by proportional-derivative control."""
+    """Pump energy until the pendulum is nearly upright, then balance it by proportional-derivative
+    control."""
     angle, speed = state.unbind(-1)
     wrapped = (angle + math.pi) % (2 * math.pi) - math.pi
     energy = speed**2 / 6 + GRAVITY / 2 * (angle.cos() - 1)  # 0 upright and at rest

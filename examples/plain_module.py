@@ -1,6 +1,8 @@
-"""A language model without transformers: any module from ids to logits, with a tokenizer that has encode and decode.
+"""A language model without transformers: any module from ids to logits, with a tokenizer that has
+encode and decode.
 
-A character model learns to write vowels. The interface is that of nanochat's GPT: ``module(ids) -> logits``.
+A character model learns to write vowels. The interface is that of nanochat's GPT: ``module(ids) ->
+logits``.
 
     python examples/plain_module.py
 """

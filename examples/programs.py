@@ -1,7 +1,8 @@
 """A model learns to write programs from the fraction of tests that they pass.
 
-A task is a letter, an answer an expression of x and y. Programs run in a jail that never contains the expected results.
-Linux only; seconds on a CPU. For a real model: ``gruppo train plain --data YOURS.jsonl --reward code_tests``.
+A task is a letter, an answer an expression of x and y. Programs run in a jail that never contains
+the expected results. Linux only; seconds on a CPU. For a real model: ``gruppo train plain --data
+YOURS.jsonl --reward code_tests``.
 
     python examples/programs.py
 """

@@ -1,10 +1,13 @@
-"""Short tours through cities (the travelling-salesman problem): a policy of your own, trained by GRPO.
+"""Short tours through cities (the travelling-salesman problem): a policy of your own, trained by
+GRPO.
 
-A pointer decoder (Kool et al. 2019, arXiv 1803.08475) picks the next city; the reward is the negative length of the
-tour, and the mean of a group is the shared baseline of POMO (Kwon et al. 2020, arXiv 2010.16011).
+A pointer decoder (Kool et al. 2019, arXiv 1803.08475) picks the next city; the reward is the
+negative length of the tour, and the mean of a group is the shared baseline of POMO (Kwon et al.
+2020, arXiv 2010.16011).
 
-    gruppo train examples/routes.py:routes --name routes   # a few minutes on one core
-    python examples/routes.py runs/routes                  # held-out tours against nearest neighbour and 2-opt
+    gruppo train examples/routes.py:routes --name routes   # a few minutes on one core python
+    examples/routes.py runs/routes                  # held-out tours against nearest neighbour and
+    2-opt
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ HELD_OUT = 256
 
 
 class PointerNetwork(nn.Module):
-    """Encodes cities [P, N, 2] once, and scores every next city [P, B, T, N] from the first and the last one."""
+    """Encodes cities [P, N, 2] once, and scores every next city [P, B, T, N] from the first and the
+    last one."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +55,8 @@ class PointerNetwork(nn.Module):
         return cities, cities.mean(1, keepdim=True)
 
     def logits(self, encoded, group, first, last, visited):
-        """Scores [b, t, N] of the next city. ``first``, ``last``: cities [b, t], -1 for none; ``visited`` [b, t, N]."""
+        """Scores [b, t, N] of the next city. ``first``, ``last``: cities [b, t], -1 for none;
+        ``visited`` [b, t, N]."""
         nodes, mean = encoded
         nodes = nodes[group]  # [b, N, W]
 
@@ -169,7 +174,8 @@ class RoutePolicy(gruppo.Policy, DescriptionMixin, MemoryMixin):
         return gruppo.Likelihood(logprobs.gather(-1, actions[..., None])[..., 0], entropy)
 
     def render(self, rollouts, row):
-        """The tour as an image [3, 128, 128]: cities dark, its first edge blue, the others orange."""
+        """The tour as an image [3, 128, 128]: cities dark, its first edge blue, the others
+        orange."""
         cities = torch.tensor(rollouts.prompts[int(rollouts.group_ids[row])].inputs)[
             rollouts.actions[row]
         ]
@@ -219,7 +225,8 @@ def tour_length(prompts, completions, **kwargs):
 
 
 def routes():
-    """Short tours by GRPO with the group mean as baseline (POMO); 256 held-out instances of 20 cities."""
+    """Short tours by GRPO with the group mean as baseline (POMO); 256 held-out instances of 20
+    cities."""
     return gruppo.Config(
         model=f"{__file__}:policy",
         data=f"{__file__}:instances",
@@ -233,7 +240,7 @@ def routes():
     )
 
 
-# --- baselines --------------------------------------------------------------------------------------------------------
+# --- baselines ------------------------------------------------------------------------------------
 
 
 def nearest_neighbour(cities, start=0):

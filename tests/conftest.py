@@ -1,4 +1,5 @@
-"""One thread and no network for every test: sums come out in one order, and a hub that answers changes nothing."""
+"""One thread and no network for every test: sums come out in one order, and a hub that answers
+changes nothing."""
 
 from __future__ import annotations
 
@@ -34,9 +35,11 @@ hypothesis.settings.load_profile("gruppo")
 
 
 def pytest_collection_finish() -> None:
-    """A collection of garbage need not visit what was imported: 0.25 s each time that memory runs out in a test."""
+    """A collection of garbage need not visit what was imported: 0.25 s each time that memory runs
+    out in a test."""
     gc.freeze()
-    # pytest gives each logger that does not propagate two handlers, three times a test: torch has over forty of them.
+    # pytest gives each logger that does not propagate two handlers, three times a test: torch has
+    # over forty of them.
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger) and not logger.name.startswith("gruppo"):
             logger.propagate = True
@@ -44,7 +47,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_fsync():
-    """Nothing waits for the disk, 30 times a run and 4 ms each: a process that is killed loses nothing by it."""
+    """Nothing waits for the disk, 30 times a run and 4 ms each: a process that is killed loses
+    nothing by it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", processes.no_fsync)
         yield
@@ -52,14 +56,16 @@ def _no_fsync():
 
 @pytest.fixture(autouse=True)
 def _log_propagates():
-    """The command line ends it; pytest would collect each line of later tests of the process twice."""
+    """The command line ends it; pytest would collect each line of later tests of the process
+    twice."""
     yield
     logging.getLogger("gruppo").propagate = True
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_plots():
-    """Finished runs draw nothing: a dozen plots take five times as long as a tiny run. ``plots`` draws them."""
+    """Finished runs draw nothing: a dozen plots take five times as long as a tiny run. ``plots``
+    draws them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gruppo.api.plot_run", processes.no_plots)
         patch.setattr("gruppo.view.report.write_report", processes.no_plots)
@@ -76,7 +82,8 @@ def _remembered():
 
 @pytest.fixture
 def plots(monkeypatch):
-    """Runs of the test and of its children draw their plots and write their report when they finish."""
+    """Runs of the test and of its children draw their plots and write their report when they
+    finish."""
     monkeypatch.setattr("gruppo.api.plot_run", plot_run)
     monkeypatch.setattr("gruppo.view.report.write_report", write_report)
     monkeypatch.setattr(processes, "draws_plots", True)
@@ -84,7 +91,8 @@ def plots(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _log_as_it_was():
-    """A command line that runs within a test gives the log a handler, which the next test's would find."""
+    """A command line that runs within a test gives the log a handler, which the next test's would
+    find."""
     log = logging.getLogger("gruppo")
     handlers, level = list(log.handlers), log.level
     yield

@@ -1,4 +1,5 @@
-"""A side of a benchmark that imports nothing heavy and counts its turns; beyond the last one it says nothing."""
+"""A side of a benchmark that imports nothing heavy and counts its turns; beyond the last one it
+says nothing."""
 
 import os
 import sys

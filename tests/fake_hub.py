@@ -1,6 +1,8 @@
-"""A small Hugging Face hub on a loopback port: the routes that creating a repository and uploading a folder use.
+"""A small Hugging Face hub on a loopback port: the routes that creating a repository and uploading
+a folder use.
 
-Files are uploaded as the hub asks: small ones within the commit, large ones by the basic transfer of Git LFS.
+Files are uploaded as the hub asks: small ones within the commit, large ones by the basic transfer
+of Git LFS.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Small true parts: a byte tokenizer, a two-layer GPT, tiny Hugging Face models, and the policies made of them."""
+"""Small true parts: a byte tokenizer, a two-layer GPT, tiny Hugging Face models, and the policies
+made of them."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from gruppo.types import Prompt, Request, Rollouts
 
 END = 256
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% "
+    "endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
@@ -38,7 +40,8 @@ class ByteTokenizer:
 
 
 class TinyGPT(nn.Module):
-    """Ids [B, T] to logits [B, T, V]: learned positions, causal attention, dropout where asked for."""
+    """Ids [B, T] to logits [B, T, V]: learned positions, causal attention, dropout where asked
+    for."""
 
     def __init__(
         self, vocabulary: int = END + 1, width: int = 16, context: int = 64, dropout: float = 0.0
@@ -76,7 +79,8 @@ class Block(nn.Module):
 
 
 def bpe_tokenizer(merges: Sequence[tuple[str, str]] = (("a", "b"), ("ab", "c"), ("1", "2"))) -> Any:
-    """A fast Hugging Face tokenizer over bytes with a few merges and a chat template; padding is the end token."""
+    """A fast Hugging Face tokenizer over bytes with a few merges and a chat template; padding is
+    the end token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -100,7 +104,8 @@ MADE: dict[str, tuple[Any, Tensor]] = {}
 
 
 def causal_lm(kind: str, *, seed: int = 0, **changes: Any) -> Any:
-    """A tiny Hugging Face model of the given kind whose weights are large enough that attention matters."""
+    """A tiny Hugging Face model of the given kind whose weights are large enough that attention
+    matters."""
     key = f"{kind} {seed} {sorted(changes.items())}"
     if key not in MADE:
         module = _made(kind, seed, changes)
@@ -152,7 +157,7 @@ def _made(kind: str, seed: int, changes: dict[str, Any]) -> Any:
     )
 
 
-# --- policies --------------------------------------------------------------------------------------------------------
+# --- policies -------------------------------------------------------------------------------------
 
 
 def plain(*, seed: int = 0, **changes: Any) -> TextPolicy:
@@ -287,7 +292,8 @@ def doubled(policy: TextPolicy) -> TextPolicy:
 
 
 class Float64(TorchFunctionMode):
-    """What is asked for in float32 comes in float64: norms, rotary angles and softmax of transformers ask for it."""
+    """What is asked for in float32 comes in float64: norms, rotary angles and softmax of
+    transformers ask for it."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -304,7 +310,8 @@ def widened(value: Any) -> Any:
 
 @functools.cache
 def in_float64(kind: type[nn.Module]) -> type[nn.Module]:
-    """The same kind of module, whose forward runs in float64 throughout; a hook would change how it is run."""
+    """The same kind of module, whose forward runs in float64 throughout; a hook would change how it
+    is run."""
 
     class InFloat64(kind):
         @functools.wraps(kind.forward)
@@ -316,7 +323,8 @@ def in_float64(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 class LeftPadded(Backbone):
-    """Rows that stand further right, each by another distance, with a mask and positions that say so."""
+    """Rows that stand further right, each by another distance, with a mask and positions that say
+    so."""
 
     def features(self, ids: Tensor, **inputs: Tensor) -> Tensor:
         assert not inputs, "packed rows are not moved"
@@ -375,7 +383,8 @@ def requests(*sizes: int, of: Sequence[Prompt] | None = None) -> list[Request]:
 
 
 class Says(nn.Module):
-    """At every position the token that the script has for the next one: an off-by-one costs 50 nats."""
+    """At every position the token that the script has for the next one: an off-by-one costs 50
+    nats."""
 
     def __init__(self, *scripts: Sequence[int], vocabulary: int = END + 1) -> None:
         super().__init__()

@@ -89,7 +89,8 @@ def ddim(**changes: Any) -> Fake:
 
 
 def ddpm(**changes: Any) -> Fake:
-    """v predicted on a diffusion's path that begins at noise alone; groups that part at one step."""
+    """v predicted on a diffusion's path that begins at noise alone; groups that part at one
+    step."""
     sampling = DiffusionSampling(max_actions=6, transition="ddpm_large", noise="branched")
     return Fake(denoiser(predicts="v", schedule=DiffusionSchedule("cosine"), **changes), sampling)
 

@@ -1,4 +1,5 @@
-"""Hundreds of runs of one process open the same tiny model, probe it and read the same files: each is done once."""
+"""Hundreds of runs of one process open the same tiny model, probe it and read the same files: each
+is done once."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ TESTS = Path(__file__).parent
 
 
 def remember(patch: pytest.MonkeyPatch) -> None:
-    """Patch what has the same result each time within the tests: 70 ms of 280 that a run of two steps takes."""
+    """Patch what has the same result each time within the tests: 70 ms of 280 that a run of two
+    steps takes."""
     patch.setattr(load, "_load", loader(load._load))
     patch.setattr(load, "probe", prober(backbones.probe))
     patch.setattr(run_dir, "code_digest", reader(run_dir.code_digest))

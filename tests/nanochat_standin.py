@@ -1,4 +1,5 @@
-"""A stand-in for nanochat with the shapes and assertions of its tokenizer, module, checkpoints and GSM8K task."""
+"""A stand-in for nanochat with the shapes and assertions of its tokenizer, module, checkpoints and
+GSM8K task."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ class Config:
 
 
 class GPT(TinyGPT):
-    """Called and refusing as nanochat's GPT: no single tokens without a cache of keys and values."""
+    """Called and refusing as nanochat's GPT: no single tokens without a cache of keys and
+    values."""
 
     def __init__(self) -> None:
         super().__init__(vocabulary=261)

@@ -1,6 +1,8 @@
-"""A second device without hardware: tensors that say "meta", hold numbers, and refuse to meet those of the CPU.
+"""A second device without hardware: tensors that say "meta", hold numbers, and refuse to meet those
+of the CPU.
 
-As on CUDA, a tensor of the CPU without dimensions may join, and so may indices. Everything runs on the CPU's kernels.
+As on CUDA, a tensor of the CPU without dimensions may join, and so may indices. Everything runs on
+the CPU's kernels.
 """
 
 from __future__ import annotations

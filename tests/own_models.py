@@ -1,4 +1,5 @@
-"""Language models of one's own for ``--model own_models.py:NAME``: right ones, and wrong ones of each kind."""
+"""Language models of one's own for ``--model own_models.py:NAME``: right ones, and wrong ones of
+each kind."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def wrapped(module: nn.Module, **changes: Any) -> TextPolicy:
     )
 
 
-# --- right ones -------------------------------------------------------------------------------------------------------
+# --- right ones -----------------------------------------------------------------------------------
 
 
 def model() -> TextPolicy:
@@ -71,7 +72,7 @@ def of_hugging_face() -> TextPolicy:
     return llama()
 
 
-# --- wrong ones -------------------------------------------------------------------------------------------------------
+# --- wrong ones -----------------------------------------------------------------------------------
 
 number = 3
 

@@ -1,4 +1,5 @@
-"""Children that start in milliseconds: forked from a server that has imported everything once and has no threads."""
+"""Children that start in milliseconds: forked from a server that has imported everything once and
+has no threads."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ _server.set_forkserver_preload(
 )
 TIMEOUT_S = 60
 draws_plots = False
-"""Whether runs of children that start now draw plots when they finish; the fixture ``plots`` sets it."""
+"""Whether runs of children that start now draw plots when they finish; the fixture ``plots`` sets
+it."""
 
 
 def no_plots(*_: Any, **__: Any) -> list[Path]:
@@ -156,7 +158,8 @@ def run_ranks(count: int, target: Callable[..., Any], *args: Any, folder: Path) 
 
 
 def redirect(number: int, to: int) -> None:
-    """Redirect standard output (1) or error (2). The forked stream knows a file's position, which a pipe has not."""
+    """Redirect standard output (1) or error (2). The forked stream knows a file's position, which a
+    pipe has not."""
     os.dup2(to, number)
     stream = open(number, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     if number == 1:

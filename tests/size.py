@@ -1,4 +1,5 @@
-"""Size of the package, printed by ``make size``: tokens, their density and functions that are large.
+"""Size of the package, printed by ``make size``: tokens, their density and functions that are
+large.
 
 Tokens are those of Python's ``tokenize`` without comments, docstrings, newlines and indentation. A
 string of more than 200 characters that is not a message, and a TOML, JSON or Jinja file, count one
@@ -166,7 +167,8 @@ def _builds_dict(value: ast.expr) -> bool:
 
 
 def by_part(root: Path = SOURCE) -> dict[str, Size]:
-    """Measure each subpackage, by its path below the package; "." are the modules of the package itself."""
+    """Measure each subpackage, by its path below the package; "." are the modules of the package
+    itself."""
     parts: dict[str, Size] = {}
     for path in sorted(root.rglob("*")):
         if path.suffix not in (".py", *DATA) or "__pycache__" in path.parts:
@@ -195,7 +197,8 @@ def main(root: Path) -> None:
             f"{size.functions:>11}{len(size.large):>7}"
         )
     print(
-        f"large: above {MOST_NODES} syntax nodes, or above {MOST_NAMES} parameters and assigned names"
+        f"large: above {MOST_NODES} syntax nodes, or above {MOST_NAMES} parameters and assigned "
+        f"names"
     )
     for suffix in (".html", ".js", ".toml"):
         files = list(root.rglob(f"*{suffix}"))

@@ -201,7 +201,10 @@ def test_runs_are_compared_at_the_time_that_all_have_had_and_by_their_last_evalu
 
 
 def test_a_run_stops_when_it_has_had_its_time_and_what_it_stamped_is_read(tmp_path, capsys) -> None:
-    small = "--rollout.prompts 2 --rollout.group-size 2 --evaluation.prompts 2 --evaluation.every 1 --compute float32"
+    small = (
+        "--rollout.prompts 2 --rollout.group-size 2 --evaluation.prompts 2 --evaluation.every "
+        "1 --compute float32"
+    )
     own = [
         "--runs-dir",
         str(tmp_path),

@@ -1,4 +1,5 @@
-"""Files and models that are small and ask for endless work: each is one line, soon, within little memory."""
+"""Files and models that are small and ask for endless work: each is one line, soon, within little
+memory."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def bounded():
         signal.signal(signal.SIGALRM, before)
 
 
-# --- documents --------------------------------------------------------------------------------------------------------
+# --- documents ------------------------------------------------------------------------------------
 
 
 def test_aliases_of_yaml_are_refused(tmp_path):
@@ -88,7 +89,7 @@ def test_numbers_that_no_option_can_have_are_one_line(tmp_path, name, text):
         serialization.load(tmp_path / name)
 
 
-# --- files that are none ----------------------------------------------------------------------------------------------
+# --- files that are none --------------------------------------------------------------------------
 
 
 def make(kind: str, path: Path) -> Path:
@@ -149,7 +150,7 @@ def test_a_run_with_a_part_that_is_no_regular_file_is_one_line_or_is_opened_with
             return  # with another part, its config is as good as any
 
 
-# --- models -----------------------------------------------------------------------------------------------------------
+# --- models ---------------------------------------------------------------------------------------
 
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}"
 

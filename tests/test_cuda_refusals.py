@@ -1,4 +1,5 @@
-"""A GPU that cannot be used, or is too small: one line, or the CPU with one warning. The devices are fakes."""
+"""A GPU that cannot be used, or is too small: one line, or the CPU with one warning. The devices
+are fakes."""
 
 from __future__ import annotations
 
@@ -20,12 +21,15 @@ from gruppo.trainer.stages import step_params_at
 from gruppo.types import GruppoError
 
 OLD_DRIVER = (
-    "CUDA initialization: The NVIDIA driver on your system is too old (found version 11040). Please update your GPU "
-    "driver by downloading and installing a new version from the URL: http://www.nvidia.com/Download/index.aspx "
+    "CUDA initialization: The NVIDIA driver on your system is too old (found version 11040). "
+    "Please update your GPU "
+    "driver by downloading and installing a new version from the URL: "
+    "http://www.nvidia.com/Download/index.aspx "
     "(Triggered internally at /pytorch/c10/cuda/CUDAFunctions.cpp:119.)"
 )
 NO_KERNEL = (
-    "CUDA error: no kernel image is available for execution on the device\nCUDA kernel errors might be "
+    "CUDA error: no kernel image is available for execution on the device\nCUDA kernel errors "
+    "might be "
     "asynchronously reported at some other API call"
 )
 
@@ -98,7 +102,8 @@ def test_a_gpu_that_works_is_asked_once(monkeypatch):
 
 def test_memory_of_a_gpu_that_runs_out_is_one_line():
     error = torch.OutOfMemoryError(
-        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 7.79 GiB of which 1.1 GiB is "
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 7.79 GiB of "
+        "which 1.1 GiB is "
         "free. Process 7 has\n6 GiB memory in use."
     )
     line, code = describe_error(error)
@@ -109,7 +114,7 @@ def test_memory_of_a_gpu_that_runs_out_is_one_line():
     assert "\n" not in line and "bug" not in line
 
 
-# --- micro-batches from measured memory ------------------------------------------------------------------------------
+# --- micro-batches from measured memory -----------------------------------------------------------
 
 
 class FakeMemory:
@@ -174,7 +179,7 @@ def test_free_memory_of_a_device_is_what_it_reports_and_what_torch_holds_unused(
     assert memory.free_bytes(torch.device("cuda")) == free + 400
 
 
-# --- how long it will take -------------------------------------------------------------------------------------------
+# --- how long it will take ------------------------------------------------------------------------
 
 
 def test_the_first_steps_forecast_the_run_and_name_its_gate(tmp_path):

@@ -1,4 +1,5 @@
-"""Tables, names, commands, options, metrics, links and examples of the documentation match the code."""
+"""Tables, names, commands, options, metrics, links and examples of the documentation match the
+code."""
 
 from __future__ import annotations
 
@@ -122,7 +123,7 @@ def spans(page: Path) -> set[str]:
     return set(re.findall(r"`([^`\n]+)`", text))
 
 
-# --- the table of presets --------------------------------------------------------------------------------------------
+# --- the table of presets -------------------------------------------------------------------------
 
 COLUMNS = {
     "credit": {"credit"},
@@ -168,7 +169,7 @@ def test_the_table_shows_every_field_in_which_a_preset_is_not_the_default() -> N
     assert changed <= set().union(*COLUMNS.values())
 
 
-# --- names -----------------------------------------------------------------------------------------------------------
+# --- names ----------------------------------------------------------------------------------------
 
 
 def names_of_tests() -> set[str]:
@@ -195,7 +196,8 @@ def defined_in(pattern: str) -> set[str]:
 
 @cache
 def known_words() -> set[str]:
-    """Return options, choices, record fields, names of core, losses and rewards, presets, recipes and tests."""
+    """Return options, choices, record fields, names of core, losses and rewards, presets, recipes
+    and tests."""
     settings = {
         part.replace("-", "_") for option in OPTIONS for part in option.lstrip("-").split(".")
     }
@@ -416,7 +418,7 @@ def test_the_metrics_page_explains_every_metric_of_a_run(logged: set[str]) -> No
     assert not unknown, ", ".join(sorted(unknown))
 
 
-# --- the table of options ---------------------------------------------------------------------------------------------
+# --- the table of options -------------------------------------------------------------------------
 
 
 def option_table() -> str:
@@ -482,7 +484,7 @@ def test_the_page_of_docstrings_lists_every_public_name() -> None:
     )
 
 
-# --- links, files and examples ---------------------------------------------------------------------------------------
+# --- links, files and examples --------------------------------------------------------------------
 
 
 @each(ALL)
@@ -538,7 +540,8 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
 def test_the_examples_of_a_page_hold(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Run all Python blocks of a page in one session, with a tiny model in place of the bundled one."""
+    """Run all Python blocks of a page in one session, with a tiny model in place of the bundled
+    one."""
     own = {"model": tiny.model(), "compute": "float32", "runs_dir": str(tmp_path)}
     monkeypatch.setitem(RECIPES, "arithmetic", lambda: replace(arithmetic(), **own))
     session: dict[str, Any] = {}

@@ -1,4 +1,5 @@
-"""The scripts of source documents 000 to 002 as recipes: their numbers, and a short form of each on a CPU."""
+"""The scripts of source documents 000 to 002 as recipes: their numbers, and a short form of each on
+a CPU."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ SHORT: dict[str, Any] = {
     "steps": 2,
     "name": "run",
     "compute": "float32",
-    "scoring__isolate": False,  # a process that imports a test file, and torch with it, takes 3 s of CPU time
+    # a process that imports a test file, and torch with it, takes 3 s of CPU time
+    "scoring__isolate": False,
     "rollout__prompts": 2,
     "rollout__group_size": 4,
     "evaluation__prompts": 2,
@@ -47,11 +49,12 @@ def short(name: str, folder: Path, **changes: Any) -> Config:
     return api.change(RECIPES[name](), {**SHORT, "runs_dir": str(folder / "runs"), **changes})
 
 
-# --- 000, diffusion ---------------------------------------------------------------------------------------------------
+# --- 000, diffusion -------------------------------------------------------------------------------
 
 
 def test_ddpo_has_the_documents_numbers_and_what_they_need_to_mean_something() -> None:
-    """beta 0.04 and epsilon 0.2 are those of its loss; a mixed reference; several updates, or nothing is clipped."""
+    """beta 0.04 and epsilon 0.2 are those of its loss; a mixed reference; several updates, or
+    nothing is clipped."""
     config = RECIPES["ddpo"]()
     assert (config.stage.kl_coef, config.rollout.group_size, config.objective.scale) == (
         0.04,
@@ -112,7 +115,10 @@ def test_ddpo_trains_an_adapter_of_a_pipeline(tmp_path: Path) -> None:
         image.new("RGB", (16, 16), (30 * n, 0, 0)).save(tmp_path / f"images/{n}.png")
         captions.append(json.dumps({"file_name": f"{n}.png", "caption": caption}))
     (tmp_path / "images/captions.jsonl").write_text("\n".join(captions))
-    typed = f"ddpo --model {tmp_path / 'sd15'} --data images:{tmp_path / 'images'} --lora.rank 2 --diffusion.steps 4"
+    typed = (
+        f"ddpo --model {tmp_path / 'sd15'} --data images:{tmp_path / 'images'} --lora.rank 2 "
+        f"--diffusion.steps 4"
+    )
     config = parse_config(
         "train", [*typed.split(), "--diffusion.guidance", "5", "--prompts.held-out-fraction", "0.3"]
     )
@@ -144,7 +150,7 @@ def test_ddpo_without_its_model_says_which_to_train_first(
     assert "\n" not in str(error.value) and not (tmp_path / "runs").exists()
 
 
-# --- 001, Qwen --------------------------------------------------------------------------------------------------------
+# --- 001, Qwen ------------------------------------------------------------------------------------
 
 
 def test_qwen_has_the_documents_numbers() -> None:
@@ -162,7 +168,8 @@ def test_qwen_has_the_documents_numbers() -> None:
 
 
 def test_qwens_rewards_are_the_documents_with_length_in_characters() -> None:
-    """Two of its four words, and 25 characters of 50; split at spaces, every Chinese answer would be one word."""
+    """Two of its four words, and 25 characters of 50; split at spaces, every Chinese answer would
+    be one word."""
     length, words = (resolve_reward(spec) for spec in RECIPES["qwen"]().reward)
     text = "因为水往低处流，所以河水最后都流进了大海里面去了啊"
     assert len(text) == 25
@@ -199,7 +206,7 @@ def test_qwen_without_hub_and_folder_is_refused_in_one_line(tmp_path: Path) -> N
     assert "\n" not in str(error.value) and not (tmp_path / "runs").exists()
 
 
-# --- 002, the chat script ---------------------------------------------------------------------------------------------
+# --- 002, the chat script -------------------------------------------------------------------------
 
 
 def test_chat_has_the_documents_numbers_and_goes_back_to_the_script_as_it_was() -> None:
@@ -266,7 +273,8 @@ def test_the_plain_module_of_the_chat_script_is_causal_and_reads_what_it_writes(
 
 
 def test_the_recipe_trains_the_plain_module_of_the_chat_script_by_its_name(tmp_path: Path) -> None:
-    """With the recipe's own data and reward: nothing but the model is named. Taught less than in the script."""
+    """With the recipe's own data and reward: nothing but the model is named. Taught less than in
+    the script."""
     file = tmp_path / "chat_rl.py"
     text = (EXAMPLES / "chat_rl.py").read_text()
     assert text.count("taught_steps=1000") == 2
@@ -288,7 +296,8 @@ def test_the_recipe_trains_the_plain_module_of_the_chat_script_by_its_name(tmp_p
 
 @pytest.mark.slow
 def test_the_chat_script_learns_what_its_teacher_seldom_says(tmp_path: Path) -> None:
-    """Taught less and for a smaller range than the script itself: half a minute of it would be too long here."""
+    """Taught less and for a smaller range than the script itself: half a minute of it would be too
+    long here."""
     script = example("chat_rl")
     script.HIGHEST = 6
     result = script.main(
@@ -297,7 +306,7 @@ def test_the_chat_script_learns_what_its_teacher_seldom_says(tmp_path: Path) -> 
     assert result.before["mean"] < 0.3 and result.after["mean"] > 0.5
 
 
-# --- all of them ------------------------------------------------------------------------------------------------------
+# --- all of them ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["chat", "qwen", "ddpo"])

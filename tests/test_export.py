@@ -46,7 +46,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return api.start(tiny.config(tmp_path_factory.mktemp("adapter"), steps=1, lora__rank=2)).folder
 
 
-# --- the hub ----------------------------------------------------------------------------------------------------------
+# --- the hub --------------------------------------------------------------------------------------
 
 
 def test_a_run_is_pushed_with_its_weights_card_and_picture(run, hub, capsys):
@@ -110,8 +110,8 @@ def test_a_missing_token_is_one_line_before_anything_is_written(run, hub, tmp_pa
     monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     message = one_line(lambda: export.export(run, tmp_path / "out", push="someone/new"))
     assert (
-        message
-        == "pushing to the hub needs a token, and there is none. Run hf auth login, or set HF_TOKEN."
+        message == "pushing to the hub needs a token, and there is none. Run hf auth login, or set "
+        "HF_TOKEN."
     )
     assert not (tmp_path / "out").exists() and not hub.repositories
 
@@ -156,7 +156,7 @@ def test_without_a_folder_and_a_repository_there_is_nothing_to_write(run):
     assert "no folder was given" in one_line(lambda: export.export(run, None))
 
 
-# --- the card ---------------------------------------------------------------------------------------------------------
+# --- the card -------------------------------------------------------------------------------------
 
 
 def test_the_card_has_objective_data_rewards_evaluation_versions_and_license(run, tmp_path):
@@ -175,8 +175,8 @@ def test_the_card_has_objective_data_rewards_evaluation_versions_and_license(run
     first, *_, last = api.json.loads((run / "evaluations.json").read_text())
     for each in (first, last):
         assert (
-            f"| {each['step']} | {model_card.number(each['mean'])} | {model_card.number(each['low'])} to"
-            in card
+            f"| {each['step']} | {model_card.number(each['mean'])} | "
+            f"{model_card.number(each['low'])} to" in card
         )
     assert (tmp_path / "out" / "metrics.png").read_bytes() == b"a picture"
 
@@ -220,7 +220,7 @@ def test_an_edited_card_leaves_the_model_whole(run, tmp_path):
     assert load_file(tmp_path / "again" / "model.safetensors").keys()
 
 
-# --- GGUF -------------------------------------------------------------------------------------------------------------
+# --- GGUF -----------------------------------------------------------------------------------------
 
 
 def gguf_model(folder: Path) -> Path:
@@ -306,7 +306,8 @@ Path(file.format(FTYPE="F32")).write_text(json.dumps(rest))
 
 
 def test_an_adapter_is_converted_with_the_config_of_its_base(adapter, tmp_path, monkeypatch):
-    """By a script with the arguments of llama.cpp's convert_lora_to_gguf.py, which is in no package."""
+    """By a script with the arguments of llama.cpp's convert_lora_to_gguf.py, which is in no
+    package."""
     (tmp_path / "convert_lora_to_gguf.py").write_text(SCRIPT)
     monkeypatch.setenv("LLAMA_CPP", str(tmp_path))
     export.export(adapter, tmp_path / "out", is_adapter_kept=True, gguf=True)

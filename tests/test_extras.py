@@ -17,7 +17,8 @@ IMPORT_NAMES = {
     "math-verify": "math_verify",
 }
 REQUIRED_BY = {"opencv-python-headless": "brisque"}
-"""Packages that another package imports: brisque asks for OpenCV and not for the build without a display."""
+"""Packages that another package imports: brisque asks for OpenCV and not for the build without a
+display."""
 
 
 def test_every_package_of_an_extra_is_imported_or_read_by_the_library():

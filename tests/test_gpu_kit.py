@@ -1,4 +1,5 @@
-"""The GPU kit: whatever happens to a part, the others have their results, and the same command goes on."""
+"""The GPU kit: whatever happens to a part, the others have their results, and the same command goes
+on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Requests: their limits, and when they are sent again. The judge's tests use a server with more faults."""
+"""Requests: their limits, and when they are sent again. The judge's tests use a server with more
+faults."""
 
 from __future__ import annotations
 

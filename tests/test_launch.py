@@ -19,7 +19,8 @@ SLURM |= {"SLURM_CPUS_PER_TASK": "8", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
 
 
 def launch(script: str, folder: Path, env: dict[str, str], *args: str) -> tuple[int, str]:
-    """Exit code and output of a script, whose launchers are stubs that print or run what they are given."""
+    """Exit code and output of a script, whose launchers are stubs that print or run what they are
+    given."""
     stubs = {
         "torchrun": 'echo torchrun "$@"',
         "srun": 'shift; exec "$@"',
@@ -51,7 +52,8 @@ def launch(script: str, folder: Path, env: dict[str, str], *args: str) -> tuple[
         (
             "several_machines.sh",
             {"MAIN": "n1", "MACHINES": "2"},
-            "torchrun --nnodes 2 --nproc-per-node gpu --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint n1:29400 "
+            "torchrun --nnodes 2 --nproc-per-node gpu --max-restarts 3 --rdzv-backend c10d "
+            "--rdzv-endpoint n1:29400 "
             "--rdzv-id r -m gruppo",
         ),
         ("slurm.sbatch", SLURM, "RANK=3 LOCAL_RANK=1 WORLD_SIZE=4 n1:21234 -m gruppo"),

@@ -165,7 +165,8 @@ def test_the_trainer_imports_no_modality_and_asks_no_policy_what_kind_it_is():
 
 
 def test_no_modules_import_each_other():
-    """The modules of the package form no cycle; imports inside functions and for type checkers alone do not count."""
+    """The modules of the package form no cycle; imports inside functions and for type checkers
+    alone do not count."""
     graph: dict[str, set[str]] = {}
     for file in SRC.rglob("*.py"):
         parts = file.relative_to(SRC).with_suffix("").parts

@@ -47,7 +47,8 @@ def the_readers_own_session() -> Iterator[None]:
 
 @cache
 def printed(*codes: str) -> list[str]:
-    """What blocks print, one after another in one session. The same code runs once for both languages."""
+    """What blocks print, one after another in one session. The same code runs once for both
+    languages."""
     session: dict[str, Any] = {}
     result = []
     for number, code in enumerate(codes, start=1):
@@ -58,11 +59,13 @@ def printed(*codes: str) -> list[str]:
 
 
 def differences(text: str) -> list[str]:
-    """Where a page's Python blocks print something else than the text below them, or none stands there."""
+    """Where a page's Python blocks print something else than the text below them, or none stands
+    there."""
     shown = list(SHOWN.finditer(text))
     pairs = zip(shown, printed(*(block["code"] for block in shown)), strict=True)
     return [
-        f"line {text[: block.start()].count(NEW_LINE) + 1} says\n{block['said']}and prints\n{result}"
+        f"line {text[: block.start()].count(NEW_LINE) + 1} says\n{block['said']}and "
+        f"prints\n{result}"
         for block, result in pairs
         if result != (block["said"] or "")
     ]

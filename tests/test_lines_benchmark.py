@@ -1,4 +1,5 @@
-"""The table of restored lines: what is compared with what, by hand, with a reader that reads brightness."""
+"""The table of restored lines: what is compared with what, by hand, with a reader that reads
+brightness."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Links in the folder of a run lead no command to files outside it. Attacks use commands and files alone."""
+"""Links in the folder of a run lead no command to files outside it. Attacks use commands and files
+alone."""
 
 from __future__ import annotations
 
@@ -84,7 +85,7 @@ def accepts(*args: object) -> None:
     assert processes.exit_code([*map(str, args)]) == 0
 
 
-# --- a part of the run is a link to something outside -----------------------------------------------------------------
+# --- a part of the run is a link to something outside ---------------------------------------------
 
 FILES = ["config.json", "manifest.json", "metrics.jsonl", "samples.jsonl", "evaluations.json"]
 SAVES = [
@@ -222,7 +223,7 @@ def test_the_refusal_of_a_name_with_a_line_end_is_one_line(
     assert r"a\nb\x1b[2J" in refuses("report", run)
 
 
-# --- links that are no fault ------------------------------------------------------------------------------------------
+# --- links that are no fault ----------------------------------------------------------------------
 
 
 def test_a_run_folder_that_is_a_link_and_links_within_it_are_opened(
@@ -245,7 +246,7 @@ def test_a_model_folder_of_links_as_in_the_cache_of_a_hub_is_opened(
     accepts("sample", tmp_path / "snapshot", "1 + 1")
 
 
-# --- links within the folder ------------------------------------------------------------------------------------------
+# --- links within the folder ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scratch", [".report.html.new", ".report.html.tmp-{pid}"])
@@ -266,7 +267,7 @@ def test_a_report_to_a_file_elsewhere_is_not_written_through_a_link_beside_it(
     assert (outside / "text").read_text() == "mine" and (outside / "page.html").is_file()
 
 
-# --- paths in files ---------------------------------------------------------------------------------------------------
+# --- paths in files -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", ["../../outside/secret.png", "OUTSIDE/secret.png"])

@@ -1,4 +1,5 @@
-"""The losses for other people's loops: numbers by hand, and the same as the core they are shells of."""
+"""The losses for other people's loops: numbers by hand, and the same as the core they are shells
+of."""
 
 from __future__ import annotations
 
@@ -33,12 +34,13 @@ def slope_of(loss_of, logprobs: Tensor, *inputs, **named) -> Tensor:
     return torch.autograd.grad(loss_of(leaf, *inputs, **named), leaf)[0]
 
 
-# --- GRPO by hand ----------------------------------------------------------------------------------------------------
+# --- GRPO by hand ---------------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(1)
 def test_grpo_of_whole_sequences_by_hand_in_value_and_gradient():
-    """Ratios 1.5 (clipped), 0.5 (clipped) for A0, -A0 and 1, 2 for A1, -A1: -1.2 A0 + 0.8 A0 - A1 + 2 A1, over 4."""
+    """Ratios 1.5 (clipped), 0.5 (clipped) for A0, -A0 and 1, 2 for A1, -A1: -1.2 A0 + 0.8 A0 - A1 +
+    2 A1, over 4."""
     old = f64([[-1.0, -2.0], [-3.0, -4.0]])
     logprobs = old + f64([[1.5, 0.5], [1.0, 2.0]]).log()
     loss_of = GRPOLoss(clip_epsilon=0.2, kl_beta=0.0)
@@ -54,7 +56,8 @@ def test_grpo_of_whole_sequences_by_hand_in_value_and_gradient():
 
 @pytest.mark.silent_bug(17)
 def test_the_kl_holds_in_expectation_where_the_sketched_mean_of_log_ratios_does_not():
-    """Four outcomes, each weighted by its chance: the sketch's gradient is 0, ours is that of the KL."""
+    """Four outcomes, each weighted by its chance: the sketch's gradient is 0, ours is that of the
+    KL."""
     theta, ref = (
         f64([0.4, -0.3, 0.9, 0.1]).requires_grad_(),
         f64([-0.2, 0.6, 0.3, 0.0]).log_softmax(0),
@@ -81,7 +84,7 @@ def test_without_old_logprobs_or_with_the_undetached_own_the_ratio_is_one_and_th
         torch.testing.assert_close(slope, by_hand, rtol=1e-6, atol=0)
 
 
-# --- GRPO: the same as the core --------------------------------------------------------------------------------------
+# --- GRPO: the same as the core -------------------------------------------------------------------
 
 SERVED = [name for name in PRESETS if name != "ppo"]
 
@@ -107,7 +110,8 @@ def test_tokens_with_a_mask_give_the_loss_and_gradient_of_policy_loss(name):
 
 
 def gruppo_advantages(objective: Objective) -> Tensor:
-    """Spelled out: of these rewards, (1, 0) and (3, 0), and with the KL in the reward for REINFORCE++."""
+    """Spelled out: of these rewards, (1, 0) and (3, 0), and with the KL in the reward for
+    REINFORCE++."""
     if objective is REINFORCE_PP:
         score = REWARDS - 1  # the batch's mean
         placed = torch.zeros(4, 3, dtype=torch.float64)
@@ -168,7 +172,8 @@ def test_rewards_of_low_precision_that_differ_are_told_apart():
 
 
 def test_clip_epsilon_bounds_both_sides_of_any_preset_and_zero_is_a_bound():
-    """DAPO's own are 0.2 and 0.28. Ratios 1.5 and 0.5 of advantages 0.7 and -0.7 are clipped to 1 +- epsilon."""
+    """DAPO's own are 0.2 and 0.28. Ratios 1.5 and 0.5 of advantages 0.7 and -0.7 are clipped to 1
+    +- epsilon."""
     old = f64([[-1.0, -2.0]])
     logprobs = old + f64([[1.5, 0.5]]).log()
     for epsilon in (0.0, 0.1, 0.4):
@@ -180,12 +185,13 @@ def test_clip_epsilon_bounds_both_sides_of_any_preset_and_zero_is_a_bound():
     assert loss.item() == pytest.approx((-1.28 + 0.8) * A0 / 2, rel=1e-6)
 
 
-# --- PPO -------------------------------------------------------------------------------------------------------------
+# --- PPO ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(1)
 def test_ppo_by_hand_in_every_term_and_gradient():
-    """Two actions: ratios 1.5 (A 1, clipped to 1.2) and 0.5 (A 2); V - R is 1 and -3; entropies 0.7 and 0.1.
+    """Two actions: ratios 1.5 (A 1, clipped to 1.2) and 0.5 (A 2); V - R is 1 and -3; entropies 0.7
+    and 0.1.
 
     policy -(1.2 + 1) / 2 = -1.1;  value 0.5 (1 + 9) / 2 = 2.5;  entropy -0.01 (0.8) / 2 = -0.004.
     """
@@ -242,7 +248,8 @@ def test_ppo_equals_the_textbook_lines_in_value_and_gradient_with_and_without_a_
 
 @pytest.mark.silent_bug(32)
 def test_the_value_clip_is_around_the_stored_values():
-    """V 3, stored 1, clip 0.5: V counts as 1.5. R 2: max(1, 0.25); R 4: max(1, 6.25). c1 0.5: halved."""
+    """V 3, stored 1, clip 0.5: V counts as 1.5. R 2: max(1, 0.25); R 4: max(1, 6.25). c1 0.5:
+    halved."""
     nothing, values, old = f64([0.0, 0.0]), f64([3.0, 3.0]), f64([1.0, 1.0])
     inputs = (nothing, nothing, values, f64([2.0, 4.0]), nothing)
     loss_of = PPOLoss(entropy_coef=0.0, value_clip=0.5)
@@ -254,7 +261,8 @@ def test_the_value_clip_is_around_the_stored_values():
 
 
 def test_what_was_stored_gets_no_gradient():
-    """Returns made from the critic's own values, not detached, as loops have them: the critic learns from V alone."""
+    """Returns made from the critic's own values, not detached, as loops have them: the critic
+    learns from V alone."""
     values = f64([[1.0, 2.0]]).requires_grad_()
     logprobs = f64([[-1.0, -1.0]]).requires_grad_()
     rewards = values * 2 + 1
@@ -267,7 +275,8 @@ def test_what_was_stored_gets_no_gradient():
 
 @pytest.mark.silent_bug(30)
 def test_gae_by_hand_with_the_last_step_and_the_defaults_of_the_method():
-    """gamma 0.5, lam 0.5; rewards 1, 2, values 4, 2, after the end 8: deltas -2, 4; advantages -2 + 4 / 4 = -1, 4."""
+    """gamma 0.5, lam 0.5; rewards 1, 2, values 4, 2, after the end 8: deltas -2, 4; advantages -2 +
+    4 / 4 = -1, 4."""
     rewards, values, after = f64([[1.0, 2.0]]), f64([[4.0, 2.0]]), f64([8.0])
     advantages, returns = compute_gae(rewards, values, 0.5, 0.5, bootstrap=after)
     assert (advantages.tolist(), returns.tolist()) == ([[-1, 4]], [[3, 6]])
@@ -287,7 +296,7 @@ def test_gae_has_no_gradient_and_loops_over_time_not_over_rows():
     assert advantages.tolist() == [[1, 1, -3]]
 
 
-# --- refused ---------------------------------------------------------------------------------------------------------
+# --- refused --------------------------------------------------------------------------------------
 
 PAIR = f64([[-1.0, -2.0]])
 ONES = torch.ones(2, 3)

@@ -1,6 +1,8 @@
-"""A stranger's run folder runs no code without --trust-run: every command, every spelling, every key that names code.
+"""A stranger's run folder runs no code without --trust-run: every command, every spelling, every
+key that names code.
 
-By commands and the public Python functions alone. The stranger's files leave a mark when they are imported.
+By commands and the public Python functions alone. The stranger's files leave a mark when they are
+imported.
 """
 
 from __future__ import annotations
@@ -132,7 +134,8 @@ REFUSED = {
     "module that is no identifier": "stranger-x:f",
     "relative module": ".stranger.x:f",
 }
-"""Names that lead to none, or that no plain Python file has: nothing is imported, whether they are asked for or not."""
+"""Names that lead to none, or that no plain Python file has: nothing is imported, whether they are
+asked for or not."""
 SPELLINGS = LISTED | REFUSED
 
 KEYS: dict[str, Callable[[str], Any]] = {
@@ -218,7 +221,8 @@ class Stranger:
         return SPELLINGS[spelling].replace("{st}", str(self.run))
 
     def was_run(self) -> bool:
-        """Whether the stranger's code was imported since the last call; the next import is another one."""
+        """Whether the stranger's code was imported since the last call; the next import is another
+        one."""
         was_run = self.mark.exists()
         self.mark.unlink(missing_ok=True)
         for name, module in [*sys.modules.items()]:
@@ -227,7 +231,8 @@ class Stranger:
         return was_run
 
     def attack(self, commands: Iterable[str], question: str = "") -> None:
-        """Run commands: none imports the code, and each one that uses the config lists ``question``."""
+        """Run commands: none imports the code, and each one that uses the config lists
+        ``question``."""
         open_doors = list[str]()
         for command in commands:
             code, text = COMMANDS[command](str(self.run))
@@ -266,7 +271,7 @@ def stranger(clean, tmp_path, monkeypatch) -> Iterator[Stranger]:
     yield Stranger(clean, tmp_path)
 
 
-# --- spellings --------------------------------------------------------------------------------------------------------
+# --- spellings ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
@@ -302,7 +307,8 @@ def text_keys(settings: dict[str, Any], above: str = "") -> Iterator[str]:
 
 
 def test_no_other_key_of_a_config_runs_it_either(stranger):
-    """Whichever option comes to take a name, the list above is not to be complete for it to be asked for."""
+    """Whichever option comes to take a name, the list above is not to be complete for it to be
+    asked for."""
     keys = [*text_keys(stranger.config)]
     assert len(keys) > 40 and {"reward", "objective.surrogate"} <= {*keys}
     for key in keys:
@@ -331,7 +337,8 @@ def test_no_spelling_of_any_key_runs_it(stranger, key, spelling):
 
 @pytest.mark.parametrize("command", IMPORTING)
 def test_the_question_lists_every_name(stranger, command):
-    """Also beside a harmless one, in all keys at once, in a saved model, and where options of rewards run code."""
+    """Also beside a harmless one, in all keys at once, in a saved model, and where options of
+    rewards run code."""
     (stranger.run / "saved").mkdir()
     (stranger.run / "saved/module.json").write_text(
         json.dumps({"made_by": "st/linked.py/:f", "sha256": ""})
@@ -388,7 +395,7 @@ def test_what_no_question_lists_runs_with_no_flag_either(stranger, name):
         assert not stranger.was_run()
 
 
-# --- saved models -----------------------------------------------------------------------------------------------------
+# --- saved models ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
@@ -427,7 +434,7 @@ def test_code_beside_the_weights_runs_only_with_the_option_of_the_command_line(s
     stranger.attack(USING, "reward_model:")
 
 
-# --- environments of libraries ----------------------------------------------------------------------------------------
+# --- environments of libraries --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -439,7 +446,7 @@ def test_an_environment_that_imports_a_package_is_asked_for(stranger, kind):
     stranger.attack(USING, kind.strip())
 
 
-# --- one's own runs, edited -------------------------------------------------------------------------------------------
+# --- one's own runs, edited -----------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -460,7 +467,8 @@ def own(tmp_path_factory) -> Iterator[Path]:
 
 @pytest.mark.parametrize("command", IMPORTING)
 def test_a_run_of_ones_own_that_was_edited_is_asked_for(stranger, own, command, monkeypatch):
-    """Also by a name that means the recorded file where .. is cut without looking, and another one where it is not."""
+    """Also by a name that means the recorded file where .. is cut without looking, and another one
+    where it is not."""
     monkeypatch.setenv("GRUPPO_STATE", str(own / "state"))
     shutil.copy(stranger.run / "x.py", own / "a/own.py")
     stranger.run, stranger.place = own / "runs/mine", own
@@ -500,7 +508,7 @@ def test_a_launch_that_continues_an_edited_run_asks(stranger, own, monkeypatch):
         saved.write_text(text)
 
 
-# --- where runs are written, and lines of a script --------------------------------------------------------------------
+# --- where runs are written, and lines of a script ------------------------------------------------
 
 
 @pytest.mark.parametrize("value", ["a\nscancel --me", "a\r", "\x1b[2J", "\0", "\u2028", "\x85"])

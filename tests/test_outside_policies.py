@@ -1,4 +1,5 @@
-"""Policies and engines from outside train, resume, evaluate, sample, export and explain; broken ones are refused."""
+"""Policies and engines from outside train, resume, evaluate, sample, export and explain; broken
+ones are refused."""
 
 from __future__ import annotations
 
@@ -91,7 +92,7 @@ def test_it_is_evaluated_sampled_exported_and_explained(finished, tmp_path):
     assert diagnose(read(run)) is not None
 
 
-# --- broken ones ------------------------------------------------------------------------------------------------------
+# --- broken ones ----------------------------------------------------------------------------------
 
 
 def routes() -> Any:

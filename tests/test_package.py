@@ -1,4 +1,5 @@
-"""The package's metadata: links that a package index can follow, one version, licenses and templates."""
+"""The package's metadata: links that a package index can follow, one version, licenses and
+templates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The pages of common tasks work as they stand: their files and commands, with a tiny model and one short step."""
+"""The pages of common tasks work as they stand: their files and commands, with a tiny model and one
+short step."""
 
 from __future__ import annotations
 
@@ -45,13 +46,15 @@ SHORT = {
         "critic__warmup_steps": 0,
     },
     **{"scoring__isolate": False, "track": ()},
-    "lora__load_in_4bit": False,  # for layers of 64 inputs or more: modalities/text/test_four_bit.py
+    # for layers of 64 inputs or more: modalities/text/test_four_bit.py
+    "lora__load_in_4bit": False,
 }
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny model in place of the pages' models, with a context that holds their prompts, and the tokens of ChatML."""
+    """A tiny model in place of the pages' models, with a context that holds their prompts, and the
+    tokens of ChatML."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = tiny.write_model(tmp_path_factory.mktemp("model") / "tiny", context=2048)

@@ -1,4 +1,5 @@
-"""Training without the modules, calls and signals of Unix, as on Windows; its paths and consoles."""
+"""Training without the modules, calls and signals of Unix, as on Windows; its paths and
+consoles."""
 
 from __future__ import annotations
 
@@ -120,7 +121,8 @@ def test_data_models_and_rewards_are_named_by_paths_with_a_drive(tmp_path, monke
 
 @pytest.mark.parametrize("encoding", ["cp1252", "ascii"])
 def test_a_command_prints_what_its_console_cannot_show_as_escapes(encoding, monkeypatch):
-    """As a redirected output on Windows: its encoding is that of the system, and other characters are errors."""
+    """As a redirected output on Windows: its encoding is that of the system, and other characters
+    are errors."""
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding=encoding))
     code = processes.exit_code(

@@ -1,4 +1,5 @@
-"""The table of memory, steps and saves of several ranks: the sums behind it, and that a rank measures them."""
+"""The table of memory, steps and saves of several ranks: the sums behind it, and that a rank
+measures them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The table of TRL / gruppo on a CPU goes on where it was interrupted, and says what was measured."""
+"""The table of TRL / gruppo on a CPU goes on where it was interrupted, and says what was
+measured."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ SIDE = {"seconds_median": 2.0}
 
 @pytest.fixture
 def ran(monkeypatch):
-    """Names of the cells that were run, and which of them beside the other job; each in place of minutes of work."""
+    """Names of the cells that were run, and which of them beside the other job; each in place of
+    minutes of work."""
     names: list[str] = []
     beside: list[bool] = []
 

@@ -1,4 +1,5 @@
-"""The table of the references' memory: the sums behind it, and that its variants are what they are called."""
+"""The table of the references' memory: the sums behind it, and that its variants are what they are
+called."""
 
 from __future__ import annotations
 

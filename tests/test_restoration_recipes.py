@@ -1,4 +1,5 @@
-"""The recipes of restoration in a short form: as they are, with few steps, smaller images and a small network."""
+"""The recipes of restoration in a short form: as they are, with few steps, smaller images and a
+small network."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ STAGED = ["denoise-photos", "restore-text", "restore", "restore-progressive"]
 
 
 def short(name: str, folder: Path, **changes: Any) -> Config:
-    """Two steps of each stage; the reader of text is a stand-in that knows no letter but says a number of each."""
+    """Two steps of each stage; the reader of text is a stand-in that knows no letter but says a
+    number of each."""
     config = RECIPES[name]()
     count = len(config.stages)
     stages = tuple(

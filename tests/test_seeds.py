@@ -69,7 +69,8 @@ def test_neither_the_global_generator_nor_other_addresses_matter():
 
 @pytest.mark.silent_bug(26)
 def test_neighbouring_samples_are_independent():
-    """Correlations of 20 000 uniforms of neighbouring samples, draws and seeds: below five standard errors."""
+    """Correlations of 20 000 uniforms of neighbouring samples, draws and seeds: below five standard
+    errors."""
     x = torch.stack(
         [uniforms_at(*address, 20_000) for address in [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)]]
     )

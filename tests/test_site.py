@@ -1,4 +1,5 @@
-"""The documentation site: every page is in its navigation, builds without warnings, and is found by its readers."""
+"""The documentation site: every page is in its navigation, builds without warnings, and is found by
+its readers."""
 
 from __future__ import annotations
 
@@ -107,7 +108,8 @@ QUERIES = {
 def ranked(site: Path) -> Callable[[str], list[str]]:
     """The pages for a query in the order of the theme's search, which runs lunr.js in the browser.
 
-    As in its integrations/search: titles weigh 1000 times as much as texts, pages and full matches are preferred.
+    As in its integrations/search: titles weigh 1000 times as much as texts, pages and full matches
+    are preferred.
     """
     builder = pytest.importorskip(
         "lunr.builder", reason="the extra docs is not installed"

@@ -1,4 +1,5 @@
-"""docs/dev/sources.md has a row for every section of the five documents, and each row names what shows it."""
+"""docs/dev/sources.md has a row for every section of the five documents, and each row names what
+shows it."""
 
 from __future__ import annotations
 
@@ -125,8 +126,9 @@ HEADINGS = {
         "注意事项": "cautions",
     },
 }
-"""The headings of the documents, which are not in this repository, and the section that the page calls each by; titles
-and headings with nothing but sections below them have none, or the beginning of their sections' names."""
+"""The headings of the documents, which are not in this repository, and the section that the page
+calls each by; titles and headings with nothing but sections below them have none, or the beginning
+of their sections' names."""
 SECTIONS = {number: set(headings.values()) - {""} for number, headings in HEADINGS.items()}
 
 
@@ -154,7 +156,8 @@ def functions_of(path: str) -> set[str]:
 
 
 def shows(span: str) -> bool:
-    """Whether a span of code is a test that exists or a command that can be given; other words are neither."""
+    """Whether a span of code is a test that exists or a command that can be given; other words are
+    neither."""
     if found := re.fullmatch(r"(tests/[\w/]+\.py)::(test_\w+)", span):
         return (ROOT / found[1]).is_file() and found[2] in functions_of(found[1])
     words = shlex.split(span)

@@ -40,7 +40,7 @@ GROUP = (3, [2, 3])
 """A prompt of 3 tokens with completions of 2 and 3."""
 
 
-# --- the same work --------------------------------------------------------------------------------------------------
+# --- the same work --------------------------------------------------------------------------------
 
 
 def test_the_rate_of_ends_is_by_hand() -> None:
@@ -100,7 +100,7 @@ def test_different_work_is_refused() -> None:
         step.check_same_work({"gruppo": [one], "trl": [one | {"lengths": [4, 4]}]})
 
 
-# --- the sums -------------------------------------------------------------------------------------------------------
+# --- the sums -------------------------------------------------------------------------------------
 
 
 def test_ratios_are_step_by_step_and_memory_is_above_the_state() -> None:
@@ -151,13 +151,13 @@ def test_the_peak_is_seen_after_the_memory_is_given_back() -> None:
     assert memory.above_state(2.15e9, 100_000_000) == pytest.approx(0.55e9)
 
 
-# --- arithmetic -----------------------------------------------------------------------------------------------------
+# --- arithmetic -----------------------------------------------------------------------------------
 
 
 def test_operations_are_by_hand() -> None:
     assert SHAPE.trunk_weights == 4 * 4 + 3 * 6 and SHAPE.head_weights == 10
-    # Tokens: the prompt's 3, and of each completion all but its last. Pairs: 1 + 2 + 3 of the prompt, 4 of the first
-    # completion's one token, 4 + 5 of the second's two.
+    # Tokens: the prompt's 3, and of each completion all but its last. Pairs: 1 + 2 + 3 of the
+    # prompt, 4 of the first completion's one token, 4 + 5 of the second's two.
     assert flops.forward(SHAPE, [GROUP]) == flops.Work(
         trunk=2 * 34 * 6, attention=4 * 2 * 19, head=2 * 10 * 5
     )
@@ -171,7 +171,8 @@ def test_operations_are_by_hand() -> None:
 
 
 def test_decoding_reads_weights_at_each_step_and_a_prompt_once_a_group() -> None:
-    # Three steps: 44 weights each; the prompt's 3 tokens each; own tokens 1, and 1 + 2 + 3; 4 numbers a token; 2 bytes.
+    # Three steps: 44 weights each; the prompt's 3 tokens each; own tokens 1, and 1 + 2 + 3; 4
+    # numbers a token; 2 bytes.
     assert SHAPE.kv_numbers == 4
     assert flops.decode_bytes(SHAPE, [(3, [2, 4])], bytes_each=2) == 2 * (
         3 * 44 + 4 * (3 * 3 + 1 + 1 + 2 + 3)
@@ -235,7 +236,7 @@ def test_every_product_of_an_update_has_a_measured_rate(monkeypatch: pytest.Monk
     )
 
 
-# --- lines ----------------------------------------------------------------------------------------------------------
+# --- lines ----------------------------------------------------------------------------------------
 
 
 def test_a_line_is_found_and_the_distance_from_it_is_in_shares_of_it() -> None:
@@ -279,7 +280,7 @@ def test_names_of_lines_that_end_together_are_drawn_apart() -> None:
     assert scaling_plot.apart([1.0, 1.1, 3.0], 0.5) == [1.0, 1.5, 3.0]
 
 
-# --- the commands ---------------------------------------------------------------------------------------------------
+# --- the commands ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -326,7 +327,8 @@ def test_roofline_and_scaling_print_write_and_draw(
 
 
 class Here(threading.Thread):
-    """A side as a thread of this process, in which everything is imported; ``turns.Side`` is tested below."""
+    """A side as a thread of this process, in which everything is imported; ``turns.Side`` is tested
+    below."""
 
     def __init__(self, name: str, arguments: Sequence[str], **_: Any) -> None:
         super().__init__(name=name, daemon=True)
@@ -421,7 +423,7 @@ def test_sides_take_turns_in_processes_of_their_own_and_one_that_ends_early_is_n
             side.close()
 
 
-# --- the page -------------------------------------------------------------------------------------------------------
+# --- the page -------------------------------------------------------------------------------------
 
 
 def test_a_table_of_the_page_is_replaced_and_nothing_else() -> None:
@@ -443,7 +445,8 @@ def test_a_table_of_the_page_is_replaced_and_nothing_else() -> None:
     assert tables.replaced(page, "generate", {"machine": machine, "results": results}) == (
         "before\n<!-- generate -->\n2026-11-20, 2 threads on 2 cores of X, 25 GB, torch 2:\n\n"
         "| rows |  | new tokens/s | gruppo over it |\n| --- | --- | --- | --- |\n"
-        "| 32 | gruppo | 90 (80 to 100) |  |\n| 32 | vLLM | 90 (80 to 100) | 1.50 (1.25 to 2.00) |\n"
+        "| 32 | gruppo | 90 (80 to 100) |  |\n| 32 | vLLM | 90 (80 to 100) | 1.50 (1.25 to 2.00) "
+        "|\n"
         "<!-- end -->\nbetween\n<!-- step -->\nkept\n<!-- end -->\n"
     )
     with pytest.raises(ValueError, match="has 0 places <!-- roofline -->"):

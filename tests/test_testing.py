@@ -1,4 +1,5 @@
-"""The public checks: parts that keep their contract pass, and each way of breaking it is caught and named."""
+"""The public checks: parts that keep their contract pass, and each way of breaking it is caught and
+named."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def test_the_checks_are_public_and_their_error_is_ours_and_an_assertion():
     assert issubclass(ContractError, GruppoError) and issubclass(ContractError, AssertionError)
 
 
-# --- policies --------------------------------------------------------------------------------------------------------
+# --- policies -------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -67,7 +68,8 @@ def test_the_module_is_restored():
 
 
 class Bigram(Policy):
-    """The next token from the last one: a whole policy in thirty lines, and what the broken ones below start from."""
+    """The next token from the last one: a whole policy in thirty lines, and what the broken ones
+    below start from."""
 
     def __init__(self):
         torch.manual_seed(0)
@@ -419,7 +421,7 @@ def test_prompts_that_show_nothing_are_refused(unusable, message):
         check_policy(plain(), unusable)
 
 
-# --- engines ---------------------------------------------------------------------------------------------------------
+# --- engines --------------------------------------------------------------------------------------
 
 
 class Lazy(LocalEngine):
@@ -489,7 +491,7 @@ def test_an_engine_that_keeps_the_rules_passes_and_ends_with_the_weights_it_bega
     )
 
 
-# --- rewards ---------------------------------------------------------------------------------------------------------
+# --- rewards --------------------------------------------------------------------------------------
 
 
 class Model:
@@ -618,7 +620,8 @@ def asks_for_more(completions, solutions):
     [
         (
             crashes_on_empty,
-            "for the completion .*'content': ''}]: ZeroDivisionError.*Completions were lists of messages",
+            "for the completion .*'content': ''}]: ZeroDivisionError.*Completions were lists of "
+            "messages",
         ),
         (
             crashes_on_empty_text,
@@ -626,7 +629,8 @@ def asks_for_more(completions, solutions):
         ),
         (
             crashes,
-            "Completions were lists of messages.*Completions were texts.*Give check_reward some of your data",
+            "Completions were lists of messages.*Completions were texts.*Give check_reward some of "
+            "your data",
         ),
         (returns_one_less, "'returns_one_less', count for the completion"),
         (returns_inf, "'returns_inf', not_finite for the completion .*'content': ''"),

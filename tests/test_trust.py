@@ -1,4 +1,5 @@
-"""Folders of somebody else import no code without a flag, and damaged or hostile files are one line."""
+"""Folders of somebody else import no code without a flag, and damaged or hostile files are one
+line."""
 
 from __future__ import annotations
 
@@ -280,7 +281,7 @@ def test_options_replace_the_code_of_a_foreign_config(tmp_path, clean, evil):
     )  # a file of the user's own
 
 
-# --- models that a function makes -------------------------------------------------------------------------------------
+# --- models that a function makes -----------------------------------------------------------------
 
 
 def test_the_function_of_a_saved_model_runs_only_where_this_user_saved_it(
@@ -343,7 +344,7 @@ def test_the_network_of_a_saved_restorer_is_not_imported(tmp_path, evil):
     assert not (tmp_path / "executed").exists()
 
 
-# --- seals ------------------------------------------------------------------------------------------------------------
+# --- seals ----------------------------------------------------------------------------------------
 
 
 def test_a_flipped_byte_in_the_final_model_is_refused_and_resume_writes_it_again(
@@ -401,7 +402,7 @@ def test_every_kind_of_model_is_compared_with_its_seal(tmp_path, kind):
         gruppo.load_policy(tmp_path / "saved")
 
 
-# --- hostile files ----------------------------------------------------------------------------------------------------
+# --- hostile files --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

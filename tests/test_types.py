@@ -25,7 +25,8 @@ from gruppo.types import (
 def rollouts_of(
     groups: list[int], lengths: list[int], *, first: int = 0, columns: int | None = None
 ) -> Rollouts:
-    """Row i holds the numbers 100 (first + i) + column; prompt g is pg, with a number and ragged ids of its own."""
+    """Row i holds the numbers 100 (first + i) + column; prompt g is pg, with a number and ragged
+    ids of its own."""
     rows, columns = len(groups), max(lengths) if columns is None else columns
     mask = torch.arange(columns)[None] < torch.tensor(lengths)[:, None]
     numbers = 100 * (first + torch.arange(rows))[:, None] + torch.arange(columns)
@@ -78,7 +79,7 @@ def rows_of(rollouts: Rollouts) -> list[tuple]:
     return rows
 
 
-# --- rollouts --------------------------------------------------------------------------------------------------------
+# --- rollouts -------------------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(24)
@@ -148,7 +149,7 @@ def test_cat_of_nothing_is_an_error_that_says_so():
         Rollouts.cat([])
 
 
-# --- batches and pieces ----------------------------------------------------------------------------------------------
+# --- batches and pieces ---------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(24)
@@ -195,7 +196,7 @@ def test_a_micro_batch_cuts_rows_and_columns():
     ]
 
 
-# --- statistics ------------------------------------------------------------------------------------------------------
+# --- statistics -----------------------------------------------------------------------------------
 
 
 def test_a_statistic_by_hand():
@@ -229,7 +230,7 @@ def test_statistics_of_integers_booleans_and_low_precision_are_summed_in_float64
     assert Stat.of(torch.full((4,), 0.1)).std < 1e-8
 
 
-# --- sampling --------------------------------------------------------------------------------------------------------
+# --- sampling -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

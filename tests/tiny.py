@@ -1,4 +1,5 @@
-"""A chat model of a few thousand weights in a folder, data, rewards and a config: whole runs take about a second."""
+"""A chat model of a few thousand weights in a folder, data, rewards and a config: whole runs take
+about a second."""
 
 from __future__ import annotations
 
@@ -109,7 +110,8 @@ def write_rows(path: Path, given: Sequence[Any] | None = None) -> str:
 
 
 def config(folder: Path, **changes: Any) -> Config:
-    """A run in ``folder`` of four prompts and three samples a step. ``changes`` as in ``gruppo.train``."""
+    """A run in ``folder`` of four prompts and three samples a step. ``changes`` as in
+    ``gruppo.train``."""
     data = folder / "data.jsonl"
     if not data.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -122,7 +124,8 @@ def config(folder: Path, **changes: Any) -> Config:
         "name": "run",
         "runs_dir": str(folder / "runs"),
         "compute": "float32",
-        "scoring__isolate": False,  # a process that imports this file, and torch with it, takes 3 s of CPU time
+        # a process that imports this file, and torch with it, takes 3 s of CPU time
+        "scoring__isolate": False,
         "show_samples_every": 2,
         "rollout__prompts": 4,
         "rollout__group_size": 3,
@@ -137,7 +140,7 @@ def config(folder: Path, **changes: Any) -> Config:
     return change(Config(), defaults | changes)
 
 
-# --- rewards, named as file.py:function ------------------------------------------------------------------------------
+# --- rewards, named as file.py:function -----------------------------------------------------------
 
 
 def reward(name: str) -> str:

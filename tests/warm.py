@@ -1,4 +1,5 @@
-"""Fill the caches that every run of a child would fill again. Imported by the fork server; starts no thread."""
+"""Fill the caches that every run of a child would fill again. Imported by the fork server; starts
+no thread."""
 
 import gc
 

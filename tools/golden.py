@@ -4,9 +4,10 @@
     python tools/golden.py record build/golden/after
     python tools/golden.py compare build/golden/before build/golden/after
 
-Each run takes three steps at one thread in float32 through the command line. Compared are all columns of
-``metrics.jsonl`` but times, rates and memory, and the SHA-256 of the final weights. ``--source OTHER/src`` records
-another checkout. Bits depend on the processor, so that recordings of two machines do not compare.
+Each run takes three steps at one thread in float32 through the command line. Compared are all
+columns of ``metrics.jsonl`` but times, rates and memory, and the SHA-256 of the final weights.
+``--source OTHER/src`` records another checkout. Bits depend on the processor, so that recordings of
+two machines do not compare.
 """
 
 from __future__ import annotations

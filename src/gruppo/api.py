@@ -75,7 +75,8 @@ class Result:
     tokens: int
     """Sampled in training."""
     seconds: float
-    """Since the start of training or of its continuation: loading, steps, evaluations and saving."""
+    """Since the start of training or of its continuation: loading, steps, evaluations and
+    saving."""
     next: tuple[tuple[str, str], ...] = ()
     """Commands that work for this run, each with what it does."""
     costs: tuple[str, ...] = ()
@@ -83,7 +84,8 @@ class Result:
 
 
 class Trainer:
-    """A run, step by step: ``for step in trainer``, or ``trainer.step()``, with your own code in between.
+    """A run, step by step: ``for step in trainer``, or ``trainer.step()``, with your own code in
+    between.
 
         with gruppo.Trainer("arithmetic", steps=50) as trainer:
             for step in trainer:
@@ -91,21 +93,23 @@ class Trainer:
                     trainer.stop()
         print(trainer.result.model)
 
-    ``config``: a ``Config``, or what ``gruppo train`` takes: a recipe's name, a config file, the folder of a run, or
-    ``file.py:function``. ``model``: a hub id, a folder, a bundled name, ``file.py:function``, or a policy. ``data``: a
-    name, a path, a list of dicts or strings, a Hugging Face data set, or a prompt source. ``reward``: a function in
-    TRL's calling convention, a name, or a list of them. ``environment``: what replies to the policy, so that it speaks
-    again, or its name: a function, or a class with ``reset`` whose methods are tools. ``tools``: functions that the
-    policy may call, or their names. ``engine``: an engine that samples, or the name of a function that makes one.
-    ``validation``: data to evaluate on, like ``data``; by default a part of it is held out. ``callbacks``: objects
-    like ``gruppo.Callback``. ``track``: names of trackers, classes, or objects with ``log``, ``log_samples`` and
-    ``close``. ``changes`` are further fields of ``Config``, dotted ones with two underscores:
-    ``rollout__group_size=16``, ``optim__lr=1e-5``. ``show``: the live screen. ``trust_run``: import the code that the
-    folder of the model or of the config's run names, though you did not create it.
+    ``config``: a ``Config``, or what ``gruppo train`` takes: a recipe's name, a config file, the
+    folder of a run, or ``file.py:function``. ``model``: a hub id, a folder, a bundled name,
+    ``file.py:function``, or a policy. ``data``: a name, a path, a list of dicts or strings, a
+    Hugging Face data set, or a prompt source. ``reward``: a function in TRL's calling convention, a
+    name, or a list of them. ``environment``: what replies to the policy, so that it speaks again,
+    or its name: a function, or a class with ``reset`` whose methods are tools. ``tools``: functions
+    that the policy may call, or their names. ``engine``: an engine that samples, or the name of a
+    function that makes one. ``validation``: data to evaluate on, like ``data``; by default a part
+    of it is held out. ``callbacks``: objects like ``gruppo.Callback``. ``track``: names of
+    trackers, classes, or objects with ``log``, ``log_samples`` and ``close``. ``changes`` are
+    further fields of ``Config``, dotted ones with two underscores: ``rollout__group_size=16``,
+    ``optim__lr=1e-5``. ``show``: the live screen. ``trust_run``: import the code that the folder of
+    the model or of the config's run names, though you did not create it.
 
-    A mistake raises ``GruppoError``. Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 during a step finishes what would be lost,
-    saves, and raises ``gruppo.Stopped``. What is complete is also saved where the ``with`` block is left early;
-    ``Trainer.resume`` continues from there.
+    A mistake raises ``GruppoError``. Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 during a step finishes what
+    would be lost, saves, and raises ``gruppo.Stopped``. What is complete is also saved where the
+    ``with`` block is left early; ``Trainer.resume`` continues from there.
     """
 
     config: Config
@@ -133,9 +137,9 @@ class Trainer:
     ) -> None:
         refuse_during_import()
         if config is not None and not isinstance(config, Config | str | Path):
-            raise GruppoError(f"""config is {config!r:.80} ({type(config).__name__}); it needs a gruppo.Config, a
-                recipe's name such as "arithmetic", file.py:function, a config file or the folder of a run. Pass single
-                settings by name: gruppo.train(steps=50).""")
+            raise GruppoError(f"""config is {config!r:.80} ({type(config).__name__}); it needs a
+                gruppo.Config, a recipe's name such as "arithmetic", file.py:function, a config file
+                or the folder of a run. Pass single settings by name: gruppo.train(steps=50).""")
         name = str(config) if isinstance(config, str | Path) else None
         file = None if name is None else config_file(name)
         recipe = (
@@ -166,7 +170,8 @@ class Trainer:
                 if listed is not None
             }
             if parts.rewards and not any(isinstance(reward, str) for reward in parts.rewards):
-                # on the command line too they are then called in the trainer's process, whose random state is saved
+                # on the command line too they are then called in the trainer's process, whose
+                # random state is saved
                 names["scoring.isolate"] = False
             config = serialization.change(config, names)
             if file is not None:
@@ -258,11 +263,13 @@ class Trainer:
                 runs_dir=str(place.parent),
             )
             if missing := missing_parts(config, parts):
-                raise GruppoError(f"""this run's {" and ".join(missing)} came from Python objects. Continue it with
-                    gruppo.resume({str(path)!r}, {", ".join(f"{m}=..." for m in missing)}).""")
+                raise GruppoError(f"""this run's {" and ".join(missing)} came from Python objects.
+                    Continue it with gruppo.resume({str(path)!r},
+                    {", ".join(f"{m}=..." for m in missing)}).""")
             if added := {name_of(one) for one in track} - {IN_MEMORY, *config.track}:
-                raise GruppoError(f"""track={min(added)!r}: a run continues with the trackers of its config,
-                    {list(config.track)}, and with objects. Leave the name out, or pass an object.""")
+                raise GruppoError(f"""track={min(added)!r}: a run continues with the trackers of its
+                    config, {list(config.track)}, and with objects. Leave the name out, or pass an
+                    object.""")
             join_ranks(config)
             config = on_these_ranks(config, path)
         dist.set_advice(f"Continue on as many ranks with: {command_name()} resume {path}")
@@ -273,7 +280,8 @@ class Trainer:
             folder = RunFolder(path)
             stack.callback(folder.close)
             with dist.fail_together():  # before the model is opened, which may take minutes
-                if dist.is_main():  # the config of a new run is this user's own; the models that it names may not be
+                # the config of a new run is this user's own; the models that it names may not be
+                if dist.is_main():
                     for place, names in models.items() if is_new else [(path, code)]:
                         trust.check(
                             place, names, trust_run=trust_run, trust_remote_code=trust_remote_code
@@ -314,7 +322,8 @@ class Trainer:
             run.engine.sync(
                 run.policy, run.state.version
             )  # until now it held the first weights, or none
-            # closed in reverse order: the screen gives the terminal back before anything else is printed
+            # closed in reverse order: the screen gives the terminal back before anything else is
+            # printed
             with run.stopper.listening():
                 with dist.fail_together():
                     files = folder.trackers(from_step=run.state.step if is_restored else None)
@@ -345,7 +354,8 @@ class Trainer:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """For work on the run: its code may be imported, closed streams end nothing, signals stop between steps."""
+        """For work on the run: its code may be imported, closed streams end nothing, signals stop
+        between steps."""
         listening = self.run.stopper.listening()
         try:
             with importing(self._listed), output_may_close(), listening, dist.leaving():
@@ -362,7 +372,8 @@ class Trainer:
             return self.finish()
 
     def __iter__(self) -> Iterator[Step]:
-        """Run the steps that are left and yield each; a signal stops the run between two, in your own code too."""
+        """Run the steps that are left and yield each; a signal stops the run between two, in your
+        own code too."""
         with self._running():
             while (
                 step := next(self.steps, None)
@@ -389,8 +400,9 @@ class Trainer:
         """Evaluate on the held-out prompts as training does; at most once at a step."""
         run = self.run
         if not run.config.evaluation.prompts or not run.rewards.names:
-            raise GruppoError("""this run has nothing to evaluate: it needs a reward and held-out prompts. Set
-                evaluation__prompts, and prompts__held_out_fraction above 0 or evaluation__data.""")
+            raise GruppoError("""this run has nothing to evaluate: it needs a reward and held-out
+                prompts. Set evaluation__prompts, and prompts__held_out_fraction above 0 or
+                evaluation__data.""")
         if loop.evaluation_at(run, run.state.step) is None:
             with run.stopper.listening():
                 loop.evaluate_now(run, self._files)
@@ -399,21 +411,25 @@ class Trainer:
         return done
 
     def save(self) -> Path:
-        """Save a checkpoint, from which ``resume`` continues, and return the folder of the model as it is now."""
+        """Save a checkpoint, from which ``resume`` continues, and return the folder of the model as
+        it is now."""
         with self._running():
             if self.run.state.step:
                 loop.save(self.run, self._files)
             return self._files.write_final(self.run, is_new=True)
 
     def stop(self) -> None:
-        """End the run after the step that is under way, as if it were the last; with several ranks, on any of them."""
+        """End the run after the step that is under way, as if it were the last; with several ranks,
+        on any of them."""
         self.run.is_stopped = True
 
     def set(self, **params: Any) -> None:
-        """Change step parameters from the next step on: fields of ``Stage``, such as ``lr``, ``kl_coef``,
-        ``temperature`` or ``group_size``. None returns to the schedule. With several ranks, alike on all of them.
+        """Change step parameters from the next step on: fields of ``Stage``, such as ``lr``,
+        ``kl_coef``, ``temperature`` or ``group_size``. None returns to the schedule. With several
+        ranks, alike on all of them.
 
-        Values are saved in the next checkpoint: a resumed run repeats what a callback set in ``on_step``.
+        Values are saved in the next checkpoint: a resumed run repeats what a callback set in
+        ``on_step``.
         """
         schedule, config = self.run.stage_schedule, self.config
         for name, value in params.items():
@@ -443,26 +459,29 @@ class Trainer:
                 what = (
                     "reference to measure a KL against" if name == "kl_coef" else "demonstrations"
                 )
-                raise GruppoError(f"""set({name}={value}): the run was built without {what}. Start it with a small
-                    stage__{name}.""")
+                raise GruppoError(f"""set({name}={value}): the run was built without {what}. Start
+                    it with a small stage__{name}.""")
         schedule.overrides = {
             n: value for n, value in {**schedule.overrides, **params}.items() if value is not None
         }
 
     def finish(self) -> Result:
-        """Write the model of a complete run and return the result; called where the last step is done."""
+        """Write the model of a complete run and return the result; called where the last step is
+        done."""
         if self._result is not None:
             return self._result
         run, state = self.run, self.run.state
         if not self.is_complete:
-            raise GruppoError(f"""the run {self.folder} has {state.step} of {self.config.steps} steps and no result yet.
-                Call trainer.train(), or trainer.save() for the model as it is.""")
+            raise GruppoError(f"""the run {self.folder} has {state.step} of {self.config.steps}
+                steps and no result yet. Call trainer.train(), or trainer.save() for the model as it
+                is.""")
         for _ in self.steps:  # what comes after the last step
             pass
         with dist.phase("final save"):
             model = self._files.write_final(run, is_new=state.step > self._first)
         with dist.fail_together():
-            # a policy given in memory may have been made by a function that the config does not name
+            # a policy given in memory may have been made by a function that the config does not
+            # name
             if dist.is_main() and set(names := trust.imports_of_model(model)) - set(self._code):
                 trust.record(model, names)
         seconds, last = time.perf_counter() - self._began, state.step
@@ -480,7 +499,8 @@ class Trainer:
         return self._result
 
     def close(self) -> None:
-        """Save the complete steps that are not saved yet; close the trackers and the engine, and unlock the folder."""
+        """Save the complete steps that are not saved yet; close the trackers and the engine, and
+        unlock the folder."""
         with self._running(), ExitStack() as last:
             last.callback(self._close)
             # only between two steps: within one, the weights are not those of a step
@@ -520,11 +540,13 @@ def train(
 ) -> Result:
     """Train a model on data with a reward, and return where it is.
 
-    The arguments are those of ``gruppo.Trainer``. ``changes`` are fields of ``Config``, dotted ones with two
-    underscores: ``rollout__group_size=16``, ``optim__lr=1e-5``. ``show``: the live screen, and the results at the end.
+    The arguments are those of ``gruppo.Trainer``. ``changes`` are fields of ``Config``, dotted ones
+    with two underscores: ``rollout__group_size=16``, ``optim__lr=1e-5``. ``show``: the live screen,
+    and the results at the end.
 
-    A mistake raises ``GruppoError``. Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 finishes what would be lost, saves, and raises
-    ``gruppo.Stopped``; ``resume`` continues from there. A second Ctrl-C or SIGTERM stops at once.
+    A mistake raises ``GruppoError``. Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 finishes what would be
+    lost, saves, and raises ``gruppo.Stopped``; ``resume`` continues from there. A second Ctrl-C or
+    SIGTERM stops at once.
     """
     parts: Any = {
         "model": model,
@@ -559,13 +581,15 @@ def resume(
     trust_run: bool = False,
     trust_remote_code: bool = False,
 ) -> Result:
-    """Continue a stopped or killed run to the bit, from its newest whole checkpoint; without one, from the start.
+    """Continue a stopped or killed run to the bit, from its newest whole checkpoint; without one,
+    from the start.
 
-    What the run was given as Python objects without a name (a ``TextPolicy``, a list of rows, a lambda) is given again,
-    the model as it was before training; so are its callbacks, and trackers that are objects. Where code, tokenizer,
-    versions or the number of threads have changed since the run began, so that its results would, it is refused unless
-    ``allow_changes``. ``trust_run``: import the code that the folder names, though you did not create it;
-    ``trust_remote_code``: run code of its model's repository.
+    What the run was given as Python objects without a name (a ``TextPolicy``, a list of rows, a
+    lambda) is given again, the model as it was before training; so are its callbacks, and trackers
+    that are objects. Where code, tokenizer, versions or the number of threads have changed since
+    the run began, so that its results would, it is refused unless ``allow_changes``. ``trust_run``:
+    import the code that the folder names, though you did not create it; ``trust_remote_code``: run
+    code of its model's repository.
     """
     parts = Parts.of(model, data, reward, environment, tools, engine, validation)
     trusts = {"trust_run": trust_run, "trust_remote_code": trust_remote_code}
@@ -581,10 +605,11 @@ def resume(
 
 
 def start(source: Config | str | Path, parts: Parts | None = None, **options: Any) -> Result:
-    """Train a config from the beginning, or continue the run in a folder from its newest whole checkpoint.
+    """Train a config from the beginning, or continue the run in a folder from its newest whole
+    checkpoint.
 
-    ``parts``: Python objects in place of the config's names. ``options``: ``callbacks``, ``track``, ``allow_changes``,
-    ``show``, ``trust_run`` and ``trust_remote_code`` of ``resume``.
+    ``parts``: Python objects in place of the config's names. ``options``: ``callbacks``, ``track``,
+    ``allow_changes``, ``show``, ``trust_run`` and ``trust_remote_code`` of ``resume``.
     """
     with Trainer.open(source, parts, **options) as trainer, trainer._running():
         for (
@@ -595,7 +620,8 @@ def start(source: Config | str | Path, parts: Parts | None = None, **options: An
 
 
 def finish(result: Result, *, show: bool) -> Result:
-    """Draw the curves and write the report of a finished run, print its results and the next commands if ``show``."""
+    """Draw the curves and write the report of a finished run, print its results and the next
+    commands if ``show``."""
     if not dist.is_main():
         return result
     from gruppo.view import report  # the doctor's rules take a moment to import
@@ -618,18 +644,20 @@ def finish(result: Result, *, show: bool) -> Result:
 
 
 def with_own_environment(config: Config) -> Config:
-    """Return the config of a taskset with its environment, unless rewards or another environment are given."""
+    """Return the config of a taskset with its environment, unless rewards or another environment
+    are given."""
     if is_taskset(config.data) and not config.reward and not config.environment.names:
         return replace(config, environment=replace(config.environment, kind=config.data))
     return config
 
 
 def on_these_ranks(config: Config, path: Path) -> Config:
-    """Return a saved config for the present number of ranks, which may be another than when the run was saved."""
+    """Return a saved config for the present number of ranks, which may be another than when the run
+    was saved."""
     ranks = dist.world_size()
     if config.rollout.prompts < ranks:
-        raise GruppoError(f"""{path} samples {config.rollout.prompts} prompts per step, too few for {ranks} ranks.
-            Resume it on at most {config.rollout.prompts}.""")
+        raise GruppoError(f"""{path} samples {config.rollout.prompts} prompts per step, too few for
+            {ranks} ranks. Resume it on at most {config.rollout.prompts}.""")
     if config.distributed.shard == "hybrid" and ranks > 1 and not sharding.is_hybrid_possible():
         log.warning(
             "%s was sharded within machines; on this one, it is sharded over all %d ranks.",
@@ -649,7 +677,8 @@ def next_commands(run: Run, path: Path) -> tuple[tuple[str, str], ...]:
         shlex.quote(str(path)),
     )
     needed = [part for part in missing_parts(config, Parts()) if part != "model"]
-    # of a policy that was a Python object, final/ may hold weights alone, without what makes the policy
+    # of a policy that was a Python object, final/ may hold weights alone, without what makes the
+    # policy
     is_opened = config.model != IN_MEMORY or any((path / "final").glob("*.json"))
     reads_policy = (
         policy.modality.rewards_read_reference and "reference" in run.rewards.requested_columns
@@ -694,9 +723,11 @@ def next_commands(run: Run, path: Path) -> tuple[tuple[str, str], ...]:
 
 
 def explain(config: Config, *, gpus: int = 1, trust_run: bool = False) -> list[str]:
-    """Describe what training would do, without training: objective, stages, work, memory, one prompt and its reward.
+    """Describe what training would do, without training: objective, stages, work, memory, one
+    prompt and its reward.
 
-    ``gpus``: the number of ranks, for an estimate of the memory of each with weights sharded by ``distributed.shard``.
+    ``gpus``: the number of ranks, for an estimate of the memory of each with weights sharded by
+    ``distributed.shard``.
     """
     config = with_own_environment(config)
     validate(config, Parts())
@@ -718,7 +749,8 @@ def join_ranks(config: Config) -> None:
 
 
 def check_equal_ranks(config: Config) -> None:
-    """Refuse ranks with other settings, code or versions: they would train other models, or wait for each other."""
+    """Refuse ranks with other settings, code or versions: they would train other models, or wait
+    for each other."""
     if dist.world_size() == 1:
         return
     own: dict[str, Any] = {}
@@ -742,15 +774,16 @@ def check_equal_ranks(config: Config) -> None:
 
 
 def check_equal(own: dict[str, Any]) -> None:
-    """A collective: refuse ranks whose values differ from those of rank 0, and name the first that does."""
+    """A collective: refuse ranks whose values differ from those of rank 0, and name the first that
+    does."""
     first, *others = (json.loads(part) for part in dist.all_gather(json.dumps(own).encode()))
     for number, other in enumerate(others, start=1):
         for name in sorted(
             name for name in first.keys() | other.keys() if first.get(name) != other.get(name)
         ):
             theirs, ours = (str(values.get(name)) for values in (other, first))
-            raise GruppoError(f"""rank {number} differs from rank 0 in {name}: {theirs:.40}, not {ours:.40}. Give all
-                ranks the same command, files and versions.""")
+            raise GruppoError(f"""rank {number} differs from rank 0 in {name}: {theirs:.40}, not
+                {ours:.40}. Give all ranks the same command, files and versions.""")
 
 
 def new_name(stem: str, runs_dir: str | Path) -> str:
@@ -767,7 +800,8 @@ def new_name(stem: str, runs_dir: str | Path) -> str:
 
 
 def change(config: Config, changes: dict[str, Any]) -> Config:
-    """A config with the given leaves, dotted names with two underscores: ``{"rollout__group_size": 4}``."""
+    """A config with the given leaves, dotted names with two underscores: ``{"rollout__group_size":
+    4}``."""
     dotted = {name.replace("__", "."): value for name, value in changes.items()}
     try:
         return serialization.change(config, dotted)
@@ -775,8 +809,9 @@ def change(config: Config, changes: dict[str, Any]) -> Config:
         known = [*options(config)]
         for section, kind in sections().items():
             known += [] if type(config.modality) is kind else options(kind(), f"{section}.")
-        # the whole name: the unknown entry of verl's actor_rollout_ref.actor.clip_ratio_low is its first part
+        # the whole name: the unknown entry of verl's actor_rollout_ref.actor.clip_ratio_low is its
+        # first part
         name = next((n for n in dotted if n.startswith(f"{error.option}.")), error.option)
         hint = peer_options.suggestion(name, known, as_argument)
-        raise GruppoError(f"""unknown option {as_argument(name)}. {hint}docs/reference/config.md lists the
-            options; in Python, two underscores stand for a dot.""") from None
+        raise GruppoError(f"""unknown option {as_argument(name)}. {hint}docs/reference/config.md
+            lists the options; in Python, two underscores stand for a dot.""") from None

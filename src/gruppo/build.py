@@ -119,24 +119,25 @@ class Parts:
     ) -> Self:
         """Check what a caller gave; names stay in the config."""
         if model is not None and not isinstance(model, str | os.PathLike | Policy):
-            raise GruppoError(f"""model is a {type(model).__name__}; it needs a name, a folder, or a policy (a
-                gruppo.Policy). Wrap a Hugging Face model with gruppo.from_transformers(model, tokenizer), another
-                module with gruppo.from_module, one that denoises with gruppo.DenoiserPolicy, one that restores images
-                with gruppo.RestorationPolicy.""")
+            raise GruppoError(f"""model is a {type(model).__name__}; it needs a name, a folder, or a
+                policy (a gruppo.Policy). Wrap a Hugging Face model with
+                gruppo.from_transformers(model, tokenizer), another module with gruppo.from_module,
+                one that denoises with gruppo.DenoiserPolicy, one that restores images with
+                gruppo.RestorationPolicy.""")
         kinds = (str, os.PathLike, Mapping, EnvironmentClass)
         if (
             environment is not None
             and not callable(environment)
             and not isinstance(environment, kinds)
         ):
-            raise GruppoError(f"""environment is {environment!r:.80} ({type(environment).__name__}); it needs to be a
-                class with reset, a function such as def reply(text, state) that returns what is said next or None, or
-                a name, file.py:Class or file.py:function.""")
+            raise GruppoError(f"""environment is {environment!r:.80} ({type(environment).__name__});
+                it needs to be a class with reset, a function such as def reply(text, state) that
+                returns what is said next or None, or a name, file.py:Class or file.py:function.""")
         if isinstance(environment, str | os.PathLike) and not is_adapter(os.fspath(environment)):
             environment = load_object(os.fspath(environment))
         if tools is not None and (isinstance(tools, str) or not isinstance(tools, Sequence)):
-            raise GruppoError(f"""tools is {tools!r:.80} ({type(tools).__name__}); it needs to be a list of functions,
-                or of their names, file.py:function.""")
+            raise GruppoError(f"""tools is {tools!r:.80} ({type(tools).__name__}); it needs to be a
+                list of functions, or of their names, file.py:function.""")
         policy = model if isinstance(model, Policy) else None
         rewards = (
             None
@@ -165,7 +166,8 @@ def missing_parts(config: Config, parts: Parts) -> list[str]:
 
 
 def validate(config: Config, parts: Parts) -> None:
-    """Refuse options that contradict each other, and a config whose Python objects are not given; nothing is loaded."""
+    """Refuse options that contradict each other, and a config whose Python objects are not given;
+    nothing is loaded."""
     modality = find_modality(config.model) if parts.model is None else parts.model.modality
     with importing(trust.imports([serialization.to_dict(config), parts.names])):
         checks.check(config, modality)
@@ -238,8 +240,8 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
     prompts, own_validation = config.prompts, config.evaluation.data
     if config.rollout.prompts < dist.world_size():
         raise GruppoError(
-            f"""rollout.prompts={config.rollout.prompts} leaves some of the {dist.world_size()} ranks
-                    without a prompt""",
+            f"""rollout.prompts={config.rollout.prompts} leaves some of the {dist.world_size()}
+                ranks without a prompt""",
             option="rollout.prompts",
             advice=f"{dist.world_size()} or more, or start fewer ranks",
         )
@@ -270,7 +272,8 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
     own_surrogate = load_object(surrogate) if config.objective.has_own_surrogate else None
     if own_surrogate is not None and not callable(own_surrogate):
         raise GruppoError(
-            f"{surrogate} is a {type(own_surrogate).__name__}; it needs to be a function of the loss",
+            f"{surrogate} is a {type(own_surrogate).__name__}; it needs to be a function of the "
+            f"loss",
             option="objective.surrogate",
         )
     demos = open_demos(config, data)
@@ -338,7 +341,8 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
     )  # without rewards, images are still shown
     if is_evaluated and config.evaluation.prompts and not held_out(run, config.evaluation.prompts):
         log.warning(
-            "the data have no held-out prompts: nothing is evaluated. Set --prompts.held-out-fraction above 0 for "
+            "the data have no held-out prompts: nothing is evaluated. Set "
+            "--prompts.held-out-fraction above 0 for "
             "some, or --evaluation.data to validation data."
         )
         is_evaluated = False
@@ -357,7 +361,8 @@ def warn_of_overlap(run: Run) -> None:
         prompt_key(prompt.inputs) for prompt in run.source.all_prompts() if evaluated
     }:
         log.warning(
-            "%d of %d prompts of the validation data %s are trained on too, so their rewards measure memory. Remove "
+            "%d of %d prompts of the validation data %s are trained on too, so their rewards "
+            "measure memory. Remove "
             "them from one of the two.",
             *(len(common), len(evaluated), run.config.evaluation.data),
         )
@@ -381,7 +386,8 @@ def check_capabilities(config: Config, policy: Policy) -> None:
 
 
 def place(policy: Policy, config: Config) -> Config:
-    """Move a policy to the device of the config, "auto" being this rank's GPU if any; return the config with its dtype.
+    """Move a policy to the device of the config, "auto" being this rank's GPU if any; return the
+    config with its dtype.
 
     Ranks that measured different dtypes to be faster would train two models.
     """
@@ -429,7 +435,8 @@ def place(policy: Policy, config: Config) -> Config:
 def shard(
     config: Config, policy: Policy, reference: Reference | None, critic: Critic | None
 ) -> dict[str, Any]:
-    """Shard all weights over ranks, in place; return digests of them from before and of this rank's shards, for Run.
+    """Shard all weights over ranks, in place; return digests of them from before and of this rank's
+    shards, for Run.
 
     Last of all: copies are made, and an engine is checked, with whole weights.
     """
@@ -459,7 +466,8 @@ def shard(
 
 
 def open_engine(config: Config, parts: Parts, policy: Policy, sampling: Any, source: Any) -> Engine:
-    """Return the engine that samples: the policy itself in this process, servers, or a checked one from outside."""
+    """Return the engine that samples: the policy itself in this process, servers, or a checked one
+    from outside."""
     chosen, engine = config.engine, parts.engine
     if engine is None and not chosen.kind:
         return LocalEngine(policy)
@@ -468,7 +476,8 @@ def open_engine(config: Config, parts: Parts, policy: Policy, sampling: Any, sou
             function = load_object(chosen.kind)
             if not callable(function):
                 raise GruppoError(
-                    f"{chosen.kind} is a {type(function).__name__}; it needs a function of a policy."
+                    f"{chosen.kind} is a {type(function).__name__}; it needs a function of a "
+                    f"policy."
                 )
             engine = function(policy)
         # 0.1 nats: an engine from outside may have arithmetic of its own, such as bfloat16
@@ -500,7 +509,8 @@ def open_engine(config: Config, parts: Parts, policy: Policy, sampling: Any, sou
         timeout_s=chosen.timeout_s,
     )
     try:
-        # the longest prompts of the data, by their texts, show whether the servers' context is long enough
+        # the longest prompts of the data, by their texts, show whether the servers' context is long
+        # enough
         prompts = sorted(source.all_prompts(), key=lambda prompt: len(str(prompt.inputs)))[
             -64:
         ] or peek(source, 64)
@@ -517,16 +527,16 @@ def check_lag(config: Config, engine: Any) -> None:
         return
     if engine.concurrency < 1:
         raise GruppoError(
-            f"""engine.lag={config.engine.lag} needs an engine that samples while the trainer learns,
-                    and {type(engine).__name__} does not declare it (concurrency = 1 or more; see
-                    gruppo.protocols.Engine)""",
+            f"""engine.lag={config.engine.lag} needs an engine that samples while the trainer
+                learns, and {type(engine).__name__} does not declare it (concurrency = 1 or more;
+                see gruppo.protocols.Engine)""",
             option="engine.lag",
             advice="0",
         )
     if config.rollout.refill_rounds and dist.world_size() > 1:
         raise GruppoError(
-            f"""rollout.refill_rounds={config.rollout.refill_rounds} moves prompts between ranks, and
-                    with engine.lag their samples are on the rank that was to use them""",
+            f"""rollout.refill_rounds={config.rollout.refill_rounds} moves prompts between ranks,
+                and with engine.lag their samples are on the rank that was to use them""",
             option="rollout.refill_rounds",
             advice="0, or $engine.lag 0",
         )
@@ -560,7 +570,8 @@ def open_reference(config: Config, policy: Policy, *, is_read: bool = False) -> 
 
 
 def with_reference(source: Any, policy: Policy, reference: Reference | None) -> Any:
-    """Return the data with the reference's images as the column ``reference``, unless they have such a column.
+    """Return the data with the reference's images as the column ``reference``, unless they have
+    such a column.
 
     Without a reference, the images are those of the policy as it is now.
     """
@@ -586,7 +597,8 @@ def with_reference(source: Any, policy: Policy, reference: Reference | None) -> 
 def open_rewards(
     config: Config, parts: Parts, sources: Sequence[Any], modality: Modality
 ) -> tuple[RewardSet, Environment | None]:
-    """Open the rewards, and the environment that replies to the policy, if any; check the columns that they read."""
+    """Open the rewards, and the environment that replies to the policy, if any; check the columns
+    that they read."""
     targets = {"answer", "target", "solution", "label", config.prompts.target_column}
     environment = open_environment(config, parts)
     weights: Sequence[float] | None = config.scoring.weights
@@ -611,8 +623,8 @@ def open_rewards(
         )
         if environment is not None:
             if taken := sorted({*source.columns} & environment.shadowed - {config.prompts.column}):
-                raise DataError(f"""{source.name} has a column {taken[0]!r}, and an environment is given something else
-                    by that name. Rename the column.""")
+                raise DataError(f"""{source.name} has a column {taken[0]!r}, and an environment is
+                    given something else by that name. Rename the column.""")
             environment.check(columns)
             columns |= {"state"} | ({"environments"} if environment.classes else set())
         columns |= {"reference"} if modality.rewards_read_reference else set()
@@ -620,22 +632,23 @@ def open_rewards(
         rewards.check(columns)
     if rewards.comparing and smallest_group(config) < 2:
         raise GruppoError(
-            f"""reward {rewards.comparing[0]!r} compares the completions of a group, and group_size=1
-                    has no other""",
+            f"""reward {rewards.comparing[0]!r} compares the completions of a group, and
+                group_size=1 has no other""",
             option="rollout.group_size",
             advice='2 or more; a judge can grade single completions with mode="score"',
         )
     if rewards.comparing and config.rollout.first_samples:
         raise GruppoError(
             f"""reward {rewards.comparing[0]!r} ranks the completions of a group together, and
-                    rollout.first_samples={config.rollout.first_samples} scores them in two parts""",
+                rollout.first_samples={config.rollout.first_samples} scores them in two parts""",
             option="rollout.first_samples",
             advice="0",
         )
     of_steps = [name for name in rewards.step_names if name not in rewards.turn_names]
     if environment is not None and of_steps:
-        raise GruppoError(f"""reward {of_steps[0]!r} scores the steps of one answer, and with an environment a row has
-            several. Leave it or the environment out, or score turns with gruppo.rewards.turn_reward.""")
+        raise GruppoError(f"""reward {of_steps[0]!r} scores the steps of one answer, and with an
+            environment a row has several. Leave it or the environment out, or score turns with
+            gruppo.rewards.turn_reward.""")
     if environment is None and rewards.turn_names:
         raise GruppoError(
             f"""reward {rewards.turn_names[0]!r} scores turns, and without an environment a row has
@@ -667,7 +680,8 @@ def open_environment(config: Config, parts: Parts) -> Environment | None:
 
 
 def adamw(policy: Policy, critic: Critic | None, config: Config) -> torch.optim.AdamW:
-    """Return AdamW over the policy's parameter groups, then the critic's with a learning rate of its own."""
+    """Return AdamW over the policy's parameter groups, then the critic's with a learning rate of
+    its own."""
     optim, own = config.optim, trained(policy.module, None)
     kinds: list[tuple[list[torch.nn.Parameter], dict[str, Any]]] = []
     for group in policy.modality.parameter_groups(config, policy):
@@ -693,7 +707,8 @@ def adamw(policy: Policy, critic: Critic | None, config: Config) -> torch.optim.
 
 
 def name_of(part: Any) -> str:
-    """Return what the config holds of a part: a name, a path, or file.py:function of a function that can be loaded."""
+    """Return what the config holds of a part: a name, a path, or file.py:function of a function
+    that can be loaded."""
     if isinstance(part, str | os.PathLike):
         return str(part)
     module = sys.modules.get(getattr(part, "__module__", None) or "")

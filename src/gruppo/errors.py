@@ -1,4 +1,5 @@
-"""Errors that the command line reports. They import no torch: the process of the reward functions starts with them."""
+"""Errors that the command line reports. They import no torch: the process of the reward functions
+starts with them."""
 
 from __future__ import annotations
 
@@ -7,14 +8,16 @@ from collections.abc import Callable
 
 
 class GruppoError(Exception):
-    """A mistake that the user can correct: the problem (what was got, what is needed) and the advice (what to do).
+    """A mistake that the user can correct: the problem (what was got, what is needed) and the
+    advice (what to do).
 
-    ``option`` is the dotted name of an option: that of the problem if the text begins with it, and that to set if
-    there is an advice, which is then its value. Other options within the advice are marked, ``$rollout.group_size``.
-    The command line writes flags, Python attributes or arguments.
+    ``option`` is the dotted name of an option: that of the problem if the text begins with it, and
+    that to set if there is an advice, which is then its value. Other options within the advice are
+    marked, ``$rollout.group_size``. The command line writes flags, Python attributes or arguments.
 
-        GruppoError(f"objective.clip_low={low} is above 1", option="objective.clip_low", advice="0.2")
-        GruppoError("both reply to the policy", advice="Leave $environment.reply or $environment out.")
+        GruppoError(f"objective.clip_low={low} is above 1", option="objective.clip_low",
+        advice="0.2") GruppoError("both reply to the policy", advice="Leave $environment.reply or
+        $environment out.")
 
     The message is one line: a line end in the text, with the indentation after it, becomes a space.
     """
@@ -71,6 +74,7 @@ class NumericalStop(GruppoError):
 
 
 class EngineLost(GruppoError):
-    """No engine is left to sample with (exit code 5). What is complete is saved, and the run can be resumed."""
+    """No engine is left to sample with (exit code 5). What is complete is saved, and the run can be
+    resumed."""
 
     exit_code = 5

@@ -1,4 +1,5 @@
-"""A trained model for other software: as a folder, as a GGUF file of llama.cpp, and in a repository of a model hub."""
+"""A trained model for other software: as a folder, as a GGUF file of llama.cpp, and in a repository
+of a model hub."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ CONVERTERS = {
 }
 """By whether it converts an adapter: llama.cpp's script, and what packages call it."""
 REPLACED = ["*.safetensors", "*.json", "*.jinja", "*.gguf", PICTURE]
-"""Files of a repository that an upload deletes unless it has them: an old adapter_config.json beside a merged model
-would make transformers load the adapter's base instead."""
+"""Files of a repository that an upload deletes unless it has them: an old adapter_config.json
+beside a merged model would make transformers load the adapter's base instead."""
 
 
 def export(
@@ -55,24 +56,27 @@ def export(
     trust_run: bool = False,
     trust_remote_code: bool = False,
 ) -> str:
-    """Write a model as a folder of its own, an adapter merged into its base or kept; return where it is.
+    """Write a model as a folder of its own, an adapter merged into its base or kept; return where
+    it is.
 
-    The model of a run gets a model card. ``gguf``: also as a GGUF file. ``push``: upload it to this repository of the
-    hub; without ``folder``, it is written nowhere else. ``license``: for the card, by default that of the base model.
+    The model of a run gets a model card. ``gguf``: also as a GGUF file. ``push``: upload it to this
+    repository of the hub; without ``folder``, it is written nowhere else. ``license``: for the
+    card, by default that of the base model.
     """
     if folder is None and not push:
-        raise GruppoError(f"""no folder was given. For example: {command_name()} export {model} exported/, or
-            --push OWNER/NAME.""")
+        raise GruppoError(f"""no folder was given. For example: {command_name()} export {model}
+            exported/, or --push OWNER/NAME.""")
     if folder is not None and folder.exists():
         raise GruppoError(f"the folder {folder} exists already. Name a new one, or delete it.")
     path = Path(model_of(model))
     if is_adapter_kept:
         if (path / PIPELINE_ADAPTER).is_file():
-            raise GruppoError(f"""the adapter of a pipeline is in {path} already, as {PIPELINE_ADAPTER}: load it with
-                pipeline.load_lora_weights(folder). Leave --adapter out for the model.""")
+            raise GruppoError(f"""the adapter of a pipeline is in {path} already, as
+                {PIPELINE_ADAPTER}: load it with pipeline.load_lora_weights(folder). Leave --adapter
+                out for the model.""")
         if not is_adapter(path):
-            raise GruppoError(f"""{model} has no adapter: its weights themselves were trained. Leave --adapter out for
-                the model.""")
+            raise GruppoError(f"""{model} has no adapter: its weights themselves were trained. Leave
+                --adapter out for the model.""")
         check_seal(path)  # load_policy checks that of a model to be merged
     # what may be missing is found before the model is loaded, which may take minutes
     converter = _converter(is_adapter=is_adapter_kept) if gguf else []
@@ -109,7 +113,7 @@ def export(
     return " and ".join(str(place) for place in (folder, repository) if place)
 
 
-# --- GGUF -------------------------------------------------------------------------------------------------------------
+# --- GGUF -----------------------------------------------------------------------------------------
 
 
 def _converter(*, is_adapter: bool) -> list[str]:
@@ -126,15 +130,17 @@ def _converter(*, is_adapter: bool) -> list[str]:
         filter(None, (shutil.which(name, path=places) for name in (script, *commands))), None
     ):
         return [found]
-    raise GruppoError(f"""--gguf needs llama.cpp's converter, and {script} was not found. Set {LLAMA_CPP} to the folder
-        of llama.cpp's source (docs/guides/publishing.md).""")
+    raise GruppoError(f"""--gguf needs llama.cpp's converter, and {script} was not found. Set
+        {LLAMA_CPP} to the folder of llama.cpp's source (docs/guides/publishing.md).""")
 
 
 def _convert(converter: list[str], model: Path, source: Path, *, name: str) -> None:
-    """Add NAME-TYPE.gguf to a model's folder, in the 16-bit type that the converter chooses; of an adapter, float32."""
+    """Add NAME-TYPE.gguf to a model's folder, in the 16-bit type that the converter chooses; of an
+    adapter, float32."""
     options = []
     if (model / CONFIG).is_file():
-        # the converter needs the config of the base, not its weights; without --base, it asks the hub for it
+        # the converter needs the config of the base, not its weights; without --base, it asks the
+        # hub for it
         names = (
             BUNDLED[name]().path if name in BUNDLED else Path(name)
             for name in read_adapter(source).base_names
@@ -153,11 +159,11 @@ def _convert(converter: list[str], model: Path, source: Path, *, name: str) -> N
     if done.returncode or not any(model.glob("*.gguf")):
         lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
         raise GruppoError(f"""llama.cpp's converter {converter[-1]} failed:
-            {lines[-1] if lines else f"exit code {done.returncode}"}. If that is no missing package, it does not know
-            this model; leave --gguf out.""")
+            {lines[-1] if lines else f"exit code {done.returncode}"}. If that is no missing package,
+            it does not know this model; leave --gguf out.""")
 
 
-# --- the hub ----------------------------------------------------------------------------------------------------------
+# --- the hub --------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -172,12 +178,14 @@ def _hub_errors(repository: str, advice: str) -> Iterator[None]:
 
 
 def create_repository(name: str, *, private: bool | None, token: str | None = None) -> str:
-    """Create a repository of the hub unless it is there, before anything that takes long; return its full name."""
+    """Create a repository of the hub unless it is there, before anything that takes long; return
+    its full name."""
     from huggingface_hub import HfApi, get_token
 
     if not (token or get_token()):
         raise GruppoError(
-            "pushing to the hub needs a token, and there is none. Run hf auth login, or set HF_TOKEN."
+            "pushing to the hub needs a token, and there is none. Run hf auth login, or set "
+            "HF_TOKEN."
         )
     hub = HfApi(token=token)
     with _hub_errors(
@@ -201,9 +209,11 @@ def upload(
     revision: str | None = None,
     is_kept: bool = False,
 ) -> str:
-    """Upload a model's folder to a repository in place of the model that it has; return the address of the commit.
+    """Upload a model's folder to a repository in place of the model that it has; return the address
+    of the commit.
 
-    ``revision``: a branch, created if it is missing. ``is_kept``: the folder remains where the upload fails.
+    ``revision``: a branch, created if it is missing. ``is_kept``: the folder remains where the
+    upload fails.
     """
     from huggingface_hub import HfApi
 
@@ -225,9 +235,11 @@ def upload(
 
 
 def write_card(model: Path, run: str | Path, *, license: str = "", is_online: bool = False) -> None:
-    """Write the model card of a run's model and its curves; after the seal, so that whoever edits it damages no model.
+    """Write the model card of a run's model and its curves; after the seal, so that whoever edits
+    it damages no model.
 
-    ``run``: the run's folder or its final model. Other models have no card. ``is_online``: ask the hub for a license.
+    ``run``: the run's folder or its final model. Other models have no card. ``is_online``: ask the
+    hub for a license.
     """
     path = Path(run).expanduser()
     folder = next(
@@ -253,7 +265,9 @@ def write_card(model: Path, run: str | Path, *, license: str = "", is_online: bo
             "best"
         ]
     license = license or known
-    if not license:  # that of the base model's card; without one or a connection, our card says that it is not stated
+    # that of the base model's card; without one or a connection, our card says that it is not
+    # stated
+    if not license:
         from huggingface_hub import ModelCard, hf_hub_download
 
         with suppress(Exception):

@@ -27,7 +27,8 @@ from gruppo.errors import GruppoError
 
 MAX_BODY_BYTES = 1 << 26
 BACKOFF_S, MAX_WAIT_S = 1.0, 60.0
-"""Wait before the first retry, doubled each time; longest wait, also if the server asks for more."""
+"""Wait before the first retry, doubled each time; longest wait, also if the server asks for
+more."""
 _REPEATED = (0, 408, 409, 429)
 """Statuses after which a request is sent again, besides 5xx; 0: no answer."""
 
@@ -52,8 +53,8 @@ def read_key(variable: str) -> str:
     """The key in an environment variable; "" if it is not set."""
     key = os.environ.get(variable, "").strip()
     if not re.fullmatch("[!-~]*", key):  # errors of the HTTP library quote such a header
-        raise GruppoError(f"""the environment variable {variable} holds a line break, a space or a character outside
-            ASCII, which no key has. Set it to the key alone.""")
+        raise GruppoError(f"""the environment variable {variable} holds a line break, a space or a
+            character outside ASCII, which no key has. Set it to the key alone.""")
     return key
 
 
@@ -96,7 +97,8 @@ async def request_json(
     is_text: bool = False,
     max_bytes: int = MAX_BODY_BYTES,
 ) -> Any:
-    """Return the JSON of an answer, {} for an empty one, or with ``is_text`` other text; else ServerError."""
+    """Return the JSON of an answer, {} for an empty one, or with ``is_text`` other text; else
+    ServerError."""
     import httpx2 as httpx
 
     route = path.partition("?")[0] or str(client.base_url)
@@ -170,7 +172,8 @@ def retry_wait_s(error: ServerError, attempt: int, jitter: float = 1.0) -> float
 def fetch_json(
     url: str, body: Any = None, *, timeout_s: float, retries: int = 0, key: str = ""
 ) -> Any:
-    """The JSON at a URL: GET without a body, else POST. Raises ServerError. Not in an event loop."""
+    """The JSON at a URL: GET without a body, else POST. Raises ServerError. Not in an event
+    loop."""
 
     async def fetch() -> Any:
         method = "GET" if body is None else "POST"

@@ -44,8 +44,9 @@ def load_policy(
 ) -> Policy:
     """Open the policy of a run, a folder, a bundled model, a hub id or FILE.py:FUNCTION.
 
-    ``trust_run``: import the code that a folder names, though you did not create it; ``trust_remote_code``: run the
-    code of a hub model's repository. ``kwargs``: those of the modality's ``load``.
+    ``trust_run``: import the code that a folder names, though you did not create it;
+    ``trust_remote_code``: run the code of a hub model's repository. ``kwargs``: those of the
+    modality's ``load``.
     """
     name = model_of(model)
     path = Path(name)
@@ -57,7 +58,8 @@ def load_policy(
         and path.parent.is_dir()
     ):
         raise GruppoError(
-            f"there is no {path.name} in {path.parent}. Name a run's folder or a model that is there."
+            f"there is no {path.name} in {path.parent}. Name a run's folder or a model that is "
+            f"there."
         )
     name = str(BUNDLED[name]().path) if name in BUNDLED else name
     modality, code = find_modality(name), trust.imports_of_model(Path(name).expanduser())
@@ -74,7 +76,8 @@ def evaluate_run(
     trust_run: bool = False,
     trust_remote_code: bool = False,
 ) -> tuple[Evaluated, list[dict[str, Any]]]:
-    """Evaluate a run's final model on its held-out prompts, or on other ``data``; return the result and each answer.
+    """Evaluate a run's final model on its held-out prompts, or on other ``data``; return the result
+    and each answer.
 
     ``samples``: completions per prompt beside the greedy one, for mean@k and pass@k.
     """
@@ -86,9 +89,10 @@ def evaluate_run(
     if prompts < 1:
         raise GruppoError(f"--prompts {prompts} leaves nothing to evaluate; it needs at least 1.")
     if not first.reward:
-        raise GruppoError(f"""{path} was trained without a reward, so nothing is measured. Ask it: {command_name()}
-            sample {path}""")
-    # nothing is trained, so that no reference, critic or optimizer state takes memory; all held-out prompts are read
+        raise GruppoError(f"""{path} was trained without a reward, so nothing is measured. Ask it:
+            {command_name()} sample {path}""")
+    # nothing is trained, so that no reference, critic or optimizer state takes memory; all held-out
+    # prompts are read
     config = replace(
         first,
         stage=Stage(),
@@ -105,7 +109,8 @@ def evaluate_run(
     config = replace(config, data=data or first.data, evaluation=chosen, prompts=texts)
     if missing := missing_parts(config, Parts()):
         raise GruppoError(
-            f"this run's {' and '.join(missing)} came from Python objects, which a file does not hold."
+            f"this run's {' and '.join(missing)} came from Python objects, which a file does not "
+            f"hold."
         )
     with trust.opening(
         path, code, typed=data, trust_run=trust_run, trust_remote_code=trust_remote_code
@@ -122,7 +127,8 @@ def evaluate_run(
         if not (held := held_out(run, prompts)):
             raise DataError(
                 f"the data of {path} have no held-out prompts to evaluate on",
-                advice="Give other data with $data FILE, or train with $prompts.held_out_fraction above 0",
+                advice="Give other data with $data FILE, or train with $prompts.held_out_fraction "
+                "above 0",
             )
         evaluated = evaluate(run, held)
         for line in run.rewards.describe_usage(run.rewards.usage()):
@@ -131,11 +137,12 @@ def evaluate_run(
 
 
 def with_saved_reference(path: Path, config: Config, source: WithReference) -> WithReference:
-    """Return the data with the images that a run's rewards compared with: those of its reference as last saved, or of
-    the policy that it began with."""
+    """Return the data with the images that a run's rewards compared with: those of its reference as
+    last saved, or of the policy that it began with."""
     if config.model == IN_MEMORY:
-        raise GruppoError(f"""the rewards of {path} are measured against the policy that it began with, a Python object
-            which no file holds. Train with rewards that have delta=none, or against=target.""")
+        raise GruppoError(f"""the rewards of {path} are measured against the policy that it began
+            with, a Python object which no file holds. Train with rewards that have delta=none, or
+            against=target.""")
     policy, _ = find_modality(config.model).open(config, source)
     saved = checkpoint.load_latest(path / "checkpoints")
     for name, parameter in policy.module.named_parameters():
@@ -158,10 +165,12 @@ def sample(
     trust_run: bool = False,
     trust_remote_code: bool = False,
 ) -> list[Any]:
-    """Return a list of ``n`` samples for each prompt; or of the PNG files that images are written to, a sheet last.
+    """Return a list of ``n`` samples for each prompt; or of the PNG files that images are written
+    to, a sheet last.
 
-    Sampled as in training at temperature 1, and greedily (or by the ODE) at 0. ``is_plain``: no chat template.
-    ``chat_template_kwargs``: variables of it, as JSON; a model of a run has those that it was trained with.
+    Sampled as in training at temperature 1, and greedily (or by the ODE) at 0. ``is_plain``: no
+    chat template. ``chat_template_kwargs``: variables of it, as JSON; a model of a run has those
+    that it was trained with.
     """
     if n < 1:
         raise GruppoError(f"--n {n} samples nothing; it needs at least 1.")
@@ -209,7 +218,8 @@ def _written(
     requests: Sequence[Request],
     folder: Path,
 ) -> list[Path]:
-    """Write each image to a PNG file, then a sheet of all, beside the images that they were restored from."""
+    """Write each image to a PNG file, then a sheet of all, beside the images that they were
+    restored from."""
     files: list[Path] = []
     shown: list[Tensor] = []
     folder.mkdir(parents=True, exist_ok=True)

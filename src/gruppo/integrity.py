@@ -1,4 +1,5 @@
-"""Files that may be damaged or hostile: JSON within limits of size and depth, sealed folders, folders with links.
+"""Files that may be damaged or hostile: JSON within limits of size and depth, sealed folders,
+folders with links.
 
 ``replace_file`` writes a file so that it is whole, whenever the machine stops.
 """
@@ -30,12 +31,14 @@ MAX_BYTES = 1 << 28
 MAX_DEPTH = 100
 """Levels of nesting. Functions that walk over JSON recurse; Python allows about 1000 calls."""
 MAX_LAYERS = 10_000
-"""Of a model, and experts of a layer. transformers makes all that a config.json asks for before it reads a weight."""
+"""Of a model, and experts of a layer. transformers makes all that a config.json asks for before it
+reads a weight."""
 _TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
 
 
 def open_file(path: Path) -> io.BufferedReader:
-    """Open a regular file; OSError for anything else: a FIFO may never be written to, a device has no end."""
+    """Open a regular file; OSError for anything else: a FIFO may never be written to, a device has
+    no end."""
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     file = os.fdopen(handle, "rb")  # OSError for a folder
     if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -45,7 +48,8 @@ def open_file(path: Path) -> io.BufferedReader:
 
 
 def read_file(path: Path, limit: int | None = None) -> bytes:
-    """Content of a regular file; ValueError if it has more than ``limit`` bytes, by default ``MAX_BYTES``."""
+    """Content of a regular file; ValueError if it has more than ``limit`` bytes, by default
+    ``MAX_BYTES``."""
     limit = MAX_BYTES if limit is None else limit
     with open_file(
         path
@@ -91,7 +95,8 @@ def levels(value: Any) -> Iterator[list[Any]]:
 
 
 def json_lines(path: Path) -> Iterator[bytes]:
-    """Lines of a file that are not blank; a line beyond ``MAX_BYTES`` comes in parts, none of which is JSON."""
+    """Lines of a file that are not blank; a line beyond ``MAX_BYTES`` comes in parts, none of which
+    is JSON."""
     with open_file(path) as file:
         yield from (
             line for line in iter(lambda: file.readline(MAX_BYTES + 1), b"") if line.strip()
@@ -109,12 +114,13 @@ def check_layers(settings: Any, source: str) -> None:
     )
     for name, count in counts:
         if re.search("(layers?|experts?)$", name) and isinstance(count, int) and count > MAX_LAYERS:
-            raise GruppoError(f"""the config.json of the model {source!r} has {name} above {MAX_LAYERS:,}; no model has
-                so many. Correct it, or give another model.""")
+            raise GruppoError(f"""the config.json of the model {source!r} has {name} above
+                {MAX_LAYERS:,}; no model has so many. Correct it, or give another model.""")
 
 
 def check_seal(folder: Path) -> None:
-    """Refuse a saved model whose files differ from its seal. A folder without one was saved by other software."""
+    """Refuse a saved model whose files differ from its seal. A folder without one was saved by
+    other software."""
     if not (folder / SEAL).is_file():
         return
     try:
@@ -160,13 +166,15 @@ def fingerprint(path: Path) -> dict[str, Any]:
         }
 
 
-# --- folders of runs --------------------------------------------------------------------------------------------------
+# --- folders of runs ------------------------------------------------------------------------------
 
 
 def check_links(folder: Path) -> None:
-    """Refuse a run folder with a link to something outside it, which would be read, overwritten or deleted.
+    """Refuse a run folder with a link to something outside it, which would be read, overwritten or
+    deleted.
 
-    The folder itself may be a link. Nothing is read in ``wandb``, which links its logs to the user's cache.
+    The folder itself may be a link. Nothing is read in ``wandb``, which links its logs to the
+    user's cache.
     """
     root = os.path.realpath(folder)
     pending = [root]
@@ -180,18 +188,19 @@ def check_links(folder: Path) -> None:
                     root
                 ):
                     link = visible(
-                        f"{folder / os.path.relpath(entry.path, root)} is a link to {os.readlink(entry)}"
+                        f"{folder / os.path.relpath(entry.path, root)} is a link to "
+                        f"{os.readlink(entry)}"
                     )
-                    raise GruppoError(f"""{link}, outside the run folder: what is there could be read, overwritten or
-                        deleted. Replace the link by a copy, or remove it; to keep a run on another disk, move its whole
-                        folder and link that.""")
+                    raise GruppoError(f"""{link}, outside the run folder: what is there could be
+                        read, overwritten or deleted. Replace the link by a copy, or remove it; to
+                        keep a run on another disk, move its whole folder and link that.""")
                 if entry.is_dir(follow_symlinks=False) and entry.path != os.path.join(
                     root, "wandb"
                 ):
                     pending.append(entry.path)
 
 
-# --- writing ----------------------------------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -203,16 +212,19 @@ def explained_failures(target: Path) -> Iterator[None]:
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(
             error
         ):
-            raise GruppoError(f"""the disk is full: {target} could not be written, and the save before it is intact.
-                Free some space, then continue with {command_name()} resume.""") from error
+            raise GruppoError(f"""the disk is full: {target} could not be written, and the save
+                before it is intact. Free some space, then continue with {command_name()}
+                resume.""") from error
         if isinstance(error, OSError | SafetensorError):
-            raise GruppoError(f"""{target} could not be written: {getattr(error, "strerror", None) or error}; what was
-                saved before is intact. Check the folder, its permissions and its limits.""") from error
+            raise GruppoError(f"""{target} could not be written:
+                {getattr(error, "strerror", None) or error}; what was saved before is intact. Check
+                the folder, its permissions and its limits.""") from error
         raise
 
 
 def replace_file(path: Path, content: bytes | str, *, is_synced: bool = True) -> None:
-    """Write a file that holds either its old content or the new one, whenever the process is killed.
+    """Write a file that holds either its old content or the new one, whenever the process is
+    killed.
 
     ``is_synced``: also whenever the machine stops, for the price of two waits for the disk.
     """
@@ -223,7 +235,8 @@ def replace_file(path: Path, content: bytes | str, *, is_synced: bool = True) ->
         with scratch.open(
             "xb"
         ) as file:  # "x" opens no file that is there, nor one that a link names
-            # What UTF-8 cannot encode (half of a surrogate pair) becomes \\udc80, as JSON writes it.
+            # What UTF-8 cannot encode (half of a surrogate pair) becomes \\udc80, as JSON writes
+            # it.
             file.write(
                 content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
             )

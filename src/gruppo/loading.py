@@ -1,4 +1,5 @@
-"""Objects named on the command line (``path/to/file.py:name``, ``package.module:name``) and packages of extras."""
+"""Objects named on the command line (``path/to/file.py:name``, ``package.module:name``) and
+packages of extras."""
 
 from __future__ import annotations
 
@@ -37,14 +38,16 @@ listed: frozenset[str] | None = None
 
 
 def refuse_during_import() -> None:
-    """Refuse to train while a file is being imported for an object in it, as a script without a guard does."""
+    """Refuse to train while a file is being imported for an object in it, as a script without a
+    guard does."""
     if _depth > 0:
         raise RunDuringImport
 
 
 @contextmanager
 def importing(names: Collection[str] | None) -> Iterator[None]:
-    """Within, only these names may be imported: what a folder's list of names does not show cannot run. None: any."""
+    """Within, only these names may be imported: what a folder's list of names does not show cannot
+    run. None: any."""
     global listed
     previous, listed = listed, None if names is None else frozenset(names)
     try:
@@ -56,13 +59,13 @@ def importing(names: Collection[str] | None) -> Iterator[None]:
 def check_listed(name: str) -> None:
     """Refuse a name that is not among those of ``importing``."""
     if listed is not None and name not in listed:
-        raise GruppoError(f"""{name} would run code, and what is open was not found to name it, so it is not imported.
-            Write it as path/to/file.py:name or package.module:name.""")
+        raise GruppoError(f"""{name} would run code, and what is open was not found to name it, so
+            it is not imported. Write it as path/to/file.py:name or package.module:name.""")
 
 
 def full_name(spec: str) -> str:
-    """The one spelling of the name of an object: ``/resolved/file.py:name`` or ``package.module:name``; "" for any
-    other text."""
+    """The one spelling of the name of an object: ``/resolved/file.py:name`` or
+    ``package.module:name``; "" for any other text."""
     place, _, name = spec.strip().rpartition(":")
     is_file = is_file_name(place)
     if is_file:
@@ -91,11 +94,11 @@ def load_object(spec: str) -> Any:
         try:
             module = importlib.import_module(place)
         except RunDuringImport:
-            raise GruppoError(f"""the module {place!r} starts a run when it is imported; put that under if __name__ ==
-                '__main__'.""") from None
+            raise GruppoError(f"""the module {place!r} starts a run when it is imported; put that
+                under if __name__ == '__main__'.""") from None
         except (Exception, SystemExit) as error:
-            raise GruppoError(f"""the module {place!r} cannot be imported: {type(error).__name__}: {error}. For a file,
-                write path/to/file.py:name.""") from error
+            raise GruppoError(f"""the module {place!r} cannot be imported: {type(error).__name__}:
+                {error}. For a file, write path/to/file.py:name.""") from error
         finally:
             _depth -= 1
     try:
@@ -126,7 +129,8 @@ def load_object(spec: str) -> Any:
 
 
 def functions_of(path: Path) -> list[str]:
-    """Public functions and classes of a Python file, which is not imported; none if it cannot be read."""
+    """Public functions and classes of a Python file, which is not imported; none if it cannot be
+    read."""
     try:
         body = ast.parse(path.read_bytes()).body
     except (OSError, ValueError, SyntaxError):
@@ -151,24 +155,28 @@ def absolute_path(path: str) -> str:
 
 
 def split_names(text: str) -> list[str]:
-    """The parts of ``pairs:DEGRADED:CLEAN`` between colons, of which that of a Windows drive, C:\\, is none."""
+    """The parts of ``pairs:DEGRADED:CLEAN`` between colons, of which that of a Windows drive, C:\\,
+    is none."""
     slashes = r"\\/" if os.name == "nt" else r"\\"
     return re.split(rf"(?<!^[A-Za-z])(?<!:[A-Za-z]):|:(?![{slashes}])", text)
 
 
 def visible(text: str) -> str:
-    """The text on one line, with control and invisible characters as escapes such as ``\\n`` and ``\\x1b``."""
+    """The text on one line, with control and invisible characters as escapes such as ``\\n`` and
+    ``\\x1b``."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def absolute_spec(spec: str) -> str:
-    """Return ``file.py:name`` with the absolute path of its file, so that it means the same in any folder."""
+    """Return ``file.py:name`` with the absolute path of its file, so that it means the same in any
+    folder."""
     place, colon, name = spec.rpartition(":")
     return f"{absolute_path(place)}{colon}{name}" if colon and is_file_name(place) else spec
 
 
 def load_file(path: Path) -> ModuleType:
-    """Import a Python file by its resolved path. An unchanged one is imported once; it can import files beside it."""
+    """Import a Python file by its resolved path. An unchanged one is imported once; it can import
+    files beside it."""
     if not path.is_file():
         where = "" if path.parent.is_dir() else f" (there is no folder {path.parent} either)"
         guess = did_you_mean(path.name, [other.name for other in path.parent.glob("*.py")])
@@ -200,15 +208,16 @@ def load_file(path: Path) -> ModuleType:
         text = (str(error).splitlines() or [""])[0]
         if isinstance(error, SyntaxError):
             text, line = error.msg, error.lineno if error.filename == str(path) else line
-        raise GruppoError(f"""{path}, line {line}, raised {type(error).__name__} on import: {text}. Fix the file and try
-            again.""") from error
+        raise GruppoError(f"""{path}, line {line}, raised {type(error).__name__} on import: {text}.
+            Fix the file and try again.""") from error
     finally:
         _depth -= 1
     return module
 
 
 def is_users_module(name: str, file: str | None) -> bool:
-    """Whether a module is the user's: named for an object in it, or neither of gruppo nor in a folder of libraries."""
+    """Whether a module is the user's: named for an object in it, or neither of gruppo nor in a
+    folder of libraries."""
     top = name.split(".")[0]
     if file is None or file.startswith("<") or top == "gruppo":
         return False
@@ -219,10 +228,11 @@ def is_users_module(name: str, file: str | None) -> bool:
 
 
 def code_digest(spec: str) -> str | None:
-    """SHA-256 of the user's file that ``file.py:name`` or ``package.module:name`` names, with those that it imports.
+    """SHA-256 of the user's file that ``file.py:name`` or ``package.module:name`` names, with those
+    that it imports.
 
-    The files are read and not imported: a reward function of a file is imported in another process. None for the name
-    of anything else.
+    The files are read and not imported: a reward function of a file is imported in another process.
+    None for the name of anything else.
     """
     place = spec.rpartition(":")[0]
     if not place:
@@ -266,13 +276,15 @@ def _imported_files(tree: ast.AST, file: Path) -> Iterator[Path]:
             if node.level:
                 folders = [file.parents[node.level - 1]]
         for name in names:
-            # is_users_module includes an installed package from which an object was named; its files are not read
+            # is_users_module includes an installed package from which an object was named; its
+            # files are not read
             paths = (path for path in _files_of(name, folders) if not INSTALLED & {*path.parts})
             yield from (path for path in paths if is_users_module(name, str(path)))
 
 
 def _files_of(name: str, folders: Iterable[Path]) -> list[Path]:
-    """Files that an import of ``package.module`` reads, in the first folder that has any: outer packages first."""
+    """Files that an import of ``package.module`` reads, in the first folder that has any: outer
+    packages first."""
     parts = name.split(".")
     for folder in folders:
         inner = [folder.joinpath(*parts[:end]) for end in range(1, len(parts) + 1)]
@@ -288,7 +300,8 @@ def _files_of(name: str, folders: Iterable[Path]) -> list[Path]:
 
 def describe_error(error: BaseException) -> tuple[str, int]:
     """An error in one line, and the exit code of a command that it ends."""
-    place = None  # the innermost line of the user's own code that raised the error, or called what raised it
+    # the innermost line of the user's own code that raised the error, or called what raised it
+    place = None
     for frame, line in traceback.walk_tb(error.__traceback__):
         if is_users_module(frame.f_globals.get("__name__") or "", frame.f_code.co_filename):
             place = f"{frame.f_code.co_filename}, line {line}, in {frame.f_code.co_name}"
@@ -318,7 +331,8 @@ def import_extra(module: str, extra: str, what: str) -> ModuleType:
 
 
 def transformers_error(error: Exception, what: str) -> str:
-    """Error of transformers on files that it cannot read, as one sentence. Its first line may begin a list."""
+    """Error of transformers on files that it cannot read, as one sentence. Its first line may begin
+    a list."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0].strip()
     if line.endswith(":"):
         return f"it has no {what} that transformers can open."
@@ -331,7 +345,8 @@ def counted(count: int, noun: str, plural: str = "") -> str:
 
 
 def command_name(program: str = "gruppo") -> str:
-    """Command that runs a program of this Python from here: its name where the shell finds it, else its path."""
+    """Command that runs a program of this Python from here: its name where the shell finds it, else
+    its path."""
     beside = Path(sys.executable).with_name(program)
     found = shutil.which(program)
     if not beside.exists() or (found and Path(found).resolve() == beside.resolve()):
@@ -340,7 +355,8 @@ def command_name(program: str = "gruppo") -> str:
 
 
 def install_command(extra: str) -> str:
-    """Command that installs an extra into this Python, for a clone of the repository or an installed wheel."""
+    """Command that installs an extra into this Python, for a clone of the repository or an
+    installed wheel."""
     root = Path(__file__).resolve().parents[2]
     package = (
         f'-e "{root}[{extra}]"' if (root / "pyproject.toml").is_file() else f'"gruppo[{extra}]"'
@@ -365,7 +381,8 @@ def typed_options(
     usage: str,
     error: type[GruppoError] = GruppoError,
 ) -> dict[str, Any]:
-    """Keyword arguments of a function from text, in the types of its defaults; None stands for a number."""
+    """Keyword arguments of a function from text, in the types of its defaults; None stands for a
+    number."""
     parameters = inspect.signature(function).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
     values: dict[str, Any] = {}
@@ -383,6 +400,7 @@ def typed_options(
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", *, prefix: str = "") -> str:
-    """Return " Did you mean X?" with the known name nearest to ``name``; ``otherwise`` where none is near."""
+    """Return " Did you mean X?" with the known name nearest to ``name``; ``otherwise`` where none
+    is near."""
     nearest = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean {prefix}{nearest[0]}?" if nearest else otherwise

@@ -1,11 +1,11 @@
 """Losses for other training loops: modules without weights, thin wrappers of ``core``.
 
-    loss_fn = GRPOLoss(kl_beta=0.04)
-    loss = loss_fn(logprobs, old_logprobs, rewards, ref_logprobs, mask)  # logprobs [B, T], rewards [prompts, group]
-    loss.backward()
+    loss_fn = GRPOLoss(kl_beta=0.04) loss = loss_fn(logprobs, old_logprobs, rewards, ref_logprobs,
+    mask)  # logprobs [B, T], rewards [prompts, group] loss.backward()
 
-A call is one update: its means are over the rows that it gets. Accumulating micro-batches of unequal length gives
-another gradient than one batch does; ``gruppo.train`` fixes the denominator over the whole update.
+A call is one update: its means are over the rows that it gets. Accumulating micro-batches of
+unequal length gives another gradient than one batch does; ``gruppo.train`` fixes the denominator
+over the whole update.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from gruppo.types import GruppoError, Likelihood, Stat
 __all__ = ["GRPOLoss", "PPOLoss", "compute_gae"]
 
 Terms = tuple[dict[str, Tensor], dict[str, Stat]]
-"""Terms of a loss, coefficients included, so that their sum is the loss; and statistics of its actions."""
+"""Terms of a loss, coefficients included, so that their sum is the loss; and statistics of its
+actions."""
 
 
 class _PolicyLoss(nn.Module):
@@ -44,7 +45,8 @@ class _PolicyLoss(nn.Module):
         for name, value in coefficients.items():  # written so that NaN fails
             if not 0 <= value < math.inf:
                 raise GruppoError(
-                    f"{name}={value} is out of range; it needs a finite number from 0. Use 0 for none."
+                    f"{name}={value} is out of range; it needs a finite number from 0. Use 0 for "
+                    f"none."
                 )
             setattr(self, name, value)
 
@@ -60,7 +62,8 @@ class _PolicyLoss(nn.Module):
         group_ids: Int[Tensor, "B"] | None = None,
         **inputs: Any,
     ) -> Terms:
-        """``policy_loss`` with this batch as the whole update, and its terms times their coefficients."""
+        """``policy_loss`` with this batch as the whole update, and its terms times their
+        coefficients."""
         average = self.objective.average
         total = loss_total(
             loss_mask, average=average, max_length=self.max_length or 1, group_ids=group_ids
@@ -76,14 +79,16 @@ class _PolicyLoss(nn.Module):
 
 
 class GRPOLoss(_PolicyLoss):
-    """Group relative policy optimization (arXiv 2402.03300): a clipped surrogate and a KL to a reference.
+    """Group relative policy optimization (arXiv 2402.03300): a clipped surrogate and a KL to a
+    reference.
 
-    L = -mean(min(r A, clip(r, 1 - e, 1 + e) A)) + kl_beta KL(policy || reference),  r = exp(logp - old_logp),
-    A = (reward - mean of its group) / (std of its group + 1e-4).
+    L = -mean(min(r A, clip(r, 1 - e, 1 + e) A)) + kl_beta KL(policy || reference),  r = exp(logp -
+    old_logp), A = (reward - mean of its group) / (std of its group + 1e-4).
 
-    The KL is k3 times the ratio, in nats. A plain mean(logp - ref_logp), as in sketches of GRPO, has a gradient of zero
-    in expectation and no effect. ``objective`` is the name of a preset or an ``Objective``: "dr_grpo" does not divide
-    by the standard deviation, "rloo" compares with the other members of the group.
+    The KL is k3 times the ratio, in nats. A plain mean(logp - ref_logp), as in sketches of GRPO,
+    has a gradient of zero in expectation and no effect. ``objective`` is the name of a preset or an
+    ``Objective``: "dr_grpo" does not divide by the standard deviation, "rloo" compares with the
+    other members of the group.
     """
 
     kl_beta: float
@@ -103,7 +108,8 @@ class GRPOLoss(_PolicyLoss):
         if isinstance(objective, str):
             if objective not in PRESETS:
                 raise GruppoError(
-                    f"objective={objective!r} is none of {', '.join(PRESETS)}. Use one, or an Objective."
+                    f"objective={objective!r} is none of {', '.join(PRESETS)}. Use one, or an "
+                    f"Objective."
                 )
             objective = PRESETS[objective]
         if clip_epsilon is not None:
@@ -113,14 +119,16 @@ class GRPOLoss(_PolicyLoss):
         objective.check(group_size=2, kl_coef=kl_beta)
         if objective.average == "constant" and (max_length is None or max_length < 1):
             raise GruppoError(
-                f"average='constant' divides by max_length={max_length}. Set it to the longest rollout."
+                f"average='constant' divides by max_length={max_length}. Set it to the longest "
+                f"rollout."
             )
         uses_memory = bool({"running", "prompt"} & {objective.baseline, objective.scale})
         for is_unsupported, why in (
             (objective.has_critic, "baseline='critic' needs values. Use PPOLoss."),
             (
                 uses_memory,
-                "moving statistics need memory between steps. Use baseline='mean' and scale='group'.",
+                "moving statistics need memory between steps. Use baseline='mean' and "
+                "scale='group'.",
             ),
             (
                 objective.correction != "none",
@@ -128,7 +136,8 @@ class GRPOLoss(_PolicyLoss):
             ),
             (
                 objective.mask_truncated or objective.overlong > 0,
-                "mask_truncated and overlong need to know which rows were truncated. Apply them to mask and rewards.",
+                "mask_truncated and overlong need to know which rows were truncated. Apply them to "
+                "mask and rewards.",
             ),
         ):
             if is_unsupported:
@@ -145,15 +154,17 @@ class GRPOLoss(_PolicyLoss):
         mask: Bool[Tensor, "B T"] | None = None,
         group_ids: Int[Tensor, "B"] | None = None,
     ) -> Terms:
-        """``policy`` and, with a KL in the loss, ``kl``; and statistics of ratio, clip, KL and rewards.
+        """``policy`` and, with a KL in the loss, ``kl``; and statistics of ratio, clip, KL and
+        rewards.
 
-        Without a mask, log-probs are of whole sequences, in the shape of the rewards: [prompts, group]. A ratio is then
-        that of a sequence, which leaves the clip range sooner than that of a token. With a mask (True where the policy
-        chose the token), log-probs are [B, T] and rewards [prompts, group], prompt after prompt, with
-        prompts * group = B; or rewards are [B], and ``group_ids`` [B] says which rows share a prompt.
-        ``old_policy_logprobs`` None: the policy itself sampled the rows. Surrogates without a ratio (rloo, reinforce,
-        nanochat) do not read them, and need rows of the policy itself.
-        Rewards that are not finite are not scored: their rows leave numerator and denominator, and are counted.
+        Without a mask, log-probs are of whole sequences, in the shape of the rewards: [prompts,
+        group]. A ratio is then that of a sequence, which leaves the clip range sooner than that of
+        a token. With a mask (True where the policy chose the token), log-probs are [B, T] and
+        rewards [prompts, group], prompt after prompt, with prompts * group = B; or rewards are [B],
+        and ``group_ids`` [B] says which rows share a prompt. ``old_policy_logprobs`` None: the
+        policy itself sampled the rows. Surrogates without a ratio (rloo, reinforce, nanochat) do
+        not read them, and need rows of the policy itself. Rewards that are not finite are not
+        scored: their rows leave numerator and denominator, and are counted.
         """
         o = self.objective
         _check_shapes(
@@ -163,8 +174,8 @@ class GRPOLoss(_PolicyLoss):
         )
         rewards, group_ids, mask = _rows(policy_logprobs, rewards, mask, group_ids)
         if o.needs_groups and group_ids.numel() and int(group_ids.bincount().max()) < 2:
-            raise GruppoError("""every group has one row; GRPO needs at least 2. Sample more of each prompt, or use
-                GRPOLoss(objective='reinforce').""")
+            raise GruppoError("""every group has one row; GRPO needs at least 2. Sample more of each
+                prompt, or use GRPOLoss(objective='reinforce').""")
         if self.kl_beta > 0 and reference_logprobs is None:
             raise GruppoError(
                 f"kl_beta={self.kl_beta:g} needs reference_logprobs. Pass them, or set kl_beta=0."
@@ -181,7 +192,8 @@ class GRPOLoss(_PolicyLoss):
             None if reference_logprobs is None else reference_logprobs.detach().reshape(mask.shape)
         )
 
-        # Advantages; a KL in the reward is subtracted from the row's score, or from the reward of each action.
+        # Advantages; a KL in the reward is subtracted from the row's score, or from the reward of
+        # each action.
         penalty = torch.zeros_like(old)
         if o.kl_in == "reward" and ref is not None:
             _check_finite(loss_mask, old_policy_logprobs=old, reference_logprobs=ref)
@@ -222,21 +234,22 @@ def compute_gae(
     mask: Bool[Tensor, "B T"] | None = None,
     bootstrap: Float[Tensor, "B"] | None = None,
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
-    """Advantages and returns (advantages + values) of each action, without gradient; see ``core.returns.gae``.
+    """Advantages and returns (advantages + values) of each action, without gradient; see
+    ``core.returns.gae``.
 
-    Every action has one, the last included: what comes after it is worth ``bootstrap`` [B], 0 by default. (A
-    ``values[:, 1:]`` without it drops the last step.) Time is the second dimension and skips columns where ``mask``
-    is False.
+    Every action has one, the last included: what comes after it is worth ``bootstrap`` [B], 0 by
+    default. (A ``values[:, 1:]`` without it drops the last step.) Time is the second dimension and
+    skips columns where ``mask`` is False.
     """
     if rewards.ndim == 2 and values.shape == (len(rewards), rewards.shape[1] + 1):
-        raise GruppoError(f"""values have {values.shape[-1]} columns for {rewards.shape[-1]} rewards. Pass values[:,
-            :-1], and the last column as bootstrap=values[:, -1].""")
+        raise GruppoError(f"""values have {values.shape[-1]} columns for {rewards.shape[-1]}
+            rewards. Pass values[:, :-1], and the last column as bootstrap=values[:, -1].""")
     mask = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
     _check_shapes(rewards, mask=mask, values=values)
     if rewards.ndim != 2 or (bootstrap is not None and bootstrap.shape != rewards.shape[:1]):
         ends = "" if bootstrap is None else f", bootstrap {list(bootstrap.shape)}"
-        raise GruppoError(f"""rewards are {list(rewards.shape)}{ends}; they need [B, T] and [B]. For one sequence pass
-            rewards[None].""")
+        raise GruppoError(f"""rewards are {list(rewards.shape)}{ends}; they need [B, T] and [B]. For
+            one sequence pass rewards[None].""")
     for name, value in (("gamma", gamma), ("lam", lam)):
         if not 0 <= value <= 1:
             raise GruppoError(
@@ -254,8 +267,9 @@ class PPOLoss(_PolicyLoss):
 
     L = -mean(min(r A, clip(r, 1 - e, 1 + e) A)) + c1 mean((V - R)^2) - c2 mean(entropy).
 
-    The squared error is not halved, as in ``F.mse_loss``; ``core`` and ``gruppo.train`` halve it, so their value_coef
-    is 2 c1. ``value_clip`` above 0 bounds the change of V from ``old_values``, those stored with the batch.
+    The squared error is not halved, as in ``F.mse_loss``; ``core`` and ``gruppo.train`` halve it,
+    so their value_coef is 2 c1. ``value_clip`` above 0 bounds the change of V from ``old_values``,
+    those stored with the batch.
     """
 
     value_loss_coef: float
@@ -285,11 +299,12 @@ class PPOLoss(_PolicyLoss):
         mask: Bool[Tensor, "*rows"] | None = None,
         old_values: Float[Tensor, "*rows"] | None = None,
     ) -> Terms:
-        """``policy``, ``value`` and, with an entropy, ``entropy``; and statistics of ratio, clip and values.
+        """``policy``, ``value`` and, with an entropy, ``entropy``; and statistics of ratio, clip
+        and values.
 
-        All inputs are [batch], or all [B, T] with a mask, True where the policy chose the action. ``entropy`` may be
-        left out if entropy_coef is 0. Advantages are used as they are: whiten them first, over the whole batch and not
-        over a part of it (``core.returns.whiten``).
+        All inputs are [batch], or all [B, T] with a mask, True where the policy chose the action.
+        ``entropy`` may be left out if entropy_coef is 0. Advantages are used as they are: whiten
+        them first, over the whole batch and not over a part of it (``core.returns.whiten``).
         """
         mask = torch.ones_like(policy_logprobs, dtype=torch.bool) if mask is None else mask
         stored = {
@@ -311,7 +326,8 @@ class PPOLoss(_PolicyLoss):
             )
         if self.objective.value_clip and old_values is None:
             raise GruppoError(
-                f"value_clip={self.objective.value_clip:g} needs old_values. Pass them, or set it to 0."
+                f"value_clip={self.objective.value_clip:g} needs old_values. Pass them, or set it "
+                f"to 0."
             )
         _check_finite(mask, **stored)
 
@@ -336,15 +352,17 @@ def _rows(
     """Rewards of rows, group ids from 0, and the mask."""
     if mask is None:
         if logprobs.shape != rewards.shape:
-            raise GruppoError(f"""policy_logprobs are {list(logprobs.shape)} and rewards {list(rewards.shape)}; without
-                a mask both are [prompts, group]. For log-probs of tokens [B, T] pass mask [B, T].""")
+            raise GruppoError(f"""policy_logprobs are {list(logprobs.shape)} and rewards
+                {list(rewards.shape)}; without a mask both are [prompts, group]. For log-probs of
+                tokens [B, T] pass mask [B, T].""")
         mask = torch.ones(rewards.numel(), 1, dtype=torch.bool, device=rewards.device)
     else:
         _check_shapes(logprobs, mask=mask)
     rows = len(mask)
     if (mask.ndim, rewards.numel()) != (2, rows) or rewards.ndim != (2 if group_ids is None else 1):
-        raise GruppoError(f"""rewards are {list(rewards.shape)} for {rows} rows; they need [prompts, group], prompt
-            after prompt. For groups of other sizes pass rewards [{rows}] and group_ids [{rows}].""")
+        raise GruppoError(f"""rewards are {list(rewards.shape)} for {rows} rows; they need [prompts,
+            group], prompt after prompt. For groups of other sizes pass rewards [{rows}] and
+            group_ids [{rows}].""")
     if group_ids is None:  # prompt after prompt: a row of rewards is a group
         group_ids = torch.arange(len(rewards), device=rewards.device).repeat_interleave(
             rewards.shape[1]
@@ -360,7 +378,8 @@ def _check_shapes(like: Tensor, mask: Tensor | None = None, **others: Tensor | N
     for name, other in {"mask": mask, **others}.items():
         if other is not None and other.shape != like.shape:
             raise GruppoError(
-                f"{name} is {list(other.shape)} beside {list(like.shape)}; give both the same shape."
+                f"{name} is {list(other.shape)} beside {list(like.shape)}; give both the same "
+                f"shape."
             )
     if mask is not None and mask.dtype != torch.bool:
         raise GruppoError(
@@ -372,5 +391,5 @@ def _check_finite(loss_mask: Tensor, **inputs: Tensor) -> None:
     """Refuse numbers that are not finite where ``loss_mask`` is True."""
     for name, x in inputs.items():
         if count := int((loss_mask & ~x.isfinite()).sum()):
-            raise GruppoError(f"""{name} holds {count} numbers that are not finite where mask is True. Leave those rows
-                out of the mask; a failed reward is not a reward of 0.""")
+            raise GruppoError(f"""{name} holds {count} numbers that are not finite where mask is
+                True. Leave those rows out of the mask; a failed reward is not a reward of 0.""")

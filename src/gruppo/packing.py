@@ -1,4 +1,5 @@
-"""Plain data, tensors and arrays as JSON and raw buffers, between two processes. Nothing is pickled."""
+"""Plain data, tensors and arrays as JSON and raw buffers, between two processes. Nothing is
+pickled."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ class NotEncodable(Exception):
 
 
 def encode(value: Any, buffers: list[bytes]) -> Any:
-    """Convert to JSON that keeps tuples and keys of any type; append the bytes of tensors and arrays to ``buffers``."""
+    """Convert to JSON that keeps tuples and keys of any type; append the bytes of tensors and
+    arrays to ``buffers``."""
     kind = type(value)  # not isinstance: an enum of numbers would come back as a number
     if kind in _PLAIN:
         return value

@@ -23,8 +23,8 @@ from gruppo.modalities.text.memory import activations, key_numbers
 from gruppo.tracking.formatting import duration, number
 
 TRAIN_FRACTION, READ_FRACTION, SPARSE_FRACTION = 0.33, 0.40, 0.38
-"""Of peak operations, of peak bandwidth while decoding, and of both once more by mixtures of experts:
-fitted to published steps of NeMo RL, verl and Qwen3-235B."""
+"""Of peak operations, of peak bandwidth while decoding, and of both once more by mixtures of
+experts: fitted to published steps of NeMo RL, verl and Qwen3-235B."""
 PUBLISH_BYTES_PER_S = 1e11
 ADAM_BYTES = 28
 """Per trained weight: weight, gradient and two moments read, all but the gradient written."""
@@ -161,7 +161,8 @@ def splits(work: Work, shape: ModelShape) -> list[Split]:
     if not fitting:
         needed = min(max(split.trainer_gib, split.server_gib / USABLE) for split in tried)
         raise GruppoError(
-            f"the model does not fit: a GPU needs at least {needed:.1f} GiB, and has {gpu.memory / 2**30:.0f}",
+            f"the model does not fit: a GPU needs at least {needed:.1f} GiB, and has "
+            f"{gpu.memory / 2**30:.0f}",
             advice="Give more --gpus, a larger --memory, or $lora.rank",
         )
     return sorted(fitting, key=lambda split: split.step_s)
@@ -260,7 +261,8 @@ def print_plan(work: Work, *, price: float = 0.0, is_json: bool = False) -> None
         print(json.dumps({"splits": rows, "hours": hours, "cost": cost or None}, indent=1))
         return
     print(
-        f"{work.rows} rows a step, mean {work.mean:g} tokens, lag {config.engine.lag}, {work.gpus} GPUs"
+        f"{work.rows} rows a step, mean {work.mean:g} tokens, lag {config.engine.lag}, {work.gpus} "
+        f"GPUs"
     )
     print("  trainers  servers  sample s  train s  step s  tokens/s  trainer GiB  server GiB")
     for split in found[:SHOWN]:
@@ -273,5 +275,6 @@ def print_plan(work: Work, *, price: float = 0.0, is_json: bool = False) -> None
         )
     paid = f", ${cost:,.2f}" if price else ""
     print(
-        f"{config.steps} steps in {duration(3600 * hours)}{paid}. Published steps differ by a factor of 1.5."
+        f"{config.steps} steps in {duration(3600 * hours)}{paid}. Published steps differ by a "
+        f"factor of 1.5."
     )

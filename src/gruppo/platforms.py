@@ -1,4 +1,5 @@
-"""Differences between systems: file locks, syncing to disk, memory, processors, caches, a GPU that works, signals."""
+"""Differences between systems: file locks, syncing to disk, memory, processors, caches, a GPU that
+works, signals."""
 
 from __future__ import annotations
 
@@ -28,10 +29,11 @@ except ImportError:  # Windows has neither
 
 
 def lock_file(path: Path) -> IO[str]:
-    """Open a file, which is created, and lock it exclusively until it is closed or the process ends.
+    """Open a file, which is created, and lock it exclusively until it is closed or the process
+    ends.
 
-    Raises BlockingIOError if another process, or another lock of this one, holds it; OSError if the file cannot be
-    written.
+    Raises BlockingIOError if another process, or another lock of this one, holds it; OSError if the
+    file cannot be written.
     """
     file = path.open("a+", encoding="utf-8")
     try:
@@ -49,7 +51,8 @@ def lock_file(path: Path) -> IO[str]:
 
 
 def sync_to_disk(path: Path) -> None:
-    """Write a file, or the names in a folder, through to the disk. Windows cannot sync a folder: it is skipped."""
+    """Write a file, or the names in a folder, through to the disk. Windows cannot sync a folder: it
+    is skipped."""
     is_windows = os.name == "nt"
     if is_windows and path.is_dir():
         return
@@ -71,7 +74,8 @@ def peak_memory_gib() -> float:
 
 
 def free_bytes(device: torch.device, root: Path = Path("/")) -> int | None:
-    """Memory that can still be allocated: on the accelerator, or on this machine and in this process's cgroups."""
+    """Memory that can still be allocated: on the accelerator, or on this machine and in this
+    process's cgroups."""
     import torch
 
     if device.type == "cuda":
@@ -80,7 +84,8 @@ def free_bytes(device: torch.device, root: Path = Path("/")) -> int | None:
     limits, on_machine = list[int](), _numbers(root / "proc/meminfo")
     if "MemAvailable:" in on_machine:
         limits.append(1024 * (on_machine["MemAvailable:"] + on_machine.get("SwapFree:", 0)))
-    # of each cgroup that this process is in, versions 2 and 1: its limit less its use; pages of files can be dropped
+    # of each cgroup that this process is in, versions 2 and 1: its limit less its use; pages of
+    # files can be dropped
     base = root / "sys/fs/cgroup"
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, kinds, path = line.split(":", 2)
@@ -125,11 +130,12 @@ def usable_processors() -> int:
 
 
 def spin_briefly_beside_other_jobs() -> None:
-    """Let threads that wait for the next operation sleep early, where other jobs leave too few processors for them all.
+    """Let threads that wait for the next operation sleep early, where other jobs leave too few
+    processors for them all.
 
-    libgomp's threads spin for milliseconds before they sleep: the fastest way alone, but beside one other job on two
-    processors a step takes 47 s in place of 24 (docs/dev/performance.md). libgomp reads the variable when torch is
-    imported; what the user has set stays.
+    libgomp's threads spin for milliseconds before they sleep: the fastest way alone, but beside one
+    other job on two processors a step takes 47 s in place of 24 (docs/dev/performance.md). libgomp
+    reads the variable when torch is imported; what the user has set stays.
     """
     jobs = Path("/proc/loadavg")
     if (
@@ -140,7 +146,9 @@ def spin_briefly_beside_other_jobs() -> None:
         return
     given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     threads = int(given) if given.isdecimal() else usable_processors()
-    running = []  # other threads of the machine that run or could run; of one moment, others than jobs are among them
+    # other threads of the machine that run or could run; of one moment, others than jobs are among
+    # them
+    running = []
     for _ in range(5 if threads > 1 else 0):
         running.append(int(jobs.read_text().split()[3].partition("/")[0]) - 1)
         time.sleep(0.002)
@@ -152,10 +160,11 @@ def spin_briefly_beside_other_jobs() -> None:
 
 @cache
 def usable_cuda() -> tuple[bool, str]:
-    """Whether torch can compute on this rank's CUDA device; if there is one that it cannot use, the reason.
+    """Whether torch can compute on this rank's CUDA device; if there is one that it cannot use, the
+    reason.
 
-    torch says so only in a warning (a driver that is too old), or when the first kernel runs (a GPU that this build has
-    no kernels for, or whose memory another process holds).
+    torch says so only in a warning (a driver that is too old), or when the first kernel runs (a GPU
+    that this build has no kernels for, or whose memory another process holds).
     """
     import torch
 
@@ -193,7 +202,8 @@ def cache_bytes(root: Path = Path("/")) -> tuple[int, int]:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Signals that stop a run, which is then saved; SIGHUP only if it is not ignored, as it is under nohup.
+    """Signals that stop a run, which is then saved; SIGHUP only if it is not ignored, as it is
+    under nohup.
 
     Schedulers send SIGUSR1 before a time limit. Windows has only SIGTERM and SIGINT.
     """
@@ -210,8 +220,8 @@ def stop_signals() -> list[signal.Signals]:
 
 
 def ends_with_parent() -> Callable[[], None] | None:
-    """A ``preexec_fn`` by which a child gets SIGTERM when the thread that starts it ends, also where this process is
-    killed; None on systems other than Linux."""
+    """A ``preexec_fn`` by which a child gets SIGTERM when the thread that starts it ends, also
+    where this process is killed; None on systems other than Linux."""
     if sys.platform != "linux":
         return None
     libc, parent = ctypes.CDLL(None), os.getpid()
@@ -225,7 +235,8 @@ def ends_with_parent() -> Callable[[], None] | None:
 
 
 def interrupt_main() -> None:
-    """Send SIGINT to the main thread from another one. A wait of the main thread ends, except on Windows."""
+    """Send SIGINT to the main thread from another one. A wait of the main thread ends, except on
+    Windows."""
     main = threading.main_thread().ident
     if hasattr(signal, "pthread_kill") and main is not None:
         signal.pthread_kill(main, signal.SIGINT)
@@ -239,10 +250,12 @@ class _StreamFunctions(ctypes.Structure):
 
 @contextmanager
 def no_clean_exit(message: str, status: int) -> Iterator[None]:
-    """Within, C code that calls ``exit`` ends this process with ``message`` on standard error and ``status``.
+    """Within, C code that calls ``exit`` ends this process with ``message`` on standard error and
+    ``status``.
 
-    ``exit`` raises nothing in Python, but it flushes the streams of the C library. Two of them have a buffered text and
-    write functions that are ``write`` and ``_exit``. Without effect where the C library cannot make them, as on macOS.
+    ``exit`` raises nothing in Python, but it flushes the streams of the C library. Two of them have
+    a buffered text and write functions that are ``write`` and ``_exit``. Without effect where the C
+    library cannot make them, as on macOS.
     """
     libc = ctypes.CDLL(None) if os.name == "posix" else None
     if libc is None or not (hasattr(libc, "fopencookie") and hasattr(libc, "__fpurge")):

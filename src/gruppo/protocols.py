@@ -1,7 +1,9 @@
-"""Contracts: what a policy, modality, engine, reward, critic, reference, tracker and prompt source provide.
+"""Contracts: what a policy, modality, engine, reward, critic, reference, tracker and prompt source
+provide.
 
-These list every member that gruppo calls. An object that passes its public check (``gruppo.check_policy``,
-``gruppo.check_engine``, ``gruppo.check_reward``) trains, evaluates, resumes and exports.
+These list every member that gruppo calls. An object that passes its public check
+(``gruppo.check_policy``, ``gruppo.check_engine``, ``gruppo.check_reward``) trains, evaluates,
+resumes and exports.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ from gruppo.types import (
 T = TypeVar("T")
 
 Outputs = Collection[str]
-"""Requested outputs of a likelihood besides ``logprobs``: "entropy" (with gradient), "entropy_value" (without, cheaper),
-"gaussian", "values", "output"."""
+"""Requested outputs of a likelihood besides ``logprobs``: "entropy" (with gradient),
+"entropy_value" (without, cheaper), "gaussian", "values", "output"."""
 
 GenerateTokens = Callable[[TokenBatch, Any, int], Generated]
 """Samples the rows of a batch: (batch, sampling, seed)."""
@@ -67,20 +69,23 @@ class ParameterGroup:
 class Policy:
     """Base class of policies: a distribution over actions that can be sampled and evaluated.
 
-    A subclass sets ``module`` and defines ``sample`` and ``likelihood``. The other members have defaults that suit a
-    policy whose module computes in its own dtype. Everything optional is a mixin below: a policy that can answer an
-    environment also inherits from ``ConversationMixin``, one with a value head from ``ValueHeadMixin``.
+    A subclass sets ``module`` and defines ``sample`` and ``likelihood``. The other members have
+    defaults that suit a policy whose module computes in its own dtype. Everything optional is a
+    mixin below: a policy that can answer an environment also inherits from ``ConversationMixin``,
+    one with a value head from ``ValueHeadMixin``.
 
-    Contract: ``likelihood`` of what ``sample`` returned equals ``sampler_logprobs`` where ``mask`` is True, so that the
-    first ratio is 1. ``gruppo.check_policy`` verifies it.
+    Contract: ``likelihood`` of what ``sample`` returned equals ``sampler_logprobs`` where ``mask``
+    is True, so that the first ratio is 1. ``gruppo.check_policy`` verifies it.
     """
 
     module: nn.Module
     """The master weights, which the optimizer trains."""
     modality: Modality
-    """What differs between kinds of models before one is open; the neutral ``Modality`` by default."""
+    """What differs between kinds of models before one is open; the neutral ``Modality`` by
+    default."""
     likelihood_outputs: ClassVar[frozenset[str]] = frozenset()
-    """Outputs that ``likelihood`` can return besides log-probs; with "gaussian", KL divergences are exact."""
+    """Outputs that ``likelihood`` can return besides log-probs; with "gaussian", KL divergences are
+    exact."""
     origin: Any = None
     """The function that made the policy, if it was opened by ``--model FILE.py:FUNCTION``."""
 
@@ -106,14 +111,16 @@ class Policy:
         self.module.to(device)
 
     def at(self, module: nn.Module) -> Self:
-        """Return this policy over other weights of the same architecture, such as those of a reference."""
+        """Return this policy over other weights of the same architecture, such as those of a
+        reference."""
         other = copy.copy(self)  # shallow: tokenizer and options are shared
         other.module = module.eval()
         vars(other).pop("value_head", None)
         return other
 
     def checkpoint_weights(self) -> dict[str, Tensor]:
-        """Return what a checkpoint holds: parameters and persistent buffers by name, tied weights once."""
+        """Return what a checkpoint holds: parameters and persistent buffers by name, tied weights
+        once."""
         return {
             name: tensor.detach().contiguous()
             for name, tensor in saved_tensors(self.module).items()
@@ -131,8 +138,9 @@ class Policy:
             # copy_ would broadcast some other shapes
             if name not in weights or weights[name].shape != tensor.shape:
                 found = list(weights[name].shape) if name in weights else "missing"
-                raise GruppoError(f"""{folder}: {name} is {found}, and this policy needs {list(tensor.shape)}. Open the
-                    folder with the function that made the policy.""")
+                raise GruppoError(f"""{folder}: {name} is {found}, and this policy needs
+                    {list(tensor.shape)}. Open the folder with the function that made the
+                    policy.""")
             tensor.copy_(weights[name])
 
     def check_prompt(self, prompt: Prompt, sampling: Any) -> str | None:
@@ -140,11 +148,13 @@ class Policy:
         return None
 
     def check_sampling(self, sampling: Any) -> Any:
-        """Return the sampling parameters that are used; raise GruppoError for those that likelihood cannot evaluate."""
+        """Return the sampling parameters that are used; raise GruppoError for those that likelihood
+        cannot evaluate."""
         return sampling
 
     def sample(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts:
-        """Sample ``request.size`` rows of each prompt; randomness depends on (seed, draw, sample, position) alone."""
+        """Sample ``request.size`` rows of each prompt; randomness depends on (seed, draw, sample,
+        position) alone."""
         raise NotImplementedError(f"{type(self).__name__} does not define sample.")
 
     def likelihood(
@@ -156,7 +166,8 @@ class Policy:
     def micro_batches(
         self, rollouts: Rollouts, loss_mask: Bool[Tensor, "B T"], budget: int
     ) -> list[MicroBatch]:
-        """Split the rows with a loss into micro-batches of at most ``budget`` actions, padding included.
+        """Split the rows with a loss into micro-batches of at most ``budget`` actions, padding
+        included.
 
         Each action of ``loss_mask`` is in exactly one micro-batch; a longer row is one of its own.
         """
@@ -167,10 +178,11 @@ class Policy:
         return [MicroBatch(part, slice(0, columns)) for part in parts if len(part)]
 
 
-# --- what some policies can do as well --------------------------------------------------------------------------------
-# Methods without a neutral default are asked for by isinstance, once, when a run is built. The classes whose members
-# all have one (``PromptMixin``, ``DescriptionMixin``, ``StatisticsMixin``, ``MemoryMixin``, ``AdapterMixin``) stand in
-# for a policy that is none: ``part(policy, MemoryMixin).bytes_per_unit()``.
+# --- what some policies can do as well ------------------------------------------------------------
+# Methods without a neutral default are asked for by isinstance, once, when a run is built. The
+# classes whose members all have one (``PromptMixin``, ``DescriptionMixin``, ``StatisticsMixin``,
+# ``MemoryMixin``, ``AdapterMixin``) stand in for a policy that is none: ``part(policy,
+# MemoryMixin).bytes_per_unit()``.
 
 
 class ConversationMixin:
@@ -179,13 +191,14 @@ class ConversationMixin:
     def prepare_conversations(
         self, tools: Tools | None, tools_of: Callable[[Prompt], Tools] | None = None
     ) -> None:
-        """Get ready for an environment with these tools (JSON schemas); None without an environment.
+        """Get ready for an environment with these tools (JSON schemas); None without an
+        environment.
 
         ``tools_of``: those that a prompt names, if not all.
         """
         if tools:
-            raise GruppoError(f"""{type(self).__name__} does not write tools into prompts. Leave the tools out, or
-                define prepare_conversations.""")
+            raise GruppoError(f"""{type(self).__name__} does not write tools into prompts. Leave the
+                tools out, or define prepare_conversations.""")
 
     def continue_rollouts(
         self,
@@ -228,7 +241,8 @@ class ServingMixin:
         raise NotImplementedError(f"{type(self).__name__} does not define continue_with.")
 
     def served_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all weights in the compute dtype under the names of the model's files, tied ones under each name."""
+        """Yield all weights in the compute dtype under the names of the model's files, tied ones
+        under each name."""
         raise NotImplementedError(f"{type(self).__name__} does not define served_weights.")
 
     def served_config(self) -> dict[str, Any]:
@@ -244,7 +258,8 @@ class ValueHeadMixin:
     """A policy that predicts values from its own features, as PPO's shared critic."""
 
     value_head: nn.Module | None = None
-    """Features [N, F] to values [N]. Not part of ``module``, so that saves, copies and references exclude it."""
+    """Features [N, F] to values [N]. Not part of ``module``, so that saves, copies and references
+    exclude it."""
 
     def feature_width(self) -> int:
         """Return F."""
@@ -258,7 +273,8 @@ class ValueHeadMixin:
         """Apply ``value_head``; None stands for the features of no action."""
         if self.value_head is None:
             raise GruppoError(
-                "values were requested from a policy without a value head. Set policy.value_head first."
+                "values were requested from a policy without a value head. Set policy.value_head "
+                "first."
             )
         if features is None:
             return torch.zeros(0, device=device_of(self.value_head))
@@ -269,7 +285,8 @@ class DemonstrationMixin:
     """A policy that can learn from targets."""
 
     def check_demonstration(self, prompt: Prompt) -> str | None:
-        """Return why this prompt's target cannot be learned from, with what to do; None if it can."""
+        """Return why this prompt's target cannot be learned from, with what to do; None if it
+        can."""
         return None
 
     def demonstrations(self, prompts: Sequence[Prompt], *, seed: int) -> Rollouts:
@@ -301,14 +318,16 @@ class ShardingMixin:
     module: nn.Module
 
     def shard(self, apply: Callable[..., None]) -> None:
-        """Shard the weights over ranks, in place, with ``apply(module, units=None, compute_dtype=None)``.
+        """Shard the weights over ranks, in place, with ``apply(module, units=None,
+        compute_dtype=None)``.
 
         ``units``: parts that are sharded by themselves; None for the layers of the module.
         """
         apply(self.module)
 
     def recompute(self) -> None:
-        """Compute the activations of each layer again in the backward pass, instead of keeping them."""
+        """Compute the activations of each layer again in the backward pass, instead of keeping
+        them."""
         raise NotImplementedError(f"{type(self).__name__} does not define recompute.")
 
 
@@ -335,15 +354,18 @@ class PromptMixin:
         """Write prompts as ``config.prompts`` says, before any is written."""
 
     def input_digests(self) -> dict[str, str | None]:
-        """SHA-256 of what makes the module's inputs from prompts, such as the tokenizer; a resumed run compares it."""
+        """SHA-256 of what makes the module's inputs from prompts, such as the tokenizer; a resumed
+        run compares it."""
         return {}
 
     def format_prompt(self, prompt: Prompt, *, is_target: bool = False) -> str | None:
-        """Return the prompt, or its target, as the model reads it, for ``gruppo explain``; None if that is the same."""
+        """Return the prompt, or its target, as the model reads it, for ``gruppo explain``; None if
+        that is the same."""
         return None
 
     def parse_prompt(self, text: str, *, is_plain: bool, read_image: Callable[..., Tensor]) -> Any:
-        """Return the inputs of a prompt typed after ``gruppo sample``: JSON if it is valid, else the text."""
+        """Return the inputs of a prompt typed after ``gruppo sample``: JSON if it is valid, else
+        the text."""
         try:
             return json.loads(text)
         except ValueError:
@@ -359,7 +381,8 @@ class DescriptionMixin:
     """Whether ``render`` returns images, which are shown as sheets of several groups."""
 
     def render(self, rollouts: Rollouts, row: int) -> Any:
-        """Return a sample as it is shown: text, an image tensor [C, H, W] in [0, 1], or any object with a repr."""
+        """Return a sample as it is shown: text, an image tensor [C, H, W] in [0, 1], or any object
+        with a repr."""
         return rollouts.completions[row]
 
     def describe(
@@ -372,7 +395,8 @@ class DescriptionMixin:
 class StatisticsMixin:
     """A policy with metrics of its own.
 
-    Statistics are keyed "<reduction>:<metric>", such as "mean:eval/psnr"; reductions are attributes of ``Stat``.
+    Statistics are keyed "<reduction>:<metric>", such as "mean:eval/psnr"; reductions are attributes
+    of ``Stat``.
     """
 
     def batch_stats(
@@ -389,7 +413,8 @@ class StatisticsMixin:
     def update_stats(
         self, batch: Any, micro_batch: MicroBatch, likelihood: Likelihood, inputs: Any
     ) -> dict[str, Stat]:
-        """Return statistics of a micro-batch before its update; ``inputs`` is a ``core.loss.LossInputs``."""
+        """Return statistics of a micro-batch before its update; ``inputs`` is a
+        ``core.loss.LossInputs``."""
         return {}
 
     def evaluate_steps(
@@ -401,12 +426,14 @@ class StatisticsMixin:
         score: Score,
         budget: int,
     ) -> dict[str, Stat]:
-        """Return statistics that need samples of their own, such as rewards along denoising steps."""
+        """Return statistics that need samples of their own, such as rewards along denoising
+        steps."""
         return {}
 
 
 class MemoryMixin:
-    """A policy that knows the memory of its forwards, in units of the budget of ``micro_batches``."""
+    """A policy that knows the memory of its forwards, in units of the budget of
+    ``micro_batches``."""
 
     budget_name: ClassVar[str] = "actions"
     """The unit of ``--optim.token-budget`` in printed output."""
@@ -419,15 +446,18 @@ class MemoryMixin:
     """What did not fit into memory and what to do, for the error message."""
 
     def bytes_per_unit(self, *, least: bool = False) -> int:
-        """Return the activation memory of one unit of the budget; 0 if unknown. ``least``: of the leanest layout."""
+        """Return the activation memory of one unit of the budget; 0 if unknown. ``least``: of the
+        leanest layout."""
         return 0
 
     def longest_prompt(self, prompts: Sequence[Prompt] | Rollouts) -> int:
-        """Return the units of the budget that the longest of these prompts takes; 0 if prompts take none."""
+        """Return the units of the budget that the longest of these prompts takes; 0 if prompts take
+        none."""
         return 0
 
     def longest_row(self, rollouts: Rollouts, rows: Tensor) -> int:
-        """Return the units of the budget that the longest of these rows takes, its prompt included."""
+        """Return the units of the budget that the longest of these rows takes, its prompt
+        included."""
         return int(rollouts.lengths[rows].max())
 
     def memory_estimate(
@@ -458,7 +488,8 @@ def save_with_origin(policy: Policy, folder: Path) -> None:
 
 
 class Modality:
-    """What differs between kinds of models before one is open. The defaults suit a policy from outside."""
+    """What differs between kinds of models before one is open. The defaults suit a policy from
+    outside."""
 
     name: ClassVar[str] = "custom"
     config_section: ClassVar[type | None] = None
@@ -466,7 +497,8 @@ class Modality:
     rewards_read_images: ClassVar[bool] = False
     """Whether rewards may ask for a column ``images``."""
     rewards_read_reference: ClassVar[bool] = False
-    """Whether rewards may ask for a column ``reference``: the reference's output for the same prompt."""
+    """Whether rewards may ask for a column ``reference``: the reference's output for the same
+    prompt."""
     has_lengths: ClassVar[bool] = True
     """Whether ``rollout.max_new_tokens`` limits the length of a row."""
     is_gaussian: ClassVar[bool | None] = None
@@ -485,7 +517,8 @@ class Modality:
         config.objective.check(max_length=max_length, is_gaussian=self.is_gaussian, **facts)
 
     def validate(self, config: Any) -> None:
-        """Raise GruppoError for options that this modality does not use or cannot satisfy; nothing is loaded."""
+        """Raise GruppoError for options that this modality does not use or cannot satisfy; nothing
+        is loaded."""
 
     def open(self, config: Any, data: Any) -> tuple[Policy, dict[str, Any]]:
         """Open ``config.model``; return the policy and its origin for the manifest."""
@@ -503,7 +536,8 @@ class Modality:
         trust_remote_code: bool = False,
         is_merged: bool = False,
     ) -> Policy:
-        """Open a model to evaluate, sample or export it. ``is_merged``: with an adapter merged into its base."""
+        """Open a model to evaluate, sample or export it. ``is_merged``: with an adapter merged into
+        its base."""
         raise GruppoError(
             f"model {model!r} is unknown. Name a model, a run's folder or FILE.py:FUNCTION."
         )
@@ -527,14 +561,16 @@ class Modality:
     def check(
         self, config: Any, policy: Policy, sampling: Any, data: PromptSource, rewards: Any
     ) -> None:
-        """Raise GruppoError for data, rewards and options that this policy cannot be trained with."""
+        """Raise GruppoError for data, rewards and options that this policy cannot be trained
+        with."""
 
     def consistency_reads_reference(self, config: Any) -> bool:
         """Return whether a stage's consistency term compares with the reference."""
         return False
 
     def parameter_groups(self, config: Any, policy: Policy) -> list[ParameterGroup]:
-        """Return the trainable parameters, grouped by learning rate factor and gradient clipping."""
+        """Return the trainable parameters, grouped by learning rate factor and gradient
+        clipping."""
         return [
             ParameterGroup(
                 tuple(name for name, p in policy.module.named_parameters() if p.requires_grad)
@@ -562,12 +598,14 @@ Policy.modality = Modality()
 
 @runtime_checkable
 class Engine(Protocol):
-    """Where samples come from. A subclass defines ``generate`` and ``sync``; the rest has neutral defaults."""
+    """Where samples come from. A subclass defines ``generate`` and ``sync``; the rest has neutral
+    defaults."""
 
     concurrency: int = 0
-    """Calls of ``generate`` that may run at a time, each in a thread of its own, while the policy is trained and while
-    ``sync`` runs; ``engine.lag`` needs 1 or more. A call that ``sync`` overtakes may go on with the new weights;
-    ``policy_version`` says which weights chose each action. ``close`` ends all calls."""
+    """Calls of ``generate`` that may run at a time, each in a thread of its own, while the policy
+    is trained and while ``sync`` runs; ``engine.lag`` needs 1 or more. A call that ``sync``
+    overtakes may go on with the new weights; ``policy_version`` says which weights chose each
+    action. ``close`` ends all calls."""
 
     def generate(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts:
         """Sample the requests; rows carry the version of the weights that chose their actions."""
@@ -583,11 +621,12 @@ class Engine(Protocol):
         max_reply_tokens: int = 256,
     ) -> Rollouts:
         """Append the replies of an environment to their rows and sample the next turn."""
-        raise GruppoError(f"""{type(self).__name__} cannot continue rows after an environment's reply. Define
-            continue_rollouts, or leave the environment out.""")
+        raise GruppoError(f"""{type(self).__name__} cannot continue rows after an environment's
+            reply. Define continue_rollouts, or leave the environment out.""")
 
     def sync(self, policy: Policy, version: int) -> None:
-        """Load the policy's weights as ``version``; return once a probe has shown that the sampler holds them."""
+        """Load the policy's weights as ``version``; return once a probe has shown that the sampler
+        holds them."""
         ...
 
     def sleep(self) -> None:
@@ -608,7 +647,8 @@ class Engine(Protocol):
 
 
 class Reward(Protocol):
-    """Scores rollouts; higher is better, NaN means unscored. Returns [B], or [B, T] with ``scores_steps``."""
+    """Scores rollouts; higher is better, NaN means unscored. Returns [B], or [B, T] with
+    ``scores_steps``."""
 
     name: str
     scores_steps: bool = False
@@ -635,7 +675,8 @@ class Critic(Protocol):
     module: nn.Module
     """What is trained beside the policy: a head, or a network with its head."""
     is_shared: bool
-    """Whether the head reads the policy's features; ``likelihood`` with the output "values" then returns them too."""
+    """Whether the head reads the policy's features; ``likelihood`` with the output "values" then
+    returns them too."""
 
     def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
         """Evaluate with gradient; 0 where mask is False."""
@@ -648,7 +689,8 @@ class Critic(Protocol):
         return
 
     def recompute(self) -> None:
-        """Compute activations of a network of its own again in the backward pass; see ``ShardingMixin.recompute``."""
+        """Compute activations of a network of its own again in the backward pass; see
+        ``ShardingMixin.recompute``."""
         return
 
     def zero_grad(self) -> None:
@@ -656,18 +698,21 @@ class Critic(Protocol):
         return
 
     def bytes_per_unit(self) -> int:
-        """Return the activation memory of one unit of the policy's budget; 0 if unknown or shared."""
+        """Return the activation memory of one unit of the policy's budget; 0 if unknown or
+        shared."""
         return 0
 
     def memory_estimate(self, dtype_bytes: int) -> dict[str, float]:
-        """Return bytes by name of the weights and their copies; gradients and optimizer state are counted with all."""
+        """Return bytes by name of the weights and their copies; gradients and optimizer state are
+        counted with all."""
 
 
 class Reference(Protocol):
     """What the KL term is measured against."""
 
     is_offloaded: bool
-    """Whether the weights are offloaded between uses; it is then evaluated in one pass before a batch's updates."""
+    """Whether the weights are offloaded between uses; it is then evaluated in one pass before a
+    batch's updates."""
     follows_policy: bool
     """Whether the weights change, by ``update`` or ``reset_to``."""
 
@@ -679,7 +724,8 @@ class Reference(Protocol):
         """Hold the weights on the compute device within."""
 
     def active(self) -> AbstractContextManager[Policy]:
-        """Yield the policy over the reference's weights; within, a module that it shares has these weights."""
+        """Yield the policy over the reference's weights; within, a module that it shares has these
+        weights."""
 
     def likelihood(
         self, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs = ()
@@ -725,8 +771,8 @@ class Tracker(Protocol):
 class PromptSource(Protocol):
     """A stream of prompts with a position.
 
-    A source of one's own needs ``take``, ``state_dict`` and ``load_state_dict``; what else it lacks is filled in with
-    neutral values (``gruppo.data.source.SourceWrapper``).
+    A source of one's own needs ``take``, ``state_dict`` and ``load_state_dict``; what else it lacks
+    is filled in with neutral values (``gruppo.data.source.SourceWrapper``).
     """
 
     columns: Sequence[str] | None
@@ -775,7 +821,8 @@ def saved_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Return the device on which a module computes; sharded weights may be kept on the CPU between uses."""
+    """Return the device on which a module computes; sharded weights may be kept on the CPU between
+    uses."""
     parameter: Any = next(module.parameters())
     mesh = getattr(
         parameter, "device_mesh", None
@@ -796,11 +843,13 @@ def peek(source: PromptSource, n: int = 8) -> list[Prompt]:
 
 
 def check_values(values: Tensor, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
-    """Return the values if there is one per action of the micro-batch; [b, 1] or [b] would broadcast silently."""
+    """Return the values if there is one per action of the micro-batch; [b, 1] or [b] would
+    broadcast silently."""
     needed = (len(micro_batch.rows), micro_batch.cols.stop - (micro_batch.cols.start or 0))
     if tuple(values.shape) != needed:
-        raise GruppoError(f"""the critic returned values of shape {list(values.shape)} for a micro-batch of
-            {list(needed)} (rows, actions); it needs one value before each action. Return [b, t] from Critic.values.""")
+        raise GruppoError(f"""the critic returned values of shape {list(values.shape)} for a
+            micro-batch of {list(needed)} (rows, actions); it needs one value before each action.
+            Return [b, t] from Critic.values.""")
     return values
 
 

@@ -1,4 +1,5 @@
-"""Addressed randomness: each random number has an address, so none depends on batch order, worker or rank."""
+"""Addressed randomness: each random number has an address, so none depends on batch order, worker
+or rank."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from torch import Tensor
 def seed_at(*address: int | str) -> int:
     """63-bit seed for an address such as ``(run_seed, "sample", draw, sample_index)``.
 
-    Equal addresses give equal seeds on every machine; different addresses give independent ones (BLAKE2b).
+    Equal addresses give equal seeds on every machine; different addresses give independent ones
+    (BLAKE2b).
     """
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in address)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
@@ -24,7 +26,8 @@ def generator_at(*address: int | str) -> torch.Generator:
 
 
 def uniforms_at(seed: int, draw: int, sample: int, n: int) -> Float[Tensor, "n"]:
-    """``n`` uniforms in [0, 1) for sample ``sample`` of draw ``draw``, one per action. float64, on the CPU.
+    """``n`` uniforms in [0, 1) for sample ``sample`` of draw ``draw``, one per action. float64, on
+    the CPU.
 
     A prefix is stable: a larger ``n`` only appends.
     """

@@ -53,14 +53,16 @@ def open_taskset(spec: str) -> Any:
 
 
 def rows_of_taskset(spec: str) -> list[dict[str, Any]]:
-    """One row for each task: its prompt, its ``taskset`` and number in it, and its answer if it has one."""
+    """One row for each task: its prompt, its ``taskset`` and number in it, and its answer if it has
+    one."""
     rows = []
     for index, task in enumerate(open_taskset(spec).tasks):
         facts = {"system_prompt": None, **dict(task.data)}
         prompt = facts["prompt"]
         if prompt is None:
             raise DataError(
-                f"task {index} of verifiers:{spec} has no prompt: another agent opens its conversation."
+                f"task {index} of verifiers:{spec} has no prompt: another agent opens its "
+                f"conversation."
             )
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]

@@ -1,7 +1,8 @@
 """Calls of Python objects with a soft deadline, in threads.
 
-Daemon threads, not signals: they work outside the main thread and never keep a process alive. A call that is late is
-left behind; one that hangs in C and keeps the interpreter lock stops everything, which only ``gruppo.worker`` survives.
+Daemon threads, not signals: they work outside the main thread and never keep a process alive. A
+call that is late is left behind; one that hangs in C and keeps the interpreter lock stops
+everything, which only ``gruppo.worker`` survives.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ class TimedCall:
             self.on_done()
 
     def result(self) -> Any:
-        """Value of a finished call. Raises CallError for an exception; GruppoErrors pass through."""
+        """Value of a finished call. Raises CallError for an exception; GruppoErrors pass
+        through."""
         if self.error is None:
             return self.value
         if isinstance(self.error, (CallError, GruppoError)):
@@ -93,13 +95,15 @@ class TimedCall:
         raise CallError.from_exception(self.error) from self.error
 
     def abandon(self) -> None:
-        """Stop waiting. A coroutine is cancelled; a thread runs on, counted by ``abandoned_count``."""
+        """Stop waiting. A coroutine is cancelled; a thread runs on, counted by
+        ``abandoned_count``."""
         global _loop
         _abandoned.append(self)
         if self.future is None or _loop is None:
             return
         self.future.cancel()
-        # A coroutine that blocks (time.sleep, a synchronous request) holds the event loop: later calls get a new one.
+        # A coroutine that blocks (time.sleep, a synchronous request) holds the event loop: later
+        # calls get a new one.
         loop, responded = _loop, threading.Event()
         loop.call_soon_threadsafe(responded.set)
         if not responded.wait(0.5):
@@ -114,7 +118,8 @@ def start_call(
     on_done: Callable[[], None] = lambda: None,
     inline: bool = False,
 ) -> TimedCall:
-    """Run ``fn`` in a daemon thread of its own, with the caller's context variables and CUDA device.
+    """Run ``fn`` in a daemon thread of its own, with the caller's context variables and CUDA
+    device.
 
     With ``inline``, run it to its end in the caller's thread.
     """
@@ -137,7 +142,8 @@ def start_call(
 
 
 def call_with_timeout(fn: Callable[[], Any], timeout_s: float | None) -> Any:
-    """Value of ``fn()``. Raises CallError when it raises or takes longer. None: no deadline, in the caller's thread."""
+    """Value of ``fn()``. Raises CallError when it raises or takes longer. None: no deadline, in the
+    caller's thread."""
     call = start_call(fn, timeout_s, inline=timeout_s is None)
     if not call.done.wait(timeout_s):
         call.abandon()
@@ -146,8 +152,8 @@ def call_with_timeout(fn: Callable[[], Any], timeout_s: float | None) -> Any:
 
 
 def interrupt_after(fn: Callable[[], Any], timeout_s: float) -> Any:
-    """Value of ``fn()``, code of ours or of libraries; ``CallError`` after ``timeout_s``, when its thread is stopped at
-    the next line of Python. Its own exceptions pass."""
+    """Value of ``fn()``, code of ours or of libraries; ``CallError`` after ``timeout_s``, when its
+    thread is stopped at the next line of Python. Its own exceptions pass."""
     call = start_call(fn, timeout_s)
     if not call.done.wait(timeout_s):
         assert call.thread is not None
@@ -165,7 +171,8 @@ def awaited(value: Any) -> Any:
 
 
 def run_awaitable(awaitable: Awaitable[Any]) -> Any:
-    """Value of an awaitable, run on the one event loop that all async functions share between calls.
+    """Value of an awaitable, run on the one event loop that all async functions share between
+    calls.
 
     A client that a reward opened on the loop stays usable in the next step.
     """
@@ -217,7 +224,8 @@ def describe_error(error: BaseException) -> str:
         for cause in (error, error.__cause__)
     ):
         hint = (
-            "; it sets a signal, which needs a main thread: give the function as file.py:name, with --scoring.isolate, "
+            "; it sets a signal, which needs a main thread: give the function as file.py:name, "
+            "with --scoring.isolate, "
             "or set --scoring.timeout-s None"
         )
     return f"{type(error).__name__}: {visible(text[0][:300]) if text else ''}{place}{hint}"
@@ -238,8 +246,8 @@ def accepted_keywords(fn: Callable[..., Any], what: str) -> tuple[Mapping[str, b
         p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty
     ]
     if positional:
-        raise DataError(f"""{what} takes {positional[0]!r} by position only, but is called with keywords. Write it as
-            def f(name, **kwargs).""")
+        raise DataError(f"""{what} takes {positional[0]!r} by position only, but is called with
+            keywords. Write it as def f(name, **kwargs).""")
     named = {
         p.name: p.default is p.empty
         for p in parameters
@@ -257,12 +265,13 @@ def function_name(fn: Any) -> str:
 def require_columns(
     what: str, parameters: Mapping[str, bool], columns: Collection[str], provided: Sequence[str]
 ) -> None:
-    """Refuse a function, such as "reward 'mine'", that requires a keyword which is no column of the data."""
+    """Refuse a function, such as "reward 'mine'", that requires a keyword which is no column of the
+    data."""
     for name, is_required in parameters.items():
         if is_required and name not in {*provided, *columns}:
             nearest = difflib.get_close_matches(name, [*columns, *provided], n=1, cutoff=0.5)
             guess = f" Did you mean {nearest[0]!r}?" if nearest else ""
             has = ", ".join(sorted(columns)) or "no columns"
-            raise DataError(f"""{what} asks for {name!r}, which the data do not have; they have: {has} (and every
-                {what.split()[0]} can ask for {", ".join(provided)}).{guess} Rename the argument, give it a default, or
-                add the column.""")
+            raise DataError(f"""{what} asks for {name!r}, which the data do not have; they have:
+                {has} (and every {what.split()[0]} can ask for {", ".join(provided)}).{guess} Rename
+                the argument, give it a default, or add the column.""")

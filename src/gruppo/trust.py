@@ -1,9 +1,10 @@
 """Which folders may name Python code that is imported when they are opened.
 
-Configs and saved models name functions: ``/path/rewards.py:score``, ``package.module:make``. Opening a folder of
-somebody else must not import them. The state folder, outside all run folders, holds one record for each folder that
-names code: where it is, and what it named when this user's command created it. A folder that names more than its
-record is refused without ``--trust-run``, so that nobody who edits, copies or moves a folder can add code.
+Configs and saved models name functions: ``/path/rewards.py:score``, ``package.module:make``.
+Opening a folder of somebody else must not import them. The state folder, outside all run folders,
+holds one record for each folder that names code: where it is, and what it named when this user's
+command created it. A folder that names more than its record is refused without ``--trust-run``, so
+that nobody who edits, copies or moves a folder can add code.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ REMOTE_CODE = "trust_remote_code"
 RUNS_CODE = re.compile(rf"\b({REMOTE_CODE}\s*=(?!\s*false\b)|sandbox\s*=\s*\S)", re.IGNORECASE)
 """Options of a reward that run a repository's code, or a command."""
 SERVERS = {"urls": "engine.urls=", "publish_dir": "engine.publish_dir="}
-"""Entries of a config's engine: servers that get the key of this user, and a folder that is written to."""
+"""Entries of a config's engine: servers that get the key of this user, and a folder that is written
+to."""
 ENVIRONMENTS = ("openenv", "verifiers")
 """Prefixes of environments of other libraries, PREFIX:REST."""
 ADAPTERS = tuple(f"{prefix}:" for prefix in (*ENVIRONMENTS, "judge"))
@@ -43,12 +45,12 @@ MODEL_FILES = ("module.json", "restorer.json")
 """Files of saved models that name a function."""
 
 
-# --- what a folder would import ---------------------------------------------------------------------------------------
+# --- what a folder would import -------------------------------------------------------------------
 
 
 def imports(settings: Any, key: str = "") -> list[str]:
-    """Names of Python objects in a nested config, options that turn on code of a hub's repository, commands, and
-    servers."""
+    """Names of Python objects in a nested config, options that turn on code of a hub's repository,
+    commands, and servers."""
     if isinstance(settings, Mapping):
         return [name for k, value in settings.items() for name in imports(value, str(k))]
     if isinstance(settings, list | tuple):
@@ -65,8 +67,8 @@ def imports(settings: Any, key: str = "") -> list[str]:
     place = name.rpartition(":")[0]
     if is_file_name(place):
         return [*names, name]
-    # package.module:name is a name only where such a package is installed: texts with a colon are settings too, and as
-    # data they are tasks, reasoning_gym:NAME
+    # package.module:name is a name only where such a package is installed: texts with a colon are
+    # settings too, and as data they are tasks, reasoning_gym:NAME
     with suppress(ImportError, ValueError):
         top = place.split(".")[0]
         if (
@@ -79,7 +81,8 @@ def imports(settings: Any, key: str = "") -> list[str]:
 
 
 def imports_of_run(settings: Any, folder: Path | None = None) -> list[str]:
-    """Names in a run's config, in the saved models that it names, and in its own model, in ``folder``."""
+    """Names in a run's config, in the saved models that it names, and in its own model, in
+    ``folder``."""
     return [*imports(settings), *chain(*imports_of_models([settings, str(folder or "")]).values())]
 
 
@@ -99,7 +102,8 @@ def imports_of_models(settings: Any) -> dict[Path, list[str]]:
 
 
 def imports_of_model(folder: Path) -> list[str]:
-    """Names of functions in a saved model's folder. A damaged file names none: it cannot be opened either."""
+    """Names of functions in a saved model's folder. A damaged file names none: it cannot be opened
+    either."""
     names = []
     for file in MODEL_FILES:
         with suppress(OSError, ValueError):
@@ -107,7 +111,7 @@ def imports_of_model(folder: Path) -> list[str]:
     return names
 
 
-# --- what may be imported ---------------------------------------------------------------------------------------------
+# --- what may be imported -------------------------------------------------------------------------
 
 
 def check(
@@ -135,19 +139,20 @@ def check(
     if not (trust_run or _is_trusted(folder, names)):
         flags.insert(0, "--trust-run")
         options = ", ".join(f"{flag.strip('-').replace('-', '_')}=True" for flag in flags)
-        raise GruppoError(f"""{listed} No command of yours on this machine created it there with that. Read the
-            code{look}; if you trust it, add {" ".join(flags)} (in Python {options}), or set {TRUSTED} to a folder
-            above.""")
+        raise GruppoError(f"""{listed} No command of yours on this machine created it there with
+            that. Read the code{look}; if you trust it, add {" ".join(flags)} (in Python {options}),
+            or set {TRUSTED} to a folder above.""")
     if flags:
-        raise GruppoError(f"""{listed} Only the command line can turn that on, no file. If you trust the repository, add
-            {flags[0]} (in Python trust_remote_code=True).""")
+        raise GruppoError(f"""{listed} Only the command line can turn that on, no file. If you trust
+            the repository, add {flags[0]} (in Python trust_remote_code=True).""")
 
 
 @contextmanager
 def opening(
     folder: Path, names: Collection[str], *, typed: Any = (), **trusts: bool
 ) -> Iterator[None]:
-    """Within, a folder's names, which are checked first, may be imported, and those that the command was given."""
+    """Within, a folder's names, which are checked first, may be imported, and those that the
+    command was given."""
     check(folder, names, **trusts)
     with loading.importing([*names, *imports(typed)]):
         yield
@@ -163,7 +168,8 @@ def _is_trusted(folder: Path, names: Collection[str]) -> bool:
         parent = Path(text).expanduser()
         if not parent.is_absolute():
             raise GruppoError(
-                f"{TRUSTED} has {text!r}, which means another folder in each folder. Give its full path."
+                f"{TRUSTED} has {text!r}, which means another folder in each folder. Give its full "
+                f"path."
             )
         if place.is_relative_to(parent.resolve()):
             return True
@@ -177,11 +183,12 @@ def _is_trusted(folder: Path, names: Collection[str]) -> bool:
     return False
 
 
-# --- the state folder -------------------------------------------------------------------------------------------------
+# --- the state folder -----------------------------------------------------------------------------
 
 
 def record(folder: Path, names: Collection[str]) -> None:
-    """Record that this user created a folder that names this code; a warning if the state folder cannot be written."""
+    """Record that this user created a folder that names this code; a warning if the state folder
+    cannot be written."""
     if folder.name.startswith("."):  # temporary: what renames it records it
         return
     try:
@@ -201,7 +208,8 @@ def record(folder: Path, names: Collection[str]) -> None:
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
         if names:
             log.warning(
-                "%s could not be recorded as yours (%s). It works now; opening it later needs --trust-run. Set %s to a "
+                "%s could not be recorded as yours (%s). It works now; opening it later needs "
+                "--trust-run. Set %s to a "
                 "folder that can be written, or %s to %s.",
                 *(folder, error, STATE, TRUSTED, folder.absolute().parent),
             )

@@ -1,8 +1,10 @@
-"""Records that every part of the package shares; the errors of ``gruppo.errors`` are importable from here too.
+"""Records that every part of the package shares; the errors of ``gruppo.errors`` are importable
+from here too.
 
-Shapes: ``P`` prompts, ``G`` samples per prompt, ``B`` rows (all samples of a batch), ``T`` actions, ``V`` vocabulary,
-``*E`` event dimensions of one continuous action. Lower-case ``b`` and ``t`` are the rows and columns of one
-micro-batch. Records that hold tensors are frozen and compare by identity (``eq=False``).
+Shapes: ``P`` prompts, ``G`` samples per prompt, ``B`` rows (all samples of a batch), ``T`` actions,
+``V`` vocabulary, ``*E`` event dimensions of one continuous action. Lower-case ``b`` and ``t`` are
+the rows and columns of one micro-batch. Records that hold tensors are frozen and compare by
+identity (``eq=False``).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ Finish = Literal["stop", "length", "error"]
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
-# --- records ---------------------------------------------------------------------------------------------------------
+# --- records --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +40,8 @@ class Prompt:
     meta: Mapping[str, Any] = field(default_factory=dict)
     """Every further column of the data set."""
     draw: int = 0
-    """Position in the prompt stream: the same prompt drawn twice has two draws, hence other samples."""
+    """Position in the prompt stream: the same prompt drawn twice has two draws, hence other
+    samples."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +73,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise GruppoError(
-                f"temperature={self.temperature} is not 0 or above; use 0 for greedy decoding, or 1.0."
+                f"temperature={self.temperature} is not 0 or above; use 0 for greedy decoding, or "
+                f"1.0."
             )
         if self.top_k < 0:
             raise GruppoError(
@@ -82,11 +86,13 @@ class Sampling:
             raise GruppoError(f"max_actions={self.max_actions} samples nothing; use at least 1.")
         if isinstance(self.stop, str) or "" in self.stop:
             raise GruppoError(
-                f"stop={self.stop!r} ends every rollout at once; use a tuple of texts, such as ('###',)."
+                f"stop={self.stop!r} ends every rollout at once; use a tuple of texts, such as "
+                f"('###',)."
             )
 
     def greedy(self) -> Self:
-        """Return the parameters of an evaluation: the most likely actions, or the ODE of a diffusion model."""
+        """Return the parameters of an evaluation: the most likely actions, or the ODE of a
+        diffusion model."""
         return replace(self, temperature=0.0, top_k=0, top_p=1.0)
 
 
@@ -101,7 +107,8 @@ class Rollouts:
     actions: Tensor
     """[B, T] token ids, or [B, T, *E] states."""
     mask: Bool[Tensor, "B T"]
-    """True where the policy itself chose the action: not the prompt, not a tool's output, not padding."""
+    """True where the policy itself chose the action: not the prompt, not a tool's output, not
+    padding."""
     lengths: Int[Tensor, "B"]
     """Columns of each row; those whose mask is False are the environment's."""
     completions: tuple[Any, ...]
@@ -114,7 +121,8 @@ class Rollouts:
     finish: tuple[Finish, ...]
     """[B] "stop" (ended by itself), "length" (cut at max_actions) or "error"."""
     shared: Mapping[str, Any] = field(default_factory=lambda: _EMPTY)
-    """[P, ...] entries of each prompt: prompt ids, conditioning. Ragged entries are tuples of length P."""
+    """[P, ...] entries of each prompt: prompt ids, conditioning. Ragged entries are tuples of
+    length P."""
     per_row: Mapping[str, Any] = field(default_factory=lambda: _EMPTY)
     """[B, ...] entries of each row: initial latent, time steps, the environment's replies."""
 
@@ -122,7 +130,8 @@ class Rollouts:
         return self.group_ids.shape[0]
 
     def take(self, rows: Int[Tensor, "b"] | Sequence[int]) -> Rollouts:
-        """Select rows, in the order of ``rows``. Prompts without rows are dropped and ``group_ids`` re-indexed."""
+        """Select rows, in the order of ``rows``. Prompts without rows are dropped and ``group_ids``
+        re-indexed."""
         index = torch.as_tensor(rows, dtype=torch.long)  # [b]
         groups, group_ids = self.group_ids[index].unique(
             return_inverse=True
@@ -136,10 +145,12 @@ class Rollouts:
 
     @staticmethod
     def cat(parts: Sequence[Rollouts]) -> Rollouts:
-        """Concatenate rows. Those of the same prompt and draw become one group; shorter parts are padded."""
+        """Concatenate rows. Those of the same prompt and draw become one group; shorter parts are
+        padded."""
         if not parts:
             raise ValueError("Rollouts.cat got an empty list; it needs at least one Rollouts.")
-        # the parts may hold rows of the same prompt: groups are numbered by the first place of each (id, draw)
+        # the parts may hold rows of the same prompt: groups are numbered by the first place of each
+        # (id, draw)
         prompts = [prompt for part in parts for prompt in part.prompts]
         keys = [(prompt.id, prompt.draw) for prompt in prompts]
         places: dict[tuple[str, int], int] = {}  # of each group's first prompt
@@ -152,11 +163,13 @@ class Rollouts:
             [len(p.prompts) for p in parts]
         )
         shared = {name: _join([part.shared[name] for part in parts]) for name in parts[0].shared}
-        # An environment may open a conversation by what reset(seed) returns; likelihoods read one prompt per group.
+        # An environment may open a conversation by what reset(seed) returns; likelihoods read one
+        # prompt per group.
         for place, key in enumerate(keys if "prompt_ids" in shared else ()):
             if not torch.equal(shared["prompt_ids"][place], shared["prompt_ids"][places[key]]):
-                raise DataError(f"""samples of prompt {key[0]!r} have different prompts, and cannot be joined to one
-                    group. Let reset(seed) of its environment return the same for the same seed and columns.""")
+                raise DataError(f"""samples of prompt {key[0]!r} have different prompts, and cannot
+                    be joined to one group. Let reset(seed) of its environment return the same for
+                    the same seed and columns.""")
         columns = max(part.actions.shape[1] for part in parts)
         fields: dict[str, Any] = {}
         for name in _ROW_FIELDS:
@@ -198,7 +211,8 @@ class TokenBatch:
     limits: Int[Tensor, "N"] | None = None
     """Maximum tokens of each row; None: ``sampling.max_actions``."""
     kept: tuple[Any, ...] | None = None
-    """What the policy has kept of each row (None: nothing) and may take; None where no further turn may follow."""
+    """What the policy has kept of each row (None: nothing) and may take; None where no further turn
+    may follow."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,15 +224,16 @@ class Generated:
     lengths: Int[Tensor, "N"]
     finish: tuple[Finish, ...]
     versions: Int[Tensor, "N T"] | None = None
-    """Publish count of the weights behind each token; None where the engine stamps whole rollouts."""
+    """Publish count of the weights behind each token; None where the engine stamps whole
+    rollouts."""
     kept: tuple[Any, ...] | None = None
     """What is kept of each row for its next turn; see ``TokenBatch``."""
 
 
 # Tests empty it, so that the CPU stands for a device that has to be waited for.
 AT_ONCE = frozenset({"cpu"})
-"""Kinds of devices whose numbers can be read without waiting for work that was queued before. On others, statistics
-are read together at the end of an update."""
+"""Kinds of devices whose numbers can be read without waiting for work that was queued before. On
+others, statistics are read together at the end of an update."""
 
 _COLUMN_FIELDS = ("actions", "mask", "sampler_logprobs", "policy_version")
 _ROW_FIELDS = (*_COLUMN_FIELDS, "lengths", "completions", "temperature", "finish")
@@ -255,7 +270,8 @@ class Likelihood:
     """A policy's evaluation of rollouts. Everything but ``logprobs`` is computed on request."""
 
     logprobs: Float[Tensor, "b t"]
-    """Joint nats of each action, with gradient. Densities are summed in float64 over event dimensions."""
+    """Joint nats of each action, with gradient. Densities are summed in float64 over event
+    dimensions."""
     entropy: Float[Tensor, "b t"] | None = None
     gaussian: Gaussian | None = None
     values: Float[Tensor, "b t"] | None = None
@@ -271,7 +287,8 @@ class MicroBatch:
     rows: Int[Tensor, "b"]
     cols: slice
     is_repeat: bool = False
-    """Whether it is run at zero weight, since sharded weights need as many forwards on each rank."""
+    """Whether it is run at zero weight, since sharded weights need as many forwards on each
+    rank."""
 
     def of(self, x: Tensor) -> Tensor:
         """Select the micro-batch, ``[b, t, ...]``, of a ``[B, T, ...]`` tensor."""
@@ -328,15 +345,18 @@ class Stat:
     min: float = float("inf")
     max: float = float("-inf")
     pending: tuple[Float[Tensor, "5"], ...] = ()
-    """Further parts on an accelerator, in the order of the fields above, which ``read`` adds to them."""
+    """Further parts on an accelerator, in the order of the fields above, which ``read`` adds to
+    them."""
 
     @staticmethod
     def of(x: Tensor, where: Tensor | None = None) -> Stat:
-        """Compute the statistics of ``x``, where ``where`` is True if given; on an accelerator they are pending."""
+        """Compute the statistics of ``x``, where ``where`` is True if given; on an accelerator they
+        are pending."""
         if x.device.type not in AT_ONCE:
             if x.numel() == 0:
                 return Stat()
-            # Masked entries are replaced: indexing by the mask would wait for the device, to count them.
+            # Masked entries are replaced: indexing by the mask would wait for the device, to count
+            # them.
             x, kept = x.detach().double(), torch.ones_like(x, dtype=torch.bool)
             if where is not None:
                 kept = where.reshape(*where.shape, *[1] * (x.ndim - where.ndim)).expand_as(x)
@@ -380,7 +400,8 @@ class Stat:
 
     @property
     def ess_frac(self) -> float:
-        """Effective sample size of weights, (sum w)^2 / sum w^2, as a share of their number (Kong 1992)."""
+        """Effective sample size of weights, (sum w)^2 / sum w^2, as a share of their number (Kong
+        1992)."""
         return self.sum**2 / (self.count * self.sum_sq) if self.sum_sq else float("nan")
 
     @property

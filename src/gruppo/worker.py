@@ -230,7 +230,8 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _guard(worker: int, parent: int) -> NoReturn:
-    """Wait until the worker or the parent ends, or SIGTERM; kill the rest; end as the worker did."""
+    """Wait until the worker or the parent ends, or SIGTERM; kill the rest; end as the worker
+    did."""
     import resource
 
     waking, signalled = os.pipe()

@@ -71,7 +71,7 @@ def only_line(capsys: pytest.CaptureFixture[str]) -> str:
     return err
 
 
-# --- what works -------------------------------------------------------------------------------------------------------
+# --- what works -----------------------------------------------------------------------------------
 
 
 def test_train_resume_eval_sample_and_explain(tmp_path, monkeypatch):
@@ -267,7 +267,7 @@ def unread(args: list[str]) -> None:
     processes.command_line(args)
 
 
-# --- signals ----------------------------------------------------------------------------------------------------------
+# --- signals --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
@@ -281,8 +281,8 @@ def test_a_signal_exits_75_with_the_command_that_continues(tmp_path, recipe, num
     assert child.wait() == 75
     *heard, last = child.err.splitlines()
     assert (
-        last
-        == f"gruppo: stopped by a signal; what is complete is saved. Continue with: {command_name()} resume {run}"
+        last == f"gruppo: stopped by a signal; what is complete is saved. Continue with: "
+        f"{command_name()} resume {run}"
     )
     assert heard in ([], ["gruppo: finishing this step, then saving; again stops at once"])
     assert checkpoint.load_latest(run / "checkpoints").step >= 3
@@ -296,7 +296,8 @@ def test_a_signal_before_the_run_began_exits_75_and_leaves_nothing(tmp_path, rec
     assert child.wait() == 75
     assert (
         child.err
-        == "gruppo: stopped by a signal before the run began; nothing was written. Give the command again.\n"
+        == "gruppo: stopped by a signal before the run began; nothing was written. Give the "
+        "command again.\n"
     )
     assert not (tmp_path / "runs").exists()
 
@@ -314,7 +315,7 @@ def signal_while_loading(args: list[str], number: int) -> None:
     processes.command_line(args)
 
 
-# --- mistakes ---------------------------------------------------------------------------------------------------------
+# --- mistakes -------------------------------------------------------------------------------------
 
 EMPTY, LONG, NOT_JSON = "empty.jsonl", "long.jsonl", "broken.jsonl"
 MISTAKES = {
@@ -603,7 +604,7 @@ def test_debug_shows_the_traceback(tmp_path, recipe):
     assert code == 1 and "Traceback" in err and "GruppoError" in err
 
 
-# --- folders that are there, damaged, foreign, full -------------------------------------------------------------------
+# --- folders that are there, damaged, foreign, full -----------------------------------------------
 
 
 def content(folder: Path) -> dict[Path, bytes]:
@@ -759,7 +760,8 @@ def test_files_that_cannot_grow_are_one_line_wherever_the_run_is(tmp_path, recip
 
 
 def with_small_files_piped(limit: int, args: Sequence[str], path: str) -> None:
-    """The limit would also stop our own output, so that goes through a pipe that the parent of a fork copies."""
+    """The limit would also stop our own output, so that goes through a pipe that the parent of a
+    fork copies."""
     reader, writer = os.pipe()
     if pid := os.fork():
         os.close(writer)
@@ -771,7 +773,7 @@ def with_small_files_piped(limit: int, args: Sequence[str], path: str) -> None:
     with_small_files(limit, list(args))
 
 
-# --- in a terminal ----------------------------------------------------------------------------------------------------
+# --- in a terminal --------------------------------------------------------------------------------
 
 
 def in_a_terminal(terminal: str, args: list[str]) -> None:

@@ -115,7 +115,10 @@ def test_completion_scripts_are_valid_and_know_commands_recipes_options_and_choi
     if program := shutil.which(shell):
         subprocess.run([program, "-n"], input=script, text=True, check=True)
     if shell == "bash":
-        typed = f"{script}\nCOMP_WORDS=(gruppo train arithmetic --compute b); COMP_CWORD=4; _gruppo; echo ${{COMPREPLY[@]}}"
+        typed = (
+            f"{script}\nCOMP_WORDS=(gruppo train arithmetic --compute b); COMP_CWORD=4; "
+            f"_gruppo; echo ${{COMPREPLY[@]}}"
+        )
         assert subprocess.check_output(["bash", "-c", typed], text=True) == "bfloat16\n"
 
 

@@ -1,4 +1,5 @@
-"""Configs that cannot run are refused before anything is loaded: ranges of fields, and rules across fields."""
+"""Configs that cannot run are refused before anything is loaded: ranges of fields, and rules across
+fields."""
 
 from __future__ import annotations
 
@@ -185,7 +186,7 @@ def test_every_value_that_a_schedule_reaches_is_in_the_range_of_its_field():
         check_ranges(dataclasses.replace(GIVEN, stage=stage))
 
 
-# --- an objective without the critic of the config --------------------------------------------------------------------
+# --- an objective without the critic of the config ------------------------------------------------
 
 WITH_CRITIC = dataclasses.replace(
     GIVEN, objective=PPO, critic=CriticConfig("separate", lr=1e-4, warmup_steps=2)

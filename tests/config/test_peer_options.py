@@ -1,4 +1,5 @@
-"""Options of other systems: each leads to an existing option, and the docs page has the tables of the program."""
+"""Options of other systems: each leads to an existing option, and the docs page has the tables of
+the program."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ PEERS = DOCS / "objectives/peers.md"
 OPTIONS = {*map(as_flag, all_options()), "--stages"}
 
 
-# --- the page --------------------------------------------------------------------------------------------------------
+# --- the page -------------------------------------------------------------------------------------
 
 
 def table(system: str) -> str:
@@ -68,7 +69,7 @@ def test_the_page_has_the_tables_of_the_program(system: str) -> None:
     assert text == filled(system), "python -m tests.config.test_peer_options writes them"
 
 
-# --- each name -------------------------------------------------------------------------------------------------------
+# --- each name ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -195,7 +196,7 @@ def test_the_objectives_page_names_the_same_options_of_ours() -> None:
     assert compared > 40
 
 
-# --- what they would be written there --------------------------------------------------------------------------------
+# --- what they would be written there -------------------------------------------------------------
 
 
 def there(system: str, name: str, **changes: Any) -> str:
@@ -272,7 +273,7 @@ def test_of_several_stages_the_one_with_the_largest_coefficient_is_named() -> No
     )
 
 
-# --- the command -----------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 def run(capsys: Any, *args: str) -> tuple[int, str, str]:

@@ -1,4 +1,5 @@
-"""A config goes to JSON, TOML and YAML and back unchanged; what does not fit is refused by name and line."""
+"""A config goes to JSON, TOML and YAML and back unchanged; what does not fit is refused by name and
+line."""
 
 from __future__ import annotations
 
@@ -162,7 +163,7 @@ def test_no_deadline_is_none_and_survives_json():
     assert serialization.from_dict(json.loads(json.dumps(serialization.to_dict(config)))) == config
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -265,7 +266,7 @@ def test_a_wrong_entry_of_a_file_is_one_line_with_its_key_and_its_line(tmp_path,
     assert "\n" not in str(error.value)
 
 
-# --- changes ----------------------------------------------------------------------------------------------------------
+# --- changes --------------------------------------------------------------------------------------
 
 
 def test_keywords_with_two_underscores_change_leaves_and_whole_branches():

@@ -1,4 +1,5 @@
-"""A policy over three tokens and at most two steps: every expectation is a sum. Token 0 ends a row."""
+"""A policy over three tokens and at most two steps: every expectation is a sum. Token 0 ends a
+row."""
 
 from __future__ import annotations
 

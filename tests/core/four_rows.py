@@ -1,4 +1,5 @@
-"""One small batch of four rows in two groups, with ratios to be clipped on both sides, and its loss."""
+"""One small batch of four rows in two groups, with ratios to be clipped on both sides, and its
+loss."""
 
 from __future__ import annotations
 
@@ -29,13 +30,15 @@ REF = LOGPROBS + torch.tensor(
 )
 
 A0, A1 = 0.5 / (0.5**0.5 + 1e-4), 1.5 / (4.5**0.5 + 1e-4)
-"""GRPO's advantages are +-A0 in the first group (rewards 1, 0) and +-A1 in the second (3, 0): ddof 1, eps 1e-4."""
+"""GRPO's advantages are +-A0 in the first group (rewards 1, 0) and +-A1 in the second (3, 0): ddof
+1, eps 1e-4."""
 
 
 def advantages_of(
     objective: Objective, loss_mask: Tensor = KEEP, rewards: Tensor = REWARDS
 ) -> Tensor:
-    """One a row. A critic's are not rewards alone; what its surrogate and averages do with any numbers is tested."""
+    """One a row. A critic's are not rewards alone; what its surrogate and averages do with any
+    numbers is tested."""
     baseline = "mean" if objective.has_critic else objective.baseline
     choices: dict[str, Any] = {
         "baseline": baseline,

@@ -40,7 +40,7 @@ def assert_close(got: Tensor, by_hand: list[float]) -> None:
     )
 
 
-# --- by hand ---------------------------------------------------------------------------------------------------------
+# --- by hand --------------------------------------------------------------------------------------
 
 
 def test_baselines_by_hand():
@@ -55,7 +55,8 @@ def test_baselines_by_hand():
 
 @pytest.mark.silent_bug(21)
 def test_two_groups_of_different_scale_by_hand():
-    """Rewards 1, 3 and 10, 30: stds (ddof 1) are sqrt(2) and sqrt(200) within groups, sqrt(526 / 3) of the batch."""
+    """Rewards 1, 3 and 10, 30: stds (ddof 1) are sqrt(2) and sqrt(200) within groups, sqrt(526 / 3)
+    of the batch."""
     rewards, groups = [1, 3, 10, 30], [0, 0, 1, 1]
     half, batch = 0.5**0.5, (526 / 3) ** 0.5
     assert_close(advantages_of(rewards, groups, scale="group"), [-half, half, -half, half])
@@ -98,7 +99,7 @@ def test_one_advantage_a_row_spread_over_its_actions_alone():
     assert state == {"carried": 7}
 
 
-# --- nothing to compare ----------------------------------------------------------------------------------------------
+# --- nothing to compare ---------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(20)
@@ -125,7 +126,8 @@ def test_constant_rewards_have_advantages_of_exactly_zero(baseline, scale):
 def test_constant_rewards_are_silent_under_every_preset_and_under_the_batch_mean_only_over_all_ranks(
     preset, other
 ):
-    """Three rows of 0.35 here and four on another rank: their mean is 0.35 and a rounding error, or above it."""
+    """Three rows of 0.35 here and four on another rank: their mean is 0.35 and a rounding error, or
+    above it."""
     objective, there = PRESETS[preset], torch.full((4,), other).double()
     mean = (3 * torch.tensor(0.35).double() + there.sum()) / 7
 
@@ -177,7 +179,7 @@ def test_a_group_of_one_has_advantage_zero_and_leaves_the_others_alone(baseline,
         assert torch.equal(alone[1:], advantages_of([1, 3], [0, 0], baseline=baseline, scale=scale))
 
 
-# --- rewards that are no numbers -------------------------------------------------------------------------------------
+# --- rewards that are no numbers ------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(22)
@@ -200,7 +202,7 @@ def test_nothing_scored_gives_zeros(baseline, scale):
     )
 
 
-# --- invariances -----------------------------------------------------------------------------------------------------
+# --- invariances ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out", "batch_mean"])

@@ -1,4 +1,5 @@
-"""A budget of samples shared out over groups, against traces by hand, all other shares, and enumeration."""
+"""A budget of samples shared out over groups, against traces by hand, all other shares, and
+enumeration."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def shares(spread: list[float], sizes: list[int], *, budget: int, cap: int) -> l
 
 
 def test_a_trace_by_hand_with_ties_and_a_cap():
-    """Gains s^2 / (n (n + 1)): the second group's are 1/6, 1/12, 1/20 up to its cap of 5; the others' 1/24, 1/48."""
+    """Gains s^2 / (n (n + 1)): the second group's are 1/6, 1/12, 1/20 up to its cap of 5; the
+    others' 1/24, 1/48."""
     spread, sizes = [0.5, 1.0, 0.0, 0.5], [2, 2, 2, 2]
     expected = [
         [0, 0, 0, 0],

@@ -76,7 +76,8 @@ def test_chunks_change_neither_value_nor_gradient(chunk, kind):
 
 @pytest.mark.parametrize("frozen", ["nothing", "features", "head"])
 def test_no_logits_are_kept_for_the_backward_pass(frozen):
-    """What autograd holds between forward and backward has no dimension of vocabulary size but the head itself."""
+    """What autograd holds between forward and backward has no dimension of vocabulary size but the
+    head itself."""
     features, actions, temperature = inputs()
     head = Head()
     features.requires_grad_(frozen != "features")

@@ -1,4 +1,5 @@
-"""What is compiled on CUDA, run on the CPU as it is or through aot_eager, gives the numbers of the plain path."""
+"""What is compiled on CUDA, run on the CPU as it is or through aot_eager, gives the numbers of the
+plain path."""
 
 from __future__ import annotations
 

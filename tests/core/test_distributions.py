@@ -56,7 +56,8 @@ def score(logits: Tensor, actions: Tensor, *, temperature: float, **kind) -> Ten
 def by_definition(
     logits: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0
 ) -> Tensor:
-    """Probabilities of one row, in plain Python: rank, cut at top_k, then at top_p, and share what is left."""
+    """Probabilities of one row, in plain Python: rank, cut at top_k, then at top_p, and share what
+    is left."""
     p = (logits.double() / temperature).softmax(0).tolist()
     ranked = sorted(range(len(p)), key=lambda i: -p[i])
     ranked = ranked[: top_k or len(p)]
@@ -97,7 +98,8 @@ def test_drawing_and_scoring_give_the_same_log_probability_and_it_is_the_defined
 @pytest.mark.silent_bug(7)
 @every_kind
 def test_a_grid_of_uniforms_draws_each_action_as_often_as_its_probability_says(kind):
-    """The actions partition [0, 1): of n grid points, each action gets n p of them, give or take the one at an edge."""
+    """The actions partition [0, 1): of n grid points, each action gets n p of them, give or take
+    the one at an edge."""
     count = 4000
     logits = random_logits(1)
     actions, _ = sample_categorical(logits.expand(count, -1), grid(count), **kind)
@@ -109,7 +111,8 @@ def test_a_grid_of_uniforms_draws_each_action_as_often_as_its_probability_says(k
 
 @pytest.mark.silent_bug(6)
 def test_temperature_divides_logits_and_the_gradient():
-    """d logprob / d logits = (one-hot - p) / T with p at temperature T; dividing log-probabilities is another thing."""
+    """d logprob / d logits = (one-hot - p) / T with p at temperature T; dividing log-probabilities
+    is another thing."""
     logits = random_logits(6, 9).requires_grad_()
     actions = torch.tensor([0, 8, 3, 3, 1, 5])
     logprobs = score(logits, actions, temperature=0.7)
@@ -170,7 +173,8 @@ def test_bf16_logits_are_drawn_and_scored_in_float32():
 def test_a_truncated_draw_is_that_of_the_whole_truncation_however_many_actions_are_ordered_first(
     kind, dtype, shortlist, monkeypatch
 ):
-    """Rows with many actions on the edge among them: all equal, or rounded to few different numbers."""
+    """Rows with many actions on the edge among them: all equal, or rounded to few different
+    numbers."""
     monkeypatch.setattr("gruppo.core.distributions.SHORTLIST", shortlist)
     logits = random_logits(40, dtype=dtype)
     logits[3] = 0
@@ -192,7 +196,7 @@ def test_rows_are_drawn_from_alike_however_many_are_worked_on_at_a_time(monkeypa
         assert torch.equal(got, needed)
 
 
-# --- edges -----------------------------------------------------------------------------------------------------------
+# --- edges ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(7)
@@ -239,7 +243,7 @@ def test_a_row_of_nan_has_a_log_probability_that_says_so_and_leaves_its_neighbou
     assert torch.equal(actions[[0, 2]], whole[0][[0, 2]])
 
 
-# --- truncation ------------------------------------------------------------------------------------------------------
+# --- truncation -----------------------------------------------------------------------------------
 
 
 def kept_by(logits: list[float], **choices) -> list[bool]:
@@ -271,7 +275,8 @@ def test_ties_at_the_edge_of_the_nucleus_are_cut_at_the_lower_index():
 
 
 def test_the_nucleus_by_hand():
-    """Probabilities 1/2, 1/4, 1/8, 1/8: top_p 0.6 needs two of them, 0.76 three, and one stays however small it is."""
+    """Probabilities 1/2, 1/4, 1/8, 1/8: top_p 0.6 needs two of them, 0.76 three, and one stays
+    however small it is."""
     logits = torch.tensor([0.125, 0.5, 0.125, 0.25]).log().tolist()
     assert kept_by(logits, top_p=0.6) == [False, True, False, True]
     assert kept_by(logits, top_p=0.76) == [True, True, False, True]
@@ -280,7 +285,8 @@ def test_the_nucleus_by_hand():
 
 
 def test_top_p_is_taken_of_what_top_k_left():
-    """Of 0.4, 0.3, 0.2, 0.1 top_k 2 leaves 4/7 and 3/7: top_p 0.5 keeps one, although 0.4 alone is short of 0.5."""
+    """Of 0.4, 0.3, 0.2, 0.1 top_k 2 leaves 4/7 and 3/7: top_p 0.5 keeps one, although 0.4 alone is
+    short of 0.5."""
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().tolist()
     assert kept_by(logits, top_k=2, top_p=0.5) == [True, False, False, False]
     assert kept_by(logits, top_p=0.5) == [True, True, False, False]

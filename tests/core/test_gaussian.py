@@ -1,4 +1,5 @@
-"""Densities, entropies and divergences of normals against torch.distributions and against samples."""
+"""Densities, entropies and divergences of normals against torch.distributions and against
+samples."""
 
 from __future__ import annotations
 

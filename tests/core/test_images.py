@@ -35,7 +35,7 @@ def ramp(height: int, width: int) -> torch.Tensor:
     return (torch.arange(width, dtype=F64) / width).expand(1, 1, height, width)
 
 
-# --- what a file holds ------------------------------------------------------------------------------------------------
+# --- what a file holds ----------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(38)
@@ -57,7 +57,7 @@ def test_saving_what_was_saved_changes_nothing_and_moves_a_pixel_by_half_a_level
     assert to_uint8(levels / 255).equal(levels.to(torch.uint8))
 
 
-# --- fidelity ---------------------------------------------------------------------------------------------------------
+# --- fidelity -------------------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(39)
@@ -144,7 +144,7 @@ def test_an_image_smaller_than_the_window_is_refused():
         ssim(torch.zeros(1, 1, 10, 16), torch.zeros(1, 1, 10, 16))
 
 
-# --- crops and flips --------------------------------------------------------------------------------------------------
+# --- crops and flips ------------------------------------------------------------------------------
 
 
 def places(height: int, width: int) -> torch.Tensor:
@@ -181,7 +181,7 @@ def test_every_place_and_every_flip_is_drawn_and_the_generator_decides():
     )
 
 
-# --- measures ---------------------------------------------------------------------------------------------------------
+# --- measures -------------------------------------------------------------------------------------
 
 
 def test_brightness_is_the_mean_of_grey_and_the_luma_of_colour():
@@ -191,7 +191,7 @@ def test_brightness_is_the_mean_of_grey_and_the_luma_of_colour():
     assert mean_luma(colours).tolist() == pytest.approx([0.299, 0.587, 0.114])
 
 
-# --- filters and pixel losses ----------------------------------------------------------------------------------------
+# --- filters and pixel losses ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("std", [0.5, 1.5, 3.0])

@@ -38,7 +38,8 @@ def test_estimators_by_hand_at_half_against_a_quarter(estimator, nats):
 
 
 def expected(compute_module: Tensor, estimator: str, choice: str) -> tuple[Tensor, Tensor]:
-    """The estimate and its gradient in the policy's logits, over the four outcomes that the sampler draws from."""
+    """The estimate and its gradient in the policy's logits, over the four outcomes that the sampler
+    draws from."""
 
     def estimate(logits: Tensor) -> Tensor:
         logprobs, old = logits.log_softmax(0)[None], compute_module.log_softmax(0)[None]
@@ -126,7 +127,7 @@ def test_over_two_steps_the_kl_term_has_the_gradient_of_the_kl_at_each_visited_p
     )
 
 
-# --- exact, for Gaussian policies ------------------------------------------------------------------------------------
+# --- exact, for Gaussian policies -----------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(35)

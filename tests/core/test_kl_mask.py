@@ -17,7 +17,8 @@ KEEP = torch.tensor([[True, True, True, True], [True, True, False, True]])
 WEIGHTS = KEEP.double() * torch.arange(1, 9).reshape(2, 4) / 10
 OLD = torch.full((2, 4), -3.0, dtype=torch.float64)
 LEFT_OUT = torch.tensor([[True, False, True, False], [False, False, False, False]])
-"""k3 is 0.149 at 0.5, 0.107 at -0.5 and 0.001 at 0.05; beyond 0.1, what the advantage pushes further."""
+"""k3 is 0.149 at 0.5, 0.107 at -0.5 and 0.001 at 0.05; beyond 0.1, what the advantage pushes
+further."""
 WIDE = Objective(clip_low=0.99, clip_high=9.0)
 
 
@@ -60,7 +61,8 @@ def test_the_estimate_of_tokens_is_k3_of_the_old_policy_s_action(mask, count):
 
 
 def normals() -> tuple[Gaussian, Gaussian]:
-    """KL 2 delta^2 / (2 0.5^2) at a std of 0.5 in two dimensions that move by delta; not kept ones are NaN."""
+    """KL 2 delta^2 / (2 0.5^2) at a std of 0.5 in two dimensions that move by delta; not kept ones
+    are NaN."""
     delta = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.5, 0.6, torch.nan, 0.0]], dtype=torch.float64)
     std = torch.full((2, 4), 0.5, dtype=torch.float64)
     old = torch.zeros(2, 4, 2, dtype=torch.float64)

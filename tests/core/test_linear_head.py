@@ -1,4 +1,5 @@
-"""Log-probabilities under a linear head, in blocks of the vocabulary, equal those of whole logits."""
+"""Log-probabilities under a linear head, in blocks of the vocabulary, equal those of whole
+logits."""
 
 from __future__ import annotations
 
@@ -87,7 +88,8 @@ def test_blocks_change_neither_value_nor_gradient(rows, bias, entropy, scale):
 
 
 def test_the_entropy_of_a_sharp_distribution_loses_nothing_to_the_size_of_its_logits():
-    """log sum exp z - sum p z of logits around 300 would be off by more than this entropy is large."""
+    """log sum exp z - sum p z of logits around 300 would be off by more than this entropy is
+    large."""
     features, actions, temperature = inputs()
     head = a_head(scale=30.0)
     logits = head(features).detach().double()

@@ -53,7 +53,7 @@ def test_two_ranks_normalise_the_sum_as_one():
     assert_close(torch.cat(together), normalized_sum(parts, weights, EVERY))
 
 
-# --- two rewards, such as PSNR / 40 and SSIM -------------------------------------------------------------------------
+# --- two rewards, such as PSNR / 40 and SSIM ------------------------------------------------------
 
 PSNR, SSIM = f64(20, 30, 24, 28), f64(0.90, 0.84, 0.88, 0.96)
 

@@ -1,4 +1,5 @@
-"""The loss of each preset on one small batch by hand, and what no padding, split or filling may change."""
+"""The loss of each preset on one small batch by hand, and what no padding, split or filling may
+change."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ from gruppo.types import GruppoError, Likelihood
 
 AVERAGES = get_args(Average)
 
-# --- the presets by hand ---------------------------------------------------------------------------------------------
+# --- the presets by hand --------------------------------------------------------------------------
 
 
 def gate(x: float) -> float:
@@ -48,8 +49,8 @@ def gate(x: float) -> float:
 @pytest.mark.parametrize(
     ("name", "by_hand"),
     [
-        # per action, in units of the row's |A|: row 0 clipped -1.2 (DAPO -1.28); row 1 clipped 0.8, then 1, 1;
-        # row 2 -1, -1.1; row 3 unclipped 2, then 1
+        # per action, in units of the row's |A|: row 0 clipped -1.2 (DAPO -1.28); row 1 clipped 0.8,
+        # then 1, 1; row 2 -1, -1.1; row 3 unclipped 2, then 1
         ("grpo", (-1.2 * A0 + (0.8 + 1 + 1) / 3 * A0 - (1 + 1.1) / 2 * A1 + (2 + 1) / 2 * A1) / 4),
         ("dapo", ((-1.28 + 0.8 + 1 + 1) * A0 + (-1 - 1.1 + 2 + 1) * A1) / 8),
         ("dr_grpo", ((-1.2 + 0.8 + 1 + 1) * 0.5 + (-1 - 1.1 + 2 + 1) * 1.5) / (4 * MAX_LENGTH)),
@@ -79,7 +80,8 @@ def gate(x: float) -> float:
     ],
 )
 def test_loss_of_each_preset_by_hand(name, by_hand):
-    """What policy_loss makes of one advantage a row; test_credit has those of REINFORCE++ and PPO."""
+    """What policy_loss makes of one advantage a row; test_credit has those of REINFORCE++ and
+    PPO."""
     terms, _ = loss_of(PRESETS[name])
     assert set(terms) == {"policy"}
     assert terms["policy"].item() == pytest.approx(by_hand, rel=1e-6)  # advantages are float32
@@ -87,7 +89,8 @@ def test_loss_of_each_preset_by_hand(name, by_hand):
 
 @pytest.mark.silent_bug(1)
 def test_three_tokens_by_hand_in_value_and_gradient():
-    """One row, A = 2, ratios 1.25 (clipped), 0.5 and 1: loss -(2.4 + 1 + 2) / 3 and gradients 0, -1 / 3, -2 / 3."""
+    """One row, A = 2, ratios 1.25 (clipped), 0.5 and 1: loss -(2.4 + 1 + 2) / 3 and gradients 0, -1
+    / 3, -2 / 3."""
     logprobs = torch.tensor([[0.5, 0.25, 0.8]]).double().log().requires_grad_()
     old = torch.tensor([[0.4, 0.5, 0.8]]).double().log()
     loss_mask = torch.ones(1, 3, dtype=torch.bool)
@@ -100,7 +103,8 @@ def test_three_tokens_by_hand_in_value_and_gradient():
 
 
 def test_kl_and_entropy_terms_by_hand():
-    """One row of two tokens, ref - logprob = log 2 and 0, ratio 1: k3 is 2 - log 2 - 1 and 0; entropies 0.7 and 0.1."""
+    """One row of two tokens, ref - logprob = log 2 and 0, ratio 1: k3 is 2 - log 2 - 1 and 0;
+    entropies 0.7 and 0.1."""
     loss_mask = torch.ones(1, 2, dtype=torch.bool)
     logprobs, entropy = torch.tensor([[[-1.0, -2.0]], [[0.7, 0.1]]], dtype=torch.float64)
     ref = logprobs + math.log(2) * torch.tensor([[1.0, 0.0]], dtype=torch.float64)
@@ -114,7 +118,8 @@ def test_kl_and_entropy_terms_by_hand():
 
 @pytest.mark.silent_bug(41)
 def test_statistics_by_hand():
-    """Of eight kept actions the ratios are 1.5, 0.5, 1, 1, 1, 1.1, 2 and 1; 1.5 is clipped above and 0.5 below."""
+    """Of eight kept actions the ratios are 1.5, 0.5, 1, 1, 1, 1.1, 2 and 1; 1.5 is clipped above
+    and 0.5 below."""
     _, stats = loss_of(PRESETS["grpo"])
     assert {name: stat.count for name, stat in stats.items()} == dict.fromkeys(
         ["ratio", "kl/old_nats", "kl/old_k3_nats", "clip/high_frac", "clip/low_frac"], 8
@@ -143,7 +148,7 @@ KL_GRADIENTS = [
     ("k3", "unbiased"),
 ]
 
-# --- gradients -------------------------------------------------------------------------------------------------------
+# --- gradients ------------------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(2)
@@ -175,7 +180,7 @@ def test_on_policy_the_ratio_is_one_and_the_gradient_is_that_of_reinforce(name, 
     torch.testing.assert_close(slope, by_hand, rtol=1e-12, atol=0)
 
 
-# --- invariances -----------------------------------------------------------------------------------------------------
+# --- invariances ----------------------------------------------------------------------------------
 
 VARIANTS = {
     **PRESETS,
@@ -255,7 +260,8 @@ def test_what_fills_the_masked_slots_changes_nothing(objective, old):
 @settings(max_examples=5)
 @given(data=st.data())
 def test_one_batch_equals_its_micro_batches(objective, data):
-    """Rows in any order and any pieces, each padded or cut to its own width; one piece has nothing kept at all."""
+    """Rows in any order and any pieces, each padded or cut to its own width; one piece has nothing
+    kept at all."""
     logits = torch.randn(5, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     theta = torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     lengths = torch.tensor([1, 3, 4, 2, 4])
@@ -325,7 +331,8 @@ def test_a_micro_batch_with_nothing_kept_has_zero_loss_and_zero_gradient():
 
 
 def test_a_clip_that_nothing_reaches_stops_nothing():
-    """Ratios live in [0, inf): clip_low 1 and a far clip_high are the importance-weighted objective."""
+    """Ratios live in [0, inf): clip_low 1 and a far clip_high are the importance-weighted
+    objective."""
     objective = replace(GRPO, clip_low=1.0, clip_high=1e9, average="sum")
     terms, stats = loss_of(objective)
     by_hand = -(RATIO * advantages_of(objective))[KEEP].sum()
@@ -336,7 +343,8 @@ def test_a_clip_that_nothing_reaches_stops_nothing():
 @pytest.mark.silent_bug(13)
 @pytest.mark.parametrize("average", AVERAGES)
 def test_a_correction_that_masks_an_action_takes_it_from_the_numerator_alone(average):
-    """Weights 2 and 0.5 outside [0.8, 1.25] and the rest 1: the loss is the others', over the denominator of all."""
+    """Weights 2 and 0.5 outside [0.8, 1.25] and the rest 1: the loss is the others', over the
+    denominator of all."""
     weight = torch.ones(4, 3, dtype=torch.float64)
     weight[0, 0], weight[3, 1] = 2.0, 0.5
     objective = Objective(
@@ -381,7 +389,8 @@ def test_a_correction_without_the_samplers_log_probs_is_refused():
 
 @pytest.mark.silent_bug(32)
 def test_the_value_term_by_hand_has_the_weights_of_the_actions_and_the_stored_values():
-    """Two actions: V 3, 3; stored 1, 1; R 2, 4; clip 0.5: halves of max(1, 0.25) and max(1, 6.25), averaged."""
+    """Two actions: V 3, 3; stored 1, 1; R 2, 4; clip 0.5: halves of max(1, 0.25) and max(1, 6.25),
+    averaged."""
     loss_mask = torch.ones(1, 2, dtype=torch.bool)
     one = torch.ones(1, 2, dtype=torch.float64)
     rest = {
@@ -419,7 +428,8 @@ def test_the_same_change_of_each_dimension_gives_one_ratio_under_dims_mean_and_i
 
 
 def test_a_clip_in_nats_bounds_the_log_ratio():
-    """Log-ratios 0.4 and -0.2 kept in [-0.1, 0.3], for advantages of the sign that the clip stops."""
+    """Log-ratios 0.4 and -0.2 kept in [-0.1, 0.3], for advantages of the sign that the clip
+    stops."""
     loss_mask = torch.ones(1, 2, dtype=torch.bool)
     moved = torch.tensor([[0.4, -0.2]], dtype=torch.float64)
     objective = Objective(clip_unit="nats", clip_low=0.1, clip_high=0.3, average="sum")

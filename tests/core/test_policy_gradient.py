@@ -1,4 +1,5 @@
-"""The expected gradient of each objective, summed over every batch that can be drawn, is the true one."""
+"""The expected gradient of each objective, summed over every batch that can be drawn, is the true
+one."""
 
 from __future__ import annotations
 
@@ -132,7 +133,8 @@ def test_the_batch_mean_serves_groups_of_one():
 
 
 def test_the_mean_over_tokens_is_biased_toward_short_rows():
-    """GRPO's, DAPO's and nanochat's averages are no policy gradients; a test that they were would be blind."""
+    """GRPO's, DAPO's and nanochat's averages are no policy gradients; a test that they were would
+    be blind."""
     bare = Objective(baseline="none", scale="none")
     for objective in (
         bare,
@@ -151,7 +153,8 @@ def test_the_mean_over_tokens_is_biased_toward_short_rows():
 
 @pytest.mark.silent_bug(1)
 def test_an_unclipped_ratio_gives_the_gradient_of_the_token_weighted_objective_off_policy():
-    """With rows of another policy the surrogate descends E_old[sum_t r_t A]: each token weighted by its own ratio."""
+    """With rows of another policy the surrogate descends E_old[sum_t r_t A]: each token weighted by
+    its own ratio."""
     objective = Objective(
         baseline="none", scale="none", average="sequence_sum", clip_low=1.0, clip_high=1e9
     )
@@ -165,7 +168,7 @@ def test_an_unclipped_ratio_gives_the_gradient_of_the_token_weighted_objective_o
     torch.testing.assert_close(expected, -gradient(surrogate), rtol=1e-10, atol=1e-12)
 
 
-# --- credit in time --------------------------------------------------------------------------------------------------
+# --- credit in time -------------------------------------------------------------------------------
 
 EVERY = torch.arange(len(SEQUENCES))
 

@@ -1,4 +1,5 @@
-"""Layers that are computed again in the backward pass keep less, and have the same gradients to the last bit."""
+"""Layers that are computed again in the backward pass keep less, and have the same gradients to the
+last bit."""
 
 from __future__ import annotations
 

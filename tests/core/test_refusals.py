@@ -1,4 +1,5 @@
-"""What an objective refuses, with the reason and the way out; and that whatever it does not refuse works."""
+"""What an objective refuses, with the reason and the way out; and that whatever it does not refuse
+works."""
 
 from __future__ import annotations
 
@@ -170,7 +171,8 @@ def test_the_nearest_valid_choices_are_let_through(choices):
         (
             Objective(kl="k1", kl_gradient="naive"),
             {"group_size": 2, "kl_coef": 0.1},
-            "gradient of zero in expectation, so kl_coef=0.1 has no effect.*objective.kl_gradient unbiased",
+            "gradient of zero in expectation, so kl_coef=0.1 has no effect.*objective.kl_gradient "
+            "unbiased",
         ),
         (
             Objective(scale="running", baseline="none"),
@@ -227,7 +229,7 @@ def test_what_can_learn_is_let_through(objective, run):
     objective.check(**run)
 
 
-# --- presets ---------------------------------------------------------------------------------------------------------
+# --- presets --------------------------------------------------------------------------------------
 
 IN_TIME = {
     "credit": "return_to_go",
@@ -285,7 +287,7 @@ def test_every_preset_is_in_the_list_above():
     assert {case[0] for case in marks[0].args[1]} == set(PRESETS)
 
 
-# --- every combination -----------------------------------------------------------------------------------------------
+# --- every combination ----------------------------------------------------------------------------
 
 
 def enumerated() -> dict[str, tuple[Any, ...]]:
@@ -299,14 +301,16 @@ def enumerated() -> dict[str, tuple[Any, ...]]:
 
 
 def sampled(count: int) -> Iterator[dict[str, Any]]:
-    """Random combinations of all choices, 10^7 in all; a test below shows that SAMPLES of them hold every triple."""
+    """Random combinations of all choices, 10^7 in all; a test below shows that SAMPLES of them hold
+    every triple."""
     rng, choices = random.Random(0), enumerated()
     for _ in range(count):
         yield {name: rng.choice(values) for name, values in choices.items()}
 
 
 def outcome(choices: dict[str, Any]) -> str | None:
-    """Why the combination is refused; or None, having learned from a ragged batch with NaN wherever nothing is kept."""
+    """Why the combination is refused; or None, having learned from a ragged batch with NaN wherever
+    nothing is kept."""
     try:
         objective = Objective(**choices)
         objective.check(
@@ -399,7 +403,8 @@ def test_every_combination_learns_from_a_ragged_batch_or_is_refused_with_the_way
     reasons = [why for why in refused if why is not None]
     assert 100 < len(reasons) < SAMPLES - 100
     assert [why for why in reasons if "=" not in why or "Set objective" not in why] == []
-    # A rule that never speaks, or only ever after another, would be dead. Rules on numbers are tested above.
+    # A rule that never speaks, or only ever after another, would be dead. Rules on numbers are
+    # tested above.
     rules = {
         re.sub(r"'[^']*'|uses no ratio|has a sequence weight of its own", "", why)
         for why in reasons

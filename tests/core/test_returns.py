@@ -23,7 +23,8 @@ def where_true(*rows: list[int]) -> Tensor:
 
 
 def gae_by_sums(rewards, values, mask, *, gamma, lam, bootstrap=None) -> Tensor:
-    """The definition, row by row: list the kept actions, then A_i = sum over j >= i of (gamma lam)^(j - i) delta_j."""
+    """The definition, row by row: list the kept actions, then A_i = sum over j >= i of (gamma
+    lam)^(j - i) delta_j."""
     advantages = torch.zeros_like(values)
     for row in range(len(mask)):
         kept = mask[row].nonzero()[:, 0].tolist()
@@ -69,7 +70,8 @@ def test_gae_equals_the_sums_of_its_definition(episode, gamma, lam):
 
 @pytest.mark.silent_bug(30)
 def test_the_exercise_gae_by_hand():
-    """Rewards 1, 0, 2 and values 0.5, 1, 1.5, at gamma 0.9 and lambda 0.8; the episode ends with the third action.
+    """Rewards 1, 0, 2 and values 0.5, 1, 1.5, at gamma 0.9 and lambda 0.8; the episode ends with
+    the third action.
 
     delta_3 = 2 + 0.9 * 0   - 1.5 =  0.5       A_3 = 0.5
     delta_2 = 0 + 0.9 * 1.5 - 1   =  0.35      A_2 =  0.35 + 0.72 * 0.5  = 0.71
@@ -88,7 +90,8 @@ def test_the_exercise_gae_by_hand():
 
 @pytest.mark.silent_bug(30)
 def test_a_row_that_was_cut_goes_on_with_the_bootstrap_and_one_that_ended_does_not():
-    """The exercise's row, cut where V would be 10: delta_3 = 2 + 9 - 1.5; A_2 = 0.35 + 6.84; A_1 = 1.4 + 5.1768."""
+    """The exercise's row, cut where V would be 10: delta_3 = 2 + 9 - 1.5; A_2 = 0.35 + 6.84; A_1 =
+    1.4 + 5.1768."""
     rewards, values = f64([1, 0, 2], [1, 0, 2]), f64([0.5, 1, 1.5], [0.5, 1, 1.5])
     mask, after = where_true([1, 1, 1], [1, 1, 1]), torch.tensor([10.0, 0.0], dtype=torch.float64)
     advantages, _ = gae(rewards, values, mask, gamma=0.9, lam=0.8, bootstrap=after)
@@ -136,11 +139,12 @@ def test_float32_values_have_float32_advantages_computed_in_float64():
     assert torch.equal(advantages, to_go)
 
 
-# --- returns to go, and where a score goes ---------------------------------------------------------------------------
+# --- returns to go, and where a score goes --------------------------------------------------------
 
 
 def test_returns_to_go_by_hand():
-    """gamma 0.5 over kept rewards 1, 2, 4: 1 + 0.5 (2 + 0.5 * 4) = 3, 4, 4; the hole neither decays nor counts."""
+    """gamma 0.5 over kept rewards 1, 2, 4: 1 + 0.5 (2 + 0.5 * 4) = 3, 4, 4; the hole neither decays
+    nor counts."""
     got = returns_to_go(f64([1, NAN, 2, 4, NAN]), where_true([1, 0, 1, 1, 0]), gamma=0.5)
     assert got.tolist() == [[3, 0, 4, 4, 0]]
 
@@ -159,7 +163,7 @@ def test_a_score_that_is_no_number_is_placed_nowhere():
     assert placed.tolist() == [[0, 0], [0, 0], [0, 2]] and placed.dtype == torch.float64
 
 
-# --- whitening -------------------------------------------------------------------------------------------------------
+# --- whitening ------------------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(31)
@@ -218,7 +222,8 @@ def test_whitening_hides_no_number_that_is_not_finite():
 
 @pytest.mark.silent_bug(15)
 def test_the_overlong_penalty_by_hand():
-    """Longest 20, cache 5: nothing up to 15, then a fifth more for each action, to -1 at 20 and beyond."""
+    """Longest 20, cache 5: nothing up to 15, then a fifth more for each action, to -1 at 20 and
+    beyond."""
     lengths = torch.tensor([0, 14, 15, 16, 18, 20, 25])
     got = overlong_penalty(lengths, max_length=20, cache=5)
     torch.testing.assert_close(got, torch.tensor([0, 0, 0, -0.2, -0.6, -1, -1]))

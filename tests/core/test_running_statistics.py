@@ -27,11 +27,12 @@ def advantages_of(rewards, groups, **choices) -> tuple[Tensor, dict[str, Any]]:
     return advantages[:, 0].double(), json.loads(json.dumps(state))
 
 
-# --- the moving average ----------------------------------------------------------------------------------------------
+# --- the moving average ---------------------------------------------------------------------------
 
 
 def test_a_moving_average_is_corrected_for_its_start_at_zero():
-    """Decay 0.9 over 5 and 2: first 5 itself; then (0.9 * 0.1 * 5 + 0.1 * 2) / (1 - 0.81) = 0.65 / 0.19."""
+    """Decay 0.9 over 5 and 2: first 5 itself; then (0.9 * 0.1 * 5 + 0.1 * 2) / (1 - 0.81) = 0.65 /
+    0.19."""
     one = Ema().update(5.0, 0.9)
     assert one.value == pytest.approx(5, rel=1e-12)
     assert one.update(2.0, 0.9).value == pytest.approx(0.65 / 0.19, rel=1e-12)
@@ -57,7 +58,8 @@ def test_the_running_scale_of_the_second_batch_by_hand():
 
 @pytest.mark.silent_bug(21)
 def test_groups_of_three_and_of_one_are_pooled_by_their_degrees_of_freedom():
-    """0, 3, 6 gives 18 with 2 degrees; 1, 3 gives 2 with 1; the lone 50 and the unscored give none: 20 / 3."""
+    """0, 3, 6 gives 18 with 2 degrees; 1, 3 gives 2 with 1; the lone 50 and the unscored give none:
+    20 / 3."""
     advantages, _ = advantages_of([0, 3, 6, 1, 3, 50, NAN], [0, 0, 0, 1, 1, 2, 2])
     assert_close(advantages, [x / (20 / 3) ** 0.5 for x in (-3, 0, 3, -1, 1, 0, 0)])
 
@@ -71,7 +73,8 @@ def test_a_group_without_spread_stays_silent_beside_a_running_scale_and_pulls_it
 
 
 def test_the_running_baseline_by_hand():
-    """Means 2 and then 7 at decay 0.5: (0.25 * 2 + 0.5 * 7) / 0.75 = 16 / 3; a row without a score counts nowhere."""
+    """Means 2 and then 7 at decay 0.5: (0.25 * 2 + 0.5 * 7) / 0.75 = 16 / 3; a row without a score
+    counts nowhere."""
     choices = {"baseline": "running", "scale": "none"}
     advantages, state = advantages_of([1, 3], [0, 0], **choices)
     assert_close(advantages, [-1, 1])
@@ -81,11 +84,12 @@ def test_the_running_baseline_by_hand():
     assert still == after
 
 
-# --- the spread of one prompt over its draws -------------------------------------------------------------------------
+# --- the spread of one prompt over its draws ------------------------------------------------------
 
 
 def test_the_prompt_scale_by_hand_over_three_calls():
-    """Prompt p: 1, 3 (variance 2), then 5, 7 too: 1, 3, 5, 7 has variance 20 / 3. q has its own, from the second on."""
+    """Prompt p: 1, 3 (variance 2), then 5, 7 too: 1, 3, 5, 7 has variance 20 / 3. q has its own,
+    from the second on."""
     choices = {"scale": "prompt"}
     first, state = advantages_of([1, 3], [0, 0], prompt_ids=["p"], **choices)
     assert_close(first, [-(0.5**0.5), 0.5**0.5])
@@ -134,7 +138,7 @@ def test_the_prompt_scale_without_prompt_ids_is_refused():
         advantages_of([1, 2], [0, 0], scale="prompt")
 
 
-# --- all of them -----------------------------------------------------------------------------------------------------
+# --- all of them ----------------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(33)
@@ -191,7 +195,7 @@ def test_two_ranks_of_unequal_size_have_the_advantages_and_the_state_of_one(base
         )
 
 
-# --- a reward for each action ----------------------------------------------------------------------------------------
+# --- a reward for each action ---------------------------------------------------------------------
 
 
 def test_position_advantages_by_hand_compare_one_column_of_one_group():
@@ -212,14 +216,15 @@ def test_position_advantages_by_hand_compare_one_column_of_one_group():
     )
 
 
-# --- not the same ----------------------------------------------------------------------------------------------------
+# --- not the same ---------------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(21)
 @pytest.mark.silent_bug(31)
 def test_the_batch_scale_is_not_whitening():
-    """0, 0, 0, 1 and 1, 1, 1, 1. The batch scale divides 0.25 by the std of the raw rewards, sqrt(15 / 56); whitening
-    by that of what is left after the groups' means, sqrt(0.75 / 7): -0.48 against -0.76."""
+    """0, 0, 0, 1 and 1, 1, 1, 1. The batch scale divides 0.25 by the std of the raw rewards,
+    sqrt(15 / 56); whitening by that of what is left after the groups' means, sqrt(0.75 / 7): -0.48
+    against -0.76."""
     rewards, groups = [0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1, 1, 1]
     by_scale, _ = advantages_of(rewards, groups, scale="batch")
     centred, _ = advantages_of(rewards, groups, scale="none")

@@ -82,13 +82,14 @@ def test_the_adaptive_coefficient_over_three_steps_by_hand():
 
 
 def test_no_adaptive_coefficient_turns_negative_or_leaves_zero():
-    """A step of many horizons moves it by a fifth, where the bare formula would give 1 - 0.2 * 10 = -1."""
+    """A step of many horizons moves it by a fifth, where the bare formula would give 1 - 0.2 * 10 =
+    -1."""
     assert adapted(0.1, 0.0, target=1.0, horizon=10, rows=100) == pytest.approx(0.08)
     assert adapted(0.1, 9.0, target=1.0, horizon=10, rows=100) == pytest.approx(0.12)
     assert adapted(0.0, 50.0, target=1.0, horizon=10, rows=5) == 0
 
 
-# --- controllers -----------------------------------------------------------------------------------------------------
+# --- controllers ----------------------------------------------------------------------------------
 
 
 def trace(of, measured, rows=100.0):
@@ -100,14 +101,16 @@ def trace(of, measured, rows=100.0):
 
 
 def test_the_kl_coefficient_over_five_steps_by_hand():
-    """Twice the target, on it, a tenth below, far below, not measured; 100 of a horizon of 1000 samples."""
+    """Twice the target, on it, a tenth below, far below, not measured; 100 of a horizon of 1000
+    samples."""
     by_hand = [0.2, 0.204, 0.204, 0.204 * 0.99, 0.204 * 0.99 * 0.98, 0.204 * 0.99 * 0.98]
     measured = [0.1, 0.05, 0.045, 0.0, math.nan]
     assert trace(AdaptiveKl(0.2, 0.05, 1000.0), measured) == pytest.approx(by_hand, rel=1e-12)
 
 
 def test_the_entropy_coefficient_over_six_steps_by_hand():
-    """Target 0.5, delta 0.01: it grows below the target, shrinks at and above it, and acts only up to it."""
+    """Target 0.5, delta 0.01: it grows below the target, shrinks at and above it, and acts only up
+    to it."""
     measured = [0.4, 0.3, 0.5, 0.9, 0.45, math.nan]
     #  c:  0.02   0.03  0.04  0.03  0.02  0.03  0.03;  above the target it does not act
     by_hand = [0.02, 0.03, 0.04, 0.03, 0.0, 0.03, 0.03]

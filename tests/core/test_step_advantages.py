@@ -1,4 +1,5 @@
-"""Rewards of steps as advantages: compared with all steps of the group, and whose actions they are; by hand."""
+"""Rewards of steps as advantages: compared with all steps of the group, and whose actions they are;
+by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ NAN = float("nan")
 ROWS = torch.tensor(
     [[NAN, 1.0, NAN, NAN, 0.0], [1.0, NAN, 1.0, NAN, NAN], [NAN, NAN, NAN, NAN, NAN]]
 )
-"""Two steps in each of two rows, a row without any; the four are 1, 0, 1, 1: mean 0.75, deviation (ddof 1) 0.5."""
+"""Two steps in each of two rows, a row without any; the four are 1, 0, 1, 1: mean 0.75, deviation
+(ddof 1) 0.5."""
 KEEP = torch.arange(5) < torch.tensor([[5], [3], [4]])
 GROUP = torch.tensor([0, 0, 0])
 
@@ -47,7 +49,8 @@ def test_steps_are_compared_with_all_steps_of_the_group_by_hand():
     ],
 )
 def test_baselines_and_scales_of_steps_by_hand(choices, expected):
-    """Leave-one-out leaves out all steps of the own row: the first row is compared with 1, the second with 0.5."""
+    """Leave-one-out leaves out all steps of the own row: the first row is compared with 1, the
+    second with 0.5."""
     got, _ = advantages(ROWS[:2], GROUP[:2], **choices)
     assert close(got, expected)
 

@@ -28,7 +28,8 @@ def row(*numbers: float) -> Tensor:
 
 
 def test_clip_by_hand_in_value_and_gradient():
-    """Ratios inside, above and below [0.8, 1.3] for advantages of both signs. The gradient is -r A where unclipped."""
+    """Ratios inside, above and below [0.8, 1.3] for advantages of both signs. The gradient is -r A
+    where unclipped."""
     ratio = row(1.1, 1.5, 0.5, 1.1, 1.5, 0.5)
     advantages = row(2, 2, 2, -2, -2, -2)
     leaf = ratio.log().requires_grad_()
@@ -57,14 +58,15 @@ def test_log_ratio_is_zero_with_zero_gradient_where_not_kept(filling):
     ]
 
 
-# --- the levels of a ratio -------------------------------------------------------------------------------------------
+# --- the levels of a ratio ------------------------------------------------------------------------
 
 HOLES = torch.tensor([[True, False, True, True], [False, True, False, False]])
 
 
 @pytest.mark.silent_bug(1)
 def test_the_sequence_ratio_by_hand_is_the_geometric_mean_of_the_kept():
-    """Ratios 2, (9), 4, 1 of the first row: the cube root of 8. The second row has one action, 3."""
+    """Ratios 2, (9), 4, 1 of the first row: the cube root of 8. The second row has one action,
+    3."""
     ratio = torch.tensor([[2, 9, 4, 1], [9, 3, NAN, 9]], dtype=torch.float64)
     old = torch.full_like(ratio, -1.0)
     got = log_ratio(old + ratio.log(), old, HOLES, level="sequence").exp()
@@ -115,12 +117,13 @@ def test_dims_divides_the_log_ratio_of_a_continuous_action(level):
     )
 
 
-# --- the other surrogates --------------------------------------------------------------------------------------------
+# --- the other surrogates -------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(1)
 def test_dual_clip_by_hand_bounds_the_loss_of_negative_advantages_alone():
-    """Ratios 5, 2 and 0.5 at A = -2 and A = 2, clip 0.2, dual 3: -min gives 10, 4, 1.6, of which 10 becomes 6."""
+    """Ratios 5, 2 and 0.5 at A = -2 and A = 2, clip 0.2, dual 3: -min gives 10, 4, 1.6, of which 10
+    becomes 6."""
     leaf = row(5, 2, 0.5, 5, 2, 0.5).log().requires_grad_()
     advantages = row(-2, -2, -2, 2, 2, 2)
     loss = clip_surrogate(leaf, advantages, low=0.2, high=0.2, dual=3.0)
@@ -130,7 +133,8 @@ def test_dual_clip_by_hand_bounds_the_loss_of_negative_advantages_alone():
 
 @pytest.mark.silent_bug(1)
 def test_cispo_by_hand_has_a_bounded_weight_and_no_gradient_through_it():
-    """Ratios 8, 2 and 0.1 kept in [0.5, 5], log-probs -1, -2, -3: every action keeps a gradient, clipped or not."""
+    """Ratios 8, 2 and 0.1 kept in [0.5, 5], log-probs -1, -2, -3: every action keeps a gradient,
+    clipped or not."""
     logprobs = row(-1, -2, -3).requires_grad_()
     loss_mask, advantages = torch.ones(1, 3, dtype=torch.bool), row(1, -1, 2)
     ratio = log_ratio(logprobs, logprobs.detach() - row(8, 2, 0.1).log(), loss_mask)
@@ -141,7 +145,8 @@ def test_cispo_by_hand_has_a_bounded_weight_and_no_gradient_through_it():
 
 @pytest.mark.silent_bug(1)
 def test_sapo_by_hand_with_a_slope_of_the_advantage_at_ratio_one():
-    """-4 / tau sigmoid(tau (r - 1)) A; its slope at r = 1 is -4 / tau (1 / 4) tau A = -A, whatever tau."""
+    """-4 / tau sigmoid(tau (r - 1)) A; its slope at r = 1 is -4 / tau (1 / 4) tau A = -A, whatever
+    tau."""
     leaf = row(0.0, 0.0, math.log(3)).requires_grad_()
     advantages = row(2, -2, -1)
     loss = sapo_surrogate(leaf, advantages, tau_pos=0.5, tau_neg=2.0)
@@ -155,7 +160,8 @@ def test_sapo_by_hand_with_a_slope_of_the_advantage_at_ratio_one():
 
 @pytest.mark.silent_bug(1)
 def test_vespo_by_hand():
-    """w = 2 * 1.5 = 3, not counting the hole. phi: 3^2 e^(3 (1 - 3)) for A >= 0, and 3^3 e^(2 (1 - 3)) elsewhere."""
+    """w = 2 * 1.5 = 3, not counting the hole. phi: 3^2 e^(3 (1 - 3)) for A >= 0, and 3^3 e^(2 (1 -
+    3)) elsewhere."""
     logprobs = row(-1, 7, -2).requires_grad_()
     loss_mask = torch.tensor([[True, False, True]])
     token = log_ratio(logprobs, logprobs.detach() - row(2, 9, 1.5).log(), loss_mask)
@@ -174,13 +180,14 @@ def test_vespos_weight_is_one_where_the_policy_drew_the_row_itself_and_finite_wh
             assert vespo_surrogate(row(far, far), logprobs, advantages, loss_mask).isfinite().all()
 
 
-# --- the critic's ----------------------------------------------------------------------------------------------------
+# --- the critic's ---------------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(32)
 def test_value_loss_by_hand_takes_the_larger_error_of_the_value_and_its_clip_about_the_stored_one():
-    """Stored 1, clip 0.5, so V is kept in [0.5, 1.5].  R 2: V 3 -> max(1, 0.25); V 1.2 -> 0.64 both; V 1.8 ->
-    max(0.04, 0.25), where the clip is the larger and stops the gradient; V 0 -> max(4, 2.25)."""
+    """Stored 1, clip 0.5, so V is kept in [0.5, 1.5].  R 2: V 3 -> max(1, 0.25); V 1.2 -> 0.64
+    both; V 1.8 -> max(0.04, 0.25), where the clip is the larger and stops the gradient; V 0 ->
+    max(4, 2.25)."""
     values, old, returns = row(3, 1.2, 1.8, 0).requires_grad_(), row(1, 1, 1, 1), row(2, 2, 2, 2)
     loss = value_loss(values, old, returns, torch.ones(1, 4, dtype=torch.bool), clip=0.5)
     torch.testing.assert_close(loss, row(0.5, 0.32, 0.125, 2))

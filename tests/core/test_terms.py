@@ -1,4 +1,5 @@
-"""KL and value terms of the loss: which ratio multiplies them, whom they pull, and what is reported of them."""
+"""KL and value terms of the loss: which ratio multiplies them, whom they pull, and what is reported
+of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Procedural sums: right answers, addressed by draw, with held-out problems that are never drawn."""
+"""Procedural sums: right answers, addressed by draw, with held-out problems that are never
+drawn."""
 
 from __future__ import annotations
 

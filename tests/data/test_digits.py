@@ -84,7 +84,7 @@ def test_other_tensors_are_refused(pixels, labels):
         labelled_images(pixels, torch.as_tensor(labels), seed=0)
 
 
-# --- the file of the digits -------------------------------------------------------------------------------------------
+# --- the file of the digits -----------------------------------------------------------------------
 
 
 def written(path, rows):

@@ -31,7 +31,7 @@ def captioned(folder: Path, n: int = 20) -> Path:
     return folder
 
 
-# --- one file ---------------------------------------------------------------------------------------------------------
+# --- one file -------------------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(38)
@@ -97,7 +97,7 @@ def test_an_image_cut_short_or_of_other_bytes_is_one_line(tmp_path, kind):
         assert "\n" not in str(caught.value)
 
 
-# --- captions and classes ---------------------------------------------------------------------------------------------
+# --- captions and classes -------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(24)
@@ -186,7 +186,7 @@ def test_a_folder_that_is_not_there_or_empty_is_refused(tmp_path):
         image_folder(tmp_path / "photos", seed=0)
 
 
-# --- the stream -------------------------------------------------------------------------------------------------------
+# --- the stream -----------------------------------------------------------------------------------
 
 
 def test_a_file_that_cannot_be_read_is_left_out_with_one_line_and_counted(tmp_path, caplog):

@@ -1,4 +1,5 @@
-"""Lines of text: what is drawn is what the transcript says, one image a line, no clean image where none is asked."""
+"""Lines of text: what is drawn is what the transcript says, one image a line, no clean image where
+none is asked."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def test_a_transcript_is_of_random_signs_and_two_lines_differ():
 
 
 def test_the_ink_is_that_of_the_transcript_in_the_line_s_own_font():
-    """Drawn again by hand with Pillow: the clean line, moved to the same place, has the same cover."""
+    """Drawn again by hand with Pillow: the clean line, moved to the same place, has the same
+    cover."""
     from PIL import Image, ImageDraw, ImageFont
 
     for index in range(10):

@@ -1,4 +1,5 @@
-"""Degraded and clean images: aligned crops, a resumable stream, whole images held out, and refusals that name files."""
+"""Degraded and clean images: aligned crops, a resumable stream, whole images held out, and refusals
+that name files."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def contents(prompts) -> list[tuple]:
     return [(p.id, p.inputs.tolist(), p.target.tolist(), dict(p.meta), p.draw) for p in prompts]
 
 
-# --- crops ------------------------------------------------------------------------------------------------------------
+# --- crops ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(24)
@@ -90,7 +91,7 @@ def test_strengths_and_noise_depend_on_seed_and_draw():
     assert (first[0].inputs != first[0].target).any()
 
 
-# --- held out ---------------------------------------------------------------------------------------------------------
+# --- held out -------------------------------------------------------------------------------------
 
 
 def test_whole_images_are_held_out_and_their_crops_lie_side_by_side_in_turns():
@@ -141,7 +142,7 @@ def test_whole_images_of_one_size_with_further_columns():
         image_pairs(mixed, seed=0, crop=0, flips=False)
 
 
-# --- folders ----------------------------------------------------------------------------------------------------------
+# --- folders --------------------------------------------------------------------------------------
 
 
 def test_pairs_are_found_by_name_whatever_the_kind_of_file(tmp_path):
@@ -236,7 +237,7 @@ def test_a_photograph_turned_by_its_entry_has_the_size_that_is_read(tmp_path):
         open_source(f"degrade:{tmp_path}:dark=0.5,crop=30", seed=0)
 
 
-# --- photographs ------------------------------------------------------------------------------------------------------
+# --- photographs ----------------------------------------------------------------------------------
 
 
 def test_the_photographs_are_real_files_of_installed_packages(monkeypatch, caplog):
@@ -258,7 +259,7 @@ def test_photographs_are_split_by_image():
     assert not kept & set(found.train)
 
 
-# --- by name ----------------------------------------------------------------------------------------------------------
+# --- by name --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Rows become prompts: targets and columns stay together, duplicates fall on one side, unusable rows are refused."""
+"""Rows become prompts: targets and columns stay together, duplicates fall on one side, unusable
+rows are refused."""
 
 from __future__ import annotations
 
@@ -125,7 +126,7 @@ def test_unusable_splits_are_refused():
         row_source(numbered(5), seed=0, target_column="anser")
 
 
-# --- data sets --------------------------------------------------------------------------------------------------------
+# --- data sets ------------------------------------------------------------------------------------
 
 ROWS = [{"prompt": f"Say {i}.", "answer": str(i)} for i in range(12)]
 
@@ -175,7 +176,8 @@ def test_a_missing_configuration_is_said_with_those_there_are_and_how_to_write_o
 
     def load(*_, **__):
         raise ValueError(
-            "Config name is missing.\nPlease pick one among the available configs: ['main', 'socratic']\nX"
+            "Config name is missing.\nPlease pick one among the available configs: ['main', "
+            "'socratic']\nX"
         )
 
     monkeypatch.setattr(datasets, "load_dataset", load)
@@ -196,7 +198,7 @@ def test_a_dataset_object_opens_and_a_dict_of_splits_says_which_to_choose(table)
         open_source(table.to_iterable_dataset(), seed=0)
 
 
-# --- JSON Lines -------------------------------------------------------------------------------------------------------
+# --- JSON Lines -----------------------------------------------------------------------------------
 
 
 def test_rows_come_in_order_with_their_unicode(tmp_path):

@@ -1,4 +1,5 @@
-"""Every kind of source is a resumable stream that never draws a held-out prompt; the split goes by content alone."""
+"""Every kind of source is a resumable stream that never draws a held-out prompt; the split goes by
+content alone."""
 
 from __future__ import annotations
 
@@ -102,7 +103,7 @@ def without_draw(prompts: list[Prompt]) -> list[tuple]:
     return [row[1:3] for row in contents(prompts)]
 
 
-# --- the stream -------------------------------------------------------------------------------------------------------
+# --- the stream -----------------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(33)
@@ -241,7 +242,7 @@ def test_a_users_source_gets_neutral_values_for_the_optional_members_that_it_lac
     assert source.columns == ("target",) and open_source(source, seed=0) is source
 
 
-# --- the held-out split -----------------------------------------------------------------------------------------------
+# --- the held-out split ---------------------------------------------------------------------------
 
 
 def test_hash_unit_is_the_leading_bits_of_blake2b():

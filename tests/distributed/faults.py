@@ -1,4 +1,5 @@
-"""Two ranks of which one fails, is killed or is stopped where a phase or a collective begins, and the continued run."""
+"""Two ranks of which one fails, is killed or is stopped where a phase or a collective begins, and
+the continued run."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ PHASE, WAITING = collectives.phase, collectives.waiting
 
 
 def call_in_phases(act: Callable[[str], None] | None) -> None:
-    """Call a function with the phase where one begins, and before each collective; None: none any more."""
+    """Call a function with the phase where one begins, and before each collective; None: none any
+    more."""
 
     @contextmanager
     def phase(name: str) -> Iterator[None]:
@@ -130,7 +132,8 @@ class Faults:
         )
 
     def disturb(self, fault: Fault) -> str:
-        """Run with a fault in the middle of its phase, and once more; return what happened. AssertionError if wrong."""
+        """Run with a fault in the middle of its phase, and once more; return what happened.
+        AssertionError if wrong."""
         return self.finish(fault, self.start(fault))
 
     def finish(self, fault: Fault, ranks: list[processes.Child]) -> str:
@@ -172,4 +175,7 @@ class Faults:
         assert torch.equal(weights(self.folder / "runs" / name), expected), (
             "other weights after the restart"
         )
-        return f"collective {number} of {seen[fault.phase]}, the other rank ended within {took_s:.1f} s"
+        return (
+            f"collective {number} of {seen[fault.phase]}, the other rank ended within "
+            f"{took_s:.1f} s"
+        )

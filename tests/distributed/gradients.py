@@ -1,4 +1,5 @@
-"""One rank's part of one update of each preset, by the trainer's own code; started twice by test_gradients.py."""
+"""One rank's part of one update of each preset, by the trainer's own code; started twice by
+test_gradients.py."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ CASES += [
     for setup in ("llama-float64", "llama-float32")
     for preset in ("grpo", "gspo", "ppo")
 ]
-"""Presets differ in their denominators, whatever the model; with a real model the rows are cut otherwise."""
+"""Presets differ in their denominators, whatever the model; with a real model the rows are cut
+otherwise."""
 DEALS = {
     "a long rank and a short one": [[8, 0, 5, 2, 4, 6], [3, 7, 1]],
     "one rank keeps nothing": [[0, 1, 2, 3, 4, 5, 6, 8], [7]],
@@ -39,7 +41,8 @@ GROUPS = [[0, 1, 2, 3, 6, 7, 8], [4, 5]]
 def part_of(
     case: Case, name: str, rows: Sequence[int], *, from_rewards: bool
 ) -> tuple[Tensor, dict[str, Stat]]:
-    """The gradient and the statistics of these rows' part of the update, added up over all ranks."""
+    """The gradient and the statistics of these rows' part of the update, added up over all
+    ranks."""
     variant, objective = Variant(share(case.batch, rows), case.policy, budget=60), PRESETS[name]
     if from_rewards:
         variant = rewarded(case, objective, variant)

@@ -1,4 +1,5 @@
-"""Three updates by the trainer's own code, on one process or on one rank of several with sharded weights.
+"""Three updates by the trainer's own code, on one process or on one rank of several with sharded
+weights.
 
 Started on several ranks by test_sharding.py, and called in its process for the numbers of one.
 """
@@ -45,7 +46,8 @@ DEALS: dict[str, dict[int, list[list[int]]]] = {
         4: [[0, 1, 2], [7], [3, 4, 5, 6], [8]],
     },
 }
-"""Rows of each rank; row 7 is not scored. With a small budget, a rank with more rows has more micro-batches."""
+"""Rows of each rank; row 7 is not scored. With a small budget, a rank with more rows has more
+micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ class Setup:
     is_recomputed: bool = False
     is_offloaded: bool = False
     limits: tuple[float, float] | None = None
-    """Relative to the largest entry: of the first gradients, and of all numbers; None for those of the dtype."""
+    """Relative to the largest entry: of the first gradients, and of all numbers; None for those of
+    the dtype."""
 
 
 def text(
@@ -132,13 +135,15 @@ SETUPS: dict[str, Setup] = {
     "adapter, mixed reference, separate critic": Setup(
         partial(text, fakes.adapted), "ppo", "separate", "ema"
     ),
-    # this model amplifies rounding: cut into other micro-batches on one process, the third gradients differ by 8e-4
+    # this model amplifies rounding: cut into other micro-batches on one process, the third
+    # gradients differ by 8e-4
     "adapter on 4 bits": Setup(
         partial(text, fakes.four_bit), rule="adapter_off", dtype=torch.float32, limits=(1e-5, 5e-3)
     ),
     "mixed reference": Setup(partial(text, fakes.llama), rule="ema"),
-    # one row per micro-batch, however many ranks there are: then the first gradients are sums of the same numbers.
-    # Afterwards, weights that differ in float32 round to other numbers of bfloat16.
+    # one row per micro-batch, however many ranks there are: then the first gradients are sums of
+    # the same numbers. Afterwards, weights that differ in float32 round to other numbers of
+    # bfloat16.
     "bfloat16": Setup(
         partial(text, partial(fakes.of, "Qwen2", compute="bfloat16")),
         dtype=torch.float32,
@@ -185,8 +190,8 @@ if find_spec("diffusers") is None or find_spec("PIL") is None:
     del SETUPS["diffusers unet"], SETUPS["diffusers transformer, adapter"]
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
-    # a small eps makes steps of full size of gradients that are rounding errors; at a rate of 1e-2, float32's rounding
-    # grows to 2e-5 in the third gradient
+    # a small eps makes steps of full size of gradients that are rounding errors; at a rate of 1e-2,
+    # float32's rounding grows to 2e-5 in the third gradient
     "adamw": partial(torch.optim.AdamW, lr=3e-3, eps=1e-3, weight_decay=0.1, fused=True),
 }
 
@@ -271,7 +276,8 @@ def move(run: Run, device: torch.device) -> None:
 def three_steps(
     name: str, optimizer: str, *, device: torch.device = CPU, is_forced: bool = False
 ) -> dict[str, Tensor]:
-    """Gradients of each step and weights after them by name, whole; this rank's part of the batch is learned from.
+    """Gradients of each step and weights after them by name, whole; this rank's part of the batch
+    is learned from.
 
     ``is_forced``: one rank is sharded too, over itself.
     """

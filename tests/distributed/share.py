@@ -43,7 +43,8 @@ def primitives() -> dict[str, Any]:
 
 
 def without_gradient() -> list[Any]:
-    """Gradients of a trained parameter that has none on any rank, of one that has it on rank 0, and of a frozen one."""
+    """Gradients of a trained parameter that has none on any rank, of one that has it on rank 0, and
+    of a frozen one."""
     unused, on_one, frozen = (nn.Parameter(torch.ones(2)) for _ in range(3))
     frozen.requires_grad_(False)
     if dist.is_main():
@@ -53,7 +54,8 @@ def without_gradient() -> list[Any]:
 
 
 def buckets() -> bool:
-    """Whether gradients summed in buckets equal those summed one by one, to the last bit; several dtypes and sizes."""
+    """Whether gradients summed in buckets equal those summed one by one, to the last bit; several
+    dtypes and sizes."""
     collectives.LARGE_BYTES, collectives.BUCKET_BYTES = 400, 300
     generator = torch.Generator().manual_seed(dist.rank())
     shapes = [(3,), (50,), (7,), (20, 10), (90,), (0,), (1,)]

@@ -1,4 +1,5 @@
-"""A rank that fails, and ranks that were started with different commands: one line from rank 0, and all ranks end."""
+"""A rank that fails, and ranks that were started with different commands: one line from rank 0, and
+all ranks end."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ WORK = ("sample", "reward", "publish", "save", "evaluate", "final save")
 def commands(
     cases: Sequence[Any], ports: Sequence[int], out: str, prepare: Callable[[Any], list[str]]
 ) -> None:
-    """One rank's part of several commands, each in a process group of its own; their exit codes and errors."""
+    """One rank's part of several commands, each in a process group of its own; their exit codes and
+    errors."""
     ended = []
     for case, port in zip(cases, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
@@ -69,7 +71,7 @@ def recipe(folder: Path, **changes: Any) -> str:
     return str(file)
 
 
-# --- one rank fails ---------------------------------------------------------------------------------------------------
+# --- one rank fails -------------------------------------------------------------------------------
 
 
 def failing(case: tuple[str, str]) -> list[str]:
@@ -114,11 +116,12 @@ def test_where_one_rank_fails_in_a_collective_both_end_and_rank_0_names_it_and_t
     assert "gruppo:" not in other_line
 
 
-# --- one rank fails within a step of sharded weights ------------------------------------------------------------------
+# --- one rank fails within a step of sharded weights ----------------------------------------------
 
 
 def in_a_forward(args: list[str], problem: str) -> None:
-    """The command, of which rank 1 fails within the forward of its second step: the other is in another collective."""
+    """The command, of which rank 1 fails within the forward of its second step: the other is in
+    another collective."""
     from gruppo.modalities.text.policy import TextPolicy
 
     heartbeat.LEAVE_S = 1.0  # nothing ends the wait of rank 0 before
@@ -168,7 +171,7 @@ def test_a_rank_whose_memory_runs_out_in_a_step_of_sharded_weights_ends_both_and
     assert saved is not None and saved.state["token_budget"] == 320
 
 
-# --- restarts ---------------------------------------------------------------------------------------------------------
+# --- restarts -------------------------------------------------------------------------------------
 
 
 def test_restarts_need_the_name_of_the_run(tmp_path, monkeypatch):
@@ -177,7 +180,7 @@ def test_restarts_need_the_name_of_the_run(tmp_path, monkeypatch):
         api.new_name("run", tmp_path)
 
 
-# --- ranks that were started differently ------------------------------------------------------------------------------
+# --- ranks that were started differently ----------------------------------------------------------
 
 MISTAKES = {
     "more ranks than prompts": (

@@ -1,4 +1,5 @@
-"""A rank that is killed or stopped, and the restart by torchrun. ``benchmarks.rank_faults`` has all phases."""
+"""A rank that is killed or stopped, and the restart by torchrun. ``benchmarks.rank_faults`` has all
+phases."""
 
 from __future__ import annotations
 

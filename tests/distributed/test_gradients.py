@@ -1,4 +1,5 @@
-"""Two processes give the gradient of one, for every preset, with unequal rows, tokens, widths and groups."""
+"""Two processes give the gradient of one, for every preset, with unequal rows, tokens, widths and
+groups."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def test_two_ranks_have_the_gradient_of_one(two, setup, preset, deal):
     case, objective = case_of(*SETUPS[setup]), PRESETS[preset]
     if objective.average == "prompt" and deal == "a long rank and a short one":
         pytest.skip(
-            "this deal splits groups, which training never does, and the average counts a group on its rank"
+            "this deal splits groups, which training never does, and the average counts a group on "
+            "its rank"
         )
     variant = whole_update(case)
     alone, stats = learned(

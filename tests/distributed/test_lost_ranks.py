@@ -42,7 +42,8 @@ LOST = {
 
 
 def test_ranks_name_the_one_that_is_dead_or_stopped(tmp_path):
-    """Of three ranks, since of two, none can name the wrong one. All cases at once: two wait for their timeout."""
+    """Of three ranks, since of two, none can name the wrong one. All cases at once: two wait for
+    their timeout."""
     groups = {
         case: processes.ranks(3, meet, lost, int(number), 6.0, folder=tmp_path / case)
         for case, (lost, number) in LOST.items()
@@ -75,7 +76,7 @@ def test_a_rank_that_is_alive_and_late_is_not_called_lost(tmp_path):
     ranks[1].kill()
 
 
-# --- whole runs -------------------------------------------------------------------------------------------------------
+# --- whole runs -----------------------------------------------------------------------------------
 
 
 def test_a_run_with_a_stopped_rank_saves_and_says_how_to_resume(tmp_path):

@@ -109,7 +109,8 @@ def test_what_a_rank_holds_is_what_the_formulas_say(measured, case, is_lora, is_
     for rank in measured[case]:
         for name, size in expected.items():
             assert rank[name] == pytest.approx(size, rel=0.01), name
-        # of the gathered weights: the root and the block that computes; another block may be fetched ahead
+        # of the gathered weights: the root and the block that computes; another block may be
+        # fetched ahead
         assert rank["gathered"] == 4 * (counts.root + counts.largest_block)
         assert (
             rank["gathered"]
@@ -122,7 +123,8 @@ def test_the_table_of_the_guide_is_that_of_the_formulas():
 
 
 def test_the_table_by_hand():
-    """70B on 64 GPUs: 16 bytes a weight, shared; the root, two blocks, and the gradients of the root or a block."""
+    """70B on 64 GPUs: 16 bytes a weight, shared; the root, two blocks, and the gradients of the
+    root or a block."""
     full = WeightCounts(total=72_000, trained=72_000, largest_block=800, root=1300)
     assert (
         memory_table.gigabytes(full, 64) == (16 * 72_000 / 64 + 2 * (1300 + 1600) + 6 * 1300) / 1e9

@@ -1,4 +1,5 @@
-"""Sharded over two and four ranks, three updates have the gradients and end in the weights of one process."""
+"""Sharded over two and four ranks, three updates have the gradients and end in the weights of one
+process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What is sharded by itself, what is refused, and where the optimizer's state is kept; no ranks are started."""
+"""What is sharded by itself, what is refused, and where the optimizer's state is kept; no ranks are
+started."""
 
 from __future__ import annotations
 

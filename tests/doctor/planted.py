@@ -84,7 +84,8 @@ CONFIG: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Fault:
-    """What is planted, the rules that have to fire and no others, and the changes that the last one proposes."""
+    """What is planted, the rules that have to fire and no others, and the changes that the last one
+    proposes."""
 
     columns: Mapping[str, Column]
     found: tuple[str, ...]

@@ -1,4 +1,5 @@
-"""The three symptoms of source document 004, each provoked by the configuration of a real run, and a healthy run."""
+"""The three symptoms of source document 004, each provoked by the configuration of a real run, and
+a healthy run."""
 
 from __future__ import annotations
 

@@ -43,8 +43,9 @@ def test_noise_is_the_root_of_half_the_mean_square_of_the_differences():
 
 
 def test_a_rise_is_one_beyond_two_standard_errors():
-    # Differences 1, -1, 1, g - 1, 1: noise^2 = (4 + (g - 1)^2) / 10. The first and the last third differ by g, with the
-    # noise as standard error: g > 2 noise where 6 g^2 + 8 g - 20 > 0, that is g > 1.27698.
+    # Differences 1, -1, 1, g - 1, 1: noise^2 = (4 + (g - 1)^2) / 10. The first and the last third
+    # differ by g, with the noise as standard error: g > 2 noise where 6 g^2 + 8 g - 20 > 0, that is
+    # g > 1.27698.
     def grown(g):
         return series(0.0, 1.0, 0.0, 1.0, g, g + 1)
 
@@ -107,7 +108,7 @@ def test_a_schedule_is_scaled_in_its_values_and_not_in_its_steps(value, factor, 
     assert rules.scaled(value, factor) == text
 
 
-# --- what cannot be read ----------------------------------------------------------------------------------------------
+# --- what cannot be read --------------------------------------------------------------------------
 
 
 def damaged(name, text):

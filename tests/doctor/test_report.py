@@ -40,9 +40,11 @@ def test_the_terminal_shows_what_was_measured_what_it_means_and_what_to_change(t
     assert output.startswith(f"{run}: 30 steps, 2 problems found by 14 of 17 rules\n\n1. ")
     for line in (
         "1. The entropy has collapsed (entropy-collapse)",
-        "   98% of the entropy is lost and the reward no longer rises: the policy repeats the same answers",
+        "   98% of the entropy is lost and the reward no longer rises: the policy repeats the same "
+        "answers",
         "   entropy/mean_nats: 1 (steps 1 to 10), then 0.02 (steps 21 to 30)",
-        "   Try --stage.entropy-coef adaptive:0,target=0.5,delta=0.005  # keeps half of the initial entropy",
+        "   Try --stage.entropy-coef adaptive:0,target=0.5,delta=0.005  # keeps half of the "
+        "initial entropy",
         "2. The consistency loss keeps rising (consistency-loss)",
     ):
         assert line in output.splitlines() or line in output
@@ -117,7 +119,8 @@ def test_json_holds_the_same(tmp_path, capsys):
         "steps": [[1, 10], [21, 30]],
     }
     assert finding["changes"] == {
-        "--stage.entropy-coef adaptive:0,target=0.5,delta=0.005": "keeps half of the initial entropy"
+        "--stage.entropy-coef adaptive:0,target=0.5,delta=0.005": "keeps half of the initial "
+        "entropy"
     }
     assert {*output["checked"], *output["skipped"]} == {rule.name for rule in RULES}
 

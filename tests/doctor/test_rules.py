@@ -1,4 +1,5 @@
-"""Each rule fires on the run where its problem is planted, alone, with changes that can be typed; healthy runs pass."""
+"""Each rule fires on the run where its problem is planted, alone, with changes that can be typed;
+healthy runs pass."""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ FAULTS = {
     "a reward that raises": Fault(
         {"reward/exception_count": 20.0, "reward/unscored_count": 20.0},
         ("reward-failures",),
-        meaning="5.2% of the sampled rows have no reward and are not used. Most frequent failure: f: division",
+        meaning="5.2% of the sampled rows have no reward and are not used. Most frequent failure: "
+        "f: division",
         files={"samples.jsonl": "".join(str(row).replace("'", '"') + "\n" for row in FAILED)},
     ),
     "a reward that is too slow": Fault(

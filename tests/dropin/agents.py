@@ -1,4 +1,5 @@
-"""A tiny model that has learned a few calls of tools by heart, as an instruction model of a family with tools would."""
+"""A tiny model that has learned a few calls of tools by heart, as an instruction model of a family
+with tools would."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """TRL's documented examples of tools and environments, with one import changed.
 
-Functions and classes are those of TRL's pages (GRPO, "Agent Training"; OpenEnv). The environments' servers are
-replaced by objects with the same methods, the models by one that has learned a call of each by heart.
+Functions and classes are those of TRL's pages (GRPO, "Agent Training"; OpenEnv). The environments'
+servers are replaced by objects with the same methods, the models by one that has learned a call of
+each by heart.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def user(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-# --- as on TRL's pages ------------------------------------------------------------------------------------------------
+# --- as on TRL's pages ----------------------------------------------------------------------------
 
 
 async def async_add(a: int, b: int) -> int:
@@ -125,7 +126,7 @@ def reward_func(environments, **kwargs):
     return [env.reward for env in environments]
 
 
-# --- in place of the servers, and the model ---------------------------------------------------------------------------
+# --- in place of the servers, and the model -------------------------------------------------------
 
 
 class EchoEnv:

@@ -1,4 +1,5 @@
-"""Trainers on two ranks over gloo: the same run as on one, with callbacks, evaluation and saving on each."""
+"""Trainers on two ranks over gloo: the same run as on one, with callbacks, evaluation and saving on
+each."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def digits(completions: Any, **_: Any) -> list[float]:
 
 
 def train_as_trl(folder: Path, model: str, rows: int, hub: str) -> None:
-    """A script of TRL, as torchrun starts it: ``rows`` on each device; the result of each rank is written."""
+    """A script of TRL, as torchrun starts it: ``rows`` on each device; the result of each rank is
+    written."""
     import huggingface_hub.constants as hubs
 
     hubs.ENDPOINT, hubs.HF_HUB_OFFLINE, hubs.HF_HUB_DISABLE_XET = hub, False, True

@@ -1,6 +1,8 @@
-"""Scripts of TRL's documentation and examples with one import changed, in short form: a tiny model, data of our own.
+"""Scripts of TRL's documentation and examples with one import changed, in short form: a tiny model,
+data of our own.
 
-Those that TRL installs (trl/scripts) are run as they are; the others are written here as the page or example does it.
+Those that TRL installs (trl/scripts) are run as they are; the others are written here as the page
+or example does it.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ def texts() -> Any:
 
 
 def check_saved(trainer: Any, folder: str) -> None:
-    """What the end of most scripts writes: a folder that transformers opens, with other weights than at first."""
+    """What the end of most scripts writes: a folder that transformers opens, with other weights
+    than at first."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     trained = AutoModelForCausalLM.from_pretrained(folder)
@@ -179,7 +182,7 @@ def test_lora_by_a_peft_config_is_saved_as_an_adapter():
     )  # peft's own choice
 
 
-# --- scripts with a command line --------------------------------------------------------------------------------------
+# --- scripts with a command line ------------------------------------------------------------------
 
 
 def changed(name: str) -> str:
@@ -314,7 +317,7 @@ def test_gspo_with_a_parser_lora_arguments_of_the_model_and_two_rewards(monkeypa
     assert Path("out/adapter_config.json").is_file()
 
 
-# --- scripts that are refused, with what they need --------------------------------------------------------------------
+# --- scripts that are refused, with what they need ------------------------------------------------
 
 
 def test_a_tool_that_no_model_could_call_is_refused():
@@ -381,7 +384,8 @@ def length_of(completions: Any, **_: Any) -> list[float]:
 
 
 def test_vllm_servers_sample_and_get_the_weights_of_each_step():
-    """``vllm_mode="server"``: a server of gruppo serve in place of trl vllm-serve; here a true small one of ours."""
+    """``vllm_mode="server"``: a server of gruppo serve in place of trl vllm-serve; here a true
+    small one of ours."""
     from tests.engines.fake_vllm import FakeServer
 
     from gruppo.trl import GRPOConfig, GRPOTrainer

@@ -1,4 +1,5 @@
-"""TRL's arguments: each is translated, without effect or refused; names and defaults are those of TRL."""
+"""TRL's arguments: each is translated, without effect or refused; names and defaults are those of
+TRL."""
 
 from __future__ import annotations
 
@@ -166,7 +167,8 @@ def test_batches_steps_and_rates_are_trls():
             "lr_scheduler_type": "cosine",
         },
     )
-    # 16 rows a generation are 2 prompts of 24: 12 generations an epoch, of 2 x 2 optimizer steps each
+    # 16 rows a generation are 2 prompts of 24: 12 generations an epoch, of 2 x 2 optimizer steps
+    # each
     assert (found["rollout.prompts"], found["rollout.group_size"], found["steps"]) == (2, 8, 24)
     assert (found["optim.minibatches"], found["optim.epochs"], found["optim.warmup_steps"]) == (
         2,
@@ -229,7 +231,8 @@ def test_the_objective_is_trls():
 
 
 def test_rloo_on_vllm_servers_has_no_correction_as_in_trl():
-    """TRL's RLOOConfig has no ``vllm_importance_sampling_correction``, which was read here, and failed."""
+    """TRL's RLOOConfig has no ``vllm_importance_sampling_correction``, which was read here, and
+    failed."""
     found = settings("RLOO", use_vllm=True, vllm_mode="server")
     assert found["engine.urls"] == ("http://127.0.0.1:8000",)
     assert serialization.change(Config(), found).objective.correction == "none"
@@ -295,7 +298,7 @@ def test_other_trainers_are_answered_at_the_import():
         from gruppo.trl import SFTTrainer  # noqa: F401
 
 
-# --- the trainer's methods --------------------------------------------------------------------------------------------
+# --- the trainer's methods ------------------------------------------------------------------------
 
 
 def test_a_run_is_stopped_by_a_callback_resumed_evaluated_and_saved(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
-"""A small HTTP server with the routes of vLLM that gruppo uses. It samples from a tiny model of ours: log-probs are
-true. Faults are attributes, so that a test can switch them on while a client is at work."""
+"""A small HTTP server with the routes of vLLM that gruppo uses. It samples from a tiny model of
+ours: log-probs are true. Faults are attributes, so that a test can switch them on while a client is
+at work."""
 
 from __future__ import annotations
 
@@ -31,11 +32,13 @@ LOADING = threading.Lock()
 """transformers loads one model of a process at a time: it patches torch meanwhile."""
 SAMPLED: dict[Any, Generated] = {}
 SCORED: dict[Any, list[float]] = {}
-"""Of this process, by weights, tokens and parameters: servers and tests ask for the same rows of the same weights."""
+"""Of this process, by weights, tokens and parameters: servers and tests ask for the same rows of
+the same weights."""
 
 
 class FakeServer:
-    """``url`` answers from construction to ``close``. ``model``: the folder that the server was started with."""
+    """``url`` answers from construction to ``close``. ``model``: the folder that the server was
+    started with."""
 
     def __init__(
         self, model: str, *, key: str = "", host: str = "127.0.0.1", port: int = 0
@@ -146,7 +149,10 @@ class FakeServer:
         return {"vllm_config": {"model_config": model}}
 
     def get_metrics(self, body: Any, query: Any) -> Any:
-        return f'# TYPE\nvllm:generation_tokens_total{{engine="0",model_name="tiny"}} {float(self.tokens)}\n'
+        return (
+            f'# TYPE\nvllm:generation_tokens_total{{engine="0",model_name="tiny"}} '
+            f"{float(self.tokens)}\n"
+        )
 
     def get_weight_info(self, body: Any, query: Any) -> Any:
         return {"weight_version": self.version}

@@ -17,7 +17,8 @@ from gruppo.types import GruppoError
 
 
 class Sleeper(FakeServer):
-    """A server with vLLM's sleep mode: at level 2 its weights are lost, and it samples only when all of it is awake."""
+    """A server with vLLM's sleep mode: at level 2 its weights are lost, and it samples only when
+    all of it is awake."""
 
     def __init__(self, model: str) -> None:
         super().__init__(model)

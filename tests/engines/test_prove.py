@@ -1,4 +1,5 @@
-"""Servers that do not hold the published weights, or do not report what they sampled from: the proof refuses each."""
+"""Servers that do not hold the published weights, or do not report what they sampled from: the
+proof refuses each."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ def canaries(server: FakeServer) -> int:
 
 
 def rounded(server: FakeServer, nats: float) -> None:
-    """Give the log-probs of prompts noise that depends on the tokens and, in part, on the weights."""
+    """Give the log-probs of prompts noise that depends on the tokens and, in part, on the
+    weights."""
 
     def answer(path: str, body: Any, answer: Any) -> Any:
         for place, entry in enumerate(

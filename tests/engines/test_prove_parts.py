@@ -24,7 +24,8 @@ from gruppo.modalities.text import TextPolicy, from_pretrained
 
 
 class Adapters(FakeServer):
-    """Leaves the tensors of an adapter with ``skipped`` in their name as a new adapter has them: without effect."""
+    """Leaves the tensors of an adapter with ``skipped`` in their name as a new adapter has them:
+    without effect."""
 
     skipped = ""
 
@@ -130,7 +131,8 @@ def limits_of_the_canary(base: str, file: str) -> None:
 
 
 def test_the_canary_of_sharded_weights_allows_for_rounding_of_both_sides(tmp_path: Path):
-    """Once 0, as scores in the compute dtype were held against themselves: every server in bfloat16 was refused."""
+    """Once 0, as scores in the compute dtype were held against themselves: every server in bfloat16
+    was refused."""
     processes.run_ranks(
         2, limits_of_the_canary, tiny.model(seed=1), str(tmp_path / "limits.json"), folder=tmp_path
     )

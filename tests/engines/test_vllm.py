@@ -1,4 +1,5 @@
-"""The engine of vLLM servers, against a small server that speaks their routes and samples from a model of ours."""
+"""The engine of vLLM servers, against a small server that speaks their routes and samples from a
+model of ours."""
 
 from __future__ import annotations
 
@@ -295,7 +296,7 @@ def test_shards_hold_every_tensor_once_and_none_is_larger_than_allowed(
     )
 
 
-# --- bad input --------------------------------------------------------------------------------------------------------
+# --- bad input ------------------------------------------------------------------------------------
 
 
 def spoiled(**attributes: Any) -> Callable[[FakeServer], None]:

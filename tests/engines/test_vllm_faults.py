@@ -1,4 +1,5 @@
-"""Servers that die, hang or answer wrongly: no row is lost, doubled or changed, and none is waited for without end."""
+"""Servers that die, hang or answer wrongly: no row is lost, doubled or changed, and none is waited
+for without end."""
 
 from __future__ import annotations
 
@@ -82,12 +83,13 @@ def require_same(rollouts: Rollouts, expected: Rollouts) -> None:
     )
 
 
-# --- processes that a signal ends or stops ----------------------------------------------------------------------------
+# --- processes that a signal ends or stops --------------------------------------------------------
 
 
 @contextmanager
 def process(moment: int, number: int) -> Iterator[tuple[str, int]]:
-    """A server in a process of its own that sends itself a signal at its n-th request: its address and process."""
+    """A server in a process of its own that sends itself a signal at its n-th request: its address
+    and process."""
 
     def serve(send: Any) -> None:
         server = FakeServer(tiny.model())
@@ -169,7 +171,7 @@ def test_a_server_much_slower_than_the_others_is_left(policy, sound, expected, t
         slow.close()
 
 
-# --- answers ----------------------------------------------------------------------------------------------------------
+# --- answers --------------------------------------------------------------------------------------
 
 
 def raising(code: int, times: int = 10**9) -> Callable[[FakeServer], None]:
@@ -279,7 +281,7 @@ def test_a_request_that_every_server_refuses_is_an_error_of_the_request(policy, 
         sound.before = lambda path, body: None
 
 
-# --- runs -------------------------------------------------------------------------------------------------------------
+# --- runs -----------------------------------------------------------------------------------------
 
 
 def config(folder: Path, servers: list[FakeServer], **changes: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Weights that arrive at vLLM servers while they sample: rows keep their tokens and go on with the new weights."""
+"""Weights that arrive at vLLM servers while they sample: rows keep their tokens and go on with the
+new weights."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ def overtaken(
 
 
 def test_rows_wait_for_a_server_in_the_order_of_their_draws(servers, tmp_path):
-    """A trainer with lag waits for the earliest, and the order in which threads make their calls is random."""
+    """A trainer with lag waits for the earliest, and the order in which threads make their calls is
+    random."""
     policy, server, draws = (
         from_pretrained(tiny.model(seed=1), compute="float32"),
         servers[0],

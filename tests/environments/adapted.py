@@ -15,7 +15,8 @@ PROMPTS = [{"prompt": [{"role": "user", "content": f"Game {n}."}]} for n in rang
 
 
 def trained(folder: Path, **changes: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The metrics of the steps, and the rows of all completions. ``changes`` as in ``gruppo.train``."""
+    """The metrics of the steps, and the rows of all completions. ``changes`` as in
+    ``gruppo.train``."""
     options = {"steps": 10, "environment__turns": 3, "evaluation__prompts": 0} | changes
     if "data" not in changes:
         options["data"] = PROMPTS

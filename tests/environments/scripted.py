@@ -1,4 +1,5 @@
-"""A policy that writes what a script says, with calls of tools as a chat template's parser would find them."""
+"""A policy that writes what a script says, with calls of tools as a chat template's parser would
+find them."""
 
 from __future__ import annotations
 

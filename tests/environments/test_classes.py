@@ -94,7 +94,8 @@ def test_rewards_read_the_attributes_of_a_class_that_refuses_subclasses():
 
 
 class Closing(Counter):
-    """Notes what becomes of its objects; column ``trouble`` names the method that raises or hangs."""
+    """Notes what becomes of its objects; column ``trouble`` names the method that raises or
+    hangs."""
 
     alive = set()  # noqa: RUF012
     made = 0

@@ -95,7 +95,8 @@ def logprobs_of(policy, rollouts):
 
 
 def policies(*makes):
-    """Of ``POLICIES``, those between which the claim could differ: with and without a cache, with a sliding window."""
+    """Of ``POLICIES``, those between which the claim could differ: with and without a cache, with a
+    sliding window."""
     return pytest.mark.parametrize("policy", makes, indirect=True, ids=lambda make: make.__name__)
 
 
@@ -199,7 +200,8 @@ def test_the_environments_seed_is_of_the_row_and_stays():
 
 @pytest.mark.parametrize("system", [False, True])
 def test_between_two_answers_stands_what_the_template_writes_there(system):
-    """A stop text ends a turn without the end token, which the template then writes before the reply."""
+    """A stop text ends a turn without the end token, which the template then writes before the
+    reply."""
     policy, ends = tiny_policy(), set()
     rollouts = conversed(policy, talks(6, system=system))
     eos, show = policy.chat.eos_ids[0], policy.chat.text_with_specials
@@ -239,17 +241,20 @@ def test_a_begun_answer_is_not_said_twice():
 
 
 LLAMA_2 = (
-    "{% for m in messages %}{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + m['content'] + "
+    "' [/INST]' }}"
     "{% else %}{{ ' ' + m['content'] + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
 MISTRAL = (
-    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] "
+    "+ ' [/INST]' }}"
     "{% else %}{{ m['content'] + eos_token }}{% endif %}{% endfor %}"
 )
 
 
 def sentencepiece(template, style):
-    """A tokenizer that puts a space before what begins a text, in the two ways in which Llama 2 and Mistral do."""
+    """A tokenizer that puts a space before what begins a text, in the two ways in which Llama 2 and
+    Mistral do."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -295,7 +300,10 @@ def test_the_tail_of_a_conversation_has_the_tokens_that_it_has_within_it(templat
 
 def test_a_template_without_the_assistants_words_costs_the_row_and_is_named():
     policy = tiny_policy()
-    policy.chat.tokenizer.chat_template = "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
+    policy.chat.tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'user' %}{{ "
+        "m['content'] }}{% endif %}{% endfor %}"
+    )
     why = set(environment_failures(conversed(policy, talks())).values())
     assert len(why) == 1 and "leaves the assistant's turn out of a conversation" in why.pop()
 
@@ -319,7 +327,8 @@ def test_what_a_tokenizer_cannot_write_costs_its_row():
 
 
 def rendered(messages):
-    """A user's words, <, the assistant's words, an end: as nanochat writes a conversation to be completed."""
+    """A user's words, <, the assistant's words, an end: as nanochat writes a conversation to be
+    completed."""
     ids = []
     for message in messages:
         own = list(message["content"].encode())
@@ -360,7 +369,7 @@ def test_a_render_that_cannot_go_on_costs_the_rows_and_says_why():
     assert {rollouts.finish[row] for row in environment_failures(rollouts)} == {"error"}
 
 
-# --- ends -------------------------------------------------------------------------------------------------------------
+# --- ends -----------------------------------------------------------------------------------------
 
 
 def test_the_environment_ends_a_conversation_and_the_last_answer_is_answered_by_nobody():
@@ -523,7 +532,10 @@ def test_a_failure_ends_its_row_as_an_error_and_keeps_what_was_said():
 
 def test_a_role_that_the_template_refuses_costs_its_row():
     policy = from_pretrained(tiny.model(), compute="float32")
-    refusing = "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
+    refusing = (
+        "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') "
+        "}}{% endif %}{% endfor %}"
+    )
     policy.chat.tokenizer.chat_template = refusing + tiny.CHAT_TEMPLATE
     rollouts = conversed(
         policy, talks(), reply=lambda seed: {"role": "tool", "content": "1"} if seed % 2 else "1"
@@ -535,7 +547,7 @@ def test_a_role_that_the_template_refuses_costs_its_row():
     assert any(turns > 1 for turns in rollouts.per_row["turns"].tolist())
 
 
-# --- engines and references -------------------------------------------------------------------------------------------
+# --- engines and references -----------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""Environments that drive the conversation, such as those of verifiers, as objects that reply to it."""
+"""Environments that drive the conversation, such as those of verifiers, as objects that reply to
+it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Environments of OpenEnv as conversations, with the package itself and a server of its own on loopback."""
+"""Environments of OpenEnv as conversations, with the package itself and a server of its own on
+loopback."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ NAMES = {"__ENV_TITLE_NAME__": "Echo", "__ENV_CLASS_NAME__": "Echo", "__ENV_NAME
 
 @pytest.fixture(scope="module")
 def echo(tmp_path_factory):
-    """The environment that ``openenv init`` writes: it repeats what it is told, and rewards its length."""
+    """The environment that ``openenv init`` writes: it repeats what it is told, and rewards its
+    length."""
     folder, template = (
         tmp_path_factory.mktemp("init"),
         Path(openenv.__file__).parent / "cli/templates/openenv_env",
@@ -172,7 +174,8 @@ def test_a_server_that_is_full_or_gone_or_started_again_is_an_error(echo):
             first.reset(seed=0)
             with pytest.raises(RuntimeError, match="capacity"):
                 second.reset(seed=0)
-            first._client.disconnect()  # as by a proxy: the client connects again, to an episode that nobody reset
+            # as by a proxy: the client connects again, to an episode that nobody reset
+            first._client.disconnect()
             with pytest.raises(ConnectionError, match="the episode with it"):
                 first.step("a")
             assert first.rewards == []

@@ -1,4 +1,5 @@
-"""Episodes of OpenEnv as conversations, with a client that answers in this process instead of a server."""
+"""Episodes of OpenEnv as conversations, with a client that answers in this process instead of a
+server."""
 
 from __future__ import annotations
 

@@ -289,7 +289,8 @@ def undescribed(a: int) -> int:
     [
         (
             [untold],
-            "tool 'untold' cannot be shown to a model: .*no docstring.* Give every argument a type hint",
+            "tool 'untold' cannot be shown to a model: .*no docstring.* Give every argument a type "
+            "hint",
         ),
         ([untyped], "tool 'untyped' cannot be shown to a model: Argument a is missing a type hint"),
         ([undescribed], "tool 'undescribed' .*no description for the argument 'a'"),

@@ -1,4 +1,5 @@
-"""Each path that CUDA alone takes, against the plain one on the same device: skipped where there is none."""
+"""Each path that CUDA alone takes, against the plain one on the same device: skipped where there is
+none."""
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ DEVICE = torch.device("cuda", 0)
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory):
-    """A process group of one rank: --distributed.shard needs two, and a GPU machine often has one GPU."""
+    """A process group of one rank: --distributed.shard needs two, and a GPU machine often has one
+    GPU."""
     store = torch.distributed.FileStore(str(Path(tmp_path_factory.mktemp("group")) / "store"), 1)
     torch.distributed.init_process_group(
         "cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1, device_id=DEVICE

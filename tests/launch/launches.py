@@ -79,7 +79,8 @@ def serve(model: str, port: str) -> None:
 
 @dataclass
 class Scripts:
-    """Starts shell scripts in place of the commands: for each process, one for each of its lives; the last repeats."""
+    """Starts shell scripts in place of the commands: for each process, one for each of its lives;
+    the last repeats."""
 
     scripts: dict[str, list[str]]
     started: list[tuple[str, dict[str, str]]] = field(default_factory=list)

@@ -1,4 +1,5 @@
-"""What a launch starts: commands, devices, addresses; and what is refused before anything starts."""
+"""What a launch starts: commands, devices, addresses; and what is refused before anything
+starts."""
 
 from __future__ import annotations
 
@@ -123,7 +124,8 @@ def test_the_commands_are_those_of_train_and_serve_and_then_of_resume(tmp_path):
     given = replace(given, config=config, vllm=("--max-model-len", "64"))
     gruppo = f"{sys.executable} -m gruppo"
     assert " ".join(given.server_command("127.0.0.1", 81)) == (
-        f"{gruppo} serve {config.model} --host 127.0.0.1 --port 81 --lora-rank 4 --python /p -- --dtype float32 "
+        f"{gruppo} serve {config.model} --host 127.0.0.1 --port 81 --lora-rank 4 --python /p -- "
+        f"--dtype float32 "
         "--max-model-len 64"
     )
     train = f"{gruppo} train recipe.json --steps 3"
@@ -283,7 +285,7 @@ def test_a_ray_job_runs_the_same_command_on_one_node(tmp_path, monkeypatch, capf
     assert "--on" not in out and "--name run" in out
 
 
-# --- Slurm ------------------------------------------------------------------------------------------------------------
+# --- Slurm ----------------------------------------------------------------------------------------
 
 
 def test_a_dry_run_prints_commands_and_starts_nothing(tmp_path, capsys, monkeypatch, script):
@@ -319,8 +321,8 @@ def test_the_script_has_the_lines_of_the_template_and_the_command_with_a_name(tm
         < lines.index("module load python")
     )
     assert (
-        lines[-1]
-        == f"exec {sys.executable} -m gruppo launch r.toml --engine.lag 1 --name run -- --max-model-len 9"
+        lines[-1] == f"exec {sys.executable} -m gruppo launch r.toml --engine.lag 1 --name run -- "
+        f"--max-model-len 9"
     )
     assert slurm.script(given, ["r.toml", "--name=run"]).endswith("launch r.toml --name=run")
     Path(script).write_text("#SBATCH --nodes=1 -p debug\n")
@@ -348,8 +350,10 @@ def test_a_job_is_submitted_and_steps_are_started_with_srun(tmp_path, monkeypatc
         "sbatch": "echo 41; cp $2 submitted",
         "scontrol": 'case $1 in show) printf "n1\\nn2\\n";; *) echo "$@" > requeued;; esac',
         "scancel": 'echo "$@" > canceled',
-        "srun": 'echo "$@" > srun-args; while [ "$1" != bash ]; do shift; done; export SLURMD_NODENAME=n3\n'
-        "export SLURM_PROCID=3 SLURM_LOCALID=1 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_TASKS_PER_NODE='2(x2)'\n"
+        "srun": 'echo "$@" > srun-args; while [ "$1" != bash ]; do shift; done; export '
+        "SLURMD_NODENAME=n3\n"
+        "export SLURM_PROCID=3 SLURM_LOCALID=1 SLURM_STEP_NUM_TASKS=4 "
+        "SLURM_STEP_TASKS_PER_NODE='2(x2)'\n"
         'SLURM_STEP_ID=7 SLURM_STEP_NODELIST=n[1-2] exec "$@"',
     }
     (tmp_path / "bin").mkdir()

@@ -1,4 +1,5 @@
-"""Whole runs under the launcher: two ranks with sharded weights, two servers, and what a kill changes: nothing."""
+"""Whole runs under the launcher: two ranks with sharded weights, two servers, and what a kill
+changes: nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ STEPS = 4
 
 
 class Started:
-    """Forked processes of a launch, by the name of their log; ``disturb`` is called whenever one is looked at."""
+    """Forked processes of a launch, by the name of their log; ``disturb`` is called whenever one is
+    looked at."""
 
     def __init__(self, disturb: Callable[[Started], None] = lambda started: None) -> None:
         self.disturb, self.lives = disturb, dict[str, list[Forked]]()
@@ -140,7 +142,8 @@ def test_a_server_that_is_killed_is_started_again_and_rejoins(whole, tmp_path):
 
 
 def test_a_launcher_that_is_killed_leaves_a_run_that_the_same_command_continues(tmp_path):
-    """Its trainer, a process of the real command, saves and ends; the second launcher waits for that."""
+    """Its trainer, a process of the real command, saves and ends; the second launcher waits for
+    that."""
     words = ["launch", recipe(tmp_path, steps=STEPS), "--servers", "0"]
     first = processes.gruppo(*words, folder=tmp_path / "first")
     first.wait_for(lambda: steps_done(tmp_path) >= 1)

@@ -1,4 +1,5 @@
-"""What the launcher does when a process ends: restart, give up, stop in order. Processes are shell scripts."""
+"""What the launcher does when a process ends: restart, give up, stop in order. Processes are shell
+scripts."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="shell scripts")
 
 
 GONE = "while kill -0 $(cat {}/pid) 2>/dev/null; do sleep 0.01; done"
-"""A script that waits until the supervisor has seen the process end: before, it is a zombie that takes signals."""
+"""A script that waits until the supervisor has seen the process end: before, it is a zombie that
+takes signals."""
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +35,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def until(file: Path) -> str:
-    """A script that waits for a file. Servers that die wait for one of the trainers, as these start when all answer."""
+    """A script that waits for a file. Servers that die wait for one of the trainers, as these start
+    when all answer."""
     return f"while [ ! -e {file} ]; do sleep 0.01; done"
 
 
@@ -219,7 +222,10 @@ class Interrupting(Scripts):
 def test_a_signal_lets_the_trainers_save_before_the_servers_end(tmp_path):
     given = launch(tmp_path, servers=1)
     logs, order = given.folder / "logs", tmp_path / "order"
-    trainer = f"trap 'sleep 0.2; echo trainer >> {order}; exit 75' TERM; touch {logs}/ready; while :; do sleep 0.01; done"
+    trainer = (
+        f"trap 'sleep 0.2; echo trainer >> {order}; exit 75' TERM; touch {logs}/ready; while "
+        f":; do sleep 0.01; done"
+    )
     server = f"trap 'echo server >> {order}; exit 0' TERM; while :; do sleep 0.01; done"
     assert supervised(given, Interrupting({"server0": [server], "trainer0": [trainer]})).run() == 75
     assert order.read_text().split() == ["trainer", "server"]
@@ -254,7 +260,10 @@ def test_what_a_process_has_started_ends_with_it(tmp_path):
 
 
 def start_and_wait(folder: str) -> None:
-    script = f"trap 'touch {folder}/saved; exit 75' TERM; touch {folder}/ready; while :; do sleep 0.01; done"
+    script = (
+        f"trap 'touch {folder}/saved; exit 75' TERM; touch {folder}/ready; while :; do sleep "
+        f"0.01; done"
+    )
     ChildProcess(["sh", "-c", script], {}, Path(folder) / "logs/log")
     time.sleep(100)
 

@@ -1,6 +1,8 @@
-"""How far an update's gradient moves under what should not move it: ``python -m tests.modalities.measure_gradients``.
+"""How far an update's gradient moves under what should not move it: ``python -m
+tests.modalities.measure_gradients``.
 
-The largest ||dg|| / ||g|| over every preset and every policy, and for two ranks over those of ``tests.distributed``.
+The largest ||dg|| / ||g|| over every preset and every policy, and for two ranks over those of
+``tests.distributed``.
 """
 
 from __future__ import annotations

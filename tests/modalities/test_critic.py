@@ -1,4 +1,5 @@
-"""Values: V(s_t) of the position that predicts action t, whatever the piece, the padding and the company."""
+"""Values: V(s_t) of the position that predicts action t, whatever the piece, the padding and the
+company."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def rollouts(make):
 
 
 def ragged(policy):
-    """Nine rows of three prompts; the last three are shorter, and one holds an action of the environment."""
+    """Nine rows of three prompts; the last three are shorter, and one holds an action of the
+    environment."""
     short = policy.sample([Request(prompts()[2], 3)], Sampling(max_actions=6), seed=3)
     rollouts = Rollouts.cat([policy.sample(requests(4, 2), SAMPLING, seed=3), short])
     mask = rollouts.mask.clone()
@@ -136,7 +138,7 @@ def features_by_hand(policy, row, rollouts):
     return policy.module.base_model(ids).last_hidden_state[0, len(prompt) - 1 : -1]
 
 
-# --- the numbers -----------------------------------------------------------------------------------------------------
+# --- the numbers ----------------------------------------------------------------------------------
 
 
 def test_values_are_the_head_of_the_features_before_each_action(policy, critic, rollouts):
@@ -176,7 +178,7 @@ def test_the_first_values_are_zero_and_draw_nothing(kind):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# --- pieces, padding, company, order ---------------------------------------------------------------------------------
+# --- pieces, padding, company, order --------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -233,12 +235,13 @@ def test_dropout_left_on_by_the_user_is_off_in_values(make, kind):
     assert torch.equal(critic.values(rollouts, whole(rollouts, *range(6))), quiet)
 
 
-# --- what is trained -------------------------------------------------------------------------------------------------
+# --- what is trained ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [*SPLITTING, plain], ids=lambda make: make.__name__)
 def test_a_separate_critic_trains_all_of_its_own_and_nothing_of_the_policy(make):
-    """Every parameter has a gradient: one that is never used would be decayed, summed over ranks and saved."""
+    """Every parameter has a gradient: one that is never used would be decayed, summed over ranks
+    and saved."""
     policy = make()
     critic = with_opinions(SeparateCritic(policy))
     rollouts = policy.sample(requests(4, 2, 3), SAMPLING, seed=3)
@@ -290,7 +293,7 @@ def test_a_copy_of_the_policy_sees_at_first_what_the_policy_sees_and_stays_when_
     assert not torch.equal(shared.values(rollouts, micro_batch), first)
 
 
-# --- bfloat16 --------------------------------------------------------------------------------------------------------
+# --- bfloat16 -------------------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(28)
@@ -334,7 +337,7 @@ def test_values_follow_an_optimizer_step_without_being_told(kind):
     assert (critic.values(rollouts, micro_batch) - before)[rollouts.mask].abs().mean() > 0.1
 
 
-# --- another model, and what is refused ------------------------------------------------------------------------------
+# --- another model, and what is refused -----------------------------------------------------------
 
 
 def test_a_critic_of_another_size_with_the_same_tokens_is_welcome():

@@ -69,7 +69,7 @@ def step(policy, rollouts, lr=0.1):
     torch.optim.AdamW(trained, lr=lr, fused=True).step()
 
 
-# --- what it computes ------------------------------------------------------------------------------------------------
+# --- what it computes -----------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -98,7 +98,7 @@ def test_a_new_adapter_leaves_the_model_as_it_was_to_the_bit(compute):
     assert torch.equal(logprobs(policy, rollouts), logprobs(base, rollouts))
 
 
-# --- how it begins ---------------------------------------------------------------------------------------------------
+# --- how it begins --------------------------------------------------------------------------------
 
 
 def test_an_adapter_begins_by_the_seed_and_leaves_the_global_generator_alone():
@@ -126,8 +126,19 @@ def test_all_linear_layers_but_the_head_have_one_or_those_that_are_named():
     def adapted_names(policy):
         return {name for name, part in policy.module.named_modules() if is_adapted(part)}
 
-    everywhere = {f"model.layers.{n}.{part}_proj" for n in (0, 1) for part in (
-        "self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")}  # fmt: skip
+    everywhere = {
+        f"model.layers.{n}.{part}_proj"
+        for n in (0, 1)
+        for part in (
+            "self_attn.q",
+            "self_attn.k",
+            "self_attn.v",
+            "self_attn.o",
+            "mlp.gate",
+            "mlp.up",
+            "mlp.down",
+        )
+    }
     assert adapted_names(fresh(tie_word_embeddings=False)) == everywhere
     some = fresh(targets=("q_proj", "layers.1.mlp.down_proj"))
     q, down = (f"model.layers.{{}}.{part}_proj" for part in ("self_attn.q", "mlp.down"))
@@ -152,7 +163,7 @@ def test_gpt2_whose_layers_hold_their_weights_the_other_way_round_has_one_too(tm
     torch.testing.assert_close(policy.module(IDS).logits, on, rtol=0, atol=1e-4)
 
 
-# --- the base is held once -------------------------------------------------------------------------------------------
+# --- the base is held once ------------------------------------------------------------------------
 
 
 def test_the_base_is_held_once_in_the_dtype_of_the_arithmetic_and_adapters_train_in_float32():
@@ -209,7 +220,7 @@ def test_a_separate_critic_has_an_adapter_of_its_own_on_the_same_base():
     assert all(p.grad is None for p in policy.module.parameters())
 
 
-# --- the fast ways agree with the plain ones --------------------------------------------------------------------------
+# --- the fast ways agree with the plain ones ------------------------------------------------------
 
 
 @pytest.mark.silent_bug(9)
@@ -279,7 +290,7 @@ def test_what_the_feed_forward_computes_again_has_the_gradient_of_what_it_keeps(
     assert len(calls) == 2  # one a layer: the plain way was taken
 
 
-# --- merging ---------------------------------------------------------------------------------------------------------
+# --- merging --------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -293,7 +304,7 @@ def test_a_merged_model_has_the_logits_of_base_and_adapter_and_no_trace_of_it():
     assert all(p.requires_grad for p in policy.module.parameters())
 
 
-# --- refusals -------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 def test_targets_that_are_no_linear_layers_are_refused_with_the_nearest_name():

@@ -1,4 +1,5 @@
-"""What must not change the numbers, over every policy: pieces, padding, company, order, dropout; and what must."""
+"""What must not change the numbers, over every policy: pieces, padding, company, order, dropout;
+and what must."""
 
 from __future__ import annotations
 
@@ -124,7 +125,7 @@ def disturb(module, by=0.1):
             )
 
 
-# --- one distribution ------------------------------------------------------------------------------------------------
+# --- one distribution -----------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(2)
@@ -196,7 +197,7 @@ def test_the_gradient_at_a_temperature_is_that_of_logits_divided_by_it(policy):
     same_gradient(got, by_hand)
 
 
-# --- pieces, padding, company, order ---------------------------------------------------------------------------------
+# --- pieces, padding, company, order --------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(3)
@@ -278,7 +279,8 @@ def test_packed_rows_equal_rows_alone(policy, rollouts):
 
 @pytest.mark.silent_bug(4)
 def test_a_prompt_read_beside_longer_ones_is_continued_as_alone(policy):
-    """Prefill pads unequal prompts; greedy decoding shows every logit's order and the log-probs their values."""
+    """Prefill pads unequal prompts; greedy decoding shows every logit's order and the log-probs
+    their values."""
     requested = requests(2, 2, 2)
     greedy = replace(SAMPLING, temperature=0.0)
     together = policy.sample(requested, greedy, seed=0)
@@ -312,7 +314,8 @@ def test_what_stands_in_masked_slots_changes_nothing(policy, rollouts):
 
 
 def test_an_action_of_the_environment_is_read_and_not_evaluated(policy, sampled, rollouts):
-    """A column below the length whose mask is False is context: later log-probs see it, and it has none itself."""
+    """A column below the length whose mask is False is context: later log-probs see it, and it has
+    none itself."""
     assert not rollouts.mask[0, 1] and rollouts.lengths[0] > 2
     got, whole_row = logprobs_of(policy, rollouts), logprobs_of(policy, sampled)
     n = int(rollouts.lengths[0])
@@ -330,7 +333,7 @@ def test_each_kept_row_is_in_exactly_one_micro_batch_and_others_in_none(policy, 
     assert rows.sort().values.tolist() == [0, 2, 3, 4, 5, 7, 8]
 
 
-# --- randomness by address -------------------------------------------------------------------------------------------
+# --- randomness by address ------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(26)
@@ -367,7 +370,7 @@ def test_a_group_that_grows_equals_the_larger_group_at_once(policy, sampled, apa
         assert mine.tolist() == theirs.tolist()
 
 
-# --- mode, weights ---------------------------------------------------------------------------------------------------
+# --- mode, weights --------------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(27)

@@ -1,10 +1,12 @@
-"""One update has one gradient, however it is computed: every preset, over every policy, by the trainer's own code.
+"""One update has one gradient, however it is computed: every preset, over every policy, by the
+trainer's own code.
 
-Every preset meets the policy in ``FULLY``. A preset sees nothing of a policy but log-probs, entropy and values: a
-packing policy meets three (per token, per sequence, with a critic), the others the one that reads all of them. A new
-preset joins by itself, a new policy by its name in ``tests.fakes.POLICIES``. Distances are ||dg|| / ||g|| over all
-parameters; the batch is made in ``updates.py``, and ``python -m tests.modalities.measure_gradients`` prints the largest
-distances over everything.
+Every preset meets the policy in ``FULLY``. A preset sees nothing of a policy but log-probs, entropy
+and values: a packing policy meets three (per token, per sequence, with a critic), the others the
+one that reads all of them. A new preset joins by itself, a new policy by its name in
+``tests.fakes.POLICIES``. Distances are ||dg|| / ||g|| over all parameters; the batch is made in
+``updates.py``, and ``python -m tests.modalities.measure_gradients`` prints the largest distances
+over everything.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ def unchanged(case, objective, varied):
     assert farthest(case, objective, varied(case)) <= limit
 
 
-# --- every preset, every policy --------------------------------------------------------------------------------------
+# --- every preset, every policy -------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(3)
@@ -124,7 +126,7 @@ def test_a_minibatch_of_one_row_equals_the_batch_of_which_one_row_is_kept(case, 
         assert distance(one, among) <= LIMITS[case.batch.advantages.dtype]
 
 
-# --- what the numbers must be ----------------------------------------------------------------------------------------
+# --- what the numbers must be ---------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(2)
@@ -155,7 +157,7 @@ def with_dropout():
     return plain(dropout=0.5)
 
 
-# --- every choice, beside the presets --------------------------------------------------------------------------------
+# --- every choice, beside the presets -------------------------------------------------------------
 
 CHANGES = [
     {"dual_clip": 1.5},
@@ -212,7 +214,8 @@ def test_no_other_choice_changes_a_gradient_either(case, objective):
 
 
 def test_the_batch_reaches_both_sides_of_every_bound():
-    """Some ratios, weights and values are beyond each bound and some within: else these tests would prove little."""
+    """Some ratios, weights and values are beyond each bound and some within: else these tests would
+    prove little."""
     case = case_of(plain)
     _, stats = learned(case, GRPO, whole_update(case))
     assert 0 < stats["clip/high_frac"].mean < 1 and 0 < stats["clip/low_frac"].mean < 1
@@ -226,7 +229,8 @@ def test_the_batch_reaches_both_sides_of_every_bound():
 @pytest.mark.silent_bug(24)
 @each_with([(plain, torch.float64), (llama, torch.float64)], advantages())
 def test_from_rewards_to_gradient_nothing_hangs_on_order_columns_or_company(case, objective):
-    """As above, with advantages made of the rewards anew for each variant; of a cut, they know nothing."""
+    """As above, with advantages made of the rewards anew for each variant; of a cut, they know
+    nothing."""
     expected = learned(case, objective, updates.rewarded(case, objective, whole_update(case)))[0]
     for varied in (variants.row_order, variants.columns, variants.masked_rows):
         for variant in varied(case):
@@ -236,7 +240,8 @@ def test_from_rewards_to_gradient_nothing_hangs_on_order_columns_or_company(case
 
 @pytest.mark.silent_bug(13)
 def test_a_row_that_a_correction_drops_stays_in_the_denominator():
-    """Two roads: the sampler disagrees beyond the bound about row 4; or row 4 has advantages of 0, uncorrected."""
+    """Two roads: the sampler disagrees beyond the bound about row 4; or row 4 has advantages of 0,
+    uncorrected."""
     case = case_of(plain)
     row = (torch.arange(9) == 4)[:, None]
     old = case.batch.old_logprobs

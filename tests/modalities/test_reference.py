@@ -1,4 +1,5 @@
-"""References: at a KL of exactly 0 until the policy moves, wherever their weights rest; and those that follow it."""
+"""References: at a KL of exactly 0 until the policy moves, wherever their weights rest; and those
+that follow it."""
 
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ def step(policy, rollouts):
     ).step()
 
 
-# --- frozen copies ----------------------------------------------------------------------------------------------------
+# --- frozen copies --------------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(18)
@@ -153,7 +154,7 @@ def test_a_reference_made_after_a_change_behind_autograds_back_is_the_changed_po
     assert torch.equal(reference.module.model.embed_tokens.weight, expected)
 
 
-# --- wherever the weights are kept ------------------------------------------------------------------------------------
+# --- wherever the weights are kept ----------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(18)
@@ -196,7 +197,7 @@ def test_a_placed_copy_does_not_share_the_policys_memory(tmp_path):
         assert digest(reference.state_dict()) == before
 
 
-# --- mixing -----------------------------------------------------------------------------------------------------------
+# --- mixing ---------------------------------------------------------------------------------------
 
 
 def followers(compute, tmp_path):
@@ -242,7 +243,8 @@ def test_small_steps_of_a_bfloat16_run_are_not_rounded_away(tmp_path):
 
 
 def mixed(own, numbers, rate):
-    """Numbers of a reference, whose first weights are ``own``, after one update towards ``numbers``."""
+    """Numbers of a reference, whose first weights are ``own``, after one update towards
+    ``numbers``."""
     policy = plain()
     weight = next(policy.module.parameters()).data.flatten()[: len(own)]
     weight.copy_(torch.tensor(own))
@@ -323,7 +325,7 @@ def test_a_mixed_reference_answers_with_its_own_weights(tmp_path):
             assert torch.equal(own.sample(requests(3, 1), greedy, seed=0).actions, others.actions)
 
 
-# --- adapters ---------------------------------------------------------------------------------------------------------
+# --- adapters -------------------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(18)

@@ -42,7 +42,8 @@ class Case:
 
 @cache
 def case_of(make: Callable[..., Any], dtype: torch.dtype = torch.float64) -> Case:
-    """Nine ragged rows of three groups; ratios off 1, some beyond every clip; another sampler; one row unscored."""
+    """Nine ragged rows of three groups; ratios off 1, some beyond every clip; another sampler; one
+    row unscored."""
     policy = make() if dtype == torch.float32 else doubled(make())
     rollouts = ragged(policy.sample(requests(4, 2, 3), SAMPLING, seed=3))
     reference, critic = ReferenceModel(policy), SharedCritic(policy)
@@ -108,7 +109,8 @@ def per_action(batch: Batch) -> dict[str, Tensor]:
 
 
 def changed(batch: Batch, change: Callable[[Tensor], Tensor], **other: Any) -> Batch:
-    """The batch with every floating number of an action changed: its own, its reference's, the sampler's."""
+    """The batch with every floating number of an action changed: its own, its reference's, the
+    sampler's."""
     assert batch.rollouts is not None and batch.ref is not None
     rollouts = other.pop("rollouts", batch.rollouts)
     return replace(
@@ -120,7 +122,7 @@ def changed(batch: Batch, change: Callable[[Tensor], Tensor], **other: Any) -> B
     )
 
 
-# --- the trainer's road ----------------------------------------------------------------------------------------------
+# --- the trainer's road ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,5 @@
-"""What an update is computed from otherwise, with the same gradient: cuts, orders, layouts, junk and company."""
+"""What an update is computed from otherwise, with the same gradient: cuts, orders, layouts, junk
+and company."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from gruppo.types import Batch
 
 
 def micro_batches(case: Case) -> Iterator[Variant]:
-    """Every budget that cuts the batch in another way, from one row a piece to one piece; references made anew."""
+    """Every budget that cuts the batch in another way, from one row a piece to one piece;
+    references made anew."""
     fresh = replace(case.batch, ref=None)
     return (Variant(fresh, case.policy, budget) for budget in budgets(case))
 
@@ -88,7 +90,7 @@ def undivided(policy: Any) -> Any:
     return other
 
 
-# --- batches made of batches -----------------------------------------------------------------------------------------
+# --- batches made of batches ----------------------------------------------------------------------
 
 
 def spoiled(batch: Batch) -> Batch:
@@ -120,7 +122,8 @@ def share(batch: Batch, rows: Sequence[int]) -> Batch:
 
 
 def beside_masked_rows(batch: Batch) -> Batch:
-    """The batch and its first four rows again as rows that are not scored, the first of them with more columns."""
+    """The batch and its first four rows again as rows that are not scored, the first of them with
+    more columns."""
     rows = torch.tensor([0, 1, 2, 3])
     wide = widened(batch, 3)
     both = torch.cat([torch.arange(len(batch.rewards)), rows])

@@ -19,6 +19,20 @@ from tests.mutants.mutant import SOURCE, TESTS
 
 PLACES = ("core", "trainer", "modalities/*/policy.py", "modalities/*/sampling.py", "losses.py")
 """Where the numbers are made, below ``src/gruppo``."""
+NOT_NUMBERS = (
+    "async_rollouts",
+    "background_save",
+    "checkpoint",
+    "dry_run",
+    "ledger",
+    "memory",
+    "run_dir",
+    "shards",
+    "signals",
+    "watch",
+)
+"""Modules of the trainer that write files, print or wait: their tests are whole runs and
+processes."""
 MOST_FILES = 12
 """Test files that one mutant runs at most: those that name its module most often."""
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
@@ -104,7 +118,8 @@ def _files() -> Iterator[str]:
         for path in sorted(root.glob(place)):
             files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
             for file in files:
-                if _tests_of(str(file.relative_to(root))):
+                is_numeric = path.name != "trainer" or file.stem not in NOT_NUMBERS
+                if is_numeric and _tests_of(str(file.relative_to(root))):
                     yield str(file.relative_to(root))
 
 

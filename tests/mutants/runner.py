@@ -1,4 +1,5 @@
-"""Tests against a changed package, each job in a process forked from one that has imported what is heavy."""
+"""Tests against a changed package, each job in a process forked from one that has imported what is
+heavy."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ BROKEN = (
     "AttributeError",
     "TypeError",
 )
-"""What code raises that would never have run: a mutant that ends so is no silent bug, and its test proves nothing."""
+"""What code raises that would never have run: a mutant that ends so is no silent bug, and its test
+proves nothing."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,8 @@ class Outcome:
 
     @property
     def has_failure(self) -> bool:
-        """Whether any test failed, or the process died or hung: a generated mutant is then caught."""
+        """Whether any test failed, or the process died or hung: a generated mutant is then
+        caught."""
         return bool(self.problem) or any(report.outcome == "failed" for report in self.reports)
 
     def passed(self, test: str) -> bool:
@@ -116,7 +119,8 @@ class Job:
 
 
 def run_all(jobs: Sequence[Job], cores: int, on_done: Callable[[Job, Outcome], None]) -> None:
-    """All jobs, ``cores`` at a time, on one copy of the source taken now; ``on_done`` hears of each as it ends."""
+    """All jobs, ``cores`` at a time, on one copy of the source taken now; ``on_done`` hears of each
+    as it ends."""
     assert not any(name.partition(".")[0] == "gruppo" for name in sys.modules), (
         "a fork would keep the healthy package"
     )
@@ -195,7 +199,8 @@ class _Running:
 
 
 def _start(job: Job, source: Path, folder: Path, place: int = 0, attempt: int = 1) -> _Running:
-    """Begin a job on its own copy of the package. On healthy code all tests run, on a mutant until one fails."""
+    """Begin a job on its own copy of the package. On healthy code all tests run, on a mutant until
+    one fails."""
     shutil.copytree(source, folder / "src")
     if job.mutant is not None:
         changed = folder / "src/gruppo" / job.mutant.file
@@ -213,7 +218,8 @@ def _start(job: Job, source: Path, folder: Path, place: int = 0, attempt: int = 
 
 
 def _child(tests: Sequence[str], options: Sequence[str], folder: Path) -> None:
-    """Run tests with the package of ``folder`` first on every path: this process's, pytest's, and its children's."""
+    """Run tests with the package of ``folder`` first on every path: this process's, pytest's, and
+    its children's."""
     temporary = folder / "tmp"
     temporary.mkdir()
     package, root = str(folder / "src"), str(TESTS.parent)

@@ -37,7 +37,8 @@ TOOLS = torch.zeros_like(MASK).index_put(
 ENDED = torch.tensor([ids[-1] == END for ids in COMPLETIONS])
 ADVANTAGES = torch.tensor([1.2, -0.7, 0.5, -1.1, 0.8, -0.3], dtype=torch.float64)
 ROW_LOG_RATIOS = torch.tensor([0.5, -0.45, 2e-4, 0.4, -0.5, -1e-4], dtype=torch.float64)
-"""Mean log-ratio of each row: above, below and inside the clip range, under advantages of both signs."""
+"""Mean log-ratio of each row: above, below and inside the clip range, under advantages of both
+signs."""
 
 
 def _noise(scale: float, seed: int) -> Tensor:
@@ -86,7 +87,7 @@ def result_of(loss: Tensor, module: torch.nn.Module) -> Result:
     )
 
 
-# --- gruppo ----------------------------------------------------------------------------------------------------------
+# --- gruppo ---------------------------------------------------------------------------------------
 
 
 def rollouts(temperature: float = 1.0, mask: Tensor = MASK) -> Rollouts:

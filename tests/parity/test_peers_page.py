@@ -1,4 +1,5 @@
-"""docs/objectives/peers.md lists every option of TRL's that bears on the objective, with TRL's own default."""
+"""docs/objectives/peers.md lists every option of TRL's that bears on the objective, with TRL's own
+default."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""TRL 1.16's own scoring of rows: the same reward functions through both, to advantages and correction weights."""
+"""TRL 1.16's own scoring of rows: the same reward functions through both, to advantages and
+correction weights."""
 
 from __future__ import annotations
 
@@ -95,7 +96,8 @@ def test_rloos_baseline_is_the_mean_of_the_scored_others(rewards: Rewards):
 
 
 def test_rloos_beta_is_a_kl_in_the_reward_of_the_row():
-    """TRL subtracts beta times the row's sum of k1 before the baseline: credit="outcome" with kl_in="reward"."""
+    """TRL subtracts beta times the row's sum of k1 before the baseline: credit="outcome" with
+    kl_in="reward"."""
     trainer, case = trainer_of("RLOO", [ANSWER], beta=0.5), Case()
     trainer._get_per_token_logps_and_entropies = lambda model, *_, **__: (
         (case.ref if model is trainer.ref_model else case.old).float(),
@@ -121,7 +123,7 @@ def test_rloos_beta_is_a_kl_in_the_reward_of_the_row():
     assert not close(ours, advantages(score, baseline=RLOO.baseline, scale=RLOO.scale))
 
 
-# --- the correction's weights ----------------------------------------------------------------------------------------
+# --- the correction's weights ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 3.0), (0.5, 1.5)])
@@ -164,7 +166,7 @@ def test_a_log_prob_that_the_engine_could_not_report_counts_as_agreement_in_trl(
     assert ours[0, 1].isnan()
 
 
-# --- known differences -----------------------------------------------------------------------------------------------
+# --- known differences ----------------------------------------------------------------------------
 
 
 def test_a_part_missing_in_one_row_counts_as_0_in_trls_sum_and_leaves_the_row_unscored_here():

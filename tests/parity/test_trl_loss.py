@@ -1,6 +1,8 @@
-"""TRL 1.16's own ``_compute_loss`` and gruppo's policy loss: one number, and one gradient of all weights.
+"""TRL 1.16's own ``_compute_loss`` and gruppo's policy loss: one number, and one gradient of all
+weights.
 
-Both start from the same weights and token ids. Float32 is what TRL runs; in float64 nothing is left but the formula.
+Both start from the same weights and token ids. Float32 is what TRL runs; in float64 nothing is left
+but the formula.
 """
 
 from __future__ import annotations
@@ -119,7 +121,7 @@ def test_tokens_of_a_tool_and_the_temperature_count_as_in_trl(
     assert_equal(gruppo_loss(objective, case, dtype=EXACT), theirs, EXACT)
 
 
-# --- KL and entropy --------------------------------------------------------------------------------------------------
+# --- KL and entropy -------------------------------------------------------------------------------
 
 
 @DTYPES
@@ -170,7 +172,7 @@ def test_under_other_averages_trl_still_takes_the_entropy_over_tokens_and_we_the
     assert gruppo_loss(GRPO, Case(), dtype=EXACT, entropy_coef=0.05).distance(theirs)[1] > 1e-4
 
 
-# --- rows left out, and rows of an engine ----------------------------------------------------------------------------
+# --- rows left out, and rows of an engine ---------------------------------------------------------
 
 
 def test_mask_truncated_is_trls_under_the_token_average():
@@ -221,7 +223,7 @@ def test_vespo_takes_the_correction_into_its_weight_in_trl_and_beside_it_here():
     assert corrected.distance(trl_loss(Case(), dtype=EXACT, engine=True, **config))[1] > 1e-3
 
 
-# --- micro-batches ---------------------------------------------------------------------------------------------------
+# --- micro-batches --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -251,11 +253,12 @@ def test_the_entropy_bonus_of_trl_is_a_mean_of_micro_batch_means():
     assert abs(float(sum(halves)) / 2 - float(entropy[mask].mean())) > 1e-4
 
 
-# --- known differences -----------------------------------------------------------------------------------------------
+# --- known differences ----------------------------------------------------------------------------
 
 
 def test_trls_cispo_left_at_its_default_caps_the_ratio_at_a_fifth():
-    """``epsilon_high`` bounds the ratio itself there: 0.2, so that a ratio of 1 learns with a fifth of its gradient."""
+    """``epsilon_high`` bounds the ratio itself there: 0.2, so that a ratio of 1 learns with a fifth
+    of its gradient."""
     on_policy = Case(log_ratios=torch.zeros_like(LOG_RATIOS))
     theirs = trl_loss(on_policy, dtype=EXACT, loss_type="cispo")
     ours = gruppo_loss(CISPO, on_policy, dtype=EXACT)

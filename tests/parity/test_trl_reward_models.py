@@ -1,4 +1,5 @@
-"""One reward model through TRL 1.16's GRPO trainer and ours: the same texts, padded together, and the same scores."""
+"""One reward model through TRL 1.16's GRPO trainer and ours: the same texts, padded together, and
+the same scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""TRL 1.16's own GRPOTrainer and ``gruppo.trl.GRPOTrainer`` over one batch of unequal rows: both optimizer steps."""
+"""TRL 1.16's own GRPOTrainer and ``gruppo.trl.GRPOTrainer`` over one batch of unequal rows: both
+optimizer steps."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def reward(completion_ids: Any, **_: Any) -> list[float]:
 
 
 def theirs(folder: Any, **config: Any) -> tuple[Updates, list[float]]:
-    """Gradients of TRL's own training loop, of which only the generation is replaced, and its logged losses."""
+    """Gradients of TRL's own training loop, of which only the generation is replaced, and its
+    logged losses."""
     seen: Updates = []
 
     class Watch(TrainerCallback):
@@ -143,8 +145,8 @@ def test_both_optimizer_steps_of_a_batch_have_trls_loss_and_gradient_of_every_pa
         for name in a:
             size = max(float(b[name].norm()), 1e-4)
             assert float((a[name] - b[name]).norm()) <= (2e-5, 2e-3)[number] * size, (number, name)
-    # AdamW's first step divides by |gradient|: where one is nearly 0, the rounding of either side decides its sign,
-    # so that the second gradient agrees to three digits only
+    # AdamW's first step divides by |gradient|: where one is nearly 0, the rounding of either side
+    # decides its sign, so that the second gradient agrees to three digits only
     if not config.get("beta"):
         assert our_losses == pytest.approx(their_losses, abs=1e-4)  # TRL logs four digits
     assert trainer.state.global_step == 2 and isinstance(trainer.run, gruppo.Trainer)

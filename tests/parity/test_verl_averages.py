@@ -1,4 +1,5 @@
-"""verl 0.9.1 by hand: its five ``loss_agg_mode``s, dual clip, whitening, GAE and advantages, in float64.
+"""verl 0.9.1 by hand: its five ``loss_agg_mode``s, dual clip, whitening, GAE and advantages, in
+float64.
 
 verl is not imported: it needs Ray and a GPU engine. The numbers below follow from its formulas in
 ``verl/trainer/ppo/core_algos.py`` and ``verl/utils/torch_functional.py``.
@@ -36,7 +37,7 @@ def close(ours: Tensor, by_hand: Tensor) -> bool:
     return torch.allclose(ours.double(), by_hand.double(), rtol=1e-6, atol=1e-12)
 
 
-# --- loss_agg_mode ---------------------------------------------------------------------------------------------------
+# --- loss_agg_mode --------------------------------------------------------------------------------
 
 LOSSES = f64([1, 2, 3, 4], [10, X, X, X], [5, 7, X, X])
 LENGTHS = torch.tensor([4, 1, 2])
@@ -70,12 +71,13 @@ def test_each_loss_agg_mode_is_one_of_our_averages(mode: str, average: Any, by_h
 
 @pytest.mark.parametrize(("mode", "average", "by_hand"), MODES, ids=[mode for mode, _, _ in MODES])
 def test_a_row_that_is_masked_whole_changes_no_average(mode: str, average: Any, by_hand: float):
-    """As in ``agg_loss`` by itself; verl's trainer passes it the rows of the batch, masked ones too."""
+    """As in ``agg_loss`` by itself; verl's trainer passes it the rows of the batch, masked ones
+    too."""
     loss_mask, losses = torch.cat([KEEP, KEEP[:1] & False]), torch.cat([LOSSES, LOSSES[:1] + X])
     assert averaged(average, loss_mask, losses) == pytest.approx(by_hand, rel=1e-12)
 
 
-# --- policy losses ---------------------------------------------------------------------------------------------------
+# --- policy losses --------------------------------------------------------------------------------
 
 RATIOS = [0.5, 1.0, 1.25, 2.0, 4.0]
 
@@ -90,7 +92,8 @@ def losses_at(ratios: list[float], advantage: float, objective: Objective) -> Te
 
 
 def test_dual_clip_3_bounds_the_loss_of_negative_advantages_and_no_other():
-    """clip_ratio 0.2, clip_ratio_c 3: for A = -1, min(3, max(r, clip(r))); for A = 1, max(-r, -clip(r))."""
+    """clip_ratio 0.2, clip_ratio_c 3: for A = -1, min(3, max(r, clip(r))); for A = 1, max(-r,
+    -clip(r))."""
     dual = replace(GRPO, dual_clip=3.0)
     assert close(losses_at(RATIOS, -1.0, dual), f64(0.8, 1.0, 1.25, 2.0, 3.0))
     assert close(losses_at(RATIOS, 1.0, dual), f64(-0.5, -1.0, -1.2, -1.2, -1.2))
@@ -111,14 +114,15 @@ def test_cispo_of_verl_clamps_at_both_ends_of_its_clip_range():
 
 @pytest.mark.silent_bug(32)
 def test_the_value_loss_takes_the_larger_of_plain_and_clipped_and_halves_it():
-    """cliprange_value 0.5: (2 - 0)^2 over (1.5 - 0)^2; 0.2^2 either way; (1.5 - 3)^2 over (3 - 3)^2."""
+    """cliprange_value 0.5: (2 - 0)^2 over (1.5 - 0)^2; 0.2^2 either way; (1.5 - 3)^2 over (3 -
+    3)^2."""
     values, old, returns = f64([2.0, 1.2, 3.0, X]), f64([1.0, 1.0, 1.0, X]), f64([0.0, 1.0, 3.0, X])
     loss_mask = f64([1, 1, 1, 0]).bool()
     losses = value_loss(values, old, returns, loss_mask, clip=0.5)
     assert close(losses, f64([2.0, 0.02, 1.125, 0.0]))
 
 
-# --- advantages ------------------------------------------------------------------------------------------------------
+# --- advantages -----------------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(31)
@@ -131,7 +135,8 @@ def test_masked_whiten_has_mean_0_and_unbiased_variance_1_over_the_mask():
 
 @pytest.mark.silent_bug(30)
 def test_gae_steps_over_a_tools_tokens():
-    """gamma 0.9, lam 0.5. Row 0: A_2 = 1 - 0.2 = 0.8; A_0 = 0.9 0.2 - 0.5 + 0.45 0.8 = 0.04. Row 1: 2 - 0.4."""
+    """gamma 0.9, lam 0.5. Row 0: A_2 = 1 - 0.2 = 0.8; A_0 = 0.9 0.2 - 0.5 + 0.45 0.8 = 0.04. Row 1:
+    2 - 0.4."""
     rewards, values = f64([0, X, 1], [2, X, X]), f64([0.5, X, 0.2], [0.4, X, X])
     mask = f64([1, 0, 1], [1, 0, 0]).bool()
     advantages, returns = gae(rewards, values, mask, gamma=0.9, lam=0.5)
@@ -166,7 +171,8 @@ def test_rloo_is_the_reward_less_the_mean_of_the_others():
 
 
 def test_reinforce_plus_plus_baseline_whitens_group_centred_rewards_over_tokens():
-    """Tokens 0.5 three times, -0.5, 1.5, -1.5: mean 1 / 6, squares sum to 5.5, so variance (5.5 - 6 / 36) / 5."""
+    """Tokens 0.5 three times, -0.5, 1.5, -1.5: mean 1 / 6, squares sum to 5.5, so variance (5.5 - 6
+    / 36) / 5."""
     whitened = whiten(of_rows(baseline="mean", scale="none"), MASK)
     by_hand = (f64(0.5, -0.5, 1.5, -1.5) - 1 / 6) / ((5.5 - 1 / 6) / 5) ** 0.5
     assert close(whitened[:, 0], by_hand)
@@ -183,7 +189,8 @@ def test_reinforce_plus_plus_whitens_returns_to_go_so_that_our_batch_mean_drops_
 
 
 def test_reinforce_pp_is_verls_below_gamma_1_without_a_baseline():
-    """Scores 3 and 1 over 2 and 1 tokens, gamma 0.5: verl's returns are 1.5, 3 and 1, with variance 13 / 12."""
+    """Scores 3 and 1 over 2 and 1 tokens, gamma 0.5: verl's returns are 1.5, 3 and 1, with variance
+    13 / 12."""
     mask = torch.tensor([[True, True], [True, False]])
     verl = f64([-1 / 3, 7 / 6], [-5 / 6, 0]) / (13 / 12) ** 0.5
     ours = {}
@@ -200,7 +207,8 @@ def test_reinforce_pp_is_verls_below_gamma_1_without_a_baseline():
 
 @pytest.mark.parametrize("lam", [1.0, 0.95])
 def test_openrlhf_decays_across_tool_tokens_and_is_equal_at_gamma_and_lambda_1(lam: float):
-    """Its loop over the columns: values and rewards of a tool's tokens are 0, and gamma lambda acts at each of them."""
+    """Its loop over the columns: values and rewards of a tool's tokens are 0, and gamma lambda acts
+    at each of them."""
     mask = torch.tensor([[True, *[False] * 100, True]])
     values, rewards = (
         torch.where(mask, 0.25, 0.0).double(),
@@ -234,7 +242,8 @@ def test_ddof_0_makes_advantages_larger_by_a_factor_of_the_count_alone(count: in
 
 
 def test_gdpo_whitens_the_sum_over_tokens_so_that_our_normalisation_over_rows_drops_out():
-    """Weights 3 and 1. By itself each gives +-0.5^0.5, the second the reverse of the first in the second group."""
+    """Weights 3 and 1. By itself each gives +-0.5^0.5, the second the reverse of the first in the
+    second group."""
     of_one = {
         "group_ids": GROUP_IDS,
         "mask": MASK[:, :1],
@@ -250,7 +259,7 @@ def test_gdpo_whitens_the_sum_over_tokens_so_that_our_normalisation_over_rows_dr
     assert torch.allclose(whiten(ours[:, None].where(MASK, 0), MASK).double(), by_hand, rtol=1e-5)
 
 
-# --- KL, and rows of an engine ---------------------------------------------------------------------------------------
+# --- KL, and rows of an engine --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("verl", "estimator"), [("kl", "k1"), ("mse", "k2"), ("low_var_kl", "k3")])

@@ -53,7 +53,8 @@ def folder() -> str:
 def trainer_of(
     kind: str, rewards: Rewards = NO_REWARDS, *, micro_batches: int = 1, **config: Any
 ) -> Any:
-    """A real trainer ("GRPO" or "RLOO") over a tiny Llama, in training mode; one update is the whole batch."""
+    """A real trainer ("GRPO" or "RLOO") over a tiny Llama, in training mode; one update is the
+    whole batch."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -93,7 +94,8 @@ def trainer_of(
 def scored(
     trainer: Any, *, compute_module: Tensor | None = None, tools_mask: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """TRL's own scoring of the batch's rows: masks, advantages, and the correction of what an engine reported."""
+    """TRL's own scoring of the batch's rows: masks, advantages, and the correction of what an
+    engine reported."""
     prompts = [PROMPT_IDS[group] for group in GROUPS]
     rows = None if compute_module is None else ragged(compute_module)
     tools = None if tools_mask is None else ragged(tools_mask.long())
@@ -117,7 +119,8 @@ def trl_loss(
     micro_batches: int = 1,
     **config: Any,
 ) -> Result:
-    """``GRPOTrainer._compute_loss``. ``engine``: the rows came from an engine whose log-probs are the sampler's."""
+    """``GRPOTrainer._compute_loss``. ``engine``: the rows came from an engine whose log-probs are
+    the sampler's."""
     trainer = trainer_of("GRPO", micro_batches=micro_batches, **config)
     with throughout(dtype):
         _to(trainer, dtype)

@@ -15,7 +15,8 @@ OTHER_MERGES = (("e", "s"), ("1", "2"), ("x", "t"))
 def classifier(
     kind: str, labels: int = 1, *, seed: int = 0, tokenizer: Any = None, **changes: Any
 ) -> Any:
-    """A ``LlamaForSequenceClassification`` or ``LlamaForTokenClassification`` with weights that matter."""
+    """A ``LlamaForSequenceClassification`` or ``LlamaForTokenClassification`` with weights that
+    matter."""
     import transformers
 
     tokenizer = bpe_tokenizer(OTHER_MERGES) if tokenizer is None else tokenizer

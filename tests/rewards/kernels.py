@@ -1,4 +1,5 @@
-"""Whether this machine's kernel has what the jail is made of, found out beside it: a jail that leaks is not skipped."""
+"""Whether this machine's kernel has what the jail is made of, found out beside it: a jail that
+leaks is not skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What an assert asks of the jail, and what stays outside; how plain data and printed text are compared."""
+"""What an assert asks of the jail, and what stays outside; how plain data and printed text are
+compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The small classifier: it learns, the same from the same seed, and is loaded whole or not at all."""
+"""The small classifier: it learns, the same from the same seed, and is loaded whole or not at
+all."""
 
 from __future__ import annotations
 

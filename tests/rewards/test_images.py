@@ -1,4 +1,5 @@
-"""Rewards of images: by hand, as a saved file gives them, and under the rules for rows that cannot be scored."""
+"""Rewards of images: by hand, as a saved file gives them, and under the rules for rows that cannot
+be scored."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def reloaded(image: Tensor, tmp_path) -> Tensor:
 
 
 class Darkness(nn.Module):
-    """Two classes, light and dark, whose log-odds are 10 (mean - .5); with statistics that training would move."""
+    """Two classes, light and dark, whose log-odds are 10 (mean - .5); with statistics that training
+    would move."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +61,7 @@ LOGIT = (5.0, 1.0, -3.0)
 NATS = [-math.log1p(math.exp(-x)) for x in LOGIT]
 
 
-# --- compressibility --------------------------------------------------------------------------------------------------
+# --- compressibility ------------------------------------------------------------------------------
 
 
 def test_compressibility_is_minus_the_kilobytes_of_the_file_that_pillow_writes(tmp_path):
@@ -93,7 +95,7 @@ def test_a_quality_that_jpeg_does_not_have_is_refused(quality):
         jpeg_compressibility(quality)
 
 
-# --- brightness, symmetry ---------------------------------------------------------------------------------------------
+# --- brightness, symmetry -------------------------------------------------------------------------
 
 
 def test_brightness_is_the_mean_or_the_closeness_to_a_target():
@@ -116,7 +118,7 @@ def test_symmetry_is_the_correlation_with_the_mirror_image():
         symmetry("diagonal")
 
 
-# --- a classifier -----------------------------------------------------------------------------------------------------
+# --- a classifier ---------------------------------------------------------------------------------
 
 
 def test_a_classifier_gives_the_log_probability_of_each_rows_own_class():
@@ -160,7 +162,7 @@ def test_a_classifier_is_frozen_and_stays_so_its_running_statistics_included():
     assert all(value.equal(before[name]) for name, value in module.state_dict().items())
 
 
-# --- what a reward sees -----------------------------------------------------------------------------------------------
+# --- what a reward sees ---------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(38)
@@ -195,7 +197,7 @@ def test_a_saved_image_keeps_its_channels_rows_and_columns(tmp_path):
         to_pillow(image[:2])
 
 
-# --- rows that cannot be scored ---------------------------------------------------------------------------------------
+# --- rows that cannot be scored -------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(22)

@@ -1,4 +1,5 @@
-"""Rewards of restored images: equal to scikit-image, by hand in patches, and unscored where nothing is to compare."""
+"""Rewards of restored images: equal to scikit-image, by hand in patches, and unscored where nothing
+is to compare."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def levels(image: Tensor) -> np.ndarray:
     return to_uint8(image).permute(1, 2, 0).numpy()
 
 
-# --- fidelity ---------------------------------------------------------------------------------------------------------
+# --- fidelity -------------------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(38)
@@ -158,7 +159,7 @@ def test_no_cheap_picture_scores_above_a_restored_one(make):
     assert max(found[1:]) < found[0]
 
 
-# --- patches ----------------------------------------------------------------------------------------------------------
+# --- patches --------------------------------------------------------------------------------------
 
 
 def patched(outputs, columns: int, **changes) -> Rollouts:
@@ -262,7 +263,7 @@ def test_patches_that_are_not_the_policy_s_are_refused():
         RewardSet([ssim(patch=4)]).check(["image"])
 
 
-# --- bytes ------------------------------------------------------------------------------------------------------------
+# --- bytes ----------------------------------------------------------------------------------------
 
 
 def test_a_saving_is_the_share_of_bytes_without_the_header():
@@ -291,7 +292,7 @@ def test_a_saving_that_there_is_not_is_refused(options):
         jpeg_saving(**options)
 
 
-# --- text -------------------------------------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------
 
 
 def test_accuracy_is_one_minus_the_edits_of_a_character_as_they_are_read():
@@ -312,7 +313,7 @@ def test_accuracy_is_one_minus_the_edits_of_a_character_as_they_are_read():
     assert math.isnan(ocr_accuracy(read)(images=broken, text=["x"])[0])
 
 
-# --- nothing to compare with ------------------------------------------------------------------------------------------
+# --- nothing to compare with ----------------------------------------------------------------------
 
 
 def test_brisque_prefers_a_photograph_to_the_same_with_noise_or_blur_and_has_no_score_of_a_flat_one():

@@ -1,4 +1,5 @@
-"""Runs with a judge: it fails and the run continues, its cost is reported, its budget survives a kill."""
+"""Runs with a judge: it fails and the run continues, its cost is reported, its budget survives a
+kill."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def start(folder: Path, file: str, **changes: Any) -> Any:
 
 
 def test_a_judge_that_goes_down_and_comes_back_costs_its_rows_and_no_run(server, tmp_path):
-    """Beside a second reward, too: rows without a verdict are unscored, not scored by the other reward alone."""
+    """Beside a second reward, too: rows without a verdict are unscored, not scored by the other
+    reward alone."""
     file = write_judge(tmp_path / "mine.toml", server, "retries = 0\nconcurrency = 4")
     answer, calls = server.answer, []
 
@@ -74,7 +76,8 @@ def test_the_cost_is_in_the_metrics_the_result_and_on_the_screen(server, tmp_pat
 
 
 def test_a_resumed_run_counts_on_and_asks_nothing_twice(server, tmp_path, monkeypatch):
-    """Killed before the first checkpoint: what was paid is counted, and its verdicts come from the cache."""
+    """Killed before the first checkpoint: what was paid is counted, and its verdicts come from the
+    cache."""
     whole = start(
         tmp_path / "whole", write_judge(tmp_path / "whole.toml", server, "seed = 1"), steps=3
     )

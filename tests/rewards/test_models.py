@@ -1,4 +1,5 @@
-"""Reward models: what they read, what they say of it, and that batches, padding and devices change nothing."""
+"""Reward models: what they read, what they say of it, and that batches, padding and devices change
+nothing."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def scores_of(model, completions, prompt="ask "):
     return model(prompts=[prompt] * len(completions), completions=completions)
 
 
-# --- what an outcome model reads -------------------------------------------------------------------------------------
+# --- what an outcome model reads ------------------------------------------------------------------
 
 
 def test_a_conversation_is_written_by_the_models_own_template():
@@ -87,7 +88,7 @@ def test_the_text_is_read_by_the_models_own_tokenizer_whatever_the_policys_ids_a
     assert rewards.names == ("reward_model",)
 
 
-# --- batches ---------------------------------------------------------------------------------------------------------
+# --- batches --------------------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(4)
@@ -95,7 +96,8 @@ def test_the_text_is_read_by_the_models_own_tokenizer_whatever_the_policys_ids_a
 @pytest.mark.parametrize("pads", ["end", "own", "none"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_batches_padding_and_order_change_no_score(pads, side):
-    """Padding with the end token, with one of its own, and by a model that knows none; whatever the tokenizer says."""
+    """Padding with the end token, with one of its own, and by a model that knows none; whatever the
+    tokenizer says."""
     tokenizer = tokenizer_of(padding_side=side)
     pad = {
         "end": tokenizer.eos_token_id,
@@ -122,7 +124,7 @@ def test_rows_of_similar_length_share_a_batch(monkeypatch):
     assert seen == [(2, 3), (2, 5), (1, 9)]
 
 
-# --- what a model says -----------------------------------------------------------------------------------------------
+# --- what a model says ----------------------------------------------------------------------------
 
 
 def test_one_label_is_its_logit_and_two_are_the_log_odds_of_the_second():
@@ -160,7 +162,7 @@ def test_a_model_does_not_learn_and_drops_nothing_out():
     assert not any(p.requires_grad for p in model.network.module.parameters())
 
 
-# --- too long --------------------------------------------------------------------------------------------------------
+# --- too long -------------------------------------------------------------------------------------
 
 
 def test_what_is_too_long_loses_its_beginning_and_is_counted_and_said_once(caplog):
@@ -184,11 +186,12 @@ def test_the_longest_text_is_what_model_and_tokenizer_hold():
     assert outcome(max_length=7).network.max_length == 7
 
 
-# --- a process model -------------------------------------------------------------------------------------------------
+# --- a process model ------------------------------------------------------------------------------
 
 
 def test_each_step_is_scored_at_the_last_token_of_its_mark_in_trls_convention():
-    """prompt, then each step and the separator, tokenised apart: "xt" is one token of this tokenizer otherwise."""
+    """prompt, then each step and the separator, tokenised apart: "xt" is one token of this
+    tokenizer otherwise."""
     model, tokenizer = process(separator="x"), tokenizer_of()
     ids = [
         tokenizer(part, add_special_tokens=False)["input_ids"]
@@ -248,11 +251,12 @@ def test_steps_that_a_cut_text_has_lost_are_unscored():
     assert scores.steps["process_reward"].isfinite().sum() == 1 and scores.failures == ()
 
 
-# --- devices ---------------------------------------------------------------------------------------------------------
+# --- devices --------------------------------------------------------------------------------------
 
 
 def test_offloaded_weights_come_to_the_accelerator_for_a_call_and_go_back(monkeypatch):
-    """``cpu:0`` stands for an accelerator: it computes, and is another device than ``cpu`` to all who compare."""
+    """``cpu:0`` stands for an accelerator: it computes, and is another device than ``cpu`` to all
+    who compare."""
     work = torch.device("cpu", 0)
     monkeypatch.setattr(models, "accelerator", lambda: work)
     model, moves = outcome(offload=True), []
@@ -275,7 +279,7 @@ def test_offloaded_weights_come_to_the_accelerator_for_a_call_and_go_back(monkey
     assert moves == [work, torch.device("cpu")]
 
 
-# --- folders and options ---------------------------------------------------------------------------------------------
+# --- folders and options --------------------------------------------------------------------------
 
 
 def test_a_folder_is_named_with_its_options_and_keeps_the_contract(tmp_path):

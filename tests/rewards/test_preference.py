@@ -1,4 +1,5 @@
-"""Models of what people prefer: a tiny CLIP, the calls to the other packages, and the errors without them."""
+"""Models of what people prefer: a tiny CLIP, the calls to the other packages, and the errors
+without them."""
 
 from __future__ import annotations
 

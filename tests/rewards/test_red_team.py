@@ -1,4 +1,5 @@
-"""About thirty more completions for each built-in reward that would rather be paid than be right."""
+"""About thirty more completions for each built-in reward that would rather be paid than be
+right."""
 
 from __future__ import annotations
 

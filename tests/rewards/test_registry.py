@@ -18,7 +18,8 @@ def file(tmp_path):
     path = tmp_path / "my_rewards.py"
     path.write_text(
         "import math\nfrom fractions import Fraction\nimport helpers_beside\n"
-        "SCALE = 2\n\ndef length(completions, **kwargs):\n    return [float(len(c)) * SCALE for c in completions]\n"
+        "SCALE = 2\n\ndef length(completions, **kwargs):\n    return [float(len(c)) * SCALE for c "
+        "in completions]\n"
         "\ndef _hidden():\n    pass\n\nclass Judge:\n    pass\n"
     )
     (tmp_path / "helpers_beside.py").write_text("X = 1\n")

@@ -126,7 +126,8 @@ def test_arguments_that_only_python_can_hold_are_refused_with_the_way_out(isolat
 def test_code_that_changed_since_the_run_began_is_not_called(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
-        "import os\ndef f(completions):\n    return [os._exit(1) if c == 'bad' else 1.0 for c in completions]\n"
+        "import os\ndef f(completions):\n    return [os._exit(1) if c == 'bad' else 1.0 for c in "
+        "completions]\n"
     )
     reward = RewardSet(resolve_reward(f"{file}:f", RewardWorkers()), timeout_s=5.0)
     assert reward.score(rollouts_of(["a"])).rewards.tolist() == [1.0]

@@ -1,4 +1,5 @@
-"""Several rewards: the weighted sum, what a missing part does to it, and the statistics, all by hand."""
+"""Several rewards: the weighted sum, what a missing part does to it, and the statistics, all by
+hand."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ def test_in_an_evaluation_a_row_that_lacks_a_part_is_unscored_although_its_group
 
 @pytest.mark.silent_bug(22)
 def test_in_an_evaluation_rewards_that_never_score_the_same_row_are_for_different_kinds_of_prompts():
-    """b lacks only code, which never goes with maths; d lacks maths and code, which both go with form."""
+    """b lacks only code, which never goes with maths; d lacks maths and code, which both go with
+    form."""
     maths = fixed({"a": 1.0, "b": 2.0, "c": None, "d": None}, "maths")
     code = fixed({"a": None, "b": None, "c": 3.0, "d": None}, "code")
     form = fixed({"a": 0.5, "b": 0.5, "c": 0.5, "d": 0.5}, "form")
@@ -284,7 +286,7 @@ def test_no_reward_is_refused_and_so_is_one_that_is_not_callable():
         RewardSet(["exact_match"])
 
 
-# --- rows of scores ---------------------------------------------------------------------------------------------------
+# --- rows of scores -------------------------------------------------------------------------------
 
 
 def as_plain(scores):

@@ -1,4 +1,5 @@
-"""Rewards of steps: where a text is cut, which of the policy's own tokens ends each step, and what a row gets."""
+"""Rewards of steps: where a text is cut, which of the policy's own tokens ends each step, and what
+a row gets."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def scores_of(reward, *texts, **changes):
     return rewards.score(written(*texts))
 
 
-# --- cutting ---------------------------------------------------------------------------------------------------------
+# --- cutting --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -79,12 +80,13 @@ def test_a_separator_that_cuts_nothing_is_refused(separator):
         step_reward(separator)
 
 
-# --- placing ---------------------------------------------------------------------------------------------------------
+# --- placing --------------------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(10)
 def test_steps_end_at_the_policys_own_tokens_where_tokenising_the_text_again_gives_others():
-    """The policy wrote "ab", "abc" and "12" letter by letter, which its tokenizer would write with merges."""
+    """The policy wrote "ab", "abc" and "12" letter by letter, which its tokenizer would write with
+    merges."""
     tokenizer = bpe_tokenizer()
     text = "ab\nabc 12\n12"
     ids = [
@@ -122,7 +124,7 @@ def test_a_character_of_several_tokens_is_written_by_its_last():
     assert step_ends([("\u4f60", 1), ("\u597d", 3)], text, ids, utf8) == [2, 7]
 
 
-# --- scores ----------------------------------------------------------------------------------------------------------
+# --- scores ---------------------------------------------------------------------------------------
 
 
 @step_reward()
@@ -207,7 +209,7 @@ def test_two_steps_that_end_in_one_token_are_added():
     assert same(scores.steps["lengths"], [[3.0, NAN, 3.0]]) and scores.rewards.tolist() == [6.0]
 
 
-# --- objects ---------------------------------------------------------------------------------------------------------
+# --- objects --------------------------------------------------------------------------------------
 
 
 class Each:

@@ -123,7 +123,7 @@ def test_repetition_penalty_is_the_share_of_repeated_ngrams():
         text.repetition_penalty(3, 0.5)
 
 
-# --- completions that cheat ----------------------------------------------------------------------------------------
+# --- completions that cheat -----------------------------------------------------------------------
 
 GOLD = "17"
 NUMERIC_CHEATS = [

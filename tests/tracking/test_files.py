@@ -202,7 +202,7 @@ def test_a_run_without_metrics_reads_as_empty(tmp_path):
     assert read_metrics(tmp_path) == []
 
 
-# --- completions ------------------------------------------------------------------------------------------------------
+# --- completions ----------------------------------------------------------------------------------
 
 
 def write_completions(folder, steps, *, max_bytes=1e9):

@@ -1,4 +1,5 @@
-"""A sheet shows the pixels that were rewarded, each image apart from the others, and words that fit."""
+"""A sheet shows the pixels that were rewarded, each image apart from the others, and words that
+fit."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_a_heatmap_has_a_row_for_each_denoising_step_and_a_gap_where_there_is_no
     assert [text.get_text() for text in axes.get_yticklabels()] == ["0", "1"]
 
 
-# --- what is in a panel -----------------------------------------------------------------------------------------------
+# --- what is in a panel ---------------------------------------------------------------------------
 
 
 def drawn(
@@ -143,7 +143,7 @@ def timesteps(step: int, *values: float, name: str = "kl_ref_nats") -> dict[str,
     return {"step": step, **{f"timestep/{name}/{k}": value for k, value in enumerate(values)}}
 
 
-# --- which panels there are -------------------------------------------------------------------------------------------
+# --- which panels there are -----------------------------------------------------------------------
 
 
 def names_of(*rows: dict[str, float]) -> list[str]:

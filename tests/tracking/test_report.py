@@ -39,7 +39,8 @@ def test_wilson_interval_of_none_is_z2_over_n_plus_z2():
 
 
 def test_wilson_interval_of_a_half_is_half_of_sqrt_z2_over_n_plus_z2():
-    # p = 1/2: centre 1/2, half width z / 2 / sqrt(n + z^2) = 1.959964 / 2 / sqrt(13.841459) = 0.2634069
+    # p = 1/2: centre 1/2, half width z / 2 / sqrt(n + z^2) = 1.959964 / 2 / sqrt(13.841459) =
+    # 0.2634069
     assert wilson_interval(5, 10) == (
         pytest.approx(0.2365931, rel=1e-6),
         pytest.approx(0.7634069, rel=1e-6),

@@ -1,4 +1,5 @@
-"""Rows with pictures become a sheet and lines that say where on it each is; nothing that is no picture stops a run."""
+"""Rows with pictures become a sheet and lines that say where on it each is; nothing that is no
+picture stops a run."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ def test_a_sheet_has_its_limit_and_no_row_is_lost(tmp_path):
     assert named == [False] * MAX_IMAGES + [True] * 2
 
 
-# --- bad input --------------------------------------------------------------------------------------------------------
+# --- bad input ------------------------------------------------------------------------------------
 
 
 ODD = [
@@ -142,7 +143,7 @@ def test_a_sheet_that_cannot_be_drawn_costs_a_line_and_no_run(tmp_path, caplog, 
     assert lines_of(tmp_path)[0]["completion"] == "float32 [1, 28, 28]"
 
 
-# --- evaluations, and resumed runs ------------------------------------------------------------------------------------
+# --- evaluations, and resumed runs ----------------------------------------------------------------
 
 
 def evaluation(step, prompts, **more):

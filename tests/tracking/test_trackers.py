@@ -1,4 +1,5 @@
-"""Trackers of others: what they are told, by whom a resumed run is known, and that none of them can end a run."""
+"""Trackers of others: what they are told, by whom a resumed run is known, and that none of them can
+end a run."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ ROWS = [
 ]
 
 
-# --- TensorBoard, as it is --------------------------------------------------------------------------------------------
+# --- TensorBoard, as it is ------------------------------------------------------------------------
 
 
 def events(run: Path) -> Any:
@@ -127,7 +128,7 @@ def test_tensorboard_has_samples_as_a_table_the_sheet_and_the_settings(tmp_path:
     }
 
 
-# --- stand-ins for the other two --------------------------------------------------------------------------------------
+# --- stand-ins for the other two ------------------------------------------------------------------
 
 
 class Recorded:
@@ -361,7 +362,7 @@ def test_settings_are_leaves_under_dotted_names(tmp_path: Path) -> None:
     assert {type(value) for value in found.values()} <= {bool, int, float, str}
 
 
-# --- one's own, and what goes wrong -----------------------------------------------------------------------------------
+# --- one's own, and what goes wrong ---------------------------------------------------------------
 
 
 class Mine:

@@ -1,4 +1,5 @@
-"""An engine that samples beside the trainer, from a copy of the policy; named as module:function in configs."""
+"""An engine that samples beside the trainer, from a copy of the policy; named as module:function in
+configs."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from gruppo.types import Request, Rollouts
 
 
 class CopyEngine(Engine):
-    """Samples from a copy of the weights, one call at a time; a call that waits for ``sync`` uses the new weights."""
+    """Samples from a copy of the weights, one call at a time; a call that waits for ``sync`` uses
+    the new weights."""
 
     concurrency = 2
 

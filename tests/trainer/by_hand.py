@@ -1,6 +1,8 @@
-"""Whole steps in float64 from the sampled tokens and the rewards alone: plain forwards, loops, AdamW's formula.
+"""Whole steps in float64 from the sampled tokens and the rewards alone: plain forwards, loops,
+AdamW's formula.
 
-It shares with the trainer the weights before the step, the rows of each minibatch, and nothing else.
+It shares with the trainer the weights before the step, the rows of each minibatch, and nothing
+else.
 """
 
 from __future__ import annotations
@@ -97,7 +99,8 @@ def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: fl
 def credited(
     run: Run, networks: Networks, rollouts: Rollouts, rewards: Sequence[float]
 ) -> dict[int, Row]:
-    """Rows to learn from, with advantages of a credit in time: of the critic, or the return less the batch's mean."""
+    """Rows to learn from, with advantages of a credit in time: of the critic, or the return less
+    the batch's mean."""
     o, kl_coef = run.config.objective, run.config.stage.kl_coef
     scored = [row for row, reward in enumerate(rewards) if reward == reward]
     mean = sum(rewards[row] for row in scored) / len(scored)
@@ -135,7 +138,8 @@ def _whiten(rows: dict[int, Row]) -> None:
 def loss(
     run: Run, networks: Networks, rollouts: Rollouts, rows: dict[int, Row]
 ) -> tuple[Tensor, Tensor]:
-    """The clipped surrogate and the clipped squared error, averaged over the tokens of a minibatch."""
+    """The clipped surrogate and the clipped squared error, averaged over the tokens of a
+    minibatch."""
     o, count = run.config.objective, sum(len(row.old) for row in rows.values())
     most = o.value_clip or math.inf
     policy, value = torch.zeros(2, dtype=torch.float64)

@@ -1,4 +1,5 @@
-"""A tiny language model whose first letter decides which tool it calls, and an environment with tools."""
+"""A tiny language model whose first letter decides which tool it calls, and an environment with
+tools."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ TEMPLATE = tiny.CHAT_TEMPLATE.replace(
 
 
 class CallingPolicy(TextPolicy):
-    """Stands for a model with a chat template for tools: its weights, tokens and log-probs are those of any other."""
+    """Stands for a model with a chat template for tools: its weights, tokens and log-probs are
+    those of any other."""
 
     tools: Sequence[Mapping[str, Any]] = ()
 

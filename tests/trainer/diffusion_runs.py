@@ -1,4 +1,5 @@
-"""Whole runs of image models on pictures of 8 x 8: a denoiser in a folder, data, rewards and a config."""
+"""Whole runs of image models on pictures of 8 x 8: a denoiser in a folder, data, rewards and a
+config."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ def denoiser(*, dropped: float = 0.0) -> str:
 
 
 def config(folder: Path, **changes: Any) -> Config:
-    """A run in ``folder`` of three prompts and four pictures a step; its data are given as an object."""
+    """A run in ``folder`` of three prompts and four pictures a step; its data are given as an
+    object."""
     defaults = {
         "model": denoiser(),
         "data": IN_MEMORY,
@@ -74,7 +76,8 @@ def config(folder: Path, **changes: Any) -> Config:
         "steps": 4,
         "name": "run",
         "runs_dir": str(folder / "runs"),
-        "scoring__isolate": False,  # a process that imports this file, and torch with it, takes 3 s of CPU time
+        # a process that imports this file, and torch with it, takes 3 s of CPU time
+        "scoring__isolate": False,
         "show_samples_every": 2,
         "diffusion__steps": 4,
         "objective__kl": "exact",
@@ -122,8 +125,8 @@ def stopped_and_resumed(
     is_killed: bool = False,
     **changes: Any,
 ) -> Path:
-    """The run of ``trained``, to which a signal comes in the update of step ``after``; or that ends in the next one's
-    without a word, where step ``after`` was saved."""
+    """The run of ``trained``, to which a signal comes in the update of step ``after``; or that ends
+    in the next one's without a word, where step ``after`` was saved."""
     real = loop.learn
 
     def interrupted(run: Run, *arguments: Any) -> Any:
@@ -140,7 +143,7 @@ def stopped_and_resumed(
     return api.start(folder / "runs/run", parts_of(config(folder, **changes))).folder
 
 
-# --- rewards, named as file.py:function ------------------------------------------------------------------------------
+# --- rewards, named as file.py:function -----------------------------------------------------------
 
 
 def reward(name: str) -> str:

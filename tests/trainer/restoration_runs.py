@@ -1,4 +1,5 @@
-"""Whole runs of networks that restore images, on crops of 8 x 8: images in a folder, networks, rewards and a config."""
+"""Whole runs of networks that restore images, on crops of 8 x 8: images in a folder, networks,
+rewards and a config."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ def config(folder: Path, **changes: Any) -> Config:
         "name": "run",
         "runs_dir": str(folder / "runs"),
         "compute": "float32",
-        "scoring__isolate": False,  # a process that imports this file, and torch with it, takes 3 s of CPU time
+        # a process that imports this file, and torch with it, takes 3 s of CPU time
+        "scoring__isolate": False,
         "show_samples_every": 0,
         "objective__kl": "exact",
         "objective__clip_unit": "nats",
@@ -97,7 +99,8 @@ def config(folder: Path, **changes: Any) -> Config:
 def built(
     folder: Path, *, is_disturbed: bool = False, parts: Parts | None = None, **changes: Any
 ) -> Run:
-    """``is_disturbed``: with other weights than the reference's, so that no term has a gradient of 0."""
+    """``is_disturbed``: with other weights than the reference's, so that no term has a gradient of
+    0."""
     run, _ = build(config(folder, **changes), parts or Parts())
     if is_disturbed:
         disturb(run.policy.module, 0.2)
@@ -152,7 +155,7 @@ def stopped_and_resumed(
     return api.start(folder / "runs/run").folder
 
 
-# --- networks, named as file.py:class ---------------------------------------------------------------------------------
+# --- networks, named as file.py:class -------------------------------------------------------------
 
 
 class Halves(nn.Module):
@@ -192,7 +195,7 @@ class BreaksAlways(TinyNetwork):
         return torch.where(x.std(dim=(1, 2, 3), keepdim=True) > 0, torch.nan, y)
 
 
-# --- rewards and degradations, named as file.py:function --------------------------------------------------------------
+# --- rewards and degradations, named as file.py:function ------------------------------------------
 
 
 def bright(images: Sequence[Tensor], **_: Any) -> list[float]:

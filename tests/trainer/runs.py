@@ -41,7 +41,8 @@ FULL: dict[str, Any] = {
     "stage__kl_coef": 0.1,
     "stage__entropy_coef": 0.01,
 }
-"""Several updates a batch, a reference, a schedule, and a reward that draws from the process's generator."""
+"""Several updates a batch, a reference, a schedule, and a reward that draws from the process's
+generator."""
 
 
 LAGGED: dict[str, Any] = {
@@ -79,7 +80,8 @@ def steps_logged(run: Path) -> int:
 
 
 def assert_same(run: Path, other: Path) -> None:
-    """Weights, optimiser, random state, cursor, counters, metrics, samples, evaluations: equal to the bit."""
+    """Weights, optimiser, random state, cursor, counters, metrics, samples, evaluations: equal to
+    the bit."""
     assert tensors(run / "final/model.safetensors") == tensors(other / "final/model.safetensors")
     assert completions(run) == completions(other)
     last, other_last = newest(run), newest(other)
@@ -98,13 +100,15 @@ def assert_same(run: Path, other: Path) -> None:
 
 
 def learned_from(run: Path) -> list[int]:
-    """Positions of the draws that the steps of a run with lag learned from, in order, as its ledger has them."""
+    """Positions of the draws that the steps of a run with lag learned from, in order, as its ledger
+    has them."""
     steps = Ledger(run, is_replayed=True).steps
     return [position for step in sorted(steps) for position in steps[step]]
 
 
 def assert_nothing_lost(run: Path) -> None:
-    """A complete run with lag has learned from each draw once, in order, and from what its ledger has."""
+    """A complete run with lag has learned from each draw once, in order, and from what its ledger
+    has."""
     config = serialization.load(run / "config.json")
     assert learned_from(run) == list(range(config.steps * config.rollout.prompts))
     assert [row["step"] for row in metrics(run) if "lag/max" in row] == [
@@ -125,7 +129,8 @@ def newest(run: Path) -> Path:
 
 
 def tensors(path: Path) -> dict[str, str]:
-    """A digest of each tensor's bits: pytest takes minutes to show where two bodies of bytes differ."""
+    """A digest of each tensor's bits: pytest takes minutes to show where two bodies of bytes
+    differ."""
     bits = {
         name: tensor.reshape(-1).view(torch.uint8).numpy()
         for name, tensor in load_file(path).items()
@@ -140,7 +145,8 @@ def weights(run: Path) -> torch.Tensor:
 
 
 def begin_or_go_on(config: dict[str, Any], parts: Parts | None = None) -> None:
-    """What a supervisor does: start the run, or resume it. Exit code 75 where a signal stopped it."""
+    """What a supervisor does: start the run, or resume it. Exit code 75 where a signal stopped
+    it."""
     run = Path(config["runs_dir"]) / config["name"]
     try:
         if (run / "config.json").is_file():

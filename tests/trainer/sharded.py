@@ -1,4 +1,5 @@
-"""Ranks of a sharded run without its forward passes: gradients that depend on the step and on the parameter alone."""
+"""Ranks of a sharded run without its forward passes: gradients that depend on the step and on the
+parameter alone."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from gruppo.trainer.run_dir import RunFolder, boundary_state, tensors_of
 
 
 def sharded_run(config: dict[str, Any], kind: str) -> Run:
-    """A run whose layers are sharded; ``kind`` "hybrid" replicates the shards, "none" has whole weights."""
+    """A run whose layers are sharded; ``kind`` "hybrid" replicates the shards, "none" has whole
+    weights."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -46,7 +48,8 @@ def sharded_run(config: dict[str, Any], kind: str) -> Run:
 
 
 def learn(run: Run, steps: int) -> None:
-    """Steps of AdamW, the same on any number of ranks to the bit, since all of it is per element."""
+    """Steps of AdamW, the same on any number of ranks to the bit, since all of it is per
+    element."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     for _ in range(steps):
@@ -66,7 +69,8 @@ def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def save(config: dict[str, Any], kind: str, learned: Sequence[int]) -> None:
-    """Learn for some steps and save in the background, again and again, while one more step is learned from."""
+    """Learn for some steps and save in the background, again and again, while one more step is
+    learned from."""
     dist.init(60)
     run, folder = sharded_run(config, kind), RunFolder(Path(config["runs_dir"]) / config["name"])
     with dist.fail_together():
@@ -82,7 +86,8 @@ def save(config: dict[str, Any], kind: str, learned: Sequence[int]) -> None:
 
 
 def compare(config: dict[str, Any], cases: Sequence[tuple[str, str, int]], expected: str) -> None:
-    """Compare what is restored of (run, kind of sharding, step) with one process that learned as much.
+    """Compare what is restored of (run, kind of sharding, step) with one process that learned as
+    much.
 
     Then save it again, as ``RUN-KIND-RANKS``.
     """

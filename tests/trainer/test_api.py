@@ -36,7 +36,8 @@ SMALL = {
     "rollout__group_size": 3,
     "rollout__max_new_tokens": 6,
     "evaluation__prompts": 0,
-    "scoring__isolate": False,  # a process that imports this file, and torch with it, takes 3 s of CPU time
+    # a process that imports this file, and torch with it, takes 3 s of CPU time
+    "scoring__isolate": False,
 }
 
 
@@ -152,7 +153,8 @@ def test_an_evaluated_row_that_lacks_a_part_is_unscored_and_not_a_sum_of_what_is
 
 
 class Source:
-    """A prompt source of the user's own, which counts the prompts taken and keeps nothing for evaluation."""
+    """A prompt source of the user's own, which counts the prompts taken and keeps nothing for
+    evaluation."""
 
     def __init__(self) -> None:
         self.taken = 0

@@ -1,4 +1,5 @@
-"""Runs that sample ahead of the trainer: the bound with real threads, resumes, replays, and what is refused."""
+"""Runs that sample ahead of the trainer: the bound with real threads, resumes, replays, and what is
+refused."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def lagged(tmp_path_factory) -> Path:
 
 
 def test_lag_0_equals_the_synchronous_loop_to_the_bit(tmp_path, monkeypatch):
-    """The same run with the policy itself, with an engine beside the trainer, and through the queue of groups."""
+    """The same run with the policy itself, with an engine beside the trainer, and through the queue
+    of groups."""
     monkeypatch.setattr(
         CopyEngine, "concurrency", 1
     )  # a step's prompts in one call, as in the synchronous loop
@@ -163,7 +165,7 @@ def test_each_rank_samples_the_groups_of_its_own_slots_ahead(tmp_path):
         assert sampled(run, f"*-r{rank}") == list(range(rank, 16, 2))
 
 
-# --- resume and replay ------------------------------------------------------------------------------------------------
+# --- resume and replay ----------------------------------------------------------------------------
 
 
 def test_a_stopped_run_learns_from_each_draw_once_and_samples_nothing_again(tmp_path):
@@ -246,7 +248,7 @@ def test_options_of_an_engine_are_refused_by_a_replay(lagged):
             train(["--replay", str(lagged), "--engine.lag", "2", *option])
 
 
-# --- bad input --------------------------------------------------------------------------------------------------------
+# --- bad input ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

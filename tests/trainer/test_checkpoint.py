@@ -59,7 +59,7 @@ def test_complete_holds_size_and_sha256_of_every_file(tmp_path):
     assert set(seal) == {"model.safetensors", "optimizer.safetensors", "state.json"}
 
 
-# --- a save that is stopped at any system call ------------------------------------------------------------------------
+# --- a save that is stopped at any system call ----------------------------------------------------
 
 
 def test_a_save_syncs_each_file_before_the_rename_and_the_parent_after(tmp_path, monkeypatch):
@@ -90,7 +90,7 @@ def test_a_process_that_dies_at_any_stage_leaves_the_former_or_the_new_save_whol
     assert not [path.name for path in saves.iterdir() if path.name.startswith(".")]
 
 
-# --- damaged, foreign, of another format ------------------------------------------------------------------------------
+# --- damaged, foreign, of another format ----------------------------------------------------------
 
 
 def flip_a_bit(path: Path) -> None:
@@ -186,7 +186,7 @@ def test_a_seal_that_points_outside_its_folder_is_refused(tmp_path):
             checkpoint.verify(folder)
 
 
-# --- a full disk ------------------------------------------------------------------------------------------------------
+# --- a full disk ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("at", range(18))
@@ -245,7 +245,7 @@ def test_a_file_that_the_system_will_not_let_grow_keeps_the_former_save(tmp_path
     assert step_of(saves) == 1 and not list(saves.glob(".step*"))
 
 
-# --- pruning ----------------------------------------------------------------------------------------------------------
+# --- pruning --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_prune_clears_what_killed_saves_left(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000001"]
 
 
-# --- optimiser and random state ---------------------------------------------------------------------------------------
+# --- optimiser and random state -------------------------------------------------------------------
 
 
 def test_adamw_goes_on_to_the_bit_from_its_saved_state(tmp_path):

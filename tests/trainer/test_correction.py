@@ -107,11 +107,12 @@ def test_a_correction_weighs_the_policy_term_and_no_other(tmp_path, mode, level,
     torch.testing.assert_close(everything, policy, rtol=0, atol=2e-6)
 
 
-# --- columns ----------------------------------------------------------------------------------------------------------
+# --- columns --------------------------------------------------------------------------------------
 
 
 class Columns:
-    """A policy whose pieces end in the middle of a row, as those of a policy over denoising steps do."""
+    """A policy whose pieces end in the middle of a row, as those of a policy over denoising steps
+    do."""
 
     def __init__(self, real: Any, at: int) -> None:
         self.real, self.at = real, at

@@ -73,7 +73,7 @@ def opened(tmp_path):
         folder.close()
 
 
-# --- what is trained -------------------------------------------------------------------------------------------------
+# --- what is trained ------------------------------------------------------------------------------
 
 
 def test_without_a_critic_there_is_none_and_one_group(tmp_path):
@@ -112,7 +112,8 @@ def test_the_critics_rate_is_a_multiple_of_the_policys(tmp_path, kind, lr, scale
 
 
 def test_the_critics_rate_is_its_own_where_a_stage_sets_the_policys(tmp_path):
-    """critic.lr is its peak on the schedule of the stage, whose own peak is 1e-4 and not optim.lr."""
+    """critic.lr is its peak on the schedule of the stage, whose own peak is 1e-4 and not
+    optim.lr."""
     run = built(tmp_path, {}, critic__lr=1e-3, optim__lr=1e-6, stage__lr="linear:1e-4,0", steps=10)
     assert [run.stage_schedule.step_params(step).critic_lr for step in (0, 5)] == pytest.approx(
         [1e-3, 0.5e-3], rel=1e-9
@@ -229,7 +230,7 @@ def test_a_critics_folder_is_named_from_the_root(tmp_path, monkeypatch):
     assert config.critic.model == str(tmp_path / "critic")
 
 
-# --- checkpoints -----------------------------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(33)
@@ -346,11 +347,12 @@ def stopping(reward):
     return digits
 
 
-# --- explain ---------------------------------------------------------------------------------------------------------
+# --- explain --------------------------------------------------------------------------------------
 
 
 def test_the_critics_memory_by_hand(tmp_path):
-    """The trunk of the tiny model is the whole of it, embeddings tied, and the head is 16 weights and a bias."""
+    """The trunk of the tiny model is the whole of it, embeddings tied, and the head is 16 weights
+    and a bias."""
     size = sum(p.numel() for p in built(tmp_path, SHARED).policy.module.parameters())
     assert built(tmp_path, SHARED).critic.memory_estimate(4) == {"critic, float32": 4 * 17}
     assert built(tmp_path, SEPARATE, compute="bfloat16").critic.memory_estimate(2) == {

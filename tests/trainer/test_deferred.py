@@ -1,7 +1,8 @@
-"""On a GPU nothing between the first forward and the optimizer step waits for the device; shown on the CPU.
+"""On a GPU nothing between the first forward and the optimizer step waits for the device; shown on
+the CPU.
 
-The tensors that a GPU would hold are followed from the weights on. Whatever would copy a number of theirs to the host
-is recorded.
+The tensors that a GPU would hold are followed from the weights on. Whatever would copy a number of
+theirs to the host is recorded.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero
 
 
 class Following(TorchDispatchMode):
-    """Follows storages that descend from the weights, through autograd too, and records what reads them."""
+    """Follows storages that descend from the weights, through autograd too, and records what reads
+    them."""
 
     def __init__(self, weights: list[torch.Tensor]) -> None:
         super().__init__()
@@ -82,7 +84,8 @@ def deferred(monkeypatch):
 
 
 def waits_before_the_step(run, monkeypatch) -> list[str]:
-    """What a step of training waits for between its first forward and the end of ``optimizer.step``."""
+    """What a step of training waits for between its first forward and the end of
+    ``optimizer.step``."""
     following = Following([p.data for p in run.policy.compute_module.parameters()])
     take, backward = run.optimizer.step, update.backward
     modes = [following, Reading(following)]

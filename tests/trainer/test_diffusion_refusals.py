@@ -1,4 +1,5 @@
-"""What an image model cannot do: refused in one line, or counted; and what the commands say of one."""
+"""What an image model cannot do: refused in one line, or counted; and what the commands say of
+one."""
 
 from __future__ import annotations
 
@@ -166,7 +167,7 @@ def test_what_a_text_model_cannot_do_with_pictures_is_refused(tmp_path, changes,
     assert "\n" not in str(error.value) and not (tmp_path / "runs").exists()
 
 
-# --- rewards ----------------------------------------------------------------------------------------------------------
+# --- rewards --------------------------------------------------------------------------------------
 
 
 def test_rewards_in_whole_numbers_give_whole_advantages_no_more_than_others_do(tmp_path):
@@ -191,7 +192,7 @@ def test_a_reward_of_the_wrong_count_stops_the_run_in_one_line(tmp_path):
     assert "\n" not in str(error.value)
 
 
-# --- data -------------------------------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------
 
 
 def test_a_file_that_is_no_image_is_left_out_with_one_line_that_names_it(tmp_path, caplog):
@@ -240,7 +241,7 @@ def test_a_missing_package_is_named_in_one_line(tmp_path, monkeypatch, package):
     assert "\n" not in str(error.value)
 
 
-# --- commands ---------------------------------------------------------------------------------------------------------
+# --- commands -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -362,7 +363,7 @@ def test_another_process_s_shell_says_the_same(finished, tmp_path):
     assert child.wait() == 2 and child.err.count("\n") == 1 and "Traceback" not in child.err
 
 
-# --- explain ----------------------------------------------------------------------------------------------------------
+# --- explain --------------------------------------------------------------------------------------
 
 DDPO = [option for option in peer_options.peer_options("ddpo") if option.part == "main settings"]
 

@@ -1,4 +1,5 @@
-"""Image models in whole runs: taught by demonstrations, rewarded, measured against a reference, stopped and resumed."""
+"""Image models in whole runs: taught by demonstrations, rewarded, measured against a reference,
+stopped and resumed."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ def assert_same(run: Path, other: Path) -> None:
         assert (run / "images" / sheet).read_bytes() == (other / "images" / sheet).read_bytes()
 
 
-# --- demonstrations alone ---------------------------------------------------------------------------------------------
+# --- demonstrations alone -------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +150,8 @@ def test_held_out_pictures_are_drawn_at_each_evaluation_though_nothing_rewards_t
 def test_demonstrations_alone_are_resumed_to_the_bit(
     tmp_path, monkeypatch, folder_of_images, taught, after, is_killed
 ):
-    """After step 8, whose evaluation is over when the run is saved, its pictures are not drawn again."""
+    """After step 8, whose evaluation is over when the run is saved, its pictures are not drawn
+    again."""
     changes = teaching(folder_of_images)
     assert_same(
         stopped_and_resumed(tmp_path, monkeypatch, after=after, is_killed=is_killed, **changes),
@@ -157,7 +159,7 @@ def test_demonstrations_alone_are_resumed_to_the_bit(
     )
 
 
-# --- the KL to a reference --------------------------------------------------------------------------------------------
+# --- the KL to a reference ------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(18)
@@ -218,7 +220,8 @@ def test_where_the_reference_rests_changes_no_bit(tmp_path):
 def test_the_first_ratio_is_one_at_other_batch_sizes_and_the_joint_error_is_reported(
     tmp_path, budget
 ):
-    """At most 1e-5 nats per dimension, of the sampler's log-probs and of the ratio; a tenth of the clip."""
+    """At most 1e-5 nats per dimension, of the sampler's log-probs and of the ratio; a tenth of the
+    clip."""
     run = built(tmp_path, optim__lr=0.0, optim__token_budget=budget, **SEVERAL)
     _, logged = stepped(run)
     assert 0 < logged["mismatch/max_nats"] <= 1e-5 * DIMS
@@ -242,7 +245,7 @@ def test_the_old_kl_of_several_updates_is_exact(tmp_path):
     assert logged["kl/old_k3_nats"] == logged["kl/old_nats"]
 
 
-# --- stopped and resumed ----------------------------------------------------------------------------------------------
+# --- stopped and resumed --------------------------------------------------------------------------
 
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -1,4 +1,5 @@
-"""What is said of each epoch of several, against ratios from the float64 steps written out by hand."""
+"""What is said of each epoch of several, against ratios from the float64 steps written out by
+hand."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ OLD, ADVANTAGES = (attrgetter(name) for name in ("old", "advantages"))
 
 
 def by_minibatch(run: Run) -> tuple[dict[str, float], list[torch.Tensor]]:
-    """What a step says; and by hand, log-ratios and advantages of each minibatch's tokens before its update."""
+    """What a step says; and by hand, log-ratios and advantages of each minibatch's tokens before
+    its update."""
     networks, optim = by_hand.Networks.of(run), run.config.optim
     collected, logged = step(run)
     rollouts = collected.batch.rollouts
@@ -89,7 +91,8 @@ def kls(tmp_path_factory) -> list[float]:
 
 @pytest.mark.parametrize(("updates", "epochs"), [(2, 1.0), (3, 1.5)])
 def test_where_the_kl_ends_a_batch_is_said_in_epochs(kls, tmp_path, updates, epochs):
-    """The limit lies between two minibatches' KL; the one that is too far is evaluated, and takes no update."""
+    """The limit lies between two minibatches' KL; the one that is too far is evaluated, and takes
+    no update."""
     assert max(kls[:updates]) < kls[updates]
     limit = (max(kls[:updates]) + kls[updates]) / 2
     _, logged = step(begun(tmp_path, SHARED, **(SLOW | THREE), optim__stop_kl=limit))

@@ -112,7 +112,8 @@ def test_a_function_of_ones_own_may_give_the_validation_data(tmp_path):
     (tmp_path / "own.py").write_text(
         "from gruppo.types import Prompt\n\nclass Source:\n    def take(self, n):\n"
         "        return [Prompt(str(i), f'{i} + 1 = ?', None, {}, i) for i in range(n)]\n"
-        "    def state_dict(self):\n        return {}\n    def load_state_dict(self, state):\n        pass\n\n"
+        "    def state_dict(self):\n        return {}\n    def load_state_dict(self, state):\n     "
+        "   pass\n\n"
         "def make():\n    return Source()\n"
     )
     run = run_in(tmp_path, evaluation__data=f"{tmp_path / 'own.py'}:make")

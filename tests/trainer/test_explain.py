@@ -15,7 +15,8 @@ from gruppo.modalities.text.memory import activations, working_memory
 
 
 def test_working_memory_by_hand(tmp_path):
-    """The tiny model: 2 layers, H 16, F 32, 2 heads of 8, 1 key head, V 51; 4 x 3 rows; prompts of at most L tokens."""
+    """The tiny model: 2 layers, H 16, F 32, 2 heads of 8, 1 key head, V 51; 4 x 3 rows; prompts of
+    at most L tokens."""
     run, _ = build(tiny.config(tmp_path, optim__token_budget=100), Parts())
     longest = max(len(run.policy.chat.encode(prompt.inputs)) for prompt in run.source.take(24))
     memory = working_memory(run.policy, run.config, longest, 100, 12)
@@ -27,7 +28,8 @@ def test_working_memory_by_hand(tmp_path):
 
 
 def test_logits_take_a_chunk_three_times_or_tiles_under_a_linear_head(tmp_path, monkeypatch):
-    """Of 100 rows two tiles hold all logits in float32, the gradient's columns as many again, and the kept ones too."""
+    """Of 100 rows two tiles hold all logits in float32, the gradient's columns as many again, and
+    the kept ones too."""
     run, _ = build(tiny.config(tmp_path, rollout__top_k=5), Parts())
     vocabulary = len(run.policy.chat.tokenizer)
     assert working_memory(run.policy, run.config, 4, 100, 1)["logits"] == 3 * 4 * 100 * vocabulary
@@ -42,7 +44,8 @@ def test_logits_take_a_chunk_three_times_or_tiles_under_a_linear_head(tmp_path, 
 
 
 def test_what_a_token_keeps_of_a_smollm2_in_bfloat16_is_near_what_autograd_was_seen_to_keep():
-    """0.40 MB in our own layers, 0.95 MB in the model's; counted with saved_tensors_hooks over 307 tokens."""
+    """0.40 MB in our own layers, 0.95 MB in the model's; counted with saved_tensors_hooks over 307
+    tokens."""
     smollm2 = LlamaConfig(
         hidden_size=576,
         intermediate_size=1536,
@@ -73,12 +76,12 @@ def test_a_reference_that_follows_and_the_way_back_are_told(tmp_path):
     back = {"back_off__metric": "eval/reward_mean", "back_off__drop": 0.1}
     text = explained(tmp_path, reference__place="cpu", **mixed, **back)
     assert (
-        "reference   a copy that follows the policy: 0.6 policy + 0.4 reference after every 2 steps, on the CPU"
-        in text
+        "reference   a copy that follows the policy: 0.6 policy + 0.4 reference after every 2 "
+        "steps, on the CPU" in text
     )
     assert (
-        "back off    where eval/reward_mean falls more than 0.1 below its best: return to the best weights, with half"
-        in text
+        "back off    where eval/reward_mean falls more than 0.1 below its best: return to the best "
+        "weights, with half" in text
     )
     assert "a second adapter that follows the policy: 0.6 policy" in explained(
         tmp_path, lora__rank=4, **mixed

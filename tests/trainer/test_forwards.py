@@ -1,4 +1,5 @@
-"""What is asked of policy and critic before and in an update: no forward for nothing, and numbers that fit."""
+"""What is asked of policy and critic before and in an update: no forward for nothing, and numbers
+that fit."""
 
 from __future__ import annotations
 
@@ -87,7 +88,7 @@ def test_the_entropy_as_a_number_changes_no_bit_of_the_log_probs(tmp_path, compu
         assert torch.equal(before.logprobs, within.logprobs)
 
 
-# --- while the critic learns alone ------------------------------------------------------------------------------------
+# --- while the critic learns alone ----------------------------------------------------------------
 
 
 def head_calls(run: Run, batch: Any, **changes: Any) -> tuple[int, dict[str, Any]]:
@@ -129,7 +130,7 @@ def test_while_the_critic_learns_alone_nothing_goes_back_through_the_policy(
     assert alone == stats
 
 
-# --- numbers that do not fit ------------------------------------------------------------------------------------------
+# --- numbers that do not fit ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("changes", [{}, NO_KL], ids=["with log-probs", "values alone"])
@@ -175,7 +176,7 @@ def skip(run: Run, batch: Any) -> None:
     assert logged["update/skipped_count"] == 1 and torch.equal(by_hand.flat(run.parameters), before)
 
 
-# --- time -------------------------------------------------------------------------------------------------------------
+# --- time -----------------------------------------------------------------------------------------
 
 
 def test_the_time_of_a_rollout_holds_the_drawing_of_prompts_and_none_of_the_reward(tmp_path):

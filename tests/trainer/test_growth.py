@@ -35,7 +35,8 @@ SIZES = {"rollout__group_size": 4, "rollout__first_samples": 2, "rollout__max_ne
 
 
 def places(completions: Sequence[Any], prompts: Sequence[Any], **_: Any) -> list[float]:
-    """Of an even number's prompt 0 and 1 in turn, or 0 and 3 where four divides it; of an odd number's always 1."""
+    """Of an even number's prompt 0 and 1 in turn, or 0 and 3 where four divides it; of an odd
+    number's always 1."""
     seen: dict[int, int] = {}
     values = []
     for number in map(number_of, prompts):
@@ -60,7 +61,8 @@ def sizes_by_prompt(collected: Collected) -> list[tuple[int, int]]:
 
 
 def shares_by_hand(slots: Sequence[int], budget: int, cap: int) -> list[int]:
-    """Each next sample to the largest s^2 / (n (n + 1)), the spreads of (0, 1) and (0, 3) being 1 to 3."""
+    """Each next sample to the largest s^2 / (n (n + 1)), the spreads of (0, 1) and (0, 3) being 1
+    to 3."""
     spread, sizes = [0 if n % 2 else 1 if n % 4 else 3 for n in slots], [2] * len(slots)
     for _ in range(budget):
         gains = [s**2 / (n * (n + 1)) if n < cap else 0 for s, n in zip(spread, sizes, strict=True)]
@@ -346,7 +348,8 @@ def test_a_curriculum_asks_what_is_easy_first(tmp_path):
 
 
 def collected_rows(config: dict[str, Any], out: str) -> None:
-    """What each rank has of the first step's batch, the rows of each of its minibatches, and the metrics."""
+    """What each rank has of the first step's batch, the rows of each of its minibatches, and the
+    metrics."""
     dist.init()
     run, _ = build(serialization.from_dict(config), Parts())
     collected = collected_by(run)

@@ -1,4 +1,5 @@
-"""Conversations that may outgrow the model's context or memory: said before the run, counted during it."""
+"""Conversations that may outgrow the model's context or memory: said before the run, counted during
+it."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def warnings_of(caplog, folder, **changes):
 
 
 def test_conversations_that_may_outgrow_the_context_are_named_before_the_run(tmp_path, caplog):
-    """Only with the longest prompt and replies: P + max_new_tokens + (turns - 1) x max_reply_tokens, by hand."""
+    """Only with the longest prompt and replies: P + max_new_tokens + (turns - 1) x
+    max_reply_tokens, by hand."""
     run, _ = warnings_of(caplog, tmp_path, environment__turns=1)
     prompt = max(len(run.policy.chat.encode(p.inputs)) for p in run.source.all_prompts())
     fits = (tiny.CONTEXT - prompt - 9) // 2

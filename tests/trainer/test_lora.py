@@ -169,7 +169,7 @@ def test_two_ranks_train_the_adapter_of_one(tmp_path):
         torch.testing.assert_close(theirs[name], weight, rtol=0, atol=1e-6)
 
 
-# --- what becomes of it ----------------------------------------------------------------------------------------------
+# --- what becomes of it ---------------------------------------------------------------------------
 
 
 def test_a_run_is_evaluated_and_sampled_through_its_adapter(whole, capsys):
@@ -225,7 +225,7 @@ def test_a_model_exports_as_it_is(tmp_path):
     )
 
 
-# --- beginning from one ----------------------------------------------------------------------------------------------
+# --- beginning from one ---------------------------------------------------------------------------
 
 
 def test_a_run_goes_on_with_an_adapter(tmp_path, whole):
@@ -263,7 +263,7 @@ def test_a_policy_with_an_adapter_trains_it_alone(tmp_path, whole):
     )
 
 
-# --- parts beside it -------------------------------------------------------------------------------------------------
+# --- parts beside it ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["shared", "separate"])

@@ -1,4 +1,5 @@
-"""Free memory is read as it is, the budget follows from it, and what does not fit is done again in smaller pieces."""
+"""Free memory is read as it is, the budget follows from it, and what does not fit is done again in
+smaller pieces."""
 
 from __future__ import annotations
 
@@ -30,11 +31,12 @@ from gruppo.types import GruppoError
 
 CPU = torch.device("cpu")
 
-# --- what is free -----------------------------------------------------------------------------------------------------
+# --- what is free ---------------------------------------------------------------------------------
 
 
 def machine(root: Path, **files: str) -> Path:
-    """A root folder with these files; two underscores for a slash, so that /proc/meminfo is ``proc__meminfo``."""
+    """A root folder with these files; two underscores for a slash, so that /proc/meminfo is
+    ``proc__meminfo``."""
     for name, text in files.items():
         path = root / name.replace("__", "/").replace("DOT", ".")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -42,7 +44,10 @@ def machine(root: Path, **files: str) -> Path:
     return root
 
 
-MEMINFO = "MemTotal:       24000000 kB\nMemAvailable:    9000000 kB\nSwapTotal: 10 kB\nSwapFree:  {swap} kB\n"
+MEMINFO = (
+    "MemTotal:       24000000 kB\nMemAvailable:    9000000 kB\nSwapTotal: 10 kB\nSwapFree:  "
+    "{swap} kB\n"
+)
 
 
 def test_without_control_groups_it_is_what_the_machine_has_available_with_its_swap(tmp_path):
@@ -65,7 +70,8 @@ def test_in_a_group_of_version_2_it_is_the_limit_less_the_use_without_pages_of_f
         proc__self__cgroup="0::/pod/box\n",
         sys__fs__cgroup__pod__box__memoryDOTmax="4000000000\n",
         sys__fs__cgroup__pod__box__memoryDOTcurrent="1500000000\n",
-        sys__fs__cgroup__pod__box__memoryDOTstat="anon 1000\ninactive_file 300000000\nactive_file 200000000\n",
+        sys__fs__cgroup__pod__box__memoryDOTstat="anon 1000\ninactive_file 300000000\nactive_file "
+        "200000000\n",
     )
     assert free_bytes(CPU, root) == 4_000_000_000 - 1_500_000_000 + 500_000_000
     machine(
@@ -96,7 +102,7 @@ def test_in_a_group_of_version_1_seen_from_within_a_container_it_is_that_of_the_
     assert free_bytes(CPU, root) == 150
 
 
-# --- the budget -------------------------------------------------------------------------------------------------------
+# --- the budget -----------------------------------------------------------------------------------
 
 
 def free(monkeypatch: pytest.MonkeyPatch, gib: float | None) -> None:
@@ -153,16 +159,18 @@ def test_a_resumed_run_goes_on_with_the_budget_it_had(tmp_path, monkeypatch):
     assert manifest["token_budget"] == 64
 
 
-# --- where memory runs out -------------------------------------------------------------------------------------------
+# --- where memory runs out ------------------------------------------------------------------------
 
 CPU_SAYS = (
-    "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+    "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+    "tried to allocate "
     "2097152000 bytes. Error code 12 (Cannot allocate memory)"
 )
 
 
 class Full:
-    """A policy or a critic on a machine too small for more than ``rows`` rows; it fails after the forward."""
+    """A policy or a critic on a machine too small for more than ``rows`` rows; it fails after the
+    forward."""
 
     def __init__(self, part: Any, name: str, rows: int, *, error: Exception | None = None) -> None:
         self.forward, self.rows, self.error = (
@@ -197,7 +205,8 @@ def gradients(run: Run) -> torch.Tensor:
 def test_what_did_not_fit_is_done_again_in_smaller_micro_batches_and_nothing_counts_twice(
     tmp_path, kind, compute, who, error, caplog
 ):
-    """The critic fails after the policy's gradient of the piece, and pieces before it, are there."""
+    """The critic fails after the policy's gradient of the piece, and pieces before it, are
+    there."""
     run = begun(tmp_path, kind, compute=compute)
     batch, step_params = (
         collect(run, step_params_at(run.config, 0)).batch,
@@ -291,7 +300,8 @@ def test_a_row_that_does_not_fit_alone_is_refused_with_numbers_and_options(tmp_p
     longest = int((prompts + rollouts.lengths)[kept].max())
     result = str(caught.value)
     assert result.startswith(
-        f"one row of {longest} tokens does not fit into memory: the last request was for 2097152000 "
+        f"one row of {longest} tokens does not fit into memory: the last request was for "
+        f"2097152000 "
     )
     assert (
         "0.25 GiB are free" in result

@@ -1,4 +1,5 @@
-"""One rank of two runs out of memory: both repeat the update with smaller micro-batches, or both end."""
+"""One rank of two runs out of memory: both repeat the update with smaller micro-batches, or both
+end."""
 
 from __future__ import annotations
 

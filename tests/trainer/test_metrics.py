@@ -323,7 +323,8 @@ def test_reward_metrics_of_a_step_with_overlong_are_those_before_the_penalty(tmp
 def test_correction_metrics_and_the_policy_term_are_those_of_weights_made_by_hand(
     tmp_path, mode, low, high
 ):
-    """A sampler that was off by a known amount: the step's policy term is weighted, its KL and entropy are not."""
+    """A sampler that was off by a known amount: the step's policy term is weighted, its KL and
+    entropy are not."""
     changes = {
         "stage__kl_coef": 0.1,
         "stage__entropy_coef": 0.01,

@@ -1,4 +1,5 @@
-"""Runs of a language model of one's own, named as ``file.py:function``: all that a model in a folder can do."""
+"""Runs of a language model of one's own, named as ``file.py:function``: all that a model in a
+folder can do."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def code_of(*typed: str) -> int:
     return int(ended.value.code or 0)
 
 
-# --- what a run leaves ------------------------------------------------------------------------------------------------
+# --- what a run leaves ----------------------------------------------------------------------------
 
 
 def test_the_final_model_has_the_last_weights_and_names_its_function(run):
@@ -121,7 +122,7 @@ def test_a_name_means_the_same_from_any_folder(tmp_path, monkeypatch):
     )
 
 
-# --- stopped and resumed ----------------------------------------------------------------------------------------------
+# --- stopped and resumed --------------------------------------------------------------------------
 
 
 def test_a_run_that_is_stopped_goes_on_to_the_bit(tmp_path):
@@ -153,7 +154,8 @@ def model():
 
 
 def stopped_at_step_1(folder: Path, **changes: Any) -> tuple[Path, Path]:
-    """A stopped run and the file of its model, which reads a number from the file ``bias`` beside it."""
+    """A stopped run and the file of its model, which reads a number from the file ``bias`` beside
+    it."""
     file = folder / "mine.py"
     file.write_text(FROM_A_FILE)
     (folder / "bias").write_text("0.25")
@@ -195,7 +197,7 @@ def test_a_file_as_it_was_is_no_warning(tmp_path, caplog):
     assert not [message for message in caplog.messages if "has changed" in message]
 
 
-# --- references, critics, dtypes, adapters ----------------------------------------------------------------------------
+# --- references, critics, dtypes, adapters --------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -244,7 +246,7 @@ def test_a_critic_of_another_tokenizer_cannot_be_compared_and_is_refused(tmp_pat
     )
 
 
-# --- refused before anything is written -------------------------------------------------------------------------------
+# --- refused before anything is written -----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -283,7 +285,7 @@ def test_settings_of_pictures_are_refused_by_what_the_model_is(tmp_path):
     assert f"{own('model')!r} is no diffusion model" in text
 
 
-# --- what it would do -------------------------------------------------------------------------------------------------
+# --- what it would do -----------------------------------------------------------------------------
 
 
 def test_explain_measures_what_no_config_says(tmp_path):
@@ -324,7 +326,7 @@ def test_the_estimate_is_of_a_micro_batch_and_of_all_rows_that_are_sampled(tmp_p
     assert found["logits while sampling"] == 4 * 12 * 20 * 257  # 4 prompts x 3 samples
 
 
-# --- several ranks ----------------------------------------------------------------------------------------------------
+# --- several ranks --------------------------------------------------------------------------------
 
 
 def train(given: dict[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""nanochat's tokenizer and module train through examples/nanochat_rl.py, and its preset is the script's arithmetic."""
+"""nanochat's tokenizer and module train through examples/nanochat_rl.py, and its preset is the
+script's arithmetic."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ def test_a_prompt_of_one_token_is_sampled_and_scored():
     )
 
 
-# --- the preset ------------------------------------------------------------------------------------------------------
+# --- the preset -----------------------------------------------------------------------------------
 
 
 def gradient_of_the_script(module: Any, rollouts: Any, rewards: torch.Tensor) -> list[torch.Tensor]:
@@ -94,7 +95,8 @@ def gradient_of_the_script(module: Any, rollouts: Any, rewards: torch.Tensor) ->
 @pytest.mark.silent_bug(11)
 @pytest.mark.parametrize("token_budget", [60, 10_000], ids=["micro-batches", "one piece"])
 def test_a_step_of_several_prompts_has_the_gradient_of_chat_rl(tmp_path, token_budget):
-    """Prompts whose answers have unequal lengths: the token average differs from the script by half."""
+    """Prompts whose answers have unequal lengths: the token average differs from the script by
+    half."""
     policy = example("nanochat_rl").model()
     with torch.no_grad():
         policy.module.head.bias[nanochat.ASSISTANT_END] += 3  # answers of many lengths

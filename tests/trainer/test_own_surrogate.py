@@ -1,4 +1,5 @@
-"""--objective.surrogate FILE.py:NAME: a loss of the user's own, per action, in place of a built-in surrogate."""
+"""--objective.surrogate FILE.py:NAME: a loss of the user's own, per action, in place of a built-in
+surrogate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Real pipelines of ``diffusers`` at tiny random sizes: trained, stopped, resumed to the bit, opened by both."""
+"""Real pipelines of ``diffusers`` at tiny random sizes: trained, stopped, resumed to the bit,
+opened by both."""
 
 from __future__ import annotations
 

@@ -47,7 +47,8 @@ def begun(folder: Any, kind: dict[str, Any], parts: Parts | None = None, **chang
 
 
 def both(run: Run) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
-    """The weights after a step of the trainer, those after the step by hand, and the trainer's metrics."""
+    """The weights after a step of the trainer, those after the step by hand, and the trainer's
+    metrics."""
     networks = by_hand.Networks.of(run)
     collected, logged = step(run)
     rollouts, rewards = collected.batch.rollouts, collected.batch.rewards.double().tolist()
@@ -209,7 +210,7 @@ def test_a_kl_that_is_not_finite_skips_the_update_and_is_no_missing_reward(tmp_p
     assert torch.equal(by_hand.flat(run.policy.module.parameters()), before)
 
 
-# --- the critic -------------------------------------------------------------------------------------------------------
+# --- the critic -----------------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(40)
@@ -326,7 +327,7 @@ def test_a_group_of_one_is_enough(tmp_path, preset):
     assert logged["update/updates_count"] == 1
 
 
-# --- stopping early ---------------------------------------------------------------------------------------------------
+# --- stopping early -------------------------------------------------------------------------------
 
 
 def kls(folder: Any, kind: dict[str, Any], count: int) -> list[float]:

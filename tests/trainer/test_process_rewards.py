@@ -1,4 +1,5 @@
-"""Rewards of steps in training: the three credits by hand, rewards of rows beside them, and whole runs."""
+"""Rewards of steps in training: the three credits by hand, rewards of rows beside them, and whole
+runs."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ from gruppo.types import Batch, GruppoError, Likelihood, Prompt, Rollouts
 
 NAN = float("nan")
 STEPS = torch.tensor([[NAN, 1.0, NAN, NAN, 0.0], [1.0, NAN, 1.0, NAN, NAN]])
-"""One group of two rows with two steps each; the four are 1, 0, 1, 1: mean 0.75, deviation (ddof 1) 0.5."""
+"""One group of two rows with two steps each; the four are 1, 0, 1, 1: mean 0.75, deviation (ddof 1)
+0.5."""
 EXACT = replace(GRPO, scale_eps=0.0)
 HERE = Path(__file__).resolve()
 
@@ -104,7 +106,7 @@ def close(got: Tensor, wanted: Any) -> bool:
     return torch.allclose(got, torch.tensor(wanted), rtol=1e-5, atol=1e-6)
 
 
-# --- by hand ---------------------------------------------------------------------------------------------------------
+# --- by hand --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -128,7 +130,8 @@ def test_a_weight_counts_for_steps_where_no_scale_divides_it_out():
 
 
 def test_rewards_of_rows_and_of_steps_are_compared_apart_and_added():
-    """Rows 2 and 0 with weight 3: 3 and -3 to all actions; steps less their mean 0.75 beside them."""
+    """Rows 2 and 0 with weight 3: 3 and -3 to all actions; steps less their mean 0.75 beside
+    them."""
     rows = torch.tensor([2.0, 0.0])
     none = replace(EXACT, credit="return_to_go", scale="none")
     expected = [[3 - 0.5, 3 - 0.5, 3 - 0.75, 3 - 0.75, 3 - 0.75], [-2.5, -2.75, -2.75, 0, 0]]
@@ -223,7 +226,7 @@ def test_under_gamma_a_step_counts_less_to_earlier_actions():
     assert close(credited(half, [STEPS])[1], [1.25, 0.5, 1.0, 0, 0])
 
 
-# --- whole runs ------------------------------------------------------------------------------------------------------
+# --- whole runs -----------------------------------------------------------------------------------
 
 
 def vowels_in(text: str) -> float:
@@ -243,7 +246,8 @@ CREDIT: dict[str, Any] = {"objective__credit": "return_to_go"}
 
 
 def test_a_step_of_training_has_the_returns_of_the_steps_at_the_policys_own_tokens(tmp_path: Path):
-    """A critic that knows nothing yet, lambda 1: the return of a token is what the steps from it on have earned."""
+    """A critic that knows nothing yet, lambda 1: the return of a token is what the steps from it on
+    have earned."""
     changes: dict[str, Any] = {
         "objective": "ppo",
         "objective__lam": 1.0,

@@ -28,7 +28,8 @@ OWN = ("update/micro_batches_count",)
 def spying(
     completions: Sequence[Any], prompts: Sequence[Any], completion_ids: Sequence[Any], **_: Any
 ) -> list[Any]:
-    """The share of digits; one completion in five is not scored; each row is written down by the rank that asked."""
+    """The share of digits; one completion in five is not scored; each row is written down by the
+    rank that asked."""
     values = tiny.digits(completions)
     scored = [
         None if sum(ids) % 5 == 0 else value
@@ -142,7 +143,8 @@ def test_fewer_prompts_than_ranks_are_refused(tmp_path):
 
 
 def noisy_and_stopping(completions: Sequence[Any], trainer_state: Any, **_: Any) -> list[float]:
-    """Draws from Python's generator, which each rank seeds on its own; at one step, a signal comes."""
+    """Draws from Python's generator, which each rank seeds on its own; at one step, a signal
+    comes."""
     if os.environ.get("STOP_AT") == str(trainer_state.global_step):
         os.kill(os.getpid(), signal.SIGTERM)
     return tiny.noisy(completions)

@@ -1,4 +1,5 @@
-"""Two processes are one run, whatever the objective compares over a batch or carries from step to step."""
+"""Two processes are one run, whatever the objective compares over a batch or carries from step to
+step."""
 
 from __future__ import annotations
 

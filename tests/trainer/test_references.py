@@ -65,7 +65,7 @@ def own_bits(run: Path) -> dict[str, dict[str, str]]:
     return {path.name: tensors(path) for path in newest(run).glob("*.safetensors")}
 
 
-# --- which one --------------------------------------------------------------------------------------------------------
+# --- which one ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_explain_says_what_a_reference_costs_and_what_a_moving_one_means(tmp_pat
     assert not any(of_memory.search(explained(kind)) for kind in ("base",))
 
 
-# --- a frozen one is frozen -------------------------------------------------------------------------------------------
+# --- a frozen one is frozen -----------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -248,7 +248,7 @@ def test_resuming_with_another_reference_than_the_manifest_proves_is_refused(tmp
         api.start(run)
 
 
-# --- saved and resumed ------------------------------------------------------------------------------------------------
+# --- saved and resumed ----------------------------------------------------------------------------
 
 
 def stopped(folder: Path, changes: dict[str, Any], *, at: int) -> Path:
@@ -287,7 +287,7 @@ def test_a_reference_is_resumed_to_the_bit(tmp_path, kind):
     assert max(row.get("kl/ref_nats", 0) for row in metrics(run)[-3:]) > 1e-3
 
 
-# --- a watch on one that moves ----------------------------------------------------------------------------------------
+# --- a watch on one that moves --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["mixed", "mixed on the CPU", "mixed adapter"])

@@ -102,7 +102,8 @@ def test_all_that_was_sampled_is_counted_and_scored_in_the_metrics(tmp_path):
 def test_a_slot_left_unfilled_keeps_its_last_group_and_enters_no_denominator_and_no_statistic(
     tmp_path,
 ):
-    """The step is the one of a batch without that group: here with all baselines and scales over the batch."""
+    """The step is the one of a batch without that group: here with all baselines and scales over
+    the batch."""
     always = {"objective": {"baseline": "batch_mean", "scale": "batch", "average": "token"}}
     run = run_with(tmp_path, dull_odd, rollout__refill_rounds=1, **always)
     collected = collected_by(run)
@@ -163,7 +164,7 @@ def test_a_ppo_step_with_unfilled_slots_is_the_step_by_hand_without_their_rows(t
     torch.testing.assert_close(by_hand.flat(run.parameters), expected, rtol=0, atol=1e-5)
 
 
-# --- by which reward --------------------------------------------------------------------------------------------------
+# --- by which reward ------------------------------------------------------------------------------
 
 
 def test_a_penalty_for_length_is_no_spread(tmp_path):
@@ -172,7 +173,7 @@ def test_a_penalty_for_length_is_no_spread(tmp_path):
     assert collected.metrics["refill/rounds_count"] == 8 and not collected.batch.loss_mask.any()
 
 
-# --- joining ----------------------------------------------------------------------------------------------------------
+# --- joining --------------------------------------------------------------------------------------
 
 
 def round_of(slots: list[int], size: int, seed: int, draw: int) -> Round:
@@ -243,7 +244,7 @@ def test_the_work_of_joining_grows_as_the_rows_do(refills):
     assert work(400) < 4.5 * work(100)
 
 
-# --- failures ---------------------------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 
 
 def fails_on_odd(completions: Sequence[Any], prompts: Sequence[Any], **_: Any) -> list[float]:
@@ -291,7 +292,7 @@ def test_prompts_that_score_nothing_at_first_are_no_reason_to_end_where_others_d
     assert len(calls) > 1 and run.state.unscored_steps == 0
 
 
-# --- resuming ---------------------------------------------------------------------------------------------------------
+# --- resuming -------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -325,7 +326,7 @@ def test_a_run_that_was_stopped_while_it_refilled_is_the_run_that_was_not(tmp_pa
     assert_same(api.start(tmp_path / "parts/run").folder, whole)
 
 
-# --- ranks ------------------------------------------------------------------------------------------------------------
+# --- ranks ----------------------------------------------------------------------------------------
 
 
 def collected_rows(config: dict[str, Any], out: str) -> None:

@@ -1,5 +1,5 @@
-"""What a review of restoration runs found: limits on gradients, what is evaluated, references that rewards alone read,
-stages that are typed over a recipe of stages."""
+"""What a review of restoration runs found: limits on gradients, what is evaluated, references that
+rewards alone read, stages that are typed over a recipe of stages."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class Tied(nn.Module):
 
 
 def test_the_actions_gradient_takes_nothing_of_the_networks_limit(tmp_path):
-    """With one limit for both, a policy gradient of tens of nats left supervision a hundredth of its step."""
+    """With one limit for both, a policy gradient of tens of nats left supervision a hundredth of
+    its step."""
     changes = BOTH | {
         "restoration__supervises": "base",
         "optim__max_grad_norm": 1e-3,

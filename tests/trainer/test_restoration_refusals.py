@@ -1,4 +1,5 @@
-"""What a network that restores images cannot do: refused in one line, here and on the command line; or counted."""
+"""What a network that restores images cannot do: refused in one line, here and on the command line;
+or counted."""
 
 from __future__ import annotations
 
@@ -210,7 +211,7 @@ def test_a_choice_that_is_none_is_refused_where_it_is_set(tmp_path):
         restoration_runs.config(tmp_path, restoration__trains="head")
 
 
-# --- data -------------------------------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------
 
 
 def test_images_that_are_smaller_than_the_crop_are_refused(tmp_path, capsys):
@@ -388,7 +389,7 @@ def test_the_degradation_of_data_that_have_none_is_refused(tmp_path, capsys):
     on_the_command_line(tmp_path, capsys, config, why)
 
 
-# --- other kinds of model ---------------------------------------------------------------------------------------------
+# --- other kinds of model -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -423,7 +424,7 @@ def test_models_that_restore_nothing_are_told_so(tmp_path, capsys, kind, changes
         on_the_command_line(tmp_path, capsys, config, why)
 
 
-# --- rewards ----------------------------------------------------------------------------------------------------------
+# --- rewards --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("patch", "shown"), [(2, "4 x 4"), (8, "1 x 1"), (3, "2.66667 x 2.66667")])
@@ -493,7 +494,7 @@ def test_a_network_that_makes_nan_of_everything_ends_in_one_line(tmp_path):
     assert re.search(r"step 0: every rollout ended in .* not finite", result)
 
 
-# --- asking a run -----------------------------------------------------------------------------------------------------
+# --- asking a run ---------------------------------------------------------------------------------
 
 
 def test_what_sample_cannot_restore_is_one_line(tmp_path, capsys):

@@ -1,4 +1,5 @@
-"""Networks that restore images in whole runs: terms by hand, stages, references, patches, saves, sheets, commands."""
+"""Networks that restore images in whole runs: terms by hand, stages, references, patches, saves,
+sheets, commands."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ COEFS = {
 LEARNED = {"restoration__action": restoration_runs.ACTION + ",learned=true"}
 
 
-# --- a step by hand ---------------------------------------------------------------------------------------------------
+# --- a step by hand -------------------------------------------------------------------------------
 
 
 def charbonnier(x: Tensor, y: Tensor) -> Tensor:
@@ -60,7 +61,8 @@ def charbonnier(x: Tensor, y: Tensor) -> Tensor:
 
 
 def normal(run: Run, module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean [K, h, w] and std [K, 1, 1] of one picture's action, and its deterministic picture: one forward each."""
+    """Mean [K, h, w] and std [K, 1, 1] of one picture's action, and its deterministic picture: one
+    forward each."""
     means, base = module(x[None].double())
     std = module.action.scale()[:, None, None]
     up = (
@@ -70,7 +72,8 @@ def normal(run: Run, module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def losses_by_hand(run: Run, batch: Batch) -> dict[str, Tensor]:
-    """Policy, KL and entropy of each row, averaged over rows; the supervised loss over demonstrations."""
+    """Policy, KL and entropy of each row, averaged over rows; the supervised loss over
+    demonstrations."""
     rollouts, module = batch.rollouts, run.policy.module
     assert rollouts is not None and batch.demos is not None
     rewards, ids = batch.rewards.double(), rollouts.group_ids
@@ -200,7 +203,7 @@ def test_a_schedule_of_the_consistency_reaches_the_loss(tmp_path):
     assert "loss/policy" in rows[0] and all(row["loss/cons"] > 1e-3 for row in rows[1:])
 
 
-# --- patches ----------------------------------------------------------------------------------------------------------
+# --- patches --------------------------------------------------------------------------------------
 
 PATCHES = {
     "restoration__action": EACH,
@@ -258,7 +261,7 @@ def test_a_reward_of_patches_beside_one_of_pictures_adds_both(tmp_path):
         torch.testing.assert_close(batch.advantages[rows], expected, rtol=1e-4, atol=1e-4)
 
 
-# --- whole runs, resumed ----------------------------------------------------------------------------------------------
+# --- whole runs, resumed --------------------------------------------------------------------------
 
 WARM = Stage(name="warm", steps=2, rl_coef=0.0, sup_coef=1.0, weight_decay=0.1)
 RAMP = Stage(
@@ -390,7 +393,7 @@ def test_a_policy_from_python_keeps_its_consistency_unless_the_config_names_one(
     assert type(of(restoration__consistency="equivariance")).__name__ == "Equivariance"
 
 
-# --- optimiser --------------------------------------------------------------------------------------------------------
+# --- optimiser ------------------------------------------------------------------------------------
 
 
 def test_the_actions_rate_is_its_factor_of_the_networks_in_every_stage_and_the_critics_its_own(
@@ -466,7 +469,7 @@ def test_weight_decay_of_a_stage_pulls_the_weights_and_that_of_the_run_where_it_
     assert torch.equal(ends[1], ends[2])
 
 
-# --- references that are renewed --------------------------------------------------------------------------------------
+# --- references that are renewed ------------------------------------------------------------------
 
 
 def test_a_stage_with_a_new_reference_begins_with_a_kl_of_0_and_without_one_it_does_not(tmp_path):
@@ -517,7 +520,7 @@ def test_a_run_of_several_ends_has_one_reference_object_throughout(tmp_path):
     assert torch.equal(prompt.meta["reference"], run.policy.restore(prompt.inputs[None])[0])
 
 
-# --- rewards against a reference --------------------------------------------------------------------------------------
+# --- rewards against a reference ------------------------------------------------------------------
 
 
 def gains(run: Run, restore: Any) -> Tensor:
@@ -658,7 +661,7 @@ def test_a_run_of_a_policy_from_python_is_not_evaluated_against_what_no_file_hol
         inference.evaluate_run(path, prompts=2)
 
 
-# --- sheets and commands ----------------------------------------------------------------------------------------------
+# --- sheets and commands --------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -124,7 +124,7 @@ def test_sigkill_at_random_moments_resumes_to_the_bit(tmp_path, whole):
     assert not [path for path in run.rglob(".*") if path.name != ".lock"]
 
 
-# --- where a stop is heeded -------------------------------------------------------------------------------------------
+# --- where a stop is heeded -----------------------------------------------------------------------
 
 
 def start_with(folder: Path, reward: object, policy: object = None, **changes: object) -> Path:
@@ -155,7 +155,8 @@ def test_a_signal_during_an_evaluation_keeps_the_step_before_it(tmp_path):
 
 
 def policy_that_signals(step: int, *numbers: int, model: str = ""):
-    """Signals arrive in the middle of the update of a step (one forward a step, three minibatches)."""
+    """Signals arrive in the middle of the update of a step (one forward a step, three
+    minibatches)."""
     policy = from_pretrained(model or tiny.model(), compute="float32")
     real, calls = policy.likelihood, []
 
@@ -212,7 +213,8 @@ def test_a_second_signal_stops_at_once_and_leaves_the_former_save(tmp_path):
 
 @pytest.mark.parametrize("warning", [signal.SIGUSR1, signal.SIGHUP])
 def test_the_signal_that_follows_a_warning_does_not_stop_at_once(tmp_path, warning):
-    """Slurm sends SIGUSR1 before a time limit and SIGTERM at it; a session that ends sends SIGHUP beside SIGTERM."""
+    """Slurm sends SIGUSR1 before a time limit and SIGTERM at it; a session that ends sends SIGHUP
+    beside SIGTERM."""
     policy = policy_that_signals(2, warning, signal.SIGTERM)
     with pytest.raises((Stopped, KeyboardInterrupt)) as stopped:
         start_with(tmp_path, tiny.digits, policy, evaluation__prompts=0)
@@ -253,7 +255,7 @@ def test_the_signal_handlers_of_the_caller_are_put_back(tmp_path):
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
-# --- what cannot be resumed, and what is given again ------------------------------------------------------------------
+# --- what cannot be resumed, and what is given again ----------------------------------------------
 
 
 def test_resuming_a_finished_run_changes_nothing(tmp_path, whole):
@@ -502,7 +504,7 @@ def test_a_run_folder_that_is_deleted_or_moved_in_training_is_reported_as_that(t
     assert not list(run.glob("*"))  # no folder without a config that holds half a run
 
 
-# --- what has changed since the run began -----------------------------------------------------------------------------
+# --- what has changed since the run began ---------------------------------------------------------
 
 MINE = (
     "import own_rules\n\ndef digits(completions, **_):\n    return own_rules.score(completions)\n"
@@ -564,7 +566,8 @@ CHANGES = {
 
 @pytest.fixture
 def stopped(tmp_path, monkeypatch) -> Path:
-    """A run that a signal stopped after one step, whose reward, environment and model lie in ``tmp_path``."""
+    """A run that a signal stopped after one step, whose reward, environment and model lie in
+    ``tmp_path``."""
     for name, text in {"mine.py": MINE, "own_rules.py": BESIDE, "replies.py": REPLY}.items():
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(sys, "path", [*sys.path])  # the folder of mine.py is added to it

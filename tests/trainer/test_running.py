@@ -1,4 +1,5 @@
-"""What outlives a batch: moving statistics of the rewards, followed by hand through a run, and resumed to the bit."""
+"""What outlives a batch: moving statistics of the rewards, followed by hand through a run, and
+resumed to the bit."""
 
 from __future__ import annotations
 
@@ -195,11 +196,12 @@ def test_a_boundary_keeps_the_statistics_from_before_the_step(tmp_path, kind):
     assert json.dumps(boundary["running"]) == before != json.dumps(run.state.running)
 
 
-# --- several rewards --------------------------------------------------------------------------------------------------
+# --- several rewards ------------------------------------------------------------------------------
 
 
 def thousands(completions: Sequence[Any], prompts: Sequence[Any], **_: Any) -> list[float | None]:
-    """Of a scale 10,000 times that of the other; it does not apply to the first prompt, and is flat for the second."""
+    """Of a scale 10,000 times that of the other; it does not apply to the first prompt, and is flat
+    for the second."""
     order = list(dict.fromkeys(str(p) for p in prompts))
     scores = [10_000.0 * len(tiny.said(c)) for c in completions]
     which = [order.index(str(p)) for p in prompts]

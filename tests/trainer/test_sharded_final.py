@@ -23,7 +23,8 @@ def train(configs: dict[str, dict[str, Any]], name: str) -> None:
 
 
 def pipeline_config(folder: Path) -> dict[str, Any]:
-    """An adapter on a diffusers pipeline, which is merged into a copy of the network as it is saved."""
+    """An adapter on a diffusers pipeline, which is merged into a copy of the network as it is
+    saved."""
     pytest.importorskip("PIL")
     pytest.importorskip("diffusers")
     from tests.modalities.diffusion.test_pipelines import made, sd15
@@ -81,7 +82,8 @@ def test_the_final_folder_of_two_ranks_is_that_of_one(tmp_path):
                     torch.testing.assert_close(
                         found[name], tensor, rtol=0, atol=1e-5, msg=f"{kind}: {file}: {name}"
                     )
-            # transformers' record of how it loaded the tokenizer differs between processes, and so does the seal
+            # transformers' record of how it loaded the tokenizer differs between processes, and so
+            # does the seal
             elif file.name not in (
                 "COMPLETE",
                 "tokenizer_config.json",

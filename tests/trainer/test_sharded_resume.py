@@ -1,4 +1,5 @@
-"""A sharded run that is stopped and resumed is the run that was never stopped, on any number of ranks."""
+"""A sharded run that is stopped and resumed is the run that was never stopped, on any number of
+ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Sharded checkpoints: every rank writes its own part, whole or absent, and any number of ranks reads them."""
+"""Sharded checkpoints: every rank writes its own part, whole or absent, and any number of ranks
+reads them."""
 
 from __future__ import annotations
 
@@ -89,7 +90,7 @@ def test_where_a_shard_is_missing_the_checkpoint_gives_way_to_the_one_before(tmp
         checkpoint.load(path)
 
 
-# --- a save that is stopped at any operation --------------------------------------------------------------------------
+# --- a save that is stopped at any operation ------------------------------------------------------
 
 
 @pytest.fixture
@@ -199,7 +200,7 @@ def test_ranks_that_write_to_folders_of_their_own_are_told_to_share_one(tmp_path
         both[0].check_committed()
 
 
-# --- in the background ------------------------------------------------------------------------------------------------
+# --- in the background ----------------------------------------------------------------------------
 
 
 def begin(writer: Writer, folder: Path, weights: dict[str, torch.Tensor], step: int) -> None:
@@ -258,13 +259,14 @@ def test_what_fails_in_the_background_is_raised_before_the_next_save(tmp_path, m
     assert step_of(tmp_path) == 3
 
 
-# --- ranks ------------------------------------------------------------------------------------------------------------
+# --- ranks ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.silent_bug(33)
 def test_what_two_ranks_save_is_restored_to_the_bit_on_one_and_four(tmp_path):
-    """Weights, optimizer, critic and state; with layers of uneven shards, and a head that only one rank has."""
+    """Weights, optimizer, critic and state; with layers of uneven shards, and a head that only one
+    rank has."""
     critic = {"objective": "ppo", "critic__kind": "separate", "saving__keep": 9}
     config = serialization.to_dict(tiny.config(tmp_path, name="run", **critic))
     processes.run_ranks(2, sharded.save, config, "fsdp", [2, 4], folder=tmp_path / "two")

@@ -1,4 +1,5 @@
-"""The bound on staleness: simulated schedules with random timings, failures, publishes without a step, and kills."""
+"""The bound on staleness: simulated schedules with random timings, failures, publishes without a
+step, and kills."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ SCHEDULES, SHARDS = 10_000, 4
 
 @dataclass
 class Simulation:
-    """A trainer and a sampler with ``calls`` threads, in virtual time. Positions stand for samples."""
+    """A trainer and a sampler with ``calls`` threads, in virtual time. Positions stand for
+    samples."""
 
     chance: random.Random
     lag: int

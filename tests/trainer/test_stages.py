@@ -1,4 +1,5 @@
-"""Stages: what is in force at each step, when the next begins, and that a resume goes on in the same place."""
+"""Stages: what is in force at each step, when the next begins, and that a resume goes on in the
+same place."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def advanced(
 
 
 def test_the_step_params_of_each_step_by_hand():
-    """A ramp over 4 steps after 2 of another stage; lr warms up in it; temperature and group size change in steps."""
+    """A ramp over 4 steps after 2 of another stage; lr warms up in it; temperature and group size
+    change in steps."""
     ramp = Stage(
         steps=4,
         rl_coef="linear:0,1",
@@ -160,7 +162,8 @@ def test_a_gate_on_a_metric_that_does_not_exist_says_so_with_the_nearest_name(ca
 
 @pytest.mark.parametrize("until", ["reward/mean > -1", "eval/reward_mean > -1"])
 def test_a_gate_of_the_last_stage_ends_the_run_which_is_then_complete(tmp_path, until, caplog):
-    """After step 1 by a metric of training, which is then evaluated; by the evaluation before it, without a step."""
+    """After step 1 by a metric of training, which is then evaluated; by the evaluation before it,
+    without a step."""
     with caplog.at_level(logging.INFO, "gruppo"):
         run = api.start(
             tiny.config(tmp_path, steps=4, stage__until=until, evaluation__every=4)
@@ -368,7 +371,8 @@ def test_two_ranks_go_through_the_stages_as_one(tmp_path):
 
 
 class Falls:
-    """A reward that is high in one evaluation and low in all others; every step has the spread to learn from."""
+    """A reward that is high in one evaluation and low in all others; every step has the spread to
+    learn from."""
 
     __name__ = "falls"
 
@@ -453,7 +457,8 @@ def test_a_run_with_a_return_is_resumed_to_the_bit(returned, tmp_path, calls_bef
 
 
 def test_the_optimiser_returns_with_the_weights(tmp_path, monkeypatch):
-    """A step after the return is the step after the best one, at the lower rate: with other moments it would not be."""
+    """A step after the return is the step after the best one, at the lower rate: with other moments
+    it would not be."""
     monkeypatch.setattr(back_off, "LR_FACTOR", 1.0)
     changes = {
         "evaluation__every": 2,
@@ -497,7 +502,8 @@ def test_a_fall_at_the_last_step_is_reported_as_the_weights_that_are_left(tmp_pa
 
 
 def test_of_the_best_weights_no_more_are_kept_than_a_resume_can_ask_for(tmp_path):
-    """A metric that rises with each step, and one save: the best so far, and the one that the save names."""
+    """A metric that rises with each step, and one save: the best so far, and the one that the save
+    names."""
     config = tiny.config(tmp_path, steps=5, saving__every=3, reward=["rises"])
     seen = []
 
@@ -534,7 +540,8 @@ def differing(completions, log_metric, trainer_state, **_):
 
 
 def test_two_ranks_return_to_the_best_weights_together(tmp_path):
-    """By what is the mean over ranks, which falls from the first step on; each by itself, one would wait for ever."""
+    """By what is the mean over ranks, which falls from the first step on; each by itself, one would
+    wait for ever."""
     reward = [f"{Path(__file__).resolve()}:differing"]
     back_off = {"back_off__metric": "reward_metric/own", "back_off__drop": 0.0}
     config = serialization.to_dict(tiny.config(tmp_path, steps=3, reward=reward, **back_off))
@@ -695,7 +702,8 @@ def test_a_flat_gate_on_an_evaluation_needs_one():
 
 
 def test_a_run_waits_until_its_evaluation_is_flat_and_is_resumed_to_the_bit(tmp_path):
-    """At lr 0 every evaluation is the same: that at step 0 is the stage's too, and two more are flat."""
+    """At lr 0 every evaluation is the same: that at step 0 is the stage's too, and two more are
+    flat."""
     flat = Stage(name="flat", steps=5, until="eval/digits flat 2 by 0", lr=0.0)
     changes = {"stages": (flat, Stage(name="rest")), "steps": 6, "evaluation__every": 1}
     path = api.start(tiny.config(tmp_path, **changes)).folder

@@ -27,7 +27,8 @@ from gruppo.trainer.update import backward, learn
 from gruppo.types import DataError, NumericalStop
 
 SMOOTH = {"optim__eps": 0.1, "evaluation__prompts": 0}
-"""An eps that keeps AdamW's first step from being a sign, which would turn rounding into whole steps."""
+"""An eps that keeps AdamW's first step from being a sign, which would turn rounding into whole
+steps."""
 
 
 def run_in(folder: Path, parts: Parts | None = None, **changes: Any) -> Run:
@@ -45,7 +46,7 @@ def vector(module: nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 
 
-# --- by hand ----------------------------------------------------------------------------------------------------------
+# --- by hand --------------------------------------------------------------------------------------
 
 
 def none_for_even(completions: Sequence[Any], **_: Any) -> list[float | None]:
@@ -54,7 +55,8 @@ def none_for_even(completions: Sequence[Any], **_: Any) -> list[float | None]:
 
 
 def step_by_hand(run: Run, collected: Any) -> torch.Tensor:
-    """The GRPO step in float64 from the sampled tokens and rewards alone: plain forwards, autograd, AdamW's formula."""
+    """The GRPO step in float64 from the sampled tokens and rewards alone: plain forwards, autograd,
+    AdamW's formula."""
     rollouts, rewards = collected.batch.rollouts, collected.batch.rewards.double()
     module = from_pretrained(tiny.model(), compute="float32").module.double()
     usable = [
@@ -126,7 +128,7 @@ def test_metrics_of_a_step_are_those_of_its_rows(tmp_path):
     assert logged["tokens"] == int(rollouts.lengths.sum())
 
 
-# --- cut in other ways ------------------------------------------------------------------------------------------------
+# --- cut in other ways ----------------------------------------------------------------------------
 
 
 def after_one_step(folder: Path, *, layout: str = "stream", **changes: Any) -> torch.Tensor:
@@ -263,7 +265,7 @@ def test_the_reference_is_the_first_policy_and_stays_it(tmp_path):
     )
 
 
-# --- the seed ---------------------------------------------------------------------------------------------------------
+# --- the seed -------------------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(34)
@@ -306,7 +308,7 @@ def test_the_seed_also_determines_the_samples_of_the_same_prompt(tmp_path):
     assert len(set(texts(1))) == 9  # the same prompt drawn again, and each sample of it, differ
 
 
-# --- rewards that fail, or say nothing --------------------------------------------------------------------------------
+# --- rewards that fail, or say nothing ------------------------------------------------------------
 
 
 def no_e(completions: Sequence[Any], **_: Any) -> list[float]:
@@ -468,7 +470,7 @@ def test_a_reward_that_stops_scoring_ends_the_run_after_ten_steps_with_the_bound
     assert finished.tokens > 0 and metrics(run)[-1]["step"] == 13
 
 
-# --- numbers that are no longer usable --------------------------------------------------------------------------------
+# --- numbers that are no longer usable ------------------------------------------------------------
 
 
 def poison(module: nn.Module) -> None:

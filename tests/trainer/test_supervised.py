@@ -1,4 +1,5 @@
-"""Stages that learn from demonstrations: their gradient, what they leave alone, and what is refused."""
+"""Stages that learn from demonstrations: their gradient, what they leave alone, and what is
+refused."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def gradient_of(run: Run, batch: Batch, step_params: StepParams) -> torch.Tensor
     return gradients(run)
 
 
-# --- the gradient -----------------------------------------------------------------------------------------------------
+# --- the gradient ---------------------------------------------------------------------------------
 
 
 def nll_by_hand(module: Any, rollouts: Any) -> torch.Tensor:
@@ -102,7 +103,8 @@ def test_a_supervised_step_is_the_step_computed_by_hand(tmp_path):
 
 @pytest.mark.silent_bug(13)
 def test_each_term_has_weights_of_its_own_and_its_own_coefficient(tmp_path):
-    """However many demonstrations stand beside however many rows, the gradient is rl x theirs + sup x the others'."""
+    """However many demonstrations stand beside however many rows, the gradient is rl x theirs + sup
+    x the others'."""
     run = run_in(tmp_path, **BOTH)
     batch, step_params = batch_of(run)
     together = gradient_of(run, batch, step_params)
@@ -130,7 +132,8 @@ def test_micro_batches_do_not_change_the_gradient(tmp_path):
 
 @pytest.mark.parametrize("rows", [3, 2])
 def test_where_memory_runs_out_in_either_term_both_begin_again(tmp_path, rows):
-    """Of 12 rows and 5 demonstrations: what the first term had added is not lost, and does not count twice."""
+    """Of 12 rows and 5 demonstrations: what the first term had added is not lost, and does not
+    count twice."""
     run = run_in(tmp_path, **BOTH)
     batch, step_params = batch_of(run)
     full = Full(run.policy, "likelihood", rows=rows)
@@ -221,7 +224,7 @@ def test_two_ranks_give_the_weights_and_metrics_of_one(tmp_path, minibatches_):
     assert sum("sup/loss_nats" in row for row in metrics(two)) == 2
 
 
-# --- what a stage without samples leaves alone ------------------------------------------------------------------------
+# --- what a stage without samples leaves alone ----------------------------------------------------
 
 
 def test_a_supervised_stage_samples_and_rewards_nothing_and_says_nothing_of_rewards(tmp_path):
@@ -290,7 +293,7 @@ def test_a_step_whose_coefficients_are_all_zero_learns_nothing(tmp_path, several
     assert torch.equal(vector(run.policy.module), before)
 
 
-# --- the whole run ----------------------------------------------------------------------------------------------------
+# --- the whole run --------------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(33)
@@ -319,7 +322,8 @@ def test_a_run_that_is_continued_within_a_stage_is_the_run_that_was_not_stopped(
 
 @pytest.mark.parametrize("kind", ["shared", "separate"])
 def test_a_critic_rests_while_demonstrations_teach_alone(tmp_path, kind):
-    """It and its moments are what they were until there is something to predict; ranks share no gradient of it."""
+    """It and its moments are what they were until there is something to predict; ranks share no
+    gradient of it."""
     plan = [PLAN[0], {"name": "full", "kl_coef": 0.01}]
     config = tiny.config(
         tmp_path, objective="ppo", critic__kind=kind, stages=plan, steps=3, supervised__batch=5
@@ -393,7 +397,7 @@ def test_the_console_names_the_stage_and_shows_the_loss_where_there_is_no_reward
     )
 
 
-# --- what to answer ---------------------------------------------------------------------------------------------------
+# --- what to answer -------------------------------------------------------------------------------
 
 PROMPT = Prompt("p", "1 + 1 =", "2", {"answer": "two", "gold": 2.5, "hint": None})
 

@@ -1,4 +1,5 @@
-"""What each term of an update does, and what is said of it: directions, rates, frozen weights, and metrics by hand."""
+"""What each term of an update does, and what is said of it: directions, rates, frozen weights, and
+metrics by hand."""
 
 from __future__ import annotations
 
@@ -88,7 +89,7 @@ def test_rollouts_carry_the_count_of_publishes_before_them(tmp_path):
     assert watches.versions == [0, 1, 2]
 
 
-# --- what is said -----------------------------------------------------------------------------------------------------
+# --- what is said ---------------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(8)

@@ -138,7 +138,8 @@ def test_rewards_along_the_steps_are_of_what_the_network_expects_and_at_last_of_
 
 @pytest.mark.silent_bug(36)
 def test_an_evaluation_follows_the_ode(tmp_path):
-    """In steps of its own, from latents that no seed has a part in: the reward of those pictures."""
+    """In steps of its own, from latents that no seed has a part in: the reward of those
+    pictures."""
     run = built(tmp_path, diffusion__eval_steps=5)
     requested = held_out(run, 3)
     mode = replace(run.sampling, temperature=0.0, ode_steps=5)
@@ -169,7 +170,7 @@ def test_one_step_that_is_not_finite_hides_no_branch(tmp_path):
     assert reported.keys() == {int(rollouts.mask[row].nonzero()) for row in (0, 4)}
 
 
-# --- ranks ------------------------------------------------------------------------------------------------------------
+# --- ranks ----------------------------------------------------------------------------------------
 
 
 def train(config: dict[str, Any]) -> None:
@@ -179,7 +180,8 @@ def train(config: dict[str, Any]) -> None:
 @pytest.mark.silent_bug(12)
 @pytest.mark.silent_bug(24)
 def test_two_ranks_give_the_weights_and_metrics_of_one(tmp_path):
-    """Branched groups, several updates, one of them without a row on some rank, an exact KL, evaluations."""
+    """Branched groups, several updates, one of them without a row on some rank, an exact KL,
+    evaluations."""
     pytest.importorskip("PIL")
     changes = {
         "data": f"images:{diffusion_runs.write_images(tmp_path / 'images')}",

@@ -1,4 +1,5 @@
-"""The recipes whose models learn to call tools: their data, their tools, and one short run of each."""
+"""The recipes whose models learn to call tools: their data, their tools, and one short run of
+each."""
 
 from __future__ import annotations
 

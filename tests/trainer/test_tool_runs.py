@@ -1,4 +1,5 @@
-"""Runs whose policy calls tools of an environment: what is learned from, saved, resumed, and refused."""
+"""Runs whose policy calls tools of an environment: what is learned from, saved, resumed, and
+refused."""
 
 from __future__ import annotations
 
@@ -293,7 +294,8 @@ by_turn.scores_turns = True  # type: ignore[attr-defined]
 
 
 def test_rewards_of_turns_are_credited_from_their_turn_on(tmp_path):
-    """With return_to_go, an action's advantage is the sum of the advantages of its turn and the later ones."""
+    """With return_to_go, an action's advantage is the sum of the advantages of its turn and the
+    later ones."""
     run = run_in(
         tmp_path,
         **SETTINGS

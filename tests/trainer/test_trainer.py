@@ -134,11 +134,12 @@ def test_evaluating_and_saving_at_any_step(tmp_path):
     assert [one["step"] for one in evaluated] == [0, 1, 3, 4]
 
 
-# --- callbacks --------------------------------------------------------------------------------------------------------
+# --- callbacks ------------------------------------------------------------------------------------
 
 
 class Follower(gruppo.Callback):
-    """Notes what it is called with; lowers the learning rate after step 2, and stops at ``last``."""
+    """Notes what it is called with; lowers the learning rate after step 2, and stops at
+    ``last``."""
 
     def __init__(self, last: int = 99) -> None:
         self.seen, self.last = list[Any](), last
@@ -277,7 +278,8 @@ def test_step_parameters_that_the_run_cannot_take_are_refused_with_ours(tmp_path
             ({"group_size": 1}, "set\\(group_size=1\\): "),
             (
                 {"kl_coef": 0.1},
-                "built without reference to measure a KL against. Start it with a small stage__kl_coef",
+                "built without reference to measure a KL against. Start it with a small "
+                "stage__kl_coef",
             ),
             ({"sup_coef": 0.1}, r"set\(sup_coef=0.1\): "),
         ]:
@@ -290,7 +292,7 @@ def test_step_parameters_that_the_run_cannot_take_are_refused_with_ours(tmp_path
         assert trainer.step().metrics["optim/lr"] == 1e-2
 
 
-# --- trackers ---------------------------------------------------------------------------------------------------------
+# --- trackers -------------------------------------------------------------------------------------
 
 
 class Rows:

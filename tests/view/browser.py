@@ -1,4 +1,5 @@
-"""A headless Chromium that is driven over a pipe (the DevTools protocol), without a package for it."""
+"""A headless Chromium that is driven over a pipe (the DevTools protocol), without a package for
+it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ PATIENCE_S = 60.0
 
 
 class Browser:
-    """One tab. ``errors`` holds exceptions of scripts and what the content security policy refused."""
+    """One tab. ``errors`` holds exceptions of scripts and what the content security policy
+    refused."""
 
     def __init__(self, folder: Path, *, width: int = 1440, height: int = 1000) -> None:
         assert CHROMIUM is not None
@@ -100,7 +102,8 @@ class Browser:
         self.call("Page.navigate", url="about:blank")
         self.call("Page.navigate", url=address)
         self.wait(
-            "document.readyState == 'complete' && !!(document.body.dataset.ready || document.querySelector('.notice'))"
+            "document.readyState == 'complete' && !!(document.body.dataset.ready || "
+            "document.querySelector('.notice'))"
         )
 
     def tab(self, name: str) -> None:
@@ -111,7 +114,10 @@ class Browser:
 
     def click(self, text: str) -> None:
         """Click the first button with this text."""
-        find = f"[...document.querySelectorAll('button')].find(b => b.textContent.trim() == {json.dumps(text)})"
+        find = (
+            f"[...document.querySelectorAll('button')].find(b => b.textContent.trim() == "
+            f"{json.dumps(text)})"
+        )
         self.evaluate(f"{find}.click()")
 
     def dark(self, is_dark: bool) -> None:

@@ -1,4 +1,5 @@
-"""The page in a real browser: what a reader sees, what hostile texts become, and what a live run adds."""
+"""The page in a real browser: what a reader sees, what hostile texts become, and what a live run
+adds."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def test_curves_zoom_together_and_hidden_runs_leave_them(show, tmp_path: Path) -
     )
     page.evaluate("setZoom([10, 20])")
     labels = page.evaluate(
-        "[...document.querySelectorAll('.plot')[1].querySelectorAll('text')].map(t => +t.textContent)"
+        "[...document.querySelectorAll('.plot')[1].querySelectorAll('text')].map(t => "
+        "+t.textContent)"
     )
     assert max(labels) <= 20 and "Show all steps" in page.text()
     page.click("two")
@@ -93,7 +95,8 @@ def test_completions_are_filtered_by_step_prompt_reward_and_ending_and_paged(
         "[...document.querySelectorAll('.prompt .text')].map(p => p.textContent)"
     )
     endings = page.evaluate(
-        "[...new Set([...document.querySelectorAll('.row .small div:last-child')].map(p => p.textContent))]"
+        "[...new Set([...document.querySelectorAll('.row .small div:last-child')].map(p => "
+        "p.textContent))]"
     )
     assert (
         prompts

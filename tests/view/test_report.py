@@ -75,7 +75,10 @@ def test_several_runs_are_one_report_in_the_file_that_is_named(tmp_path: Path) -
     assert [run["state"]["name"] for run in data_of(tmp_path / "both.html")["runs"]] == ["a", "b"]
 
 
-HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\u202e\u200f\x1b[2J\x00]]><!--\ud800\"'"
+HOSTILE = (
+    "</script><script>alert(1)</script><img src=x "
+    "onerror=alert(1)>\u202e\u200f\x1b[2J\x00]]><!--\ud800\"'"
+)
 
 
 def test_hostile_names_and_texts_add_no_element_to_the_file(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""The server of ``gruppo view`` answers this machine's browser with the token only, and survives any folder."""
+"""The server of ``gruppo view`` answers this machine's browser with the token only, and survives
+any folder."""
 
 from __future__ import annotations
 

@@ -2,30 +2,30 @@
 
 usage: gruppo COMMAND ...
 
-  train RECIPE [--options]    train; RECIPE is a built-in name, file.py:function, or a config file (TOML, YAML, JSON)
-  train --replay RUN          train again from the ledger of a run with --engine.lag, without its engine
-  launch RECIPE --trainers N --servers M [--on local|slurm|ray]  train with vLLM servers, all started and kept running
-  resume RUN                  continue a stopped or killed run, to the bit
-  eval RUN                    greedy answers of a run's model to its held-out prompts
-  sample RUN "PROMPT" ...     completions of a run's (or any) model
-  export RUN FOLDER           a run's model as a folder for transformers; an adapter is merged into its base
-  export RUN --push OWNER/NAME  upload it to the Hugging Face hub with a model card; --gguf adds a file for llama.cpp
-  explain RECIPE [--options]  what train would do: objective, tokens, memory, a real prompt and its reward
-  explain --names trl RECIPE  its options under TRL's names (or verl, ddpo, sources); trl:beta for one
-  plan RECIPE --gpus N        step time, memory, best split and cost on N GPUs, in closed form
-  doctor RUN                  diagnose a run: measurements, their meaning, options to change
-  view RUN [RUN ...]          runs in the browser, while they train: curves, every completion, the doctor
-  report RUN [RUN ...]        the same page as one HTML file
-  serve MODEL [-- OPTIONS]    a vLLM server for --engine vllm; OPTIONS are vLLM's own
-  judge check FILE.toml LABELS.jsonl  how a judge agrees with labels, before it is a reward
-  config RECIPE [--options]   print the config as TOML, to edit and train
-  recipes [NAME]              list the built-in recipes, or describe one
-  completion bash|zsh|fish    print a script for shell completion
+  train RECIPE [--options]    train; RECIPE is a built-in name, file.py:function, or a config file
+  (TOML, YAML, JSON) train --replay RUN          train again from the ledger of a run with
+  --engine.lag, without its engine launch RECIPE --trainers N --servers M [--on local|slurm|ray]
+  train with vLLM servers, all started and kept running resume RUN                  continue a
+  stopped or killed run, to the bit eval RUN                    greedy answers of a run's model to
+  its held-out prompts sample RUN "PROMPT" ...     completions of a run's (or any) model export RUN
+  FOLDER           a run's model as a folder for transformers; an adapter is merged into its base
+  export RUN --push OWNER/NAME  upload it to the Hugging Face hub with a model card; --gguf adds a
+  file for llama.cpp explain RECIPE [--options]  what train would do: objective, tokens, memory, a
+  real prompt and its reward explain --names trl RECIPE  its options under TRL's names (or verl,
+  ddpo, sources); trl:beta for one plan RECIPE --gpus N        step time, memory, best split and
+  cost on N GPUs, in closed form doctor RUN                  diagnose a run: measurements, their
+  meaning, options to change view RUN [RUN ...]          runs in the browser, while they train:
+  curves, every completion, the doctor report RUN [RUN ...]        the same page as one HTML file
+  serve MODEL [-- OPTIONS]    a vLLM server for --engine vllm; OPTIONS are vLLM's own judge check
+  FILE.toml LABELS.jsonl  how a judge agrees with labels, before it is a reward config RECIPE
+  [--options]   print the config as TOML, to edit and train recipes [NAME]              list the
+  built-in recipes, or describe one completion bash|zsh|fish    print a script for shell completion
 
   gruppo COMMAND --help       the options of a command; --help-all for all of them
   --debug                     with any command: show the traceback of an error
 
-exit codes: 0 done, 2 usage, 3 data or reward check failed, 4 numerical stop; gruppo resume continues after
+exit codes: 0 done, 2 usage, 3 data or reward check failed, 4 numerical stop; gruppo resume
+continues after
             5 no server left, 75 stopped by a signal
 
 start here:  gruppo train arithmetic
@@ -33,8 +33,8 @@ your data:   gruppo train plain --model smollm2-135m --data mine.jsonl --reward 
 in stages:   gruppo train arithmetic-format --stages supervised:6,ramp:10,full --steps 80
 """
 
-# The module's docstring is what --help prints. Nothing heavy is imported before a command needs it, so that help
-# answers at once.
+# The module's docstring is what --help prints. Nothing heavy is imported before a command needs it,
+# so that help answers at once.
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ QUIET = {
     "TOKENIZERS_PARALLELISM": "false",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
-"""Read by the libraries when they are imported; variables that the user has set keep their value."""
+"""Read by the libraries when they are imported; variables that the user has set keep their
+value."""
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -96,7 +97,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 @contextmanager
 def _exit_codes(is_debug: bool) -> Iterator[None]:
-    """Within, exceptions become exit codes, other signals act like Ctrl-C, and only our own log lines are shown."""
+    """Within, exceptions become exit codes, other signals act like Ctrl-C, and only our own log
+    lines are shown."""
     if not faulthandler.is_enabled():
         with suppress(OSError, ValueError, AttributeError):  # a standard error that is no file
             faulthandler.enable()  # a crash shows where it was

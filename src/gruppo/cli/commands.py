@@ -1,4 +1,5 @@
-"""The commands of ``gruppo``: parameters of a function are the arguments of its command, those after * its options."""
+"""The commands of ``gruppo``: parameters of a function are the arguments of its command, those
+after * its options."""
 
 from __future__ import annotations
 
@@ -33,12 +34,16 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\
 
 @contextmanager
 def _until_stopped(path: Path) -> Iterator[None]:
-    """Exit with the command that continues the run in ``path`` if a signal stops it; never with 0 before its end."""
+    """Exit with the command that continues the run in ``path`` if a signal stops it; never with 0
+    before its end."""
     from gruppo import distributed as dist
     from gruppo.trainer.loop import Stopped, how_to_continue
 
     process, leave = os.getpid(), os._exit
-    problem = f"before the run was complete. Remove that; what is saved continues with: {command_name()} resume {path}"
+    problem = (
+        f"before the run was complete. Remove that; what is saved continues with: "
+        f"{command_name()} resume {path}"
+    )
 
     def leave_incomplete(status: int) -> NoReturn:
         if status == 0 and os.getpid() == process:  # not a child that was forked
@@ -225,19 +230,22 @@ def export(
     trust_run: TrustRun = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Write a run's model as a folder that transformers or diffusers opens; an adapter is merged into its base."""
+    """Write a run's model as a folder that transformers or diffusers opens; an adapter is merged
+    into its base."""
     from gruppo import export as exporting
 
     target = Path(folder) if folder else None
     hub: Any = {"push": push, "private": private, "license": license}
     trusts: Any = {"trust_run": trust_run, "trust_remote_code": trust_remote_code}
     print(
-        f"written to {exporting.export(run, target, is_adapter_kept=adapter, gguf=gguf, **hub, **trusts)}"
+        f"written to "
+        f"{exporting.export(run, target, is_adapter_kept=adapter, gguf=gguf, **hub, **trusts)}"
     )
 
 
 def explain(args: list[str]) -> None:
-    """Describe what ``train`` would do; with ``--names SYSTEM``, show the options under another system's names."""
+    """Describe what ``train`` would do; with ``--names SYSTEM``, show the options under another
+    system's names."""
     names, args = pop_option(args, "--names")
     if names is None:
         trust_run, args = pop_switch(args, "--trust-run")
@@ -252,8 +260,9 @@ def explain(args: list[str]) -> None:
         print("\n".join(api.explain(config, gpus=int(gpus or 1), trust_run=trust_run)))
         return
     if not names or names.startswith("-"):
-        raise GruppoError(f"""--names has no value; it needs one of {", ".join(peer_options.SYSTEMS)}, or one of their
-            options, as in {command_name()} explain --names trl:beta.""")
+        raise GruppoError(f"""--names has no value; it needs one of
+            {", ".join(peer_options.SYSTEMS)}, or one of their options, as in {command_name()}
+            explain --names trl:beta.""")
     peer_options.find_system(names)  # refused before a missing recipe is
     config = Config() if ":" in names and not args else parse_config("explain", args)
     print("\n".join(peer_options.explain_names(config, names)))
@@ -265,7 +274,8 @@ def doctor(
     json: Annotated[bool, "Print JSON."] = False,
     trust_run: TrustRun = False,
 ) -> None:
-    """Check the metrics of a run for common problems: measurements, their meaning, options to change."""
+    """Check the metrics of a run for common problems: measurements, their meaning, options to
+    change."""
     from gruppo.doctor import record
     from gruppo.doctor.report import diagnose, print_report
 
@@ -277,7 +287,8 @@ def view(
     *,
     port: Annotated[int, "Port on this machine; 0 for any free one."] = 8642,
 ) -> None:
-    """Show runs in the browser while they train: curves, distributions, every completion, the doctor's findings."""
+    """Show runs in the browser while they train: curves, distributions, every completion, the
+    doctor's findings."""
     from gruppo.view import server
 
     server.serve(run, port)
@@ -303,10 +314,11 @@ def judge(
         str, "JSON lines: prompt, with completion and label, or with chosen and rejected."
     ],
 ) -> None:
-    """Ask a judge about labelled completions: accuracy, Kendall's tau, Cohen's kappa, position bias, failures, cost."""
+    """Ask a judge about labelled completions: accuracy, Kendall's tau, Cohen's kappa, position
+    bias, failures, cost."""
     if action != "check":
-        raise GruppoError(f"""gruppo judge {action}: it needs check, as in {command_name()} judge check FILE.toml
-            LABELS.jsonl.""")
+        raise GruppoError(f"""gruppo judge {action}: it needs check, as in {command_name()} judge
+            check FILE.toml LABELS.jsonl.""")
     from gruppo.rewards.judge_check import check_judge
 
     print("\n".join(check_judge(file, Path(labels))))
@@ -329,13 +341,15 @@ def recipes(name: Annotated[tuple[str, ...], "Name of a recipe."]) -> None:
         print("\n    ".join([recipe, *(line.strip() for line in texts[recipe])]))
     if name:
         print(
-            f"\n{command_name()} train {name[0]} starts it, {command_name()} explain {name[0]} describes it."
+            f"\n{command_name()} train {name[0]} starts it, {command_name()} explain {name[0]} "
+            f"describes it."
         )
         return
     for recipe, lines in texts.items():
         print(f"{recipe:<{max(map(len, RECIPES))}}  {lines[0]}")
     print(
-        f"\n{command_name()} recipes NAME says more; {command_name()} train NAME --help lists its options."
+        f"\n{command_name()} recipes NAME says more; {command_name()} train NAME --help lists its "
+        f"options."
     )
 
 
@@ -355,7 +369,8 @@ def serve(
     lora_rank: Annotated[int, "Largest rank of adapters; 0 serves none."] = 0,
     python: Annotated[str, "Python with vLLM; default: VLLM_PYTHON, this one, or .venv-vllm."] = "",
 ) -> None:
-    """Start a vLLM server for --engine vllm, as in: gruppo serve smollm2-135m -- --max-model-len 1024."""
+    """Start a vLLM server for --engine vllm, as in: gruppo serve smollm2-135m -- --max-model-len
+    1024."""
     from gruppo.cli import serve as server
 
     server.run(model, host=host, port=port, python=python, lora_rank=lora_rank, options=options)
@@ -375,7 +390,8 @@ def plan(
     model_config: Annotated[str, "Folder of the model's config.json; default: the recipe's."] = "",
     json: Annotated[bool, "Print JSON."] = False,
 ) -> None:
-    """Step time, memory, split of trainers and servers and cost on a number of GPUs (H100 by default)."""
+    """Step time, memory, split of trainers and servers and cost on a number of GPUs (H100 by
+    default)."""
     config = parse_config("plan", [recipe, *options])
     from gruppo.plan import Gpu, Work, print_plan
 

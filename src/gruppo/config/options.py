@@ -1,4 +1,5 @@
-"""The options of a tree of dataclasses: dotted names, types, ranges and help, and values read from files or text."""
+"""The options of a tree of dataclasses: dotted names, types, ranges and help, and values read from
+files or text."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from gruppo.types import GruppoError
 class Range:
     """The interval of a number, declared on its field: ``Annotated[float, Range(gt=0, le=1)]``.
 
-    It applies to every number of a tuple and every value that a schedule reaches. Values must be finite.
+    It applies to every number of a tuple and every value that a schedule reaches. Values must be
+    finite.
     """
 
     ge: float = -math.inf
@@ -94,7 +96,8 @@ def fields_of(kind: Any) -> dict[str, tuple[Any, Range | None, str]]:
 
 
 def options(section: Any, prefix: str = "") -> dict[str, Option]:
-    """All leaves below a dataclass instance, by dotted name; those of each stage as ``stages.0.lr``."""
+    """All leaves below a dataclass instance, by dotted name; those of each stage as
+    ``stages.0.lr``."""
     found, default = dict[str, Option](), type(section)()
     for name, (hint, interval, doc) in fields_of(type(section)).items():  # type: ignore[arg-type]
         value, path = getattr(section, name), prefix + name
@@ -116,12 +119,14 @@ def nested_type(hint: Any) -> Any:
 
 
 def check_ranges(section: Any) -> None:
-    """Refuse numbers outside the range that their field declares, with the dotted option and a value to set."""
+    """Refuse numbers outside the range that their field declares, with the dotted option and a
+    value to set."""
     for name, option in options(section).items():
         value, interval = option.value, option.range
         if interval is None or value is None:
             continue
-        # All numbers of a tuple, and all values that a schedule starts with, ends with or changes to.
+        # All numbers of a tuple, and all values that a schedule starts with, ends with or changes
+        # to.
         for number in value if isinstance(value, tuple) else parse_schedule(value, name).values:
             if not interval.contains(number):
                 reached = f" reaches {number:g}, which" if isinstance(value, str) else ""
@@ -133,7 +138,7 @@ def check_ranges(section: Any) -> None:
                 )
 
 
-# --- names and text ---------------------------------------------------------------------------------------------------
+# --- names and text -------------------------------------------------------------------------------
 
 
 def as_text(value: Any) -> str:
@@ -144,14 +149,16 @@ def as_text(value: Any) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The name that was probably meant: by its last part (``lr`` is ``optim.lr``), or by spelling."""
+    """The name that was probably meant: by its last part (``lr`` is ``optim.lr``), or by
+    spelling."""
     known = list(known)
     # Backwards, so that of two options with the same last part the first counts.
     leaves = {other.rpartition(".")[2]: other for other in reversed(known)}
     leaf = name.rpartition(".")[2]
     if leaf in leaves:
         return leaves[leaf]
-    # The whole name has to be close (0.6 is the default): names of one section resemble each other by their prefix.
+    # The whole name has to be close (0.6 is the default): names of one section resemble each other
+    # by their prefix.
     close = difflib.get_close_matches(name, known, 1, cutoff=0.75)
     return (
         close[0]
@@ -187,9 +194,11 @@ def is_list(hint: Any) -> bool:
 
 
 def convert(hint: Any, value: Any, *, is_text: bool = False) -> Any:
-    """A value from a file as the type of its field; ``is_text``: from the shell, where numbers are text too.
+    """A value from a file as the type of its field; ``is_text``: from the shell, where numbers are
+    text too.
 
-    ``none`` is None where the type has it, as TOML has no null. Raises ValueError if the value does not fit.
+    ``none`` is None where the type has it, as TOML has no null. Raises ValueError if the value does
+    not fit.
     """
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint is type(None):

@@ -1,4 +1,5 @@
-"""Options under the names of TRL, verl, ddpo-pytorch and the source documents; the table is ``peer_options.toml``."""
+"""Options under the names of TRL, verl, ddpo-pytorch and the source documents; the table is
+``peer_options.toml``."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class PeerOption:
 
     @property
     def keys(self) -> set[str]:
-        """Names to look it up by: each end of its path in the other system's tree, after any dot."""
+        """Names to look it up by: each end of its path in the other system's tree, after any
+        dot."""
         # An entry names alternatives, "a, b", or the factors of one number, "a x b".
         paths = [f"{self.part}.{name}".split(".") for name in re.split(r", | x ", self.theirs)]
         return {normalized(".".join(path[at:])) for path in paths for at in range(len(path))}
@@ -130,7 +132,8 @@ def lookup(system: str, name: str) -> tuple[PeerOption, ...]:
 
 
 def suggestion(name: str, known: Collection[str], spell: Callable[[str], str]) -> str:
-    """The option that an unknown name probably meant, as a sentence and a space; empty if there is none.
+    """The option that an unknown name probably meant, as a sentence and a space; empty if there is
+    none.
 
     ``known``: dotted options; ``spell`` writes one as the user types it, in the shell or in Python.
     """
@@ -142,7 +145,8 @@ def suggestion(name: str, known: Collection[str], spell: Callable[[str], str]) -
 
 
 def hint(name: str, spell: Callable[[str], str] = as_flag) -> str:
-    """What another system's option is called here, as a sentence for an error; empty if no system has it."""
+    """What another system's option is called here, as a sentence for an error; empty if no system
+    has it."""
     for system in SYSTEMS:
         for option in lookup(system, name):
             if options := " ".join(map(spell, (option.ours or option.near).split())):
@@ -152,7 +156,8 @@ def hint(name: str, spell: Callable[[str], str] = as_flag) -> str:
 
 
 def explain_names(config: Config, request: str) -> list[str]:
-    """Lines for ``--names SYSTEM`` (all its options, by part) or ``--names SYSTEM:NAME`` (that one)."""
+    """Lines for ``--names SYSTEM`` (all its options, by part) or ``--names SYSTEM:NAME`` (that
+    one)."""
     system, (_, colon, name) = find_system(request), request.partition(":")
     found = lookup(system, name) if colon else peer_options(system)
     if not found:
@@ -212,7 +217,8 @@ def normalized(name: str) -> str:
 
 
 def _typed(config: Config, name: str) -> str:
-    """An option and its value, as typed in the shell; of several stages, those with the largest value."""
+    """An option and its value, as typed in the shell; of several stages, those with the largest
+    value."""
     section, _, leaf = name.partition(".")
     if section == "stage" and config.stages:  # a coefficient of 0 elsewhere would mislead
         peaks = [

@@ -1,6 +1,7 @@
 """The configuration of a run: one tree of frozen dataclasses.
 
-The first line of a field's docstring is its help on the command line, the rest is shown by ``--help-all``.
+The first line of a field's docstring is its help on the command line, the rest is shown by
+``--help-all``.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class RolloutConfig:
     first_samples: Count = 0
     """Samples per prompt before groups grow by their rewards; 0 samples whole groups.
 
-    Groups with unequal rewards receive more samples, up to twice group_size each, within prompts x group_size per step.
+    Groups with unequal rewards receive more samples, up to twice group_size each, within prompts x
+    group_size per step.
     """
 
     @property
@@ -104,9 +106,9 @@ class OptimConfig:
     token_budget: Count = 0
     """Tokens per forward and backward pass, padding included; 0 chooses.
 
-    Changes memory and speed, not the gradient. The automatic value is 640 on a CPU and 16384 on a GPU, or four times
-    the longest prompt. Diffusion models count network evaluations (128), restoration networks squares of 16 x 16 pixels
-    (4096). Halved when memory runs out.
+    Changes memory and speed, not the gradient. The automatic value is 640 on a CPU and 16384 on a
+    GPU, or four times the longest prompt. Diffusion models count network evaluations (128),
+    restoration networks squares of 16 x 16 pixels (4096). Halved when memory runs out.
     """
     recompute: Literal["none", "layer"] = "none"
     """layer: compute each layer's activations again in the backward pass.
@@ -119,8 +121,9 @@ class OptimConfig:
 class Stage:
     """A span of steps with its own loss coefficients, learning rate and sampling.
 
-    A number can also be a schedule over the stage's steps, linear:FROM,TO  cosine:FROM,TO  steps:FROM,50=X,100=Y, or,
-    for kl_coef, entropy_coef and difficulty, a controller, adaptive:FROM,target=X,... See docs/guides/stages.md.
+    A number can also be a schedule over the stage's steps, linear:FROM,TO  cosine:FROM,TO
+    steps:FROM,50=X,100=Y, or, for kl_coef, entropy_coef and difficulty, a controller,
+    adaptive:FROM,target=X,... See docs/guides/stages.md.
     """
 
     name: str = ""
@@ -130,7 +133,8 @@ class Stage:
     until: str = ""
     """Condition that ends the stage, or the run, early: "eval/reward_mean > 0.5".
 
-    "eval/psnr flat 3": the last 3 values are no higher than the best before them; "flat 3 by 0.05": not by more.
+    "eval/psnr flat 3": the last 3 values are no higher than the best before them; "flat 3 by 0.05":
+    not by more.
     """
     new_reference: bool = False
     """Reset the reference to the current policy at the start of the stage."""
@@ -141,7 +145,8 @@ class Stage:
     kl_coef: Scheduled = 0.0
     """Coefficient of the KL to the reference (beta of the papers).
 
-    Or adaptive:FROM,target=NATS,horizon=SAMPLES. The reference is kept in memory if any stage has a value above 0.
+    Or adaptive:FROM,target=NATS,horizon=SAMPLES. The reference is kept in memory if any stage has a
+    value above 0.
     """
     cons_coef: Scheduled = 0.0
     """Coefficient of the consistency of restored images (restoration.consistency)."""
@@ -210,8 +215,8 @@ class ReferenceConfig:
     kind: Literal["frozen", "mixed"] = "frozen"
     """frozen: the initial weights. mixed: weights that follow the policy.
 
-    reference <- rate policy + (1 - rate) reference. With LoRA the frozen reference is the model with its adapter
-    disabled, the mixed one a second adapter.
+    reference <- rate policy + (1 - rate) reference. With LoRA the frozen reference is the model
+    with its adapter disabled, the mixed one a second adapter.
     """
     update_rate: Fraction = (
         0.6  # this and update_every as in TRL (ref_model_mixup_alpha, ref_model_sync_steps)
@@ -272,7 +277,8 @@ class ScoringConfig:
     isolate: bool = True
     """Call functions of files and modules in another process, killed when late.
 
-    A reward that holds the interpreter lock, crashes or exits then costs only its rows. Not on Windows.
+    A reward that holds the interpreter lock, crashes or exits then costs only its rows. Not on
+    Windows.
     """
 
 
@@ -293,8 +299,8 @@ class EnvironmentConfig:
     reply: str = ""
     """Function that replies, as file.py:function; default: one turn per prompt.
 
-    It receives text, messages, state, turn, seed, prompt and the data's columns, and returns the reply, or None to end
-    the conversation. See docs/guides/conversations.md.
+    It receives text, messages, state, turn, seed, prompt and the data's columns, and returns the
+    reply, or None to end the conversation. See docs/guides/conversations.md.
     """
     turns: Positive = 8
     """Maximum turns of the policy; rollout.max_new_tokens limits their total length."""
@@ -375,7 +381,8 @@ class PromptsConfig:
     chat_template: str = ""
     """Chat template: a Jinja file, or chatml-tools; default: the model's own.
 
-    chatml-tools writes tools for models with the tokens <|im_start|> and <|im_end|> whose own template ignores them.
+    chatml-tools writes tools for models with the tokens <|im_start|> and <|im_end|> whose own
+    template ignores them.
     """
     chat_template_kwargs: str = ""
     """Variables of the chat template, as JSON: '{"enable_thinking": false}'.
@@ -395,7 +402,8 @@ class EvaluationConfig:
     data: str = ""
     """Validation data, such as a .jsonl file; default: a part of the training data.
 
-    With it, prompts.held_out_fraction does not apply: every prompt of the training data is trained on.
+    With it, prompts.held_out_fraction does not apply: every prompt of the training data is trained
+    on.
     """
     samples: Count = 0
     """Samples per prompt beside the greedy one, for mean@k and pass@k; 0 disables.
@@ -428,8 +436,8 @@ class DistributedConfig:
     shard: Literal["none", "fsdp", "hybrid"] = "none"
     """Shard weights, gradients and optimizer state over ranks.
 
-    none: each rank has all of them. fsdp: over all ranks. hybrid: over the ranks of each machine, replicated over
-    machines.
+    none: each rank has all of them. fsdp: over all ranks. hybrid: over the ranks of each machine,
+    replicated over machines.
     """
     offload_params: bool = False
     """Keep shards on the CPU between uses: weights, gradients, AdamW's state.
@@ -447,15 +455,15 @@ class Config:
     model: str = ""
     """Model: a hub id, a folder, a bundled name, or file.py:function.
 
-    Bundled: smollm2-135m. A function returns a language model made by gruppo.from_module. Images: a denoiser or
-    diffusers folder, diffusers:OWNER/NAME, or unet (new). Restoration: restore:unet, restore:dncnn,
-    restore:file.py:Class, or a folder.
+    Bundled: smollm2-135m. A function returns a language model made by gruppo.from_module. Images: a
+    denoiser or diffusers folder, diffusers:OWNER/NAME, or unet (new). Restoration: restore:unet,
+    restore:dncnn, restore:file.py:Class, or a folder.
     """
     data: str = ""
     """Data: a .jsonl file, a Hugging Face data set, or a built-in source.
 
-    Built in: arithmetic, reasoning_gym:TASK, digits, images:FOLDER:SIZE; degraded images with clean ones
-    photos:noise=25, degrade:FOLDER:noise=25, pairs:DEGRADED:CLEAN.
+    Built in: arithmetic, reasoning_gym:TASK, digits, images:FOLDER:SIZE; degraded images with clean
+    ones photos:noise=25, degrade:FOLDER:noise=25, pairs:DEGRADED:CLEAN.
     """
     reward: tuple[str, ...] = ()
     """Reward functions: built-in names or file.py:function, called as in TRL."""
@@ -509,11 +517,13 @@ class Config:
 
     @property
     def without_servers(self) -> Config:
-        """The config with the policy itself in place of vLLM servers, for commands that train nothing."""
+        """The config with the policy itself in place of vLLM servers, for commands that train
+        nothing."""
         return replace(self, engine=EngineConfig()) if self.engine.kind == "vllm" else self
 
     def section(self, kind: type[T]) -> T:
-        """The options of a modality, given by their dataclass; its defaults if the run has others or none."""
+        """The options of a modality, given by their dataclass; its defaults if the run has others
+        or none."""
         return self.modality if isinstance(self.modality, kind) else kind()
 
     @property

@@ -1,4 +1,5 @@
-"""Modalities by name, and the config sections that they bring: their names, in files and on the command line."""
+"""Modalities by name, and the config sections that they bring: their names, in files and on the
+command line."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ BUILT_IN = (
     "gruppo.modalities.functions:FUNCTION",
     "gruppo.modalities.text.modality:TEXT",
 )
-"""In the order in which they are asked whether a model is theirs; any other name is a language model's. They are loaded
-by name: modalities are a layer above."""
+"""In the order in which they are asked whether a model is theirs; any other name is a language
+model's. They are loaded by name: modalities are a layer above."""
 
 
 @cache
@@ -30,8 +31,9 @@ def modalities() -> dict[str, Modality]:
         for point in entry_points(group=ENTRY_POINTS):
             modality = load_object(point.value)
             if not isinstance(modality, Modality):
-                raise GruppoError(f"""the entry point {point.name!r} of {ENTRY_POINTS} is a {type(modality).__name__};
-                    it needs a gruppo.Modality. Uninstall or repair its package.""")
+                raise GruppoError(f"""the entry point {point.name!r} of {ENTRY_POINTS} is a
+                    {type(modality).__name__}; it needs a gruppo.Modality. Uninstall or repair its
+                    package.""")
             found[modality.name] = modality
         return found | {modality.name: modality for modality in map(load_object, BUILT_IN)}
 

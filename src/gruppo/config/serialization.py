@@ -28,7 +28,8 @@ NO_CORRECTION = ("correction", "none")
 REMOVED = {
     "rollout.refill_by": "the sum of all rewards decides",
     "rollout.max_group_size": "a group grows up to twice group_size",
-    "optim.state_place": "AdamW's state stays on the device; distributed.offload_params moves it with the shards",
+    "optim.state_place": "AdamW's state stays on the device; distributed.offload_params moves it "
+    "with the shards",
     "optim.terms_every": "gradients of single terms are not measured",
     "back_off.lr_factor": "it is 0.5",
     "engine.max_inflight": "it is 512",
@@ -52,7 +53,7 @@ class UnknownEntry(EntryError):
     """An entry that the config does not have."""
 
 
-# --- dicts ------------------------------------------------------------------------------------------------------------
+# --- dicts ----------------------------------------------------------------------------------------
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -63,14 +64,16 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def from_dict(data: Mapping[str, Any]) -> Config:
-    """A config from nested settings. An unknown or ill-typed entry is refused with the nearest name.
+    """A config from nested settings. An unknown or ill-typed entry is refused with the nearest
+    name.
 
     With vLLM servers, an objective that does not say otherwise corrects for their arithmetic.
     """
     engine, objective = data.get("engine"), data.get("objective", {})
     if (engine.get("kind") if isinstance(engine, Mapping) else engine) == "vllm":
         if isinstance(objective, str):
-            # A preset says nothing about servers: its correction "none" is a default, and no choice.
+            # A preset says nothing about servers: its correction "none" is a default, and no
+            # choice.
             objective = {
                 k: v
                 for k, v in dataclasses.asdict(preset(objective)).items()
@@ -84,8 +87,8 @@ def from_dict(data: Mapping[str, Any]) -> Config:
 def change(config: Config, changes: Mapping[str, Any]) -> Config:
     """A config with new values by dotted name: ``{"rollout.group_size": 4, "objective": "ppo"}``.
 
-    A section can be changed together with its entries. An objective without a critic resets the config's critic;
-    a critic among the changes stays, and is refused later.
+    A section can be changed together with its entries. An objective without a critic resets the
+    config's critic; a critic among the changes stays, and is refused later.
     """
     # By way of a dict, so that values are checked and converted as those of a file are.
     data = to_dict(config)
@@ -107,7 +110,8 @@ def change(config: Config, changes: Mapping[str, Any]) -> Config:
                 section = section.setdefault(part, {}) if isinstance(section, dict) else None
         if not isinstance(section, dict):
             raise GruppoError(
-                f"{name}: {path[-1]} is a value, not a section of the config. Set {path[-1]} itself.",
+                f"{name}: {path[-1]} is a value, not a section of the config. Set {path[-1]} "
+                f"itself.",
                 option=name,
             )
         if name == "objective":
@@ -193,7 +197,10 @@ def build(kind: Any, data: Mapping[str, Any], prefix: str = "") -> Any:
             except ValueError:
                 needed = describe_type(hint)
                 if name == "modality":
-                    needed = f"null: a modality's options have a section of their own, {' or '.join(sections())}"
+                    needed = (
+                        f"null: a modality's options have a section of their own, "
+                        f"{' or '.join(sections())}"
+                    )
                 raise EntryError(
                     f"{entry} is {value!r:.80}; it needs {needed}.", option=entry
                 ) from None
@@ -213,7 +220,7 @@ def build(kind: Any, data: Mapping[str, Any], prefix: str = "") -> Any:
         raise
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def load(path: Path) -> Config:
@@ -224,7 +231,8 @@ def load(path: Path) -> Config:
 
 
 def read(path: Path, make: Callable[[Mapping[str, Any]], T], needed: str) -> T:
-    """What ``make`` returns for the settings of a file; the line of an ``EntryError`` is added to it."""
+    """What ``make`` returns for the settings of a file; the line of an ``EntryError`` is added to
+    it."""
     try:
         text = read_file(path, MAX_BYTES).decode("utf-8")
         data = _parse(text, path.suffix)
@@ -319,7 +327,8 @@ def to_toml(config: Config) -> str:
                 or nested_type(hint) is not None
             ):
                 continue
-            # JSON's spelling of texts, integers and lists is TOML's too; TOML has no null, and Python's "inf".
+            # JSON's spelling of texts, integers and lists is TOML's too; TOML has no null, and
+            # Python's "inf".
             written = json.dumps("none" if value is None else value, ensure_ascii=False)
             written = repr(value) if isinstance(value, float) else written
             lines += [

@@ -1,4 +1,5 @@
-"""Stages of a config: the values that they reach, and presets by name, ``supervised:50,ramp:30,full``."""
+"""Stages of a config: the values that they reach, and presets by name,
+``supervised:50,ramp:30,full``."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from gruppo.loading import did_you_mean
 from gruppo.types import GruppoError
 
 KINDS = ("supervised", "ramp", "full")
-"""Stage presets: demonstrations only; a linear ramp from demonstrations to rewards; as the config's stage."""
+"""Stage presets: demonstrations only; a linear ramp from demonstrations to rewards; as the config's
+stage."""
 
 
 def stage_path(config: Config, index: int) -> str:
@@ -56,11 +58,13 @@ def planned(text: str, config: Config) -> Config:
             raise GruppoError(f"--stages: {kind or '(nothing)'} is no stage.{hint}")
         is_last = len(stages) + 1 == len(words)
         if not (steps.isdigit() and int(steps)) and (steps or not is_last):
-            raise GruppoError(f"""--stages: {word!r} does not say how many steps it lasts; it needs a whole number, as
-                in {kind}:50. The last stage may go without, for all that are left.""")
+            raise GruppoError(f"""--stages: {word!r} does not say how many steps it lasts; it needs
+                a whole number, as in {kind}:50. The last stage may go without, for all that are
+                left.""")
         stage = full
         if kind == "supervised":
-            # kl_coef and entropy_coef need samples, of which this stage has none; it also goes without cons_coef.
+            # kl_coef and entropy_coef need samples, of which this stage has none; it also goes
+            # without cons_coef.
             stage = Stage(rl_coef=0.0, sup_coef=1.0, lr=full.lr)
         elif kind == "ramp":
             # A schedule of rl_coef is over its own stage: the ramp ends at the default.

@@ -1,4 +1,5 @@
-"""Mathematics of policy-gradient training: tensors and floats in, tensors out. No config, print or global generator.
+"""Mathematics of policy-gradient training: tensors and floats in, tensors out. No config, print or
+global generator.
 
     objective      choices that make up an algorithm, and presets (GRPO, PPO, RLOO, ...)
     groups         statistics of the rewards of a group
@@ -14,5 +15,6 @@
     images         fidelity, filters and augmentation of images
     describe       an objective as text
 
-Reductions over ranks are arguments (``all_sum``, ``all_gather``), so that every function can be tested in one process.
+Reductions over ranks are arguments (``all_sum``, ``all_gather``), so that every function can be
+tested in one process.
 """

@@ -22,11 +22,13 @@ from gruppo.core.groups import (
 Baseline = Literal["none", "mean", "leave_one_out", "batch_mean", "running", "prompt", "critic"]
 Scale = Literal["none", "group", "batch", "running", "prompt"]
 PROMPT_HISTORY = 32
-"""Last scored rewards of a prompt that its mean and standard deviation are taken over. The same on all ranks."""
+"""Last scored rewards of a prompt that its mean and standard deviation are taken over. The same on
+all ranks."""
 
 
 class Ema(NamedTuple):
-    """Exponential moving average, corrected for its start at 0: sum / (1 - decay^n), as in Adam (arXiv 1412.6980)."""
+    """Exponential moving average, corrected for its start at 0: sum / (1 - decay^n), as in Adam
+    (arXiv 1412.6980)."""
 
     sum: float = 0.0
     weight: float = 0.0
@@ -59,33 +61,37 @@ def group_advantages(
     A = (r - baseline) / (scale + eps); without a scale, A = r - baseline.
 
     Baselines:
-        mean           mean of the group
-        leave_one_out  mean of the group's *other* rows, so that A = G / (G - 1) (r - mean) (RLOO, arXiv 2402.14740)
-        batch_mean     mean of the rows of all ranks
-        running        moving average of ``batch_mean`` over steps. The advantages of a group then carry the
+        mean           mean of the group leave_one_out  mean of the group's *other* rows, so that A
+        = G / (G - 1) (r - mean) (RLOO, arXiv 2402.14740) batch_mean     mean of the rows of all
+        ranks running        moving average of ``batch_mean`` over steps. The advantages of a group
+        then carry the
                        difficulty of its prompt
         prompt         mean of the last rewards of the same prompt
         none           0
 
     Scales, standard deviations with ddof 1:
-        group          of the group's rewards (GRPO, arXiv 2402.03300)
-        batch          of the raw rewards of all ranks
-        running        of the rewards *within* groups: the root of a bias-corrected moving average of the pooled
+        group          of the group's rewards (GRPO, arXiv 2402.03300) batch          of the raw
+        rewards of all ranks running        of the rewards *within* groups: the root of a
+        bias-corrected moving average of the pooled
                        variance, sum (r - mean)^2 / sum (G - 1)
-        prompt         of the last rewards of the same prompt, found by ``prompt_ids``, one for each group. With
+        prompt         of the last rewards of the same prompt, found by ``prompt_ids``, one for each
+        group. With
                        baseline ``prompt``, this is DDPO's per-prompt tracker (arXiv 2305.13301)
 
-    Rewards that are not finite are not scored: they enter no statistic and get 0. A group with fewer than two scored
-    rows, or without spread, gets exactly 0 under the group baselines and scale; so does a batch without spread under
-    the batch scale. Differences within ``rounding_error`` count as none. ``eps`` 1e-4 is TRL's.
+    Rewards that are not finite are not scored: they enter no statistic and get 0. A group with
+    fewer than two scored rows, or without spread, gets exactly 0 under the group baselines and
+    scale; so does a batch without spread under the batch scale. Differences within
+    ``rounding_error`` count as none. ``eps`` 1e-4 is TRL's.
 
-    With a ``mask``, each row's advantage is spread over its actions [B, T]; without one the result is [B]. ``owners``
-    names the sample that a reward belongs to, where a sample has several; the default is one for each reward.
-    Computed in float64, returned in float32. ``state`` is JSON and the same on all ranks.
+    With a ``mask``, each row's advantage is spread over its actions [B, T]; without one the result
+    is [B]. ``owners`` names the sample that a reward belongs to, where a sample has several; the
+    default is one for each reward. Computed in float64, returned in float32. ``state`` is JSON and
+    the same on all ranks.
     """
     state = dict(state or {})
     scored = rewards.isfinite()
-    # Rewards that are not finite count as 0 in sums and not at all in counts, so that no NaN reaches a statistic.
+    # Rewards that are not finite count as 0 in sums and not at all in counts, so that no NaN
+    # reaches a statistic.
     r = torch.where(scored, rewards, 0).double()
     owners = torch.arange(len(rewards), device=rewards.device) if owners is None else owners
     count = group_sum(scored.double(), group_ids)
@@ -103,7 +109,8 @@ def group_advantages(
             for g, prompt in enumerate(prompt_ids)
         ]
         updated = dict(state.get("prompts", {}))
-        # Lists are replaced, never changed: a checkpoint may hold the old ones. Every rank adds the rows of all ranks.
+        # Lists are replaced, never changed: a checkpoint may hold the old ones. Every rank adds the
+        # rows of all ranks.
         for prompt, new in (pair for rank in all_gather(local) for pair in rank):
             updated[prompt] = [*updated.get(prompt, ()), *new][-PROMPT_HISTORY:]
         state["prompts"] = updated
@@ -172,11 +179,13 @@ def group_advantages(
 def step_advantages(
     rewards: Float[Tensor, "B T"], group_ids: Int[Tensor, "B"], **choices: Any
 ) -> tuple[Float[Tensor, "B T"], dict[str, Any]]:
-    """``group_advantages`` of step rewards: all steps of a group's rows are compared, wherever they end.
+    """``group_advantages`` of step rewards: all steps of a group's rows are compared, wherever they
+    end.
 
-    A = (r - mean R) / (std R + eps), R = every step reward of the group. Process supervision of DeepSeekMath (arXiv
-    2402.03300), section 4.1.3. ``leave_one_out`` leaves out all steps of the row itself. Entries that are not finite
-    are no steps and get 0; so do the steps of a group in which only one row has any.
+    A = (r - mean R) / (std R + eps), R = every step reward of the group. Process supervision of
+    DeepSeekMath (arXiv 2402.03300), section 4.1.3. ``leave_one_out`` leaves out all steps of the
+    row itself. Entries that are not finite are no steps and get 0; so do the steps of a group in
+    which only one row has any.
     """
     row, column = rewards.isfinite().nonzero(as_tuple=True)
     advantages, state = group_advantages(
@@ -193,7 +202,8 @@ def position_advantages(
     mask: Bool[Tensor, "B T"],
     **choices: Any,
 ) -> tuple[Float[Tensor, "B T"], dict[str, Any]]:
-    """``group_advantages`` of one reward for each action (patches): each column of a group is compared by itself."""
+    """``group_advantages`` of one reward for each action (patches): each column of a group is
+    compared by itself."""
     rows, columns = mask.shape
     ids = group_ids[:, None] * columns + torch.arange(columns, device=group_ids.device)
     advantages, state = group_advantages(
@@ -205,7 +215,8 @@ def position_advantages(
 def normalized_rewards(
     rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]
 ) -> Float[Tensor, "B"]:
-    """(r - mean) / std of its group (ddof 1): GRPO's advantage without eps. 0 without spread, NaN where not scored.
+    """(r - mean) / std of its group (ddof 1): GRPO's advantage without eps. 0 without spread, NaN
+    where not scored.
 
     At most (G - 1) / sqrt(G), the value of one row that differs from G - 1 equal ones.
     """
@@ -223,9 +234,9 @@ def normalized_sum(
 ) -> Float[Tensor, "B"]:
     """Weighted sum of rewards that were each normalized by themselves, normalized over the batch.
 
-    A = (S - mean S) / (std S + eps),  S = sum_k w_k A_k, with ddof 1 over the scored rows of all ranks: GDPO (arXiv
-    2601.05242). The spread of a reward then does not decide its weight. Rows that are not scored get 0, and so do rows
-    that differ from the mean by rounding alone.
+    A = (S - mean S) / (std S + eps),  S = sum_k w_k A_k, with ddof 1 over the scored rows of all
+    ranks: GDPO (arXiv 2601.05242). The spread of a reward then does not decide its weight. Rows
+    that are not scored get 0, and so do rows that differ from the mean by rounding alone.
     """
     total = torch.stack([w * a.double() for w, a in zip(weights, advantages, strict=True)]).sum(0)
     total = torch.where(scored, total, 0.0)

@@ -1,4 +1,5 @@
-"""Functions that torch.compile fuses on CUDA. The plain path beside each one runs on a CPU, or after one warning."""
+"""Functions that torch.compile fuses on CUDA. The plain path beside each one runs on a CPU, or
+after one warning."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from torch.utils.checkpoint import _StopRecomputationError
 log = logging.getLogger("gruppo")
 
 DEVICES = {"cuda"}
-"""Kinds of devices on which functions are compiled. A CPU's plain path is tuned by hand, and compiling takes longer."""
+"""Kinds of devices on which functions are compiled. A CPU's plain path is tuned by hand, and
+compiling takes longer."""
 BACKEND = "inductor"
 
 
@@ -22,8 +24,9 @@ BACKEND = "inductor"
 class Compiled:
     """A function that is compiled at its first call on CUDA, for tensors of any size, in one graph.
 
-    Where compiling fails (no compiler, a GPU older than Triton supports, too many variants), one warning is logged, and
-    from then on ``is_used`` is False: ``function`` itself runs, or with ``needs_compiling`` the caller's plain path.
+    Where compiling fails (no compiler, a GPU older than Triton supports, too many variants), one
+    warning is logged, and from then on ``is_used`` is False: ``function`` itself runs, or with
+    ``needs_compiling`` the caller's plain path.
     """
 
     function: Callable[..., Any]
@@ -33,7 +36,8 @@ class Compiled:
 
     @cached_property
     def _compiled(self) -> Callable[..., Any]:
-        # fullgraph: past the limit of variants an error, where the default would run uncompiled without a word
+        # fullgraph: past the limit of variants an error, where the default would run uncompiled
+        # without a word
         return torch.compile(self.function, backend=BACKEND, dynamic=True, fullgraph=True)
 
     def is_used(self, device: torch.device) -> bool:

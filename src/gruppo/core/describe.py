@@ -9,7 +9,8 @@ from gruppo.core.objective import Objective
 def describe_objective(
     objective: Objective, *, kl_coef: float, group_size: int, max_length: int, action: str = "token"
 ) -> list[str]:
-    """The effective objective, line by line. ``action``: what an action is called (token, step, action)."""
+    """The effective objective, line by line. ``action``: what an action is called (token, step,
+    action)."""
     o = objective
     if o.has_critic:
         advantage = f"A = GAE(rewards, critic), gamma {o.gamma:g}, lambda {o.lam:g}"
@@ -104,7 +105,8 @@ def describe_objective(
 def objective_warnings(
     objective: Objective, *, kl_coef: float, updates_per_batch: int, truncates: bool = False
 ) -> list[str]:
-    """Choices that are valid and likely mistakes. ``truncates``: whether sampling uses top-k or top-p."""
+    """Choices that are valid and likely mistakes. ``truncates``: whether sampling uses top-k or
+    top-p."""
     o, defaults = objective, Objective()
     is_used = {
         "clip_low clip_high clip_unit": o.surrogate in ("clip", "cispo"),
@@ -116,17 +118,20 @@ def objective_warnings(
     warnings = [f"{name} is set but has no effect here" for name in changed]
     if o.baseline == "running":
         warnings.append(
-            "a running mean over prompts makes advantages measure prompt difficulty; a group mean does not"
+            "a running mean over prompts makes advantages measure prompt difficulty; a group mean "
+            "does not"
         )
     if updates_per_batch == 1 and o.surrogate == "clip":
         warnings.append("one update per batch: the ratio is 1, so the clip has no effect")
     if o.whiten and o.needs_groups:
         warnings.append(
-            "whitening shifts all advantages by their mean: groups without spread no longer get exactly 0"
+            "whitening shifts all advantages by their mean: groups without spread no longer get "
+            "exactly 0"
         )
     if kl_coef > 0 and o.kl_in == "loss" and o.kl_gradient == "naive":
         warnings.append(
-            f"kl_gradient='naive' with {o.kl} has the wrong gradient in expectation, at least off-policy"
+            f"kl_gradient='naive' with {o.kl} has the wrong gradient in expectation, at least "
+            f"off-policy"
         )
     if kl_coef > 0 and truncates:
         warnings.append(

@@ -1,4 +1,5 @@
-"""Distributions over actions: categorical (sampling and scoring under one definition) and diagonal normal.
+"""Distributions over actions: categorical (sampling and scoring under one definition) and diagonal
+normal.
 
 Log-probabilities and entropies are in nats.
 """
@@ -22,19 +23,21 @@ from gruppo.core.linear_head import EntropyMode, is_plain_linear, linear_categor
 CDF_BLOCK = 256
 """Columns summed at once by the two-level inverse CDF."""
 LOGITS_PER_PASS = 2**19
-"""Logits that ``sample_categorical`` works on at a time on a CPU, so that intermediate results stay in its cache."""
+"""Logits that ``sample_categorical`` works on at a time on a CPU, so that intermediate results stay
+in its cache."""
 SHORTLIST = 256
 """Initial number of sorted actions when sampling a truncated distribution."""
 LOG_2_PI = math.log(2 * math.pi)
 
 
-# --- temperature, top-k and top-p -------------------------------------------------------------------------------------
+# --- temperature, top-k and top-p -----------------------------------------------------------------
 
 
 def apply_temperature(
     logits: Float[Tensor, "N V"], temperature: Tensor | float
 ) -> Float[Tensor, "N V"]:
-    """Logits in float32 at least, divided by the temperature. Dividing log-probabilities instead would be wrong."""
+    """Logits in float32 at least, divided by the temperature. Dividing log-probabilities instead
+    would be wrong."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if isinstance(temperature, float | int):
         return logits if temperature == 1 else logits / temperature
@@ -48,10 +51,12 @@ def apply_top_k_top_p(
     top_p: float = 1.0,
     always: Int[Tensor, "N"] | None = None,
 ) -> Float[Tensor, "N V"]:
-    """-inf outside the top-k set, then outside the smallest set whose probability reaches top_p (at least one stays).
+    """-inf outside the top-k set, then outside the smallest set whose probability reaches top_p (at
+    least one stays).
 
-    Ties at the k-th logit are all kept. ``always`` keeps one action per row in any case. When scoring, it is the
-    sampled action, whose logit rounding or an update may have moved across the edge.
+    Ties at the k-th logit are all kept. ``always`` keeps one action per row in any case. When
+    scoring, it is the sampled action, whose logit rounding or an update may have moved across the
+    edge.
     """
     kept = None
     if 0 < top_k < logits.shape[-1]:
@@ -76,7 +81,7 @@ def _nucleus(p: Float[Tensor, "N V"], top_p: float) -> Bool[Tensor, "N V"]:
     return torch.zeros_like(reached).scatter(-1, order, reached)
 
 
-# --- sampling ---------------------------------------------------------------------------------------------------------
+# --- sampling -------------------------------------------------------------------------------------
 
 
 def sample_categorical(
@@ -87,11 +92,12 @@ def sample_categorical(
     top_k: int = 0,
     top_p: float = 1.0,
 ) -> tuple[Int[Tensor, "N"], Float[Tensor, "N"]]:
-    """Actions by the inverse CDF at the given uniforms, and their log-probabilities. Temperature 0 is the argmax.
+    """Actions by the inverse CDF at the given uniforms, and their log-probabilities. Temperature 0
+    is the argmax.
 
-    One uniform per action makes every sample addressable. The CDF is summed in blocks, so no [N, V] cumulative sum is
-    formed; that of a truncated distribution is over the likely actions alone. A greedy action has its log-probability
-    at temperature 1.
+    One uniform per action makes every sample addressable. The CDF is summed in blocks, so no [N, V]
+    cumulative sum is formed; that of a truncated distribution is over the likely actions alone. A
+    greedy action has its log-probability at temperature 1.
     """
     uniforms = uniforms.to(logits.device)
     parts = []
@@ -118,7 +124,8 @@ def sample_categorical(
 def _sample_logits(
     logits: Float[Tensor, "N V"], uniforms: Float[Tensor, "N"]
 ) -> tuple[Tensor, Tensor]:
-    """First action whose cumulative probability exceeds the uniform, found by block and then within the block."""
+    """First action whose cumulative probability exceeds the uniform, found by block and then within
+    the block."""
     p = logits.softmax(dim=-1)  # in one pass over memory, unlike exp and sum
     vocabulary = p.shape[-1]
     whole = vocabulary - vocabulary % CDF_BLOCK
@@ -144,9 +151,11 @@ def _sample_logits(
 
 
 def _invert_cdf(mass: Float[Tensor, "N C"], target: Float[Tensor, "N"]) -> tuple[Tensor, Tensor]:
-    """First index whose cumulative mass exceeds the target, and the target minus the mass before the index.
+    """First index whose cumulative mass exceeds the target, and the target minus the mass before
+    the index.
 
-    An index without mass is never chosen: where rounding runs beyond the end, the last one with mass is.
+    An index without mass is never chosen: where rounding runs beyond the end, the last one with
+    mass is.
     """
     cumulative = mass.cumsum(dim=-1)
     last = mass.shape[-1] - 1 - (mass > 0).flip(-1).int().argmax(dim=-1)
@@ -158,10 +167,12 @@ def _invert_cdf(mass: Float[Tensor, "N C"], target: Float[Tensor, "N"]) -> tuple
 def _sample_truncated(
     logits: Float[Tensor, "N V"], uniforms: Float[Tensor, "N"], top_k: int, top_p: float
 ) -> tuple[Tensor, Tensor]:
-    """``_sample_logits`` of ``apply_top_k_top_p``, sorting only a shortlist of the most likely actions.
+    """``_sample_logits`` of ``apply_top_k_top_p``, sorting only a shortlist of the most likely
+    actions.
 
-    A row whose truncated set may extend beyond its shortlist gets a longer one. Actions that tie with the edge of the
-    set must be on the list; it is in the order of the vocabulary, as without a shortlist.
+    A row whose truncated set may extend beyond its shortlist gets a longer one. Actions that tie
+    with the edge of the set must be on the list; it is in the order of the vocabulary, as without a
+    shortlist.
     """
     rows, vocabulary = logits.shape
     actions, logprobs = logits.new_zeros(rows, dtype=torch.long), logits.new_zeros(rows)
@@ -188,7 +199,7 @@ def _sample_truncated(
     return actions, logprobs
 
 
-# --- scoring ----------------------------------------------------------------------------------------------------------
+# --- scoring --------------------------------------------------------------------------------------
 
 
 def categorical(
@@ -200,7 +211,8 @@ def categorical(
     top_p: float = 1.0,
     entropy: EntropyMode = "none",
 ) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"] | None]:
-    """Log-probabilities of the actions under the distribution that ``sample_categorical`` samples, and its entropy."""
+    """Log-probabilities of the actions under the distribution that ``sample_categorical`` samples,
+    and its entropy."""
     if entropy == "gradient":
         scaled = apply_temperature(logits, temperature)
         log_p = apply_top_k_top_p(scaled, top_k=top_k, top_p=top_p, always=actions).log_softmax(
@@ -219,8 +231,8 @@ def categorical(
 class _CategoricalLogprob(torch.autograd.Function):
     """One log-probability per row, and the entropy as a number, in few passes over [N, V].
 
-    d logprob / d logits = (one-hot - p) / temperature. A test compares it with the plain computation of
-    ``entropy="gradient"``.
+    d logprob / d logits = (one-hot - p) / temperature. A test compares it with the plain
+    computation of ``entropy="gradient"``.
     """
 
     @staticmethod
@@ -270,9 +282,9 @@ def chunked_categorical(
 ) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"] | None]:
     """``categorical`` of ``head(features)`` without holding its logits [N, V].
 
-    With an ``nn.Linear`` and no truncation, in blocks of the vocabulary (``linear_categorical``). Otherwise in chunks
-    of ``chunk`` rows, whose logits the backward pass computes again; on a CPU, an ``nn.Linear`` under top_k computes
-    those of the actions alone that some row may take.
+    With an ``nn.Linear`` and no truncation, in blocks of the vocabulary (``linear_categorical``).
+    Otherwise in chunks of ``chunk`` rows, whose logits the backward pass computes again; on a CPU,
+    an ``nn.Linear`` under top_k computes those of the actions alone that some row may take.
     """
     if len(actions) and is_plain_linear(head) and head.weight.dtype == features.dtype:
         if top_k == 0 and top_p == 1:
@@ -323,9 +335,11 @@ def possible_actions(
     top_k: int,
     chunk: int,
 ) -> Int[Tensor, "C"]:
-    """Actions, in order, among which are the top-k set of each row, ties at its edge included, and the row's action.
+    """Actions, in order, among which are the top-k set of each row, ties at its edge included, and
+    the row's action.
 
-    All others have probability 0, so that neither a log-probability nor its gradient needs their logits.
+    All others have probability 0, so that neither a log-probability nor its gradient needs their
+    logits.
     """
     found = [actions]
     for start in range(0, len(features), chunk):
@@ -339,16 +353,17 @@ def possible_actions(
     return torch.cat(found).unique()
 
 
-# --- diagonal normal --------------------------------------------------------------------------------------------------
+# --- diagonal normal ------------------------------------------------------------------------------
 
 
 def gaussian_logprob(
     x: Float[Tensor, "b t ..."], mean: Float[Tensor, "b t ..."], std: Tensor
 ) -> Float[Tensor, "b t"]:
-    """log N(x; mean, std^2 I) = -|x - mean|^2 / (2 std^2) - d log std - (d / 2) log 2 pi, over event dimensions.
+    """log N(x; mean, std^2 I) = -|x - mean|^2 / (2 std^2) - d log std - (d / 2) log 2 pi, over
+    event dimensions.
 
-    ``std`` has the shape of ``mean``, or its first two dimensions [b, t]. In float64: over 16,384 dimensions at a std
-    of 0.02, float32 loses 8e-3 nats.
+    ``std`` has the shape of ``mean``, or its first two dimensions [b, t]. In float64: over 16,384
+    dimensions at a std of 0.02, float32 loses 8e-3 nats.
     """
     x, mean = x.double(), mean.double()
     std = std.double().reshape(*std.shape, *[1] * (mean.ndim - std.ndim))

@@ -1,6 +1,7 @@
 """Statistics of the rewards of each group, and the allocation of further samples to groups.
 
-Rewards that are not finite are not scored: they enter no statistic. ``group_ids`` numbers the groups from 0.
+Rewards that are not finite are not scored: they enter no statistic. ``group_ids`` numbers the
+groups from 0.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def group_max(x: Tensor, group_ids: Int[Tensor, "B"]) -> Tensor:
 def group_reduce(
     rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"], how: Literal["mean", "amax", "amin"]
 ) -> Float[Tensor, "P"]:
-    """Mean, maximum or minimum of each group's scored rewards, float64. NaN for a group without any."""
+    """Mean, maximum or minimum of each group's scored rewards, float64. NaN for a group without
+    any."""
     scored = rewards.isfinite()
     empty = torch.full(
         (_num_groups(group_ids),), torch.nan, dtype=torch.float64, device=rewards.device
@@ -45,7 +47,8 @@ def group_reduce(
 
 
 def group_std(rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]) -> Float[Tensor, "P"]:
-    """Standard deviation (ddof 1) of each group's scored rewards, float64. NaN for a group with fewer than two."""
+    """Standard deviation (ddof 1) of each group's scored rewards, float64. NaN for a group with
+    fewer than two."""
     scored = rewards.isfinite()
     r, count = torch.where(scored, rewards, 0).double(), group_sum(scored.double(), group_ids)
     mean = (group_sum(r, group_ids) / count.clamp(min=1))[group_ids]
@@ -64,7 +67,8 @@ def group_deviations(
 
 
 def has_no_spread(rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]) -> Bool[Tensor, "P"]:
-    """Groups with fewer than two scored rewards, or whose rewards are equal up to 4 rounding errors of their dtype."""
+    """Groups with fewer than two scored rewards, or whose rewards are equal up to 4 rounding errors
+    of their dtype."""
     scored = rewards.isfinite()
     high = group_max(torch.where(scored, rewards, -torch.inf), group_ids)
     low = -group_max(torch.where(scored, -rewards, -torch.inf), group_ids)
@@ -77,8 +81,8 @@ def has_no_spread(rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]) -> B
 def rounding_error(rewards: Tensor, magnitude: Tensor) -> Tensor:
     """Largest difference that rounding alone makes between equal rewards of this magnitude.
 
-    Differences below it count as zero. No eps separates them from signal: 0.1 + 0.2 and 0.3 would get advantages of
-    about 1 under a scale of the group.
+    Differences below it count as zero. No eps separates them from signal: 0.1 + 0.2 and 0.3 would
+    get advantages of about 1 under a scale of the group.
     """
     return 4 * torch.finfo(rewards.dtype).eps * magnitude.abs()
 
@@ -86,13 +90,15 @@ def rounding_error(rewards: Tensor, magnitude: Tensor) -> Tensor:
 def allocate_samples(
     std: Float[Tensor, "P"], sizes: Int[Tensor, "P"], *, budget: int, cap: int
 ) -> Int[Tensor, "P"]:
-    """Number of further samples of each group, ``budget`` in all, so that group means are estimated best.
+    """Number of further samples of each group, ``budget`` in all, so that group means are estimated
+    best.
 
-    Minimizes sum_g s_g^2 / n_g, the variance of the groups' mean rewards, where s_g is the standard deviation of the
-    group's rewards and n_g <= ``cap`` its size. Each sample goes to the group where it lowers the sum the most, by
-    s_g^2 / (n_g (n_g + 1)); ties go to the first. For a sum of convex terms this greedy choice is optimal (Fox 1966,
-    "Discrete optimization via marginal analysis"); without a cap, sizes tend to be proportional to s_g (Neyman 1934).
-    Groups without spread get nothing. The budget is not used up once all others have reached the cap.
+    Minimizes sum_g s_g^2 / n_g, the variance of the groups' mean rewards, where s_g is the standard
+    deviation of the group's rewards and n_g <= ``cap`` its size. Each sample goes to the group
+    where it lowers the sum the most, by s_g^2 / (n_g (n_g + 1)); ties go to the first. For a sum of
+    convex terms this greedy choice is optimal (Fox 1966, "Discrete optimization via marginal
+    analysis"); without a cap, sizes tend to be proportional to s_g (Neyman 1934). Groups without
+    spread get nothing. The budget is not used up once all others have reached the cap.
     """
     groups = enumerate(zip(std.double().tolist(), sizes.tolist(), strict=True))
     heap = [(-(s**2 / (n * (n + 1))), group, s, n) for group, (s, n) in groups if s > 0 and n < cap]

@@ -1,4 +1,5 @@
-"""Images in [0, 1]: 8-bit rounding, Pillow, PSNR and SSIM, pixel losses, filters, aligned augmentation."""
+"""Images in [0, 1]: 8-bit rounding, Pillow, PSNR and SSIM, pixel losses, filters, aligned
+augmentation."""
 
 from __future__ import annotations
 
@@ -19,16 +20,19 @@ LUMA = (0.299, 0.587, 0.114)
 SSIM_RADIUS, SSIM_STD = 5, 1.5
 SSIM_C1, SSIM_C2 = 0.01**2, 0.03**2
 CHARBONNIER_EPS = 1e-3
-"""In units of the image's range: below it the loss is quadratic. Lai et al. 2018 (arXiv 1710.01992)."""
+"""In units of the image's range: below it the loss is quadratic. Lai et al. 2018 (arXiv
+1710.01992)."""
 BAND_STDS = (1.0, 2.0)
-"""Standard deviations, in pixels, of the blurs that separate fine from mid detail, and mid detail from the rest."""
+"""Standard deviations, in pixels, of the blurs that separate fine from mid detail, and mid detail
+from the rest."""
 
 
-# --- 8 bits -----------------------------------------------------------------------------------------------------------
+# --- 8 bits ---------------------------------------------------------------------------------------
 
 
 def quantize(images: Float[Tensor, "... H W"]) -> Float[Tensor, "... H W"]:
-    """Images as read back from an 8-bit file: clamped to [0, 1] and rounded to 1/255, float32. NaN stays NaN.
+    """Images as read back from an 8-bit file: clamped to [0, 1] and rounded to 1/255, float32. NaN
+    stays NaN.
 
     The one place of rounding, so that rewards read what files show.
     """
@@ -55,7 +59,7 @@ def from_pillow(image: Any) -> Float[Tensor, "C H W"]:
     return levels.reshape(image.height, image.width, -1).permute(2, 0, 1).contiguous() / 255
 
 
-# --- fidelity ---------------------------------------------------------------------------------------------------------
+# --- fidelity -------------------------------------------------------------------------------------
 
 
 def psnr(
@@ -63,7 +67,8 @@ def psnr(
 ) -> Float[Tensor, "B ..."]:
     """-10 log10(mean squared error), in dB, of images in [0, 1]; inf where they are equal. float64.
 
-    [B]; with ``patch`` [B, H / patch, W / patch], one for each square. Incomplete squares at the end are left out.
+    [B]; with ``patch`` [B, H / patch, W / patch], one for each square. Incomplete squares at the
+    end are left out.
     """
     error = (x.double() - y.double()).square()
     mean = avg_pool2d(error, patch).mean(dim=1) if patch else error.mean(dim=(1, 2, 3))
@@ -73,12 +78,14 @@ def psnr(
 def ssim(
     x: Float[Tensor, "B C H W"], y: Float[Tensor, "B C H W"], *, patch: int = 0
 ) -> Float[Tensor, "B ..."]:
-    """(2 mx my + C1)(2 cov + C2) / ((mx^2 + my^2 + C1)(vx + vy + C2)), averaged over pixels; images in [0, 1]. float64.
+    """(2 mx my + C1)(2 cov + C2) / ((mx^2 + my^2 + C1)(vx + vy + C2)), averaged over pixels; images
+    in [0, 1]. float64.
 
-    [B], without the border of 5 pixels whose windows are mirrored; with ``patch`` one for each square, as ``psnr``.
-    Moments under an 11 x 11 Gaussian of standard deviation 1.5; population covariances; each channel by itself;
-    mirrored at the border, the edge repeated. Wang et al. 2004, as scikit-image with gaussian_weights=True and
-    use_sample_covariance=False. Images need at least 11 pixels per side.
+    [B], without the border of 5 pixels whose windows are mirrored; with ``patch`` one for each
+    square, as ``psnr``. Moments under an 11 x 11 Gaussian of standard deviation 1.5; population
+    covariances; each channel by itself; mirrored at the border, the edge repeated. Wang et al.
+    2004, as scikit-image with gaussian_weights=True and use_sample_covariance=False. Images need at
+    least 11 pixels per side.
     """
     if min(x.shape[-2:]) <= 2 * SSIM_RADIUS:
         raise ValueError(
@@ -104,7 +111,7 @@ def ssim(
     )
 
 
-# --- pixel losses: unreduced, for supervised and consistency terms ----------------------------------------------------
+# --- pixel losses: unreduced, for supervised and consistency terms --------------------------------
 
 
 def charbonnier(
@@ -121,11 +128,12 @@ PIXEL_LOSSES: Mapping[PixelLoss, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-# --- filters ----------------------------------------------------------------------------------------------------------
+# --- filters --------------------------------------------------------------------------------------
 
 
 def gaussian_blur(images: Float[Tensor, "B C H W"], std: float) -> Float[Tensor, "B C H W"]:
-    """Gaussian blur of this standard deviation in pixels, cut at 3 std, with replicated edges. 0 changes nothing."""
+    """Gaussian blur of this standard deviation in pixels, cut at 3 std, with replicated edges. 0
+    changes nothing."""
     if std == 0:
         return images
     r = math.ceil(3 * std)  # beyond 3 std lies 0.3% of the mass
@@ -146,9 +154,11 @@ def _gaussian_filter(
 
 
 def detail_bands(images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B K C H W"]:
-    """Fine and mid detail. K = 2 for one channel; K = 4 for three, where each is split into luma and chroma.
+    """Fine and mid detail. K = 2 for one channel; K = 4 for three, where each is split into luma
+    and chroma.
 
-    fine = y - blur(y, 1), mid = blur(y, 1) - blur(y, 2). Luma is repeated in all three channels; chroma is the rest.
+    fine = y - blur(y, 1), mid = blur(y, 1) - blur(y, 2). Luma is repeated in all three channels;
+    chroma is the rest.
     """
     first, second = (gaussian_blur(images, std) for std in BAND_STDS)
     details = torch.stack([images - first, first - second], dim=1)  # [B, 2, C, H, W]
@@ -162,12 +172,13 @@ def detail_bands(images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B K C H W"]
 def upsample(
     grid: Float[Tensor, "B K h w"], height: int, width: int, *, smooth: bool = True
 ) -> Tensor:
-    """Coarse grid at every pixel: bilinear between the centers of its cells, or constant within each cell."""
+    """Coarse grid at every pixel: bilinear between the centers of its cells, or constant within
+    each cell."""
     choices = {"mode": "bilinear", "align_corners": False} if smooth else {"mode": "nearest"}
     return interpolate(grid, size=(height, width), **choices)
 
 
-# --- augmentation that keeps pairs aligned ----------------------------------------------------------------------------
+# --- augmentation that keeps pairs aligned --------------------------------------------------------
 
 
 def random_crop(
@@ -189,11 +200,12 @@ def random_symmetry(
 
 
 def apply_symmetry(image: Float[Tensor, "... H W"], index: int) -> Float[Tensor, "... H W"]:
-    """Symmetry 0 (none) to 7 of the square: mirrored left to right from 4 on, then ``index % 4`` quarter turns."""
+    """Symmetry 0 (none) to 7 of the square: mirrored left to right from 4 on, then ``index % 4``
+    quarter turns."""
     return (image.flip(-1) if index >= 4 else image).rot90(index % 4, dims=(-2, -1))
 
 
-# --- brightness -------------------------------------------------------------------------------------------------------
+# --- brightness -----------------------------------------------------------------------------------
 
 
 def mean_luma(images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B"]:

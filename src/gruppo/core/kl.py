@@ -32,11 +32,12 @@ def kl_penalty(
         k2  delta^2 / 2              biased, low variance; its own gradient is right on-policy
         k3  exp(delta) - delta - 1   unbiased, low variance, never negative
 
-    ``naive`` differentiates the estimator itself. In expectation that is zero for k1, and for k3 the gradient of
-    KL(reference || policy); for k2 it is right where the policy itself sampled the actions. ``unbiased`` multiplies by
-    the ratio to the sampling policy and is right for any sampling policy: r k1 and r k3 with a differentiable ratio,
-    k2 with a detached one. TRL 1.16 does the same; k3 in the loss is GRPO's (arXiv 2402.03300).
-    ``log_ratio`` is each action's own, with its gradient, whatever ratio the surrogate uses.
+    ``naive`` differentiates the estimator itself. In expectation that is zero for k1, and for k3
+    the gradient of KL(reference || policy); for k2 it is right where the policy itself sampled the
+    actions. ``unbiased`` multiplies by the ratio to the sampling policy and is right for any
+    sampling policy: r k1 and r k3 with a differentiable ratio, k2 with a detached one. TRL 1.16
+    does the same; k3 in the loss is GRPO's (arXiv 2402.03300). ``log_ratio`` is each action's own,
+    with its gradient, whatever ratio the surrogate uses.
     """
     delta = torch.where(loss_mask, ref_logprobs, 0) - torch.where(loss_mask, logprobs, 0)
     if estimator == "k1":
@@ -56,10 +57,12 @@ def kl_penalty(
 def gaussian_kl(
     mean: Float[Tensor, "b t ..."], std: Tensor, ref_mean: Float[Tensor, "b t ..."], ref_std: Tensor
 ) -> Float[Tensor, "b t"]:
-    """KL(policy || reference) of diagonal normals, exact, in nats, summed over event dimensions in float64.
+    """KL(policy || reference) of diagonal normals, exact, in nats, summed over event dimensions in
+    float64.
 
-    log(s' / s) + (s^2 + (m - m')^2) / (2 s'^2) - 1/2. ``std`` has the shape of ``mean``, or its first two dimensions.
-    Its gradient is right for any sampling policy, because no sample enters it.
+    log(s' / s) + (s^2 + (m - m')^2) / (2 s'^2) - 1/2. ``std`` has the shape of ``mean``, or its
+    first two dimensions. Its gradient is right for any sampling policy, because no sample enters
+    it.
     """
     mean, ref_mean = mean.double(), ref_mean.double()
     std, ref_std = (
@@ -84,7 +87,8 @@ def masked_gaussian_kl(
         (reference.mean.detach(), 0.0),
         (reference.std.detach(), 1.0),
     ):
-        # Masked entries may be NaN, and NaN * 0 would reach the gradient: put a standard normal there first.
+        # Masked entries may be NaN, and NaN * 0 would reach the gradient: put a standard normal
+        # there first.
         kept = loss_mask.reshape(*loss_mask.shape, *[1] * (x.ndim - 2))
         parts.append(torch.where(kept, x, fill))
     return gaussian_kl(*parts)

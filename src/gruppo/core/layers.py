@@ -14,9 +14,11 @@ from gruppo.types import GruppoError
 
 
 def layers_of(module: nn.Module) -> list[nn.Module]:
-    """The elements of the outermost ``nn.ModuleList``s; without a list, the children that have children.
+    """The elements of the outermost ``nn.ModuleList``s; without a list, the children that have
+    children.
 
-    So no part is taken whose weights its parent may read without calling it, such as a table of positions.
+    So no part is taken whose weights its parent may read without calling it, such as a table of
+    positions.
     """
     layers = list(_outermost_lists(module))
     while not layers:
@@ -37,16 +39,17 @@ class Recomputed:
 
 
 def recompute_layers(*modules: nn.Module) -> bool:
-    """Let each layer keep only its inputs for the backward pass, which computes the rest again. Chen et al. 2016.
+    """Let each layer keep only its inputs for the backward pass, which computes the rest again.
+    Chen et al. 2016.
 
-    The class of a layer is replaced: a copy of the layer then runs its own forward. Return True, or raise GruppoError
-    where a module has no layers.
+    The class of a layer is replaced: a copy of the layer then runs its own forward. Return True, or
+    raise GruppoError where a module has no layers.
     """
     for module in modules:
         if not (layers := layers_of(module)):
             raise GruppoError(
-                f"""optim.recompute=layer: {type(module).__name__} has no layers that could be computed
-                    again, neither a list nor parts of several modules""",
+                f"""optim.recompute=layer: {type(module).__name__} has no layers that could be
+                    computed again, neither a list nor parts of several modules""",
                 option="optim.recompute",
                 advice="none",
             )

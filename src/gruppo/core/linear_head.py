@@ -1,4 +1,5 @@
-"""Fused linear head and categorical log-probability: logits of a large vocabulary are computed in tiles, never held."""
+"""Fused linear head and categorical log-probability: logits of a large vocabulary are computed in
+tiles, never held."""
 
 from __future__ import annotations
 
@@ -15,22 +16,28 @@ from gruppo.platforms import cache_bytes
 EntropyMode = Literal["none", "value", "gradient"]
 """Whether the entropy is computed, and whether it can be differentiated."""
 TILE_ON_CPU, TILE = (256, 4096), (4096, 8192)
-"""Rows and columns of logits computed at once. On a CPU they stay in the cache from one pass to the next.
+"""Rows and columns of logits computed at once. On a CPU they stay in the cache from one pass to the
+next.
 
-The columns decide how sums are rounded, so they are the same on all machines; the rows change no bit.
+The columns decide how sums are rounded, so they are the same on all machines; the rows change no
+bit.
 """
 LEAST_ROWS = 64
-"""Rows below which the products of a tile are slower: the head takes 1.2 times as long at 64, and 1.45 times at 32."""
+"""Rows below which the products of a tile are slower: the head takes 1.2 times as long at 64, and
+1.45 times at 32."""
 KEPT_ON_CPU = 2**26
-"""Bytes of logits that a CPU keeps for the backward pass, which computes the others again: a fourth of its products."""
+"""Bytes of logits that a CPU keeps for the backward pass, which computes the others again: a fourth
+of its products."""
 ROW_MULTIPLE = 16
-"""Rows are padded to a multiple with zeros: a CPU's bfloat16 products of odd sizes are a quarter slower."""
+"""Rows are padded to a multiple with zeros: a CPU's bfloat16 products of odd sizes are a quarter
+slower."""
 NO_LOGIT = -1e30
 """Instead of the -inf that a bias may hold: it has no mass either, and 0 times it is 0."""
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether calling the module runs more than its forward; hooks of FSDP, which only gather its weights, aside."""
+    """Whether calling the module runs more than its forward; hooks of FSDP, which only gather its
+    weights, aside."""
     kinds = (
         module._forward_hooks,
         module._forward_pre_hooks,
@@ -45,7 +52,8 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def is_plain_linear(module: Any) -> TypeGuard[nn.Linear]:
-    """Whether the module computes x W^T + b and nothing else: no subclass, hook, replaced forward or odd weight."""
+    """Whether the module computes x W^T + b and nothing else: no subclass, hook, replaced forward
+    or odd weight."""
     is_linear = type(module) is nn.Linear and type(module.weight) in (nn.Parameter, Tensor)
     return is_linear and "forward" not in vars(module) and not has_hooks(module)
 
@@ -59,13 +67,14 @@ def linear_categorical(
 ) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"] | None]:
     """``categorical`` of the logits z = (W x + b) / temperature.
 
-    Block b of the vocabulary holds the share s_b = exp(log sum_b exp z - log sum exp z) of the mass, and the entropy is
-    H = sum_b s_b (H_b - log s_b). The backward pass computes logits again, with p their softmax:
+    Block b of the vocabulary holds the share s_b = exp(log sum_b exp z - log sum exp z) of the
+    mass, and the entropy is H = sum_b s_b (H_b - log s_b). The backward pass computes logits again,
+    with p their softmax:
 
         d log p_a / d z_v = [v = a] - p_v,        d H / d z_v = -p_v (log p_v + H).
 
-    Of [N, V] at most KEPT_ON_CPU bytes are held. Each block of the weight's gradient is written once. Differentiable
-    once.
+    Of [N, V] at most KEPT_ON_CPU bytes are held. Each block of the weight's gradient is written
+    once. Differentiable once.
     """
     count = len(features)
     padding = -count % ROW_MULTIPLE
@@ -82,7 +91,8 @@ def linear_categorical(
 
 
 def _tile(device: torch.device) -> tuple[int, int]:
-    """Rows and columns of a tile. A CPU's has fewer rows where 10 bytes for each logit are more than half its cache."""
+    """Rows and columns of a tile. A CPU's has fewer rows where 10 bytes for each logit are more
+    than half its cache."""
     if device.type != "cpu":
         return TILE
     rows, columns = TILE_ON_CPU
@@ -92,7 +102,8 @@ def _tile(device: torch.device) -> tuple[int, int]:
 
 
 def tile_bytes(rows: int, vocabulary: int, width: int, device: torch.device) -> int:
-    """Peak memory of the logits of N rows and their gradient; ``width`` is the bytes of one feature.
+    """Peak memory of the logits of N rows and their gradient; ``width`` is the bytes of one
+    feature.
 
     A tile of z and one of p in float32, N columns of the gradient, and the logits that are kept.
     """
@@ -196,7 +207,8 @@ class _LinearCategorical(torch.autograd.Function):
 
 
 class _LogitTiles:
-    """Logits [N, V] in tiles. Each tile overwrites the last one: fresh memory costs a third of the time."""
+    """Logits [N, V] in tiles. Each tile overwrites the last one: fresh memory costs a third of the
+    time."""
 
     def __init__(
         self,
@@ -219,7 +231,8 @@ class _LogitTiles:
     def logits(
         self, rows: slice, columns: slice
     ) -> tuple[Tensor, Float[Tensor, "n 1"], Int[Tensor, "n 1"]]:
-        """Logits [n, c] before scaling, temperatures, and the actions counted from the first column."""
+        """Logits [n, c] before scaling, temperatures, and the actions counted from the first
+        column."""
         bias = None if self.bias is None else self.bias[columns]
         logits = nn.functional.linear(self.features[rows], self.weight[columns], bias)
         return logits, self.temperature[rows], (self.actions[rows] - columns.start)[:, None]
@@ -227,7 +240,8 @@ class _LogitTiles:
     def scaled_and_softmax(
         self, logits: Float[Tensor, "n c"], rows: slice
     ) -> tuple[Float[Tensor, "n c"], Float[Tensor, "n c"]]:
-        """Logits over the temperature, and their softmax within the tile: it is faster than the exponential alone."""
+        """Logits over the temperature, and their softmax within the tile: it is faster than the
+        exponential alone."""
         if self._buffers is None:
             elements = min(self.tile_rows, len(self.features)) * min(
                 self.tile_columns, len(self.weight)
@@ -246,7 +260,7 @@ class _LogitTiles:
         return inside, torch.where(inside, actions - columns.start, 0)[:, None]
 
 
-# --- a tile as plain operations, which a compiler fuses on CUDA -------------------------------------------------------
+# --- a tile as plain operations, which a compiler fuses on CUDA -----------------------------------
 
 
 def _scaled(
@@ -264,7 +278,8 @@ def _scaled(
 def _summary(
     logits: Tensor, temperature: Tensor, action: Tensor, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """log sum exp z over the tile, the entropy of its softmax, and z of the action, 0 where it is outside; [n] each."""
+    """log sum exp z over the tile, the entropy of its softmax, and z of the action, 0 where it is
+    outside; [n] each."""
     z, is_action = _scaled(logits, temperature, action, has_bias)
     log_total = z.logsumexp(dim=-1)
     entropy = log_total - ((z - log_total[:, None]).exp() * z).sum(dim=-1)
@@ -274,7 +289,8 @@ def _summary(
 def _gradient(
     logits: Tensor, temperature: Tensor, action: Tensor, has_bias: bool, *numbers: Tensor
 ) -> Tensor:
-    """Gradient of the logits; numbers [n]: log sum exp z and entropy of all columns, gradients of log-prob and it."""
+    """Gradient of the logits; numbers [n]: log sum exp z and entropy of all columns, gradients of
+    log-prob and it."""
     z, is_action = _scaled(logits, temperature, action, has_bias)
     log_total, entropy, grad, entropy_grad = (number[:, None] for number in numbers)
     log_p = z - log_total

@@ -1,4 +1,5 @@
-"""Likelihoods to the terms of a loss. Reads the choices of an objective, never the name of an algorithm."""
+"""Likelihoods to the terms of a loss. Reads the choices of an objective, never the name of an
+algorithm."""
 
 from __future__ import annotations
 
@@ -46,11 +47,13 @@ def policy_loss(
     objective: Objective,
     own_surrogate: OwnSurrogate | None = None,
 ) -> tuple[dict[str, Float[Tensor, ""]], dict[str, Stat]]:
-    """Terms of one micro-batch, each weighted and summed, and the statistics of its kept actions by metric name.
+    """Terms of one micro-batch, each weighted and summed, and the statistics of its kept actions by
+    metric name.
 
-    Terms: ``policy``; ``kl`` where there is a reference and the KL is in the loss; ``value`` where there are values
-    and returns; ``entropy`` (to be maximized) where the likelihood holds it. The caller multiplies each by its
-    coefficient and adds them up. ``own_surrogate``: the function that the objective names as its surrogate.
+    Terms: ``policy``; ``kl`` where there is a reference and the KL is in the loss; ``value`` where
+    there are values and returns; ``entropy`` (to be maximized) where the likelihood holds it. The
+    caller multiplies each by its coefficient and adds them up. ``own_surrogate``: the function that
+    the objective names as its surrogate.
     """
     o, loss_mask, logprobs = objective, batch.loss_mask, likelihood.logprobs
     old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
@@ -75,7 +78,8 @@ def policy_loss(
         own_surrogate,
     )
 
-    # Distance to the policy that sampled the batch, and the fraction of actions that the clip stops.
+    # Distance to the policy that sampled the batch, and the fraction of actions that the clip
+    # stops.
     low, high = clip_range(o)
     drift, size = token_ratio.detach(), ratio.detach().exp()
     kl_old = drift.expm1() - drift
@@ -95,7 +99,8 @@ def policy_loss(
     if o.correction != "none":
         if batch.sampler_logprobs is None:
             raise GruppoError(
-                f"correction={o.correction!r} compares with the sampler's log-probs, and there are none",
+                f"correction={o.correction!r} compares with the sampler's log-probs, and there are "
+                f"none",
                 advice="Use an engine that reports them, or set $objective.correction none",
             )
         kind: Any = {"mode": o.correction, "level": o.correction_level}

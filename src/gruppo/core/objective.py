@@ -28,8 +28,8 @@ class Objective:
     credit: Literal["outcome", "return_to_go", "position"] = "outcome"
     """Rewards that an action is credited with: all, later ones, or its own.
 
-    outcome: the score of the row. return_to_go: what follows the action. position: the reward of the action itself (of
-    its step, its patch).
+    outcome: the score of the row. return_to_go: what follows the action. position: the reward of
+    the action itself (of its step, its patch).
     """
     baseline: Baseline = "mean"
     """Baseline subtracted from the reward."""
@@ -55,7 +55,8 @@ class Objective:
     surrogate: str = "clip"
     """Surrogate objective: clip, cispo, sapo, vespo, reinforce, or FILE.py:NAME.
 
-    A function of your own, called as f(log_ratio, advantages, logprobs, mask), returns the loss of each action.
+    A function of your own, called as f(log_ratio, advantages, logprobs, mask), returns the loss of
+    each action.
     """
     clip_low: float = 0.2
     """Lower clip range: the ratio is clipped below 1 - clip_low."""
@@ -234,7 +235,8 @@ class Objective:
         """Refuse what cannot learn in this run, with the reason and the nearest valid choice.
 
         ``updates_per_row``: optimizer steps of a batch, all but the first on data of older weights.
-        ``has_positions``: rewards come per action. ``is_gaussian``: the policy's actions are continuous.
+        ``has_positions``: rewards come per action. ``is_gaussian``: the policy's actions are
+        continuous.
         """
         if group_size < 2 and self.needs_groups:
             why = "baseline" if self.baseline in GROUP_BASELINES else "spread to scale by"
@@ -259,10 +261,16 @@ class Objective:
                 "unbiased, or $objective.kl k2 or k3",
             )
         if kl_coef > 0 and self.kl == "exact" and is_gaussian is False:
-            problem = "kl='exact' is the closed form of Gaussian policies; this policy's actions are discrete"
+            problem = (
+                "kl='exact' is the closed form of Gaussian policies; this policy's actions "
+                "are discrete"
+            )
             raise _invalid(f"{problem}, and no logits are kept", "kl", "k3")
         if kl_coef > 0 and self.kl == "k3" and is_gaussian:
-            problem = "kl='k3' of a Gaussian policy takes the exponential of a log-ratio summed over the dimensions of"
+            problem = (
+                "kl='k3' of a Gaussian policy takes the exponential of a log-ratio summed "
+                "over the dimensions of"
+            )
             raise _invalid(
                 f"{problem} an action, which overflows. Its KL has a closed form", "kl", "exact"
             )
@@ -274,7 +282,8 @@ class Objective:
             raise _invalid(f"{problem}; it needs to be smaller", "overlong", f"{max_length // 5}")
 
     def check_rewards(self, *, of_steps: bool, of_rows: bool) -> None:
-        """Refuse a credit that the rewards cannot give. Rewards score single steps, whole rows, or both."""
+        """Refuse a credit that the rewards cannot give. Rewards score single steps, whole rows, or
+        both."""
         if self.credit == "position" and not of_steps:
             problem = (
                 "credit='position' needs a reward for each action; these rewards score whole rows"
@@ -283,14 +292,20 @@ class Objective:
         if not of_steps or self.credit == "outcome" or self.has_critic:
             return
         if "prompt" in (self.baseline, self.scale):
-            problem = "baseline='prompt' and scale='prompt' keep the scores of rows, but steps are compared with steps"
+            problem = (
+                "baseline='prompt' and scale='prompt' keep the scores of rows, but steps are "
+                "compared with steps"
+            )
             raise _invalid(
                 problem, "baseline", "mean $objective.scale group, or $objective.credit outcome"
             )
         if of_rows and self.scale != "none" and self.combine == "sum_then_normalize":
             choice = "combine" if self.credit == "return_to_go" else "scale"
             value = "normalize_then_sum" if choice == "combine" else "none"
-            problem = "rewards of rows and steps are normalized separately, and their weights in the sum divided out by"
+            problem = (
+                "rewards of rows and steps are normalized separately, and their weights in "
+                "the sum divided out by"
+            )
             raise _invalid(
                 f"{problem} scale={self.scale!r}", choice, f"{value}, or $objective.credit outcome"
             )
@@ -319,16 +334,20 @@ def _invalid(problem: str, field: str, advice: str) -> GruppoError:
     return GruppoError(problem, option=f"objective.{field}", advice=advice)
 
 
-# --- presets ---------------------------------------------------------------------------------------------------------
+# --- presets --------------------------------------------------------------------------------------
 
 GRPO = Objective()
-"""DeepSeekMath, arXiv 2402.03300: (r - mean) / std of the group, clip, mean over tokens and then over sequences."""
+"""DeepSeekMath, arXiv 2402.03300: (r - mean) / std of the group, clip, mean over tokens and then
+over sequences."""
 DR_GRPO = Objective(scale="none", average="constant")
-"""arXiv 2503.20783: no division by the standard deviation or the length; one constant denominator."""
+"""arXiv 2503.20783: no division by the standard deviation or the length; one constant
+denominator."""
 DAPO = Objective(clip_high=0.28, average="token")
-"""arXiv 2503.14476: clip-higher and the token average. Its other two parts are rollout.refill_rounds and overlong."""
+"""arXiv 2503.14476: clip-higher and the token average. Its other two parts are
+rollout.refill_rounds and overlong."""
 GSPO = Objective(ratio="sequence", clip_low=3e-4, clip_high=4e-4)
-"""arXiv 2507.18071: one ratio per sequence, the geometric mean over its tokens, with a clip to match."""
+"""arXiv 2507.18071: one ratio per sequence, the geometric mean over its tokens, with a clip to
+match."""
 CISPO = Objective(surrogate="cispo", clip_low=1.0, clip_high=4.0, average="token")
 """MiniMax-M1, arXiv 2506.13585: REINFORCE weighted by a detached ratio, clipped at 5."""
 SAPO = Objective(surrogate="sapo")
@@ -336,7 +355,8 @@ SAPO = Objective(surrogate="sapo")
 RLOO = Objective(
     baseline="leave_one_out", scale="none", surrogate="reinforce", average="sequence_sum"
 )
-"""arXiv 2402.14740: each rollout against the mean of the others in its group, the whole sequence as one action.
+"""arXiv 2402.14740: each rollout against the mean of the others in its group, the whole sequence as
+one action.
 
 With a kl_coef, the paper puts the KL in the reward: replace(RLOO, kl="k1", kl_in="reward")."""
 REINFORCE = Objective(
@@ -352,7 +372,8 @@ REINFORCE_PP = Objective(
     kl="k1",
     kl_in="reward",
 )
-"""REINFORCE++, arXiv 2501.03262: PPO without a critic; KL in the reward, advantages whitened over all tokens."""
+"""REINFORCE++, arXiv 2501.03262: PPO without a critic; KL in the reward, advantages whitened over
+all tokens."""
 PPO = Objective(
     credit="return_to_go",
     baseline="critic",
@@ -362,9 +383,11 @@ PPO = Objective(
     kl="k1",
     kl_in="reward",
 )
-"""arXiv 1707.06347, as used for text (arXiv 2203.02155): a critic, GAE, and the KL in the reward of each token."""
+"""arXiv 1707.06347, as used for text (arXiv 2203.02155): a critic, GAE, and the KL in the reward of
+each token."""
 NANOCHAT = Objective(scale="none", surrogate="reinforce", average="prompt")
-"""nanochat's simplified GRPO: reward minus the group mean, on-policy, no clip, no KL, the average of each prompt."""
+"""nanochat's simplified GRPO: reward minus the group mean, on-policy, no clip, no KL, the average
+of each prompt."""
 
 # Those above in their order, by the lower-case name of the constant: dr_grpo, reinforce_pp.
 PRESETS: Mapping[str, Objective] = {

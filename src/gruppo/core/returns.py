@@ -1,7 +1,7 @@
 """Credit in time: returns, generalized advantage estimates, step rewards, whitening.
 
-Time is the second dimension, and the next action is the next *kept* one: columns whose mask is False (a tool's output,
-padding) neither discount nor count.
+Time is the second dimension, and the next action is the next *kept* one: columns whose mask is
+False (a tool's output, padding) neither discount nor count.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from gruppo.core.groups import AllSum
 
 
 def place_score(score: Float[Tensor, "B"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    """Score of a row as the reward of its last kept action, 0 elsewhere. Scores that are not finite are not placed."""
+    """Score of a row as the reward of its last kept action, 0 elsewhere. Scores that are not finite
+    are not placed."""
     later = mask.flip(1).cumsum(dim=1).flip(1)  # kept actions from here on
     last = mask & (later == 1)
     return torch.where(last & score.isfinite()[:, None], score[:, None], 0.0).to(score.dtype)
@@ -34,9 +35,11 @@ def overlong_penalty(
 def broadcast_step_values(
     values: Float[Tensor, "B T"], is_step: Bool[Tensor, "B T"], mask: Bool[Tensor, "B T"]
 ) -> Float[Tensor, "B T"]:
-    """Value of its step for each kept action: that of the first step end (``is_step``) at or after the action.
+    """Value of its step for each kept action: that of the first step end (``is_step``) at or after
+    the action.
 
-    Actions after the last end belong to the last step. Rows without steps, and actions not kept, get 0.
+    Actions after the last end belong to the last step. Rows without steps, and actions not kept,
+    get 0.
     """
     columns = torch.arange(is_step.shape[1], device=values.device)
     never = is_step.shape[1]
@@ -51,7 +54,8 @@ def broadcast_step_values(
 def returns_to_go(
     rewards: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], *, gamma: float = 1.0
 ) -> Float[Tensor, "B T"]:
-    """R_t = r_t + gamma R_(t+1); 0 where not kept. Computed in float64, returned in the rewards' dtype.
+    """R_t = r_t + gamma R_(t+1); 0 where not kept. Computed in float64, returned in the rewards'
+    dtype.
 
     Equal to ``gae`` with values of 0 and lambda 1.
     """
@@ -70,10 +74,10 @@ def gae(
     """Generalized advantage estimates, and the returns A + V that the critic learns.
 
     delta_t = r_t + gamma V_(t+1) - V_t;  A_t = delta_t + gamma lam A_(t+1);  0 where not kept.
-    ``bootstrap`` is the value after the last kept action: 0 where a row terminated (the default), the critic's
-    estimate only where it was truncated and would have gone on.
-    Schulman et al. 2015 (arXiv 1506.02438), eq. 16. Returns use the advantages before any whitening.
-    Computed in float64, returned in the values' dtype.
+    ``bootstrap`` is the value after the last kept action: 0 where a row terminated (the default),
+    the critic's estimate only where it was truncated and would have gone on. Schulman et al. 2015
+    (arXiv 1506.02438), eq. 16. Returns use the advantages before any whitening. Computed in
+    float64, returned in the values' dtype.
     """
     next_value = torch.zeros(len(mask), dtype=torch.float64, device=values.device)
     if bootstrap is not None:
@@ -98,7 +102,8 @@ def whiten(
     all_sum: AllSum = lambda x: x,
     eps: float = 1e-8,
 ) -> Float[Tensor, "B T"]:
-    """(x - mean) / sqrt(var + eps) over the kept actions of all ranks (ddof 1), as TRL and verl; 0 where not kept.
+    """(x - mean) / sqrt(var + eps) over the kept actions of all ranks (ddof 1), as TRL and verl; 0
+    where not kept.
 
     Fewer than two kept actions, or actions that are equal up to rounding, give 0.
     """

@@ -21,8 +21,8 @@ def warmup_decay(
 ) -> float:
     """Value at step 0, 1, ..., total - 1: linear warm-up, then constant, linear or cosine decay.
 
-    Warm-up is peak (step + 1) / warmup, so the first step already learns. Decay goes to ``final_frac * peak``, which
-    the step after the last would reach.
+    Warm-up is peak (step + 1) / warmup, so the first step already learns. Decay goes to
+    ``final_frac * peak``, which the step after the last would reach.
     """
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -51,7 +51,8 @@ class Schedule:
     """For kind "steps": from this step on, this value."""
 
     def at(self, step: int, *, length: int) -> float:
-        """Value at step 0, 1, ... of a stage of ``length`` steps. Step ``steps`` is the first at ``final``."""
+        """Value at step 0, 1, ... of a stage of ``length`` steps. Step ``steps`` is the first at
+        ``final``."""
         if self.kind == "constant":
             return self.initial
         if self.kind == "steps":
@@ -83,7 +84,8 @@ class AdaptiveSpec:
 
 
 def parse_schedule(value: float | str, name: str) -> Schedule | AdaptiveSpec:
-    """Parse a number or a text: ``0.1``, ``linear:1,0``, ``steps:1,50=0.5``, ``adaptive:0.1,target=6``.
+    """Parse a number or a text: ``0.1``, ``linear:1,0``, ``steps:1,50=0.5``,
+    ``adaptive:0.1,target=6``.
 
     ``name`` is the field that errors refer to.
     """
@@ -131,7 +133,8 @@ class Controller:
         return self.value
 
     def update(self, measured: float, *, rows: float) -> None:
-        """Follow the metric of a step of ``rows`` samples. A metric that is not finite leaves the value."""
+        """Follow the metric of a step of ``rows`` samples. A metric that is not finite leaves the
+        value."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, float]:
@@ -145,8 +148,9 @@ class Controller:
 class AdaptiveKl(Controller):
     """KL coefficient that holds the KL to the reference, in nats per action, near a target.
 
-    coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) rows / horizon). Ziegler et al. 2019 (arXiv 1909.08593), section
-    2.2. A step of more rows than the horizon counts as one horizon: beyond five, the coefficient would turn negative.
+    coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) rows / horizon). Ziegler et al. 2019 (arXiv
+    1909.08593), section 2.2. A step of more rows than the horizon counts as one horizon: beyond
+    five, the coefficient would turn negative.
     """
 
     metric: ClassVar[str] = "kl/ref_nats"
@@ -162,9 +166,9 @@ class AdaptiveKl(Controller):
 class AdaptiveEntropy(Controller):
     """Entropy coefficient that grows while the entropy, in nats per action, is below a target.
 
-    c <- max(c + delta, 0) where the entropy is below the target, max(c - delta, 0) where it is not. The value is c
-    where the last entropy was at or below the target, else 0; before the first step it is c. He et al. 2025
-    (Skywork-OR1, arXiv 2505.22312), section 4.3.
+    c <- max(c + delta, 0) where the entropy is below the target, max(c - delta, 0) where it is not.
+    The value is c where the last entropy was at or below the target, else 0; before the first step
+    it is c. He et al. 2025 (Skywork-OR1, arXiv 2505.22312), section 4.3.
     """
 
     metric: ClassVar[str] = "entropy/mean_nats"
@@ -183,7 +187,8 @@ class AdaptiveEntropy(Controller):
 
 @dataclass
 class AdaptiveDifficulty(Controller):
-    """Fraction of the prompts that are sampled from, the easiest first, which grows while the reward is above a target.
+    """Fraction of the prompts that are sampled from, the easiest first, which grows while the
+    reward is above a target.
 
     level <- min(max(level + rate (reward - target), first), 1).
     """
@@ -219,7 +224,8 @@ def make_controller(field: str, spec: AdaptiveSpec, name: str) -> Controller:
     (controller, option), settings = CONTROLLERS[field], dict(spec.settings)
     if "target" not in settings or not set(settings) <= {"target", option}:
         raise GruppoError(f"""{name}: adaptive takes target and {option}, and needs target; it has
-            {", ".join(settings) or "none"}. Write adaptive:{spec.initial:g},target=X,{option}=Y.""")
+            {", ".join(settings) or "none"}. Write
+            adaptive:{spec.initial:g},target=X,{option}=Y.""")
     for setting, value in settings.items():
         is_reward = field == "difficulty" and setting == "target"
         if not (math.isfinite(value) if is_reward else 0 < value < math.inf):
@@ -228,6 +234,7 @@ def make_controller(field: str, spec: AdaptiveSpec, name: str) -> Controller:
                 f"{name}: {setting}={value:g} is out of range; it needs {needs}. Set {setting}=X."
             )
     if field == "kl_coef" and not spec.initial > 0:
-        raise GruppoError(f"""{name}: an adaptive coefficient is multiplied, and from {spec.initial:g} it never moves.
-            Begin above 0: adaptive:0.05,target={settings["target"]:g}.""")
+        raise GruppoError(f"""{name}: an adaptive coefficient is multiplied, and from
+            {spec.initial:g} it never moves. Begin above 0:
+            adaptive:0.05,target={settings["target"]:g}.""")
     return controller(spec.initial, **settings)

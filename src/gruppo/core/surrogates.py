@@ -1,4 +1,5 @@
-"""Surrogate losses of policy gradients, and the value loss. Per action and unreduced: multiply by ``loss_weights``."""
+"""Surrogate losses of policy gradients, and the value loss. Per action and unreduced: multiply by
+``loss_weights``."""
 
 from __future__ import annotations
 
@@ -12,19 +13,22 @@ from torch import Tensor
 RatioLevel = Literal["token", "sequence", "sequence_token"]
 SURROGATES = ("clip", "cispo", "sapo", "vespo", "reinforce")
 OwnSurrogate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Loss of each action [b, t], unreduced, of ``log_ratio``, ``advantages``, ``logprobs`` and ``mask`` [b, t].
+"""Loss of each action [b, t], unreduced, of ``log_ratio``, ``advantages``, ``logprobs`` and
+``mask`` [b, t].
 
-Called per micro-batch, which may hold some rows and columns of an update; the weights of the average follow. Entries
-where ``mask`` is False are 0 and what is returned there is not used.
+Called per micro-batch, which may hold some rows and columns of an update; the weights of the
+average follow. Entries where ``mask`` is False are 0 and what is returned there is not used.
 """
 MAX_LOG_RATIO = 20.0
-"""Nats. exp of more than 88 is inf in float32, whose gradient is NaN even where the clip has chosen its other side."""
+"""Nats. exp of more than 88 is inf in float32, whose gradient is NaN even where the clip has chosen
+its other side."""
 VESPO_MIN_LOG_WEIGHT = -18.420680743952367
 """log 1e-8, as in TRL."""
 
 
 def importance_ratio(log_ratio: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    """exp(log_ratio), at most e^20 and without a gradient there: an action half a billion times likelier is stopped."""
+    """exp(log_ratio), at most e^20 and without a gradient there: an action half a billion times
+    likelier is stopped."""
     return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
 
@@ -36,12 +40,13 @@ def log_ratio(
     level: RatioLevel = "token",
     dims: int = 1,
 ) -> Float[Tensor, "B T"]:
-    """``logprobs - old_logprobs`` where kept, 0 elsewhere. Masked entries may hold anything, NaN included.
+    """``logprobs - old_logprobs`` where kept, 0 elsewhere. Masked entries may hold anything, NaN
+    included.
 
-    ``sequence``: mean over the row's kept actions, for each of them (GSPO, arXiv 2507.18071, eq. 7).
-    ``sequence_token``: the same number, with the gradient of the action's own log-prob (GSPO-token, eq. 14), for
-    advantages that differ from action to action.
-    ``dims``: dimensions of a continuous action, by which its log-ratio is divided; 1 leaves the joint density.
+    ``sequence``: mean over the row's kept actions, for each of them (GSPO, arXiv 2507.18071, eq.
+    7). ``sequence_token``: the same number, with the gradient of the action's own log-prob
+    (GSPO-token, eq. 14), for advantages that differ from action to action. ``dims``: dimensions of
+    a continuous action, by which its log-ratio is divided; 1 leaves the joint density.
     """
     ratio = (torch.where(loss_mask, logprobs, 0) - torch.where(loss_mask, old_logprobs, 0)) / dims
     if level == "token":
@@ -62,9 +67,10 @@ def clip_surrogate(
 ) -> Float[Tensor, "B T"]:
     """Clipped surrogate of PPO, per action.
 
-    L = -min(r A, clip(r, 1 - low, 1 + high) A),  r = exp(log_ratio).
-    Schulman et al. 2017 (arXiv 1707.06347), eq. 7; ``high`` above ``low`` is DAPO's clip-higher (arXiv 2503.14476).
-    ``dual`` bounds the loss where A < 0: L = min(L, -dual A) (dual clip, Ye et al. 2019, arXiv 1912.09729, dual 3).
+    L = -min(r A, clip(r, 1 - low, 1 + high) A),  r = exp(log_ratio). Schulman et al. 2017 (arXiv
+    1707.06347), eq. 7; ``high`` above ``low`` is DAPO's clip-higher (arXiv 2503.14476). ``dual``
+    bounds the loss where A < 0: L = min(L, -dual A) (dual clip, Ye et al. 2019, arXiv 1912.09729,
+    dual 3).
     """
     ratio = importance_ratio(log_ratio)
     loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
@@ -82,9 +88,11 @@ def cispo_surrogate(
     low: float,
     high: float,
 ) -> Float[Tensor, "B T"]:
-    """L = -stopgrad(clip(r, 1 - low, 1 + high)) A logprobs: every action keeps its gradient, with a bounded weight.
+    """L = -stopgrad(clip(r, 1 - low, 1 + high)) A logprobs: every action keeps its gradient, with a
+    bounded weight.
 
-    MiniMax-M1 (arXiv 2506.13585), eq. 4, which leaves the lower side open (low 1). TRL's epsilon_high is 1 + high.
+    MiniMax-M1 (arXiv 2506.13585), eq. 4, which leaves the lower side open (low 1). TRL's
+    epsilon_high is 1 + high.
     """
     weight = importance_ratio(log_ratio.detach()).clamp(1 - low, 1 + high)
     return -weight * advantages * torch.where(loss_mask, logprobs, 0)
@@ -111,10 +119,11 @@ def vespo_surrogate(
     advantages: Float[Tensor, "B T"],
     loss_mask: Bool[Tensor, "B T"],
 ) -> Float[Tensor, "B T"]:
-    """L = -stopgrad(phi(w)) A logprobs,  phi(w) = w^k exp(lam (1 - w)),  w = exp(sum of the row's log-ratios).
+    """L = -stopgrad(phi(w)) A logprobs,  phi(w) = w^k exp(lam (1 - w)),  w = exp(sum of the row's
+    log-ratios).
 
-    (k, lam) is (2, 3) where A >= 0 and (3, 2) elsewhere; phi(1) = 1. ``log_ratio`` is at token level.
-    VESPO (arXiv 2602.10693), with the constants and bounds of TRL 1.16.
+    (k, lam) is (2, 3) where A >= 0 and (3, 2) elsewhere; phi(1) = 1. ``log_ratio`` is at token
+    level. VESPO (arXiv 2602.10693), with the constants and bounds of TRL 1.16.
     """
     log_w = log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).sum(dim=1, keepdim=True)
     log_w = log_w.clamp(VESPO_MIN_LOG_WEIGHT, MAX_LOG_RATIO)  # [B, 1]
@@ -127,7 +136,8 @@ def vespo_surrogate(
 def reinforce_surrogate(
     logprobs: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]
 ) -> Float[Tensor, "B T"]:
-    """L = -A logprobs, with 0 where not kept. Williams 1992; no correction for data of an older policy."""
+    """L = -A logprobs, with 0 where not kept. Williams 1992; no correction for data of an older
+    policy."""
     return -advantages * torch.where(loss_mask, logprobs, 0)
 
 
@@ -141,8 +151,9 @@ def value_loss(
 ) -> Float[Tensor, "B T"]:
     """L = 0.5 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), with 0 where not kept.
 
-    ``old_values`` are those stored when the batch was collected; ``clip`` 0 gives the plain squared error. The clip is
-    that of OpenAI Baselines (Huang et al. 2022, "The 37 implementation details of PPO", 9).
+    ``old_values`` are those stored when the batch was collected; ``clip`` 0 gives the plain squared
+    error. The clip is that of OpenAI Baselines (Huang et al. 2022, "The 37 implementation details
+    of PPO", 9).
     """
     target = torch.where(loss_mask, returns, 0)
     values = torch.where(loss_mask, values, 0)

@@ -1,4 +1,5 @@
-"""Weights of actions in the loss: its denominators, and corrections for a sampler that differs from the trainer."""
+"""Weights of actions in the loss: its denominators, and corrections for a sampler that differs from
+the trainer."""
 
 from __future__ import annotations
 
@@ -22,10 +23,10 @@ def loss_total(
 ) -> Float[Tensor, ""]:
     """Denominator of one update, to be summed over all ranks. float64.
 
-    ``token``: kept actions. ``prompt``: groups (``group_ids``) with a non-empty row. ``sequence``, ``sequence_sum``:
-    non-empty rows. ``constant``: non-empty rows times ``max_length``, the longest rollout allowed. ``sum``: 1, not
-    used.
-    Rows without a kept action do not count, so unscored and masked rows leave numerator and denominator together.
+    ``token``: kept actions. ``prompt``: groups (``group_ids``) with a non-empty row. ``sequence``,
+    ``sequence_sum``: non-empty rows. ``constant``: non-empty rows times ``max_length``, the longest
+    rollout allowed. ``sum``: 1, not used. Rows without a kept action do not count, so unscored and
+    masked rows leave numerator and denominator together.
     """
     is_kept = loss_mask.any(dim=1)
     rows = is_kept.sum()
@@ -49,16 +50,15 @@ def loss_weights(
 ) -> Float[Tensor, "B T"]:
     """Weight of each action, so that ``loss = (weights * per_action).sum()``. float64.
 
-    sequence      1 / (length of the row * rows)       GRPO, arXiv 2402.03300
-    token         1 / kept actions                     DAPO, arXiv 2503.14476
-    prompt        1 / (kept actions of the prompt's rows * prompts)   nanochat's chat_rl.py
-    constant      1 / (rows * max_length)              Dr.GRPO, arXiv 2503.20783
-    sequence_sum  1 / rows                             RLOO, arXiv 2402.14740: a sequence is one action
-    sum           1
+    sequence      1 / (length of the row * rows)       GRPO, arXiv 2402.03300 token         1 / kept
+    actions                     DAPO, arXiv 2503.14476 prompt        1 / (kept actions of the
+    prompt's rows * prompts)   nanochat's chat_rl.py constant      1 / (rows * max_length)
+       Dr.GRPO, arXiv 2503.20783 sequence_sum  1 / rows                             RLOO, arXiv
+    2402.14740: a sequence is one action sum           1
 
-    ``total`` is ``loss_total`` of the whole update over all ranks; ``loss_mask`` may be any rows of it, under
-    ``prompt`` whole groups (``group_ids``). Micro-batches, padding and ranks then cannot change a gradient. A total of
-    0 (nothing kept anywhere) gives weights of 0.
+    ``total`` is ``loss_total`` of the whole update over all ranks; ``loss_mask`` may be any rows of
+    it, under ``prompt`` whole groups (``group_ids``). Micro-batches, padding and ranks then cannot
+    change a gradient. A total of 0 (nothing kept anywhere) gives weights of 0.
     """
     kept = loss_mask.double()
     if average == "sequence":
@@ -89,12 +89,13 @@ def correction_weights(
     low: float = 0.0,
     high: float = 3.0,
 ) -> Float[Tensor, "B T"]:
-    """Importance weights w = exp(old_logprobs - sampler_logprobs) of the policy term, detached; 0 where not kept.
+    """Importance weights w = exp(old_logprobs - sampler_logprobs) of the policy term, detached; 0
+    where not kept.
 
-    ``truncate``: w clamped to [low, high] (truncated importance sampling). ``mask``: 0 outside [low, high] (IcePop,
-    arXiv 2510.18855, token level with 0.5 and 5). Masked actions stay in every denominator.
-    ``level="sequence"`` *sums* the differences of a row, for each of its actions: the weight of the joint
-    distribution. Their mean would be the weight of another one.
+    ``truncate``: w clamped to [low, high] (truncated importance sampling). ``mask``: 0 outside
+    [low, high] (IcePop, arXiv 2510.18855, token level with 0.5 and 5). Masked actions stay in every
+    denominator. ``level="sequence"`` *sums* the differences of a row, for each of its actions: the
+    weight of the joint distribution. Their mean would be the weight of another one.
     """
     difference = torch.where(loss_mask, old_logprobs - sampler_logprobs, 0).detach()
     if level == "sequence":

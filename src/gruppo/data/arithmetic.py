@@ -9,7 +9,8 @@ from gruppo.seeds import generator_at
 from gruppo.types import DataError, GruppoError, Prompt
 
 ENUMERABLE = 100_000
-"""Problems that are listed to find the held-out ones; of more, a fixed sample of this size is searched."""
+"""Problems that are listed to find the held-out ones; of more, a fixed sample of this size is
+searched."""
 
 
 def arithmetic(
@@ -21,15 +22,17 @@ def arithmetic(
     held_out_fraction: float = 0.1,
     allow_negative: bool = True,
 ) -> IndexedSource:
-    """Problems such as "What is 7 - 12?" with both numbers from ``low`` to ``high``, drawn independently.
+    """Problems such as "What is 7 - 12?" with both numbers from ``low`` to ``high``, drawn
+    independently.
 
-    The prompt ends with the beginning of the assistant's answer, ``7 - 12 =``, which the policy continues; its system
-    message is empty, because some chat templates write a long one where there is none. ``allow_negative=False`` leaves
-    out differences below 0. Column ``size``, |a| + |b|, is a difficulty for a curriculum.
+    The prompt ends with the beginning of the assistant's answer, ``7 - 12 =``, which the policy
+    continues; its system message is empty, because some chat templates write a long one where there
+    is none. ``allow_negative=False`` leaves out differences below 0. Column ``size``, |a| + |b|, is
+    a difficulty for a curriculum.
     """
     if low > high or operations not in ("+", "-", "+-"):
-        raise GruppoError(f"""arithmetic got low={low}, high={high} and operations={operations!r}; low must not be above
-            high, and operations be '+', '-' or '+-'.""")
+        raise GruppoError(f"""arithmetic got low={low}, high={high} and operations={operations!r};
+            low must not be above high, and operations be '+', '-' or '+-'.""")
     span = high - low + 1
     count = len(operations) * span**2
 
@@ -44,7 +47,8 @@ def arithmetic(
         a, sign, b = problem(index)
         if sign == "-" and a < b and not allow_negative:
             return "none"
-        # a sum goes with its mirror image, so that 7 + 12 is not an evaluation of a policy that has seen 12 + 7
+        # a sum goes with its mirror image, so that 7 + 12 is not an evaluation of a policy that has
+        # seen 12 + 7
         first, second = (a, b) if sign == "-" else sorted((a, b))
         is_held_out = hash_unit(f"{first} {sign} {second}") < held_out_fraction
         return "held_out" if is_held_out else "train"
@@ -82,7 +86,8 @@ def arithmetic(
         (index for index in indices if sides[index] == "held_out"),
         key=lambda index: hash_unit("{} {} {}".format(*problem(index))),
     )
-    # "arithmetic 2" is the version of the generator: raise it when the same settings give other problems
+    # "arithmetic 2" is the version of the generator: raise it when the same settings give other
+    # problems
     facts = ["arithmetic 2", low, high, operations, allow_negative, held_out_fraction]
     columns = ("target", "a", "b", "operation", "size")
     return IndexedSource(

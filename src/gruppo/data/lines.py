@@ -1,4 +1,5 @@
-"""Lines of text with their transcripts, rendered and degraded on the fly, with or without the clean image."""
+"""Lines of text with their transcripts, rendered and degraded on the fly, with or without the clean
+image."""
 
 from __future__ import annotations
 
@@ -46,15 +47,15 @@ def text_lines(
 ) -> IndexedSource:
     """Stream of ``count`` lines of random signs: ``inputs`` is degraded, ``target`` the clean line.
 
-    Both are [1, height, width] in [0, 1], dark on light. ``meta`` holds the transcript as ``text`` and each strength of
-    the degradation by its name. Text, font, position, strengths and noise of a line depend on (``number``, its index)
-    alone, so it is the same image in every run and epoch; the seed determines the order. Signs are independent, so a
-    reader cannot guess them from each other. The held-out split goes by the transcripts. Without ``clean``, ``target``
-    is None.
+    Both are [1, height, width] in [0, 1], dark on light. ``meta`` holds the transcript as ``text``
+    and each strength of the degradation by its name. Text, font, position, strengths and noise of a
+    line depend on (``number``, its index) alone, so it is the same image in every run and epoch;
+    the seed determines the order. Signs are independent, so a reader cannot guess them from each
+    other. The held-out split goes by the transcripts. Without ``clean``, ``target`` is None.
     """
     if count < 2 or height < 12 or width < 2 * height:
-        raise DataError(f"""{name}: {count} lines of {height} x {width} pixels; it needs 2 lines or more, a height of 12
-            or more, and twice that as width. Set height=24 and width=128.""")
+        raise DataError(f"""{name}: {count} lines of {height} x {width} pixels; it needs 2 lines or
+            more, a height of 12 or more, and twice that as width. Set height=24 and width=128.""")
     lines = [line_text(number, index, height, width) for index in range(count)]
     texts = [text for text, _ in lines]
 
@@ -85,7 +86,8 @@ def open_lines(rest: str, *, name: str, seed: int, held_out_fraction: float) -> 
 
 
 def line_text(number: int, index: int, height: int, width: int) -> tuple[str, Any]:
-    """Words of random signs, as many as fit between the margins, and their font: of 0.58 to 0.7 of the height."""
+    """Words of random signs, as many as fit between the margins, and their font: of 0.58 to 0.7 of
+    the height."""
     # without the seed: a line is the same in every run
     generator = generator_at("line", number, index)
     file = FONTS[int(torch.randint(len(FONTS), (), generator=generator))]

@@ -20,11 +20,15 @@ from gruppo.tasksets import is_taskset, rows_of_taskset
 from gruppo.types import DataError
 
 FORMS = (
-    "Data is one of: file.py:function; arithmetic or arithmetic:LOW:HIGH; reasoning_gym:TASK; verifiers:NAME or "
+    "Data is one of: file.py:function; arithmetic or arithmetic:LOW:HIGH; reasoning_gym:TASK; "
+    "verifiers:NAME or "
     "verifiers:NAME:key=value; digits; images:FOLDER or "
-    "images:FOLDER:SIZE; photos:noise=25; degrade:FOLDER:blur=1-2,noise=10-50; pairs:DEGRADED:CLEAN; "
-    "lines:blur=0.5-2,noise=10-40; the path of a .jsonl, .parquet, .csv or .json file or of a data set folder; a hub "
-    "name OWNER/NAME, OWNER/NAME:SPLIT or OWNER/NAME:CONFIG:SPLIT; in Python also a list of texts or dicts, a Hugging "
+    "images:FOLDER:SIZE; photos:noise=25; degrade:FOLDER:blur=1-2,noise=10-50; "
+    "pairs:DEGRADED:CLEAN; "
+    "lines:blur=0.5-2,noise=10-40; the path of a .jsonl, .parquet, .csv or .json file or of a data "
+    "set folder; a hub "
+    "name OWNER/NAME, OWNER/NAME:SPLIT or OWNER/NAME:CONFIG:SPLIT; in Python also a list of texts "
+    "or dicts, a Hugging "
     "Face Dataset, or an object with take, state_dict and load_state_dict."
 )
 
@@ -33,8 +37,8 @@ def open_arithmetic(rest: str, *, name: str, **options: Any) -> IndexedSource:
     """Source of ``arithmetic:LOW:HIGH`` or ``arithmetic:LOW:HIGH:natural``."""
     match = re.fullmatch(r"(-?\d+):(-?\d+)(:natural)?", rest or "0:20")
     if match is None:
-        raise DataError(f"""cannot read the range of {name!r}; it needs two integers, as in arithmetic:0:99, or
-            arithmetic:0:99:natural for differences of 0 and above.""")
+        raise DataError(f"""cannot read the range of {name!r}; it needs two integers, as in
+            arithmetic:0:99, or arithmetic:0:99:natural for differences of 0 and above.""")
     low, high, natural = match.groups()
     return arithmetic(int(low), int(high), allow_negative=natural is None, **options)
 
@@ -58,7 +62,8 @@ OPENERS: dict[str, Callable[..., IndexedSource]] = {
     "pairs": open_restoration,
     "lines": open_lines,
 }
-"""By the word before the colon: called with the rest, ``name`` (the whole), ``seed`` and ``held_out_fraction``."""
+"""By the word before the colon: called with the rest, ``name`` (the whole), ``seed`` and
+``held_out_fraction``."""
 
 
 def is_function_name(data: str) -> bool:
@@ -84,8 +89,8 @@ def open_source(
 ) -> Any:
     """The prompt source named by ``data``, or made of it.
 
-    A user's own source comes back in a ``SourceWrapper``, with neutral values for the optional members that it lacks.
-    ``difficulty_column`` puts the source in a ``Curriculum``.
+    A user's own source comes back in a ``SourceWrapper``, with neutral values for the optional
+    members that it lacks. ``difficulty_column`` puts the source in a ``Curriculum``.
     """
     if isinstance(data, str) and is_function_name(data):
         data = load_object(data)()
@@ -122,8 +127,9 @@ def rows_of(data: Any, prompt_column: str) -> list[Any]:
     if hasattr(data, "column_names"):  # a Hugging Face data set, whose package is not imported
         if hasattr(data, "__len__") and not isinstance(data, dict):
             return list(data)
-        raise DataError(f"""a {type(data).__name__} has several splits or no known length; it needs one split that fits
-            in memory, such as data["train"] or Dataset.from_list(list(data.take(10000))).""")
+        raise DataError(f"""a {type(data).__name__} has several splits or no known length; it needs
+            one split that fits in memory, such as data["train"] or
+            Dataset.from_list(list(data.take(10000))).""")
     if isinstance(data, list | tuple):
         return [{prompt_column: row} if isinstance(row, str | list) else row for row in data]
     raise DataError(f"data is of type {type(data).__name__}, which cannot be read. {FORMS}")

@@ -25,7 +25,8 @@ HASH_DEPENDENT = frozenset(
         "word_ladder",
     }
 )
-"""Tasks of reasoning-gym 0.1.25 that iterate over sets: their entries change with the process's hash seed."""
+"""Tasks of reasoning-gym 0.1.25 that iterate over sets: their entries change with the process's
+hash seed."""
 
 
 def reasoning_gym(
@@ -38,19 +39,21 @@ def reasoning_gym(
 ) -> IndexedSource:
     """Entries of one task; ``meta["entry"]`` is the whole entry, for the task's own verifier.
 
-    The entry number is the draw; draws with a held-out question are skipped. ``size_per_epoch`` entries share one
-    generator seed (some tasks build a table of that size first); the next epoch has a new seed, so the stream neither
-    ends nor repeats. ``task_options`` are passed to the task unchanged.
+    The entry number is the draw; draws with a held-out question are skipped. ``size_per_epoch``
+    entries share one generator seed (some tasks build a table of that size first); the next epoch
+    has a new seed, so the stream neither ends nor repeats. ``task_options`` are passed to the task
+    unchanged.
     """
     package = import_extra("reasoning_gym", "tasks", f"the task {task!r}")
     tasks = package.factory.DATASETS
     name = f"reasoning_gym:{task}"
     if task not in tasks:
-        raise GruppoError(f"""reasoning-gym has no task {task!r}. It has {len(tasks)}, such as chain_sum, leg_counting
-            and gcd.{did_you_mean(task, tasks)}""")
+        raise GruppoError(f"""reasoning-gym has no task {task!r}. It has {len(tasks)}, such as
+            chain_sum, leg_counting and gcd.{did_you_mean(task, tasks)}""")
     if task in HASH_DEPENDENT and os.environ.get("PYTHONHASHSEED", "random") == "random":
-        raise GruppoError(f"""{name} makes other entries in every process, so a run could not be repeated or resumed;
-            set the environment variable PYTHONHASHSEED=0 and start again, or choose another task.""")
+        raise GruppoError(f"""{name} makes other entries in every process, so a run could not be
+            repeated or resumed; set the environment variable PYTHONHASHSEED=0 and start again, or
+            choose another task.""")
 
     make = lru_cache(maxsize=2)(
         partial(package.create_dataset, task, **task_options, size=size_per_epoch)
@@ -58,17 +61,18 @@ def reasoning_gym(
 
     def entry_at(dataset_seed: int, index: int) -> dict[str, Any]:
         try:
-            # two are kept: of the epoch and of evaluations. 31 bits of the seed: NumPy's RandomState takes at most 32
+            # two are kept: of the epoch and of evaluations. 31 bits of the seed: NumPy's
+            # RandomState takes at most 32
             entries = make(seed=dataset_seed >> 32)
         except (TypeError, ValueError, AssertionError) as problem:
             fields = [f.name for f in dataclasses.fields(tasks[task][1])]
-            raise GruppoError(f"""{name} refuses its options {task_options} ({problem}); its options are
-                {", ".join(fields)}.""") from problem
+            raise GruppoError(f"""{name} refuses its options {task_options} ({problem}); its options
+                are {", ".join(fields)}.""") from problem
         try:
             return entries[index]
         except Exception as problem:
-            raise DataError(f"""{name} could not make entry {index} ({type(problem).__name__}: {problem}); pass a
-                smaller size_per_epoch or other task options.""") from problem
+            raise DataError(f"""{name} could not make entry {index} ({type(problem).__name__}:
+                {problem}); pass a smaller size_per_epoch or other task options.""") from problem
 
     @cache
     def evaluation_entry(index: int) -> dict[str, Any]:
@@ -84,7 +88,8 @@ def reasoning_gym(
                 yield index, entry
 
     def prompt_at(item: int | tuple[int, dict[str, Any]], draw: int) -> Prompt | None:
-        """Prompt of an entry of the stream, or of the evaluation; None if its question belongs to the other."""
+        """Prompt of an entry of the stream, or of the evaluation; None if its question belongs to
+        the other."""
         if isinstance(item, int):
             epoch, index = divmod(item, size_per_epoch)
             entry = entry_at(seed_at(seed, "reasoning_gym", task, epoch), index)

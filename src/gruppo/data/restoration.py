@@ -1,4 +1,5 @@
-"""Degraded images as prompts and clean ones as targets: photographs, one folder, two folders; a reference column."""
+"""Degraded images as prompts and clean ones as targets: photographs, one folder, two folders; a
+reference column."""
 
 from __future__ import annotations
 
@@ -35,14 +36,16 @@ CROP = 64
 CACHE_BYTES = 1 << 28
 """Decoded images that are kept in memory."""
 FORMS = (
-    "one of photos:noise=25; degrade:FOLDER:blur=1-2,noise=10-50; pairs:DEGRADED:CLEAN. Options include crop=64, "
+    "one of photos:noise=25; degrade:FOLDER:blur=1-2,noise=10-50; pairs:DEGRADED:CLEAN. Options "
+    "include crop=64, "
     "channels=1 and flips=false"
 )
 PHOTOGRAPHS = tomllib.loads(
     Path(__file__).with_name("photographs.toml").read_text(encoding="utf-8")
 )
 HELD_OUT = ("camera", "chelsea", "coffee", "flower")
-"""Photographs for evaluation: an animal, still lifes, a person. None of them shares a scene with another."""
+"""Photographs for evaluation: an animal, still lifes, a person. None of them shares a scene with
+another."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,18 +76,21 @@ def image_pairs(
     held_out: Collection[str] = (),
     name: str = "the images",
 ) -> IndexedSource:
-    """Stream of square crops: ``inputs`` is degraded, ``target`` clean, both [C, crop, crop] in [0, 1].
+    """Stream of square crops: ``inputs`` is degraded, ``target`` clean, both [C, crop, crop] in [0,
+    1].
 
-    Each image comes once per epoch. Crop, flip or quarter turn, strengths and noise of a prompt depend on (seed, draw)
-    and are the same for both images of a pair. ``id`` is the name of the image; ``meta`` holds it as ``image``, and
-    the strength of each step of the degradation by its name. Whole images are held out: their crops do not overlap,
-    do not depend on the seed, and take the images in turns.
+    Each image comes once per epoch. Crop, flip or quarter turn, strengths and noise of a prompt
+    depend on (seed, draw) and are the same for both images of a pair. ``id`` is the name of the
+    image; ``meta`` holds it as ``image``, and the strength of each step of the degradation by its
+    name. Whole images are held out: their crops do not overlap, do not depend on the seed, and take
+    the images in turns.
 
-    ``crop`` 0: whole images, all of one size. ``held_out``: names, instead of a share by the hash of the names.
+    ``crop`` 0: whole images, all of one size. ``held_out``: names, instead of a share by the hash
+    of the names.
     """
     if channels not in (1, 3) or crop < 0:
-        raise GruppoError(f"""channels={channels} and crop={crop}: channels is 1 (gray) or 3 (color), and crop a number
-            of pixels, such as {CROP}, or 0 for whole images.""")
+        raise GruppoError(f"""channels={channels} and crop={crop}: channels is 1 (gray) or 3
+            (color), and crop a number of pixels, such as {CROP}, or 0 for whole images.""")
     unreadable: dict[str, str] = {}
     sizes = _checked_sizes(pairs, crop, name, unreadable)
     names = list(sizes)
@@ -169,7 +175,8 @@ def _size(image: Path | Tensor) -> tuple[int, int]:
 def _checked_sizes(
     pairs: Mapping[str, ImagePair], crop: int, name: str, unreadable: dict[str, str]
 ) -> dict[str, tuple[int, int]]:
-    """Height and width of each usable image; unreadable files are left out. Refuses sizes that do not fit."""
+    """Height and width of each usable image; unreadable files are left out. Refuses sizes that do
+    not fit."""
     sizes: dict[str, tuple[int, int]] = {}
     for n, pair in pairs.items():
         try:
@@ -179,8 +186,8 @@ def _checked_sizes(
             continue
         if len(found) > 1:
             both = " and ".join(f"{h} x {w}" for h, w in sorted(found))
-            raise DataError(f"""the images {n} of {name} are a pair of {both} pixels. Resize the degraded image to the
-                size of the clean one.""")
+            raise DataError(f"""the images {n} of {name} are a pair of {both} pixels. Resize the
+                degraded image to the size of the clean one.""")
         sizes[n] = found.pop()
     if not sizes:
         raise DataError(
@@ -188,8 +195,9 @@ def _checked_sizes(
         )
     small = [n for n in sizes if min(sizes[n]) < crop]
     if small:
-        raise DataError(f"""{len(small)} of {len(sizes)} images of {name} are smaller than the crop of {crop} pixels,
-            such as {small[0]}. Set crop={min(map(min, sizes.values()))}, or remove them.""")
+        raise DataError(f"""{len(small)} of {len(sizes)} images of {name} are smaller than the crop
+            of {crop} pixels, such as {small[0]}. Set crop={min(map(min, sizes.values()))}, or
+            remove them.""")
     if not crop and len(set(sizes.values())) > 1:
         raise DataError(
             f"{name} has images of several sizes; whole images need one. Set crop={CROP}."
@@ -197,7 +205,7 @@ def _checked_sizes(
     return sizes
 
 
-# --- where images come from -------------------------------------------------------------------------------------------
+# --- where images come from -----------------------------------------------------------------------
 
 
 def open_restoration(data: str, *, name: str, seed: int, held_out_fraction: float) -> IndexedSource:
@@ -238,8 +246,8 @@ def find_pairs(degraded: Path, clean: Path) -> dict[str, ImagePair]:
     unpaired = sorted(degraded_files.keys() ^ clean_files.keys())
     if unpaired:
         has = degraded if unpaired[0] in degraded_files else clean
-        raise DataError(f"""{len(unpaired)} images are unpaired: {", ".join(unpaired[:5])} ({unpaired[0]} is in {has}
-            alone). Rename, add or remove images.""")
+        raise DataError(f"""{len(unpaired)} images are unpaired: {", ".join(unpaired[:5])}
+            ({unpaired[0]} is in {has} alone). Rename, add or remove images.""")
     return {n: ImagePair(clean_files[n], degraded_files[n]) for n in sorted(clean_files)}
 
 
@@ -249,20 +257,21 @@ def _by_stem(folder: Path) -> dict[str, Path]:
     for file in list_images(folder):
         stem = file.rpartition(".")[0]
         if stem in files:
-            raise DataError(f"""{folder} holds both {files[stem].name} and {Path(file).name}: one name for two images.
-                Rename one.""")
+            raise DataError(f"""{folder} holds both {files[stem].name} and {Path(file).name}: one
+                name for two images. Rename one.""")
         files[stem] = folder / file
     return files
 
 
 def photographs(*, with_gray: bool = False) -> dict[str, Path]:
-    """Name to file of the installed photographs, in color unless ``with_gray``. Missing ones are logged."""
+    """Name to file of the installed photographs, in color unless ``with_gray``. Missing ones are
+    logged."""
     requested = PHOTOGRAPHS["color"] | (PHOTOGRAPHS["gray"] if with_gray else {})
     paths = {name: package_file(*file) for name, file in requested.items()}
     found = {name: path for name, path in paths.items() if path is not None}
     if not found:
-        raise GruppoError(f"""the photographs need scikit-image, scikit-learn or matplotlib, and none of them is
-            installed; run: {install_command("photos")}""")
+        raise GruppoError(f"""the photographs need scikit-image, scikit-learn or matplotlib, and
+            none of them is installed; run: {install_command("photos")}""")
     missing = [name for name in requested if name not in found]
     if missing:
         packages = ", ".join(sorted({requested[name][0] for name in missing}))
@@ -272,9 +281,11 @@ def photographs(*, with_gray: bool = False) -> dict[str, Path]:
 
 
 class WithReference(SourceWrapper):
-    """A source whose prompts have one more column, ``reference``: their degraded images restored by ``restore``.
+    """A source whose prompts have one more column, ``reference``: their degraded images restored by
+    ``restore``.
 
-    For rewards that compare with a frozen network. ``restore``: [N, C, H, W] to the same shape in [0, 1].
+    For rewards that compare with a frozen network. ``restore``: [N, C, H, W] to the same shape in
+    [0, 1].
     """
 
     def __init__(self, source: Any, restore: Callable[[Tensor], Tensor]) -> None:

@@ -1,4 +1,5 @@
-"""Rows with a prompt column, from JSON Lines files, Hugging Face data sets or Python lists, as a prompt source."""
+"""Rows with a prompt column, from JSON Lines files, Hugging Face data sets or Python lists, as a
+prompt source."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from gruppo.types import DataError, Prompt
 FILE_KINDS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
 TARGET_COLUMNS = ("answer", "target", "solution", "label")
 AS_TEXT = re.compile(r"\s*(?:array\()?\[?\s*\{\s*['\"](?:role|content)['\"]\s*:")
-"""Start of a conversation that was converted to a string, by str, json.dumps or a NumPy array's repr."""
+"""Start of a conversation that was converted to a string, by str, json.dumps or a NumPy array's
+repr."""
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::(?:([^:\[\]]+):)?(.+))?")
 MESSAGES = 'it needs a text or a list of {"role": ..., "content": ...} messages with texts in both.'
 
@@ -35,16 +37,18 @@ def row_source(
 ) -> IndexedSource:
     """Stream of the rows, each once per epoch.
 
-    ``target_column`` defaults to the first of answer, target, solution and label that exists. ``meta`` holds every
-    column, those of prompt and target included, so that reward functions find them under the names of the data set.
-    The held-out split goes by the content of the prompt, so duplicates fall on one side.
+    ``target_column`` defaults to the first of answer, target, solution and label that exists.
+    ``meta`` holds every column, those of prompt and target included, so that reward functions find
+    them under the names of the data set. The held-out split goes by the content of the prompt, so
+    duplicates fall on one side.
     """
     if not rows:
         raise DataError(f"{name} has no rows; it needs at least one prompt to learn from.")
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
             raise DataError(
-                f"row {number} of {name} is of type {type(row).__name__}; it needs a dict of columns."
+                f"row {number} of {name} is of type {type(row).__name__}; it needs a dict of "
+                f"columns."
             )
     columns = tuple(dict.fromkeys(column for row in rows for column in row))
     for column in (prompt_column, target_column):
@@ -83,12 +87,13 @@ def row_source(
 
 
 def checked_inputs(inputs: Any, where: str) -> str | list[dict[str, Any]]:
-    """The prompt, a text or messages; an error for anything else, which names the row by ``where``."""
+    """The prompt, a text or messages; an error for anything else, which names the row by
+    ``where``."""
     if isinstance(inputs, str) and inputs:
         if AS_TEXT.match(inputs):
-            raise DataError(f"""the prompt in {where} is a conversation that was converted to a string,
-                {inputs[:24]!r}...; {MESSAGES} Convert the column back (ast.literal_eval, or json.loads for JSON) and
-                save it as JSON Lines or Parquet; CSV holds no lists.""")
+            raise DataError(f"""the prompt in {where} is a conversation that was converted to a
+                string, {inputs[:24]!r}...; {MESSAGES} Convert the column back (ast.literal_eval, or
+                json.loads for JSON) and save it as JSON Lines or Parquet; CSV holds no lists.""")
         return whole_text(inputs, f"the prompt in {where}")
     if not isinstance(inputs, list) or not inputs:
         kind = (
@@ -100,7 +105,8 @@ def checked_inputs(inputs: Any, where: str) -> str | list[dict[str, Any]]:
         place = f"message {number} of the prompt in {where}"
         if not isinstance(message, Mapping):
             raise DataError(f"{place} is of type {type(message).__name__}; {MESSAGES}")
-        # Arrow gives each message the fields of all, and templates take a field that is there for one that is used
+        # Arrow gives each message the fields of all, and templates take a field that is there for
+        # one that is used
         fields = {key: value for key, value in message.items() if value is not None}
         if fields.get("tool_calls"):
             fields.setdefault("content", "")
@@ -113,23 +119,25 @@ def checked_inputs(inputs: Any, where: str) -> str | list[dict[str, Any]]:
 
 
 def whole_text(text: str, place: str) -> str:
-    """The text; DataError for half a surrogate pair: a valid JSON string that no tokenizer accepts."""
+    """The text; DataError for half a surrogate pair: a valid JSON string that no tokenizer
+    accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as problem:
-        raise DataError(f"""{place} has half a character (\\u{ord(text[problem.start]):04x}) at position
-            {problem.start}; it needs whole Unicode characters. Remove it.""") from None
+        raise DataError(f"""{place} has half a character (\\u{ord(text[problem.start]):04x}) at
+            position {problem.start}; it needs whole Unicode characters. Remove it.""") from None
     return text
 
 
-# --- readers ----------------------------------------------------------------------------------------------------------
+# --- readers --------------------------------------------------------------------------------------
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     """One row per line, each a JSON object, UTF-8. Blank lines are skipped."""
     path = Path(path)
     try:
-        # bytes: splitting text would also cut at the Unicode line separators that JSON strings may hold
+        # bytes: splitting text would also cut at the Unicode line separators that JSON strings may
+        # hold
         with open_file(path) as file:
             lines = [*iter(lambda: file.readline(MAX_BYTES + 1), b"")]
     except FileNotFoundError:
@@ -159,13 +167,15 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
         rows.append(row)
     if not rows:
         raise DataError(
-            f'{path} is empty; it needs one JSON object per line, such as {{"prompt": "What is 2 + 2?"}}.'
+            f"{path} is empty; it needs one JSON object per line, such as "
+            f'{{"prompt": "What is 2 + 2?"}}.'
         )
     return rows
 
 
 def read_rows(data: str | os.PathLike[str]) -> list[dict[str, Any]] | None:
-    """Rows of a file, a folder, or OWNER/NAME, OWNER/NAME:SPLIT, OWNER/NAME:CONFIG:SPLIT; None for another text."""
+    """Rows of a file, a folder, or OWNER/NAME, OWNER/NAME:SPLIT, OWNER/NAME:CONFIG:SPLIT; None for
+    another text."""
     path = Path(data)
     if path.suffix == ".jsonl":  # read by us: errors name the line, and no extra is needed
         return read_jsonl(path)
@@ -180,7 +190,8 @@ def read_dataset(
 ) -> list[dict[str, Any]]:
     """All rows of one split.
 
-    ``name``: a hub name, a folder (written by ``save_to_disk``, or with data files), or a parquet, CSV or JSON file.
+    ``name``: a hub name, a folder (written by ``save_to_disk``, or with data files), or a parquet,
+    CSV or JSON file.
     """
     datasets = import_extra("datasets", "data", f"reading {name}")
     path = Path(name)
@@ -202,6 +213,7 @@ def read_dataset(
     except Exception as problem:  # those of datasets, pyarrow, fsspec and httpx
         # the second line lists the configurations
         message = " ".join(str(problem).splitlines()[:2]) or "no message"
-        raise DataError(f"""split {split!r} of {name} cannot be read ({type(problem).__name__}: {message}). It needs a
-            data set of the Hugging Face hub that this machine can reach, or a local folder or file; check the name, the
-            configuration (OWNER/NAME:CONFIG:SPLIT), the split and the network.""") from problem
+        raise DataError(f"""split {split!r} of {name} cannot be read ({type(problem).__name__}:
+            {message}). It needs a data set of the Hugging Face hub that this machine can reach, or
+            a local folder or file; check the name, the configuration (OWNER/NAME:CONFIG:SPLIT), the
+            split and the network.""") from problem

@@ -1,4 +1,5 @@
-"""Prompt sources: a seeded stream of items with a position to resume from, and a part held out for evaluation."""
+"""Prompt sources: a seeded stream of items with a position to resume from, and a part held out for
+evaluation."""
 
 from __future__ import annotations
 
@@ -32,8 +33,9 @@ MAX_PASSED_OVER = 10_000
 class IndexedSource:
     """Endless, resumable stream of prompts over items that a function turns into prompts.
 
-    The item of a draw is a pure function of the seed and the draw, so that the position is all a resume needs.
-    Held-out items never enter the stream, and give the same prompts in the same order in every run.
+    The item of a draw is a pure function of the seed and the draw, so that the position is all a
+    resume needs. Held-out items never enter the stream, and give the same prompts in the same order
+    in every run.
     """
 
     name: str
@@ -43,13 +45,15 @@ class IndexedSource:
     evaluation: Sequence[Any] | Callable[[], Iterable[Any]]
     """Held-out items in the order of evaluations, or a function that lists them."""
     prompt_at: Callable[[Any, int], Prompt | None]
-    """Prompt of an item and a draw, for a held-out item its place. None skips it, such as for an unreadable file."""
+    """Prompt of an item and a draw, for a held-out item its place. None skips it, such as for an
+    unreadable file."""
     columns: tuple[str, ...]
     """What rewards can ask for: "target", and the keys of ``Prompt.meta``."""
     digest: str
     """SHA-256 of everything that determines the stream, apart from the seed."""
     all_items: Sequence[Any] = ()
-    """Items for ``all_prompts``; empty for an endless source, or where making all prompts is expensive."""
+    """Items for ``all_prompts``; empty for an endless source, or where making all prompts is
+    expensive."""
     classes: int | list[str] | None = None
     """Number or names of the classes, where prompts are classes."""
     degradation: Any = None
@@ -110,7 +114,8 @@ class IndexedSource:
         return prompts
 
     def only_held_out(self) -> IndexedSource:
-        """Return a source whose training items are all held out too, in an order that depends on nothing else."""
+        """Return a source whose training items are all held out too, in an order that depends on
+        nothing else."""
         train = self.train
         if callable(train):
             return replace(self, evaluation=lambda: map(train, itertools.count()))
@@ -120,7 +125,8 @@ class IndexedSource:
         return replace(self, evaluation=[*held_out, *(train[index] for index in order.tolist())])
 
     def all_prompts(self) -> Iterator[Prompt]:
-        """Every prompt once, held out or not, in the order of the data; the position does not change."""
+        """Every prompt once, held out or not, in the order of the data; the position does not
+        change."""
         prompts = (self.prompt_at(item, 0) for item in self.all_items)
         return (prompt for prompt in prompts if prompt is not None)
 
@@ -131,19 +137,22 @@ class IndexedSource:
         return {"cursor": self.position, "fingerprint": self.digest, "seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at a saved position. One of another stream would silently repeat or skip prompts: refused."""
+        """Continue at a saved position. One of another stream would silently repeat or skip
+        prompts: refused."""
         changed = [
             f"{name} was {state.get(name)!r}, is {value!r}"
             for name, value in (("fingerprint", self.digest), ("seed", self.seed))
             if state.get(name) != value
         ]
         if changed:
-            raise DataError(f"""the saved position does not belong to {self.name}: {"; ".join(changed)}. Resume with
-                the data, seed and held-out fraction of the saved run, or start a new run.""")
+            raise DataError(f"""the saved position does not belong to {self.name}:
+                {"; ".join(changed)}. Resume with the data, seed and held-out fraction of the saved
+                run, or start a new run.""")
         position = state.get("cursor")
         if not isinstance(position, int) or position < 0:
             raise DataError(
-                f"the saved position of {self.name} is {position!r}. Resume from an earlier checkpoint."
+                f"the saved position of {self.name} is {position!r}. Resume from an earlier "
+                f"checkpoint."
             )
         self.position = position
 
@@ -151,8 +160,9 @@ class IndexedSource:
 class SourceWrapper:
     """A prompt source around another one, which supplies everything that is not defined here.
 
-    Optional members that the inner source does not have get a neutral value, so that no caller has to look for them:
-    any object with ``take``, ``state_dict`` and ``load_state_dict`` becomes a complete source.
+    Optional members that the inner source does not have get a neutral value, so that no caller has
+    to look for them: any object with ``take``, ``state_dict`` and ``load_state_dict`` becomes a
+    complete source.
     """
 
     DEFAULTS: Mapping[str, Any] = {
@@ -181,11 +191,12 @@ class SourceWrapper:
 class Curriculum(SourceWrapper):
     """A source whose ``take`` passes over prompts that are harder than ``level`` allows.
 
-    ``level`` is a share of the prompts, easiest first, by the number in ``column``; higher is harder. All prompts as
-    hard as the hardest of that share belong to it too, so a level is never empty, and has more than its share where
-    many prompts are equally hard. The share is exact over the training items of a finite source, and over the first
-    ``PROBED`` draws of an endless one. A prompt that is passed over is not deferred: it comes again in the next epoch.
-    Held-out prompts do not depend on the level. The level itself is a parameter of the stage, not part of the state.
+    ``level`` is a share of the prompts, easiest first, by the number in ``column``; higher is
+    harder. All prompts as hard as the hardest of that share belong to it too, so a level is never
+    empty, and has more than its share where many prompts are equally hard. The share is exact over
+    the training items of a finite source, and over the first ``PROBED`` draws of an endless one. A
+    prompt that is passed over is not deferred: it comes again in the next epoch. Held-out prompts
+    do not depend on the level. The level itself is a parameter of the stage, not part of the state.
     """
 
     def __init__(self, source: Any, column: str) -> None:
@@ -196,7 +207,8 @@ class Curriculum(SourceWrapper):
         """Prompts that were too hard, since the run was started or resumed."""
         if self.columns is not None and column not in self.columns:
             raise DataError(
-                f"{self.name} has no column {column!r}; its columns are {', '.join(map(repr, self.columns))}",
+                f"{self.name} has no column {column!r}; its columns are "
+                f"{', '.join(map(repr, self.columns))}",
                 advice=f"""Name one with a number, higher is harder, with
                     $prompts.difficulty_column.{did_you_mean(column, self.columns)}""",
             )
@@ -221,8 +233,8 @@ class Curriculum(SourceWrapper):
             or not math.isfinite(value)
         ):
             raise DataError(
-                f"""prompt {prompt.id!r} of {self.name} has {self.column}={value!r:.60}, which is not a
-                    number; every prompt needs a difficulty""",
+                f"""prompt {prompt.id!r} of {self.name} has {self.column}={value!r:.60}, which is
+                    not a number; every prompt needs a difficulty""",
                 advice="Fix the data, or set another $prompts.difficulty_column",
             )
         return float(value)
@@ -243,8 +255,9 @@ class Curriculum(SourceWrapper):
             self.passed_over += 1
             too_hard += 1
             if too_hard >= limit:
-                raise DataError(f"""{limit} prompts of {self.name} in a row have {self.column} above {hardest:g}, the
-                    hardest at difficulty={self.level:g}. Raise the stage's difficulty.""")
+                raise DataError(f"""{limit} prompts of {self.name} in a row have {self.column} above
+                    {hardest:g}, the hardest at difficulty={self.level:g}. Raise the stage's
+                    difficulty.""")
         return prompts
 
     def state_dict(self) -> dict[str, Any]:
@@ -252,24 +265,26 @@ class Curriculum(SourceWrapper):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state.get("column") != self.column:
-            raise DataError(f"""the difficulty of {self.name} was {state.get("column")!r} in the saved run and is
-                {self.column!r}. Resume with the same column, or start a new run.""")
+            raise DataError(f"""the difficulty of {self.name} was {state.get("column")!r} in the
+                saved run and is {self.column!r}. Resume with the same column, or start a new
+                run.""")
         self.source.load_state_dict(state["source"])
 
 
-# --- held-out split ---------------------------------------------------------------------------------------------------
+# --- held-out split -------------------------------------------------------------------------------
 
 
 def prompt_key(inputs: Any) -> str:
-    """Content of a prompt as canonical JSON: equal prompts have equal keys, in any order of their fields."""
+    """Content of a prompt as canonical JSON: equal prompts have equal keys, in any order of their
+    fields."""
     return json.dumps(inputs, sort_keys=True, separators=(",", ":"))
 
 
 def hash_unit(key: str) -> float:
     """Number in [0, 1) that depends on the key alone (BLAKE2b).
 
-    A key is held out where this is below the fraction: every run and machine agrees, and a smaller fraction holds out
-    a subset of what a larger one does.
+    A key is held out where this is below the fraction: every run and machine agrees, and a smaller
+    fraction holds out a subset of what a larger one does.
     """
     digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return (
@@ -278,7 +293,8 @@ def hash_unit(key: str) -> float:
 
 
 def split_by_hash(keys: Sequence[str], fraction: float, name: str) -> tuple[list[int], list[int]]:
-    """Indices to train on, in order, and held-out ones, in the order of their hashes. Equal keys stay together.
+    """Indices to train on, in order, and held-out ones, in the order of their hashes. Equal keys
+    stay together.
 
     With a fraction above 0, at least one of two or more different keys is held out.
     """
@@ -296,8 +312,8 @@ def split_by_hash(keys: Sequence[str], fraction: float, name: str) -> tuple[list
     train = [index for index, x in enumerate(hashes) if x >= limit]
     if not train:
         raise DataError(
-            f"""all {len(hashes)} prompts of {name} are held out for evaluation, which leaves none to
-                    train on""",
+            f"""all {len(hashes)} prompts of {name} are held out for evaluation, which leaves none
+                to train on""",
             advice="Lower $prompts.held_out_fraction, or add prompts",
         )
     held_out = [index for index, x in enumerate(hashes) if x < limit]
@@ -306,7 +322,8 @@ def split_by_hash(keys: Sequence[str], fraction: float, name: str) -> tuple[list
 
 
 def in_turns(groups: Iterable[Sequence[T]]) -> list[T]:
-    """The first item of each group, then the second of each, and so on: a short evaluation has every group."""
+    """The first item of each group, then the second of each, and so on: a short evaluation has
+    every group."""
     queues = [list(group) for group in groups]
     longest = max(map(len, queues), default=0)
     return [queue[turn] for turn in range(longest) for queue in queues if turn < len(queue)]

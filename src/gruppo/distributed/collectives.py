@@ -67,14 +67,15 @@ _processes: list[str] = []
 """Of each rank, its process and machine."""
 _timeout_s, _advice = 0.0, ""
 _left: GruppoError | None = None
-"""Raised by every collective after one that failed, and after this rank has failed: they would wait for nobody."""
+"""Raised by every collective after one that failed, and after this rank has failed: they would wait
+for nobody."""
 _PHASE = "_gruppo_phase"
 """Attribute of an error that names the phase in which it was raised."""
 _shared: Exception | None = None
 """The last error of this rank that the others know."""
 
 
-# --- start and end ----------------------------------------------------------------------------------------------------
+# --- start and end --------------------------------------------------------------------------------
 
 
 def restarts() -> int:
@@ -95,8 +96,8 @@ def init(
 ) -> None:
     """Join the process group that ``torchrun`` describes in the environment, if any.
 
-    A collective ends with RankLost if another rank has ended, or does not join it within ``timeout_s``.
-    GRUPPO_DIST_BACKEND=gloo lets several ranks share a GPU, which nccl refuses.
+    A collective ends with RankLost if another rank has ended, or does not join it within
+    ``timeout_s``. GRUPPO_DIST_BACKEND=gloo lets several ranks share a GPU, which nccl refuses.
     """
     global _heartbeat, _processes, _timeout_s
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
@@ -104,7 +105,8 @@ def init(
     _timeout_s, interval_s = timeout_s, min(timeout_s / 30, 1.0)
     if td.is_initialized():
         return
-    if not is_sharded:  # FSDP computes while it communicates: there the watchdog ends a rank that waits for too long
+    # FSDP computes while it communicates: there the watchdog ends a rank that waits for too long
+    if not is_sharded:
         # NCCL then waits and raises an error as gloo does, instead of ending the process
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     timeout = timedelta(
@@ -129,8 +131,8 @@ def init(
         ranks, reason = os.environ["WORLD_SIZE"], str(error).splitlines()[0]
         raise RankLost(
             f"the {ranks} ranks did not meet within {timeout_s:g} s ({reason})",
-            advice="""Check that all of them were started and reach MASTER_ADDR, or set $distributed.timeout_s
-                higher""",
+            advice="""Check that all of them were started and reach MASTER_ADDR, or set
+                $distributed.timeout_s higher""",
         ) from error
     atexit.register(shutdown)  # a thread that still runs while Python ends may abort the process
 
@@ -145,7 +147,7 @@ def shutdown() -> None:
         td.destroy_process_group()
 
 
-# --- failures ---------------------------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -168,7 +170,8 @@ def phase(name: str) -> Iterator[None]:
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """For what waits for other ranks: where it fails because of one of them, the error names that rank."""
+    """For what waits for other ranks: where it fails because of one of them, the error names that
+    rank."""
     global _left
     if _left is not None:
         raise _left
@@ -192,7 +195,8 @@ def waiting() -> Iterator[None]:
 
 
 def _reason(heartbeat: Heartbeat, error: RuntimeError) -> GruppoError | None:
-    """Why a collective failed: a rank that has failed, or is lost or late; None where no other rank is the reason."""
+    """Why a collective failed: a rank that has failed, or is lost or late; None where no other rank
+    is the reason."""
     failure = heartbeat.find_failure()
     lost = [] if failure else heartbeat.lost_ranks()
     if failure is None and lost != [0]:  # rank 0 hosts the store, which may not answer
@@ -232,7 +236,8 @@ def _of_other(failure: RankFailure) -> Failed:
 
 
 def _end_stuck() -> None:
-    """End this process from another thread, since the main one stays in a collective that cannot be interrupted."""
+    """End this process from another thread, since the main one stays in a collective that cannot be
+    interrupted."""
     assert _heartbeat is not None
     error = _reason(_heartbeat, RuntimeError("timed out"))
     assert error is not None
@@ -244,7 +249,8 @@ def _end_stuck() -> None:
 
 @contextmanager
 def leaving() -> Iterator[None]:
-    """Within the block, an error of this rank ends the other ranks too, each with this rank's message."""
+    """Within the block, an error of this rank ends the other ranks too, each with this rank's
+    message."""
     try:
         yield
     except Exception as error:
@@ -253,7 +259,8 @@ def leaving() -> Iterator[None]:
 
 
 def _leave(error: Exception) -> None:
-    """Report an error to the other ranks outside of collectives, which this rank no longer joins."""
+    """Report an error to the other ranks outside of collectives, which this rank no longer
+    joins."""
     global _left
     if _heartbeat is None or _left is not None or isinstance(error, RankLost | Failed):
         return
@@ -262,7 +269,8 @@ def _leave(error: Exception) -> None:
 
 
 def is_reported(error: Exception) -> bool:
-    """Leave the process group because of an error, and return whether rank 0 reports it, so that this rank need not.
+    """Leave the process group because of an error, and return whether rank 0 reports it, so that
+    this rank need not.
 
     Called before the ranks have met too: those that reach their first collective then end.
     """
@@ -278,7 +286,8 @@ def is_reported(error: Exception) -> bool:
 
 
 def record_error(error: BaseException) -> None:
-    """Write the error file of this rank, as ``torch.distributed.elastic`` expects it, where a launcher asks for one."""
+    """Write the error file of this rank, as ``torch.distributed.elastic`` expects it, where a
+    launcher asks for one."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -287,10 +296,12 @@ def record_error(error: BaseException) -> None:
 
 
 def share_failure(error: Exception | None, status: int = 0, *, in_step: bool = False) -> int:
-    """A collective: raise where any rank has an error, else return the largest ``status`` of all ranks.
+    """A collective: raise where any rank has an error, else return the largest ``status`` of all
+    ranks.
 
-    ``in_step``: the error came where the others may be in a collective that this rank has not joined, as in the forward
-    of a sharded model. Then they are told through the store, and this rank does not wait for them.
+    ``in_step``: the error came where the others may be in a collective that this rank has not
+    joined, as in the forward of a sharded model. Then they are told through the store, and this
+    rank does not wait for them.
     """
     global _shared
     if error is not None:
@@ -314,7 +325,8 @@ _FAILED = 1_000_000
 
 @contextmanager
 def fail_together() -> Iterator[None]:
-    """Raise on all ranks when one raises, so that the others do not wait for it in a collective forever."""
+    """Raise on all ranks when one raises, so that the others do not wait for it in a collective
+    forever."""
     try:
         yield
     except Exception as error:
@@ -323,7 +335,7 @@ def fail_together() -> Iterator[None]:
         share_failure(None)
 
 
-# --- collectives ------------------------------------------------------------------------------------------------------
+# --- collectives ----------------------------------------------------------------------------------
 
 
 def rank() -> int:
@@ -368,7 +380,8 @@ def all_gather(data: bytes) -> list[bytes]:
 
 
 def sum_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Sum gradients over ranks in place. A parameter without one counts as zero, so that all ranks agree.
+    """Sum gradients over ranks in place. A parameter without one counts as zero, so that all ranks
+    agree.
 
     Small ones in buckets: a collective takes a fixed time. Large ones in place, without a copy.
     """

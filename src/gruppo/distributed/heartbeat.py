@@ -1,7 +1,7 @@
 """Finds the ranks that are dead, stopped, late or have failed, and what each of them was doing.
 
-gloo and NCCL notice that a rank is lost, since its connection closes or a collective times out, and do not say which
-one: in a ring, a rank waits for its neighbor, which may only wait itself.
+gloo and NCCL notice that a rank is lost, since its connection closes or a collective times out, and
+do not say which one: in a ring, a rank waits for its neighbor, which may only wait itself.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ class RankFailure:
 
 
 class Heartbeat:
-    """Publishes what this rank does in the store that the ranks share, and reads what the others do.
+    """Publishes what this rank does in the store that the ranks share, and reads what the others
+    do.
 
-    A stopped process publishes nothing more, and one whose main thread computes does. ``on_stuck`` is called, in
-    another thread, where this rank stays in a collective for longer than ``limit_s``, or long after a rank has failed.
+    A stopped process publishes nothing more, and one whose main thread computes does. ``on_stuck``
+    is called, in another thread, where this rank stays in a collective for longer than ``limit_s``,
+    or long after a rank has failed.
     """
 
     def __init__(
@@ -114,12 +116,14 @@ class Heartbeat:
     # --- failures ---
 
     def publish(self, failure: RankFailure) -> None:
-        """Tell the other ranks that this one has failed; the first one that does is what they report."""
+        """Tell the other ranks that this one has failed; the first one that does is what they
+        report."""
         with suppress(RuntimeError):
             self._main_store.compare_set("failure", "", json.dumps(vars(failure)))
 
     def find_failure(self) -> RankFailure | None:
-        """What another rank has published, as read by the other thread: the store may be on a stopped host."""
+        """What another rank has published, as read by the other thread: the store may be on a
+        stopped host."""
         before, until = self._rounds, time.monotonic() + 5 * self._interval_s
         while self.failure is None and self._rounds < before + 2 and time.monotonic() < until:
             time.sleep(self._interval_s / 10)
@@ -128,7 +132,8 @@ class Heartbeat:
     def is_reported(self) -> bool:
         """Say that rank 0 reports its error; on the others, wait until it does.
 
-        False where this rank has to report its own: it is rank 0, or rank 0 does not answer, such as after a kill.
+        False where this rank has to report its own: it is rank 0, or rank 0 does not answer, such
+        as after a kill.
         """
         others = (
             len(self._missed) - 1 - len(list(filter(None, self._found.split(","))))
@@ -150,7 +155,8 @@ class Heartbeat:
     # --- ranks that do not come ---
 
     def lost_ranks(self) -> list[int]:
-        """Ranks that are dead or stopped now. All ranks that ask get the answer of the first one."""
+        """Ranks that are dead or stopped now. All ranks that ask get the answer of the first
+        one."""
         before, until = self._rounds, time.monotonic() + 4 * MISSED * self._interval_s
         for _ in range(
             MISSED + 2

@@ -1,4 +1,5 @@
-"""Memory of one rank: weights, gradients and optimizer state, whole or sharded, and what a step gathers of them."""
+"""Memory of one rank: weights, gradients and optimizer state, whole or sharded, and what a step
+gathers of them."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from torch import nn
 from gruppo.distributed.sharding import blocks_of
 
 NF4_BITS = 4.127
-"""Of a weight of a layer in 4 bits, scales included (QLoRA, arXiv 2305.14314: double quantization)."""
+"""Of a weight of a layer in 4 bits, scales included (QLoRA, arXiv 2305.14314: double
+quantization)."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class WeightCounts:
     """With a gradient: all of them, or those of an adapter."""
     largest_block: int
     root: int
-    """In no block, such as a tied embedding and the last norm: whole on each rank while a step computes."""
+    """In no block, such as a tied embedding and the last norm: whole on each rank while a step
+    computes."""
 
     @classmethod
     def of(cls, module: nn.Module) -> WeightCounts:
@@ -35,10 +38,11 @@ class WeightCounts:
 def state_bytes(
     counts: WeightCounts, *, shards: int, base_bytes: float = 0, critic_trained: int = 0
 ) -> dict[str, float]:
-    """Bytes of one rank between steps, of AdamW in float32 over ``shards`` ranks; 1 where each holds all.
+    """Bytes of one rank between steps, of AdamW in float32 over ``shards`` ranks; 1 where each
+    holds all.
 
-    ``base_bytes``: of all frozen weights under an adapter; 0 without one. ``critic_trained``: numbers of a critic that
-    have a gradient too.
+    ``base_bytes``: of all frozen weights under an adapter; 0 without one. ``critic_trained``:
+    numbers of a critic that have a gradient too.
     """
     trained = counts.trained + critic_trained
     parts = {"base": base_bytes} if base_bytes else {}
@@ -51,10 +55,12 @@ def state_bytes(
 def gathered_bytes(
     counts: WeightCounts, *, shards: int, compute_bytes: int, block_bytes: float = 0
 ) -> dict[str, float]:
-    """Bytes that a step of sharded weights gathers: the root, a block that computes, and one that is fetched ahead.
+    """Bytes that a step of sharded weights gathers: the root, a block that computes, and one that
+    is fetched ahead.
 
-    In the backward pass, the gradients of the root and of a block are whole too, until they are reduced in float32.
-    Nothing where weights are not sharded. ``block_bytes``: of a number of a block in 4 bits, which is not cast.
+    In the backward pass, the gradients of the root and of a block are whole too, until they are
+    reduced in float32. Nothing where weights are not sharded. ``block_bytes``: of a number of a
+    block in 4 bits, which is not cast.
     """
     if shards == 1:
         return {}

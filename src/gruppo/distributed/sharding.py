@@ -1,10 +1,13 @@
-"""Parameters, gradients and optimizer state sharded over ranks with FSDP2, applied to a model from outside.
+"""Parameters, gradients and optimizer state sharded over ranks with FSDP2, applied to a model from
+outside.
 
-Each block of the model is a unit: its weights are gathered when its forward runs, and again in the backward pass. What
-is in no block, such as the last norm and the head, belongs to the root unit, which is gathered during ``forward`` of
-the whole model. Outside of ``forward`` and ``gathered`` every weight is a DTensor, of which a rank holds its shard.
+Each block of the model is a unit: its weights are gathered when its forward runs, and again in the
+backward pass. What is in no block, such as the last norm and the head, belongs to the root unit,
+which is gathered during ``forward`` of the whole model. Outside of ``forward`` and ``gathered``
+every weight is a DTensor, of which a rank holds its shard.
 
-Gradients are summed over ranks, not averaged: the loss weights have the denominators of all ranks already.
+Gradients are summed over ranks, not averaged: the loss weights have the denominators of all ranks
+already.
 """
 
 from __future__ import annotations
@@ -30,21 +33,24 @@ T = TypeVar("T")
 _requested = False
 _world: Any = None
 _mesh: Any = None
-"""Ranks that the weights are sharded over, and with "hybrid" replicated over; None while nothing is sharded."""
+"""Ranks that the weights are sharded over, and with "hybrid" replicated over; None while nothing is
+sharded."""
 
 
-# --- applying it ------------------------------------------------------------------------------------------------------
+# --- applying it ----------------------------------------------------------------------------------
 
 
 def request(mode: Shard) -> bool:
-    """Say how models that are opened next will be sharded; return whether they will. A world of one shards nothing."""
+    """Say how models that are opened next will be sharded; return whether they will. A world of one
+    shards nothing."""
     global _requested
     _requested = mode != "none" and world_size() > 1
     return _requested
 
 
 def is_requested() -> bool:
-    """Whether models that are opened now will be sharded: they are left on the CPU until then, a device too small."""
+    """Whether models that are opened now will be sharded: they are left on the CPU until then, a
+    device too small."""
     return _requested
 
 
@@ -57,12 +63,13 @@ def shard(
     compute_dtype: torch.dtype | None = None,
     is_offloaded: bool = False,
 ) -> None:
-    """Shard a module in place over all ranks, each of ``units`` (``blocks_of`` by default) and the rest by themselves.
+    """Shard a module in place over all ranks, each of ``units`` (``blocks_of`` by default) and the
+    rest by themselves.
 
-    ``compute_dtype``: of forward and backward; the shards keep the dtype that the weights have, and gradients are
-    reduced in float32. None computes in the dtype of the weights. Weights may be on the CPU before: a unit at a time is
-    moved to ``device``. ``is_offloaded``: shards and their gradients stay on the CPU, and are copied to ``device``
-    when they are gathered.
+    ``compute_dtype``: of forward and backward; the shards keep the dtype that the weights have, and
+    gradients are reduced in float32. None computes in the dtype of the weights. Weights may be on
+    the CPU before: a unit at a time is moved to ``device``. ``is_offloaded``: shards and their
+    gradients stay on the CPU, and are copied to ``device`` when they are gathered.
     """
     from torch.distributed.fsdp import (
         CPUOffloadPolicy,
@@ -80,7 +87,8 @@ def shard(
     )
     # inputs stay as they are: positions and attention biases need more digits than bfloat16 has
     precision = MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False)
-    # FSDP cannot cut a single number: these stay whole on each rank, and their gradients are summed like replicas'
+    # FSDP cannot cut a single number: these stay whole on each rank, and their gradients are summed
+    # like replicas'
     numbers = {parameter for parameter in module.parameters() if parameter.dim() == 0}
     offload = (
         CPUOffloadPolicy(pin_memory=device.type == "cuda") if is_offloaded else OffloadPolicy()
@@ -91,7 +99,8 @@ def shard(
     try:
         for unit in blocks_of(module) if units is None else units:
             fully_shard(unit, reshard_after_forward=True, **options)
-        # The root is gathered again for its backward: kept, it would stay whole after a forward without one.
+        # The root is gathered again for its backward: kept, it would stay whole after a forward
+        # without one.
         root: Any = fully_shard(_Root(module), reshard_after_forward=True, **options)
     except (ValueError, NotImplementedError, AssertionError, RuntimeError) as error:
         raise _cannot_shard(module, " ".join(str(error).split())) from error
@@ -113,7 +122,8 @@ def shard(
 
 
 class _Root(nn.Module):
-    """Runs a function as the forward of a whole model, which may then call the model's own forward."""
+    """Runs a function as the forward of a whole model, which may then call the model's own
+    forward."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -134,7 +144,8 @@ def is_hybrid_possible() -> bool:
 
 
 def _mesh_of(mode: Shard, device: torch.device) -> Any:
-    """All ranks, or machines by the ranks of each ("hybrid"): weights are sharded over the last dimension."""
+    """All ranks, or machines by the ranks of each ("hybrid"): weights are sharded over the last
+    dimension."""
     global _mesh, _world
     if _mesh is not None and _world is torch.distributed.group.WORLD:
         return _mesh
@@ -146,7 +157,8 @@ def _mesh_of(mode: Shard, device: torch.device) -> Any:
     if mode == "hybrid" and not is_hybrid_possible():
         raise GruppoError(
             f"""distributed.shard=hybrid shards within each machine and replicates over machines;
-                    {ranks} ranks at {local} per machine leave nothing to {"shard" if local == 1 else "replicate"}""",
+                {ranks} ranks at {local} per machine leave nothing to
+                {"shard" if local == 1 else "replicate"}""",
             option="distributed.shard",
             advice="fsdp, or start the same number of ranks (2 or more) on each of several machines",
         )
@@ -159,7 +171,8 @@ def _mesh_of(mode: Shard, device: torch.device) -> Any:
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """The parts of a model that are sharded by themselves: its layers, and an input embedding that is not tied.
+    """The parts of a model that are sharded by themselves: its layers, and an input embedding that
+    is not tied.
 
     A part that shares a weight with the rest of the model belongs to the root.
     """
@@ -187,14 +200,16 @@ def _cannot_shard(module: nn.Module, reason: str) -> GruppoError:
     )
 
 
-# --- computing with it ------------------------------------------------------------------------------------------------
+# --- computing with it ----------------------------------------------------------------------------
 
 
 def forward(module: nn.Module, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Call ``function(*args, **kwargs)`` as the forward of a module, whose weights are then whole if it is sharded.
+    """Call ``function(*args, **kwargs)`` as the forward of a module, whose weights are then whole
+    if it is sharded.
 
-    FSDP gathers a unit's weights in hooks around its forward, and registers its backward on the tensors among the
-    arguments and results; those of ``Likelihood`` are found too. A collective: each rank calls it equally often.
+    FSDP gathers a unit's weights in hooks around its forward, and registers its backward on the
+    tensors among the arguments and results; those of ``Likelihood`` are found too. A collective:
+    each rank calls it equally often.
     """
     if _mesh is None or not is_unit(module):
         return function(*args, **kwargs)
@@ -216,9 +231,11 @@ def forward(module: nn.Module, function: Callable[..., T], *args: Any, **kwargs:
 
 @contextmanager
 def gathered(module: nn.Module) -> Iterator[None]:
-    """Hold all weights whole on each rank within, in the compute dtype, as for sampling. They must not be changed.
+    """Hold all weights whole on each rank within, in the compute dtype, as for sampling. They must
+    not be changed.
 
-    A collective as it begins; within, forwards communicate nothing, so that ranks may run different numbers of them.
+    A collective as it begins; within, forwards communicate nothing, so that ranks may run different
+    numbers of them.
     """
     units = sharded_units(module)
     for unit in units:
@@ -233,7 +250,8 @@ def gathered(module: nn.Module) -> Iterator[None]:
 
 
 def is_unit(module: nn.Module) -> bool:
-    """Whether FSDP gathers weights around the forward of this module: a sharded model, or one of its units."""
+    """Whether FSDP gathers weights around the forward of this module: a sharded model, or one of
+    its units."""
     if _mesh is None:
         return False
     from torch.distributed.fsdp import FSDPModule
@@ -251,7 +269,7 @@ def sharded_units(module: nn.Module) -> list[Any]:
     )
 
 
-# --- sharded tensors --------------------------------------------------------------------------------------------------
+# --- sharded tensors ------------------------------------------------------------------------------
 
 
 def replicas() -> int:
@@ -268,7 +286,8 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, which shares its memory; the tensor itself if it is not sharded."""
+    """This rank's part of a tensor, which shares its memory; the tensor itself if it is not
+    sharded."""
     return cast(Any, tensor).to_local() if is_sharded(tensor) else tensor
 
 
@@ -278,7 +297,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], limit: float) -> Float[Tensor, ""]:
-    """Scale gradients to a norm of at most ``limit``; return the norm before, over the shards of all ranks."""
+    """Scale gradients to a norm of at most ``limit``; return the norm before, over the shards of
+    all ranks."""
     parameters = list(parameters)
     own, sharded = (
         [p for p in parameters if not is_sharded(p)],

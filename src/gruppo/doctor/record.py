@@ -98,7 +98,8 @@ class Record:
         self.stage_index = self.stage_at(self.steps)
         self.stage = self.config.plan[self.stage_index]
         self.is_image_run = find_modality(self.config.model).rewards_read_images
-        # If groups grow, the reward is that of their first samples: those that grew are not typical.
+        # If groups grow, the reward is that of their first samples: those that grew are not
+        # typical.
         self.reward = self["growth/first_reward_mean"] or self["reward/mean"]
         self.low = min(self["reward/min"].values, default=0.0)
         self.high = max(self["reward/max"].values, default=1.0)

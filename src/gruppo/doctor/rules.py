@@ -46,7 +46,7 @@ def rule(title: str, *metrics: str, min_steps: int = 3) -> Callable[[Check], Che
     return add
 
 
-# --- changes that several rules propose -------------------------------------------------------------------------------
+# --- changes that several rules propose -----------------------------------------------------------
 
 
 def scaled(value: float | str, factor: float) -> str:
@@ -111,7 +111,7 @@ def weights_of(run: Record) -> Mapping[str, float]:
     return dict(zip(names, run.config.scoring.weights or (1.0,) * len(names), strict=False))
 
 
-# --- rules ------------------------------------------------------------------------------------------------------------
+# --- rules ----------------------------------------------------------------------------------------
 
 
 @rule("There is no gradient", "grad/norm", "advantage/mean_abs", "entropy/mean_nats")

@@ -15,7 +15,8 @@ from gruppo.types import Request, Rollouts
 
 
 class LocalEngine(Engine):
-    """The policy's own ``sample``. It runs on the weights that the trainer scores with, so they cannot be stale."""
+    """The policy's own ``sample``. It runs on the weights that the trainer scores with, so they
+    cannot be stale."""
 
     def __init__(self, policy: Any, version: int = 0) -> None:
         self.policy, self.version = policy, version  # also for a subclass with a sync of its own
@@ -28,14 +29,16 @@ class LocalEngine(Engine):
     def continue_rollouts(
         self, rollouts: Rollouts, replies: Mapping[int, Any], sampling: Any, **how: Any
     ) -> Rollouts:
-        """Rows that got a reply, written on by the same weights; see ``TextPolicy.continue_rollouts``."""
+        """Rows that got a reply, written on by the same weights; see
+        ``TextPolicy.continue_rollouts``."""
         return self._stamped(self.policy.continue_rollouts(rollouts, replies, sampling, **how))
 
     def _stamped(self, rollouts: Rollouts) -> Rollouts:
         return replace(rollouts, policy_version=torch.where(rollouts.mask, self.version, 0))
 
     def sync(self, policy: Any, version: int) -> None:
-        """Copy the trained weights to those that are sampled from, and check that they are equal."""
+        """Copy the trained weights to those that are sampled from, and check that they are
+        equal."""
         policy.refresh(force=True)
         named = policy.module.named_parameters()
         for (name, master), sampled in zip(named, policy.compute_module.parameters(), strict=True):
@@ -49,6 +52,7 @@ class LocalEngine(Engine):
 
 
 def spread_sample(x: Tensor) -> Tensor:
-    """Return 256 to 511 numbers at equal distances in ``x``, or this rank's shard of it; all of a smaller tensor."""
+    """Return 256 to 511 numbers at equal distances in ``x``, or this rank's shard of it; all of a
+    smaller tensor."""
     flat = local(x.detach()).flatten()
     return flat[:: max(1, len(flat) // 256)]

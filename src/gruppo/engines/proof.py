@@ -1,26 +1,35 @@
-"""The proof that a server samples from the published weights: a regression on the log-probs of fixed probe tokens.
+"""The proof that a server samples from the published weights: a regression on the log-probs of
+fixed probe tokens.
 
-Notation, in nats, for a probe token: ``s`` the server's log-prob, ``n`` and ``p`` the trainer's under the new and the
-previous weights, ``d`` the error ``s - n`` of this server at its last check.
+Notation, in nats, for a probe token: ``s`` the server's log-prob, ``n`` and ``p`` the trainer's
+under the new and the previous weights, ``d`` the error ``s - n`` of this server at its last check.
 
     s - p = slope (n - p) + carry d + intercept + noise
 
-A server with the new weights has slope 1, one that kept the previous weights slope 0, whatever the size of the update.
-A threshold on ``|s - n|`` would need updates larger than the server's rounding: 0.035 nats on average with bfloat16.
+A server with the new weights has slope 1, one that kept the previous weights slope 0, whatever the
+size of the update. A threshold on ``|s - n|`` would need updates larger than the server's rounding:
+0.035 nats on average with bfloat16.
 
-- Errors in variables: noise in ``p`` is on both sides and moves the slope of a stale server from 0 toward 1/2. The
-  trainer therefore scores in float32, with the weights rounded as they are published: then all noise is the server's.
-  Measured with SmolLM2-135M, second step: stale 0.39 and new 0.67 from bfloat16 log-probs; -0.11 and 0.93 so.
-  Weights that are not rounded are no alternative: of weights near a rounding boundary, such as those of a quantized
-  file, the published copy moved 3.8 times as far as the master.
-- A few tokens hold most of an update (40 of 225 had 97% of the squares), and their noise would decide. The instrument
-  is n - p clipped at its 90th percentile: the estimate stays consistent, because it depends on the trainer alone.
-- Rounding is alike from version to version. ``carry`` removes that part, and with it all noise of a server that still
+- Errors in variables: noise in ``p`` is on both sides and moves the slope of a stale server from 0
+  toward 1/2. The
+  trainer therefore scores in float32, with the weights rounded as they are published: then all
+  noise is the server's. Measured with SmolLM2-135M, second step: stale 0.39 and new 0.67 from
+  bfloat16 log-probs; -0.11 and 0.93 so. Weights that are not rounded are no alternative: of weights
+  near a rounding boundary, such as those of a quantized file, the published copy moved 3.8 times as
+  far as the master.
+- A few tokens hold most of an update (40 of 225 had 97% of the squares), and their noise would
+  decide. The instrument
+  is n - p clipped at its 90th percentile: the estimate stays consistent, because it depends on the
+  trainer alone.
+- Rounding is alike from version to version. ``carry`` removes that part, and with it all noise of a
+  server that still
   has the previous weights: then ``s - p`` is ``d``, and the interval is 0.
-- Noise differs from token to token and is correlated within a row. The standard error is a delete-one-row jackknife
-  (CR3; MacKinnon, Nielsen and Webb 2023), with the degrees of freedom of the rows that carry the slope. Rows must
-  not repeat each other: one sample of each prompt.
-- A small update proves nothing by itself. Publishes that are undecided alone are regressed together.
+- Noise differs from token to token and is correlated within a row. The standard error is a
+  delete-one-row jackknife
+  (CR3; MacKinnon, Nielsen and Webb 2023), with the degrees of freedom of the rows that carry the
+  slope. Rows must not repeat each other: one sample of each prompt.
+- A small update proves nothing by itself. Publishes that are undecided alone are regressed
+  together.
 """
 
 from __future__ import annotations
@@ -37,10 +46,12 @@ from torch import Tensor
 Verdict = Literal["proved", "undecided", "refused"]
 
 CONFIDENCE = 0.999
-"""Of an interval. A run looks thousands of times, so a refusal is not final: the canary decides, which is certain."""
+"""Of an interval. A run looks thousands of times, so a refusal is not final: the canary decides,
+which is certain."""
 TOLERANCE = 0.25
-"""Distance of an interval from 1 that does not contradict it. Good servers were measured at slopes of 0.80 to 1.0, with
-standard errors of 0.05: rounding follows large changes of a token's log-prob incompletely."""
+"""Distance of an interval from 1 that does not contradict it. Good servers were measured at slopes
+of 0.80 to 1.0, with standard errors of 0.05: rounding follows large changes of a token's log-prob
+incompletely."""
 CLIPPED = 0.9
 """Quantile of |new - previous| at which the instrument is clipped."""
 
@@ -71,19 +82,22 @@ class Slope:
 
     @property
     def verdict(self) -> Verdict:
-        """Refused if the interval does not come near 1; proved if it does and lies above 0. NaN is refused."""
+        """Refused if the interval does not come near 1; proved if it does and lies above 0. NaN is
+        refused."""
         if not (self.low <= 1 + TOLERANCE and self.high >= 1 - TOLERANCE):
             return "refused"
         return "proved" if self.low > 0 else "undecided"
 
 
 def regress(publishes: Sequence[Evidence], confidence: float = CONFIDENCE) -> Slope:
-    """Estimate the slope over publishes to the same server, by instrumental variables with a jackknife over rows.
+    """Estimate the slope over publishes to the same server, by instrumental variables with a
+    jackknife over rows.
 
-    b = (Z'X)^-1 Z'y with X = [n - p, d], Z = [clip(n - p), d] and y = s - p, each centered per publish. With b_(g) the
-    slope without row g in all publishes, of G rows: se^2 = (G - 1) / G sum_g (b_(g) - mean b_(g))^2. The interval is
-    b +- t se with G_eff - 1 degrees of freedom, where G_eff = (sum_g h_g)^2 / sum_g h_g^2 for the row's part h_g of
-    Z'X. It is infinite where nothing can be estimated, and NaN where a log-prob is not finite.
+    b = (Z'X)^-1 Z'y with X = [n - p, d], Z = [clip(n - p), d] and y = s - p, each centered per
+    publish. With b_(g) the slope without row g in all publishes, of G rows: se^2 = (G - 1) / G
+    sum_g (b_(g) - mean b_(g))^2. The interval is b +- t se with G_eff - 1 degrees of freedom, where
+    G_eff = (sum_g h_g)^2 / sum_g h_g^2 for the row's part h_g of Z'X. It is infinite where nothing
+    can be estimated, and NaN where a log-prob is not finite.
     """
     parts = []
     for evidence in publishes:  # centered: each has an intercept of its own
@@ -145,8 +159,8 @@ def regress(publishes: Sequence[Evidence], confidence: float = CONFIDENCE) -> Sl
 def student_t(confidence: float, freedom: float) -> float:
     """Return t with P(|T| <= t) = confidence, for any positive number of degrees of freedom.
 
-    With T = sqrt(v) tan(a), the density of the angle a is proportional to cos(a)^(v - 1); summed on a grid of pi/2 - a
-    that is finest in the tail. Relative error below 3e-3.
+    With T = sqrt(v) tan(a), the density of the angle a is proportional to cos(a)^(v - 1); summed on
+    a grid of pi/2 - a that is finest in the tail. Relative error below 3e-3.
     """
     angles = torch.logspace(-12, 0, 5_001, dtype=torch.float64) * (math.pi / 2)
     tail = torch.cumulative_trapezoid(angles.sin() ** (freedom - 1), angles)

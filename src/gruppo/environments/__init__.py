@@ -1,4 +1,5 @@
-"""Environments: tools, functions that reply, and objects of a class, in conversations of several turns."""
+"""Environments: tools, functions that reply, and objects of a class, in conversations of several
+turns."""
 
 from gruppo.environments.classes import EnvironmentClass, is_adapter, is_class, open_adapter
 from gruppo.environments.conversation import (

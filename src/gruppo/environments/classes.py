@@ -1,4 +1,5 @@
-"""Environment classes: an object for each conversation, whose methods are tools. TRL's classes are such classes."""
+"""Environment classes: an object for each conversation, whose methods are tools. TRL's classes are
+such classes."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ COLUMN = "environment"
 OWN_METHODS = ("reset", "step", "close", "get_reward", "get_turn_rewards", "call_tool", "is_done")
 """Public methods that are not tools."""
 MAX_STATE = 100_000
-"""Characters of an attribute, as JSON, beyond which rewards cannot read it: a corpus would be copied for each row."""
+"""Characters of an attribute, as JSON, beyond which rewards cannot read it: a corpus would be
+copied for each row."""
 
 
 def is_adapter(name: str) -> bool:
@@ -50,7 +52,8 @@ def open_adapter(name: str, config: Any) -> Any:
 
 
 def is_class(fn: Any) -> bool:
-    """Whether this makes an object for each conversation: a class, a ``partial`` of one, or several by name."""
+    """Whether this makes an object for each conversation: a class, a ``partial`` of one, or several
+    by name."""
     return isinstance(fn, type | Mapping | EnvironmentClass) or isinstance(
         getattr(fn, "func", None), type
     )
@@ -63,7 +66,8 @@ class Signature:
         self.parameters, self.takes_all = accepted_keywords(fn, what)
 
     def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Values of its keywords, copied except ``state``; None for a required keyword without a value."""
+        """Values of its keywords, copied except ``state``; None for a required keyword without a
+        value."""
         values = dict.fromkeys([name for name, required in self.parameters.items() if required]) | {
             **values
         }
@@ -79,14 +83,15 @@ class Signature:
 class EnvironmentClass:
     """A class of environments: how to make them, and the methods and tools that they have.
 
-    ``factory``: a class, or anything that returns an object when it is called without arguments. ``step_is_tool``: as
-    in TRL, where ``step`` is a method like others.
+    ``factory``: a class, or anything that returns an object when it is called without arguments.
+    ``step_is_tool``: as in TRL, where ``step`` is a method like others.
     """
 
     def __init__(self, factory: Callable[[], Any], *, step_is_tool: bool = False) -> None:
         if not callable(factory):
-            raise GruppoError(f"""the environment is {factory!r:.80} ({type(factory).__name__}); it needs to be a class,
-                or a function without arguments that returns an object. Pass the class itself, not an object of it.""")
+            raise GruppoError(f"""the environment is {factory!r:.80} ({type(factory).__name__}); it
+                needs to be a class, or a function without arguments that returns an object. Pass
+                the class itself, not an object of it.""")
         self.factory = factory
         probe: Any = None
         made = getattr(factory, "func", factory)  # through functools.partial
@@ -98,8 +103,8 @@ class EnvironmentClass:
         self.methods = {name for name in own if callable(getattr(made, name, None))}
         what = f"environment {self.name!r}"
         if "reset" not in self.methods:
-            raise GruppoError(f"""{what} has no method reset. Add def reset(self, **columns), which returns None, or a
-                text or messages that follow the prompt.""")
+            raise GruppoError(f"""{what} has no method reset. Add def reset(self, **columns), which
+                returns None, or a text or messages that follow the prompt.""")
         called = self.methods & {"reset", "step"}
         self.signatures = {
             name: Signature(self._bound(name), f"{name} of {what}") for name in called
@@ -115,8 +120,9 @@ class EnvironmentClass:
                 self.tools = [dict(schema) for schema in tools]
                 check_names(self.tools)
             except (TypeError, ValueError, KeyError):
-                raise GruppoError(f"""{what} has call_tool, and its attribute tools is {tools!r:.80}; it needs to be a
-                    list of schemas, {{"type": "function", "function": {{"name": ...}}}}.""") from None
+                raise GruppoError(f"""{what} has call_tool, and its attribute tools is
+                    {tools!r:.80}; it needs to be a list of schemas,
+                    {{"type": "function", "function": {{"name": ...}}}}.""") from None
         else:
             functions = inspect.getmembers(
                 made, predicate=inspect.isfunction
@@ -143,8 +149,8 @@ class EnvironmentClass:
             return self.factory()
         except Exception as error:
             raise GruppoError(f"""the environment {function_name(self.factory)!r} cannot be made:
-                {type(error).__name__}: {error}. Make it callable without arguments, and start what it connects
-                to.""") from None
+                {type(error).__name__}: {error}. Make it callable without arguments, and start what
+                it connects to.""") from None
 
     def _bound(self, name: str) -> Callable[..., Any]:
         """A method with the signature of its calls, without self."""
@@ -154,7 +160,8 @@ class EnvironmentClass:
         return MethodType(getattr(self.type, name), self) if has_self else getattr(self.type, name)
 
     def state_of(self, instance: Any) -> dict[str, Any]:
-        """Copies of the attributes and properties that hold numbers, texts, and lists, dicts or sets of them."""
+        """Copies of the attributes and properties that hold numbers, texts, and lists, dicts or
+        sets of them."""
         values, state = dict(getattr(instance, "__dict__", {})), {}
         for name in dir(self.type):
             if isinstance(
@@ -177,7 +184,8 @@ class EnvironmentClass:
         return state
 
     def view(self, state: Mapping[str, Any]) -> Any:
-        """An object of the class with these attributes, for reward functions that read ``environments``."""
+        """An object of the class with these attributes, for reward functions that read
+        ``environments``."""
         attributes = copy.deepcopy(dict(state))
         try:
             view: Any = object.__new__(_view_type(self.type, frozenset(state)))
@@ -189,8 +197,10 @@ class EnvironmentClass:
 
 @lru_cache(maxsize=64)
 def _view_type(made: type, names: frozenset[str]) -> type:
-    """Subclass in which properties of these names are plain attributes, and which has no destructor."""
-    # None shadows a property, which would take no value of an instance; __del__ would close what the view does not have
+    """Subclass in which properties of these names are plain attributes, and which has no
+    destructor."""
+    # None shadows a property, which would take no value of an instance; __del__ would close what
+    # the view does not have
     own: dict[str, Any] = {"__del__": lambda self: None, "__module__": made.__module__}
     own |= {
         name: None
@@ -212,7 +222,8 @@ class Episode:
     inputs: Any
     """Prompt of the policy: that of the data, with what ``reset`` has added."""
     completion: Any = None
-    """Everything after the prompt, of the policy and the environment, in the form of the prompt: messages or a text."""
+    """Everything after the prompt, of the policy and the environment, in the form of the prompt:
+    messages or a text."""
     text: str = ""
     """The policy's last answer."""
     turn: int = 0
@@ -253,7 +264,8 @@ class Episode:
 
     @property
     def tool_calls(self) -> tuple[Sequence[Any], str | None]:
-        """Tool calls in the policy's last message, and the parse error of one that could not be read."""
+        """Tool calls in the policy's last message, and the parse error of one that could not be
+        read."""
         message = (
             self.completion[-1] if isinstance(self.completion, list) and self.completion else {}
         )
@@ -262,7 +274,8 @@ class Episode:
     def outcome(self, made: EnvironmentClass) -> tuple[dict[str, Any], dict[str, Any]]:
         """Rewards that the environment computes at the end, by name, and its state.
 
-        Raises CallError for what is no finite number: a NaN of an environment is a failure, and no unscored row.
+        Raises CallError for what is no finite number: a NaN of an environment is a failure, and no
+        unscored row.
         """
         rewards = dict[str, Any]()
         for name, method in made.rewards.items():
@@ -287,7 +300,8 @@ class Episode:
 
 
 class EnvironmentReward:
-    """A reward that environments of a class compute themselves: ``get_reward``, or ``get_turn_rewards``."""
+    """A reward that environments of a class compute themselves: ``get_reward``, or
+    ``get_turn_rewards``."""
 
     def __init__(self, name: str, *, scores_steps: bool) -> None:
         self.name, self.scores_steps, self.scores_turns = name, scores_steps, scores_steps

@@ -35,16 +35,18 @@ def converse(
 ) -> Rollouts:
     """Sample rollouts of several turns, in the order of the requests.
 
-    ``generate`` and ``continue_rollouts`` (the next turn of rows that got a reply) are those of an engine or a policy.
-    A row ends as "stop" where its environment returns None or the policy has given ``environment.turns`` answers; as
-    "length" where the policy has written ``sampling.max_actions`` tokens in all, or the model's context is full; as
-    "error" where the environment fails, or begins with a prompt that ``check_prompt`` refuses. ``per_row`` then has
-    ``state`` (the dict of its conversation), ``turns`` (answers of the policy), ``turn_ends`` (the last column of
-    each), ``ended`` (whether the environment ended it), ``policy_text`` (everything the policy wrote, as one text),
-    ``sample`` (its number in the group), ``environment_failure`` (a text or None), ``context_full`` (1 if it ended at
-    a turn that did not fit the model's context) and ``reencoded`` (turns that read the whole history again, since its
-    keys and values were not kept). With tools it has ``tool_counts``, one number for each of ``COUNTS``; with
-    environments of a class, ``inputs``, what the row was prompted with, and ``environment_rewards``.
+    ``generate`` and ``continue_rollouts`` (the next turn of rows that got a reply) are those of an
+    engine or a policy. A row ends as "stop" where its environment returns None or the policy has
+    given ``environment.turns`` answers; as "length" where the policy has written
+    ``sampling.max_actions`` tokens in all, or the model's context is full; as "error" where the
+    environment fails, or begins with a prompt that ``check_prompt`` refuses. ``per_row`` then has
+    ``state`` (the dict of its conversation), ``turns`` (answers of the policy), ``turn_ends`` (the
+    last column of each), ``ended`` (whether the environment ended it), ``policy_text`` (everything
+    the policy wrote, as one text), ``sample`` (its number in the group), ``environment_failure`` (a
+    text or None), ``context_full`` (1 if it ended at a turn that did not fit the model's context)
+    and ``reencoded`` (turns that read the whole history again, since its keys and values were not
+    kept). With tools it has ``tool_counts``, one number for each of ``COUNTS``; with environments
+    of a class, ``inputs``, what the row was prompted with, and ``environment_rewards``.
     """
     addresses = [(r.prompt, n) for r in requests for n in range(r.first, r.first + r.size)]
     episodes = [episode_of(prompt, sample, seed) for prompt, sample in addresses]
@@ -196,7 +198,8 @@ def _with_episodes(
 
 
 def episode_of(prompt: Prompt, sample: int, seed: int) -> Episode:
-    """A new conversation; addressed by draw and sample, so that neither order nor company of the rows changes it."""
+    """A new conversation; addressed by draw and sample, so that neither order nor company of the
+    rows changes it."""
     own, of_group = (
         seed_at(seed, "environment", prompt.draw, sample),
         seed_at(seed, "environment", prompt.draw),
@@ -219,7 +222,8 @@ def reset_prompt(environment: Environment, prompt: Prompt, seed: int) -> Prompt:
 
 
 def prompted(requests: Sequence[Request], episodes: Sequence[Episode]) -> list[Request]:
-    """The requests with the prompts of their environments. Rows with different prompts become groups of their own."""
+    """The requests with the prompts of their environments. Rows with different prompts become
+    groups of their own."""
     changed, rows = [], iter(episodes)
     for request in requests:
         own = [next(rows) for _ in range(request.size)]
@@ -238,7 +242,8 @@ def join_rollouts(parts: Sequence[Rollouts]) -> Rollouts:
     """``Rollouts.cat``, where the rows of a group may have begun differently in different parts."""
     if "prompt_ids" not in parts[0].shared:
         return Rollouts.cat(parts)
-    # under other ids, so that no groups of different parts are joined before their prompts are compared
+    # under other ids, so that no groups of different parts are joined before their prompts are
+    # compared
     renamed = [
         tuple(replace(prompt, id=f"{n} {prompt.id}") for prompt in part.prompts)
         for n, part in enumerate(parts)
@@ -248,10 +253,12 @@ def join_rollouts(parts: Sequence[Rollouts]) -> Rollouts:
 
 
 def regrouped(rollouts: Rollouts, prompts: Sequence[Prompt]) -> Rollouts:
-    """Join groups of the same prompt and draw. ``prompts``: the prompt of each group as it is in the data.
+    """Join groups of the same prompt and draw. ``prompts``: the prompt of each group as it is in
+    the data.
 
-    Where their rows had different prompts, the common first tokens become the group's prompt, and the rest precedes
-    each row's actions, where it is neither learned from nor counted as an answer. A row without a common token fails.
+    Where their rows had different prompts, the common first tokens become the group's prompt, and
+    the rest precedes each row's actions, where it is neither learned from nor counted as an answer.
+    A row without a common token fails.
     """
     members: dict[tuple[str, int], list[int]] = {}
     for n, prompt in enumerate(prompts):

@@ -1,4 +1,5 @@
-"""Environments that reply to the policy: functions, objects of a class and tools, called with a deadline."""
+"""Environments that reply to the policy: functions, objects of a class and tools, called with a
+deadline."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ MAX_LATE_REPLIES = 4
 MAX_OBSERVATION = 1_000_000
 """Maximum characters that ``reset`` adds to a prompt; the model's context is shorter."""
 CHARACTERS_PER_TOKEN = 16
-"""A longer output is cut before it is tokenized, which takes seconds per megabyte. English has 4 to a token."""
+"""A longer output is cut before it is tokenized, which takes seconds per megabyte. English has 4 to
+a token."""
 MAX_NAME, MAX_ERROR = 64, 1000
 """Maximum characters of a tool's name, and of an error, that the policy reads."""
 
@@ -58,25 +60,30 @@ Reply = list[dict[str, Any]] | str
 
 
 class Environment:
-    """Replies to the policy by tools that it calls, a function, or an object of a class for each conversation.
+    """Replies to the policy by tools that it calls, a function, or an object of a class for each
+    conversation.
 
-    ``fn`` as a function is called for one conversation at a time, with the keywords in its signature: ``text`` is what
-    the policy has just written, ``messages`` the whole conversation with its prompt (the text so far, where the prompt
-    is a text), ``turn`` 1 after the first answer, ``state`` a dict of this conversation, empty at first, which rewards
-    can ask for, and ``seed`` a number that is the same whenever the run is repeated; further keywords are the columns
-    of the data, with ``Prompt.target`` as ``answer`` and ``target``. It returns None where the conversation is over; or
-    a text, which becomes a user's message; or a message with a role and a content; or a list of messages. An ``async``
-    function is called for all conversations of a turn at the same time, any other for one after another.
+    ``fn`` as a function is called for one conversation at a time, with the keywords in its
+    signature: ``text`` is what the policy has just written, ``messages`` the whole conversation
+    with its prompt (the text so far, where the prompt is a text), ``turn`` 1 after the first
+    answer, ``state`` a dict of this conversation, empty at first, which rewards can ask for, and
+    ``seed`` a number that is the same whenever the run is repeated; further keywords are the
+    columns of the data, with ``Prompt.target`` as ``answer`` and ``target``. It returns None where
+    the conversation is over; or a text, which becomes a user's message; or a message with a role
+    and a content; or a list of messages. An ``async`` function is called for all conversations of a
+    turn at the same time, any other for one after another.
 
-    ``fn`` as a class, a ``functools.partial`` of one, an ``EnvironmentClass``, or a dict of them by the data's column
-    ``environment``: an object for each conversation, with ``reset`` and, as they are needed, ``step``, ``close``,
-    ``get_reward``, ``get_turn_rewards``; its other public methods are tools. ``tools``: functions with type hints and a
-    docstring. All these are called for all conversations of a turn at the same time.
+    ``fn`` as a class, a ``functools.partial`` of one, an ``EnvironmentClass``, or a dict of them by
+    the data's column ``environment``: an object for each conversation, with ``reset`` and, as they
+    are needed, ``step``, ``close``, ``get_reward``, ``get_turn_rewards``; its other public methods
+    are tools. ``tools``: functions with type hints and a docstring. All these are called for all
+    conversations of a turn at the same time.
 
-    A message of the policy that calls tools is replied to with the result or the error of each call. To any other,
-    ``step`` or the function replies; without either it ends the conversation. An exception in these, or a reply that
-    takes longer than ``timeout_s`` seconds, costs only its own conversation. With ``timeout_s=None`` calls are made in
-    the caller's thread, one after another.
+    A message of the policy that calls tools is replied to with the result or the error of each
+    call. To any other, ``step`` or the function replies; without either it ends the conversation.
+    An exception in these, or a reply that takes longer than ``timeout_s`` seconds, costs only its
+    own conversation. With ``timeout_s=None`` calls are made in the caller's thread, one after
+    another.
     """
 
     def __init__(
@@ -89,7 +96,8 @@ class Environment:
         timeout_s: float | None = 60.0,
     ) -> None:
         self.classes = dict[str | None, EnvironmentClass]()
-        """By the data's column ``environment``, or None for all; none where ``fn`` is a function."""
+        """By the data's column ``environment``, or None for all; none where ``fn`` is a
+        function."""
         if is_class(fn):
             for name, one in (fn if isinstance(fn, Mapping) else {None: fn}).items():
                 self.classes[name] = (
@@ -98,12 +106,14 @@ class Environment:
         self.fn = None if self.classes else fn
         if self.fn is None and not self.classes and not tools:
             raise GruppoError(
-                "the environment has no function that replies, no class and no tools. Give one of them."
+                "the environment has no function that replies, no class and no tools. Give one of "
+                "them."
             )
         if self.fn is not None and (not callable(fn) or isinstance(fn, Environment)):
             need = "one such as def reply(text, state), or a class with reset"
             raise GruppoError(
-                f"the environment is {fn!r:.80} ({type(fn).__name__}), not a function; it needs {need}."
+                f"the environment is {fn!r:.80} ({type(fn).__name__}), not a function; it needs "
+                f"{need}."
             )
         for tool in tools:
             if not callable(tool):
@@ -157,12 +167,14 @@ class Environment:
                     f"environment {made.name!r} ({method})", signature.parameters, columns, provided
                 )
         if self.classes and None not in self.classes and COLUMN not in columns:
-            raise DataError(f"""there are several environments, {", ".join(map(repr, self.classes))}, and the data have
-                no column {COLUMN!r} that names that of each prompt. Add it.""")
+            raise DataError(f"""there are several environments,
+                {", ".join(map(repr, self.classes))}, and the data have no column {COLUMN!r} that
+                names that of each prompt. Add it.""")
 
     @property
     def shadowed(self) -> frozenset[str]:
-        """Columns that the data must not have: arguments of environments and rewards have these names."""
+        """Columns that the data must not have: arguments of environments and rewards have these
+        names."""
         has_step = any("step" in made.signatures for made in self.classes.values())
         names = {*PROVIDED} - {"prompt"} if self.fn is not None or has_step else set()
         return frozenset(names | ({"state", "environments"} if self.classes else set()))
@@ -176,7 +188,8 @@ class Environment:
         return [*self._schemas, *(made.tools if made else ())]
 
     def view(self, prompt: Prompt, state: Mapping[str, Any]) -> Any:
-        """The environment of a conversation as rewards read it: an object of its class, with its plain attributes."""
+        """The environment of a conversation as rewards read it: an object of its class, with its
+        plain attributes."""
         made = self.class_of(prompt)
         return None if made is None else made.view(state)
 
@@ -245,8 +258,8 @@ class Environment:
                 episodes[row].rewards, episodes[row].state = result
 
     def close(self, episodes: Sequence[Episode] = ()) -> None:
-        """Close the objects, whatever has happened; one of a class without ``close`` is reset for another
-        conversation. Without episodes, end the threads of idle ones."""
+        """Close the objects, whatever has happened; one of a class without ``close`` is reset for
+        another conversation. Without episodes, end the threads of idle ones."""
         jobs, workers = dict[int, Calls](), list[CallThread]()
         for row, episode in enumerate(episodes):
             episode.is_closed = True
@@ -274,7 +287,8 @@ class Environment:
     # --- replies ---
 
     def replies(self, episodes: Mapping[int, Episode]) -> dict[int, Reply | CallError | None]:
-        """By the same key: the reply, None at the end of the conversation, or why there is no reply."""
+        """By the same key: the reply, None at the end of the conversation, or why there is no
+        reply."""
         answers, functions, jobs = dict[int, Any](), dict[int, Episode](), dict[int, Calls]()
         calling = {
             key for key, episode in episodes.items() if self.tools and any(episode.tool_calls)
@@ -422,7 +436,8 @@ def safe_reply(reply: Reply | None, limit: int) -> Reply | None:
 
 
 def parse_reply(raw: Any, inputs: Any) -> Reply | None:
-    """Convert what an environment returned to messages, or to a text if the prompt is one; else raise CallError."""
+    """Convert what an environment returned to messages, or to a text if the prompt is one; else
+    raise CallError."""
     if raw is None or (isinstance(raw, str) and isinstance(inputs, str)):
         return raw
     if isinstance(raw, str):
@@ -435,7 +450,10 @@ def parse_reply(raw: Any, inputs: Any) -> Reply | None:
     if isinstance(inputs, str):
         need = "the prompt is a text, so a reply is a text, or None at the end"
     elif not messages or not all(is_message):
-        need = "a reply is a text, a message with a role and a content, a list of messages, or None at the end"
+        need = (
+            "a reply is a text, a message with a role and a content, a list of messages, or "
+            "None at the end"
+        )
     elif any(message["role"] == "assistant" for message in messages):
         need = "the assistant is the policy, and only the policy writes its messages"
     else:

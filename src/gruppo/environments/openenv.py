@@ -1,4 +1,5 @@
-"""Environments of OpenEnv, behind a server: ``openenv:http://HOST:PORT``. A conversation is a session of its own."""
+"""Environments of OpenEnv, behind a server: ``openenv:http://HOST:PORT``. A conversation is a
+session of its own."""
 
 from __future__ import annotations
 
@@ -101,7 +102,8 @@ class OpenEnvSession:
         return sum(scored) if scored else None
 
     def reset(self, seed: int, reset: Mapping[str, Any] | None = None) -> str:
-        """Open the session. A column ``reset`` of the data has further arguments of the environment's own reset."""
+        """Open the session. A column ``reset`` of the data has further arguments of the
+        environment's own reset."""
         self._client.connect()
         observation = self._client.reset(**{"seed": seed % SEEDS, **(reset or {})}).observation
         self._socket = self._client.async_client._ws
@@ -133,13 +135,17 @@ class OpenEnvSession:
 
 
 class OpenEnv(OpenEnvSession):
-    """A session whose actions are answers: an action as JSON, or the value of the only field that it needs."""
+    """A session whose actions are answers: an action as JSON, or the value of the only field that
+    it needs."""
 
     def reset(self, seed: int, reset: Mapping[str, Any] | None = None) -> str:
         fields = {
             name: value for name, value in self._schema["properties"].items() if name != "metadata"
         }
-        return f"{super().reset(seed, reset)}\n\nAnswer with an action, as JSON with the fields {as_json(fields)}."
+        return (
+            f"{super().reset(seed, reset)}\n\nAnswer with an action, as JSON with the fields "
+            f"{as_json(fields)}."
+        )
 
     def step(self, text: str) -> str | None:
         fenced, required = FENCED.search(text), self._schema.get("required", ())

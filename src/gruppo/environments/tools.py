@@ -22,16 +22,19 @@ from gruppo.timeouts import (
 from gruppo.types import GruppoError
 
 COUNTS = ("calls", "failed", "timeout", "unparsed", "truncated")
-"""Counters of each conversation: calls; those that failed, were late, could not be parsed, or were truncated."""
+"""Counters of each conversation: calls; those that failed, were late, could not be parsed, or were
+truncated."""
 CONCURRENT = 64
 """Calls that run at the same time."""
 MAX_HANGING = 256
-"""Calls past their deadline and still running, beyond which no tool is called: their threads cannot be stopped."""
+"""Calls past their deadline and still running, beyond which no tool is called: their threads cannot
+be stopped."""
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def tool_schema(fn: Callable[..., Any], what: str = "tool") -> dict[str, Any]:
-    """JSON schema of a function from its signature and its Google-style docstring, as chat templates read it."""
+    """JSON schema of a function from its signature and its Google-style docstring, as chat
+    templates read it."""
     from transformers.utils import get_json_schema
 
     try:
@@ -43,7 +46,8 @@ def tool_schema(fn: Callable[..., Any], what: str = "tool") -> dict[str, Any]:
 
 
 def safe_text(value: Any, limit: int) -> tuple[str, bool]:
-    """Text of a result, and whether it was longer than ``limit`` characters: control characters become escapes.
+    """Text of a result, and whether it was longer than ``limit`` characters: control characters
+    become escapes.
 
     Of a list of content blocks, as multimodal tools return, the texts.
     """
@@ -63,8 +67,8 @@ def safe_text(value: Any, limit: int) -> tuple[str, bool]:
 
 
 class CallThread:
-    """A thread for the calls of one environment: some objects, such as connections, belong to the thread that made
-    them."""
+    """A thread for the calls of one environment: some objects, such as connections, belong to the
+    thread that made them."""
 
     was_late = False
     """Whether its thread was left to a late call; further ones are made in another."""
@@ -105,8 +109,8 @@ class Calls:
 def run_calls(rows: Mapping[int, Calls], timeout_s: float | None) -> None:
     """Make the calls of all rows, those of different rows at the same time; fill in their results.
 
-    Without a timeout they run in the caller's thread, row by row. A late call is left behind in its thread, where it
-    cannot be stopped, and its row goes on in another one.
+    Without a timeout they run in the caller's thread, row by row. A late call is left behind in its
+    thread, where it cannot be stopped, and its row goes on in another one.
     """
     if timeout_s is None:
         for calls in rows.values():

@@ -1,7 +1,8 @@
 """Environments of verifiers: ``verifiers:NAME``.
 
-They drive the conversation and call the model, which here is a policy that answers in batches. So each conversation is
-a coroutine of theirs, which waits at each call of the model for the policy's next answer.
+They drive the conversation and call the model, which here is a policy that answers in batches. So
+each conversation is a coroutine of theirs, which waits at each call of the model for the policy's
+next answer.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class ConversationOver(Exception):
 
 
 def verifiers_factory(spec: str, config: Any) -> Callable[[], Any]:
-    """Factory of conversations about the tasks of ``spec``, and of the data of the run and of its evaluations.
+    """Factory of conversations about the tasks of ``spec``, and of the data of the run and of its
+    evaluations.
 
     The columns ``taskset`` and ``task_index`` of the data say which task it is.
     """
@@ -98,7 +100,8 @@ class Verifiers:
         return self._next()
 
     def get_reward(self) -> float:
-        """The score, after the environment has ended, which a limit of the policy may have kept from it."""
+        """The score, after the environment has ended, which a limit of the policy may have kept
+        from it."""
         assert self._run is not None
         while not self._run.done():
             self._loop.loop.call_soon_threadsafe(self._resume, None)
@@ -111,7 +114,8 @@ class Verifiers:
             self._run.cancel()
 
     def _next(self) -> list[Message] | None:
-        """Wait for the environment: the messages with which it goes on, or None where it has ended."""
+        """Wait for the environment: the messages with which it goes on, or None where it has
+        ended."""
         call = self._calls.get()
         if isinstance(call, Future):
             call.result()  # raises what the environment raised
@@ -123,7 +127,8 @@ class Verifiers:
         ]
         if len(before) < len(self._known) or not all(is_kept):
             raise ValueError(
-                "the environment rewrote the history of the conversation, which a policy cannot follow"
+                "the environment rewrote the history of the conversation, which a policy cannot "
+                "follow"
             )
         self._known = call
         return added

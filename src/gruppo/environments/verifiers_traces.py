@@ -1,4 +1,5 @@
-"""Conversations with environments of verifiers 0.4, whose agents are the policy through a harness of ours."""
+"""Conversations with environments of verifiers 0.4, whose agents are the policy through a harness
+of ours."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ _asks: dict[str, Callable[..., Awaitable[str]]] = {}
 
 
 class PolicyHarness(vf.Harness[vf.HarnessConfig]):
-    """Asks for one message, in this process; the call goes through verifiers' own server, which enforces its rules."""
+    """Asks for one message, in this process; the call goes through verifiers' own server, which
+    enforces its rules."""
 
     APPENDS_SYSTEM_PROMPT = SUPPORTS_RESUME = True
     EXECUTES_CODE = NEEDS_CONTAINER = False

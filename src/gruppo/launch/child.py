@@ -28,7 +28,8 @@ class Process(Protocol):
 
 
 class ChildProcess:
-    """A process of this machine, whose output is appended to a file. It gets SIGTERM when this process dies."""
+    """A process of this machine, whose output is appended to a file. It gets SIGTERM when this
+    process dies."""
 
     def __init__(
         self, command: Sequence[str], env: Mapping[str, str], output: Path, cwd: str | None = None
@@ -42,14 +43,16 @@ class ChildProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches the launcher alone, which stops the others in order
+                # Ctrl-C reaches the launcher alone, which stops the others in order
+                start_new_session=True,
                 preexec_fn=ends_with_parent(),
             )
         self._code: int | None = None
 
     def poll(self) -> int | None:
         if self._code is None and self._process.poll() is not None:
-            self.kill()  # what it has left: a server goes on where gruppo serve was killed, and holds the port
+            # what it has left: a server goes on where gruppo serve was killed, and holds the port
+            self.kill()
             self._code = self._process.returncode
         return self._code
 

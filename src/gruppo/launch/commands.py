@@ -1,4 +1,5 @@
-"""What ``gruppo launch`` starts: options, the commands of trainers and servers, and what is refused before."""
+"""What ``gruppo launch`` starts: options, the commands of trainers and servers, and what is refused
+before."""
 
 from __future__ import annotations
 
@@ -154,7 +155,8 @@ def parse_launch(args: list[str]) -> Launch:
 
 
 def with_name(args: Sequence[str], name: str) -> list[str]:
-    """Return the command line with the run's name: a job that is started again continues that run."""
+    """Return the command line with the run's name: a job that is started again continues that
+    run."""
     at = args.index("--") if "--" in args else len(args)
     if any(arg.partition("=")[0] == "--name" for arg in args[:at]):
         return list(args)
@@ -177,7 +179,8 @@ def check(launch: Launch) -> None:
                 config.engine.kind or "the policy itself"
             )  # which a run that has begun cannot change
             raise GruppoError(
-                f"{config.name} samples with {kind}, and --servers starts vLLM servers. Set --servers 0."
+                f"{config.name} samples with {kind}, and --servers starts vLLM servers. Set "
+                f"--servers 0."
             )
         config = serialization.change(
             config, {"engine.kind": "vllm", "engine.urls": ["http://127.0.0.1"]}
@@ -188,8 +191,8 @@ def check(launch: Launch) -> None:
     prompts, groups = config.rollout.prompts, config.rollout.prompts * (config.engine.lag + 1)
     if chosen.servers > groups:
         raise GruppoError(
-            f"""--servers {chosen.servers}: at most {counted(groups, "group")} are sampled at a time,
-                    each on one server""",
+            f"""--servers {chosen.servers}: at most {counted(groups, "group")} are sampled at a
+                time, each on one server""",
             advice=f"Set --servers {groups} or fewer, or raise $rollout.prompts",
         )
     if chosen.trainers > prompts:
@@ -205,8 +208,8 @@ def check(launch: Launch) -> None:
             f"--server-command cannot be split into words ({error}). Close its quotes."
         ) from None
     if chosen.server_command and (launch.vllm or chosen.server_python):
-        raise GruppoError("""--server-command is the whole command of a server. Put the Python and the options of vLLM
-            into it.""")
+        raise GruppoError("""--server-command is the whole command of a server. Put the Python and
+            the options of vLLM into it.""")
     if chosen.servers and not chosen.server_command:
         find_vllm(chosen.server_python, option="--server-python")
     if chosen.on == "slurm" and KEY not in os.environ:  # other machines reach the servers
@@ -224,7 +227,8 @@ def is_written(folder: Path) -> bool:
 
 
 def claim(launch: Launch, stack: ExitStack) -> None:
-    """Make this process the only launcher of a run, once what a killed one has left behind has saved and ended."""
+    """Make this process the only launcher of a run, once what a killed one has left behind has
+    saved and ended."""
     logs = launch.folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     try:

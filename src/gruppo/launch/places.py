@@ -15,7 +15,8 @@ from gruppo.types import GruppoError
 
 
 class Place(Protocol):
-    """Starts processes. A trainer's output is in ``trainer0.log`` and so on, a server's in ``server0.log``."""
+    """Starts processes. A trainer's output is in ``trainer0.log`` and so on, a server's in
+    ``server0.log``."""
 
     def start_server(self, number: int) -> Process: ...
 
@@ -28,7 +29,8 @@ class Place(Protocol):
 
 
 class Local:
-    """Processes of this machine: the trainers on its first GPUs, if any, and the servers on the next ones."""
+    """Processes of this machine: the trainers on its first GPUs, if any, and the servers on the
+    next ones."""
 
     def __init__(self, launch: Launch, start: Callable[..., Process] = ChildProcess) -> None:
         import torch
@@ -92,7 +94,8 @@ class Local:
 
 
 def rank_environments(hosts: Sequence[str], port: int) -> list[dict[str, str]]:
-    """What torchrun would tell the ranks on these machines, those of a machine following each other."""
+    """What torchrun would tell the ranks on these machines, those of a machine following each
+    other."""
     if len(hosts) == 1:
         return [{}]
     shared, ranks = (

@@ -18,7 +18,8 @@ from gruppo.launch.commands import GRACE_S, Launch, with_name
 from gruppo.types import GruppoError
 
 LEAD_S, REQUEUE_S = 600, 60
-"""Before the time limit: when the trainers are asked to save, and when the job is put back though they still do."""
+"""Before the time limit: when the trainers are asked to save, and when the job is put back though
+they still do."""
 PLACED = 'echo "$SLURMD_NODENAME $SLURM_JOB_ID.$SLURM_STEP_ID" > "$0"; '
 """Says where Slurm has placed a step, and its number."""
 RANK = PLACED + (
@@ -30,11 +31,12 @@ RANK = PLACED + (
 
 
 def script(launch: Launch, args: Sequence[str]) -> str:
-    """The script of a job that runs ``gruppo launch`` with these arguments, after the lines of the template."""
+    """The script of a job that runs ``gruppo launch`` with these arguments, after the lines of the
+    template."""
     template = launch.chosen.template
     if not template:
-        raise GruppoError("""--on slurm needs --template FILE, a shell script with the #SBATCH lines of your cluster;
-            examples/launch/cluster.sh is one.""")
+        raise GruppoError("""--on slurm needs --template FILE, a shell script with the #SBATCH lines
+            of your cluster; examples/launch/cluster.sh is one.""")
     try:
         lines = Path(template).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -44,8 +46,8 @@ def script(launch: Launch, args: Sequence[str]) -> str:
     if not any(
         re.match(r"#SBATCH\s+([^#]*\s)?(--partition[=\s]\s*|-p\s*)\w", line) for line in lines
     ):
-        raise GruppoError(f"""{template} names no partition. Add the line #SBATCH --partition=NAME; sinfo lists their
-            names.""")
+        raise GruppoError(f"""{template} names no partition. Add the line #SBATCH --partition=NAME;
+            sinfo lists their names.""")
     chosen, python = launch.chosen, shlex.quote(sys.executable)
     name, output = (
         shlex.quote(str(text)) for text in (launch.config.name, launch.log("slurm").absolute())
@@ -139,7 +141,8 @@ class Steps:
         options += (
             (f"--gpus={gpus}", "--gpu-bind=none") if "SLURM_GPUS_ON_NODE" in os.environ else ()
         )
-        # where the template has --export=NONE, a step would have neither the key nor the addresses of the servers
+        # where the template has --export=NONE, a step would have neither the key nor the addresses
+        # of the servers
         return ["srun", f"--ntasks={tasks}", "--exact", "--export=ALL", *options, "bash", "-c"]
 
     def start_server(self, number: int) -> Process:
@@ -159,7 +162,8 @@ class Steps:
     def start_trainers(self, urls: Sequence[str]) -> list[Process]:
         count, self.starts = self.launch.chosen.trainers, self.starts + 1
         options = [f"--output={self.launch.log('trainer%t').absolute()}", "--open-mode=append"]
-        # whatever slurm.conf says, the others have time to save when a rank ends, and ones that hang are ended
+        # whatever slurm.conf says, the others have time to save when a rank ends, and ones that
+        # hang are ended
         srun = self._srun(count, count, *options, "--kill-on-bad-exit=0", f"--wait={GRACE_S:.0f}")
         env = {"MASTER_PORT": str(self.first + self.launch.chosen.servers + self.starts)}
         output = self.launch.log("srun")

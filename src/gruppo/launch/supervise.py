@@ -1,4 +1,5 @@
-"""Keeps the processes of a launch running: servers first, then the trainers. What dies is started again."""
+"""Keeps the processes of a launch running: servers first, then the trainers. What dies is started
+again."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ class Supervisor:
             with suppress(KeyboardInterrupt):
                 if self.trainers:
                     log.info(
-                        "stopping: the trainers finish their step and save; a second signal stops at once"
+                        "stopping: the trainers finish their step and save; a second signal stops "
+                        "at once"
                     )
                 for process in self.trainers:
                     process.terminate()
@@ -114,8 +116,8 @@ class Supervisor:
             return self._check_trainers()
         used = [server for server in self.servers if not server.is_left_out]
         if self.servers and not used:
-            raise EngineLost(f"""no server is left; the logs in {self.launch.folder / "logs"} say why. Correct that, and
-                give the command again.""")
+            raise EngineLost(f"""no server is left; the logs in {self.launch.folder / "logs"} say
+                why. Correct that, and give the command again.""")
         if not all(server.is_ready for server in used):
             return None
         # a rank of before may still save
@@ -152,8 +154,8 @@ class Supervisor:
                     output.read_text(encoding="utf-8", errors="replace") if output.is_file() else ""
                 )
                 last = visible((text.strip().splitlines() or ["it printed nothing"])[-1])
-                raise GruppoError(f"""server {number} ended with code {code} before it answered: {last:.300} ({output}).
-                    Correct that, and give the command again.""")
+                raise GruppoError(f"""server {number} ended with code {code} before it answered:
+                    {last:.300} ({output}). Correct that, and give the command again.""")
             server.is_left_out = not self._may_restart(
                 f"server {number}", f"code {code}", server.failures
             )
@@ -236,7 +238,8 @@ class Supervisor:
 
 
 def exit_code(codes: Sequence[int | None]) -> int:
-    """The exit code of the trainers by those of the ranks: a cause comes before what others made of it."""
+    """The exit code of the trainers by those of the ranks: a cause comes before what others made of
+    it."""
     causes = [code for code in codes if code]
     return min((code for code in causes if 0 < code < 128), default=STOPPED if causes else 0)
 
@@ -249,7 +252,8 @@ def show(launch: Launch) -> None:
             f"{name}={'...' if name == KEY else shlex.quote(value)}" for name, value in env.items()
         ]
         print(
-            f"# {output.stem}\n{' '.join([*shown, shlex.join(command)])} >> {shlex.quote(str(output))}"
+            f"# {output.stem}\n{' '.join([*shown, shlex.join(command)])} >> "
+            f"{shlex.quote(str(output))}"
         )
 
     place = slurm.Steps(launch, printed) if launch.chosen.on == "slurm" else Local(launch, printed)
@@ -261,7 +265,8 @@ def show(launch: Launch) -> None:
 
 
 def submit_to_ray(planned: Launch, args: Sequence[str]) -> int:
-    """Submit this launch as a job of one node of the Ray cluster; return the exit code of ``ray``."""
+    """Submit this launch as a job of one node of the Ray cluster; return the exit code of
+    ``ray``."""
     gpus = planned.chosen.trainers + planned.chosen.servers * planned.gpus_per_server
     options = [f"--submission-id={planned.config.name}"]
     if planned.config.device != "cpu":

@@ -1,4 +1,5 @@
-"""What differs between language models, diffusion models, restoration networks and policies from outside."""
+"""What differs between language models, diffusion models, restoration networks and policies from
+outside."""
 
 from gruppo.config.sections import find_modality, modalities
 

@@ -1,4 +1,5 @@
-"""Policies that a function of the user's own returns: ``--model FILE.py:FUNCTION``, and folders saved of them."""
+"""Policies that a function of the user's own returns: ``--model FILE.py:FUNCTION``, and folders
+saved of them."""
 
 from __future__ import annotations
 
@@ -33,8 +34,9 @@ class FunctionModality(Modality):
         )
         weights = {name: parameter.detach() for name, parameter in policy.module.named_parameters()}
         if dist.world_size() > 1 and len(set(dist.all_gather(digest(weights).encode()))) > 1:
-            raise GruppoError(f"""{config.model} made other weights on each of the {dist.world_size()} ranks. Draw them
-                from torch's generator, which --seed seeds, or read them from a file.""")
+            raise GruppoError(f"""{config.model} made other weights on each of the
+                {dist.world_size()} ranks. Draw them from torch's generator, which --seed seeds, or
+                read them from a file.""")
         return policy.modality.adapt(config, policy, data), found_model(config.model)[1]
 
     def load(

@@ -1,4 +1,5 @@
-"""Recipes: functions that return a ``Config``. Each states its hardware, its wall time and the curve to expect."""
+"""Recipes: functions that return a ``Config``. Each states its hardware, its wall time and the
+curve to expect."""
 
 from gruppo.recipes.arithmetic import arithmetic, arithmetic_format, arithmetic_ppo
 from gruppo.recipes.calculator import tool_calculator

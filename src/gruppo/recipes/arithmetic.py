@@ -1,4 +1,5 @@
-"""A chat model learns arithmetic on a laptop: by GRPO, by PPO, and in a format that it has to be shown first."""
+"""A chat model learns arithmetic on a laptop: by GRPO, by PPO, and in a format that it has to be
+shown first."""
 
 from __future__ import annotations
 
@@ -24,12 +25,14 @@ OPENING, CLOSING = "<answer>", "</answer>"
 
 
 def arithmetic() -> Config:
-    """SmolLM2-135M-Instruct learns sums and differences of numbers up to 20, by GRPO with an exact reward.
+    """SmolLM2-135M-Instruct learns sums and differences of numbers up to 20, by GRPO with an exact
+    reward.
 
-    The prompt is "What is 7 + 12?", continued as "7 + 12 =". The reward is 1 if the completion is the right number and
-    nothing else. The model first learns to stop after the number, then to calculate. Sampling is hotter than the model
-    (temperature 1.5 among the 12 most likely tokens): at temperature 1 it soon stops exploring.
-    2 CPU cores: about 4 minutes of training, held-out exact match from 0.02 to 0.85.
+    The prompt is "What is 7 + 12?", continued as "7 + 12 =". The reward is 1 if the completion is
+    the right number and nothing else. The model first learns to stop after the number, then to
+    calculate. Sampling is hotter than the model (temperature 1.5 among the 12 most likely tokens):
+    at temperature 1 it soon stops exploring. 2 CPU cores: about 4 minutes of training, held-out
+    exact match from 0.02 to 0.85.
     """
     return Config(
         model="smollm2-135m",
@@ -47,11 +50,12 @@ def arithmetic() -> Config:
 
 
 def arithmetic_ppo() -> Config:
-    """The arithmetic recipe with PPO: a value head on the policy's network, GAE, and the KL in the token rewards.
+    """The arithmetic recipe with PPO: a value head on the policy's network, GAE, and the KL in the
+    token rewards.
 
-    Each batch is evaluated before the updates and passed over twice, so a step takes half the prompts of GRPO. The
-    value head is new and has its own learning rate.
-    2 CPU cores: about 9 minutes of training, held-out exact match from 0.02 to 0.83 or more (three seeds).
+    Each batch is evaluated before the updates and passed over twice, so a step takes half the
+    prompts of GRPO. The value head is new and has its own learning rate. 2 CPU cores: about 9
+    minutes of training, held-out exact match from 0.02 to 0.83 or more (three seeds).
     """
     recipe = arithmetic()
     return replace(
@@ -67,21 +71,24 @@ def arithmetic_ppo() -> Config:
 
 
 def arithmetic_format() -> Config:
-    """SmolLM2-135M-Instruct learns to write <answer>19</answer>, which no prompt mentions, and to calculate.
+    """SmolLM2-135M-Instruct learns to write <answer>19</answer>, which no prompt mentions, and to
+    calculate.
 
-    The untrained model begins with "<" once in 200,000 times, so rewards alone find nothing to reinforce. Six steps of
-    32 demonstrations teach the format, GRPO then the numbers, with reward 1 for the right number in its tags and
-    nothing else. ``--stages full`` leaves the demonstrations out. One CPU core: held-out exact match from 0.00 to 0.48
-    in the first half minute of training, 0.66 after two and a half minutes (step 15, three seeds), 0.77 after three and
-    a half (step 20, seed 0). Rewards alone: 0.00.
+    The untrained model begins with "<" once in 200,000 times, so rewards alone find nothing to
+    reinforce. Six steps of 32 demonstrations teach the format, GRPO then the numbers, with reward 1
+    for the right number in its tags and nothing else. ``--stages full`` leaves the demonstrations
+    out. One CPU core: held-out exact match from 0.00 to 0.48 in the first half minute of training,
+    0.66 after two and a half minutes (step 15, three seeds), 0.77 after three and a half (step 20,
+    seed 0). Rewards alone: 0.00.
     """
     recipe = arithmetic()
     return replace(
         recipe,
         reward=("gruppo.recipes.arithmetic:in_tags",),
         rollout=replace(recipe.rollout, prompts=24, max_new_tokens=12),
-        # Six steps reduce the negative log-likelihood from 4.43 to 0.17 nats per token. Rewards alone find nothing in
-        # the same time, even with partial credit as in partly_in_tags (docs/dev/lab.md).
+        # Six steps reduce the negative log-likelihood from 4.43 to 0.17 nats per token. Rewards
+        # alone find nothing in the same time, even with partial credit as in partly_in_tags
+        # (docs/dev/lab.md).
         stages=(
             Stage(name="supervised", steps=6, rl_coef=0.0, sup_coef=1.0, lr=5e-5, warmup_steps=3),
             Stage(name="full", warmup_steps=3),
@@ -98,7 +105,8 @@ def in_tags(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list
 
 
 def partly_in_tags(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
-    """1 as in ``in_tags``; else 0.1 for each tag that occurs once, plus 0.3 for the right number alone.
+    """1 as in ``in_tags``; else 0.1 for each tag that occurs once, plus 0.3 for the right number
+    alone.
 
     A shaped reward, of the kind often proposed where the whole format never occurs.
     """

@@ -33,13 +33,15 @@ _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.m
 
 
 def tool_calculator() -> Config:
-    """SmolLM2-135M-Instruct learns to call a calculator on products such as 473 * 86, which it cannot do itself.
+    """SmolLM2-135M-Instruct learns to call a calculator on products such as 473 * 86, which it
+    cannot do itself.
 
-    Its own chat template ignores tools, and it never calls one: three steps of 8 demonstrations show calls, GRPO does
-    the rest, with reward 1 if the last message is the product and nothing else. One of 2 CPU cores, beside other jobs:
-    5 minutes of processor time. Sampled reward 0.22 at step 4, 0.47 at step 5, 0.88 at step 10; held out, played
-    greedily, from 0 to 48 of 48 (three seeds). After six steps of demonstrations 32 of 32 samples are right at once.
-    Without the tool (--environment.tools --supervised.column answer) none of 384 samples is, in 12 steps of GRPO.
+    Its own chat template ignores tools, and it never calls one: three steps of 8 demonstrations
+    show calls, GRPO does the rest, with reward 1 if the last message is the product and nothing
+    else. One of 2 CPU cores, beside other jobs: 5 minutes of processor time. Sampled reward 0.22 at
+    step 4, 0.47 at step 5, 0.88 at step 10; held out, played greedily, from 0 to 48 of 48 (three
+    seeds). After six steps of demonstrations 32 of 32 samples are right at once. Without the tool
+    (--environment.tools --supervised.column answer) none of 384 samples is, in 12 steps of GRPO.
     """
     return Config(
         model="smollm2-135m",
@@ -48,7 +50,8 @@ def tool_calculator() -> Config:
         steps=10,
         rollout=RolloutConfig(prompts=4, group_size=8, max_new_tokens=64),
         optim=OptimConfig(lr=1.2e-5),
-        # With six steps, demonstrations alone are enough and GRPO has nothing left to learn (docs/dev/lab.md).
+        # With six steps, demonstrations alone are enough and GRPO has nothing left to learn
+        # (docs/dev/lab.md).
         stages=(
             Stage(name="supervised", steps=3, rl_coef=0.0, sup_coef=1.0, lr=1e-4, warmup_steps=3),
             Stage(name="full", warmup_steps=3),
@@ -88,7 +91,8 @@ def _value(node: ast.expr) -> int:
 
 
 def products() -> list[dict[str, Any]]:
-    """Questions for the product of a number below 1000 and one below 100, each with a demonstration of the tool."""
+    """Questions for the product of a number below 1000 and one below 100, each with a demonstration
+    of the tool."""
     rows = []
     for n in range(COUNT):
         # Hashes of the number, not a generator: the same on every machine and version of Python.

@@ -26,16 +26,18 @@ from gruppo.modalities.diffusion.config import DiffusionConfig
 from gruppo.recipes.diffusion import CLIP_IN_NATS, PRETRAINED
 
 FLOOR, FLOOR_OF_SEVEN = -3.0, -20.0
-"""Lower bounds of the rewards, in nats. An unreadable digit costs at most FLOOR, or a hopeless one would outweigh the
-others; what is far from a seven must gain by coming closer, so FLOOR_OF_SEVEN is low."""
+"""Lower bounds of the rewards, in nats. An unreadable digit costs at most FLOOR, or a hopeless one
+would outweigh the others; what is far from a seven must gain by coming closer, so FLOOR_OF_SEVEN is
+low."""
 
 
 def digits_pretrain() -> Config:
     """A small UNet learns 4,500 real handwritten digits by class, from demonstrations only.
 
-    Flow matching, x0 prediction, loss weighted by 1 / (t^2 + 0.05). The result is runs/digits-pretrain, which
-    digits-compress and digits-sevens continue. 2 CPU cores: 7 minutes (6:36); 97% of its samples have the requested
-    class, by a judge trained apart (real digits: 99%).
+    Flow matching, x0 prediction, loss weighted by 1 / (t^2 + 0.05). The result is
+    runs/digits-pretrain, which digits-compress and digits-sevens continue. 2 CPU cores: 7 minutes
+    (6:36); 97% of its samples have the requested class, by a judge trained apart (real digits:
+    99%).
     """
     return Config(
         model="unet",
@@ -58,21 +60,24 @@ def digits_pretrain() -> Config:
 def digits_compress() -> Config:
     """The digits of runs/digits-pretrain become smaller JPEG files and stay readable, by GRPO.
 
-    Two rewards: minus the file size in kB, and the log-probability of the requested class under a classifier of real
-    digits. A group shares all noise but that of one step, the only one trained on. ``--reward jpeg_compressibility
-    --scoring.weights None --stage.kl-coef 0`` removes what keeps the digits readable: they are black within a minute.
-    2 CPU cores: 2 minutes (1:37); files 16 to 20% smaller (three seeds), 94 to 96% still of the requested class.
+    Two rewards: minus the file size in kB, and the log-probability of the requested class under a
+    classifier of real digits. A group shares all noise but that of one step, the only one trained
+    on. ``--reward jpeg_compressibility --scoring.weights None --stage.kl-coef 0`` removes what
+    keeps the digits readable: they are black within a minute. 2 CPU cores: 2 minutes (1:37); files
+    16 to 20% smaller (three seeds), 94 to 96% still of the requested class.
     """
     return Config(
         model=PRETRAINED,
         data="digits",
         reward=("jpeg_compressibility", "gruppo.recipes.digits:reads_as_asked"),
         steps=170,
-        # With the scale of a group, one whose samples differ by a few bytes weighs as much as one that lost a digit.
+        # With the scale of a group, one whose samples differ by a few bytes weighs as much as one
+        # that lost a digit.
         objective=replace(CLIP_IN_NATS, scale="batch"),
         rollout=RolloutConfig(prompts=40, group_size=8),
         modality=DiffusionConfig(noise="branched"),
-        # At a constant rate the fraction of readable digits changes by a point or two in the last ten steps.
+        # At a constant rate the fraction of readable digits changes by a point or two in the last
+        # ten steps.
         optim=OptimConfig(lr=5e-5, decay="linear", final_lr_frac=0.2),
         stage=Stage(kl_coef=0.005),
         scoring=ScoringConfig(weights=(5.0, 1.0)),
@@ -85,8 +90,8 @@ def digits_compress() -> Config:
 def digits_sevens() -> Config:
     """The digits of runs/digits-pretrain become sevens, whatever class is requested, by GRPO.
 
-    The reward is a classifier's log-probability of a seven. The last three of ten steps, which change only details, are
-    not trained on. One CPU core: 2 minutes; sevens from 10% to 99%.
+    The reward is a classifier's log-probability of a seven. The last three of ten steps, which
+    change only details, are not trained on. One CPU core: 2 minutes; sevens from 10% to 99%.
     """
     return replace(
         digits_compress(),
@@ -100,7 +105,7 @@ def digits_sevens() -> Config:
     )
 
 
-# --- rewards ----------------------------------------------------------------------------------------------------------
+# --- rewards --------------------------------------------------------------------------------------
 
 
 def reads_as_asked(images: Sequence[Any], label: Sequence[int], **_: Any) -> list[float | None]:
@@ -123,10 +128,11 @@ reads_as_asked.timeout_s = reads_as_seven.timeout_s = None  # type: ignore[attr-
 
 @cache
 def digit_classifier(*, rejects: bool = False) -> Any:
-    """A classifier of real digits, 98% right on held-out ones: trained once in a quarter of a minute, then cached.
+    """A classifier of real digits, 98% right on held-out ones: trained once in a quarter of a
+    minute, then cached.
 
-    ``rejects``: with an eleventh class of non-digits (blank, faded and torn digits, specks). Without it a black image
-    is more of a seven (-3.1 nats) than most real digits are (-8.8).
+    ``rejects``: with an eleventh class of non-digits (blank, faded and torn digits, specks).
+    Without it a black image is more of a seven (-3.1 nats) than most real digits are (-8.8).
     """
     import torch
 
@@ -161,7 +167,8 @@ def digit_classifier(*, rejects: bool = False) -> Any:
 
 
 def _non_digits(images: Any) -> Any:
-    """A quarter as many images of no digit: faded to a third or less, two thirds torn off, gray, or specks only."""
+    """A quarter as many images of no digit: faded to a third or less, two thirds torn off, gray, or
+    specks only."""
     import torch
 
     from gruppo.seeds import generator_at

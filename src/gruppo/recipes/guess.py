@@ -24,22 +24,25 @@ _GUESS = re.compile(r"\s*(\d{1,3})\s*\.?\s*")
 
 
 def guess() -> Config:
-    """SmolLM2-135M-Instruct learns to find a number from 1 to 7 in three guesses, using the reply to each.
+    """SmolLM2-135M-Instruct learns to find a number from 1 to 7 in three guesses, using the reply
+    to each.
 
-    ``reply`` is the environment: it answers a number with "Higher." or "Lower.", and ends the game at the right one or
-    at anything that is not a number. Ignoring the replies finds 3 of 7 numbers; bisection finds all. The reward is 1
-    for the number, else 0.1 for each guess that was consistent with the replies. One core of an AMD EPYC (Zen 5),
-    beside other jobs: 13 minutes of processor time for 60 steps, 7 s a step at the end where nothing else ran; sampled
-    reward 0.2 at step 10, 0.7 at step 20, 0.9 from step 45 on. Of 14 held-out games, played greedily, it wins none
-    before and 12 after training (seed 0): its path misses one of the seven numbers.
+    ``reply`` is the environment: it answers a number with "Higher." or "Lower.", and ends the game
+    at the right one or at anything that is not a number. Ignoring the replies finds 3 of 7 numbers;
+    bisection finds all. The reward is 1 for the number, else 0.1 for each guess that was consistent
+    with the replies. One core of an AMD EPYC (Zen 5), beside other jobs: 13 minutes of processor
+    time for 60 steps, 7 s a step at the end where nothing else ran; sampled reward 0.2 at step 10,
+    0.7 at step 20, 0.9 from step 45 on. Of 14 held-out games, played greedily, it wins none before
+    and 12 after training (seed 0): its path misses one of the seven numbers.
     """
     return Config(
         model="smollm2-135m",
         data=str(PROMPTS),
         reward=("gruppo.recipes.guess:found",),
         steps=60,
-        # At temperature 1 and without an entropy bonus: at 1.5, or with a bonus of 0.03, no number was found in the
-        # first 7 to 9 steps, so that there was no reward to learn from (docs/dev/lab.md).
+        # At temperature 1 and without an entropy bonus: at 1.5, or with a bonus of 0.03, no number
+        # was found in the first 7 to 9 steps, so that there was no reward to learn from
+        # (docs/dev/lab.md).
         rollout=RolloutConfig(prompts=8, group_size=8, max_new_tokens=20),
         optim=OptimConfig(lr=1e-5, warmup_steps=3),
         environment=EnvironmentConfig(reply="gruppo.recipes.guess:reply", turns=3),

@@ -1,4 +1,5 @@
-"""Opens the config that a recipe's name, a function, a config file or the folder of a run stands for."""
+"""Opens the config that a recipe's name, a function, a config file or the folder of a run stands
+for."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def recipe_config(name: str) -> Config:
 
 
 def config_file(name: str) -> Path | None:
-    """The config file that a recipe names, itself or by the folder of a run; None for other recipes."""
+    """The config file that a recipe names, itself or by the folder of a run; None for other
+    recipes."""
     path = Path(name) / "config.json" if (Path(name) / "config.json").is_file() else Path(name)
     return path if name not in RECIPES and path.suffix in serialization.SUFFIXES else None
 
@@ -65,10 +67,11 @@ def is_of_run(file: Path) -> bool:
 
 
 def check_code(file: Path, recipe: Config, config: Config, *, trust_run: bool = False) -> None:
-    """Refuse code that a run's config file names, unless this user created the run or ``trust_run``.
+    """Refuse code that a run's config file names, unless this user created the run or
+    ``trust_run``.
 
-    ``recipe``: as in the file; ``config``: with the options, which may replace names of the file and alone turn on
-    ``trust_remote_code``.
+    ``recipe``: as in the file; ``config``: with the options, which may replace names of the file
+    and alone turn on ``trust_remote_code``.
     """
     used = {*trust.imports_of_run(serialization.to_dict(config)), trust.REMOTE_CODE}
     is_run = is_of_run(file)

@@ -20,16 +20,18 @@ from gruppo.core.objective import Objective
 from gruppo.modalities.restoration.config import RestorationConfig
 
 EXACT_KL = Objective(kl="exact")
-"""GRPO with the closed-form KL; the clip applies to an action's joint density, which has few dimensions."""
+"""GRPO with the closed-form KL; the clip applies to an action's joint density, which has few
+dimensions."""
 
 
 def restore() -> Config:
     """Neutral settings for your own degraded images and reward: a new UNet, supervised, then GRPO.
 
-    gruppo train restore --data degrade:FOLDER:noise=25 --reward my.py:f, or pairs:DEGRADED:CLEAN; --model RUN or
-    restore:my.py:Network for your own network. Clean images train the network until PSNR no longer rises; rewards then
-    train the action, four gains of detail per grid cell, and the network is frozen. If a reward is differentiable,
-    follow its gradient instead of a policy gradient. Hardware, wall time and curve depend on your images.
+    gruppo train restore --data degrade:FOLDER:noise=25 --reward my.py:f, or pairs:DEGRADED:CLEAN;
+    --model RUN or restore:my.py:Network for your own network. Clean images train the network until
+    PSNR no longer rises; rewards then train the action, four gains of detail per grid cell, and the
+    network is frozen. If a reward is differentiable, follow its gradient instead of a policy
+    gradient. Hardware, wall time and curve depend on your images.
     """
     return Config(
         model="restore:unet",
@@ -61,13 +63,15 @@ def restore() -> Config:
 
 
 def restore_progressive() -> Config:
-    """A UNet learns to denoise photographs in stages: supervision, a ramp to rewards (PSNR, SSIM), GRPO (6 minutes).
+    """A UNet learns to denoise photographs in stages: supervision, a ramp to rewards (PSNR, SSIM),
+    GRPO (6 minutes).
 
-    KL 0.01, consistency 0.1, clip 0.2, advantages limited to 3, gradients to 1. Groups of 8 (with two, every advantage
-    is 0.7 or -0.7), advantages within the group (a mean over all images measures how hard an image is), a frozen
-    reference that is reset after supervision, and 20 times the learning rate for the action. Photographs of installed
-    packages. One CPU core: 6 minutes; 30.2 dB after supervision
-    and no more after GRPO: PSNR and SSIM are differentiable, and supervision follows their gradient.
+    KL 0.01, consistency 0.1, clip 0.2, advantages limited to 3, gradients to 1. Groups of 8 (with
+    two, every advantage is 0.7 or -0.7), advantages within the group (a mean over all images
+    measures how hard an image is), a frozen reference that is reset after supervision, and 20 times
+    the learning rate for the action. Photographs of installed packages. One CPU core: 6 minutes;
+    30.2 dB after supervision and no more after GRPO: PSNR and SSIM are differentiable, and
+    supervision follows their gradient.
     """
     full = Stage("full", sup_coef=0.5, cons_coef=0.1, kl_coef=0.01, lr=5e-5)
     ramp = replace(
@@ -109,10 +113,12 @@ def restore_progressive() -> Config:
 
 
 def restore_quick() -> Config:
-    """A trained denoiser continues with supervision, GRPO, KL and consistency in one stage (3 minutes).
+    """A trained denoiser continues with supervision, GRPO, KL and consistency in one stage (3
+    minutes).
 
-    gruppo train restore-quick --model RUN, where RUN is a run of ``restore`` or ``restore-progressive``. Rewards and
-    coefficients are those of restore-progressive. One CPU core: 3 minutes.
+    gruppo train restore-quick --model RUN, where RUN is a run of ``restore`` or
+    ``restore-progressive``. Rewards and coefficients are those of restore-progressive. One CPU
+    core: 3 minutes.
     """
     staged = restore_progressive()
     return replace(
@@ -129,18 +135,19 @@ def restore_quick() -> Config:
 def denoise_photos() -> Config:
     """A small UNet learns to denoise real photographs (sigma 25), then to make smaller JPEG files.
 
-    Three stages in one run: supervision, a ramp, rewards. The rewards are PSNR and minus 6 times the kB of the file at
-    quality 90, which is not differentiable; they train four gains of detail in each of 8 x 8 cells on top of the
-    network, which is frozen by then. Photographs of installed packages (extra ``photos``), three of them held out. One
-    CPU core: 10 minutes (576 processor seconds); 23% to 32% fewer bytes at +0.3 dB or more (docs/dev/results.md).
+    Three stages in one run: supervision, a ramp, rewards. The rewards are PSNR and minus 6 times
+    the kB of the file at quality 90, which is not differentiable; they train four gains of detail
+    in each of 8 x 8 cells on top of the network, which is frozen by then. Photographs of installed
+    packages (extra ``photos``), three of them held out. One CPU core: 10 minutes (576 processor
+    seconds); 23% to 32% fewer bytes at +0.3 dB or more (docs/dev/results.md).
     """
     return Config(
         model="restore:unet",
         data="photos:noise=25",
         reward=("psnr", "jpeg_compressibility:quality=90,without_header=true"),
         steps=6170,
-        # A ramp at 1e-4, five times the network's last rate, lost 0.15 dB in 20 steps: hence 2.5e-5 for the network,
-        # and 200 times that for the gains (docs/dev/lab.md).
+        # A ramp at 1e-4, five times the network's last rate, lost 0.15 dB in 20 steps: hence 2.5e-5
+        # for the network, and 200 times that for the gains (docs/dev/lab.md).
         modality=RestorationConfig(
             action="band_gains:grid=8,std=0.15", supervises="base", action_lr_factor=200.0
         ),
@@ -166,7 +173,8 @@ def denoise_photos() -> Config:
             Stage("full", lr="cosine:2.5e-5,1.25e-6"),
         ),
         supervised=SupervisedConfig(batch=8),
-        # dB and kB: at 5 the gain in PSNR is larger, from 7 on most of it is gone (docs/dev/lab.md).
+        # dB and kB: at 5 the gain in PSNR is larger, from 7 on most of it is gone
+        # (docs/dev/lab.md).
         scoring=ScoringConfig(weights=(1.0, 6.0)),
         evaluation=EvaluationConfig(prompts=142, every=600),
         saving=SavingConfig(every=600, keep=1),
@@ -175,13 +183,15 @@ def denoise_photos() -> Config:
 
 
 def restore_text() -> Config:
-    """Blind restoration: blurred, noisy lines of text with transcripts but no clean images, read by an OCR network.
+    """Blind restoration: blurred, noisy lines of text with transcripts but no clean images, read by
+    an OCR network.
 
-    First a small UNet learns to restore other lines, with clean images, given their blur and noise. Both are unknown
-    for the lines of interest, and the defaults (blur 2, noise 30) are wrong for them. The fraction of characters that
-    rapidocr reads (extras ``ocr``, ``photos``) then trains a head that predicts these inputs, and how much of the given
-    image to keep; the reader is not differentiable, and the network is frozen. One CPU core: 7 minutes (430 processor
-    seconds), two thirds of it the reader's.
+    First a small UNet learns to restore other lines, with clean images, given their blur and noise.
+    Both are unknown for the lines of interest, and the defaults (blur 2, noise 30) are wrong for
+    them. The fraction of characters that rapidocr reads (extras ``ocr``, ``photos``) then trains a
+    head that predicts these inputs, and how much of the given image to keep; the reader is not
+    differentiable, and the network is frozen. One CPU core: 7 minutes (430 processor seconds), two
+    thirds of it the reader's.
     """
     return Config(
         model="restore:unet:width=16",
@@ -203,7 +213,8 @@ def restore_text() -> Config:
                 lr="cosine:3e-3,0",
                 warmup_steps=30,
             ),
-            # At 5e-3 the head returned the given image unchanged within ten steps (docs/dev/lab.md).
+            # At 5e-3 the head returned the given image unchanged within ten steps
+            # (docs/dev/lab.md).
             Stage("full", lr="linear:1.3e-3,2e-4"),
         ),
         supervised=SupervisedConfig(data="lines:blur=0-2.5,noise=0-60,count=16000,set=1", batch=16),

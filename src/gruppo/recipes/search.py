@@ -15,8 +15,10 @@ from gruppo.data.source import hash_unit
 from gruppo.recipes.calculator import tool_calculator, with_one_call
 
 NAMES = (
-    "Amber Ash Barley Birch Bishop Cedar Clover Copper Crane Falcon Fern Flint Fox Hazel Heron Iron Ivy Juniper "
-    "Lark Maple Marble Mint Otter Pearl Pine Quarry Raven River Rose Salt Silver Swan Thistle Tiger Willow Wolf"
+    "Amber Ash Barley Birch Bishop Cedar Clover Copper Crane Falcon Fern Flint Fox Hazel Heron "
+    "Iron Ivy Juniper "
+    "Lark Maple Marble Mint Otter Pearl Pine Quarry Raven River Rose Salt Silver Swan Thistle "
+    "Tiger Willow Wolf"
 )
 KINDS = "Bridge Castle Lighthouse Mill Museum Station Theater Tower"
 TOWNS = "Arden Brack Corley Dunmore Elden Farrow Gorse Holt Kirby Lisk Marne Norby"
@@ -31,12 +33,14 @@ QUESTIONS = {
 
 
 def tool_search() -> Config:
-    """SmolLM2-135M-Instruct learns to answer questions about 288 invented buildings by searching texts on them.
+    """SmolLM2-135M-Instruct learns to answer questions about 288 invented buildings by searching
+    texts on them.
 
-    As tool-calculator, with a tool that returns the two best of 288 texts (BM25); every fact is asked once, so that
-    held-out answers can only be read. One of 2 CPU cores, beside other jobs: 9 minutes of processor time. Held out,
-    played greedily, of 48: none before, 13, 15 and 21 at step 10, 31, 30 and 36 at step 20 (seeds 0, 1, 2). Sampled
-    reward, of 32: 0.09, 0.03 and 0.22 at step 4, 0.66, 0.53 and 0.66 at step 20. Without the tool: none.
+    As tool-calculator, with a tool that returns the two best of 288 texts (BM25); every fact is
+    asked once, so that held-out answers can only be read. One of 2 CPU cores, beside other jobs: 9
+    minutes of processor time. Held out, played greedily, of 48: none before, 13, 15 and 21 at step
+    10, 31, 30 and 36 at step 20 (seeds 0, 1, 2). Sampled reward, of 32: 0.09, 0.03 and 0.22 at step
+    4, 0.66, 0.53 and 0.66 at step 20. Without the tool: none.
     """
     recipe = tool_calculator()
     return replace(
@@ -50,9 +54,10 @@ def tool_search() -> Config:
 class BM25:
     """Okapi BM25 over texts: how well each matches the words of a query.
 
-    score = sum over the query's words of idf * f (k1 + 1) / (f + k1 (1 - b + b L / mean L)), with f the word's count
-    in a text of L words, and idf = ln(1 + (N - n + 0.5) / (n + 0.5)) for a word in n of N texts, as in Lucene.
-    Robertson and Zaragoza 2009, "The Probabilistic Relevance Framework", eq. 3.15.
+    score = sum over the query's words of idf * f (k1 + 1) / (f + k1 (1 - b + b L / mean L)), with f
+    the word's count in a text of L words, and idf = ln(1 + (N - n + 0.5) / (n + 0.5)) for a word in
+    n of N texts, as in Lucene. Robertson and Zaragoza 2009, "The Probabilistic Relevance
+    Framework", eq. 3.15.
     """
 
     def __init__(self, texts: Sequence[str], *, k1: float = 1.2, b: float = 0.75) -> None:
@@ -81,7 +86,8 @@ class BM25:
 
 
 def buildings() -> list[dict[str, str]]:
-    """Facts that no model has read: 36 names times 8 kinds of building, so that a name alone finds several."""
+    """Facts that no model has read: 36 names times 8 kinds of building, so that a name alone finds
+    several."""
     rows = []
     for name in (f"{first} {kind}" for first in NAMES.split() for kind in KINDS.split()):
         # By hashes of the name, as in products(): no order of building or Python changes them.

@@ -1,4 +1,5 @@
-"""Language models: a starting point for your own data and reward, nanochat's settings, and Chinese questions."""
+"""Language models: a starting point for your own data and reward, nanochat's settings, and Chinese
+questions."""
 
 from __future__ import annotations
 
@@ -21,11 +22,13 @@ QWEN_PROMPTS = Path(__file__).with_name("qwen_prompts.jsonl")
 
 
 def plain() -> Config:
-    """Neutral settings for your own model, data and reward: GRPO, 8 prompts x 8 samples of up to 128 tokens a step.
+    """Neutral settings for your own model, data and reward: GRPO, 8 prompts x 8 samples of up to
+    128 tokens a step.
 
-    gruppo train plain --model smollm2-135m --data mine.jsonl --reward my.py:f. Sampling is the model's own
-    (temperature 1, all tokens). On a CPU, a step of a small model takes the time of its 8192 sampled tokens: lower
-    --rollout.max-new-tokens to what an answer needs. Hardware, wall time and curve depend on your model and data.
+    gruppo train plain --model smollm2-135m --data mine.jsonl --reward my.py:f. Sampling is the
+    model's own (temperature 1, all tokens). On a CPU, a step of a small model takes the time of its
+    8192 sampled tokens: lower --rollout.max-new-tokens to what an answer needs. Hardware, wall time
+    and curve depend on your model and data.
     """
     return Config(
         steps=200,
@@ -37,19 +40,21 @@ def plain() -> Config:
 
 
 def chat() -> Config:
-    """SmolLM2-135M-Instruct learns sums and differences with nanochat's sampling: groups of 16, KL 0.04 (17 minutes).
+    """SmolLM2-135M-Instruct learns sums and differences with nanochat's sampling: groups of 16, KL
+    0.04 (17 minutes).
 
-    Clip 0.2, one update per batch. Sampling (temperature 1, the 50 most likely tokens) and the linear decay are
-    nanochat's. ``--objective nanochat --stage.kl-coef 0`` is the original script: reward minus the group's mean, no
-    clip, no KL, the average of each
-    prompt. With one update per batch the ratio is 1 and the clip has no effect; ``--optim.epochs 2`` gives it one.
+    Clip 0.2, one update per batch. Sampling (temperature 1, the 50 most likely tokens) and the
+    linear decay are nanochat's. ``--objective nanochat --stage.kl-coef 0`` is the original script:
+    reward minus the group's mean, no clip, no KL, the average of each prompt. With one update per
+    batch the ratio is 1 and the clip has no effect; ``--optim.epochs 2`` gives it one.
 
-    gruppo train chat learns sums and differences with SmolLM2-135M-Instruct: measured here on one thread of an AMD EPYC
-    CPU (Zen 5) with 2 cores, beside other jobs, 17 minutes (18 s a step); sampled reward 0.01 at first, 0.5 by step 8,
-    about 0.8 from step 14 on; held-out exact match from 0.01 to 0.86. gruppo train chat --model
-    examples/chat_rl.py:model --optim.lr 5e-4 is the same on a plain module of 0.1 million weights, without
-    transformers: a minute of one core, half of it to pretrain the module; held-out 0.09 to 0.93 and 0.07 to 0.91 (seeds
-    0 and 1). Your own module, task and reward: --model mine.py:function --data mine.jsonl --reward numeric_match.
+    gruppo train chat learns sums and differences with SmolLM2-135M-Instruct: measured here on one
+    thread of an AMD EPYC CPU (Zen 5) with 2 cores, beside other jobs, 17 minutes (18 s a step);
+    sampled reward 0.01 at first, 0.5 by step 8, about 0.8 from step 14 on; held-out exact match
+    from 0.01 to 0.86. gruppo train chat --model examples/chat_rl.py:model --optim.lr 5e-4 is the
+    same on a plain module of 0.1 million weights, without transformers: a minute of one core, half
+    of it to pretrain the module; held-out 0.09 to 0.93 and 0.07 to 0.91 (seeds 0 and 1). Your own
+    module, task and reward: --model mine.py:function --data mine.jsonl --reward numeric_match.
     """
     return replace(
         arithmetic(),
@@ -62,13 +67,15 @@ def chat() -> Config:
 
 
 def qwen() -> Config:
-    """Qwen2.5-0.5B learns to give reasons in Chinese, in about 50 characters: groups of 8, KL 0.1 (for a GPU).
+    """Qwen2.5-0.5B learns to give reasons in Chinese, in about 50 characters: groups of 8, KL 0.1
+    (for a GPU).
 
-    Thirty questions, temperature 0.8, clip 0.2. Two rewards: a length of about 50 visible characters, as Chinese has no
-    spaces to count words by, and the words 因为, 所以, 然而, 但是. Set --model to a folder or
-    another hub id: gruppo train qwen --model smollm2-135m needs no hub.
-    Both rewards are easy to exploit. Qwen is for a GPU and has not been run here. One CPU core: two steps of SmolLM2
-    take 3 to 10 minutes, nearly all of it for answers of 96 tokens (--rollout.max-new-tokens).
+    Thirty questions, temperature 0.8, clip 0.2. Two rewards: a length of about 50 visible
+    characters, as Chinese has no spaces to count words by, and the words 因为, 所以, 然而, 但是. Set
+    --model to a folder or another hub id: gruppo train qwen --model smollm2-135m needs no hub. Both
+    rewards are easy to exploit. Qwen is for a GPU and has not been run here. One CPU core: two
+    steps of SmolLM2 take 3 to 10 minutes, nearly all of it for answers of 96 tokens
+    (--rollout.max-new-tokens).
     """
     return Config(
         model="Qwen/Qwen2.5-0.5B",

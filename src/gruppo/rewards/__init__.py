@@ -1,4 +1,5 @@
-"""Rewards of rollouts; one place handles their exceptions, timeouts and weights. Names are loaded when first used.
+"""Rewards of rollouts; one place handles their exceptions, timeouts and weights. Names are loaded
+when first used.
 
 The process of the reward functions imports ``gruppo.rewards.text``, and no torch with it.
 """
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from gruppo.rewards.registry import resolve_reward
     from gruppo.rewards.scoring import Failure, RewardSet, Scores, reward_stats
 
-# Written out, and not taken from _HOMES: type checkers and linters read it without running this file.
+# Written out, and not taken from _HOMES: type checkers and linters read it without running this
+# file.
 __all__ = [
     "Failure",
     "FunctionReward",

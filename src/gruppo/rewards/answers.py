@@ -41,7 +41,8 @@ class Answer:
 
 
 def as_list(returned: Any, size: int | None) -> list[Any]:
-    """Convert the returned values to a list of ``size`` values, if that is known; else CallError."""
+    """Convert the returned values to a list of ``size`` values, if that is known; else
+    CallError."""
     is_array = hasattr(returned, "tolist") and hasattr(returned, "ndim")  # of numpy or torch
     if is_array and returned.ndim != 1:
         got = f"returned shape {tuple(returned.shape)}"

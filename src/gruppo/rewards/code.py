@@ -43,18 +43,22 @@ class ProgramScore:
 
 
 class CodeTests:
-    """Share of a row's tests that the program in a completion passes, 0 to 1. In TRL's calling convention.
+    """Share of a row's tests that the program in a completion passes, 0 to 1. In TRL's calling
+    convention.
 
-    The program is the last block of the completion that is fenced as Python; without one the last fenced block, closed
-    or not; without a fence the whole text. It runs in a sandbox (``gruppo.rewards.sandbox``) and returns plain data;
-    what is expected never enters it, so no exit code, print or ``__eq__`` can pass for a right answer.
+    The program is the last block of the completion that is fenced as Python; without one the last
+    fenced block, closed or not; without a fence the whole text. It runs in a sandbox
+    (``gruppo.rewards.sandbox``) and returns plain data; what is expected never enters it, so no
+    exit code, print or ``__eq__`` can pass for a right answer.
 
-    ``all_or_nothing``: 1 where every test passes, else 0. ``column``: where the tests are. ``case_s``, ``program_s``
-    and ``memory_mib``: see ``SandboxLimits``. ``workers``: programs that run at once; 0: one for each processor, up to
-    16. ``sandbox``: where programs run, see ``choose_sandbox``; empty: in gruppo's jail. ``packages``: names, separated
-    by commas, that programs may import beside the standard library. A row without tests is not scored; one whose tests
-    cannot be judged from outside is a failure with the reason. Weakness: tests that stand in the prompt can be answered
-    from a table. Raises GruppoError where no program runs, or the jail does not hold.
+    ``all_or_nothing``: 1 where every test passes, else 0. ``column``: where the tests are.
+    ``case_s``, ``program_s`` and ``memory_mib``: see ``SandboxLimits``. ``workers``: programs that
+    run at once; 0: one for each processor, up to
+    16. ``sandbox``: where programs run, see ``choose_sandbox``; empty: in gruppo's jail.
+        ``packages``: names, separated by commas, that programs may import beside the standard
+        library. A row without tests is not scored; one whose tests cannot be judged from outside is
+        a failure with the reason. Weakness: tests that stand in the prompt can be answered from a
+        table. Raises GruppoError where no program runs, or the jail does not hold.
     """
 
     __name__ = "code_tests"
@@ -88,7 +92,10 @@ class CodeTests:
                 self.column or " or ".join(COLUMNS),
                 ", ".join(sorted(columns)) or "no columns",
             )
-            problem = f"reward code_tests reads the column {required}, which the data do not have; they have: {has}"
+            problem = (
+                f"reward code_tests reads the column {required}, which the data do not have; "
+                f"they have: {has}"
+            )
             raise DataError(problem, advice="Name it with $reward code_tests:column=NAME")
 
     def __call__(
@@ -98,7 +105,8 @@ class CodeTests:
         log_extra: LogExtra = None,
         **columns: Any,
     ) -> list[Any]:
-        """One score per completion; None without tests; ``CallError`` where it could not be scored."""
+        """One score per completion; None without tests; ``CallError`` where it could not be
+        scored."""
         results = self._run(
             [program_in(text_of(completion)) for completion in completions], columns
         )
@@ -122,7 +130,8 @@ class CodeTests:
     def _run(
         self, programs: Sequence[str], columns: dict[str, Any]
     ) -> list[ProgramScore | CallError | None]:
-        """Score each row by its tests. A program that occurs several times for one task is run once."""
+        """Score each row by its tests. A program that occurs several times for one task is run
+        once."""
         known: dict[Any, RowTests] = {}  # rows of a group hold the same cells, which are read once
         keys = list[tuple[str, int]]()
         tasks = dict[tuple[str, int], RowTests]()
@@ -213,7 +222,8 @@ class _SandboxPool:
 
 
 def program_in(text: str) -> str:
-    """Extract the program of a completion: the last Python block, else the last block, else the whole text."""
+    """Extract the program of a completion: the last Python block, else the last block, else the
+    whole text."""
     blocks, opened = (
         list[tuple[str, list[str]]](),
         None,

@@ -1,4 +1,5 @@
-"""Splits assert statements into calls of the program, which run in the jail, and expected values, which stay outside.
+"""Splits assert statements into calls of the program, which run in the jail, and expected values,
+which stay outside.
 
 Four forms are understood: ``f(2) == 4`` (and ``is None``), closeness, ``f(2)`` or ``not f(2)`` as
 true or false, and ``pytest.raises``. Of ``assert abs(f(2) - 1.41) < 0.01`` the jail sees ``f(2)``.
@@ -30,7 +31,8 @@ class BadTest(Exception):
 
 @dataclass(frozen=True)
 class ProgramCase:
-    """A request to the jail, and how its result is judged. Only ``request`` ever enters the jail."""
+    """A request to the jail, and how its result is judged. Only ``request`` ever enters the
+    jail."""
 
     request: Any
     """Expressions, a tuple; or the text of standard input."""
@@ -87,7 +89,8 @@ _OUTER = (
     *(ast.Name, ast.Attribute, ast.Subscript, ast.Call, ast.keyword, ast.Lambda),
     *(ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.comprehension),
 )
-"""Syntax allowed around the program's calls in the jail: nothing that could hold an expected value."""
+"""Syntax allowed around the program's calls in the jail: nothing that could hold an expected
+value."""
 _OPERATORS: dict[type, Callable[..., Any]] = {
     **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Pow: operator.pow},
     **{ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod},
@@ -95,7 +98,8 @@ _OPERATORS: dict[type, Callable[..., Any]] = {
 
 
 def check_compiles(source: str) -> str:
-    """Return an expression for the jail, where it is compiled in each program's time; BadTest if it cannot be."""
+    """Return an expression for the jail, where it is compiled in each program's time; BadTest if it
+    cannot be."""
     if len(source) > _LONGEST_SOURCE:
         raise BadTest(
             f"{source:.60} has {len(source)} characters; at most {_LONGEST_SOURCE} are compiled"
@@ -108,7 +112,8 @@ def check_compiles(source: str) -> str:
 
 
 def read_asserts(text: str) -> tuple[list[ProgramCase], str]:
-    """Parse a test into cases and its imports, for the program's namespace. Raises BadTest for other statements."""
+    """Parse a test into cases and its imports, for the program's namespace. Raises BadTest for
+    other statements."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -199,7 +204,7 @@ def _sides(left: ast.expr, right: ast.expr) -> tuple[ast.expr, Any]:
     return call, value
 
 
-# --- what goes into the jail ------------------------------------------------------------------------------------------
+# --- what goes into the jail ----------------------------------------------------------------------
 
 
 def _sent(node: ast.expr) -> str:
@@ -226,7 +231,8 @@ def _sent(node: ast.expr) -> str:
 
 
 def _refuse_own_verdict(node: ast.expr) -> None:
-    """Raise BadTest unless it is ``f(x)``, ``module.f(x)`` or ``Class().f(x)``: the function itself answers.
+    """Raise BadTest unless it is ``f(x)``, ``module.f(x)`` or ``Class().f(x)``: the function itself
+    answers.
 
     Not ``f(x).equals(y)``, where what the program gave would answer, nor ``is_close(f(x), y)``.
     """
@@ -261,7 +267,7 @@ def _show(node: ast.AST) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-# --- what stays outside -----------------------------------------------------------------------------------------------
+# --- what stays outside ---------------------------------------------------------------------------
 
 
 def _constant(node: ast.expr) -> Any:
@@ -308,7 +314,8 @@ def _evaluate(node: ast.expr) -> Any:
 
 
 def _refuse_huge(op: ast.operator, a: Any, b: Any) -> None:
-    """Raise for what is no arithmetic, or has no end: 10**10**10, [0] * 10**10, "%99999999d" % 1."""
+    """Raise for what is no arithmetic, or has no end: 10**10**10, [0] * 10**10, "%99999999d" %
+    1."""
     is_number = isinstance(a, (int, float, complex))
     if not is_number and not isinstance(op, (ast.Add, ast.Sub, ast.Mult)):
         raise TypeError("arithmetic is for numbers")

@@ -18,7 +18,8 @@ from gruppo.rewards.sandbox.plain_data import NotPlain, encode
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _STEP, _USUAL_MOST = 1 << 16, 1 << 22
 FORMS = (
-    'asserts ["assert f(1) == 2"], [{"input": "1\\n", "output": "2\\n"}], [{"args": [1], "output": 2}] with a column '
+    'asserts ["assert f(1) == 2"], [{"input": "1\\n", "output": "2\\n"}], [{"args": [1], "output": '
+    "2}] with a column "
     'entry_point, or {"inputs": [...], "outputs": [...]}'
 )
 
@@ -34,9 +35,11 @@ class ProgramTests:
 
     @property
     def room(self) -> int:
-        """Bytes above the usual limit that all answers of a program may have: 4 to 8 per character that is expected.
+        """Bytes above the usual limit that all answers of a program may have: 4 to 8 per character
+        that is expected.
 
-        The program can learn this number, so that it is coarse: steps of 64 KiB, which tell nothing about an answer.
+        The program can learn this number, so that it is coarse: steps of 64 KiB, which tell nothing
+        about an answer.
         """
         length = sum(case.length for case in self.cases)
         return (max(4 * length, min(8 * length, _USUAL_MOST)) // _STEP + 1) * _STEP
@@ -47,8 +50,8 @@ def read_tests(
 ) -> ProgramTests | None:
     """Read the tests in a cell of the data; None if it is empty, BadTest if it is not understood.
 
-    ``entry``: the function under test, where the tests do not name it. ``setup`` and ``imports``: code for the
-    program's namespace, text or a list of lines.
+    ``entry``: the function under test, where the tests do not name it. ``setup`` and ``imports``:
+    code for the program's namespace, text or a list of lines.
     """
     if entry is not None and not (isinstance(entry, str) and _PATH.fullmatch(entry)):
         raise BadTest(f"entry_point is {entry!r:.60}; it needs the name of a function")

@@ -16,9 +16,11 @@ _LONGEST_NUMBER = 400
 
 @dataclass(frozen=True)
 class Approx:
-    """An expected value with its own tolerances, as ``pytest.approx``: |got - value| <= max(rel |value|, abs).
+    """An expected value with its own tolerances, as ``pytest.approx``: |got - value| <= max(rel
+    |value|, abs).
 
-    Without ``rel``, 1e-6, or 0 where ``abs`` is set; without ``abs``, 1e-12. Applies to each item of a container.
+    Without ``rel``, 1e-6, or 0 where ``abs`` is set; without ``abs``, 1e-12. Applies to each item
+    of a container.
     """
 
     value: Any
@@ -34,8 +36,8 @@ class Approx:
 
 
 def is_close(got: complex, expected: complex) -> bool:
-    """Whether a number is the expected one, within the tolerances if that is a float; infinities and NaN equal only
-    themselves. An expected int is exact: 1e9 is not 1000000007.
+    """Whether a number is the expected one, within the tolerances if that is a float; infinities
+    and NaN equal only themselves. An expected int is exact: 1e9 is not 1000000007.
     """
     if isinstance(expected, int):
         return got == expected
@@ -52,10 +54,12 @@ def is_close(got: complex, expected: complex) -> bool:
 def equal(
     got: Any, expected: Any, *, is_json: bool = False, close: Callable[[Any, Any], bool] = is_close
 ) -> bool:
-    """Python's ``==`` over plain data, with a tolerance where the expected number is a float, and NaN equal to NaN.
+    """Python's ``==`` over plain data, with a tolerance where the expected number is a float, and
+    NaN equal to NaN.
 
-    So 3 is 3.0 and True is 1; a list is no tuple, a set no list, "3" not 3. Floats inside sets, and keys, are compared
-    exactly. ``is_json``: the expected value came from JSON, which has no tuples: a tuple equals the list of its items.
+    So 3 is 3.0 and True is 1; a list is no tuple, a set no list, "3" not 3. Floats inside sets, and
+    keys, are compared exactly. ``is_json``: the expected value came from JSON, which has no tuples:
+    a tuple equals the list of its items.
     """
     for a, b in ((got, expected), (expected, got)):
         if isinstance(a, Approx):
@@ -76,9 +80,11 @@ def equal(
 
 
 def equal_text(got: str, expected: str) -> bool:
-    """Equality of the words of each line; spaces around words, and blank lines at both ends, do not count.
+    """Equality of the words of each line; spaces around words, and blank lines at both ends, do not
+    count.
 
-    A word that is a number with a point or an exponent is a float. If it is expected, its tolerance applies.
+    A word that is a number with a point or an exponent is a float. If it is expected, its tolerance
+    applies.
     """
     lines, expected_lines = (
         [line.split() for line in text.strip().splitlines()] for text in (got, expected)

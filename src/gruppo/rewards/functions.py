@@ -1,7 +1,9 @@
-"""Calls of rewards: functions in TRL's calling convention, functions that score steps, and reward objects.
+"""Calls of rewards: functions in TRL's calling convention, functions that score steps, and reward
+objects.
 
-``prepare`` binds a reward to a batch and returns a call that scores some of its rows. ``gruppo.rewards.scoring`` makes
-the calls: for all rows at once, and for single rows where that fails.
+``prepare`` binds a reward to a batch and returns a call that scores some of its rows.
+``gruppo.rewards.scoring`` makes the calls: for all rows at once, and for single rows where that
+fails.
 """
 
 from __future__ import annotations
@@ -38,9 +40,9 @@ PROVIDED = (
     "log_metric",
     "log_extra",
 )
-"""Arguments that every reward function can request, besides the columns of the data. In addition: ``steps`` where the
-function scores steps, ``images`` where the policy makes images, ``state`` where it talks to an environment, and
-``environments`` where that is of a class."""
+"""Arguments that every reward function can request, besides the columns of the data. In addition:
+``steps`` where the function scores steps, ``images`` where the policy makes images, ``state`` where
+it talks to an environment, and ``environments`` where that is of a class."""
 
 COPIED = ("prompts", "completions", "images", "state")
 """Arguments whose values are copied: a function that edits them must not edit the rollouts."""
@@ -54,40 +56,46 @@ class StepScores:
     """Scores of the steps of one row."""
 
     columns: Sequence[int]
-    """The action that ends each step, as a column of the rollouts. Steps that end in the same action are added."""
+    """The action that ends each step, as a column of the rollouts. Steps that end in the same
+    action are added."""
     scores: Sequence[Any]  # a number for each step, or None where it is not scored
 
 
 TextStep = tuple[str, int]
-"""A step of a completion without its separator, and the characters up to its end, separator included."""
+"""A step of a completion without its separator, and the characters up to its end, separator
+included."""
 RowCall = Callable[[Sequence[int]], Answer]
 """Scores the given rows. Raises the reward's exceptions, or ``CallError``."""
 
 
 class FunctionReward:
-    """A reward function, called with keyword arguments: those in its signature, or all if it has ``**kwargs``.
+    """A reward function, called with keyword arguments: those in its signature, or all if it has
+    ``**kwargs``.
 
-    It can request ``prompts``, ``completions`` (strings, message lists, or images [C, H, W], then also as ``images``),
-    ``completion_ids``, ``trainer_state`` (``global_step``, ``max_steps``, ``epoch``), ``log_metric(name, value)``,
-    ``log_extra(column, values)`` and every column of the data as a list: ``Prompt.target`` as ``answer`` and
-    ``target``, and every key of ``Prompt.meta``, which wins over those two names. With an environment, ``state`` is
-    the dict of each conversation; of a class, its plain attributes, and ``environments`` are objects with them.
+    It can request ``prompts``, ``completions`` (strings, message lists, or images [C, H, W], then
+    also as ``images``), ``completion_ids``, ``trainer_state`` (``global_step``, ``max_steps``,
+    ``epoch``), ``log_metric(name, value)``, ``log_extra(column, values)`` and every column of the
+    data as a list: ``Prompt.target`` as ``answer`` and ``target``, and every key of
+    ``Prompt.meta``, which wins over those two names. With an environment, ``state`` is the dict of
+    each conversation; of a class, its plain attributes, and ``environments`` are objects with them.
     ``group_ids``, the group of each completion in its batch, is for functions that name it.
 
-    It returns one number or None (not scored) per completion and may be ``async``. Calls run in a thread, without
-    gradients; with ``timeout_s=None`` they run in the caller's thread and have no deadline. Attributes of the function
-    that are read: ``timeout_s`` (wins over the argument), ``step_separator`` (see ``step_reward``), ``scores_turns``
-    (see ``turn_reward``), ``memory_bytes``, ``check(columns)``, which may refuse the columns of the data,
-    ``compares_group`` (it needs groups of two or more), and of a judge ``input_digest``, ``attach``, ``usage`` and
-    ``describe_usage``.
+    It returns one number or None (not scored) per completion and may be ``async``. Calls run in a
+    thread, without gradients; with ``timeout_s=None`` they run in the caller's thread and have no
+    deadline. Attributes of the function that are read: ``timeout_s`` (wins over the argument),
+    ``step_separator`` (see ``step_reward``), ``scores_turns`` (see ``turn_reward``),
+    ``memory_bytes``, ``check(columns)``, which may refuse the columns of the data,
+    ``compares_group`` (it needs groups of two or more), and of a judge ``input_digest``,
+    ``attach``, ``usage`` and ``describe_usage``.
     """
 
     def __init__(
         self, fn: Callable[..., Any], *, name: str | None = None, timeout_s: float | None = 60.0
     ) -> None:
         if not callable(fn):
-            raise DataError(f"""the reward is {fn!r:.80} ({type(fn).__name__}), which is not callable; it needs to be a
-                function such as def reward(completions, **kwargs). Pass the function itself, not its result.""")
+            raise DataError(f"""the reward is {fn!r:.80} ({type(fn).__name__}), which is not
+                callable; it needs to be a function such as def reward(completions, **kwargs). Pass
+                the function itself, not its result.""")
         self.fn, self.name = fn, name or function_name(fn)
         self.timeout_s: float | None = getattr(fn, "timeout_s", timeout_s)
         self.separator: str | None = getattr(fn, "step_separator", None)
@@ -107,7 +115,8 @@ class FunctionReward:
         self._data_columns: set[str] = set()
 
     def check(self, columns: Collection[str]) -> None:
-        """Raise DataError if the data lack a column that the function requires; see ``columns_of``."""
+        """Raise DataError if the data lack a column that the function requires; see
+        ``columns_of``."""
         require_columns(f"reward {self.name!r}", self._parameters, columns, self._provided)
         getattr(self.fn, "check", lambda columns: None)(columns)
         self._data_columns.update(columns)
@@ -115,8 +124,8 @@ class FunctionReward:
     def prepare(self, rollouts: Rollouts, state: TrainerState) -> RowCall:
         cells = self._cells(rollouts)
         if self.separator is not None and self.decode is None:
-            raise GruppoError(f"""reward {self.name!r} scores steps and needs the policy's decoder to find their last
-                tokens. Call RewardSet.set_decoder(policy.chat.text) first.""")
+            raise GruppoError(f"""reward {self.name!r} scores steps and needs the policy's decoder
+                to find their last tokens. Call RewardSet.set_decoder(policy.chat.text) first.""")
         return partial(self._call, rollouts, state, cells)
 
     def _cells(self, rollouts: Rollouts) -> dict[str, Sequence[Any]]:
@@ -143,7 +152,8 @@ class FunctionReward:
             cells["completion_ids"] = [actions[own].tolist() for actions, own in pairs]
         if self._takes("group_ids", by_default=False):
             cells["group_ids"] = rollouts.group_ids.tolist()
-        # A batch may lack a column that other prompts of the data have: it is then None in all rows.
+        # A batch may lack a column that other prompts of the data have: it is then None in all
+        # rows.
         columns = columns_of(rollouts.prompts)
         self.check({*self._data_columns, *columns, *cells})
         required = {name for name, is_required in self._parameters.items() if is_required}
@@ -221,8 +231,9 @@ class FunctionReward:
 class ObjectReward:
     """An object with the ``Reward`` protocol, under the same rules for failures as a function.
 
-    It returns [B]; or, with an attribute ``scores_steps = True``, [B, T]: a score at each action that ends a step, NaN
-    elsewhere. ``columns`` names the columns that it needs. ``check`` and ``memory_bytes`` as of a function.
+    It returns [B]; or, with an attribute ``scores_steps = True``, [B, T]: a score at each action
+    that ends a step, NaN elsewhere. ``columns`` names the columns that it needs. ``check`` and
+    ``memory_bytes`` as of a function.
     """
 
     is_async = is_remote = False
@@ -237,8 +248,9 @@ class ObjectReward:
 
     def check(self, columns: Collection[str]) -> None:
         if missing := sorted(self.requested_columns - {*columns}):
-            raise DataError(f"""reward {self.name!r} needs the column {missing[0]!r}, which the data do not have; they
-                have: {", ".join(sorted(columns)) or "no columns"}. Add the column, or rename one.""")
+            raise DataError(f"""reward {self.name!r} needs the column {missing[0]!r}, which the data
+                do not have; they have: {", ".join(sorted(columns)) or "no columns"}. Add the
+                column, or rename one.""")
         getattr(self.fn, "check", lambda columns: None)(columns)
 
     def prepare(self, rollouts: Rollouts, state: TrainerState) -> RowCall:
@@ -250,8 +262,8 @@ class ObjectReward:
             return Answer(len(rows), self._step_scores(returned, rollouts.mask[list(rows)]))
         if isinstance(returned, Tensor) and returned.ndim == 2:
             problem = f"reward {self.name!r} returned {tuple(returned.shape)}"
-            raise DataError(f"""{problem}: a score for each action. Set scores_steps = True on the object, or return one
-                per row, [B].""")
+            raise DataError(f"""{problem}: a score for each action. Set scores_steps = True on the
+                object, or return one per row, [B].""")
         values = as_list(returned, len(rows))
         return Answer(len(rows), [None if value != value else value for value in values])
 
@@ -274,7 +286,8 @@ class ObjectReward:
 
 
 def columns_of(prompts: Iterable[Prompt]) -> tuple[str, ...]:
-    """Columns that a reward function can request: every key of ``meta``; ``answer``, ``target`` if a prompt has one."""
+    """Columns that a reward function can request: every key of ``meta``; ``answer``, ``target`` if
+    a prompt has one."""
     names = {
         name
         for p in prompts
@@ -288,7 +301,8 @@ def _cell(prompt: Prompt, name: str) -> Any:
 
 
 def _copied(value: Any) -> Any:
-    """Copy messages, images and state, so that a function that edits them in place does not edit the rollouts."""
+    """Copy messages, images and state, so that a function that edits them in place does not edit
+    the rollouts."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, list):
@@ -296,18 +310,20 @@ def _copied(value: Any) -> Any:
     return dict(value) if isinstance(value, dict) else value
 
 
-# --- steps ------------------------------------------------------------------------------------------------------------
+# --- steps ----------------------------------------------------------------------------------------
 
 
 def step_reward(separator: str = "\n") -> Callable[[Function], Function]:
-    """Decorator for a reward function that scores steps: the parts of a completion between separators.
+    """Decorator for a reward function that scores steps: the parts of a completion between
+    separators.
 
-    The function may request ``steps``, a list of texts per completion. It returns a list of numbers per completion, one
-    per step; None instead of a number leaves the step unscored, None instead of a list the completion.
+    The function may request ``steps``, a list of texts per completion. It returns a list of numbers
+    per completion, one per step; None instead of a number leaves the step unscored, None instead of
+    a list the completion.
     """
     if not isinstance(separator, str) or not separator:
-        raise GruppoError(f"""separator={separator!r} splits nothing; it needs the text between steps. Set
-            separator=\\n.""")
+        raise GruppoError(f"""separator={separator!r} splits nothing; it needs the text between
+            steps. Set separator=\\n.""")
 
     def mark(fn: Function) -> Function:
         fn.step_separator = separator  # type: ignore[attr-defined]
@@ -317,10 +333,11 @@ def step_reward(separator: str = "\n") -> Callable[[Function], Function]:
 
 
 def turn_reward(fn: Function) -> Function:
-    """Decorator for a reward function that scores turns: the answers of the policy in a conversation.
+    """Decorator for a reward function that scores turns: the answers of the policy in a
+    conversation.
 
-    The function returns a list of numbers per completion, one per answer; None instead of a number leaves the answer
-    unscored, None instead of a list the completion.
+    The function returns a list of numbers per completion, one per answer; None instead of a number
+    leaves the answer unscored, None instead of a list the completion.
     """
     fn.scores_turns = True  # type: ignore[attr-defined]
     return fn
@@ -329,7 +346,8 @@ def turn_reward(fn: Function) -> Function:
 def place_scores(
     entry: Any, ends: Sequence[int], unit: Literal["step", "turn"], count: int
 ) -> StepScores | None:
-    """Place a row's numbers, one for each of its ``count`` steps or turns, at the actions that end them."""
+    """Place a row's numbers, one for each of its ``count`` steps or turns, at the actions that end
+    them."""
     if isinstance(entry, CallError):
         raise entry
     entry = entry.tolist() if hasattr(entry, "tolist") else entry
@@ -347,7 +365,8 @@ def place_scores(
 
 
 def split_steps(text: str, separator: str) -> list[TextStep]:
-    """Split a text into steps. Blank parts are dropped; a text of blank parts only is a single step."""
+    """Split a text into steps. Blank parts are dropped; a text of blank parts only is a single
+    step."""
     steps, end = [], 0
     for part in text.split(separator):
         end = min(end + len(part) + len(separator), len(text))
@@ -359,10 +378,11 @@ def split_steps(text: str, separator: str) -> list[TextStep]:
 def step_ends(
     steps: Sequence[TextStep], text: str, ids: Sequence[int], decode: Decode
 ) -> list[int]:
-    """Index of the id that completes each step; the last step ends with the last id, so it owns the end token.
+    """Index of the id that completes each step; the last step ends with the last id, so it owns the
+    end token.
 
-    The ids are the policy's own, decoded from the first on: tokenizing the text again could give other ids. A character
-    of several ids is complete at its last one.
+    The ids are the policy's own, decoded from the first on: tokenizing the text again could give
+    other ids. A character of several ids is complete at its last one.
     """
     if not decode(ids).startswith(text):
         raise CallError(

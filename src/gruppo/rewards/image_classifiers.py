@@ -33,10 +33,11 @@ def classifier(
 ) -> ImageReward:
     """Probability of a class under a frozen classifier, or its logarithm in nats.
 
-    ``module`` maps images [b, C, H, W] in [0, 1] to logits [b, classes]. The class is ``label``, the same for all, or
-    each row's in the column ``label`` (None there: not scored). ``floor``: the lowest reward, so that a hopeless image
-    does not outweigh all others. What the classifier takes for the class earns as much as the class does: evaluate with
-    another one, of another architecture.
+    ``module`` maps images [b, C, H, W] in [0, 1] to logits [b, classes]. The class is ``label``,
+    the same for all, or each row's in the column ``label`` (None there: not scored). ``floor``: the
+    lowest reward, so that a hopeless image does not outweigh all others. What the classifier takes
+    for the class earns as much as the class does: evaluate with another one, of another
+    architecture.
     """
     if output not in ("probability", "log_probability"):
         raise GruppoError(f"{name} got output={output!r}; it needs probability or log_probability.")
@@ -67,7 +68,8 @@ def classifier(
 def log_probabilities(
     module: nn.Module, images: Sequence[Image], batch: int = 256
 ) -> list[Float[Tensor, "classes"]]:
-    """Log-probabilities of all classes, in nats, for each image as it would be saved; float64 on the CPU."""
+    """Log-probabilities of all classes, in nats, for each image as it would be saved; float64 on
+    the CPU."""
     module.eval()  # another owner may have set it to train
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     nats: list[Tensor] = []
@@ -78,7 +80,8 @@ def log_probabilities(
 
 
 class ImageClassifier(nn.Module):
-    """Small convolutional classifier: three 3 x 3 convolutions with max pooling. Images [b, C, H, W] to logits."""
+    """Small convolutional classifier: three 3 x 3 convolutions with max pooling. Images [b, C, H,
+    W] to logits."""
 
     def __init__(self, channels: int = 1, classes: int = 10, width: int = 16) -> None:
         super().__init__()
@@ -117,9 +120,11 @@ def train_classifier(
     batch: int = 50,
     augment: Augment | None = None,
 ) -> nn.Module:
-    """Train by AdamW on the cross-entropy, with a one-cycle learning rate; returns ``module`` in eval mode.
+    """Train by AdamW on the cross-entropy, with a one-cycle learning rate; returns ``module`` in
+    eval mode.
 
-    The order of batches and the augmentation depend on the seed alone; so do the weights, if initialized by it.
+    The order of batches and the augmentation depend on the seed alone; so do the weights, if
+    initialized by it.
     """
     optimizer = torch.optim.AdamW(module.parameters(), lr=lr, weight_decay=1e-2)
     steps = epochs * -(-len(images) // batch)

@@ -1,9 +1,10 @@
-"""Built-in rewards of images, in TRL's calling convention: ``images`` is a list of tensors [C, H, W] in [0, 1].
+"""Built-in rewards of images, in TRL's calling convention: ``images`` is a list of tensors [C, H,
+W] in [0, 1].
 
-Images are read as a file of 8 bits would hold them, whatever the policy returns. One with a NaN is NaN, a counted
-failure: as a file it would be black, which compresses best. Restoration rewards compare with ``target`` (the clean
-images), ``prompts`` (the degraded ones) or the column ``reference`` (the frozen network's). Each docstring states what
-a policy can gain by cheating.
+Images are read as a file of 8 bits would hold them, whatever the policy returns. One with a NaN is
+NaN, a counted failure: as a file it would be black, which compresses best. Restoration rewards
+compare with ``target`` (the clean images), ``prompts`` (the degraded ones) or the column
+``reference`` (the frozen network's). Each docstring states what a policy can gain by cheating.
 """
 
 from __future__ import annotations
@@ -35,10 +36,12 @@ MAX_PSNR = 100.0
 
 
 def jpeg_compressibility(quality: int = 95, *, without_header: bool = False) -> ImageReward:
-    """Minus the size of the image as a JPEG, in kB (1000 bytes): ddpo-pytorch's reward of this name.
+    """Minus the size of the image as a JPEG, in kB (1000 bytes): ddpo-pytorch's reward of this
+    name.
 
-    ``without_header``: bytes above those of a black image of the same size, which then earns 0. A black image earns
-    most, and is found within a minute: add a reward that reads what the image shows, and a KL.
+    ``without_header``: bytes above those of a black image of the same size, which then earns 0. A
+    black image earns most, and is found within a minute: add a reward that reads what the image
+    shows, and a KL.
     """
     size = _jpeg_sizes("jpeg_compressibility", quality, without_header)
     return per_image("jpeg_compressibility", lambda image: -size(image) / 1000)
@@ -53,8 +56,9 @@ def jpeg_incompressibility(quality: int = 95, *, without_header: bool = False) -
 def jpeg_saving(quality: int = 90, *, against: Against = "reference") -> ImageReward:
     """Share of JPEG bytes saved: 1 - bytes / bytes of the other image, both without their header.
 
-    ``against``: the frozen network's image (the column "reference"), the degraded one, or the target. A share weighs
-    simple and detailed images alike, where bytes would not. A blank image earns 1: add a fidelity.
+    ``against``: the frozen network's image (the column "reference"), the degraded one, or the
+    target. A share weighs simple and detailed images alike, where bytes would not. A blank image
+    earns 1: add a fidelity.
     """
     size = _jpeg_sizes("jpeg_saving", quality, without_header=True)
     column = _column("jpeg_saving", "against", against, get_args(Against))
@@ -66,7 +70,8 @@ def jpeg_saving(quality: int = 90, *, against: Against = "reference") -> ImageRe
 
 
 def _jpeg_sizes(name: str, quality: int, without_header: bool) -> Callable[[Image], int]:
-    """Return a function that gives the JPEG bytes of an image. A header counts as the bytes of a black image."""
+    """Return a function that gives the JPEG bytes of an image. A header counts as the bytes of a
+    black image."""
     if not isinstance(quality, int) or not 1 <= quality <= 100:
         raise GruppoError(
             f"{name} got quality={quality!r}; it needs a whole number from 1 to 100, such as 95."
@@ -84,7 +89,8 @@ def _column(reward: str, option: str, value: str, known: Sequence[str]) -> str:
 
 
 def brightness(target: float | None = None) -> ImageReward:
-    """Mean luma, 0 (black) to 1 (white); or 1 - |mean luma - target|. A blank image of that brightness earns most."""
+    """Mean luma, 0 (black) to 1 (white); or 1 - |mean luma - target|. A blank image of that
+    brightness earns most."""
     if target is not None and not 0 <= target <= 1:
         raise GruppoError(
             f"brightness got target={target!r}; it needs a number from 0 (black) to 1 (white)."
@@ -98,9 +104,11 @@ def brightness(target: float | None = None) -> ImageReward:
 
 
 def symmetry(axis: Literal["vertical", "horizontal"] = "vertical") -> ImageReward:
-    """Correlation of the image with its mirror image, -1 to 1; 0 for a blank image, in which nothing is symmetric.
+    """Correlation of the image with its mirror image, -1 to 1; 0 for a blank image, in which
+    nothing is symmetric.
 
-    ``axis``: of the mirror; "vertical" mirrors left to right. A single centered dot earns as much as a face.
+    ``axis``: of the mirror; "vertical" mirrors left to right. A single centered dot earns as much
+    as a face.
     """
     if axis not in ("vertical", "horizontal"):
         raise GruppoError(
@@ -119,11 +127,13 @@ def symmetry(axis: Literal["vertical", "horizontal"] = "vertical") -> ImageRewar
 
 
 def brisque() -> ImageReward:
-    """1 - BRISQUE / 100: how natural an image looks, by statistics of its detail, without a reference image.
+    """1 - BRISQUE / 100: how natural an image looks, by statistics of its detail, without a
+    reference image.
 
-    Mittal et al. 2012, the network of the package brisque (extra ``quality``). About 1 for a good photograph, 0 for a
-    bad one, without a lower bound. An image without detail is NaN. The model knows only whole photographs (at 64 pixels
-    a noisy crop may earn more than a clean one), and optimising for it finds its gaps: combine it with a fidelity.
+    Mittal et al. 2012, the network of the package brisque (extra ``quality``). About 1 for a good
+    photograph, 0 for a bad one, without a lower bound. An image without detail is NaN. The model
+    knows only whole photographs (at 64 pixels a noisy crop may earn more than a clean one), and
+    optimising for it finds its gaps: combine it with a fidelity.
     """
     model = import_extra("brisque", "quality", "brisque").BRISQUE(url=False)
     scale = model.scale_features
@@ -139,17 +149,19 @@ def brisque() -> ImageReward:
     return per_image("brisque", score)
 
 
-# --- text in images ---------------------------------------------------------------------------------------------------
+# --- text in images -------------------------------------------------------------------------------
 
 
 def ocr_accuracy(
     read: OcrReader | None = None, *, line: bool = True, ignore_case: bool = False
 ) -> ImageReward:
-    """max(0, 1 - edits / characters) between the recognized text and the column ``text``, without spaces.
+    """max(0, 1 - edits / characters) between the recognized text and the column ``text``, without
+    spaces.
 
-    0 to 1: one minus the character error rate; additional words in the image cost edits. A row without a text is not
-    scored. ``read`` is rapidocr (extra ``ocr``) by default. ``line``: every image is one line of text; text detection,
-    which takes most of the time, is skipped. Ugly letters earn as much as fine ones.
+    0 to 1: one minus the character error rate; additional words in the image cost edits. A row
+    without a text is not scored. ``read`` is rapidocr (extra ``ocr``) by default. ``line``: every
+    image is one line of text; text detection, which takes most of the time, is skipped. Ugly
+    letters earn as much as fine ones.
     """
     if read is None:  # the networks of rapidocr are in its wheel
         package = import_extra("rapidocr", "ocr", "ocr_match")
@@ -170,14 +182,16 @@ def ocr_accuracy(
 
 
 def ocr_match(read: OcrReader | None = None, *, line: bool = False) -> ImageReward:
-    """``ocr_accuracy`` of images with any layout, whatever the case, as in Flow-GRPO (arXiv 2505.05470)."""
+    """``ocr_accuracy`` of images with any layout, whatever the case, as in Flow-GRPO (arXiv
+    2505.05470)."""
     reward = ocr_accuracy(read, line=line, ignore_case=True)
     reward.__name__ = "ocr_match"
     return reward
 
 
 def edit_distance(a: str, b: str) -> int:
-    """Levenshtein distance: insertions, deletions and replacements that turn one text into the other."""
+    """Levenshtein distance: insertions, deletions and replacements that turn one text into the
+    other."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, start=1):
         above, row = row, [i]
@@ -186,23 +200,26 @@ def edit_distance(a: str, b: str) -> int:
     return row[-1]
 
 
-# --- fidelity ---------------------------------------------------------------------------------------------------------
+# --- fidelity -------------------------------------------------------------------------------------
 
 
 def psnr(*, delta: Delta = "none", patch: int = 0) -> Any:
     """Peak signal-to-noise ratio to the target in dB, at most 100.
 
-    ``delta``: minus that of the degraded image ("input") or of the frozen network's (the column "reference"). A group's
-    mean cancels a delta; it shows the improvement. ``patch``: one reward per square of this many pixels, which needs a
-    policy with one action per square and ``--objective.credit position``. Blurred images earn more than sharp ones.
+    ``delta``: minus that of the degraded image ("input") or of the frozen network's (the column
+    "reference"). A group's mean cancels a delta; it shows the improvement. ``patch``: one reward
+    per square of this many pixels, which needs a policy with one action per square and
+    ``--objective.credit position``. Blurred images earn more than sharp ones.
     """
     return _fidelity("psnr", measures.psnr, delta, patch)
 
 
 def ssim(*, delta: Delta = "none", patch: int = 0) -> Any:
-    """Structural similarity to the target, -1 to 1, as scikit-image with a Gaussian window of 11 pixels.
+    """Structural similarity to the target, -1 to 1, as scikit-image with a Gaussian window of 11
+    pixels.
 
-    For a patch: the mean of the map over its pixels, whose windows extend over its edges. ``delta`` as of ``psnr``.
+    For a patch: the mean of the map over its pixels, whose windows extend over its edges. ``delta``
+    as of ``psnr``.
     """
     return _fidelity("ssim", measures.ssim, delta, patch)
 
@@ -233,7 +250,8 @@ def _fidelity(name: str, measure: Callable[..., Tensor], delta: Delta, patch: in
 
 
 class PatchReward:
-    """A fidelity of each square of ``patch`` pixels, row by row from the top left: [B, T], one per action.
+    """A fidelity of each square of ``patch`` pixels, row by row from the top left: [B, T], one per
+    action.
 
     Divided by the number of squares, so that their sum, which is the row's reward, is their mean.
     """
@@ -252,9 +270,10 @@ class PatchReward:
         for row, image in enumerate(rollouts.completions):
             height, width = image.shape[-2:]
             if height % self.patch or width % self.patch or height * width != count * self.patch**2:
-                raise GruppoError(f"""reward {self.name!r} with patch={self.patch} gives {height / self.patch:g} x
-                    {width / self.patch:g} squares of images of {height} x {width}, and the policy has {count} actions.
-                    Set patch to the side of the policy's patches, or leave it out.""")
+                raise GruppoError(f"""reward {self.name!r} with patch={self.patch} gives
+                    {height / self.patch:g} x {width / self.patch:g} squares of images of {height} x
+                    {width}, and the policy has {count} actions. Set patch to the side of the
+                    policy's patches, or leave it out.""")
             prompt = rollouts.prompts[rollouts.group_ids[row]]
             cells = {**prompt.meta, "target": prompt.target, "prompts": prompt.inputs}
             scores = score_or_nothing(self.score, image, *map(cells.get, self.inputs))
@@ -273,7 +292,7 @@ def _saved_like(image: Image, other: Any, what: str) -> Float[Tensor, "1 C H W"]
     return quantize(other)[None]
 
 
-# --- shared -----------------------------------------------------------------------------------------------------------
+# --- shared ---------------------------------------------------------------------------------------
 
 
 def per_image(
@@ -281,7 +300,8 @@ def per_image(
 ) -> ImageReward:
     """Return a reward function ``name(images, **columns)`` that scores one image at a time.
 
-    ``is_network``: without a deadline, since a retry after it would start a second forward pass beside the first.
+    ``is_network``: without a deadline, since a retry after it would start a second forward pass
+    beside the first.
     """
 
     def reward(images: Sequence[Image], **data: Sequence[Any]) -> list[float | None]:

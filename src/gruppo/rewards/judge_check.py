@@ -22,11 +22,13 @@ MAX_ROWS = 5000
 
 
 def check_judge(file: str, labels: Path) -> list[str]:
-    """Ask a judge about labelled completions, as in training, and describe how it agrees with the labels.
+    """Ask a judge about labelled completions, as in training, and describe how it agrees with the
+    labels.
 
-    Two completions are compared where they answer the same prompt; if no prompt has two, all of them are. Accuracy is
-    the share of pairs with different labels that the judge orders as the labels do, half for ties. tau-b is Kendall's,
-    kappa Cohen's over better, worse and equal, with each pair in both orders.
+    Two completions are compared where they answer the same prompt; if no prompt has two, all of
+    them are. Accuracy is the share of pairs with different labels that the judge orders as the
+    labels do, half for ties. tau-b is Kendall's, kappa Cohen's over better, worse and equal, with
+    each pair in both orders.
     """
     judge = Judge(file)
     reference = judge.config.reference
@@ -77,13 +79,14 @@ def _groups(rows: list[dict[str, Any]], judge: Judge, labels: Path) -> list[int]
     if len(numbers) < len(rows):
         return groups
     if judge.compares_group:
-        raise DataError(f"""{labels}: mode="pairs" needs at least two completions of a prompt, and each has one.
-            Give rows with chosen and rejected, or set mode="score".""")
+        raise DataError(f"""{labels}: mode="pairs" needs at least two completions of a prompt, and
+            each has one. Give rows with chosen and rejected, or set mode="score".""")
     return [0] * len(rows)
 
 
 def read_labels(path: Path, reference: str = "") -> list[dict[str, Any]]:
-    """Rows with prompt, completion and label. One with chosen and rejected gives two, with the labels 1 and 0."""
+    """Rows with prompt, completion and label. One with chosen and rejected gives two, with the
+    labels 1 and 0."""
     rows: list[dict[str, Any]] = []
     try:
         lines = list(json_lines(path))
@@ -111,17 +114,19 @@ def read_labels(path: Path, reference: str = "") -> list[dict[str, Any]]:
                 raise ValueError
         except (ValueError, TypeError, KeyError):
             also = f", each with {reference!r}" if reference else ""
-            raise DataError(f"""{path}, line {number}: it needs a prompt with either a completion and a label, a number,
-                or chosen and rejected{also}.""") from None
+            raise DataError(f"""{path}, line {number}: it needs a prompt with either a completion
+                and a label, a number, or chosen and rejected{also}.""") from None
     if not 2 <= len(rows) <= MAX_ROWS:
         raise DataError(
-            f"{path} has {len(rows)} labelled completions; it needs 2 to {MAX_ROWS}. Add or remove rows."
+            f"{path} has {len(rows)} labelled completions; it needs 2 to {MAX_ROWS}. Add or remove "
+            f"rows."
         )
     return rows
 
 
 def agreement(rewards: np.ndarray, labels: np.ndarray, groups: np.ndarray) -> dict[str, float]:
-    """Agreement of two orders over the pairs of equal group that are scored; NaN where nothing can be compared."""
+    """Agreement of two orders over the pairs of equal group that are scored; NaN where nothing can
+    be compared."""
     first, second = np.nonzero(np.triu(groups[:, None] == groups[None], 1))
     is_scored = np.isfinite(rewards[first]) & np.isfinite(rewards[second])
     first, second = first[is_scored], second[is_scored]
@@ -132,7 +137,8 @@ def agreement(rewards: np.ndarray, labels: np.ndarray, groups: np.ndarray) -> di
             differs.sum()
         )
         tau = (ours * theirs).sum() / np.sqrt((ours**2).sum() * (theirs**2).sum())
-        # in both orders, better and worse are equally frequent: chance agreement depends on ties alone
+        # in both orders, better and worse are equally frequent: chance agreement depends on ties
+        # alone
         ties, label_ties = (ours == 0).sum() / count, (theirs == 0).sum() / count
         chance = ties * label_ties + (1 - ties) * (1 - label_ties) / 2
         kappa = ((ours == theirs).sum() / count - chance) / (1 - chance)

@@ -30,21 +30,24 @@ COUNTS = ["calls", "retries", "cache_hits", "input_tokens", "output_tokens"]
 COUNTS += ["failed", "timeouts", "rate_limited", "errors", "invalid", "over_budget"]
 """Counters, for metrics; failed: questions without a verdict."""
 MAX_COUNT = 1 << 40
-"""Of tokens in one answer, or of a run. What is beyond it is no count, and may not fit in a float."""
+"""Of tokens in one answer, or of a run. What is beyond it is no count, and may not fit in a
+float."""
 
 
 class JudgeClient:
     """Answers of one endpoint to requests with a JSON schema.
 
-    A verdict is kept on disk under the SHA-256 of its request. ``counts`` begin with what the run has used before.
+    A verdict is kept on disk under the SHA-256 of its request. ``counts`` begin with what the run
+    has used before.
     """
 
     def __init__(self, config: JudgeConfig, file: Path) -> None:
         self.config, self.name = config, file.stem
         self._key = read_key(config.key_env) if config.key_env else ""
         if config.key_env and not self._key:
-            raise GruppoError(f"""{file}: the endpoint {config.endpoint} needs the key in the environment variable
-                {config.key_env}, which is not set. Set it, or remove key_env for a server without a key.""")
+            raise GruppoError(f"""{file}: the endpoint {config.endpoint} needs the key in the
+                environment variable {config.key_env}, which is not set. Set it, or remove key_env
+                for a server without a key.""")
         self.counts = dict.fromkeys(COUNTS, 0)
         self._limits = {"calls": config.budget.calls, "tokens": config.budget.tokens}
         self._usage_file: Path | None = None
@@ -66,7 +69,8 @@ class JudgeClient:
                 log.warning(f"judge %s: {problem}", self.name, error)
 
     def _read_cache(self, beside: Path) -> None:
-        """Read one file for each endpoint and model; rubric and seed are in the keys, SHA-256 of requests."""
+        """Read one file for each endpoint and model; rubric and seed are in the keys, SHA-256 of
+        requests."""
         config = self.config
         own = beside / Path(config.cache).expanduser() if config.cache else None
         folder = own or state_folder() / "judges"
@@ -94,10 +98,11 @@ class JudgeClient:
     # --- what a run has used ---
 
     def attach(self, folder: Path) -> None:
-        """Count on from what the run in ``folder`` has used, and record there what is used. A collective.
+        """Count on from what the run in ``folder`` has used, and record there what is used. A
+        collective.
 
-        Each answer is recorded at once: what a killed run has paid for is not in its checkpoint. The budget that is
-        left is divided among the ranks.
+        Each answer is recorded at once: what a killed run has paid for is not in its checkpoint.
+        The budget that is left is divided among the ranks.
         """
         rank, world = dist.rank(), dist.world_size()
         mine = [
@@ -137,7 +142,8 @@ class JudgeClient:
     # --- requests ---
 
     async def ask(self, bodies: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Return the verdict of each request, or the ``CallError`` why there is none. Equal requests are sent once."""
+        """Return the verdict of each request, or the ``CallError`` why there is none. Equal
+        requests are sent once."""
         place = self.config.endpoint.rstrip("/")
         keys = [
             hashlib.sha256(json.dumps([place, body], sort_keys=True).encode()).hexdigest()
@@ -220,7 +226,8 @@ class JudgeClient:
         return wait_s
 
     def _read(self, reply: Any, schema: Mapping[str, Any]) -> Any:
-        """Return the verdict in a reply; ``CallError`` unless it is JSON of the schema and nothing else.
+        """Return the verdict in a reply; ``CallError`` unless it is JSON of the schema and nothing
+        else.
 
         JSON within prose is not looked for: the judge may quote what the policy wrote.
         """
@@ -235,7 +242,8 @@ class JudgeClient:
             if _count(count) != count and not self._has_warned:
                 self._has_warned = True
                 log.warning(
-                    "judge %s: the endpoint reports no usable number of %s, so tokens and cost are not counted right, "
+                    "judge %s: the endpoint reports no usable number of %s, so tokens and cost are "
+                    "not counted right, "
                     "and a budget of tokens has no effect. Set budget.calls.",
                     *(self.name, field),
                 )
@@ -261,7 +269,8 @@ def _count(value: Any) -> int:
 
 
 def fits(verdict: Any, schema: Mapping[str, Any]) -> bool:
-    """Whether a verdict has the schema's properties and no others, each a text or one of its choices."""
+    """Whether a verdict has the schema's properties and no others, each a text or one of its
+    choices."""
     properties = schema["properties"]
     if not isinstance(verdict, dict) or verdict.keys() != properties.keys():
         return False

@@ -1,4 +1,5 @@
-"""The TOML file of a judge: endpoint, rubric, budget. A mistake is one line, before the first step."""
+"""The TOML file of a judge: endpoint, rubric, budget. A mistake is one line, before the first
+step."""
 
 from __future__ import annotations
 
@@ -84,7 +85,8 @@ class JudgeConfig:
     retries: Count = 4
     """Further attempts after a timeout, 408, 409, 429 or 5xx, or without a connection."""
     cache: str | None = ""
-    """Folder of the answers, relative to the file; "none" keeps none. Default: in the state folder."""
+    """Folder of the answers, relative to the file; "none" keeps none. Default: in the state
+    folder."""
     budget: JudgeBudget = field(default_factory=JudgeBudget)
     price: JudgePrice = field(default_factory=JudgePrice)
     request: dict = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Reward models: classifiers of whole texts (outcome) and of the steps of a text (process).
 
-Both are reward functions in TRL's calling convention. The completion is read as text by the model's own tokenizer,
-independent of the policy's.
+Both are reward functions in TRL's calling convention. The completion is read as text by the model's
+own tokenizer, independent of the policy's.
 """
 
 from __future__ import annotations
@@ -58,13 +58,15 @@ class NetworkOptions(TypedDict, total=False):
 class RewardModel:
     """Any ``AutoModelForSequenceClassification``: one number per completion.
 
-    One label: its logit. Two or more: the log-odds of ``label`` against the others, or with ``output="probability"``
-    its probability (the sigmoid of a single logit). If its tokenizer has a chat template, the model reads a
-    conversation, with a plain prompt as the user's message; otherwise prompt and completion as one text, the messages
-    of a conversation joined by line ends. ``chat`` overrides this. ``options``: see ``ScoringNetwork``.
+    One label: its logit. Two or more: the log-odds of ``label`` against the others, or with
+    ``output="probability"`` its probability (the sigmoid of a single logit). If its tokenizer has a
+    chat template, the model reads a conversation, with a plain prompt as the user's message;
+    otherwise prompt and completion as one text, the messages of a conversation joined by line ends.
+    ``chat`` overrides this. ``options``: see ``ScoringNetwork``.
     """
 
-    timeout_s = None  # a forward pass is waited for: a retry after a deadline would start a second one beside it
+    # a forward pass is waited for: a retry after a deadline would start a second one beside it
+    timeout_s = None
 
     def __init__(
         self,
@@ -107,14 +109,17 @@ class RewardModel:
 
 
 class ProcessRewardModel:
-    """Any ``AutoModelForTokenClassification`` in TRL's convention: a number for each step of each completion.
+    """Any ``AutoModelForTokenClassification`` in TRL's convention: a number for each step of each
+    completion.
 
-    A completion is split at ``separator``. The model reads the prompt, then each step followed by ``mark`` (by default
-    the separator), each tokenized by itself; a step's score is that of the last token of its mark, which cannot attend
-    to later steps. A conversation is written by the chat template, if there is one.
+    A completion is split at ``separator``. The model reads the prompt, then each step followed by
+    ``mark`` (by default the separator), each tokenized by itself; a step's score is that of the
+    last token of its mark, which cannot attend to later steps. A conversation is written by the
+    chat template, if there is one.
 
-    ``score="steps"`` gives each step its score; "mean", "min", "last" or "product" one number of them, an outcome.
-    ``options``: see ``ScoringNetwork``; steps that were truncated away are unscored.
+    ``score="steps"`` gives each step its score; "mean", "min", "last" or "product" one number of
+    them, an outcome. ``options``: see ``ScoringNetwork``; steps that were truncated away are
+    unscored.
     """
 
     timeout_s = None
@@ -186,7 +191,8 @@ class ProcessRewardModel:
 
 
 def _at_ends(values: list[float], ends: Sequence[int], length: int) -> list[float | None]:
-    """Scores of the steps of a text that had ``length`` ids; None for those that were truncated away."""
+    """Scores of the steps of a text that had ``length`` ids; None for those that were truncated
+    away."""
     lost = length - len(values)
     # The first id of a truncated text may be its opening token, which is not the end of a step.
     first = lost + (lost > 0)
@@ -203,10 +209,10 @@ def plain_text(prompt: Any) -> str:
 class ScoringNetwork:
     """A frozen classification model with its tokenizer, from token ids to logits and scores.
 
-    ``label``: index or name of the good label; the last of up to two. ``batch``: texts of a forward pass.
-    ``max_length`` (0: the model's limit): longer texts lose their beginning, which is counted as
-    ``reward_metric/NAME_truncated_frac`` and logged once. ``device``: by default the accelerator, if there is one.
-    ``offload``: the weights are kept on the CPU between calls.
+    ``label``: index or name of the good label; the last of up to two. ``batch``: texts of a forward
+    pass. ``max_length`` (0: the model's limit): longer texts lose their beginning, which is counted
+    as ``reward_metric/NAME_truncated_frac`` and logged once. ``device``: by default the
+    accelerator, if there is one. ``offload``: the weights are kept on the CPU between calls.
     """
 
     def __init__(
@@ -240,8 +246,9 @@ class ScoringNetwork:
         self.module.requires_grad_(False).eval()
         vocabulary = self.module.get_input_embeddings().weight.shape[0]
         if len(self.tokenizer) > vocabulary:
-            raise GruppoError(f"""reward model {self.name} knows {vocabulary} token ids, and its tokenizer writes
-                {len(self.tokenizer)}: they do not fit. Use the tokenizer that the model was trained with.""")
+            raise GruppoError(f"""reward model {self.name} knows {vocabulary} token ids, and its
+                tokenizer writes {len(self.tokenizer)}: they do not fit. Use the tokenizer that the
+                model was trained with.""")
         config = self.module.config
         self._config = config.get_text_config() if hasattr(config, "get_text_config") else config
         self.head, self.output, self.batch = head, output, batch
@@ -268,7 +275,8 @@ class ScoringNetwork:
         if count and not self._has_warned:
             self._has_warned = True
             log.warning(
-                "reward %s: %d of %d texts are longer than the %d tokens that the model reads; it reads their ends. "
+                "reward %s: %d of %d texts are longer than the %d tokens that the model reads; it "
+                "reads their ends. "
                 "reward_metric/%s_truncated_frac counts them from now on.",
                 *(name, count, len(texts), self.max_length, name),
             )
@@ -306,12 +314,14 @@ class ScoringNetwork:
     def _forward(self, rows: list[list[int]]) -> list[Tensor]:
         """[labels] or [length, labels] of each row of a batch.
 
-        Padded on the right, whatever the tokenizer does, so that positions are those of a row alone.
+        Padded on the right, whatever the tokenizer does, so that positions are those of a row
+        alone.
         """
         config = self._config
         own_pad = config.pad_token_id
         used = {i for row in rows for i in row}
-        # transformers finds the last token by the padding: without a token of its own, use one that no row holds
+        # transformers finds the last token by the padding: without a token of its own, use one that
+        # no row holds
         unused = next(i for i in range(len(used) + 1) if i not in used)
         pad = unused if own_pad is None else own_pad
         tokens = [torch.tensor(row, dtype=torch.long) for row in rows]
@@ -326,9 +336,11 @@ class ScoringNetwork:
             config.pad_token_id = own_pad
         is_outcome = self.head == "ForSequenceClassification"
         if output.shape[0] != len(rows) or output.ndim != (2 if is_outcome else 3):
-            raise GruppoError(f"""reward model {self.name} gave logits of shape {list(output.shape)} for {len(rows)}
-                texts; it needs {"one number" if is_outcome else "numbers for each token"} per label. Use a model
-                ...{self.head}, or the reward {"process_reward" if is_outcome else "reward_model"}.""")
+            raise GruppoError(f"""reward model {self.name} gave logits of shape {list(output.shape)}
+                for {len(rows)} texts; it needs
+                {"one number" if is_outcome else "numbers for each token"} per label. Use a model
+                ...{self.head}, or the reward
+                {"process_reward" if is_outcome else "reward_model"}.""")
         logits = output.float().cpu()
         return [x if is_outcome else x[: len(row)] for x, row in zip(logits, rows, strict=True)]
 
@@ -364,13 +376,14 @@ def _label_index(config: Any, label: int | str | None, name: str) -> int:
     index = ({str(n): n for n in range(count)} | names).get(str(label))
     if index is None:
         raise GruppoError(f"""reward model {name} got label={label!r}; it has
-            {", ".join(names) or f"0 to {count - 1}"}. Set label to the good one's name or number, such as
-            label={count - 1}.""")
+            {", ".join(names) or f"0 to {count - 1}"}. Set label to the good one's name or number,
+            such as label={count - 1}.""")
     return index
 
 
 def _load(path: str, head: Head, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
-    """Load model and tokenizer from a folder or hub id; raise GruppoError for a model without the head."""
+    """Load model and tokenizer from a folder or hub id; raise GruppoError for a model without the
+    head."""
     import transformers
     from transformers.utils import logging as hf_logging
 
@@ -387,7 +400,10 @@ def _load(path: str, head: Head, dtype: str, trust_remote_code: bool) -> tuple[A
         architecture = (config.architectures or [""])[0]
         for other, (spec, unit) in KINDS.items():
             if other != head and architecture.endswith(other):
-                problem = f"{path!r} is a {architecture}, which scores {unit}; {KINDS[head][0]} needs a ...{head}."
+                problem = (
+                    f"{path!r} is a {architecture}, which scores {unit}; {KINDS[head][0]} "
+                    f"needs a ...{head}."
+                )
                 raise GruppoError(f"{problem} Write {spec}:{path}.")
         what = "tokenizer"
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, **options)
@@ -402,12 +418,13 @@ def _load(path: str, head: Head, dtype: str, trust_remote_code: bool) -> tuple[A
     except GruppoError:
         raise
     except Exception as error:  # transformers and the file formats raise many kinds
-        raise GruppoError(f"""reward model {path!r} could not be loaded: {transformers_error(error, what)} Use a folder
-            with the model and its tokenizer, or a hub id that this machine can reach or has cached.""") from error
+        raise GruppoError(f"""reward model {path!r} could not be loaded:
+            {transformers_error(error, what)} Use a folder with the model and its tokenizer, or a
+            hub id that this machine can reach or has cached.""") from error
     finally:
         hf_logging.set_verbosity(verbosity)
     if missing := sorted(info["missing_keys"]):
-        raise GruppoError(f"""{path!r} holds a {architecture or "model"} and lacks {missing[0]}, which a
-            {type(module).__name__} has: it would score with random weights. Use a model that was trained to score, with
-            its head.""")
+        raise GruppoError(f"""{path!r} holds a {architecture or "model"} and lacks {missing[0]},
+            which a {type(module).__name__} has: it would score with random weights. Use a model
+            that was trained to score, with its head.""")
     return module, tokenizer

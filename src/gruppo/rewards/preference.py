@@ -1,7 +1,8 @@
-"""Human-preference models of images as rewards: CLIP, PickScore, HPS v2 and ImageReward. They read image and caption.
+"""Human-preference models of images as rewards: CLIP, PickScore, HPS v2 and ImageReward. They read
+image and caption.
 
-CLIP and PickScore are loaded by transformers. HPS and ImageReward are packages with pinned versions of their own, which
-are therefore no extra of gruppo, and load checkpoints that are pickles.
+CLIP and PickScore are loaded by transformers. HPS and ImageReward are packages with pinned versions
+of their own, which are therefore no extra of gruppo, and load checkpoints that are pickles.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ PICKSCORE, PICKSCORE_PROCESSOR = (
 
 
 def clip_score(model: str | Path = CLIP, *, batch: int = 32, device: str = "cpu") -> ImageReward:
-    """Cosine of image and caption under a CLIP model, a folder or a hub id: -1 to 1 (arXiv 2104.08718).
+    """Cosine of image and caption under a CLIP model, a folder or a hub id: -1 to 1 (arXiv
+    2104.08718).
 
-    Captions longer than the model's context are truncated. Text painted into the image is read as if it were shown.
+    Captions longer than the model's context are truncated. Text painted into the image is read as
+    if it were shown.
     """
     return _clip_reward("clip_score", str(model), str(model), 1.0, batch, device)
 
@@ -46,7 +49,8 @@ def pick_score(
 ) -> ImageReward:
     """PickScore: the cosine times the model's own scale, about 15 to 25 (arXiv 2305.01569).
 
-    ``processor``: by default that in the model's folder, or for PickScore's hub id that of the CLIP it started from.
+    ``processor``: by default that in the model's folder, or for PickScore's hub id that of the CLIP
+    it started from.
     """
     default = PICKSCORE_PROCESSOR if str(model) == PICKSCORE else str(model)
     return _clip_reward("pick_score", str(model), str(processor) or default, None, batch, device)
@@ -60,7 +64,8 @@ def hps_score(version: str = "v2.1") -> ImageReward:
 
 
 def image_reward(version: str = "ImageReward-v1.0", *, device: str = "cpu") -> ImageReward:
-    """ImageReward by the package image-reward: standardized, so about -2 to 2 (arXiv 2304.05977)."""
+    """ImageReward by the package image-reward: standardized, so about -2 to 2 (arXiv
+    2304.05977)."""
     model = _package("ImageReward", "image_reward", "image-reward").load(version, device=device)
     score = lambda caption, files: [float(model.score(caption, file)) for file in files]  # noqa: E731
     return _per_caption("image_reward", score, reads_files=True)
@@ -78,7 +83,8 @@ def _package(module: str, reward: str, install: str) -> ModuleType:
 def _clip_reward(
     name: str, model: str, processor: str, scale: float | None, batch: int, device: str
 ) -> ImageReward:
-    """Load a CLIP model as a reward. ``scale`` multiplies the cosine; None: the model's own scale."""
+    """Load a CLIP model as a reward. ``scale`` multiplies the cosine; None: the model's own
+    scale."""
     import transformers
     from transformers.utils import logging as hf_logging
 
@@ -114,14 +120,18 @@ def _clip_reward(
 def _per_caption(
     name: str, score: Callable[[str, list], Sequence[float]], *, reads_files: bool = False
 ) -> ImageReward:
-    """Return a reward function that scores the images of one caption at once. ``reads_files``: as PNG files."""
+    """Return a reward function that scores the images of one caption at once. ``reads_files``: as
+    PNG files."""
 
     @torch.no_grad()
     def reward(images: Sequence[Tensor], prompts: Sequence[Any], **_: Any) -> list[float | None]:
         captions = []
         for prompt in prompts:
             if not isinstance(prompt, Sequence):
-                problem = f"{name} reads captions, and a prompt is {prompt!r:.60} ({type(prompt).__name__})"
+                problem = (
+                    f"{name} reads captions, and a prompt is {prompt!r:.60} "
+                    f"({type(prompt).__name__})"
+                )
                 raise GruppoError(
                     f"{problem}. Use data with captions, or the reward classifier for classes."
                 )

@@ -43,15 +43,16 @@ PACKAGES = {
 
 
 def resolve_reward(spec: Any, workers: RewardWorkers | None = None) -> Any:
-    """Resolve a callable or FunctionReward (returned as it is), a built-in, ``file.py:name`` or ``module:name``.
+    """Resolve a callable or FunctionReward (returned as it is), a built-in, ``file.py:name`` or
+    ``module:name``.
 
     ``workers``: where functions of files and modules are called, and built-ins that can hang.
     """
     if callable(spec) or isinstance(spec, FunctionReward):
         return spec
     if not isinstance(spec, str):
-        raise DataError(f"""the reward is {spec!r:.80} ({type(spec).__name__}), which is not callable; pass a function,
-            or a name such as exact_match or my_rewards.py:length.""")
+        raise DataError(f"""the reward is {spec!r:.80} ({type(spec).__name__}), which is not
+            callable; pass a function, or a name such as exact_match or my_rewards.py:length.""")
     name, colon, arguments = spec.strip().partition(":")
     if name in BUILT_INS:
         return _built_in(name, arguments, workers)
@@ -101,12 +102,13 @@ def _refuse_unknown(spec: str, name: str, *, is_alone: bool) -> None:
         is_module = False
     if is_alone or not (loading.is_file_name(spec.rpartition(":")[0]) or is_module):
         raise GruppoError(f"""there is no reward {spec!r}; the built-in ones are
-            {", ".join(BUILT_INS)}.{did_you_mean(name, BUILT_INS)} For your own function write path/to/file.py:name or
-            package.module:name.""")
+            {", ".join(BUILT_INS)}.{did_you_mean(name, BUILT_INS)} For your own function write
+            path/to/file.py:name or package.module:name.""")
 
 
 def absolute_reward(spec: str) -> str:
-    """Return the spec with an absolute path of its file or folder, so that it means the same in any folder."""
+    """Return the spec with an absolute path of its file or folder, so that it means the same in any
+    folder."""
     name, _, arguments = spec.partition(":")
     if name not in BUILT_INS:
         return loading.absolute_spec(spec)

@@ -136,7 +136,8 @@ class RemoteFunction:
             self.check = lambda columns: workers.call(key, "check", None, columns=list(columns))
 
     def __call__(self, call_timeout_s: float | None = None, **arguments: Any) -> Any:
-        """Values that the function returns. What it logs goes to ``log_metric`` and ``log_extra``."""
+        """Values that the function returns. What it logs goes to ``log_metric`` and
+        ``log_extra``."""
         logs = {n: arguments.pop(n) for n in ("log_metric", "log_extra") if n in arguments}
         if "trainer_state" in arguments:
             arguments["trainer_state"] = asdict(arguments["trainer_state"])

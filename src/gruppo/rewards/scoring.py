@@ -1,7 +1,7 @@
 """Scoring of batches by several rewards: weighted sum, failures, retries.
 
-The one place that handles failures. A row that a reward cannot score (None, NaN, an exception, a timeout) is NaN and,
-but for None, counted; it never acts as 0.
+The one place that handles failures. A row that a reward cannot score (None, NaN, an exception, a
+timeout) is NaN and, but for None, counted; it never acts as 0.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from gruppo.types import GruppoError, Prompt, Rollouts
 
 log = logging.getLogger("gruppo")
 
-SAME_ERRORS = 4  # single rows that repeat the error of the whole batch before the remaining rows count as failed too
+# single rows that repeat the error of the whole batch before the remaining rows count as failed too
+SAME_ERRORS = 4
 POOL_THREADS = 8
 MAX_ABANDONED = 32  # with this many calls still running past their deadline, rows are not retried
 _MAX_FLOAT32 = torch.finfo(torch.float32).max
@@ -66,8 +67,8 @@ class Scores:
     """Each reward before its weight, float32; NaN = not scored by it."""
     failures: tuple[Failure, ...] = ()
     steps: Mapping[str, Float[Tensor, "B T"]] = field(default_factory=dict)
-    """Each step reward before its weight, at the action that ends each step; NaN = no step ends here, or it is not
-    scored. A row's part is their sum."""
+    """Each step reward before its weight, at the action that ends each step; NaN = no step ends
+    here, or it is not scored. A row's part is their sum."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """``reward_metric/<name>``: mean over the calls that logged it in this batch."""
     extras: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -90,7 +91,8 @@ class Scores:
 
     @staticmethod
     def cat(several: Sequence[Scores]) -> Scores:
-        """Concatenate rows. Steps are padded to the widest; a metric is the mean over the scores that have it."""
+        """Concatenate rows. Steps are padded to the widest; a metric is the mean over the scores
+        that have it."""
         width = max((x.shape[1] for scores in several for x in scores.steps.values()), default=0)
         starts = accumulate([0, *(len(scores.rewards) for scores in several[:-1])])
         return Scores(
@@ -125,16 +127,18 @@ class Scores:
 
 
 class RewardSet:
-    """One or several rewards, called together; their weighted sum is the reward ("sum, then normalize").
+    """One or several rewards, called together; their weighted sum is the reward ("sum, then
+    normalize").
 
-    A reward that scores no row of a group, by returning None for each, does not apply to that group and is left out of
-    its sum. Otherwise a row that lacks a part is NaN in the sum: a missing part never acts as a 0. In an evaluation,
-    where a group is one row, a reward applies unless the row is scored by a reward with which it never shares a row:
-    two such rewards are for different kinds of prompts. A part of weight 0 is recorded but not in the sum. Rows that
-    ended in "error" are not shown to the rewards; they are NaN.
+    A reward that scores no row of a group, by returning None for each, does not apply to that group
+    and is left out of its sum. Otherwise a row that lacks a part is NaN in the sum: a missing part
+    never acts as a 0. In an evaluation, where a group is one row, a reward applies unless the row
+    is scored by a reward with which it never shares a row: two such rewards are for different kinds
+    of prompts. A part of weight 0 is recorded but not in the sum. Rows that ended in "error" are
+    not shown to the rewards; they are NaN.
 
-    ``rewards``: functions in TRL's calling convention or objects with the ``Reward`` protocol. ``may_be_empty``: no
-    reward is needed, as in a run of demonstrations only.
+    ``rewards``: functions in TRL's calling convention or objects with the ``Reward`` protocol.
+    ``may_be_empty``: no reward is needed, as in a run of demonstrations only.
     """
 
     def __init__(
@@ -216,12 +220,14 @@ class RewardSet:
         }
 
     def attach(self, folder: Path) -> None:
-        """Count what judges use in the folder of a run, on from what it has used before. A collective."""
+        """Count what judges use in the folder of a run, on from what it has used before. A
+        collective."""
         for name, judge in self._judges.items():
             judge.attach(folder / "judges" / name)
 
     def usage(self) -> dict[str, float]:
-        """Metrics of what judges have used so far, over all ranks. A collective if there are any."""
+        """Metrics of what judges have used so far, over all ranks. A collective if there are
+        any."""
         own = {
             f"judge/{name}/{key}": x
             for name, judge in self._judges.items()
@@ -247,7 +253,8 @@ class RewardSet:
     def score(
         self, rollouts: Rollouts, state: TrainerState | None = None, *, is_evaluation: bool = False
     ) -> Scores:
-        """Score all rows. Asynchronous rewards run at the same time, the others one after the other."""
+        """Score all rows. Asynchronous rewards run at the same time, the others one after the
+        other."""
         rows = [row for row, finish in enumerate(rollouts.finish) if finish != "error"]
         results = dict[str, RewardResult]()
         tasks, concurrent = list[Callable[[], None]](), list[Callable[[], None]]()
@@ -283,7 +290,8 @@ class RewardSet:
 
 
 def _run_all(tasks: Sequence[Callable[[], None]], concurrent: Sequence[Callable[[], None]]) -> None:
-    """Run tasks one after the other, and the concurrent ones besides them. Each bounds its own time."""
+    """Run tasks one after the other, and the concurrent ones besides them. Each bounds its own
+    time."""
     running = list(map(start_call, concurrent))
     for run in tasks:
         run()
@@ -402,7 +410,7 @@ def as_reward(value: Any) -> float:
     return float(value)
 
 
-# --- calls and retries ------------------------------------------------------------------------------------------------
+# --- calls and retries ----------------------------------------------------------------------------
 
 
 def _call_with_timeout(call: RowCall, timeout_s: float | None, rows: Sequence[int]) -> Answer:
@@ -414,8 +422,9 @@ def score_rows(
 ) -> None:
     """Call for all rows at once, and where that fails for each row alone.
 
-    ``call`` raises CallError after ``timeout_s``. A wrong number of rewards fails all rows: it is unknown which number
-    belongs to which row, and asked about one row, a function that returns one number for everything would pass.
+    ``call`` raises CallError after ``timeout_s``. A wrong number of rewards fails all rows: it is
+    unknown which number belongs to which row, and asked about one row, a function that returns one
+    number for everything would pass.
     """
     if not rows:
         return
@@ -440,9 +449,10 @@ def _retry(
 ) -> None:
     """Each row alone, one at a time after an exception, several after a timeout.
 
-    Each call may take ``timeout_s``, and none begins later than that after the first one. A call that runs for more
-    than a quarter of it gives its place to the next row, so that hung rows starve no others. A function that is simply
-    broken fails with the same error on every row: after ``SAME_ERRORS`` rows the others are not tried.
+    Each call may take ``timeout_s``, and none begins later than that after the first one. A call
+    that runs for more than a quarter of it gives its place to the next row, so that hung rows
+    starve no others. A function that is simply broken fails with the same error on every row: after
+    ``SAME_ERRORS`` rows the others are not tried.
     """
     limit_s = math.inf if timeout_s is None else timeout_s
     places = POOL_THREADS if first.kind == "timeout" else 1
@@ -487,13 +497,14 @@ def _retry(
     result.fail([*running, *waiting], first if repeated == SAME_ERRORS else late)
 
 
-# --- sums and statistics ----------------------------------------------------------------------------------------------
+# --- sums and statistics --------------------------------------------------------------------------
 
 
 def combine(
     results: Sequence[RewardResult], weights: Sequence[float], group_ids: Int[Tensor, "B"] | None
 ) -> Float[Tensor, "B"]:
-    """Weighted sum of the parts that apply to each row; NaN where one of them is missing, or none applies.
+    """Weighted sum of the parts that apply to each row; NaN where one of them is missing, or none
+    applies.
 
     ``group_ids``: the groups over which it is decided which parts apply; None in an evaluation.
     """
@@ -534,8 +545,8 @@ def applies_to_group(
 def reward_stats(scores: Scores) -> dict[str, float]:
     """Count the rows and rewards that could not be scored.
 
-    ``reward/unscored_count`` counts rows without a sum; the others count failures, so that a row that fails in two
-    rewards counts twice. A wrong number of rewards counts as an exception.
+    ``reward/unscored_count`` counts rows without a sum; the others count failures, so that a row
+    that fails in two rewards counts twice. A wrong number of rewards counts as an exception.
     """
     kinds = [failure.kind for failure in scores.failures]
     return {

@@ -1,7 +1,9 @@
-"""Built-in rewards of texts, in TRL's calling convention: each can be passed to TRL's trainer as it is.
+"""Built-in rewards of texts, in TRL's calling convention: each can be passed to TRL's trainer as it
+is.
 
-Each docstring states what a policy can gain by cheating. None pays a cheat more than an honest answer; where a cheat
-can earn as much (length, keywords, format), combine the reward with one that reads the answer.
+Each docstring states what a policy can gain by cheating. None pays a cheat more than an honest
+answer; where a cheat can earn as much (length, keywords, format), combine the reward with one that
+reads the answer.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ COHERENCE_WORDS = ("因为", "所以", "然而", "但是")
 
 
 def exact_match(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:
-    """1 where the completion, stripped, is the answer, stripped; else 0. An empty answer is not scored.
+    """1 where the completion, stripped, is the answer, stripped; else 0. An empty answer is not
+    scored.
 
     Nothing but the answer passes, so listing candidates scores 0.
     """
@@ -39,11 +42,13 @@ def exact_match(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> 
 def numeric_match(
     completions: Sequence[Any], answer: Sequence[Any], **_: Any
 ) -> list[float | None]:
-    """1 where the completion's number equals the answer's, exactly (3.0 is 3, 1/2 is 0.5, 0.33 is not 1/3); else 0.
+    """1 where the completion's number equals the answer's, exactly (3.0 is 3, 1/2 is 0.5, 0.33 is
+    not 1/3); else 0.
 
-    The completion's number is that of its last \\boxed{}, which has to hold one number alone, else its last number. So
-    a list of candidates commits to its last entry, and a list inside the box to nothing. The answer has to be a
-    number as a whole ("1,234", "$5", or what follows "####" as in GSM8K); any other is not scored.
+    The completion's number is that of its last \\boxed{}, which has to hold one number alone, else
+    its last number. So a list of candidates commits to its last entry, and a list inside the box to
+    nothing. The answer has to be a number as a whole ("1,234", "$5", or what follows "####" as in
+    GSM8K); any other is not scored.
     """
     scores: list[float | None] = [None] * len(completions)
     for n, (completion, gold) in enumerate(zip(completions, answer, strict=True)):
@@ -63,16 +68,18 @@ _TAG = re.compile(r"</?[A-Za-z][\w-]*>")
 
 
 def math_verify(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:
-    """1 where math-verify finds the completion's answer equal to the row's, as formulas or sets; else 0.
+    """1 where math-verify finds the completion's answer equal to the row's, as formulas or sets;
+    else 0.
 
-    The completion's answer is its last \\boxed{}, else a formula in LaTeX, else a number. The row's answer is LaTeX,
-    with or without $, a number, or what follows "####"; one that cannot be read as either is not scored. A list in the
-    box is a set, and equals no number.
+    The completion's answer is its last \\boxed{}, else a formula in LaTeX, else a number. The row's
+    answer is LaTeX, with or without $, a number, or what follows "####"; one that cannot be read as
+    either is not scored. A list in the box is a set, and equals no number.
     """
     library = import_extra("math_verify", "math", "math_verify")
     for name in ("parser", "grader"):  # they warn of the missing timeouts
         logging.getLogger(f"math_verify.{name}").setLevel(logging.ERROR)
-    # Its own timeouts set signals and count as wrong answers. Here a call without an answer in time is not scored.
+    # Its own timeouts set signals and count as wrong answers. Here a call without an answer in time
+    # is not scored.
     parse = partial(library.parse, parsing_timeout=None, fallback_mode="no_fallback")
     targets = [
         library.LatexExtractionConfig(boxed_match_priority=0),
@@ -94,11 +101,12 @@ def math_verify(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> 
 
 
 def regex_format(pattern: str) -> RewardFunction:
-    """1 where the whole completion, stripped, matches the pattern (``.`` matches line ends too); else 0.
+    """1 where the whole completion, stripped, matches the pattern (``.`` matches line ends too);
+    else 0.
 
-    The whole text has to match, so a right part inside anything else scores 0. ``.*`` lets anything through, and nested
-    repeats such as ``(a+)+`` can take exponential time, which only --scoring.isolate stops: matching does not yield to
-    threads.
+    The whole text has to match, so a right part inside anything else scores 0. ``.*`` lets anything
+    through, and nested repeats such as ``(a+)+`` can take exponential time, which only
+    --scoring.isolate stops: matching does not yield to threads.
     """
     try:
         compiled = re.compile(pattern, re.DOTALL)
@@ -115,13 +123,15 @@ def regex_format(pattern: str) -> RewardFunction:
 def length_target(
     target: int, unit: Literal["words", "characters", "actions"] = "words"
 ) -> RewardFunction:
-    """max(0, 1 - |n - target| / target), n in words (split at spaces), visible characters or actions (tokens).
+    """max(0, 1 - |n - target| / target), n in words (split at spaces), visible characters or
+    actions (tokens).
 
-    Chinese has no spaces: use characters. Filler of the right length earns as much as a meaningful text.
+    Chinese has no spaces: use characters. Filler of the right length earns as much as a meaningful
+    text.
     """
     if target < 1 or unit not in ("words", "characters", "actions"):
-        raise GruppoError(f"""length_target({target}, {unit!r}) needs a target of at least 1 words, characters or
-            actions.""")
+        raise GruppoError(f"""length_target({target}, {unit!r}) needs a target of at least 1 words,
+            characters or actions.""")
 
     def length_target(
         completions: Sequence[Any], completion_ids: Sequence[Any], **_: Any
@@ -142,8 +152,9 @@ def keywords(
 ) -> RewardFunction:
     """``each`` for every different word that occurs, up to ``cap``.
 
-    A word counts once, however often it is repeated, and words of letters only as whole words ("so" not in "also").
-    A bare list of all the words earns as much as an honest text with all of them, never more.
+    A word counts once, however often it is repeated, and words of letters only as whole words ("so"
+    not in "also"). A bare list of all the words earns as much as an honest text with all of them,
+    never more.
     """
     if isinstance(words, str) or not [word for word in words if word.strip()]:
         raise GruppoError(
@@ -160,14 +171,17 @@ def keywords(
 
 
 def repetition_penalty(n: int = 3, max_penalty: float = -1.0) -> RewardFunction:
-    """max_penalty times the share of n-grams that repeat an earlier one: 1 - different / all; 0 below n units.
+    """max_penalty times the share of n-grams that repeat an earlier one: 1 - different / all; 0
+    below n units.
 
-    Units are words in any case, and characters for Chinese, Japanese and Korean, for runs of more than 24 letters
-    and for texts that are mostly punctuation, so that neither "spamspam..." nor "!!!!" escapes.
+    Units are words in any case, and characters for Chinese, Japanese and Korean, for runs of more
+    than 24 letters and for texts that are mostly punctuation, so that neither "spamspam..." nor
+    "!!!!" escapes.
     """
     if n < 1 or max_penalty > 0:
         raise GruppoError(
-            f"repetition_penalty({n}, {max_penalty}) needs n from 1 on and a max_penalty of at most 0."
+            f"repetition_penalty({n}, {max_penalty}) needs n from 1 on and a max_penalty of at "
+            f"most 0."
         )
 
     def score(text: str) -> float:
@@ -188,14 +202,15 @@ def _per_text(name: str, score: Callable[[str], float | None]) -> RewardFunction
     return reward
 
 
-# --- parsing ----------------------------------------------------------------------------------------------------------
+# --- parsing --------------------------------------------------------------------------------------
 
 _CJK = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
 _UNIT = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+")
 _LONGEST_WORD = 24
 
 _NUMBER = re.compile(
-    r"(?<![A-Za-z0-9])(?<![A-Za-z0-9]_)(?<![0-9][.,])"  # not inside a word or another number: H2O, 1.2.3
+    # not inside a word or another number: H2O, 1.2.3
+    r"(?<![A-Za-z0-9])(?<![A-Za-z0-9]_)(?<![0-9][.,])"
     r"(?P<sign>[-+]?)[$€£¥]?"
     r"(?P<whole>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]++(?!_[0-9])|(?<!\.)(?=\.[0-9]))"
     r"(?P<part>\.[0-9]+)?(?P<power>[eE][-+]?[0-9]{1,3}(?![0-9]))?"
@@ -208,7 +223,8 @@ _LONGEST_NUMBER = 100
 
 
 def text_of(completion: Any) -> str:
-    """Return the text that the policy wrote: a string, or the assistant's messages joined by line ends."""
+    """Return the text that the policy wrote: a string, or the assistant's messages joined by line
+    ends."""
     if isinstance(completion, str):
         return completion
     if not isinstance(completion, (list, tuple)) or not all(
@@ -232,7 +248,8 @@ def text_of(completion: Any) -> str:
 def units_of(text: str) -> list[str]:
     """Split into lower-case words; Chinese, Japanese and Korean into characters.
 
-    A run of more than 24 letters is not a word and is split into characters, as is a text that is mostly punctuation.
+    A run of more than 24 letters is not a word and is split into characters, as is a text that is
+    mostly punctuation.
     """
     visible = "".join(text.split()).lower()
     runs = _UNIT.findall(text.lower())
@@ -244,9 +261,9 @@ def units_of(text: str) -> list[str]:
 def numbers_in(text: str) -> list[Fraction]:
     """Extract every number of a text, exactly.
 
-    Reads 1,234 and -3 and 3.0 and .5 and 1e3 and 1/2 and \\frac{1}{2}, and full-width digits. A minus right after a
-    digit, a letter or a closing bracket subtracts: 5-3 is 5 and 3. Units and % are ignored; a mixed number (1 1/2)
-    is two.
+    Reads 1,234 and -3 and 3.0 and .5 and 1e3 and 1/2 and \\frac{1}{2}, and full-width digits. A
+    minus right after a digit, a letter or a closing bracket subtracts: 5-3 is 5 and 3. Units and %
+    are ignored; a mixed number (1 1/2) is two.
     """
     return [
         number
@@ -293,7 +310,7 @@ def boxed(text: str) -> str | None:
     return ""
 
 
-# --- verifiers of other libraries -------------------------------------------------------------------------------------
+# --- verifiers of other libraries -----------------------------------------------------------------
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _EVALUATES = re.compile(r"\b(eval|parse_expr|sympify)\(")
@@ -322,11 +339,13 @@ _LONGEST_FORMULA = 500
 def reasoning_gym_score(
     completions: Sequence[Any], entry: Sequence[Any], **_: Any
 ) -> list[float | None]:
-    """Score by reasoning-gym's own verifier, usually 0 to 1; ``entry`` is an item of its data set, with metadata.
+    """Score by reasoning-gym's own verifier, usually 0 to 1; ``entry`` is an item of its data set,
+    with metadata.
 
-    The answer is the last <answer>...</answer> of the completion, else the whole text, stripped. Some of its verifiers
-    pass the answer to ``eval``: there, an answer that is more than a list or a small formula counts as no answer, since
-    no verifier may run what a model wrote. A row without an entry is not scored.
+    The answer is the last <answer>...</answer> of the completion, else the whole text, stripped.
+    Some of its verifiers pass the answer to ``eval``: there, an answer that is more than a list or
+    a small formula counts as no answer, since no verifier may run what a model wrote. A row without
+    an entry is not scored.
     """
     scores: list[float | None] = [None] * len(entry)
     for n, (completion, item) in enumerate(zip(completions, entry, strict=True)):
@@ -341,7 +360,8 @@ def reasoning_gym_score(
 
 @cache
 def _verifier(dataset: str) -> tuple[Callable[[str | None, Any], float], str | None]:
-    """Return the verifier of a data set and the evaluator, found in its source, that it passes answers to."""
+    """Return the verifier of a data set and the evaluator, found in its source, that it passes
+    answers to."""
     verify = import_extra("reasoning_gym", "tasks", "reasoning_gym_score").get_score_answer_fn(
         dataset
     )
@@ -350,7 +370,8 @@ def _verifier(dataset: str) -> tuple[Callable[[str | None, Any], float], str | N
 
 
 def is_harmless(answer: str, evaluator: str) -> bool:
-    """Whether evaluating the answer can neither call anything but a mathematical function nor take long.
+    """Whether evaluating the answer can neither call anything but a mathematical function nor take
+    long.
 
     ``evaluator``: "eval" for literals, or one of sympy's parsers for formulas.
     """
@@ -377,7 +398,8 @@ def _is_formula(node: ast.AST) -> bool:
         case ast.Call(func=func, keywords=keywords):
             return isinstance(func, ast.Name) and func.id in _FUNCTIONS and not keywords
         case ast.BinOp(left=base, op=ast.Pow(), right=exponent):
-            # An exponent holds numbers up to 64 or names (e**x), and no power or product; the base holds no power.
+            # An exponent holds numbers up to 64 or names (e**x), and no power or product; the base
+            # holds no power.
             parts = list(ast.walk(exponent))
             numbers = [part.value for part in parts if isinstance(part, ast.Constant)]
             return (

@@ -1,11 +1,13 @@
-"""Contract checks for your own components: does this policy, engine or reward behave as training assumes?
+"""Contract checks for your own components: does this policy, engine or reward behave as training
+assumes?
 
     from gruppo import check_policy
 
     def test_my_policy():
         check_policy(MyPolicy(), ["1 + 1 =", "a longer prompt"])
 
-Each check returns nothing, or raises ``ContractError`` with what was found, what is needed and how to fix it.
+Each check returns nothing, or raises ``ContractError`` with what was found, what is needed and how
+to fix it.
 """
 
 from gruppo.testing.policy import check_engine, check_policy

@@ -38,11 +38,12 @@ def check_policy(
     seed: int = 0,
     tolerance: float = 1e-3,
 ) -> None:
-    """Check that a policy samples by address and evaluates its samples to the same log-probs in any batch.
+    """Check that a policy samples by address and evaluates its samples to the same log-probs in any
+    batch.
 
-    ``prompts``: ``Prompt`` or the inputs of one; two or more, of unequal length. ``sampling``: ``Sampling`` with eight
-    actions by default. ``tolerance`` in nats: 1e-3 suits float32, 0.1 bfloat16. The module's weights, gradients and
-    mode are restored afterwards.
+    ``prompts``: ``Prompt`` or the inputs of one; two or more, of unequal length. ``sampling``:
+    ``Sampling`` with eight actions by default. ``tolerance`` in nats: 1e-3 suits float32, 0.1
+    bfloat16. The module's weights, gradients and mode are restored afterwards.
     """
     _require_methods(policy, ("sample", "micro_batches", "likelihood"), "policy")
     kind, module = type(policy).__name__, getattr(policy, "module", None)
@@ -52,8 +53,8 @@ def check_policy(
                 f"{kind} does not define {name}; see gruppo.Policy for what it returns."
             )
     if not isinstance(module, nn.Module):
-        raise ContractError(f"""policy.module is a {type(module).__name__}; it needs to be the torch module that is
-            trained.""")
+        raise ContractError(f"""policy.module is a {type(module).__name__}; it needs to be the torch
+            module that is trained.""")
     case = Case(
         "policy.sample", policy.sample, as_requests(prompts), sampling or DEFAULT, seed, tolerance
     )
@@ -76,10 +77,12 @@ def check_engine(
     seed: int = 0,
     tolerance: float = 1e-3,
 ) -> None:
-    """Check that an engine samples by address from the weights of its last sync, and reports their version.
+    """Check that an engine samples by address from the weights of its last sync, and reports their
+    version.
 
-    The policy's weights are changed meanwhile and restored; the engine then holds them as version 3, and is not closed.
-    ``tolerance`` in nats: an engine with arithmetic of its own needs about 0.1. For the rest see ``check_policy``.
+    The policy's weights are changed meanwhile and restored; the engine then holds them as version
+    3, and is not closed. ``tolerance`` in nats: an engine with arithmetic of its own needs about
+    0.1. For the rest see ``check_policy``.
     """
     methods = ("generate", "continue_rollouts", "sync", "sleep", "metrics", "progress", "close")
     _require_methods(engine, methods, "engine")
@@ -99,9 +102,13 @@ def check_engine(
             rollouts = check_sampling(case) if version == 1 else case.sample()
             reported = sorted(set(rollouts.policy_version[rollouts.mask].tolist()))
             if reported != [version]:
-                raise ContractError(f"""{case.who} after sync(policy, {version}) reports policy_version {reported} where
-                    mask is True; it needs [{version}], the version of the weights that chose the action.""")
-            problem = f"after sync(policy, {version}) the engine's sampler_logprobs are not the policy's log-probs"
+                raise ContractError(f"""{case.who} after sync(policy, {version}) reports
+                    policy_version {reported} where mask is True; it needs [{version}], the version
+                    of the weights that chose the action.""")
+            problem = (
+                f"after sync(policy, {version}) the engine's sampler_logprobs are not the "
+                f"policy's log-probs"
+            )
             advice = """sync may return only once the sampler holds the new weights; log-probs are in nats, at the
                 sampling temperature."""
             case.require_close(
@@ -116,22 +123,22 @@ def check_engine(
 def _require_methods(part: Any, names: Sequence[str], kind: str) -> None:
     for name in names:
         if not callable(getattr(part, name, None)):
-            raise ContractError(f"""the {kind}, a {type(part).__name__}, has no method {name}; it needs
-                {", ".join(names)} (see gruppo.protocols).""")
+            raise ContractError(f"""the {kind}, a {type(part).__name__}, has no method {name}; it
+                needs {", ".join(names)} (see gruppo.protocols).""")
 
 
 def _check_greedy(case: Case) -> None:
     greedy = case.sample(temperature=0.0)
     if not same_rows(greedy, case.sample(temperature=0.0, seed=case.seed + 1)):
-        raise ContractError(f"""{case.who} at temperature 0 gave other actions for another seed; 0 means the most likely
-            ones.""")
+        raise ContractError(f"""{case.who} at temperature 0 gave other actions for another seed; 0
+            means the most likely ones.""")
     try:
         share = share_alike(greedy, case.sample(top_k=1))
     except GruppoError:  # refused
         return
     if share < MIN_SHARE:
-        raise ContractError(f"""{case.who} with top_k=1 starts as at temperature 0 in {share:.0%} of the rows: it is
-            ignored.""")
+        raise ContractError(f"""{case.who} with top_k=1 starts as at temperature 0 in {share:.0%} of
+            the rows: it is ignored.""")
 
 
 def _check_micro_batches(policy: Policy, rollouts: Rollouts) -> None:
@@ -150,17 +157,17 @@ def _check_micro_batches(policy: Policy, rollouts: Rollouts) -> None:
             tuple(micro_batches[0].of(rollouts.mask).shape),
         )
         if not (kept == 1).all():
-            raise ContractError(f"""policy.micro_batches with a budget of {budget} leaves out {int((kept == 0).sum())}
-                of {len(kept)} kept actions and repeats {int((kept > 1).sum())}; each needs to be in exactly one
-                micro-batch.""")
+            raise ContractError(f"""policy.micro_batches with a budget of {budget} leaves out
+                {int((kept == 0).sum())} of {len(kept)} kept actions and repeats
+                {int((kept > 1).sum())}; each needs to be in exactly one micro-batch.""")
         if shape != needed:
-            raise ContractError(f"""policy.likelihood gave log-probs of the shape {shape} for a micro-batch of the shape
-                {needed}.""")
+            raise ContractError(f"""policy.likelihood gave log-probs of the shape {shape} for a
+                micro-batch of the shape {needed}.""")
     if likelihood.logprobs.requires_grad:
         likelihood.logprobs.sum().backward()
     if not any(p.grad is not None and p.grad.any() for p in policy.module.parameters()):
-        raise ContractError("""policy.likelihood sends no gradient to the parameters of policy.module; compute it
-            without no_grad or detach.""")
+        raise ContractError("""policy.likelihood sends no gradient to the parameters of
+            policy.module; compute it without no_grad or detach.""")
 
 
 def _check_same_distribution(policy: Policy, case: Case) -> None:
@@ -200,7 +207,8 @@ def _check_batch_invariance(policy: Policy, case: Case, rollouts: Rollouts) -> N
 
 
 def _check_module_state(policy: Policy, case: Case, rollouts: Rollouts) -> None:
-    """Dropout is off whatever the module's mode is, and every copy of the weights follows an in-place change."""
+    """Dropout is off whatever the module's mode is, and every copy of the weights follows an
+    in-place change."""
     before, mask, advice = (
         _logprobs(policy, rollouts),
         rollouts.mask,
@@ -223,7 +231,8 @@ def _check_module_state(policy: Policy, case: Case, rollouts: Rollouts) -> None:
     _perturb(policy.module)
     if torch.equal(before[mask], _logprobs(policy, rollouts)[mask]):
         raise ContractError(
-            f"log-probs did not change when the weights of policy.module did: they are stale. {advice}"
+            f"log-probs did not change when the weights of policy.module did: they are stale. "
+            f"{advice}"
         )
     fresh = case.sample()
     problem = "after a change of the weights, samples and their evaluation are of different weights"

@@ -23,7 +23,8 @@ MAX_PROMPTS = 16
 
 
 class _RaisesAlways(ContractError):
-    """The reward raises for every completion, as one does that is written for the other form of completions."""
+    """The reward raises for every completion, as one does that is written for the other form of
+    completions."""
 
 
 def check_reward(
@@ -34,19 +35,23 @@ def check_reward(
     prompt_column: str = "prompt",
     target_column: str | None = None,
 ) -> None:
-    """Check that a reward scores any completion, an empty one too, and that each score stays with its completion.
+    """Check that a reward scores any completion, an empty one too, and that each score stays with
+    its completion.
 
-    For rewards of steps, the scores of the steps are checked too. ``reward``: a function in TRL's calling convention,
-    an object with the Reward protocol, or a name such as ``file.py:function``. ``prompts``: data as for
-    ``gruppo.train(data=...)``, with the target and columns that the reward reads, or a list of ``Prompt``; of data, the
-    first ``MAX_PROMPTS`` of an epoch are used.
+    For rewards of steps, the scores of the steps are checked too. ``reward``: a function in TRL's
+    calling convention, an object with the Reward protocol, or a name such as ``file.py:function``.
+    ``prompts``: data as for ``gruppo.train(data=...)``, with the target and columns that the reward
+    reads, or a list of ``Prompt``; of data, the first ``MAX_PROMPTS`` of an epoch are used.
 
-    Completions are lists of messages where the prompts are, else texts, as in training. Without ``prompts`` they are
-    lists of messages, and texts for a reward that raises for every such list.
+    Completions are lists of messages where the prompts are, else texts, as in training. Without
+    ``prompts`` they are lists of messages, and texts for a reward that raises for every such list.
     """
     advice, cases = "", list[Sequence[Prompt]]()
     if prompts is None:
-        advice = " Give check_reward some of your data as prompts to check with the form of their completions."
+        advice = (
+            " Give check_reward some of your data as prompts to check with the form of their "
+            "completions."
+        )
         cases = [
             [replace(p, inputs=[{"role": "user", "content": p.inputs}]) for p in (SUM, WORD)],
             [SUM, WORD],
@@ -104,17 +109,19 @@ def _check(reward: Any, prompts: Sequence[Prompt], timeout_s: float | None) -> N
     )
     reverse = reverse.take(order.tolist())
     if not scores.rewards.isfinite().any():
-        raise ContractError(f"""{who} scored none of {len(rollouts)} completions; it needs to score some. Give
-            check_reward prompts with the targets and columns that it reads.""")
+        raise ContractError(f"""{who} scored none of {len(rollouts)} completions; it needs to score
+            some. Give check_reward prompts with the targets and columns that it reads.""")
     if _readable(rollouts) != before:
-        raise ContractError(f"""{who} changed the prompts or completions that it was given, which others read too;
-            change a copy.""")
+        raise ContractError(f"""{who} changed the prompts or completions that it was given, which
+            others read too; change a copy.""")
     if not _same(again, scores):
-        raise ContractError(f"""{who} scored {again.rewards.tolist()} what it had scored {values}; the same completions
-            need the same scores, or a resumed run is another run. Seed whatever is random.""")
+        raise ContractError(f"""{who} scored {again.rewards.tolist()} what it had scored {values};
+            the same completions need the same scores, or a resumed run is another run. Seed
+            whatever is random.""")
     if not _same(reverse, scores):
-        raise ContractError(f"""{who} scored {reverse.rewards.tolist()} when the completions came in reverse, but
-            {values} before; a score stays with its completion. Return scores in the order of the completions.""")
+        raise ContractError(f"""{who} scored {reverse.rewards.tolist()} when the completions came in
+            reverse, but {values} before; a score stays with its completion. Return scores in the
+            order of the completions.""")
 
 
 def _same(a: Scores, b: Scores) -> bool:
@@ -124,7 +131,8 @@ def _same(a: Scores, b: Scores) -> bool:
 
 
 def _completions(prompts: Sequence[Prompt]) -> Rollouts:
-    """What models write: nothing, the answer, the answer in a sentence, in lines, nonsense, and a great deal.
+    """What models write: nothing, the answer, the answer in a sentence, in lines, nonsense, and a
+    great deal.
 
     An action is the code of a character, or 0 at the end.
     """

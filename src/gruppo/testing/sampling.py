@@ -1,4 +1,5 @@
-"""The sampling contract of policies and engines: well-formed rollouts, random by their address alone."""
+"""The sampling contract of policies and engines: well-formed rollouts, random by their address
+alone."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from gruppo.types import Finish, GruppoError, Prompt, Request, Rollouts
 SIZES = (3, 2)
 """Samples of every other prompt: groups may differ in size."""
 MIN_SHARE = 0.75
-"""Share of rows whose first action must agree where only rounding differs: in bfloat16 it may turn a draw over."""
+"""Share of rows whose first action must agree where only rounding differs: in bfloat16 it may turn
+a draw over."""
 
 
 class ContractError(GruppoError, AssertionError):
@@ -38,7 +40,8 @@ class Case:
     def sample(
         self, requests: Sequence[Request] | None = None, *, seed: int | None = None, **changes: Any
     ) -> Rollouts:
-        """The case's samples, or those of other requests, another seed or changed sampling options."""
+        """The case's samples, or those of other requests, another seed or changed sampling
+        options."""
         sampling = replace(self.sampling, **changes)
         return self.generate(
             requests or self.requests, sampling, seed=self.seed if seed is None else seed
@@ -56,8 +59,8 @@ class Case:
         apart = (a.double() - b.double())[mask].abs()
         worst = float(apart.max()) if apart.numel() else 0.0
         if not worst <= self.tolerance:  # and not >: NaN is larger than no tolerance
-            raise ContractError(f"""{problem}: {worst:.3g} nats apart at most, where tolerance={self.tolerance:g} is
-                allowed. {advice}""")
+            raise ContractError(f"""{problem}: {worst:.3g} nats apart at most, where
+                tolerance={self.tolerance:g} is allowed. {advice}""")
 
 
 def as_requests(inputs: Sequence[Any]) -> list[Request]:
@@ -104,8 +107,9 @@ def _check_record(case: Case, rollouts: Rollouts) -> None:
     ]
     requested = [(r.prompt.id, r.prompt.draw, r.size) for r in case.requests]
     if sorted(groups) != sorted(requested):
-        raise ContractError(f"""{who}: the samples of each prompt (id, draw, count) are {groups}; {requested} were
-            requested. Each prompt needs one entry in prompts, and the group_ids of its rows point to it.""")
+        raise ContractError(f"""{who}: the samples of each prompt (id, draw, count) are {groups};
+            {requested} were requested. Each prompt needs one entry in prompts, and the group_ids of
+            its rows point to it.""")
     mask, logprobs, temperature = (
         rollouts.mask,
         rollouts.sampler_logprobs,
@@ -114,20 +118,20 @@ def _check_record(case: Case, rollouts: Rollouts) -> None:
     if mask.dtype != torch.bool:  # an integer mask would select rows by number
         raise ContractError(f"{who}: mask is {mask.dtype}; it needs torch.bool.")
     if (mask & (torch.arange(columns) >= rollouts.lengths[:, None])).any():  # [B, T]
-        raise ContractError(f"""{who}: mask is True at or beyond lengths, where no action is. Make both from the number
-            of actions.""")
+        raise ContractError(f"""{who}: mask is True at or beyond lengths, where no action is. Make
+            both from the number of actions.""")
     # A density may exceed 1; a probability, by rounding only.
     highest = float("inf") if rollouts.actions.is_floating_point() else 1e-4
     if (
         not (logprobs[mask].isfinite().all() and (logprobs[mask] <= highest).all())
         or logprobs[~mask].any()
     ):
-        raise ContractError(f"""{who}: sampler_logprobs needs finite nats where mask is True (at most 0 for discrete
-            actions) and 0 elsewhere.""")
+        raise ContractError(f"""{who}: sampler_logprobs needs finite nats where mask is True (at
+            most 0 for discrete actions) and 0 elsewhere.""")
     given = rollouts.temperature.cpu().float()
     if not torch.allclose(given, torch.full(given.shape, float(temperature))):
-        raise ContractError(f"""{who}: temperature is {rollouts.temperature.tolist()}, but {temperature} was
-            requested.""")
+        raise ContractError(f"""{who}: temperature is {rollouts.temperature.tolist()}, but
+            {temperature} was requested.""")
     if not mask.any():
         raise ContractError(f"{who} chose no action at all; check the prompts, and max_actions.")
     if unknown := set(rollouts.finish) - {*get_args(Finish)}:
@@ -136,23 +140,24 @@ def _check_record(case: Case, rollouts: Rollouts) -> None:
 
 
 def check_sampling(case: Case) -> Rollouts:
-    """The case's rollouts, after all checks of sampling: each depends on (seed, prompt.draw, sample number) alone."""
+    """The case's rollouts, after all checks of sampling: each depends on (seed, prompt.draw, sample
+    number) alone."""
     who, requests, seed, rollouts = case.who, case.requests, case.seed, case.sample()
     _check_record(case, rollouts)
     without_target = [
         replace(request, prompt=replace(request.prompt, target=None)) for request in requests
     ]
     if not same_rows(rollouts, case.sample()):
-        raise ContractError(f"""{who} gave other actions for the same seed; draw with seeds.uniforms_at(seed, draw,
-            sample, n).""")
+        raise ContractError(f"""{who} gave other actions for the same seed; draw with
+            seeds.uniforms_at(seed, draw, sample, n).""")
     # A model that is certain of every action gives the same for all seeds.
     is_deterministic = bool((rollouts.sampler_logprobs[rollouts.mask].abs() < 1e-3).all())
     if not is_deterministic and same_rows(rollouts, case.sample(seed=seed + 1)):
-        raise ContractError(f"""{who} gave the same actions for the seeds {seed} and {seed + 1}; the seed needs to reach
-            the draw.""")
+        raise ContractError(f"""{who} gave the same actions for the seeds {seed} and {seed + 1}; the
+            seed needs to reach the draw.""")
     if not same_rows(rollouts, case.sample(without_target)):
-        raise ContractError(f"""{who} gave other actions for prompts without their target; it is for rewards, never read
-            in sampling.""")
+        raise ContractError(f"""{who} gave other actions for prompts without their target; it is for
+            rewards, never read in sampling.""")
     one_by_one = [
         case.sample([replace(r, size=1, first=i)]) for r in requests for i in range(r.size)
     ]
@@ -163,9 +168,9 @@ def check_sampling(case: Case) -> Rollouts:
     }
     for how, other in others.items():
         if (share := share_alike(rollouts, other)) < MIN_SHARE:
-            raise ContractError(f"""{who}: only {share:.0%} of the rows start alike when prompts are sampled {how}. A
-                sample may depend on (seed, prompt.draw, sample number) alone: draw with seeds.uniforms_at, counting
-                from request.first.""")
+            raise ContractError(f"""{who}: only {share:.0%} of the rows start alike when prompts are
+                sampled {how}. A sample may depend on (seed, prompt.draw, sample number) alone: draw
+                with seeds.uniforms_at, counting from request.first.""")
     return rollouts
 
 

@@ -48,9 +48,9 @@ class ConsoleTracker:
 
     ``step`` and ``total_steps`` are the run's current and last step. Samples change at most every
     ``samples_every`` steps, so that they can be read. ``stages`` are the names of the stages, of
-    which ``stage/number`` says which is running; ``run_dir`` is where sheets of images are; ``unit``
-    is what ``rate/tokens_per_s`` counts, "image" for policies that render images; ``progress``
-    returns what is being done within the step.
+    which ``stage/number`` says which is running; ``run_dir`` is where sheets of images are;
+    ``unit`` is what ``rate/tokens_per_s`` counts, "image" for policies that render images;
+    ``progress`` returns what is being done within the step.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """The files of a run that are always written: metrics as JSON lines and CSV, samples as JSON lines.
 
-``metrics.jsonl`` is the record, and ``metrics.csv`` a copy for spreadsheets that is rewritten whenever the two could
-differ. Every line is flushed at once, so that a killed run loses at most the line it was writing.
+``metrics.jsonl`` is the record, and ``metrics.csv`` a copy for spreadsheets that is rewritten
+whenever the two could differ. Every line is flushed at once, so that a killed run loses at most the
+line it was writing.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ MAX_ARRAY = 16
 """Numbers of an array that are written out; of a larger one only the shape."""
 
 
-# --- JSON lines -------------------------------------------------------------------------------------------------------
+# --- JSON lines -----------------------------------------------------------------------------------
 
 
 def append_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -49,7 +50,8 @@ def append_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def cut_lines(path: Path, step: int | None = None) -> None:
-    """Delete the rows after ``step``, and a last line torn by a crash. Without a file, write an empty one."""
+    """Delete the rows after ``step``, and a last line torn by a crash. Without a file, write an
+    empty one."""
     replace_file(
         path, _json_text([row for row in read_lines(path) if step is None or row["step"] <= step])
     )
@@ -60,8 +62,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     rows, odd = list[dict[str, Any]](), 0
     for number, line in enumerate(json_lines(path) if path.exists() else (), start=1):
         if odd:
-            raise GruppoError(f"""{path}, line {odd} is not a JSON object with a step. Delete that line, or move the
-                file away.""")
+            raise GruppoError(f"""{path}, line {odd} is not a JSON object with a step. Delete that
+                line, or move the file away.""")
         odd = number  # which the last line may be
         with suppress(ValueError):  # neither JSON nor UTF-8, or beyond its limits
             if isinstance(row := parse_json(line), dict) and "step" in row:
@@ -75,7 +77,8 @@ def _json_text(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def to_json(value: Any) -> Any:
-    """The value as JSON holds it: NaN is null, infinities are text, a long array is its shape, other objects a text."""
+    """The value as JSON holds it: NaN is null, infinities are text, a long array is its shape,
+    other objects a text."""
     if value is None or isinstance(value, str | bool):
         return value
     if isinstance(value, Mapping):
@@ -93,11 +96,13 @@ def to_json(value: Any) -> Any:
 
 
 class CompletionFiles:
-    """Every completion of a run, in ``completions/step_000001.jsonl.gz`` and so on: ``STEPS_PER_FILE`` steps each.
+    """Every completion of a run, in ``completions/step_000001.jsonl.gz`` and so on:
+    ``STEPS_PER_FILE`` steps each.
 
-    Files are named by their first step and hold a gzip member for each step, one JSON object per row, as pandas
-    (``read_json(file, lines=True)``) and ``datasets`` (``load_dataset("json", data_files="completions/*.gz")``) read
-    them. Past ``max_bytes`` in all nothing more is written, with one warning.
+    Files are named by their first step and hold a gzip member for each step, one JSON object per
+    row, as pandas (``read_json(file, lines=True)``) and ``datasets`` (``load_dataset("json",
+    data_files="completions/*.gz")``) read them. Past ``max_bytes`` in all nothing more is written,
+    with one warning.
     """
 
     def __init__(self, run_dir: str | Path, max_bytes: float = MAX_COMPLETIONS_BYTES) -> None:
@@ -105,7 +110,8 @@ class CompletionFiles:
         self._size, self._is_full = 0, False
 
     def cut(self, step: int) -> None:
-        """Delete what was written after ``step``, and a last member that a kill left half-written."""
+        """Delete what was written after ``step``, and a last member that a kill left
+        half-written."""
         for path in sorted(self.folder.glob("*")):
             match = re.fullmatch(
                 r"step_(\d+)\.jsonl\.gz", path.name
@@ -142,7 +148,8 @@ class CompletionFiles:
 
 
 def read_completions(path: Path) -> tuple[list[bytes], bool]:
-    """Lines of a file of gzip members, and whether it is whole: a kill may leave the last member half-written."""
+    """Lines of a file of gzip members, and whether it is whole: a kill may leave the last member
+    half-written."""
     data, text, is_whole = path.read_bytes(), b"", True
     while data and is_whole:
         member, is_whole = zlib.decompressobj(wbits=31), False  # 31: the format of gzip
@@ -153,14 +160,15 @@ def read_completions(path: Path) -> tuple[list[bytes], bool]:
     return text.splitlines(keepends=True), is_whole
 
 
-# --- metrics and samples ----------------------------------------------------------------------------------------------
+# --- metrics and samples --------------------------------------------------------------------------
 
 
 class MetricsFile(Tracker):
     """Tracker that writes ``metrics.jsonl``, one object per step, and its copy ``metrics.csv``.
 
-    NaN is null in the JSON and ``nan`` in the CSV, where an empty cell means that the step did not log the metric.
-    Logging a step again adds to its row. :func:`read_metrics` returns what was logged, to the bit.
+    NaN is null in the JSON and ``nan`` in the CSV, where an empty cell means that the step did not
+    log the metric. Logging a step again adds to its row. :func:`read_metrics` returns what was
+    logged, to the bit.
     """
 
     def __init__(self, run_dir: str | Path) -> None:
@@ -177,7 +185,8 @@ class MetricsFile(Tracker):
         }
         if step < self._last.get("step", step):
             raise ValueError(
-                f"step {step} was logged after step {self._last['step']}; call cut({step - 1}) first."
+                f"step {step} was logged after step {self._last['step']}; call cut({step - 1}) "
+                f"first."
             )
         if step == self._last.get("step"):
             replace_file(self._path, _json_text([*read_lines(self._path)[:-1], self._last | row]))

@@ -40,7 +40,8 @@ def duration(seconds: float) -> str:
 
 
 def trend(values: Sequence[float], width: int) -> str:
-    """The last ``width`` values as block characters, scaled to their range; a gap where a value is not finite."""
+    """The last ``width`` values as block characters, scaled to their range; a gap where a value is
+    not finite."""
     last = list(values)[-width:] if width > 0 else []
     finite = [value for value in last if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
@@ -53,7 +54,8 @@ def trend(values: Sequence[float], width: int) -> str:
 
 
 def shorten(text: str, width: int) -> str:
-    """At most ``width`` columns. The middle is cut out: prompts and answers say most at their ends."""
+    """At most ``width`` columns. The middle is cut out: prompts and answers say most at their
+    ends."""
     if cell_len(text) <= width:
         return text
     tail = (width - 1) // 3  # columns, not characters: Chinese characters are two columns wide
@@ -72,8 +74,9 @@ def shape_text(value: Tensor | np.ndarray) -> str:
 def as_text(value: Any) -> str:
     """A prompt, a completion or any other object on one line.
 
-    Of the messages of a prompt the last; of a conversation all, with those of the environment in brackets, and tool
-    calls as add({"a": 1}). Of an array its shape, of bytes their number, of any other object its ``str``.
+    Of the messages of a prompt the last; of a conversation all, with those of the environment in
+    brackets, and tool calls as add({"a": 1}). Of an array its shape, of bytes their number, of any
+    other object its ``str``.
     """
     if isinstance(value, ARRAYS):
         return shape_text(value)

@@ -42,7 +42,8 @@ def model_card(
     """Describe the model that a run trained and that is in the folder ``model``.
 
     ``base`` is the hub id of the model that training began with, ``step`` that of the weights if it
-    is not the last one, ``picture`` the file of the curves. Absolute paths are cut to their last part.
+    is not the last one, ``picture`` the file of the curves. Absolute paths are cut to their last
+    part.
     """
     config = serialization.load(run_dir / "config.json")
     manifest = read_json(run_dir / "manifest.json")

@@ -18,8 +18,8 @@ Metrics = Sequence[Mapping[str, float]]
 class Panel:
     """One plot: file name, title, axis label, and its metrics with their legends.
 
-    A metric may contain one ``*``, which any text may stand for: the legend is then that text, or has
-    it for ``{}``. A heatmap has a row for each metric, a histogram one for each count.
+    A metric may contain one ``*``, which any text may stand for: the legend is then that text, or
+    has it for ``{}``. A heatmap has a row for each metric, a histogram one for each count.
     """
 
     name: str

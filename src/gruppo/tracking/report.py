@@ -55,9 +55,9 @@ def closing_lines(
 ) -> RenderableType:
     """Summary of a finished run: evaluations, files, and ``commands`` to type next with a comment.
 
-    ``before`` and ``after`` are held-out evaluations: ``prompts``, ``mean``, ``low`` and ``high`` (a
-    95% interval), and ``parts``, the mean of each reward by name. The rest is read from the run's
-    metrics. ``seconds`` is the time since the start, loading and evaluations included.
+    ``before`` and ``after`` are held-out evaluations: ``prompts``, ``mean``, ``low`` and ``high``
+    (a 95% interval), and ``parts``, the mean of each reward by name. The rest is read from the
+    run's metrics. ``seconds`` is the time since the start, loading and evaluations included.
     """
     run_dir = Path(run_dir)
     steps = [row for row in read_metrics(run_dir) if "time/step_s" in row]

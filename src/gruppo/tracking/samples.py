@@ -1,4 +1,5 @@
-"""The samples of a run: rows in ``samples.jsonl``, and their images as PNG sheets in ``images/``."""
+"""The samples of a run: rows in ``samples.jsonl``, and their images as PNG sheets in
+``images/``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """External trackers: TensorBoard, Weights & Biases, trackio, or a class from a file.
 
-Each is a thin adapter. If one fails (no network, no disk, a bug), that is one warning: the run continues without it,
-and the files in its folder hold everything.
+Each is a thin adapter. If one fails (no network, no disk, a bug), that is one warning: the run
+continues without it, and the files in its folder hold everything.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def check(names: Sequence[str]) -> None:
 def open_trackers(
     names: Sequence[str], run_dir: Path, config: Any, *, from_step: int | None
 ) -> list[Tracker]:
-    """Open trackers by name, each guarded. ``from_step``: the last step before a resume, None for a new run."""
+    """Open trackers by name, each guarded. ``from_step``: the last step before a resume, None for a
+    new run."""
 
     def open_tracker(name: str) -> Tracker:
         own = name not in TRACKERS
@@ -95,7 +96,8 @@ def guarded(track: Sequence[Any]) -> list[Tracker]:
     for one in track:
         if isinstance(one, type):
             raise GruppoError(
-                f"the tracker {one.__name__} is a class that cannot be imported by name; pass an object."
+                f"the tracker {one.__name__} is a class that cannot be imported by name; pass an "
+                f"object."
             )
         if missing := [method for method in METHODS if not callable(getattr(one, method, None))]:
             raise GruppoError(
@@ -122,7 +124,8 @@ def settings(config: Any) -> dict[str, Any]:
 
 
 class GuardedTracker:
-    """A tracker whose first error becomes a warning, after which it is only closed. Ctrl-C passes through."""
+    """A tracker whose first error becomes a warning, after which it is only closed. Ctrl-C passes
+    through."""
 
     def __init__(self, name: str, factory: Callable[[], Tracker]) -> None:
         self.name, self._has_failed = name, False
@@ -147,7 +150,8 @@ class GuardedTracker:
         tracker, self._tracker = self._tracker, None
         if tracker is None:
             return
-        # In a daemon thread, so that a network that hangs delays the end of the run by CLOSE_S at most.
+        # In a daemon thread, so that a network that hangs delays the end of the run by CLOSE_S at
+        # most.
         closing = threading.Thread(
             target=self._call, args=("could not be closed", tracker.close), daemon=True
         )
@@ -180,11 +184,12 @@ class GuardedTracker:
             self._has_failed = True
 
 
-# --- trackers by name -------------------------------------------------------------------------------------------------
+# --- trackers by name -----------------------------------------------------------------------------
 
 
 class TensorBoard:
-    """Event files in ``RUN/tensorboard``. A resumed run continues them, and hides what came after its checkpoint."""
+    """Event files in ``RUN/tensorboard``. A resumed run continues them, and hides what came after
+    its checkpoint."""
 
     def __init__(self, run_dir: Path, settings: Mapping[str, Any], from_step: int | None) -> None:
         import_extra("tensorboard", "track", "--track tensorboard")
@@ -193,7 +198,8 @@ class TensorBoard:
 
         self._run_dir, folder = run_dir, run_dir / "tensorboard"
         is_there = folder.is_dir()
-        # What an ended attempt logged after its checkpoint is hidden; events are only ever appended.
+        # What an ended attempt logged after its checkpoint is hidden; events are only ever
+        # appended.
         purge = None if not is_there else 0 if from_step is None else from_step + 1
         self._writer = SummaryWriter(str(folder), purge_step=purge)
         if not is_there:
@@ -249,7 +255,8 @@ class HostedTracker:
 
 
 def open_wandb(run_dir: Path, settings: Mapping[str, Any], from_step: int | None) -> Tracker:
-    """A run of the project gruppo. ``WANDB_MODE``, ``WANDB_PROJECT`` and so on apply; without a key it is offline."""
+    """A run of the project gruppo. ``WANDB_MODE``, ``WANDB_PROJECT`` and so on apply; without a key
+    it is offline."""
     wandb, mode = import_extra("wandb", "track", "--track wandb"), None
     if not os.environ.get("WANDB_MODE"):
         with suppress(TypeError):  # older versions, which prompt
@@ -268,7 +275,8 @@ def open_wandb(run_dir: Path, settings: Mapping[str, Any], from_step: int | None
         settings=wandb.Settings(silent=True, console="off", **limits),
     )
     _tracker_ids(run_dir, wandb=run.id)
-    # The step is a column of its own, so that rows which a resumed run repeats are drawn over the earlier ones.
+    # The step is a column of its own, so that rows which a resumed run repeats are drawn over the
+    # earlier ones.
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
     return HostedTracker(wandb, run, run_dir, lambda step, row: run.log({"step": step, **row}))
@@ -293,7 +301,8 @@ def open_trackio(run_dir: Path, settings: Mapping[str, Any], from_step: int | No
 
 
 def _tracker_ids(run_dir: Path, **opened: str) -> dict[str, str]:
-    """Ids of the run in its trackers, by which a resume continues it; saved where one was opened."""
+    """Ids of the run in its trackers, by which a resume continues it; saved where one was
+    opened."""
     path, ids = run_dir / STATE_FILE, dict[str, str]()
     with suppress(OSError, ValueError, TypeError):
         ids = dict(read_json(path))
@@ -311,13 +320,14 @@ TRACKERS: Mapping[str, Opener] = {
 """By the name that ``--track`` takes, which is also the package's name."""
 
 
-# --- samples as tables ------------------------------------------------------------------------------------------------
+# --- samples as tables ----------------------------------------------------------------------------
 
 
 def _samples(
     run_dir: Path, step: int, rows: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, tuple[list[str], list[list[Any]]] | None, Path | None]]:
-    """Training and held-out samples: a tag, columns and cells of those with text, and the sheet of images."""
+    """Training and held-out samples: a tag, columns and cells of those with text, and the sheet of
+    images."""
     for tag, is_held_out in {"samples": False, "held_out": True}.items():
         if not (tagged := [row for row in rows if bool(row.get("held_out")) == is_held_out]):
             continue

@@ -36,11 +36,13 @@ from gruppo.trainer.stages import StepParams
 from gruppo.types import Batch, GruppoError, Rollouts
 
 OVERLONG = "overlong penalty"
-"""Name of the penalty among normalized rewards and their moving statistics; no reward function has it."""
+"""Name of the penalty among normalized rewards and their moving statistics; no reward function has
+it."""
 
 
 def assemble(run: Run, step_params: StepParams, rollouts: Rollouts, scores: Scores) -> Batch:
-    """A batch with advantages, and with the old log-probs, values and reference log-probs that an update needs."""
+    """A batch with advantages, and with the old log-probs, values and reference log-probs that an
+    update needs."""
     objective, loss_mask = (
         run.config.objective,
         kept_actions(run.config.objective, rollouts, scores),
@@ -77,7 +79,8 @@ def assemble(run: Run, step_params: StepParams, rollouts: Rollouts, scores: Scor
 
 
 def kept_actions(objective: Objective, rollouts: Rollouts, scores: Scores) -> Bool[Tensor, "B T"]:
-    """Actions chosen by the policy, in a row that is scored, not an error, and not masked out for its length."""
+    """Actions chosen by the policy, in a row that is scored, not an error, and not masked out for
+    its length."""
     usable = scores.rewards.isfinite() & torch.tensor(
         [finish != "error" for finish in rollouts.finish]
     )
@@ -88,7 +91,8 @@ def kept_actions(objective: Objective, rollouts: Rollouts, scores: Scores) -> Bo
 
 def with_advantages(run: Run, step_params: StepParams, batch: Batch, scores: Scores) -> Batch:
     """The batch with the objective's advantages, and with returns where there is a critic."""
-    # Rewards minus KL go to a critic's GAE, to single steps, to what follows each action, or to whole rows.
+    # Rewards minus KL go to a critic's GAE, to single steps, to what follows each action, or to
+    # whole rows.
     objective, returns = run.config.objective, None
     assert batch.rollouts is not None
     penalty = torch.zeros(batch.loss_mask.shape)
@@ -144,7 +148,7 @@ def overlong(config: Config, rollouts: Rollouts) -> Float[Tensor, "B"]:
     return overlong_penalty(completion_lengths(rollouts), max_length=longest, cache=cache)
 
 
-# --- rewards of rows --------------------------------------------------------------------------------------------------
+# --- rewards of rows ------------------------------------------------------------------------------
 
 
 def row_advantages(
@@ -169,10 +173,12 @@ def row_advantages(
 def _compared(
     run: Run, rollouts: Rollouts, rewards: Float[Tensor, "B T"], name: str, *, steps: bool = False
 ) -> Float[Tensor, "B T"]:
-    """Rewards compared with those of the group, as the objective says; the moving statistics of this reward move on.
+    """Rewards compared with those of the group, as the objective says; the moving statistics of
+    this reward move on.
 
-    ``steps``: single steps are compared with all steps of the group; where columns are positions, as the patches of
-    an image, with the steps at the same position. Else rows [B, 1] are compared with rows.
+    ``steps``: single steps are compared with all steps of the group; where columns are positions,
+    as the patches of an image, with the steps at the same position. Else rows [B, 1] are compared
+    with rows.
     """
     objective = run.config.objective
     # a group is on one rank; moving statistics are those of all ranks
@@ -210,17 +216,19 @@ def _compared(
     return advantages
 
 
-# --- rewards of steps -------------------------------------------------------------------------------------------------
+# --- rewards of steps -----------------------------------------------------------------------------
 
 
 def credit_of_steps(
     run: Run, batch: Batch, scores: Scores, names: Sequence[str], penalty: Float[Tensor, "B T"]
 ) -> Float[Tensor, "B T"]:
-    """Advantages of single actions: of all steps that end from there on, or of the own step; plus the row's.
+    """Advantages of single actions: of all steps that end from there on, or of the own step; plus
+    the row's.
 
-    Steps are compared with all steps of the group (DeepSeekMath, arXiv 2402.03300, section 4.1.3), rows with rows.
-    Rewards that are each normalized first have their sum normalized over the kept actions of all ranks (``whiten``),
-    in place of the rows of all ranks, before the KL is subtracted.
+    Steps are compared with all steps of the group (DeepSeekMath, arXiv 2402.03300, section 4.1.3),
+    rows with rows. Rewards that are each normalized first have their sum normalized over the kept
+    actions of all ranks (``whiten``), in place of the rows of all ranks, before the KL is
+    subtracted.
     """
     objective, rollouts = run.config.objective, batch.rollouts
     loss_mask, weights = batch.loss_mask, run.rewards.weight_of
@@ -269,7 +277,8 @@ def credit_of_steps(
 def action_rewards(
     run: Run, batch: Batch, scores: Scores, names: Sequence[str]
 ) -> Float[Tensor, "B T"]:
-    """Rewards for a critic: each step's at its end, those of rows and the overlong penalty at the last kept action."""
+    """Rewards for a critic: each step's at its end, those of rows and the overlong penalty at the
+    last kept action."""
     assert batch.rollouts is not None
     row, steps = weighted_sums(run.rewards, scores, names)
     return place_score(
@@ -280,7 +289,8 @@ def action_rewards(
 def weighted_sums(
     rewards: RewardSet, scores: Scores, names: Sequence[str]
 ) -> tuple[Float[Tensor, "B"], Float[Tensor, "B T"]]:
-    """The weighted sum of the rewards of whole rows, and that of step rewards at the actions that end a step.
+    """The weighted sum of the rewards of whole rows, and that of step rewards at the actions that
+    end a step.
 
     NaN where a row is not scored, and where no step ends.
     """

@@ -1,4 +1,5 @@
-"""Back-off: return to the best weights, with a lower learning rate, where a watched metric has fallen."""
+"""Back-off: return to the best weights, with a lower learning rate, where a watched metric has
+fallen."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ LR_FACTOR = 0.5
 
 
 def watch(run: Run, folder: RunFolder, metrics: Mapping[str, float]) -> None:
-    """Keep the weights where the metric is the best so far; return to the best where it has fallen by ``drop``.
+    """Keep the weights where the metric is the best so far; return to the best where it has fallen
+    by ``drop``.
 
     The optimizer's state returns with the weights; the step, the prompts and the stage go on.
     """
@@ -55,7 +57,10 @@ def watch(run: Run, folder: RunFolder, metrics: Mapping[str, float]) -> None:
     state.version += 1
     run.engine.sync(run.policy, state.version)
     state.totals["back_offs"] = state.totals.get("back_offs", 0.0) + 1
-    text = "step %d: %s fell to %.4g from %.4g; back to the weights of step %d, with %g of the learning rate."
+    text = (
+        "step %d: %s fell to %.4g from %.4g; back to the weights of step %d, with %g of the "
+        "learning rate."
+    )
     log.warning(
         text,
         state.step,

@@ -1,7 +1,9 @@
-"""Writes the checkpoints of sharded runs: each rank its own shards, in the background, into one folder.
+"""Writes the checkpoints of sharded runs: each rank its own shards, in the background, into one
+folder.
 
-All ranks write to one temporary folder, and the last to be done seals and renames it. So a save needs no message
-between ranks, and is made even where a rank fails alone, as its error ends the others.
+All ranks write to one temporary folder, and the last to be done seals and renames it. So a save
+needs no message between ranks, and is made even where a rank fails alone, as its error ends the
+others.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from gruppo.trainer.shards import Shard, own_shards, write
 from gruppo.types import GruppoError
 
 VISIBLE_S = 60.0
-"""Seconds until what one machine has written must be seen by another. NFS keeps names for up to 60 s."""
+"""Seconds until what one machine has written must be seen by another. NFS keeps names for up to 60
+s."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,8 +112,8 @@ class Save:
                     str(rank) for rank in range(self.world_size) if not self.done(rank).is_file()
                 ]
                 raise GruppoError(
-                    f"""{self.target} is incomplete: the shards of rank {", ".join(missing)} are not in its folder,
-                    and all ranks write to one""",
+                    f"""{self.target} is incomplete: the shards of rank {", ".join(missing)} are not
+                        in its folder, and all ranks write to one""",
                     advice="Give a $runs_dir that all machines share",
                 )
             time.sleep(0.05)
@@ -121,7 +124,8 @@ class Writer:
     """Writes one save at a time in a thread."""
 
     unchecked: Save | None = None
-    """The newest save, until one rank has found it complete: after all have waited, ``check_committed``."""
+    """The newest save, until one rank has found it complete: after all have waited,
+    ``check_committed``."""
     _thread: threading.Thread | None = None
     _error: BaseException | None = None
 

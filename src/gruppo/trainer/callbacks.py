@@ -28,15 +28,18 @@ class Step:
     scores: Scores | None
     """The rewards of ``rollouts``."""
     evaluation: Evaluated | None = None
-    """The evaluation at this step, if there was one; from ``Trainer.step`` only, as ``on_evaluate`` comes later."""
+    """The evaluation at this step, if there was one; from ``Trainer.step`` only, as ``on_evaluate``
+    comes later."""
 
 
 class Callback:
-    """Follows a run. Override what you need; an object with any of the three methods is a callback too.
+    """Follows a run. Override what you need; an object with any of the three methods is a callback
+    too.
 
-    ``trainer`` is the ``gruppo.Trainer``: ``trainer.stop()`` ends the run after this step, ``trainer.set(lr=1e-6)``
-    changes step parameters from the next step on. With several ranks, each rank calls its own callbacks: decide by
-    ``metrics``, which are the same on all of them. An exception ends the run; complete steps are saved.
+    ``trainer`` is the ``gruppo.Trainer``: ``trainer.stop()`` ends the run after this step,
+    ``trainer.set(lr=1e-6)`` changes step parameters from the next step on. With several ranks, each
+    rank calls its own callbacks: decide by ``metrics``, which are the same on all of them. An
+    exception ends the run; complete steps are saved.
     """
 
     def on_rollouts(self, trainer: Any, rollouts: Rollouts | None, scores: Scores | None) -> None:
@@ -103,8 +106,9 @@ class Callbacks:
                         json.dumps(dict(method()))
                     )  # a copy: the callback may change its own
                 except (TypeError, ValueError) as error:
-                    raise GruppoError(f"""state_dict of the callback {name.split()[-1]} does not fit into a checkpoint
-                        ({error}); it needs a dict of numbers, texts, lists and dicts.""") from None
+                    raise GruppoError(f"""state_dict of the callback {name.split()[-1]} does not fit
+                        into a checkpoint ({error}); it needs a dict of numbers, texts, lists and
+                        dicts.""") from None
         return states
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
@@ -113,7 +117,8 @@ class Callbacks:
                 callback.load_state_dict(states[name])
 
     def digests(self) -> dict[str, str]:
-        """The code of each by name, as a resume compares it; a callback that is left out is a difference too."""
+        """The code of each by name, as a resume compares it; a callback that is left out is a
+        difference too."""
         # a class of gruppo or of the standard library has no digest, and is known by its name
         kinds = {name: type(callback) for name, callback in self._callbacks.items()}
         return {

@@ -1,8 +1,8 @@
 """Checkpoints that are complete or absent, in safetensors and JSON.
 
-A checkpoint is written to a temporary folder; COMPLETE, with the size and SHA-256 of every file, is written last; all
-files are synced, then the folder is renamed and its parent synced. Measured with 25 kills each: overwriting one file
-lost 25 of 25 newest saves, writing in place 15, this none.
+A checkpoint is written to a temporary folder; COMPLETE, with the size and SHA-256 of every file, is
+written last; all files are synced, then the folder is renamed and its parent synced. Measured with
+25 kills each: overwriting one file lost 25 of 25 newest saves, writing in place 15, this none.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def save(
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which is sealed and takes the place of ``target`` if the block succeeds.
+    """Yield a temporary folder, which is sealed and takes the place of ``target`` if the block
+    succeeds.
 
     A full disk and other failures to write are raised as GruppoError.
     """
@@ -141,10 +142,11 @@ def remove(path: Path) -> None:
 
 
 def prune(folder: Path, keep: int, *, newest: int) -> None:
-    """Remove all but the ``keep`` checkpoints up to step ``newest``, which was just written and always stays.
+    """Remove all but the ``keep`` checkpoints up to step ``newest``, which was just written and
+    always stays.
 
-    A later one is damaged or was never pointed at, since the run would have continued from it: it is not counted and
-    not removed.
+    A later one is damaged or was never pointed at, since the run would have continued from it: it
+    is not counted and not removed.
     """
     older = [step for step in steps(folder) if step < newest]
     # the newest counts as one of those that are kept
@@ -154,7 +156,8 @@ def prune(folder: Path, keep: int, *, newest: int) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove the partial writes of a killed process. Only for the process that holds the run's lock."""
+    """Remove the partial writes of a killed process. Only for the process that holds the run's
+    lock."""
     for leftover in leftovers(folder):
         remove(leftover)
 
@@ -180,15 +183,17 @@ def steps(folder: Path) -> list[int]:
 
 
 def load_latest(folder: Path, sharded: Sharded = MappingProxyType({})) -> Saved | None:
-    """Load the checkpoint that ``latest`` names, else the newest that is whole; None if there are none at all.
+    """Load the checkpoint that ``latest`` names, else the newest that is whole; None if there are
+    none at all.
 
-    A damaged one gives way to the one before. If none is whole, the error is that of the first. All ranks load the
-    same one, which each of them can read.
+    A damaged one gives way to the one before. If none is whole, the error is that of the first. All
+    ranks load the same one, which each of them can read.
     """
     problem, latest = None, ""
     with suppress(OSError, ValueError):
         latest = read_file(folder / "latest").decode().strip()
-    # the one that was completed last, then from the newest on: a later one was written but never pointed at
+    # the one that was completed last, then from the newest on: a later one was written but never
+    # pointed at
     names = sorted(map(name_of, reversed(steps(folder))), key=lambda name: name != latest)
     for name in json.loads(dist.all_gather(json.dumps(names).encode())[0]):
         saved, error = (
@@ -214,16 +219,16 @@ def load_latest(folder: Path, sharded: Sharded = MappingProxyType({})) -> Saved 
 def load(path: Path, sharded: Sharded = MappingProxyType({})) -> Saved:
     """Load a checkpoint, after comparing every file with its seal.
 
-    ``sharded``: DTensors of this run by file and name. Of these, only this rank's slices are read, and as they must be
-    read by all ranks, each compares its share of the files.
+    ``sharded``: DTensors of this run by file and name. Of these, only this rank's slices are read,
+    and as they must be read by all ranks, each compares its share of the files.
     """
     advice = "Delete that folder to continue from an earlier save, or start the run again."
     try:
         verify(path, share=slice(dist.rank(), None, dist.world_size()) if sharded else slice(None))
         state = read_json(path / "state.json")
         if state.get("format") != FORMAT:
-            raise GruppoError(f"""checkpoint {path} has format {state.get("format")!r}, this version reads {FORMAT}.
-                {advice}""")
+            raise GruppoError(f"""checkpoint {path} has format {state.get("format")!r}, this version
+                reads {FORMAT}. {advice}""")
         files = {name: shards.read(path, name, sharded.get(name, {})) for name in FILES}
         if (lost := next((name for name in FILES[:2] if files[name] is None), None)) is not None:
             raise ValueError(f"it has no {lost}.safetensors and no shards of it")
@@ -246,11 +251,12 @@ def seal_holds(path: Path) -> bool:
     return False
 
 
-# --- optimizer and random state as tensors and JSON ------------------------------------------------------------------
+# --- optimizer and random state as tensors and JSON -----------------------------------------------
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Tensor]:
-    """AdamW's state, not copied, keyed ``exp_avg.<parameter>``; ``names`` in the order of its parameters."""
+    """AdamW's state, not copied, keyed ``exp_avg.<parameter>``; ``names`` in the order of its
+    parameters."""
     tensors: dict[str, Tensor] = {}
     for i, entries in optimizer.state_dict()["state"].items():
         tensors |= {
@@ -273,7 +279,8 @@ def restore_optimizer(
 
 
 def random_state() -> dict[str, Any]:
-    """State of the global generators of Python, numpy and torch, which only functions of users draw from."""
+    """State of the global generators of Python, numpy and torch, which only functions of users draw
+    from."""
     # lists and hex digits in place of pickles: a checkpoint may come from someone else
     numpy_state: Any = np.random.get_state(legacy=True)
     kind, keys, position, has_gauss, cached = numpy_state
@@ -286,7 +293,8 @@ def random_state() -> dict[str, Any]:
 
 
 def seed_random_state(seed: int) -> None:
-    """Seed the global generators, so that the seed also determines the random numbers of reward functions."""
+    """Seed the global generators, so that the seed also determines the random numbers of reward
+    functions."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

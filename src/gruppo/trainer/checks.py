@@ -1,4 +1,5 @@
-"""Refusals that depend on the kind of the model, beside those of ``config.checks``; before anything is loaded."""
+"""Refusals that depend on the kind of the model, beside those of ``config.checks``; before anything
+is loaded."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def check(config: Config, modality: Modality = NEUTRAL) -> None:
     modality.validate(config)
     updates, has_positions = config.updates_per_batch, config.objective.credit == "position"
     sizes = {"group_size": smallest_group(config), "updates_per_row": updates}
-    # whether rewards have positions is known once they are opened: until then, as the objective needs
+    # whether rewards have positions is known once they are opened: until then, as the objective
+    # needs
     modality.check_objective(
         config, **sizes, kl_coef=highest(config, "kl_coef"), has_positions=has_positions
     )
@@ -43,7 +45,8 @@ def check(config: Config, modality: Modality = NEUTRAL) -> None:
     for name in ("update_rate", "update_every", "watch_prompts") if not chosen.is_mixed else ():
         if getattr(chosen, name) != getattr(default, name):
             raise GruppoError(
-                f"reference.{name} is of a reference that moves, and reference.kind='frozen' never does",
+                f"reference.{name} is of a reference that moves, and reference.kind='frozen' never "
+                f"does",
                 option="reference.kind",
                 advice="mixed, or leave it out",
             )

@@ -37,7 +37,8 @@ class Collected:
 
     batch: Batch
     rollouts: Rollouts | None
-    """All samples: the batch's rows, and those that were discarded. None where nothing was sampled."""
+    """All samples: the batch's rows, and those that were discarded. None where nothing was
+    sampled."""
     scores: Scores | None
     """Of all samples."""
     metrics: dict[str, float]
@@ -46,7 +47,8 @@ class Collected:
 
 
 def collect(run: Run, step_params: StepParams) -> Collected:
-    """One step's data: every prompt ``group_size`` times, rewarded, with advantages; demonstrations; or both."""
+    """One step's data: every prompt ``group_size`` times, rewarded, with advantages;
+    demonstrations; or both."""
     demos, demo_metrics = demonstrations(run, step_params)
     totals = run.state.totals
     if not step_params.samples:
@@ -107,8 +109,8 @@ def collect(run: Run, step_params: StepParams) -> Collected:
 
 
 def sample(run: Run, step_params: StepParams) -> tuple[list[Round], Round | None]:
-    """Sample and score every slot's prompt; resample groups without spread, within the budget of rounds; and at last
-    grow groups with spread."""
+    """Sample and score every slot's prompt; resample groups without spread, within the budget of
+    rounds; and at last grow groups with spread."""
     config = run.config.rollout
     size = (
         config.first_samples or step_params.group_size
@@ -142,7 +144,8 @@ def sample(run: Run, step_params: StepParams) -> tuple[list[Round], Round | None
 
 
 def _requests(run: Run, slots: Sequence[int], size: int) -> dict[int, Request]:
-    """The next prompt for each slot; of these, this rank's. One that cannot be sampled from gives way to the next."""
+    """The next prompt for each slot; of these, this rank's. One that cannot be sampled from gives
+    way to the next."""
     requests: dict[int, Request] = {}
     problem: str | None = None
     for slot in slots:
@@ -168,15 +171,17 @@ def _round(run: Run, step_params: StepParams, requests: dict[int, Request]) -> R
     if len(rollouts.prompts) < len(requests) and (
         run.config.rollout.refill_rounds or run.config.rollout.first_samples
     ):
-        raise DataError("""two prompts of a step have the same id and draw, so their samples are one group; refilled or
-            grown groups need to be told apart. Let the data source number its draws: Prompt(..., draw=n).""")
+        raise DataError("""two prompts of a step have the same id and draw, so their samples are one
+            group; refilled or grown groups need to be told apart. Let the data source number its
+            draws: Prompt(..., draw=n).""")
     with dist.phase("reward"):
         scores = run.rewards.score(rollouts, run.trainer_state)
     return Round(rollouts, scores, list(requests), time.perf_counter() - began)
 
 
 def _stop_if_useless(run: Run, rollouts: Rollouts, scores: Scores) -> None:
-    """Warn of rows that failed; end the run where no row has been scored for too long, with the reason."""
+    """Warn of rows that failed; end the run where no row has been scored for too long, with the
+    reason."""
     state = run.state
     has_scored = dist.all_max(int(scores.rewards.isfinite().any()))
     state.unscored_steps = 0 if has_scored else state.unscored_steps + 1
@@ -188,20 +193,21 @@ def _stop_if_useless(run: Run, rollouts: Rollouts, scores: Scores) -> None:
     )
     if is_hopeless and dist.all_max(len(failures)):
         first = f": {next(iter(failures.values()))}" if failures else ""
-        raise DataError(f"""step {state.step}: the environment failed in {len(failures)} of {len(rollouts)}
-            conversations and no other was scored{first}. Fix the environment, then start or resume the run.""")
+        raise DataError(f"""step {state.step}: the environment failed in {len(failures)} of
+            {len(rollouts)} conversations and no other was scored{first}. Fix the environment, then
+            start or resume the run.""")
     usable = sum(finish != "error" for finish in rollouts.finish) + len(failures)
     if state.unscored_steps and not dist.all_max(usable):
         raise NumericalStop(
-            f"""step {state.step}: every rollout ended in logits that are not finite; the weights are
-                    not usable""",
+            f"""step {state.step}: every rollout ended in logits that are not finite; the weights
+                are not usable""",
             advice="Train again with a lower $optim.lr, or with another $model",
         )
     if is_hopeless:
         first = f": {scores.failures[0].message}" if scores.failures else " (every reward was None)"
         in_a_row = f", {state.unscored_steps} steps in a row" if state.step else ""
-        raise DataError(f"""step {state.step}: the reward scored none of {len(rollouts)} completions{in_a_row}{first}.
-            Fix the reward function, then start or resume the run.""")
+        raise DataError(f"""step {state.step}: the reward scored none of {len(rollouts)}
+            completions{in_a_row}{first}. Fix the reward function, then start or resume the run.""")
     for failed in scores.failures[:3]:
         where = (state.step, failed.row, failed.reward)
         log.warning("step %d row %d: reward %s: %s: %s", *where, failed.kind, failed.message)

@@ -1,4 +1,5 @@
-"""Demonstrations: their source, what each answers, their part of an update, and the supervised loss."""
+"""Demonstrations: their source, what each answers, their part of an update, and the supervised
+loss."""
 
 from __future__ import annotations
 
@@ -42,11 +43,12 @@ ATTEMPTS = 100
 """Consecutive prompts that cannot be learned from, which end the run."""
 
 
-# --- what to answer ---------------------------------------------------------------------------------------------------
+# --- what to answer -------------------------------------------------------------------------------
 
 
 class Answers:
-    """What to answer a prompt with: a column, or a text around columns; the target without either."""
+    """What to answer a prompt with: a column, or a text around columns; the target without
+    either."""
 
     def __init__(self, config: SupervisedConfig) -> None:
         self.template, self.column = config.template, config.column
@@ -60,14 +62,16 @@ class Answers:
         if not problem and any(name == "" or conversion for _, name, _, conversion in self._parts):
             problem = "has a brace without a column's name"
         if problem:
-            raise GruppoError(f"""supervised.template={self.template!r} {problem}; columns stand in braces, as in
-                '<answer>{{answer}}</answer>', and a brace of the text is written twice.""")
+            raise GruppoError(f"""supervised.template={self.template!r} {problem}; columns stand in
+                braces, as in '<answer>{{answer}}</answer>', and a brace of the text is written
+                twice.""")
         columns = [name for _, name, _, _ in self._parts if name is not None]
         self.names = columns if self.template else [self.column or "target"]
         """The columns that are read."""
 
     def given(self, prompt: Prompt) -> Prompt:
-        """The prompt with what to answer as its target; None where a column that is needed is empty.
+        """The prompt with what to answer as its target; None where a column that is needed is
+        empty.
 
         ``target``, and ``answer`` where no column is called that, are the prompt's target.
         """
@@ -86,8 +90,8 @@ class Answers:
             name for name, value in values.items() if not isinstance(value, str | int | float)
         ]:
             raise GruppoError(
-                f"""supervised.template={self.template!r} stands around texts and numbers, and the column
-                    {other[0]!r} holds {values[other[0]]!r:.80}""",
+                f"""supervised.template={self.template!r} stands around texts and numbers, and the
+                    column {other[0]!r} holds {values[other[0]]!r:.80}""",
                 option="supervised.column",
                 advice=f"{other[0]} in its place",
             )
@@ -104,14 +108,15 @@ class Answers:
         return replace(prompt, target="".join(texts))
 
 
-# --- where they come from ---------------------------------------------------------------------------------------------
+# --- where they come from -------------------------------------------------------------------------
 
 
 def open_demos(config: Config, data: Any) -> PromptSource | None:
-    """A stream of its own over the demonstrations, so that the prompts of the rollouts stay what they were.
+    """A stream of its own over the demonstrations, so that the prompts of the rollouts stay what
+    they were.
 
-    ``data``: what the run's prompts come from, in which held-out prompts stay held out. None where no stage learns
-    from demonstrations. Columns that are not there are refused.
+    ``data``: what the run's prompts come from, in which held-out prompts stay held out. None where
+    no stage learns from demonstrations. Columns that are not there are refused.
     """
     if not highest(config, "sup_coef"):
         return None
@@ -162,10 +167,11 @@ def open_demos(config: Config, data: Any) -> PromptSource | None:
 def prepared(
     prompt: Prompt, answers: Answers, config: Config, policy: Any, environment: Environment | None
 ) -> tuple[Prompt, str | None]:
-    """The prompt of a demonstration with its target, and why it cannot be learned from, if it cannot.
+    """The prompt of a demonstration with its target, and why it cannot be learned from, if it
+    cannot.
 
-    Prompts of the run's data begin as in its conversations, with what ``reset`` of an environment class adds; those of
-    ``supervised.data`` are whole.
+    Prompts of the run's data begin as in its conversations, with what ``reset`` of an environment
+    class adds; those of ``supervised.data`` are whole.
     """
     if environment is not None and not config.supervised.data:
         try:
@@ -193,7 +199,8 @@ def check_demos(
 
 
 def take_demonstrations(run: Run) -> tuple[list[Prompt], int]:
-    """This rank's prompts of the step, each with what to answer; and how many all ranks skipped on the way."""
+    """This rank's prompts of the step, each with what to answer; and how many all ranks skipped on
+    the way."""
     assert run.demos is not None
     config, answers, prompts, skipped, reason = (
         run.config,
@@ -224,7 +231,8 @@ def take_demonstrations(run: Run) -> tuple[list[Prompt], int]:
 
 
 def demonstrations(run: Run, step_params: StepParams) -> tuple[Rollouts | None, dict[str, float]]:
-    """This rank's demonstrations of the step, and the metrics of those of all; none in a critic's warmup."""
+    """This rank's demonstrations of the step, and the metrics of those of all; none in a critic's
+    warmup."""
     if not step_params.sup_coef or step_params.is_critic_alone:
         return None, {}
     began = time.perf_counter()
@@ -234,7 +242,7 @@ def demonstrations(run: Run, step_params: StepParams) -> tuple[Rollouts | None, 
     return demos, {"sup/skipped_count": float(skipped), "time/demos_s": time.perf_counter() - began}
 
 
-# --- batches and how they are cut -------------------------------------------------------------------------------------
+# --- batches and how they are cut -----------------------------------------------------------------
 
 
 def unsampled(demos: Rollouts | None) -> Batch:
@@ -244,9 +252,11 @@ def unsampled(demos: Rollouts | None) -> Batch:
 
 
 def demo_parts(run: Run, demos: Rollouts | None, epoch: int) -> list[Rollouts | None]:
-    """This rank's demonstrations of each minibatch of an epoch, which may be no row; None where there are none at all.
+    """This rank's demonstrations of each minibatch of an epoch, which may be no row; None where
+    there are none at all.
 
-    The cut is made over the demonstrations of all ranks, so that the number of ranks changes no minibatch.
+    The cut is made over the demonstrations of all ranks, so that the number of ranks changes no
+    minibatch.
     """
     count = run.config.optim.minibatches
     if demos is None or count == 1:
@@ -266,7 +276,8 @@ def supervised_backward(
     weights: Float[Tensor, "B T"],
     micro_batches: list[MicroBatch],
 ) -> dict[str, Stat]:
-    """Accumulate gradients of the supervised term, and of the consistency where nothing is sampled; no collectives."""
+    """Accumulate gradients of the supervised term, and of the consistency where nothing is sampled;
+    no collectives."""
     names = ("loss/sup", "sup/nats", "sup/tokens", "update/micro_batches")
     stats = dict.fromkeys((*names, "loss/cons") if step_params.cons_coef else names, Stat())
     for micro_batch in micro_batches:
@@ -304,7 +315,8 @@ def consistency_term(
     weights: Float[Tensor, "b t"],
     likelihood: Likelihood,
 ) -> Float[Tensor, ""]:
-    """Consistency loss, weighted and summed over the actions of a micro-batch; ``likelihood`` has its "output"."""
+    """Consistency loss, weighted and summed over the actions of a micro-batch; ``likelihood`` has
+    its "output"."""
     ref = Likelihood(likelihood.logprobs.detach())
     if run.reference is not None and run.policy.modality.consistency_reads_reference(run.config):
         ref = run.reference.likelihood(rollouts, micro_batch, outputs=("output",))

@@ -27,7 +27,8 @@ from gruppo.types import Request
 GPUS_PER_MACHINE = 8
 """Over which --distributed.shard hybrid shards."""
 ASSUMED_GPU_BYTES, RESERVED_BYTES = 80 * 2**30, 3 * 2**30
-"""Memory of a GPU where there is none; and for two CUDA contexts, fragments, and what a sleeping server keeps."""
+"""Memory of a GPU where there is none; and for two CUDA contexts, fragments, and what a sleeping
+server keeps."""
 PROMPTS_READ = 32
 """Prompts whose lengths are measured."""
 
@@ -35,10 +36,11 @@ PROMPTS_READ = 32
 def explain(
     run: Run, *, gpus: int = 1, samples_here: bool = True, is_colocated: bool = False
 ) -> list[str]:
-    """Describe the objective, the stages, the work and memory of a step, and one prompt with its reward.
+    """Describe the objective, the stages, the work and memory of a step, and one prompt with its
+    reward.
 
-    ``gpus``: the number of ranks, for an estimate of the memory of each. ``samples_here``: with the model itself, not
-    on servers; ``is_colocated``: on servers that share its GPU.
+    ``gpus``: the number of ranks, for an estimate of the memory of each. ``samples_here``: with the
+    model itself, not on servers; ``is_colocated``: on servers that share its GPU.
     """
     memory = _memory(run, gpus, samples_here, is_colocated)
     return [*_objective(run), *_stages(run.config), *_work(run), "", *memory, "", *_example(run)]
@@ -54,19 +56,24 @@ def _objective(run: Run) -> list[str]:
         "action": run.display.action_name,
     }
     lines = describe_objective(config.objective, kl_coef=kl_coef, group_size=group_size, **limits)
-    passes = f"{counted(optim.epochs, 'epoch')} of {counted(optim.minibatches, 'minibatch', 'minibatches')}"
+    passes = (
+        f"{counted(optim.epochs, 'epoch')} of "
+        f"{counted(optim.minibatches, 'minibatch', 'minibatches')}"
+    )
     stop = (
         f", fewer where the KL to the old policy exceeds {optim.stop_kl:g}" if optim.stop_kl else ""
     )
     lines.append(f"updates     {config.updates_per_batch} per step: {passes}{stop}")
     if rollout.refill_rounds:
         lines.append(
-            f"resampling  groups without spread, by up to {rollout.refill_rounds} further rounds of prompts"
+            f"resampling  groups without spread, by up to {rollout.refill_rounds} further rounds "
+            f"of prompts"
         )
     if rollout.first_samples:
         largest = dynamic_sampling.max_group_size(rollout, group_size)
         lines.append(
-            f"growth      groups with spread in {rollout.first_samples} first samples, to {largest} at most"
+            f"growth      groups with spread in {rollout.first_samples} first samples, to "
+            f"{largest} at most"
         )
     truncates, updates = rollout.top_k > 0 or rollout.top_p < 1, config.updates_per_batch
     notes = [
@@ -78,7 +85,8 @@ def _objective(run: Run) -> list[str]:
     if references.has_reference(config, run.policy.modality):
         if config.reference.is_mixed:
             notes += [
-                "the reference follows the policy: the KL slows it down, and is no anchor to where it began"
+                "the reference follows the policy: the KL slows it down, and is no anchor to where "
+                "it began"
             ]
         elif config.lora.adapter:
             base = "the base without the adapter that training begins with"
@@ -262,7 +270,8 @@ def _step(
     rollout = run.config.rollout
     largest = dynamic_sampling.max_group_size(rollout, max(group_sizes(run.config)))
     parts = dict(run.memory.memory_estimate(run.config, prompts, budget, largest))
-    # A critic's activations are made after the policy's are gone: those of a larger network need the difference more.
+    # A critic's activations are made after the policy's are gone: those of a larger network need
+    # the difference more.
     if run.critic is not None and run.critic.bytes_per_unit() > run.memory.bytes_per_unit():
         more = run.critic.bytes_per_unit() - run.memory.bytes_per_unit()
         parts = {"critic's activations": more * budget, **parts}
@@ -293,18 +302,26 @@ def _memory(run: Run, gpus: int, samples_here: bool, is_colocated: bool) -> list
 
 
 def _split(kept: float, peak: float, weights: float) -> list[str]:
-    """How a trainer and a server share one GPU: ``kept`` and ``peak`` are the trainer's bytes while the server samples,
-    and while it sleeps."""
+    """How a trainer and a server share one GPU: ``kept`` and ``peak`` are the trainer's bytes while
+    the server samples, and while it sleeps."""
     has_gpu = torch.cuda.is_available()
     device = torch.cuda.mem_get_info()[1] if has_gpu else ASSUMED_GPU_BYTES
     share = (device - kept - RESERVED_BYTES) / device
     gib, fits = 2**30, share * device > 1.2 * weights and peak + RESERVED_BYTES <= device
-    command = f"gruppo serve MODEL -- --enable-sleep-mode --gpu-memory-utilization {math.floor(100 * share) / 100:.2f}"
-    no_room = "This does not fit. Use a GPU for each, shard the trainer, or train an adapter with --lora.rank."
+    command = (
+        f"gruppo serve MODEL -- --enable-sleep-mode --gpu-memory-utilization "
+        f"{math.floor(100 * share) / 100:.2f}"
+    )
+    no_room = (
+        "This does not fit. Use a GPU for each, shard the trainer, or train an adapter with "
+        "--lora.rank."
+    )
     return [
         "",
-        f"ONE GPU FOR TRAINER AND SERVER, {device / gib:.1f} GiB{'' if has_gpu else ' (there is none here)'}",
-        f"  while the server samples  trainer {kept / gib:.2f} GiB, server {share * device / gib:.2f} GiB, "
+        f"ONE GPU FOR TRAINER AND SERVER, {device / gib:.1f} "
+        f"GiB{'' if has_gpu else ' (there is none here)'}",
+        f"  while the server samples  trainer {kept / gib:.2f} GiB, server "
+        f"{share * device / gib:.2f} GiB, "
         f"{weights / gib:.2f} of it weights",
         f"  while the trainer updates trainer {peak / gib:.2f} GiB, server asleep",
         f"  reserved for both         {RESERVED_BYTES / gib:.2f} GiB",

@@ -1,21 +1,26 @@
-"""Dynamic sampling: groups with equal rewards are resampled with new prompts (DAPO), groups with spread grow.
+"""Dynamic sampling: groups with equal rewards are resampled with new prompts (DAPO), groups with
+spread grow.
 
-A step has ``prompts`` slots over all ranks; a slot keeps its rank and its place. Which slots are empty is agreed on by
-all ranks and new prompts are taken by all of them in one order, so that the number of ranks changes no batch.
+A step has ``prompts`` slots over all ranks; a slot keeps its rank and its place. Which slots are
+empty is agreed on by all ranks and new prompts are taken by all of them in one order, so that the
+number of ranks changes no batch.
 
-Growth: a few samples of each prompt first, and more where their rewards differ. A step has a budget of prompts x
-group_size samples over all ranks. What the first samples leave of it goes to the groups with spread, up to a maximum
-size; groups without spread stay as they are and have no advantage. New samples continue the numbering of their group's,
-so that a sample is the same however its group came to its size.
+Growth: a few samples of each prompt first, and more where their rewards differ. A step has a budget
+of prompts x group_size samples over all ranks. What the first samples leave of it goes to the
+groups with spread, up to a maximum size; groups without spread stay as they are and have no
+advantage. New samples continue the numbering of their group's, so that a sample is the same however
+its group came to its size.
 
-Selection by the first rewards is not neutral. A group stays small where its first samples happened to be equal, which a
-further sample might have changed: prompts that are nearly always or nearly never answered are learned from less often
-than if all were sampled to the end. And a row is a row in the loss: a group weighs as much as it has grown. For rewards
-of two values this changes how much a prompt weighs and not in which direction it pulls: given its rewards, a group's
-expected gradient is n m (1 - m) times the same vector, m being their mean and n their number, before any scale. For
-other rewards the direction may change too. Reinforce-Ada (Xiong et al. 2025, arXiv 2510.04996) samples in rounds until
-a group has what it needs, and then learns from as many rows of each; GVM-RAFT (Yao et al. 2025, arXiv 2505.02391) sizes
-groups by the share of right answers that a first round estimates.
+Selection by the first rewards is not neutral. A group stays small where its first samples happened
+to be equal, which a further sample might have changed: prompts that are nearly always or nearly
+never answered are learned from less often than if all were sampled to the end. And a row is a row
+in the loss: a group weighs as much as it has grown. For rewards of two values this changes how much
+a prompt weighs and not in which direction it pulls: given its rewards, a group's expected gradient
+is n m (1 - m) times the same vector, m being their mean and n their number, before any scale. For
+other rewards the direction may change too. Reinforce-Ada (Xiong et al. 2025, arXiv 2510.04996)
+samples in rounds until a group has what it needs, and then learns from as many rows of each;
+GVM-RAFT (Yao et al. 2025, arXiv 2505.02391) sizes groups by the share of right answers that a first
+round estimates.
 """
 
 from __future__ import annotations
@@ -48,7 +53,8 @@ class Round:
     reward_s: float
 
     def spread(self) -> Float[Tensor, "P"]:
-        """Standard deviation of each group's rewards, 0 where they are equal or fewer than two rows are scored.
+        """Standard deviation of each group's rewards, 0 where they are equal or fewer than two rows
+        are scored.
 
         Of the sum of all rewards, before it is shaped.
         """
@@ -69,7 +75,8 @@ class Sampled:
     """Whether each of them is in a group to learn from."""
 
     def batch(self) -> tuple[Rollouts, Scores]:
-        """The rows of the batch. Those of an unfilled slot are in no statistic: they have no reward."""
+        """The rows of the batch. Those of an unfilled slot are in no statistic: they have no
+        reward."""
         rollouts, scores = self.rollouts, self.scores
         if self.rows != list(range(len(rollouts))):
             rollouts, scores = rollouts.take(self.rows), scores.take(self.rows)
@@ -78,7 +85,8 @@ class Sampled:
         )
 
     def thrown(self) -> dict[str, float]:
-        """What no update learns from, on all ranks: discarded, or the last group of a slot left unfilled."""
+        """What no update learns from, on all ranks: discarded, or the last group of a slot left
+        unfilled."""
         # all rows, without those of the batch whose slot was filled
         is_thrown = torch.ones(len(self.rollouts), dtype=torch.bool)
         is_thrown[torch.tensor(self.rows)[self.is_filled]] = False
@@ -93,7 +101,8 @@ class Sampled:
 
 
 def join_rounds(rounds: Sequence[Round], *, refills: bool, grown: Round | None = None) -> Sampled:
-    """All that was sampled in a step, and which of it is the batch. ``grown``: more samples of slots' last groups."""
+    """All that was sampled in a step, and which of it is the batch. ``grown``: more samples of
+    slots' last groups."""
     rollouts, scores = rounds[0].rollouts, rounds[0].scores
     if not refills and grown is None:
         every = torch.ones(len(rollouts), dtype=torch.bool)
@@ -137,11 +146,12 @@ def join_rounds(rounds: Sequence[Round], *, refills: bool, grown: Round | None =
     )
 
 
-# --- growth -----------------------------------------------------------------------------------------------------------
+# --- growth ---------------------------------------------------------------------------------------
 
 
 def max_group_size(rollout: RolloutConfig, group_size: int) -> int:
-    """The largest size of a group in a step whose groups have ``group_size`` samples on average at most."""
+    """The largest size of a group in a step whose groups have ``group_size`` samples on average at
+    most."""
     return 2 * group_size if rollout.first_samples else group_size
 
 
@@ -150,7 +160,8 @@ def further_requests(
 ) -> dict[int, Request]:
     """What this rank samples beyond the rounds so far, by slot; all ranks agree on the shares.
 
-    ``sampled``: rows of all ranks so far, those that refilling has discarded included: they too are of the budget.
+    ``sampled``: rows of all ranks so far, those that refilling has discarded included: they too are
+    of the budget.
     """
     spread = torch.zeros(rollout.prompts, dtype=torch.float64)
     prompts: dict[int, Prompt] = {}
@@ -169,10 +180,11 @@ def further_requests(
 
 
 def rescore_whole_groups(scores: Scores, group_ids: Tensor, weights: Sequence[float]) -> Scores:
-    """The scores of groups that were scored in two calls, as if in one: a row is unscored where it lacks a part.
+    """The scores of groups that were scored in two calls, as if in one: a row is unscored where it
+    lacks a part.
 
-    A part applies to a group where it scores any of its rows. A call that saw only some of them may have found that it
-    does not, and have left it out of their sum.
+    A part applies to a group where it scores any of its rows. A call that saw only some of them may
+    have found that it does not, and have left it out of their sum.
     """
     counted = [
         part for part, weight in zip(scores.parts.values(), weights, strict=True) if weight != 0
@@ -189,8 +201,8 @@ def growth_metrics(
 ) -> dict[str, float]:
     """What growing did, over all ranks.
 
-    ``growth/first_reward_mean`` is of the first samples alone: groups that grow are those that are neither always nor
-    never right, so that the mean of all rows says less of the policy.
+    ``growth/first_reward_mean`` is of the first samples alone: groups that grow are those that are
+    neither always nor never right, so that the mean of all rows says less of the policy.
     """
     first = torch.cat([one.scores.rewards for one in rounds])
     rows = 0 if grown is None else len(grown.rollouts)

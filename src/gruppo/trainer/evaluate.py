@@ -56,7 +56,8 @@ def held_out(run: Run, count: int) -> list[Prompt]:
 def evaluate(
     run: Run, prompts: Sequence[Prompt], *, generate: Callable[..., Rollouts] | None = None
 ) -> tuple[Evaluated, list[dict[str, Any]]]:
-    """Sample and score one greedy completion per prompt; return the result over all ranks and this rank's samples.
+    """Sample and score one greedy completion per prompt; return the result over all ranks and this
+    rank's samples.
 
     With ``evaluation.samples`` = k > 0, also sample k completions per prompt as in training:
 
@@ -106,8 +107,8 @@ def evaluate(
         stats[f"pass@{count}"] = Stat.of(best, best.isfinite())
     stats = dist.merge_stats(stats)
     total = stats.pop("")
-    # 95% interval: Wilson's for a share of successes, else the normal one. A restored image that is scored against the
-    # reference is exactly 0 at first, which is no share.
+    # 95% interval: Wilson's for a share of successes, else the normal one. A restored image that is
+    # scored against the reference is exactly 0 at first, which is no share.
     is_share = (
         total.min >= 0 and total.max <= 1 and abs(total.sum - total.sum_sq) < 1e-9 * total.count
     )
@@ -128,7 +129,8 @@ def evaluate(
 
 
 def evaluate_steps(run: Run, prompts: Sequence[Prompt]) -> dict[str, float]:
-    """Metrics of the policy that need samples of their own, such as rewards along denoising steps."""
+    """Metrics of the policy that need samples of their own, such as rewards along denoising
+    steps."""
     mine = list(prompts)[: run.config.evaluation.along_steps][dist.rank() :: dist.world_size()]
     if not run.rewards.names or not run.config.evaluation.along_steps:
         return {}
@@ -158,8 +160,8 @@ def sample_rows(
 ) -> list[dict[str, Any]]:
     """Return samples as trackers show them; ``extra`` is what rewards logged with log_extra.
 
-    Images also have their group, and whether they are of an evaluation: trackers draw them on sheets. Without a
-    ``display`` completions are not rendered.
+    Images also have their group, and whether they are of an evaluation: trackers draw them on
+    sheets. Without a ``display`` completions are not rendered.
     """
     rendered = {
         row: rollouts.completions[row] if display is None else display.render(rollouts, row)

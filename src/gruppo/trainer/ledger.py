@@ -1,8 +1,9 @@
-"""The ledger of asynchronous rollouts: the samples of every finished group, and what each step learned from.
+"""The ledger of asynchronous rollouts: the samples of every finished group, and what each step
+learned from.
 
-``ledger/step_NNNNNN-rR.safetensors`` has the groups that rank R finished during step N, whichever step learns from
-them. A file is written where a step ends and where the run ends. So a resumed run samples only what was unfinished
-then, and a replay finds every sample of the run.
+``ledger/step_NNNNNN-rR.safetensors`` has the groups that rank R finished during step N, whichever
+step learns from them. A file is written where a step ends and where the run ends. So a resumed run
+samples only what was unfinished then, and a replay finds every sample of the run.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _FIELDS = tuple(field.name for field in fields(Rollouts) if field.name != "promp
 
 
 class Ledger:
-    """The ledger of a run. Each rank reads and writes its own files; a replay reads all of them and writes none."""
+    """The ledger of a run. Each rank reads and writes its own files; a replay reads all of them and
+    writes none."""
 
     def __init__(self, folder: Path, *, is_replayed: bool = False) -> None:
         self.folder = folder / "ledger"
@@ -88,8 +90,8 @@ class Ledger:
                 packed = record["rollouts"]
                 values = {name: _unpack(packed[name], file) for name in _FIELDS}
                 return Rollouts(prompts=(prompt,), **values)
-        raise GruppoError(f"""{path} has samples of prompt {record["id"]!r} at position {position}, where the data
-            have {prompt.id!r}. Use the data of the run {self.folder.parent}.""")
+        raise GruppoError(f"""{path} has samples of prompt {record["id"]!r} at position {position},
+            where the data have {prompt.id!r}. Use the data of the run {self.folder.parent}.""")
 
     # --- writing ---
 
@@ -116,7 +118,8 @@ class Ledger:
             del self._current[name]
 
     def write(self, step: int, positions: Collection[int] | None = None) -> None:
-        """Write the file of a step; ``positions``: the step is complete, and took the prompts there."""
+        """Write the file of a step; ``positions``: the step is complete, and took the prompts
+        there."""
         if self.is_replayed or not (self._current or positions):
             return
         metadata = {"world_size": str(dist.world_size())}
@@ -129,8 +132,9 @@ class Ledger:
     def resume(self, step: int, version: int) -> None:
         """Continue after ``step``, whose weights are ``version``.
 
-        Of what a killed process finished later, only samples of weights that this run has too are kept, in one file.
-        With another number of ranks, groups have other ranks, and are sampled again.
+        Of what a killed process finished later, only samples of weights that this run has too are
+        kept, in one file. With another number of ranks, groups have other ranks, and are sampled
+        again.
         """
         later = self.paths(after=step)
         for path in later:
@@ -156,11 +160,12 @@ class Ledger:
         return self.folder / f"step_{step:06d}-r{dist.rank()}.safetensors"
 
 
-# --- records ----------------------------------------------------------------------------------------------------------
+# --- records --------------------------------------------------------------------------------------
 
 
 def _key(position: int, request: Request) -> str:
-    """Name of a group's tensors: position of its prompt in the stream of draws, number of its first sample."""
+    """Name of a group's tensors: position of its prompt in the stream of draws, number of its first
+    sample."""
     return f"{position}.{request.first}"
 
 
@@ -206,7 +211,8 @@ def _unpack(value: Any, file: Any) -> Any:
 
 
 def split(rollouts: Rollouts) -> list[Rollouts]:
-    """The groups of a batch, each as wide as its longest row, so that it does not depend on the others."""
+    """The groups of a batch, each as wide as its longest row, so that it does not depend on the
+    others."""
     groups = []
     for number in range(len(rollouts.prompts)):
         group = rollouts.take((rollouts.group_ids == number).nonzero()[:, 0])

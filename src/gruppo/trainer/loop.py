@@ -41,10 +41,12 @@ TIMED = ("demos", "rollout", "reward", "credit", "update")
 FORECAST_STEPS = 5
 """Steps from whose duration that of the run is forecast."""
 LEAST_ACTIONS = 100
-"""Actions chosen by the newest weights from which on their mean mismatch is checked: that of a few is chance."""
+"""Actions chosen by the newest weights from which on their mean mismatch is checked: that of a few
+is chance."""
 SAMPLES_SHOWN = 4
 GROUPS_SHOWN, IMAGES_SHOWN = 10, 8
-"""Where samples are images: how many groups, and how many of each; of an evaluation, twice their product in all."""
+"""Where samples are images: how many groups, and how many of each; of an evaluation, twice their
+product in all."""
 FAILURES_KEPT = 20
 """Failed rows of a step that samples.jsonl holds."""
 
@@ -108,7 +110,8 @@ def steps(run: Run, folder: RunFolder) -> Generator[Step]:
 
 
 def forecast(run: Run, seconds: float) -> str:
-    """How long the run will take, from the seconds of its first steps; "" for what is left of less than a minute."""
+    """How long the run will take, from the seconds of its first steps; "" for what is left of less
+    than a minute."""
     pace, left = seconds / FORECAST_STEPS, run.config.steps - run.state.step
     if pace * left < 60 or run.is_complete:
         return ""
@@ -119,13 +122,15 @@ def forecast(run: Run, seconds: float) -> str:
         else f"{torch.get_num_threads()} threads"
     )
     return (
-        f"{pace:.1f} s a step over the first {FORECAST_STEPS} on {where}: the other {left} take about "
+        f"{pace:.1f} s a step over the first {FORECAST_STEPS} on {where}: the other {left} take "
+        f"about "
         f"{duration(pace * left)}" + (f", fewer end the run once {gate}." if gate else ".")
     )
 
 
 def check_mismatch(run: Run, metrics: Mapping[str, float]) -> None:
-    """Stop before weights are published or saved that have learned from samples of another distribution."""
+    """Stop before weights are published or saved that have learned from samples of another
+    distribution."""
     engine = run.config.engine
     # with lag, most samples are of older weights, and differ also by what was learned since
     is_known = not engine.lag or metrics.get("mismatch/lag_0_count", 0.0) >= LEAST_ACTIONS
@@ -135,9 +140,9 @@ def check_mismatch(run: Run, metrics: Mapping[str, float]) -> None:
     ):  # NaN where a step has trained on no row
         raise NumericalStop(
             f"""the servers' log-probs of version {run.state.version} are {mismatch:.2g} nats from
-                    the trainer's on average, more than engine.max_mismatch={engine.max_mismatch:g}""",
-            advice="""Restart the servers with gruppo serve, and continue with gruppo resume. If rounding
-                    alone does this, set a higher $engine.max_mismatch""",
+                the trainer's on average, more than engine.max_mismatch={engine.max_mismatch:g}""",
+            advice="""Restart the servers with gruppo serve, and continue with gruppo resume. If
+                rounding alone does this, set a higher $engine.max_mismatch""",
         )
 
 
@@ -148,17 +153,24 @@ def how_to_continue(path: Path) -> str:
             "stopped by a signal before the run began; nothing was written. Give the command again."
         )
     if checkpoint.steps(path / "checkpoints"):
-        return f"stopped by a signal; what is complete is saved. Continue with: {command_name()} resume {path}"
+        return (
+            f"stopped by a signal; what is complete is saved. Continue with: {command_name()} "
+            f"resume {path}"
+        )
     advice = f"Begin again with: {command_name()} resume {path}"
-    return f"stopped by a signal before a step was complete and saved: there is nothing to continue from. {advice}"
+    return (
+        f"stopped by a signal before a step was complete and saved: there is nothing to "
+        f"continue from. {advice}"
+    )
 
 
 @contextmanager
 def boundary_kept(run: Run, folder: RunFolder, *, may_leave: bool = True) -> Iterator[None]:
-    """For work that leaves the weights alone: where it fails or is interrupted, the state from before it is saved.
+    """For work that leaves the weights alone: where it fails or is interrupted, the state from
+    before it is saved.
 
-    Not after a ``NumericalStop``, where the weights themselves are wrong. Not a collective: a rank may fail alone.
-    ``may_leave``: whether a signal interrupts the work.
+    Not after a ``NumericalStop``, where the weights themselves are wrong. Not a collective: a rank
+    may fail alone. ``may_leave``: whether a signal interrupts the work.
     """
     boundary = boundary_state(run)
     try:
@@ -174,7 +186,8 @@ def boundary_kept(run: Run, folder: RunFolder, *, may_leave: bool = True) -> Ite
 
 
 def save(run: Run, folder: RunFolder) -> None:
-    """Save a checkpoint after a whole step. Where it fails, no rank waits for the one that writes."""
+    """Save a checkpoint after a whole step. Where it fails, no rank waits for the one that
+    writes."""
     boundary = boundary_state(run)
     with dist.phase("save"):
         folder.finish_saving()
@@ -231,8 +244,9 @@ def publish(run: Run, folder: RunFolder, collected: Collected, metrics: dict[str
 
 
 def end_of_step(run: Run, folder: RunFolder, metrics: Mapping[str, float]) -> dict[str, float]:
-    """At a step boundary, after a step with these ``metrics``: evaluate where due, return to the best weights where
-    the watched metric has fallen, and begin the next stage where this one is over.
+    """At a step boundary, after a step with these ``metrics``: evaluate where due, return to the
+    best weights where the watched metric has fallen, and begin the next stage where this one is
+    over.
 
     Returns the metrics of what is watched beside the rewards.
     """
@@ -263,7 +277,8 @@ def evaluation_at(run: Run, step: int) -> Evaluated | None:
 
 
 def evaluate_if_due(run: Run, folder: RunFolder) -> dict[str, float]:
-    """Evaluate before the first step, after the last, and every ``evaluation.every`` steps, never twice at one step.
+    """Evaluate before the first step, after the last, and every ``evaluation.every`` steps, never
+    twice at one step.
 
     Returns the metrics of what is watched beside the rewards, such as a mixed reference.
     """
@@ -315,7 +330,8 @@ def failures_of(scores: Scores) -> dict[int, list[dict[str, str]]]:
 
 
 def all_completions(run: Run, collected: Collected) -> list[dict[str, Any]]:
-    """Rows of all ranks for completions/, each with its group in the step; a collective, empty if they are not kept."""
+    """Rows of all ranks for completions/, each with its group in the step; a collective, empty if
+    they are not kept."""
     rollouts, scores = collected.rollouts, collected.scores
     if rollouts is None or scores is None or run.config.saving.completions == "shown":
         return []
@@ -338,8 +354,8 @@ def all_completions(run: Run, collected: Collected) -> list[dict[str, Any]]:
 
 
 def show_samples(run: Run, collected: Collected) -> None:
-    """Samples for the screen and samples.jsonl: every ``show_samples_every`` steps some, and each step those that
-    failed, with the reasons."""
+    """Samples for the screen and samples.jsonl: every ``show_samples_every`` steps some, and each
+    step those that failed, with the reasons."""
     rollouts, scores, every = collected.rollouts, collected.scores, run.config.show_samples_every
     if rollouts is None or scores is None or not dist.is_main():
         return
@@ -348,8 +364,8 @@ def show_samples(run: Run, collected: Collected) -> None:
     rows = sample_rows(run.display, rollouts, scores, failed)
     rows = [row | {"failures": failures[number]} for number, row in zip(failed, rows, strict=True)]
     if every and (run.state.step - 1) % every == 0:
-        # Images: rows of the first groups, each from its best on. Else the best and the worst of one group, whose
-        # rewards differ where there is such a group.
+        # Images: rows of the first groups, each from its best on. Else the best and the worst of
+        # one group, whose rewards differ where there is such a group.
         group_ids, rewards, count = rollouts.group_ids, scores.rewards, len(rollouts.prompts)
         shown = list(range(min(count, GROUPS_SHOWN)))
         if not run.display.renders_images:

@@ -1,4 +1,5 @@
-"""Micro-batches that fit into memory: how much is free, and how many units one forward and backward may cover."""
+"""Micro-batches that fit into memory: how much is free, and how many units one forward and backward
+may cover."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from gruppo.types import GruppoError, MicroBatch, Rollouts
 log = logging.getLogger("gruppo")
 
 USABLE_FRAC = 0.5
-"""Share for activations of what gradients and optimizer state leave free. Logits and scores need some too."""
+"""Share for activations of what gradients and optimizer state leave free. Logits and scores need
+some too."""
 GIB = 2**30
 _logged: WeakSet[Policy] = WeakSet()
 """Policies whose gathered weights have been logged."""
@@ -36,7 +38,7 @@ Part = tuple[Rollouts, Bool[Tensor, "B T"]]
 """Rollouts, and which of their actions are evaluated."""
 
 
-# --- micro-batches ----------------------------------------------------------------------------------------------------
+# --- micro-batches --------------------------------------------------------------------------------
 
 
 class MemoryRanOut(GruppoError):
@@ -49,15 +51,18 @@ class MemoryRanOut(GruppoError):
 
 @dataclass
 class Attempt:
-    """A context in which memory may run out: it gives the micro-batches of each part, and suppresses that error.
+    """A context in which memory may run out: it gives the micro-batches of each part, and
+    suppresses that error.
 
-    Its end is a collective: where memory runs out on one rank, it has for all; where one fails, all do.
+    Its end is a collective: where memory runs out on one rank, it has for all; where one fails, all
+    do.
     """
 
     micro_batches: list[list[MicroBatch]]
     budget: int
     in_step: bool = False
-    """Whether each forward is a collective, as with sharded weights: a rank cannot leave it and try again."""
+    """Whether each forward is a collective, as with sharded weights: a rank cannot leave it and try
+    again."""
     error: str | None = None
     """On this rank."""
     has_run_out: bool = False
@@ -98,9 +103,9 @@ class Attempt:
 def attempts(run: Run, parts: Sequence[Part]) -> Iterator[Attempt]:
     """Attempts at one piece of work, until memory does not run out in one; a collective.
 
-    ``parts``: several rollouts whose gradients add up; an attempt covers all of them. Gradients are set to zero before
-    the next attempt, so that no micro-batch counts twice. The smaller budget stays for the rest of the run, on all
-    ranks.
+    ``parts``: several rollouts whose gradients add up; an attempt covers all of them. Gradients are
+    set to zero before the next attempt, so that no micro-batch counts twice. The smaller budget
+    stays for the rest of the run, on all ranks.
     """
     while True:
         with dist.phase("micro-batches"), dist.fail_together():
@@ -125,7 +130,8 @@ def attempts(run: Run, parts: Sequence[Part]) -> Iterator[Attempt]:
                 if cut
             )
             longest = max(starmap(run.memory.longest_row, own), default=0)
-            # Where a row alone needs more than is free, Linux would kill the process without a message.
+            # Where a row alone needs more than is free, Linux would kill the process without a
+            # message.
             free, needed = (
                 free_bytes(run.policy.device),
                 longest * run.memory.bytes_per_unit(least=True),
@@ -146,7 +152,8 @@ def attempts(run: Run, parts: Sequence[Part]) -> Iterator[Attempt]:
         if not attempt.has_run_out:
             return
         run.state.has_run_out = True
-        # Here and not in an ``except`` block, whose traceback would hold the activations of the failed attempt.
+        # Here and not in an ``except`` block, whose traceback would hold the activations of the
+        # failed attempt.
         run.optimizer.zero_grad(set_to_none=True)
         run.policy.compute_module.zero_grad(set_to_none=True)
         if run.critic is not None:
@@ -166,17 +173,22 @@ def attempts(run: Run, parts: Sequence[Part]) -> Iterator[Attempt]:
                         run, longest, f"the last request was for {request[1]}" if request else ""
                     )
         budget = run.state.token_budget = -dist.all_max(-(finer or attempt.budget))  # the least
-        text = "step %d: memory ran out in micro-batches of %d tokens; going on with %d. Set --optim.token-budget %d "
+        text = (
+            "step %d: memory ran out in micro-batches of %d tokens; going on with %d. Set "
+            "--optim.token-budget %d "
+        )
         log.warning(text + "to begin there.", run.state.step, attempt.budget, budget, budget)
 
 
 def equally_many(
     policy: Policy, rollouts: Rollouts, micro_batches: list[MicroBatch]
 ) -> list[MicroBatch]:
-    """As many micro-batches as the rank with most has: further ones repeat the smallest, at zero weight. A collective.
+    """As many micro-batches as the rank with most has: further ones repeat the smallest, at zero
+    weight. A collective.
 
-    Sharded weights are gathered, and gradients reduced, in each forward and backward of all ranks. A repeat has actions
-    that the policy chose, so that its gradients, all zero, are of the same weights as those of other ranks.
+    Sharded weights are gathered, and gradients reduced, in each forward and backward of all ranks.
+    A repeat has actions that the policy chose, so that its gradients, all zero, are of the same
+    weights as those of other ranks.
     """
     missing = dist.all_max(len(micro_batches)) - len(micro_batches)
     spare = min(micro_batches, key=lambda micro_batch: len(micro_batch.rows), default=None)
@@ -188,8 +200,8 @@ def equally_many(
         raise GruppoError(
             "a rank has no row of a minibatch to run, which sharded weights need on all ranks",
             option="optim.minibatches",
-            advice="""1, and $supervised.batch to a multiple of the ranks where demonstrations are learned
-                    from""",
+            advice="""1, and $supervised.batch to a multiple of the ranks where demonstrations are
+                learned from""",
         )
     return (
         micro_batches
@@ -199,7 +211,8 @@ def equally_many(
 
 
 def finer_budget(policy: Policy, parts: Sequence[Part], budget: int, count: int) -> int:
-    """The largest halving of the budget that gives more micro-batches than ``count``; 0 where none does."""
+    """The largest halving of the budget that gives more micro-batches than ``count``; 0 where none
+    does."""
     while budget > 1:
         budget //= 2
         if sum(len(policy.micro_batches(*part, budget)) for part in parts) > count:
@@ -225,12 +238,13 @@ def _does_not_fit(run: Run, units: int, reason: str) -> GruppoError:
     )
 
 
-# --- the budget -------------------------------------------------------------------------------------------------------
+# --- the budget -----------------------------------------------------------------------------------
 
 
 @contextmanager
 def whole_weights(policy: Policy, *, engine: str = "") -> Iterator[None]:
-    """Hold sharded weights whole on each rank within, for sampling; refused where they do not fit. A collective.
+    """Hold sharded weights whole on each rank within, for sampling; refused where they do not fit.
+    A collective.
 
     ``engine``: its kind; servers have weights of their own.
     """
@@ -243,8 +257,9 @@ def whole_weights(policy: Policy, *, engine: str = "") -> Iterator[None]:
     free = free_bytes(policy.device)
     if dist.all_max(int(free is not None and needed > free)):
         raise GruppoError(
-            f"""sampling with the model itself needs its weights whole on each rank, {needed / GIB:.2f}
-                    GiB, and {0 if free is None else free / GIB:.2f} GiB are free on rank {dist.rank()}""",
+            f"""sampling with the model itself needs its weights whole on each rank,
+                {needed / GIB:.2f} GiB, and {0 if free is None else free / GIB:.2f} GiB are free on
+                rank {dist.rank()}""",
             advice="Sample on servers with $engine vllm, or train a smaller $model",
         )
     if policy not in _logged:
@@ -258,7 +273,8 @@ def whole_weights(policy: Policy, *, engine: str = "") -> Iterator[None]:
 
 
 def measured_bytes(policy: Policy, rollouts: Rollouts, mask: Bool[Tensor, "B T"]) -> int:
-    """Bytes of one unit that a forward on CUDA needs at its peak, measured on the longest row; 0 without a row."""
+    """Bytes of one unit that a forward on CUDA needs at its peak, measured on the longest row; 0
+    without a row."""
     rows = mask.any(dim=1).nonzero()[:, 0].tolist()
     row = max(
         rows,
@@ -270,7 +286,8 @@ def measured_bytes(policy: Policy, rollouts: Rollouts, mask: Bool[Tensor, "B T"]
     (micro_batch, *_) = policy.micro_batches(
         rollouts, mask & (torch.arange(len(mask)) == row)[:, None], 1
     )
-    # with a gradient, as in an update: what the backward needs is kept, and the peak is that of the forward
+    # with a gradient, as in an update: what the backward needs is kept, and the peak is that of the
+    # forward
     peaks = []
     for _ in range(2):  # the first call compiles, and takes workspaces that stay
         torch.cuda.reset_peak_memory_stats(policy.device)
@@ -285,12 +302,14 @@ def measured_bytes(policy: Policy, rollouts: Rollouts, mask: Bool[Tensor, "B T"]
 
 
 def token_budget(run: Run, measured: int = 0) -> int:
-    """Units of a micro-batch: as configured or chosen at the first call, fewer where memory has run out since.
+    """Units of a micro-batch: as configured or chosen at the first call, fewer where memory has run
+    out since.
 
-    ``measured``: bytes of a unit, where they were measured; else they are estimated from the model's shape.
+    ``measured``: bytes of a unit, where they were measured; else they are estimated from the
+    model's shape.
 
-    Chosen is the policy's default, or the largest power of two below it that free memory holds: wherever memory is not
-    short the choice is the same, and a run repeats to the bit.
+    Chosen is the policy's default, or the largest power of two below it that free memory holds:
+    wherever memory is not short the choice is the same, and a run repeats to the bit.
     """
     if run.state.token_budget:
         return run.state.token_budget
@@ -322,9 +341,11 @@ def default_budget(run: Run) -> int:
 
 
 def budget_for(run: Run, longest: int) -> int:
-    """``token_budget``, or four times the longest prompt's length: each micro-batch of a group reads the prompt.
+    """``token_budget``, or four times the longest prompt's length: each micro-batch of a group
+    reads the prompt.
 
-    Twice where memory does not hold that. Not where the budget was configured or memory has run out.
+    Twice where memory does not hold that. Not where the budget was configured or memory has run
+    out.
     """
     budget = token_budget(run)
     if run.config.optim.token_budget or run.state.has_run_out or budget < default_budget(run):
@@ -345,7 +366,8 @@ def still_to_come(run: Run) -> int:
 
 
 def bytes_per_unit(run: Run, measured: int = 0) -> int:
-    """Activation memory of one unit of the budget, of the larger of policy and critic; 0 if unknown.
+    """Activation memory of one unit of the budget, of the larger of policy and critic; 0 if
+    unknown.
 
     ``measured``: the policy's, where it was.
     """

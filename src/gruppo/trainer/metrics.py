@@ -62,13 +62,16 @@ _OF_A_REWARD = {
     "alike": ("mean:{}/zero_spread_frac",),
     "too_few": ("sum:{}/too_few_scored_count",),
 }
-"""Metrics of the statistics of one reward; of the sum of all, the last two are named after the groups."""
+"""Metrics of the statistics of one reward; of the sum of all, the last two are named after the
+groups."""
 
 
 def batch_metrics(run: Run, batch: Batch, rollouts: Rollouts, scores: Scores) -> dict[str, float]:
-    """Metrics of rewards, groups and lengths, over all samples; of advantages and values, over the batch.
+    """Metrics of rewards, groups and lengths, over all samples; of advantages and values, over the
+    batch.
 
-    Rewards are those before any penalty. Discarded samples count, or the reward would look better than it is.
+    Rewards are those before any penalty. Discarded samples count, or the reward would look better
+    than it is.
     """
     counts = {
         name: value for name, value in reward_stats(scores).items() if name.endswith("_count")
@@ -118,7 +121,8 @@ def batch_metrics(run: Run, batch: Batch, rollouts: Rollouts, scores: Scores) ->
         metrics["value/explained_variance_frac"] = explained_variance(
             stats["return"], stats["value/residual"]
         )
-    # Moving statistics that the objective compares rewards with, this batch included; the same on all ranks.
+    # Moving statistics that the objective compares rewards with, this batch included; the same on
+    # all ranks.
     is_sum = run.config.objective.combine == "sum_then_normalize"
     for name, state in run.state.running.items():
         area = "reward" if is_sum and name == "sum" else f"reward/{name}"
@@ -135,7 +139,8 @@ def batch_metrics(run: Run, batch: Batch, rollouts: Rollouts, scores: Scores) ->
 
 
 def of_classes(rollouts: Rollouts, scores: Scores) -> dict[str, float]:
-    """``prompt/reward_mean/ID``: the mean reward of each class that prompts name by its number, over all ranks."""
+    """``prompt/reward_mean/ID``: the mean reward of each class that prompts name by its number,
+    over all ranks."""
     inputs = [prompt.inputs for prompt in rollouts.prompts]
     are_classes = inputs and all(isinstance(one, int) and 0 <= one < MOST_CLASSES for one in inputs)
     classes = torch.tensor(inputs if are_classes else [])
@@ -157,7 +162,8 @@ def of_classes(rollouts: Rollouts, scores: Scores) -> dict[str, float]:
 
 
 def explained_variance(returns: Stat, residual: Stat) -> float:
-    """1 - Var(return - value) / Var(return): 1 is a perfect critic, 0 one no better than a constant, below is worse.
+    """1 - Var(return - value) / Var(return): 1 is a perfect critic, 0 one no better than a
+    constant, below is worse.
 
     NaN where the returns do not vary by more than rounding: there is nothing to explain.
     """
@@ -166,7 +172,8 @@ def explained_variance(returns: Stat, residual: Stat) -> float:
 
 
 def correlation(x: Stat, y: Stat, product: Stat) -> float:
-    """Pearson's, of the same rows: (mean xy - mean x mean y) / (std x std y); NaN where x or y does not vary."""
+    """Pearson's, of the same rows: (mean xy - mean x mean y) / (std x std y); NaN where x or y does
+    not vary."""
     if not all(_varies(stat, max(abs(stat.min), abs(stat.max))) for stat in (x, y)):
         return float("nan")
     found = (product.mean - x.mean * y.mean) / (x.std * y.std)
@@ -178,7 +185,7 @@ def _varies(stat: Stat, largest: float) -> bool:
     return stat.max - stat.min > 8 * torch.finfo(torch.float32).eps * largest
 
 
-# --- rewards and groups -----------------------------------------------------------------------------------------------
+# --- rewards and groups ---------------------------------------------------------------------------
 
 
 def of_rewards(rollouts: Rollouts, scores: Scores) -> dict[str, Stat]:

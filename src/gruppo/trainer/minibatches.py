@@ -1,4 +1,5 @@
-"""How a batch is cut into minibatches, which actions need a forward, and what is evaluated before the updates."""
+"""How a batch is cut into minibatches, which actions need a forward, and what is evaluated before
+the updates."""
 
 from __future__ import annotations
 
@@ -35,8 +36,9 @@ def minibatches(run: Run, batch: Batch) -> Iterator[Batch]:
 def minibatch_rows(run: Run, rollouts: Rollouts, epoch: int) -> Iterator[Int[Tensor, "b"]]:
     """This rank's rows of each minibatch of an epoch.
 
-    The cut is made over the rows of all ranks, numbered as one rank would hold them (a slot's group after the other),
-    so that the number of ranks changes no minibatch. A rank may have no row in one.
+    The cut is made over the rows of all ranks, numbered as one rank would hold them (a slot's group
+    after the other), so that the number of ranks changes no minibatch. A rank may have no row in
+    one.
     """
     if run.config.optim.minibatches == 1:
         yield torch.arange(len(rollouts))
@@ -71,12 +73,14 @@ def _part(run: Run, batch: Batch, rows: Int[Tensor, "b"]) -> Batch:
 
 
 def has_gradient(run: Run, batch: Batch, step_params: StepParams) -> Bool[Tensor, "B T"]:
-    """Kept actions of rows that can move the weights: those without an advantage cannot, where nothing else pulls.
+    """Kept actions of rows that can move the weights: those without an advantage cannot, where
+    nothing else pulls.
 
-    They stay in the weights' denominator, so that leaving out their forward changes no gradient. A minibatch without
-    any such row takes no optimizer step: neither AdamW's momentum nor its decay acts, as they would with a gradient of
-    zero. Where advantages come from log-probs or values, all rows were evaluated for that, and the update uses the same
-    micro-batches: its first ratio would not be 1 otherwise.
+    They stay in the weights' denominator, so that leaving out their forward changes no gradient. A
+    minibatch without any such row takes no optimizer step: neither AdamW's momentum nor its decay
+    acts, as they would with a gradient of zero. Where advantages come from log-probs or values, all
+    rows were evaluated for that, and the update uses the same micro-batches: its first ratio would
+    not be 1 otherwise.
     """
     if (
         step_params.kl_coef
@@ -88,14 +92,16 @@ def has_gradient(run: Run, batch: Batch, step_params: StepParams) -> Bool[Tensor
     return batch.loss_mask & (batch.advantages != 0).any(dim=1, keepdim=True)
 
 
-# --- what a forward returns -------------------------------------------------------------------------------------------
+# --- what a forward returns -----------------------------------------------------------------------
 
 
 def required_outputs(run: Run, step_params: StepParams, *, with_stats: bool = True) -> Outputs:
-    """Outputs of a forward beside log-probs; ``with_stats``, the entropy also where only a metric needs it.
+    """Outputs of a forward beside log-probs; ``with_stats``, the entropy also where only a metric
+    needs it.
 
-    An entropy with a gradient is computed before the updates too: the log-probs beside it round differently from those
-    of the faster kernel, and the first ratio would not be 1. The entropy as a number changes no bit of them.
+    An entropy with a gradient is computed before the updates too: the log-probs beside it round
+    differently from those of the faster kernel, and the first ratio would not be 1. The entropy as
+    a number changes no bit of them.
     """
     outputs: Outputs = (
         ("entropy",) if step_params.entropy_coef else ("entropy_value",) if with_stats else ()
@@ -121,7 +127,7 @@ def likelihood_of(
     return likelihood
 
 
-# --- before the updates -----------------------------------------------------------------------------------------------
+# --- before the updates ---------------------------------------------------------------------------
 
 
 def has_kl_in_reward(run: Run, step_params: StepParams) -> bool:
@@ -130,15 +136,17 @@ def has_kl_in_reward(run: Run, step_params: StepParams) -> bool:
 
 @torch.no_grad()
 def evaluated(run: Run, batch: Batch, step_params: StepParams) -> Batch:
-    """The batch with old log-probs, reference log-probs and values from before any update, as far as they are needed.
+    """The batch with old log-probs, reference log-probs and values from before any update, as far
+    as they are needed.
 
-    They come from the very micro-batches that the first epoch's updates use: in bfloat16 another cut rounds differently
-    and the first ratio would not be 1 (after memory has run out in an update, it is not). Rows without a gradient are
-    not evaluated. Numbers are stored in their own precision, float32 at least: the joint log-prob of many dimensions is
-    in the thousands.
+    They come from the very micro-batches that the first epoch's updates use: in bfloat16 another
+    cut rounds differently and the first ratio would not be 1 (after memory has run out in an
+    update, it is not). Rows without a gradient are not evaluated. Numbers are stored in their own
+    precision, float32 at least: the joint log-prob of many dimensions is in the thousands.
     """
-    # Old log-probs where advantages are made of them or several updates share them, else the update's own are the old.
-    # The reference's beside them, and where its weights are kept elsewhere than where an update computes.
+    # Old log-probs where advantages are made of them or several updates share them, else the
+    # update's own are the old. The reference's beside them, and where its weights are kept
+    # elsewhere than where an update computes.
     needed = (
         ["old_logprobs"]
         if has_kl_in_reward(run, step_params) or run.config.updates_per_batch > 1
@@ -192,7 +200,8 @@ def _evaluate(
     needed: list[str],
     step_params: StepParams,
 ) -> dict[str, Tensor]:
-    """What is needed of one micro-batch; a shared critic's values come from the policy's forward, if there is one."""
+    """What is needed of one micro-batch; a shared critic's values come from the policy's forward,
+    if there is one."""
     values, likelihoods = dict[str, Tensor](), dict[str, Likelihood]()
     if "old_logprobs" in needed:
         outputs = required_outputs(run, step_params, with_stats=False)

@@ -1,7 +1,9 @@
-"""An engine that samples ahead of the trainer, for runs with ``engine.lag`` above 0 and for replays.
+"""An engine that samples ahead of the trainer, for runs with ``engine.lag`` above 0 and for
+replays.
 
-The trainer takes prompts and asks for their samples as in a synchronous run. Behind that, threads sample the groups of
-later steps with the weights that the engine holds, as far as ``Slots`` allows, and the ledger keeps what they sampled.
+The trainer takes prompts and asks for their samples as in a synchronous run. Behind that, threads
+sample the groups of later steps with the weights that the engine holds, as far as ``Slots`` allows,
+and the ledger keeps what they sampled.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ log = logging.getLogger("gruppo")
 JOIN_S = 10.0
 """Limit for the calls that are under way when a run ends."""
 MAX_UNUSABLE = 100
-"""Prompts in a row that cannot be used, after which no more are drawn ahead: the step that needs one ends the run."""
+"""Prompts in a row that cannot be used, after which no more are drawn ahead: the step that needs
+one ends the run."""
 
 
 class PrefetchedPrompts(SourceWrapper):
@@ -66,8 +69,8 @@ class PrefetchedPrompts(SourceWrapper):
 class PrefetchEngine(Engine):
     """Samples with another engine, most groups before the trainer asks for them.
 
-    Only the trainer's thread draws prompts and asks for samples. The first ``sync`` reads the ledger and starts the
-    threads; one after a step frees the slots of its groups.
+    Only the trainer's thread draws prompts and asks for samples. The first ``sync`` reads the
+    ledger and starts the threads; one after a step frees the slots of its groups.
     """
 
     def __init__(self, run: Run, folder: Path) -> None:
@@ -110,7 +113,8 @@ class PrefetchEngine(Engine):
             return prompts
 
     def _draw(self) -> None:
-        """Draw the next prompt, and have its group sampled, or read from the ledger, if it is this rank's."""
+        """Draw the next prompt, and have its group sampled, or read from the ledger, if it is this
+        rank's."""
         run, prompts, index = self.run, self.prompts, self.slots.next_index
         state = prompts.source.state_dict()
         try:
@@ -144,7 +148,8 @@ class PrefetchEngine(Engine):
         self._changed.notify_all()
 
     def _planned(self, index: int) -> StepParams | None:
-        """Parameters of the step that uses the group of this number, as far as known; None after the last step."""
+        """Parameters of the step that uses the group of this number, as far as known; None after
+        the last step."""
         steps = range(self.run.state.step, self.run.config.steps)
         planned = map(self.run.stage_schedule.step_params, steps)
         sampling = (step_params for step_params in planned if step_params.samples)
@@ -157,7 +162,8 @@ class PrefetchEngine(Engine):
     # --- the contract of an engine ---
 
     def generate(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts:
-        """Samples of prompts that were taken, at most ``engine.lag`` publishes old; new ones of other prompts."""
+        """Samples of prompts that were taken, at most ``engine.lag`` publishes old; new ones of
+        other prompts."""
         with self._changed:
             taken = {id(group.prompt) for group in self.slots.taken}
         if any(id(request.prompt) not in taken for request in requests):  # of an evaluation
@@ -178,7 +184,8 @@ class PrefetchEngine(Engine):
         return rollouts
 
     def sync(self, policy: Any, version: int) -> None:
-        """Load new weights; after a step, free the slots of its groups, and draw for later steps."""
+        """Load new weights; after a step, free the slots of its groups, and draw for later
+        steps."""
         self.engine.sync(policy, version)
         with self._changed:
             if isinstance(self._error, EngineLost):  # the engine is back
@@ -189,8 +196,8 @@ class PrefetchEngine(Engine):
                 self._release(self.ledger)
 
     def close(self) -> None:
-        """Begin nothing more, write what was finished, and wait for the threads: one that computes while Python exits
-        may crash it."""
+        """Begin nothing more, write what was finished, and wait for the threads: one that computes
+        while Python exits may crash it."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -208,7 +215,8 @@ class PrefetchEngine(Engine):
         return self.engine.progress()
 
     def metrics(self) -> dict[str, float]:
-        """Metrics since the last call: lags, groups that were sampled again, and how long each side waited."""
+        """Metrics since the last call: lags, groups that were sampled again, and how long each side
+        waited."""
         metrics = dict(self.engine.metrics())
         if not self._lags:  # on no rank was anything sampled
             return metrics
@@ -236,15 +244,18 @@ class PrefetchEngine(Engine):
         self._lags: list[Tensor] = []
         """Publishes between the weights that chose each action and those of the step."""
         self._wait_s = self._idle_s = 0.0
-        """Seconds in which the trainer waited for samples, and in which nothing was being sampled."""
+        """Seconds in which the trainer waited for samples, and in which nothing was being
+        sampled."""
         self._stale = self._discarded = 0
-        """Groups that were sampled again: beyond the bound, or for other parameters than the step's."""
+        """Groups that were sampled again: beyond the bound, or for other parameters than the
+        step's."""
         self._idle_since = idle_since
 
     # --- samples of a step ---
 
     def _requested(self, request: Request, sampling: Any) -> Group:
-        """The group of a request: the one sampled ahead if it is for the same parameters, or a new one."""
+        """The group of a request: the one sampled ahead if it is for the same parameters, or a new
+        one."""
         taken = self.slots.taken
         index = next(n for n, group in enumerate(taken) if group.prompt is request.prompt)
         group = found = taken[index]
@@ -263,15 +274,17 @@ class PrefetchEngine(Engine):
             group.rollouts = self._recorded(group)
         replay = self.run.config.engine.replay
         if replay and group.rollouts is None:  # nothing would sample it
-            raise GruppoError(f"""the ledger of {replay} has no samples of prompt {group.prompt.id!r} (position
-                {group.position}) as step {self.run.state.step + 1} needs them. Replay with the options of the run that
-                decide what is sampled, and with its whole ledger.""")
+            raise GruppoError(f"""the ledger of {replay} has no samples of prompt
+                {group.prompt.id!r} (position {group.position}) as step {self.run.state.step + 1}
+                needs them. Replay with the options of the run that decide what is sampled, and with
+                its whole ledger.""")
         if group is not found and group.rollouts is None:
             self.slots.restart(group)
         return group
 
     def _are_ready(self, groups: Sequence[Group]) -> bool:
-        """Whether all groups are there; those beyond the bound are sampled again from the same draw."""
+        """Whether all groups are there; those beyond the bound are sampled again from the same
+        draw."""
         version = self.run.state.version
         for group in groups:
             if group.rollouts is None:
@@ -283,8 +296,8 @@ class PrefetchEngine(Engine):
             if self.slots.is_stale(oldest, int(versions.max()), version):
                 if self.run.config.engine.replay:
                     raise GruppoError(
-                        f"""the samples at position {group.position} are of version {oldest}, and the replay trains
-                        version {version}""",
+                        f"""the samples at position {group.position} are of version {oldest}, and
+                            the replay trains version {version}""",
                         advice="Replay with the run's own $engine.lag and steps",
                     )
                 self._stale += 1
@@ -304,7 +317,8 @@ class PrefetchEngine(Engine):
             self.ledger = Ledger(source, is_replayed=True)
             if not self.ledger.steps:
                 raise GruppoError(
-                    f"{source} has no complete step in its ledger; it needs a run with engine.lag above 0",
+                    f"{source} has no complete step in its ledger; it needs a run with engine.lag "
+                    f"above 0",
                     advice="Give another RUN",
                 )
             run.is_stopped = run.state.step >= max(self.ledger.steps)
@@ -313,7 +327,8 @@ class PrefetchEngine(Engine):
         self.ledger.resume(run.state.step, run.state.version)
         if config.objective.correction == "none":
             log.warning(
-                "engine.lag=%d without a correction: samples of older weights are learned from as if they were of the "
+                "engine.lag=%d without a correction: samples of older weights are learned from as "
+                "if they were of the "
                 "newest. Set objective.correction=truncate, unless that is what you measure.",
                 config.engine.lag,
             )
@@ -336,7 +351,8 @@ class PrefetchEngine(Engine):
         self._fill()
 
     def _work(self) -> None:
-        """Sample waiting groups, in a thread of its own; after an error, none until ``sync`` clears it."""
+        """Sample waiting groups, in a thread of its own; after an error, none until ``sync`` clears
+        it."""
         while True:
             with self._changed:
                 while (self._error is not None or not self.slots.waiting) and not self._is_closed:
@@ -368,8 +384,9 @@ class PrefetchEngine(Engine):
             rollouts = self.engine.generate(requests, groups[0].sampling, seed=self.run.config.seed)
         found = {(one.prompts[0].id, one.prompts[0].draw): one for one in split(rollouts)}
         if len(found) < len(groups):
-            raise DataError("""two prompts that are sampled at a time have the same id and draw, so their samples are
-                one group. Let the data source number its draws: Prompt(..., draw=n).""")
+            raise DataError("""two prompts that are sampled at a time have the same id and draw, so
+                their samples are one group. Let the data source number its draws: Prompt(...,
+                draw=n).""")
         return found
 
     def _finish(

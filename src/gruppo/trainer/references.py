@@ -1,4 +1,5 @@
-"""References of the KL term: errors of the options, proof that frozen weights are frozen, metrics of moving ones."""
+"""References of the KL term: errors of the options, proof that frozen weights are frozen, metrics
+of moving ones."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def has_reference(config: Config, modality: Modality) -> bool:
 
 
 def remember(run: Run) -> str | None:
-    """Return the SHA-256 of the weights that must not change, taken before the first update; None without any."""
+    """Return the SHA-256 of the weights that must not change, taken before the first update; None
+    without any."""
     if (
         run.reference is not None
         and not run.reference_sha256
@@ -50,7 +52,8 @@ def remember(run: Run) -> str | None:
 
 
 def check_unchanged(run: Run) -> None:
-    """Stop a run whose frozen weights are no longer those of its start. Of sharded ones, each rank reads its shards."""
+    """Stop a run whose frozen weights are no longer those of its start. Of sharded ones, each rank
+    reads its shards."""
     then = run.reference_shards_sha256 or run.reference_sha256
     if run.reference is None or then is None:
         return
@@ -59,9 +62,10 @@ def check_unchanged(run: Run) -> None:
             {name: local(tensor) for name, tensor in run.reference.frozen_state_dict().items()}
         )
     ) != then:
-        raise GruppoError(f"""step {run.state.step}: the frozen weights of the reference have changed since the start
-            (SHA-256 {now[:12]}, was {then[:12]}), so the KL was to something else. Nothing was saved at this step;
-            every save before it is kept. Something other than gruppo writes to the model: find it, then resume.""")
+        raise GruppoError(f"""step {run.state.step}: the frozen weights of the reference have
+            changed since the start (SHA-256 {now[:12]}, was {then[:12]}), so the KL was to
+            something else. Nothing was saved at this step; every save before it is kept. Something
+            other than gruppo writes to the model: find it, then resume.""")
 
 
 def watch(run: Run) -> dict[str, float]:

@@ -32,7 +32,8 @@ from gruppo.types import Prompt, Sampling, Stat
 
 @dataclass
 class State:
-    """What changes from step to step; with weights, optimizer and data positions, all that a checkpoint holds."""
+    """What changes from step to step; with weights, optimizer and data positions, all that a
+    checkpoint holds."""
 
     step: int = 0
     """Complete steps."""
@@ -49,7 +50,8 @@ class State:
     running: Mapping[str, Any] = field(default_factory=dict)
     """Moving statistics of the rewards, by reward; replaced, never changed in place."""
     token_budget: int = 0
-    """Tokens of a micro-batch once chosen, fewer where memory has run out; see ``memory.token_budget``."""
+    """Tokens of a micro-batch once chosen, fewer where memory has run out; see
+    ``memory.token_budget``."""
     has_run_out: bool = False
     """Whether memory ran out, after which no micro-batch may exceed ``token_budget``."""
     best: dict[str, float] | None = None
@@ -58,7 +60,8 @@ class State:
 
 @dataclass
 class Run:
-    """The components of a run, built once, and its ``state``. What a stage sets for a step is in ``StepParams``."""
+    """The components of a run, built once, and its ``state``. What a stage sets for a step is in
+    ``StepParams``."""
 
     config: Config
     policy: Policy
@@ -119,14 +122,16 @@ class Run:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all steps are done, the gate of the last stage has opened, or a callback has stopped the run."""
+        """Whether all steps are done, the gate of the last stage has opened, or a callback has
+        stopped the run."""
         return (
             self.state.step >= self.config.steps or self.stage_schedule.is_over or self.is_stopped
         )
 
     @property
     def trainer_state(self) -> TrainerState:
-        """Progress for reward functions. As in TRL, an epoch counts the prompts of steps, not those resampled."""
+        """Progress for reward functions. As in TRL, an epoch counts the prompts of steps, not those
+        resampled."""
         step, size = self.state.step, self.source.epoch_size
         epoch = step * self.config.rollout.prompts / size if size else None
         return TrainerState(step, self.config.steps, epoch)
@@ -138,7 +143,8 @@ class Run:
 
 
 def trained(policy: nn.Module, critic: Critic | None) -> dict[str, nn.Parameter]:
-    """Parameters with a gradient, by names that no two share: an attribute's name cannot begin with ``critic:``."""
+    """Parameters with a gradient, by names that no two share: an attribute's name cannot begin with
+    ``critic:``."""
     named = dict(policy.named_parameters())
     if critic is not None:
         named |= {
@@ -148,7 +154,8 @@ def trained(policy: nn.Module, critic: Critic | None) -> dict[str, nn.Parameter]
 
 
 def flatten(stats: Mapping[str, Stat], entries: Mapping[str, tuple[str, ...]]) -> dict[str, float]:
-    """Metrics from statistics: ``entries`` maps a statistic to the metrics it gives, ``"mean:len/mean_actions"``."""
+    """Metrics from statistics: ``entries`` maps a statistic to the metrics it gives,
+    ``"mean:len/mean_actions"``."""
     metrics, stats = {}, Stat.read(stats)
     for name, named in entries.items():
         for entry in named if name in stats else ():
@@ -159,7 +166,8 @@ def flatten(stats: Mapping[str, Stat], entries: Mapping[str, tuple[str, ...]]) -
 
 
 def reduced(stats: Mapping[str, Stat]) -> dict[str, float]:
-    """Metrics from statistics that are keyed ``<reduction>:<metric>``; those without a value are left out."""
+    """Metrics from statistics that are keyed ``<reduction>:<metric>``; those without a value are
+    left out."""
     known = {name.partition(":"): stat for name, stat in Stat.read(stats).items() if stat.count}
     return {
         metric: float(getattr(stat, reduction)) for (reduction, _, metric), stat in known.items()

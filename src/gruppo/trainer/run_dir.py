@@ -40,7 +40,8 @@ log = logging.getLogger("gruppo")
 
 
 def check_is_run(path: Path) -> None:
-    """Refuse what is not the folder of a run, and name the nearest run beside it; and links that lead out of it."""
+    """Refuse what is not the folder of a run, and name the nearest run beside it; and links that
+    lead out of it."""
     check_links(path)
     if (path / "config.json").is_file():
         return
@@ -60,7 +61,8 @@ def check_is_run(path: Path) -> None:
 
 
 class RunFolder:
-    """The folder of a run. Only the main rank writes, but for shards of weights; methods of others do nothing."""
+    """The folder of a run. Only the main rank writes, but for shards of weights; methods of others
+    do nothing."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -68,7 +70,8 @@ class RunFolder:
         self.completions: CompletionFiles | None = None
         self.writer = Writer()
         self._written: set[Path] = set()
-        """Of a sharded run, the checkpoints that this process has begun to write or was resumed from."""
+        """Of a sharded run, the checkpoints that this process has begun to write or was resumed
+        from."""
         self._saved_best: Mapping[str, float] | None = None
         """``State.best`` of the newest checkpoint."""
         self._lock: IO[str] | None = None
@@ -87,8 +90,8 @@ class RunFolder:
         if not self.path.is_dir() or {*self.path.iterdir()} - aborted:
             raise GruppoError(
                 f"the run folder {self.path} exists already",
-                advice=f"""Choose another $name, continue it with {command_name()} resume {self.path}, or delete
-                    it""",
+                advice=f"""Choose another $name, continue it with {command_name()} resume
+                    {self.path}, or delete it""",
             )
         check_links(self.path)
 
@@ -111,19 +114,21 @@ class RunFolder:
         )  # a resumed run without this folder has lost its checkpoints
 
     def check_is_shared(self, run: Run) -> None:
-        """Refuse to shard a run over machines that do not see one folder: each rank writes its shards there."""
+        """Refuse to shard a run over machines that do not see one folder: each rank writes its
+        shards there."""
         until = time.monotonic() + VISIBLE_S
         while any(sharded_tensors(run).values()) and not (self.path / "config.json").is_file():
             if time.monotonic() > until:
                 raise GruppoError(
-                    f"""rank {dist.rank()} does not see the run folder {self.path} of the main rank, and
-                    sharded weights are saved by all ranks""",
+                    f"""rank {dist.rank()} does not see the run folder {self.path} of the main rank,
+                        and sharded weights are saved by all ranks""",
                     advice="Give a $runs_dir that all machines share",
                 )
             time.sleep(0.1)
 
     def open(self) -> None:
-        """Lock the folder for this process, remove the partial writes of a killed one, and start the log."""
+        """Lock the folder for this process, remove the partial writes of a killed one, and start
+        the log."""
         if not dist.is_main():
             return
         try:
@@ -135,8 +140,8 @@ class RunFolder:
             ) from None
         except OSError as error:
             self.close()
-            raise GruppoError(f"""{error.filename} cannot be written: {error.strerror}. The run needs a folder with free
-                space that it may write to.""") from error
+            raise GruppoError(f"""{error.filename} cannot be written: {error.strerror}. The run
+                needs a folder with free space that it may write to.""") from error
         self._identity = self.path.stat()
         for name in (".", "checkpoints", "best", "completions", "images"):
             checkpoint.sweep(self.path / name)
@@ -146,12 +151,14 @@ class RunFolder:
         log.addHandler(self._handler)
 
     def check_exists(self) -> None:
-        """Refuse to go on where the folder was deleted or moved: writing would make another one, without a config."""
+        """Refuse to go on where the folder was deleted or moved: writing would make another one,
+        without a config."""
         with suppress(FileNotFoundError):
             if self._identity is None or os.path.samestat(self._identity, self.path.stat()):
                 return
-        raise GruppoError(f"""the run folder {self.path} was deleted or moved during training, so nothing can be saved
-            in it. Move it back and continue with {command_name()} resume, or give the command again.""")
+        raise GruppoError(f"""the run folder {self.path} was deleted or moved during training, so
+            nothing can be saved in it. Move it back and continue with {command_name()} resume, or
+            give the command again.""")
 
     def close(self) -> None:
         try:
@@ -180,7 +187,10 @@ class RunFolder:
             file.cut(-1 if from_step is None else from_step)
         logged = {row["step"] for row in read_lines(self.path / "metrics.jsonl")}
         if missing := [step for step in range(1, (from_step or 0) + 1) if step not in logged]:
-            text = "metrics.jsonl has no row for %d of the %d steps before the checkpoint, from step %d to %d: "
+            text = (
+                "metrics.jsonl has no row for %d of the %d steps before the checkpoint, from "
+                "step %d to %d: "
+            )
             text += "they are lost, and curves and gruppo doctor go without them."
             log.warning(text, len(missing), from_step, missing[0], missing[-1])
         return [
@@ -193,8 +203,9 @@ class RunFolder:
     def save(self, run: Run, state: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint of ``state``, which ``boundary_state`` made, and delete old ones.
 
-        Without ``state``, keep weights and optimizer state as the best so far, for ``back_off.watch``. Where weights
-        are sharded, each rank begins to write its own; ``finish_saving`` waits until all are written.
+        Without ``state``, keep weights and optimizer state as the best so far, for
+        ``back_off.watch``. Where weights are sharded, each rank begins to write its own;
+        ``finish_saving`` waits until all are written.
         """
         is_sharded = any(sharded_tensors(run).values())
         if not dist.is_main() and not is_sharded:
@@ -240,7 +251,8 @@ class RunFolder:
                 self.writer.unchecked = None
 
     def limit_budget(self, run: Run, budget: int = 0) -> None:
-        """Keep ``budget``, with which memory did not suffice for a step of sharded weights, and apply what was kept."""
+        """Keep ``budget``, with which memory did not suffice for a step of sharded weights, and
+        apply what was kept."""
         file = self.path / "token_budget"
         if budget:
             replace_file(file, str(budget))
@@ -254,7 +266,8 @@ class RunFolder:
     def return_to(self, run: Run, saved: checkpoint.Saved) -> None:
         """Restore weights, reference and optimizer; nothing else of the run changes.
 
-        ValueError if the weights of the policy or the critic differ in names or shapes, before anything is restored.
+        ValueError if the weights of the policy or the critic differ in names or shapes, before
+        anything is restored.
         """
         # compared before anything is copied: a refused checkpoint leaves the run as it was
         critic = None if run.critic is None else run.critic.checkpoint_weights()
@@ -269,7 +282,10 @@ class RunFolder:
                 raise ValueError(f"it holds another {what} than this run's: {difference}")
             for name, tensor in weights.items():
                 if tensor.shape != loaded[name].shape:
-                    difference = f"its {name} is {list(loaded[name].shape)}, this run needs {list(tensor.shape)}"
+                    difference = (
+                        f"its {name} is {list(loaded[name].shape)}, this run needs "
+                        f"{list(tensor.shape)}"
+                    )
                     raise ValueError(f"it holds another {what} than this run's: {difference}")
         with torch.no_grad():
             for weights, loaded in pairs.values():
@@ -293,9 +309,9 @@ class RunFolder:
             reason = f"{type(error).__name__}: {error}"
             if isinstance(error, ValueError):
                 reason = str(error)
-            raise GruppoError(f"""the checkpoint of step {saved.step} in {self.checkpoints} does not belong to this
-                model and data ({reason}). Resume with the run's own config and the model as it was, or start a new
-                run.""") from error
+            raise GruppoError(f"""the checkpoint of step {saved.step} in {self.checkpoints} does not
+                belong to this model and data ({reason}). Resume with the run's own config and the
+                model as it was, or start a new run.""") from error
         self._saved_best = run.state.best
         self._written = {self.checkpoints / checkpoint.name_of(saved.step)}
         self.write_evaluations(run)  # the file may be torn, or ahead of the checkpoint
@@ -307,9 +323,10 @@ class RunFolder:
         # killed before its first save, a run has logged no step after the one at which it is due
         was_saved = 0 < run.config.saving.every < steps or (self.checkpoints / "latest").exists()
         if steps and (was_saved or not self.checkpoints.is_dir()):
-            raise GruppoError(f"""{self.checkpoints} holds no checkpoint, and {steps} steps were logged: resuming
-                would begin at step 0 and delete their metrics. Put the checkpoints back, or begin again under
-                another name with {command_name()} train {self.path / "config.json"}.""")
+            raise GruppoError(f"""{self.checkpoints} holds no checkpoint, and {steps} steps were
+                logged: resuming would begin at step 0 and delete their metrics. Put the checkpoints
+                back, or begin again under another name with {command_name()} train
+                {self.path / "config.json"}.""")
 
     # --- other files ---
 
@@ -323,7 +340,8 @@ class RunFolder:
             replace_file(self.path / "evaluations.json", json.dumps(evaluations, indent=2))
 
     def write_manifest(self, run: Run, model_source: Mapping[str, Any]) -> None:
-        """Write versions, hardware, seed, and the origin of model and data; no environment variables."""
+        """Write versions, hardware, seed, and the origin of model and data; no environment
+        variables."""
         if not dist.is_main():
             return
         config, demos, demos_name = (
@@ -351,10 +369,11 @@ class RunFolder:
     def check_manifest(
         self, run: Run, model_source: Mapping[str, Any], *, allow_changes: bool
     ) -> None:
-        """Refuse to resume with what changes the results, unless ``allow_changes``; warn of every other difference.
+        """Refuse to resume with what changes the results, unless ``allow_changes``; warn of every
+        other difference.
 
-        Never with a model whose weights are not those that the run began with: the reference is a copy of them, and a
-        model given in memory may have been trained since.
+        Never with a model whose weights are not those that the run began with: the reference is a
+        copy of them, and a model given in memory may have been trained since.
         """
         if not dist.is_main():
             return
@@ -379,15 +398,16 @@ class RunFolder:
                 log.warning(text, file)
             return
         if weights_then is not None and weights_then != first_weights(run):
-            raise GruppoError(f"""the model {run.config.model} is not the one that {self.path} began with: its weights
-                have changed. Resume with the model as it was before training, which is the KL reference and the
-                starting point.""")
+            raise GruppoError(f"""the model {run.config.model} is not the one that {self.path} began
+                with: its weights have changed. Resume with the model as it was before training,
+                which is the KL reference and the starting point.""")
         run.reference_sha256 = reference_then
         check_unchanged(run)
         digest_now = model_source.get("sha256")
         if "sha256" in model_then and digest_now != digest_then:
             log.warning(
-                "the file of the model %s has changed since %s began (SHA-256 %.12s..., now %.12s...): the run may "
+                "the file of the model %s has changed since %s began (SHA-256 %.12s..., now "
+                "%.12s...): the run may "
                 "continue differently.",
                 *(model_source["name"], self.path, digest_then or "none", digest_now or "none"),
             )
@@ -426,15 +446,16 @@ class RunFolder:
 
 
 def check_base(run: Run, saved: str | None) -> None:
-    """Refuse a checkpoint of an adapter on other weights; ``saved``: their SHA-256, None for all weights."""
+    """Refuse a checkpoint of an adapter on other weights; ``saved``: their SHA-256, None for all
+    weights."""
     base = part(run.policy, AdapterMixin).base_sha256
     kinds = ("all weights", "an adapter")
     if (base is None) != (saved is None):
         held, trained = kinds[base is None], kinds[base is not None]
         raise ValueError(f"it holds {held}, and this run trains {trained}")
     if base != saved:
-        raise ValueError(f"""it holds an adapter of weights with SHA-256 {saved:.16}..., and {run.config.model} has
-            {base:.16}...: it belongs to another base""")
+        raise ValueError(f"""it holds an adapter of weights with SHA-256 {saved:.16}..., and
+            {run.config.model} has {base:.16}...: it belongs to another base""")
 
 
 def restore_state(run: Run, state: Mapping[str, Any]) -> None:
@@ -470,7 +491,8 @@ def weights_of(run: Run) -> dict[str, Any]:
 
 
 def optimized_names(run: Run) -> list[str]:
-    """Names of the parameters in the order of the optimizer, which has sharded ones and whole ones apart."""
+    """Names of the parameters in the order of the optimizer, which has sharded ones and whole ones
+    apart."""
     names = {
         id(parameter): name for name, parameter in trained(run.policy.module, run.critic).items()
     }
@@ -489,15 +511,18 @@ def sharded_tensors(run: Run) -> checkpoint.Sharded:
         for moment in ("exp_avg", "exp_avg_sq")
         for name, p in parameters.items()
     }
-    # AdamW has no moments before its first step: those of a checkpoint are then known by their parameters alone
+    # AdamW has no moments before its first step: those of a checkpoint are then known by their
+    # parameters alone
     files = weights_of(run) | {"optimizer": moments}
     return {file: shards.only_sharded(tensors or {}) for file, tensors in files.items()}
 
 
 def boundary_state(run: Run) -> dict[str, Any]:
-    """The JSON of a checkpoint at a step boundary; weights and optimizer state are held by the run itself.
+    """The JSON of a checkpoint at a step boundary; weights and optimizer state are held by the run
+    itself.
 
-    A collective: ``random`` holds the generators of every rank, since rewards on each rank draw different numbers.
+    A collective: ``random`` holds the generators of every rank, since rewards on each rank draw
+    different numbers.
     """
     # first of all: the state of a source or a callback may fail on one rank alone
     random_states = dist.all_gather(json.dumps(checkpoint.random_state()).encode())
@@ -513,7 +538,8 @@ def boundary_state(run: Run) -> dict[str, Any]:
 
 
 def first_weights(run: Run) -> str | None:
-    """SHA-256 of the untrained weights, if a resume depends on them and no file name identifies them."""
+    """SHA-256 of the untrained weights, if a resume depends on them and no file name identifies
+    them."""
     if run.reference is None and run.config.model != IN_MEMORY:
         return None
     return run.first_weights_sha256 or digest(
@@ -522,7 +548,8 @@ def first_weights(run: Run) -> str | None:
 
 
 def setup(run: Run) -> dict[str, Any]:
-    """What a resumed run is compared with: digests of code and of the tokenizer, versions, hardware."""
+    """What a resumed run is compared with: digests of code and of the tokenizer, versions,
+    hardware."""
     config = run.config
     functions = [*config.reward, *config.environment.names, config.engine.kind]
     functions.append(config.objective.surrogate)
@@ -549,7 +576,8 @@ def setup(run: Run) -> dict[str, Any]:
 def differences(
     manifest: Mapping[str, Any], present: Mapping[str, Any], *, is_on_cpu: bool
 ) -> tuple[list[str], list[str]]:
-    """What has changed since a manifest was written, in words: what changes the results, and everything else."""
+    """What has changed since a manifest was written, in words: what changes the results, and
+    everything else."""
     odd = sorted(dict(manifest["inputs"].items() ^ present["inputs"].items()))
     changing, other = [f"the {name} has changed" for name in odd], list[str]()
     for name, version in present["versions"].items():

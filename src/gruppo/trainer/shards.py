@@ -1,7 +1,8 @@
-"""Tensors in files of several ranks: each writes its own slices, and any number of ranks reads those that it needs.
+"""Tensors in files of several ranks: each writes its own slices, and any number of ranks reads
+those that it needs.
 
-``step_000010/model-shard-00002-of-00004.safetensors`` is in the format of ``torch.distributed.checkpoint``'s Hugging
-Face storage.
+``step_000010/model-shard-00002-of-00004.safetensors`` is in the format of
+``torch.distributed.checkpoint``'s Hugging Face storage.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class Shard(NamedTuple):
 
 
 def own_shards(tensors: Mapping[str, Tensor]) -> dict[str, Shard]:
-    """Copy what this rank has to write to host memory; of equal copies, the first rank that has one writes it."""
+    """Copy what this rank has to write to host memory; of equal copies, the first rank that has one
+    writes it."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -68,7 +70,8 @@ def own_shards(tensors: Mapping[str, Tensor]) -> dict[str, Shard]:
 
 
 def write(path: Path, shards: Mapping[str, Shard]) -> None:
-    """Write slices as ``HuggingFaceStorageWriter`` does, which would need messages between ranks."""
+    """Write slices as ``HuggingFaceStorageWriter`` does, which would need messages between
+    ranks."""
     offsets = {name: {"saved_offsets": shard.offset} for name, shard in shards.items()}
     tensors = {name: shard.data for name, shard in shards.items()}
     save_file(tensors, path, metadata={"DCP_SHARDING_INFO": json.dumps(offsets)})
@@ -86,7 +89,8 @@ def only_sharded(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def read(folder: Path, name: str, sharded: Mapping[str, Any]) -> dict[str, Tensor] | None:
     """Tensors of ``name.safetensors`` or of its shards; None if there are neither.
 
-    Of a tensor that is in ``sharded``, a DTensor, only this rank's slice is read, and returned as such a DTensor.
+    Of a tensor that is in ``sharded``, a DTensor, only this rank's slice is read, and returned as
+    such a DTensor.
     """
     file = folder / f"{name}.safetensors"
     paths = [file] if file.is_file() else sorted(folder.glob(f"{name}-shard-*-of-*.safetensors"))
@@ -126,11 +130,13 @@ def read(folder: Path, name: str, sharded: Mapping[str, Any]) -> dict[str, Tenso
 
 @contextmanager
 def whole_parameters(module: nn.Module, folder: Path, names: Collection[str]) -> Iterator[None]:
-    """On the main rank and for the length of the block, turn a sharded module into a plain one. A collective.
+    """On the main rank and for the length of the block, turn a sharded module into a plain one. A
+    collective.
 
-    ``names``: of the parameters that are then whole. One tensor at a time is gathered, and mapped from a file in
-    ``folder``, so that a model larger than the memory of one machine can be written. What FSDP adds to modules is gone
-    too: a class of its own, which a save would write into a config, and hooks, without which they can be copied.
+    ``names``: of the parameters that are then whole. One tensor at a time is gathered, and mapped
+    from a file in ``folder``, so that a model larger than the memory of one machine can be written.
+    What FSDP adds to modules is gone too: a class of its own, which a save would write into a
+    config, and hooks, without which they can be copied.
     """
     place = folder / f".whole.tmp-{os.getpid()}"
     named = {name: p for name, p in module.named_parameters() if name in names}
@@ -167,7 +173,8 @@ def _gathered(sharded: Iterable[Any], place: Path) -> dict[Any, nn.Parameter]:
 
 @contextmanager
 def _plain(module: nn.Module, whole: Mapping[Any, nn.Parameter]) -> Iterator[None]:
-    """Put whole parameters in place of sharded ones, and take off what FSDP has added to modules."""
+    """Put whole parameters in place of sharded ones, and take off what FSDP has added to
+    modules."""
     kept = [(part, type(part), dict(vars(part))) for part in module.modules() if whole]
     try:
         for part, kind, own in kept:

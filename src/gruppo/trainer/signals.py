@@ -18,13 +18,15 @@ FINISHING = "finishing this step, then saving; again stops at once"
 
 
 def say(message: str) -> None:
-    """Write a line to standard error, unbuffered, since a signal may arrive in the middle of a print."""
+    """Write a line to standard error, unbuffered, since a signal may arrive in the middle of a
+    print."""
     with suppress(OSError):
         os.write(2, f"gruppo: {message}\n".encode())
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal arrived where nothing is lost by leaving at once. Not an Exception, so that no handler swallows it."""
+    """A signal arrived where nothing is lost by leaving at once. Not an Exception, so that no
+    handler swallows it."""
 
 
 class Stopper:
@@ -71,8 +73,8 @@ class Stopper:
             raise Interrupted
 
     def _on_unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
-        # Python drops and prints what is raised in a __del__ or in a callback of the garbage collector: raise it again
-        # a moment later, by then outside of it
+        # Python drops and prints what is raised in a __del__ or in a callback of the garbage
+        # collector: raise it again a moment later, by then outside of it
         if not isinstance(unraisable.exc_value, Interrupted):
             self._hook(unraisable)
             return
@@ -91,7 +93,8 @@ class Stopper:
             if self._may_leave:
                 raise Interrupted
             return
-        # SIGUSR1 warns of a time limit, at which SIGTERM follows; SIGHUP comes with SIGTERM when a session ends
+        # SIGUSR1 warns of a time limit, at which SIGTERM follows; SIGHUP comes with SIGTERM when a
+        # session ends
         is_urgent = number in (signal.SIGTERM, signal.SIGINT)
         if self._was_urgent and is_urgent:
             raise KeyboardInterrupt

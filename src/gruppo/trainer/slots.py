@@ -1,9 +1,10 @@
 """Slots of asynchronous rollouts: which groups are sampled ahead of the step that learns from them.
 
-A group takes a slot when its prompt is drawn, and gives it back after it was trained on and the new weights were
-published. With (S + 1) x prompts slots, every step using ``prompts`` of them in the order of draws, a group starts at
-most S publishes before its step: the bound on staleness holds for each group, not on average. Pure Python, without
-threads and clocks; ``PrefetchEngine`` calls it under its lock.
+A group takes a slot when its prompt is drawn, and gives it back after it was trained on and the new
+weights were published. With (S + 1) x prompts slots, every step using ``prompts`` of them in the
+order of draws, a group starts at most S publishes before its step: the bound on staleness holds for
+each group, not on average. Pure Python, without threads and clocks; ``PrefetchEngine`` calls it
+under its lock.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Group:
     sampling: Any = None
     rollouts: Rollouts | None = None
     is_counted: bool = True
-    """Whether it is one of a step's prompts, on this or another rank; False for a prompt that cannot be used."""
+    """Whether it is one of a step's prompts, on this or another rank; False for a prompt that
+    cannot be used."""
     is_started: bool = False
     is_dropped: bool = False
     """Whether its samples are not needed any more."""
@@ -37,7 +39,8 @@ class Group:
 
 @dataclass(eq=False)
 class Slots:
-    """Groups in the order of draws: queued (waiting, being sampled, or done), then taken by a step, then released."""
+    """Groups in the order of draws: queued (waiting, being sampled, or done), then taken by a step,
+    then released."""
 
     lag: int
     prompts: int
@@ -51,7 +54,8 @@ class Slots:
 
     @property
     def next_index(self) -> int:
-        """Number of the next group to draw, counted from the first of the step under way, or of the next step."""
+        """Number of the next group to draw, counted from the first of the step under way, or of the
+        next step."""
         # a prompt that replaces another one of the step under way uses its slot
         held = min(sum(group.is_counted for group in self.taken), self.prompts)
         return held + sum(group.is_counted for group in self.queue)
@@ -84,7 +88,8 @@ class Slots:
         return batch
 
     def finish(self, group: Group, rollouts: Rollouts | None) -> None:
-        """A call has ended; ``rollouts`` is None where it failed, and the group is sampled again before all others."""
+        """A call has ended; ``rollouts`` is None where it failed, and the group is sampled again
+        before all others."""
         self.running -= 1
         group.is_started = False
         group.rollouts = rollouts
@@ -103,16 +108,18 @@ class Slots:
         self.waiting.insert(0, group)
 
     def release(self) -> list[Group]:
-        """After the step was trained on and its weights were published: its groups give their slots back."""
+        """After the step was trained on and its weights were published: its groups give their slots
+        back."""
         released, self.taken = self.taken, []
         for group in released:
             self.drop(group)  # of a step that failed to ask for it
         return released
 
     def is_stale(self, oldest: int, newest: int, version: int) -> bool:
-        """Whether samples of these versions are beyond the bound in a step that trains weights ``version``.
+        """Whether samples of these versions are beyond the bound in a step that trains weights
+        ``version``.
 
-        A return to the best weights publishes without a step. Versions of the future are those of a trainer that was
-        killed, and learned otherwise than the resumed one.
+        A return to the best weights publishes without a step. Versions of the future are those of a
+        trainer that was killed, and learned otherwise than the resumed one.
         """
         return version - oldest > self.lag or newest > version

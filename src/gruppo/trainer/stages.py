@@ -1,4 +1,5 @@
-"""Stages of a run: schedules and controllers of the step parameters, and the gates that end a stage."""
+"""Stages of a run: schedules and controllers of the step parameters, and the gates that end a
+stage."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class StepParams:
     lr: float
     """Of the policy."""
     critic_lr: float
-    """The critic's own rate, on the policy's schedule; the policy's where it has none of its own."""
+    """The critic's own rate, on the policy's schedule; the policy's where it has none of its
+    own."""
     rl_coef: float
     sup_coef: float
     kl_coef: float
@@ -63,8 +65,8 @@ _COMPARED = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operat
 class Gate:
     """The condition on a metric that ends a stage, parsed from its ``until``.
 
-    "METRIC > X" compares the last value; "METRIC flat N by D" holds once the last N values exceed the best of those
-    before them by no more than D.
+    "METRIC > X" compares the last value; "METRIC flat N by D" holds once the last N values exceed
+    the best of those before them by no more than D.
     """
 
     def __init__(self, text: str, where: str) -> None:
@@ -80,9 +82,9 @@ class Gate:
             if flat:  # losses are to fall
                 assert self._number >= 0 and not self.metric.startswith(("loss/", "sup/"))
         except (AssertionError, ValueError):
-            raise GruppoError(f"""{where}.until={text!r} is not understood; it needs a metric, a comparison and a
-                number, such as 'eval/reward_mean > 0.5', or a metric that is to rise and no longer does, such as
-                'eval/psnr flat 3'.""") from None
+            raise GruppoError(f"""{where}.until={text!r} is not understood; it needs a metric, a
+                comparison and a number, such as 'eval/reward_mean > 0.5', or a metric that is to
+                rise and no longer does, such as 'eval/psnr flat 3'.""") from None
 
     def is_open(self, values: Sequence[float]) -> bool:
         """``values``: the metric's in the stage, the latest last."""
@@ -96,7 +98,8 @@ class StageSchedule:
     """A run's way through its stages. Its state changes at step boundaries only."""
 
     def __init__(self, config: Config, sampling: Sampling | None = None) -> None:
-        """``sampling``: what each step samples from, at its own temperature; that of a text model by default."""
+        """``sampling``: what each step samples from, at its own temperature; that of a text model
+        by default."""
         self.config, self.plan = config, config.plan
         self.sampling = config.rollout.sampling if sampling is None else sampling
         self._schedules: list[dict[str, Schedule | Controller]] = [
@@ -137,7 +140,8 @@ class StageSchedule:
     def step_params(self, step: int) -> StepParams:
         """The parameters of step 0, 1, ..., which is in the current stage."""
         config, stage = self.config, self.stage
-        # Steps that the stage lasts, as far as known; the last one has what earlier gates have saved too.
+        # Steps that the stage lasts, as far as known; the last one has what earlier gates have
+        # saved too.
         length = config.steps - self.began
         if self.index + 1 < len(self.plan) and stage.steps:
             length = min(stage.steps, length)
@@ -178,7 +182,8 @@ class StageSchedule:
         return replace(step_params, is_critic_alone=step - since < config.critic.warmup_steps)
 
     def metrics(self, step_params: StepParams) -> dict[str, float]:
-        """Step parameters that vary: set by a schedule or controller in some stage, or differing between stages."""
+        """Step parameters that vary: set by a schedule or controller in some stage, or differing
+        between stages."""
         values = {name: [getattr(stage, name) for stage in self.plan] for name in SCHEDULED}
         changing = self.overrides.keys() | {
             name
@@ -205,10 +210,11 @@ class StageSchedule:
             self.seen.append(value)
 
     def advance(self, step: int, known: Mapping[str, float]) -> str | None:
-        """At the boundary after ``step`` steps: begin the next stage, or end the run, if it is due, and return why.
+        """At the boundary after ``step`` steps: begin the next stage, or end the run, if it is due,
+        and return why.
 
-        A gate that did not open within the stage's steps is a warning, with the last value of its metric or, where
-        that was never measured, the nearest of the ``known`` ones.
+        A gate that did not open within the stage's steps is a warning, with the last value of its
+        metric or, where that was never measured, the nearest of the ``known`` ones.
         """
         if self.settled >= step or self.is_over:
             return None
@@ -279,7 +285,8 @@ def step_params_at(config: Config, step: int) -> StepParams:
 
 
 def agreed(metrics: Mapping[str, float], name: str) -> float | None:
-    """A metric's mean over the ranks that have it, so that all decide alike; None where none has."""
+    """A metric's mean over the ranks that have it, so that all decide alike; None where none
+    has."""
     value = metrics.get(name, math.nan)
     is_there = math.isfinite(value)
     total, count = dist.all_sum(

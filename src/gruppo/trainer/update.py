@@ -78,7 +78,8 @@ _EPOCH_METRICS = {
 
 
 def learn(run: Run, batch: Batch, step_params: StepParams) -> dict[str, float]:
-    """All updates of one batch, or those before the policy has moved too far from the one that sampled it."""
+    """All updates of one batch, or those before the policy has moved too far from the one that
+    sampled it."""
     began = time.perf_counter()
     for group in run.optimizer.param_groups:
         group["lr"] = (
@@ -97,7 +98,8 @@ def learn(run: Run, batch: Batch, step_params: StepParams) -> dict[str, float]:
         _accumulate(epoch_stats, update_stats)
         if has_moved_far:
             break
-    # a loss is a weighted sum over its minibatch: the metric is the mean over minibatches, not over rows
+    # a loss is a weighted sum over its minibatch: the metric is the mean over minibatches, not over
+    # rows
     losses = {
         name: Stat(1, stat.sum / tried) for name, stat in stats.items() if name.startswith("loss/")
     }
@@ -112,7 +114,10 @@ def learn(run: Run, batch: Batch, step_params: StepParams) -> dict[str, float]:
         dtypes = sorted(
             {str(parameter.dtype).removeprefix("torch.") for parameter in run.parameters}
         )
-        text = "step %d: an update changed %.1f%% of the weights that have a gradient; at --optim.lr %g the rest "
+        text = (
+            "step %d: an update changed %.1f%% of the weights that have a gradient; at "
+            "--optim.lr %g the rest "
+        )
         text += "is lost in rounding to %s. Raise it, or hold the weights in float32."
         log.warning(
             text, run.state.step, 100 * changed.mean, run.config.optim.lr, " and ".join(dtypes)
@@ -123,10 +128,12 @@ def learn(run: Run, batch: Batch, step_params: StepParams) -> dict[str, float]:
 def epoch_metrics(
     optim: OptimConfig, epochs: Sequence[Mapping[str, Stat]], done: int
 ) -> dict[str, float]:
-    """``epoch/N/...`` of each epoch that was begun, over its minibatches; none where there is only one epoch.
+    """``epoch/N/...`` of each epoch that was begun, over its minibatches; none where there is only
+    one epoch.
 
-    ``epochs``: the statistics of each, empty where it was not begun. ``done``: minibatches before ``stop_kl`` ended
-    the batch; the one that it stopped at was evaluated, so it is in its epoch's statistics, but took no update.
+    ``epochs``: the statistics of each, empty where it was not begun. ``done``: minibatches before
+    ``stop_kl`` ended the batch; the one that it stopped at was evaluated, so it is in its epoch's
+    statistics, but took no update.
     """
     metrics: dict[str, float] = {}
     if optim.epochs > 1:
@@ -145,10 +152,11 @@ def epoch_metrics(
 
 
 def update(run: Run, batch: Batch, step_params: StepParams) -> tuple[dict[str, Stat], bool]:
-    """One optimizer step over one minibatch on all ranks, and whether the policy has moved too far to take it.
+    """One optimizer step over one minibatch on all ranks, and whether the policy has moved too far
+    to take it.
 
-    On a GPU nothing between the first forward and the step waits for the device, unless ``stop_kl`` or several ranks
-    need a number first: statistics are read behind the step.
+    On a GPU nothing between the first forward and the step waits for the device, unless ``stop_kl``
+    or several ranks need a number first: statistics are read behind the step.
     """
     run.optimizer.zero_grad(set_to_none=True)
     stats = backward(run, batch, step_params)
@@ -162,7 +170,9 @@ def update(run: Run, batch: Batch, step_params: StepParams) -> tuple[dict[str, S
         p for p in learning(run, step_params) if not is_sharded(p)
     )  # FSDP has summed those
     for parameter, ranks in zip(run.parameters, reached, strict=True):
-        if not ranks:  # as an action's std while only demonstrations are learned from: no momentum or decay moves it
+        # as an action's std while only demonstrations are learned from: no momentum or decay moves
+        # it
+        if not ranks:
             parameter.grad = None
     limit, has_moved_far = run.config.optim.stop_kl, False
     if limit:
@@ -171,7 +181,8 @@ def update(run: Run, batch: Batch, step_params: StepParams) -> tuple[dict[str, S
         has_moved_far = (
             stats.get("kl/old_k3_nats", Stat()).mean > limit
         )  # the same number on all ranks
-    # Networks whose gradient norms are limited apart: a separate critic must not shrink the policy's gradient.
+    # Networks whose gradient norms are limited apart: a separate critic must not shrink the
+    # policy's gradient.
     networks: dict[str, list[nn.Parameter]] = {"norm": []}
     for group in run.optimizer.param_groups:
         networks.setdefault(group["norm"], []).extend(group["params"])
@@ -188,7 +199,8 @@ def update(run: Run, batch: Batch, step_params: StepParams) -> tuple[dict[str, S
 
 
 def learning(run: Run, step_params: StepParams) -> list[nn.Parameter]:
-    """Parameters that may have a gradient on some rank; the others keep none, so that no momentum or decay moves them.
+    """Parameters that may have a gradient on some rank; the others keep none, so that no momentum
+    or decay moves them.
 
     The critic's alone during its warmup, and none of them while nothing is sampled.
     """
@@ -209,7 +221,8 @@ def _step(run: Run, networks: Mapping[str, list[nn.Parameter]]) -> dict[str, Sta
         device.type not in types.AT_ONCE and dist.world_size() == 1
     )  # ranks agree on a number before the step
     if has_taken:
-        # AdamW itself leaves out a step whose gradient is not finite: what GradScaler sets, without waiting to know
+        # AdamW itself leaves out a step whose gradient is not finite: what GradScaler sets, without
+        # waiting to know
         are_finite = torch.stack(
             [norm.to(device, non_blocking=True) for norm in of_networks.values()]
         ).isfinite()
@@ -253,8 +266,8 @@ def _step(run: Run, networks: Mapping[str, list[nn.Parameter]]) -> dict[str, Sta
 def backward(run: Run, batch: Batch, step_params: StepParams) -> dict[str, Stat]:
     """Gradients of the whole minibatch, micro-batch by micro-batch; this rank's statistics.
 
-    The weights are those of the whole minibatch over all ranks, so that the micro-batches' losses add up to one loss;
-    each token of the demonstrations counts alike.
+    The weights are those of the whole minibatch over all ranks, so that the micro-batches' losses
+    add up to one loss; each token of the demonstrations counts alike.
     """
     parts, terms = list[Part](), list[Callable[[list[MicroBatch]], dict[str, Stat]]]()
     if batch.rollouts is not None:
@@ -283,7 +296,8 @@ def _weights(
     step_params: StepParams,
     group_ids: Int[Tensor, "B"] | None = None,
 ) -> Float[Tensor, "B T"]:
-    """Of this rank's actions in the minibatch of all ranks. A group is on one rank, so its actions are counted here."""
+    """Of this rank's actions in the minibatch of all ranks. A group is on one rank, so its actions
+    are counted here."""
     total = loss_total(
         loss_mask, average=average, max_length=step_params.sampling.max_actions, group_ids=group_ids
     )
@@ -303,7 +317,8 @@ def _backward(
     weights: Float[Tensor, "B T"],
     micro_batches: list[MicroBatch],
 ) -> dict[str, Stat]:
-    """Gradients and statistics of these micro-batches; no collectives, so that each rank may begin again alone."""
+    """Gradients and statistics of these micro-batches; no collectives, so that each rank may begin
+    again alone."""
     objective, rollouts = run.config.objective, batch.rollouts
     assert rollouts is not None
     # The names are the same on a rank without any row, as ``merge_stats`` needs them.
@@ -331,7 +346,8 @@ def _backward(
             )
         inputs = loss_inputs(run, batch, micro_batch, weights, likelihood)
         if micro_batch.is_repeat:
-            # not skipped: FSDP gathers and reduces in each forward and backward, which other ranks wait for
+            # not skipped: FSDP gathers and reduces in each forward and backward, which other ranks
+            # wait for
             nothing = torch.zeros_like(inputs.weights)
             inputs = replace(inputs, weights=nothing, loss_mask=nothing.bool())
         terms, micro_batch_stats = policy_loss(likelihood, inputs, objective, run.own_surrogate)
@@ -367,7 +383,8 @@ def _backward(
         }
         micro_batch_stats["update/micro_batches"] = Stat(1, 1.0)
         micro_batch_stats |= run.statistics.update_stats(batch, micro_batch, likelihood, inputs)
-        # |trainer's old log-prob - sampler's| of each kept action: the mean hides what the largest shows
+        # |trainer's old log-prob - sampler's| of each kept action: the mean hides what the largest
+        # shows
         old = likelihood.logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
         mismatch = (
             old - micro_batch.of(rollouts.sampler_logprobs).to(old.device, non_blocking=True)
@@ -411,8 +428,8 @@ def loss_inputs(
         if outside > 0:
             raise GruppoError(
                 f"""this policy cuts rows into columns, and {int(outside)} kept actions of a
-                    micro-batch's rows are in others; ratios and corrections of a sequence need whole
-                    rows""",
+                    micro-batch's rows are in others; ratios and corrections of a sequence need
+                    whole rows""",
                 option="objective.ratio",
                 advice="token and $objective.correction_level token",
             )

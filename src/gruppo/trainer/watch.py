@@ -20,7 +20,8 @@ log = logging.getLogger("gruppo")
 
 
 class Screen(ConsoleTracker):
-    """A console that also shows the lines of the log, in place of the log's stream handlers, until it is closed."""
+    """A console that also shows the lines of the log, in place of the log's stream handlers, until
+    it is closed."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -45,7 +46,8 @@ class Screen(ConsoleTracker):
 
 @dataclass(eq=False)
 class Output:
-    """A standard stream whose reader may leave, as ``head`` does, or whose terminal may close: the rest is dropped."""
+    """A standard stream whose reader may leave, as ``head`` does, or whose terminal may close: the
+    rest is dropped."""
 
     _stream: Any
 
@@ -74,7 +76,8 @@ class Output:
 
 @contextmanager
 def output_may_close() -> Iterator[None]:
-    """Within, a closed standard output or error ends neither the run nor a reward function that prints."""
+    """Within, a closed standard output or error ends neither the run nor a reward function that
+    prints."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (
         stream and Output(stream) for stream in before
@@ -103,7 +106,8 @@ def on_screen(run: Run, folder: Path) -> Tracker:
 
 @contextmanager
 def logged() -> Iterator[None]:
-    """Print the log's notes within, such as that of a download, unless the caller has configured the log."""
+    """Print the log's notes within, such as that of a download, unless the caller has configured
+    the log."""
     level, handler = (
         log.level,
         logging.StreamHandler(sys.stderr),

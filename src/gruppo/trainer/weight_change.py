@@ -1,4 +1,5 @@
-"""Whether updates change the weights: steps without a gradient, and changes that are lost in rounding.
+"""Whether updates change the weights: steps without a gradient, and changes that are lost in
+rounding.
 
 A change below half the gap between two numbers is rounded away.
 
@@ -57,10 +58,12 @@ class Moved:
 def warn_if_idle(
     run: Run, metrics: Mapping[str, float], folder: Path, rollouts: Rollouts | None = None
 ) -> None:
-    """Count steps without a gradient, or with one of regularizers alone; name the reason after three of them."""
+    """Count steps without a gradient, or with one of regularizers alone; name the reason after
+    three of them."""
     norms = [metrics[name] for name in NORMS if name in metrics]
     state, size = run.state, metrics.get("advantage/mean_abs")
-    # a KL or entropy term has a gradient where no row has an advantage; a critic and demonstrations do learn
+    # a KL or entropy term has a gradient where no row has an advantage; a critic and demonstrations
+    # do learn
     is_flat = (
         size is not None
         and not size > 0
@@ -80,13 +83,19 @@ def warn_if_idle(
             torch.equal(mask, mask[firsts]) and not ((actions != actions[firsts]) & chosen).any()
         )
         is_repeated = len(first) < len(groups) and is_equal
-    reason = f"--optim.lr {run.config.optim.lr:g} may have ruined the weights, which give a gradient of exactly 0"
+    reason = (
+        f"--optim.lr {run.config.optim.lr:g} may have ruined the weights, which give a "
+        f"gradient of exactly 0"
+    )
     if size is None:
         reason = "the demonstrations give a gradient of exactly 0"
     elif math.isnan(metrics.get("reward/mean", math.nan)):
         reason = "no completion was scored"
     elif run.config.objective.mask_truncated and metrics.get("finish/truncated_frac") == 1:
-        reason = "all completions were truncated, which --objective.mask-truncated leaves out of the loss"
+        reason = (
+            "all completions were truncated, which --objective.mask-truncated leaves out of "
+            "the loss"
+        )
     elif is_repeated:
         mean, lr = metrics["reward/mean"], run.config.optim.lr
         reason = f"""the completions of each group are identical (mean reward {mean:.3g}): the policy has no entropy

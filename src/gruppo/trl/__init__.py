@@ -1,7 +1,8 @@
 """TRL's trainers with gruppo below: ``from gruppo.trl import GRPOConfig, GRPOTrainer``.
 
-Arguments keep TRL's names, defaults and meaning (1.16). What gruppo has no counterpart for is refused by its name, and
-what means something else is reported once. Other names of TRL, such as TrlParser, are those of the installed TRL.
+Arguments keep TRL's names, defaults and meaning (1.16). What gruppo has no counterpart for is
+refused by its name, and what means something else is reported once. Other names of TRL, such as
+TrlParser, are those of the installed TRL.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ from gruppo.trl.trainer import GRPOTrainer, RLOOTrainer
 __all__ = ["GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer"]
 
 ELSEWHERE = {
-    "PPO": "TRL 1.16 has no PPO either. Here: gruppo.train(objective='ppo', ...), see docs/objectives/ppo.md",
-    "SFT": "Here demonstrations are a stage of a run: stages such as supervised:50, see docs/guides/stages.md",
+    "PPO": "TRL 1.16 has no PPO either. Here: gruppo.train(objective='ppo', ...), see "
+    "docs/objectives/ppo.md",
+    "SFT": "Here demonstrations are a stage of a run: stages such as supervised:50, see "
+    "docs/guides/stages.md",
 }
 """By the beginning of a trainer's name: where gruppo has it."""
 
 
 def __getattr__(name: str) -> Any:
-    """A name of the installed TRL, except its other trainers, so that one import changes in a script."""
+    """A name of the installed TRL, except its other trainers, so that one import changes in a
+    script."""
     if name.startswith("__"):  # such as __path__, which the import system looks for
         raise AttributeError(name)
     if name.endswith(("Trainer", "Config")) and name not in ("ModelConfig", "DatasetMixtureConfig"):

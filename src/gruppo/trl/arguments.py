@@ -1,4 +1,5 @@
-"""``GRPOConfig`` and ``RLOOConfig`` with the names and defaults of TRL 1.16 and the TrainingArguments below them."""
+"""``GRPOConfig`` and ``RLOOConfig`` with the names and defaults of TRL 1.16 and the
+TrainingArguments below them."""
 
 from __future__ import annotations
 
@@ -98,11 +99,13 @@ _RLOO: dict[Any, str] = {
 
 
 class TrlArguments:
-    """What both configs do beyond holding values: refuse unknown names, and derive the generation batch as TRL does."""
+    """What both configs do beyond holding values: refuse unknown names, and derive the generation
+    batch as TRL does."""
 
     def __new__(cls, *_: Any, **arguments: Any) -> Any:
         known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
-        # Here and not in __init__, which a dataclass writes itself and whose TypeError names no alternative.
+        # Here and not in __init__, which a dataclass writes itself and whose TypeError names no
+        # alternative.
         if unknown := [name for name in arguments if name not in known]:
             near = difflib.get_close_matches(unknown[0], known, 1)
             ours = (
@@ -133,7 +136,8 @@ class TrlArguments:
             )
         if args.generation_batch_size is not None and args.steps_per_generation is not None:
             raise GruppoError(
-                "generation_batch_size and steps_per_generation are both set; leave one of them out."
+                "generation_batch_size and steps_per_generation are both set; leave one of them "
+                "out."
             )
         # As in TRL: a generation is steps_per_generation micro-batches of each process.
         rows = args.per_device_train_batch_size * self.world_size
@@ -143,14 +147,15 @@ class TrlArguments:
             )
             args.generation_batch_size = rows * args.steps_per_generation
         elif args.generation_batch_size % rows:
-            raise GruppoError(f"""generation_batch_size={args.generation_batch_size} is no multiple of the {rows} rows
-                of per_device_train_batch_size on all processes, as in TRL. Set one of the two to a divisor of the
-                other.""")
+            raise GruppoError(f"""generation_batch_size={args.generation_batch_size} is no multiple
+                of the {rows} rows of per_device_train_batch_size on all processes, as in TRL. Set
+                one of the two to a divisor of the other.""")
         else:
             args.steps_per_generation = args.generation_batch_size // rows
         if args.generation_batch_size % args.num_generations:
-            raise GruppoError(f"""a generation batch of {args.generation_batch_size} rows is no multiple of
-                num_generations={args.num_generations}, as in TRL. Set per_device_train_batch_size to one.""")
+            raise GruppoError(f"""a generation batch of {args.generation_batch_size} rows is no
+                multiple of num_generations={args.num_generations}, as in TRL. Set
+                per_device_train_batch_size to one.""")
 
     def to_dict(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""``GRPOTrainer`` and ``RLOOTrainer`` with TRL's arguments and methods; a ``gruppo.Trainer`` does the work."""
+"""``GRPOTrainer`` and ``RLOOTrainer`` with TRL's arguments and methods; a ``gruppo.Trainer`` does
+the work."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ from gruppo.types import GruppoError
 log = logging.getLogger("gruppo")
 
 RUN = "run"
-"""What runs in ``output_dir`` are called; the folder itself holds what ``save_model`` writes, as in TRL."""
+"""What runs in ``output_dir`` are called; the folder itself holds what ``save_model`` writes, as in
+TRL."""
 METRICS = {
     "loss": "loss/policy",
     "grad_norm": "grad/norm",
@@ -58,7 +60,8 @@ EVENTS = (
     "on_evaluate",
     "on_save",
 )
-"""Methods of transformers' callbacks that are called; at the end of a step, which is a generation and its updates."""
+"""Methods of transformers' callbacks that are called; at the end of a step, which is a generation
+and its updates."""
 
 
 class TrainOutput(NamedTuple):
@@ -72,9 +75,10 @@ class TrainOutput(NamedTuple):
 class GRPOTrainer:
     """TRL's ``GRPOTrainer`` (1.16): the same arguments and methods, trained by gruppo.
 
-    What has no counterpart is refused with its name and the nearest option here. What means something else is reported
-    once, when the trainer is made. Everything that gruppo writes of the run is in ``output_dir/run-...``, with its
-    metrics, completions and checkpoints; ``trainer.run`` is the ``gruppo.Trainer``.
+    What has no counterpart is refused with its name and the nearest option here. What means
+    something else is reported once, when the trainer is made. Everything that gruppo writes of the
+    run is in ``output_dir/run-...``, with its metrics, completions and checkpoints; ``trainer.run``
+    is the ``gruppo.Trainer``.
     """
 
     kind = "GRPO"
@@ -119,13 +123,17 @@ class GRPOTrainer:
             environment_factory is None or isinstance(environment_factory, Mapping)
         ):
             raise GruppoError(
-                "train_dataset is missing; it needs a Dataset, or a list of rows, with a column prompt."
+                "train_dataset is missing; it needs a Dataset, or a list of rows, with a column "
+                "prompt."
             )
         if environment_factory is not None:
             train_dataset = _prompted(train_dataset, args)
             eval_dataset = None if eval_dataset is None else _prompted(eval_dataset, args)
         if isinstance(eval_dataset, dict):
-            text = "eval_dataset is a dict of data sets; it needs one of them. trainer.evaluate takes others."
+            text = (
+                "eval_dataset is a dict of data sets; it needs one of them. trainer.evaluate "
+                "takes others."
+            )
             raise GruppoError(text)
         self.args, self.callbacks = args, list(callbacks or ())
         self.train_dataset, self.eval_dataset, self.processing_class = (
@@ -151,7 +159,8 @@ class GRPOTrainer:
         elif environment is not None:
             environment = EnvironmentClass(environment, step_is_tool=True)
         if tools or environment:
-            # As in TRL: calls are made one after another without a deadline, and results are not cut.
+            # As in TRL: calls are made one after another without a deadline, and results are not
+            # cut.
             longest, calls = (
                 args.max_completion_length,
                 getattr(args, "max_tool_calling_iterations", None),
@@ -194,7 +203,8 @@ class GRPOTrainer:
         validate(self.config, self.parts)
         from transformers import TrainerControl, TrainerState
 
-        # What callbacks see counts optimizer steps, as in TRL; a step of a run is a generation with `updates` of them.
+        # What callbacks see counts optimizer steps, as in TRL; a step of a run is a generation with
+        # `updates` of them.
         self.state, self.control = TrainerState(), TrainerControl()
         self.updates = self.config.updates_per_batch
         self.state.max_steps = self.config.steps * self.updates
@@ -229,7 +239,8 @@ class GRPOTrainer:
         return self.run.policy.module  # the trained module itself, as scripts of TRL look into it
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
-        """Train from the beginning, or continue: True the newest run in ``output_dir``, or the folder of a run."""
+        """Train from the beginning, or continue: True the newest run in ``output_dir``, or the
+        folder of a run."""
         began = time.perf_counter()
         if resume_from_checkpoint:
             path = Path(str(resume_from_checkpoint))
@@ -239,7 +250,10 @@ class GRPOTrainer:
                     key=lambda file: file.stat().st_mtime,
                 )
                 if not runs:
-                    text = f"{self.output_dir} has no run to resume; call train() without resume_from_checkpoint."
+                    text = (
+                        f"{self.output_dir} has no run to resume; call train() without "
+                        f"resume_from_checkpoint."
+                    )
                     raise GruppoError(text)
                 path = runs[-1].parent
             self._trainer = api.Trainer.open(path, self.parts, callbacks=[_Hooks(self)])
@@ -265,7 +279,8 @@ class GRPOTrainer:
         if eval_dataset is None and self.config.evaluation.prompts:  # 0 under eval_strategy="no"
             return self._metrics(self.run.evaluate())
         source = open_source(data, seed=self.config.seed, held_out_fraction=0.0).only_held_out()
-        # A prompt that does not fit into the context is left out, as from a run's own held-out prompts.
+        # A prompt that does not fit into the context is left out, as from a run's own held-out
+        # prompts.
         held_out = [
             p
             for p in source.held_out(len(data))
@@ -276,7 +291,8 @@ class GRPOTrainer:
         return self._evaluated(done)
 
     def save_model(self, output_dir: str | None = None, **_: Any) -> None:
-        """Write the model as it is now, and its tokenizer, to a folder for transformers (an adapter: for peft)."""
+        """Write the model as it is now, and its tokenizer, to a folder for transformers (an
+        adapter: for peft)."""
         folder, policy = Path(output_dir or self.output_dir), self.run.policy
         folder.mkdir(parents=True, exist_ok=True)
         read = (
@@ -303,9 +319,11 @@ class GRPOTrainer:
         revision: str | None = None,
         **_: Any,
     ) -> str:
-        """Upload the model and its card to the hub, as ``hub_model_id`` or under the name of ``output_dir``.
+        """Upload the model and its card to the hub, as ``hub_model_id`` or under the name of
+        ``output_dir``.
 
-        ``revision``: a branch, which is created. ``blocking`` has no effect. Others are words of TRL's own card.
+        ``revision``: a branch, which is created. ``blocking`` has no effect. Others are words of
+        TRL's own card.
         """
         from gruppo.export import create_repository, upload, write_card
 
@@ -341,7 +359,8 @@ class GRPOTrainer:
         """Add a callback of transformers, an object or a class."""
         if self._trainer is not None:
             raise GruppoError(
-                "add_callback comes after the run was opened; add callbacks before train and evaluate."
+                "add_callback comes after the run was opened; add callbacks before train and "
+                "evaluate."
             )
         callback = callback() if isinstance(callback, type) else callback
         _check_callback(callback)
@@ -358,7 +377,8 @@ class GRPOTrainer:
     # --- parts ---
 
     def _opened(self, model: Any, settings: dict[str, Any], notes: list[str]) -> Any:
-        """A policy where the model or its tokenizer is in memory or needs arguments; None where its name says all."""
+        """A policy where the model or its tokenizer is in memory or needs arguments; None where its
+        name says all."""
         from gruppo.modalities.text import from_transformers
 
         kwargs = dict(getattr(self.args, "model_init_kwargs", None) or {})
@@ -376,13 +396,15 @@ class GRPOTrainer:
                 settings["compute"] = dtype
             if dtype == "bfloat16":
                 notes.append(
-                    "dtype=bfloat16 is what forward and backward compute in; the weights are kept in float32"
+                    "dtype=bfloat16 is what forward and backward compute in; the weights are kept "
+                    "in float32"
                 )
         for name in ("attn_implementation", "device_map", "use_cache"):
             if name in kwargs:
                 notes.append(f"model_init_kwargs: {name}={kwargs.pop(name)!r} is not used")
         settings["trust_remote_code"] |= bool(kwargs.pop("trust_remote_code", False))
-        # A model in memory, or one with arguments of its own, is a policy; a plain name stays in the config.
+        # A model in memory, or one with arguments of its own, is a policy; a plain name stays in
+        # the config.
         if not isinstance(model, str):
             module = model
         elif kwargs or self.processing_class is not None:
@@ -395,7 +417,10 @@ class GRPOTrainer:
         else:
             return None
         if type(module).__name__.startswith("Peft"):
-            text = "model is a PeftModel, and gruppo adds the adapter itself. Pass the base model and a peft_config."
+            text = (
+                "model is a PeftModel, and gruppo adds the adapter itself. Pass the base model "
+                "and a peft_config."
+            )
             raise GruppoError(text)
         tokenizer = self.processing_class
         if tokenizer is None:
@@ -404,8 +429,9 @@ class GRPOTrainer:
             tokenizer = AutoTokenizer.from_pretrained(module.config._name_or_path)
             self.processing_class = tokenizer
         if not callable(getattr(tokenizer, "convert_ids_to_tokens", None)):
-            raise GruppoError(f"""processing_class is a {type(tokenizer).__name__}, of a model that reads images; gruppo
-                trains language models on text, and diffusion and restoration models on images. Pass a tokenizer.""")
+            raise GruppoError(f"""processing_class is a {type(tokenizer).__name__}, of a model that
+                reads images; gruppo trains language models on text, and diffusion and restoration
+                models on images. Pass a tokenizer.""")
         return from_transformers(module, tokenizer, compute=settings["compute"])
 
     # --- what callbacks of transformers see ---
@@ -483,18 +509,23 @@ def _check_callback(callback: Any) -> None:
     from transformers import TrainerCallback
 
     if not isinstance(callback, TrainerCallback):
-        text = f"the callback {callback!r:.80} is no TrainerCallback of transformers; pass an object of one."
+        text = (
+            f"the callback {callback!r:.80} is no TrainerCallback of transformers; pass an "
+            f"object of one."
+        )
         raise GruppoError(text)
     for name in (
         name for name in dir(TrainerCallback) if name.startswith("on_") and name not in EVENTS
     ):
         if getattr(type(callback), name, None) is not getattr(TrainerCallback, name):
-            raise GruppoError(f"""{type(callback).__name__}.{name} would never be called: gruppo calls
-                {", ".join(EVENTS)}. Move it there, or write a gruppo.Callback for gruppo.Trainer.""")
+            raise GruppoError(f"""{type(callback).__name__}.{name} would never be called: gruppo
+                calls {", ".join(EVENTS)}. Move it there, or write a gruppo.Callback for
+                gruppo.Trainer.""")
 
 
 def _prompted(data: Any, args: Any) -> Any:
-    """Data with a prompt in each row, an empty one where the environment makes it; as many rows as a step takes."""
+    """Data with a prompt in each row, an empty one where the environment makes it; as many rows as
+    a step takes."""
     empty = [{"role": "user", "content": ""}]
     if data is None:
         return [{"prompt": empty}] * (args.generation_batch_size // args.num_generations)
@@ -507,7 +538,10 @@ def _prompted(data: Any, args: Any) -> Any:
 def _rewards(reward_funcs: Any, tokenizers: Any) -> list[Any]:
     """Functions as they are; reward models by their name or as a module."""
     if reward_funcs is None:
-        text = "reward_funcs is missing; it needs a function, the name of a reward model, or a list of them."
+        text = (
+            "reward_funcs is missing; it needs a function, the name of a reward model, or a "
+            "list of them."
+        )
         raise GruppoError(text)
     functions = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
     tokenizers = (
@@ -565,7 +599,8 @@ def _adapter(config: Any, source: str, notes: list[str]) -> dict[str, Any]:
             notes.append("peft_config: target_modules=None adapts all linear layers but the head")
     if isinstance(targets, str) and targets != "all-linear":
         raise GruppoError(
-            f"peft_config: target_modules={targets!r} is a pattern; it needs a list of names of layers."
+            f"peft_config: target_modules={targets!r} is a pattern; it needs a list of names of "
+            f"layers."
         )
     named = () if targets is None or isinstance(targets, str) else tuple(sorted(targets))
     return {"lora.rank": config.r, "lora.alpha": float(config.lora_alpha), "lora.targets": named}

@@ -1,4 +1,5 @@
-"""TRL's arguments as a ``gruppo.Config``: each is translated, without effect, or refused by its name."""
+"""TRL's arguments as a ``gruppo.Config``: each is translated, without effect, or refused by its
+name."""
 
 from __future__ import annotations
 
@@ -23,28 +24,39 @@ def _names(*lines: str) -> set[str]:
 DEFAULTS = {"GRPO": GRPOConfig, "RLOO": RLOOConfig}
 WITHOUT_EFFECT = _names(
     # memory and speed, which gruppo arranges itself without a change to the gradient
-    "gradient_checkpointing_kwargs activation_checkpointing_kwargs torch_empty_cache_steps use_liger_kernel tf32",
-    "liger_kernel_config torch_compile torch_compile_backend torch_compile_mode cast_lm_head_to_fp32 disable_dropout",
+    "gradient_checkpointing_kwargs activation_checkpointing_kwargs torch_empty_cache_steps "
+    "use_liger_kernel tf32",
+    "liger_kernel_config torch_compile torch_compile_backend torch_compile_mode "
+    "cast_lm_head_to_fp32 disable_dropout",
     # sampling: the local engine packs rows and keeps a cache per group; and padding
-    "ds3_gather_for_generation use_transformers_paged use_transformers_continuous_batching use_cache",
+    "ds3_gather_for_generation use_transformers_paged use_transformers_continuous_batching "
+    "use_cache",
     "transformers_continuous_batching_config cache_implementation pad_to_multiple_of",
     # data loaders: prompts are read by index, and every column goes to the rewards
-    "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor",
-    "dataloader_drop_last dataloader_in_order dataloader_multiprocessing_context remove_unused_columns label_names",
+    "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
+    "dataloader_prefetch_factor",
+    "dataloader_drop_last dataloader_in_order dataloader_multiprocessing_context "
+    "remove_unused_columns label_names",
     "length_column_name",
     # processes: denominators are those of the whole batch, so ranks do not change the gradient
-    "average_tokens_across_devices ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph",
+    "average_tokens_across_devices ddp_find_unused_parameters ddp_bucket_cap_mb "
+    "ddp_broadcast_buffers ddp_static_graph",
     "ddp_backend local_rank full_determinism accelerator_config",
     # evaluation, which samples completions and has no loss
-    "bf16_full_eval fp16_full_eval eval_accumulation_steps per_device_eval_batch_size eval_do_concat_batches",
+    "bf16_full_eval fp16_full_eval eval_accumulation_steps per_device_eval_batch_size "
+    "eval_do_concat_batches",
     "eval_use_gather_object batch_eval_metrics prediction_loss_only include_for_metrics",
     # what is logged: every step is, with all completions
-    "logging_steps logging_strategy logging_first_step logging_nan_inf_filter log_on_each_node log_level",
-    "log_level_replica disable_tqdm log_completions num_completions_to_print debug log_unique_prompts log_multimodal",
-    "include_num_input_tokens_seen skip_memory_metrics run_name project trackio_space_id trackio_bucket_id",
+    "logging_steps logging_strategy logging_first_step logging_nan_inf_filter log_on_each_node "
+    "log_level",
+    "log_level_replica disable_tqdm log_completions num_completions_to_print debug "
+    "log_unique_prompts log_multimodal",
+    "include_num_input_tokens_seen skip_memory_metrics run_name project trackio_space_id "
+    "trackio_bucket_id",
     "trackio_static_space_id",
     # what the script does itself, and what save and push_to_hub of the trainer read
-    "do_train do_eval do_predict resume_from_checkpoint push_to_hub hub_model_id hub_token hub_private_repo",
+    "do_train do_eval do_predict resume_from_checkpoint push_to_hub hub_model_id hub_token "
+    "hub_private_repo",
     "hub_revision hub_strategy hub_always_push save_only_model save_on_each_node ignore_data_skip",
     "restore_callback_states_from_checkpoint enable_jit_checkpoint greater_is_better",
     # of vLLM, without use_vllm; with it, some are translated below
@@ -59,12 +71,18 @@ DIRECT = {
 }
 """Arguments whose value is that of one option; those below replace some of them."""
 TRANSLATED = _names(
-    "output_dir per_device_train_batch_size gradient_accumulation_steps generation_batch_size steps_per_generation",
-    "num_train_epochs max_steps lr_scheduler_type lr_scheduler_kwargs warmup_steps adam_beta1 adam_beta2 optim bf16",
-    "use_cpu report_to eval_strategy eval_steps eval_on_start save_strategy save_steps save_total_limit",
-    "model_init_kwargs chat_template_kwargs ddp_timeout num_generations_eval epsilon epsilon_high delta beta",
-    "use_bias_correction_kl entropy_coef use_adaptive_entropy entropy_target entropy_coef_delta scale_rewards",
-    "loss_type sync_ref_model ref_model_mixup_alpha ref_model_sync_steps data_seed shuffle_dataset use_vllm",
+    "output_dir per_device_train_batch_size gradient_accumulation_steps generation_batch_size "
+    "steps_per_generation",
+    "num_train_epochs max_steps lr_scheduler_type lr_scheduler_kwargs warmup_steps adam_beta1 "
+    "adam_beta2 optim bf16",
+    "use_cpu report_to eval_strategy eval_steps eval_on_start save_strategy save_steps "
+    "save_total_limit",
+    "model_init_kwargs chat_template_kwargs ddp_timeout num_generations_eval epsilon epsilon_high "
+    "delta beta",
+    "use_bias_correction_kl entropy_coef use_adaptive_entropy entropy_target entropy_coef_delta "
+    "scale_rewards",
+    "loss_type sync_ref_model ref_model_mixup_alpha ref_model_sync_steps data_seed shuffle_dataset "
+    "use_vllm",
     "gradient_checkpointing activation_checkpointing",
 )
 DECAYS = {"linear": "linear", "cosine": "cosine", "constant": "constant"}
@@ -118,7 +136,8 @@ def translated(
         "optim.recompute": "layer" if is_recomputed else "none",
         "saving.keep": of("save_total_limit") or 10**6,
         "prompts.held_out_fraction": 0.0,
-        "prompts.special_tokens": "keep",  # as in TRL, which tokenizes prompts with the special tokens in their text
+        # as in TRL, which tokenizes prompts with the special tokens in their text
+        "prompts.special_tokens": "keep",
         "prompts.chat_template_kwargs": json.dumps(of("chat_template_kwargs") or {}),
         "evaluation.samples": of("num_generations_eval") or 0,
         "distributed.timeout_s": float(of("ddp_timeout")),
@@ -164,7 +183,8 @@ def translated(
 
 
 def _direct(of: Callable[[str], Any], names: dict[str, Any], notes: list[str]) -> dict[str, Any]:
-    """Arguments whose value is that of one option; one that nothing reads is refused, unless it has its default."""
+    """Arguments whose value is that of one option; one that nothing reads is refused, unless it has
+    its default."""
     for name, default in names.items():
         known = name in DIRECT or name in TRANSLATED or name in WITHOUT_EFFECT
         if not known and of(name) not in (default, None, [], {}, ""):
@@ -187,14 +207,16 @@ def _direct(of: Callable[[str], Any], names: dict[str, Any], notes: list[str]) -
 def _steps(
     of: Callable[[str], Any], rows: int, notes: list[str], *, has_evaluation: bool
 ) -> dict[str, Any]:
-    """Batches, and what is counted in steps: of a generation and its updates here, of the optimizer in TRL."""
-    # A step here is a generation; there it is an optimizer step, of which a generation has `updates`.
+    """Batches, and what is counted in steps: of a generation and its updates here, of the optimizer
+    in TRL."""
+    # A step here is a generation; there it is an optimizer step, of which a generation has
+    # `updates`.
     generated, accumulated = of("steps_per_generation"), of("gradient_accumulation_steps")
     groups = of("generation_batch_size") // of("num_generations")
     if generated % accumulated:
         raise GruppoError(f"""steps_per_generation={generated} is no multiple of
-            gradient_accumulation_steps={accumulated}, so an optimizer step would mix two generations. Set one to a
-            divisor of the other.""")
+            gradient_accumulation_steps={accumulated}, so an optimizer step would mix two
+            generations. Set one to a divisor of the other.""")
     minibatches = generated // accumulated
     updates = minibatches * of("num_iterations")
     per_epoch = max(rows // groups, 1)
@@ -242,14 +264,16 @@ def _steps(
     if updates > 1:
         names = "max_steps, warmup_steps, save_steps, eval_steps and the learning rate go by"
         notes.append(
-            f"a step here is a generation and its {updates} optimizer steps: {names} {steps} such steps"
+            f"a step here is a generation and its {updates} optimizer steps: {names} {steps} such "
+            f"steps"
         )
     if minibatches > 1:
         text = "a loss that is averaged over tokens is averaged over those of each optimizer step"
         notes.append(f"{text}, there of the generation")
     if of("warmup_steps"):
         notes.append(
-            "the warmup ends at the full learning rate, there one step later: its first step is not 0"
+            "the warmup ends at the full learning rate, there one step later: its first step is "
+            "not 0"
         )
     return settings
 
@@ -291,8 +315,9 @@ def _objective(of: Callable[[str], Any], kind: str, notes: list[str]) -> dict[st
         loss == "cispo"
     ):  # TRL's epsilon_high is the cap itself, ours the distance from 1; a low bound of 1 never acts
         if high <= 1:
-            raise GruppoError(f"""loss_type='cispo' caps the ratio at epsilon_high, which is {high:g}: on-policy rows
-                would learn with {high:g} of their gradient, as in TRL. Set epsilon_high=5.0 (MiniMax-M1).""")
+            raise GruppoError(f"""loss_type='cispo' caps the ratio at epsilon_high, which is
+                {high:g}: on-policy rows would learn with {high:g} of their gradient, as in TRL. Set
+                epsilon_high=5.0 (MiniMax-M1).""")
         low, high = 1.0, high - 1
     objective = {
         "surrogate": choice["surrogate"],

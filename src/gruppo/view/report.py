@@ -27,20 +27,23 @@ PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 
 
 def content_security_policy(*, connect: str, images: str) -> str:
-    """Content security policy: no code, style or request but the page's own, whatever a completion contains."""
+    """Content security policy: no code, style or request but the page's own, whatever a completion
+    contains."""
     contents = (
         re.findall(f"<{tag}>(.*?)</{tag}>", PAGE, re.DOTALL)[0] for tag in ("script", "style")
     )
     digests = (hashlib.sha256(content.encode()).digest() for content in contents)
     script, style = (f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
     return (
-        f"default-src 'none'; script-src {script}; style-src {style}; connect-src {connect}; img-src {images}; "
+        f"default-src 'none'; script-src {script}; style-src {style}; connect-src {connect}; "
+        f"img-src {images}; "
         "base-uri 'none'; form-action 'none'"
     )
 
 
 def write_report(folders: Sequence[str | Path], path: Path | None = None) -> Path:
-    """Write the page of runs as one file, by default ``report.html`` in the folder of a single run, and return it."""
+    """Write the page of runs as one file, by default ``report.html`` in the folder of a single run,
+    and return it."""
     runs = open_runs([str(folder) for folder in folders])
     path = path or (runs[0].path if len(runs) == 1 else Path()) / "report.html"
     content = json.dumps(
@@ -49,7 +52,8 @@ def write_report(folders: Sequence[str | Path], path: Path | None = None) -> Pat
     data = base64.b64encode(gzip.compress(content.encode(), 6, mtime=0)).decode()
     title = html.escape(", ".join(run.name for run in runs))
     text = PAGE.replace("<title>gruppo</title>", f"<title>{title}</title>", 1)
-    # The content of an element that is no script is not run, and base64 has no "<" that could end it.
+    # The content of an element that is no script is not run, and base64 has no "<" that could end
+    # it.
     block = f'<script type="application/octet-stream" id="data">{data}</script>\n<script>'
     text = text.replace("<script>", block, 1)
     # In a meta element, as a file has no server to send a header.
@@ -62,7 +66,8 @@ def write_report(folders: Sequence[str | Path], path: Path | None = None) -> Pat
 
 
 def _embedded(run: RunView, max_bytes: int) -> dict[str, Any]:
-    """What the server would send of a run, within ``max_bytes`` of completions and as many of images."""
+    """What the server would send of a run, within ``max_bytes`` of completions and as many of
+    images."""
     state, rows = run.state(), dict[str, list[tuple[int, str]]]()
     notices = list(state["notices"])  # the state is kept and shared; it must not change
     for source in state["sources"]:
@@ -71,7 +76,8 @@ def _embedded(run: RunView, max_bytes: int) -> dict[str, Any]:
             every = max(math.ceil(sum(file.stat().st_size for file in run.files()) / max_bytes), 1)
             if every > 1:
                 notices.append(
-                    f"This report has the completions of one step in {every}: gruppo view shows all."
+                    f"This report has the completions of one step in {every}: gruppo view shows "
+                    f"all."
                 )
         while True:
             text, first = run.rows(source, before, every=every, last=state["last"])

@@ -1,4 +1,5 @@
-"""What the page shows of a run's folder, which may be incomplete, damaged, or still be written to."""
+"""What the page shows of a run's folder, which may be incomplete, damaged, or still be written
+to."""
 
 from __future__ import annotations
 
@@ -25,14 +26,16 @@ from gruppo.types import GruppoError
 CHUNK_BYTES = 4 << 20
 """Bytes of completions that are sent at once, in whole steps."""
 DESCRIBE_FRAC = 0.05
-"""Largest share of the time that is spent on describing a run while it trains on the same machine."""
+"""Largest share of the time that is spent on describing a run while it trains on the same
+machine."""
 _STEP = re.compile(rb'\{"step": ?(\d{1,15})\b')
 _FILE = re.compile(r"step_(\d{1,15})\.jsonl\.gz")
 _SHEET = re.compile(r"(step|eval)_\d+\.png|before_after\.png")
 
 
 class RunView:
-    """A run's folder for the page. Nothing in the folder is changed, and no code that it names is imported."""
+    """A run's folder for the page. Nothing in the folder is changed, and no code that it names is
+    imported."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.path, self.name = path, name
@@ -128,7 +131,8 @@ class RunView:
         }
 
     def metrics(self, version: str = "", start: int = 0) -> tuple[bytes, str]:
-        """Lines of metrics.jsonl from byte ``start``, and the file's version; all of them if it was replaced."""
+        """Lines of metrics.jsonl from byte ``start``, and the file's version; all of them if it was
+        replaced."""
         path = self.path / "metrics.jsonl"
         try:
             with path.open("rb") as file:
@@ -153,7 +157,8 @@ class RunView:
     def rows(
         self, source: str, before: int, *, every: int = 1, last: int = 0
     ) -> tuple[bytes, int | None]:
-        """JSON lines of whole steps before ``before``, and the first of these steps; None if there is none.
+        """JSON lines of whole steps before ``before``, and the first of these steps; None if there
+        is none.
 
         They are the newest that ``CHUNK_BYTES`` holds, and at least one.
 
@@ -179,7 +184,8 @@ class RunView:
         return b"".join(reversed(parts)), first
 
     def image(self, name: str) -> bytes:
-        """A sheet of images; GruppoError if there is none of this name in the folder, or if it is no PNG."""
+        """A sheet of images; GruppoError if there is none of this name in the folder, or if it is
+        no PNG."""
         path = self.path / FOLDER / name
         if _SHEET.fullmatch(name) and path.is_file():  # the name comes from the browser
             data = path.read_bytes()
@@ -189,7 +195,8 @@ class RunView:
 
 
 def open_runs(folders: Sequence[str]) -> list[RunView]:
-    """Views of run folders, each named by its folder, or by its path where two folders have one name."""
+    """Views of run folders, each named by its folder, or by its path where two folders have one
+    name."""
     paths = [Path(folder) for folder in folders]
     if not paths:
         raise GruppoError("no run was given. Give one or more folders, such as runs/arithmetic-...")
@@ -206,7 +213,8 @@ def open_runs(folders: Sequence[str]) -> list[RunView]:
 
 
 def readable_rows(path: Path) -> tuple[list[dict[str, float]], int]:
-    """Rows of a damaged file of metrics with their numbers, and the count of lines that are left out."""
+    """Rows of a damaged file of metrics with their numbers, and the count of lines that are left
+    out."""
     rows, unreadable = list[dict[str, float]](), 0
     for line in json_lines(path) if path.is_file() else ():
         try:
@@ -235,7 +243,8 @@ def _stamp(path: Path | int) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=4)
 def _steps(path: Path, stamp: tuple[int, int, int]) -> list[tuple[int, bytes]]:
-    """The lines of each step in a file, in order; lines that do not begin with a step are left out."""
+    """The lines of each step in a file, in order; lines that do not begin with a step are left
+    out."""
     try:
         lines = (
             read_completions(path)[0]

@@ -22,12 +22,13 @@ from gruppo.view.run import RunView, open_runs
 
 HOST = "127.0.0.1"
 NAMES = ("127.0.0.1", "localhost", "[::1]")
-"""Names by which a browser on this machine, or a tunnel to it, calls the server. A page of another site whose name
-resolves to 127.0.0.1 (DNS rebinding) sends its own name."""
+"""Names by which a browser on this machine, or a tunnel to it, calls the server. A page of another
+site whose name resolves to 127.0.0.1 (DNS rebinding) sends its own name."""
 
 
 class ViewServer(socketserver.ThreadingTCPServer):
-    """Serves runs at ``address``, whose fragment is the token: browsers send a fragment to nobody."""
+    """Serves runs at ``address``, whose fragment is the token: browsers send a fragment to
+    nobody."""
 
     daemon_threads = True
     allow_reuse_address = os.name != "nt"  # on Windows it would share a port that is in use
@@ -98,7 +99,8 @@ class _Handler(BaseHTTPRequestHandler):
             except Exception as error:  # the page shows it, and goes on
                 is_request = isinstance(error, TypeError | ValueError | IndexError | GruppoError)
                 status, content = 400 if is_request else 500, describe_error(error)[0].encode()
-        # In memory only: completions must not stay in a browser's cache, nor be read by another site.
+        # In memory only: completions must not stay in a browser's cache, nor be read by another
+        # site.
         rule = content_security_policy(connect="'self'", images="blob:")
         headers |= {
             "Content-Type": f"{kind}; charset=utf-8" if kind != "image/png" else kind,

@@ -58,7 +58,8 @@ def test_a_demonstration_is_a_picture_and_nothing_that_was_sampled(make):
     ids=str,
 )
 def test_the_loss_by_hand_from_the_raw_network(predicts, schedule):
-    """mean (network(alpha x0 + sigma e) - truth)^2 over the dimensions, at the drawn level with the drawn noise."""
+    """mean (network(alpha x0 + sigma e) - truth)^2 over the dimensions, at the drawn level with the
+    drawn noise."""
     policy = doubled(predicts=predicts, schedule=schedule)
     demos = policy.demonstrations(demonstrations_of(), seed=0)
     got = loss_of(policy, demos)

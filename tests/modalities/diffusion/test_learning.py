@@ -1,4 +1,5 @@
-"""Denoisers in the trainer's own steps: rewards go up, a critic learns, demonstrations have their mean loss."""
+"""Denoisers in the trainer's own steps: rewards go up, a critic learns, demonstrations have their
+mean loss."""
 
 from __future__ import annotations
 

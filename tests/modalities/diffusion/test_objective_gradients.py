@@ -1,4 +1,5 @@
-"""One update has one gradient, however it is computed: every preset over denoisers, by the trainer's own code.
+"""One update has one gradient, however it is computed: every preset over denoisers, by the
+trainer's own code.
 
 As in ``tests/modalities/test_objective_gradients.py``; here a batch is cut into columns too.
 """
@@ -38,7 +39,8 @@ POLICY_ALONE = Stage(kl_coef=0.0, entropy_coef=0.0)
 
 @cache
 def case_of(make) -> Case:
-    """Nine rows of three groups in float64; ratios off 1, some beyond every clip; one row unscored."""
+    """Nine rows of three groups in float64; ratios off 1, some beyond every clip; one row
+    unscored."""
     fake: Fake = doubled(make())
     rollouts = sampled(fake)
     reference, critic = ReferenceModel(fake.policy), SharedCritic(fake.policy)
@@ -49,7 +51,8 @@ def case_of(make) -> Case:
     )
 
 
-# Presets differ in weights and surrogates, denoisers in steps, masks and guidance: each with one of the other kind.
+# Presets differ in weights and surrogates, denoisers in steps, masks and guidance: each with one of
+# the other kind.
 PAIRS = [(PRESETS[name], FAKES[n % len(FAKES)]) for n, name in enumerate(PRESETS)]
 
 
@@ -139,7 +142,8 @@ def test_more_columns_change_no_gradient(case, objective):
 
 @pytest.mark.silent_bug(5)
 def test_what_stands_in_masked_slots_changes_no_gradient(case, objective):
-    """Numbers of actions that are not learned from are 1e6 and NaN; so are states that no kept step touches."""
+    """Numbers of actions that are not learned from are 1e6 and NaN; so are states that no kept step
+    touches."""
     filled = variants.spoiled(case.batch)
     unchanged(
         case,
@@ -208,7 +212,7 @@ def test_the_batch_reaches_both_sides_of_the_clip():
         assert 0 < stats["clip/high_frac"].mean < 1 and 0 < stats["clip/low_frac"].mean < 1
 
 
-# --- batches made of batches ------------------------------------------------------------------------------------------
+# --- batches made of batches ----------------------------------------------------------------------
 
 
 def widened(batch: Batch, more: int) -> Batch:

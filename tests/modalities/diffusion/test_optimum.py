@@ -1,4 +1,5 @@
-"""Two steps of a sampler, of which the first is drawn and one number is learned: the optimum is known."""
+"""Two steps of a sampler, of which the first is drawn and one number is learned: the optimum is
+known."""
 
 from __future__ import annotations
 
@@ -35,8 +36,9 @@ class OnePicture(nn.Module):
 def test_the_kl_regularised_policy_gradient_ends_at_its_closed_form():
     """max E[g . x] - beta KL moves the mean by std^2 g / beta.
 
-    On the flow's two steps the first one is N(x0 / 2, 1 / 4). The rows are mean +- sqrt(d) std e_i: their covariance is
-    std^2 I exactly, so that the estimate of the gradient of a linear reward is its expectation, and the end is exact.
+    On the flow's two steps the first one is N(x0 / 2, 1 / 4). The rows are mean +- sqrt(d) std e_i:
+    their covariance is std^2 I exactly, so that the estimate of the gradient of a linear reward is
+    its expectation, and the end is exact.
     """
     policy = DenoiserPolicy(OnePicture(), (DIMS,))
     reference, start = ReferenceModel(policy), policy.module.x0.detach().clone()

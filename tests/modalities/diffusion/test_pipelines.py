@@ -1,4 +1,5 @@
-"""Real pipelines of ``diffusers``, at tiny random sizes, as policies: one distribution, saved and opened by both."""
+"""Real pipelines of ``diffusers``, at tiny random sizes, as policies: one distribution, saved and
+opened by both."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ BETAS = {
 }
 
 
-# --- tiny pipelines, shaped as those of diffusers' own tests ----------------------------------------------------------
+# --- tiny pipelines, shaped as those of diffusers' own tests --------------------------------------
 
 
 def clip_tokenizer() -> Any:
@@ -311,7 +312,7 @@ def learned(fake, rollouts, *, steps=3, rate=3e-3):
     return optimizer
 
 
-# --- one distribution -------------------------------------------------------------------------------------------------
+# --- one distribution -----------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -342,7 +343,8 @@ def test_guidance_is_in_both_sides(make):
     [(sd15, True), (sd15_v, False), (sdxl, False), (sdxl, True), (sd3, False), (flux, False)],
 )
 def test_the_ode_gives_the_latents_and_pictures_that_the_pipeline_itself_gives(make, guided):
-    """Another road: the pipeline's own loop, its captions, its network's arguments, scheduler, guidance and VAE."""
+    """Another road: the pipeline's own loop, its captions, its network's arguments, scheduler,
+    guidance and VAE."""
     fake = made(make)
     pipeline = fake.policy.pipeline
     guidance = 3.0 if guided else 1.0
@@ -431,7 +433,7 @@ def test_an_euler_step_is_the_scheduler_s_own(make, changes):
         )
 
 
-# --- captions and pictures --------------------------------------------------------------------------------------------
+# --- captions and pictures ------------------------------------------------------------------------
 
 
 @BOTH
@@ -493,7 +495,7 @@ def test_latents_are_scaled_by_each_channel_s_own_numbers_where_the_vae_has_them
     torch.testing.assert_close(codec.decode(latents), quantize((theirs + 1) / 2))
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [sd15, flux], ids=lambda make: make.__name__)
@@ -536,7 +538,8 @@ def test_a_few_steps_change_an_adapter_alone_and_without_it_the_base_is_there_to
 
 @BOTH
 def test_it_learns_from_pictures_with_captions(make):
-    """The loss is that of the raw network at the level and with the noise that the rollouts hold."""
+    """The loss is that of the raw network at the level and with the noise that the rollouts
+    hold."""
     fake = made(make)
     picture = torch.rand(3, 16, 16, generator=torch.Generator().manual_seed(0))
     prompts = [
@@ -590,7 +593,7 @@ def test_a_value_of_each_step_from_the_middle_of_the_network(fake):
     assert all(p.grad is None for p in fake.policy.module.parameters())
 
 
-# --- saved and opened -------------------------------------------------------------------------------------------------
+# --- saved and opened -----------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -654,7 +657,7 @@ def test_a_pipeline_without_one_of_its_encoders_is_opened_as_it_was_saved(tmp_pa
     torch.testing.assert_close(other, sampled(fake, 1).actions, rtol=0, atol=2e-5)
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 def test_flux_is_told_its_guidance_and_has_no_other():
@@ -767,7 +770,8 @@ def test_a_missing_extra_is_named_in_one_line(monkeypatch):
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_log_probs_in_bfloat16_are_those_of_float32_states(lora):
-    """Arithmetic in bfloat16, the state, its density and adapters not; times are not rounded on their way."""
+    """Arithmetic in bfloat16, the state, its density and adapters not; times are not rounded on
+    their way."""
     if lora:
         pytest.importorskip("peft")
     fake = made(sd15, lora=lora, dtype=torch.bfloat16)

@@ -80,7 +80,7 @@ def disturbed(policy, by=0.1):
             )
 
 
-# --- one distribution -------------------------------------------------------------------------------------------------
+# --- one distribution -----------------------------------------------------------------------------
 
 
 def test_it_keeps_the_contract_of_a_policy(fake):
@@ -101,7 +101,8 @@ def test_the_ratio_is_1_on_every_stored_step_at_other_batch_sizes(fake, budget):
 @pytest.mark.silent_bug(36)
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 def test_the_joint_error_of_a_picture_of_28_by_28_is_far_below_a_clip_of_one_nat(guidance):
-    """784 dimensions, ten steps down to a std of 0.1; two rows of the batch at a time and all at once."""
+    """784 dimensions, ten steps down to a std of 0.1; two rows of the batch at a time and all at
+    once."""
     torch.manual_seed(0)
     net = DenoisingUNet()
     torch.nn.init.normal_(net.conv_out[-1].weight, std=0.1)
@@ -194,7 +195,7 @@ def test_the_kl_is_that_of_monte_carlo_within_its_error():
         )
 
 
-# --- steps, noise and their addresses ---------------------------------------------------------------------------------
+# --- steps, noise and their addresses -------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(36)
@@ -290,7 +291,8 @@ def test_a_branched_group_parts_at_one_step_which_alone_is_learned_from():
 
 
 def test_a_state_that_a_group_has_in_common_is_asked_for_once(make):
-    """In sampling up to the step at which groups part, and in scoring that step; of own noise every row is asked."""
+    """In sampling up to the step at which groups part, and in scoring that step; of own noise every
+    row is asked."""
     fake = make()
     seen = []
     fake.policy.module.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
@@ -375,7 +377,7 @@ def test_temperature_0_is_the_ode_of_any_number_of_steps_from_latents_that_no_se
         fake.policy.likelihood(replace(rollouts, mask=~rollouts.mask), whole(rollouts))
 
 
-# --- pictures ---------------------------------------------------------------------------------------------------------
+# --- pictures -------------------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(38)
@@ -400,7 +402,7 @@ def test_rows_whose_states_are_not_numbers_end_in_error_and_are_not_learned_from
     assert logprobs.isfinite().all() and fake.policy.module.conv_in.weight.grad.isfinite().all()
 
 
-# --- pieces -----------------------------------------------------------------------------------------------------------
+# --- pieces ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(3)
@@ -460,7 +462,7 @@ def test_nothing_is_said_of_a_micro_batch_in_which_nothing_was_chosen():
     ]
 
 
-# --- critics, references, weights -------------------------------------------------------------------------------------
+# --- critics, references, weights -----------------------------------------------------------------
 
 
 def test_a_shared_critic_reads_the_middle_of_the_state_before_each_step():
@@ -629,7 +631,7 @@ def test_a_policy_with_parts_that_a_folder_cannot_name_is_not_saved(tmp_path):
     assert not (tmp_path / "b").exists()
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

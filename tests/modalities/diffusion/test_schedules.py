@@ -38,7 +38,8 @@ def test_a_flow_is_trained_at_no_time_0():
 
 
 def test_linear_betas_are_those_of_ddpm():
-    """a_t = prod (1 - beta_s), betas from 1e-4 to 0.02 in 1000 steps; Ho et al.: a_T is about 4e-5."""
+    """a_t = prod (1 - beta_s), betas from 1e-4 to 0.02 in 1000 steps; Ho et al.: a_T is about
+    4e-5."""
     alpha, sigma = DiffusionSchedule("linear").level(torch.tensor([-1.0, 0.0, 1.0, 999.0]))
     first, second = 1 - 1e-4, 1 - (1e-4 + (0.02 - 1e-4) / 999)
     assert alpha[:3].tolist() == pytest.approx(
@@ -55,7 +56,8 @@ def test_scaled_linear_betas_are_those_of_stable_diffusion():
 
 
 def test_cosine_levels_are_those_of_the_paper():
-    """a_t = f(t) / f(0), f(t) = cos^2((t / T + 0.008) / 1.008 pi / 2), where no beta is above 0.999."""
+    """a_t = f(t) / f(0), f(t) = cos^2((t / T + 0.008) / 1.008 pi / 2), where no beta is above
+    0.999."""
 
     def f(t):
         return math.cos((t + 0.008) / 1.008 * math.pi / 2) ** 2

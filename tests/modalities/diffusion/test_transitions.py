@@ -1,4 +1,5 @@
-"""Steps of samplers: against the papers' formulas, against each other, and by moments on data that is a normal."""
+"""Steps of samplers: against the papers' formulas, against each other, and by moments on data that
+is a normal."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def numbers(*shape: int) -> list[torch.Tensor]:
 
 
 def end_std(name: str, eta: float | None, levels: list[tuple[float, float]]) -> float:
-    """The std that N(0, DATA_STD^2) data have after sampling with the exact prediction, which is linear in x."""
+    """The std that N(0, DATA_STD^2) data have after sampling with the exact prediction, which is
+    linear in x."""
     var = levels[0][0] ** 2 * DATA_STD**2 + levels[0][1] ** 2
     for (alpha, sigma), following in pairwise(levels):
         total = alpha**2 * DATA_STD**2 + sigma**2
@@ -73,7 +75,8 @@ def diffusion_levels(steps: int) -> list[tuple[float, float]]:
     [("ode", None, 0.154, 0.200), ("flow_sde", None, 0.184, 0.200), ("cps", 0.8, 0.129, 0.161)],
 )
 def test_the_moments_of_flow_samplers_are_those_measured_elsewhere(name, eta, at_10, at_2000):
-    """facts: ODE .154 and .200, Flow-SDE(.7) .184 and .200, CPS(.8) .129 and .161; CPS does not keep the marginals."""
+    """facts: ODE .154 and .200, Flow-SDE(.7) .184 and .200, CPS(.8) .129 and .161; CPS does not
+    keep the marginals."""
     assert end_std(name, eta, flow_levels(10)) == pytest.approx(at_10, abs=5e-4)
     assert end_std(name, eta, flow_levels(2000)) == pytest.approx(at_2000, abs=5e-4)
 
@@ -108,7 +111,8 @@ def test_ddim_by_the_formula_of_the_paper():
 
 @pytest.mark.silent_bug(35)
 def test_ddpm_is_the_posterior_given_x_and_x0():
-    """mean = sqrt(a') beta / (1 - a) x0 + sqrt(alpha) (1 - a') / (1 - a) x,  alpha = a / a', beta = 1 - alpha."""
+    """mean = sqrt(a') beta / (1 - a) x0 + sqrt(alpha) (1 - a') / (1 - a) x,  alpha = a / a', beta =
+    1 - alpha."""
     _, x0, e = numbers(1, 3, 2, 2)
     a, s = 0.4, 0.7
     x = math.sqrt(a) * x0 + math.sqrt(1 - a) * e
@@ -219,7 +223,8 @@ def test_noise_outside_a_transition_s_range_is_refused(name, eta):
 
 @pytest.mark.silent_bug(35)
 def test_an_ancestral_step_of_a_flow_is_the_posterior_given_x_and_x0():
-    """Two roads: x = r x' + noise of variance t^2 - r^2 s^2 with r = (1 - t) / (1 - s), and x' ~ N((1 - s) x0, s^2)."""
+    """Two roads: x = r x' + noise of variance t^2 - r^2 s^2 with r = (1 - t) / (1 - s), and x' ~
+    N((1 - s) x0, s^2)."""
     _, x0, e = numbers(1, 3, 2, 2)
     t, s = 0.6, 0.5
     x = (1 - t) * x0 + t * e

@@ -1,4 +1,5 @@
-"""Tiny restoration policies for tests: every action, with one action a picture and with one of each patch."""
+"""Tiny restoration policies for tests: every action, with one action a picture and with one of each
+patch."""
 
 from __future__ import annotations
 

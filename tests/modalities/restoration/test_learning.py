@@ -69,7 +69,7 @@ from gruppo.types import GruppoError, Likelihood, Prompt, Request
 
 LIMIT = 1e-10
 
-# --- demonstrations ---------------------------------------------------------------------------------------------------
+# --- demonstrations -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", POLICIES, ids=lambda make: make.__name__)
@@ -139,7 +139,7 @@ def test_the_trainer_s_gradient_of_demonstrations_is_that_of_their_mean_loss(mak
         assert (gradient - by_hand).norm() <= 1e-10 * by_hand.norm()
 
 
-# --- consistency ------------------------------------------------------------------------------------------------------
+# --- consistency ----------------------------------------------------------------------------------
 
 
 def consistency_of(policy, rollouts, ref=None):
@@ -171,7 +171,8 @@ def test_consistency_to_a_reference_is_to_its_picture_and_not_to_the_own():
 
 
 def test_equivariance_compares_the_picture_of_a_turned_one_with_the_turned_picture():
-    """By hand, each row turned back by a search over all eight; a network without a direction has none."""
+    """By hand, each row turned back by a search over all eight; a network without a direction has
+    none."""
     policy = doubled(pixel_patches(consistency=Equivariance("l1")))
     rollouts = sampled(policy, 1, 1, 1)
     x = rollouts.shared["degraded"].double()
@@ -229,12 +230,13 @@ def test_a_picture_degraded_again_is_compared_with_what_was_given():
         consistency_of(policy, rollouts)
 
 
-# --- one gradient, however it is computed -----------------------------------------------------------------------------
+# --- one gradient, however it is computed ---------------------------------------------------------
 
 
 @cache
 def case_of(make) -> Case:
-    """Nine rows of three groups in float64; ratios off 1, some beyond every clip; one row unscored."""
+    """Nine rows of three groups in float64; ratios off 1, some beyond every clip; one row
+    unscored."""
     policy = doubled(make())
     rollouts = sampled(policy)
     reference, critic = ReferenceModel(policy), SharedCritic(policy)
@@ -319,11 +321,12 @@ def test_the_batch_reaches_both_sides_of_the_clip(make):
     assert 0 < stats["clip/high_frac"].mean < 1 and 0 < stats["clip/low_frac"].mean < 1
 
 
-# --- credit by patch --------------------------------------------------------------------------------------------------
+# --- credit by patch ------------------------------------------------------------------------------
 
 
 def test_patch_advantages_by_hand():
-    """Two samples of one picture in four patches: each patch is compared with the other sample's."""
+    """Two samples of one picture in four patches: each patch is compared with the other
+    sample's."""
     rewards = torch.tensor([[30.0, 20.0, 25.0, 10.0], [32.0, 20.0, 21.0, 13.0]])
     mask, ids = torch.ones(2, 4, dtype=torch.bool), torch.zeros(2, dtype=torch.long)
     plain, _ = position_advantages(rewards, ids, mask, baseline="mean", scale="none")
@@ -335,7 +338,8 @@ def test_patch_advantages_by_hand():
 
 
 def test_credit_by_patch_has_the_gradient_of_the_sum_with_less_noise():
-    """Pixel noise, a reward of each patch: E[sum_p r_p d log p_p] = E[(sum_p r_p) d log p]; by 4000 draws."""
+    """Pixel noise, a reward of each patch: E[sum_p r_p d log p_p] = E[(sum_p r_p) d log p]; by 4000
+    draws."""
     policy = policy_of(PixelNoise(std=0.1), patches=2)
     for parameter in policy.module.network.parameters():
         parameter.requires_grad_(parameter is policy.module.network.conv_out.bias)
@@ -361,7 +365,7 @@ def test_credit_by_patch_has_the_gradient_of_the_sum_with_less_noise():
     assert (by_patch.var(dim=0) < 0.5 * by_sum.var(dim=0)).all()
 
 
-# --- a run ------------------------------------------------------------------------------------------------------------
+# --- a run ----------------------------------------------------------------------------------------
 
 
 class Pictures:
@@ -444,7 +448,7 @@ def test_the_network_of_a_tiny_policy_learns_its_targets():
     assert isinstance(policy.module.network, TinyNetwork)
 
 
-# --- told the true values ---------------------------------------------------------------------------------------------
+# --- told the true values -------------------------------------------------------------------------
 
 
 def known(count: int = 3) -> list[Prompt]:

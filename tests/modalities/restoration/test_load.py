@@ -1,4 +1,5 @@
-"""Networks and policies by name and in folders: all weights, or one line that names what is missing."""
+"""Networks and policies by name and in folders: all weights, or one line that names what is
+missing."""
 
 from __future__ import annotations
 

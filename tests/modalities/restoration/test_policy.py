@@ -79,7 +79,7 @@ def likelihood_of(policy, rollouts, *outputs):
     return policy.likelihood(rollouts, whole(rollouts), outputs=outputs)
 
 
-# --- one distribution -------------------------------------------------------------------------------------------------
+# --- one distribution -----------------------------------------------------------------------------
 
 
 def test_it_keeps_the_contract_of_a_policy(make):
@@ -177,7 +177,7 @@ def test_a_learned_std_has_the_gradient_of_the_density_and_decays_to_where_it_be
     assert not pixels().module.action.scale.log_ratio.requires_grad
 
 
-# --- what is shown ----------------------------------------------------------------------------------------------------
+# --- what is shown --------------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(38)
@@ -223,7 +223,8 @@ def blurred_by_hand(image, std):
 
 
 def test_gains_multiply_bands_of_luma_and_chroma():
-    """One gain at a time, by plain loops: y = f + g band; and a gain of -1 on both bands of luma leaves a blur's."""
+    """One gain at a time, by plain loops: y = f + g band; and a gain of -1 on both bands of luma
+    leaves a blur's."""
     policy = doubled(policy_of(BandGains(grid=1, std=0.15)))
     x = picture(0)[None].double()
     base = policy.module.network(x)
@@ -305,7 +306,7 @@ class Nanny(nn.Module):
         return torch.where(is_it[:, None, None, None], torch.nan, self.network(x))
 
 
-# --- pieces, company, order, addresses --------------------------------------------------------------------------------
+# --- pieces, company, order, addresses ------------------------------------------------------------
 
 
 def test_micro_batches_hold_each_kept_row_once_within_the_budget_of_squares(policy):
@@ -400,7 +401,7 @@ def test_dropout_and_moving_statistics_are_off():
     assert policy.module.network.norm.num_batches_tracked == 0
 
 
-# --- references, critics ----------------------------------------------------------------------------------------------
+# --- references, critics --------------------------------------------------------------------------
 
 
 def logprobs_of_reference(reference, rollouts):
@@ -425,7 +426,7 @@ def test_a_critic_reads_means_and_mean_squares_of_each_patch(policy):
     )
 
 
-# --- patches ----------------------------------------------------------------------------------------------------------
+# --- patches --------------------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(24)
@@ -474,7 +475,7 @@ def test_an_action_of_a_patch_changes_its_own_pixels_alone():
         assert changed[4:, :4].any() and not changed[:4].any() and not changed[:, 4:].any()
 
 
-# --- bad input --------------------------------------------------------------------------------------------------------
+# --- bad input ------------------------------------------------------------------------------------
 
 
 class Doubles(nn.Module):

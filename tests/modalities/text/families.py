@@ -1,4 +1,5 @@
-"""Tokenizers for the chat templates of model families: bytes, a few merges, and special tokens of the template."""
+"""Tokenizers for the chat templates of model families: bytes, a few merges, and special tokens of
+the template."""
 
 from __future__ import annotations
 

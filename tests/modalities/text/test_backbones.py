@@ -1,4 +1,5 @@
-"""The fast ways give the plain one's numbers, and a model for which they would not is run the plain way."""
+"""The fast ways give the plain one's numbers, and a model for which they would not is run the plain
+way."""
 
 from __future__ import annotations
 
@@ -143,7 +144,7 @@ def test_soft_capped_logits_are_not_split_even_where_fresh_weights_are_too_small
     assert not policy.backbone.splits
 
 
-# --- models whose fast ways are wrong --------------------------------------------------------------------------------
+# --- models whose fast ways are wrong -------------------------------------------------------------
 
 
 def broken(wrong_forward, **changes):

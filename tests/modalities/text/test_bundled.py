@@ -1,4 +1,5 @@
-"""The bundled model: verified, converted once, reused, and never half-written. Nothing is downloaded here."""
+"""The bundled model: verified, converted once, reused, and never half-written. Nothing is
+downloaded here."""
 
 from __future__ import annotations
 

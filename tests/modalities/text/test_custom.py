@@ -1,4 +1,5 @@
-"""Language models of one's own by name: what the name means, what is saved, and what cannot be opened."""
+"""Language models of one's own by name: what the name means, what is saved, and what cannot be
+opened."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def said(call, kind=GruppoError) -> str:
     return str(error.value)
 
 
-# --- what a name means ------------------------------------------------------------------------------------------------
+# --- what a name means ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_the_dtype_is_the_functions_own_unless_one_is_asked_for():
     )
 
 
-# --- saved, and opened again ------------------------------------------------------------------------------------------
+# --- saved, and opened again ----------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -169,7 +170,10 @@ def test_a_function_may_return_a_policy_of_transformers_which_is_saved_as_such(t
 
 def test_another_file_than_when_it_was_saved_is_said(tmp_path, caplog):
     file = tmp_path / "mine.py"
-    text = "from tests.own_models import TinyGPT, wrapped\n\n\ndef model():\n    return wrapped(TinyGPT())\n"
+    text = (
+        "from tests.own_models import TinyGPT, wrapped\n\n\ndef model():\n    return "
+        "wrapped(TinyGPT())\n"
+    )
     file.write_text(text)
     from_pretrained(f"{file}:model").save(tmp_path / "saved")
     with caplog.at_level(logging.WARNING, "gruppo"):
@@ -180,7 +184,7 @@ def test_another_file_than_when_it_was_saved_is_said(tmp_path, caplog):
     assert len(caplog.messages) == 1 and f"the file {file} has changed since" in caplog.messages[0]
 
 
-# --- weights that do not fit ------------------------------------------------------------------------------------------
+# --- weights that do not fit ----------------------------------------------------------------------
 
 
 def test_weights_that_do_not_fit_are_refused_with_names_and_change_nothing():
@@ -192,8 +196,8 @@ def test_weights_that_do_not_fit_are_refused_with_names_and_change_nothing():
     weights["tokens.weight"] = torch.zeros(2, 2)
     text = said(lambda: load_strictly(module, weights, "there"))
     assert (
-        "the weights in there are of another network than TinyGPT: 1 missing: head.bias; 1 unknown: extra; "
-        in text
+        "the weights in there are of another network than TinyGPT: 1 missing: head.bias; 1 "
+        "unknown: extra; " in text
     )
     assert f"1 of another shape: tokens.weight (of {len(before)})" in text
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
@@ -236,7 +240,7 @@ def test_a_folder_whose_file_is_gone_says_which(tmp_path):
     )
 
 
-# --- functions that make none -----------------------------------------------------------------------------------------
+# --- functions that make none ---------------------------------------------------------------------
 
 REFUSED = {
     "modle": r"has no 'modle'; it has: .*Did you mean .*own_models.py:model\?",

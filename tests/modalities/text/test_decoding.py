@@ -1,4 +1,5 @@
-"""Decoding by the parts of a decoder gives what reading every row again gives, whoever comes and leaves."""
+"""Decoding by the parts of a decoder gives what reading every row again gives, whoever comes and
+leaves."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def layered(module, prompts=PROMPTS, owners=OWNERS, prefixes=None):
 
 @torch.no_grad()
 def worst_errors(made, needed, steps=2 * COLUMNS + 3):
-    """Of each step's logits: root mean square of the difference over that of the logits about their mean."""
+    """Of each step's logits: root mean square of the difference over that of the logits about their
+    mean."""
     errors, generator = [], torch.Generator().manual_seed(0)
     for step in range(steps):
         of = needed.logits.float()
@@ -78,7 +80,8 @@ def test_the_logits_are_those_of_reading_every_row_again(make):
 @pytest.mark.silent_bug(4)
 @pytest.mark.parametrize("owners", [[1, 0], [2, 0, 1], [1, 1, 0, 0]])
 def test_rows_of_a_full_grid_may_lie_in_any_order(owners):
-    """Two that change places are where their inverse puts them: that alone does not make the grid's order theirs."""
+    """Two that change places are where their inverse puts them: that alone does not make the grid's
+    order theirs."""
     module, owners = llama().module, torch.tensor(owners)
     prompts = PROMPTS[: int(owners.max()) + 1]
     made = layered(module, prompts, owners)
@@ -179,7 +182,8 @@ def test_a_row_writes_the_same_tokens_alone_as_among_others():
 
 
 def test_a_row_that_is_not_finite_harms_no_other():
-    """Not in its group, not in the others, and not once it is gone and its place in the grid is empty."""
+    """Not in its group, not in the others, and not once it is gone and its place in the grid is
+    empty."""
     module = llama().module
     good, bad = layered(module), layered(module)
     with torch.no_grad():
@@ -196,7 +200,7 @@ def test_a_row_that_is_not_finite_harms_no_other():
     assert torch.equal(bad.logits, good.logits) and good.logits.isfinite().all()
 
 
-# --- parts that cannot be fused --------------------------------------------------------------------------------------
+# --- parts that cannot be fused -------------------------------------------------------------------
 
 
 class Adapter(nn.Module):

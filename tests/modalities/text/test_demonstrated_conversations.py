@@ -1,4 +1,5 @@
-"""A demonstration of several turns has the tokens of a sampled conversation, and learns from the policy's alone."""
+"""A demonstration of several turns has the tokens of a sampled conversation, and learns from the
+policy's alone."""
 
 from __future__ import annotations
 

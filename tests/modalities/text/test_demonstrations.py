@@ -1,4 +1,5 @@
-"""A target becomes the tokens that the policy itself would write and end it with, and its loss is cross-entropy."""
+"""A target becomes the tokens that the policy itself would write and end it with, and its loss is
+cross-entropy."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ def test_a_text_whose_first_letters_would_join_the_prompts_last_is_written_by_it
 
 def test_a_template_that_leaves_out_reasoning_does_not_take_it_out_of_the_answer():
     forgetful = chat(
-        "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'].split('</think>')[-1] }}<|end|>{% endfor %}"
+        "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'].split('</think>')[-1] "
+        "}}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     assert said(forgetful, [USER], "1 + 1</think>2") == "1 + 1</think>2<|end|>"
@@ -134,7 +136,8 @@ def test_a_context_that_is_just_long_enough_is():
 @pytest.mark.silent_bug(14)
 @pytest.mark.silent_bug(16)
 def test_a_demonstration_of_what_the_policy_says_is_what_it_said_and_costs_nothing():
-    """The same tokens as were sampled, the end token among them, each read at the position that predicts it."""
+    """The same tokens as were sampled, the end token among them, each read at the position that
+    predicts it."""
     scripts = [[*ByteTokenizer().encode(text), 256] for text in ("0a12", "1a345")]
     policy = from_module(Says(*scripts), ByteTokenizer(), eos_ids=[256], context=64)
     prompts = [Prompt(str(n), f"{n}a", draw=n) for n in range(2)]

@@ -1,4 +1,5 @@
-"""Compiled layers with FlexAttention, run on the CPU without a code generator, against the plain layers."""
+"""Compiled layers with FlexAttention, run on the CPU without a code generator, against the plain
+layers."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def laid_out(prompts, owners, lengths):
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """Run the functions that CUDA compiles on the CPU as they are; torch refuses FlexAttention's gradient there."""
+    """Run the functions that CUDA compiles on the CPU as they are; torch refuses FlexAttention's
+    gradient there."""
     monkeypatch.setattr(compiled, "DEVICES", {"cpu"})
     monkeypatch.setattr(Compiled, "_compiled", property(lambda self: self.function))
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
@@ -38,7 +40,7 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(flex, "_checked", {})
 
 
-# --- the mask --------------------------------------------------------------------------------------------------------
+# --- the mask -------------------------------------------------------------------------------------
 
 
 @given(groups())
@@ -74,7 +76,7 @@ def test_blocks_of_the_mask_are_those_of_every_pair_of_tokens(monkeypatch):
     )
 
 
-# --- the layers ------------------------------------------------------------------------------------------------------
+# --- the layers -----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -144,7 +146,7 @@ def test_all_layers_and_streams_of_any_length_share_two_graphs(on_cpu, monkeypat
     assert 1 <= len(graphs) <= 2
 
 
-# --- where they cannot be used ---------------------------------------------------------------------------------------
+# --- where they cannot be used --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fault", ["raises", "differs", "later"])

@@ -152,11 +152,12 @@ def test_explain_counts_the_bytes_of_the_quantized_base(bitsandbytes, tmp_path):
     ]
     scales = base - linear // 2 - sum(p.nbytes for p in others)
     assert float(line.split()[-2]) == pytest.approx(base / 2**20, abs=0.006)
-    # of these small layers, the tables of 16 and 256 numbers and the description weigh more than the scales themselves
+    # of these small layers, the tables of 16 and 256 numbers and the description weigh more than
+    # the scales themselves
     assert 0 < scales < 1500 * len(four_bit_layers(run.policy.module))
 
 
-# --- refused ----------------------------------------------------------------------------------------------------------
+# --- refused --------------------------------------------------------------------------------------
 
 
 def quantized(folder: Path, **settings: object) -> str:

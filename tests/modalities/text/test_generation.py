@@ -1,4 +1,5 @@
-"""Writing rows token by token: what ends a row, what it then holds, and which rows the decoding still carries."""
+"""Writing rows token by token: what ends a row, what it then holds, and which rows the decoding
+still carries."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ SIZE = 5
 
 
 class Scripted:
-    """Rows that are certain of their next token; None stands for logits that are not finite. Notes who is carried."""
+    """Rows that are certain of their next token; None stands for logits that are not finite. Notes
+    who is carried."""
 
     def __init__(self, *scripts):
         self.scripts, self.rows, self.t = scripts, list(range(len(scripts))), 0

@@ -1,4 +1,5 @@
-"""Keys and values that are kept between turns: the same conversations as reading each history again."""
+"""Keys and values that are kept between turns: the same conversations as reading each history
+again."""
 
 from __future__ import annotations
 
@@ -125,7 +126,8 @@ def test_a_prompt_is_read_once_for_its_group_and_each_further_token_once(reads_a
     rollouts, count = tokens_read(policy, lambda: conversed(policy, texts(3), LONG))
     prompts = sum(map(len, rollouts.shared["prompt_ids"]))
     assert rollouts.per_row["turns"].max() >= 4
-    # the last token of a row is not read; a stream is padded, and a finished row may wait until an eighth has finished
+    # the last token of a row is not read; a stream is padded, and a finished row may wait until an
+    # eighth has finished
     assert count <= prompts + int(rollouts.lengths.sum()) + 32
     reads_again()
     assert tokens_read(policy, lambda: conversed(policy, texts(3), LONG))[1] > 1.5 * count
@@ -238,7 +240,8 @@ def test_rollouts_that_are_continued_twice_go_on_alike_both_times():
     one, two = (policy.continue_rollouts(first, replies, SAMPLING, seed=1) for _ in range(2))
     assert_same(one, two)
     assert not one.per_row["reencoded"].any() and two.per_row["reencoded"].sum() == len(replies) > 3
-    # what was kept of other tokens is not used; of a turn of one token, only the prompt has been read
+    # what was kept of other tokens is not used; of a turn of one token, only the prompt has been
+    # read
     changed = policy.sample(requests, SAMPLING, seed=1)
     changed = replace(
         changed,
@@ -270,7 +273,7 @@ def test_threads_that_converse_at_once_do_not_mix_what_they_keep():
         assert not done[seed].per_row["reencoded"].any()
 
 
-# --- the model's context ----------------------------------------------------------------------------------------------
+# --- the model's context --------------------------------------------------------------------------
 
 
 def test_a_turn_that_does_not_fit_the_context_is_left_out_with_its_reply():

@@ -1,4 +1,5 @@
-"""Loading and saving: the same logits after a round trip, and one clear line for what cannot be loaded."""
+"""Loading and saving: the same logits after a round trip, and one clear line for what cannot be
+loaded."""
 
 from __future__ import annotations
 
@@ -95,7 +96,7 @@ def test_half_precision_weights_become_float32_masters():
     assert rollouts.sampler_logprobs.isfinite().all()
 
 
-# --- what cannot be loaded -------------------------------------------------------------------------------------------
+# --- what cannot be loaded ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", ["/no/such/folder", "./no-such-folder", "~/no-such-folder"])

@@ -28,7 +28,8 @@ GREEDY = Sampling(temperature=0.0, max_actions=6)
 
 
 def saying(*scripts, tokenizer=None, eos_ids=(END,), **options):
-    """A policy that continues a prompt by the script of its first token; prompts are "@..." and "A..."."""
+    """A policy that continues a prompt by the script of its first token; prompts are "@..." and
+    "A..."."""
     return from_module(Says(*scripts), tokenizer or ByteTokenizer(), eos_ids=eos_ids, **options)
 
 
@@ -37,7 +38,7 @@ def whole(policy, rollouts):
     return micro_batch
 
 
-# --- tokens ----------------------------------------------------------------------------------------------------------
+# --- tokens ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(10)
@@ -131,7 +132,7 @@ def test_an_id_beyond_the_tokenizer_is_an_action_like_any_other():
     )
 
 
-# --- positions -------------------------------------------------------------------------------------------------------
+# --- positions ------------------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(16)
@@ -147,7 +148,8 @@ def test_a_plain_model_that_says_its_position_is_read_at_the_right_one():
 @pytest.mark.silent_bug(16)
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_a_cached_model_that_says_its_position_is_read_at_the_right_one(layout):
-    """GPT-2 whose blocks do nothing and whose position embeddings are one-hot: it says where it is."""
+    """GPT-2 whose blocks do nothing and whose position embeddings are one-hot: it says where it
+    is."""
     policy = says_position()
     assert policy.backbone.caches and policy.backbone.layout == "packed"
     policy.backbone.layouts = (layout,)
@@ -173,7 +175,7 @@ def says_position():
     return from_transformers(module, bpe_tokenizer(), compute="float32")
 
 
-# --- groups, errors, refusals ----------------------------------------------------------------------------------------
+# --- groups, errors, refusals ---------------------------------------------------------------------
 
 
 def test_a_row_of_logits_that_are_not_finite_is_an_error_and_its_neighbours_are_as_alone():

@@ -1,4 +1,5 @@
-"""Decoding in static buffers, run on the CPU without a graph, against decoding with buffers that grow."""
+"""Decoding in static buffers, run on the CPU without a graph, against decoding with buffers that
+grow."""
 
 from __future__ import annotations
 

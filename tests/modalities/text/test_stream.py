@@ -1,4 +1,5 @@
-"""Groups one after another: the layout by hand, attention against the plain way, features against the model's own."""
+"""Groups one after another: the layout by hand, attention against the plain way, features against
+the model's own."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from gruppo.types import Sampling
 named = {"ids": lambda make: make.__name__}
 
 
-# --- the layout ------------------------------------------------------------------------------------------------------
+# --- the layout -----------------------------------------------------------------------------------
 
 
 def example():
@@ -65,7 +66,8 @@ def blocks_of(tokens):
 
 
 def sight(prompts, owners, lengths, *, padding_sees=False):
-    """[query, key]: what the tokens of a stream may see, text by text; without spans, padding sees nothing."""
+    """[query, key]: what the tokens of a stream may see, text by text; without spans, padding sees
+    nothing."""
     texts = []  # (first token, tokens, first token of the prompt, tokens of the prompt)
     end = 0
     for g, prompt in enumerate(prompts):
@@ -105,7 +107,7 @@ def block_sizes(request, monkeypatch):
     monkeypatch.setattr(streams, "SMALL_GROUP", small_group)
 
 
-# --- attention -------------------------------------------------------------------------------------------------------
+# --- attention ------------------------------------------------------------------------------------
 
 
 def plain_attention(q, k, v, visible):
@@ -182,7 +184,7 @@ def test_tokens_are_brought_to_the_device_of_the_weights():
     assert stream_features(elsewhere, example()).device.type == "meta"
 
 
-# --- whole models ----------------------------------------------------------------------------------------------------
+# --- whole models ---------------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(3)

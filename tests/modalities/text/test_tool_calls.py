@@ -62,13 +62,16 @@ WRITTEN = {
     ),
     "minimax": (
         INVOKE,
-        '<minimax:tool_call>\n<invoke name="multiply">\n<parameter name="a">12</parameter>\n<parameter name="b">34'
+        '<minimax:tool_call>\n<invoke name="multiply">\n<parameter '
+        'name="a">12</parameter>\n<parameter name="b">34'
         "</parameter>\n</invoke>\n</minimax:tool_call>",
     ),
     "deepseek 3.2": (
         INVOKE,
-        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="multiply">\n<｜DSML｜parameter name="a" string="false">12'
-        '</｜DSML｜parameter>\n<｜DSML｜parameter name="b" string="false">34</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="multiply">\n<｜DSML｜parameter name="a" '
+        'string="false">12'
+        '</｜DSML｜parameter>\n<｜DSML｜parameter name="b" '
+        'string="false">34</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
         "</｜DSML｜function_calls>",
     ),
     "gpt-oss": (
@@ -77,7 +80,8 @@ WRITTEN = {
     ),
     "gpt-oss, as its template writes": (
         HARMONY,
-        '<|start|>assistant to=functions.multiply<|channel|>commentary json<|message|>{"a": 12, "b": 34}<|call|>',
+        '<|start|>assistant to=functions.multiply<|channel|>commentary json<|message|>{"a": 12, '
+        '"b": 34}<|call|>',
     ),
     "mistral": (MISTRAL, f"[TOOL_CALLS] [{ONE}]"),
     "mistral 2025": (MISTRAL_2025, '[TOOL_CALLS]multiply[ARGS]{"a": 12, "b": 34}'),
@@ -88,7 +92,8 @@ WRITTEN = {
     ),
     "deepseek 3.1": (
         DEEPSEEK,
-        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>multiply<｜tool▁sep｜>{"a": 12, "b": 34}<｜tool▁call▁end｜>'
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>multiply<｜tool▁sep｜>{"a": 12, "b": '
+        "34}<｜tool▁call▁end｜>"
         "<｜tool▁calls▁end｜>",
     ),
     "kimi": (
@@ -98,7 +103,8 @@ WRITTEN = {
     ),
     "command": (
         COMMAND,
-        '<|START_ACTION|>[\n{"tool_call_id": "0", "tool_name": "multiply", "parameters": {"a": 12, "b": 34}}\n'
+        '<|START_ACTION|>[\n{"tool_call_id": "0", "tool_name": "multiply", "parameters": {"a": 12, '
+        '"b": 34}}\n'
         "]<|END_ACTION|>",
     ),
     "granite 3": (GRANITE, f"<|tool_call|>[{ONE}]"),
@@ -151,7 +157,10 @@ def test_texts_with_the_ends_of_calls_in_them_are_whole_where_a_format_allows_it
     )[1][0]["arguments"] == {"text": AWKWARD}
     gemma = f'<|tool_call>call:note{{text:<|"|>{AWKWARD}<|"|>}}<tool_call|>'
     assert functions(gemma, GEMMA)[1][0]["arguments"] == {"text": AWKWARD}
-    xml = "<tool_call>\n<function=note>\n<parameter=text>\n  12\n\n</parameter>\n</function>\n</tool_call>"
+    xml = (
+        "<tool_call>\n<function=note>\n<parameter=text>\n  "
+        "12\n\n</parameter>\n</function>\n</tool_call>"
+    )
     assert functions(xml, XML)[1][0]["arguments"] == {
         "text": "  12\n"
     }  # a text of its schema, not a number

@@ -1,4 +1,5 @@
-"""Chat templates of model families with tools: rendered as by transformers, in one piece and turn by turn."""
+"""Chat templates of model families with tools: rendered as by transformers, in one piece and turn
+by turn."""
 
 from __future__ import annotations
 
@@ -84,7 +85,8 @@ def flat(rounds):
 
 
 def incremental(chat, prompt, rounds):
-    """Ids of a conversation whose policy writes the tokens of the whole rendering, and that rendering's."""
+    """Ids of a conversation whose policy writes the tokens of the whole rendering, and that
+    rendering's."""
     messages = [*prompt, *flat(rounds)]
     ids = chat.tokenizer.apply_chat_template(named(messages), tools=TOOLS, return_dict=False)
     written, completion = chat.encode(prompt, TOOLS), []
@@ -146,7 +148,8 @@ WITH_TOOLS = [
     "qwen3_training",
     "qwen3_vl",
 ]
-"""One of each of TRL's templates with tools; its other versions differ in what is not tested here."""
+"""One of each of TRL's templates with tools; its other versions differ in what is not tested
+here."""
 
 
 REWRITING_AFTER_TOOLS = ("deepseekv3", "diffusion_gemma")
@@ -183,8 +186,10 @@ def test_a_template_without_tools_is_refused_with_what_to_do(name):
 def test_calls_in_an_unknown_form_are_refused_and_read_where_the_tokenizer_says_how():
     template = (
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
-        "{% for c in m.tool_calls or [] %}@{{ c.function.name }} {{ c.function.arguments | tojson }}@{% endfor %}"
-        "<|end|>{% endfor %}{{ tools | tojson if tools }}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+        "{% for c in m.tool_calls or [] %}@{{ c.function.name }} {{ c.function.arguments | tojson "
+        "}}@{% endfor %}"
+        "<|end|>{% endfor %}{{ tools | tojson if tools }}{% if add_generation_prompt "
+        "%}<|assistant|>{% endif %}"
     )
     tokenizer = family_tokenizer(template, ["<|end|>"])
     chat = Chat(tokenizer, [tokenizer.eos_token_id])
@@ -217,9 +222,12 @@ def test_calls_in_an_unknown_form_are_refused_and_read_where_the_tokenizer_says_
 
 
 SMOLLM = (
-    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
-    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + "
-    "message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}"
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ "
+    "'<|im_start|>system\n"
+    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif "
+    "%}{{'<|im_start|>' + "
+    "message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if "
+    "add_generation_prompt %}"
     "{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 

@@ -1,4 +1,5 @@
-"""The jail: what a program in it can do, what it cannot, and that an attempt costs it its case and nobody else."""
+"""The jail: what a program in it can do, what it cannot, and that an attempt costs it its case and
+nobody else."""
 
 from __future__ import annotations
 
@@ -127,7 +128,8 @@ def test_a_script_reads_its_input_however_it_likes_and_its_output_is_what_it_pri
         "import io, sys\nprint('42')\nsys.stdout = io.StringIO()\nprint('no')",
         "import sys\nprint('42')\nsys.stdout.close()",
         "import sys\nprint('42')\nsys.stdout = None",
-        "import sys\nclass O:\n    def write(self, text): sys.__stdout__.write(text)\nsys.stdout = O()\nprint('42')",
+        "import sys\nclass O:\n    def write(self, text): sys.__stdout__.write(text)\nsys.stdout = "
+        "O()\nprint('42')",
         "class Late:\n    def __del__(self): print('42')\nlate = Late()\nlate.own = late",
     ],
 )
@@ -148,7 +150,10 @@ def test_a_program_is_compiled_as_a_file_of_its_own(jail):
 
 @jailed
 def test_a_line_that_a_program_forged_has_as_many_values_as_were_asked_for(jail):
-    forge = "import sys\nframe = sys._getframe()\nwhile 'report' not in frame.f_locals: frame = frame.f_back\n"
+    forge = (
+        "import sys\nframe = sys._getframe()\nwhile 'report' not in frame.f_locals: frame = "
+        "frame.f_back\n"
+    )
     forge += "frame.f_locals['report'](-1, 'v', 'null')\n"
     for text in ('["l", []]', '["l", [true, true]]', '{"a": 1}', "true"):
         (result,) = jail.calls(forge + f"frame.f_locals['report'](0, 'v', {text!r})", [["1"]])
@@ -196,7 +201,10 @@ def test_time_for_which_a_program_waits_for_a_processor_does_not_count():
         try:
             for other in others:  # until all of them are on that processor
                 other.stdout.readline()
-            work = "import time\ndef f():\n    while time.process_time() < began + 0.2: pass\nbegan = time.process_time()"
+            work = (
+                "import time\ndef f():\n    while time.process_time() < began + 0.2: "
+                "pass\nbegan = time.process_time()"
+            )
             assert own.calls(work, [["f()"]])[0].status == "value"
         finally:
             for other in others:
@@ -474,7 +482,8 @@ def test_the_environment_is_empty_and_no_descriptor_of_ours_is_open(jail, monkey
         assert b"HF_TOKEN" not in Path(f"/proc/{own._process.pid}/environ").read_bytes()
         scan = "[fd for fd in range(3000) if __import__('contextlib').suppress and is_open(fd)]"
         program = (
-            "import os\ndef is_open(fd):\n    try:\n        os.fstat(fd)\n    except OSError:\n        return False\n"
+            "import os\ndef is_open(fd):\n    try:\n        os.fstat(fd)\n    except OSError:\n    "
+            "    return False\n"
             "    return True"
         )
         assert tried(own, scan, program) == "[0, 1, 2, 3]"
@@ -513,7 +522,8 @@ def test_a_program_has_a_time_for_all_its_cases(jail):
     [
         "import threading\ndef f(): threading.Event().wait()",
         "import os, time\ndef f():\n    os.close(3)\n    time.sleep(1000)",
-        "import signal, time\nsignal.signal(15, signal.SIG_IGN)\nsignal.signal(2, 1)\ndef f(): time.sleep(1000)",
+        "import signal, time\nsignal.signal(15, signal.SIG_IGN)\nsignal.signal(2, 1)\ndef f(): "
+        "time.sleep(1000)",
         "while True: pass\ndef f(): pass",
     ],
 )
@@ -552,7 +562,8 @@ def test_memory_threads_and_output_have_an_end(patient):
 
 @jailed
 def test_printed_text_counts_whole_where_a_report_arrives_in_the_middle_of_it():
-    """On a busy machine the supervisor reads 64 KiB of output before the report that the process is confined."""
+    """On a busy machine the supervisor reads 64 KiB of output before the report that the process is
+    confined."""
     from gruppo.rewards.sandbox.child import Child
 
     process = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
@@ -602,10 +613,20 @@ def test_a_line_that_grows_is_read_in_linear_time():
 
 @jailed
 def test_a_65th_thread_is_refused_however_short_its_life_is():
-    """Counted at each start: a program that starts and ends its threads between two looks would have any number."""
-    program = "import threading\nthreading.stack_size(32768)\ngate = threading.Event()\ndef f(n):\n    gate.clear()\n"
-    program += "    each = [threading.Thread(target=gate.wait, daemon=True) for _ in range(n)]\n    started = 1\n    try:\n"
-    program += "        for one in each: one.start(); started += 1\n    except RuntimeError: pass\n    gate.set()\n"
+    """Counted at each start: a program that starts and ends its threads between two looks would
+    have any number."""
+    program = (
+        "import threading\nthreading.stack_size(32768)\ngate = threading.Event()\ndef "
+        "f(n):\n    gate.clear()\n"
+    )
+    program += (
+        "    each = [threading.Thread(target=gate.wait, daemon=True) for _ in range(n)]\n   "
+        " started = 1\n    try:\n"
+    )
+    program += (
+        "        for one in each: one.start(); started += 1\n    except RuntimeError: "
+        "pass\n    gate.set()\n"
+    )
     program += "    for one in each[:started - 1]: one.join()\n    return started"
     with Jail(SandboxLimits(case_s=10, program_s=30)) as own:
         results = own.calls(program, [["f(62)"], ["f(63)"], ["f(64)"], ["f(200)"]])
@@ -614,7 +635,10 @@ def test_a_65th_thread_is_refused_however_short_its_life_is():
 
 @jailed
 def test_what_ends_the_process_costs_one_case_and_is_told(jail):
-    program = "import os, ctypes\ndef f(x):\n    if x == 1: os._exit(0)\n    if x == 2: ctypes.string_at(0)\n"
+    program = (
+        "import os, ctypes\ndef f(x):\n    if x == 1: os._exit(0)\n    if x == 2: "
+        "ctypes.string_at(0)\n"
+    )
     program += "    return x"
     results = jail.calls(program, [["f(0)"], ["f(1)"], ["f(2)"], ["f(3)"]])
     assert [result.status for result in results] == ["value", "error", "error", "value"]

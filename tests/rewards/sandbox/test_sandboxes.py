@@ -1,4 +1,5 @@
-"""Other sandboxes than the jail on this machine: in a container, on a SandboxFusion server, of the user's own."""
+"""Other sandboxes than the jail on this machine: in a container, on a SandboxFusion server, of the
+user's own."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def python_in_bwrap(python: str = sys.executable) -> str:
 
 @contained
 def test_the_jail_runs_in_a_container_and_holds_there(monkeypatch):
-    """The probe tries to read a file of this machine, which the container shows: the jail inside refuses it."""
+    """The probe tries to read a file of this machine, which the container shows: the jail inside
+    refuses it."""
     monkeypatch.setenv("HF_TOKEN", "a secret")
     assert probe(tuple(shlex.split(python_in_bwrap()))) is None
     reward = resolve_reward(f"code_tests:workers=1,sandbox={python_in_bwrap()}")
@@ -143,7 +145,8 @@ def test_a_package_that_is_named_can_be_imported_and_no_other():
 
 
 class FusionServer(http.server.ThreadingHTTPServer):
-    """POST /run_code of SandboxFusion, for programs in Python, without any isolation; counts its requests."""
+    """POST /run_code of SandboxFusion, for programs in Python, without any isolation; counts its
+    requests."""
 
     def __init__(self):
         self.requests, self.failures = [], []
@@ -248,7 +251,10 @@ def test_the_server_gives_what_the_jail_gives(fusion):
         SandboxFusion(fusion.url, limits).calls("import nothing_here", [["1"], ["2"]])
         == [CaseResult("error", message="ModuleNotFoundError: No module named 'nothing_here'")] * 2
     )
-    script = "x = input()\nif x == 'a': 1 / 0\nif x == 'b':\n    while True: pass\nprint(x * int(9e4 if x == 'c' else 1))"
+    script = (
+        "x = input()\nif x == 'a': 1 / 0\nif x == 'b':\n    while True: pass\nprint(x * "
+        "int(9e4 if x == 'c' else 1))"
+    )
     results = SandboxFusion(fusion.url, limits).script(script, ["a", "b", "c", "d"])
     assert [result.status for result in results] == ["error", "timeout", "error", "value"]
     assert results[0].message == "ZeroDivisionError: division by zero" and results[3].value == "d\n"

@@ -25,7 +25,8 @@ START = "Start the server with gruppo serve MODEL"
 async def check_server(
     replica: Replica, policy: Any, *, tokens: int, is_colocated: bool = False
 ) -> int:
-    """Return the context of a server. Refuse one that lacks a route, or has another model or a shorter context."""
+    """Return the context of a server. Refuse one that lacks a route, or has another model or a
+    shorter context."""
     url = replica.url
     try:
         await replica.request("GET", "/health", timeout_s=CONNECT_S)
@@ -37,7 +38,8 @@ async def check_server(
             ) from None
         raise GruppoError(
             f"no vLLM server answers at {url} ({error})",
-            advice="Start one with gruppo serve MODEL and wait until it answers, or correct $engine.urls",
+            advice="Start one with gruppo serve MODEL and wait until it answers, or correct "
+            "$engine.urls",
         ) from None
     except (KeyError, TypeError):
         raise GruppoError(f"{url} is not a vLLM server", advice="Correct $engine.urls") from None
@@ -56,11 +58,12 @@ async def check_server(
     )
     settings = (info.get("vllm_config") or {}).get("model_config") or {}
     if (mode := settings.get("logprobs_mode")) != "processed_logprobs":
-        raise GruppoError(f"""the server {url} reports {mode}, which leave out temperature, top-k and top-p;
-            processed_logprobs are needed. {START}, which sets --logprobs-mode processed_logprobs.""")
+        raise GruppoError(f"""the server {url} reports {mode}, which leave out temperature, top-k
+            and top-p; processed_logprobs are needed. {START}, which sets --logprobs-mode
+            processed_logprobs.""")
     if is_colocated and not settings.get("enable_sleep_mode"):
-        raise GruppoError(f"""the server {url} cannot sleep, which engine.colocated needs. {START} --
-            --enable-sleep-mode, or leave --engine.colocated out.""")
+        raise GruppoError(f"""the server {url} cannot sleep, which engine.colocated needs. {START}
+            -- --enable-sleep-mode, or leave --engine.colocated out.""")
     theirs, ours = (
         str(settings.get("dtype") or "").removeprefix("torch."),
         str(policy.compute_dtype)[6:],
@@ -78,8 +81,8 @@ async def check_server(
         found = re.search(rf'"{name}": "?([\w.-]+)', served)
         if found and name in config and found[1] != str(config[name]):
             raise GruppoError(
-                f"""the server {url} runs another model: its {name} is {found[1]}, and that of model is
-                    {config[name]}""",
+                f"""the server {url} runs another model: its {name} is {found[1]}, and that of model
+                    is {config[name]}""",
                 advice="Start it with gruppo serve and the run's $model",
             )
     body = {"prompt": TEXT, "add_special_tokens": False}
@@ -88,8 +91,8 @@ async def check_server(
     )
     if theirs != policy.encode_text(TEXT):
         raise GruppoError(
-            f"""the server {url} has another tokenizer than the run's model: it makes other tokens of
-                    {TEXT!r}""",
+            f"""the server {url} has another tokenizer than the run's model: it makes other tokens
+                of {TEXT!r}""",
             advice="Start it with gruppo serve and the run's $model",
         )
     sampled = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0, "detokenize": False}
@@ -103,13 +106,13 @@ async def check_server(
         replica, "POST", GENERATE, body, f"route {GENERATE}. {START}, which sets --enable-scale-out"
     )
     if not (answer.get("choices") or [{}])[0].get("weight_versions"):
-        raise GruppoError(f"""the server {url} does not say which weights chose a token: its vLLM is too old. Install
-            vLLM 0.32 or newer.""")
+        raise GruppoError(f"""the server {url} does not say which weights chose a token: its vLLM is
+            too old. Install vLLM 0.32 or newer.""")
     try:
         await replica.count_tokens(timeout_s=CONTROL_S)
     except ServerError as error:
-        raise GruppoError(f"""the server {url} does not count its tokens ({error}), by which one that hangs is found.
-            Start it without --disable-log-stats.""") from None
+        raise GruppoError(f"""the server {url} does not count its tokens ({error}), by which one
+            that hangs is found. Start it without --disable-log-stats.""") from None
     return context
 
 

@@ -1,4 +1,5 @@
-"""One vLLM server over HTTP: sampling, scoring, and loading weights. Plain routes of vLLM; nothing imports it."""
+"""One vLLM server over HTTP: sampling, scoring, and loading weights. Plain routes of vLLM; nothing
+imports it."""
 
 from __future__ import annotations
 
@@ -19,12 +20,13 @@ KEY = "GRUPPO_ENGINE_KEY"
 CONNECT_S, CONTROL_S = 5.0, 600.0
 """Limits of a connection, and of a control request before the first step."""
 IDLE_S = 2.0
-"""How long an unused connection is kept. vLLM closes one after 5 s, the default of httpx too: a request that is sent at
-that moment is lost, and the server was left out for it."""
+"""How long an unused connection is kept. vLLM closes one after 5 s, the default of httpx too: a
+request that is sent at that moment is lost, and the server was left out for it."""
 LABELS_KEPT = 32
 """Labels of a server that a row may still carry."""
 LOADED_PER_S = 50e6
-"""Bytes that a server must load in a second, beside the engine's timeout: slow network storage reads several times it.
+"""Bytes that a server must load in a second, beside the engine's timeout: slow network storage
+reads several times it.
 """
 CLAMPED = -9000.0
 """vLLM sends -9999 in place of a log-prob that is no number, which JSON cannot hold."""
@@ -60,7 +62,8 @@ class Replica:
             timeout_s,
         )
         self.label: str | None = None
-        """Version of the weights that the server was proved to hold; None: nothing is sampled from it."""
+        """Version of the weights that the server was proved to hold; None: nothing is sampled from
+        it."""
         self.why = "it has not been asked for anything yet"
         """Why there is no label."""
         self.loaded: str | None = None
@@ -72,7 +75,8 @@ class Replica:
         self.tokens: float | None = None
         """Tokens that the server has counted; None before the first count."""
         self.rate, self.progress_at, self.idle_at = 0.0, 0.0, 0.0
-        """Tokens per second of its fastest row; times of the last sign of progress and of the last row."""
+        """Tokens per second of its fastest row; times of the last sign of progress and of the last
+        row."""
         self.labels: dict[str, int] = {}
         """Versions of the newest labels that it was proved to hold."""
         self.tasks: set[asyncio.Task[SampledRow]] = set()
@@ -91,11 +95,13 @@ class Replica:
         )
 
     def label_of(self, version: str) -> str:
-        """The label of a version on this server, by which two servers behind one address are told apart."""
+        """The label of a version on this server, by which two servers behind one address are told
+        apart."""
         return f"{version}-r{self.number}"
 
     def admit(self, label: str) -> None:
-        """Sample from the weights ``label``. Rows that were requested of older ones may come from these."""
+        """Sample from the weights ``label``. Rows that were requested of older ones may come from
+        these."""
         self.labels = dict([*self.labels.items(), (label, version_of(label))][-LABELS_KEPT:])
         self.label, self.why, self.failures = label, "", 0
         self.progress_at, self.tokens = (
@@ -111,7 +117,8 @@ class Replica:
     async def request(
         self, method: str, path: str, body: Any = None, *, timeout_s: float | None = CONTROL_S
     ) -> Any:
-        """Return the JSON of an answer, {} for an empty one, or the text of ``TEXT_ROUTES``; else ServerError."""
+        """Return the JSON of an answer, {} for an empty one, or the text of ``TEXT_ROUTES``; else
+        ServerError."""
         return await request_json(
             self._client, method, path, body, timeout_s=timeout_s, is_text=path in TEXT_ROUTES
         )
@@ -121,10 +128,12 @@ class Replica:
     async def sample(
         self, ids: Sequence[int], params: Mapping[str, Any], label: str, *, salt: str = ""
     ) -> SampledRow:
-        """Sample one row after ``ids`` from the weights ``label``; ServerError unless each token is from them.
+        """Sample one row after ``ids`` from the weights ``label``; ServerError unless each token is
+        from them.
 
-        Where newer weights arrived before the request was begun, it may be from those, if the server holds them.
-        Prefixes are shared with requests of the same ``salt``, by default those of the same weights.
+        Where newer weights arrived before the request was begun, it may be from those, if the
+        server holds them. Prefixes are shared with requests of the same ``salt``, by default those
+        of the same weights.
         """
         body = {
             "token_ids": list(ids),
@@ -162,7 +171,10 @@ class Replica:
         is_ended = reason == "abort" or (tokens and reason in ("stop", "length"))
         is_whole = named == tokens and len(tokens) <= limit and is_ended
         if not is_whole or max(logprobs, default=0.0) > 1e-3:
-            text = f"{GENERATE} sent {len(tokens)} tokens of at most {limit}, {len(named)} log-probs, the highest"
+            text = (
+                f"{GENERATE} sent {len(tokens)} tokens of at most {limit}, {len(named)} "
+                f"log-probs, the highest"
+            )
             raise ServerError(f"{text} {max(logprobs, default=math.nan):.3g}, finish {reason!r}")
         cached = ((answer.get("usage") or {}).get("prompt_tokens_details") or {}).get(
             "cached_tokens"
@@ -182,7 +194,8 @@ class Replica:
     async def score(
         self, rows: Sequence[Sequence[int]], *, timeout_s: float = CONTROL_S
     ) -> list[list[float]]:
-        """Return the log-probs, at temperature 1, of the tokens after the first of each row. No cache is read."""
+        """Return the log-probs, at temperature 1, of the tokens after the first of each row. No
+        cache is read."""
         params = {
             "max_tokens": 1,
             "temperature": 0.0,
@@ -227,7 +240,8 @@ class Replica:
         """Load an adapter under a name of its own, and forget the one before."""
         self.label, before = None, self.loaded
         await self._wake("")
-        # rows of any rank may be under way, with lag; an adapter must not be unloaded under them either
+        # rows of any rank may be under way, with lag; an adapter must not be unloaded under them
+        # either
         await self.request("POST", "/pause?mode=abort&clear_cache=true", timeout_s=self.timeout_s)
         adapter = {"lora_name": label, "lora_path": str(folder)}
         await self.request("POST", "/v1/load_lora_adapter", adapter, timeout_s=self._load_s(folder))
@@ -246,8 +260,8 @@ class Replica:
         await self.request("POST", "/resume", timeout_s=self.timeout_s)
 
     async def load(self, folder: Path, label: str) -> None:
-        """Load new weights and name them. Where it fails, the server stays paused: it may hold half of
-        them."""
+        """Load new weights and name them. Where it fails, the server stays paused: it may hold half
+        of them."""
         self.label, control_s = None, self.timeout_s
         if (
             self.is_asleep
@@ -255,7 +269,8 @@ class Replica:
             await self.request("POST", "/wake_up?tags=weights", timeout_s=control_s)
         await self.request("POST", "/pause?mode=abort&clear_cache=true", timeout_s=control_s)
         await self.reload(folder)
-        # a reload does not clear it; blocks of older weights were read for 17 versions (NeMo-RL#4018)
+        # a reload does not clear it; blocks of older weights were read for 17 versions
+        # (NeMo-RL#4018)
         cleared = await self.request("POST", "/reset_prefix_cache", timeout_s=control_s)
         if not cleared.get("success"):
             raise ServerError("/reset_prefix_cache did not clear the prefix cache")

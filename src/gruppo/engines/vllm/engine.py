@@ -35,11 +35,13 @@ Ask = Callable[[Replica, Path | None], Coroutine[Any, Any, None]]
 """Gives a server the weights of a folder, or has it receive them by NCCL."""
 
 MAX_FAILURES = 3
-"""Failed requests in a row after which a server is ejected; a row may fail twice as often on each."""
+"""Failed requests in a row after which a server is ejected; a row may fail twice as often on
+each."""
 MAX_INTERVAL_S = 5.0
 """Between two looks at the tokens that a server has counted; and of each look."""
 SLOW_FACTOR = 8
-"""How much slower than others a server is, row by row, that is left out when all others have nothing else to do."""
+"""How much slower than others a server is, row by row, that is left out when all others have
+nothing else to do."""
 BACK_OFF_S = 0.2
 """Before a request is repeated; doubled each time."""
 
@@ -47,8 +49,8 @@ BACK_OFF_S = 0.2
 class VllmEngine(Engine):
     """Spreads groups over servers, and samples again elsewhere what a server does not answer.
 
-    A server is sampled from while it has a ``label``: it was proved to hold the published weights, and has answered
-    since. The next ``sync`` tries all servers again.
+    A server is sampled from while it has a ``label``: it was proved to hold the published weights,
+    and has answered since. The next ``sync`` tries all servers again.
     """
 
     concurrency = 32
@@ -68,7 +70,8 @@ class VllmEngine(Engine):
         self.policy, self.timeout_s, self.max_inflight = policy, timeout_s, max_inflight
         self.publication, self.proof, self.version, self.label = Publication(folder), proof, 0, ""
         self.is_colocated = is_colocated
-        # another process's labels differ: a server that an older trainer still feeds is never taken for ours
+        # another process's labels differ: a server that an older trainer still feeds is never taken
+        # for ours
         self._name = f"gruppo-{_agreed(secrets.token_hex(4))}"
         is_lora = policy.base_sha256 is not None
         self.replicas = [
@@ -86,7 +89,8 @@ class VllmEngine(Engine):
         threading.Thread(target=self._loop.run_forever, name="gruppo-vllm", daemon=True).start()
 
     def check(self, tokens: int) -> None:
-        """Refuse a folder that cannot be written, and servers that do not fit; ``tokens``: the longest row."""
+        """Refuse a folder that cannot be written, and servers that do not fit; ``tokens``: the
+        longest row."""
         self.publication.write_folder("probe", lambda folder: (folder / "probe").touch())
         self.publication.clear()  # of versions that an earlier process has left, too
         with dist.fail_together():
@@ -115,10 +119,14 @@ class VllmEngine(Engine):
         """What is being sampled, for the screen; "" if nothing is."""
         if self.done == self.total:
             return ""
-        return f"sampled {self.done} of {self.total} rows, {len(self._usable())} of {len(self.replicas)} servers"
+        return (
+            f"sampled {self.done} of {self.total} rows, {len(self._usable())} of "
+            f"{len(self.replicas)} servers"
+        )
 
     def metrics(self) -> dict[str, float]:
-        """Metrics since the last call: servers in use, requests that were repeated, and the proof of the weights."""
+        """Metrics since the last call: servers in use, requests that were repeated, and the proof
+        of the weights."""
         repeated, self.repeated = self.repeated, 0
         counts = {
             "engine/servers_count": float(len(self._usable())),
@@ -221,7 +229,8 @@ class VllmEngine(Engine):
     async def _sample_row(
         self, row: _Row, replica: Replica, found: dict[int, list[SampledRow]], number: int
     ) -> None:
-        """Sample a row on this server, or on others if it fails there. It goes on after weights were published."""
+        """Sample a row on this server, or on others if it fails there. It goes on after weights
+        were published."""
         failures, parts = 0, list[SampledRow]()
         while True:
             if replica.label is None:
@@ -294,8 +303,8 @@ class VllmEngine(Engine):
     def _notify(self) -> None:
         """Wake what waits: a server has room again, or is out, or all hold new weights.
 
-        In the order of draws: a trainer with lag waits for the earliest. In the order of calls, which threads make, its
-        first 48 prompts of 240 were whole after 125 s of 130.
+        In the order of draws: a trainer with lag waits for the earliest. In the order of calls,
+        which threads make, its first 48 prompts of 240 were whole after 125 s of 130.
         """
         waiting, self._waiting = sorted(self._waiting, key=lambda one: one[:2]), []
         for *_, future in waiting:
@@ -303,7 +312,8 @@ class VllmEngine(Engine):
                 future.set_result(None)
 
     async def _choose(self, count: int, draw: int) -> Replica:
-        """Return the server with the fewest rows once it has room for ``count`` more, which then count as its own."""
+        """Return the server with the fewest rows once it has room for ``count`` more, which then
+        count as its own."""
         while True:
             usable = self._usable()
             if not usable and not self._is_publishing:
@@ -325,7 +335,8 @@ class VllmEngine(Engine):
     # --- failures ---
 
     async def _eject(self, replica: Replica, why: str) -> None:
-        """Sample nothing more from a server until weights are published to it; what it was sampling goes elsewhere.
+        """Sample nothing more from a server until weights are published to it; what it was sampling
+        goes elsewhere.
 
         Never waits; a coroutine because the loop owns the rows and what waits.
         """
@@ -377,13 +388,15 @@ class VllmEngine(Engine):
         if replica.inflight and now - replica.progress_at > self.timeout_s:
             await self._eject(replica, f"no token for {self.timeout_s:g} s")
         elif replica.inflight and have_waited and rate < fastest / SLOW_FACTOR:
-            # a long row of a sound server is not sampled again: alone, it is faster than rows of a full batch
+            # a long row of a sound server is not sampled again: alone, it is faster than rows of a
+            # full batch
             await self._eject(
                 replica, f"{rate:.3g} tokens per second and row, where others have {fastest:.3g}"
             )
 
     async def _revive(self) -> None:
-        """Wait until a server is back, and load the published weights again; EngineLost after ``timeout_s``."""
+        """Wait until a server is back, and load the published weights again; EngineLost after
+        ``timeout_s``."""
         async with self._loading:
             give_up_at = time.monotonic() + self.timeout_s
             while not self._usable() and not self._is_publishing:
@@ -405,7 +418,8 @@ class VllmEngine(Engine):
     # --- weights ---
 
     def sync(self, policy: Any, version: int) -> None:
-        """Publish the weights, and return once every server that is sampled from has proved that it holds them.
+        """Publish the weights, and return once every server that is sampled from has proved that it
+        holds them.
 
         Rows that are being sampled wait, and go on with the new weights.
         """
@@ -542,7 +556,8 @@ class VllmEngine(Engine):
                 )
 
     async def _admit(self, replica: Replica, folder: Path | None) -> None:
-        """Load the published weights into a server, and sample from it once it has proved that it holds them."""
+        """Load the published weights into a server, and sample from it once it has proved that it
+        holds them."""
         was_usable, label, was_out = (
             replica.label is not None,
             replica.label_of(self.label),
@@ -578,8 +593,8 @@ class VllmEngine(Engine):
                 error.status and self._published is None and folder
             ):  # what it cannot load at first, it never can
                 raise GruppoError(
-                    f"""the server {replica.url} cannot load the weights from {folder}: {error}. It needs
-                        the run's model, and to read that folder under the same path""",
+                    f"""the server {replica.url} cannot load the weights from {folder}: {error}. It
+                        needs the run's model, and to read that folder under the same path""",
                     option="engine.publish_dir",
                     advice="to one that both machines share",
                 ) from None

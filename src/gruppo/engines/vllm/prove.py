@@ -1,4 +1,5 @@
-"""What the trainer asks of a server before it samples from it: probes after each publish, a canary at admission."""
+"""What the trainer asks of a server before it samples from it: probes after each publish, a canary
+at admission."""
 
 from __future__ import annotations
 
@@ -24,19 +25,23 @@ from gruppo.types import Prompt, Request, Rollouts, Sampling
 PROBES, PROBE_TOKENS = 16, 16
 """Rows, one of each prompt, and their longest completion."""
 STRENGTH = 0.2
-"""Noise of the canary, relative to the root mean square of each tensor. With SmolLM2-135M, a layer, the head or the
-embedding that is left out is then 3 to 7 times the rounding, one matrix 2 times; at 0.1, 1.5 to 4 and 1 times."""
+"""Noise of the canary, relative to the root mean square of each tensor. With SmolLM2-135M, a layer,
+the head or the embedding that is left out is then 3 to 7 times the rounding, one matrix 2 times; at
+0.1, 1.5 to 4 and 1 times."""
 ADAPTER_SCALE = 0.25
 """In place of a smaller root mean square of an adapter's tensor: half of them begin at 0."""
 MAX_RATIO = 1.5
-"""Error of a server under the canary, over the trainer's own rounding there. Measured: 0.82 to 1.12."""
+"""Error of a server under the canary, over the trainer's own rounding there. Measured: 0.82 to
+1.12."""
 JITTER = 0.25
-"""Of the compute dtype's last bit: the log-probs of weights that differ by so much are rounded independently. Measured
-with SmolLM2-135M in bfloat16 under the canary: 0.33 to 0.40 nats apart; two independent roundings make 0.40."""
+"""Of the compute dtype's last bit: the log-probs of weights that differ by so much are rounded
+independently. Measured with SmolLM2-135M in bfloat16 under the canary: 0.33 to 0.40 nats apart; two
+independent roundings make 0.40."""
 LEAST_NATS = 0.01
 """Rounding that is always allowed for: one float32 is not another's."""
 OTHER_NATS = 0.5
-"""Mean error on the probes that no rounding explains (0.035 to 0.1 with bfloat16); another model is 2 nats away."""
+"""Mean error on the probes that no rounding explains (0.035 to 0.1 with bfloat16); another model is
+2 nats away."""
 ISOLATING = 8
 """Probes that find which group of tensors a server did not load."""
 UNDECIDED = 8
@@ -62,7 +67,8 @@ class Standing:
 
 
 class Proof:
-    """Compares log-probs of servers with the trainer's. Methods that take the policy are collectives."""
+    """Compares log-probs of servers with the trainer's. Methods that take the policy are
+    collectives."""
 
     def __init__(
         self, policy: Any, prompts: Sequence[Prompt], sampling: Sampling, *, max_mismatch: float
@@ -90,7 +96,8 @@ class Proof:
         self.first = self.new = self.canary = torch.zeros(0)  # [N]
         self.canary_limit = LEAST_NATS
         self.standings: dict[int, Standing] = {}
-        """By the number of the server; of those that passed a canary and have been sampled from since."""
+        """By the number of the server; of those that passed a canary and have been sampled from
+        since."""
         self.passed: set[int] = set()
         """Servers that passed their last canary."""
         self.wrong: dict[int, Tensor] = {}
@@ -112,7 +119,8 @@ class Proof:
             self.first = self.new
 
     def score(self, policy: Any, rollouts: Rollouts | None = None) -> Float[Tensor, "N"]:
-        """Return the log-probs of the probes in float32, from weights that are rounded as the published ones are.
+        """Return the log-probs of the probes in float32, from weights that are rounded as the
+        published ones are.
 
         Sharded weights are scored in the compute dtype, with its noise.
         """
@@ -123,7 +131,8 @@ class Proof:
 
     @contextmanager
     def perturbed(self, policy: Any) -> Iterator[None]:
-        """Within, the policy has the weights of the canary: every tensor that servers load has noise of its own."""
+        """Within, the policy has the weights of the canary: every tensor that servers load has
+        noise of its own."""
         is_adapter = policy.base_sha256 is not None
         named = policy.module.named_parameters()
         tensors = {
@@ -173,7 +182,8 @@ class Proof:
     # --- the servers' side ---
 
     async def ask(self, replica: Replica, label: str) -> Float[Tensor, "N"]:
-        """Return a server's log-probs of the probes; ServerError where its labels or its cache are of other weights."""
+        """Return a server's log-probs of the probes; ServerError where its labels or its cache are
+        of other weights."""
         began = time.perf_counter()
         scores = await replica.score(self.rows)
         found = [
@@ -208,18 +218,24 @@ class Proof:
         return standing is None or standing.is_doubted or len(standing.undecided) >= UNDECIDED
 
     def judge_canary(self, replica: Replica, server: Float[Tensor, "N"]) -> None:
-        """Admit a server that has the weights of the canary, up to rounding; ServerError if it has others."""
+        """Admit a server that has the weights of the canary, up to rounding; ServerError if it has
+        others."""
         error, rounding = _rms(server - self.canary), self.canary_limit / MAX_RATIO
         if not error <= self.canary_limit:  # NaN is not
             self.wrong[replica.number] = server
-            why = f"test weights are {error:.2g} nats from the trainer's, where rounding makes {rounding:.2g}"
+            why = (
+                f"test weights are {error:.2g} nats from the trainer's, where rounding makes "
+                f"{rounding:.2g}"
+            )
             raise ServerError(f"it does not hold the weights that it loaded: {why}")
         self.standings[replica.number], self.sampled[replica.number] = Standing(self.canary), []
         self.passed.add(replica.number)
 
     def judge(self, replica: Replica, server: Float[Tensor, "N"]) -> None:
-        """Note what a server's log-probs prove; ServerError if it does not hold the published weights."""
-        # one that was restarted during a step has no standing: the canary follows at the next publish
+        """Note what a server's log-probs prove; ServerError if it does not hold the published
+        weights."""
+        # one that was restarted during a step has no standing: the canary follows at the next
+        # publish
         known = self.standings.get(replica.number) or Standing(self.first)
         evidence = Evidence(server, self.new, known.previous, self.row_ids, known.last_error)
         slope = known.slope = regress([*known.undecided, evidence])
@@ -243,7 +259,8 @@ class Proof:
     def check_sampled(
         self, policy: Any, rows: Sequence[tuple[Sequence[int], Sequence[float]]]
     ) -> str:
-        """Return why the log-probs of sampled tokens are not those of the published weights; "" if they are."""
+        """Return why the log-probs of sampled tokens are not those of the published weights; "" if
+        they are."""
         prompts, count = [self.long_prompt, *self.prompts[:8]], len(rows)
         lengths = torch.tensor([len(tokens) for tokens, _ in rows])
         rollouts = replace(
@@ -266,17 +283,24 @@ class Proof:
         error = (server - self.score(policy, rollouts)).abs().mean().item()
         if error <= self.max_mismatch:
             return ""
-        what = f"log-probs of tokens that it samples at temperature {WARM.temperature:g} are {error:.2g} nats from"
+        what = (
+            f"log-probs of tokens that it samples at temperature {WARM.temperature:g} are "
+            f"{error:.2g} nats from"
+        )
         limit = f"the trainer's on average, more than engine.max_mismatch={self.max_mismatch:g}"
-        do = "Start it with gruppo serve, or with --logprobs-mode processed_logprobs and the dtype of the trainer"
+        do = (
+            "Start it with gruppo serve, or with --logprobs-mode processed_logprobs and the dtype "
+            "of the trainer"
+        )
         return f"{what} {limit}. {do}"
 
     def isolate(self, policy: Any, number: int) -> str:
-        """Return which group of tensors, left out of the canary, explains a server's error; "" if none does.
+        """Return which group of tensors, left out of the canary, explains a server's error; "" if
+        none does.
 
-        Within ``perturbed``: a layer, or its adapter, the head, the embedding or the norm gets its weights from before.
-        A group that the server did not load explains its error up to rounding. A collective; the first rank, which has
-        the server's answers, knows.
+        Within ``perturbed``: a layer, or its adapter, the head, the embedding or the norm gets its
+        weights from before. A group that the server did not load explains its error up to rounding.
+        A collective; the first rank, which has the server's answers, knows.
         """
         server, module = self.wrong.pop(number, None), policy.module
         kept, is_sharded = dict(self._kept), _is_sharded(module)
@@ -306,7 +330,8 @@ class Proof:
         return "nothing of it was loaded" if best == "all" else f"{best} was not loaded"
 
     def metrics(self) -> dict[str, float]:
-        """Of the servers' last checks: the lowest slope, the largest error, and how many are undecided."""
+        """Of the servers' last checks: the lowest slope, the largest error, and how many are
+        undecided."""
         slopes = [
             standing.slope for standing in self.standings.values() if standing.slope is not None
         ]
@@ -322,7 +347,8 @@ class Proof:
 
 
 class _RoundedParameters(TorchFunctionMode):
-    """Within, every operation reads parameters rounded to ``dtype`` and computes in float32, without a second copy."""
+    """Within, every operation reads parameters rounded to ``dtype`` and computes in float32,
+    without a second copy."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

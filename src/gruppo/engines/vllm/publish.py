@@ -26,14 +26,16 @@ SHARD_BYTES = 1 << 29
 
 @dataclass(frozen=True)
 class Publication:
-    """A run's folder of published versions, of which the newest two are kept. Its methods are collectives."""
+    """A run's folder of published versions, of which the newest two are kept. Its methods are
+    collectives."""
 
     folder: Path
 
     def write(
         self, label: str, weights: Iterable[tuple[str, Tensor]], config: dict[str, Any]
     ) -> Path:
-        """Write ``weights`` as the version ``label``, and return its folder. ``config``: the model's config.json."""
+        """Write ``weights`` as the version ``label``, and return its folder. ``config``: the
+        model's config.json."""
 
         named = iter(weights)
 
@@ -51,9 +53,11 @@ class Publication:
     def write_folder(
         self, label: str, save: Callable[[Path], None], rest: Iterable[Any] = ()
     ) -> Path:
-        """Save into a new folder and rename it when it is complete; then delete the versions before the last.
+        """Save into a new folder and rename it when it is complete; then delete the versions before
+        the last.
 
-        ``rest``: what the first rank gathers after ``save``, also where that fails, such as on a full disk.
+        ``rest``: what the first rank gathers after ``save``, also where that fails, such as on a
+        full disk.
         """
         final, partial = self.folder / label, self.folder / f".{label}.partial"
         with dist.fail_together():
@@ -77,7 +81,8 @@ class Publication:
                 raise GruppoError(
                     f"the weights cannot be written to {self.folder} ({reason})",
                     option="engine.publish_dir",
-                    advice="to a folder with space that this machine can write and the servers can read",
+                    advice="to a folder with space that this machine can write and the servers can "
+                    "read",
                 ) from error
             finally:
                 for _ in rest:
@@ -98,7 +103,8 @@ class Publication:
 
 
 def write_shards(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Write tensors as they come to safetensors files of at most ``SHARD_BYTES``, with the index of Hugging Face."""
+    """Write tensors as they come to safetensors files of at most ``SHARD_BYTES``, with the index of
+    Hugging Face."""
     shard, files, total = dict[str, Tensor](), dict[str, str](), 0
 
     def flush() -> None:

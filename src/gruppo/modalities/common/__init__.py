@@ -1,1 +1,2 @@
-"""Shared by the modalities: references, critics, LoRA adapters, images, weights in files, refused options."""
+"""Shared by the modalities: references, critics, LoRA adapters, images, weights in files, refused
+options."""

@@ -1,4 +1,5 @@
-"""Adapter folders: the files that peft writes and reads, and ``base.json``, which identifies the base weights."""
+"""Adapter folders: the files that peft writes and reads, and ``base.json``, which identifies the
+base weights."""
 
 from __future__ import annotations
 
@@ -28,9 +29,19 @@ PREFIX = "base_model.model."
 """Of peft's names: its wrapper, and the model inside it."""
 PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva")
 """Initializations that do not change the base."""
-NOT_PLAIN = ("modules_to_save", "trainable_token_indices", "use_dora", "lora_bias", "target_parameters",
-             "layer_replication", "use_qalora", "alora_invocation_tokens", "arrow_config")  # fmt: skip
-"""Options of a peft LoRA beyond A and B, which this library does not train, sample with or merge."""
+NOT_PLAIN = (
+    "modules_to_save",
+    "trainable_token_indices",
+    "use_dora",
+    "lora_bias",
+    "target_parameters",
+    "layer_replication",
+    "use_qalora",
+    "alora_invocation_tokens",
+    "arrow_config",
+)
+"""Options of a peft LoRA beyond A and B, which this library does not train, sample with or
+merge."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +59,8 @@ class Adapter:
     """Names of the base, from base.json, then from peft's config."""
 
     def attach(self, module: nn.Module, *, base: str = "", is_merged: bool = False) -> None:
-        """Add the adapter to a model that was loaded as ``base``, or to its weights; refuse another base."""
+        """Add the adapter to a model that was loaded as ``base``, or to its weights; refuse another
+        base."""
         lora.check_adaptable(module)
         # before anything is changed: each layer is there, with as many inputs and outputs
         parts, problem = dict(module.named_modules()), ""
@@ -77,15 +89,18 @@ class Adapter:
                 bool(four_bit_layers(module)),
             )
             if self.base is not None and self.base.is_4bit != is_4bit:
-                text = "the adapter %s was trained on a base %s and is put on one %s: their weights cannot be compared."
+                text = (
+                    "the adapter %s was trained on a base %s and is put on one %s: their "
+                    "weights cannot be compared."
+                )
                 log.warning(text, self.folder, kinds[self.base.is_4bit], kinds[is_4bit])
             elif self.base is not None and self.base.sha256 != sha256:
                 digests = f"{self.base.sha256[:16]}..., these have {sha256[:16]}..."
                 problem = f"it was trained on weights with SHA-256 {digests}"
         if problem:
             made_for = f" Its base is {self.base_names[0]!r}." if self.base_names else ""
-            raise GruppoError(f"""the adapter {self.folder} belongs to another base: {problem}.{made_for} Give that as
-                --model, or an adapter of this model.""")
+            raise GruppoError(f"""the adapter {self.folder} belongs to another base:
+                {problem}.{made_for} Give that as --model, or an adapter of this model.""")
         if base and self.base_names and base not in self.base_names:
             same = (
                 "whose weights are the same" if self.base else "whose layers have the same shapes"
@@ -99,8 +114,9 @@ class Adapter:
             )
         parameters = lora.adapter_weights(module)
         if odd := sorted(parameters.keys() ^ self.weights.keys()):
-            raise GruppoError(f"""the adapter {self.folder} names other layers in {CONFIG} than it has weights for:
-                {odd[0]} is one of {len(odd)} differences. Save it again with peft, or train a new one.""")
+            raise GruppoError(f"""the adapter {self.folder} names other layers in {CONFIG} than it
+                has weights for: {odd[0]} is one of {len(odd)} differences. Save it again with peft,
+                or train a new one.""")
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(self.weights[name])
@@ -109,8 +125,8 @@ class Adapter:
 
 
 MODELS = ("config.json", "denoiser.json", "model_index.json", "restorer.json", "module.json")
-"""Files that mark a model folder: of transformers, a denoiser, a diffusers pipeline, a restoration network, a language
-model that a function makes."""
+"""Files that mark a model folder: of transformers, a denoiser, a diffusers pipeline, a restoration
+network, a language model that a function makes."""
 
 
 def model_of(name: str | Path) -> str:
@@ -125,8 +141,10 @@ def model_of(name: str | Path) -> str:
     if (final / "COMPLETE").is_file():
         if not any((final / file).is_file() for file in (*MODELS, CONFIG)):
             raise GruppoError(
-                f"the model of {name} is a module of your own; load {final}/model.safetensors into it",
-                advice="One that is trained by name, as $model file.py:function, is opened by name too",
+                f"the model of {name} is a module of your own; load {final}/model.safetensors into "
+                f"it",
+                advice="One that is trained by name, as $model file.py:function, is opened by name "
+                "too",
             )
         return str(final)
     if (path / "manifest.json").is_file() and not any(path.glob("*.safetensors")):
@@ -143,12 +161,14 @@ def is_adapter(path: str | Path) -> bool:
 
 
 def read_adapter(path: str | Path) -> Adapter:
-    """Read the adapter in a folder that peft or gruppo wrote, or in a run; refuse any other than W + s B A."""
+    """Read the adapter in a folder that peft or gruppo wrote, or in a run; refuse any other than W
+    + s B A."""
     folder = Path(model_of(path)).expanduser()
     if not (folder / CONFIG).is_file():
         problem = f"has no {CONFIG}" if folder.exists() else "does not exist"
         raise GruppoError(
-            f"the adapter folder {str(folder)!r} {problem}. Give a folder that peft or gruppo wrote."
+            f"the adapter folder {str(folder)!r} {problem}. Give a folder that peft or gruppo "
+            f"wrote."
         )
     peft = import_extra("peft", "lora", f"the adapter {path}")
     check_seal(folder)
@@ -160,18 +180,19 @@ def read_adapter(path: str | Path) -> Adapter:
             entry = read_json(folder / BASE)
             base = lora.Base(str(entry["base"]), str(entry["sha256"]), bool(entry.get("is_4bit")))
     except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
-        raise GruppoError(f"""the adapter {folder} cannot be read: {" ".join(str(error).split())}. It needs {CONFIG} and
-            {WEIGHTS}, as peft writes them.""") from error
+        raise GruppoError(f"""the adapter {folder} cannot be read: {" ".join(str(error).split())}.
+            It needs {CONFIG} and {WEIGHTS}, as peft writes them.""") from error
     kind = getattr(config.peft_type, "value", config.peft_type)
     if kind != "LORA":
-        raise GruppoError(f"""the adapter {folder} is a {kind}, and only LoRA is supported. Merge it with peft's
-            merge_and_unload, and give the model.""")
+        raise GruppoError(f"""the adapter {folder} is a {kind}, and only LoRA is supported. Merge it
+            with peft's merge_and_unload, and give the model.""")
     odd = [name for name in NOT_PLAIN if getattr(config, name, None)]
     odd += ["bias"] if config.bias != "none" else []
     odd += ["init_lora_weights"] if config.init_lora_weights not in PLAIN_INITS else []
     if odd:
-        raise GruppoError(f"""the adapter {folder} has {odd[0]}={getattr(config, odd[0])!r}, which changes more than W +
-            s B A. Merge it with peft's merge_and_unload, and give the model.""")
+        raise GruppoError(f"""the adapter {folder} has {odd[0]}={getattr(config, odd[0])!r}, which
+            changes more than W + s B A. Merge it with peft's merge_and_unload, and give the
+            model.""")
     config.inference_mode = False
     config.init_lora_weights = (
         True  # its weights are read; peft's other initializations would change the base
@@ -182,7 +203,8 @@ def read_adapter(path: str | Path) -> Adapter:
 
 
 def save_adapter(module: nn.Module, folder: Path) -> None:
-    """Write a folder that ``PeftModel.from_pretrained`` opens, with ``base.json`` beside the adapter."""
+    """Write a folder that ``PeftModel.from_pretrained`` opens, with ``base.json`` beside the
+    adapter."""
     source: Any = module
     source.peft_config[lora.POLICY].save_pretrained(folder)
     weights = {
@@ -196,5 +218,6 @@ def save_adapter(module: nn.Module, folder: Path) -> None:
 
 
 def adapt_from(path: str | Path, *, base: str) -> Any:
-    """Return the function that adds a folder's adapter to a model, for ``from_pretrained(adapt=...)``."""
+    """Return the function that adds a folder's adapter to a model, for
+    ``from_pretrained(adapt=...)``."""
     return partial(read_adapter(path).attach, base=base)

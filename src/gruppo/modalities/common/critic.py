@@ -18,8 +18,9 @@ from gruppo.types import GruppoError, MicroBatch, Rollouts
 class ValueHead(nn.Module):
     """V(s_t) = w . f_t + b of the features f_t that also predict action t.
 
-    Initialized to zero, so that the first advantages are the returns. It computes in its own dtype whatever that of the
-    features: bfloat16 keeps 8 bits, so that a return of 100 would be rounded to multiples of 0.5.
+    Initialized to zero, so that the first advantages are the returns. It computes in its own dtype
+    whatever that of the features: bfloat16 keeps 8 bits, so that a return of 100 would be rounded
+    to multiples of 0.5.
     """
 
     def __init__(self, width: int, *, dtype: torch.dtype = torch.float32) -> None:
@@ -32,8 +33,9 @@ class ValueHead(nn.Module):
     def forward(self, features: Float[Tensor, "N F"]) -> Float[Tensor, "N"]:
         width = self.weight.shape[1]
         if features.shape[-1] != width:
-            raise GruppoError(f"""the value head reads {width} features and got {features.shape[-1]}; head and trunk
-                must be of one model. Make a new head with ValueHead(policy.feature_width()).""")
+            raise GruppoError(f"""the value head reads {width} features and got
+                {features.shape[-1]}; head and trunk must be of one model. Make a new head with
+                ValueHead(policy.feature_width()).""")
         return nn.functional.linear(features.to(self.weight.dtype), self.weight, self.bias)[:, 0]
 
 
@@ -68,7 +70,8 @@ class SharedCritic(HeadCritic):
 
 
 class NetworkCritic(HeadCritic):
-    """A value head on a network of its own: ``network`` is a policy of which only ``trunk`` is used."""
+    """A value head on a network of its own: ``network`` is a policy of which only ``trunk`` is
+    used."""
 
     is_shared = False
 

@@ -1,4 +1,5 @@
-"""4-bit bases of adapters: QLoRA, Dettmers et al. 2023 (2305.14314), by bitsandbytes through transformers."""
+"""4-bit bases of adapters: QLoRA, Dettmers et al. 2023 (2305.14314), by bitsandbytes through
+transformers."""
 
 from __future__ import annotations
 
@@ -23,9 +24,11 @@ def quantization_config() -> Any:
 
 
 def check_quantized(settings: Any, what: str, *, has_adapter: bool) -> None:
-    """Refuse a quantized model whose weights would be trained, and one that cannot hold an adapter here.
+    """Refuse a quantized model whose weights would be trained, and one that cannot hold an adapter
+    here.
 
-    ``settings``: the ``quantization_config`` of the model's config, of transformers or as read from a file.
+    ``settings``: the ``quantization_config`` of the model's config, of transformers or as read from
+    a file.
     """
     settings = settings if isinstance(settings, dict) else settings.to_dict()
     if not has_adapter:
@@ -41,7 +44,7 @@ def check_quantized(settings: Any, what: str, *, has_adapter: bool) -> None:
     ):
         raise GruppoError(
             f"""{what} is quantized in a way that gruppo cannot put an adapter on
-                    ({settings.get("quant_method")}); it needs bitsandbytes' 4 bits, stored as uint8""",
+                ({settings.get("quant_method")}); it needs bitsandbytes' 4 bits, stored as uint8""",
             advice="Give the model that it was quantized from, with $lora.load_in_4bit True",
         )
 
@@ -59,7 +62,8 @@ def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
     """Set the dtype in which 4-bit layers compute."""
     for layer in four_bit_layers(module).values():
         layer.compute_dtype, layer.compute_type_is_set = dtype, True
-        # In evaluation mode bitsandbytes would repack the weights in place for AVX-512, and a packed layer has no
-        # backward pass: gradients of the layers below it would be missing without an error.
+        # In evaluation mode bitsandbytes would repack the weights in place for AVX-512, and a
+        # packed layer has no backward pass: gradients of the layers below it would be missing
+        # without an error.
         layer.support_avx512bf16_for_cpu = False
         layer.quant_state = layer.weight.quant_state  # FSDP replaces the weight, which loses it

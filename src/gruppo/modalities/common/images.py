@@ -16,26 +16,40 @@ from gruppo.types import Finish, GruppoError, Prompt, Request, Rollouts
 def image_error(
     image: Any, role: str, channels: int, size: tuple[int, ...] | None = None
 ) -> str | None:
-    """Return why an object is not an image [C, H, W] of floats in [0, 1], with what to do; None if it is one.
+    """Return why an object is not an image [C, H, W] of floats in [0, 1], with what to do; None if
+    it is one.
 
-    ``role``: "input" or "target", for the message. ``size``: the required height and width; any by default.
+    ``role``: "input" or "target", for the message. ``size``: the required height and width; any by
+    default.
     """
     shape = f"[{channels}, " + ("H, W]" if size is None else ", ".join(map(str, size)) + "]")
     if image is None:
         return f"has no {role}: it is None. It needs an image {shape} in [0, 1]."
     if not isinstance(image, Tensor):
-        return f"has a {type(image).__name__} as its {role}; it needs an image {shape} of floats in [0, 1]."
+        return (
+            f"has a {type(image).__name__} as its {role}; it needs an image {shape} of floats "
+            f"in [0, 1]."
+        )
     if (
         image.ndim != 3
         or not image.is_floating_point()
         or size not in (None, tuple(image.shape[1:]))
     ):
-        return f"has {list(image.shape)} of {image.dtype} as its {role}; it needs floats {shape}. Convert or resize it."
+        return (
+            f"has {list(image.shape)} of {image.dtype} as its {role}; it needs floats {shape}. "
+            f"Convert or resize it."
+        )
     if len(image) != channels:
-        return f"has {len(image)} channels in its {role}, and the network reads {channels}. Set channels or convert it."
+        return (
+            f"has {len(image)} channels in its {role}, and the network reads {channels}. Set "
+            f"channels or convert it."
+        )
     low, high = (float(bound) for bound in torch.aminmax(image))
     if not (low >= 0 and high <= 1):  # also true of NaN
-        return f"has values from {low:g} to {high:g} in its {role}; they need to be in [0, 1]. Divide by the largest."
+        return (
+            f"has values from {low:g} to {high:g} in its {role}; they need to be in [0, 1]. "
+            f"Divide by the largest."
+        )
     return None
 
 
@@ -57,15 +71,17 @@ def row_batches(
 ) -> Iterator[RowBatch]:
     """Split requests into batches of at most ``batch_rows`` rows, in their order.
 
-    Raises GruppoError if two prompts of one id and draw have different inputs: their rows would become one group.
+    Raises GruppoError if two prompts of one id and draw have different inputs: their rows would
+    become one group.
     """
     known: dict[tuple[str, int], Tensor] = {}
     for n, prompt in enumerate(request.prompt for request in requests):
         if inputs is not None and not torch.equal(
             known.setdefault((prompt.id, prompt.draw), inputs[n]), inputs[n]
         ):
-            raise GruppoError(f"""two different prompts have the id {prompt.id!r} and the draw {prompt.draw}; their rows
-                would become one group. Give each prompt its own id or draw.""")
+            raise GruppoError(f"""two different prompts have the id {prompt.id!r} and the draw
+                {prompt.draw}; their rows would become one group. Give each prompt its own id or
+                draw.""")
     owners = torch.tensor([p for p, request in enumerate(requests) for _ in range(request.size)])
     samples = [request.first + n for request in requests for n in range(request.size)]
     for start in range(0, len(owners), batch_rows):
@@ -91,7 +107,8 @@ def image_rollouts(
     is_finite: Bool[Tensor, "B"] | None = None,
     temperature: float = 1.0,
 ) -> Rollouts:
-    """Rollouts whose rows have T actions each; by default demonstrations: one row per prompt, with log-probs of 0."""
+    """Rollouts whose rows have T actions each; by default demonstrations: one row per prompt, with
+    log-probs of 0."""
     rows, columns = actions.shape[:2]
     are_finite = [True] * rows if is_finite is None else is_finite.tolist()
     finish: list[Finish] = ["stop" if finite else "error" for finite in are_finite]

@@ -1,4 +1,5 @@
-"""Low-rank adapters: y = W x + (alpha / rank) B A x, where only A and B are trained. Hu et al. 2021 (2106.09685)."""
+"""Low-rank adapters: y = W x + (alpha / rank) B A x, where only A and B are trained. Hu et al. 2021
+(2106.09685)."""
 
 from __future__ import annotations
 
@@ -31,11 +32,12 @@ class Base:
     name: str
     """Hub id, folder or bundled name; "" for a module from memory."""
     sha256: str
-    """Of the weights in float32, whatever dtype they are stored in; of a 4-bit base, of its 4-bit weights."""
+    """Of the weights in float32, whatever dtype they are stored in; of a 4-bit base, of its 4-bit
+    weights."""
     is_4bit: bool = False
 
 
-# --- adding an adapter ------------------------------------------------------------------------------------------------
+# --- adding an adapter ----------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -51,9 +53,10 @@ def inject(
 ) -> None:
     """Add an adapter to the linear layers of a model, and freeze everything else.
 
-    ``targets``: names of layers, or their last parts; by default ``default_targets``, or all but the head of a Hugging
-    Face language model. B is 0, so that the model's outputs do not change; A is uniform within 1 / sqrt(inputs), as in
-    ``nn.Linear``, and depends on the seed and its name only. Both are at least float32.
+    ``targets``: names of layers, or their last parts; by default ``default_targets``, or all but
+    the head of a Hugging Face language model. B is 0, so that the model's outputs do not change; A
+    is uniform within 1 / sqrt(inputs), as in ``nn.Linear``, and depends on the seed and its name
+    only. Both are at least float32.
     """
     check_adaptable(module, has_head=not default_targets)
     peft = import_extra("peft", "lora", "LoRA (lora.rank)")
@@ -104,7 +107,8 @@ def inject(
 
 
 def inject_config(module: nn.Module, config: Any, *, base: str) -> str:
-    """Add adapters according to a peft config; return the SHA-256 of the base. The global generators do not change."""
+    """Add adapters according to a peft config; return the SHA-256 of the base. The global
+    generators do not change."""
     peft = import_extra("peft", "lora", "LoRA (lora.rank)")
     sha256 = digest(base_weights(module))
     with torch.random.fork_rng(devices=[]):  # peft draws A; the caller sets or reads it afterwards
@@ -119,7 +123,8 @@ def inject_config(module: nn.Module, config: Any, *, base: str) -> str:
 
 
 def cast_base(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the frozen parameters to the compute dtype; buffers, trained and 4-bit parameters keep theirs."""
+    """Cast the frozen parameters to the compute dtype; buffers, trained and 4-bit parameters keep
+    theirs."""
     compute_in(module, dtype)
     for parameter in module.parameters():
         if not parameter.requires_grad and parameter.is_floating_point():
@@ -136,8 +141,8 @@ def check_adaptable(module: nn.Module, *, has_head: bool = True) -> None:
     if has_head and not callable(getattr(module, "get_output_embeddings", None)):
         raise GruppoError(
             f"LoRA needs a Hugging Face causal language model, not a {type(module).__name__}",
-            advice="""Train all weights with $lora.rank 0, or give a model from gruppo.from_pretrained or
-                    from_transformers""",
+            advice="""Train all weights with $lora.rank 0, or give a model from
+                gruppo.from_pretrained or from_transformers""",
         )
 
 
@@ -146,7 +151,7 @@ def is_linear(part: nn.Module) -> bool:
     return isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"
 
 
-# --- modules with adapters --------------------------------------------------------------------------------------------
+# --- modules with adapters ------------------------------------------------------------------------
 
 
 @contextmanager
@@ -178,7 +183,8 @@ def has_adapter(module: nn.Module) -> bool:
 
 
 def adapter_weights(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of the adapter under the names of peft's files: ``layers.0.q_proj.lora_A.weight``."""
+    """Return the parameters of the adapter under the names of peft's files:
+    ``layers.0.q_proj.lora_A.weight``."""
     return {
         f"{path}.{half}.{kind}": parameter
         for path, layer in module.named_modules()
@@ -190,7 +196,8 @@ def adapter_weights(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def base_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers without adapters, under the names of the bare model; tied ones once.
+    """Return parameters and persistent buffers without adapters, under the names of the bare model;
+    tied ones once.
 
     They are the tensors that compute, not copies. The scales of 4-bit weights are among them.
     """
@@ -211,14 +218,17 @@ def trained(module: nn.Module) -> dict[str, Tensor]:
 
 
 def module_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name; of a module with adapters, what is trained alone."""
-    # not base_weights without adapters: a network of the user's may have layers of its own that are called lora_A
+    """Return parameters and persistent buffers by name; of a module with adapters, what is trained
+    alone."""
+    # not base_weights without adapters: a network of the user's may have layers of its own that are
+    # called lora_A
     tensors = trained(module) if has_adapter(module) else saved_tensors(module)
     return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
 
 
 class AdaptablePolicy(AdapterMixin, Policy):
-    """A policy whose module may have a LoRA adapter, which alone is saved in checkpoints; its base never changes."""
+    """A policy whose module may have a LoRA adapter, which alone is saved in checkpoints; its base
+    never changes."""
 
     def checkpoint_weights(self) -> dict[str, Tensor]:
         return module_weights(self.module)
@@ -242,7 +252,8 @@ class LowRank:
 
 
 def low_rank(module: Any) -> LowRank | nn.Linear | None:
-    """Return what calling the module computes if that is a plain linear layer with at most one plain adapter."""
+    """Return what calling the module computes if that is a plain linear layer with at most one
+    plain adapter."""
     if is_plain_linear(module):
         return module
     is_changed = "forward" in vars(module) or has_hooks(module)
@@ -269,7 +280,8 @@ def low_rank(module: Any) -> LowRank | nn.Linear | None:
 
 @torch.no_grad()
 def merge(module: nn.Module) -> None:
-    """Replace W and its adapter with W + (alpha / rank) B A; all weights of the resulting plain model are trainable."""
+    """Replace W and its adapter with W + (alpha / rank) B A; all weights of the resulting plain
+    model are trainable."""
     for path, layer in list(module.named_modules()):  # a list: the loop replaces modules
         if is_adapted(layer):
             weight = layer.base_layer.weight

@@ -1,4 +1,5 @@
-"""Reference models of the KL term: a frozen copy, a copy that follows the policy, or the policy without its adapter."""
+"""Reference models of the KL term: a frozen copy, a copy that follows the policy, or the policy
+without its adapter."""
 
 from __future__ import annotations
 
@@ -24,10 +25,12 @@ class ReferenceModel:
 
     ``rule``:
       - "frozen": a copy of the policy's compute module that never changes.
-      - "ema": reference <- rate policy + (1 - rate) reference, every ``every`` steps; with ``every=0`` only
-        ``reset_to`` changes it. Gorbatovski et al. 2024 (arXiv 2404.09656), the soft update. Weights are stored and
-        mixed in the dtype of the master weights, since bfloat16 would round small updates away. Of a policy with an
-        adapter, a second adapter on the same base; the product B A of mixed A and B is not the mix of the products.
+      - "ema": reference <- rate policy + (1 - rate) reference, every ``every`` steps; with
+        ``every=0`` only
+        ``reset_to`` changes it. Gorbatovski et al. 2024 (arXiv 2404.09656), the soft update.
+        Weights are stored and mixed in the dtype of the master weights, since bfloat16 would round
+        small updates away. Of a policy with an adapter, a second adapter on the same base; the
+        product B A of mixed A and B is not the mix of the products.
       - "adapter_off": the policy's base model, without its adapter. Nothing is copied.
 
     ``storage``: where a copy is kept between uses. The module that computes is the policy's
@@ -112,7 +115,8 @@ class ReferenceModel:
         self._read = shards.copy
 
     def on_device(self) -> AbstractContextManager[None]:
-        """Load offloaded weights for the length of the block; nested calls and other storage cost nothing."""
+        """Load offloaded weights for the length of the block; nested calls and other storage cost
+        nothing."""
         is_empty = self.is_offloaded and not any(
             parameter.numel() for parameter in self.module.parameters()
         )
@@ -154,7 +158,8 @@ class ReferenceModel:
 
     @torch.no_grad()
     def _mix(self, tensors: Mapping[str, Tensor], rate: float) -> None:
-        """reference <- rate tensors + (1 - rate) reference. Rates 0 and 1 keep and copy every bit, NaN included."""
+        """reference <- rate tensors + (1 - rate) reference. Rates 0 and 1 keep and copy every bit,
+        NaN included."""
         weights = self._read()
         for name, tensor in tensors.items():
             target = weights.pop(name)  # mapped from disk: what is released needs no memory
@@ -169,7 +174,8 @@ class ReferenceModel:
                 parameter.copy_(weights[name])
 
     def distance(self, policy: Policy) -> float:
-        """|policy - reference| / |reference| over the trained weights; NaN if the reference is all zeros."""
+        """|policy - reference| / |reference| over the trained weights; NaN if the reference is all
+        zeros."""
         weights, difference, norm = self._read(), 0.0, 0.0
         for name, tensor in trained(policy.module).items():
             reference = weights.pop(name)  # mapped from disk: one tensor at a time is in memory
@@ -182,7 +188,8 @@ class ReferenceModel:
     # --- saved state ---
 
     def frozen_state_dict(self) -> Mapping[str, Tensor]:
-        """Return the weights that must never change, by name: all of a frozen copy, or the base below an adapter."""
+        """Return the weights that must never change, by name: all of a frozen copy, or the base
+        below an adapter."""
         if self.shares_module:
             return {
                 name: p.detach()
@@ -192,7 +199,8 @@ class ReferenceModel:
         return self._read() if self.rule == "frozen" else {}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the weights that change: none unless the rule is "ema"; others are rebuilt from the first model."""
+        """Return the weights that change: none unless the rule is "ema"; others are rebuilt from
+        the first model."""
         return self._read() if self.follows_policy else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -203,9 +211,10 @@ class ReferenceModel:
         if odd := sorted(
             name for name in saved.keys() | needed.keys() if saved.get(name) != needed.get(name)
         ):
-            raise GruppoError(f"""the saved reference does not fit this run: {len(odd)} tensors differ, among them
-                {odd[0]}, which is {saved.get(odd[0], "missing")} in the save, and this run needs
-                {needed.get(odd[0], "none")}. Resume with the run's own config and model, or start a new run.""")
+            raise GruppoError(f"""the saved reference does not fit this run: {len(odd)} tensors
+                differ, among them {odd[0]}, which is {saved.get(odd[0], "missing")} in the save,
+                and this run needs {needed.get(odd[0], "none")}. Resume with the run's own config
+                and model, or start a new run.""")
         self._mix(state, 1.0)
 
 
@@ -213,7 +222,8 @@ class ReferenceModel:
 def swapped(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
     """Replace the data of the parameters that ``weights`` names for the length of the block.
 
-    Autograd does not notice (``.data``), so the backward pass of an earlier forward still works afterwards.
+    Autograd does not notice (``.data``), so the backward pass of an earlier forward still works
+    afterwards.
     """
     parameters = {
         name: parameter for name, parameter in module.named_parameters() if name in weights
@@ -242,6 +252,7 @@ def swapped(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
 
 
 def store(tensors: Mapping[str, Tensor], storage: Storage) -> Callable[[], dict[str, Tensor]]:
-    """Copy the tensors to the storage; return the function that reads them. In-place changes of its result persist."""
+    """Copy the tensors to the storage; return the function that reads them. In-place changes of its
+    result persist."""
     device = torch.device("cpu") if storage == "cpu" else None
     return {name: tensor.detach().to(device, copy=True) for name, tensor in tensors.items()}.copy

@@ -1,4 +1,5 @@
-"""Weights of a module from safetensors files: all of them, or an error that names the difference."""
+"""Weights of a module from safetensors files: all of them, or an error that names the
+difference."""
 
 from __future__ import annotations
 
@@ -20,14 +21,15 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     except (OSError, ValueError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise GruppoError(f"""the weights {path} cannot be read: {reason}. Give a .safetensors file, or a folder of
-            policy.save.""") from None
+        raise GruppoError(f"""the weights {path} cannot be read: {reason}. Give a .safetensors file,
+            or a folder of policy.save.""") from None
 
 
 def read_policy(
     folder: Path, settings: str, weights: str, kind: str, needs: Callable[[Any], object] = bool
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Settings and weights of a folder that ``policy.save`` wrote. ``needs`` reads the entries that it must have."""
+    """Settings and weights of a folder that ``policy.save`` wrote. ``needs`` reads the entries that
+    it must have."""
     check_seal(folder)
     try:
         entries = read_json(folder / settings)
@@ -35,13 +37,14 @@ def read_policy(
         needs(entries)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise GruppoError(f"""{folder} holds no {kind}: {reason}. It needs {settings} and {weights}, as
-            policy.save(folder) writes them.""") from None
+        raise GruppoError(f"""{folder} holds no {kind}: {reason}. It needs {settings} and {weights},
+            as policy.save(folder) writes them.""") from None
     return entries, tensors
 
 
 def load_strictly(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
-    """Load all weights; if names or shapes differ, leave the module as it was and raise GruppoError.
+    """Load all weights; if names or shapes differ, leave the module as it was and raise
+    GruppoError.
 
     Tied weights are in a file once, under any of their names.
     """
@@ -69,6 +72,7 @@ def load_strictly(module: nn.Module, weights: Mapping[str, Tensor], source: str)
             for kind, names in differences.items()
             if names
         )
-        raise GruppoError(f"""the weights in {source} are of another network than {type(module).__name__}: {listed} (of
-            {len(state)}). Give the network that they were saved from.""")
+        raise GruppoError(f"""the weights in {source} are of another network than
+            {type(module).__name__}: {listed} (of {len(state)}). Give the network that they were
+            saved from.""")
     module.load_state_dict(full)

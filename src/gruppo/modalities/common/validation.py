@@ -1,4 +1,5 @@
-"""Options that a modality does not use, and clips of the ratio that are useless for joint densities."""
+"""Options that a modality does not use, and clips of the ratio that are useless for joint
+densities."""
 
 from __future__ import annotations
 
@@ -12,11 +13,13 @@ from gruppo.protocols import Modality
 from gruppo.types import GruppoError
 
 ROUNDING_NATS = 3e-5
-"""Times sqrt(dims): how far a joint log-ratio is off 0 in float32 at equal weights and a std of 0.02."""
+"""Times sqrt(dims): how far a joint log-ratio is off 0 in float32 at equal weights and a std of
+0.02."""
 
 
 def refuse(*problems: object) -> None:
-    """Raise GruppoError with the first problem that is not falsy; each is a message, or falsy where all is well."""
+    """Raise GruppoError with the first problem that is not falsy; each is a message, or falsy where
+    all is well."""
     for problem in filter(None, problems):
         raise GruppoError(str(problem))
 
@@ -24,7 +27,8 @@ def refuse(*problems: object) -> None:
 def refuse_unused_options(
     config: Config, modality: Modality, *, has_consistency: bool = False
 ) -> None:
-    """Refuse options of other modalities; ``has_consistency``: whether it has a consistency term."""
+    """Refuse options of other modalities; ``has_consistency``: whether it has a consistency
+    term."""
     options, model, rollout, objective = (
         config.modality,
         config.model,
@@ -34,21 +38,27 @@ def refuse_unused_options(
     if not modality.has_lengths:
         refuse(
             rollout.max_new_tokens != type(rollout)().max_new_tokens
-            and f"rollout.max_new_tokens={rollout.max_new_tokens} applies to text, and {model!r} is an image model. "
+            and f"rollout.max_new_tokens={rollout.max_new_tokens} applies to text, and {model!r} "
+            f"is an image model. "
             "Leave it out; --diffusion.steps sets the number of denoising steps.",
             objective.overlong
-            and f"objective.overlong={objective.overlong} penalizes long texts; every image has as many steps. Set "
+            and f"objective.overlong={objective.overlong} penalizes long texts; every image has as "
+            f"many steps. Set "
             "--objective.overlong 0.",
             config.critic.model
-            and f"critic.model={config.critic.model!r}: the critic of an image model is a head on its network, or a "
+            and f"critic.model={config.critic.model!r}: the critic of an image model is a head on "
+            f"its network, or a "
             "copy of it. Leave --critic.model out.",
             config.lora.load_in_4bit
-            and f"lora.load_in_4bit is of language models, and {model!r} is an image model. Leave it out.",
+            and f"lora.load_in_4bit is of language models, and {model!r} is an image model. Leave "
+            f"it out.",
             objective.mask_truncated
-            and "objective.mask_truncated leaves out truncated texts, and images are never truncated. Set "
+            and "objective.mask_truncated leaves out truncated texts, and images are never "
+            "truncated. Set "
             "--objective.mask-truncated False.",
             config.environment.names
-            and f"environment {config.environment.names[0]!r} replies to texts, but {model!r} is an image model. "
+            and f"environment {config.environment.names[0]!r} replies to texts, but {model!r} is "
+            f"an image model. "
             "Leave the --environment options out, or set --model to a language model.",
         )
     if (
@@ -73,15 +83,16 @@ def refuse_unused_options(
 def joint_clip_nats(objective: Objective, dims: int) -> float:
     """Log-ratio of a joint density at which the clip stops it.
 
-    log(1 + clip_high) of the joint ratio; with ``dims`` "mean" the ratio is its dims-th root, which allows dims times
-    as much.
+    log(1 + clip_high) of the joint ratio; with ``dims`` "mean" the ratio is its dims-th root, which
+    allows dims times as much.
     """
     nats = objective.clip_high if objective.clip_unit == "nats" else math.log1p(objective.clip_high)
     return nats * dims if objective.dims == "mean" else nats
 
 
 def check_trust_region(objective: Objective, dims: int) -> None:
-    """Refuse a clip that never takes effect with ``dims`` dimensions per action, or one that rounding alone reaches."""
+    """Refuse a clip that never takes effect with ``dims`` dimensions per action, or one that
+    rounding alone reaches."""
     # of one dimension, the joint ratio is the ratio
     if objective.surrogate not in ("clip", "cispo") or dims < 2:
         return
@@ -95,9 +106,9 @@ def check_trust_region(objective: Objective, dims: int) -> None:
     if objective.dims == "mean" and nats > MAX_LOG_RATIO:
         raise GruppoError(
             f"""{clip}{"" if is_ratio else " nats"} of a mean over {dims} dimensions lets the joint
-                    log-ratio of a step reach {nats:.3g} nats: it never clips. At 0.2 the mean allows 12
-                    nats in 64 dimensions, 143 in 784, 2990 in 16384, 8960 in 49152. At 1e-4, 0.006, 0.08,
-                    1.6 and 4.9""",
+                log-ratio of a step reach {nats:.3g} nats: it never clips. At 0.2 the mean allows 12
+                nats in 64 dimensions, 143 in 784, 2990 in 16384, 8960 in 49152. At 1e-4, 0.006,
+                0.08, 1.6 and 4.9""",
             option="objective.clip_unit",
             advice=f"{advice}, or $objective.clip_high {fitting:.2g} for the same with the mean",
         )

@@ -1,4 +1,5 @@
-"""Diffusion and flow models: each denoising step is a normal distribution whose mean the network gives."""
+"""Diffusion and flow models: each denoising step is a normal distribution whose mean the network
+gives."""
 
 from gruppo.modalities.common.validation import check_trust_region
 from gruppo.modalities.diffusion.denoiser import ClassLabels

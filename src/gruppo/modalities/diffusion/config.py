@@ -26,7 +26,8 @@ class DiffusionConfig:
     noise: Literal["independent", "shared", "branched"] = "independent"
     """Noise shared within a group.
 
-    shared: the initial latent. branched: all noise but that of one random step, the only one trained on.
+    shared: the initial latent. branched: all noise but that of one random step, the only one
+    trained on.
     """
     train_from: Count = 0
     """First denoising step to train on."""

@@ -1,4 +1,5 @@
-"""A network with its schedule: from a state to the distribution of the next one, for sampling and scoring alike."""
+"""A network with its schedule: from a state to the distribution of the next one, for sampling and
+scoring alike."""
 
 from __future__ import annotations
 
@@ -30,26 +31,31 @@ class ConditionEncoder(Protocol):
     """From a prompt's inputs to the condition that the network reads beside x and t."""
 
     dropped: float
-    """Fraction of demonstrations trained without their condition; 0 for a network without guidance."""
+    """Fraction of demonstrations trained without their condition; 0 for a network without
+    guidance."""
     unconditional: Tensor
     """The condition that stands for none, of the same shape as the others."""
 
     def encode(self, inputs: Any) -> Tensor:
-        """Condition of one prompt; all have the same shape. Raises GruppoError for inputs that it cannot encode."""
+        """Condition of one prompt; all have the same shape. Raises GruppoError for inputs that it
+        cannot encode."""
 
 
 class ClassLabels:
-    """Class numbers of a class-conditional network, by number or name; the number after the last means no class."""
+    """Class numbers of a class-conditional network, by number or name; the number after the last
+    means no class."""
 
     def __init__(self, classes: int | Sequence[str], *, dropped: float = 0.0) -> None:
         names = [str(n) for n in range(classes)] if isinstance(classes, int) else list(classes)
         if not names or len(set(names)) < len(names):
             raise GruppoError(
-                f"classes={classes!r:.80} needs at least one name, and no name twice. Change the list."
+                f"classes={classes!r:.80} needs at least one name, and no name twice. Change the "
+                f"list."
             )
         if not 0 <= dropped < 1:
             raise GruppoError(
-                f"dropped={dropped} is out of range; it needs 0 <= dropped < 1. Use 0.1 for guidance."
+                f"dropped={dropped} is out of range; it needs 0 <= dropped < 1. Use 0.1 for "
+                f"guidance."
             )
         self.names, self.dropped, self.unconditional = (
             tuple(names),
@@ -71,14 +77,16 @@ class ClassLabels:
                 ", ..." if len(self.names) > 12 else ""
             )
             raise GruppoError(
-                f"{inputs!r:.80} is no class of this network; it knows {known}. Use a name or its index."
+                f"{inputs!r:.80} is no class of this network; it knows {known}. Use a name or its "
+                f"index."
             )
         return torch.tensor(number)
 
 
 @dataclass
 class PixelCodec:
-    """States are the images themselves, in [-1, 1]. A latent diffusion model overrides both methods."""
+    """States are the images themselves, in [-1, 1]. A latent diffusion model overrides both
+    methods."""
 
     image_shape: tuple[int, ...]
     """[C, H, W]"""
@@ -88,7 +96,8 @@ class PixelCodec:
         return (image.float() * 2 - 1).cpu()
 
     def decode(self, states: Float[Tensor, "B ..."]) -> Float[Tensor, "B C H W"]:
-        """Images in [0, 1], rounded to the 8 bits of a file, so that a reward reads what a viewer sees."""
+        """Images in [0, 1], rounded to the 8 bits of a file, so that a reward reads what a viewer
+        sees."""
         return quantize((states + 1) / 2)
 
 
@@ -107,7 +116,8 @@ class ModuleCall:
         return module(x.to(dtype), times.to(dtype), condition)
 
     def pool(self, output: Any) -> Float[Tensor, "N F"]:
-        """Features of each row from the output of the middle submodule, [N, F, ...]: the mean over space."""
+        """Features of each row from the output of the middle submodule, [N, F, ...]: the mean over
+        space."""
         return output.flatten(2).mean(dim=-1) if output.ndim > 2 else output
 
 
@@ -146,7 +156,8 @@ class Denoiser:
     def levels(
         self, counts: Int[Tensor, "N"], columns: Int[Tensor, "N"]
     ) -> tuple[StepLevels, Float[Tensor, "N"]]:
-        """Levels of step ``columns`` of samplers with ``counts`` steps, and the time that the network is given."""
+        """Levels of step ``columns`` of samplers with ``counts`` steps, and the time that the
+        network is given."""
         device = device_of(self.module)
         times = torch.zeros(
             2, len(columns), dtype=torch.float64
@@ -169,12 +180,14 @@ class Denoiser:
         *,
         features: bool = False,
     ) -> tuple[Float[Tensor, "N ..."], Float[Tensor, "N F"]]:
-        """Guided prediction for each state x [N, ...], and the features under its condition (width 0 by default).
+        """Guided prediction for each state x [N, ...], and the features under its condition (width
+        0 by default).
 
-        s + (g - 1) (s - n), where s has the condition and n has none (Ho & Salimans 2022, arXiv 2207.12598, eq. 6,
-        whose 1 + w is g); with guidance 1 the network is evaluated once, else twice. Rows of one number in ``ids``
-        have the same condition. Those equal to the bit, which shared noise has kept in one state, are evaluated once.
-        ``guidance`` and ``ids`` are on the CPU, the others on the network's device.
+        s + (g - 1) (s - n), where s has the condition and n has none (Ho & Salimans 2022, arXiv
+        2207.12598, eq. 6, whose 1 + w is g); with guidance 1 the network is evaluated once, else
+        twice. Rows of one number in ``ids`` have the same condition. Those equal to the bit, which
+        shared noise has kept in one state, are evaluated once. ``guidance`` and ``ids`` are on the
+        CPU, the others on the network's device.
         """
         # Evaluate one row for each set of equal rows; ``answers`` says whose result is each row's.
         rows = torch.arange(len(ids))
@@ -199,8 +212,9 @@ class Denoiser:
             condition = torch.cat([condition, empty.expand(len(guided), *empty.shape)])
 
         if features and not self.middle:
-            raise GruppoError("""a critic reads features of the network, and this policy names no submodule for it.
-                Create it with middle='NAME' of a submodule whose output is [N, F, ...].""")
+            raise GruppoError("""a critic reads features of the network, and this policy names no
+                submodule for it. Create it with middle='NAME' of a submodule whose output is [N, F,
+                ...].""")
         outputs: list[Any] = []
         middle = self.module.get_submodule(self.middle)
         with (
@@ -216,7 +230,8 @@ class Denoiser:
                 else type(prediction).__name__
             )
             raise GruppoError(
-                f"the network returned {got} for states {list(x.shape)}. Return a tensor of that shape."
+                f"the network returned {got} for states {list(x.shape)}. Return a tensor of that "
+                f"shape."
             )
         pooled = self.call.pool(outputs[0]) if features else prediction.new_zeros(len(x), 0)
         if len(guided):
@@ -266,7 +281,8 @@ class StepSelection:
 def demonstration_likelihood(
     denoiser: Denoiser, steps: StepSelection, weighting: str, outputs: Outputs
 ) -> Likelihood:
-    """Log-probs -w mean((prediction - truth)^2): of a normal with std (d / 2 w)^(1/2), without its constant."""
+    """Log-probs -w mean((prediction - truth)^2): of a normal with std (d / 2 w)^(1/2), without its
+    constant."""
     device, row, per_row = device_of(denoiser.module), steps.row, steps.rollouts.per_row
     x0, e = (
         steps.rollouts.actions[row, 0].to(device).double(),

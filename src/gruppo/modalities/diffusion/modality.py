@@ -42,7 +42,8 @@ SAMPLING_OPTIONS = (
 NEW, HUB, INDEX = "unet", "diffusers:", "model_index.json"
 NEW_OPTIONS = ("path", "shift", "predicts", "weighting", "dropped", "width")
 PIPELINE_OPTIONS = ("size", "embedded_guidance")
-"""Options of ``DiffusionConfig`` that are read for a new network, and for a pipeline of diffusers, alone."""
+"""Options of ``DiffusionConfig`` that are read for a new network, and for a pipeline of diffusers,
+alone."""
 
 
 class DiffusionModality(Modality):
@@ -73,8 +74,8 @@ class DiffusionModality(Modality):
             )
         if highest(config, "entropy_coef"):
             raise GruppoError(
-                """a stage's entropy_coef is above 0, and the entropy of a denoising step is fixed by
-                    eta""",
+                """a stage's entropy_coef is above 0, and the entropy of a denoising step is fixed
+                    by eta""",
                 option="stage.entropy_coef",
                 advice="0, and $diffusion.eta for more noise",
             )
@@ -91,13 +92,13 @@ class DiffusionModality(Modality):
         if has_pipeline and lora.adapter:
             raise GruppoError(
                 f"lora.adapter={lora.adapter!r}: adapters of pipelines are trained from scratch",
-                advice="""Set $lora.rank, or give the folder of a run's final model, in which its adapter is
-                    merged, as $model""",
+                advice="""Set $lora.rank, or give the folder of a run's final model, in which its
+                    adapter is merged, as $model""",
             )
         if is_named and config.compute == "bfloat16" and not (has_pipeline and lora.rank):
             raise GruppoError(
-                f"""compute='bfloat16' holds the base below adapters, and the weights of {model!r} are
-                    trained themselves""",
+                f"""compute='bfloat16' holds the base below adapters, and the weights of {model!r}
+                    are trained themselves""",
                 option="compute",
                 advice="float32, or $lora.rank with a pipeline",
             )
@@ -140,7 +141,8 @@ class DiffusionModality(Modality):
         if config.model != NEW:
             return self.adapt(config, load_denoiser(model_of(config.model)), data), origin
 
-        # An untrained UNet for the data's images: of their size, conditioned on their classes if they have any.
+        # An untrained UNet for the data's images: of their size, conditioned on their classes if
+        # they have any.
         first = peek(data)[0]
         if not isinstance(first.target, torch.Tensor) or first.target.ndim != 3:
             raise DataError(
@@ -151,9 +153,10 @@ class DiffusionModality(Modality):
             )
         if first.inputs != "" and not (isinstance(first.inputs, int) and data.classes is not None):
             raise DataError(
-                f"model {NEW} reads classes, and an input of {config.data!r} is {first.inputs!r:.60}",
-                advice="""Put the images of each class in a subfolder without captions, or give a $model of
-                    your own""",
+                f"model {NEW} reads classes, and an input of {config.data!r} is "
+                f"{first.inputs!r:.60}",
+                advice="""Put the images of each class in a subfolder without captions, or give a
+                    $model of your own""",
             )
         shape, is_flow = list(first.target.shape), chosen.path == "flow"
         labels = ClassLabels([""] if first.inputs == "" else data.classes, dropped=chosen.dropped)
@@ -227,7 +230,8 @@ class DiffusionModality(Modality):
                 else ""
             )
             raise DataError(
-                f"none of the first {len(first)} prompts of {config.data!r} can be used: {errors[0]}{hint}"
+                f"none of the first {len(first)} prompts of {config.data!r} can be used: "
+                f"{errors[0]}{hint}"
             )
         shapes = {tuple(p.target.shape) for p in first if isinstance(p.target, torch.Tensor)}
         shape = tuple(policy.denoiser.codec.image_shape)
@@ -239,7 +243,10 @@ class DiffusionModality(Modality):
                 [*min(shapes)],
             )
         if config.model == NEW and not highest(config, "sup_coef"):
-            advice = "--stages supervised:2000,full, or train it first with --stage.rl-coef 0 --stage.sup-coef 1."
+            advice = (
+                "--stages supervised:2000,full, or train it first with --stage.rl-coef 0 "
+                "--stage.sup-coef 1."
+            )
             log.warning(
                 "a new network samples gray images, and no stage has demonstrations: set %s", advice
             )
@@ -254,8 +261,8 @@ class DiffusionModality(Modality):
             and evaluations > budget
         ):
             raise GruppoError(
-                f"""this objective needs whole rows, of up to {evaluations} evaluations of the network; a
-                    micro-batch has {budget}""",
+                f"""this objective needs whole rows, of up to {evaluations} evaluations of the
+                    network; a micro-batch has {budget}""",
                 option="optim.token_budget",
                 advice=f"{evaluations}, or $objective.ratio token",
             )
@@ -275,13 +282,15 @@ def is_pipeline(model: str) -> bool:
 
 
 def load_denoiser(folder: str | Path, module: nn.Module | None = None) -> DenoiserPolicy:
-    """The policy that ``save`` wrote; a module other than ``DenoisingUNet`` is given, and gets the weights."""
+    """The policy that ``save`` wrote; a module other than ``DenoisingUNet`` is given, and gets the
+    weights."""
     folder = Path(folder)
     settings, weights = read_policy(folder, SETTINGS, WEIGHTS, "denoiser")
     try:
         if module is None and settings["unet"] is None:
             raise GruppoError(
-                f"{folder} holds the weights of a module of your own. Give load_denoiser that module."
+                f"{folder} holds the weights of a module of your own. Give load_denoiser that "
+                f"module."
             )
         if module is None:
             module = DenoisingUNet(**settings["unet"])

@@ -27,7 +27,8 @@ from gruppo.types import GruppoError, Prompt, Sampling
 
 SETTINGS = "gruppo.json"
 Embeddings = tuple[Tensor, ...]
-"""What text encoders make of a caption: hidden states [N, L, D], and pooled ones [N, P] where there are any."""
+"""What text encoders make of a caption: hidden states [N, L, D], and pooled ones [N, P] where there
+are any."""
 CAPTIONS_KEPT = 64
 """Encoded captions in the cache; one of FLUX takes 8 MB."""
 
@@ -39,7 +40,8 @@ class PipelineSettings:
     size: tuple[int, int] | None = None
     """Height and width of images in pixels; None takes what the network was trained for."""
     embedded_guidance: float = 3.5
-    """Distilled guidance scale that FLUX dev reads, in sampling and scoring alike. It is not classifier-free."""
+    """Distilled guidance scale that FLUX dev reads, in sampling and scoring alike. It is not
+    classifier-free."""
     caption_tokens: int = 0
     """Sequence length of a T5 encoder; 0 takes the pipeline's own: 256 for SD3, 512 for FLUX."""
     dropped: float = 0.1
@@ -49,7 +51,8 @@ class PipelineSettings:
 
 
 class StableDiffusion(ModuleCall):
-    """A UNet with cross-attention to CLIP's hidden states: SD 1, 2 and XL. Base class of the transformers."""
+    """A UNet with cross-attention to CLIP's hidden states: SD 1, 2 and XL. Base class of the
+    transformers."""
 
     network = "unet"
     """Its name in the pipeline."""
@@ -58,7 +61,8 @@ class StableDiffusion(ModuleCall):
     has_guidance = True
     """Whether it can be used without a caption."""
     embeddings = slice(0, 3, 2)
-    """Hidden states and pooled embeddings, where there are any, in what ``encode_prompt`` returns."""
+    """Hidden states and pooled embeddings, where there are any, in what ``encode_prompt``
+    returns."""
     shapes: list[torch.Size]
     """Of the embeddings, which a condition holds flattened and concatenated."""
 
@@ -85,7 +89,8 @@ class StableDiffusion(ModuleCall):
     def predict(
         self, module: nn.Module, x: Tensor, times: Tensor, condition: Tensor | None
     ) -> Tensor:
-        """Prediction in float32 or wider, so that guidance is not rounded; times are not rounded either."""
+        """Prediction in float32 or wider, so that guidance is not rounded; times are not rounded
+        either."""
         assert condition is not None
         dtype = next(module.parameters()).dtype
         packed = condition.to(dtype).split([shape.numel() for shape in self.shapes], dim=1)
@@ -138,7 +143,8 @@ class StableDiffusion3(StableDiffusion):
 
 
 class Flux(StableDiffusion3):
-    """A transformer over 2 x 2 patches of latents; it reads sigma, and a guidance scale where it is distilled."""
+    """A transformer over 2 x 2 patches of latents; it reads sigma, and a guidance scale where it is
+    distilled."""
 
     has_guidance, max_shift, packing = False, 1.15, 2
     embeddings = slice(0, 2)
@@ -173,7 +179,8 @@ ARCHITECTURES: dict[str, type[StableDiffusion]] = {
 
 
 class CaptionEncoder:
-    """Captions as conditions: the embeddings of all text encoders, flattened into one row; float32, on the CPU."""
+    """Captions as conditions: the embeddings of all text encoders, flattened into one row; float32,
+    on the CPU."""
 
     def __init__(self, architecture: StableDiffusion, settings: PipelineSettings) -> None:
         self.dropped = settings.dropped if architecture.has_guidance else 0.0
@@ -220,7 +227,8 @@ class CaptionEncoder:
 
 
 class VaeCodec(PixelCodec):
-    """States are latents, scaled and shifted as the VAE's config says. Images are decoded one at a time."""
+    """States are latents, scaled and shifted as the VAE's config says. Images are decoded one at a
+    time."""
 
     def __init__(self, vae: Any, image_shape: tuple[int, ...]) -> None:
         super().__init__(image_shape)
@@ -257,10 +265,11 @@ class VaeCodec(PixelCodec):
 
 
 class DiffusersPolicy(DenoiserPolicy, lora.AdaptablePolicy):
-    """A pipeline's denoising network, trained itself or through adapters; text encoders and VAE are frozen.
+    """A pipeline's denoising network, trained itself or through adapters; text encoders and VAE are
+    frozen.
 
-    States are latents in float32, at the noise levels of the pipeline's scheduler. ``module`` is the network itself.
-    Prompts are captions, each encoded once. Images are decoded one at a time.
+    States are latents in float32, at the noise levels of the pipeline's scheduler. ``module`` is
+    the network itself. Prompts are captions, each encoded once. Images are decoded one at a time.
     """
 
     batch_rows, default_budgets = 8, (8, 8)
@@ -270,8 +279,8 @@ class DiffusersPolicy(DenoiserPolicy, lora.AdaptablePolicy):
         settings = settings or PipelineSettings()
         architecture_of = ARCHITECTURES.get(type(pipeline).__name__)
         if architecture_of is None:
-            raise GruppoError(f"""a {type(pipeline).__name__} is not a pipeline that can be trained; it needs to be one
-                of {", ".join(ARCHITECTURES)}. Load it with that class.""")
+            raise GruppoError(f"""a {type(pipeline).__name__} is not a pipeline that can be trained;
+                it needs to be one of {", ".join(ARCHITECTURES)}. Load it with that class.""")
         network, scale = getattr(pipeline, architecture_of.network), pipeline.vae_scale_factor
         size = settings.size
         if size is None:
@@ -281,17 +290,17 @@ class DiffusersPolicy(DenoiserPolicy, lora.AdaptablePolicy):
         architecture = architecture_of(pipeline, settings, size)
         channels, vae_channels = architecture.latent_channels, pipeline.vae.config.latent_channels
         if min(size) < 1 or any(side % architecture.patch for side in size):
-            raise GruppoError(f"""size={size[0]} x {size[1]} does not fit the pipeline; both sides need to be multiples
-                of {architecture.patch}. Set such a size.""")
+            raise GruppoError(f"""size={size[0]} x {size[1]} does not fit the pipeline; both sides
+                need to be multiples of {architecture.patch}. Set such a size.""")
         if channels != vae_channels:
-            raise GruppoError(f"""the network reads {channels} channels and the VAE has {vae_channels}: it is for
-                inpainting or editing. Give one of text to image.""")
+            raise GruppoError(f"""the network reads {channels} channels and the VAE has
+                {vae_channels}: it is for inpainting or editing. Give one of text to image.""")
         if network.config.get("time_cond_proj_dim"):
-            raise GruppoError("""the UNet reads its guidance as a number (a latent consistency model). Give the pipeline
-                that it was distilled from.""")
+            raise GruppoError("""the UNet reads its guidance as a number (a latent consistency
+                model). Give the pipeline that it was distilled from.""")
         if lora.has_adapter(network) and not hasattr(network, "gruppo_base"):
-            raise GruppoError("""the pipeline has LoRA weights loaded. Call its fuse_lora() and unload_lora_weights()
-                first.""")
+            raise GruppoError("""the pipeline has LoRA weights loaded. Call its fuse_lora() and
+                unload_lora_weights() first.""")
         for part in pipeline.components.values():
             if isinstance(part, nn.Module) and part is not network:
                 part.requires_grad_(False).eval()
@@ -316,8 +325,9 @@ class DiffusersPolicy(DenoiserPolicy, lora.AdaptablePolicy):
     def check_sampling(self, sampling: Sampling) -> DiffusionSampling:
         sampling = DiffusionSampling.of(sampling)
         if sampling.guidance != 1 and not ARCHITECTURES[type(self.pipeline).__name__].has_guidance:
-            raise GruppoError(f"""guidance={sampling.guidance:g} is classifier-free, and FLUX reads its guidance as a
-                number. Set guidance 1, and PipelineSettings(embedded_guidance={sampling.guidance:g}).""")
+            raise GruppoError(f"""guidance={sampling.guidance:g} is classifier-free, and FLUX reads
+                its guidance as a number. Set guidance 1, and
+                PipelineSettings(embedded_guidance={sampling.guidance:g}).""")
         return super().check_sampling(sampling)
 
     def to(self, device: torch.device) -> None:
@@ -335,10 +345,12 @@ class DiffusersPolicy(DenoiserPolicy, lora.AdaptablePolicy):
         return {"text encoders and VAE": float(size)} if parts else {}
 
     def save(self, folder: Path) -> None:
-        """Write a pipeline that ``diffusers.DiffusionPipeline.from_pretrained`` opens, with the trained weights.
+        """Write a pipeline that ``diffusers.DiffusionPipeline.from_pretrained`` opens, with the
+        trained weights.
 
-        Adapters are merged into a copy of the network, and also saved apart for ``pipeline.load_lora_weights(folder)``
-        on the base. ``load_diffusers`` opens the folder as a policy.
+        Adapters are merged into a copy of the network, and also saved apart for
+        ``pipeline.load_lora_weights(folder)`` on the base. ``load_diffusers`` opens the folder as a
+        policy.
         """
         folder, module = Path(folder), self.module
         pipeline = copy.copy(self.pipeline)
@@ -371,7 +383,8 @@ def load_diffusers(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> DiffusersPolicy:
-    """The policy of a pipeline's folder or hub id; for a folder that ``save`` wrote, with its settings by default."""
+    """The policy of a pipeline's folder or hub id; for a folder that ``save`` wrote, with its
+    settings by default."""
     diffusers = import_extra("diffusers", "diffusion", "an image pipeline")
     logging, folder = diffusers.utils.logging, Path(name)
     check_seal(folder)
@@ -387,8 +400,8 @@ def load_diffusers(
         pipeline = diffusers.DiffusionPipeline.from_pretrained(str(name), **options)
     except (OSError, ValueError, AttributeError, ImportError, RecursionError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise GruppoError(f"""{name} is no pipeline that diffusers opens: {reason} It needs a folder with
-            model_index.json, as policy.save(folder) writes it, or a hub id.""") from None
+        raise GruppoError(f"""{name} is no pipeline that diffusers opens: {reason} It needs a folder
+            with model_index.json, as policy.save(folder) writes it, or a hub id.""") from None
     finally:
         if has_bar:
             logging.enable_progress_bar()
@@ -398,8 +411,8 @@ def load_diffusers(
             saved = read_json(file)
             settings = PipelineSettings(**{**saved, "size": tuple(saved["size"])})
         except (ValueError, TypeError, KeyError) as error:
-            raise GruppoError(f"""{file} holds no settings of a pipeline: {error}. Delete it, and give load_diffusers
-                its settings.""") from None
+            raise GruppoError(f"""{file} holds no settings of a pipeline: {error}. Delete it, and
+                give load_diffusers its settings.""") from None
     return DiffusersPolicy(pipeline, settings)
 
 
@@ -412,10 +425,11 @@ def add_adapter(
     seed: int = 0,
     base: str = "",
 ) -> None:
-    """Add a LoRA adapter to linear layers of the network and freeze everything else; outputs do not change yet.
+    """Add a LoRA adapter to linear layers of the network and freeze everything else; outputs do not
+    change yet.
 
-    ``targets``: names of layers, or their last parts; all projections of attention by default. The base keeps its
-    dtype, and adapters are at least float32.
+    ``targets``: names of layers, or their last parts; all projections of attention by default. The
+    base keeps its dtype, and adapters are at least float32.
     """
     dtype = policy.compute_dtype
     lora.inject(

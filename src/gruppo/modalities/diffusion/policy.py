@@ -61,7 +61,8 @@ from gruppo.types import (
 )
 
 MIN_ALPHA = 1e-3
-"""Least alpha at which a noise prediction determines x0 well enough: log-ratios stay within 1e-5 nats per dimension."""
+"""Least alpha at which a noise prediction determines x0 well enough: log-ratios stay within 1e-5
+nats per dimension."""
 WEIGHTS, SETTINGS = "model.safetensors", "denoiser.json"
 NOISE = {
     "independent": "each sample its own",
@@ -80,13 +81,16 @@ class DenoiserPolicy(
     StatisticsMixin,
     MemoryMixin,
 ):
-    """Samples images step by step and scores each step under the normal distribution that it was drawn from.
+    """Samples images step by step and scores each step under the normal distribution that it was
+    drawn from.
 
-    ``module``, called with x [N, *E], times [N] and conditions [N, ...] (None without a ``condition``), ``predicts``
-    one number for each of x, in its own dtype; dropout and moving statistics are off. States are stored in float32, and
-    a log-prob is that of the state as stored. ``middle`` names the submodule whose output, averaged over space, a value
-    head reads. ``weighting`` of the denoising loss: "uniform", or "clean", 1 / (sigma^2 + 0.05). ``call``: another way
-    to call the module. ``codec``: between states and images, where a state is not the image itself.
+    ``module``, called with x [N, *E], times [N] and conditions [N, ...] (None without a
+    ``condition``), ``predicts`` one number for each of x, in its own dtype; dropout and moving
+    statistics are off. States are stored in float32, and a log-prob is that of the state as stored.
+    ``middle`` names the submodule whose output, averaged over space, a value head reads.
+    ``weighting`` of the denoising loss: "uniform", or "clean", 1 / (sigma^2 + 0.05). ``call``:
+    another way to call the module. ``codec``: between states and images, where a state is not the
+    image itself.
     """
 
     likelihood_outputs = frozenset({"entropy", "entropy_value", "gaussian", "output", "values"})
@@ -94,7 +98,8 @@ class DenoiserPolicy(
     default_budgets = (128, 1024)
     out_of_memory_hint = (
         "one evaluation of the network",
-        "Train smaller images (--diffusion.size), a --lora.rank in place of all weights, or a smaller --model.",
+        "Train smaller images (--diffusion.size), a --lora.rank in place of all weights, or a "
+        "smaller --model.",
     )
     batch_rows = 256
     """Rows denoised together; half as many with guidance."""
@@ -118,22 +123,23 @@ class DenoiserPolicy(
         names, known = [name for name, _ in module.named_modules()], get_args(PredictionType)
         alpha = float(schedule.level(schedule.times(1)[:1])[0])
         if middle not in names:  # "" is the module itself
-            raise GruppoError(f"""the network has no submodule {middle!r} to read features from; it has
-                {", ".join(names[1:9])}.""")
+            raise GruppoError(f"""the network has no submodule {middle!r} to read features from; it
+                has {", ".join(names[1:9])}.""")
         if predicts not in known:
             raise GruppoError(
                 f"predicts={predicts!r} is not one of {', '.join(map(repr, known))}. Use 'x0'."
             )
         if predicts == "noise" and alpha < MIN_ALPHA:
-            raise GruppoError(f"""predicts='noise' with a schedule that starts at alpha={alpha:.1g} divides rounding
-                errors by it; it needs at least {MIN_ALPHA:g}. Predict 'v', 'velocity' or 'x0', or use
-                DiffusionSchedule('linear').""")
+            raise GruppoError(f"""predicts='noise' with a schedule that starts at alpha={alpha:.1g}
+                divides rounding errors by it; it needs at least {MIN_ALPHA:g}. Predict 'v',
+                'velocity' or 'x0', or use DiffusionSchedule('linear').""")
         self.denoiser = denoising.Denoiser(
             module, tuple(shape), predicts, schedule, condition, codec, middle, call
         )
         self.weighting: denoising.Weighting = weighting
         self.value_head: nn.Module | None = None
-        """Features [N, F] to values [N]. Not part of ``module``, so that saves, copies and references exclude it."""
+        """Features [N, F] to values [N]. Not part of ``module``, so that saves, copies and
+        references exclude it."""
 
     def recompute(self) -> None:
         recompute_layers(self.module)
@@ -159,8 +165,9 @@ class DenoiserPolicy(
         # by type: the schedules of pipelines, which extend these, hold a scheduler of diffusers
         is_plain = type(schedule) in (FlowSchedule, DiffusionSchedule)
         if not isinstance(condition, denoising.ClassLabels | None) or not is_plain:
-            raise GruppoError(f"""a folder can hold ClassLabels and a FlowSchedule or DiffusionSchedule, not a
-                {type(condition).__name__} and a {type(schedule).__name__}. Save policy.module yourself.""")
+            raise GruppoError(f"""a folder can hold ClassLabels and a FlowSchedule or
+                DiffusionSchedule, not a {type(condition).__name__} and a {type(schedule).__name__}.
+                Save policy.module yourself.""")
         settings = {
             **{"shape": denoiser.shape, "predicts": denoiser.predicts, "weighting": self.weighting},
             "middle": denoiser.middle,
@@ -189,7 +196,8 @@ class DenoiserPolicy(
         rows, evaluations = config.rollout.prompts * group_size, 2 if guided else 1
         last = sampling.train_to or sampling.steps - 1
         trained = max(round(sampling.train_fraction * (last - sampling.train_from)), 1)
-        # a branched group is in one state until it parts: the trained step is evaluated once for all its samples
+        # a branched group is in one state until it parts: the trained step is evaluated once for
+        # all its samples
         total = (config.rollout.prompts if is_branched else trained * rows) * evaluations
         steps = "1, at which its group parts," if is_branched else f"{trained}"
         eta = "" if sampling.eta is None else f", eta {sampling.eta:g}"
@@ -200,11 +208,14 @@ class DenoiserPolicy(
             else ""
         )
         lines = [
-            f"an image    {list(self.denoiser.codec.image_shape)}; an action has {self.dims:,} dimensions",
-            f"sampled     {sampling.steps} steps of {sampling.transition}{eta}, the last without noise; "
+            f"an image    {list(self.denoiser.codec.image_shape)}; an action has {self.dims:,} "
+            f"dimensions",
+            f"sampled     {sampling.steps} steps of {sampling.transition}{eta}, the last without "
+            f"noise; "
             f"{sampling.steps * rows * evaluations:,} evaluations of the network{further}",
             f"noise       {NOISE[sampling.noise]}",
-            f"trained on  {steps} of steps {sampling.train_from} to {last - 1} of each row, {total:,} evaluations",
+            f"trained on  {steps} of steps {sampling.train_from} to {last - 1} of each row, "
+            f"{total:,} evaluations",
         ]
         if config.objective.surrogate in ("clip", "cispo"):
             nats = joint_clip_nats(config.objective, self.dims)
@@ -226,7 +237,7 @@ class DenoiserPolicy(
         )
         return int(text) if is_number else text
 
-    # --- metrics of each denoising step K, counted from 0: timestep/NAME/K --------------------------------------------
+    # --- metrics of each denoising step K, counted from 0: timestep/NAME/K ------------------------
 
     def batch_stats(
         self,
@@ -236,7 +247,8 @@ class DenoiserPolicy(
         *,
         is_evaluation: bool = False,
     ) -> dict[str, Stat]:
-        """Spread of rewards in groups whose samples part at step K alone: how much the noise of that step decides."""
+        """Spread of rewards in groups whose samples part at step K alone: how much the noise of
+        that step decides."""
         if is_evaluation or DiffusionSampling.of(sampling).noise != "branched":
             return {}
         spread = group_std(rewards, rollouts.group_ids)
@@ -286,7 +298,8 @@ class DenoiserPolicy(
         score: Score,
         budget: int,
     ) -> dict[str, Stat]:
-        """Mean reward of the image that the network predicts at each step, sampled as in training."""
+        """Mean reward of the image that the network predicts at each step, sampled as in
+        training."""
         every_step = replace(
             sampling, noise="independent", train_from=0, train_to=0, train_fraction=1.0
         )
@@ -310,7 +323,7 @@ class DenoiserPolicy(
             stats[f"mean:timestep/reward/{step}"] = Stat.of(rewards, rewards.isfinite())
         return stats
 
-    # --- sampling -----------------------------------------------------------------------------------------------------
+    # --- sampling ---------------------------------------------------------------------------------
 
     def check_prompt(self, prompt: Prompt, sampling: Sampling) -> str | None:
         """Why this prompt cannot be sampled from, or None."""
@@ -321,7 +334,8 @@ class DenoiserPolicy(
         return None
 
     def check_sampling(self, sampling: Sampling) -> DiffusionSampling:
-        """Sampling options in full; raises GruppoError for those that cannot be both sampled and scored."""
+        """Sampling options in full; raises GruppoError for those that cannot be both sampled and
+        scored."""
         sampling, condition, schedule = (
             DiffusionSampling.of(sampling),
             self.denoiser.condition,
@@ -333,8 +347,8 @@ class DenoiserPolicy(
         ]
         if sampling.temperature and sampling.transition not in fitting:
             raise GruppoError(f"""transition={sampling.transition!r} does not fit the
-                {"flow" if schedule.is_flow else "diffusion"} schedule that this network was trained on. Set one of
-                {", ".join(fitting)}.""")
+                {"flow" if schedule.is_flow else "diffusion"} schedule that this network was trained
+                on. Set one of {", ".join(fitting)}.""")
         if sampling.guidance != 1 and not (condition and condition.dropped):
             what = (
                 "has no condition"
@@ -344,12 +358,14 @@ class DenoiserPolicy(
             raise GruppoError(
                 f"""guidance={sampling.guidance:g} needs a prediction without a condition, and this
                     network {what}""",
-                advice="Set guidance 1, or train with $diffusion.dropped 0.1 (ClassLabels(..., dropped=0.1))",
+                advice="Set guidance 1, or train with $diffusion.dropped 0.1 (ClassLabels(..., "
+                "dropped=0.1))",
             )
         return sampling
 
     def sample(self, requests: Sequence[Request], sampling: Sampling, *, seed: int) -> Rollouts:
-        """``request.size`` images of each prompt. Randomness depends on (seed, draw, sample, step) alone."""
+        """``request.size`` images of each prompt. Randomness depends on (seed, draw, sample, step)
+        alone."""
         if not requests or any(request.size < 1 for request in requests):
             raise ValueError("sample needs at least one request, each of size 1 or more.")
         sampling = self.check_sampling(sampling)
@@ -360,15 +376,16 @@ class DenoiserPolicy(
         parts = row_batches(requests, conditions, batch_rows)
         return Rollouts.cat([sample_batch(self.denoiser, part, sampling, seed) for part in parts])
 
-    # --- scoring ------------------------------------------------------------------------------------------------------
+    # --- scoring ----------------------------------------------------------------------------------
 
     def micro_batches(
         self, rollouts: Rollouts, loss_mask: Bool[Tensor, "B T"], budget: int
     ) -> list[MicroBatch]:
         """Micro-batches of at most ``budget`` evaluations of the network; a guided step takes two.
 
-        Rows in their order, as many as fit. The columns of a row that does not fit alone are cut, with at least one
-        evaluated action each. Every row counts, also where one evaluation serves a group.
+        Rows in their order, as many as fit. The columns of a row that does not fit alone are cut,
+        with at least one evaluated action each. Every row counts, also where one evaluation serves
+        a group.
         """
         if not loss_mask.any():
             return []
@@ -387,7 +404,8 @@ class DenoiserPolicy(
                 rows.append(row)
                 left -= needed
                 continue
-            # The row is cut by columns: each step reads only the state before it, which the rollouts hold.
+            # The row is cut by columns: each step reads only the state before it, which the
+            # rollouts hold.
             for part in rollouts.mask[row].nonzero()[:, 0].split(max(budget // int(cost[row]), 1)):
                 cols = slice(int(part[0]), int(part[-1]) + 1)
                 if loss_mask[row, cols].any():
@@ -397,9 +415,11 @@ class DenoiserPolicy(
     def likelihood(
         self, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs = ()
     ) -> Likelihood:
-        """Joint log-prob of each state given the one before, in float64 nats; 0 where mask is False.
+        """Joint log-prob of each state given the one before, in float64 nats; 0 where mask is
+        False.
 
-        "output" is the predicted x0 of each step. For demonstrations the log-probs are minus the denoising loss.
+        "output" is the predicted x0 of each step. For demonstrations the log-probs are minus the
+        denoising loss.
         """
         self.module.eval()
         steps = denoising.StepSelection(rollouts, micro_batch, self.device)
@@ -457,14 +477,15 @@ class DenoiserPolicy(
         features = None
         if len(steps.row):
             x, times, condition, guidance = steps.inputs(self.denoiser)[1]
-            # A value needs the features under the condition alone: one evaluation, whatever the guidance.
+            # A value needs the features under the condition alone: one evaluation, whatever the
+            # guidance.
             unguided = torch.ones_like(guidance)
             features = self.denoiser.predict(
                 x, times, condition, unguided, steps.group, features=True
             )[1]
         return steps.scatter(self._values(features))
 
-    # --- demonstrations -----------------------------------------------------------------------------------------------
+    # --- demonstrations ---------------------------------------------------------------------------
 
     def check_demonstration(self, prompt: Prompt) -> str | None:
         """Why this prompt's target cannot be trained on, or None."""
@@ -476,9 +497,9 @@ class DenoiserPolicy(
     def demonstrations(self, prompts: Sequence[Prompt], *, seed: int) -> Rollouts:
         """One row and one action per prompt: its target as a state, with log-probs of 0.
 
-        ``per_row``: the noise (``first``), the time that it is added at (``level``), and whether the condition is left
-        out (``dropped``), all by (seed, draw). The supervised loss is w mean((prediction - truth)^2) over the
-        dimensions, with w by ``weighting``.
+        ``per_row``: the noise (``first``), the time that it is added at (``level``), and whether
+        the condition is left out (``dropped``), all by (seed, draw). The supervised loss is w
+        mean((prediction - truth)^2) over the dimensions, with w by ``weighting``.
         """
         refuse(*map(self.check_demonstration, prompts))
         denoiser, targets = self.denoiser, [prompt.target for prompt in prompts]
@@ -503,9 +524,11 @@ class DenoiserPolicy(
 
 
 class DenoiserCritic(NetworkCritic):
-    """Values of the states before each step from a network of its own: a copy of the policy's, with a value head.
+    """Values of the states before each step from a network of its own: a copy of the policy's, with
+    a value head.
 
-    Layers after the middle get no gradient, and are frozen. ``SharedCritic`` is the one on the policy's network.
+    Layers after the middle get no gradient, and are frozen. ``SharedCritic`` is the one on the
+    policy's network.
     """
 
     def __init__(self, policy: DenoiserPolicy) -> None:

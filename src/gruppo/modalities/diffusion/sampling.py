@@ -1,4 +1,5 @@
-"""Sampling from a denoiser: options, the noise of each step by its address, and the loop over steps."""
+"""Sampling from a denoiser: options, the noise of each step by its address, and the loop over
+steps."""
 
 from __future__ import annotations
 
@@ -23,9 +24,11 @@ NoiseSharing = Literal["independent", "shared", "branched"]
 
 @dataclass(frozen=True)
 class DiffusionSampling(Sampling):
-    """Options of sampling. The last step is always an ODE step: noise added there would remain in the image.
+    """Options of sampling. The last step is always an ODE step: noise added there would remain in
+    the image.
 
-    ``temperature`` is 1, or 0: the ODE throughout, from latents that do not depend on the run's seed.
+    ``temperature`` is 1, or 0: the ODE throughout, from latents that do not depend on the run's
+    seed.
     """
 
     max_actions: int = 10
@@ -35,10 +38,11 @@ class DiffusionSampling(Sampling):
     eta: float | None = None
     """Scale of the noise added in a step; None takes the transition's own default."""
     guidance: float = 1.0
-    """Classifier-free guidance: unconditional + guidance (conditional - unconditional), in sampling and scoring."""
+    """Classifier-free guidance: unconditional + guidance (conditional - unconditional), in sampling
+    and scoring."""
     noise: NoiseSharing = "independent"
-    """shared: a group starts from one latent. branched: it also shares all noise but that of one random step, the only
-    one that is trained."""
+    """shared: a group starts from one latent. branched: it also shares all noise but that of one
+    random step, the only one that is trained."""
     train_from: int = 0
     """First step that is trained."""
     train_to: int = 0
@@ -51,40 +55,43 @@ class DiffusionSampling(Sampling):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.transition not in TRANSITIONS or self.noise not in get_args(NoiseSharing):
-            raise GruppoError(f"""transition={self.transition!r} and noise={self.noise!r}: transition is one of
-                {", ".join(TRANSITIONS)}, and noise one of {", ".join(get_args(NoiseSharing))}.""")
+            raise GruppoError(f"""transition={self.transition!r} and noise={self.noise!r}:
+                transition is one of {", ".join(TRANSITIONS)}, and noise one of
+                {", ".join(get_args(NoiseSharing))}.""")
         if self.temperature not in (0, 1):
             raise GruppoError(
                 f"temperature={self.temperature}: a denoising step has no temperature",
                 advice="Set 1, and $diffusion.eta for its noise; 0 is the ODE",
             )
         if self.top_k or self.top_p != 1 or self.stop:
-            raise GruppoError(f"""top_k={self.top_k}, top_p={self.top_p:g} and stop={self.stop!r} apply to tokens. Leave
-                them out.""")
+            raise GruppoError(f"""top_k={self.top_k}, top_p={self.top_p:g} and stop={self.stop!r}
+                apply to tokens. Leave them out.""")
         etas = TRANSITIONS[self.transition].etas
         if self.eta is not None and not (etas and etas.contains(self.eta)):
             raise GruppoError(
-                f"eta={self.eta} does not fit transition={self.transition!r}; it needs to be {etas or 'left out'}",
+                f"eta={self.eta} does not fit transition={self.transition!r}; it needs to be "
+                f"{etas or 'left out'}",
                 advice="At eta 0 there is no density: the ODE is for evaluation, temperature 0",
             )
         if not 0 <= self.guidance < math.inf or self.ode_steps < 0:
-            raise GruppoError(f"""guidance={self.guidance} and ode_steps={self.ode_steps} need to be at least 0. Set
-                guidance 1 for none, and ode_steps 0 for as many as in training.""")
+            raise GruppoError(f"""guidance={self.guidance} and ode_steps={self.ode_steps} need to be
+                at least 0. Set guidance 1 for none, and ode_steps 0 for as many as in training.""")
         if self.temperature == 0:
             return
         noisy = self.max_actions - 1
         if noisy < 1:
-            raise GruppoError(f"""{self.max_actions} step has no noise to learn from: the last is of the ODE. Set 2
-                steps or more.""")
+            raise GruppoError(f"""{self.max_actions} step has no noise to learn from: the last is of
+                the ODE. Set 2 steps or more.""")
         if not 0 <= self.train_from < (self.train_to or noisy) <= noisy:
-            raise GruppoError(f"""train_from={self.train_from}, train_to={self.train_to} are not a range of the steps 0
-                to {noisy} that have noise. Set train_from below train_to, and train_to at most {noisy}.""")
+            raise GruppoError(f"""train_from={self.train_from}, train_to={self.train_to} are not a
+                range of the steps 0 to {noisy} that have noise. Set train_from below train_to, and
+                train_to at most {noisy}.""")
         share = f"train_fraction={self.train_fraction:g}"
         if not 0 < self.train_fraction <= 1:
             raise GruppoError(f"{share} is out of range; it needs to be above 0 and at most 1.")
         if self.noise == "branched" and self.train_fraction != 1:
-            raise GruppoError(f"""{share} with noise='branched', which trains one step of each group. Set train_fraction
-                1, or noise 'shared'.""")
+            raise GruppoError(f"""{share} with noise='branched', which trains one step of each
+                group. Set train_fraction 1, or noise 'shared'.""")
 
     @staticmethod
     def of(sampling: Sampling) -> DiffusionSampling:
@@ -100,7 +107,7 @@ class DiffusionSampling(Sampling):
         return self.max_actions if self.temperature else self.ode_steps or self.max_actions
 
 
-# --- noise and its addresses ------------------------------------------------------------------------------------------
+# --- noise and its addresses ----------------------------------------------------------------------
 
 
 def branch_step(sampling: DiffusionSampling, seed: int, draw: int) -> int:
@@ -116,14 +123,17 @@ def step_noise(
     shape: tuple[int, ...],
     step: int | None,
 ) -> Float[Tensor, "B ..."]:
-    """Standard normal noise of a step for rows of (draw, sample); of the initial latents where ``step`` is None."""
+    """Standard normal noise of a step for rows of (draw, sample); of the initial latents where
+    ``step`` is None."""
     addresses: list[tuple[int | str, ...]] = []
     for draw, sample in rows:
-        # An evaluation at temperature 0 has the same latents for every seed, so that runs are comparable.
+        # An evaluation at temperature 0 has the same latents for every seed, so that runs are
+        # comparable.
         if sampling.temperature == 0:
             addresses.append(("mode", draw, sample))
             continue
-        # A group shares the initial latents unless samples are independent; a branched one all but one step's noise.
+        # A group shares the initial latents unless samples are independent; a branched one all but
+        # one step's noise.
         is_own = sampling.noise == "independent"
         if step is not None and not is_own:
             is_own = sampling.noise == "shared" or step == branch_step(sampling, seed, draw)
@@ -134,7 +144,8 @@ def step_noise(
 
 
 def trained_steps(sampling: DiffusionSampling, seed: int, draw: int) -> Bool[Tensor, "T"]:
-    """The steps of a group that are trained: one where its samples part, else a share of a range; none of the ODE."""
+    """The steps of a group that are trained: one where its samples part, else a share of a range;
+    none of the ODE."""
     chosen = torch.zeros(sampling.steps, dtype=torch.bool)
     if not sampling.temperature:
         return chosen
@@ -148,14 +159,15 @@ def trained_steps(sampling: DiffusionSampling, seed: int, draw: int) -> Bool[Ten
     return chosen
 
 
-# --- the loop over steps ----------------------------------------------------------------------------------------------
+# --- the loop over steps --------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def sample_batch(
     denoiser: Denoiser, batch: RowBatch, sampling: DiffusionSampling, seed: int
 ) -> Rollouts:
-    """Rollouts of a batch of rows, with all that scoring needs to know about how they were sampled."""
+    """Rollouts of a batch of rows, with all that scoring needs to know about how they were
+    sampled."""
     groups = batch.group_ids
     device = device_of(denoiser.module)
     size = (len(groups),)

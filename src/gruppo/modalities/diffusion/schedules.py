@@ -1,8 +1,9 @@
 """Noise schedules, and the steps of samplers between their levels as normal distributions.
 
-A noise level is x = alpha x0 + sigma e with e standard normal: alpha^2 + sigma^2 = 1 for diffusion, where the papers
-write a = alpha^2, and alpha = 1 - t, sigma = t for flow matching. A transition gives the mean and std of the step to
-the next, less noisy level. Sampling and scoring call the same function, so that a ratio starts at 1.
+A noise level is x = alpha x0 + sigma e with e standard normal: alpha^2 + sigma^2 = 1 for diffusion,
+where the papers write a = alpha^2, and alpha = 1 - t, sigma = t for flow matching. A transition
+gives the mean and std of the step to the next, less noisy level. Sampling and scoring call the same
+function, so that a ratio starts at 1.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ Betas = Literal["linear", "scaled_linear", "cosine"]
 class FlowSchedule:
     """Flow matching: x = (1 - t) x0 + t e. The network is given t in (0, 1].
 
-    Sampler times are evenly spaced, then shifted to shift t / (1 + (shift - 1) t): above 1, more steps at high noise
-    (Esser et al. 2024, arXiv 2403.03206, eq. 23).
+    Sampler times are evenly spaced, then shifted to shift t / (1 + (shift - 1) t): above 1, more
+    steps at high noise (Esser et al. 2024, arXiv 2403.03206, eq. 23).
     """
 
     shift: float = 1.0
@@ -64,11 +65,14 @@ class FlowSchedule:
 
 @dataclass
 class DiffusionSchedule:
-    """Variance preserving: x = sqrt(a) x0 + sqrt(1 - a) e, a = cumprod(1 - beta) at a time 0 .. length - 1.
+    """Variance preserving: x = sqrt(a) x0 + sqrt(1 - a) e, a = cumprod(1 - beta) at a time 0 ..
+    length - 1.
 
-    Clean data are at time -1. ``linear``: betas of Ho et al. 2020 (arXiv 2006.11239). ``scaled_linear``: Stable
-    Diffusion's, linear in sqrt(beta) from 0.00085 to 0.012. ``cosine``: Nichol & Dhariwal 2021 (arXiv 2102.09672), eq.
-    17. Sampler times are evenly spaced from the noisiest one ("trailing", Lin et al. 2023, arXiv 2305.08891).
+    Clean data are at time -1. ``linear``: betas of Ho et al. 2020 (arXiv 2006.11239).
+    ``scaled_linear``: Stable Diffusion's, linear in sqrt(beta) from 0.00085 to 0.012. ``cosine``:
+    Nichol & Dhariwal 2021 (arXiv 2102.09672), eq.
+    17. Sampler times are evenly spaced from the noisiest one ("trailing", Lin et al. 2023, arXiv
+        2305.08891).
     """
 
     betas: Betas = "linear"
@@ -97,7 +101,8 @@ class DiffusionSchedule:
         """Times of a sampler, from pure noise to clean data; float64."""
         if steps > self.length:
             raise GruppoError(
-                f"{steps} steps are more than the {self.length} times of the schedule. Set fewer steps."
+                f"{steps} steps are more than the {self.length} times of the schedule. Set fewer "
+                f"steps."
             )
         return (self.length * torch.linspace(1, 0, steps + 1, dtype=torch.float64)).round() - 1
 
@@ -114,15 +119,17 @@ class DiffusionSchedule:
 NoiseSchedule = FlowSchedule | DiffusionSchedule
 
 
-# --- schedulers of diffusers ------------------------------------------------------------------------------------------
+# --- schedulers of diffusers ----------------------------------------------------------------------
 
 
 class SchedulerDiffusion(DiffusionSchedule):
-    """Betas, spacing and final level of a ``diffusers`` scheduler; steps are DDIM's, whatever the pipeline's solver.
+    """Betas, spacing and final level of a ``diffusers`` scheduler; steps are DDIM's, whatever the
+    pipeline's solver.
 
-    Times are the scheduler's own, then -1: clean data, where ``set_alpha_to_one`` says whether noise remains. A step
-    goes to the next time of the list, also where ``DDIMScheduler.step`` rounds to another one (a number of steps that
-    does not divide the times, or "linspace" spacing). x0 is never clipped.
+    Times are the scheduler's own, then -1: clean data, where ``set_alpha_to_one`` says whether
+    noise remains. A step goes to the next time of the list, also where ``DDIMScheduler.step``
+    rounds to another one (a number of steps that does not divide the times, or "linspace" spacing).
+    x0 is never clipped.
     """
 
     PREDICTS: ClassVar[dict[str, PredictionType]] = {
@@ -137,9 +144,9 @@ class SchedulerDiffusion(DiffusionSchedule):
             "beta_schedule" not in config
             or config.get("prediction_type", "epsilon") not in self.PREDICTS
         ):
-            raise GruppoError(f"""the pipeline's scheduler is a {type(scheduler).__name__}; its UNet needs one with
-                betas that predicts {", ".join(self.PREDICTS)}. Give the pipeline the DDIMScheduler of its own
-                config.""")
+            raise GruppoError(f"""the pipeline's scheduler is a {type(scheduler).__name__}; its UNet
+                needs one with betas that predicts {", ".join(self.PREDICTS)}. Give the pipeline the
+                DDIMScheduler of its own config.""")
         scheduler_of = import_extra("diffusers", "diffusion", "an image pipeline").DDIMScheduler
         known = inspect.signature(scheduler_of).parameters
         self._scheduler = scheduler_of(
@@ -159,15 +166,16 @@ class SchedulerDiffusion(DiffusionSchedule):
             if len(times) == steps and times[0] < self.length:
                 return torch.cat([times, times.new_full((1,), -1)])
         raise GruppoError(
-            f"{steps} steps are more than the scheduler makes of {self.length} times. Set fewer steps."
+            f"{steps} steps are more than the scheduler makes of {self.length} times. Set fewer "
+            f"steps."
         )
 
 
 class SchedulerFlow(FlowSchedule):
     """Sigmas of a ``FlowMatchEulerDiscreteScheduler``, with its shift; the network is given sigma.
 
-    ``mu``: of a shift that depends on the image size. ``is_even``: sigmas 1 to 1 / steps before the shift, as FLUX's
-    pipeline sets them; otherwise the scheduler's own.
+    ``mu``: of a shift that depends on the image size. ``is_even``: sigmas 1 to 1 / steps before the
+    shift, as FLUX's pipeline sets them; otherwise the scheduler's own.
     """
 
     predicts: PredictionType = "velocity"
@@ -175,8 +183,9 @@ class SchedulerFlow(FlowSchedule):
     def __init__(self, scheduler: Any, *, mu: float, is_even: bool) -> None:
         config = scheduler.config
         if "use_dynamic_shifting" not in config or config.get("invert_sigmas"):
-            raise GruppoError(f"""the pipeline's scheduler is a {type(scheduler).__name__}; its transformer needs a
-                FlowMatchEulerDiscreteScheduler whose sigmas fall. Give the pipeline that of its own config.""")
+            raise GruppoError(f"""the pipeline's scheduler is a {type(scheduler).__name__}; its
+                transformer needs a FlowMatchEulerDiscreteScheduler whose sigmas fall. Give the
+                pipeline that of its own config.""")
         super().__init__(float(scheduler.shift))
         self._scheduler, self._mu = copy.deepcopy(scheduler), mu
         self._is_even = is_even and not config.get("use_flow_sigmas")
@@ -216,7 +225,8 @@ def split_prediction(
 ) -> tuple[Float[Tensor, "b ..."], Float[Tensor, "b ..."]]:
     """x0 and noise that x is made of, according to the network; float64.
 
-    A noise prediction divides by alpha and an x0 prediction by sigma: neither works at pure noise or clean data.
+    A noise prediction divides by alpha and an x0 prediction by sigma: neither works at pure noise
+    or clean data.
     """
     x, prediction = x.double(), prediction.double()
     alpha, sigma = broadcast(levels.alpha, x), broadcast(levels.sigma, x)
@@ -235,17 +245,19 @@ def broadcast(level: Float[Tensor, "b"], x: Float[Tensor, "b ..."]) -> Float[Ten
     return level.to(x.device).double().reshape(-1, *[1] * (x.ndim - 1))
 
 
-# --- steps of samplers: from x0 and noise [b, ...] to a Gaussian with mean [b, ...] and std [b] -----------------------
+# --- steps of samplers: from x0 and noise [b, ...] to a Gaussian with mean [b, ...] and std [b] ---
 #
-# All have mean = alpha' x0 + c e, where e is the predicted noise: a sampler gives c and the std of the new noise.
+# All have mean = alpha' x0 + c e, where e is the predicted noise: a sampler gives c and the std of
+# the new noise.
 
 
 def ancestral(step: StepLevels, eta: float) -> tuple[Tensor, Tensor]:
     """std^2 = eta^2 sigma'^2 (1 - (alpha sigma' / (alpha' sigma))^2),  c^2 = sigma'^2 - std^2.
 
-    At eta 1 the posterior of x' given x and x0 (Kingma et al. 2021, arXiv 2107.00630, eq. 25). On a diffusion schedule
-    DDIM's step (Song et al. 2021, arXiv 2010.02502, eq. 12 and 16), which is DDPM at eta 1 and the ODE at eta 0; on a
-    flow schedule eta 0 is Euler's step. From pure noise (alpha 0) all noise is new; at clean data there is none.
+    At eta 1 the posterior of x' given x and x0 (Kingma et al. 2021, arXiv 2107.00630, eq. 25). On a
+    diffusion schedule DDIM's step (Song et al. 2021, arXiv 2010.02502, eq. 12 and 16), which is
+    DDPM at eta 1 and the ODE at eta 0; on a flow schedule eta 0 is Euler's step. From pure noise
+    (alpha 0) all noise is new; at clean data there is none.
     """
     kept = (step.alpha * step.next_sigma / (step.next_alpha * step.sigma)).square()
     var = eta**2 * step.next_sigma.square() * (1 - kept).clamp(min=0)
@@ -253,7 +265,8 @@ def ancestral(step: StepLevels, eta: float) -> tuple[Tensor, Tensor]:
 
 
 def ddpm_large(step: StepLevels, eta: float) -> tuple[Tensor, Tensor]:
-    """DDPM's mean with the large variance, 1 - (alpha / alpha')^2 (Ho et al. 2020, arXiv 2006.11239, section 3.2)."""
+    """DDPM's mean with the large variance, 1 - (alpha / alpha')^2 (Ho et al. 2020, arXiv
+    2006.11239, section 3.2)."""
     return ancestral(step, 1.0)[0], (1 - (step.alpha / step.next_alpha).square()).clamp(
         min=0
     ).sqrt()
@@ -262,8 +275,9 @@ def ddpm_large(step: StepLevels, eta: float) -> tuple[Tensor, Tensor]:
 def flow_sde(step: StepLevels, eta: float) -> tuple[Tensor, Tensor]:
     """std = s |dt|^(1/2), c = t' - std^2 / (2 t), with s = eta (t / (1 - t))^(1/2).
 
-    x + (v + s^2 (x + (1 - t) v) / (2 t)) dt of Liu et al. 2025 (Flow-GRPO, arXiv 2505.05470), eq. 12. The step to t = 0
-    has noise too, which would remain in the image: samplers end with an ODE step.
+    x + (v + s^2 (x + (1 - t) v) / (2 t)) dt of Liu et al. 2025 (Flow-GRPO, arXiv 2505.05470), eq.
+    12. The step to t = 0 has noise too, which would remain in the image: samplers end with an ODE
+    step.
     """
     # at t = 1 s would be infinite: the divisor 1 - t is that of the next time
     divisor = torch.where(step.alpha > 0, step.alpha, step.next_alpha)
@@ -279,8 +293,9 @@ def dance_sde(step: StepLevels, eta: float | Tensor) -> tuple[Tensor, Tensor]:
 def cps(step: StepLevels, eta: float) -> tuple[Tensor, Tensor]:
     """std = t' sin(eta pi / 2), c^2 = t'^2 - std^2: new noise replaces noise that was there.
 
-    Wang & Yu 2025 (Flow-CPS, arXiv 2509.05952). Its samples are clean and it does not keep the marginals exactly. The
-    density here is the normal's own, with 1 / (2 std^2), which published code leaves out.
+    Wang & Yu 2025 (Flow-CPS, arXiv 2509.05952). Its samples are clean and it does not keep the
+    marginals exactly. The density here is the normal's own, with 1 / (2 std^2), which published
+    code leaves out.
     """
     std = step.next_sigma * math.sin(eta * math.pi / 2)
     return (step.next_sigma.square() - std.square()).clamp(min=0).sqrt(), std
@@ -296,7 +311,8 @@ class Transition:
     eta: float = 1.0
     """Default scale of the noise."""
     etas: Range | None = None
-    """Scales that it takes; above 1 most would add more than the next level holds. None: the default alone."""
+    """Scales that it takes; above 1 most would add more than the next level holds. None: the
+    default alone."""
 
     def step(
         self, x0: Tensor, noise: Tensor, levels: StepLevels, eta: float | None = None

@@ -1,4 +1,5 @@
-"""A small class-conditional UNet: 0.3 million weights at its default sizes, a 28 x 28 image in a millisecond."""
+"""A small class-conditional UNet: 0.3 million weights at its default sizes, a 28 x 28 image in a
+millisecond."""
 
 from __future__ import annotations
 
@@ -13,13 +14,16 @@ from torch.nn.functional import interpolate, pixel_shuffle, pixel_unshuffle, sil
 from gruppo.types import GruppoError
 
 GROUPS = 8
-"""Channels are normalized in groups. Other rows do not enter, so that a row's output is the same in any batch."""
+"""Channels are normalized in groups. Other rows do not enter, so that a row's output is the same in
+any batch."""
 
 
 class DenoisingUNet(nn.Module):
-    """Two resolutions below the image's, whose 2 x 2 patches are channels; ``middle`` is the bottleneck.
+    """Two resolutions below the image's, whose 2 x 2 patches are channels; ``middle`` is the
+    bottleneck.
 
-    ``time_scale`` times a time should span about 0 to 1000: 1000 for a flow, 1 for a diffusion of 1000 times.
+    ``time_scale`` times a time should span about 0 to 1000: 1000 for a flow, 1 for a diffusion of
+    1000 times.
     """
 
     def __init__(
@@ -84,7 +88,8 @@ class DenoisingUNet(nn.Module):
 
 
 class ResBlock(nn.Module):
-    """Residual block of two convolutions; the embedding of time and class scales and shifts between them."""
+    """Residual block of two convolutions; the embedding of time and class scales and shifts between
+    them."""
 
     def __init__(self, in_channels: int, out_channels: int, embedding: int) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Image restoration: networks from degraded images to clean ones, as policies with few numbers to sample."""
+"""Image restoration: networks from degraded images to clean ones, as policies with few numbers to
+sample."""
 
 from gruppo.modalities.restoration.actions import (
     BandGains,

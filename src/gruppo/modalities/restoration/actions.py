@@ -1,6 +1,8 @@
-"""What a restoration policy samples: pixels, a coarse residual, gains of detail, or the network's own controls.
+"""What a restoration policy samples: pixels, a coarse residual, gains of detail, or the network's
+own controls.
 
-Each action is a normal N(m(x), s^2) over a grid of K numbers per cell, and a way to render an image from a sample.
+Each action is a normal N(m(x), s^2) over a grid of K numbers per cell, and a way to render an image
+from a sample.
 """
 
 from __future__ import annotations
@@ -25,11 +27,13 @@ Grid = Float[Tensor, "N K h w"]
 NetworkCall = Callable[..., Images]
 """The network: from images, and the conditions [N, K] that some actions set, to images."""
 DETAIL_SCALE = 10.0
-"""Detail is a tenth of an image's range or less; scaled by this, a head sees it as well as the image."""
+"""Detail is a tenth of an image's range or less; scaled by this, a head sees it as well as the
+image."""
 
 
 class NoiseScale(nn.Module):
-    """Standard deviations s0 e^w of K numbers, w learned or 0. Weight decay pulls a learned one back to s0."""
+    """Standard deviations s0 e^w of K numbers, w learned or 0. Weight decay pulls a learned one
+    back to s0."""
 
     def __init__(self, std: float | Sequence[float], count: int, *, learned: bool) -> None:
         super().__init__()
@@ -38,7 +42,8 @@ class NoiseScale(nn.Module):
         )
         if len(values) != count or not all(0 < one < math.inf for one in values):
             raise GruppoError(
-                f"std={std} does not fit {count} numbers; it needs one above 0, or one each. Set 0.1."
+                f"std={std} does not fit {count} numbers; it needs one above 0, or one each. Set "
+                f"0.1."
             )
         self.start, self.learned = values, bool(learned)
         self.register_buffer("first", torch.tensor(values))
@@ -50,7 +55,8 @@ class NoiseScale(nn.Module):
 
 
 class MeanHead(nn.Module):
-    """From images to K numbers per cell of a grid, initially 0. It averages detail over each cell."""
+    """From images to K numbers per cell of a grid, initially 0. It averages detail over each
+    cell."""
 
     def __init__(self, channels: int, count: int, grid: int, width: int = 24) -> None:
         super().__init__()
@@ -73,9 +79,11 @@ class MeanHead(nn.Module):
 class Action(nn.Module):
     """Base class. Subclasses define two functions of the network:
 
-    - ``forward(network, x)``: the mean of the action, and the network's image if the action changes it, or None if the
+    - ``forward(network, x)``: the mean of the action, and the network's image if the action changes
+      it, or None if the
       action decides what the network reads.
-    - ``render(network, x, base, action)``: the image of a sample, before clamping; ``base`` is that image or None.
+    - ``render(network, x, base, action)``: the image of a sample, before clamping; ``base`` is that
+      image or None.
     """
 
     kind: ClassVar[str]
@@ -97,10 +105,11 @@ class Action(nn.Module):
 
 
 class PixelNoise(Action):
-    """N(f(x), s^2) at each pixel: the action is the image. ``std`` is in units of the range 0 to 1, for each channel.
+    """N(f(x), s^2) at each pixel: the action is the image. ``std`` is in units of the range 0 to 1,
+    for each channel.
 
-    White noise of 0.01 costs 0.41 dB at 30 dB in every sample, while the samples of a group differ by 0.011 dB: few
-    rewards can be learned from this action.
+    White noise of 0.01 costs 0.41 dB at 30 dB in every sample, while the samples of a group differ
+    by 0.011 dB: few rewards can be learned from this action.
     """
 
     kind = "pixels"
@@ -121,8 +130,9 @@ class PixelNoise(Action):
 class GridAction(Action):
     """An action on a grid x grid of cells that changes the network's image f(x).
 
-    ``smooth``: upsampling Up is bilinear; otherwise each cell is one flat square, and changes nothing outside. The mean
-    reads f(x) and is initially 0. A policy gradient reaches f only through the mean; ``detached`` stops that.
+    ``smooth``: upsampling Up is bilinear; otherwise each cell is one flat square, and changes
+    nothing outside. The mean reads f(x) and is initially 0. A policy gradient reaches f only
+    through the mean; ``detached`` stops that.
     """
 
     default_std: ClassVar[float]
@@ -141,7 +151,8 @@ class GridAction(Action):
     ) -> None:
         if self.bands and channels not in self.bands:
             raise GruppoError(
-                f"channels={channels} has no detail bands; 1 (gray) and 3 (color) have. Set one of them."
+                f"channels={channels} has no detail bands; 1 (gray) and 3 (color) have. Set one of "
+                f"them."
             )
         bands = self.bands.get(channels)
         std = self.default_std if std is None else std
@@ -183,16 +194,17 @@ class LowResolution(GridAction):
 class BandGains(GridAction):
     """Gains of bands of detail: y = f(x) + sum_k Up(g_k) band_k(f(x)), g ~ N(m(f(x)), s^2).
 
-    Bands are fine and medium detail, each as luma and as chroma (one channel: two bands); a gain of -1 removes a band,
-    0 keeps it. Four numbers per cell instead of thousands of pixels: a sample is visible in the image, and costs 0.03
-    dB at a std of 0.15. The mean needs 10 to 50 times the learning rate of a trained network.
+    Bands are fine and medium detail, each as luma and as chroma (one channel: two bands); a gain of
+    -1 removes a band, 0 keeps it. Four numbers per cell instead of thousands of pixels: a sample is
+    visible in the image, and costs 0.03 dB at a std of 0.15. The mean needs 10 to 50 times the
+    learning rate of a trained network.
     """
 
     kind, default_std = "band_gains", 0.15
     bands: ClassVar[Mapping[int, int]] = {1: 2, 3: 4}
 
 
-# --- the network's own conditions -------------------------------------------------------------------------------------
+# --- the network's own conditions -----------------------------------------------------------------
 
 MIX = "mix"
 
@@ -211,10 +223,11 @@ class Control:
 class Controls(Action):
     """The network's own conditions as the action: c ~ N(m(x), s^2), y = f(x, c).
 
-    Actions are in units of each control's range, from its start: value = start + a (high - low), clamped to the range.
-    The network reads the values, without ``mix``; with ``unit`` as shares of the range, 0 to 1, from which a network
-    learns better where a range is one of 50 levels and pixels are in [0, 1]. m reads x, and is initially 0. Log-probs
-    need no gradient through the network, so that it may be one without any.
+    Actions are in units of each control's range, from its start: value = start + a (high - low),
+    clamped to the range. The network reads the values, without ``mix``; with ``unit`` as shares of
+    the range, 0 to 1, from which a network learns better where a range is one of 50 levels and
+    pixels are in [0, 1]. m reads x, and is initially 0. Log-probs need no gradient through the
+    network, so that it may be one without any.
     """
 
     kind, grid = "controls", 1
@@ -236,8 +249,9 @@ class Controls(Action):
             raise GruppoError(f"the controls are {names}; it needs one at least, and each once.")
         for one in parsed:
             if not one.low < one.high or not one.low <= one.start <= one.high:
-                raise GruppoError(f"""the control {one.name!r} starts at {one.start:g} and has the range {one.low:g} to
-                    {one.high:g}; low needs to be below high, and the start between them.""")
+                raise GruppoError(f"""the control {one.name!r} starts at {one.start:g} and has the
+                    range {one.low:g} to {one.high:g}; low needs to be below high, and the start
+                    between them.""")
         listed = [asdict(control) for control in parsed]
         super().__init__(channels, len(names), std, learned=learned, controls=listed, unit=unit)
         self.controls, self.unit = parsed, unit
@@ -269,7 +283,8 @@ class Controls(Action):
         return network(x, values[:, self._read])
 
     def true_values(self, columns: Mapping[str, Any]) -> list[float]:
-        """Value of each control in a prompt's columns, by name; 1 for ``mix``. Raises GruppoError without one."""
+        """Value of each control in a prompt's columns, by name; 1 for ``mix``. Raises GruppoError
+        without one."""
         values = []
         for control in self.controls:
             value = 1.0 if control.name == MIX else columns.get(control.name)
@@ -279,11 +294,12 @@ class Controls(Action):
                     if control.name in columns
                     else f"no column {control.name!r}"
                 )
-                raise GruppoError(f"""has {got}; supervises='told' gives the network that number. Use data that have it,
-                    such as lines:blur=0.5-2,noise=10-40, or name the control as the data do.""")
+                raise GruppoError(f"""has {got}; supervises='told' gives the network that number.
+                    Use data that have it, such as lines:blur=0.5-2,noise=10-40, or name the control
+                    as the data do.""")
             if control.name != MIX and not control.low <= value <= control.high:
-                raise GruppoError(f"""has {control.name}={value:g}, and the control has the range {control.low:g} to
-                    {control.high:g}. Widen the range, or degrade within it.""")
+                raise GruppoError(f"""has {control.name}={value:g}, and the control has the range
+                    {control.low:g} to {control.high:g}. Widen the range, or degrade within it.""")
             values.append(float(value))
         return values
 
@@ -296,16 +312,20 @@ class Controls(Action):
         return mix * image + (1 - mix) * x.to(image)
 
 
-# --- by name ----------------------------------------------------------------------------------------------------------
+# --- by name --------------------------------------------------------------------------------------
 
 ACTIONS: dict[str, Callable[..., Action]] = {
     one.kind: one for one in (PixelNoise, LowResolution, BandGains, Controls)
 }
-EXAMPLES = "pixels:std=0.01, low_resolution:grid=8, band_gains:grid=8,std=0.15 or controls:noise=0-1@0.5,mix=0-1@1"
+EXAMPLES = (
+    "pixels:std=0.01, low_resolution:grid=8, band_gains:grid=8,std=0.15 or "
+    "controls:noise=0-1@0.5,mix=0-1@1"
+)
 
 
 def open_action(text: str, channels: int = 3) -> Action:
-    """Build the action of ``band_gains:grid=8,std=0.15`` or ``controls:noise=0-50@25,mix=0-1@1``."""
+    """Build the action of ``band_gains:grid=8,std=0.15`` or
+    ``controls:noise=0-50@25,mix=0-1@1``."""
     kind, _, rest = text.partition(":")
     if kind not in ACTIONS:
         raise GruppoError(

@@ -15,7 +15,8 @@ class RestorationConfig:
     action: str = "low_resolution"
     """What a new policy samples: pixels, low_resolution, band_gains or controls.
 
-    With settings: pixels:std=0.01, low_resolution:grid=8, band_gains:grid=8,std=0.15, controls:noise=0-50@25,mix=0-1@1.
+    With settings: pixels:std=0.01, low_resolution:grid=8, band_gains:grid=8,std=0.15,
+    controls:noise=0-50@25,mix=0-1@1.
     """
     weights: str = ""
     """Initial weights of a new network: a .safetensors file or a policy folder."""
@@ -26,16 +27,16 @@ class RestorationConfig:
     supervises: Literal["output", "base", "told"] | None = None
     """Image that the supervised loss compares with the clean one.
 
-    Default: output, or as saved. output: at the mean action. base: of the network alone. told: of a network that
-    receives the true controls.
+    Default: output, or as saved. output: at the mean action. base: of the network alone. told: of a
+    network that receives the true controls.
     """
     loss: Literal["charbonnier", "l1", "mse"] | None = None
     """Pixel loss of supervision and consistency. Default: charbonnier, or as saved."""
     consistency: str = "reference"
     """Consistency term: reference, equivariance, degradation or file.py:degrade.
 
-    reference: distance to the reference's image. equivariance: under flips and rotations. degradation, or a function of
-    images and prompts: the output, degraded again, matches the input.
+    reference: distance to the reference's image. equivariance: under flips and rotations.
+    degradation, or a function of images and prompts: the output, degraded again, matches the input.
     """
     action_lr_factor: Annotated[float, Range(gt=0)] = 1.0
     """Learning rate of the action head, relative to the network's.

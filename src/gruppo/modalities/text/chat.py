@@ -1,4 +1,5 @@
-"""Prompts and targets to token ids, and sampled ids to completions. Sampled text is never tokenized again."""
+"""Prompts and targets to token ids, and sampled ids to completions. Sampled text is never tokenized
+again."""
 
 from __future__ import annotations
 
@@ -30,15 +31,19 @@ Render = Callable[[Sequence[Any]], list[int]]
 _GREETING = {"role": "user", "content": "Hello."}
 _EMPTY_SYSTEM = {"role": "system", "content": ""}
 _PLACEHOLDER = "gruppo5spoke5here"
-"""Stands for the assistant's turn where only the text that a template writes behind it is needed."""
+"""Stands for the assistant's turn where only the text that a template writes behind it is
+needed."""
 RENDER_S = 10.0
-"""Of one conversation, which takes milliseconds. The template of a model is a program: it may loop."""
+"""Of one conversation, which takes milliseconds. The template of a model is a program: it may
+loop."""
 BREAK = "\ue0f0\ue0f1\ue0f0"
-"""Private-use characters that keep a special token of the user's text apart from those that a template writes."""
+"""Private-use characters that keep a special token of the user's text apart from those that a
+template writes."""
 
 
 _LOCK = threading.RLock()
-"""Of all tokenizers: ``encode`` may change settings of a tokenizer, and engines encode while rewards decode."""
+"""Of all tokenizers: ``encode`` may change settings of a tokenizer, and engines encode while
+rewards decode."""
 
 
 @contextmanager
@@ -50,8 +55,9 @@ def _one_at_a_time() -> Iterator[None]:
 class Chat:
     """A tokenizer and its way of writing conversations.
 
-    A Hugging Face tokenizer with its chat template, without empty system messages that the template refuses; or, with
-    ``is_plain``, one with ``encode(text) -> ids`` and ``decode(ids) -> text``, and ``render(messages) -> ids``.
+    A Hugging Face tokenizer with its chat template, without empty system messages that the template
+    refuses; or, with ``is_plain``, one with ``encode(text) -> ids`` and ``decode(ids) -> text``,
+    and ``render(messages) -> ids``.
     """
 
     def __init__(
@@ -70,7 +76,8 @@ class Chat:
         )
         end = None if is_plain else tokenizer.eos_token_id
         self.closing = [end] if end in self.eos_ids else list(self.eos_ids[:1])
-        """The end token that closes a completion where the conversation does not say which; empty if there is none."""
+        """The end token that closes a completion where the conversation does not say which; empty
+        if there is none."""
         added = {} if is_plain else tokenizer.added_tokens_decoder
         names = sorted(
             (token.content for token in added.values() if token.special), key=len, reverse=True
@@ -88,7 +95,8 @@ class Chat:
         self.configure(PromptsConfig())
 
     def configure(self, prompts: PromptsConfig) -> None:
-        """Write conversations as the config says: by another template, with further variables of it."""
+        """Write conversations as the config says: by another template, with further variables of
+        it."""
         template, kwargs = prompts.chat_template, prompts.chat_template_kwargs
         try:
             values = json.loads(kwargs or "{}")
@@ -101,10 +109,12 @@ class Chat:
             )
         if taken := [name for name in values if name in chat_template.SET_BY_GRUPPO]:
             raise GruppoError(
-                f"prompts.chat_template_kwargs sets {taken[0]}, which gruppo sets itself. Leave it out."
+                f"prompts.chat_template_kwargs sets {taken[0]}, which gruppo sets itself. Leave it "
+                f"out."
             )
         self.special_tokens = prompts.special_tokens
-        """What becomes of special tokens in the text of messages; a tokenizer of one's own decides by itself."""
+        """What becomes of special tokens in the text of messages; a tokenizer of one's own decides
+        by itself."""
         if self.is_plain and (template or values):
             raise GruppoError(
                 "a module with render of its own has no chat template",
@@ -142,7 +152,8 @@ class Chat:
                 self._drops_empty_system = True
 
     def set_tools(self, tools: Tools) -> None:
-        """Read the calls of these tools from what the model writes; GruppoError if the template has no tools."""
+        """Read the calls of these tools from what the model writes; GruppoError if the template has
+        no tools."""
         self.tools = [dict(tool) for tool in tools]
         self._tool_format = chat_template.tool_support(self) if tools else None
         self._begun = self.generation_prompt() if tools else ""
@@ -153,7 +164,8 @@ class Chat:
         return self.render is not None if self.is_plain else bool(self.tokenizer.chat_template)
 
     def digests(self) -> dict[str, str | None]:
-        """SHA-256 of the tokenizer and of the chat template, or of the code of the user that stands for them."""
+        """SHA-256 of the tokenizer and of the chat template, or of the code of the user that stands
+        for them."""
         if self.is_plain:
             code = {"tokenizer": type(self.tokenizer), "chat template": self.render}
             return {
@@ -179,7 +191,8 @@ class Chat:
 
     @_one_at_a_time()
     def encode(self, inputs: Any, tools: Tools = ()) -> list[int]:
-        """Ids of a string, or of messages and the schemas of tools up to where the assistant answers."""
+        """Ids of a string, or of messages and the schemas of tools up to where the assistant
+        answers."""
         if isinstance(inputs, str):
             ids = list(self.tokenizer.encode(inputs, **self._split(inputs)))
         elif self.can_chat:
@@ -200,7 +213,8 @@ class Chat:
     def encode_answered(
         self, inputs: Any, answer: str | Mapping[str, Any], tools: Tools = ()
     ) -> list[int]:
-        """Ids of the prompt with an answer, a text or a message, encoded together; empty if that is impossible."""
+        """Ids of the prompt with an answer, a text or a message, encoded together; empty if that is
+        impossible."""
         if isinstance(answer, str):
             answer = {"role": "assistant", "content": answer}
         if isinstance(inputs, str):
@@ -255,10 +269,11 @@ class Chat:
         return guard(value)
 
     def _encode_rendered(self, text: str) -> list[int]:
-        """Ids of a rendered conversation in which the user's special tokens are guarded: those are encoded as text.
+        """Ids of a rendered conversation in which the user's special tokens are guarded: those are
+        encoded as text.
 
-        The text is cut at the template's tokens. That this gives the tokenizer's own ids is checked on the same text
-        without the user's special tokens.
+        The text is cut at the template's tokens. That this gives the tokenizer's own ids is checked
+        on the same text without the user's special tokens.
         """
 
         def by_parts(text: str, encode: Callable[..., list[int]]) -> list[int]:
@@ -293,10 +308,11 @@ class Chat:
     def encode_reply(
         self, inputs: Any, completion: Any, reply: Any, *, is_closed: bool, tools: Tools = ()
     ) -> list[int]:
-        """Ids from where the assistant ended to where it answers again, with a reply between: a text or messages.
+        """Ids from where the assistant ended to where it answers again, with a reply between: a
+        text or messages.
 
-        ``completion`` is all that followed the prompt ``inputs``, the assistant's last turn included. ``is_closed``:
-        its last token was an end token, which is then not written again.
+        ``completion`` is all that followed the prompt ``inputs``, the assistant's last turn
+        included. ``is_closed``: its last token was an end token, which is then not written again.
         """
         if isinstance(reply, str):
             return (
@@ -325,8 +341,8 @@ class Chat:
         ends = self.tokenizer.convert_ids_to_tokens(list(self.eos_ids))
         if not is_closed or not ends:
             return self._encode_between(tail)
-        # without the end token that the answer already has, but encoded behind it: some tokenizers put a space before
-        # the beginning of a text
+        # without the end token that the answer already has, but encoded behind it: some tokenizers
+        # put a space before the beginning of a text
         end = next((end for end in ends if tail.lstrip().startswith(end)), None)
         tail = tail if end is None else tail.lstrip()[len(end) :]
         ids = self.encode_text((end or ends[0]) + tail)
@@ -337,8 +353,9 @@ class Chat:
     ) -> str:
         """What the template writes from the end of the assistant's turn to where it answers again.
 
-        A placeholder stands for the turn's text. Where results of tools follow, it stands in the arguments of a call:
-        many templates write no result without its call. The turn then ends with the first end token behind it.
+        A placeholder stands for the turn's text. Where results of tools follow, it stands in the
+        arguments of a call: many templates write no result without its call. The turn then ends
+        with the first end token behind it.
         """
         results = [message for message in reply if message["role"] == "tool"]
         ids = [{"id": call["id"]} if "id" in call else {} for call in turn.get("tool_calls", ())]
@@ -354,8 +371,8 @@ class Chat:
         ]
         if calls:
             calls[-1]["function"]["arguments"] = {"placeholder": _PLACEHOLDER}
-        # a template may refuse two calls in a turn (Llama) or write the first alone (gpt-oss), refuse a turn before
-        # that a model has got wrong, and write results without calls
+        # a template may refuse two calls in a turn (Llama) or write the first alone (gpt-oss),
+        # refuse a turn before that a model has got wrong, and write results without calls
         written, tail, problem = (
             [(before, calls), (before, calls[-1:]), ([_GREETING], calls[-1:])],
             "",
@@ -378,7 +395,8 @@ class Chat:
         ends = self.tokenizer.convert_ids_to_tokens(list(self.eos_ids))
         if places := [place for end in ends if (place := tail.find(end)) >= 0]:
             return tail[min(places) :]
-        # no end token follows: the turn ends behind what the template writes too where no result follows
+        # no end token follows: the turn ends behind what the template writes too where no result
+        # follows
         alone = self.rendered(called, tools, is_answered=True).rpartition(_PLACEHOLDER)[2]
         pieces = [
             [text for text in re.split(f"({self._special.pattern})", part) if text]
@@ -388,7 +406,8 @@ class Chat:
         return "".join(pieces[0][common:])
 
     def _encode_between(self, text: str, **options: bool) -> list[int]:
-        """Ids of a text behind others, without the space that some tokenizers put before the beginning of a text."""
+        """Ids of a text behind others, without the space that some tokenizers put before the
+        beginning of a text."""
         for anchor in ("\n", "#", "a"):
             before, whole = (
                 self.encode_text(anchor, **options),
@@ -401,7 +420,8 @@ class Chat:
     def _encode_messages(
         self, messages: Sequence[Any], tools: Tools = (), *, is_whole: bool = False
     ) -> list[int]:
-        """Ids up to where the assistant answers or continues; with ``is_whole``, up to the end of its last turn."""
+        """Ids up to where the assistant answers or continues; with ``is_whole``, up to the end of
+        its last turn."""
         if self.render is not None:
             return list(self.render(messages))
         continues = messages[-1]["role"] == "assistant" and not is_whole
@@ -463,7 +483,8 @@ class Chat:
             self._hangs = True
             raise DataError(
                 f"the model's chat template cannot write a conversation of {roles}: {error}",
-                advice="Use a model whose template ends, or another template with $prompts.chat_template",
+                advice="Use a model whose template ends, or another template with "
+                "$prompts.chat_template",
             ) from None
         except (TemplateError, TypeError) as error:
             raise DataError(f"""the model's chat template cannot write a conversation of {roles}: {error}. Change the
@@ -478,10 +499,11 @@ class Chat:
         tools: Tools = (),
         stop: Sequence[str] = (),
     ) -> dict[str, Any]:
-        """The assistant's message of sampled ids, which have this text; ``inputs``: the messages before.
+        """The assistant's message of sampled ids, which have this text; ``inputs``: the messages
+        before.
 
-        With tools, its text, and as far as there are any ``reasoning_content``, ``tool_calls``, and ``parse_error``,
-        what is wrong with a call that cannot be read.
+        With tools, its text, and as far as there are any ``reasoning_content``, ``tool_calls``, and
+        ``parse_error``, what is wrong with a call that cannot be read.
         """
         if not tools:
             return {"role": "assistant", "content": text}
@@ -493,7 +515,8 @@ class Chat:
         return message | {"content": content.strip() if len(message) > 2 else content}
 
     def parsed(self, text: str, begun: str, tools: Tools) -> dict[str, Any]:
-        """The assistant's message in a text with special tokens; ``begun``: what the template has written of it."""
+        """The assistant's message in a text with special tokens; ``begun``: what the template has
+        written of it."""
         message: dict[str, Any] = {"role": "assistant", "content": text}
         try:
             if self._tool_format is None:
@@ -536,7 +559,8 @@ class Chat:
             return
         tokenizer = self.tokenizer
         if self.template_kwargs:
-            # the template gets defaults for its variables, so that the saved model writes prompts as it was trained
+            # the template gets defaults for its variables, so that the saved model writes prompts
+            # as it was trained
             values, text = self.template_kwargs.items(), tokenizer.chat_template
             lines = [
                 f"{{%- if {n} is not defined %}}{{%- set {n} = {v!r} %}}{{%- endif +%}}"
@@ -560,7 +584,10 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> str:
 
 
 def special_token_error(prompt_id: str, token: str) -> str:
-    problem = f"the text of prompt {prompt_id!r} holds the special token {token}, which the model would read"
+    problem = (
+        f"the text of prompt {prompt_id!r} holds the special token {token}, which the model "
+        f"would read"
+    )
     return f"{problem} as a control token. Remove it, or set --prompts.special-tokens split."
 
 

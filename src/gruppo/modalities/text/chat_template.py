@@ -1,4 +1,5 @@
-"""Chat templates: read from files, probed for tools and for turns that they write differently later."""
+"""Chat templates: read from files, probed for tools and for turns that they write differently
+later."""
 
 from __future__ import annotations
 
@@ -80,9 +81,11 @@ def read_template(name: str) -> str:
 def prepared(
     messages: Sequence[Mapping[str, Any]], *, arguments_as_text: bool
 ) -> list[dict[str, Any]]:
-    """Messages whose tool calls have the form and the ids that templates read, and whose results have those ids.
+    """Messages whose tool calls have the form and the ids that templates read, and whose results
+    have those ids.
 
-    Results stand in the order of their calls. Ids have nine digits: Mistral's templates take no others.
+    Results stand in the order of their calls. Ids have nine digits: Mistral's templates take no
+    others.
     """
     result, waiting, count = list[dict[str, Any]](), list[str](), 0
     for message in map(dict, messages):
@@ -116,7 +119,8 @@ def prepared(
 
 
 def tool_support(chat: Chat) -> ToolFormat | None:
-    """The format of the calls that the chat's template writes; None where its tokenizer's response template reads them.
+    """The format of the calls that the chat's template writes; None where its tokenizer's response
+    template reads them.
 
     GruppoError where the template ignores tools, or writes calls that nothing reads.
     """
@@ -151,7 +155,8 @@ def tool_support(chat: Chat) -> ToolFormat | None:
         message = chat.parsed(turn, "", [_PROBE_TOOL])
         if [call["function"] for call in message.get("tool_calls", [])] == [_CALLED]:
             return None
-    # the first format that reads back what the template wrote: several families begin their calls alike
+    # the first format that reads back what the template wrote: several families begin their calls
+    # alike
     for form in FORMATS.values():
         try:
             if [call["function"] for call in read_calls(turn, form, [_PROBE_TOOL])[1]] == [_CALLED]:
@@ -167,9 +172,11 @@ def tool_support(chat: Chat) -> ToolFormat | None:
 
 
 def rewritten(chat: Chat) -> str:
-    """What the template writes differently of turns that were sampled, once more messages follow; "" if nothing.
+    """What the template writes differently of turns that were sampled, once more messages follow;
+    "" if nothing.
 
-    Sampled tokens stay as they are: the conversation that is trained on differs from one that is rendered as a whole.
+    Sampled tokens stay as they are: the conversation that is trained on differs from one that is
+    rendered as a whole.
     """
     if chat.is_plain:
         return ""

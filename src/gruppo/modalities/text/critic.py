@@ -16,8 +16,9 @@ from gruppo.types import GruppoError
 class SeparateCritic(NetworkCritic):
     """A separate trunk with a value head, in the policy's compute dtype.
 
-    The trunk is a copy of the policy's (of a policy with an adapter, a copy of the adapter on the shared base), or that
-    of another model with the same tokens. The language head is left out: it would only be summed over ranks and saved.
+    The trunk is a copy of the policy's (of a policy with an adapter, a copy of the adapter on the
+    shared base), or that of another model with the same tokens. The language head is left out: it
+    would only be summed over ranks and saved.
     """
 
     def __init__(self, policy: TextPolicy, model: TextPolicy | None = None) -> None:

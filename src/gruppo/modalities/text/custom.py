@@ -1,4 +1,5 @@
-"""Language models that a function returns, by name: ``path/to/file.py:function`` or ``package.module:function``.
+"""Language models that a function returns, by name: ``path/to/file.py:function`` or
+``package.module:function``.
 
 Saved weights do not say what computes with them, so ``module.json`` beside them names the function.
 """
@@ -36,7 +37,8 @@ HINT = "Return gruppo.from_module(module, tokenizer, eos_ids=[...])."
 
 
 def names_function(name: str) -> bool:
-    """Return whether a model name means a function. A folder of that name comes first; a bare ``file.py`` lacks one."""
+    """Return whether a model name means a function. A folder of that name comes first; a bare
+    ``file.py`` lacks one."""
     if Path(name).expanduser().is_dir():
         return False
     place, colon, function = name.rpartition(":")
@@ -68,8 +70,8 @@ class ModelFunction:
     @classmethod
     def from_name(cls, name: str) -> ModelFunction:
         if not name.rpartition(":")[1] or name.endswith(".py"):
-            raise GruppoError(f"""the model {name!r} is a Python file; a function in it makes the model. Name it too, as
-                {name}:model.""")
+            raise GruppoError(f"""the model {name!r} is a Python file; a function in it makes the
+                model. Name it too, as {name}:model.""")
         load_object(name)  # refuses a name that cannot be imported
         place = absolute_spec(name).rpartition(":")[0]
         file = place if is_file_name(place) else getattr(sys.modules[place], "__file__", None)
@@ -83,8 +85,9 @@ class ModelFunction:
             entry = read_json(folder / SETTINGS)
             return cls(str(entry["made_by"]), str(entry["sha256"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise GruppoError(f"""{folder / SETTINGS} cannot be read ({type(error).__name__}: {error}). It needs the
-                entries made_by and sha256, as policy.save(folder) writes them.""") from None
+            raise GruppoError(f"""{folder / SETTINGS} cannot be read ({type(error).__name__}:
+                {error}). It needs the entries made_by and sha256, as policy.save(folder) writes
+                them.""") from None
 
     def write(self, folder: Path) -> None:
         (folder / SETTINGS).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
@@ -92,7 +95,8 @@ class ModelFunction:
 
 
 def open_custom(name: str | Path, *, seed: int = 0) -> Policy:
-    """Return the policy of ``file.py:function``, or of a folder that was saved of one: with the folder's weights.
+    """Return the policy of ``file.py:function``, or of a folder that was saved of one: with the
+    folder's weights.
 
     Random weights depend on the seed only.
     """
@@ -130,7 +134,8 @@ def open_custom(name: str | Path, *, seed: int = 0) -> Policy:
 
 
 def _make(name: str, seed: int, folder: Path | None) -> Policy:
-    """Call a function that takes no argument, or ``folder``: whose weights will be loaded, or None for a new model.
+    """Call a function that takes no argument, or ``folder``: whose weights will be loaded, or None
+    for a new model.
 
     The global generator of torch is left unchanged.
     """
@@ -150,8 +155,8 @@ def _make(name: str, seed: int, folder: Path | None) -> Policy:
         if p.default is p.empty and p.kind not in variadic and n != "folder"
     ]
     if required:
-        raise GruppoError(f"""{name} needs the arguments {", ".join(required)}, but is called with none, or folder. Give
-            them defaults.""")
+        raise GruppoError(f"""{name} needs the arguments {", ".join(required)}, but is called with
+            none, or folder. Give them defaults.""")
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_at(seed, "module"))
@@ -184,7 +189,8 @@ def _make(name: str, seed: int, folder: Path | None) -> Policy:
 
 @torch.no_grad()
 def _check_logits(policy: TextPolicy, name: str) -> None:
-    """Refuse a module that does not map ids to logits, and one whose logits of a token depend on later tokens."""
+    """Refuse a module that does not map ids to logits, and one whose logits of a token depend on
+    later tokens."""
     what, end = (
         f"the module of {name}, a {type(policy.module).__name__},",
         next(iter(policy.chat.eos_ids), 0) or 1,
@@ -194,8 +200,8 @@ def _check_logits(policy: TextPolicy, name: str) -> None:
         logits: Any = policy.backbone.module.eval()(ids)
     except Exception as error:
         reason = next(iter(str(error).splitlines()), "")
-        raise GruppoError(f"""{what} raised {type(error).__name__} when called with ids of shape [2, 3]: {reason}. It
-            needs to map ids [B, T] to logits [B, T, V].""") from error
+        raise GruppoError(f"""{what} raised {type(error).__name__} when called with ids of shape [2,
+            3]: {reason}. It needs to map ids [B, T] to logits [B, T, V].""") from error
     if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[:2] != ids.shape:
         got = (
             f"shape {list(logits.shape)}"
@@ -211,5 +217,5 @@ def _check_logits(policy: TextPolicy, name: str) -> None:
         )
     first, second = logits[:, :2].float()
     if float((first - second).abs().max()) > 1e-3 * (1 + float(first.abs().max())):
-        raise GruppoError(f"""{what} is not causal: its logits of a token change with the token after it, which does not
-            exist yet during sampling. Mask its attention.""")
+        raise GruppoError(f"""{what} is not causal: its logits of a token change with the token
+            after it, which does not exist yet during sampling. Mask its attention.""")

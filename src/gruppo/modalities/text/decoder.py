@@ -1,7 +1,8 @@
 """The layers of a common decoder, read from a Hugging Face model and run over a stream of tokens.
 
-Running them ourselves takes few passes over memory and keeps little for the backward pass: attention runs block by
-block, and its scores are computed again in the backward pass instead of stored.
+Running them ourselves takes few passes over memory and keeps little for the backward pass:
+attention runs block by block, and its scores are computed again in the backward pass instead of
+stored.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from gruppo.protocols import device_of
 
 @dataclass(frozen=True, eq=False)
 class Decoder:
-    """A decoder of the common architecture (Llama, Mistral, Qwen2, Qwen3): rotary positions, RMS norms, a gated MLP."""
+    """A decoder of the common architecture (Llama, Mistral, Qwen2, Qwen3): rotary positions, RMS
+    norms, a gated MLP."""
 
     embed: nn.Module
     layers: tuple[Any, ...]
@@ -48,8 +50,9 @@ _PROBE = torch.tensor([-9.0, -1.0, -0.1, 0.0, 0.3, 2.0, 7.0])
 def read_decoder(module: Any) -> Decoder | None:
     """Return the layers of a Hugging Face causal LM; None if its architecture is another.
 
-    Names do not prove what a model computes: whoever runs the layers compares with the model's own forward first
-    (``backbones.probe``). A model with a hook in one of these parts needs its own forward, which calls the hook.
+    Names do not prove what a model computes: whoever runs the layers compares with the model's own
+    forward first (``backbones.probe``). A model with a hook in one of these parts needs its own
+    forward, which calls the hook.
     """
     try:
         trunk = module.base_model
@@ -93,7 +96,8 @@ def read_decoder(module: Any) -> Decoder | None:
 
 
 def stream_features(decoder: Decoder, stream: Stream) -> Float[Tensor, "N F"]:
-    """Return the input of the model's head at each token of the stream, as its own forward would compute it."""
+    """Return the input of the model's head at each token of the stream, as its own forward would
+    compute it."""
     x, cos, sin = embedded(decoder, stream.ids, stream.positions)
     blocks = attention_blocks(stream, x.device, cos.dtype)
     for layer in decoder.layers:
@@ -169,13 +173,15 @@ def _mlp(decoder: Decoder, part: Any, x: Tensor) -> Tensor:
 
 
 def norm(module: Any, x: Float[Tensor, "*b F"]) -> Float[Tensor, "*b F"]:
-    """The RMS norm of a module in few passes if its parts have the usual names, else the module itself."""
+    """The RMS norm of a module in few passes if its parts have the usual names, else the module
+    itself."""
     eps = getattr(module, "variance_epsilon", None)
     return module(x) if eps is None else _RmsNorm.apply(x, module.weight, eps)
 
 
 class _RmsNorm(torch.autograd.Function):
-    """y = w x r,  r = (mean x^2 + eps)^(-1/2), in float32 at least; the input and r are kept. Zhang & Sennrich 2019."""
+    """y = w x r,  r = (mean x^2 + eps)^(-1/2), in float32 at least; the input and r are kept. Zhang
+    & Sennrich 2019."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -204,7 +210,8 @@ class _RmsNorm(torch.autograd.Function):
 def rotate(
     x: Float[Tensor, "N h D"], cos: Float[Tensor, "N D"], sin: Float[Tensor, "N D"]
 ) -> Float[Tensor, "N h D"]:
-    """x cos + rotate_half(x) sin, in the dtype of cos. Su et al. 2021; halves, not pairs, are rotated.
+    """x cos + rotate_half(x) sin, in the dtype of cos. Su et al. 2021; halves, not pairs, are
+    rotated.
 
     ``sin`` has the signs of ``rotate_half``, which then only exchanges the halves.
     """
@@ -213,7 +220,8 @@ def rotate(
 
 
 class _Rotated(torch.autograd.Function):
-    """``rotate`` times ``scale``, in the dtype of x; only cosines and sines are kept for the backward pass."""
+    """``rotate`` times ``scale``, in the dtype of x; only cosines and sines are kept for the
+    backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
@@ -271,14 +279,15 @@ class _GatedDown(torch.autograd.Function):
         return to_gate, opened.mul_(to_gated), to_weight, to_bias, to_a, to_b, None
 
 
-# --- attention over blocks of a stream --------------------------------------------------------------------------------
+# --- attention over blocks of a stream ------------------------------------------------------------
 
 
 class _Attention(torch.autograd.Function):
-    """softmax(q k + bias) v, each query over the keys of its block, 0 outside any; ``q`` carries the scale.
+    """softmax(q k + bias) v, each query over the keys of its block, 0 outside any; ``q`` carries
+    the scale.
 
-    H / K query heads share one key head. Products are in the dtype of ``q``, the softmax in that of the blocks' biases,
-    float32 or more. Only q, k and v are stored for the backward pass.
+    H / K query heads share one key head. Products are in the dtype of ``q``, the softmax in that of
+    the blocks' biases, float32 or more. Only q, k and v are stored for the backward pass.
     """
 
     @staticmethod
@@ -322,7 +331,8 @@ attend = _Attention.apply
 def _probabilities(
     q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries [cK, Gr, D], probabilities [cK, Gr, S], keys and values [cK, S, D]; G heads share one of K."""
+    """Queries [cK, Gr, D], probabilities [cK, Gr, S], keys and values [cK, S, D]; G heads share one
+    of K."""
     queries, keys, values = _queries(q, block, k.shape[1]), _keys(k, block), _keys(v, block)
     scores = torch.bmm(queries, keys.mT).to(block.bias.dtype)
     scores.view(len(block.tokens), -1, *block.bias.shape[-2:]).add_(block.bias)

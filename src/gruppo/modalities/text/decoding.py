@@ -1,4 +1,5 @@
-"""Decoding layer by layer: prompts held once for their group, products fused, rows that leave cost nothing."""
+"""Decoding layer by layer: prompts held once for their group, products fused, rows that leave cost
+nothing."""
 
 from __future__ import annotations
 
@@ -22,13 +23,15 @@ COLUMNS = 32
 READ_AT_ONCE = 1024
 """Tokens read in one pass, so that activations stay in the processor's cache."""
 SMALL = 1024
-"""Rows times columns up to which products of keys are faster in float32 on a CPU, since they start sooner."""
+"""Rows times columns up to which products of keys are faster in float32 on a CPU, since they start
+sooner."""
 Map = Callable[[Tensor], Tensor]
 
 
 @dataclass(eq=False)
 class KeptRow:
-    """Keys and values of a row between two turns; the decoding that continues the row takes their memory."""
+    """Keys and values of a row between two turns; the decoding that continues the row takes their
+    memory."""
 
     ids: Int[Tensor, "L"]
     """Tokens that have been read, prompt included."""
@@ -41,7 +44,8 @@ class KeptRow:
     """Of each layer, what follows the prompt, [2, K, h, D]. Empty once a decoding has taken it."""
 
     def fits(self, ids: Int[Tensor, "T"], weights: Any) -> bool:
-        """Whether a row of these tokens can continue from here: equal weights, and a token left to read."""
+        """Whether a row of these tokens can continue from here: equal weights, and a token left to
+        read."""
         count = len(self.ids)
         is_prefix = count < len(ids) and torch.equal(ids[:count], self.ids)
         return is_prefix and self.weights == weights and bool(self.suffix)
@@ -50,9 +54,10 @@ class KeptRow:
 class LayeredDecoding:
     """Rows during sampling, run layer by layer.
 
-    Rows are on a grid of groups [g, j]: one product for the queries of a group's rows and the keys of their prompt,
-    and one for the keys that each row has after it. If groups have unequal numbers of rows, or some have left, cells of
-    the grid are empty; only attention is computed there, everything else for the rows only.
+    Rows are on a grid of groups [g, j]: one product for the queries of a group's rows and the keys
+    of their prompt, and one for the keys that each row has after it. If groups have unequal numbers
+    of rows, or some have left, cells of the grid are empty; only attention is computed there,
+    everything else for the rows only.
     """
 
     logits: Float[Tensor, "N V"]
@@ -69,10 +74,11 @@ class LayeredDecoding:
         prefixes: Texts | None = None,
         kept: Sequence[KeptRow | None] = (),
     ) -> None:
-        """Read each prompt, and behind it the ``prefixes`` of its rows, of which those ``kept`` hold a part.
+        """Read each prompt, and behind it the ``prefixes`` of its rows, of which those ``kept``
+        hold a part.
 
-        All rows end at the same column of the suffixes, so that all write the next one; columns before a row's first
-        token are masked.
+        All rows end at the same column of the suffixes, so that all write the next one; columns
+        before a row's first token are masked.
         """
         self.fused, self.decoder = fused, fused.decoder
         self.dtype: torch.dtype = next(self.decoder.embed.parameters()).dtype
@@ -86,7 +92,8 @@ class LayeredDecoding:
         self.kept_prompts = {
             owner: row.prompt for owner, row in zip(owners.tolist(), kept, strict=False) if row
         }
-        """Of each layer, by the name of a group: keys and values of its prompt that rows hold between turns."""
+        """Of each layer, by the name of a group: keys and values of its prompt that rows hold
+        between turns."""
         self._lay_out(owners)
         self.prompts = self._empty(len(prompts), int(self.lengths.max()))
         features = self._read_prompts(prompts)
@@ -141,7 +148,8 @@ class LayeredDecoding:
         return suffix.view(2, self.groups, self.decoder.kv_heads, self.width, *suffix.shape[2:])
 
     def select(self, slots: Int[Tensor, "n"]) -> None:
-        """Continue with these rows, each named once; buffers are copied when enough of the grid is empty."""
+        """Continue with these rows, each named once; buffers are copied when enough of the grid is
+        empty."""
         self.logits = self.logits[slots]
         home, owners, self.starts = self.home[slots], self.owners[slots], self.starts[slots]
         if len(slots) > self.kept_frac * self.groups * self.width:
@@ -162,7 +170,8 @@ class LayeredDecoding:
         self._move(self.suffixes, places.flatten(), self.suffixes[0].shape[2], self.written)
 
     def _move(self, buffers: list[Tensor], places: Tensor | None, columns: int, used: int) -> None:
-        """Move what is at these places, or all, to new buffers; only one layer is in memory twice at a time."""
+        """Move what is at these places, or all, to new buffers; only one layer is in memory twice
+        at a time."""
         dtype = self._dtype_for(columns)
         for n, old in enumerate(buffers):
             old = old[:, :, :used] if places is None else old[:, :, :used].index_select(1, places)
@@ -174,7 +183,8 @@ class LayeredDecoding:
     # --- rows that are kept for their next turn ---
 
     def kept_bytes(self, slot: int, tokens: int) -> int:
-        """Memory that ``keep`` takes: for this row's tokens, and its group's prompt if no other row has kept it."""
+        """Memory that ``keep`` takes: for this row's tokens, and its group's prompt if no other row
+        has kept it."""
         group = int(self.home[slot]) // self.width
         count = self.begun + tokens - int(self.starts[slot])
         count += 0 if self.names[group] in self.kept_prompts else int(self.lengths[group])
@@ -182,7 +192,8 @@ class LayeredDecoding:
         return count * of_token * sum(suffix.element_size() for suffix in self.suffixes)
 
     def keep(self, slot: int, tokens: int, ids: Int[Tensor, "L"], weights: Any) -> KeptRow:
-        """Copy keys and values of a row up to its sampled token number ``tokens``; ``ids``: all up to there."""
+        """Copy keys and values of a row up to its sampled token number ``tokens``; ``ids``: all up
+        to there."""
         group, column = divmod(int(self.home[slot]), self.width)
         name, kv_heads = self.names[group], self.decoder.kv_heads
         if name not in self.kept_prompts:
@@ -194,7 +205,8 @@ class LayeredDecoding:
         return KeptRow(ids, weights, self.fused, self.kept_prompts[name], suffix)
 
     def _fill(self, kept: Sequence[KeptRow | None]) -> list[int]:
-        """Move keys and values of kept rows to the suffixes; return how many tokens of each row they hold."""
+        """Move keys and values of kept rows to the suffixes; return how many tokens of each row
+        they hold."""
         counts = [0] * len(self.owners)
         for n, row in enumerate(kept):
             if row is None:
@@ -210,7 +222,8 @@ class LayeredDecoding:
     # --- reading ---
 
     def _read_prompts(self, prompts: Texts) -> Float[Tensor, "n F"]:
-        """Features of the last tokens of the prompts that are not kept; keys and values of all are stored."""
+        """Features of the last tokens of the prompts that are not kept; keys and values of all are
+        stored."""
         kv_heads = self.decoder.kv_heads
         runs, total = [list[int]()], 0  # prompts that are read in one pass
         for n, prompt in enumerate(prompts):
@@ -245,9 +258,11 @@ class LayeredDecoding:
         return x[ends.to(x.device) - 1]
 
     def _read_prefixes(self, unread: Texts) -> Float[Tensor, "N V"]:
-        """Read the last tokens of each row, which end at column ``begun``; logits after the last one.
+        """Read the last tokens of each row, which end at column ``begun``; logits after the last
+        one.
 
-        Products of weights are computed for these tokens only, attention for a rectangle of columns of all cells.
+        Products of weights are computed for these tokens only, attention for a rectangle of columns
+        of all cells.
         """
         longest = max(map(len, unread))
         at_once = max(1, READ_AT_ONCE // len(self.rows))  # columns in one pass
@@ -308,7 +323,8 @@ class LayeredDecoding:
         hidden: Bool[Tensor, "g 1 j 1 1 T"] | None,
         rows: Int[Tensor, "cells"] | None = None,
     ) -> Float[Tensor, "N V"]:
-        """Logits after these tokens, which are written to ``column``; ``rows``: the row of each cell, if they differ."""
+        """Logits after these tokens, which are written to ``column``; ``rows``: the row of each
+        cell, if they differ."""
         g, j, kv_heads, dim = self.groups, self.width, self.decoder.kv_heads, self.decoder.head_dim
         x = self.decoder.embed(tokens)
         cos, sin = angles(self.decoder, positions, x.dtype)
@@ -337,9 +353,11 @@ class LayeredDecoding:
         seen: int,
         hidden: Bool[Tensor, "g 1 j 1 C t"] | None,
     ) -> Float[Tensor, "g K j r C D"]:
-        """Attend to [the group's prompt | the first ``seen`` tokens of the row], with one softmax over both."""
+        """Attend to [the group's prompt | the first ``seen`` tokens of the row], with one softmax
+        over both."""
         columns, dim = prompt.shape[2:]
-        # bmm in low precision would copy keys that are not contiguous, so there it runs over the empty columns too
+        # bmm in low precision would copy keys that are not contiguous, so there it runs over the
+        # empty columns too
         reach = seen if suffix.dtype == self.exact else suffix.shape[2]
         of_group = queries.view(len(prompt[0]), -1, dim).to(prompt.dtype)
         of_row = queries.view(len(suffix[0]), -1, dim).to(suffix.dtype)
@@ -362,11 +380,12 @@ class LayeredDecoding:
         return first.view_as(queries).add_(second.view_as(queries))
 
 
-# --- layers as few, fast operations: fused products of weights in the processor's own layout --------------------------
+# --- layers as few, fast operations: fused products of weights in the processor's own layout ------
 
 
 class FusedDecoder:
-    """All layers of a decoder, its last norm and its head; copies of weights in them do not follow the weights."""
+    """All layers of a decoder, its last norm and its head; copies of weights in them do not follow
+    the weights."""
 
     def __init__(self, decoder: Decoder, head: nn.Module) -> None:
         self.decoder = decoder
@@ -377,9 +396,10 @@ class FusedDecoder:
 class FusedLayer:
     """One layer without its attention, which the caller computes.
 
-    On a CPU with the operation, plain ``nn.Linear`` products are fused: q, k, v in one, gate and up in another, over
-    copies of the weights in the processor's layout. 1.3 times as fast at 32 rows, 1.6 at 2. The copies take as much
-    memory as the weights and do not follow them. An adapter adds two small products. Other modules are called as usual.
+    On a CPU with the operation, plain ``nn.Linear`` products are fused: q, k, v in one, gate and up
+    in another, over copies of the weights in the processor's layout. 1.3 times as fast at 32 rows,
+    1.6 at 2. The copies take as much memory as the weights and do not follow them. An adapter adds
+    two small products. Other modules are called as usual.
     """
 
     def __init__(self, layer: Any, decoder: Decoder) -> None:
@@ -402,7 +422,8 @@ class FusedLayer:
     def rotated(
         self, qkv: Float[Tensor, "N A"], cos: Float[Tensor, "N D"], sin: Float[Tensor, "N D"]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries [N, H, D] and keys [N, K, D], in float32 at least, and the values [N, K, D]."""
+        """Rotated queries [N, H, D] and keys [N, K, D], in float32 at least, and the values [N, K,
+        D]."""
         qkv = qkv.unflatten(-1, (-1, self.head_dim))
         qk, v = qkv[:, : -self.kv_heads], qkv[:, -self.kv_heads :]
         if self.q_norm is not None and self.k_norm is not None:
@@ -421,7 +442,8 @@ class FusedLayer:
 
 
 def lean_norm(module: Any) -> Map:
-    """The RMS norm of the module as one operation if it gives the same numbers, else the module itself."""
+    """The RMS norm of the module as one operation if it gives the same numbers, else the module
+    itself."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if weight is None or eps is None or has_hooks(module):
@@ -461,7 +483,8 @@ def fused(*modules: Any) -> Map:
     adapters = [part for part in parts if isinstance(part, LowRank)]
     if not adapters:
         return product
-    # W x + B A x of all parts: all A in one product, and all B, scaled, as a block diagonal in another
+    # W x + B A x of all parts: all A in one product, and all B, scaled, as a block diagonal in
+    # another
     shrink = _packed(torch.cat([part.a.detach() for part in adapters]))
     blocks = [
         part.scale * part.b.detach()

@@ -1,4 +1,5 @@
-"""Demonstrations: a target becomes the tokens that the policy would write, and those that it would read between."""
+"""Demonstrations: a target becomes the tokens that the policy would write, and those that it would
+read between."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from gruppo.types import GruppoError
 
 
 def target_text(target: Any) -> str:
-    """Text of a target: a text, a number, an assistant's message or a list of one; "" if it is missing."""
+    """Text of a target: a text, a number, an assistant's message or a list of one; "" if it is
+    missing."""
     messages = [target] if isinstance(target, Mapping) else target
     if isinstance(messages, list | tuple):
         contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
@@ -21,8 +23,8 @@ def target_text(target: Any) -> str:
             and messages[0].get("role", "assistant") == "assistant"
         )
         if not is_answer or not isinstance(contents[0], str):
-            raise GruppoError(f"""the target {target!r:.80} is no answer; it needs a text, or one message of the
-                assistant with a text.""")
+            raise GruppoError(f"""the target {target!r:.80} is no answer; it needs a text, or one
+                message of the assistant with a text.""")
         return contents[0]
     is_missing = target is None or (
         isinstance(target, float) and math.isnan(target)
@@ -31,15 +33,18 @@ def target_text(target: Any) -> str:
 
 
 def answer_ids(chat: Chat, inputs: Any, text: str, tools: Tools = ()) -> list[int]:
-    """Tokens of ``text`` behind the prompt's own, with the end token that the policy would close them with.
+    """Tokens of ``text`` behind the prompt's own, with the end token that the policy would close
+    them with.
 
-    They are those of prompt and answer encoded together, if these begin with the prompt's tokens and the rest decodes
-    to the text: a chat template may trim it or leave out reasoning. Otherwise the text is encoded by itself.
+    They are those of prompt and answer encoded together, if these begin with the prompt's tokens
+    and the rest decodes to the text: a chat template may trim it or leave out reasoning. Otherwise
+    the text is encoded by itself.
     """
     prompt, whole = chat.encode(inputs, tools), chat.encode_answered(inputs, text, tools)
     if whole[: len(prompt)] == prompt:
         ids = whole[len(prompt) :]
-        # a template may write more behind the end token, such as a line end, which the policy never samples
+        # a template may write more behind the end token, such as a line end, which the policy never
+        # samples
         ids = next((ids[: n + 1] for n, token in enumerate(ids) if token in chat.eos_ids), ids)
         is_closed = bool(ids) and ids[-1] in chat.eos_ids
         content = ids[:-1] if is_closed else ids
@@ -82,11 +87,13 @@ def demonstrate(
         "assistant",
     ) not in pairwise(roles)
     if not is_alternating or not all(isinstance(message["content"], str) for message in messages):
-        raise GruppoError(f"""the target {target!r:.80} is no answer; it needs a text, or one message of the assistant
-            with a text, or several that begin and end with the assistant's, with what it reads between them.""")
+        raise GruppoError(f"""the target {target!r:.80} is no answer; it needs a text, or one
+            message of the assistant with a text, or several that begin and end with the
+            assistant's, with what it reads between them.""")
     if isinstance(inputs, str):
         raise GruppoError(
-            f"the target {target!r:.80} is a conversation, and its prompt a text. Give messages there."
+            f"the target {target!r:.80} is a conversation, and its prompt a text. Give messages "
+            f"there."
         )
     ids, mask = list[int](), list[bool]()
     turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
@@ -106,7 +113,8 @@ def demonstrate(
 def turn_ids(
     chat: Chat, inputs: Sequence[Any], message: Mapping[str, Any], tools: Tools
 ) -> list[int]:
-    """Tokens of one turn of the assistant, as it would write and end it; ``inputs``: all messages before."""
+    """Tokens of one turn of the assistant, as it would write and end it; ``inputs``: all messages
+    before."""
     if not (calls := message.get("tool_calls")):
         if not message["content"].strip():
             raise GruppoError(
@@ -114,7 +122,8 @@ def turn_ids(
             )
         return answer_ids(chat, inputs, message["content"], tools)
     prompt, whole = chat.encode(inputs, tools), chat.encode_answered(inputs, message, tools)
-    # nothing where the prompt's tokens change behind it: no call is then read below, and the target refused
+    # nothing where the prompt's tokens change behind it: no call is then read below, and the target
+    # refused
     ids = whole[len(prompt) :] if whole[: len(prompt)] == prompt else []
     ids = next(
         (ids[: n + 1] for n, token in enumerate(ids) if token in chat.eos_ids),
@@ -122,6 +131,7 @@ def turn_ids(
     )
     read = chat.answer(ids, chat.text(ids), inputs, tools).get("tool_calls", [])
     if [call["function"] for call in read] != [dict(call.get("function", call)) for call in calls]:
-        raise GruppoError(f"""the calls {calls!r:.80} of the target, as the chat template writes them, cannot be read:
-            {chat.text(ids)!r:.80}. Demonstrate calls of the environment's tools, with a dict of arguments.""")
+        raise GruppoError(f"""the calls {calls!r:.80} of the target, as the chat template writes
+            them, cannot be read: {chat.text(ids)!r:.80}. Demonstrate calls of the environment's
+            tools, with a dict of arguments.""")
     return ids

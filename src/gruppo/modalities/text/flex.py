@@ -1,6 +1,7 @@
 """The layers of a decoder on CUDA: FlexAttention over the tokens of a stream, each layer compiled.
 
-``decoder.py`` has the plain layers, which compute the same. All layers of a model share one compiled function.
+``decoder.py`` has the plain layers, which compute the same. All layers of a model share one
+compiled function.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ BLOCK = 128
 """FlexAttention's block, to a multiple of which streams are padded."""
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 4e-2}
-"""Relative error of a layer's output and gradient below which the compiled layer is used. A wrong mask makes 0.1 to 1;
-products of float32 may be rounded to TF32, 3e-4."""
+"""Relative error of a layer's output and gradient below which the compiled layer is used. A wrong
+mask makes 0.1 to 1; products of float32 may be rounded to TF32, 3e-4."""
 
 
 def block_mask(spans: Int[Tensor, "3 N"], device: torch.device) -> BlockMask:
     """The mask of a stream, computed from the spans of its tokens: nothing of size N x N is formed.
 
-    A block of keys is partly seen if a span of a query of the block reaches into it, and wholly if one span of each
-    query covers it. N is a multiple of the block.
+    A block of keys is partly seen if a span of a query of the block reaches into it, and wholly if
+    one span of each query covers it. N is a multiple of the block.
     """
     length, count = spans.shape[1], spans.shape[1] // BLOCK
     query = torch.arange(length)
@@ -65,7 +66,8 @@ def block_mask(spans: Int[Tensor, "3 N"], device: torch.device) -> BlockMask:
 
 
 def _count_runs(counts: Tensor, begin: Tensor, past: Tensor, is_used: Tensor) -> None:
-    """Add 1 where a query's run of blocks begins and -1 behind it, so that sums along a row count the runs."""
+    """Add 1 where a query's run of blocks begins and -1 behind it, so that sums along a row count
+    the runs."""
     some = is_used & (past > begin)
     row = (torch.arange(len(some)) // BLOCK)[some]
     one = torch.ones_like(row)
@@ -74,7 +76,8 @@ def _count_runs(counts: Tensor, begin: Tensor, past: Tensor, is_used: Tensor) ->
 
 
 def _layer(x: Tensor, layer: Any, cos: Tensor, sin: Tensor, mask: BlockMask) -> Tensor:
-    """One layer in plain operations, which a compiler fuses; sizes are read from the module, where they are static."""
+    """One layer in plain operations, which a compiler fuses; sizes are read from the module, where
+    they are static."""
     part, normed = layer.self_attn, layer.input_layernorm(x)
     projections = (part.q_proj, part.k_proj, part.v_proj)
     # [N, heads, D]
@@ -91,7 +94,8 @@ def _layer(x: Tensor, layer: Any, cos: Tensor, sin: Tensor, mask: BlockMask) -> 
 
 compiled_layer = Compiled(_layer, "layers with FlexAttention", needs_compiling=True)
 _checked: dict[str, bool] = {}
-"""Whether the compiled layer agrees with the plain one, by the layer's description, dtype and device."""
+"""Whether the compiled layer agrees with the plain one, by the layer's description, dtype and
+device."""
 
 
 def features(decoder: Decoder, stream: Stream) -> Float[Tensor, "N F"]:
@@ -107,7 +111,8 @@ def features(decoder: Decoder, stream: Stream) -> Float[Tensor, "N F"]:
 
 
 def _run(x: Tensor, *args: Any) -> Tensor:
-    """The compiled layer, in the variant with a gradient always: another rounds differently, and a ratio is not 1."""
+    """The compiled layer, in the variant with a gradient always: another rounds differently, and a
+    ratio is not 1."""
     if torch.is_grad_enabled():
         return compiled_layer(x if x.requires_grad else x.detach().requires_grad_(), *args)
     with torch.enable_grad():
@@ -115,7 +120,8 @@ def _run(x: Tensor, *args: Any) -> Tensor:
 
 
 def is_usable(decoder: Decoder) -> bool:
-    """Whether the layers can be compiled here and agree with the plain ones, forward and backward; tried once."""
+    """Whether the layers can be compiled here and agree with the plain ones, forward and backward;
+    tried once."""
     weight = next(decoder.layers[0].parameters())
     if not compiled_layer.is_used(weight.device):
         return False
@@ -134,7 +140,8 @@ def is_usable(decoder: Decoder) -> bool:
 
 
 def _agrees(decoder: Decoder) -> bool:
-    """Compare what the first layer adds, and its gradient, over two groups, with the weights as they are."""
+    """Compare what the first layer adds, and its gradient, over two groups, with the weights as
+    they are."""
     weight = next(decoder.embed.parameters()).detach()
     embed = nn.Embedding.from_pretrained(weight[:7].clone(), freeze=False)
     first = replace(decoder, embed=embed, layers=decoder.layers[:1], norm=nn.Identity())

@@ -27,11 +27,13 @@ if TYPE_CHECKING:
     from gruppo.modalities.text.policy import TextPolicy
 
 KEPT_FRAC = 0.5
-"""Share of the free memory that the rows of one batch may keep. Each is copied once more while it is decoded."""
+"""Share of the free memory that the rows of one batch may keep. Each is copied once more while it
+is decoded."""
 UNMEASURED_BYTES = 2**30
 """Kept at most if free memory cannot be measured."""
 _FUSED: WeakValueDictionary[Any, FusedDecoder] = WeakValueDictionary()
-"""By ``KeptRow.weights``: the copies of weights that kept rows hold, so that all batches hold the same."""
+"""By ``KeptRow.weights``: the copies of weights that kept rows hold, so that all batches hold the
+same."""
 
 
 @torch.no_grad()
@@ -66,7 +68,8 @@ def generate_locally(
 
 
 def _uniforms(batch: TokenBatch, sampling: Sampling, seed: int) -> Float[Tensor, "N T"]:
-    """A number for each token, by the row's address and the tokens that were sampled in it before."""
+    """A number for each token, by the row's address and the tokens that were sampled in it
+    before."""
     count = len(batch.addresses)
     starts = batch.starts or (0,) * count
     limits = [sampling.max_actions] * count if batch.limits is None else batch.limits.tolist()
@@ -79,7 +82,8 @@ def _uniforms(batch: TokenBatch, sampling: Sampling, seed: int) -> Float[Tensor,
 
 
 class Keeper:
-    """Keeps rows as they leave a decoding, while there is memory; the others are read again in their next turn."""
+    """Keeps rows as they leave a decoding, while there is memory; the others are read again in
+    their next turn."""
 
     def __init__(self, decoding: LayeredDecoding, histories: Texts, weights: Any) -> None:
         self.decoding, self.histories, self.weights = decoding, histories, weights
@@ -107,10 +111,11 @@ def generate(
 ) -> Generated:
     """Sample until each row has an end token, a stop text, or as many tokens as uniforms.
 
-    ``limits``: maximum tokens of each row, 1 or more. A row is never read beyond its own limit, where the model's
-    context may end, so that finished rows leave the batch at once. Without limits they leave once they are an eighth of
-    it, since each removal copies the cache. A row whose logits are not finite ends as "error", with the tokens before.
-    A stop text may name special tokens. ``keeper`` keeps each row that stops; its last token has not been read then.
+    ``limits``: maximum tokens of each row, 1 or more. A row is never read beyond its own limit,
+    where the model's context may end, so that finished rows leave the batch at once. Without limits
+    they leave once they are an eighth of it, since each removal copies the cache. A row whose
+    logits are not finite ends as "error", with the tokens before. A stop text may name special
+    tokens. ``keeper`` keeps each row that stops; its last token has not been read then.
     """
     rows, columns = uniforms.shape
     tokens, logprobs = torch.zeros(rows, columns, dtype=torch.long), torch.zeros(rows, columns)
@@ -157,12 +162,13 @@ def generate(
             stay = is_open.nonzero()[:, 0]
             decoding.select(stay.to(decoding.logits.device))
             slots, is_open, sampled = slots[stay], is_open[stay], sampled[stay]
-        # rows that have ended, and have not left yet, read any token: nothing of theirs is used again
+        # rows that have ended, and have not left yet, read any token: nothing of theirs is used
+        # again
         decoding.advance(torch.where(is_open, sampled, 0).to(decoding.logits.device))
     return Generated(tokens, logprobs, lengths, tuple(finish))
 
 
-# --- further turns of a conversation ----------------------------------------------------------------------------------
+# --- further turns of a conversation --------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,8 +196,8 @@ def next_turns(
 ) -> tuple[Rollouts, list[Turn]]:
     """Encode the reply to each row, and return the turns that can be sampled.
 
-    A row without space for another token ends as "length", one whose reply cannot be encoded as "error"; both stay as
-    they are. What was kept of rows without a turn is dropped.
+    A row without space for another token ends as "length", one whose reply cannot be encoded as
+    "error"; both stay as they are. What was kept of rows without a turn is dropped.
     """
     turns: list[Turn] = []
     finish, failures = list(rollouts.finish), list(rollouts.per_row["environment_failure"])
@@ -254,8 +260,9 @@ def append_turns(
 ) -> Rollouts:
     """Append to each of these rows its reply, with mask False, and a sampled turn of the policy.
 
-    Randomness depends on (seed, draw, sample) and on the number of tokens sampled in the row before. A turn that the
-    model's context cuts is left out with its reply: its row ends as "length" behind its last whole turn.
+    Randomness depends on (seed, draw, sample) and on the number of tokens sampled in the row
+    before. A turn that the model's context cuts is left out with its reply: its row ends as
+    "length" behind its last whole turn.
     """
     batch = _batch_of(rollouts, turns)
     was_kept = [row is not None and bool(row.suffix) for row in batch.kept or ()]
@@ -263,7 +270,8 @@ def append_turns(
     per_row = dict(rollouts.per_row)
     if batch.kept is not None and generated.kept is not None:
         kept, reencoded = list(per_row["kept"]), per_row["reencoded"].clone()
-        # a history is read again if nothing was kept of it, or if no decoding has taken what was kept
+        # a history is read again if nothing was kept of it, or if no decoding has taken what was
+        # kept
         for turn, is_ready, before, after in zip(
             turns, was_kept, batch.kept, generated.kept, strict=True
         ):

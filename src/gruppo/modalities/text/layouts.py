@@ -1,12 +1,14 @@
 """How rows are laid out for scoring, and split into micro-batches.
 
-stream: groups one after another without padding, each prompt once and its completions behind it. P + G (R - 1) tokens
-    instead of G (P + R), since a completion's last token predicts nothing. Attention runs over blocks of queries.
+stream: groups one after another without padding, each prompt once and its completions behind it. P
++ G (R - 1) tokens
+    instead of G (P + R), since a completion's last token predicts nothing. Attention runs over
+    blocks of queries.
 packed: the same tokens, each group as a row of the model's own forward under a block mask.
 padded: each prompt with its completion as a row of its own.
 
-In the first two, positions restart at the prompt's end, as if each completion were alone, and completions do not see
-each other.
+In the first two, positions restart at the prompt's end, as if each completion were alone, and
+completions do not see each other.
 """
 
 from __future__ import annotations
@@ -25,22 +27,25 @@ Texts = Sequence[Int[Tensor, "L"]]
 """Token ids of some texts, each of a length of its own."""
 
 MULTIPLE = 16
-"""Streams are padded to a multiple with tokens that no other token sees: a CPU's bfloat16 products of odd sizes are a
-quarter slower."""
+"""Streams are padded to a multiple with tokens that no other token sees: a CPU's bfloat16 products
+of odd sizes are a quarter slower."""
 BLOCK_QUERIES = 128
 """Columns of one block: later columns are not multiplied and then masked."""
 BLOCK_SCORES = 2**16
-"""Scores of one head in one block: few enough for a processor's cache, enough for a full matrix product."""
+"""Scores of one head in one block: few enough for a processor's cache, enough for a full matrix
+product."""
 SMALL_GROUP = 128
-"""Tokens of a group up to which it is one text of a block, with a mask of its own: many small groups would be many
-small operations. Attention of 12 groups of 52 tokens takes 10 ms in place of 35, forward and backward."""
+"""Tokens of a group up to which it is one text of a block, with a mask of its own: many small
+groups would be many small operations. Attention of 12 groups of 52 tokens takes 10 ms in place of
+35, forward and backward."""
 WASTE = 1.25
 """Completions share a block if the longest is at most this much longer than the shortest."""
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionBlock:
-    """c texts of similar length: some columns of each as queries, and all columns up to their end as keys.
+    """c texts of similar length: some columns of each as queries, and all columns up to their end
+    as keys.
 
     A text is a prompt, a completion, or a small group as a whole.
     """
@@ -48,7 +53,8 @@ class AttentionBlock:
     shared: slice
     """Tokens that all queries see: the prompt's. Empty in blocks of prompts and of groups."""
     tokens: Int[Tensor, "c s"]
-    """Tokens of the texts; behind the end of a short one its first is repeated, unseen by real tokens."""
+    """Tokens of the texts; behind the end of a short one its first is repeated, unseen by real
+    tokens."""
     first: int
     """The queries are ``tokens[:, first:]``, [c, r]."""
     bias: Float[Tensor, "c 1 r S"]
@@ -59,7 +65,8 @@ class AttentionBlock:
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """Prompts and b completions laid out for one forward; ``start`` and ``prompt_end`` index the flattened ``ids``."""
+    """Prompts and b completions laid out for one forward; ``start`` and ``prompt_end`` index the
+    flattened ``ids``."""
 
     ids: Int[Tensor, "*b L"]
     start: Int[Tensor, "b"]
@@ -68,7 +75,8 @@ class Tokens:
     """Index of the last token of each completion's prompt."""
 
     def before(self, completion: Int[Tensor, "n"], column: Int[Tensor, "n"]) -> Int[Tensor, "n"]:
-        """Index of the token whose features predict the action: the one before it, at first the prompt's last."""
+        """Index of the token whose features predict the action: the one before it, at first the
+        prompt's last."""
         return torch.where(
             column == 0, self.prompt_end[completion], self.start[completion] + column - 1
         )
@@ -80,10 +88,11 @@ class Stream(Tokens):
 
     positions: Int[Tensor, "N"]
     spans: Int[Tensor, "3 N"]
-    """What each token sees: its prompt's tokens, if it is of a completion, from the first index to before the second,
-    and those of its own text from the third to itself."""
+    """What each token sees: its prompt's tokens, if it is of a completion, from the first index to
+    before the second, and those of its own text from the third to itself."""
     texts: tuple[tuple[slice, int, int], ...]
-    """The prompt that all tokens of a text see, its first token, and its length; small groups are one text."""
+    """The prompt that all tokens of a text see, its first token, and its length; small groups are
+    one text."""
     groups: tuple[slice, ...]
 
 
@@ -94,7 +103,8 @@ def sees(spans: Iterable[Tensor], query: Tensor, key: Tensor) -> Bool[Tensor, ".
 
 
 def stream(prompts: Texts, completions: Texts, owners: Int[Tensor, "b"]) -> Stream:
-    """Lay out completions, without their last tokens, behind the prompts that own them (``owners``, indices)."""
+    """Lay out completions, without their last tokens, behind the prompts that own them (``owners``,
+    indices)."""
     start, prompt_end = torch.zeros(2, len(completions), dtype=torch.long)
     ids, spans = list[Tensor](), list[tuple[int, int, int]]()
     texts, groups = list[tuple[slice, int, int]](), list[slice]()
@@ -165,7 +175,8 @@ def attention_blocks(
 def _of_similar_length(
     prefix: int, texts: Sequence[tuple[int, int]]
 ) -> list[list[tuple[int, int]]]:
-    """Texts (first token, length) that can share a block; ``prefix``: tokens that each sees before its own."""
+    """Texts (first token, length) that can share a block; ``prefix``: tokens that each sees before
+    its own."""
     groups: list[list[tuple[int, int]]] = []
     for start, length in sorted(texts, key=lambda text: -text[1]):
         longest = groups[-1][0][1] if groups else 0
@@ -180,7 +191,8 @@ def _of_similar_length(
 def _blocks(
     tokens: Stream, shared: slice, texts: Sequence[tuple[int, int]]
 ) -> Iterator[AttentionBlock]:
-    """Cut texts (first token, length) of similar length, the longest first, into runs of columns."""
+    """Cut texts (first token, length) of similar length, the longest first, into runs of
+    columns."""
     starts, lengths = torch.tensor(texts).mT[:, :, None]  # [c, 1] each
     longest = texts[0][1]
     for first in range(0, longest, BLOCK_QUERIES):
@@ -205,10 +217,12 @@ def split_rows(
     budget: int,
     layout: Layout,
 ) -> list[list[int]]:
-    """Split rows, of all [B] that have lengths, into micro-batches of at most ``budget`` tokens, padding included.
+    """Split rows, of all [B] that have lengths, into micro-batches of at most ``budget`` tokens,
+    padding included.
 
-    Where a prompt is read once for its group, rows of a group stay together if they fit; a larger group is cut into as
-    few parts of like size as possible, each of which reads the prompt again. Padded parts are of like length.
+    Where a prompt is read once for its group, rows of a group stay together if they fit; a larger
+    group is cut into as few parts of like size as possible, each of which reads the prompt again.
+    Padded parts are of like length.
     """
     by_group: dict[int, list[int]] = {}
     for row in rows:

@@ -1,4 +1,5 @@
-"""Opening a text policy: from a hub id, a folder, a run, a function's name, or a module in memory."""
+"""Opening a text policy: from a hub id, a folder, a run, a function's name, or a module in
+memory."""
 
 from __future__ import annotations
 
@@ -53,13 +54,16 @@ def from_pretrained(
     seed: int = 0,
     device: str = "auto",
 ) -> TextPolicy:
-    """Open a Hugging Face causal LM: a hub id, a local folder, or a run for its final model. Masters are float32.
+    """Open a Hugging Face causal LM: a hub id, a local folder, or a run for its final model.
+    Masters are float32.
 
-    ``file.py:function``, or a folder that was saved of such a model, is opened by the function (``open_custom``) with
-    random weights from ``seed``; ``compute="auto"`` keeps the dtype that the function chose. ``needs_head=False`` also
-    accepts a reward model, whose language head is then random: only its trunk may be used. With ``adapt``, the base is
-    stored once, in the compute dtype or, with ``load_in_4bit``, in 4 bits. An adapter folder is opened on its base;
-    ``is_merged`` adds it to the base. ``device="auto"`` is this rank's GPU if there is one, and "cpu" leaves it alone.
+    ``file.py:function``, or a folder that was saved of such a model, is opened by the function
+    (``open_custom``) with random weights from ``seed``; ``compute="auto"`` keeps the dtype that the
+    function chose. ``needs_head=False`` also accepts a reward model, whose language head is then
+    random: only its trunk may be used. With ``adapt``, the base is stored once, in the compute
+    dtype or, with ``load_in_4bit``, in 4 bits. An adapter folder is opened on its base;
+    ``is_merged`` adds it to the base. ``device="auto"`` is this rank's GPU if there is one, and
+    "cpu" leaves it alone.
     """
     path = model_of(path)
     if is_custom(path) or names_function(path):
@@ -79,8 +83,8 @@ def from_pretrained(
         if adapt is not None:
             raise GruppoError(
                 f"the model {path} is an adapter, and another one is requested",
-                advice=f"""Continue it with $lora.adapter {path} and its base as $model; or merge it first, with
-                    gruppo export {path} FOLDER, and give that""",
+                advice=f"""Continue it with $lora.adapter {path} and its base as $model; or merge it
+                    first, with gruppo export {path} FOLDER, and give that""",
             )
         model_path, adapt = _base_of_adapter(read_adapter(path), is_merged=is_merged)
         folder = Path(path).expanduser()
@@ -91,21 +95,24 @@ def from_pretrained(
         model_path, tokenizer_path, trust_remote_code, chosen, device, is_adapted=bool(adapt)
     )
     missing = sorted(loading["missing_keys"])
-    # of a reward model, nothing but the output embedding is missing, and at most a score is in its place
+    # of a reward model, nothing but the output embedding is missing, and at most a score is in its
+    # place
     head_names = {
         name for name, part in module.named_modules() if part is module.get_output_embeddings()
     }
     is_reward_model = all(name.rpartition(".")[0] in head_names for name in missing)
     is_reward_model &= all(name.startswith("score.") for name in loading["unexpected_keys"])
     if missing and (needs_head or not is_reward_model):
-        raise GruppoError(f"""model {path!r} lacks {len(missing)} weights that a {type(module).__name__} has,
-            {missing[0]} first; they would be random. Give a folder with all weights of a causal language model.""")
+        raise GruppoError(f"""model {path!r} lacks {len(missing)} weights that a
+            {type(module).__name__} has, {missing[0]} first; they would be random. Give a folder
+            with all weights of a causal language model.""")
     policy = from_transformers(
         module, tokenizer, compute=compute, chunk=chunk, adapt=adapt, device=device
     )
     if missing and policy.trunk() is policy.module:
-        raise GruppoError(f"""model {path!r} lacks the language head, and a {type(module).__name__} cannot be run
-            without one. Give a folder with all weights of a causal language model.""")
+        raise GruppoError(f"""model {path!r} lacks the language head, and a {type(module).__name__}
+            cannot be run without one. Give a folder with all weights of a causal language
+            model.""")
     return policy
 
 
@@ -122,8 +129,8 @@ def _base_of_adapter(adapter: Adapter, *, is_merged: bool) -> tuple[str, Adapt]:
     )
     raise GruppoError(f"""the base of the adapter {adapter.folder} {problem}. Load the base with
         gruppo.from_transformers and its adapter with
-        adapt=gruppo.modalities.common.adapters.adapt_from({str(adapter.folder)!r}, base=''), or name the base in
-        {adapter.folder / BASE}.""")
+        adapt=gruppo.modalities.common.adapters.adapt_from({str(adapter.folder)!r}, base=''), or
+        name the base in {adapter.folder / BASE}.""")
 
 
 def four_bit_error(model: str) -> GruppoError:
@@ -144,7 +151,8 @@ def _load(
     *,
     is_adapted: bool,
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """Return module, tokenizer, and transformers' loading info: the names of missing and unexpected weights."""
+    """Return module, tokenizer, and transformers' loading info: the names of missing and unexpected
+    weights."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
     from transformers.utils import logging as hf_logging
 
@@ -190,8 +198,9 @@ def _load(
     except (
         Exception
     ) as error:  # whatever transformers and the formats raise for files that they cannot read
-        raise GruppoError(f"""model {source!r} could not be loaded: {transformers_error(error, kind)} Give a local
-            folder that save_pretrained wrote, or a hub id that this machine can reach or has cached.""") from error
+        raise GruppoError(f"""model {source!r} could not be loaded:
+            {transformers_error(error, kind)} Give a local folder that save_pretrained wrote, or a
+            hub id that this machine can reach or has cached.""") from error
     if has_adapter(module):
         raise GruppoError(
             f"{source!r} is an adapter on a hub",
@@ -209,7 +218,8 @@ def from_transformers(
     adapt: Adapt | None = None,
     device: str = "auto",
 ) -> TextPolicy:
-    """Make a policy of a Hugging Face model in memory and its tokenizer, on this rank's GPU if ``device`` allows."""
+    """Make a policy of a Hugging Face model in memory and its tokenizer, on this rank's GPU if
+    ``device`` allows."""
     if getattr(module, "is_quantized", False):
         check_quantized(
             module.config.quantization_config,
@@ -217,12 +227,13 @@ def from_transformers(
             has_adapter=bool(adapt),
         )
         for name, layer in four_bit_layers(module).items():
-            # a block of 64 weights shares a scale. Of rows that are no whole blocks, bitsandbytes 0.50 takes the wrong
-            # scales on a CPU: an error of 38% in place of 9% at 48 inputs, silently
+            # a block of 64 weights shares a scale. Of rows that are no whole blocks, bitsandbytes
+            # 0.50 takes the wrong scales on a CPU: an error of 38% in place of 9% at 48 inputs,
+            # silently
             if layer.in_features % (size := layer.weight.quant_state.blocksize):
                 raise GruppoError(
-                    f"""{name} has {layer.in_features} inputs, and bitsandbytes computes 4-bit layers rightly
-                    only where they are a multiple of {size}""",
+                    f"""{name} has {layer.in_features} inputs, and bitsandbytes computes 4-bit
+                        layers rightly only where they are a multiple of {size}""",
                     option="lora.load_in_4bit",
                     advice="False",
                 )
@@ -234,17 +245,24 @@ def from_transformers(
         module = module.to(gpu)
     backbone = probe(module)
     if not (backbone.caches or backbone.decodes):
-        slow = "cached decoding does not give the model's own logits, so each token reads its whole row (slow)"
+        slow = (
+            "cached decoding does not give the model's own logits, so each token reads its "
+            "whole row (slow)"
+        )
         log.warning("%s: %s.", type(module).__name__, slow)
     if backbone.layout == "padded":
-        slow = "its attention does not take a block mask, so in updates each completion reads its prompt again"
+        slow = (
+            "its attention does not take a block mask, so in updates each completion reads its "
+            "prompt again"
+        )
         log.warning("%s: %s (slower, with the same numbers).", type(module).__name__, slow)
     dtype = _compute_dtype(compute, module.get_input_embeddings().weight.shape[1], module, device)
     if adapt is not None:
         adapt(module)
     if has_adapter(module):  # not where the adapter was merged
         cast_base(module, dtype)
-    # every id that ends a completion: those of the generation config, one or several, and the tokenizer's
+    # every id that ends a completion: those of the generation config, one or several, and the
+    # tokenizer's
     ends = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
     ends = [*(ends if isinstance(ends, list | tuple) else [ends]), tokenizer.eos_token_id]
     chat = Chat(tokenizer, tuple(dict.fromkeys(i for i in ends if i is not None)))
@@ -253,7 +271,8 @@ def from_transformers(
 
 
 def place(policy: TextPolicy, compute: Compute, device: str = "auto") -> TextPolicy:
-    """Move a policy to this rank's GPU, if ``device`` allows, and to the requested dtype, in place."""
+    """Move a policy to this rank's GPU, if ``device`` allows, and to the requested dtype, in
+    place."""
     target = policy.device if is_requested() else _accelerator(device) or policy.device
     dtype = policy.compute_dtype if compute == "auto" else _compute_dtype(compute, 0, policy.module)
     if (dtype, target) != (policy.compute_dtype, policy.device):
@@ -263,7 +282,8 @@ def place(policy: TextPolicy, compute: Compute, device: str = "auto") -> TextPol
 
 
 def give_adapter(policy: TextPolicy, adapt: Adapt) -> None:
-    """Add an adapter to an open policy, in place; its base is stored once from then on, in the compute dtype."""
+    """Add an adapter to an open policy, in place; its base is stored once from then on, in the
+    compute dtype."""
     policy.copy = None  # frees the copy before the adapter is made
     policy.backbone = replace(policy.backbone, module=policy.module)
     adapt(policy.module)
@@ -282,16 +302,18 @@ def from_module(
     compute: Compute = "float32",
     chunk: int = 256,
 ) -> TextPolicy:
-    """Make a policy of any module that maps ids [B, T] to logits [B, T, V] causally; transformers is not needed.
+    """Make a policy of any module that maps ids [B, T] to logits [B, T, V] causally; transformers
+    is not needed.
 
-    T is at least 2 in every call. The tokenizer needs ``encode`` and ``decode``. ``render`` returns the ids of messages
-    up to where the assistant answers; if the last message is the assistant's, the answer begins with it. For nanochat's
-    GPT see examples/nanochat_rl.py.
+    T is at least 2 in every call. The tokenizer needs ``encode`` and ``decode``. ``render`` returns
+    the ids of messages up to where the assistant answers; if the last message is the assistant's,
+    the answer begins with it. For nanochat's GPT see examples/nanochat_rl.py.
     """
     for name in ("encode", "decode"):
         if not callable(getattr(tokenizer, name, None)):
             raise GruppoError(
-                f"a {type(tokenizer).__name__} has no method {name}; tokenizers need encode and decode."
+                f"a {type(tokenizer).__name__} has no method {name}; tokenizers need encode and "
+                f"decode."
             )
     if isinstance(eos_ids, int):
         raise GruppoError(f"eos_ids={eos_ids} is one number; it needs a list of ids, [{eos_ids}].")

@@ -9,18 +9,21 @@ import torch
 from gruppo.core.linear_head import tile_bytes
 
 TOKENS_ON_CPU, TOKENS = 640, 16384
-"""Budgets where memory is not short. A CPU's products are nearly as fast at 600 rows as at more; a GPU's are not."""
+"""Budgets where memory is not short. A CPU's products are nearly as fast at 600 rows as at more; a
+GPU's are not."""
 
 
 def activations(
     config: Any, tokens: int, dtype: torch.dtype, layout: str, *, is_recomputed: bool = False
 ) -> int:
-    """Bytes of T tokens: T layers (6 H + 2 K + 2 F) numbers of our layers ("stream"), T layers (16 H + 4 F) else.
+    """Bytes of T tokens: T layers (6 H + 2 K + 2 F) numbers of our layers ("stream"), T layers (16
+    H + 4 F) else.
 
-    H numbers of a feature, K of a key, F of the feed-forward; ours are inputs, norms, q, k, v, the output of attention,
-    gate and up. Counted for the Llama layout, whose own norms and rotations keep float32; it has 0.4 and 0.95 MB per
-    token at 135M weights in bfloat16. Where the backward pass computes layers again, the numbers of one layer and H of
-    each. 0 if the config lacks the sizes, as those of recurrent models.
+    H numbers of a feature, K of a key, F of the feed-forward; ours are inputs, norms, q, k, v, the
+    output of attention, gate and up. Counted for the Llama layout, whose own norms and rotations
+    keep float32; it has 0.4 and 0.95 MB per token at 135M weights in bfloat16. Where the backward
+    pass computes layers again, the numbers of one layer and H of each. 0 if the config lacks the
+    sizes, as those of recurrent models.
     """
     try:
         model = config.get_text_config()
@@ -48,11 +51,13 @@ def key_numbers(model: Any) -> int:
 def working_memory(
     policy: Any, config: Any, longest: int, budget: int, rows: int
 ) -> dict[str, float]:
-    """Bytes of one forward and backward over T tokens, and of the cache of B rows of L tokens, prompt included.
+    """Bytes of one forward and backward over T tokens, and of the cache of B rows of L tokens,
+    prompt included.
 
-    Cache 2 B L layers K width, K numbers of a key. That of conversations has the longest replies, and counts twice:
-    rows that have ended their turn are kept beside those that are decoded. Attention scores are not counted. A plain
-    module has no sizes in a config: its activations are measured, and it reads whole rows again for each new token.
+    Cache 2 B L layers K width, K numbers of a key. That of conversations has the longest replies,
+    and counts twice: rows that have ended their turn are kept beside those that are decoded.
+    Attention scores are not counted. A plain module has no sizes in a config: its activations are
+    measured, and it reads whole rows again for each new token.
     """
     width = policy.compute_dtype.itemsize
     length, limit, environment = (
@@ -89,7 +94,8 @@ def working_memory(
 
 
 def kept_bytes(policy: Any, length: int) -> int:
-    """Bytes that a forward of one row keeps for its backward, weights not counted; each storage once."""
+    """Bytes that a forward of one row keeps for its backward, weights not counted; each storage
+    once."""
     weights = {
         parameter.untyped_storage().data_ptr() for parameter in policy.compute_module.parameters()
     }

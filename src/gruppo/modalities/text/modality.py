@@ -25,7 +25,8 @@ from gruppo.types import DataError, GruppoError
 log = logging.getLogger("gruppo")
 
 TEMPLATE_TOKENS = 512
-"""More than a chat template adds to a conversation. Prompts shorter than the context by this are not tokenized."""
+"""More than a chat template adds to a conversation. Prompts shorter than the context by this are
+not tokenized."""
 
 
 class TextModality(Modality):
@@ -48,8 +49,8 @@ class TextModality(Modality):
         ):
             raise GruppoError(
                 f"there is no folder {config.model!r} with an image model",
-                advice=f"""Train one first, as with {command_name()} train digits-pretrain, or set $model unet
-                    or diffusers:OWNER/NAME""",
+                advice=f"""Train one first, as with {command_name()} train digits-pretrain, or set
+                    $model unet or diffusers:OWNER/NAME""",
             )
         refuse_unused_options(config, self)
 
@@ -58,7 +59,8 @@ class TextModality(Modality):
         adapt = _adapter_of(config)
         if is_adapter(path) and adapt is None:
             log.warning(
-                "the model %s is an adapter: it is merged into its base, and all weights are trained.",
+                "the model %s is an adapter: it is merged into its base, and all weights are "
+                "trained.",
                 path,
             )
         policy = from_pretrained(
@@ -99,21 +101,29 @@ class TextModality(Modality):
     ) -> None:
         assert isinstance(policy, TextPolicy)
         rewards.set_decoder(policy.chat.text)
-        # special tokens in the text of a prompt are refused, or encoded as text with one warning for all rows
+        # special tokens in the text of a prompt are refused, or encoded as text with one warning
+        # for all rows
         prompts = data.all_prompts() if policy.chat.special_tokens != "keep" else ()
         for row, prompt in enumerate(prompts, start=1):
             if not (token := policy.chat.special_token_in(prompt.inputs)):
                 continue
             if policy.chat.special_tokens == "refuse":
                 raise DataError(f"row {row}: {special_token_error(prompt.id, token)}")
-            text = "row %d: the text of prompt %r holds the special token %s. Such tokens are encoded as text; set "
-            text += "--prompts.special-tokens keep if the chat template is already applied to these prompts."
+            text = (
+                "row %d: the text of prompt %r holds the special token %s. Such tokens are "
+                "encoded as text; set "
+            )
+            text += (
+                "--prompts.special-tokens keep if the chat template is already applied to "
+                "these prompts."
+            )
             log.warning(text, row, prompt.id, token)
             break
         check_lengths(data, policy, config)
         if not config.environment.names:
             return
-        # a conversation with the longest prompt and the longest replies may outgrow the model's context
+        # a conversation with the longest prompt and the longest replies may outgrow the model's
+        # context
         turns, reply = config.environment.turns, config.environment.max_reply_tokens
         longest = max(data.all_prompts(), key=lambda prompt: len(str(prompt.inputs)), default=None)
         prompt_tokens = 0 if longest is None else len(policy.encode(longest))
@@ -128,9 +138,12 @@ class TextModality(Modality):
                 tokens,
             )
             log.warning(
-                "conversations may outgrow the model's context of %d tokens: a prompt of %d, %d of the policy "
-                "(rollout.max_new_tokens) and %d replies of %d (environment.max_reply_tokens) make %d, without those "
-                "of the template. One that does ends before the turn that does not fit (turns/context_full_count). "
+                "conversations may outgrow the model's context of %d tokens: a prompt of %d, %d of "
+                "the policy "
+                "(rollout.max_new_tokens) and %d replies of %d (environment.max_reply_tokens) make "
+                "%d, without those "
+                "of the template. One that does ends before the turn that does not fit "
+                "(turns/context_full_count). "
                 "Lower --environment.turns or --environment.max-reply-tokens.",
                 *numbers,
             )
@@ -165,7 +178,8 @@ TextPolicy.modality = TEXT
 
 
 def check_lengths(source: Any, policy: TextPolicy, config: Config) -> None:
-    """Refuse data with a prompt that the model's context cannot hold, or a text where tools need a conversation."""
+    """Refuse data with a prompt that the model's context cannot hold, or a text where tools need a
+    conversation."""
     added = TEMPLATE_TOKENS
     if policy.chat.tools:
         added += len(

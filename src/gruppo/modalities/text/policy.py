@@ -77,10 +77,12 @@ class TextPolicy(
     DescriptionMixin,
     MemoryMixin,
 ):
-    """Samples completions and evaluates them under the same distribution, temperature, top-k and top-p included.
+    """Samples completions and evaluates them under the same distribution, temperature, top-k and
+    top-p included.
 
-    ``module`` holds the master weights that an optimizer trains; ``compute_module`` is the module itself or a bfloat16
-    copy that follows it. Dropout is off in both, since sampled and scored rows must come from one network.
+    ``module`` holds the master weights that an optimizer trains; ``compute_module`` is the module
+    itself or a bfloat16 copy that follows it. Dropout is off in both, since sampled and scored rows
+    must come from one network.
     """
 
     likelihood_outputs = frozenset({"entropy", "entropy_value", "values"})
@@ -114,7 +116,8 @@ class TextPolicy(
         self.compute_in(compute_dtype)
         self.tools_of: ToolsOf = lambda prompt: ()
         self.value_head: nn.Module | None = None
-        """Features [N, F] to values [N]; not part of ``module``, so that saves, copies and references lack it."""
+        """Features [N, F] to values [N]; not part of ``module``, so that saves, copies and
+        references lack it."""
 
     def compute_in(self, dtype: torch.dtype) -> None:
         """Set the compute dtype, in place; the copy is made anew if one is needed."""
@@ -149,7 +152,8 @@ class TextPolicy(
         self.is_recomputed = recompute_layers(self.module, self.compute_module)
 
     def at(self, module: nn.Module) -> TextPolicy:
-        """Return this policy over other weights of the same kind, without a copy or value head: a reference."""
+        """Return this policy over other weights of the same kind, without a copy or value head: a
+        reference."""
         other = copy.copy(self)
         other.module, other.backbone = module.eval(), replace(self.backbone, module=module)
         other.copy = other.value_head = None
@@ -161,13 +165,15 @@ class TextPolicy(
 
     @torch.no_grad()
     def feature_width(self) -> int:
-        """Features at each position that a value head reads; the logits of a model that cannot be split."""
+        """Features at each position that a value head reads; the logits of a model that cannot be
+        split."""
         return self.backbone.features(
             torch.zeros(1, 2, dtype=torch.long, device=self.device)
         ).shape[-1]
 
     def refresh(self, *, force: bool = False) -> None:
-        """Turn dropout off and update the copy, whatever was done to the module since the last call."""
+        """Turn dropout off and update the copy, whatever was done to the module since the last
+        call."""
         self.module.eval()
         self.backbone.module.eval()
         self.forced_refreshes += force
@@ -211,7 +217,8 @@ class TextPolicy(
         shared = "the prompt with every row" if is_padded else "a group's prompt once"
         replies = "; and the environment's replies" if config.environment.names else ""
         return [
-            f"prompts     {mean:.0f} tokens on average, at most {max(lengths)}; measured on {measured}",
+            f"prompts     {mean:.0f} tokens on average, at most {max(lengths)}; measured on "
+            f"{measured}",
             f"sampled     at most {rows * new:,} tokens per step, {new} per row",
             f"trained on  at most {trained:,.0f} tokens per epoch, {shared}{replies}",
         ]
@@ -265,8 +272,10 @@ class TextPolicy(
         )
         if tools is not None and self.chat.can_chat and (what := rewritten(self.chat)):
             log.info(
-                "the model's chat template %s. Each turn is trained on as it was sampled, and stays so in its "
-                "conversation; a server that renders the conversation again shows the model another one.",
+                "the model's chat template %s. Each turn is trained on as it was sampled, and "
+                "stays so in its "
+                "conversation; a server that renders the conversation again shows the model "
+                "another one.",
                 what,
             )
 
@@ -275,8 +284,14 @@ class TextPolicy(
 
     def check_prompt(self, prompt: Prompt, sampling: Sampling) -> str | None:
         if isinstance(prompt.inputs, str) and self.tools_of(prompt):
-            problem = f"prompt {prompt.id!r} is a text, and tools need a conversation, into which the chat template"
-            return f'{problem} writes them. Give a list of messages, such as [{{"role": "user", "content": ...}}].'
+            problem = (
+                f"prompt {prompt.id!r} is a text, and tools need a conversation, into which "
+                f"the chat template"
+            )
+            return (
+                f"{problem} writes them. Give a list of messages, such as "
+                f'[{{"role": "user", "content": ...}}].'
+            )
         if self.chat.special_tokens == "refuse" and (
             token := self.chat.special_token_in(prompt.inputs)
         ):
@@ -284,11 +299,18 @@ class TextPolicy(
         new = sampling.max_actions
         if self.context is None or (tokens := len(self.encode(prompt))) + new <= self.context:
             return None
-        problem = f"prompt {prompt.id!r} has {tokens} tokens, and {new} new ones make {tokens + new}; the model's"
-        return f"{problem} context holds {self.context}. Shorten or remove it, or lower --rollout.max-new-tokens."
+        problem = (
+            f"prompt {prompt.id!r} has {tokens} tokens, and {new} new ones make "
+            f"{tokens + new}; the model's"
+        )
+        return (
+            f"{problem} context holds {self.context}. Shorten or remove it, or lower "
+            f"--rollout.max-new-tokens."
+        )
 
     def sample(self, requests: Sequence[Request], sampling: Sampling, *, seed: int) -> Rollouts:
-        """Sample ``request.size`` completions of each prompt; randomness depends on (seed, draw, sample, position)."""
+        """Sample ``request.size`` completions of each prompt; randomness depends on (seed, draw,
+        sample, position)."""
         self.refresh()
         return self.sample_with(
             partial(generate_locally, self), requests, sampling, seed=seed, batch_rows=BATCH_ROWS
@@ -303,7 +325,8 @@ class TextPolicy(
         seed: int,
         batch_rows: int = sys.maxsize,
     ) -> Rollouts:
-        """``sample``, with tokens from ``generate``, which is called with at most ``batch_rows`` rows."""
+        """``sample``, with tokens from ``generate``, which is called with at most ``batch_rows``
+        rows."""
         if not requests or any(request.size < 1 for request in requests):
             raise ValueError("sample needs at least one request, each of size 1 or more.")
         prompts, batches = dict[tuple[str, int], Prompt](), [list[Request]()]
@@ -312,8 +335,9 @@ class TextPolicy(
             if why := self.check_prompt(prompt, sampling):
                 raise GruppoError(why)
             if prompts.setdefault((prompt.id, prompt.draw), prompt).inputs != prompt.inputs:
-                raise GruppoError(f"""two different prompts have the id {prompt.id!r} and the draw {prompt.draw}; their
-                    rows would become one group. Give each prompt an id of its own.""")
+                raise GruppoError(f"""two different prompts have the id {prompt.id!r} and the draw
+                    {prompt.draw}; their rows would become one group. Give each prompt an id of its
+                    own.""")
             # a group stays whole: its rows share the keys of their prompt
             if batches[-1] and sum(r.size for r in batches[-1]) + request.size > batch_rows:
                 batches.append([])
@@ -348,7 +372,8 @@ class TextPolicy(
     def completion(
         self, ids: Sequence[int], text: str, inputs: Any, tools: Tools, stop: Sequence[str]
     ) -> Any:
-        """What these sampled ids say, in the form of what they answer: a text or a list of one message."""
+        """What these sampled ids say, in the form of what they answer: a text or a list of one
+        message."""
         if isinstance(inputs, str):
             return text
         return [self.chat.answer(ids, text, inputs, tools, stop)]
@@ -362,12 +387,14 @@ class TextPolicy(
         seed: int,
         max_reply_tokens: int = 256,
     ) -> Rollouts:
-        """Append replies (a text or messages, by row) and a further turn of the policy; other rows stay as they are.
+        """Append replies (a text or messages, by row) and a further turn of the policy; other rows
+        stay as they are.
 
-        A reply's tokens are columns whose mask is False. ``sampling.max_actions`` counts all tokens that the policy
-        samples in a row. ``rollouts.per_row`` needs the entries that ``gruppo.environments.converse`` adds: "sample",
-        the row's number in its group, "text", its last turn, "environment_failure", "context_full" and "reencoded".
-        Histories are not read again where ``sample`` or the last call has kept their keys and values ("kept").
+        A reply's tokens are columns whose mask is False. ``sampling.max_actions`` counts all tokens
+        that the policy samples in a row. ``rollouts.per_row`` needs the entries that
+        ``gruppo.environments.converse`` adds: "sample", the row's number in its group, "text", its
+        last turn, "environment_failure", "context_full" and "reencoded". Histories are not read
+        again where ``sample`` or the last call has kept their keys and values ("kept").
         """
         self.refresh()
         options = {"seed": seed, "max_reply_tokens": max_reply_tokens, "batch_rows": BATCH_ROWS}
@@ -386,7 +413,8 @@ class TextPolicy(
         max_reply_tokens: int = 256,
         batch_rows: int = sys.maxsize,
     ) -> Rollouts:
-        """``continue_rollouts``, with tokens from ``generate``, which is called with at most ``batch_rows`` rows."""
+        """``continue_rollouts``, with tokens from ``generate``, which is called with at most
+        ``batch_rows`` rows."""
         rollouts, turns = next_turns(self, rollouts, replies, sampling, max_reply_tokens)
         for start in range(0, len(turns), batch_rows):
             rollouts = append_turns(
@@ -408,8 +436,8 @@ class TextPolicy(
     def served_config(self) -> dict[str, Any]:
         if self.backbone.is_plain:
             raise GruppoError(
-                f"""a {type(self.module).__name__} of gruppo.from_module cannot be loaded by a server; it
-                    needs to be a Hugging Face model""",
+                f"""a {type(self.module).__name__} of gruppo.from_module cannot be loaded by a
+                    server; it needs to be a Hugging Face model""",
                 advice="Leave $engine out",
             )
         dtype, module = str(self.compute_dtype).removeprefix("torch."), cast(Any, self.module)
@@ -429,7 +457,8 @@ class TextPolicy(
     ) -> list[MicroBatch]:
         """Split into micro-batches of at most ``budget`` tokens, prompts and padding included.
 
-        Where a prompt is read once for its group, rows of a group stay together; otherwise rows of like length do.
+        Where a prompt is read once for its group, rows of a group stay together; otherwise rows of
+        like length do.
         """
         prompt_lengths = torch.tensor([len(ids) for ids in rollouts.shared["prompt_ids"]])[
             rollouts.group_ids
@@ -446,14 +475,16 @@ class TextPolicy(
     def likelihood(
         self, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs = ()
     ) -> Likelihood:
-        """Log-probabilities at the sampling temperature, top-k and top-p of the rollouts; 0 where mask is False.
+        """Log-probabilities at the sampling temperature, top-k and top-p of the rollouts; 0 where
+        mask is False.
 
         "values" come from ``value_head`` in the same forward.
         """
         rows = micro_batch.rows
         if (rollouts.temperature[rows] <= 0).any():
             raise GruppoError(
-                "these rollouts are greedy (temperature 0), with no density to learn from. Sample at 1."
+                "these rollouts are greedy (temperature 0), with no density to learn from. Sample "
+                "at 1."
             )
         top_k, top_p = (
             rollouts.per_row["top_k"][rows].unique(),
@@ -493,7 +524,8 @@ class TextPolicy(
     def _action_features(
         self, rollouts: Rollouts, micro_batch: MicroBatch
     ) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """Features [N, F] at the position before each action, its row and column, and both of them on the device."""
+        """Features [N, F] at the position before each action, its row and column, and both of them
+        on the device."""
         self.refresh()
         rows = micro_batch.rows
         mask = micro_batch.of(rollouts.mask)  # [b, t]
@@ -515,20 +547,26 @@ class TextPolicy(
         try:
             ids, _, _ = demonstrate(self.chat, prompt.inputs, prompt.target, self.tools_of(prompt))
             if not ids:
-                return f"prompt {prompt.id!r} has no target to learn from: it is {prompt.target!r}. Give it one."
+                return (
+                    f"prompt {prompt.id!r} has no target to learn from: it is "
+                    f"{prompt.target!r}. Give it one."
+                )
             tokens = len(self.encode(prompt)) + len(ids)
         except GruppoError as error:
             return f"prompt {prompt.id!r}: {error}"
         if self.context is None or tokens <= self.context:
             return None
-        problem = f"prompt {prompt.id!r} and its target have {tokens} tokens; the model's context holds {self.context}"
+        problem = (
+            f"prompt {prompt.id!r} and its target have {tokens} tokens; the model's context "
+            f"holds {self.context}"
+        )
         return f"{problem}. Shorten or remove it."
 
     def demonstrations(self, prompts: Sequence[Prompt], *, seed: int) -> Rollouts:
         """Each prompt with its target as completion, as the policy would write and end it.
 
-        A target may be a conversation: what the policy only reads there is not in ``mask``. There was no sampler:
-        ``sampler_logprobs`` are 0.
+        A target may be a conversation: what the policy only reads there is not in ``mask``. There
+        was no sampler: ``sampler_logprobs`` are 0.
         """
         for prompt in prompts:
             if why := self.check_demonstration(prompt):
@@ -584,5 +622,6 @@ def _rollouts(
 def _scatter(
     values: Float[Tensor, "N"], place: tuple[Tensor, Tensor], shape: Sequence[int]
 ) -> Float[Tensor, "b t"]:
-    """Put one value per action at its row and column, 0 elsewhere. A boolean mask would wait for the GPU."""
+    """Put one value per action at its row and column, 0 elsewhere. A boolean mask would wait for
+    the GPU."""
     return torch.zeros(shape, dtype=values.dtype, device=values.device).index_put(place, values)

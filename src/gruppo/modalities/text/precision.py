@@ -14,8 +14,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from gruppo.platforms import cache_bytes
 
 PIECE = cache_bytes()[0] // 8
-"""Numbers of a gradient that are added at once: torch adds another dtype by way of a copy, which then fills half the
-cache of a core. A gradient of 49,152 x 576 takes 18 ms in place of 74 ms on one core of a Zen 4."""
+"""Numbers of a gradient that are added at once: torch adds another dtype by way of a copy, which
+then fills half the cache of a core. A gradient of 49,152 x 576 takes 18 ms in place of 74 ms on one
+core of a Zen 4."""
 _optimizer_steps = 0
 
 
@@ -32,10 +33,11 @@ register_optimizer_step_post_hook(
 class ComputeCopy:
     """A copy of a module's parameters in another dtype that follows the master.
 
-    Frozen parameters of that dtype, such as the base of an adapter, and those in 4 bits are shared, not copied. Weights
-    are cast once per update, not once per forward. Each gradient is added to that of the float32 master as soon as it
-    is complete, so that micro-batches do not round each other's gradients away. Buffers keep their dtype: rotary
-    frequencies in bfloat16 would change the model.
+    Frozen parameters of that dtype, such as the base of an adapter, and those in 4 bits are shared,
+    not copied. Weights are cast once per update, not once per forward. Each gradient is added to
+    that of the float32 master as soon as it is complete, so that micro-batches do not round each
+    other's gradients away. Buffers keep their dtype: rotary frequencies in bfloat16 would change
+    the model.
     """
 
     def __init__(self, master: nn.Module, dtype: torch.dtype) -> None:
@@ -56,7 +58,8 @@ class ComputeCopy:
         self.seen = weight_versions(self.owners)
 
     def refresh(self, *, force: bool = False) -> None:
-        """Cast the weights again if an in-place operation or an optimizer may have changed them, or with ``force``."""
+        """Cast the weights again if an in-place operation or an optimizer may have changed them, or
+        with ``force``."""
         versions = weight_versions(self.owners)
         if force or versions != self.seen:
             with torch.no_grad():
@@ -66,7 +69,8 @@ class ComputeCopy:
 
 
 def weight_versions(tensors: Iterable[Tensor]) -> list[int]:
-    """Numbers that change when an in-place operation or an optimizer may have changed one of the tensors."""
+    """Numbers that change when an in-place operation or an optimizer may have changed one of the
+    tensors."""
     return [_optimizer_steps, *(tensor._version for tensor in tensors)]
 
 
@@ -86,9 +90,11 @@ def _add_gradient(owner: nn.Parameter, parameter: Tensor) -> None:
 
 
 def faster_dtype(width: int, *, rows: int = 256, device: torch.device | str = "cpu") -> torch.dtype:
-    """bfloat16 where a product of ``rows`` by ``width`` with a 4x wider layer is 1.2 times as fast, else float32.
+    """bfloat16 where a product of ``rows`` by ``width`` with a 4x wider layer is 1.2 times as fast,
+    else float32.
 
-    The two are timed in turn and their best times compared: other load on the machine can only slow them down.
+    The two are timed in turn and their best times compared: other load on the machine can only slow
+    them down.
     """
     best = {torch.float32: float("inf"), torch.bfloat16: float("inf")}
     inputs = {

@@ -17,10 +17,12 @@ log = logging.getLogger("gruppo")
 
 
 class StaticDecoding(LayeredDecoding):
-    """``LayeredDecoding`` whose step reads and writes the same buffers each time, all cells of the grid included.
+    """``LayeredDecoding`` whose step reads and writes the same buffers each time, all cells of the
+    grid included.
 
-    The column to write is a number on the device, and columns that are not written yet are masked. Buffers change their
-    sizes when they are full, and when half of the grid is empty; the next step is then recorded anew.
+    The column to write is a number on the device, and columns that are not written yet are masked.
+    Buffers change their sizes when they are full, and when half of the grid is empty; the next step
+    is then recorded anew.
     """
 
     columns = 128
@@ -45,7 +47,8 @@ class StaticDecoding(LayeredDecoding):
         self.written += 1
 
     def _run(self) -> Float[Tensor, "cells V"]:
-        """Logits of all cells; nothing here depends on a number that the host knows and that changes."""
+        """Logits of all cells; nothing here depends on a number that the host knows and that
+        changes."""
         width = self.suffixes[0].shape[2]
         columns = torch.arange(width, device=self.column.device)
         hidden = (columns > self.column) | (columns < self.first[:, None])
@@ -55,11 +58,13 @@ class StaticDecoding(LayeredDecoding):
 
 @dataclass(eq=False)
 class Graph:
-    """A step as one CUDA graph: run plainly at the first call, recorded at the second, replayed from then on.
+    """A step as one CUDA graph: run plainly at the first call, recorded at the second, replayed
+    from then on.
 
-    The step reads and writes buffers that stay where they are. Elsewhere than on CUDA, or if recording fails (with one
-    warning), each call runs it plainly. The step is not kept: it belongs to the decoding that owns the graph, and a
-    cycle of references would keep all buffers until Python's collector runs.
+    The step reads and writes buffers that stay where they are. Elsewhere than on CUDA, or if
+    recording fails (with one warning), each call runs it plainly. The step is not kept: it belongs
+    to the decoding that owns the graph, and a cycle of references would keep all buffers until
+    Python's collector runs.
     """
 
     has_failed: ClassVar = False

@@ -1,4 +1,5 @@
-"""Tool calls in what a model wrote: the formats of the model families in use, read into messages."""
+"""Tool calls in what a model wrote: the formats of the model families in use, read into
+messages."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 Read = Callable[[str, int], tuple[Any, int]]
-"""Reads a value from a position of a text, and returns it with the position behind it; ValueError if it cannot."""
+"""Reads a value from a position of a text, and returns it with the position behind it; ValueError
+if it cannot."""
 
 
 def _refuse_constant(name: str) -> Any:
@@ -198,7 +200,8 @@ FORMATS: dict[str, ToolFormat] = {
         "<|python_tag|>", r"(?:<\|python_tag\|>|;)?\s{0,9}(?=\{\s*\"(?:type|name|function)\"\s*:)"
     ),
 }
-"""Formats by the families that use them. A template has the first that reads back what it writes."""
+"""Formats by the families that use them. A template has the first that reads back what it
+writes."""
 
 REASONING = {
     "<think>": "</think>",
@@ -213,7 +216,8 @@ REASONING = {
 
 
 def split_reasoning(text: str, begun: str) -> tuple[str, str]:
-    """Reasoning and the rest of a turn; ``begun`` is the beginning that the template has written of it."""
+    """Reasoning and the rest of a turn; ``begun`` is the beginning that the template has written of
+    it."""
     for opening, closing in REASONING.items():
         at = begun.rfind(opening)
         if (at < 0 or closing in begun[at:]) and not text.lstrip().startswith(opening):
@@ -226,7 +230,8 @@ def split_reasoning(text: str, begun: str) -> tuple[str, str]:
 def read_calls(
     text: str, form: ToolFormat, tools: Sequence[Mapping[str, Any]]
 ) -> tuple[str, list[dict[str, Any]]]:
-    """What a text says beside its calls, and the calls; ValueError says why one that was begun cannot be read."""
+    """What a text says beside its calls, and the calls; ValueError says why one that was begun
+    cannot be read."""
     begin, end, at = re.compile(form.begin), re.compile(form.end), 0
     parts, calls = list[str](), list[dict[str, Any]]()
     while (found := begin.search(text, at)) is not None:
@@ -250,7 +255,8 @@ def read_calls(
 
 
 def call_of(value: Any, tools: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-    """A call in the form of messages. Arguments that are texts of tags get the types of their tool's schema."""
+    """A call in the form of messages. Arguments that are texts of tags get the types of their
+    tool's schema."""
     function = value.get("function", value) if isinstance(value, Mapping) else value
     if isinstance(function, str):
         function = {**value, "name": function}
@@ -275,7 +281,8 @@ def call_of(value: Any, tools: Sequence[Mapping[str, Any]] = ()) -> dict[str, An
         key: _typed(item, schemas[key]) if key in schemas else item
         for key, item in arguments.items()
     }
-    try:  # half a surrogate pair, or a value that JSON does not have, would fail where rows are written
+    # half a surrogate pair, or a value that JSON does not have, would fail where rows are written
+    try:
         json.dumps([name, arguments], ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"its arguments cannot be written as JSON: {error}") from None

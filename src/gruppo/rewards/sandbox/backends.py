@@ -39,7 +39,8 @@ def report(*line):
 signal.setitimer(signal.ITIMER_REAL, request["case_s"])
 run_calls(request, request["first"], report)
 """
-"""Runs on the server: results are lines of standard output, and an alarm that nobody handles ends a case."""
+"""Runs on the server: results are lines of standard output, and an alarm that nobody handles ends a
+case."""
 
 
 def choose_sandbox(
@@ -49,8 +50,9 @@ def choose_sandbox(
 ) -> Callable[[], Sandbox]:
     """Return a function that opens a sandbox; raise GruppoError where programs do not run in it.
 
-    ``sandbox``: empty for the jail; the URL of a SandboxFusion server; a command that starts Python in a container,
-    with the jail inside; or a function of the limits that returns an object with the methods of ``Sandbox``.
+    ``sandbox``: empty for the jail; the URL of a SandboxFusion server; a command that starts Python
+    in a container, with the jail inside; or a function of the limits that returns an object with
+    the methods of ``Sandbox``.
     """
     if isinstance(sandbox, str) and not sandbox.startswith(("http://", "https://")):
         command = tuple(shlex.split(sandbox))
@@ -105,7 +107,8 @@ class SandboxFusion:
         entry: str | None = None,
         room: int = 0,
     ) -> list[CaseResult]:
-        """As ``Jail.calls``: one process for all cases, and a new one after a case that ended it."""
+        """As ``Jail.calls``: one process for all cases, and a new one after a case that ended
+        it."""
         results, used_s, left = list[dict[str, str]](), 0.0, base_room(len(cases)) + room
         request: dict[str, Any] = {
             "program": program,

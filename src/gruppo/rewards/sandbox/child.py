@@ -31,7 +31,8 @@ from .program import (
 
 TICK_S = 0.02
 WALL_FACTOR = 10
-"""Seconds on the clock for each of the limit: a right program is ended only where it gets a tenth of a processor."""
+"""Seconds on the clock for each of the limit: a right program is ended only where it gets a tenth
+of a processor."""
 MOST_THREADS = 64
 ASKER = 0  # the supervisor's standard input: the trainer holds its other end
 _CHUNK = 1 << 16
@@ -39,7 +40,8 @@ _CHUNK = 1 << 16
 
 @dataclass(frozen=True)
 class Meter:
-    """Seconds of CPU, idle and wall-clock time. Idle: asleep, neither running nor waiting for a processor."""
+    """Seconds of CPU, idle and wall-clock time. Idle: asleep, neither running nor waiting for a
+    processor."""
 
     cpu_s: float = 0.0
     idle_s: float = 0.0
@@ -81,7 +83,8 @@ class Child:
     _is_new_case: bool = False
 
     def watch(self, case_s: float, program_s: float, used: Meter) -> Meter:
-        """Wait for the end, or kill it. Returns its time plus ``used``, the time of earlier processes of the program.
+        """Wait for the end, or kill it. Returns its time plus ``used``, the time of earlier
+        processes of the program.
 
         Seconds of the processor, or asleep: ``case_s`` for a case, ``program_s`` for all of them.
         """
@@ -133,7 +136,8 @@ class Child:
         return self._spent.plus(used)
 
     def _take(self, fd: int, chunk: bytes) -> None:
-        """Collect printed text and reports: the first line of each case that has the nonce. In linear time."""
+        """Collect printed text and reports: the first line of each case that has the nonce. In
+        linear time."""
         if self.end_reason == "output":
             return
         if fd == self.output:
@@ -161,9 +165,11 @@ class Child:
         self._unread, self._is_new_case = 0, True
 
     def _measure(self) -> None:
-        """Add the time since the last call. The CPU clock of an ended process can be read until it is waited for.
+        """Add the time since the last call. The CPU clock of an ended process can be read until it
+        is waited for.
 
-        Time in which a thread, or this process, waits for a processor is not idle, for the machine is busy.
+        Time in which a thread, or this process, waits for a processor is not idle, for the machine
+        is busy.
         """
         cpu_s = time.clock_gettime((~self.pid << 3) | 2)
         wall_s, delays = time.monotonic() - self._began, dict[str, float]()
@@ -190,7 +196,8 @@ class Child:
 
 
 def start(request: Mapping[str, Any], first: int, room: int, lockdown: Lockdown) -> Child:
-    """Fork a process that confines itself and runs the program's cases from ``first`` on; a script runs one."""
+    """Fork a process that confines itself and runs the program's cases from ``first`` on; a script
+    runs one."""
     nonce, is_script = secrets.token_hex(16), request["kind"] == "script"
     channel, reports = os.pipe()
     listener, sender = _socket.socketpair()
@@ -209,7 +216,8 @@ def start(request: Mapping[str, Any], first: int, room: int, lockdown: Lockdown)
             report = partial(write_report, nonce)
             try:
                 lockdown.watch_threads(sender)
-                # Descriptors 0 to 3 are the child's own, ``rules`` is for its lockdown, and no other is open.
+                # Descriptors 0 to 3 are the child's own, ``rules`` is for its lockdown, and no
+                # other is open.
                 null = os.open(os.devnull, os.O_RDWR)
                 sources = [reads or null, prints or null, null, reports]
                 copies = [

@@ -49,7 +49,8 @@ from sandbox.supervisor import main
 sys.path.pop()
 main(**settings)
 """
-# In a container, the first interpreter starts a second one, which has no environment, fixed hashes and no site.
+# In a container, the first interpreter starts a second one, which has no environment, fixed hashes
+# and no site.
 _CONTAINED = f"""
 import json, os, sys
 settings = json.loads(sys.argv[2]) | {{"folders": [path for path in sys.path if path.endswith("-packages")]}}
@@ -88,10 +89,12 @@ def sources(*modules: str) -> bytes:
 
 
 class Jail(AbstractContextManager["Jail"]):
-    """A bare interpreter that runs programs one after another, each in a confined process. A context manager.
+    """A bare interpreter that runs programs one after another, each in a confined process. A
+    context manager.
 
-    ``command``: starts a Python interpreter in a container of the user's, with the same jail inside. ``packages``: what
-    programs may import beside the standard library. Raises SandboxError where it cannot be used.
+    ``command``: starts a Python interpreter in a container of the user's, with the same jail
+    inside. ``packages``: what programs may import beside the standard library. Raises SandboxError
+    where it cannot be used.
     """
 
     def __init__(
@@ -143,7 +146,8 @@ class Jail(AbstractContextManager["Jail"]):
             raise
 
     def end(self) -> None:
-        """Kill the interpreter and a program that still runs; pending requests raise SandboxError."""
+        """Kill the interpreter and a program that still runs; pending requests raise
+        SandboxError."""
         if self._is_contained:  # its command passes the signal on, and may have to clean up
             self._process.terminate()
         else:
@@ -175,8 +179,8 @@ class Jail(AbstractContextManager["Jail"]):
     ) -> list[CaseResult]:
         """Evaluate the expressions of each case in the program's namespace, after ``setup``.
 
-        All cases share one process, as a row of asserts does; after one that ended the process, a new one goes on with
-        the next.
+        All cases share one process, as a row of asserts does; after one that ended the process, a
+        new one goes on with the next.
         """
         results = self._run(
             room, kind="calls", program=program, cases=[*map(list, cases)], setup=setup, entry=entry
@@ -184,7 +188,8 @@ class Jail(AbstractContextManager["Jail"]):
         return decode_values(results, cases, room)
 
     def script(self, program: str, inputs: Sequence[str], *, room: int = 0) -> list[CaseResult]:
-        """Run the program with each standard input, in a new process each; the value is the printed text."""
+        """Run the program with each standard input, in a new process each; the value is the printed
+        text."""
         return self._run(room, kind="script", program=program, cases=list(inputs))
 
     def _run(self, room: int, **request: Any) -> list[CaseResult]:
@@ -289,13 +294,15 @@ def require_jail(command: tuple[str, ...] = (), packages: tuple[str, ...] = ()) 
     """Raise GruppoError unless the jail holds on this machine."""
     problem = probe(command, packages)
     if problem is not None and command:
-        raise GruppoError(f"""code that a model wrote is not run by {shlex.join(command)}: {problem}. The command has to
-            start a Python 3.11 or later whose standard input and output are this process's, as in podman run --rm -i
-            --network none IMAGE python3; see docs/guides/code.md.""")
+        raise GruppoError(f"""code that a model wrote is not run by {shlex.join(command)}:
+            {problem}. The command has to start a Python 3.11 or later whose standard input and
+            output are this process's, as in podman run --rm -i --network none IMAGE python3; see
+            docs/guides/code.md.""")
     if problem is not None:
         raise GruppoError(
             f"""code that a model wrote is not run here: {problem}. The jail needs Linux 5.13 or
-                    later with Landlock and seccomp, on x86-64 or ARM; in a container, a seccomp profile that allows both""",
+                later with Landlock and seccomp, on x86-64 or ARM; in a container, a seccomp profile
+                that allows both""",
             advice="""Run there, name another sandbox
                     ($reward code_tests:sandbox=...), or score code with your own reward ($reward
                     file.py:function)""",

@@ -1,7 +1,8 @@
-"""Irrevocable confinement of a process and its threads: files, network, other processes, memory. Linux only.
+"""Irrevocable confinement of a process and its threads: files, network, other processes, memory.
+Linux only.
 
-Layers, each of which holds by itself: no new rights (prctl), no capabilities, limits of resources, Landlock for what
-can be opened, and a seccomp filter for the system calls that may be made at all.
+Layers, each of which holds by itself: no new rights (prctl), no capabilities, limits of resources,
+Landlock for what can be opened, and a seccomp filter for the system calls that may be made at all.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ libc = ctypes.CDLL(None, use_errno=True)
 class Lockdown:
     """Landlock rules for the files that programs may read; ``apply`` confines the calling process.
 
-    ``is_contained``: a container protects the files too, so that Landlock may be missing, as it is in gVisor.
-    ``packages``: imported modules that programs may use.
+    ``is_contained``: a container protects the files too, so that Landlock may be missing, as it is
+    in gVisor. ``packages``: imported modules that programs may use.
     """
 
     def __init__(self, *, is_contained: bool = False, packages: Sequence[ModuleType] = ()) -> None:
@@ -70,7 +71,8 @@ class Lockdown:
                 raise
             self.abi = 0
             return
-        # Handle all that this Landlock knows, so that all of it is denied: files, TCP, abstract sockets and signals.
+        # Handle all that this Landlock knows, so that all of it is denied: files, TCP, abstract
+        # sockets and signals.
         rights = max(count for version, count in _FILE_RIGHTS_OF_ABI if self.abi >= version)
         handled = [
             (1 << rights) - 1,
@@ -102,7 +104,8 @@ class Lockdown:
     def watch_threads(self, sender: _socket.socket) -> None:
         """Make this process ask before each new thread; send the descriptor for ``answer_clone``.
 
-        Nothing is sent where there is none: in gVisor, or in a container whose runtime listens itself.
+        Nothing is sent where there is none: in gVisor, or in a container whose runtime listens
+        itself.
         """
         _call(libc.prctl, _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         with contextlib.suppress(OSError):
@@ -114,7 +117,8 @@ class Lockdown:
             )
 
     def apply(self, *, memory: int, cpu_s: int) -> None:
-        """Confine this process. ``memory``: bytes of address space. ``cpu_s``: a last limit, for all its cases."""
+        """Confine this process. ``memory``: bytes of address space. ``cpu_s``: a last limit, for
+        all its cases."""
         pid = os.getpid()
         _call(libc.prctl, _PR_SET_DUMPABLE, 0, 0, 0, 0)
         limits = {
@@ -155,7 +159,8 @@ def die_with(parent: int) -> None:
 
 
 def answer_clone(listener: int, *, is_allowed: bool) -> None:
-    """Answer a process that asks for a thread; without one, it gets EAGAIN, as at the limit of a user."""
+    """Answer a process that asks for a thread; without one, it gets EAGAIN, as at the limit of a
+    user."""
     request = bytearray(80)
     with contextlib.suppress(OSError):  # who asked was killed
         fcntl.ioctl(listener, _RECEIVE, request)
@@ -183,7 +188,8 @@ def _call(function: Any, *arguments: int | ctypes.Array | None) -> int:
 
 
 def _readable(packages: Sequence[ModuleType]) -> Iterator[Path]:
-    """Yield the standard library without site-packages, packages, and shared libraries file by file."""
+    """Yield the standard library without site-packages, packages, and shared libraries file by
+    file."""
     for package in packages:
         yield from map(Path, getattr(package, "__path__", [package.__file__]))
     roots = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")}
@@ -204,7 +210,8 @@ def _instruction(code: int, number: int, if_true: int = 0, if_false: int = 0) ->
 
 
 def _filter(machine: str) -> bytes:
-    """Assemble the BPF program of seccomp: system calls are allowed, allowed for some arguments, or refused."""
+    """Assemble the BPF program of seccomp: system calls are allowed, allowed for some arguments, or
+    refused."""
     line = _instruction
     refused = line(_RETURN, _ERRNO | errno.EPERM)
     lines = [

@@ -28,23 +28,27 @@ class NotPlain(Exception):
 
 
 def encode(value: Any) -> str:
-    """One line of ASCII of None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset and dict, nested.
+    """One line of ASCII of None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset
+    and dict, nested.
 
-    An instance of a subclass (Counter, a named tuple, an IntEnum) is read as its base class, by methods of the base
-    class: its own ``__eq__`` or ``__repr__`` is never called. Anything else raises NotPlain.
+    An instance of a subclass (Counter, a named tuple, an IntEnum) is read as its base class, by
+    methods of the base class: its own ``__eq__`` or ``__repr__`` is never called. Anything else
+    raises NotPlain.
     """
     return json.dumps(_to_json(value, 0))
 
 
 @dataclass
 class NodeBudget:
-    """Values, items and keys that may still be decoded: a short text can have millions, which fill the memory."""
+    """Values, items and keys that may still be decoded: a short text can have millions, which fill
+    the memory."""
 
     left: int
 
 
 def decode(line: str, budget: NodeBudget | None = None) -> Any:
-    """Inverse of ``encode``; raises NotPlain for any other text, which a program may have forged."""
+    """Inverse of ``encode``; raises NotPlain for any other text, which a program may have
+    forged."""
     try:
         return _from_json(json.loads(line), 0, budget or NodeBudget(len(line)))
     except (ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:

@@ -19,7 +19,8 @@ from .plain_data import encode
 
 CHANNEL = 3  # descriptor that results go to, one line each
 LOCKED, LOADING = -2, -1
-"""Case numbers of the reports that the process is confined, and that the program's top level has run."""
+"""Case numbers of the reports that the process is confined, and that the program's top level has
+run."""
 _LONGEST_MESSAGE = 300
 _LINE = re.compile(rb"(-?[0-9]{1,6}) ([ve]) (.*)", re.DOTALL)
 NOT_RUN = {"status": "not_run", "message": "the program's time was used up before this case"}
@@ -32,8 +33,9 @@ def write_report(
 ) -> None:
     """Write a line: nonce, case, v for a value or e for an error, the text.
 
-    The nonce tells our lines from what a program may write there. A program that finds it can report what a return
-    value or an exception can, and no more: what is expected is not in this process.
+    The nonce tells our lines from what a program may write there. A program that finds it can
+    report what a return value or an exception can, and no more: what is expected is not in this
+    process.
     """
     line = f"{nonce} {case} {kind} {text}\n".encode("ascii", "backslashreplace")
     while line:
@@ -41,7 +43,8 @@ def write_report(
 
 
 def read_report(line: bytes | bytearray, nonce: str) -> tuple[int, str, str] | None:
-    """Case, kind and text of a line that has the nonce; None of any other, which the program wrote itself."""
+    """Case, kind and text of a line that has the nonce; None of any other, which the program wrote
+    itself."""
     if not line.startswith(f"{nonce} ".encode()):
         return None
     fields = _LINE.fullmatch(line, len(nonce) + 1)
@@ -58,7 +61,8 @@ def add_results(
     count: int,
     failure: dict[str, str],
 ) -> None:
-    """Append the results that a process reported. ``failure``: that of the case during which it ended, if it did."""
+    """Append the results that a process reported. ``failure``: that of the case during which it
+    ended, if it did."""
     kind, text = reports.get(LOADING, ("", ""))
     if kind != "v":  # its top level fails again each time
         failure = {"status": "error", "message": text} if kind == "e" else failure
@@ -112,7 +116,8 @@ def run_calls(request: Mapping[str, Any], first: int, report: Report) -> NoRetur
 
 
 def run_script(request: Mapping[str, Any], report: Report) -> NoReturn:
-    """Run the program with text on its standard input. Exit status 0 only where a plain Python process has it."""
+    """Run the program with text on its standard input. Exit status 0 only where a plain Python
+    process has it."""
     module = sys.modules["__main__"] = ModuleType("__main__")
     names, status = vars(module), 0
     try:
@@ -151,7 +156,8 @@ def open_streams() -> None:
 
 
 def describe(error: BaseException) -> str:
-    """Format type and message of an exception, whose ``__str__`` belongs to the program and may fail."""
+    """Format type and message of an exception, whose ``__str__`` belongs to the program and may
+    fail."""
     try:
         text = " ".join(str(error).split())
     except BaseException:

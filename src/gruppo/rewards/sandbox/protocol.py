@@ -1,4 +1,5 @@
-"""What a sandbox is: programs and cases in, plain data out. The comparison with expected values stays outside."""
+"""What a sandbox is: programs and cases in, plain data out. The comparison with expected values
+stays outside."""
 
 from __future__ import annotations
 
@@ -30,9 +31,9 @@ class SandboxLimits:
     def __post_init__(self) -> None:
         is_time = 0 < self.case_s <= 3600 and 0 < self.program_s <= 3600
         if not (is_time and _LEAST_MIB <= self.memory_mib <= _MOST_MIB):
-            raise GruppoError(f"""case_s={self.case_s:g}, program_s={self.program_s:g}, memory_mib={self.memory_mib}
-                cannot limit a program; it needs seconds above 0 and up to 3600, and {_LEAST_MIB} to {_MOST_MIB}
-                MiB.""")
+            raise GruppoError(f"""case_s={self.case_s:g}, program_s={self.program_s:g},
+                memory_mib={self.memory_mib} cannot limit a program; it needs seconds above 0 and up
+                to 3600, and {_LEAST_MIB} to {_MOST_MIB} MiB.""")
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,15 @@ class CaseResult:
     message: str = ""
     """Why there is no value; for an exception, its type and text."""
     exception: str = ""
-    """Built-in type of the exception that the case raised, or the one that its type derives from."""
+    """Built-in type of the exception that the case raised, or the one that its type derives
+    from."""
 
 
 class Sandbox(Protocol):
     """Runs programs one after another. Values are plain data of base types: see ``plain_data``.
 
-    ``room``: bytes that all values of a program may have together, beyond ``base_room``. Methods raise SandboxError
-    where the sandbox itself fails; it is closed then, and not used again.
+    ``room``: bytes that all values of a program may have together, beyond ``base_room``. Methods
+    raise SandboxError where the sandbox itself fails; it is closed then, and not used again.
     """
 
     def calls(
@@ -70,7 +72,8 @@ class Sandbox(Protocol):
         """
 
     def script(self, program: str, inputs: Sequence[str], *, room: int = 0) -> list[CaseResult]:
-        """Run the program with each standard input, in a new process each; the value is the printed text."""
+        """Run the program with each standard input, in a new process each; the value is the printed
+        text."""
 
     def end(self) -> None:
         """Stop at once; pending requests raise SandboxError. Called from another thread."""
@@ -87,7 +90,8 @@ def base_room(cases: int) -> int:
 def decode_values(
     results: Sequence[CaseResult], cases: Sequence[Sequence[str]], room: int
 ) -> list[CaseResult]:
-    """Decode the values of calls. All of them share a budget of nodes: an honest one has at most one for 4 bytes."""
+    """Decode the values of calls. All of them share a budget of nodes: an honest one has at most
+    one for 4 bytes."""
     budget, decoded = NodeBudget((1 << 14) + room // 16), []
     for result, case in zip(results, cases, strict=True):
         if result.status == "value":

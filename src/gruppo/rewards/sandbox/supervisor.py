@@ -1,8 +1,9 @@
-"""Serves requests, one per line of standard input, each in a confined child; answers are lines of standard output.
+"""Serves requests, one per line of standard input, each in a confined child; answers are lines of
+standard output.
 
-This process never runs a program itself and never reads a request: it forks a handler, which reads one, forks the
-program's children and answers. It is a bare interpreter, so that a child starts within a millisecond and finds nothing
-of the trainer, and nothing of earlier programs, in memory.
+This process never runs a program itself and never reads a request: it forks a handler, which reads
+one, forks the program's children and answers. It is a bare interpreter, so that a child starts
+within a millisecond and finds nothing of the trainer, and nothing of earlier programs, in memory.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ def main(*, packages: Sequence[str], folders: Sequence[str], is_contained: bool)
 
 
 def _serve(lockdown: Lockdown) -> None:
-    """Answer one request in a process of its own, in whose memory no program finds those before it."""
+    """Answer one request in a process of its own, in whose memory no program finds those before
+    it."""
     line = sys.stdin.buffer.readline()
     if not line:
         return

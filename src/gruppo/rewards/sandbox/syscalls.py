@@ -1,8 +1,10 @@
-"""The system calls that a jailed program may make, and their numbers; all others are refused with EPERM.
+"""The system calls that a jailed program may make, and their numbers; all others are refused with
+EPERM.
 
-Left out are those that reach outside the process: sockets that connect, new processes and programs, signals to others,
-files that are written, names that are made, changed or read as links, tracing, mounts, rights, shared memory.
-Numbers: arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h of Linux.
+Left out are those that reach outside the process: sockets that connect, new processes and programs,
+signals to others, files that are written, names that are made, changed or read as links, tracing,
+mounts, rights, shared memory. Numbers: arch/x86/entry/syscalls/syscall_64.tbl and
+include/uapi/asm-generic/unistd.h of Linux.
 """
 
 from __future__ import annotations
@@ -72,7 +74,8 @@ NUMBERS = {
 AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """The architecture, as a seccomp filter sees it (AUDIT_ARCH of linux/audit.h)."""
 ABSENT = ("clone3", "openat2")
-"""These take their arguments through a pointer, which a filter cannot read; the C library does without them."""
+"""These take their arguments through a pointer, which a filter cannot read; the C library does
+without them."""
 
 
 ANY_PID = 0x7E57C0DE

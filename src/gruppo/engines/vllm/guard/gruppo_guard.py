@@ -1,5 +1,5 @@
-"""ASGI middleware of ``gruppo serve``: every route needs the key, those that load weights too, which vLLM's own key
-leaves open. It runs in vLLM's Python, where gruppo need not be installed."""
+"""ASGI middleware of ``gruppo serve``: every route needs the key, those that load weights too,
+which vLLM's own key leaves open. It runs in vLLM's Python, where gruppo need not be installed."""
 
 import hmac
 import os
