@@ -37,7 +37,7 @@ def test_each_variant_has_the_reference_that_its_name_says(name: str, rule: str 
     check(settings)
     run, _ = build(settings, Parts())
     assert (None if run.reference is None else run.reference.rule) == rule
-    assert ("cpu" in name) == (run.reference is not None and run.reference.is_offloaded)
+    assert ("CPU" in name) == (run.reference is not None and run.reference.is_offloaded)
     assert ("LoRA" in name) == (len(run.parameters) < len(list(run.policy.module.parameters())))
 
 

@@ -14,7 +14,6 @@ from gruppo.config.checks import check_config
 from gruppo.config.schema import DistributedConfig, ReferenceConfig, Stage
 from gruppo.distributed.sharding import blocks_of, forward, gathered
 from gruppo.trainer.memory import equally_many
-from gruppo.trainer.update import move_state
 from gruppo.types import GruppoError, Sampling
 
 
@@ -59,16 +58,6 @@ def test_a_reference_kept_elsewhere_and_sharded_weights_are_refused(tmp_path, pl
         check_config(config)
 
 
-def test_moments_of_the_optimizer_move_and_its_step_count_stays():
-    parameter = nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.AdamW([parameter])
-    parameter.grad = torch.ones(3)
-    optimizer.step()
-    move_state(optimizer, torch.device("meta"))
-    devices = {name: value.device.type for name, value in optimizer.state[parameter].items()}
-    assert devices == {"step": "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
-
-
 def test_a_rank_without_any_action_is_refused_on_all_ranks(monkeypatch):
     """The other ranks would wait for its forwards."""
     policy = fakes.plain()
@@ -82,6 +71,6 @@ def test_a_rank_without_any_action_is_refused_on_all_ranks(monkeypatch):
     assert [one.is_repeat for one in equally_many(policy, rollouts, cut)] == [False, True]
     asked.clear()
     with pytest.raises(
-        GruppoError, match=r"no row of a minibatch to run.*Set --optim\.minibatches 1"
+        GruppoError, match=r"no row of a minibatch to run.*Set optim\.minibatches 1"
     ):
         equally_many(policy, rollouts.take(torch.zeros(0, dtype=torch.long)), [])

@@ -474,6 +474,6 @@ def test_a_config_in_memory_cannot_be_trained_from_its_file(tmp_path):
     )
     config = serialization.load(result.folder / "config.json")
     with pytest.raises(
-        GruppoError, match=r"the data of this config came from Python objects.*Set --data"
+        GruppoError, match=r"the data of this config came from Python objects.*Set data"
     ):
         api.start(serialization.from_dict(serialization.to_dict(config) | {"name": "again"}))

@@ -34,7 +34,7 @@ KL = {"stage__kl_coef": 0.1}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no noise": (
         {"diffusion__eta": 0.0},
-        r"eta=0 draws nothing: without a density.*Set eta above 0",
+        r"eta=0.0 does not fit transition.*needs to be above 0",
     ),
     "the ODE": (
         {"diffusion__transition": "ode"},

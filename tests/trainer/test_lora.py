@@ -313,11 +313,11 @@ def test_explain_counts_the_base_once_and_adapters_alone_as_trained(tmp_path):
 REFUSED = {
     "a negative rank": (
         {"lora__rank": -1},
-        r"lora.rank=-1 is out of range; it needs to be at least 0",
+        r"lora__rank=-1 is out of range; it needs to be at least 0",
     ),
     "alpha 0": (
         {"lora__rank": 4, "lora__alpha": 0.0},
-        r"lora.alpha=0.0 is out of range.*lora__alpha 32",
+        r"lora__alpha=0.0 is out of range.*lora__alpha 32",
     ),
     "alpha without a rank": (
         {"lora__alpha": 8.0},
@@ -325,7 +325,7 @@ REFUSED = {
     ),
     "an unknown target": (
         {"lora__rank": 4, "lora__targets": ["q_prj"]},
-        r"no layer 'q_prj'. Did you mean q_proj\?",
+        r"no linear layers 'q_prj'. Did you mean q_proj\?",
     ),
     "no folder": ({"lora__adapter": "nowhere"}, r"the adapter folder 'nowhere' does not exist"),
     "a rank beside an adapter": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -290,7 +291,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "patches": PATCHES,
     "action": {"restoration__trains": "action", "restoration__supervises": "output"},
     "base, frozen": {
-        "stages": (WARM, Stage(**(vars(RAMP) | {"new_reference": False})), FULL),
+        "stages": (WARM, replace(RAMP, new_reference=False), FULL),
         "restoration__supervises": "base",
         "reward": ["psnr", "jpeg_saving:against=reference"],
     },
@@ -379,7 +380,8 @@ def test_what_a_caller_froze_stays_frozen_where_the_loss_is_chosen_again(tmp_pat
     )
     assert run.policy.loss == "l1" and run.policy.supervises == "base"
     assert (
-        not any("conv_in" in name for name in run.parameter_names) and len(run.parameter_names) > 4
+        not any("network.conv_in" in name for name in run.parameter_names)
+        and len(run.parameter_names) > 4
     )
 
 
