@@ -5,9 +5,8 @@ A pointer decoder (Kool et al. 2019, arXiv 1803.08475) picks the next city; the 
 negative length of the tour, and the mean of a group is the shared baseline of POMO (Kwon et al.
 2020, arXiv 2010.16011).
 
-    gruppo train examples/routes.py:routes --name routes   # a few minutes on one core python
-    examples/routes.py runs/routes                  # held-out tours against nearest neighbour and
-    2-opt
+    gruppo train examples/routes.py:routes --name routes   # a few minutes on one core
+    python examples/routes.py runs/routes   # held-out tours against nearest neighbour and 2-opt
 """
 
 from __future__ import annotations

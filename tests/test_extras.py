@@ -25,7 +25,9 @@ def test_every_package_of_an_extra_is_imported_or_read_by_the_library():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
-    files = [path for path in (ROOT / "src").rglob("*") if path.suffix in (".py", ".toml")]
+    folders = (ROOT / "src", ROOT / "examples")
+    paths = [path for folder in folders for path in folder.rglob("*")]
+    files = [path for path in paths if path.suffix in (".py", ".toml")]
     source = "\n".join(path.read_text(encoding="utf-8") for path in files)
     used = [
         name for extra, names in extras.items() if extra not in ("dev", "docs") for name in names

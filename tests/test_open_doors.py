@@ -531,9 +531,9 @@ def test_control_characters_in_places_are_refused_in_one_line(stranger, key, val
             ["launch", str(file), *slurm],
         ):
             code, text = run_command(*command, *given)
-            assert code == 2 and f"{key}={value!r}"[:8] in text and "control character" in text, (
-                text
-            )
+            assert (
+                code == 2 and f"{option}={value!r}"[2:10] in text and "control character" in text
+            ), text
             assert text.count("\n") <= 2 and "\nscancel" not in text
     code, text = call(gruppo.train, tiny.config(stranger.place, **{key: value}), show=False)
     assert code == 2 and "control character" in text

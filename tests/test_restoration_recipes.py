@@ -85,5 +85,5 @@ def test_the_quick_recipe_goes_on_from_a_run_of_the_staged_one(tmp_path: Path) -
 
 @pytest.mark.parametrize("name", [*STAGED, "restore-quick"])
 def test_a_recipe_says_its_hardware_and_its_time(name: str) -> None:
-    result = RECIPES[name].__doc__ or ""
+    result = " ".join((RECIPES[name].__doc__ or "").split())
     assert "CPU core" in result or "depend on your images" in result

@@ -15,9 +15,8 @@ class GruppoError(Exception):
     that to set if there is an advice, which is then its value. Other options within the advice are
     marked, ``$rollout.group_size``. The command line writes flags, Python attributes or arguments.
 
-        GruppoError(f"objective.clip_low={low} is above 1", option="objective.clip_low",
-        advice="0.2") GruppoError("both reply to the policy", advice="Leave $environment.reply or
-        $environment out.")
+        GruppoError(f"clip_low={low} is above 1", option="objective.clip_low", advice="0.2")
+        GruppoError("both reply", advice="Leave $environment.reply or $environment out.")
 
     The message is one line: a line end in the text, with the indentation after it, becomes a space.
     """

@@ -83,6 +83,8 @@ class Policy:
     modality: Modality
     """What differs between kinds of models before one is open; the neutral ``Modality`` by
     default."""
+    actions_are_positions: ClassVar[bool] = False
+    """Whether the T actions of a row are places chosen at once, not a sequence in time."""
     likelihood_outputs: ClassVar[frozenset[str]] = frozenset()
     """Outputs that ``likelihood`` can return besides log-probs; with "gaussian", KL divergences are
     exact."""

@@ -202,7 +202,7 @@ def _compared(
         advantages, state = group_advantages(
             rewards[:, 0], rollouts.group_ids, once, **options, prompt_ids=ids
         )
-    elif objective.credit == "position":
+    elif run.policy.actions_are_positions:
         advantages, state = position_advantages(
             rewards, rollouts.group_ids, rewards.isfinite(), **options
         )

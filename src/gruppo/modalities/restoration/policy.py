@@ -106,6 +106,7 @@ class RestorationPolicy(
     on. Rewards read an image as a file would hold it.
     """
 
+    actions_are_positions = True
     likelihood_outputs = frozenset({"entropy", "entropy_value", "gaussian", "output", "values"})
     action_name, budget_name, renders_images = "action", "squares", True
     out_of_memory_hint = (
