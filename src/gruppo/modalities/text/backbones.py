@@ -127,22 +127,20 @@ class Backbone:
         return stream_features(decoder, tokens)
 
     def _packed_features(self, tokens: Stream) -> Float[Tensor, "N F"]:
-        """Features by the model's own forward, a group at a time under a block mask."""
+        """Features by the model's own forward, all groups in one row under a block mask.
+
+        One forward: with sharded weights, ranks have other numbers of groups.
+        """
         device = device_of(self.module)
         dtype = self.dtype or next(self.module.parameters()).dtype
-        parts = []
-        for group in tokens.groups:
-            index = torch.arange(group.start, group.stop)
-            visible = sees(tokens.spans[:, group, None], index[:, None], index)
-            # added to the scores: the smallest number, as in transformers' own masks, and not -inf
-            mask = torch.zeros(visible.shape, dtype=dtype)
-            mask = mask.masked_fill_(~visible, torch.finfo(dtype).min)[None, None]  # [1, 1, L, L]
-            inputs = {
-                "position_ids": tokens.positions[None, group].to(device),
-                "attention_mask": mask.to(device),
-            }
-            parts.append(self.features(tokens.ids[None, group].to(device), **inputs)[0])
-        return torch.cat(parts)
+        index = torch.arange(len(tokens.ids))
+        visible = sees(tokens.spans[:, :, None], index[:, None], index)
+        # added to the scores: the smallest number, as in transformers' own masks, and not -inf
+        mask = torch.zeros(visible.shape, dtype=dtype)
+        mask = mask.masked_fill_(~visible, torch.finfo(dtype).min)[None, None]  # [1, 1, N, N]
+        positions = tokens.positions[None].to(device)
+        ids = tokens.ids[None].to(device)
+        return self.features(ids, position_ids=positions, attention_mask=mask.to(device))[0]
 
     def start(
         self,
