@@ -153,8 +153,9 @@ def sealed(folder: Path, files: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("state", "says"),
     [
-        ('{"format": 99, "step": 1}', r"has format 99, this version reads 1"),
-        ('{"format": 1}', "model.safetensors"),
+        ('{"format": 1, "step": 1}', r"has format 1, this version reads 2"),
+        ('{"format": 99, "step": 1}', r"has format 99, this version reads 2"),
+        ('{"format": 2}', "model.safetensors"),
         ("[]", "cannot be read"),
         ("not json", "cannot be read"),
         ('{"step": 3}', "has format None"),

@@ -42,7 +42,8 @@ from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
 
-FORMAT = 1
+FORMAT = 2
+"""Raised where older versions' checkpoints can no longer be read; 1 had other files of shards."""
 FILES = ("model", "optimizer", "critic", "reference")
 Sharded = Mapping[str, Mapping[str, Tensor]]
 _NAME = re.compile(r"step_(\d{6,})")
