@@ -47,12 +47,6 @@ GenerateTokens = Callable[[TokenBatch, Any, int], Generated]
 Tools = Sequence[Mapping[str, Any]]
 """Functions that a policy may call, as JSON schemas."""
 
-Generate = Callable[[Sequence[Request], Any], Rollouts]
-"""Samples requests with sampling parameters."""
-
-Score = Callable[[Rollouts], Float[Tensor, "B"]]
-"""Rewards of rollouts, NaN where one was not scored."""
-
 
 @dataclass(frozen=True)
 class ParameterGroup:
@@ -410,26 +404,6 @@ class StatisticsMixin:
         is_evaluation: bool = False,
     ) -> dict[str, Stat]:
         """Return statistics of sampled rows, or of greedy samples of held-out prompts."""
-        return {}
-
-    def update_stats(
-        self, batch: Any, micro_batch: MicroBatch, likelihood: Likelihood, inputs: Any
-    ) -> dict[str, Stat]:
-        """Return statistics of a micro-batch before its update; ``inputs`` is a
-        ``core.loss.LossInputs``."""
-        return {}
-
-    def evaluate_steps(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Any,
-        *,
-        generate: Generate,
-        score: Score,
-        budget: int,
-    ) -> dict[str, Stat]:
-        """Return statistics that need samples of their own, such as rewards along denoising
-        steps."""
         return {}
 
 

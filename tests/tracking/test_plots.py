@@ -79,8 +79,8 @@ def test_smoothing_neither_lags_nor_changes_a_constant():
     assert smooth([5.0]) == [5.0] and smooth([1.0, 2.0]) == pytest.approx([1.0, 2.0])
 
 
-def test_a_heatmap_has_a_row_for_each_denoising_step_and_a_gap_where_there_is_none():
-    rows = [timesteps(1, 0.1, 0.2), {"step": 2}, timesteps(3, 0.3, math.nan)]
+def test_a_heatmap_has_a_row_for_each_prompt_and_a_gap_where_there_is_none():
+    rows = [prompts(1, 0.1, 0.2), {"step": 2}, prompts(3, 0.3, math.nan)]
     [panel] = panels_of(rows)
     axes = drawn(panel, rows)
     [mesh] = axes.collections
@@ -139,8 +139,8 @@ def test_each_stage_begins_at_a_line_with_its_name_on_every_panel(tmp_path):
     assert stage_starts(tmp_path, [{"step": 1, "reward/mean": 0.5}]) == {}
 
 
-def timesteps(step: int, *values: float, name: str = "kl_ref_nats") -> dict[str, float]:
-    return {"step": step, **{f"timestep/{name}/{k}": value for k, value in enumerate(values)}}
+def prompts(step: int, *values: float) -> dict[str, float]:
+    return {"step": step, **{f"prompt/reward_mean/{k}": value for k, value in enumerate(values)}}
 
 
 # --- which panels there are -----------------------------------------------------------------------
@@ -197,10 +197,10 @@ def test_every_statistic_of_groups_stages_and_epochs_has_a_panel():
 
 
 def test_a_table_needs_two_rows_and_two_values():
-    assert names_of(timesteps(1, 0.1, 0.2)) == ["timestep_kl_ref_nats"]
-    assert names_of(timesteps(1, 0.1, 0.1), timesteps(2, 0.1, 0.1)) == []
-    assert names_of(timesteps(1, 0.1), timesteps(2, 0.2)) == []
-    assert names_of(timesteps(1, math.nan, math.nan)) == []
+    assert names_of(prompts(1, 0.1, 0.2)) == ["prompts"]
+    assert names_of(prompts(1, 0.1, 0.1), prompts(2, 0.1, 0.1)) == []
+    assert names_of(prompts(1, 0.1), prompts(2, 0.2)) == []
+    assert names_of(prompts(1, math.nan, math.nan)) == []
 
 
 def test_several_reward_functions_have_a_panel_together():

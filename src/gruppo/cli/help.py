@@ -25,7 +25,7 @@ EXPERT = {
     "distributed": "shard offload_params timeout_s",
     "engine": "timeout_s max_mismatch replay colocated publish_dir",
     "environment": "max_reply_tokens timeout_s",
-    "evaluation": "along_steps samples",
+    "evaluation": "samples",
     "lora": "adapter load_in_4bit",
     "objective": "ratio scale_eps dims dual_clip adv_clip value_clip kl_gradient kl_mask "
     "correction_level "

@@ -410,8 +410,6 @@ class EvaluationConfig:
 
     Sampled as in training.
     """
-    along_steps: Count = 16
-    """Held-out prompts rewarded after each denoising step too (diffusion); 0 disables."""
 
 
 @dataclass(frozen=True)

@@ -41,11 +41,6 @@ class Panel:
     """Why a curve may be zero up to rounding, which looks wrong."""
 
 
-def _heatmap(name: str, title: str, metric: str, value: str) -> Panel:
-    unit = "denoising step (0 = first)" if metric.startswith("timestep/") else "prompt"
-    return Panel(name, title, unit, {metric: ""}, style="heatmap", value=value, least=2)
-
-
 def _setting(name: str, title: str, metrics: Mapping[str, str]) -> Panel:
     return Panel(name, title, "", metrics, style="steps", only_if_it_changes=True)
 
@@ -170,27 +165,15 @@ PANELS = (
         {"epoch/*/kl_old_k3_nats": "epoch {}"},
     ),
     _setting("epochs", "Epochs before the KL limit", {"update/epochs_count": "epochs"}),
-    _heatmap("timestep_reward", "Reward by denoising step", "timestep/reward/*", "reward"),
-    _heatmap("timestep_kl_ref_nats", "KL by denoising step", "timestep/kl_ref_nats/*", "KL, nats"),
-    _heatmap(
-        "timestep_ratio_abs_nats",
-        "Size of the log-ratio by denoising step",
-        "timestep/ratio_abs_nats/*",
-        "mean |log ratio|, nats",
+    Panel(
+        "prompts",
+        "Reward by prompt",
+        "prompt",
+        {"prompt/reward_mean/*": ""},
+        style="heatmap",
+        value="mean reward",
+        least=2,
     ),
-    _heatmap(
-        "timestep_advantage_abs_mean",
-        "Size of the advantage by denoising step",
-        "timestep/advantage_abs_mean/*",
-        "mean |advantage|",
-    ),
-    _heatmap(
-        "timestep_trained_count",
-        "Trained states by denoising step",
-        "timestep/trained_count/*",
-        "states",
-    ),
-    _heatmap("prompts", "Reward by prompt", "prompt/reward_mean/*", "mean reward"),
     Panel(
         "reference",
         "Policy and reference",

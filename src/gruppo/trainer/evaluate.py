@@ -17,7 +17,6 @@ from gruppo.protocols import DescriptionMixin, peek
 from gruppo.rewards.scoring import Scores
 from gruppo.seeds import seed_at
 from gruppo.tracking.report import Z_95, wilson_interval
-from gruppo.trainer.memory import budget_for
 from gruppo.trainer.run import Run, reduced
 from gruppo.types import Prompt, Request, Rollouts, Stat
 
@@ -126,28 +125,6 @@ def evaluate(
     return Evaluated(
         run.state.step, len(prompts), int(total.count), total.mean, low, high, parts
     ), rows
-
-
-def evaluate_steps(run: Run, prompts: Sequence[Prompt]) -> dict[str, float]:
-    """Metrics of the policy that need samples of their own, such as rewards along denoising
-    steps."""
-    mine = list(prompts)[: run.config.evaluation.along_steps][dist.rank() :: dist.world_size()]
-    if not run.rewards.names or not run.config.evaluation.along_steps:
-        return {}
-    stats: dict[str, Stat] = {}
-    if mine:
-        stats = run.statistics.evaluate_steps(
-            mine,
-            run.sampling,
-            generate=lambda requests, sampling: run.engine.generate(
-                requests, sampling, seed=run.config.seed
-            ),
-            score=lambda rollouts: (
-                run.rewards.score(rollouts, run.trainer_state, is_evaluation=True).rewards
-            ),
-            budget=budget_for(run, 0),
-        )
-    return reduced(dist.merge_stats(stats))
 
 
 def sample_rows(

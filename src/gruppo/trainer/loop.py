@@ -25,7 +25,7 @@ from gruppo.tracking.formatting import duration
 from gruppo.trainer import back_off, checkpoint, references
 from gruppo.trainer.callbacks import Step
 from gruppo.trainer.collect import Collected, collect
-from gruppo.trainer.evaluate import Evaluated, evaluate, evaluate_steps, held_out, sample_rows
+from gruppo.trainer.evaluate import Evaluated, evaluate, held_out, sample_rows
 from gruppo.trainer.memory import whole_weights
 from gruppo.trainer.run import Run
 from gruppo.trainer.run_dir import RunFolder, boundary_state
@@ -297,8 +297,6 @@ def evaluate_now(run: Run, folder: RunFolder) -> dict[str, float]:
         with whole_weights(run.policy, engine=run.config.engine.kind):
             done, rows = evaluate(run, prompts)
         watched = references.watch(run)
-        with whole_weights(run.policy, engine=run.config.engine.kind):
-            watched |= evaluate_steps(run, prompts)
     usage = run.rewards.usage()
     with dist.fail_together():
         if run.rewards.names:

@@ -382,7 +382,6 @@ def _backward(
             f"loss/{name}": Stat.of(term) for name, term in terms.items() if name != "entropy"
         }
         micro_batch_stats["update/micro_batches"] = Stat(1, 1.0)
-        micro_batch_stats |= run.statistics.update_stats(batch, micro_batch, likelihood, inputs)
         # |trainer's old log-prob - sampler's| of each kept action: the mean hides what the largest
         # shows
         old = likelihood.logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs

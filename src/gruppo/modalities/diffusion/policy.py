@@ -16,10 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from gruppo.core.distributions import gaussian_entropy, gaussian_logprob
-from gruppo.core.groups import group_std
-from gruppo.core.kl import masked_gaussian_kl
 from gruppo.core.layers import recompute_layers
-from gruppo.core.loss import LossInputs
 from gruppo.modalities.common.critic import NetworkCritic
 from gruppo.modalities.common.images import image_error, image_rollouts, row_batches
 from gruppo.modalities.common.validation import joint_clip_nats, refuse
@@ -36,19 +33,15 @@ from gruppo.modalities.diffusion.unet import DenoisingUNet
 from gruppo.protocols import (
     DemonstrationMixin,
     DescriptionMixin,
-    Generate,
     MemoryMixin,
     Outputs,
     Policy,
     PromptMixin,
-    Score,
     ShardingMixin,
-    StatisticsMixin,
     ValueHeadMixin,
 )
 from gruppo.seeds import generator_at
 from gruppo.types import (
-    Batch,
     Gaussian,
     GruppoError,
     Likelihood,
@@ -57,7 +50,6 @@ from gruppo.types import (
     Request,
     Rollouts,
     Sampling,
-    Stat,
 )
 
 MIN_ALPHA = 1e-3
@@ -78,7 +70,6 @@ class DenoiserPolicy(
     ShardingMixin,
     PromptMixin,
     DescriptionMixin,
-    StatisticsMixin,
     MemoryMixin,
 ):
     """Samples images step by step and scores each step under the normal distribution that it was
@@ -236,92 +227,6 @@ class DenoiserPolicy(
             and text.isdecimal()
         )
         return int(text) if is_number else text
-
-    # --- metrics of each denoising step K, counted from 0: timestep/NAME/K ------------------------
-
-    def batch_stats(
-        self,
-        rollouts: Rollouts,
-        rewards: Float[Tensor, "B"],
-        sampling: Any,
-        *,
-        is_evaluation: bool = False,
-    ) -> dict[str, Stat]:
-        """Spread of rewards in groups whose samples part at step K alone: how much the noise of
-        that step decides."""
-        if is_evaluation or DiffusionSampling.of(sampling).noise != "branched":
-            return {}
-        spread = group_std(rewards, rollouts.group_ids)
-        chosen = torch.zeros(len(rollouts.prompts), rollouts.mask.shape[1])
-        parts_at = (
-            chosen.index_add(0, rollouts.group_ids, rollouts.mask.float()) > 0
-        )  # [P, T]; a failed row has none
-        return {
-            f"mean:timestep/reward_std_within_group/{step}": Stat.of(
-                spread, parts_at[:, step] & spread.isfinite()
-            )
-            for step in range(rollouts.mask.shape[1] - 1)
-        }
-
-    def update_stats(
-        self, batch: Batch, micro_batch: MicroBatch, likelihood: Likelihood, inputs: LossInputs
-    ) -> dict[str, Stat]:
-        """Statistics of the actions of one micro-batch before its update."""
-        assert batch.rollouts is not None
-        if batch.rollouts.mask.shape[1] == 1:
-            return {}
-        logprobs, mask = likelihood.logprobs.detach(), inputs.loss_mask
-        old = logprobs if inputs.old_logprobs is None else inputs.old_logprobs
-        values = {"sum:timestep/trained_count": mask.double()}  # by metric: [b, t]
-        values["mean:timestep/advantage_abs_mean"] = inputs.advantages.abs()
-        values["mean:timestep/ratio_abs_nats"] = (logprobs - old).abs()
-        ref = None if inputs.ref is None else inputs.ref.gaussian
-        if ref is not None and likelihood.gaussian is not None:
-            with torch.no_grad():
-                values["mean:timestep/kl_ref_nats"] = masked_gaussian_kl(
-                    likelihood.gaussian, ref, mask
-                )
-        first = micro_batch.cols.start or 0
-        return {
-            f"{name}/{first + column}": Stat.of(x[:, column], mask[:, column])
-            for name, x in values.items()
-            for column in range(mask.shape[1])
-        }
-
-    @torch.no_grad()
-    def evaluate_steps(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Any,
-        *,
-        generate: Generate,
-        score: Score,
-        budget: int,
-    ) -> dict[str, Stat]:
-        """Mean reward of the image that the network predicts at each step, sampled as in
-        training."""
-        every_step = replace(
-            sampling, noise="independent", train_from=0, train_to=0, train_fraction=1.0
-        )
-        rollouts = generate([Request(prompt, 1) for prompt in prompts], every_step)
-        steps = rollouts.mask.shape[1] - 1
-        x0 = torch.zeros(len(rollouts), steps, *rollouts.actions.shape[2:])
-        for micro_batch in self.micro_batches(rollouts, rollouts.mask, budget):
-            output = (
-                self.likelihood(rollouts, micro_batch, outputs=("output",)).output.float().cpu()
-            )  # [b, t, *E]
-            columns = torch.arange(micro_batch.cols.start or 0, min(micro_batch.cols.stop, steps))
-            x0[micro_batch.rows[:, None], columns[None]] = output[:, : len(columns)]
-        stats = {}
-        for step in range(
-            steps + 1
-        ):  # the last one has no noise, so that its image is the sample itself
-            images = (
-                self.denoiser.codec.decode(x0[:, step]) if step < steps else rollouts.completions
-            )
-            rewards = score(replace(rollouts, completions=tuple(images)))
-            stats[f"mean:timestep/reward/{step}"] = Stat.of(rewards, rewards.isfinite())
-        return stats
 
     # --- sampling ---------------------------------------------------------------------------------
 
