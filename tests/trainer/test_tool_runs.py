@@ -214,6 +214,7 @@ def test_tools_and_environments_may_be_given_in_python(tmp_path):
         "runs_dir": str(tmp_path),
         "evaluation__prompts": 0,
         "rollout__prompts": 2,
+        "scoring__isolate": False,  # a reward reads the environments, which are Python objects
     }
     done = train(data=tiny.write_rows(tmp_path / "rows.jsonl"), **given, **common)
     saved = serialization.load(done.folder / "config.json").environment
