@@ -1,4 +1,4 @@
-"""Servers with a fault, each refused by the proof: ``python -m benchmarks.server_mutants
+"""Servers with a fault, each refused by the check of the weights: ``python -m benchmarks.server_mutants
 http://127.0.0.1:8000``.
 
 A proxy before a real vLLM server makes the faults: it loads other weights than it was told to, does
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from gruppo.engines.vllm import Proof, VllmEngine, prove
+from gruppo.engines.vllm import VllmEngine, WeightCheck, weights
 from gruppo.engines.vllm.publish import Publication
 from gruppo.inference import load_policy
 from gruppo.types import EngineLost, Prompt, Sampling
@@ -197,10 +197,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("url", help="a server started by gruppo serve")
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--probes", type=int, default=prove.PROBES)
+    parser.add_argument("--probes", type=int, default=weights.PROBES)
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
     options = parser.parse_args(argv)
-    prove.PROBES = options.probes
+    weights.PROBES = options.probes
     policy = load_policy(options.model)
     prompts = [
         Prompt(str(n), [{"role": "user", "content": f"What is {n} + {n * n % 23}?"}])
@@ -220,9 +220,13 @@ def attempt(fault: str, policy: Any, prompts: Sequence[Prompt], url: str) -> str
         for proxy in proxies:
             FAULTS[fault](proxy)
         sampling = Sampling(temperature=1.5, top_k=12, max_actions=8)
-        proof = Proof(policy, prompts, sampling, max_mismatch=0.2)
+        checker = WeightCheck(policy, prompts, sampling, max_mismatch=0.2)
         engine = VllmEngine(
-            policy, [p.url for p in proxies], Path(place) / "published", proof=proof, timeout_s=600
+            policy,
+            [p.url for p in proxies],
+            Path(place) / "published",
+            checker=checker,
+            timeout_s=600,
         )
         began = time.perf_counter()
         try:
@@ -233,7 +237,7 @@ def attempt(fault: str, policy: Any, prompts: Sequence[Prompt], url: str) -> str
         finally:
             engine.close()
         out = [replica.why for replica in engine.replicas if replica.why]
-        error = engine.metrics().get("engine/proof_error_nats", float("nan"))
+        error = engine.metrics().get("engine/error_nats", float("nan"))
         return (
             f"{'partly refused: ' + '; '.join(out) if out else f'admitted, error {error:.3f} nats'}"
         )

@@ -25,7 +25,7 @@ PARTS = {
     "rollout": "time/rollout_s",
     "update": "time/update_s",
     "publish": "time/sync_s",
-    "proof": "time/proof_s",
+    "check": "time/weight_check_s",
 }
 
 

@@ -368,18 +368,8 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     rows = [row for config in every for row in read_metrics(api.start(config).folder)]
     server.close()
     of_programs = {f"reward_metric/{name}" for name in code_metrics([ProgramScore(1, 1)])}
-    of_servers = {
-        "engine/proof_slope",
-        "engine/proof_error_nats",
-        "engine/update_nats",
-        "engine/undecided",
-    }
-    return (
-        {name for row in rows for name in row} - {"step"}
-        | of_programs
-        | of_servers
-        | {"time/proof_s"}
-    )
+    of_servers = {"engine/error_nats", "engine/update_nats", "time/weight_check_s"}
+    return {name for row in rows for name in row} - {"step"} | of_programs | of_servers
 
 
 @each([*OURS, *START, *GUIDES, *REFERENCE, DOCS / "dev/sources.md"])

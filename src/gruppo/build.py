@@ -487,7 +487,7 @@ def open_engine(config: Config, parts: Parts, policy: Policy, sampling: Any, sou
         return engine
 
     # servers of vLLM, each of which is found to fit this run
-    from gruppo.engines.vllm import Proof, VllmEngine
+    from gruppo.engines.vllm import VllmEngine, WeightCheck
 
     # a batch system may start the servers of a resumed run elsewhere
     urls = [
@@ -499,12 +499,12 @@ def open_engine(config: Config, parts: Parts, policy: Policy, sampling: Any, sou
     folder = (
         Path(chosen.publish_dir) / config.name if chosen.publish_dir else run_folder / "published"
     )
-    proof = Proof(policy, peek(source, PROMPTS_PROBED), sampling, max_mismatch=chosen.max_mismatch)
+    probes = peek(source, PROMPTS_PROBED)
     servers = VllmEngine(
         policy,
         urls,
         folder,
-        proof=proof,
+        checker=WeightCheck(policy, probes, sampling, max_mismatch=chosen.max_mismatch),
         is_colocated=chosen.colocated,
         timeout_s=chosen.timeout_s,
     )

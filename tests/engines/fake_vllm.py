@@ -61,7 +61,7 @@ class FakeServer:
         """Changes the answer of a request."""
         self.load: Callable[[TextPolicy, dict[str, torch.Tensor]], None] = load_weights
         """Puts published weights into a copy of the policy."""
-        self.clears_cache = self.reports_cache = True
+        self.clears_cache = self.reports_cache = self.has_weight_checker = True
 
         server = self
 
@@ -194,6 +194,16 @@ class FakeServer:
         self.policy = policy
         return {"results": [None]}
 
+    def post_weight_checker(self, body: Any, query: Any) -> Any:
+        if not self.has_weight_checker:
+            return 404, {"detail": "Not Found"}
+        assert body == {"action": "reset"} and self.is_paused
+        self.policy = copied(self.policy)
+        with torch.no_grad():
+            for parameter in self.policy.module.parameters():
+                parameter.zero_()
+        return {"status": "reset"}
+
     def post_v1_load_lora_adapter(self, body: Any, query: Any) -> Any:
         from gruppo.modalities.common.adapters import adapt_from
 
@@ -324,6 +334,7 @@ DEV_ROUTES = (
     "/collective_rpc",
     "/reset_prefix_cache",
     "/update_weight_version",
+    "/weight_checker",
     "/weight_info",
 )
 

@@ -129,6 +129,7 @@ def test_a_server_is_named_after_its_weights_were_loaded_and_its_cache_cleared(e
     ]
     assert control == [
         "/pause",
+        "/weight_checker",
         "/collective_rpc",
         "/reset_prefix_cache",
         "/update_weight_version",

@@ -255,7 +255,7 @@ def test_servers_that_the_first_rank_has_paused_to_publish_are_not_taken_for_han
     engine._is_publishing = True
     engine._run(engine._watch_one(replica, 1.0))
     assert replica.label is not None
-    monkeypatch.setattr(engine, "_deliver", lambda *_, **__: None)  # as on ranks after the first
+    monkeypatch.setattr(engine, "_on_main", lambda *_, **__: None)  # as on ranks after the first
     engine.sync(policy, 2)
     engine._run(engine._watch_one(replica, 1.0))
     assert replica.label is not None

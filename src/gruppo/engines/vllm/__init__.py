@@ -1,6 +1,6 @@
 """vLLM servers as an engine."""
 
 from gruppo.engines.vllm.engine import VllmEngine
-from gruppo.engines.vllm.prove import Proof
+from gruppo.engines.vllm.weights import WeightCheck
 
-__all__ = ["Proof", "VllmEngine"]
+__all__ = ["VllmEngine", "WeightCheck"]

@@ -64,10 +64,10 @@ async def check_server(
     if is_colocated and not settings.get("enable_sleep_mode"):
         raise GruppoError(f"""the server {url} cannot sleep, which engine.colocated needs. {START}
             -- --enable-sleep-mode, or leave --engine.colocated out.""")
-    theirs, ours = (
-        str(settings.get("dtype") or "").removeprefix("torch."),
-        str(policy.compute_dtype)[6:],
-    )
+    if settings.get("quantization"):  # not all of its parameters are weights that a load writes
+        replica.can_reset = False
+    theirs = str(settings.get("dtype") or "").removeprefix("torch.")
+    ours = str(policy.compute_dtype).removeprefix("torch.")
     if theirs in ("float32", "bfloat16", "float16") and theirs != ours:
         raise GruppoError(
             f"the server {url} computes in {theirs}, and the trainer in {ours}",

@@ -12,20 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from gruppo.http import ServerError, read_key, request_json
+from gruppo.http import ServerError, open_client, read_key, request_json
 from gruppo.types import Finish
 
 KEY = "GRUPPO_ENGINE_KEY"
 """Environment variable with the servers' key; never in a config, which is saved."""
 CONNECT_S, CONTROL_S = 5.0, 600.0
-"""Limits of a connection, and of a control request before the first step."""
+"""Limits of a first answer, and of a control request before the first step."""
 IDLE_S = 2.0
 """How long an unused connection is kept. vLLM closes one after 5 s, the default of httpx too: a
 request that is sent at that moment is lost, and the server was left out for it."""
 LABELS_KEPT = 32
 """Labels of a server that a row may still carry."""
 LOADED_PER_S = 50e6
-"""Bytes that a server must load in a second, beside the engine's timeout: slow network storage
+"""Bytes that a server must load in a second, besides the engine's timeout: slow network storage
 reads several times it.
 """
 CLAMPED = -9000.0
@@ -33,6 +33,8 @@ CLAMPED = -9000.0
 GENERATE = "/inference/v1/generate"
 TEXT_ROUTES = ("/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 """Whose answers are not JSON."""
+MISSING = (404, 405, 501)
+"""Statuses of a route that a server does not have."""
 
 
 @dataclass(frozen=True)
@@ -55,44 +57,34 @@ class Replica:
     def __init__(
         self, url: str, number: int = 0, *, is_lora: bool = False, timeout_s: float = CONTROL_S
     ) -> None:
-        self.url, self.number, self.is_lora, self.timeout_s = (
-            url.rstrip("/"),
-            number,
-            is_lora,
-            timeout_s,
-        )
+        self.url = url.rstrip("/")
+        self.number = number
+        self.is_lora = is_lora
+        self.timeout_s = timeout_s
         self.label: str | None = None
-        """Version of the weights that the server was proved to hold; None: nothing is sampled from
+        """Version of the weights that the server was checked to hold; None: nothing is sampled from
         it."""
         self.why = "it has not been asked for anything yet"
         """Why there is no label."""
         self.loaded: str | None = None
-        """Label of the weights that were loaded last, proved or not."""
+        """Label of the weights that were loaded last, checked or not."""
         self.is_asleep = False
         """Whether it has given up the device's memory to the trainer."""
-        self.inflight = self.failures = 0
-        """Rows being sampled; failed requests since the last one that succeeded."""
+        self.can_reset = not is_lora
+        """Whether its parameters can be zeroed before a load."""
+        self.inflight = 0
+        """Rows being sampled."""
+        self.failures = 0
+        """Failed requests since the last one that succeeded."""
         self.tokens: float | None = None
         """Tokens that the server has counted; None before the first count."""
-        self.rate, self.progress_at, self.idle_at = 0.0, 0.0, 0.0
-        """Tokens per second of its fastest row; times of the last sign of progress and of the last
-        row."""
+        self.progress_at = 0.0
+        """Time of the last sign of progress."""
         self.labels: dict[str, int] = {}
-        """Versions of the newest labels that it was proved to hold."""
+        """Versions of the newest labels that it was checked to hold."""
         self.tasks: set[asyncio.Task[SampledRow]] = set()
-        import httpx2 as httpx
-
-        key = read_key(KEY)
-        self._client = httpx.AsyncClient(
-            base_url=self.url,
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            # each request has its own deadline, and the engine decides how many are in flight
-            timeout=httpx.Timeout(None, connect=CONNECT_S),
-            limits=httpx.Limits(
-                max_connections=None, max_keepalive_connections=None, keepalive_expiry=IDLE_S
-            ),
-            trust_env=False,  # a proxy for the internet cannot reach servers of a private network
-        )
+        # a proxy for the internet cannot reach servers of a private network
+        self._client = open_client(self.url, key=read_key(KEY), uses_proxy=False, idle_s=IDLE_S)
 
     def label_of(self, version: str) -> str:
         """The label of a version on this server, by which two servers behind one address are told
@@ -103,13 +95,15 @@ class Replica:
         """Sample from the weights ``label``. Rows that were requested of older ones may come from
         these."""
         self.labels = dict([*self.labels.items(), (label, version_of(label))][-LABELS_KEPT:])
-        self.label, self.why, self.failures = label, "", 0
-        self.progress_at, self.tokens = (
-            time.monotonic(),
-            None,
-        )  # it was paused: its rows begin to move only now
+        self.label = label
+        self.why = ""
+        self.failures = 0
+        self.begin_work()  # it was paused: its rows begin to move only now
 
-    # --- HTTP ---
+    def begin_work(self) -> None:
+        """Measure progress from now on."""
+        self.progress_at = time.monotonic()
+        self.tokens = None
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -122,6 +116,9 @@ class Replica:
         return await request_json(
             self._client, method, path, body, timeout_s=timeout_s, is_text=path in TEXT_ROUTES
         )
+
+    async def control(self, path: str, body: Any = None) -> Any:
+        return await self.request("POST", path, body, timeout_s=self.timeout_s)
 
     # --- sampling and scoring ---
 
@@ -140,56 +137,23 @@ class Replica:
             "sampling_params": dict(params),
             "cache_salt": salt or label,
         }
-        answer = await self.request(
-            "POST", GENERATE, body | ({"model": label} if self.is_lora else {}), timeout_s=None
-        )
+        if self.is_lora:
+            body["model"] = label
+        answer = await self.request("POST", GENERATE, body, timeout_s=None)
         try:
-            choice = answer["choices"][0]
-            tokens, content = (
-                list(choice["token_ids"] or ()),
-                (choice["logprobs"] or {}).get("content") or (),
-            )
-            logprobs = [float(entry["logprob"]) for entry in content]
-            named, reason = [int(entry["token_id"]) for entry in content], choice["finish_reason"]
-            versions = choice["weight_versions"] or ()
-            spans = [(span["version"], int(span["end"]) - int(span["start"])) for span in versions]
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+            row = _read_row(answer, int(params["max_tokens"]), is_lora=self.is_lora)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             what = f"{type(error).__name__}: {error}"
             raise ServerError(
                 f"{GENERATE} sent an answer without tokens, log-probs and versions ({what})"
             ) from None
-        if self.is_lora:  # an adapter is chosen by its name; the version is that of the base
-            spans = [(answer.get("model"), len(tokens))]
         oldest = self.labels.get(label, math.inf)
-        covered = sum(n for name, n in spans if name == label or self.labels.get(name, -1) > oldest)
-        if covered != len(tokens):
-            held = sorted({str(version) for version, _ in spans})
+        if any(name != label and self.labels.get(name, -1) <= oldest for name in row.versions):
+            held = sorted(set(row.versions))
             raise ServerError(
                 f"it samples from the weights {held}, and {label!r} was published", is_lasting=True
             )
-        limit = int(params["max_tokens"])
-        is_ended = reason == "abort" or (tokens and reason in ("stop", "length"))
-        is_whole = named == tokens and len(tokens) <= limit and is_ended
-        if not is_whole or max(logprobs, default=0.0) > 1e-3:
-            text = (
-                f"{GENERATE} sent {len(tokens)} tokens of at most {limit}, {len(named)} "
-                f"log-probs, the highest"
-            )
-            raise ServerError(f"{text} {max(logprobs, default=math.nan):.3g}, finish {reason!r}")
-        cached = ((answer.get("usage") or {}).get("prompt_tokens_details") or {}).get(
-            "cached_tokens"
-        )
-        broken = next(
-            (n for n, x in enumerate(logprobs) if not (math.isfinite(x) and x > CLAMPED)), None
-        )
-        if broken is not None:  # logits that are not finite
-            tokens, logprobs, reason = tokens[:broken], logprobs[:broken], "error"
-        labels = tuple(str(version) for version, count in spans for _ in range(count))[
-            : len(tokens)
-        ]
-        return SampledRow(
-            tokens, [min(x, 0.0) for x in logprobs], reason, cached, labels
-        )  # rounding exceeds 0
+        return row
 
     async def score(
         self, rows: Sequence[Sequence[int]], *, timeout_s: float = CONTROL_S
@@ -206,19 +170,14 @@ class Replica:
         model = {"model": self.loaded} if self.is_lora else {}
         bodies = [{"token_ids": list(ids), "sampling_params": params, **model} for ids in rows]
         answers = await asyncio.gather(
-            *(self.request("POST", GENERATE, b, timeout_s=timeout_s) for b in bodies)
+            *(self.request("POST", GENERATE, body, timeout_s=timeout_s) for body in bodies)
         )
         try:
-            return [
-                [
-                    float(entry[str(token)]["logprob"])
-                    for token, entry in zip(ids, found, strict=True)
-                    if entry
-                ]
-                for ids, found in zip(
-                    rows, (answer["prompt_logprobs"] for answer in answers), strict=True
-                )
-            ]
+            scores = []
+            for ids, answer in zip(rows, answers, strict=True):
+                pairs = zip(ids, answer["prompt_logprobs"], strict=True)
+                scores.append([float(entry[str(t)]["logprob"]) for t, entry in pairs if entry])
+            return scores
         except (KeyError, TypeError, ValueError) as error:
             raise ServerError(
                 f"{GENERATE} sent no log-probs of a prompt ({type(error).__name__}: {error})"
@@ -236,64 +195,91 @@ class Replica:
 
     # --- weights ---
 
-    async def load_adapter(self, folder: Path, label: str) -> None:
-        """Load an adapter under a name of its own, and forget the one before."""
-        self.label, before = None, self.loaded
-        await self._wake("")
-        # rows of any rank may be under way, with lag; an adapter must not be unloaded under them
-        # either
-        await self.request("POST", "/pause?mode=abort&clear_cache=true", timeout_s=self.timeout_s)
-        adapter = {"lora_name": label, "lora_path": str(folder)}
-        await self.request("POST", "/v1/load_lora_adapter", adapter, timeout_s=self._load_s(folder))
-        self.loaded = label
-        if before is not None:
-            try:
-                await self.request(
-                    "POST",
-                    "/v1/unload_lora_adapter",
-                    {"lora_name": before},
-                    timeout_s=self.timeout_s,
-                )
-            except ServerError as error:
-                if not error.status:  # a server that was started again does not know it
-                    raise
-        await self.request("POST", "/resume", timeout_s=self.timeout_s)
-
     async def load(self, folder: Path, label: str) -> None:
         """Load new weights and name them. Where it fails, the server stays paused: it may hold half
         of them."""
-        self.label, control_s = None, self.timeout_s
-        if (
-            self.is_asleep
-        ):  # its cache wakes last; before the pause, which it ends where nothing was asleep
-            await self.request("POST", "/wake_up?tags=weights", timeout_s=control_s)
-        await self.request("POST", "/pause?mode=abort&clear_cache=true", timeout_s=control_s)
-        await self.reload(folder)
-        # a reload does not clear it; blocks of older weights were read for 17 versions
-        # (NeMo-RL#4018)
-        cleared = await self.request("POST", "/reset_prefix_cache", timeout_s=control_s)
-        if not cleared.get("success"):
-            raise ServerError("/reset_prefix_cache did not clear the prefix cache")
-        # after the load, never before it
-        await self.request(
-            "POST", "/update_weight_version", {"new_version": label}, timeout_s=control_s
-        )
-        await self._wake("?tags=kv_cache")
-        await self.request("POST", "/resume", timeout_s=control_s)
+        self.label = None
+        load_s = self.timeout_s + sum(f.stat().st_size for f in folder.iterdir()) / LOADED_PER_S
+        was_asleep = self.is_asleep
+        # its cache wakes last; before the pause, which it ends where nothing was asleep
+        await self._wake("" if self.is_lora else "?tags=weights")
+        # rows of any rank may be under way, with lag
+        await self.control("/pause?mode=abort&clear_cache=true")
+        if self.is_lora:
+            await self._load_adapter(folder, label, load_s)
+        else:
+            if self.can_reset and not was_asleep:
+                await self._reset()
+            call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+            await self.request("POST", "/collective_rpc", call, timeout_s=load_s)
+            # a reload does not clear it; blocks of older weights were read for 17 versions
+            # (NeMo-RL#4018)
+            cleared = await self.control("/reset_prefix_cache")
+            if not cleared.get("success"):
+                raise ServerError("/reset_prefix_cache did not clear the prefix cache")
+            # after the load, never before it
+            await self.control("/update_weight_version", {"new_version": label})
+            await self._wake("?tags=kv_cache")
+        self.is_asleep = False
+        await self.control("/resume")
         self.loaded = label
 
-    async def reload(self, folder: Path) -> None:
-        """Load the weights of a folder."""
-        call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        await self.request("POST", "/collective_rpc", call, timeout_s=self._load_s(folder))
+    async def _load_adapter(self, folder: Path, label: str, load_s: float) -> None:
+        """Load an adapter under a name of its own, and forget the one before."""
+        adapter = {"lora_name": label, "lora_path": str(folder)}
+        await self.request("POST", "/v1/load_lora_adapter", adapter, timeout_s=load_s)
+        before, self.loaded = self.loaded, label
+        if before is None:
+            return
+        try:
+            await self.control("/v1/unload_lora_adapter", {"lora_name": before})
+        except ServerError as error:
+            if not error.status:  # a server that was started again does not know it
+                raise
+
+    async def _reset(self) -> None:
+        """Zero all parameters (vLLM 0.32 and newer), so that what a load leaves out shows."""
+        try:
+            await self.control("/weight_checker", {"action": "reset"})
+        except ServerError as error:
+            if error.status not in MISSING:
+                raise
+            self.can_reset = False
 
     async def _wake(self, tags: str) -> None:
         if self.is_asleep:
-            await self.request("POST", f"/wake_up{tags}", timeout_s=self.timeout_s)
-            self.is_asleep = False
+            await self.control(f"/wake_up{tags}")
 
-    def _load_s(self, folder: Path) -> float:
-        return self.timeout_s + sum(file.stat().st_size for file in folder.iterdir()) / LOADED_PER_S
+
+def _read_row(answer: Any, limit: int, *, is_lora: bool) -> SampledRow:
+    """A sampled row of at most ``limit`` tokens; ServerError unless it is whole."""
+    choice = answer["choices"][0]
+    tokens = list(choice["token_ids"] or ())
+    content = (choice["logprobs"] or {}).get("content") or ()
+    logprobs = [float(entry["logprob"]) for entry in content]
+    reason = choice["finish_reason"]
+    versions: list[str] = []
+    for span in choice["weight_versions"] or ():
+        versions += [str(span["version"])] * (int(span["end"]) - int(span["start"]))
+    if is_lora:  # an adapter is chosen by its name; the version is that of the base
+        versions = [str(answer.get("model"))] * len(tokens)
+    highest = max(logprobs, default=0.0)
+    is_ended = reason == "abort" or (tokens and reason in ("stop", "length"))
+    is_named = [int(entry["token_id"]) for entry in content] == tokens
+    if not (is_ended and is_named and len(tokens) <= limit and highest <= 1e-3):
+        text = f"{GENERATE} sent {len(tokens)} tokens of at most {limit}, {len(logprobs)} log-probs"
+        raise ServerError(f"{text}, the highest {highest:.3g}, finish {reason!r}")
+    if len(versions) != len(tokens):
+        held = f"{len(versions)} of {len(tokens)} tokens"
+        raise ServerError(f"{GENERATE} sent the versions of {held}", is_lasting=True)
+    details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+    for number, logprob in enumerate(logprobs):
+        if not (math.isfinite(logprob) and logprob > CLAMPED):  # of logits that are not finite
+            tokens, logprobs, versions = tokens[:number], logprobs[:number], versions[:number]
+            reason = "error"
+            break
+    logprobs = [min(logprob, 0.0) for logprob in logprobs]  # rounding exceeds 0
+    return SampledRow(tokens, logprobs, reason, details.get("cached_tokens"), tuple(versions))
 
 
 def version_of(label: str) -> int:
