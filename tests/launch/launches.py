@@ -16,10 +16,8 @@ from tests.engines.fake_vllm import FakeServer
 
 from gruppo.config import serialization
 from gruppo.config.schema import LaunchConfig
-from gruppo.launch.child import ChildProcess, Process
 from gruppo.launch.commands import Launch
-from gruppo.launch.places import Local
-from gruppo.launch.supervise import Supervisor
+from gruppo.launch.supervise import ChildProcess
 
 FAKE = "fake {model} {port}"
 
@@ -86,7 +84,7 @@ class Scripts:
     started: list[tuple[str, dict[str, str]]] = field(default_factory=list)
     """Names and environments of all processes."""
 
-    def __call__(self, command: Sequence[str], env: dict[str, str], output: Path) -> Process:
+    def __call__(self, command: Sequence[str], env: dict[str, str], output: Path) -> ChildProcess:
         lives = self.scripts.get(output.stem, ["exec sleep 100"])
         script = lives[min(self.lives(output.stem), len(lives) - 1)]
         self.started.append((output.stem, env))
@@ -94,7 +92,3 @@ class Scripts:
 
     def lives(self, name: str) -> int:
         return [other for other, _ in self.started].count(name)
-
-
-def supervised(given: Launch, start: Callable[..., Process]) -> Supervisor:
-    return Supervisor(given, Local(given, start))

@@ -1,4 +1,4 @@
-"""What a launch starts: commands, devices, addresses; and what is refused before anything
+"""What a launch starts: commands, devices, addresses, jobs; and what is refused before anything
 starts."""
 
 from __future__ import annotations
@@ -6,15 +6,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import socket
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,13 +24,14 @@ from tests.launch.launches import FAKE, launch, recipe
 from gruppo.cli.options import parse_own
 from gruppo.config import serialization
 from gruppo.config.schema import EngineConfig, LaunchConfig, LoraConfig
-from gruppo.launch import commands, slurm, supervise
-from gruppo.launch.commands import Launch, claim, parse_launch
-from gruppo.launch.places import Local, rank_environments
+from gruppo.launch import cluster
+from gruppo.launch.commands import Launch, devices, parse_launch
+from gruppo.launch.supervise import Supervisor
 from gruppo.platforms import lock_file
 from gruppo.types import GruppoError
 
-TEMPLATE = "#!/bin/bash\n#SBATCH --partition=debug\nmodule load python\n"
+TEMPLATE = "#!/bin/bash\n#SBATCH --partition=debug\nmodule() { :; }\n"
+posix = pytest.mark.skipif(os.name != "posix", reason="shell scripts")
 
 
 @pytest.fixture
@@ -42,116 +43,78 @@ def script(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            "--servers 5",
-            r"--servers 5: at most 4 groups are sampled at a time, .* Set --servers 4 or fewer",
-        ),
-        ("--servers 9 --engine.lag 1", r"--servers 9: at most 8 groups"),
+        ("--servers 5", r"--servers 5: a step has 4 prompts, .* Set --servers 4 or fewer"),
+        ("--servers 9 --engine.lag 1", r"--servers 9: a step has 8 prompts"),
         ("--trainers 5", r"--trainers 5: a step has 4 prompts, .* Set --trainers 4 or fewer"),
         ("--trainers 0", r"trainers=0 is out of range; it needs to be at least 1"),
-        ("--servers -1", r"servers=-1 is out of range"),
-        ("--servers two", r"--servers two: it needs a whole number"),
         ("--on moon", r"--on moon: it needs one of 'local', 'slurm', 'ray'"),
-        ("--engine local.py:engine", r"--engine local.py:engine: --servers starts vLLM servers"),
-        ("--engine.urls http://a", r"engine.urls: gruppo launch starts the servers"),
+        ("--engine local.py:engine", r"engine=local.py:engine: --servers starts vLLM servers"),
+        ("--engine vllm --engine.urls http://a", r"engine.urls: gruppo launch starts the servers"),
         ("--on slurm", r"--on slurm needs --template FILE"),
         ("--on slurm --template none.sh", r"--template none.sh cannot be read"),
         (
             "--on slurm --template plain.sh",
             r"plain.sh names no partition. Add the line #SBATCH --partition=NAME",
         ),
-        ("--engine.lag -1", r"engine.lag=-1 is out of range"),
         ("--optim.lr -1", r"optim.lr=-1.0 is out of range"),
-        ("--on slurm --port 70000", r"port=70000 is out of range"),
         (
             "--server-command 'a",
             r"--server-command cannot be split into words \(No closing quotation\)",
         ),
-        ("-- --max-model-len 9", r"--server-command is the whole command of a server"),
     ],
 )
 def test_a_mistake_is_one_line_and_nothing_starts(tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    monkeypatch.setattr(commands, "log", None)  # nothing is logged
     (tmp_path / "plain.sh").write_text("#SBATCH --time=1\n# partition: gpu\nsleep 1\n")
-    file = recipe(tmp_path)
-    own, mark, vllm = words.partition("-- --")
-    fake = [] if "--server-command" in own else ["--server-command", FAKE]
-    args = ["launch", file, *fake, *own.split(), *(mark + vllm).split()]
-    assert processes.exit_code(args) == 2
+    fake = [] if "--server-command" in words else ["--server-command", FAKE]
+    assert processes.exit_code(["launch", recipe(tmp_path), *fake, *words.split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(message, line), line
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("r --dry-run --steps 3", (True, 1)),
-        ("r --steps 3 --dry-run", (True, 1)),
-        ("r --dry-run false --trainers=2 --steps 3", (False, 2)),
-        ("r --trainers 2 --steps 3 --dry-run=True", (True, 2)),
-    ],
-)
-def test_options_of_a_launch_stand_anywhere_among_those_of_the_run(words, expected):
-    chosen, rest = parse_own(words.split(), LaunchConfig(), "launch")
-    assert (chosen.dry_run, chosen.trainers) == expected and rest == ["r", "--steps", "3"]
+def test_options_of_a_launch_stand_anywhere_among_those_of_the_run():
+    for words in ("r --dry-run --steps 3 --trainers=2", "r --trainers 2 --steps 3 --dry-run=True"):
+        chosen, rest = parse_own(words.split(), LaunchConfig(), "launch")
+        assert chosen.dry_run and chosen.trainers == 2 and rest == ["r", "--steps", "3"]
 
 
-def test_a_python_without_vllm_and_a_port_in_use_are_refused(tmp_path, capsys):
+def test_a_python_without_vllm_and_a_port_in_use_are_refused(tmp_path, capsys, monkeypatch):
     file = recipe(tmp_path)
-    assert processes.exit_code(["launch", file, "--server-python", sys.executable]) == 2
-    assert f"{sys.executable} has no vLLM. Install it" in (error := capsys.readouterr().err)
-    assert "--server-python PATH" in error
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        assert (
-            processes.exit_code(["launch", file, "--server-command", FAKE, "--port", str(port)])
-            == 2
-        )
-    assert f"port {port} is in use" in capsys.readouterr().err
-    assert not (tmp_path / "runs").exists()
+    monkeypatch.setenv("VLLM_PYTHON", sys.executable)
+    assert processes.exit_code(["launch", file]) == 2
+    assert f"{sys.executable} has no vLLM. Install it" in capsys.readouterr().err
+    with socket.create_server(("", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        words = ["launch", file, "--server-command", FAKE, "--port", port]
+        assert processes.exit_code(words) == 2
+    assert f"--port {port}: " in capsys.readouterr().err
+    assert not (tmp_path / "runs/run/config.json").exists()
 
 
 def test_the_commands_are_those_of_train_and_serve_and_then_of_resume(tmp_path):
     config = replace(tiny.config(tmp_path), lora=LoraConfig(rank=4), compute="float32")
-    given = launch(
-        tmp_path, words=["--steps", "3"], servers=1, server_command="", server_python="/p"
-    )
+    given = launch(tmp_path, words=["--steps", "3"], server_command="")
     given = replace(given, config=config, vllm=("--max-model-len", "64"))
     gruppo = f"{sys.executable} -m gruppo"
     assert " ".join(given.server_command("127.0.0.1", 81)) == (
-        f"{gruppo} serve {config.model} --host 127.0.0.1 --port 81 --lora-rank 4 --python /p -- "
-        f"--dtype float32 "
-        "--max-model-len 64"
+        f"{gruppo} serve {config.model} --host 127.0.0.1 --port 81 --lora-rank 4 -- "
+        "--dtype float32 --max-model-len 64"
     )
     train = f"{gruppo} train recipe.json --steps 3"
-    assert " ".join(given.trainer_command([])) == train
-    assert " ".join(given.trainer_command(["a", "b"])) == f"{train} --engine vllm --engine.urls a b"
-    given.folder.mkdir(parents=True)
-    (given.folder / "config.json").touch()
-    assert " ".join(given.trainer_command(["a"])) == f"{gruppo} resume {given.folder}"
-    assert given.environment(["a", "b"])["GRUPPO_ENGINE_URLS"] == "a,b"
+    assert " ".join(given.train_command(["a", "b"])) == f"{train} --engine vllm --engine.urls a b"
+    alone = replace(given, options=LaunchConfig(servers=0))
+    assert " ".join(alone.train_command([])) == train
+    assert " ".join(given.resume_command()) == f"{gruppo} resume {given.folder}"
     trusting = replace(given, config=replace(config, trust_remote_code=True), vllm=())
     assert trusting.server_command("h", 81)[-3:] == ["--dtype", "float32", "--trust-remote-code"]
-    assert trusting.trainer_command(["a"])[-1] == "--trust-remote-code"
+    assert trusting.resume_command()[-1] == "--trust-remote-code"
 
 
 def test_a_servers_own_command_gets_model_and_address_and_keeps_other_braces(tmp_path):
-    given = launch(
-        tmp_path, server_command="""serve {model} --at {host}:{port} --config '{"a": 1}'"""
-    )
-    assert given.server_command("h", 81) == [
-        "serve",
-        tiny.model(),
-        "--at",
-        "h:81",
-        "--config",
-        '{"a": 1}',
-    ]
+    own = """serve {model} --at {host}:{port} --config '{"a": 1}'"""
+    command = launch(tmp_path, server_command=own).server_command("h", 81)
+    assert command == ["serve", tiny.model(), "--at", "h:81", "--config", '{"a": 1}']
 
 
 def test_a_run_gets_a_name_and_one_that_exists_is_continued_with_its_own_options(
@@ -163,119 +126,112 @@ def test_a_run_gets_a_name_and_one_that_exists_is_continued_with_its_own_options
     Path(file).write_text(json.dumps(config))
     planned = parse_launch([file, "--server-command", FAKE])
     assert planned.words[-2:] == ("--name", planned.config.name) and planned.config.name
-    changes = {
-        "engine__kind": "vllm",
-        "engine__urls": ["http://a"],
-        "rollout__prompts": 2,
-        "trust_remote_code": True,
-    }
-    config = tiny.config(tmp_path, name="begun", **changes)
+    config = tiny.config(
+        tmp_path,
+        name="begun",
+        engine__kind="vllm",
+        engine__urls=["http://a"],
+        rollout__prompts=2,
+        trust_remote_code=True,
+    )
     (tmp_path / "runs/begun").mkdir(parents=True)
-    (tmp_path / "runs/begun/config.json").write_text(json.dumps(serialization.to_dict(config)))
+    saved = tmp_path / "runs/begun/config.json"
+    saved.write_text(json.dumps(serialization.to_dict(config)))
     words = [file, "--name", "begun", "--server-command", FAKE]
     begun = parse_launch(words).config
     assert begun.rollout.prompts == 2 and not begun.trust_remote_code
     assert parse_launch([*words, "--trust-remote-code"]).config.trust_remote_code
-    with pytest.raises(GruppoError, match="at most 2 groups"):
+    with pytest.raises(GruppoError, match="a step has 2 prompts"):
         parse_launch([*words, "--servers", "3"])
-    local = replace(config, engine=EngineConfig())
-    (tmp_path / "runs/begun/config.json").write_text(json.dumps(serialization.to_dict(local)))
-    with pytest.raises(
-        GruppoError, match="begun samples with the policy itself, and --servers starts vLLM servers"
-    ):
+    saved.write_text(json.dumps(serialization.to_dict(replace(config, engine=EngineConfig()))))
+    with pytest.raises(GruppoError, match="engine=the policy itself: --servers starts vLLM"):
         parse_launch(words)
 
 
-def envs(given: Launch) -> list[tuple[str, str | None]]:
-    """Devices of each process that a launch on this machine starts."""
-    started = []
-    place = Local(
-        given,
-        lambda command, env, output: started.append((output.stem, env.get("CUDA_VISIBLE_DEVICES"))),
-    )
-    for number in range(given.chosen.servers):
-        place.start_server(number)
-    place.start_trainers([])
-    return started
+def visible(given: Launch) -> list[str]:
+    """CUDA_VISIBLE_DEVICES of the trainers and of each server."""
+    trainers, servers = devices(given)
+    return [env["CUDA_VISIBLE_DEVICES"] for env in (trainers, *servers)]
 
 
 def test_trainers_get_the_first_gpus_and_servers_the_next_ones(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     given = launch(tmp_path, trainers=2, servers=2)
-    assert {devices for _, devices in envs(given)} == {None}  # device = cpu
+    assert devices(given) == ({}, [{}, {}])  # device = cpu
     given = replace(
         given, config=replace(given.config, device="auto"), vllm=("--tensor-parallel-size", "2")
     )
-    assert envs(given) == [
-        ("server0", "2,3"),
-        ("server1", "4,5"),
-        ("trainer0", "0,1"),
-        ("trainer1", "0,1"),
-    ]
+    assert visible(given) == ["0,1", "2,3", "4,5"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,1,0,2")
-    assert envs(given)[0] == ("server0", "3,1")
+    assert visible(given) == ["7,5", "3,1", "0,2"]
     shared = replace(given, config=replace(given.config, engine=EngineConfig(colocated=True)))
-    assert envs(shared)[:2] == [("server0", "7,5"), ("server1", "3,1")]
+    assert visible(shared) == ["7,5", "7,5", "3,1"]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
     with pytest.raises(
         GruppoError, match=r"2 trainers and 2 servers of 2 GPUs need 6 GPUs, and 5 are here"
     ):
-        Local(given)
+        devices(given)
 
 
 def test_processors_are_divided_among_the_ranks_whatever_the_number_of_servers(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("gruppo.launch.places.usable_processors", lambda: 8)
+    monkeypatch.setattr("gruppo.launch.commands.usable_processors", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for servers in (0, 3):
-        assert Local(launch(tmp_path, trainers=4, servers=servers)).trainer_env == {
-            "OMP_NUM_THREADS": "2"
-        }
+        env, _ = devices(launch(tmp_path, trainers=4, servers=servers))
+        assert env == {"OMP_NUM_THREADS": "2"}
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert Local(launch(tmp_path, trainers=4)).trainer_env == {}
+    assert devices(launch(tmp_path, trainers=4, servers=0)) == ({}, [])
 
 
-def test_ranks_are_told_what_torchrun_tells_them():
-    assert rank_environments(["a"], 1) == [{}]
-    names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    told = [tuple(env[name] for name in names) for env in rank_environments(["a", "a", "b"], 81)]
-    assert told == [
-        ("a", "81", "0", "0", "3", "2"),
-        ("a", "81", "1", "1", "3", "2"),
-        ("a", "81", "2", "0", "3", "1"),
-    ]
+def test_ranks_are_told_what_torchrun_tells_them_and_one_rank_nothing(tmp_path):
+    def ranks(trainers: int) -> list[dict[str, str]]:
+        started = list[dict[str, str]]()
+        given = launch(tmp_path, trainers=trainers, servers=0)
+        Supervisor(given, lambda command, env, output: started.append(env)).start_trainers()
+        return started
+
+    assert "RANK" not in ranks(1)[0]
+    names = ("MASTER_ADDR", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    first, second = ranks(2)
+    assert [first[name] for name in names] == ["127.0.0.1", "0", "0", "2", "2"]
+    assert [second[name] for name in names] == ["127.0.0.1", "1", "1", "2", "2"]
+    assert first["MASTER_PORT"] == second["MASTER_PORT"]
 
 
-def test_one_launcher_at_a_time_which_waits_for_a_trainer_that_still_saves(tmp_path, monkeypatch):
-    given = launch(tmp_path)
-    with ExitStack() as first:
-        claim(given, first)
-        with pytest.raises(GruppoError, match="another gruppo launch runs"):
-            claim(given, ExitStack())
-    saving = lock_file(given.folder / ".lock")
-    monkeypatch.setattr(commands.time, "sleep", lambda seconds: saving.close())
-    with ExitStack() as second:
-        claim(given, second)
-    monkeypatch.undo()
-    monkeypatch.setattr(commands, "SAVING_S", 0.0)
-    with (
-        lock_file(given.folder / ".lock"),
-        pytest.raises(GruppoError, match="another process is writing to"),
-    ):
-        claim(given, ExitStack())
+def test_one_launcher_at_a_time(tmp_path, capsys):
+    words = ["launch", recipe(tmp_path), "--servers", "0"]
+    (tmp_path / "runs/run/logs").mkdir(parents=True)
+    with lock_file(tmp_path / "runs/run/logs/.lock"):
+        assert processes.exit_code(words) == 2
+    assert "another gruppo launch runs" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(os.name != "posix", reason="shell scripts")
+def test_a_dry_run_prints_commands_and_starts_nothing(tmp_path, capsys, monkeypatch, script):
+    monkeypatch.setenv("GRUPPO_ENGINE_KEY", "secret")
+    words = ["launch", recipe(tmp_path), "--trainers", "2", "--server-command", FAKE, "--dry-run"]
+    assert processes.exit_code(words) == 0
+    out = capsys.readouterr().out
+    names = [line for line in out.splitlines() if line.startswith("#")]
+    assert names == ["# server0", "# trainer0", "# trainer1"]
+    assert "RANK=1" in out and f"fake {tiny.model()} " in out and "secret" not in out
+    assert processes.exit_code([*words, "--on", "slurm", "--template", script]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("#!/bin/bash\n#SBATCH --job-name=run\n") and "secret" not in out
+    assert not (tmp_path / "runs").exists()
+
+
+@posix
 def test_a_ray_job_runs_the_same_command_on_one_node(tmp_path, monkeypatch, capfd):
     words = ["launch", recipe(tmp_path), "--server-command", FAKE, "--on", "ray"]
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     assert processes.exit_code(words) == 2
-    assert 'ray cannot be run (No such file or directory). Install "ray[default]"' in (
-        " ".join(capfd.readouterr().err.split())
-    )
+    error = capfd.readouterr().err
+    assert 'ray cannot be run (No such file or directory). Install "ray[default]"' in error
     stub = tmp_path / "bin/ray"
     stub.write_text("#!/bin/sh\necho $@\nexit 7\n")
     stub.chmod(0o755)
@@ -288,150 +244,145 @@ def test_a_ray_job_runs_the_same_command_on_one_node(tmp_path, monkeypatch, capf
 # --- Slurm ----------------------------------------------------------------------------------------
 
 
-def test_a_dry_run_prints_commands_and_starts_nothing(tmp_path, capsys, monkeypatch, script):
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    monkeypatch.setenv("GRUPPO_ENGINE_KEY", "secret")
-    words = ["launch", recipe(tmp_path), "--trainers", "2", "--server-command", FAKE, "--dry-run"]
-    assert processes.exit_code(words) == 0
-    out = capsys.readouterr().out
-    assert [line for line in out.splitlines() if line.startswith("#")] == [
-        "# server0",
-        "# trainer0",
-        "# trainer1",
-    ]
-    assert "RANK=1" in out and f"fake {tiny.model()} " in out and "secret" not in out
-    assert processes.exit_code([*words, "--on", "slurm", "--template", script]) == 0
-    assert capsys.readouterr().out.startswith("#!/bin/bash\n#SBATCH --job-name=run\n")
-    assert not (tmp_path / "runs").exists()
-
-
-def test_the_script_has_the_lines_of_the_template_and_the_command_with_a_name(tmp_path, script):
+def test_the_script_has_the_lines_of_the_template_and_quotes_names(tmp_path, script):
     given = launch(tmp_path, trainers=2, servers=3, template=script)
-    lines = slurm.script(
-        given, ["r.toml", "--engine.lag", "1", "--", "--max-model-len", "9"]
-    ).splitlines()
-    assert (
-        lines[0] == "#!/bin/bash"
-        and "#SBATCH --ntasks=5" in lines
-        and "#SBATCH --signal=B:USR1@600" in lines
-    )
-    assert (
-        lines.index("#SBATCH --ntasks=5")
-        < lines.index("#SBATCH --partition=debug")
-        < lines.index("module load python")
-    )
-    assert (
-        lines[-1] == f"exec {sys.executable} -m gruppo launch r.toml --engine.lag 1 --name run -- "
-        f"--max-model-len 9"
-    )
-    assert slurm.script(given, ["r.toml", "--name=run"]).endswith("launch r.toml --name=run")
+    lines = cluster.slurm_script(given).splitlines()
+    order = [
+        "#!/bin/bash",
+        "#SBATCH --ntasks=5",
+        "#SBATCH --signal=B:USR1@600",
+        "#SBATCH --partition=debug",
+        "module() { :; }",
+        "TRAINERS=2",
+    ]
+    assert sorted(order, key=lines.index) == order
     Path(script).write_text("#SBATCH --nodes=1 -p debug\n")
-    assert "#SBATCH --nodes=1 -p debug" in slurm.script(given, ["r.toml"])
-    given = replace(given, config=replace(given.config, name="two words"))
-    lines = slurm.script(given, ["r.toml"]).splitlines()
-    assert (
-        "#SBATCH --job-name='two words'" in lines
-        and f"#SBATCH --output='{given.log('slurm')}'" in lines
-    )
+    given = replace(given, config=replace(given.config, name="two 'words' $(x)"))
+    lines = cluster.slurm_script(given).splitlines()
+    quoted = shlex.quote("two 'words' $(x)")
+    assert f"#SBATCH --job-name={quoted}" in lines
+    assert f"FOLDER={shlex.quote(str(given.folder))}" in lines
 
 
-@pytest.fixture
-def sigusr1() -> Iterator[None]:
-    """Its handler is restored."""
-    handler = signal.getsignal(signal.SIGUSR1)
-    yield
-    signal.signal(signal.SIGUSR1, handler)
+STUBS = {
+    "scontrol": 'case $1 in show) printf "n1\\nn2\\n";; *) echo "$@" > requeued;; esac',
+    "scancel": 'echo "$@" > signalled; kill -USR1 $(cat rank.pid)',
+    # two tasks of trainers, one of a server
+    "srun": """echo "$@" >> srun-args; tasks=${1#--ntasks=}
+while [ "$1" != bash ]; do shift; done
+export SLURMD_NODENAME=n3 SLURM_STEP_NUM_TASKS=$tasks SLURM_STEP_TASKS_PER_NODE='1(x2)'
+export SLURM_STEP_NODELIST=n[1-2] SLURM_LOCALID=0
+for rank in $(seq $tasks); do SLURM_PROCID=$((rank - 1)) "$@" & done; wait""",
+}
 
 
-@pytest.mark.skipif(os.name != "posix", reason="shell scripts")
-def test_a_job_is_submitted_and_steps_are_started_with_srun(tmp_path, monkeypatch, script, sigusr1):
-    """Slurm's commands are scripts here; a launch on a real one-node Slurm is in the lab notes."""
-    stubs = {
-        "sbatch": "echo 41; cp $2 submitted",
-        "scontrol": 'case $1 in show) printf "n1\\nn2\\n";; *) echo "$@" > requeued;; esac',
-        "scancel": 'echo "$@" > canceled',
-        "srun": 'echo "$@" > srun-args; while [ "$1" != bash ]; do shift; done; export '
-        "SLURMD_NODENAME=n3\n"
-        "export SLURM_PROCID=3 SLURM_LOCALID=1 SLURM_STEP_NUM_TASKS=4 "
-        "SLURM_STEP_TASKS_PER_NODE='2(x2)'\n"
-        'SLURM_STEP_ID=7 SLURM_STEP_NODELIST=n[1-2] exec "$@"',
-    }
-    (tmp_path / "bin").mkdir()
-    for name, body in stubs.items():
-        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{body}\n")
-        (tmp_path / "bin" / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.chdir(tmp_path)
-    given = launch(
-        tmp_path, trainers=4, servers=2, template=script, server_command="echo {host} {port}"
+class Job:
+    """A job whose Slurm commands are scripts; on a real one-node Slurm: see the lab notes."""
+
+    def __init__(
+        self, folder: Path, script: str, trainer: str, server: str = "", **options: int
+    ) -> None:
+        self.folder = folder
+        (folder / "bin").mkdir()
+        for name, body in STUBS.items():
+            (folder / "bin" / name).write_text(f"#!/bin/bash\n{body}\n")
+            (folder / "bin" / name).chmod(0o755)
+        server = server or "echo {host} {port}; touch up; sleep 100"
+        given = launch(
+            folder,
+            trainers=2,
+            template=script,
+            server_command=f"sh -c {shlex.quote(server)}",
+            **{"servers": 1} | options,
+        )
+        self.log = given.log
+        own = ["sh", "-c", trainer, "trainer"]
+        text = cluster.slurm_script(given)
+        text = re.sub(r"(?m)^TRAIN=.*", lambda _: f"TRAIN=({shlex.join(own)})", text)
+        text = re.sub(r"(?m)^ANSWERS=.*", "ANSWERS='import os; os.stat(\"up\")'", text)
+        given.log("slurm").parent.mkdir(parents=True)
+        env = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_ID": "41"}
+        env |= {"SLURM_CPUS_PER_TASK": "8", "SLURM_GPUS_ON_NODE": "8", "SLURM_RESTART_COUNT": "3"}
+        self.process = subprocess.Popen(
+            ["bash", "-c", text], cwd=folder, env=env, start_new_session=True
+        )
+
+    def wait(self) -> int:
+        try:
+            return self.process.wait(60)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    def wait_for(self, file: str) -> None:
+        until = time.monotonic() + 60
+        while not (self.folder / file).exists():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+    @property
+    def is_requeued(self) -> bool:
+        return (self.folder / "requeued").exists()
+
+
+@posix
+def test_a_job_starts_servers_then_ranks_and_ends_with_their_cause(tmp_path, script):
+    job = Job(
+        tmp_path,
+        script,
+        'env > rank$RANK; echo "$@" > arguments; [ $RANK = 1 ] || exit 75; exit 3',
+        port=21000,
     )
-    assert slurm.submit(given, slurm.script(given, ["r.toml"])) == "41"
-    assert (tmp_path / "submitted").read_text().endswith("launch r.toml --name run\n")
-    monkeypatch.setenv("SLURM_JOB_ID", "41")
-    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "8")
-    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
-    given.log("server1").with_suffix(".step").write_text("n9 41.6\n")
-    supervise.show(
-        replace(given, chosen=replace(given.chosen, on="slurm"))
-    )  # a dry run beside a launch
-    steps = slurm.Steps(given)
-    assert steps.url(0) == "" and steps.url(1) == "http://n9:21313"
-    wait(steps.start_server(1))
-    assert (
-        given.log("server1").read_text() == "0.0.0.0 21313\n" and steps.url(1) == "http://n3:21313"
-    )
-    assert (tmp_path / "canceled").read_text() == "--signal=KILL 41.7\n"  # what srun has left
-    assert (
-        (tmp_path / "srun-args")
-        .read_text()
-        .startswith("--ntasks=1 --exact --export=ALL --cpus-per-task=8 --gpus=1 --gpu-bind=none")
-    )
-    monkeypatch.setattr(Launch, "trainer_command", lambda self, urls: ["env"])
-    (trainers,) = steps.start_trainers(["http://n3:21313"])
-    wait(trainers)
-    told = dict(
-        line.split("=", 1) for line in given.log("srun").read_text().splitlines() if "=" in line
-    )
-    expected = {
-        "RANK": "3",
-        "LOCAL_RANK": "1",
-        "WORLD_SIZE": "4",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "n1",
-    }
-    assert expected.items() <= told.items() and told["MASTER_PORT"] == "21315"
-    assert told["GRUPPO_ENGINE_URLS"] == "http://n3:21313"
-    words = (tmp_path / "srun-args").read_text()
-    assert f"--ntasks=4 --exact --export=ALL --output={given.log('trainer%t')}" in words
-    assert "--kill-on-bad-exit=0 --wait=600" in words
-    (tmp_path / "canceled").unlink()
-    monkeypatch.setattr(Launch, "trainer_command", lambda self, urls: ["sleep", "100"])
-    (trainers,) = steps.start_trainers([])
-    wait_for(lambda: slurm.placed(given.log("srun"))[1] != "")
-    trainers.terminate()
-    assert (tmp_path / "canceled").read_text() == "--signal=TERM 41.7\n" and trainers.poll() is None
-    trainers.kill()
-    assert (tmp_path / "canceled").read_text() == "--signal=KILL 41.7\n"
-    wait(trainers)
-    steps.close()
-    assert not (tmp_path / "requeued").exists()
-    with pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGUSR1)
-    steps.close()
+    assert job.wait() == 3 and not job.is_requeued
+    told = dict(line.split("=", 1) for line in (tmp_path / "rank1").read_text().splitlines())
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    assert [told[name] for name in names] == ["1", "0", "2", "1", "n1", "21001"]
+    assert told["GRUPPO_ENGINE_URLS"] == "http://n3:21000" and len(told["GRUPPO_ENGINE_KEY"]) == 32
+    assert (tmp_path / "arguments").read_text() == "http://n3:21000\n"
+    server, trainers = (tmp_path / "srun-args").read_text().splitlines()[0::1][:2]
+    common = "--exact --export=ALL --open-mode=append"
+    assert server.startswith(f"--ntasks=1 {common} --output={job.log('server0')}")
+    assert "--cpus-per-task=8 --gpus=1 --gpu-bind=none" in server
+    assert trainers.startswith(f"--ntasks=2 {common} --output={job.log('trainer%t')}")
+    assert "--gpus=2 --gpu-bind=none --kill-on-bad-exit=0 --wait=600" in trainers
+
+
+SAVES = "trap 'exit 75' USR1 TERM; echo $$ > rank.pid; touch ready; while :; do sleep 0.01; done"
+
+
+@posix
+def test_a_job_out_of_time_saves_and_is_queued_again(tmp_path, script):
+    job = Job(tmp_path, script, f"[ $RANK = 1 ] && exit 75; {SAVES}", servers=0)
+    job.wait_for("ready")
+    job.process.send_signal(signal.SIGUSR1)
+    assert job.wait() == 75
+    assert (tmp_path / "signalled").read_text() == "--signal=USR1 41\n"
     assert (tmp_path / "requeued").read_text() == "requeue 41\n"
-    (tmp_path / "requeued").unlink()
-    monkeypatch.setattr(slurm, "LEAD_S", slurm.REQUEUE_S)
-    with pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGUSR1)
-    wait_for((tmp_path / "requeued").exists)  # also where a save never ends
 
 
-def wait(process: Any) -> None:
-    wait_for(lambda: process.poll() is not None)
+@posix
+@pytest.mark.parametrize(("allowed", "is_requeued"), [(4, True), (3, False)])
+def test_a_job_with_a_lost_rank_is_queued_again_as_often_as_allowed(
+    tmp_path, script, allowed, is_requeued
+):
+    job = Job(tmp_path, script, "kill -9 $$", servers=0, max_restarts=allowed)
+    assert job.wait() == 75 and job.is_requeued == is_requeued
 
 
-def wait_for(has_happened: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
-    while not has_happened():
-        assert time.monotonic() < until
-        time.sleep(0.01)
+@posix
+def test_a_job_that_is_done_or_canceled_is_not_queued_again(tmp_path, script):
+    (tmp_path / "a").mkdir()
+    job = Job(tmp_path / "a", script, "exit 0", servers=0)
+    assert job.wait() == 0 and not job.is_requeued
+    (tmp_path / "b").mkdir()
+    job = Job(tmp_path / "b", script, f"[ $RANK = 1 ] && exit 75; {SAVES}", servers=0)
+    job.wait_for("ready")
+    job.process.send_signal(signal.SIGTERM)
+    os.kill(int((tmp_path / "b/rank.pid").read_text()), signal.SIGTERM)  # scancel signals all
+    assert job.wait() == 75 and not job.is_requeued
+
+
+@posix
+def test_a_server_that_ends_before_it_answers_ends_the_job(tmp_path, script):
+    job = Job(tmp_path, script, "exit 0", server="exit 1")
+    assert job.wait() == 2 and not (tmp_path / "signalled").exists()

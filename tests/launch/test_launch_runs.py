@@ -17,7 +17,6 @@ from tests.trainer.runs import weights
 
 from gruppo.launch import supervise
 from gruppo.launch.commands import parse_launch
-from gruppo.launch.places import Local
 from gruppo.launch.supervise import Supervisor
 from gruppo.tracking.files import read_metrics
 
@@ -59,7 +58,7 @@ def run(
     ]
     words += ["--engine.timeout-s", "5"]
     planned, started = parse_launch([*words, "--server-command", FAKE]), Started(disturb)
-    return Supervisor(planned, Local(planned, started)).run(), started
+    return Supervisor(planned, started).run(), started
 
 
 def steps_done(folder: Path) -> int:

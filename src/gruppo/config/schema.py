@@ -545,8 +545,6 @@ class LaunchConfig:
     """Port of the first server, which the others follow; 0 for free ones."""
     max_restarts: Count = 3
     """Restarts of the trainers, and of each server, within an hour."""
-    server_python: str = ""
-    """Python with vLLM; default: that of gruppo serve."""
     server_command: str = ""
     """Command of a server, with {model}, {host} and {port}; default: gruppo serve."""
     template: str = ""

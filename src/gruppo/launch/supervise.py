@@ -1,308 +1,260 @@
-"""Keeps the processes of a launch running: servers first, then the trainers. What dies is started
-again."""
+"""Trainers and servers on this machine: what ends is started again."""
 
 from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
-import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gruppo.cli.options import pop_option
 from gruppo.cli.serve import answers
-from gruppo.engines.vllm.client import KEY
 from gruppo.errors import EngineLost
-from gruppo.launch import slurm
-from gruppo.launch.child import Process
-from gruppo.launch.commands import GRACE_S, Launch, claim, is_written, log, parse_launch, with_name
-from gruppo.launch.places import Local, Place
+from gruppo.launch.cluster import submit_to_ray, submit_to_slurm
+from gruppo.launch.commands import Launch, devices, free_ports, log, parse_launch
 from gruppo.loading import visible
+from gruppo.platforms import ends_with_parent, lock_file
 from gruppo.types import GruppoError
 
 POLL_S = 0.5
 WINDOW_S = 3600.0
 """Within which restarts are counted."""
-WAIT_S = 60.0
-"""Between two lines about a server that does not answer yet."""
+GRACE_S = 600.0
+"""How long the other ranks may take to notice that one has ended, and to save."""
 SERVER_GRACE_S = 40.0
 """How long servers may take to end."""
-FINAL = (2, 3, 4)
-"""Exit codes that a restart would not change: usage, data, numbers."""
+FINAL = (0, 2, 3, 4)
+"""Exit codes that a restart would not change: done, usage, data, numbers."""
 STOPPED = 75
+
+
+class ChildProcess(subprocess.Popen):
+    """A process whose output is appended to a file. It gets SIGTERM when this process dies."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], output: Path) -> None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with output.open("ab") as file:
+            super().__init__(
+                command,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **env},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C reaches the launcher alone, which stops the others in order
+                start_new_session=True,
+                preexec_fn=ends_with_parent(),
+            )
+
+    def kill(self) -> None:
+        """Kill it, and what it has started."""
+        if os.name != "posix":
+            super().kill()
+            return
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
 
 
 @dataclass
 class Server:
-    """State of a server."""
+    """A server of this machine."""
 
-    process: Process | None = None
-    started_at: float = 0.0
-    reported_at: float = 0.0
-    """When the last line about it was logged."""
-    is_ready: bool = False
-    was_ready: bool = False
-    is_left_out: bool = False
-    failures: list[float] = field(default_factory=list)
-    """Times of its failures within the window."""
+    name: str
+    port: int
+    env: dict[str, str]
+    process: Any = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
 
 class Supervisor:
-    """Servers and trainers of one launch."""
+    """Starts the servers of a launch, and the trainers once all servers answer."""
 
-    def __init__(self, launch: Launch, place: Place) -> None:
-        self.launch, self.place = launch, place
-        self.servers = [Server() for _ in range(launch.chosen.servers)]
-        self.trainers: list[Process] = []
-        self.urls: list[str] = []
-        """Servers that the trainers were started with."""
-        self.failures: list[float] = []
-        self._failed_at, self._is_moving, self._is_waiting = 0.0, False, False
+    def __init__(self, launch: Launch, start: Callable[..., Any] = ChildProcess) -> None:
+        self.launch, self._start = launch, start
+        ports = free_ports(launch.options.port, launch.options.servers)
+        self._env, server_envs = devices(launch)
+        self.servers = [
+            Server(f"server{n}", port, env)
+            for n, (port, env) in enumerate(zip(ports, server_envs, strict=True))
+        ]
+        self.trainers = list[Any]()
+        self._failures = defaultdict[str, list[float]](list)
         output = launch.log("trainer0")
-        self._echoed = output.stat().st_size if output.is_file() else 0
+        self._shown = output.stat().st_size if output.is_file() else 0
 
     def run(self) -> int:
         """Run until the trainers are done or cannot go on; return the exit code."""
         try:
-            while (code := self._turn()) is None:
-                self._echo()
-                time.sleep(POLL_S)
-            return code
-        except (
-            KeyboardInterrupt
-        ):  # the trainers finish their step and save; a second signal ends them at once
+            while True:
+                self._wait_for_servers()
+                self.start_trainers()
+                code = self._watch()
+                if code in FINAL:
+                    return code
+                if not self._may_restart("the trainers", code):
+                    log.error("%s can be continued by the same command", self.launch.folder)
+                    return code
+        except KeyboardInterrupt:
             with suppress(KeyboardInterrupt):
-                if self.trainers:
-                    log.info(
-                        "stopping: the trainers finish their step and save; a second signal stops "
-                        "at once"
-                    )
+                log.info("stopping: the trainers save; a second signal stops at once")
                 for process in self.trainers:
                     process.terminate()
-                while any(process.poll() is None for process in self.trainers):
-                    self._echo()
-                    time.sleep(POLL_S / 5)
-            codes = [process.poll() for process in self.trainers]
-            return exit_code(codes) if codes and None not in codes else STOPPED
+                return self._watch() if self.trainers else STOPPED
+            return STOPPED
         finally:
-            self._echo()
-            servers = [server.process for server in self.servers if server.process is not None]
-            try:
-                for process in self.trainers:
-                    if process.poll() is None:
-                        process.kill()
-                for process in servers:  # not before the trainers, which may still sample from them
-                    process.terminate()
-                until = time.monotonic() + SERVER_GRACE_S
-                while (
-                    any(process.poll() is None for process in servers) and time.monotonic() < until
-                ):
-                    time.sleep(POLL_S / 5)
-            finally:
-                for process in servers:
-                    if process.poll() is None:
-                        process.kill()
+            self._end()
 
-    def _turn(self) -> int | None:
-        for number, server in enumerate(self.servers):
-            if not server.is_left_out:
-                self._check_server(number, server)
-        if self.trainers:
-            return self._check_trainers()
-        used = [server for server in self.servers if not server.is_left_out]
-        if self.servers and not used:
+    def start_server(self, server: Server) -> None:
+        command = self.launch.server_command("127.0.0.1", server.port)
+        server.process = self._start(command, server.env, self.launch.log(server.name))
+
+    def start_trainers(self) -> None:
+        """Start all ranks, with the variables that torchrun sets."""
+        launch, count = self.launch, self.launch.options.trainers
+        urls = [server.url for server in self.servers]
+        command = launch.resume_command() if launch.is_begun else launch.train_command(urls)
+        env = {**self._env, "GRUPPO_ENGINE_URLS": ",".join(urls)}
+        if count > 1:
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(0, 1)[0])}
+            env |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+        self.trainers = []
+        for rank in range(count):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {}
+            self.trainers.append(self._start(command, env | own, launch.log(f"trainer{rank}")))
+
+    def _wait_for_servers(self) -> None:
+        what = "the trainers start when all servers answer and nothing writes to %s"
+        log.info(what, self.launch.folder)
+        for server in self.servers:
+            if server.process is None:
+                self.start_server(server)
+        while _is_written(self.launch.folder) or not all(answers(s.url) for s in self.servers):
+            self._check_servers()
+            time.sleep(POLL_S)
+        if self.launch.options.servers and not self.servers:
             raise EngineLost(f"""no server is left; the logs in {self.launch.folder / "logs"} say
                 why. Correct that, and give the command again.""")
-        if not all(server.is_ready for server in used):
-            return None
-        # a rank of before may still save
-        was_waiting, self._is_waiting = self._is_waiting, is_written(self.launch.folder)
-        if self._is_waiting and not was_waiting:
-            log.info(
-                "the trainers start once the process that writes to %s has ended",
-                self.launch.folder,
-            )
-        if not self._is_waiting:
-            self.urls = [
-                self.place.url(n) for n, server in enumerate(self.servers) if not server.is_left_out
-            ]
-            self.trainers, self._failed_at, self._is_moving = (
-                self.place.start_trainers(self.urls),
-                0.0,
-                False,
-            )
-            log.info("the trainers are started; their output is in %s", self.launch.log("trainer0"))
-        return None
 
-    def _check_server(self, number: int, server: Server) -> None:
-        output = self.launch.log(f"server{number}")
-        if server.process is None:
-            server.process = self.place.start_server(number)
-            server.started_at = server.reported_at = time.monotonic()
-            if not server.was_ready:
-                log.info("server %d is started; its output is in %s", number, output)
-            return
-        if (code := server.process.poll()) is not None:
-            server.process, server.is_ready = None, False
-            if not server.was_ready:
-                text = (
-                    output.read_text(encoding="utf-8", errors="replace") if output.is_file() else ""
-                )
-                last = visible((text.strip().splitlines() or ["it printed nothing"])[-1])
-                raise GruppoError(f"""server {number} ended with code {code} before it answered:
-                    {last:.300} ({output}). Correct that, and give the command again.""")
-            server.is_left_out = not self._may_restart(
-                f"server {number}", f"code {code}", server.failures
-            )
-        elif not server.is_ready and (url := self.place.url(number)) and answers(url):
-            server.is_ready = server.was_ready = True
-            log.info(
-                "server %d answers at %s after %.0f s",
-                number,
-                url,
-                time.monotonic() - server.started_at,
-            )
-            if self.trainers and url not in self.urls and not self._is_moving:
-                log.info("its address is new: the trainers save, and continue with it")
-                self._is_moving = True
-                for process in self.trainers:
-                    process.terminate()
-        elif not server.is_ready and time.monotonic() > server.reported_at + WAIT_S:
-            server.reported_at = time.monotonic()
-            log.info(
-                "server %d does not answer yet at %s; its output is in %s",
-                number,
-                url or "any address",
-                output,
-            )
+    def _check_servers(self) -> None:
+        """Start servers again that have ended, or leave them out."""
+        for server in [*self.servers]:
+            code = server.process.poll()
+            if code is None:
+                continue
+            server.process.kill()  # what it has left holds the port
+            if not self.trainers:
+                last = _last_line(self.launch.log(server.name))
+                raise GruppoError(f"""{server.name} ended with code {code} before it answered:
+                    {last}. Correct that, and give the command again.""")
+            if self._may_restart(server.name, code):
+                self.start_server(server)
+            else:
+                self.servers.remove(server)
 
-    def _check_trainers(self) -> int | None:
-        codes = [process.poll() for process in self.trainers]
-        if None in codes:  # the others notice that a rank has ended, save and end
-            if any(codes):
-                self._failed_at = self._failed_at or time.monotonic()
-                if time.monotonic() > self._failed_at + GRACE_S:
+    def _watch(self) -> int:
+        """Wait for the trainers; return their exit code."""
+        failed_at = float("inf")
+        while None in (codes := [process.poll() for process in self.trainers]):
+            if any(codes):  # the others notice it, save and end
+                failed_at = min(failed_at, time.monotonic())
+                if time.monotonic() > failed_at + GRACE_S:
                     for process in self.trainers:
                         process.kill()
-            return None
-        self.trainers, text = [], " ".join(map(str, codes))
-        if (code := exit_code(codes)) in (0, *FINAL):
-            if code:
-                log.error(
-                    "the trainers ended with code %d; %s says why",
-                    code,
-                    self.launch.log("trainer0"),
-                )
-            return code
-        if not self._is_moving and not self._may_restart(
-            "the trainers", f"code {text}", self.failures
-        ):
-            log.error(
-                "the run in %s can be continued: give the command again with its --name",
-                self.launch.folder,
-            )
-            return code
-        return None
+            self._check_servers()
+            self._show_output()
+            time.sleep(POLL_S)
+        self._show_output()
+        return exit_code(codes)
 
-    def _may_restart(self, name: str, how: str, failures: list[float]) -> bool:
-        """Whether what has ended may be started again; says so."""
-        now, allowed = time.monotonic(), self.launch.chosen.max_restarts
-        failures[:] = [*(at for at in failures if at > now - WINDOW_S), now]
-        if len(failures) > allowed:
-            log.error(
-                "%s ended with %s, and --max-restarts is %d: not started again", name, how, allowed
-            )
+    def _may_restart(self, name: str, code: int) -> bool:
+        now = time.monotonic()
+        failures = [at for at in self._failures[name] if at > now - WINDOW_S]
+        self._failures[name] = [*failures, now]
+        if len(failures) >= self.launch.options.max_restarts:
+            log.error("%s: exit code %s; not started again (--max-restarts)", name, code)
             return False
-        log.warning(
-            "%s ended with %s: started again (%d of %d within an hour)",
-            name,
-            how,
-            len(failures),
-            allowed,
-        )
+        log.warning("%s: exit code %s; started again", name, code)
         return True
 
-    def _echo(self) -> None:
-        """Show what the first rank has printed since."""
+    def _show_output(self) -> None:
+        """Print what the first rank has printed since."""
         # no file yet, or nobody reads: a closed pipe, a terminal that is gone
         with suppress(OSError), self.launch.log("trainer0").open("rb") as file:
-            file.seek(self._echoed)
+            file.seek(self._shown)
             lines, end, _ = file.read().rpartition(b"\n")
-            self._echoed += len(lines) + len(end)
+            self._shown += len(lines + end)
             print((lines + end).decode("utf-8", "replace"), end="", flush=True)
+
+    def _end(self) -> None:
+        servers = [server.process for server in self.servers if server.process is not None]
+        try:
+            for process in self.trainers:
+                process.kill()
+            for process in servers:
+                process.terminate()
+            until = time.monotonic() + SERVER_GRACE_S
+            while any(p.poll() is None for p in servers) and time.monotonic() < until:
+                time.sleep(POLL_S)
+        finally:
+            for process in servers:
+                process.kill()
 
 
 def exit_code(codes: Sequence[int | None]) -> int:
     """The exit code of the trainers by those of the ranks: a cause comes before what others made of
-    it."""
+    it, and a rank that was killed counts as stopped."""
     causes = [code for code in codes if code]
     return min((code for code in causes if 0 < code < 128), default=STOPPED if causes else 0)
 
 
-def show(launch: Launch) -> None:
-    """Print the commands of all processes, as typed in a shell."""
-
-    def printed(command: Sequence[str], env: Mapping[str, str], output: Path) -> Any:
-        shown = [
-            f"{name}={'...' if name == KEY else shlex.quote(value)}" for name, value in env.items()
-        ]
-        print(
-            f"# {output.stem}\n{' '.join([*shown, shlex.join(command)])} >> "
-            f"{shlex.quote(str(output))}"
-        )
-
-    place = slurm.Steps(launch, printed) if launch.chosen.on == "slurm" else Local(launch, printed)
-    for number in range(launch.chosen.servers):
-        place.start_server(number)
-    place.start_trainers(
-        [place.url(n) or f"http://server{n}" for n in range(launch.chosen.servers)]
-    )
+def _last_line(output: Path) -> str:
+    lines = output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return f"{visible(lines[-1]) if lines else 'it printed nothing':.300} ({output})"
 
 
-def submit_to_ray(planned: Launch, args: Sequence[str]) -> int:
-    """Submit this launch as a job of one node of the Ray cluster; return the exit code of
-    ``ray``."""
-    gpus = planned.chosen.trainers + planned.chosen.servers * planned.gpus_per_server
-    options = [f"--submission-id={planned.config.name}"]
-    if planned.config.device != "cpu":
-        options.append(f"--entrypoint-num-gpus={gpus}")
-    own = with_name(args, planned.config.name)
-    at = own.index("--") if "--" in own else len(own)
-    words = [*pop_option(own[:at], "--on")[1], *own[at:]]
-    job = [sys.executable, "-m", "gruppo", "launch", *words]
-    command = ["ray", "job", "submit", *options, "--", *job]
-    if planned.chosen.dry_run:
-        print(shlex.join(command))
-        return 0
+def _is_written(folder: Path) -> bool:
+    """Whether a trainer has a run's folder open."""
     try:
-        return subprocess.run(command).returncode
-    except OSError as error:
-        raise GruppoError(f"""ray cannot be run ({error.strerror}). Install "ray[default]", and set
-            RAY_ADDRESS to the cluster.""") from None
+        if (folder / ".lock").exists():
+            lock_file(folder / ".lock").close()
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _show(command: Sequence[str], env: Mapping[str, str], output: Path) -> None:
+    """Print a command as typed in a shell, in place of starting it."""
+    words = [f"{name}={shlex.quote(value)}" for name, value in env.items()]
+    print(f"# {output.stem}\n{' '.join(words)} {shlex.join(command)}")
 
 
 def launch(args: list[str]) -> int:
-    """Start what a command line asks for, and stay until it is done; return the exit code."""
+    """Start what a command line requests, and stay until it is done; return the exit code."""
     planned = parse_launch(args)
-    chosen, is_in_job = planned.chosen, "SLURM_JOB_ID" in os.environ
-    if chosen.on == "slurm" and not is_in_job:
-        script = slurm.script(planned, args)
-        if not chosen.dry_run:
-            script = f"job {slurm.submit(planned, script)}; its log is {planned.log('slurm')}"
-        print(script)
-        return 0
-    if chosen.on == "ray":
+    if planned.options.on == "slurm":
+        return submit_to_slurm(planned)
+    if planned.options.on == "ray":
         return submit_to_ray(planned, args)
-    if chosen.dry_run:
-        show(planned)
+    if planned.options.dry_run:
+        supervisor = Supervisor(planned, _show)
+        for server in supervisor.servers:
+            supervisor.start_server(server)
+        supervisor.start_trainers()
         return 0
-    place: Place = slurm.Steps(planned) if chosen.on == "slurm" else Local(planned)
-    with ExitStack() as stack:
-        stack.callback(place.close)
-        claim(planned, stack)
-        return Supervisor(planned, place).run()
+    lock = planned.folder / "logs" / ".lock"
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with lock_file(lock):
+            return Supervisor(planned).run()
+    except BlockingIOError:
+        raise GruppoError(
+            f"another gruppo launch runs {planned.folder}; wait for it or stop it."
+        ) from None
