@@ -56,7 +56,7 @@ def test_aliases_of_yaml_are_refused(tmp_path):
     lines = ["seed:", "- &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"- &a{n} [{','.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
     (tmp_path / "mine.yaml").write_text("\n".join(lines))
-    with pytest.raises(GruppoError, match=r"it refers to the anchor \*a0; write its value out"):
+    with pytest.raises(GruppoError, match=r"it refers to an anchor; write its value out"):
         serialization.load(tmp_path / "mine.yaml")
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 from tests import tiny
 from tests.doctor.test_provoked_restoration import config_of as restoring
 from tests.engines.fake_vllm import FakeServer
@@ -23,10 +24,10 @@ from tests.engines.fake_vllm import FakeServer
 import gruppo
 from gruppo import api
 from gruppo.cli.commands import COMMANDS, TAKING_RECIPE
-from gruppo.cli.help import all_options, parameters
+from gruppo.cli.help import all_options
 from gruppo.cli.options import parse_config, pop_option
 from gruppo.config import schema as configs
-from gruppo.config.options import as_text, convert, options
+from gruppo.config.options import Option, as_text, options
 from gruppo.core.objective import PRESETS, Objective
 from gruppo.errors import as_flag
 from gruppo.modalities import modalities
@@ -94,6 +95,20 @@ FOREIGN_OPTIONS = {
 """Of other programs, or for all commands."""
 OTHER_WORDS = {"std", "gather", "range", "epsilon_high", "gruppo", "None"}
 """In code style, but not names of gruppo."""
+
+
+def parameters(command: Any) -> tuple[dict[str, Option], dict[str, Option]]:
+    """Positional arguments and options of a command, by the name of its parameter."""
+    positional, named = dict[str, Option](), dict[str, Option]()
+    hints = typing.get_type_hints(command, include_extras=True)
+    for name, parameter in inspect.signature(command).parameters.items():
+        value = parameter.default
+        (text,) = hints[name].__metadata__
+        option = Option(name, hints[name].__origin__, value, value, text)
+        (named if parameter.kind is parameter.KEYWORD_ONLY else positional)[name] = option
+    return positional, named
+
+
 PARAMETERS = {name: parameters(run) for name, run in COMMANDS.items() if name not in TAKING_RECIPE}
 PARAMETERS["launch"] = ({}, options(configs.LaunchConfig()))
 """Positional arguments and options of each command beside those of a config."""
@@ -234,7 +249,7 @@ def test_every_setting_exists_and_can_have_the_value_that_is_named(page: Path) -
             continue
         name, value = found.groups()
         if name in hints:
-            convert(hints[name], ast.literal_eval(value))
+            TypeAdapter(hints[name]).validate_python(ast.literal_eval(value))
         else:
             assert name in known_words(), name
 

@@ -29,7 +29,7 @@ def test_the_help_of_a_recipe_fits_and_lists_only_options_of_its_modality(recipe
     config = RECIPES[recipe]()
     lines = config_help(config, f"train {recipe}", is_complete=False).splitlines()
     listed = [line for line in lines if line.startswith("  --")]
-    assert len(listed) <= 80 and len(lines) <= 180
+    assert len(listed) <= 80 and len(lines) <= 200
     assert any("--diffusion." in line for line in listed) == (
         type(config.modality).__name__ == "DiffusionConfig"
     )
@@ -85,9 +85,7 @@ def test_options_of_a_modality_choose_its_section_and_exclude_others() -> None:
         Config(model="unet"), ["--diffusion.steps", "7", "--diffusion.size", "8", "16"], "train"
     )
     assert (config.modality.steps, config.modality.size) == (7, (8, 16))
-    with pytest.raises(
-        GruppoError, match=r"--restoration options were given, but .* has --diffusion options"
-    ):
+    with pytest.raises(GruppoError, match=r"unknown option --restoration\.patches"):
         apply_options(config, ["--restoration.patches", "2"], "train")
 
 
@@ -117,7 +115,7 @@ def test_completion_scripts_are_valid_and_know_commands_recipes_options_and_choi
     if shell == "bash":
         typed = (
             f"{script}\nCOMP_WORDS=(gruppo train arithmetic --compute b); COMP_CWORD=4; "
-            f"_gruppo; echo ${{COMPREPLY[@]}}"
+            f"_shtab_gruppo; echo ${{COMPREPLY[@]}}"
         )
         assert subprocess.check_output(["bash", "-c", typed], text=True) == "bfloat16\n"
 

@@ -327,7 +327,6 @@ def test_a_name_that_maps_to_nothing_says_so_and_names_the_nearest(capsys: Any) 
         ("trl:epsilon_hi", "The nearest is epsilon_high, here --objective.clip-high."),
         ("trl:clip_ratio_low", "verl has it: --names verl:clip_ratio_low."),
         ("trl:", "trl has no option of this name"),
-        ("", "--names has no value"),
     ],
 )
 def test_what_is_not_known_is_one_line_with_the_nearest(

@@ -47,7 +47,7 @@ def script(tmp_path: Path) -> str:
         ("--servers 9 --engine.lag 1", r"--servers 9: a step has 8 prompts"),
         ("--trainers 5", r"--trainers 5: a step has 4 prompts, .* Set --trainers 4 or fewer"),
         ("--trainers 0", r"trainers=0 is out of range; it needs to be at least 1"),
-        ("--on moon", r"--on moon: it needs one of 'local', 'slurm', 'ray'"),
+        ("--on moon", r"--on: invalid choice: 'moon'"),
         ("--engine local.py:engine", r"engine=local.py:engine: --servers starts vLLM servers"),
         ("--engine vllm --engine.urls http://a", r"engine.urls: gruppo launch starts the servers"),
         ("--on slurm", r"--on slurm needs --template FILE"),
@@ -56,7 +56,7 @@ def script(tmp_path: Path) -> str:
             "--on slurm --template plain.sh",
             r"plain.sh names no partition. Add the line #SBATCH --partition=NAME",
         ),
-        ("--optim.lr -1", r"optim.lr=-1.0 is out of range"),
+        ("--optim.lr -1", r"optim.lr=-1 is out of range"),
         (
             "--server-command 'a",
             r"--server-command cannot be split into words \(No closing quotation\)",

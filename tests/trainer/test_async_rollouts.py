@@ -240,14 +240,6 @@ def test_a_replay_with_options_that_decide_what_is_sampled_is_refused(
         train([*arguments, "--rollout.group-size", "8"])
 
 
-def test_options_of_an_engine_are_refused_by_a_replay(lagged):
-    for option in (["--engine", "vllm"], ["--engine.urls=http://127.0.0.1:1"]):
-        with pytest.raises(
-            GruppoError, match=rf"{option[0].partition('=')[0]} has no effect\. Leave it out"
-        ):
-            train(["--replay", str(lagged), "--engine.lag", "2", *option])
-
-
 # --- bad input ------------------------------------------------------------------------------------
 
 
@@ -256,7 +248,7 @@ def test_options_of_an_engine_are_refused_by_a_replay(lagged):
     [
         ({"engine__lag": -1}, "engine.lag"),
         ({"engine__kind": ""}, "needs an engine that samples while the trainer learns"),
-        ({"engine__replay": "runs/other"}, "trains without an engine"),
+        ({"engine__replay": "runs/other"}, "trains without engine.kind"),
         ({"prompts__difficulty_column": "number", "stage__difficulty": 0.5}, "difficulty_column"),
     ],
 )

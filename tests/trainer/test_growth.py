@@ -433,10 +433,6 @@ REFUSED = {
         {"stage__difficulty": 0.5},
         r"no column says which.*prompts.difficulty_column",
     ),
-    "a column without a curriculum": (
-        {"prompts__difficulty_column": "number"},
-        r"difficulty_column='number' has no effect .* stage.difficulty",
-    ),
 }
 
 

@@ -34,7 +34,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"objective__correction": "mask", "objective__correction_low": 4.0},
         r"correction_low=4, correction_high=3: 1, the weight.*Set objective__correction_low 0",
     ),
-    "a negative kl_coef": ({"stage__kl_coef": -0.1}, r"stage__kl_coef=-0.1 .*Set stage__kl_coef 0"),
+    "a negative kl_coef": ({"stage__kl_coef": -0.1}, r"stage__kl_coef=-0.1 .*at least 0"),
     "a negative value_clip": (
         {"objective": "ppo", "objective__value_clip": -1.0},
         r"value_clip=-1.0 is out of range",
@@ -45,9 +45,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no lesson for the critic": (
         {"objective": "ppo", "stage__value_coef": 0.0},
-        r"value_coef=0 never trains",
+        "the critic is never trained",
     ),
-    "a critic for GRPO": ({"critic__kind": "separate"}, r"a critic was set, but.*objective ppo"),
     "a penalty on every length": (
         {"objective": "dapo", "objective__overlong": 8},
         r"overlong=8 penalizes every length up to the longest, 8.*Set objective__overlong 1",

@@ -212,25 +212,21 @@ def test_a_schedule_is_parsed_where_the_config_is_read_and_its_error_names_the_s
     [
         (
             replace(GIVEN, stage=Stage(kl_coef="linear:0.1,-0.1")),
-            r"kl_coef=linear:0.1,-0.1 reaches -0.1.*at least 0",
+            r"kl_coef='linear:0.1,-0.1' is out of range.*at least 0",
         ),
-        (replace(GIVEN, stage=Stage(temperature="linear:1,0")), "nothing to learn from.*above 0"),
+        (replace(GIVEN, stage=Stage(temperature="linear:1,0")), "out of range.*above 0"),
         (
             replace(GIVEN, stage=Stage(difficulty="linear:0.2,1.5")),
-            "reaches 1.5.*at least 0 and at most 1",
+            "at least 0 and at most 1",
         ),
-        (replace(GIVEN, stage=Stage(group_size="steps:8,5=0")), "reaches 0.*at least 1"),
+        (replace(GIVEN, stage=Stage(group_size="steps:8,5=0")), "at least 1"),
         (replace(GIVEN, stage=Stage(rl_coef=0.0)), "learns nothing"),
-        (
-            given(WARM, LAST, stage=Stage(kl_coef=0.1)),
-            r"both stage and stages.*stages\.1\.kl_coef",
-        ),
         (given(replace(WARM, steps=0), LAST), r"stages\.0\.steps=0 lasts to the end, but another"),
         (given(replace(WARM, steps=10), LAST), r"have 10 steps and the run 10.*steps above 10"),
         (given(replace(WARM, steps=12), LAST), r"have 12 steps and the run 10.*steps above 12"),
         (
             given(replace(WARM, until="eval/x > 1"), LAST, evaluation=EvaluationConfig()),
-            "waits for an evaluation",
+            "only measured before and after",
         ),
         (
             given(replace(WARM, steps=4), replace(LAST, steps=4)),
@@ -527,11 +523,6 @@ def test_a_metric_that_back_off_never_sees_is_a_warning_with_the_nearest(tmp_pat
     )
 
 
-def test_back_off_without_a_metric_is_refused():
-    with pytest.raises(GruppoError, match="set without a metric"):
-        checks.check(replace(GIVEN, back_off=BackOffConfig(drop=0.3)))
-
-
 def differing(completions, log_metric, trainer_state, **_):
     """Logs what rises on one rank and falls on the other."""
     sign = 1.0 if os.environ.get("RANK", "0") == "0" else -3.0
@@ -695,7 +686,7 @@ def test_a_flat_gate_that_is_not_understood_is_refused(until):
 
 
 def test_a_flat_gate_on_an_evaluation_needs_one():
-    with pytest.raises(GruppoError, match="waits for an evaluation"):
+    with pytest.raises(GruppoError, match="only measured before and after"):
         checks.check(
             given(replace(WARM, until="eval/x flat 3"), LAST, evaluation=EvaluationConfig())
         )
@@ -736,11 +727,6 @@ def test_weight_decay_is_the_stages_or_the_runs():
         assert stage_schedule.metrics(step_params)["stage/weight_decay"] == step_params.weight_decay
         stage_schedule.advance(step + 1, {})
     assert result == pytest.approx([0.3, 0.2, 0.1, 0.01])
-
-
-def test_a_weight_decay_below_0_is_refused():
-    with pytest.raises(GruppoError, match=r"weight_decay=linear:0.1,-0.1 reaches -0.1.*at least 0"):
-        checks.check(replace(GIVEN, stage=Stage(weight_decay="linear:0.1,-0.1")))
 
 
 def test_a_new_reference_that_nothing_is_measured_against_is_refused():

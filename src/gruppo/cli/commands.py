@@ -75,18 +75,8 @@ def train(args: list[str]) -> None:
     replayed, args = pop_option(args, "--replay")
     if replayed is not None:
         if not (Path(replayed) / "config.json").is_file() or (args and not args[0].startswith("-")):
-            raise GruppoError(
-                f"--replay {replayed}: it needs the folder of a run, which has the recipe too",
-                advice="Give gruppo train --replay RUN --options",
-            )
-        options = [arg.partition("=")[0] for arg in args]
-        if dropped := [
-            name for name in options if name.startswith("--engine") and name != "--engine.lag"
-        ]:
-            raise GruppoError(
-                f"--replay {replayed} trains without an engine, so {dropped[0]} has no effect",
-                advice="Leave it out",
-            )
+            problem = f"--replay {replayed}: it needs the folder of a run, which has the recipe too"
+            raise GruppoError(problem, advice="Give gruppo train --replay RUN --options")
         args = [replayed, *args]
     config = parse_config("train", args, trust_run=trust_run)
     if replayed is not None:  # without the run's engine
@@ -247,25 +237,19 @@ def explain(args: list[str]) -> None:
     """Describe what ``train`` would do; with ``--names SYSTEM``, show the options under another
     system's names."""
     names, args = pop_option(args, "--names")
-    if names is None:
-        trust_run, args = pop_switch(args, "--trust-run")
-        gpus, args = pop_option(args, "--gpus")
-        if gpus is not None and not (gpus.isdecimal() and int(gpus)):
-            raise GruppoError(
-                f"--gpus is {gpus!r}; it needs a number of GPUs, at least 1, as in --gpus 8."
-            )
-        config = parse_config("explain", args, trust_run=trust_run)
-        from gruppo import api
-
-        print("\n".join(api.explain(config, gpus=int(gpus or 1), trust_run=trust_run)))
+    if names is not None:
+        peer_options.find_system(names)  # refused before a missing recipe is
+        config = Config() if ":" in names and not args else parse_config("explain", args)
+        print("\n".join(peer_options.explain_names(config, names)))
         return
-    if not names or names.startswith("-"):
-        raise GruppoError(f"""--names has no value; it needs one of
-            {", ".join(peer_options.SYSTEMS)}, or one of their options, as in {command_name()}
-            explain --names trl:beta.""")
-    peer_options.find_system(names)  # refused before a missing recipe is
-    config = Config() if ":" in names and not args else parse_config("explain", args)
-    print("\n".join(peer_options.explain_names(config, names)))
+    trust_run, args = pop_switch(args, "--trust-run")
+    gpus, args = pop_option(args, "--gpus")
+    if gpus is not None and not (gpus.isdecimal() and int(gpus)):
+        raise GruppoError(f"--gpus {gpus}: it needs a number of GPUs, as in --gpus 8.")
+    config = parse_config("explain", args, trust_run=trust_run)
+    from gruppo import api
+
+    print("\n".join(api.explain(config, gpus=int(gpus or 1), trust_run=trust_run)))
 
 
 def doctor(

@@ -6,13 +6,16 @@ The first line of a field's docstring is its help on the command line, the rest 
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal, TypeVar
 
-from gruppo.config.options import Count, Fraction, NonNegative, Positive, Range
+from pydantic import BeforeValidator
+
+from gruppo.config.options import Count, Fraction, NoneOr, NonNegative, Positive, Range
 from gruppo.core.objective import Objective
-from gruppo.core.schedules import AdaptiveSpec, Decay, Schedule, make_controller, parse_schedule
+from gruppo.core.schedules import AdaptiveSpec, Decay, Schedule, parse_schedule
 from gruppo.types import Sampling
 
 T = TypeVar("T")
@@ -37,6 +40,13 @@ SCHEDULED = (
     "difficulty",
 )
 """Fields of a stage that may change from step to step."""
+
+
+def _as_json(value: Any) -> Any:
+    """A table of a file as text."""
+    return json.dumps(value) if isinstance(value, dict) else value
+
+
 Timeout = Annotated[float | None, Range(gt=0)]
 
 
@@ -50,9 +60,7 @@ class RolloutConfig:
     """Samples per prompt."""
     max_new_tokens: Positive = 128
     """Maximum length of a completion, in tokens."""
-    temperature: Annotated[
-        float, Range(gt=0, why="temperature 0 is greedy and gives nothing to learn from")
-    ] = 1.0
+    temperature: Annotated[float, Range(gt=0)] = 1.0
     """Sampling temperature; log-probs are computed at the same temperature."""
     top_k: Count = 0
     """Sample among the k most likely tokens; 0 disables."""
@@ -160,9 +168,7 @@ class Stage:
     """Steps of linear learning rate warmup at the start of the stage."""
     weight_decay: OptionalSchedule = None
     """Weight decay; default: optim.weight_decay."""
-    temperature: Annotated[
-        float | str | None, Range(gt=0, why="0 is greedy and gives nothing to learn from")
-    ] = None
+    temperature: Annotated[float | str | None, Range(gt=0)] = None
     """Sampling temperature; default: rollout.temperature."""
     group_size: Annotated[int | str | None, Range(ge=1)] = None
     """Samples per prompt; default: rollout.group_size."""
@@ -172,16 +178,11 @@ class Stage:
     Needs prompts.difficulty_column. Or adaptive:FROM,target=REWARD,rate=STEP.
     """
 
-    def __post_init__(self) -> None:
-        for name, schedule in self.schedules.items():
-            if isinstance(schedule, AdaptiveSpec):  # refused here, if it has other settings
-                make_controller(name, schedule, name)
-
     @cached_property
     def schedules(self) -> dict[str, Schedule | AdaptiveSpec]:
         """Fields that may change from step to step and that are set, parsed."""
         values = {name: getattr(self, name) for name in SCHEDULED}
-        return {n: parse_schedule(value, n) for n, value in values.items() if value is not None}
+        return {n: parse_schedule(value) for n, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -240,9 +241,7 @@ class LoraConfig:
 
     rank: Count = 0
     """Rank of the adapters; 0 trains all weights."""
-    alpha: Annotated[float, Range(gt=0, why="the adapter's output is scaled by alpha / rank")] = (
-        32.0
-    )
+    alpha: Annotated[float, Range(gt=0)] = 32.0
     """Scale of the adapter's output: alpha / rank."""
     targets: tuple[str, ...] = ()
     """Linear layers to adapt, such as q_proj; default: all but the head."""
@@ -270,7 +269,7 @@ class CriticConfig:
 class ScoringConfig:
     """Calls of the reward functions."""
 
-    weights: tuple[float, ...] | None = None
+    weights: Annotated[tuple[float, ...] | None, Range()] = None
     """Weight of each reward; default: all 1."""
     timeout_s: Timeout = 60.0
     """Seconds before a call fails and leaves its rows unscored; None disables."""
@@ -367,7 +366,7 @@ class PromptsConfig:
 
     column: str = "prompt"
     """Column with the prompt."""
-    target_column: str | None = None
+    target_column: NoneOr[str] = None
     """Column with the target; default: answer, target, solution or label."""
     held_out_fraction: Annotated[float, Range(ge=0, lt=1)] = 0.1
     """Fraction of the prompts held out for evaluation, chosen by hash."""
@@ -384,7 +383,7 @@ class PromptsConfig:
     chatml-tools writes tools for models with the tokens <|im_start|> and <|im_end|> whose own
     template ignores them.
     """
-    chat_template_kwargs: str = ""
+    chat_template_kwargs: Annotated[str, BeforeValidator(_as_json)] = ""
     """Variables of the chat template, as JSON: '{"enable_thinking": false}'.
 
     Saved models have them as defaults of their template.

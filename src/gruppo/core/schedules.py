@@ -7,13 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from gruppo.types import GruppoError
-
 Decay = Literal["constant", "linear", "cosine"]
 
-SYNTAX = (
-    "a number, linear:FROM,TO or linear:FROM,TO,STEPS, cosine:... alike, or steps:FROM,50=X,100=Y"
-)
+SYNTAX = "a number, linear:FROM,TO or linear:FROM,TO,STEPS, cosine:FROM,TO or steps:FROM,50=X,100=Y"
 
 
 def warmup_decay(
@@ -83,40 +79,42 @@ class AdaptiveSpec:
         return (self.initial,)
 
 
-def parse_schedule(value: float | str, name: str) -> Schedule | AdaptiveSpec:
+def parse_schedule(value: float | str) -> Schedule | AdaptiveSpec:
     """Parse a number or a text: ``0.1``, ``linear:1,0``, ``steps:1,50=0.5``,
-    ``adaptive:0.1,target=6``.
-
-    ``name`` is the field that errors refer to.
-    """
+    ``adaptive:0.1,target=6``; ValueError says what is wrong."""
     kind, _, rest = str(value).strip().partition(":")
-    words = [word.strip() for word in rest.split(",")] if rest else []
+    words = rest.split(",")
     try:
         if kind in ("linear", "cosine"):
-            if len(words) not in (2, 3):
-                raise ValueError(f"{kind} has {len(words)} numbers")
-            steps = int(words[2]) if len(words) == 3 else 0
-            if len(words) == 3 and steps < 1:
-                raise ValueError(f"{steps} steps")
-            return Schedule(kind, float(words[0]), float(words[1]), steps)
+            initial, final, *length = words
+            steps = [*map(int, length)] or [0]
+            if len(length) > 1 or (length and steps[0] < 1):
+                raise ValueError
+            return Schedule(kind, float(initial), float(final), steps[0])
         if kind not in ("adaptive", "steps"):
             return Schedule("constant", float(value), float(value))
-        pairs = [word.partition("=") for word in words[1:]]
-        if unassigned := [key for key, equals, _ in pairs if not equals]:
-            raise ValueError(f"{unassigned[0]!r} has no =")
+        pairs = [word.split("=") for word in words[1:]]
         if kind == "adaptive":
-            return AdaptiveSpec(
-                float(words[0]), tuple((key.strip(), float(number)) for key, _, number in pairs)
-            )
-        milestones = tuple((int(step), float(number)) for step, _, number in pairs)
-        starts = [start for start, _ in milestones]
-        if not starts or starts != sorted(set(starts)) or starts[0] < 1:
-            raise ValueError("the steps need to rise from 1")
+            settings = tuple((key.strip(), float(number)) for key, number in pairs)
+            return AdaptiveSpec(float(words[0]), settings)
+        milestones = tuple((int(step), float(number)) for step, number in pairs)
+        starts = [0, *(start for start, _ in milestones)]
+        if len(starts) == 1 or starts != sorted(set(starts)):
+            raise ValueError
         return Schedule("steps", float(words[0]), milestones[-1][1], milestones=milestones)
-    except (ValueError, IndexError) as error:
-        raise GruppoError(
-            f"{name}={value!r} is not understood ({error}); it needs {SYNTAX}."
-        ) from None
+    except ValueError:
+        raise ValueError(f"is not understood; it needs {SYNTAX}") from None
+
+
+def numbers_of(value: float | str | None, field: str) -> tuple[float, ...]:
+    """All numbers that a field of a stage starts with, ends with or changes to; ValueError if it
+    cannot be parsed."""
+    if value is None:
+        return ()
+    schedule = parse_schedule(value)
+    if isinstance(schedule, AdaptiveSpec):
+        make_controller(field, schedule)
+    return schedule.values
 
 
 @dataclass
@@ -211,30 +209,21 @@ CONTROLLERS = {
     "entropy_coef": (AdaptiveEntropy, "delta"),
     "difficulty": (AdaptiveDifficulty, "rate"),
 }
-"""Controller of each adaptive field of a stage, and its setting beside the target."""
+"""Controller of each adaptive field of a stage, and its setting besides the target."""
+UNBOUNDED = {("difficulty", "target")}
 
 
-def make_controller(field: str, spec: AdaptiveSpec, name: str) -> Controller:
-    """New controller of a field of a stage. ``name`` is the field that errors refer to."""
+def make_controller(field: str, spec: AdaptiveSpec) -> Controller:
+    """New controller of a field of a stage; ValueError says what is wrong with its settings."""
     if field not in CONTROLLERS:
-        fields = ", ".join(CONTROLLERS)
-        raise GruppoError(
-            f"{name} cannot be adaptive; {fields} can. Give it a schedule, such as linear:FROM,TO."
-        )
+        raise ValueError(f"cannot be adaptive; {', '.join(CONTROLLERS)} can")
     (controller, option), settings = CONTROLLERS[field], dict(spec.settings)
-    if "target" not in settings or not set(settings) <= {"target", option}:
-        raise GruppoError(f"""{name}: adaptive takes target and {option}, and needs target; it has
-            {", ".join(settings) or "none"}. Write
-            adaptive:{spec.initial:g},target=X,{option}=Y.""")
-    for setting, value in settings.items():
-        is_reward = field == "difficulty" and setting == "target"
-        if not (math.isfinite(value) if is_reward else 0 < value < math.inf):
-            needs = "a number" if is_reward else "a number above 0"
-            raise GruppoError(
-                f"{name}: {setting}={value:g} is out of range; it needs {needs}. Set {setting}=X."
-            )
-    if field == "kl_coef" and not spec.initial > 0:
-        raise GruppoError(f"""{name}: an adaptive coefficient is multiplied, and from
-            {spec.initial:g} it never moves. Begin above 0:
-            adaptive:0.05,target={settings["target"]:g}.""")
+    if "target" not in settings or not settings.keys() <= {"target", option}:
+        raise ValueError(f"is not understood; it needs adaptive:FROM,target=X,{option}=Y")
+    # A reward may be negative. A coefficient of the KL is multiplied: from 0 it never moves.
+    positive = [value for name, value in settings.items() if (field, name) not in UNBOUNDED]
+    if field == "kl_coef":
+        positive.append(spec.initial)
+    if not all(0 < value < math.inf for value in positive) or math.isnan(settings["target"]):
+        raise ValueError("is out of range; the settings of adaptive need to be above 0")
     return controller(spec.initial, **settings)

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from gruppo.config.options import Count, NonNegative, Positive, Range, options
-from gruppo.config.serialization import EntryError, build, read
+from gruppo.config.options import Count, NoneOr, NonNegative, Positive, Range
+from gruppo.config.serialization import build, read
 from gruppo.rewards.functions import PROVIDED
+from gruppo.types import GruppoError
 
 REASON = "reason"
 """Field in which the judge gives its reasons before its points; no criterion has this name."""
@@ -84,7 +85,7 @@ class JudgeConfig:
     """Of each attempt."""
     retries: Count = 4
     """Further attempts after a timeout, 408, 409, 429 or 5xx, or without a connection."""
-    cache: str | None = ""
+    cache: NoneOr[str] = ""
     """Folder of the answers, relative to the file; "none" keeps none. Default: in the state
     folder."""
     budget: JudgeBudget = field(default_factory=JudgeBudget)
@@ -114,12 +115,6 @@ def load_judge(path: Path) -> JudgeConfig:
 
 def _checked(data: Mapping[str, Any]) -> JudgeConfig:
     config: JudgeConfig = build(JudgeConfig, data)
-    for name, option in options(config).items():
-        if option.range and option.value is not None and not option.range.contains(option.value):
-            raise EntryError(
-                f"{name}={option.value} is out of range; it needs to be {option.range}.",
-                option=name,
-            )
     names, url = [item.name for item in config.rubric], urlsplit(config.endpoint)
     has_more = bool(
         "@" in url.netloc or url.query or url.fragment
@@ -169,5 +164,5 @@ def _checked(data: Mapping[str, Any]) -> JudgeConfig:
         mistakes["reference"] = f"reference={config.reference!r} is no column of data; name one."
     if mistakes:
         entry, problem = next(iter(mistakes.items()))
-        raise EntryError(problem, option=entry)
+        raise GruppoError(problem, option=entry)
     return config

@@ -3,8 +3,10 @@ is loaded."""
 
 from __future__ import annotations
 
-from gruppo.config.checks import check_config, smallest_group
-from gruppo.config.options import check_ranges
+import logging
+
+from gruppo.config import serialization
+from gruppo.config.checks import check_config, smallest_group, unread
 from gruppo.config.schema import Config, ReferenceConfig
 from gruppo.config.stages import highest, stage_path
 from gruppo.protocols import Modality
@@ -14,14 +16,18 @@ from gruppo.trainer.references import has_reference, storage_error, unread_error
 from gruppo.trainer.stages import StageSchedule
 from gruppo.types import GruppoError
 
+log = logging.getLogger("gruppo")
+
 NEUTRAL = Modality()
 
 
 def check(config: Config, modality: Modality = NEUTRAL) -> None:
     """Refuse what cannot run, before anything is loaded."""
-    check_ranges(config)
+    serialization.from_dict(serialization.to_dict(config))  # types and ranges
     StageSchedule(config)  # parses schedules, controllers and gates
     check_config(config)
+    if names := unread(config):
+        log.warning("these options have no effect: %s.", ", ".join(names))
     trackers.check(config.track)
     modality.validate(config)
     updates, has_positions = config.updates_per_batch, config.objective.credit == "position"

@@ -104,7 +104,7 @@ class StageSchedule:
         self.sampling = config.rollout.sampling if sampling is None else sampling
         self._schedules: list[dict[str, Schedule | Controller]] = [
             {
-                name: make_controller(name, one, name) if isinstance(one, AdaptiveSpec) else one
+                name: make_controller(name, one) if isinstance(one, AdaptiveSpec) else one
                 for name, one in stage.schedules.items()
             }
             for stage in self.plan

@@ -19,7 +19,7 @@ class DiffusionConfig:
 
     Flow models take ancestral, flow_sde, dance_sde or cps.
     """
-    eta: float | None = None
+    eta: Annotated[float | None, Range()] = None
     """Scale of the noise added in a step; default: the sampler's own."""
     guidance: NonNegative = 1.0
     """Scale of classifier-free guidance, in sampling and scoring; 1 disables."""
@@ -52,7 +52,7 @@ class DiffusionConfig:
     """Probability of training a new network without the class, for guidance."""
     width: Annotated[int, Range(ge=8)] = 32
     """Base channels of a new network."""
-    size: tuple[int, int] | None = None
+    size: Annotated[tuple[int, int] | None, Range()] = None
     """Height and width of a pipeline's images in pixels; default: the model's own."""
     embedded_guidance: NonNegative = 3.5
     """Guidance that FLUX receives as an input; unlike guidance, not classifier-free."""

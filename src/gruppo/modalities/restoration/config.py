@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from gruppo.config.options import Positive, Range
+from gruppo.config.options import NoneOr, Positive, Range
 
 
 @dataclass(frozen=True)
@@ -22,15 +22,15 @@ class RestorationConfig:
     """Initial weights of a new network: a .safetensors file or a policy folder."""
     patches: Positive = 1
     """Patches per side of a new policy; each has its own action and may be rewarded."""
-    trains: Literal["all", "action"] | None = None
+    trains: NoneOr[Literal["all", "action"]] = None
     """What is trained; action freezes the network. Default: all, or as saved."""
-    supervises: Literal["output", "base", "told"] | None = None
+    supervises: NoneOr[Literal["output", "base", "told"]] = None
     """Image that the supervised loss compares with the clean one.
 
     Default: output, or as saved. output: at the mean action. base: of the network alone. told: of a
     network that receives the true controls.
     """
-    loss: Literal["charbonnier", "l1", "mse"] | None = None
+    loss: NoneOr[Literal["charbonnier", "l1", "mse"]] = None
     """Pixel loss of supervision and consistency. Default: charbonnier, or as saved."""
     consistency: str = "reference"
     """Consistency term: reference, equivariance, degradation or file.py:degrade.
