@@ -581,7 +581,7 @@ def makes_nothing():
         ),
         (
             lambda: Environment(Counter, tools=[Counter().increment]),
-            "two tools have the name 'increment'",
+            "two of the tools increment, increment have one name",
         ),
         (
             lambda: EnvironmentClass(makes_nothing),
@@ -616,44 +616,16 @@ def test_an_environment_that_could_not_play_is_refused(make, why):
         make()
 
 
-def empty(size=3):
-    return Request(Prompt("a", [{"role": "user", "content": ""}]), size)
-
-
-def test_a_row_without_a_token_in_common_with_its_group_fails_alone():
+def test_rows_without_a_token_in_common_are_refused():
     class Different(Counter):
         starts = iter(["ab", "ba", "ac"])
 
         def reset(self):
             return next(self.starts)
 
-    rollouts = play(Script(), Environment(Different, timeout_s=None), [empty()])
-    assert rollouts.finish == ("stop", "error", "stop") and rollouts.group_ids.tolist() == [0, 0, 0]
-    assert rollouts.shared["prompt_ids"][0].tolist() == [ord("a")]
-    assert rollouts.actions[:, 0].tolist() == [ord("b"), 7, ord("c")]
-    failures = rollouts.per_row["environment_failure"]
-    assert "other tokens than the first conversation of its group" in failures[1] and failures[
-        ::2
-    ] == (None, None)
-
-
-def test_policies_with_more_than_token_ids_of_a_prompt_keep_the_rows_that_begin_like_the_first():
-    class Different(Counter):
-        starts = iter(["ab", "ac", "ab"])
-
-        def reset(self):
-            return next(self.starts)
-
-    class Seeing(Script):
-        def sample(self, requests, sampling, *, seed):
-            rollouts = super().sample(requests, sampling, seed=seed)
-            pixels = torch.arange(len(rollouts.prompts))
-            return replace(rollouts, shared={**rollouts.shared, "pixels": pixels})
-
-    rollouts = play(Seeing(), Environment(Different, timeout_s=None), [empty()])
-    assert rollouts.finish == ("stop", "error", "stop") and rollouts.shared["pixels"].tolist() == [
-        0
-    ]
+    empty = Request(Prompt("a", [{"role": "user", "content": ""}]), 3)
+    with pytest.raises(DataError, match=r"prompt 'a': reset began .* without a token in common"):
+        play(Script(), Environment(Different, timeout_s=None), [empty])
 
 
 def test_a_group_that_grows_from_other_beginnings_stays_one_group():

@@ -21,10 +21,10 @@ def conversation():
     threading.Thread(target=loop.run_forever, daemon=True).start()
 
     def opened(play):
-        def start(coroutine):
-            return asyncio.run_coroutine_threadsafe(coroutine, loop)
+        def run(coroutine):
+            return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
 
-        own = SimpleNamespace(loop=loop, start=start, env="env", backend=SimpleNamespace(play=play))
+        own = SimpleNamespace(loop=loop, run=run, env="env", play=play)
         return Verifiers({"game": own})
 
     yield opened
@@ -34,20 +34,20 @@ def conversation():
 async def guess(env, index, ask):
     """Three guesses at the number of the task."""
     messages = list(PROMPT)
-    for turn in range(3):
+    for _ in range(3):
         try:
             text = await ask(messages)
         except ConversationOver:
-            return 0.25, {"turns": turn}
+            return 0.25
         if text == str(index):
-            return 1.0, {"turns": turn + 1}
+            return 1.0
         # as the packages do: without the spaces around it
         messages = [
             *messages,
             {"role": "assistant", "content": text.strip()},
             {"role": "user", "content": "No."},
         ]
-    return 0.0, {"turns": 3}
+    return 0.0
 
 
 def test_the_policy_is_asked_until_the_environment_ends_and_the_score_is_the_environments(
@@ -57,14 +57,14 @@ def test_the_policy_is_asked_until_the_environment_ends_and_the_score_is_the_env
     assert game.reset("game", 7, PROMPT) is None
     assert game.step(" 3\n") == [{"role": "user", "content": "No."}]
     assert game.step("7") is None
-    assert game.get_reward() == 1.0 and game.metrics == {"turns": 2}
+    assert game.get_reward() == 1.0
 
 
 def test_an_environment_whose_policy_reached_a_limit_ends_and_scores_what_there_is(conversation):
     game = conversation(guess)
     game.reset("game", 7, PROMPT)
     game.step("1")
-    assert game.get_reward() == 0.25 and game.metrics == {"turns": 1}
+    assert game.get_reward() == 0.25
 
 
 def test_conversations_of_one_environment_do_not_meet(conversation):
@@ -79,7 +79,7 @@ def test_conversations_of_one_environment_do_not_meet(conversation):
 def test_messages_beyond_the_prompt_of_the_data_are_appended_to_it(conversation):
     async def longer(env, index, ask):
         await ask([*PROMPT, {"role": "user", "content": "Now."}])
-        return 1.0, {}
+        return 1.0
 
     assert conversation(longer).reset("game", 0, PROMPT) == [{"role": "user", "content": "Now."}]
 
@@ -91,12 +91,12 @@ def test_an_environment_that_rewrites_the_history_raises_or_writes_pictures_fail
         await ask(PROMPT)
         other = {"role": "user", "content": "Something else."}
         await ask([other, *PROMPT[1:], {"role": "assistant", "content": "a"}, other])
-        return 1.0, {}
+        return 1.0
 
     async def forgets(env, index, ask):
         await ask(PROMPT)
         await ask(PROMPT)
-        return 1.0, {}
+        return 1.0
 
     async def raises(env, index, ask):
         await ask(PROMPT)
@@ -104,7 +104,7 @@ def test_an_environment_that_rewrites_the_history_raises_or_writes_pictures_fail
 
     async def draws(env, index, ask):
         await ask([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
-        return 1.0, {}
+        return 1.0
 
     for changes in (rewrites, forgets):
         game = conversation(changes)
@@ -127,7 +127,7 @@ def test_close_ends_an_environment_that_waits_and_what_it_holds_is_released(conv
             await ask(PROMPT)
         finally:
             is_released.set()
-        return 1.0, {}
+        return 1.0
 
     game = conversation(holds)
     game.reset("game", 0, PROMPT)

@@ -11,7 +11,6 @@ import pytest
 
 from gruppo.environments import Environment
 from gruppo.environments.classes import Episode
-from gruppo.environments.environment import MAX_LATE_REPLIES
 from gruppo.timeouts import CallError
 from gruppo.types import DataError, GruppoError, Prompt
 
@@ -77,16 +76,12 @@ def test_replies_to_a_conversation_become_messages(raw, messages):
 @pytest.mark.parametrize(
     ("raw", "why"),
     [
-        (3, r"returned 3 \(int\); a reply is a text, a message"),
-        (False, r"returned False \(bool\)"),
+        (3, r"returned 3 \(int\); a reply is a text, a message with role and content"),
         ([], r"returned \[\] \(list\)"),
         ([None], r"returned \[None\]"),
-        ({"content": "3"}, "a message with a role and a content"),
-        ({"role": "user", "content": 3}, "a message with a role and a content"),
-        (
-            {"role": "assistant", "content": "I"},
-            "the assistant is the policy, and only the policy writes its messages",
-        ),
+        ({"content": "3"}, "a message with role and content"),
+        ({"role": "user", "content": 3}, "a message with role and content"),
+        ({"role": "assistant", "content": "I"}, "that is not the assistant's"),
     ],
 )
 def test_what_is_no_reply_is_told(raw, why):
@@ -99,7 +94,7 @@ def test_what_is_no_reply_is_told(raw, why):
 def test_a_prompt_that_is_a_text_is_replied_to_with_a_text():
     assert reply_to(lambda text: text + "!", request("7", inputs="1 +")) == ["7!"]
     (answer,) = reply_to(lambda: {"role": "user", "content": "x"}, request(inputs="1 +"))
-    assert "the prompt is a text, so a reply is a text" in answer.message
+    assert "to a prompt that is a text only a text" in answer.message
 
 
 def test_what_fails_costs_its_conversation_alone_and_names_file_and_line():
@@ -133,10 +128,8 @@ def test_a_state_is_a_conversations_own_and_kept_from_call_to_call(timeout_s):
 
 def test_a_late_reply_costs_its_conversation_and_the_others_are_still_asked():
     release = threading.Event()
-    threads = set()
 
     def reply(text, state):
-        threads.add(threading.get_ident())
         if text == "slow":
             release.wait(20)
         state["asked"] = True
@@ -147,33 +140,17 @@ def test_a_late_reply_costs_its_conversation_and_the_others_are_still_asked():
     assert first == [{"role": "user", "content": "a"}] and last == [
         {"role": "user", "content": "b"}
     ]
-    assert len(threads) == 2
     assert (late.kind, late.message) == ("timeout", "no answer within 0.3 s")
     release.set()
 
 
-def test_after_some_late_replies_the_rest_of_a_turn_is_not_waited_for():
+def test_replies_that_hang_are_waited_for_together():
     release = threading.Event()
     began = time.monotonic()
-    answers = reply_to(lambda: release.wait(20), *(request() for _ in range(40)), timeout_s=0.1)
+    answers = reply_to(lambda: release.wait(20), *(request() for _ in range(40)), timeout_s=0.5)
     release.set()
     assert time.monotonic() - began < 10
     assert {answer.kind for answer in answers} == {"timeout"} and len(answers) == 40
-    assert answers[MAX_LATE_REPLIES].message == "skipped: 4 replies of this turn were late"
-
-
-def test_a_thread_that_was_too_late_asks_nobody_any_more():
-    release, seen = threading.Event(), []
-
-    def reply(text):
-        seen.append(text)
-        if text == "slow":
-            release.wait(20)
-
-    reply_to(reply, request("slow"), request("b"), timeout_s=0.2)
-    release.set()
-    time.sleep(0.2)
-    assert seen == ["slow", "b"]
 
 
 def test_async_replies_are_waited_for_together():
@@ -295,16 +272,3 @@ def test_columns_that_are_not_there_are_refused_with_the_nearest():
 def test_what_cannot_be_called_by_keywords_is_refused(fn, why):
     with pytest.raises(GruppoError, match=why):
         Environment(fn)
-
-
-def test_threads_that_wait_for_each_other_count_the_time_of_the_function_alone():
-    environment = Environment(lambda text: time.sleep(0.1))
-    began = time.perf_counter()
-    threads = [
-        threading.Thread(target=environment.replies, args=({0: request()},)) for _ in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert 0.3 <= environment.elapsed_s <= time.perf_counter() - began

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gruppo.environments.openenv import OpenEnv, scored_by
+from gruppo.environments.openenv import OpenEnv, OpenEnvTools
 
 ONE = {"properties": {"metadata": {}, "message": {"type": "string"}}, "required": ["message"]}
 TWO = {
@@ -53,11 +53,8 @@ class Client:
         self.is_open = False
 
 
-def episode_of(client, schema=ONE, credit="outcome"):
-    made = scored_by(
-        OpenEnv, SimpleNamespace(reward=("digits",), objective=SimpleNamespace(credit=credit))
-    )
-    episode = made(lambda: client, schema)
+def episode_of(client, schema=ONE):
+    episode = OpenEnv(lambda: client, schema)
     return episode, episode.reset(seed=2**40 + 3, reset={"level": 2})
 
 
@@ -117,21 +114,16 @@ def test_an_episode_that_the_client_lost_is_not_taken_for_a_new_one():
     assert episode.rewards == []
 
 
-@pytest.mark.parametrize(
-    ("results", "total", "turns"),
-    [
-        ([(0.5, False), (None, False), (2, True)], 2.5, [0.5, None, 2.0]),
-        ([(None, False), (None, True)], None, [None, None]),
-        ([(0, False), (None, True)], 0.0, [0.0, None]),
-    ],
-)
-def test_the_score_is_the_sum_of_the_rewards_and_none_where_there_was_none(results, total, turns):
-    whole, of_turns = (
-        episode_of(Client(results))[0],
-        episode_of(Client(results), credit="return_to_go")[0],
-    )
-    for episode in (whole, of_turns):
-        replies = [episode.step("a") for _ in results]
-        assert [reply is None for reply in replies] == [done for _, done in results]
-    assert whole.get_reward() == total and not hasattr(whole, "get_turn_rewards")
-    assert of_turns.get_turn_rewards() == turns and not hasattr(of_turns, "get_reward")
+def test_an_answer_is_rewarded_by_itself_and_calls_of_tools_by_their_sum():
+    results = [(0.5, False), (None, False), (2, True)]
+    episode, _ = episode_of(Client(results))
+    replies = [episode.step("a") for _ in results]
+    assert [reply is None for reply in replies] == [done for _, done in results]
+    assert episode.get_turn_rewards() == [0.5, None, 2.0]
+    tools = OpenEnvTools(lambda: Client(), {})
+    assert tools.get_reward() is None
+    tools.rewards = [0.5, None, 2.0]
+    assert tools.get_reward() == 2.5
+    tools._failure = ConnectionError("gone")
+    with pytest.raises(ConnectionError, match="gone"):
+        tools.get_reward()

@@ -294,8 +294,8 @@ def undescribed(a: int) -> int:
         ),
         ([untyped], "tool 'untyped' cannot be shown to a model: Argument a is missing a type hint"),
         ([undescribed], "tool 'undescribed' .*no description for the argument 'a'"),
-        ([multiply, multiply], "two tools have the name 'multiply'. Rename one of them"),
-        (["multiply"], r"the tool 'multiply' is a str; it needs to be a function"),
+        ([multiply, multiply], "two of the tools multiply, multiply have one name"),
+        (["multiply"], "tool 'str' cannot be shown to a model: 'multiply' is not a"),
     ],
 )
 def test_a_tool_that_no_policy_could_call_is_refused(tools, why):

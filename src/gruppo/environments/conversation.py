@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
@@ -14,13 +14,9 @@ from torch import Tensor
 from gruppo.environments.classes import Episode
 from gruppo.environments.environment import Environment
 from gruppo.environments.tools import COUNTS
-from gruppo.protocols import Engine
 from gruppo.seeds import seed_at
 from gruppo.timeouts import CallError, describe_error
 from gruppo.types import DataError, Finish, GruppoError, Prompt, Request, Rollouts
-
-UNLIKE = """reset began it with other tokens than the first conversation of its group, but the rows of a group share \
-the beginning of their prompts. Let reset(seed) return the same for the same seed and columns"""
 
 
 def converse(
@@ -54,27 +50,13 @@ def converse(
         environment.open(episodes)
         if environment.classes:
             _check_prompts(episodes, sampling, check_prompt)
+        first = prompted(requests, episodes, has_more_turns=environment.turns > 1)
         # One name for all turns: another would hold the keys and values of its rows to the end.
-        rollouts = generate(
-            [
-                replace(request, has_more_turns=environment.turns > 1)
-                for request in prompted(requests, episodes)
-            ],
-            sampling,
-            seed=seed,
+        rollouts = _with_columns(
+            generate(first, sampling, seed=seed), [sample for _, sample in addresses]
         )
-        rollouts = _with_columns(rollouts, [sample for _, sample in addresses])
-        for row, episode in enumerate(episodes):
-            _answered(episode, rollouts, row)
-        active = [
-            row
-            for row, finish in enumerate(rollouts.finish)
-            if finish != "error" and episodes[row].failure is None
-        ]
-        while active:  # further turns of the rows that got a reply
-            replies = _replies(environment, rollouts, {row: episodes[row] for row in active})
-            if not replies:
-                break
+        answered = list(range(len(episodes)))
+        while replies := _replies(environment, episodes, rollouts, answered):
             before = rollouts.mask.sum(dim=1)
             rollouts = continue_rollouts(
                 rollouts,
@@ -83,13 +65,8 @@ def converse(
                 seed=seed,
                 max_reply_tokens=environment.max_reply_tokens,
             )
-            has_answered = (rollouts.mask.sum(dim=1) > before).tolist()
-            for row, episode in enumerate(episodes):
-                if has_answered[row]:
-                    _answered(episode, rollouts, row)
-            active = [
-                row for row in replies if has_answered[row] and rollouts.finish[row] != "error"
-            ]
+            has_answered = rollouts.mask.sum(dim=1) > before
+            answered = [row for row in replies if has_answered[row]]
         # Replies that the policy could not read failed in continue_rollouts.
         for row, failure in environment_failures(rollouts).items():
             episodes[row].failure = failure
@@ -100,9 +77,8 @@ def converse(
     if not environment.classes:
         return rollouts
     groups = rollouts.group_ids.tolist()
-    return regrouped(
-        rollouts, [addresses[groups.index(group)][0] for group in range(len(rollouts.prompts))]
-    )
+    of_group = {group: prompt for group, (prompt, _) in zip(groups, addresses, strict=True)}
+    return regrouped(rollouts, [of_group[group] for group in sorted(of_group)])
 
 
 def _check_prompts(
@@ -125,10 +101,8 @@ def _check_prompts(
 def _with_columns(rollouts: Rollouts, samples: Sequence[int]) -> Rollouts:
     """The first turn with the columns that ``continue_rollouts`` reads and writes."""
     count = len(rollouts)
-    texts = tuple(
-        output if isinstance(output, str) else output[-1]["content"]
-        for output in rollouts.completions
-    )
+    answers = rollouts.completions
+    texts = tuple(one if isinstance(one, str) else one[-1]["content"] for one in answers)
     columns = {
         "text": texts,  # if it is not there: as written, with the calls
         **rollouts.per_row,
@@ -140,31 +114,28 @@ def _with_columns(rollouts: Rollouts, samples: Sequence[int]) -> Rollouts:
     return replace(rollouts, per_row=columns)
 
 
-def _answered(episode: Episode, rollouts: Rollouts, row: int) -> None:
-    """Note an answer of the policy."""
-    episode.turn += 1
-    episode.turn_ends.append(int(rollouts.lengths[row]) - 1)
-    if episode.turn == 1 or rollouts.finish[row] != "error":
-        episode.policy_text += rollouts.per_row["text"][row]
-
-
 def _replies(
-    environment: Environment, rollouts: Rollouts, episodes: Mapping[int, Episode]
+    environment: Environment, episodes: Sequence[Episode], rollouts: Rollouts, answered: list[int]
 ) -> dict[int, Any]:
-    """Replies of the environment to the conversations that go on, by row."""
-    for row, episode in episodes.items():
-        episode.completion = rollouts.completions[row]
-        episode.text = rollouts.per_row["text"][row]
+    """Note the answers of these rows; return the environment's replies to those that go on."""
+    asked, replies = dict[int, Episode](), dict[int, Any]()
+    for row in answered:
+        episode, finish = episodes[row], rollouts.finish[row]
+        episode.completion, episode.text = rollouts.completions[row], rollouts.per_row["text"][row]
+        episode.turn += 1
+        episode.turn_ends.append(int(rollouts.lengths[row]) - 1)
+        if episode.turn == 1 or finish != "error":
+            episode.policy_text += episode.text
         # A row that was cut at max_actions has no room for another turn.
-        episode.is_last = episode.turn >= environment.turns or rollouts.finish[row] != "stop"
-    replies = {}
-    for row, answer in environment.replies(episodes).items():
-        episode = episodes[row]
+        episode.is_last = episode.turn >= environment.turns or finish != "stop"
+        if finish != "error" and episode.failure is None:
+            asked[row] = episode
+    for row, answer in environment.replies(asked).items():
         if isinstance(answer, CallError):
-            episode.failure = answer.message
+            asked[row].failure = answer.message
         elif answer is None:
-            episode.has_ended = True
-        elif not episode.is_last:
+            asked[row].has_ended = True
+        elif not asked[row].is_last:
             replies[row] = answer
     return replies
 
@@ -173,13 +144,7 @@ def _with_episodes(
     rollouts: Rollouts, environment: Environment, episodes: Sequence[Episode]
 ) -> Rollouts:
     """The rollouts with what is known of each conversation."""
-    finish: tuple[Finish, ...] = tuple(
-        own if episode.failure is None else "error"
-        for episode, own in zip(episodes, rollouts.finish, strict=True)
-    )
-    columns = {
-        name: value for name, value in rollouts.per_row.items() if name not in ("text", "kept")
-    }
+    columns = {n: value for n, value in rollouts.per_row.items() if n not in ("text", "kept")}
     columns |= {
         "state": tuple(episode.state for episode in episodes),
         "turns": torch.tensor([episode.turn for episode in episodes], dtype=torch.long),  # [B]
@@ -194,16 +159,18 @@ def _with_episodes(
     if environment.classes:
         columns["inputs"] = tuple(episode.inputs for episode in episodes)
         columns["environment_rewards"] = tuple(episode.rewards for episode in episodes)
+    finish: tuple[Finish, ...] = tuple(
+        own if episode.failure is None else "error"
+        for episode, own in zip(episodes, rollouts.finish, strict=True)
+    )
     return replace(rollouts, finish=finish, per_row=columns)
 
 
 def episode_of(prompt: Prompt, sample: int, seed: int) -> Episode:
     """A new conversation; addressed by draw and sample, so that neither order nor company of the
     rows changes it."""
-    own, of_group = (
-        seed_at(seed, "environment", prompt.draw, sample),
-        seed_at(seed, "environment", prompt.draw),
-    )
+    own = seed_at(seed, "environment", prompt.draw, sample)
+    of_group = seed_at(seed, "environment", prompt.draw)
     return Episode(prompt=prompt, seed=own, group_seed=of_group, inputs=prompt.inputs)
 
 
@@ -221,34 +188,32 @@ def reset_prompt(environment: Environment, prompt: Prompt, seed: int) -> Prompt:
     return replace(prompt, inputs=episode.inputs)
 
 
-def prompted(requests: Sequence[Request], episodes: Sequence[Episode]) -> list[Request]:
+def prompted(
+    requests: Sequence[Request], episodes: Sequence[Episode], *, has_more_turns: bool
+) -> list[Request]:
     """The requests with the prompts of their environments. Rows with different prompts become
     groups of their own."""
-    changed, rows = [], iter(episodes)
+    changed, rows = list[Request](), iter(episodes)
     for request in requests:
-        own = [next(rows) for _ in range(request.size)]
-        if all(episode.inputs == own[0].inputs for episode in own):
-            is_same = own[0].inputs is request.prompt.inputs
-            prompt = request.prompt if is_same else replace(request.prompt, inputs=own[0].inputs)
-            changed.append(replace(request, prompt=prompt))
+        own = [next(rows).inputs for _ in range(request.size)]
+        prompt, first = replace(request.prompt, inputs=own[0]), request.first
+        if all(inputs == own[0] for inputs in own):
+            changed.append(Request(prompt, request.size, first, has_more_turns))
             continue
-        for n, episode in enumerate(own, start=request.first):
-            prompt = replace(request.prompt, id=f"{request.prompt.id} #{n}", inputs=episode.inputs)
-            changed.append(Request(prompt, 1, first=n))
+        for n, inputs in enumerate(own, start=first):
+            apart = replace(prompt, id=f"{prompt.id} #{n}", inputs=inputs)
+            changed.append(Request(apart, 1, n, has_more_turns))
     return changed
 
 
 def join_rollouts(parts: Sequence[Rollouts]) -> Rollouts:
     """``Rollouts.cat``, where the rows of a group may have begun differently in different parts."""
-    if "prompt_ids" not in parts[0].shared:
-        return Rollouts.cat(parts)
     # under other ids, so that no groups of different parts are joined before their prompts are
     # compared
-    renamed = [
-        tuple(replace(prompt, id=f"{n} {prompt.id}") for prompt in part.prompts)
+    apart = [
+        replace(part, prompts=tuple(replace(p, id=f"{n} {p.id}") for p in part.prompts))
         for n, part in enumerate(parts)
     ]
-    apart = [replace(part, prompts=prompts) for part, prompts in zip(parts, renamed, strict=True)]
     return regrouped(Rollouts.cat(apart), [prompt for part in parts for prompt in part.prompts])
 
 
@@ -258,61 +223,49 @@ def regrouped(rollouts: Rollouts, prompts: Sequence[Prompt]) -> Rollouts:
 
     Where their rows had different prompts, the common first tokens become the group's prompt, and
     the rest precedes each row's actions, where it is neither learned from nor counted as an answer.
-    A row without a common token fails.
     """
-    members: dict[tuple[str, int], list[int]] = {}
-    for n, prompt in enumerate(prompts):
-        members.setdefault((prompt.id, prompt.draw), []).append(n)
-    if len(members) == len(prompts):
-        return replace(rollouts, prompts=tuple(prompts))
-    shared = dict(rollouts.shared)
-    ids = (
-        [x.tolist() for x in shared["prompt_ids"]]
-        if "prompt_ids" in shared
-        else [[n] for n in range(len(prompts))]
-    )
-    can_cut = {*shared} == {"prompt_ids"}  # other entries are of the whole prompt
-    common: list[list[int]] = [[]] * len(prompts)
-    heads, failed = list(common), set[int]()
-    for own in members.values():
-        first = ids[own[0]]
-        alike = [n for n in own if ids[n] == first or (can_cut and ids[n][0] == first[0])]
-        failed |= {*own} - {*alike}
-        columns = zip(*(ids[n] for n in alike), strict=False)
-        prefix = [column[0] for column in takewhile(lambda column: len({*column}) == 1, columns)]
-        for n in own:
-            common[n] = prefix
-        for n in alike:
-            heads[n] = ids[n][len(prefix) :]
-    if "prompt_ids" in shared:
-        shared["prompt_ids"] = tuple(map(torch.tensor, common))
-    groups = rollouts.group_ids.tolist()
-    rollouts = Rollouts.cat([replace(rollouts, prompts=tuple(prompts), shared=shared)])
-    if not any(heads) and not failed:
-        return rollouts
-    added = torch.tensor([len(heads[group]) for group in groups])  # [B]
-    lengths, per_row = rollouts.lengths + added, dict(rollouts.per_row)
-    width, names = (
-        max(int(lengths.max()), 1),
-        ("actions", "mask", "sampler_logprobs", "policy_version"),
-    )
-    # [B, width]; the mask is False on what is added, so that it is not learned from
-    fields: dict[str, Any] = {
-        name: shifted(getattr(rollouts, name), added, width) for name in names
+    rollouts = replace(rollouts, prompts=tuple(prompts))
+    keys = [(prompt.id, prompt.draw) for prompt in prompts]
+    if len({*keys}) == len(keys) or "prompt_ids" not in rollouts.shared:
+        return Rollouts.cat([rollouts])
+    ids = [tokens.tolist() for tokens in rollouts.shared["prompt_ids"]]
+    common = {
+        key: _common([own for own, other in zip(ids, keys, strict=True) if other == key])
+        for key in keys
     }
-    for row, group in enumerate(groups):
-        fields["actions"][row, : len(heads[group])] = torch.tensor(heads[group]).long()
+    for (name, _), prefix in common.items():
+        if not prefix:
+            raise DataError(f"""prompt {name!r}: reset began the conversations of a group without a
+                token in common. Let reset(seed) return the same for the same seed and columns.""")
+    heads = [torch.tensor(own[len(common[key]) :]) for own, key in zip(ids, keys, strict=True)]
+    shared = {**rollouts.shared, "prompt_ids": tuple(torch.tensor(common[key]) for key in keys)}
+    joined = Rollouts.cat([replace(rollouts, shared=shared)])
+    return _prefixed(joined, [heads[group] for group in rollouts.group_ids.tolist()])
+
+
+def _prefixed(rollouts: Rollouts, heads: Sequence[Tensor]) -> Rollouts:
+    """The rollouts with tokens before the actions of each row; the mask is False on them, so that
+    they are not learned from."""
+    added = torch.tensor([len(head) for head in heads])  # [B]
+    if not added.any():
+        return rollouts
+    lengths, per_row = rollouts.lengths + added, dict(rollouts.per_row)
+    fields: dict[str, Any] = {
+        name: shifted(getattr(rollouts, name), added, int(lengths.max()))  # [B, T]
+        for name in ("actions", "mask", "sampler_logprobs", "policy_version")
+    }
+    for actions, head in zip(fields["actions"], heads, strict=True):
+        actions[: len(head)] = head
     if "turn_ends" in per_row:
         ends = zip(per_row["turn_ends"], added.tolist(), strict=True)
         per_row["turn_ends"] = tuple(tuple(end + n for end in own) for own, n in ends)
-    if failed:
-        rows = zip(groups, per_row.get("environment_failure", (None,) * len(groups)), strict=True)
-        per_row["environment_failure"] = tuple(
-            UNLIKE if group in failed else failure for group, failure in rows
-        )
-    pairs = zip(groups, rollouts.finish, strict=True)
-    finish: tuple[Finish, ...] = tuple("error" if group in failed else own for group, own in pairs)
-    return replace(rollouts, lengths=lengths, finish=finish, per_row=per_row, **fields)
+    return replace(rollouts, lengths=lengths, per_row=per_row, **fields)
+
+
+def _common(several: Sequence[Sequence[int]]) -> list[int]:
+    """The first tokens that all have in common."""
+    columns = zip(*several, strict=False)
+    return [column[0] for column in takewhile(lambda column: len({*column}) == 1, columns)]
 
 
 def shifted(
@@ -326,14 +279,16 @@ def shifted(
     return moved
 
 
-class ConversationEngine(Engine):
+class ConversationEngine:
     """An engine whose rollouts are conversations with an environment."""
 
     def __init__(
         self, engine: Any, environment: Environment, check_prompt: Callable[..., str | None]
     ) -> None:
         self.engine, self.environment, self.check_prompt = engine, environment, check_prompt
-        self.concurrency = engine.concurrency
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
 
     def generate(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts:
         return converse(
@@ -345,18 +300,6 @@ class ConversationEngine(Engine):
             seed=seed,
             check_prompt=self.check_prompt,
         )
-
-    def sync(self, policy: Any, version: int) -> None:
-        self.engine.sync(policy, version)
-
-    def sleep(self) -> None:
-        self.engine.sleep()
-
-    def metrics(self) -> dict[str, float]:
-        return self.engine.metrics()
-
-    def progress(self) -> str:
-        return self.engine.progress()
 
     def close(self) -> None:
         self.environment.close()

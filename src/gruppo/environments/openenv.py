@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 
-from gruppo.http import is_loopback
+from gruppo.http import fetch_json
 from gruppo.loading import check_listed, import_extra
+from gruppo.timeouts import call_with_timeout
 from gruppo.types import GruppoError
 
 FENCED = re.compile(r"```(?:json)?\s*\n(.*?)\n?```", re.DOTALL)
@@ -27,79 +27,34 @@ def openenv_factory(url: str, config: Any) -> Callable[[], Any]:
     """Factory of sessions with the server at ``url``, which has to answer now."""
     name = f"openenv:{url}"
     check_listed(name)
-    if urlsplit(url).scheme not in ("http", "https"):
-        raise GruppoError(
-            f"{name} names no server; it needs an address, as in openenv:http://127.0.0.1:8000."
-        )
     client = import_extra("openenv.core.generic_client", "openenv", name).GenericEnvClient
-    import httpx  # a requirement of openenv
-
-    try:
-        has_proxy = not is_loopback(urlsplit(url).hostname or "")
-        answer = httpx.get(
-            f"{url.rstrip('/')}/schema", timeout=CONNECT_TIMEOUT_S, trust_env=has_proxy
-        )
-        schema = answer.raise_for_status().json()["action"]
-    except httpx.TransportError as problem:
-        raise GruppoError(
-            f"{name}: no answer ({problem}). Start its server, or correct the address."
-        ) from problem
-    except (httpx.HTTPError, ValueError, KeyError, TypeError) as problem:
-        raise GruppoError(
-            f"{name} answers, but not as a server of OpenEnv ({problem!r:.200})."
-        ) from problem
     make = partial(client, base_url=url, message_timeout_s=config.environment.timeout_s or 1e9)
-    if schema.get("title") not in TOOL_ACTIONS:
-        return partial(scored_by(OpenEnv, config), make, schema)
     try:
+        fetch = partial(fetch_json, f"{url.rstrip('/')}/schema", timeout_s=CONNECT_TIMEOUT_S)
+        schema = call_with_timeout(fetch, 2 * CONNECT_TIMEOUT_S)["action"]
+        if schema.get("title") not in TOOL_ACTIONS:
+            return partial(OpenEnv, make, schema)
         with closing(OpenEnvTools(make, schema)) as session:
             session.reset(seed=0)
-            listed = session._take({"type": "list_tools"}).observation["tools"]
+            listed = session._act({"type": "list_tools"}).observation["tools"]
+        functions = [
+            {"name": t["name"], "description": t["description"], "parameters": t["input_schema"]}
+            for t in listed
+        ]
     except Exception as problem:
-        raise GruppoError(
-            f"{name} lists no tools: {type(problem).__name__}: {problem}"
-        ) from problem
-    made = scored_by(OpenEnvTools, config)
-    functions = [
-        {"name": t["name"], "description": t["description"], "parameters": t["input_schema"]}
-        for t in listed
-    ]
-    made.tools = [{"type": "function", "function": function} for function in functions]
-    return partial(made, make, schema)
-
-
-def scored_by(kind: type[OpenEnvSession], config: Any) -> Any:
-    """The class with its rewards as rewards of turns if ``objective.credit`` tells turns apart.
-
-    Calls of tools are not answers, of which there may be fewer: they are rewarded by their sum.
-    """
-    has_turns = config.objective.credit != "outcome" and hasattr(kind, "step")
-    method = kind._turn_rewards if has_turns else kind._total_reward
-    name = "get_turn_rewards" if has_turns else "get_reward"
-    return type(kind.__name__, (kind,), {"__doc__": kind.__doc__, name: method})
+        raise GruppoError(f"""{name} does not answer as a server of OpenEnv ({problem!s:.200}). Start
+            its server, or correct the address, as in openenv:http://127.0.0.1:8000.""") from problem
+    tools = [{"type": "function", "function": function} for function in functions]
+    return partial(type("OpenEnvTools", (OpenEnvTools,), {"tools": tools}), make, schema)
 
 
 class OpenEnvSession:
-    """A session with a server.
-
-    Steps without a reward are unscored, and so is an episode of such steps only. The failure of an
-    environment is raised again, so that its episode has no score.
-    """
+    """A session with a server. Steps without a reward are unscored."""
 
     def __init__(self, make: Callable[[], Any], schema: Mapping[str, Any]) -> None:
         self.rewards: list[float | None] = []
-        self._failure: Exception | None = None
         self._schema = schema
         self._client = make().sync()
-
-    def _turn_rewards(self) -> list[float | None]:
-        if self._failure is not None:
-            raise self._failure
-        return self.rewards
-
-    def _total_reward(self) -> float | None:
-        scored = [reward for reward in self._turn_rewards() if reward is not None]
-        return sum(scored) if scored else None
 
     def reset(self, seed: int, reset: Mapping[str, Any] | None = None) -> str:
         """Open the session. A column ``reset`` of the data has further arguments of the
@@ -107,31 +62,20 @@ class OpenEnvSession:
         self._client.connect()
         observation = self._client.reset(**{"seed": seed % SEEDS, **(reset or {})}).observation
         self._socket = self._client.async_client._ws
-        text = self._text(observation)
+        text = _text(observation)
         return f"\n\n{text}" if text else ""  # appended to the prompt's last message
 
     def close(self) -> None:
         self._client.close()
 
-    def _take(self, action: Mapping[str, Any]) -> Any:
+    def _act(self, action: Mapping[str, Any]) -> Any:
         """The result of an action, whose reward is kept."""
         result = self._client.step(action)
-        if (
-            self._client.async_client._ws is not self._socket
-        ):  # it reconnects by itself, to an episode of its own
+        # the client reconnects by itself, to an episode of its own
+        if self._client.async_client._ws is not self._socket:
             raise ConnectionError("the connection to the server was lost, and the episode with it")
         self.rewards.append(None if result.reward is None else float(result.reward))
         return result
-
-    def _text(self, observation: Mapping[str, Any]) -> str:
-        """The fields of an observation that have a value; a single text as it is."""
-        fields = {
-            name: value
-            for name, value in observation.items()
-            if name != "metadata" and value is not None
-        }
-        only = next(iter(fields.values()), "") if len(fields) < 2 else None
-        return only if isinstance(only, str) else as_json(fields)
 
 
 class OpenEnv(OpenEnvSession):
@@ -139,63 +83,80 @@ class OpenEnv(OpenEnvSession):
     it needs."""
 
     def reset(self, seed: int, reset: Mapping[str, Any] | None = None) -> str:
-        fields = {
-            name: value for name, value in self._schema["properties"].items() if name != "metadata"
-        }
-        return (
-            f"{super().reset(seed, reset)}\n\nAnswer with an action, as JSON with the fields "
-            f"{as_json(fields)}."
-        )
+        fields = {n: value for n, value in self._schema["properties"].items() if n != "metadata"}
+        how = f"Answer with an action, as JSON with the fields {as_json(fields)}."
+        return f"{super().reset(seed, reset)}\n\n{how}"
 
     def step(self, text: str) -> str | None:
-        fenced, required = FENCED.search(text), self._schema.get("required", ())
-        action = text = (fenced[1] if fenced else text).strip()
+        fenced = FENCED.search(text)
+        action: Any = (fenced[1] if fenced else text).strip()
+        required = self._schema.get("required", ())
+        is_text = False
+        if len(required) == 1:
+            is_text = self._schema["properties"][required[0]].get("type") == "string"
+        value = action
+        with suppress(json.JSONDecodeError, RecursionError):
+            value = json.loads(action)
+        if not isinstance(value, dict) and len(required) == 1:
+            value = {required[0]: action if is_text else value}
         try:
-            with suppress(json.JSONDecodeError, RecursionError):
-                action = json.loads(text)
-            if not isinstance(
-                action, dict
-            ):  # as in verifiers, a text stands for the only field that is required
-                if len(required) != 1:
-                    raise ValueError("it needs a JSON object")
-                is_text = self._schema["properties"][required[0]].get("type") == "string"
-                action = {required[0]: text if is_text else action}
-            result = self._take(action)
-        except ValueError as problem:
-            self.rewards.append(0.0)
-            return f"That is no action: {problem}."
+            if not isinstance(value, dict):
+                raise RuntimeError("VALIDATION_ERROR: it needs a JSON object")
+            result = self._act(value)
         except RuntimeError as problem:
-            if "VALIDATION_ERROR" not in str(
-                problem
-            ):  # the policy's fault; anything else is the environment's
+            if not _is_policys(problem):
                 raise
             self.rewards.append(0.0)
-            return "That is no action: its fields are not those of the schema."
-        return None if result.done else self._text(result.observation)
+            return "That is no action: it needs a JSON object with the fields of the schema."
+        return None if result.done else _text(result.observation)
+
+    def get_turn_rewards(self) -> list[float | None]:
+        return self.rewards
 
 
 class OpenEnvTools(OpenEnvSession):
-    """A session whose actions are calls of the server's tools (MCP)."""
+    """A session whose actions are calls of the server's tools (MCP), rewarded by their sum: they
+    are not answers, of which there may be fewer."""
 
     tools: list[dict[str, Any]]
     is_done = False
     """Whether the server has ended the episode."""
+    _failure: Exception | None = None
 
     def call_tool(self, name: str, arguments: Mapping[str, Any]) -> str:
         """The texts of the result. Raises the tool's error, which the policy reads."""
         try:
-            result = self._take({"type": "call_tool", "tool_name": name, "arguments": arguments})
+            result = self._act({"type": "call_tool", "tool_name": name, "arguments": arguments})
         except Exception as problem:
-            if "VALIDATION_ERROR" not in str(
-                problem
-            ):  # of the server, not of the tool: the score raises it
-                self._failure = problem
+            if not _is_policys(problem):
+                self._failure = problem  # of the server, not of the tool
             raise
         self.is_done = result.done
         if error := result.observation.get("error"):
             raise RuntimeError(error["message"])
         content = (result.observation["result"] or {}).get("content", ())
         return "\n".join(part["text"] for part in content if part["type"] == "text")
+
+    def get_reward(self) -> float | None:
+        """The sum; raises the failure of the server, so that the episode has no score."""
+        if self._failure is not None:
+            raise self._failure
+        scored = [reward for reward in self.rewards if reward is not None]
+        return sum(scored) if scored else None
+
+
+def _is_policys(problem: Exception) -> bool:
+    """Whether the server refused an action; any other error is the environment's."""
+    return "VALIDATION_ERROR" in str(problem)
+
+
+def _text(observation: Mapping[str, Any]) -> str:
+    """The fields of an observation that have a value; a single text as it is."""
+    fields = {n: v for n, v in observation.items() if n != "metadata" and v is not None}
+    if not fields:
+        return ""
+    first = next(iter(fields.values()))
+    return first if len(fields) == 1 and isinstance(first, str) else as_json(fields)
 
 
 def as_json(observation: Any) -> str:

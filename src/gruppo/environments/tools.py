@@ -1,31 +1,23 @@
-"""Tools that the policy may call: schemas, calls with deadlines, results as text."""
+"""Calls of environments and tools: schemas, deadlines, results as text."""
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import re
-import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from gruppo.timeouts import (
-    CallError,
-    TimedCall,
-    abandoned_count,
-    function_name,
-    start_call,
-)
+from gruppo.timeouts import CallError, TimedCall, abandoned_count, function_name, start_call
 from gruppo.types import GruppoError
 
 COUNTS = ("calls", "failed", "timeout", "unparsed", "truncated")
 """Counters of each conversation: calls; those that failed, were late, could not be parsed, or were
 truncated."""
 CONCURRENT = 64
-"""Calls that run at the same time."""
+"""Conversations whose calls run at the same time."""
 MAX_HANGING = 256
 """Calls past their deadline and still running, beyond which no tool is called: their threads cannot
 be stopped."""
@@ -41,8 +33,15 @@ def tool_schema(fn: Callable[..., Any], what: str = "tool") -> dict[str, Any]:
         return get_json_schema(fn)
     except Exception as error:
         why = " ".join(" ".join(map(str, error.args)).split()).rstrip(".")
-        raise GruppoError(f"""{what} {function_name(fn)!r} cannot be shown to a model: {why}. Give every argument a type
-            hint, and a docstring with a line for each under Args:.""") from None
+        raise GruppoError(f"""{what} {function_name(fn)!r} cannot be shown to a model: {why}. Give
+            every argument a type hint, and a docstring with a line for each under Args:.""") from None
+
+
+def check_names(schemas: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse two tools of one name: the policy could not say which one it calls."""
+    names = [schema["function"]["name"] for schema in schemas]
+    if len({*names}) < len(names):
+        raise GruppoError(f"two of the tools {', '.join(names)} have one name. Rename one of them.")
 
 
 def safe_text(value: Any, limit: int) -> tuple[str, bool]:
@@ -51,19 +50,13 @@ def safe_text(value: Any, limit: int) -> tuple[str, bool]:
 
     Of a list of content blocks, as multimodal tools return, the texts.
     """
-    if (
-        isinstance(value, list)
-        and value
-        and all(isinstance(part, Mapping) and "text" in part for part in value)
-    ):
+    is_list = isinstance(value, list) and bool(value)
+    if is_list and all(isinstance(part, Mapping) and "text" in part for part in value):
         value = "\n".join(str(part["text"]) for part in value)
-    text = (
-        value if isinstance(value, str) else str(value)
-    )  # a subclass of str may print itself differently
+    text = str(value)
     shown = text[:limit].replace("\r\n", "\n")
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), shown), len(
-        text
-    ) > limit
+    escaped = _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), shown)
+    return escaped, len(text) > limit
 
 
 class CallThread:
@@ -77,9 +70,7 @@ class CallThread:
     def start(self, run: Callable[[], None]) -> None:
         if self._calls is None:
             self._calls = queue.SimpleQueue()
-            start_call(
-                partial(_make_all, self._calls)
-            )  # of this queue: after ``stop``, the object gets another one
+            start_call(partial(_run_calls, self._calls))
         self._calls.put(run)
 
     def stop(self) -> None:
@@ -89,90 +80,72 @@ class CallThread:
             self._calls = None
 
 
-def _make_all(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+def _run_calls(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (run := calls.get()) is not None:
         run()
 
 
-@dataclass(eq=False)
-class Calls:
-    """Calls that are made one after another; after ``max_late`` late ones, the rest are skipped."""
+async def call(fn: Callable[[], Any], thread: CallThread, timeout_s: float | None) -> Any:
+    """Value of ``fn()``; raises CallError for an exception or after ``timeout_s``.
 
-    waiting: list[Callable[[], Any]]
-    worker: CallThread | None = None
-    max_late: int | None = None
-    late: int = 0
-    results: list[Any] = field(default_factory=list)
-    """What each call returned, or the ``CallError`` that it ended in."""
-
-
-def run_calls(rows: Mapping[int, Calls], timeout_s: float | None) -> None:
-    """Make the calls of all rows, those of different rows at the same time; fill in their results.
-
-    Without a timeout they run in the caller's thread, row by row. A late call is left behind in its
-    thread, where it cannot be stopped, and its row goes on in another one.
+    Without a timeout it runs in the caller's thread. A late call is left behind in its thread,
+    where it cannot be stopped, and further ones are made in another.
     """
-    if timeout_s is None:
-        for calls in rows.values():
-            while calls.waiting:
-                calls.results.append(_result(start_call(calls.waiting.pop(0), inline=True)))
-        return
-    ready = deque(calls for calls in rows.values() if calls.waiting)
-    running, finished = dict[TimedCall, Calls](), queue.SimpleQueue[TimedCall]()
-
-    def go_on(calls: Calls, result: Any) -> None:
-        calls.results.append(result)
-        if (
-            calls.late == calls.max_late
-        ):  # each costs timeout_s, and the others would probably be late too
-            skipped = CallError("timeout", f"skipped: {calls.late} replies of this turn were late")
-            calls.results += [skipped] * len(calls.waiting)
-            calls.waiting.clear()
-        if calls.waiting:
-            ready.append(calls)
-
-    while ready or running:
-        while ready and len(running) < CONCURRENT:
-            calls = ready.popleft()
-            fn = calls.waiting.pop(0)
-            if abandoned_count() >= MAX_HANGING:
-                go_on(
-                    calls,
-                    CallError("timeout", f"not called: {MAX_HANGING} calls are still hanging"),
-                )
-                continue
-            call = TimedCall(fn, timeout_s)
-            call.on_done = partial(finished.put, call)
-            running[call] = calls
-            (start_call if calls.worker is None else calls.worker.start)(call.run)
-        if not running:  # none of the calls that were ready was made
-            continue
-        left_s = min(call.started for call in running) + timeout_s - time.monotonic()
-        with suppress(queue.Empty):
-            call = finished.get(timeout=min(max(left_s, 0.001), 1.0))
-            if call in running:  # else it came too late
-                go_on(running.pop(call), _result(call))
-        for call in [call for call in running if time.monotonic() - call.started >= timeout_s]:
-            calls = running.pop(call)
-            call.abandon()
-            if calls.worker is not None:
-                calls.worker.stop()
-                calls.worker.was_late = True
-            calls.late += 1
-            go_on(calls, CallError("timeout", f"no answer within {timeout_s:.3g} s"))
-
-
-def _result(call: TimedCall) -> Any:
     try:
-        return call.result()
-    except CallError as error:
-        return error
+        if timeout_s is None:
+            return start_call(fn, inline=True).result()
+        if abandoned_count() >= MAX_HANGING:
+            raise CallError("timeout", f"not called: {MAX_HANGING} calls are still hanging")
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+        def on_done() -> None:
+            with suppress(RuntimeError):  # a late call, after the loop has ended
+                loop.call_soon_threadsafe(done.set)
+
+        timed = TimedCall(fn, timeout_s, on_done)
+        thread.start(timed.run)
+        try:
+            await asyncio.wait_for(done.wait(), timeout_s)
+        except TimeoutError:
+            timed.abandon()
+            thread.stop()
+            thread.was_late = True
+            raise CallError("timeout", f"no answer within {timeout_s:.3g} s") from None
+        return timed.result()
     except GruppoError as error:  # of user code: not a mistake in the options of the run
-        return CallError.from_exception(error)
+        raise CallError.from_exception(error) from error
 
 
-def check_names(schemas: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse two tools of one name: the policy could not say which one it calls."""
-    names = [schema["function"]["name"] for schema in schemas]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise GruppoError(f"two tools have the name {twice!r}. Rename one of them.")
+def run_all(coroutines: Sequence[Coroutine[Any, Any, Any]], timeout_s: float | None) -> list[Any]:
+    """The result of each coroutine, or the CallError that it ended in.
+
+    They run at the same time, in an event loop of their own; without a timeout one after another
+    in the caller's thread, where they wait for nothing.
+    """
+
+    async def result(coroutine: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            return await coroutine
+        except CallError as error:
+            return error
+
+    async def together() -> list[Any]:
+        places = asyncio.Semaphore(CONCURRENT)
+
+        async def placed(coroutine: Coroutine[Any, Any, Any]) -> Any:
+            async with places:
+                return await result(coroutine)
+
+        return await asyncio.gather(*map(placed, coroutines))
+
+    async def in_turn() -> list[Any]:
+        return [await result(coroutine) for coroutine in coroutines]
+
+    if timeout_s is None:
+        try:
+            in_turn().send(None)
+        except StopIteration as end:
+            return end.value
+    running = start_call(lambda: asyncio.run(together()))  # a notebook's thread has a loop already
+    running.done.wait()
+    return running.result()

@@ -1,8 +1,8 @@
 """Environments of verifiers: ``verifiers:NAME``.
 
 They drive the conversation and call the model, which here is a policy that answers in batches. So
-each conversation is a coroutine of theirs, which waits at each call of the model for the policy's
-next answer.
+each conversation is a task of theirs, which waits at each call of the model for the policy's next
+answer.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ import asyncio
 import atexit
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
 from functools import lru_cache, partial
-from queue import SimpleQueue
 from typing import Any
 
 from gruppo.tasksets import is_taskset, open_taskset
@@ -33,12 +31,9 @@ def verifiers_factory(spec: str, config: Any) -> Callable[[], Any]:
 
     The columns ``taskset`` and ``task_index`` of the data say which task it is.
     """
-    named = {
-        data.removeprefix("verifiers:")
-        for data in (config.data, config.evaluation.data)
-        if is_taskset(data)
-    }
-    return partial(Verifiers, {name: open_loop(name) for name in sorted({spec} | named)})
+    named = [data for data in (config.data, config.evaluation.data) if is_taskset(data)]
+    specs = {spec, *(data.removeprefix("verifiers:") for data in named)}
+    return partial(Verifiers, {name: open_loop(name) for name in sorted(specs)})
 
 
 class EnvironmentLoop:
@@ -48,24 +43,23 @@ class EnvironmentLoop:
         taskset = open_taskset(spec)
         from gruppo.environments import verifiers_traces as backend  # imports the package
 
-        self.backend = backend
+        self.play = backend.play
         self.loop = asyncio.new_event_loop()
         self.exits = AsyncExitStack()
         self.env = backend.open_environment(taskset, f"verifiers:{spec}")
-        self.thread = threading.Thread(
-            target=self.loop.run_forever, name="gruppo-verifiers", daemon=True
-        )
+        run = self.loop.run_forever
+        self.thread = threading.Thread(target=run, name="gruppo-verifiers", daemon=True)
         self.thread.start()
-        self.start(self.exits.enter_async_context(self.backend.serving(self.env))).result()
+        self.run(self.exits.enter_async_context(backend.serving(self.env)))
         atexit.register(self.close)
 
-    def start(self, coroutine: Coroutine[Any, Any, Any]) -> Future:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+    def run(self, coroutine: Coroutine[Any, Any, Any], timeout_s: float | None = None) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout_s)
 
     def close(self) -> None:
         """Stop the servers of the environment."""
         with suppress(Exception):
-            self.start(self.exits.aclose()).result(CLOSE_TIMEOUT_S)
+            self.run(self.exits.aclose(), CLOSE_TIMEOUT_S)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(CLOSE_TIMEOUT_S)
 
@@ -78,47 +72,58 @@ class Verifiers:
 
     def __init__(self, loops: Mapping[str, EnvironmentLoop]) -> None:
         self._loops = loops
-        self._calls: SimpleQueue[list[Message] | Future] = SimpleQueue()
-        """The messages of each call of the model, and the finished coroutine at the end."""
+        self._loop: Any = None
         self._known: list[Message] = []
-        self._run: Future | None = None
-        self.metrics: dict[str, float] = {}
 
     def reset(
         self, taskset: str, task_index: int, prompt: Sequence[Mapping[str, Any]]
     ) -> list[Message] | None:
-        """Start the environment's coroutine, up to its first call of the model."""
+        """Start the environment's task, up to its first call of the model."""
         self._loop, self._known = self._loops[taskset], messages_of(prompt)
-        self._run = self._loop.start(self._loop.backend.play(self._loop.env, task_index, self._ask))
-        self._run.add_done_callback(self._calls.put)  # after its calls, in the same queue
-        return self._next() or None  # mostly [], since the first call has the prompt alone
+        return self._loop.run(self._start(task_index)) or None  # mostly []: the prompt alone
 
     def step(self, text: str) -> list[Message] | None:
         """Answer the environment's call; return the messages that its next call adds."""
         self._known.append({"role": "assistant", "content": text})
-        self._loop.loop.call_soon_threadsafe(self._resume, text)
-        return self._next()
+        return self._loop.run(self._answer(text))
 
     def get_reward(self) -> float:
         """The score, after the environment has ended, which a limit of the policy may have kept
         from it."""
-        assert self._run is not None
-        while not self._run.done():
-            self._loop.loop.call_soon_threadsafe(self._resume, None)
-            self._next()
-        reward, self.metrics = self._run.result()
-        return reward
+        return self._loop.run(self._score())
 
     def close(self) -> None:
-        if self._run is not None:
-            self._run.cancel()
+        if self._loop is not None:
+            self._loop.loop.call_soon_threadsafe(self._task.cancel)
 
-    def _next(self) -> list[Message] | None:
+    # --- in the loop ---
+
+    async def _start(self, index: int) -> list[Message] | None:
+        self._calls: asyncio.Queue[list[Message] | None] = asyncio.Queue()
+        """The messages of each call of the model; None at the end."""
+        self._answers: asyncio.Queue[str | None] = asyncio.Queue()
+        self._task = asyncio.create_task(self._loop.play(self._loop.env, index, self._ask))
+        self._task.add_done_callback(lambda task: self._calls.put_nowait(None))
+        return await self._next()
+
+    async def _ask(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The policy's answer; raises ConversationOver where it gives none."""
+        self._calls.put_nowait(messages_of(messages))
+        text = await self._answers.get()
+        if text is None:
+            raise ConversationOver
+        return text
+
+    async def _answer(self, text: str | None) -> list[Message] | None:
+        self._answers.put_nowait(text)
+        return await self._next()
+
+    async def _next(self) -> list[Message] | None:
         """Wait for the environment: the messages with which it goes on, or None where it has
         ended."""
-        call = self._calls.get()
-        if isinstance(call, Future):
-            call.result()  # raises what the environment raised
+        call = await self._calls.get()
+        if call is None:
+            self._task.result()  # raises what the environment raised
             return None
         before, added = call[: len(self._known)], call[len(self._known) :]
         # what the policy wrote may come back without spaces around it
@@ -126,27 +131,15 @@ class Verifiers:
             a == b or b["role"] == "assistant" for a, b in zip(before, self._known, strict=False)
         ]
         if len(before) < len(self._known) or not all(is_kept):
-            raise ValueError(
-                "the environment rewrote the history of the conversation, which a policy cannot "
-                "follow"
-            )
+            raise ValueError("""the environment rewrote the history of the conversation, which a
+                policy cannot follow""")
         self._known = call
         return added
 
-    # --- in the thread of the loop ---
-
-    async def _ask(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The policy's answer; raises ConversationOver where it gives none."""
-        self._answer: asyncio.Future[str] = self._loop.loop.create_future()
-        self._calls.put(messages_of(messages))
-        return await self._answer
-
-    def _resume(self, text: str | None) -> None:
-        if not self._answer.done():  # it may have been cancelled with the environment's coroutine
-            if text is None:
-                self._answer.set_exception(ConversationOver())
-            else:
-                self._answer.set_result(text)
+    async def _score(self) -> float:
+        while not self._task.done():
+            await self._answer(None)
+        return self._task.result()
 
 
 def messages_of(messages: Sequence[Mapping[str, Any]]) -> list[Message]:

@@ -44,10 +44,11 @@ class PolicyHarness(vf.Harness[vf.HarnessConfig]):
         data: Any,
     ) -> vf.ProgramResult:
         system, prompt = self.resolve_prompt(data)
-        messages = (
-            [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else list(prompt or ())
-        )
-        messages = [vf.SystemMessage(content=system), *messages] if system else messages
+        messages = [vf.SystemMessage(content=system)] if system else []
+        if isinstance(prompt, str):
+            messages.append(vf.UserMessage(content=prompt))
+        else:
+            messages += prompt or ()
         body = {"model": ctx.model, "messages": [message_to_wire(message) for message in messages]}
         # loopback, without certificates: their loading takes 0.1 s
         async with httpx.AsyncClient(timeout=None, trust_env=False, verify=False) as client:
@@ -85,17 +86,12 @@ def open_environment(taskset: Any, name: str) -> Any:
     config = vf.env_config_type(taskset.config.id)
     agents = [field for field, value in config() if isinstance(value, vf.AgentConfig)]
     if len(agents) != 1:
-        raise GruppoError(
-            f"{name} has the agents {', '.join(agents)}; gruppo trains environments of one agent."
-        )
+        raise GruppoError(f"{name} has {len(agents)} agents; gruppo trains environments of one.")
     kind = taskset.task_type()
-    if (
-        kind.NEEDS_CONTAINER
-        or kind.toolsets(taskset.config.task)
-        or taskset.toolsets(taskset.config)
-    ):
-        need = "a container" if kind.NEEDS_CONTAINER else "tool servers"
-        raise GruppoError(f"the tasks of {name} need {need}, which gruppo does not start.")
+    toolsets = (*kind.toolsets(taskset.config.task), *taskset.toolsets(taskset.config))
+    if kind.NEEDS_CONTAINER or toolsets:
+        raise GruppoError(f"""the tasks of {name} need a container or tool servers, which gruppo
+            does not start.""")
     seat = {"harness": {"id": "gruppo"}, "runtime": {"type": "subprocess"}}
     settings = {
         "taskset": taskset.config.model_dump(),
@@ -115,28 +111,19 @@ async def serving(env: Any) -> AsyncIterator[None]:
         yield
 
 
-async def play(
-    env: Any, index: int, ask: Callable[..., Awaitable[str]]
-) -> tuple[float, dict[str, float]]:
-    """One episode: its reward, and the numbers that it is made of. Raises what went wrong."""
+async def play(env: Any, index: int, ask: Callable[..., Awaitable[str]]) -> float:
+    """One episode: its reward. Raises what went wrong."""
     model = uuid4().hex
     _asks[model] = ask
     try:
-        episode = await env.run_episode(
-            env.tasks[index], vf.ModelContext(model=model, client=ENDPOINT)
-        )
+        context = vf.ModelContext(model=model, client=ENDPOINT)
+        episode = await env.run_episode(env.tasks[index], context)
     finally:
         del _asks[model]
     if not episode.ok:
-        errors = [*(error for trace in episode.traces for error in trace.errors), *episode.errors]
-        raise RuntimeError(
-            "; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode failed"
-        )
+        errors = [error for part in (*episode.traces, episode) for error in part.errors]
+        raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in errors))
     (trace,) = episode.traces
-    unscored = [name for name, reward in trace.rewards.items() if reward is None]
-    if unscored or not trace.rewards:
-        raise RuntimeError(f"no score: {', '.join(unscored) or 'the task has no reward'}")
-    return trace.reward, {
-        **trace.metrics,
-        **{name: reward.score for name, reward in trace.rewards.items()},
-    }
+    if not trace.rewards or None in trace.rewards.values():
+        raise RuntimeError(f"no score, but {trace.rewards}")
+    return trace.reward
