@@ -147,9 +147,9 @@ def test_a_server_that_cannot_sleep_is_refused_before_the_first_step_and_later_l
 
 def test_explain_splits_the_memory_of_one_gpu(tmp_path, server):
     text = "\n".join(api.explain(config(tmp_path, server)))
-    assert "ONE GPU FOR TRAINER AND SERVER, 80.0 GiB (there is none here)" in text
+    assert "one GPU of 80.0 GiB: trainer " in text
     assert "--enable-sleep-mode --gpu-memory-utilization 0.96" in text  # 3 GiB of 80 are reserved
-    assert "ONE GPU" not in "\n".join(
+    assert "one GPU" not in "\n".join(
         api.explain(config(tmp_path, server, engine__colocated=False))
     )
     assert not server.log

@@ -313,7 +313,7 @@ def test_explain_says_who_replies_and_shows_a_conversation(tmp_path):
     assert re.search(
         r"completion  \[\{'role': 'assistant'.*\{'role': 'user', 'content': '1 of \d+'", output
     )
-    assert "environment reply: up to 3 answers per row, replies of up to 256 tokens" in output
+    assert "environment reply: up to 3 answers per row, with replies that" in output
 
 
 @pytest.mark.parametrize(

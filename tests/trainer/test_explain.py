@@ -71,17 +71,12 @@ def test_an_adapter_is_told_with_its_size_and_its_reference(tmp_path):
     assert "reference   " not in explained(tmp_path, lora__rank=4)
 
 
-def test_a_reference_that_follows_and_the_way_back_are_told(tmp_path):
+def test_a_reference_that_follows_is_told(tmp_path):
     mixed = {"stage__kl_coef": 0.1, "reference__kind": "mixed", "reference__update_every": 2}
-    back = {"back_off__metric": "eval/reward_mean", "back_off__drop": 0.1}
-    text = explained(tmp_path, reference__place="cpu", **mixed, **back)
+    text = explained(tmp_path, reference__place="cpu", **mixed)
     assert (
         "reference   a copy that follows the policy: 0.6 policy + 0.4 reference after every 2 "
         "steps, on the CPU" in text
-    )
-    assert (
-        "back off    where eval/reward_mean falls more than 0.1 below its best: return to the best "
-        "weights, with half" in text
     )
     assert "a second adapter that follows the policy: 0.6 policy" in explained(
         tmp_path, lora__rank=4, **mixed

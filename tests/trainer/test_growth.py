@@ -19,7 +19,6 @@ from tests.trainer.test_step import run_in, step
 
 from gruppo import api
 from gruppo import distributed as dist
-from gruppo.api import explain
 from gruppo.build import Parts, build
 from gruppo.config import serialization
 from gruppo.rewards.scoring import Scores
@@ -447,10 +446,3 @@ def test_an_unknown_column_of_difficulty_is_refused_with_the_nearest(tmp_path):
     changes = {"prompts__difficulty_column": "numbre", "stage__difficulty": 0.5}
     with pytest.raises(DataError, match=r"no column 'numbre'; .* Did you mean number"):
         build(tiny.config(tmp_path, **changes), Parts())
-
-
-def test_explain_says_how_groups_grow(tmp_path):
-    lines = explain(tiny.config(tmp_path, **SIZES))
-    assert any(
-        "growth      groups with spread in 2 first samples, to 8 at most" in line for line in lines
-    )

@@ -302,10 +302,7 @@ def test_policy_and_separate_critic_resume_to_the_bit(tmp_path):
 
 def test_explain_counts_the_base_once_and_adapters_alone_as_trained(tmp_path):
     run, _ = build(config_in(tmp_path, compute="bfloat16"), Parts())
-    lines = {
-        " ".join(line.split()[:-2]): float(line.split()[-2])
-        for line in _memory(run, 1, True, False)[1:]
-    }
+    lines = {" ".join(line.split()[:-2]): float(line.split()[-2]) for line in _memory(run)[1:]}
     assert {"base, bfloat16", "adapter, float32", "compute copy, bfloat16"} <= lines.keys()
     assert "weights, float32" not in lines
 

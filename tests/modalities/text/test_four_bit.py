@@ -141,7 +141,7 @@ def test_bases_that_differ_in_their_scales_alone_have_other_identities(bitsandby
 
 def test_explain_counts_the_bytes_of_the_quantized_base(bitsandbytes, tmp_path):
     run, _ = build(config_in(tmp_path), Parts())
-    line = next(line for line in _memory(run, 1, True, False) if "base, 4 bits" in line)
+    line = next(line for line in _memory(run) if "base, 4 bits" in line)
     linear = sum(
         layer.in_features * layer.out_features
         for layer in four_bit_layers(run.policy.module).values()
