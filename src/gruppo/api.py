@@ -10,7 +10,7 @@ import os
 import shlex
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -58,6 +58,8 @@ from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
 
+OBJECTS = ("model", "data", "reward", "environment", "tools", "engine", "validation")
+"""Arguments that may be Python objects in place of the config's names."""
 MAX_PROMPT = 120
 """Characters of a prompt that is put into a command."""
 
@@ -136,51 +138,32 @@ class Trainer:
         **changes: Any,
     ) -> None:
         refuse_during_import()
-        if config is not None and not isinstance(config, Config | str | Path):
-            raise GruppoError(f"""config is {config!r:.80} ({type(config).__name__}); it needs a
-                gruppo.Config, a recipe's name such as "arithmetic", file.py:function, a config file
-                or the folder of a run. Pass single settings by name: gruppo.train(steps=50).""")
-        name = str(config) if isinstance(config, str | Path) else None
-        file = None if name is None else config_file(name)
-        recipe = (
-            recipe_config(str(config)) if isinstance(config, str | Path) else config or Config()
-        )
-        # a file does not turn on remote code: the caller does
-        config = recipe if file is None else replace(recipe, trust_remote_code=False)
         parts = Parts.of(model, data, reward, environment, tools, engine, validation)
-        changes = changes if steps is None else {"steps": steps, **changes}
-        changes = changes if engine is None else {"engine": name_of(engine), **changes}
+        if steps is not None:
+            changes["steps"] = steps
+        if engine is not None:
+            changes = {"engine": name_of(engine), **changes}
         try:
-            config = change(config, changes)
+            name = str(config) if isinstance(config, str | Path) else None
+            file = None if name is None else config_file(name)
+            chosen: Any = (config or Config()) if name is None else recipe_config(name)
+            if not isinstance(chosen, Config):
+                raise GruppoError(f"""config is {config!r:.80} ({type(config).__name__}); it needs a
+                    gruppo.Config, a recipe's name such as "arithmetic", file.py:function, a config
+                    file or the folder of a run. Pass single settings by name:
+                    gruppo.train(steps=50).""")
+            # a file does not turn on remote code: the caller does
+            given = chosen if file is None else replace(chosen, trust_remote_code=False)
             singles = {"model": model, "data": data, "evaluation.data": validation}
-            names: dict[str, Any] = {
-                option: name_of(part) for option, part in singles.items() if part is not None
-            }
-            if (
-                environment is not None
-            ):  # a function replies; a class or an adapter's name is a kind
-                is_kind = isinstance(parts.environment, str) or is_class(parts.environment)
-                names["environment.kind" if is_kind else "environment.reply"] = name_of(environment)
-            # a resumed run opens the trackers that its config names; objects it is given again
-            named = None if track is None else [one for one in track if name_of(one) != IN_MEMORY]
-            lists = {"reward": parts.rewards, "track": named, "environment.tools": tools}
-            names |= {
-                option: [*map(name_of, listed)]
-                for option, listed in lists.items()
-                if listed is not None
-            }
-            if parts.rewards and not any(isinstance(reward, str) for reward in parts.rewards):
-                # on the command line too they are then called in the trainer's process, whose
-                # random state is saved
-                names["scoring.isolate"] = False
-            config = serialization.change(config, names)
+            names = names_of(parts, environment, tools, track, singles)
+            new = serialization.change(change(given, changes), names)
             if file is not None:
-                check_code(file, recipe, config, trust_run=trust_run)
-            if name is not None and not config.name:
-                config = replace(config, name=new_name(run_stem(name), config.runs_dir))
+                check_code(file, chosen, new, trust_run=trust_run)
+            if name is not None and not new.name:
+                new = replace(new, name=new_name(run_stem(name), new.runs_dir))
             with logged() if show else nullcontext():
                 self._open(
-                    config,
+                    new,
                     parts,
                     callbacks=callbacks,
                     track=track or (),
@@ -192,23 +175,10 @@ class Trainer:
             raise
 
     @classmethod
-    def resume(
-        cls,
-        path: str | Path,
-        *,
-        model: Any = None,
-        data: Any = None,
-        reward: Any = None,
-        environment: Any = None,
-        tools: Any = None,
-        engine: Any = None,
-        validation: Any = None,
-        **options: Any,
-    ) -> Trainer:
+    def resume(cls, path: str | Path, **arguments: Any) -> Trainer:
         """Open a stopped or killed run; see ``gruppo.resume``."""
-        return cls.open(
-            path, Parts.of(model, data, reward, environment, tools, engine, validation), **options
-        )
+        objects = {name: arguments.pop(name, None) for name in OBJECTS}
+        return cls.open(path, Parts.of(**objects), **arguments)
 
     @classmethod
     def open(
@@ -216,14 +186,14 @@ class Trainer:
     ) -> Trainer:
         """Open a new run of a config, or the run in a folder; see ``start``."""
         trainer = cls.__new__(cls)
-        trainer._open(source, parts, **options)
+        trainer._open(source, parts or Parts(), **options)
         return trainer
 
     @dist.leaving()
     def _open(
         self,
         source: Config | str | Path,
-        parts: Parts | None = None,
+        parts: Parts,
         *,
         callbacks: Sequence[Any] = (),
         track: Sequence[Any] = (),
@@ -235,69 +205,39 @@ class Trainer:
         refuse_during_import()
         self._began = time.perf_counter()
         self._result: Result | None = None
-        parts, is_new = parts or Parts(), isinstance(source, Config)
-        hooks = Callbacks(callbacks, self) if callbacks else None
         objects = trackers.guarded([one for one in track if name_of(one) == IN_MEMORY])
         if isinstance(source, Config):
-            source = with_own_environment(source)
-            validate(source, parts)
-            join_ranks(source)
-            # absolute paths: the run may be continued, evaluated and exported from another folder
-            config = with_absolute_paths(
-                replace(source, name=source.name or new_name("run", source.runs_dir))
-            )
-            # the name of rank 0: the ranks may read other clocks
-            config = replace(config, name=dist.all_gather(config.name.encode())[0].decode())
+            config = prepared(source, parts)
             path = Path(config.runs_dir) / config.name
-            if (
-                dist.restarts() and (path / "config.json").is_file()
-            ):  # torchrun gives the command again
-                source, is_new = path, False
-        if not isinstance(source, Config):
-            path = Path(source)
-            check_is_run(path)
-            place = path.resolve()  # wherever the config says that it is
-            config = replace(
-                serialization.load(path / "config.json"),
-                name=place.name,
-                runs_dir=str(place.parent),
-            )
-            if missing := missing_parts(config, parts):
-                raise GruppoError(f"""this run's {" and ".join(missing)} came from Python objects.
-                    Continue it with gruppo.resume({str(path)!r},
-                    {", ".join(f"{m}=..." for m in missing)}).""")
-            if added := {name_of(one) for one in track} - {IN_MEMORY, *config.track}:
-                raise GruppoError(f"""track={min(added)!r}: a run continues with the trackers of its
-                    config, {list(config.track)}, and with objects. Leave the name out, or pass an
-                    object.""")
-            join_ranks(config)
-            config = on_these_ranks(config, path)
+            # torchrun gives the command again
+            is_new = not (dist.restarts() and (path / "config.json").is_file())
+        if not isinstance(source, Config) or not is_new:
+            path = path if isinstance(source, Config) else Path(source)
+            config = saved_config(path, parts, track)
+            is_new = False
         dist.set_advice(f"Continue on as many ranks with: {command_name()} resume {path}")
         settings = serialization.to_dict(config)
         check_equal_ranks(config)
-        models, code = trust.imports_of_models(settings), trust.imports_of_run(settings, path)
-        with ExitStack() as stack, output_may_close(), ExitStack() as opening:
+        # the config of a new run is this user's own; the models that it names may not be
+        code = trust.imports_of_run(settings, path)
+        foreign = trust.imports_of_models(settings) if is_new else {path: code}
+        self._listed = [*code, *trust.imports(parts.names)]
+        with ExitStack() as stack, output_may_close(), importing(self._listed):
             folder = RunFolder(path)
             stack.callback(folder.close)
             with dist.fail_together():  # before the model is opened, which may take minutes
-                # the config of a new run is this user's own; the models that it names may not be
                 if dist.is_main():
-                    for place, names in models.items() if is_new else [(path, code)]:
+                    for place, names in foreign.items():
                         trust.check(
                             place, names, trust_run=trust_run, trust_remote_code=trust_remote_code
                         )
-                if not is_new:
-                    folder.open()
-                elif dist.is_main():
-                    folder.check_is_new()
-            self._listed = [*code, *trust.imports(parts.names)]
-            opening.enter_context(importing(self._listed))
+                folder.open() if not is_new else folder.check_is_new()
             with dist.phase("build"):
-                run, model_source = build(config, parts)
+                run, origin = build(config, parts)
             check_equal({"the data": run.source.fingerprint(), **run.rewards.input_digests()})
             if config.engine.lag or config.engine.replay:
                 PrefetchEngine.attach(run, path)
-            run.callbacks = hooks
+            run.callbacks = Callbacks(callbacks, self) if callbacks else None
             with dist.fail_together():
                 if is_new:
                     if dist.is_main():  # first: a run that is killed between the two can be resumed
@@ -306,37 +246,33 @@ class Trainer:
                     folder.check_is_shared(run)
                     warn_of_overlap(run)
                 else:
-                    folder.check_manifest(run, model_source, allow_changes=allow_changes)
+                    folder.check_manifest(run, origin, allow_changes=allow_changes)
                 is_restored = not is_new and folder.restore(run)
-                if not is_new and not run.is_complete:
-                    log.info(
-                        "%s is incomplete: %d of %d steps are saved.",
-                        path,
-                        run.state.step,
-                        run.config.steps,
-                    )
                 if not is_restored:
-                    folder.write_manifest(run, model_source)
+                    folder.write_manifest(run, origin)
             stack.callback(run.engine.close)
             run.rewards.attach(path)
-            run.engine.sync(
-                run.policy, run.state.version
-            )  # until now it held the first weights, or none
+            # until now it held the first weights, or none
+            run.engine.sync(run.policy, run.state.version)
             # closed in reverse order: the screen gives the terminal back before anything else is
             # printed
             with run.stopper.listening():
                 with dist.fail_together():
                     files = folder.trackers(from_step=run.state.step if is_restored else None)
-                for tracker in [*files, *(objects if dist.is_main() else ())]:
-                    run.trackers.append(tracker)
-                    stack.callback(tracker.close)
+                run.trackers += [*files, *objects] if dist.is_main() else []
                 if show and dist.is_main():
                     run.trackers.append(on_screen(run, folder.path))
-                    stack.callback(run.trackers[-1].close)
+                for tracker in run.trackers:
+                    stack.callback(tracker.close)
             if not is_restored:  # reward functions may draw from the global generators
                 checkpoint.seed_random_state(seed_at(run.config.seed, "rewards", dist.rank()))
-            self.run, self._files, self._code, self._first = run, folder, code, run.state.step
-            self.config, self.policy, self.folder = run.config, run.policy, path
+            self.run = run
+            self.config = run.config
+            self.policy = run.policy
+            self.folder = path
+            self._files = folder
+            self._code = code
+            self._first = run.state.step
             folder.limit_budget(run)
             self.steps = loop.steps(run, folder)
             # also where a trainer is forgotten, and at the end of the process
@@ -375,9 +311,8 @@ class Trainer:
         """Run the steps that are left and yield each; a signal stops the run between two, in your
         own code too."""
         with self._running():
-            while (
-                step := next(self.steps, None)
-            ) is not None:  # yield from would end the steps where a loop is left
+            # yield from would end the steps where a loop is left
+            while (step := next(self.steps, None)) is not None:
                 yield step
             self.finish()
 
@@ -385,13 +320,11 @@ class Trainer:
         """Run one step: sample, score, update, and evaluate and save where that is due."""
         with self._running():
             if (step := next(self.steps, None)) is None:
-                done, after = (
-                    f"{self.run.state.step} of {self.config.steps} steps",
-                    "Start another run for more.",
-                )
+                advice = "Start another run for more."
                 if not self.is_complete:
-                    after = f"Continue it with gruppo.Trainer.resume({str(self.folder)!r})."
-                raise GruppoError(f"the run {self.folder} has ended after {done}. {after}")
+                    advice = f"Continue it with gruppo.Trainer.resume({str(self.folder)!r})."
+                raise GruppoError(f"""the run {self.folder} has ended after {self.run.state.step} of
+                    {self.config.steps} steps. {advice}""")
             if self.is_complete:
                 self.finish()
             return step
@@ -431,39 +364,40 @@ class Trainer:
         Values are saved in the next checkpoint: a resumed run repeats what a callback set in
         ``on_step``.
         """
-        schedule, config = self.run.stage_schedule, self.config
         for name, value in params.items():
-            if name not in SCHEDULED:
-                hint = peer_options.suggestion(
-                    name, [f"stage.{n}" for n in SCHEDULED], lambda n: n.split(".")[-1]
-                )
-                raise GruppoError(
-                    f"unknown step parameter {name}. {hint}It needs one of {', '.join(SCHEDULED)}."
-                )
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise GruppoError(
-                    f"set({name}={value!r}): it needs a number, or None for the schedule's."
-                )
-            leaves = {
-                f"{stage_path(config, index)}.{name}": value for index in range(len(config.plan))
-            }
-            try:
-                checks.check(serialization.change(config, leaves), self.policy.modality)
-            except GruppoError as error:
-                error.problem = f"set({name}={value}): {error.problem}"
-                raise error from None
-            lacks = {"kl_coef": self.run.reference is None, "sup_coef": self.run.demos is None}
-            if value > 0 and lacks.get(name):
-                what = (
-                    "reference to measure a KL against" if name == "kl_coef" else "demonstrations"
-                )
-                raise GruppoError(f"""set({name}={value}): the run was built without {what}. Start
-                    it with a small stage__{name}.""")
-        schedule.overrides = {
-            n: value for n, value in {**schedule.overrides, **params}.items() if value is not None
+            self._check_parameter(name, value)
+        schedule = self.run.stage_schedule
+        values = {**schedule.overrides, **params}
+        schedule.overrides = {name: value for name, value in values.items() if value is not None}
+
+    def _check_parameter(self, name: str, value: Any) -> None:
+        if name not in SCHEDULED:
+            hint = peer_options.suggestion(
+                name, [f"stage.{n}" for n in SCHEDULED], lambda option: option.split(".")[-1]
+            )
+            raise GruppoError(
+                f"unknown step parameter {name}. {hint}It needs one of {', '.join(SCHEDULED)}."
+            )
+        if value is None:
+            return
+        if not isinstance(value, int | float):
+            raise GruppoError(
+                f"set({name}={value!r}): it needs a number, or None for the schedule's."
+            )
+        stages = range(len(self.config.plan))
+        leaves = {f"{stage_path(self.config, index)}.{name}": value for index in stages}
+        try:
+            checks.check(serialization.change(self.config, leaves), self.policy.modality)
+        except GruppoError as error:
+            error.problem = f"set({name}={value!r}): {error.problem}"
+            raise error from None
+        lacks = {
+            "kl_coef": self.run.reference is None and "reference to measure a KL against",
+            "sup_coef": self.run.demos is None and "demonstrations",
         }
+        if value > 0 and lacks.get(name):
+            raise GruppoError(f"""set({name}={value}): the run was built without {lacks[name]}.
+                Start it with a small stage__{name}.""")
 
     def finish(self) -> Result:
         """Write the model of a complete run and return the result; called where the last step is
@@ -484,18 +418,20 @@ class Trainer:
             # name
             if dist.is_main() and set(names := trust.imports_of_model(model)) - set(self._code):
                 trust.record(model, names)
-        seconds, last = time.perf_counter() - self._began, state.step
-        if (
-            state.best is not None and state.best.get("returned_at") == last
-        ):  # the weights are those of the best step
-            last = int(state.best["step"])
-        before = next((e for e in state.evaluations if e["step"] == 0), None)
-        after = next(
-            (e for e in reversed(state.evaluations) if e["step"] == last and state.step), None
+        last = state.step
+        if state.best is not None and state.best.get("returned_at") == last:
+            last = int(state.best["step"])  # the weights are those of the best step
+        evaluated = {done["step"]: done for done in state.evaluations}
+        self._result = Result(
+            self.folder,
+            model,
+            before=evaluated.get(0),
+            after=evaluated.get(last) if state.step else None,
+            tokens=int(state.totals["tokens"]),
+            seconds=time.perf_counter() - self._began,
+            next=next_commands(run, self.folder),
+            costs=tuple(run.rewards.describe_usage(run.rewards.usage())),
         )
-        commands, tokens = next_commands(run, self.folder), int(state.totals["tokens"])
-        costs = tuple(run.rewards.describe_usage(run.rewards.usage()))
-        self._result = Result(self.folder, model, before, after, tokens, seconds, commands, costs)
         return self._result
 
     def close(self) -> None:
@@ -504,12 +440,11 @@ class Trainer:
         with self._running(), ExitStack() as last:
             last.callback(self._close)
             # only between two steps: within one, the weights are not those of a step
-            is_between = inspect.getgeneratorstate(self.steps) == inspect.GEN_SUSPENDED
-            if is_between:
+            if inspect.getgeneratorstate(self.steps) == inspect.GEN_SUSPENDED:
                 self._files.finish_saving()
-            if is_between and self.run.state.step not in checkpoint.steps(self._files.checkpoints):
-                loop.save(self.run, self._files)
-                self._files.finish_saving()
+                if self.run.state.step not in checkpoint.steps(self._files.checkpoints):
+                    loop.save(self.run, self._files)
+                    self._files.finish_saving()
             self.steps.close()
 
     def __enter__(self) -> Trainer:
@@ -522,86 +457,41 @@ class Trainer:
 
 
 def train(
-    config: Config | str | Path | None = None,
-    *,
-    model: Any = None,
-    data: Any = None,
-    reward: Any = None,
-    environment: Any = None,
-    tools: Any = None,
-    engine: Any = None,
-    validation: Any = None,
-    steps: int | None = None,
-    callbacks: Sequence[Any] = (),
-    track: Sequence[Any] | None = None,
-    show: bool = True,
-    trust_run: bool = False,
-    **changes: Any,
+    config: Config | str | Path | None = None, *, show: bool = True, **arguments: Any
 ) -> Result:
     """Train a model on data with a reward, and return where it is.
 
-    The arguments are those of ``gruppo.Trainer``. ``changes`` are fields of ``Config``, dotted ones
-    with two underscores: ``rollout__group_size=16``, ``optim__lr=1e-5``. ``show``: the live screen,
-    and the results at the end.
+    ``arguments`` are those of ``gruppo.Trainer``: ``model``, ``data``, ``reward``, ``environment``,
+    ``tools``, ``engine``, ``validation``, ``steps``, ``callbacks``, ``track``, ``trust_run``, and
+    fields of ``Config``, dotted ones with two underscores: ``rollout__group_size=16``,
+    ``optim__lr=1e-5``. ``show``: the live screen, and the results at the end.
 
     A mistake raises ``GruppoError``. Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 finishes what would be
     lost, saves, and raises ``gruppo.Stopped``; ``resume`` continues from there. A second Ctrl-C or
     SIGTERM stops at once.
     """
-    parts: Any = {
-        "model": model,
-        "data": data,
-        "reward": reward,
-        "environment": environment,
-        "tools": tools,
-    }
-    parts |= {"engine": engine, "validation": validation, "callbacks": callbacks, "track": track}
     with logged() if show else nullcontext():
-        with Trainer(
-            config, steps=steps, show=show, trust_run=trust_run, **parts, **changes
-        ) as trainer:
+        with Trainer(config, show=show, **arguments) as trainer:
             result = trainer.train()
         return finish(result, show=show)
 
 
-def resume(
-    path: str | Path,
-    *,
-    model: Any = None,
-    data: Any = None,
-    reward: Any = None,
-    environment: Any = None,
-    tools: Any = None,
-    engine: Any = None,
-    validation: Any = None,
-    callbacks: Sequence[Any] = (),
-    track: Sequence[Any] = (),
-    allow_changes: bool = False,
-    show: bool = True,
-    trust_run: bool = False,
-    trust_remote_code: bool = False,
-) -> Result:
+def resume(path: str | Path, *, show: bool = True, **arguments: Any) -> Result:
     """Continue a stopped or killed run to the bit, from its newest whole checkpoint; without one,
     from the start.
 
     What the run was given as Python objects without a name (a ``TextPolicy``, a list of rows, a
-    lambda) is given again, the model as it was before training; so are its callbacks, and trackers
-    that are objects. Where code, tokenizer, versions or the number of threads have changed since
-    the run began, so that its results would, it is refused unless ``allow_changes``. ``trust_run``:
-    import the code that the folder names, though you did not create it; ``trust_remote_code``: run
-    code of its model's repository.
+    lambda) is given again, under the names of ``gruppo.Trainer``, the model as it was before
+    training; so are its ``callbacks``, and trackers that are objects (``track``). Where code,
+    tokenizer, versions or the number of threads have changed since the run began, so that its
+    results would, it is refused unless ``allow_changes``. ``trust_run``: import the code that the
+    folder names, though you did not create it; ``trust_remote_code``: run code of its model's
+    repository.
     """
-    parts = Parts.of(model, data, reward, environment, tools, engine, validation)
-    trusts = {"trust_run": trust_run, "trust_remote_code": trust_remote_code}
-    options = {
-        "callbacks": callbacks,
-        "track": track,
-        "allow_changes": allow_changes,
-        "show": show,
-        **trusts,
-    }
     with logged() if show else nullcontext():
-        return finish(start(path, parts, **options), show=show)
+        with Trainer.resume(path, show=show, **arguments) as trainer:
+            result = trainer.train()
+        return finish(result, show=show)
 
 
 def start(source: Config | str | Path, parts: Parts | None = None, **options: Any) -> Result:
@@ -611,12 +501,8 @@ def start(source: Config | str | Path, parts: Parts | None = None, **options: An
     ``parts``: Python objects in place of the config's names. ``options``: ``callbacks``, ``track``,
     ``allow_changes``, ``show``, ``trust_run`` and ``trust_remote_code`` of ``resume``.
     """
-    with Trainer.open(source, parts, **options) as trainer, trainer._running():
-        for (
-            _
-        ) in trainer.steps:  # not Trainer.train: few frames lead from the command line to backward
-            pass
-        return trainer.finish()
+    with Trainer.open(source, parts, **options) as trainer:
+        return trainer.train()
 
 
 def finish(result: Result, *, show: bool) -> Result:
@@ -643,6 +529,65 @@ def finish(result: Result, *, show: bool) -> Result:
     return result
 
 
+# --- configs --------------------------------------------------------------------------------------
+
+
+def names_of(
+    parts: Parts,
+    environment: Any,
+    tools: Any,
+    track: Sequence[Any] | None,
+    singles: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What the config holds of the objects that a caller gave."""
+    names: dict[str, Any] = {
+        option: name_of(part) for option, part in singles.items() if part is not None
+    }
+    if environment is not None:  # a function replies; a class or an adapter's name is a kind
+        is_kind = isinstance(parts.environment, str) or is_class(parts.environment)
+        names["environment.kind" if is_kind else "environment.reply"] = name_of(environment)
+    if track is not None:
+        # a resumed run opens the trackers that its config names; objects it is given again
+        track = [one for one in track if name_of(one) != IN_MEMORY]
+    lists = {"reward": parts.rewards, "track": track, "environment.tools": tools}
+    for option, listed in lists.items():
+        if listed is not None:
+            names[option] = [*map(name_of, listed)]
+    if parts.rewards and not any(isinstance(reward, str) for reward in parts.rewards):
+        # on the command line too they are then called in the trainer's process, whose random state
+        # is saved
+        names["scoring.isolate"] = False
+    return names
+
+
+def prepared(config: Config, parts: Parts) -> Config:
+    """The config of a new run, checked, with a name and absolute paths. A collective."""
+    config = with_own_environment(config)
+    validate(config, parts)
+    join_ranks(config)
+    # absolute paths: the run may be continued, evaluated and exported from another folder
+    config = replace(config, name=config.name or new_name("run", config.runs_dir))
+    config = with_absolute_paths(config)
+    # the name of rank 0: the ranks may read other clocks
+    return replace(config, name=dist.all_gather(config.name.encode())[0].decode())
+
+
+def saved_config(path: Path, parts: Parts, track: Sequence[Any]) -> Config:
+    """The config of a run that is continued, on the present ranks. A collective."""
+    check_is_run(path)
+    place = path.resolve()  # wherever the config says that it is
+    config = serialization.load(path / "config.json")
+    config = replace(config, name=place.name, runs_dir=str(place.parent))
+    if missing := missing_parts(config, parts):
+        raise GruppoError(f"""this run's {" and ".join(missing)} came from Python objects. Continue
+            it with gruppo.resume({str(path)!r}, {", ".join(f"{m}=..." for m in missing)}).""")
+    if added := {name_of(one) for one in track} - {IN_MEMORY, *config.track}:
+        raise GruppoError(f"""track={min(added)!r}: a run continues with the trackers of its config,
+            {list(config.track)}, and with objects. Leave the name out, or pass an object.""")
+    join_ranks(config)
+    return on_these_ranks(config, path)
+
+
 def with_own_environment(config: Config) -> Config:
     """Return the config of a taskset with its environment, unless rewards or another environment
     are given."""
@@ -660,9 +605,7 @@ def on_these_ranks(config: Config, path: Path) -> Config:
             {ranks} ranks. Resume it on at most {config.rollout.prompts}.""")
     if config.distributed.shard == "hybrid" and ranks > 1 and not sharding.is_hybrid_possible():
         log.warning(
-            "%s was sharded within machines; on this one, it is sharded over all %d ranks.",
-            path,
-            ranks,
+            "%s was sharded within machines; on this one, it is sharded over all ranks.", path
         )
         return replace(config, distributed=replace(config.distributed, shard="fsdp"))
     return config
@@ -670,56 +613,40 @@ def on_these_ranks(config: Config, path: Path) -> Config:
 
 def next_commands(run: Run, path: Path) -> tuple[tuple[str, str], ...]:
     """Commands that work for a finished run, each with what it does."""
-    config, policy, gruppo, folder = (
-        run.config,
-        run.policy,
-        shlex.quote(command_name()),
-        shlex.quote(str(path)),
-    )
-    needed = [part for part in missing_parts(config, Parts()) if part != "model"]
+    config = run.config
+    gruppo, folder = shlex.quote(command_name()), shlex.quote(str(path))
+    is_named = config.model != IN_MEMORY
+    has_parts = not set(missing_parts(config, Parts())) - {"model"}
     # of a policy that was a Python object, final/ may hold weights alone, without what makes the
     # policy
-    is_opened = config.model != IN_MEMORY or any((path / "final").glob("*.json"))
-    reads_policy = (
-        policy.modality.rewards_read_reference and "reference" in run.rewards.requested_columns
+    is_opened = is_named or any((path / "final").glob("*.json"))
+    reads_first_policy = (
+        run.policy.modality.rewards_read_reference and "reference" in run.rewards.requested_columns
     )
     commands = []
-    # a prompt to type: a held-out one, or one that was trained on, where a prompt is a text
+    if is_opened and (text := prompt_to_type(run)):
+        commands.append((f"{gruppo} sample {folder} {shlex.quote(text)}", "sample from the model"))
+    if is_opened and run.state.evaluations and has_parts and (is_named or not reads_first_policy):
+        commands.append((f"{gruppo} eval {folder}", "evaluate it again"))
+    commands.append((f"{gruppo} doctor {folder}", "check its metrics for problems"))
+    if has_parts and is_named:
+        command = f"{gruppo} train {shlex.quote(str(path / 'config.json'))}"
+        command += f" --steps {2 * config.steps}"
+        if config.plan[-1].steps:  # a last stage of a fixed length would refuse more steps
+            command += f" --{stage_path(config, len(config.plan) - 1)}.steps 0"
+        commands.append((command, "train again, for longer"))
+    return tuple(commands)
+
+
+def prompt_to_type(run: Run) -> str:
+    """The first line of a held-out prompt, or of one that was trained on; "" if prompts are no
+    text."""
     prompt = next(iter(held_out(run, 1)), run.example)
     inputs = "" if prompt is None else prompt.inputs
     if isinstance(inputs, list | tuple) and all(isinstance(message, dict) for message in inputs):
         inputs = next((message["content"] for message in inputs if message["role"] == "user"), "")
     lines = str(inputs).strip().splitlines() if isinstance(inputs, str | int) else []
-    if is_opened and lines and lines[0].isprintable():
-        commands.append(
-            (
-                f"{gruppo} sample {folder} {shlex.quote(lines[0][:MAX_PROMPT])}",
-                "sample from the model",
-            )
-        )
-    if (
-        is_opened
-        and run.state.evaluations
-        and not needed
-        and not (config.model == IN_MEMORY and reads_policy)
-    ):
-        commands.append((f"{gruppo} eval {folder}", "evaluate it again"))
-    commands.append((f"{gruppo} doctor {folder}", "check its metrics for problems"))
-    if not needed and config.model != IN_MEMORY:
-        # a last stage of a fixed length would refuse more steps
-        to_the_end = (
-            f" --{stage_path(config, len(config.plan) - 1)}.steps 0"
-            if config.plan[-1].steps
-            else ""
-        )
-        file = shlex.quote(str(path / "config.json"))
-        commands.append(
-            (
-                f"{gruppo} train {file} --steps {2 * config.steps}{to_the_end}",
-                "train again, for longer",
-            )
-        )
-    return tuple(commands)
+    return lines[0][:MAX_PROMPT] if lines and lines[0].isprintable() else ""
 
 
 def explain(config: Config, *, gpus: int = 1, trust_run: bool = False) -> list[str]:
@@ -743,6 +670,9 @@ def explain(config: Config, *, gpus: int = 1, trust_run: bool = False) -> list[s
         )
 
 
+# --- ranks ----------------------------------------------------------------------------------------
+
+
 def join_ranks(config: Config) -> None:
     chosen = config.distributed
     dist.init(chosen.timeout_s, is_sharded=chosen.shard != "none")
@@ -764,13 +694,10 @@ def check_equal_ranks(config: Config) -> None:
     functions.append(config.objective.surrogate)
     own |= {f"the code of {name}": code_digest(name) for name in functions}
     sources = sorted(Path(__file__).parent.rglob("*.py"))
-    own["gruppo's code"] = hashlib.sha256(
-        b"".join(file.read_bytes() for file in sources)
-    ).hexdigest()
-    check_equal(
-        own
-        | {f"the version of {name}": version for name, version in environment()["versions"].items()}
-    )
+    code = b"".join(file.read_bytes() for file in sources)
+    own["gruppo's code"] = hashlib.sha256(code).hexdigest()
+    versions = environment()["versions"]
+    check_equal(own | {f"the version of {name}": version for name, version in versions.items()})
 
 
 def check_equal(own: dict[str, Any]) -> None:
@@ -778,12 +705,11 @@ def check_equal(own: dict[str, Any]) -> None:
     does."""
     first, *others = (json.loads(part) for part in dist.all_gather(json.dumps(own).encode()))
     for number, other in enumerate(others, start=1):
-        for name in sorted(
-            name for name in first.keys() | other.keys() if first.get(name) != other.get(name)
-        ):
-            theirs, ours = (str(values.get(name)) for values in (other, first))
-            raise GruppoError(f"""rank {number} differs from rank 0 in {name}: {theirs:.40}, not
-                {ours:.40}. Give all ranks the same command, files and versions.""")
+        for name in sorted(first.keys() | other.keys()):
+            theirs, ours = str(other.get(name)), str(first.get(name))
+            if theirs != ours:
+                raise GruppoError(f"""rank {number} differs from rank 0 in {name}: {theirs:.40}, not
+                    {ours:.40}. Give all ranks the same command, files and versions.""")
 
 
 def new_name(stem: str, runs_dir: str | Path) -> str:
