@@ -99,8 +99,8 @@ def _stages(config: Config) -> list[str]:
         until = f", or until {stage.until}" if stage.until else ""
         names = ("warmup_steps", "new_reference", *SCHEDULED)
         changed = [name for name in names if getattr(stage, name) != getattr(Stage(), name)]
-        names = dict.fromkeys(["rl_coef", *changed])
-        sets = ", ".join(f"{name}={_number(getattr(stage, name))}" for name in names)
+        shown_names = dict.fromkeys(["rl_coef", *changed])
+        sets = ", ".join(f"{name}={_number(getattr(stage, name))}" for name in shown_names)
         samples = learns_from_samples(replace(config, stages=(stage,)))
         where = as_flag(stage_path(config, index))
         lines.append(
