@@ -250,7 +250,7 @@ def test_what_means_something_else_is_reported_once(caplog):
     text = caplog.text
     assert text.count("a step here is a generation and its 2 optimizer steps") == 1
     assert (
-        text.count("top_p: applied when sampling and when scoring; there only when sampling") == 1
+        text.count("top_p: applied when scoring too") == 1
     )
     assert text.count("the warmup ends at the full learning rate") == 1
     caplog.clear()

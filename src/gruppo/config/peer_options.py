@@ -4,28 +4,22 @@
 from __future__ import annotations
 
 import difflib
-import math
 import re
 import tomllib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache
-from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
-from gruppo.config.options import as_text, nearest
-from gruppo.config.schema import Config, Stage
+from gruppo.config.options import as_text, nearest, options
+from gruppo.config.schema import Config
 from gruppo.config.sections import sections
-from gruppo.config.stages import highest
 from gruppo.errors import as_flag
 from gruppo.types import GruppoError
 
 SYSTEMS = ("trl", "verl", "ddpo", "sources")
 """``sources`` are the documents of docs/dev/sources.md."""
-TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-WIDEST = 50
-"""Characters of a name that still shares a line with its option."""
+WIDTH = 40
 
 
 @dataclass(frozen=True)
@@ -40,8 +34,6 @@ class PeerOption:
     near: str
     """The nearest option where none is the same."""
     remark: str
-    rule: str
-    """How the value to write there follows from the config: of ``FORMULAS`` or of ``[rules]``."""
 
     @property
     def keys(self) -> set[str]:
@@ -53,76 +45,27 @@ class PeerOption:
 
     def describe(self, config: Config) -> str:
         """Our options with their values, or that there is none and the nearest."""
-        ours = " ".join(_typed(config, name) for name in self.ours.split())
-        return ours or "no counterpart" + (
-            f"; nearest {_typed(config, self.near)}" if self.near else ""
-        )
+        typed = " ".join(_typed(config, name) for name in (self.ours or self.near).split())
+        if self.ours:
+            return typed
+        return f"no counterpart; nearest {typed}" if typed else "no counterpart"
 
-    def line(self, config: Config, width: int = 0) -> str:
-        """Their name, our options, and in parentheses what to write there and the remark."""
-        ours = self.describe(config)
-        value = FORMULAS[self.rule](config) if self.rule in FORMULAS else None
-        if rules := TABLE["rules"].get(self.rule):
-            held = (
-                candidate
-                for candidate, needed in rules
-                if all(
-                    attrgetter(path)(config if "." in path else config.objective) == needed[path]
-                    for path in needed
-                )
-            )
-            value = next(held, "no counterpart")
-        is_shown = value is not None and not ours.endswith(f" {as_text(value)}")
-        remark = "; ".join(
-            filter(None, [f"there {as_text(value)}" if is_shown else "", self.remark])
-        )
-        return f"{self.theirs:<{width}}  {ours}" + (f"   ({remark})" if remark else "")
-
-
-FORMULAS: dict[str, Callable[[Config], Any]] = {
-    # A bound in nats is converted to one of the ratio; None where the value is the same as here.
-    "clip_high_of_ratio": lambda c: (
-        math.expm1(c.objective.clip_high) if c.objective.clip_unit == "nats" else None
-    ),
-    "clip_low_of_ratio": lambda c: (
-        -math.expm1(-c.objective.clip_low) if c.objective.clip_unit == "nats" else None
-    ),
-    # TRL's epsilon_high of CISPO is the cap itself, not its distance from 1.
-    "trl_clip_high": lambda c: (
-        1 + (FORMULAS["clip_high_of_ratio"](c) or c.objective.clip_high)
-        if c.objective.surrogate == "cispo"
-        else FORMULAS["clip_high_of_ratio"](c)
-    ),
-    "trl_delta": lambda c: None if c.objective.dual_clip else "None",
-    "trl_correction_mode": lambda c: (
-        None
-        if c.objective.correction == "none"
-        else f"{c.objective.correction_level}_{c.objective.correction}"
-    ),
-    "rows": lambda c: c.rollout.prompts * c.rollout.group_size,
-    "updates": lambda c: c.steps * c.updates_per_batch,
-    "minibatch_prompts": lambda c: c.rollout.prompts // c.optim.minibatches,
-    "has_kl": lambda c: highest(c, "kl_coef") > 0,
-    "kl_in_reward": lambda c: highest(c, "kl_coef") > 0 and c.objective.kl_in == "reward",
-    "kl_in_loss": lambda c: highest(c, "kl_coef") > 0 and c.objective.kl_in == "loss",
-    # Squared errors are halved here and not there.
-    "whole_value_coef": lambda c: (
-        c.stage.value_coef / 2
-        if isinstance(c.stage.value_coef, int | float) and not c.stages
-        else None
-    ),
-}
+    def line(self, config: Config) -> str:
+        """Their name, our options, and the remark in parentheses."""
+        remark = f"   ({self.remark})" if self.remark else ""
+        return f"{self.theirs:<{WIDTH}}  {self.describe(config)}{remark}"
 
 
 @cache
 def peer_options(system: str) -> tuple[PeerOption, ...]:
     """All known options of a system, in the order of its parts."""
+    table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     found = []
-    for part, entries in TABLE[system].items():
+    for part, entries in table[system].items():
         for theirs, entry in entries.items():
-            text, remark, rule = [*([entry] if isinstance(entry, str) else entry), "", ""][:3]
-            ours, _, near = text.partition("~")  # ~our.option is the nearest
-            found.append(PeerOption(part, theirs, ours, near, remark, rule))
+            text, _, remark = entry.partition(" | ")
+            ours, _, near = text.strip().partition("~")  # ~our.option is the nearest
+            found.append(PeerOption(part, theirs, ours, near, remark))
     return tuple(found)
 
 
@@ -149,65 +92,43 @@ def hint(name: str, spell: Callable[[str], str] = as_flag) -> str:
     has it."""
     for system in SYSTEMS:
         for option in lookup(system, name):
-            if options := " ".join(map(spell, (option.ours or option.near).split())):
+            if ours := " ".join(map(spell, (option.ours or option.near).split())):
                 how = "is" if option.ours else "has no counterpart; the nearest is"
-                return f"{normalized(name)} of {system} {how} {options}."
+                return f"{normalized(name)} of {system} {how} {ours}."
     return ""
 
 
 def explain_names(config: Config, request: str) -> list[str]:
     """Lines for ``--names SYSTEM`` (all its options, by part) or ``--names SYSTEM:NAME`` (that
     one)."""
-    system, (_, colon, name) = find_system(request), request.partition(":")
+    system = find_system(request)
+    _, colon, name = request.partition(":")
     found = lookup(system, name) if colon else peer_options(system)
     if not found:
-        keys = {key: option for option in reversed(peer_options(system)) for key in option.keys}
-        message = (
-            f"--names {system}:{name}: {system} has no option of this name that is known here."
+        keys = [key for option in peer_options(system) for key in option.keys]
+        near = difflib.get_close_matches(normalized(name), keys, 1)
+        guess = f"Did you mean {near[0]}?" if near else hint(name)
+        raise GruppoError(
+            f"--names {request}: {system} has no option of this name that is known here. {guess}"
         )
-        if near := difflib.get_close_matches(normalized(name), keys, 1):
-            ours = " ".join(map(as_flag, keys[near[0]].ours.split())) or "nothing"
-            message += f" The nearest is {near[0]}, here {ours}."
-        if others := [other for other in SYSTEMS if other != system and lookup(other, name)]:
-            message += f" {others[0]} has it: --names {others[0]}:{normalized(name)}."
-        raise GruppoError(f"{message} --names {system} lists all.")
-    lines = []
+    lines = list[str]()
     for part in dict.fromkeys(option.part for option in found):
-        of_part = [option for option in found if option.part == part]
-        # Two columns; after a name wider than WIDEST, our option follows on the next line.
-        width = max(
-            (len(option.theirs) for option in of_part if len(option.theirs) <= WIDEST), default=0
-        )
         lines.append(part)
-        for option in of_part:
-            line = option.line(config, width)
-            is_wide = len(option.theirs) > WIDEST
-            lines += [f"  {option.theirs}"] * is_wide
-            lines.append(
-                "  " + (" " * width + line.removeprefix(option.theirs) if is_wide else line)
-            )
+        lines += [f"  {option.line(config)}" for option in found if option.part == part]
     return lines
 
 
 def find_system(request: str) -> str:
-    """The system of ``SYSTEM`` or ``SYSTEM:NAME``; an unknown one is refused with the nearest."""
-    text = request.partition(":")[0].strip()
-    name = text.lower()
+    """The system of ``SYSTEM`` or ``SYSTEM:NAME``."""
+    name = request.partition(":")[0].strip().lower()
     if name in SYSTEMS:
         return name
     # Also a longer name, such as ddpo-pytorch.
-    near = [
-        *difflib.get_close_matches(name, SYSTEMS, 1),
-        *(system for system in SYSTEMS if system in name),
-    ]
-    if near:
-        raise GruppoError(f"--names {text}: unknown system. Did you mean {near[0]}?")
-    having = [system for system in SYSTEMS if lookup(system, name)]
-    where = (
-        f" It is an option of {' and '.join(having)}: --names {having[0]}:{text}." if having else ""
-    )
+    near = [system for system in SYSTEMS if system in name]
+    near += difflib.get_close_matches(name, SYSTEMS, 1)
+    guess = f" Did you mean {near[0]}?" if near else f" {hint(name)}"
     raise GruppoError(
-        f"--names {text}: unknown system; it needs one of {', '.join(SYSTEMS)}.{where}"
+        f"--names {name}: unknown system; it needs one of {', '.join(SYSTEMS)}.{guess}"
     )
 
 
@@ -220,19 +141,19 @@ def _typed(config: Config, name: str) -> str:
     """An option and its value, as typed in the shell; of several stages, those with the largest
     value."""
     section, _, leaf = name.partition(".")
-    if section == "stage" and config.stages:  # a coefficient of 0 elsewhere would mislead
-        peaks = [
-            max(stage.schedules[leaf].values) if leaf in stage.schedules else 0.0
-            for stage in config.stages
-        ]
-        index = peaks.index(max(peaks))
-        name, value = f"stages.{index}.{leaf}", getattr(config.stages[index], leaf)
-    elif section in sections():
+    if name == "stages":
+        return as_flag(name)
+    if section in sections():
         value = getattr(config.section(sections()[section]), leaf)
-    else:
-        value = attrgetter(name)(config)
-    if isinstance(value, tuple) and any(isinstance(item, Stage) for item in value):
-        value = ",".join(
-            f"{stage.name}:{stage.steps}" if stage.steps else stage.name for stage in value
-        )
-    return f"{as_flag(name)} {as_text(value)}".rstrip()
+        return f"{as_flag(name)} {as_text(value)}"
+    if section == "stage" and config.stages:  # a coefficient of 0 elsewhere would mislead
+
+        def peak(index: int) -> float:
+            schedule = config.stages[index].schedules.get(leaf)
+            return max(schedule.values) if schedule else 0.0
+
+        name = f"stages.{max(range(len(config.stages)), key=peak)}.{leaf}"
+    found = options(config)
+    return (
+        f"{as_flag(name)} {as_text(found[name].value)}".rstrip() if name in found else as_flag(name)
+    )

@@ -66,7 +66,7 @@ WITHOUT_EFFECT = _names(
 DIRECT = {
     option.theirs: option.ours
     for option in peer_options.peer_options("trl")
-    if option.part in ("GRPOConfig", "TrainingArguments") and option.ours and not option.rule
+    if option.part in ("GRPOConfig", "TrainingArguments") and option.ours
     if " " not in option.ours and option.theirs not in WITHOUT_EFFECT
 }
 """Arguments whose value is that of one option; those below replace some of them."""
@@ -87,6 +87,17 @@ TRANSLATED = _names(
 )
 DECAYS = {"linear": "linear", "cosine": "cosine", "constant": "constant"}
 DECAYS |= {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
+SCALES = ("group", "batch", "none")
+# bnpo divides by the tokens of a micro-batch, which has no counterpart here.
+LOSSES = {
+    "cispo": {"surrogate": "cispo", "average": "token"},
+    "sapo": {"surrogate": "sapo", "average": "sequence"},
+    "vespo": {"surrogate": "vespo", "average": "token"},
+    "luspo": {"surrogate": "clip", "average": "sequence_sum", "ratio": "sequence"},
+    "grpo": {"surrogate": "clip", "average": "sequence"},
+    "dapo": {"surrogate": "clip", "average": "token"},
+    "dr_grpo": {"surrogate": "clip", "average": "constant"},
+}
 TRACKERS = ("tensorboard", "wandb", "trackio")
 
 
@@ -294,8 +305,7 @@ def _objective(of: Callable[[str], Any], kind: str, notes: list[str]) -> dict[st
         return {f"objective.{name}": value for name, value in (preset | own).items()} | {
             "stage.kl_coef": beta
         }
-    loss, rules = of("loss_type"), peer_options.TABLE["rules"]
-    choices = {value: dict(conditions) for value, conditions in rules["trl_loss_type"]}
+    loss, choices = of("loss_type"), dict(LOSSES)
     # over one micro-batch per update on one process, its tokens are those of the update
     if loss == "bnpo" and of("gradient_accumulation_steps") == 1 and dist.world_size() == 1:
         choices["bnpo"] = choices["dapo"]
@@ -304,9 +314,8 @@ def _objective(of: Callable[[str], Any], kind: str, notes: list[str]) -> dict[st
     choice, level = choices[loss], of("importance_sampling_level")
     if choice.get("ratio", level) != level:
         raise refusal("loss_type", loss, f"with importance_sampling_level={choice['ratio']!r}")
-    scales = [value for value, _ in rules["trl_scale_rewards"]]
-    if of("scale_rewards") not in scales:
-        raise refusal("scale_rewards", of("scale_rewards"), f"it needs one of {', '.join(scales)}")
+    if of("scale_rewards") not in SCALES:
+        raise refusal("scale_rewards", of("scale_rewards"), f"it needs one of {', '.join(SCALES)}")
     low, high = (
         float(of("epsilon")),
         float(of("epsilon") if of("epsilon_high") is None else of("epsilon_high")),
