@@ -249,9 +249,7 @@ def test_what_means_something_else_is_reported_once(caplog):
         trainer(steps_per_generation=2, warmup_steps=1, top_p=0.9)
     text = caplog.text
     assert text.count("a step here is a generation and its 2 optimizer steps") == 1
-    assert (
-        text.count("top_p: applied when scoring too") == 1
-    )
+    assert text.count("top_p: applied when scoring too") == 1
     assert text.count("the warmup ends at the full learning rate") == 1
     caplog.clear()
     trainer()
