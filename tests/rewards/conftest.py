@@ -9,7 +9,9 @@ from gruppo import http
 
 
 @pytest.fixture
-def server():
+def server(monkeypatch, tmp_path):
+    """Its judge keeps verdicts in a folder of the test's own."""
+    monkeypatch.setenv("GRUPPO_STATE", str(tmp_path / "state"))
     server = JudgeServer()
     yield server
     server.close()

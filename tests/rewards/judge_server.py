@@ -87,9 +87,7 @@ RUBRIC = '[[rubric]]\nname = "length"\ntext = "It is long."\n'
 def write_judge(
     path: Path, server: JudgeServer | str, extra: str = "", rubric: str = RUBRIC
 ) -> str:
-    """A judge's file, with its cache beside it."""
+    """A judge's file."""
     url = server if isinstance(server, str) else server.url
-    path.write_text(
-        f'endpoint = "{url}"\nmodel = "m"\ncache = "cache"\n{extra}\n{rubric}', encoding="utf-8"
-    )
+    path.write_text(f'endpoint = "{url}"\nmodel = "m"\n{extra}\n{rubric}', encoding="utf-8")
     return str(path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import threading
@@ -17,7 +16,7 @@ from tests.rewards.fakes import rollouts_of
 from tests.rewards.judge_server import JudgeServer, write_judge
 
 from gruppo.rewards import RewardSet, resolve_reward
-from gruppo.rewards.judge import Judge, quoted, ranks
+from gruppo.rewards.judge import Judge, quoted
 from gruppo.types import DataError, GruppoError
 
 TWO = """
@@ -70,52 +69,28 @@ def test_several_samples_have_seeds_of_their_own_and_their_mean_counts(server, t
     ] == 0.5
 
 
-def test_a_tournament_gives_ranks_within_each_group_and_equal_texts_tie_unasked(server, tmp_path):
+def test_pairs_give_shares_of_won_comparisons_and_equal_texts_tie_unasked(server, tmp_path):
     file = write_judge(tmp_path / "j.toml", server, 'mode = "pairs"')
     outputs = ["aaa", "z", "bb", "aaa", "b", "bbbb", "c"]
     rows = rollouts_of(outputs, group_ids=[0, 1, 0, 0, 0, 1, 2], targets=("x", "y", "z"))
     rewards = RewardSet([Judge(file)])
     scores = rewards.score(rows)
-    # aaa and aaa share ranks 2 and 3 of 0 to 3
+    # aaa wins against bb and b, and ties with aaa; bb wins against b
     expected = [2.5 / 3, 0.0, 1 / 3, 2.5 / 3, 0.0, 1.0, math.nan]
     assert scores.rewards.tolist() == pytest.approx(expected, nan_ok=True)
     # pairs of aaa, bb, b and of z, bbbb, in both orders; what is asked twice is sent once; a group
-    # of one has no rank
+    # of one has no share
     assert len(server.bodies) == 6 + 2 and not scores.failures
     order = torch.arange(6, -1, -1)
     again = rewards.score(rows.take(order.tolist()))
     assert again.rewards.tolist() == pytest.approx(expected[::-1], nan_ok=True)
 
 
-def test_a_judge_that_prefers_the_first_place_gives_equal_ranks_and_its_bias_is_logged(
-    server, tmp_path
-):
+def test_a_judge_that_prefers_the_first_place_ties_and_its_bias_is_logged(server, tmp_path):
     server.grade = lambda question: "first"
     scores, _ = judged(write_judge(tmp_path / "j.toml", server, 'mode = "pairs"'), ["a", "b"])
     assert scores.rewards.tolist() == [0.5, 0.5]
-    assert scores.metrics == {
-        "reward_metric/j_first_frac": 1.0,
-        "reward_metric/j_consistent_frac": 0.0,
-    }
-
-
-@pytest.mark.parametrize(
-    ("size", "opponents", "pairs"), [(6, 2, 6), (6, 3, 9), (6, 0, 15), (5, 2, 5), (5, 9, 10)]
-)
-def test_opponents_limits_the_comparisons_of_each_completion(
-    server, tmp_path, size, opponents, pairs
-):
-    judge = Judge(
-        write_judge(tmp_path / "j.toml", server, f'mode = "pairs"\nopponents = {opponents}')
-    )
-    found = [{*pair} for pair in judge._pairs(range(size))]
-    meetings = [sum(row in pair for pair in found) for row in range(size)]
-    assert len(found) == pairs and {*meetings} == {min(opponents or size - 1, size - 1)}
-
-
-def test_ranks_by_hand():
-    assert ranks([0.1, 0.9, 0.5, 0.5]) == pytest.approx([0.0, 1.0, 0.5, 0.5])
-    assert ranks([0.3]) == [0.0] and ranks([0.1 + 0.2, 0.3]) == [0.5, 0.5]
+    assert scores.metrics == {"reward_metric/j_first_frac": 1.0}
 
 
 # --- failures -------------------------------------------------------------------------------------
@@ -125,7 +100,7 @@ def test_prose_is_a_failure_and_json_within_it_is_not_looked_for(server, tmp_pat
     """A judge that quotes an answer with points in it must not pay them."""
     server.content = lambda text: f"The answer claims {text}, which I doubt."
     scores, used = judged(write_judge(tmp_path / "j.toml", server), ["x", "y"])
-    assert scores.rewards.isnan().all() and used["invalid_count"] == used["failed_count"] == 2
+    assert scores.rewards.isnan().all() and used["failed_count"] == 2
     assert [failure.kind for failure in scores.failures] == ["exception"] * 2
     assert "not the JSON asked for" in scores.failures[0].message and used["calls_count"] == 2
 
@@ -146,7 +121,7 @@ def test_prose_is_a_failure_and_json_within_it_is_not_looked_for(server, tmp_pat
 def test_points_outside_the_schema_are_a_failure(server, tmp_path, content):
     server.content = lambda text: content
     scores, used = judged(write_judge(tmp_path / "j.toml", server), ["x"])
-    assert scores.rewards.isnan().all() and used["invalid_count"] == 1
+    assert scores.rewards.isnan().all() and used["failed_count"] == 1
 
 
 def test_an_answer_that_was_cut_off_names_the_limit_to_raise(server, tmp_path):
@@ -165,7 +140,7 @@ def test_server_errors_and_rate_limits_are_waited_out_and_counted(server, tmp_pa
     scores, used = judged(write_judge(tmp_path / "j.toml", server, "concurrency = 1"), ["xx"])
     assert scores.rewards.tolist() == pytest.approx([0.4]) and time.monotonic() - began >= 0.3
     assert (used["calls_count"], used["retries_count"]) == (4, 3)
-    assert (used["rate_limited_count"], used["errors_count"], used["failed_count"]) == (2, 1, 0)
+    assert used["failed_count"] == 0
 
 
 def test_a_rate_limit_holds_back_all_requests(server, tmp_path):
@@ -181,7 +156,7 @@ def test_a_slow_judge_is_a_timeout_of_its_rows(server, tmp_path):
         write_judge(tmp_path / "j.toml", server, "timeout_s = 0.2\nretries = 1"), ["x"]
     )
     assert [failure.kind for failure in scores.failures] == ["timeout"]
-    assert used["timeouts_count"] == 2 and used["failed_count"] == 1
+    assert used["calls_count"] == 2 and used["failed_count"] == 1
 
 
 def test_a_judge_that_is_down_costs_a_batch_the_retries_of_a_few_rows_alone(tmp_path):
@@ -201,7 +176,7 @@ def test_a_pair_without_both_orders_is_not_compared_and_rows_without_a_pair_fail
     assert [failure.row for failure in scores.failures] == [2]
 
 
-def test_equal_texts_are_no_ranking_where_the_judge_does_not_answer(server, tmp_path):
+def test_equal_texts_are_no_score_where_the_judge_does_not_answer(server, tmp_path):
     server.content = lambda text: "prose"
     scores, _ = judged(write_judge(tmp_path / "j.toml", server, 'mode = "pairs"'), ["a", "a", "b"])
     assert scores.rewards.isnan().all() and len(scores.failures) == 3
@@ -211,10 +186,10 @@ def test_equal_texts_are_no_ranking_where_the_judge_does_not_answer(server, tmp_
 
 
 def test_equal_requests_are_sent_once_and_answers_are_kept_on_disk_by_content(server, tmp_path):
-    file = write_judge(tmp_path / "j.toml", server, "[price]\ninput = 2.0\noutput = 30.0\n")
+    file = write_judge(tmp_path / "j.toml", server)
     first, used = judged(file, ["x", "x", "yy"])
     again, later = judged(file, ["x", "yy", "zzz"])
-    assert used["calls_count"] == 2 and used["cost"] == pytest.approx((200 * 2 + 20 * 30) / 1e6)
+    assert used["calls_count"] == 2 and used["input_tokens_count"] == 200
     assert (later["calls_count"], later["cache_hits_count"]) == (1, 2)
     assert first.rewards[[0, 2]].tolist() == again.rewards[:2].tolist()
     write_judge(tmp_path / "j.toml", server, 'instructions = "Be strict."')
@@ -226,7 +201,7 @@ def test_a_damaged_cache_is_asked_again(server, tmp_path):
         tmp_path / "j.toml", server, "concurrency = 1\n"
     )  # so that the second line is of the second text
     judged(file, ["x", "yy"])
-    (cache,) = (tmp_path / "cache").iterdir()
+    (cache,) = (tmp_path / "state/judges").iterdir()
     text = cache.read_text()
     cache.write_text(text[:-5].replace('"length": 1', '"length": 99'))
     scores, used = judged(file, ["x", "yy"])
@@ -236,30 +211,22 @@ def test_a_damaged_cache_is_asked_again(server, tmp_path):
     )  # the new line is not joined to the torn one
 
 
-def test_nothing_is_asked_beyond_the_budget(server, tmp_path):
-    file = write_judge(tmp_path / "j.toml", server, "concurrency = 1\n[budget]\ncalls = 2\n")
+def test_nothing_is_asked_beyond_the_limit_of_calls(server, tmp_path):
+    file = write_judge(tmp_path / "j.toml", server, "concurrency = 1\nmax_calls = 2\n")
     scores, used = judged(file, ["a", "bb", "ccc"])
     assert scores.rewards.isnan().tolist() == [False, False, True] and len(server.bodies) == 2
-    assert used["over_budget_count"] == 1 and "raise budget.calls" in scores.failures[0].message
-    file = write_judge(
-        tmp_path / "k.toml", server, "concurrency = 1\nseed = 1\n[budget]\ntokens = 111\n"
-    )
-    assert (
-        judged(file, ["a", "bb", "ccc"])[1]["calls_count"] == 2
-    )  # the second request exceeds it by its own
+    assert used["failed_count"] == 1 and "raise max_calls" in scores.failures[0].message
 
 
-def test_attempts_count_against_the_budget(server, tmp_path):
+def test_attempts_count_against_the_limit_of_calls(server, tmp_path):
     server.faults = [(500, {})] * 9
-    _, used = judged(write_judge(tmp_path / "j.toml", server, "[budget]\ncalls = 3\n"), ["a"])
-    assert used["calls_count"] == 3 and used["over_budget_count"] == 1
+    _, used = judged(write_judge(tmp_path / "j.toml", server, "max_calls = 3\n"), ["a"])
+    assert used["calls_count"] == 3 and used["failed_count"] == 1
 
 
-def test_the_budget_of_a_run_continues_also_with_fewer_ranks(server, tmp_path):
-    file, run = (
-        write_judge(tmp_path / "j.toml", server, "concurrency = 1\n[budget]\ncalls = 5\n"),
-        tmp_path / "run",
-    )
+def test_the_limit_of_a_run_continues_also_with_fewer_ranks(server, tmp_path):
+    file = write_judge(tmp_path / "j.toml", server, "concurrency = 1\nmax_calls = 5\n")
+    run = tmp_path / "run"
     place = run / "judges" / "j"
     rewards = RewardSet([Judge(file)])
     rewards.attach(run)
@@ -373,18 +340,14 @@ def test_the_key_is_sent_and_stands_in_no_message_and_no_file(tmp_path, monkeypa
     server.close()
     assert "fault of key ***" in scores.failures[0].message
     files = [Path(folder) / name for folder, _, names in os.walk(tmp_path) for name in names]
-    assert len(files) >= 3 and not any("top-secret-key" in path.read_text() for path in files)
+    assert len(files) >= 2 and not any("top-secret-key" in path.read_text() for path in files)
 
 
-def test_a_count_of_tokens_that_no_answer_has_is_not_counted_and_said_once(
-    server, tmp_path, caplog
-):
-    logging.getLogger("gruppo").propagate = True
+def test_a_count_of_tokens_that_no_answer_has_is_not_counted(server, tmp_path):
     server.usage = {"prompt_tokens": 10**400, "completion_tokens": 10}
     scores, used = judged(write_judge(tmp_path / "j.toml", server), ["xx", "yyy"])
     assert not scores.rewards.isnan().any()
     assert used["input_tokens_count"] == 0 and used["output_tokens_count"] == 20
-    assert caplog.text.count("reports no usable number of prompt_tokens") == 1
 
 
 def test_counts_of_a_run_s_folder_that_no_run_has_are_not_counted_on(server, tmp_path):

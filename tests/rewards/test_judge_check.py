@@ -20,26 +20,19 @@ def write(folder: Path, *rows: object) -> Path:
     return folder / "labels.jsonl"
 
 
-def test_the_agreement_is_that_of_scipy_and_of_counted_verdicts():
+def test_the_agreement_is_that_of_scipy():
     kendalltau = pytest.importorskip("scipy.stats").kendalltau
     generator = np.random.default_rng(0)
     rewards, labels = generator.integers(0, 4, 40) / 4, generator.integers(0, 3, 40)
     found = agreement(rewards, labels.astype(float), np.zeros(40))
     assert found["tau"] == pytest.approx(kendalltau(rewards, labels).statistic)
-    pairs = [(a, b) for a in range(40) for b in range(40) if a != b]  # both orders
-    ours, theirs = ([np.sign(x[a] - x[b]) for a, b in pairs] for x in (rewards, labels))
-    chance = sum(ours.count(c) * theirs.count(c) for c in (-1, 0, 1)) / len(pairs) ** 2
-    observed = sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(pairs)
-    assert found["kappa"] == pytest.approx((observed - chance) / (1 - chance))
 
 
 def test_unscored_rows_are_left_out_and_nothing_to_compare_is_nan():
     found = agreement(np.array([0.5, math.nan, 0.1]), np.array([2.0, 1.0, 0.0]), np.zeros(3))
-    assert found == {"accuracy": 1.0, "tau": 1.0, "kappa": 1.0, "pairs": 1.0}
+    assert found == {"accuracy": 1.0, "tau": 1.0, "pairs": 1}
     nothing = agreement(np.array([0.5]), np.array([1.0]), np.zeros(1))
-    assert nothing["pairs"] == 0 and all(
-        math.isnan(nothing[name]) for name in ("accuracy", "tau", "kappa")
-    )
+    assert nothing["pairs"] == 0 and math.isnan(nothing["accuracy"]) and math.isnan(nothing["tau"])
 
 
 def test_a_check_grades_labelled_completions_counts_failures_and_names_the_cost(
@@ -68,31 +61,30 @@ def test_a_check_of_pairs_shows_the_position_bias(server, tmp_path):
     lines = check_judge(write_judge(tmp_path / "j.toml", server, 'mode = "pairs"'), labels)
     text = "\n".join(lines)
     assert "accuracy       1.000  of 3 pairs" in text and "position bias  +0.250" in text
-    assert "consistency    0.000" in text
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"prompt": "p", "completion": "c"}] * 2, "line 1: it needs a prompt with either"),
+        ([{"prompt": "p", "completion": "c"}] * 2, "row 1: it needs a prompt with either"),
         (
             [{"prompt": "p", "chosen": "c", "rejected": "d"}, {"prompt": "p", "chosen": "c"}],
-            "line 2: it needs",
+            "row 2: it needs",
         ),
-        ([{"prompt": 3, "completion": "c", "label": 1}] * 2, "line 1: it needs"),
-        ([{"prompt": "p", "completion": "c", "label": math.nan}] * 2, "line 1: it needs"),
-        (["text"], "line 1: it needs"),
+        ([{"prompt": 3, "completion": "c", "label": 1}] * 2, "row 1: it needs"),
+        ([{"prompt": "p", "completion": "c", "label": math.nan}] * 2, "row 1: it needs"),
+        (["text"], "line 1 of .* is a str"),
         (
             [{"prompt": "p", "completion": "c", "label": 1}],
             "has 1 labelled completions; it needs 2",
         ),
-        ([], "has 0 labelled completions"),
+        ([], "is empty"),
     ],
 )
 def test_labels_that_cannot_be_read_are_one_line_with_their_number(tmp_path, rows, message):
     with pytest.raises(DataError, match=message):
         read_labels(write(tmp_path, *rows))
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="there is no file"):
         read_labels(tmp_path / "none.jsonl")
 
 
@@ -109,5 +101,5 @@ def test_a_judge_without_any_verdict_is_an_error_with_its_reason(server, tmp_pat
 
 def test_pairs_need_two_completions_of_a_prompt(server, tmp_path):
     labels = write(tmp_path, *({"prompt": x, "completion": x, "label": 1} for x in ("a", "b")))
-    with pytest.raises(DataError, match="at least two completions of a prompt"):
+    with pytest.raises(DataError, match="its prompt has no other completion"):
         check_judge(write_judge(tmp_path / "j.toml", server, 'mode = "pairs"'), labels)

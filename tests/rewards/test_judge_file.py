@@ -12,7 +12,7 @@ from gruppo.rewards.judge import Judge
 from gruppo.rewards.judge_file import load_judge
 from gruppo.types import GruppoError
 
-HEAD = 'endpoint = "http://127.0.0.1:9/v1"\nmodel = "m"\ncache = "none"\n'
+HEAD = 'endpoint = "http://127.0.0.1:9/v1"\nmodel = "m"\n'
 
 
 def write(folder: Path, text: str) -> str:
@@ -23,7 +23,7 @@ def write(folder: Path, text: str) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (HEAD, "there is no rubric.*Add \\[\\[rubric\\]\\]"),
+        (HEAD, "rubric needs at least one item.*Add \\[\\[rubric\\]\\]"),
         (
             HEAD + RUBRIC + "wieght = 2\n",
             "unknown entry rubric.0.wieght",
@@ -32,19 +32,14 @@ def write(folder: Path, text: str) -> str:
             HEAD + RUBRIC + RUBRIC.replace("length", "b") + "weight = 0\n",
             "rubric.1.weight=0 is out of range",
         ),
-        (
-            HEAD + RUBRIC + "weight = -1\n",
-            "rubric.0.weight=-1 is out of range; it needs to be above 0",
-        ),
         (HEAD + RUBRIC + "weight = nan\n", "rubric.0.weight=nan is out of range"),
-        (HEAD + RUBRIC + RUBRIC, "the rubric has 'length' already"),
-        (HEAD + RUBRIC.replace("length", "reason"), "the rubric has 'reason' already"),
-        (HEAD + '[[rubric]]\nname = "x"\n', "rubric item 1 needs both a name and a text"),
+        (HEAD + RUBRIC + RUBRIC, "rubric needs names that differ"),
+        (HEAD + RUBRIC.replace("length", "reason"), "differ from each other and from 'reason'"),
+        (HEAD + '[[rubric]]\nname = "x"\n', "rubric needs .* a name and a text"),
         (
-            HEAD + RUBRIC + "[budget]\ncalls = 0\n",
-            "budget.calls=0 is out of range; it needs to be at least 1",
+            HEAD + "max_calls = 0\n" + RUBRIC,
+            "max_calls=0 is out of range; it needs to be at least 1",
         ),
-        (HEAD + RUBRIC + "[budget]\ntokens = 0\n", "budget.tokens=0 is out of range"),
         (
             "endpont = 1\n" + HEAD + RUBRIC,
             ".*unknown entry endpont. Did you mean endpoint\\?",
@@ -54,18 +49,14 @@ def write(folder: Path, text: str) -> str:
             HEAD + "samples = 3\n" + RUBRIC,
             "samples=3 at temperature 0 asks for one answer several times",
         ),
-        (HEAD + "opponents = 3\n" + RUBRIC, 'opponents=3 has no effect with mode="score"'),
         (
             HEAD + 'mode = "pair"\n' + RUBRIC,
             "mode='pair' needs to be 'score' or 'pairs'",
         ),
-        (HEAD + RUBRIC + "[request]\nseed = 1\n", "request.seed is set by gruppo"),
-        (
-            HEAD.replace("http://", "") + RUBRIC,
-            "endpoint is '127.0.0.1:9/v1'; it needs the address",
-        ),
-        (HEAD.replace('"m"', '""') + RUBRIC, "no model is named"),
-        (HEAD + 'reference = "prompts"\n' + RUBRIC, "reference='prompts' is no column"),
+        (HEAD + RUBRIC + "[request]\nseed = 1\n", "request cannot set .*seed"),
+        (HEAD.replace("http://", "") + RUBRIC, "endpoint needs the address"),
+        (HEAD.replace('"m"', '""') + RUBRIC, "model needs the name"),
+        (HEAD + 'reference = "prompts"\n' + RUBRIC, "reference='prompts' is not a column"),
         (HEAD + "rubric = [", "cannot be read as TOML"),
     ],
 )
@@ -114,8 +105,7 @@ def test_only_what_rewards_depend_on_is_in_the_digest(tmp_path):
         return load_judge(Path(write(tmp_path, HEAD + extra + RUBRIC))).digest
 
     plain = digest("")
-    assert digest("retries = 9\nconcurrency = 1\ntimeout_s = 5.0\n") == plain
-    assert digest("budget = {calls = 7}\nprice = {input = 1.0}\n") == plain
+    assert digest("retries = 9\nconcurrency = 1\ntimeout_s = 5.0\nmax_calls = 7\n") == plain
     assert (
         len(
             {
@@ -131,8 +121,4 @@ def test_only_what_rewards_depend_on_is_in_the_digest(tmp_path):
 
 def test_the_example_is_a_judge_with_every_entry_but_a_key_of_its_own():
     config = load_judge(Path(__file__).parents[2] / "examples/judge.toml")
-    assert (
-        [item.weight for item in config.rubric] == [3.0, 1.0]
-        and config.budget.calls
-        and config.price.output
-    )
+    assert [item.weight for item in config.rubric] == [3.0, 1.0] and config.max_calls

@@ -49,7 +49,7 @@ def test_a_judge_that_goes_down_and_comes_back_costs_its_rows_and_no_run(server,
     assert (
         sum(row["reward/unscored_count"] for row in rows) >= failed[-1]
     )  # a question may be that of several rows
-    assert rows[0]["judge/mine/input_tokens_count"] > 0 and rows[-1]["judge/mine/errors_count"] > 0
+    assert rows[0]["judge/mine/input_tokens_count"] > 0
     failures = [row for row in map(json.loads, completions(result.folder)) if row["failures"]]
     assert "Server disconnected" in failures[0]["failures"] and all(
         row["reward"] is None for row in failures
@@ -60,11 +60,10 @@ def test_a_judge_that_goes_down_and_comes_back_costs_its_rows_and_no_run(server,
 
 
 def test_the_cost_is_in_the_metrics_the_result_and_on_the_screen(server, tmp_path, capsys):
-    file = write_judge(tmp_path / "mine.toml", server, '[price]\ninput = 1.0\ncurrency = "EUR"\n')
+    file = write_judge(tmp_path / "mine.toml", server)
     result = start(tmp_path, file, steps=2, evaluation__prompts=2)
-    last = [row for row in metrics(result.folder) if "judge/mine/cost" in row][-1]
-    assert last["judge/mine/cost"] == pytest.approx(last["judge/mine/input_tokens_count"] / 1e6)
-    assert f"{len(server.bodies):,} calls" in result.costs[0] and result.costs[0].endswith("EUR")
+    last = [row for row in metrics(result.folder) if "judge/mine/calls_count" in row][-1]
+    assert f"{len(server.bodies):,} calls" in result.costs[0]
     # the metrics count the evaluation after the last step too
     assert last["judge/mine/calls_count"] == len(server.bodies)
     assert f" {last['judge/mine/cache_hits_count']:,.0f} answers from the cache" in result.costs[0]
@@ -82,7 +81,7 @@ def test_a_resumed_run_counts_on_and_asks_nothing_twice(server, tmp_path, monkey
         tmp_path / "whole", write_judge(tmp_path / "whole.toml", server, "seed = 1"), steps=3
     )
     asked = len(server.bodies)
-    file = write_judge(tmp_path / "mine.toml", server, "seed = 2\n[budget]\ncalls = 1000\n")
+    file = write_judge(tmp_path / "mine.toml", server, "seed = 2\nmax_calls = 1000\n")
     options = {"steps": 3, "saving__every": 2, "scoring__isolate": False}
 
     class Killed(BaseException):
@@ -110,17 +109,14 @@ def test_a_resumed_run_counts_on_and_asks_nothing_twice(server, tmp_path, monkey
 
 
 @pytest.mark.slow
-@pytest.mark.slow
-def test_a_spent_budget_ends_a_run_that_has_no_other_reward_and_more_budget_continues_it(
-    server, tmp_path
-):
-    file = write_judge(tmp_path / "mine.toml", server, "[budget]\ncalls = 15\n")
+def test_no_calls_left_end_a_run_that_has_no_other_reward_and_more_continue_it(server, tmp_path):
+    file = write_judge(tmp_path / "mine.toml", server, "max_calls = 15\n")
     with pytest.raises(
-        DataError, match=r"10 steps in a row: the judge's budget of 15 calls is spent; raise"
+        DataError, match=r"10 steps in a row: the judge's 15 calls are used up; raise"
     ):
         start(tmp_path, file, steps=20)
     assert len(server.bodies) == 15
-    write_judge(tmp_path / "mine.toml", server, "[budget]\ncalls = 5000\n")
+    write_judge(tmp_path / "mine.toml", server, "max_calls = 5000\n")
     result = api.start(tmp_path / "runs/run")
     assert metrics(result.folder)[-1]["judge/mine/calls_count"] == len(server.bodies) > 15
 
@@ -175,8 +171,8 @@ def train(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_count_together_and_share_the_budget(server, tmp_path):
-    file = write_judge(tmp_path / "mine.toml", server, "[budget]\ncalls = 9\n")
+def test_two_ranks_count_together_and_share_the_limit_of_calls(server, tmp_path):
+    file = write_judge(tmp_path / "mine.toml", server, "max_calls = 9\n")
     config = tiny.config(tmp_path, **BARE, reward=[f"judge:{file}"], steps=2)
     processes.run_ranks(2, train, serialization.to_dict(config), folder=tmp_path / "children")
     last, run = metrics(tmp_path / "runs/run")[-1], tmp_path / "runs/run"

@@ -298,7 +298,7 @@ def judge(
         str, "JSON lines: prompt, with completion and label, or with chosen and rejected."
     ],
 ) -> None:
-    """Ask a judge about labelled completions: accuracy, Kendall's tau, Cohen's kappa, position
+    """Ask a judge about labelled completions: accuracy, Kendall's tau, position
     bias, failures, cost."""
     if action != "check":
         raise GruppoError(f"""gruppo judge {action}: it needs check, as in {command_name()} judge

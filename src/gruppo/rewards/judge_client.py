@@ -1,11 +1,13 @@
-"""Asks a judge's endpoint: cache, budget, retries, and counts of all that happened."""
+"""Requests to a judge's endpoint, with a cache, a limit of calls and retries."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
 import logging
+import math
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -26,113 +28,78 @@ from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
 
-COUNTS = ["calls", "retries", "cache_hits", "input_tokens", "output_tokens"]
-COUNTS += ["failed", "timeouts", "rate_limited", "errors", "invalid", "over_budget"]
-"""Counters, for metrics; failed: questions without a verdict."""
+COUNTS = ("calls", "retries", "cache_hits", "input_tokens", "output_tokens", "failed")
+"""Counters of a run, for metrics; failed: questions without a verdict."""
 MAX_COUNT = 1 << 40
-"""Of tokens in one answer, or of a run. What is beyond it is no count, and may not fit in a
-float."""
+"""Larger counts, in an answer or a file, are ignored: they may not fit in a float."""
 
 
 class JudgeClient:
-    """Answers of one endpoint to requests with a JSON schema.
+    """Verdicts of one endpoint, each kept on disk under the SHA-256 of its request.
 
-    A verdict is kept on disk under the SHA-256 of its request. ``counts`` begin with what the run
-    has used before.
+    ``counts`` continue those of the run that it is attached to.
     """
 
     def __init__(self, config: JudgeConfig, file: Path) -> None:
         self.config, self.name = config, file.stem
+        self._url = config.endpoint.rstrip("/")
         self._key = read_key(config.key_env) if config.key_env else ""
         if config.key_env and not self._key:
             raise GruppoError(f"""{file}: the endpoint {config.endpoint} needs the key in the
                 environment variable {config.key_env}, which is not set. Set it, or remove key_env
                 for a server without a key.""")
         self.counts = dict.fromkeys(COUNTS, 0)
-        self._limits = {"calls": config.budget.calls, "tokens": config.budget.tokens}
+        self._max_calls = math.inf if config.max_calls is None else config.max_calls
+        """Of this rank."""
         self._usage_file: Path | None = None
         self._not_before = 0.0
         """When a rate limit ends, for all requests."""
         self._unanswered = 0
-        """Questions in a row that the endpoint has not answered, within a batch."""
-        self._has_warned = False
-        self._jitter = random.Random(
-            0
-        )  # a generator of its own: rewards do not change the run's random numbers
+        """Questions in a row without an answer, in this batch."""
+        self._jitter = random.Random(0)  # its own: rewards do not change the run's random numbers
         self._verdicts = dict[str, Any]()
         self._cache_file: Path | None = None
-        if config.cache is not None:
-            try:
-                self._read_cache(file.absolute().parent)
-            except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
-                problem = "its cache cannot be used (%s). Every answer is asked for again."
-                log.warning(f"judge %s: {problem}", self.name, error)
+        try:
+            self._read_cache()
+        except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
+            log.warning("judge %s: its cache cannot be used (%s).", self.name, error)
 
-    def _read_cache(self, beside: Path) -> None:
-        """Read one file for each endpoint and model; rubric and seed are in the keys, SHA-256 of
-        requests."""
-        config = self.config
-        own = beside / Path(config.cache).expanduser() if config.cache else None
-        folder = own or state_folder() / "judges"
+    def _read_cache(self) -> None:
+        folder = state_folder() / "judges"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        place = f"{config.endpoint.rstrip('/')} {config.model}"
-        path = folder / f"{hashlib.sha256(place.encode()).hexdigest()[:16]}.jsonl"
+        path = folder / f"{_sha256(f'{self._url} {self.config.model}')[:16]}.jsonl"
         for line in json_lines(path) if path.exists() else ():
             with suppress(ValueError, KeyError, TypeError):  # cut off when a process was killed
                 entry = parse_json(line)
                 self._verdicts.setdefault(entry["key"], entry["verdict"])
         self._cache_file = path
 
-    def _keep(self, key: str, verdict: Any) -> None:
-        self._verdicts[key] = verdict
-        if self._cache_file is None:
-            return
-        try:  # appended whole, so that processes can share it
-            with self._cache_file.open("a", encoding="utf-8") as file:
-                file.write("\n" + json.dumps({"key": key, "verdict": verdict}))
-        except OSError as error:
-            problem = "its cache cannot be written (%s); it is kept in memory."
-            log.warning(f"judge %s: {problem}", self.name, error)
-            self._cache_file = None
-
-    # --- what a run has used ---
-
     def attach(self, folder: Path) -> None:
-        """Count on from what the run in ``folder`` has used, and record there what is used. A
+        """Continue the counts of the run in ``folder``, and save them there after each answer. A
         collective.
 
-        Each answer is recorded at once: what a killed run has paid for is not in its checkpoint.
-        The budget that is left is divided among the ranks.
+        What a killed run has paid for is not in its checkpoint. The remaining calls are divided
+        among the ranks.
         """
         rank, world = dist.rank(), dist.world_size()
-        mine = [
-            path
-            for path in folder.glob("*.json")
-            if path.stem.isdecimal() and int(path.stem) % world == rank
-        ]
-        for path in mine:  # those of more ranks, if there were more before
-            with suppress(OSError, ValueError):
-                self.counts = {
-                    name: count + _count(read_json(path).get(name))
-                    for name, count in self.counts.items()
-                }
-        folder.mkdir(parents=True, exist_ok=True)
         self._usage_file = folder / f"{rank}.json"
-        self._save_usage()
-        for path in {*mine} - {self._usage_file}:
-            path.unlink(missing_ok=True)
-        spent = self._spent()
-        total = dist.all_sum(torch.tensor([*spent.values()], dtype=torch.float64)).tolist()
-        for name, used in zip(spent, map(int, total), strict=True):
-            if (limit := getattr(self.config.budget, name)) is not None:
-                left = max(limit - used, 0)
-                self._limits[name] = spent[name] + left // world + (rank < left % world)
-
-    def _spent(self) -> dict[str, int]:
-        return {
-            "calls": self.counts["calls"],
-            "tokens": self.counts["input_tokens"] + self.counts["output_tokens"],
-        }
+        if rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            before = list(folder.glob("*.json"))
+            for path in before:
+                with suppress(OSError, ValueError, AttributeError):
+                    saved = read_json(path)
+                    for name in COUNTS:
+                        self.counts[name] += _count(saved.get(name))
+            self._save_usage()
+            for path in before:
+                if path != self._usage_file:
+                    path.unlink()
+        own = self.counts["calls"]
+        total = int(dist.all_sum(torch.tensor([own], dtype=torch.float64)))
+        if self.config.max_calls is not None:
+            left = max(self.config.max_calls - total, 0)
+            self._max_calls = own + left // world + (rank < left % world)
 
     def _save_usage(self) -> None:
         if self._usage_file is not None:
@@ -142,26 +109,21 @@ class JudgeClient:
     # --- requests ---
 
     async def ask(self, bodies: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Return the verdict of each request, or the ``CallError`` why there is none. Equal
-        requests are sent once."""
-        place = self.config.endpoint.rstrip("/")
-        keys = [
-            hashlib.sha256(json.dumps([place, body], sort_keys=True).encode()).hexdigest()
-            for body in bodies
-        ]
+        """Return the verdict of each request, or a ``CallError``. Equal requests are sent once."""
+        keys = [_sha256(json.dumps([self._url, body], sort_keys=True)) for body in bodies]
         unique = dict(zip(keys, bodies, strict=True))
         slots = asyncio.Semaphore(self.config.concurrency)
         self._unanswered = 0
-        async with open_client(place, key=self._key) as client:
+        async with open_client(self._url, key=self._key) as client:
             requests = (self._answer(client, slots, key, body) for key, body in unique.items())
-            found = dict(zip(unique, await asyncio.gather(*requests), strict=True))
-        return [found[key] for key in keys]
+            verdicts = dict(zip(unique, await asyncio.gather(*requests), strict=True))
+        return [verdicts[key] for key in keys]
 
     async def _answer(
         self, client: Any, slots: asyncio.Semaphore, key: str, body: Mapping[str, Any]
     ) -> Any:
         schema = body["response_format"]["json_schema"]["schema"]
-        if key in self._verdicts and fits(self._verdicts[key], schema):
+        if fits(self._verdicts.get(key), schema):
             self.counts["cache_hits"] += 1
             return self._verdicts[key]
         async with slots:
@@ -172,111 +134,104 @@ class JudgeClient:
                 return error
             finally:
                 self._save_usage()
-        self._keep(key, verdict)
+        self._verdicts[key] = verdict
+        if self._cache_file is not None:
+            # Appended whole, so that processes can share the file.
+            with suppress(OSError), self._cache_file.open("a", encoding="utf-8") as file:
+                file.write("\n" + json.dumps({"key": key, "verdict": verdict}))
         return verdict
 
     async def _post(self, client: Any, body: Mapping[str, Any]) -> Any:
-        """Send a request, again where that may help; ``CallError`` where there is no answer."""
-        attempt = 0
-        while True:
+        """Send a request, several times if that may help; CallError if there is no answer."""
+        timeout_s = self.config.timeout_s
+        for attempt in itertools.count():
             while (wait_s := self._not_before - time.monotonic()) > 0:
                 await asyncio.sleep(wait_s)
-            self._refuse_to_ask()
+            self._check_limits()
             self.counts["calls"] += 1
             self.counts["retries"] += attempt > 0
             try:
                 reply = await request_json(
-                    client, "POST", "/chat/completions", body, timeout_s=self.config.timeout_s
+                    client, "POST", "/chat/completions", body, timeout_s=timeout_s
                 )
             except ServerError as error:
                 await asyncio.sleep(self._wait_after(error, attempt))
-                attempt += 1
             else:
                 self._unanswered = 0
                 return reply
 
-    def _refuse_to_ask(self) -> None:
-        """Raise CallError if the budget is spent, or the endpoint answers nothing."""
-        for name, spent in self._spent().items():
-            limit = self._limits[name]
-            if limit is not None and spent >= limit:
-                self.counts["over_budget"] += 1
-                total = f"{getattr(self.config.budget, name):,} {name}"
-                advice = f"raise budget.{name} in {self.name}.toml"
-                reason = f"the judge's budget of {total} is spent; {advice}"
-                raise CallError("exception", reason, "budget")
+    def _check_limits(self) -> None:
+        """Raise CallError if all calls are used up, or the endpoint does not answer."""
+        if self.counts["calls"] >= self._max_calls:
+            reason = f"the judge's {self.config.max_calls:,} calls are used up"
+            advice = f"raise max_calls in {self.name}.toml"
+            raise CallError("exception", f"{reason}; {advice}", "budget")
         if self._unanswered >= self.config.concurrency:  # or each row would cost its retries
             reason = f"not asked: {self._unanswered} questions in a row had no answer"
-            raise CallError("exception", f"{reason} from {self.config.endpoint}", "unanswered")
+            raise CallError("exception", f"{reason} from {self._url}", "unanswered")
 
     def _wait_after(self, error: ServerError, attempt: int) -> float:
-        """Seconds to wait before the next attempt; raises CallError if there is none."""
-        is_limit = error.status == 429
-        kind = "timeouts" if error.is_timeout else "rate_limited" if is_limit else "errors"
-        self.counts[kind] += 1
+        """Seconds to wait before the next attempt; CallError if there is none."""
         wait_s = retry_wait_s(error, attempt, self._jitter.uniform(0.5, 1.0))
         if wait_s is None or attempt == self.config.retries:
             self._unanswered += 1
-            # a server may quote the key
-            text = str(error).replace(self._key, "***") if self._key else str(error)
-            reason = f"the judge {self.config.endpoint}{visible(text)}"
-            raise CallError("timeout" if error.is_timeout else "exception", reason, error.status)
+            text = str(error)
+            if self._key:  # a server may quote the key
+                text = text.replace(self._key, "***")
+            kind = "timeout" if error.is_timeout else "exception"
+            raise CallError(kind, f"the judge {self._url}{visible(text)}", error.status)
         if error.retry_after_s is not None:
             self._not_before = time.monotonic() + wait_s
         return wait_s
 
     def _read(self, reply: Any, schema: Mapping[str, Any]) -> Any:
-        """Return the verdict in a reply; ``CallError`` unless it is JSON of the schema and nothing
+        """Return the verdict in a reply; CallError unless it is JSON of the schema and nothing
         else.
 
         JSON within prose is not looked for: the judge may quote what the policy wrote.
         """
-        usage = reply.get("usage") if isinstance(reply, dict) else None
-        usage = usage if isinstance(usage, dict) else {}
+        text = finish = None
+        usage: Any = {}
+        with suppress(KeyError, IndexError, TypeError, AttributeError):
+            usage = reply.get("usage") or {}
+            choice = reply["choices"][0]
+            text = choice["message"]["content"]
+            finish = choice.get("finish_reason")
         for name, field in (
             ("input_tokens", "prompt_tokens"),
             ("output_tokens", "completion_tokens"),
         ):
-            count = usage.get(field)
-            self.counts[name] += _count(count)
-            if _count(count) != count and not self._has_warned:
-                self._has_warned = True
-                log.warning(
-                    "judge %s: the endpoint reports no usable number of %s, so tokens and cost are "
-                    "not counted right, "
-                    "and a budget of tokens has no effect. Set budget.calls.",
-                    *(self.name, field),
-                )
-        try:
-            choice = reply["choices"][0]
-            text, finish = choice["message"]["content"], choice.get("finish_reason")
-        except (KeyError, IndexError, TypeError, AttributeError):
-            text, finish = None, None
+            self.counts[name] += _count(usage.get(field)) if isinstance(usage, dict) else 0
         with suppress(ValueError, TypeError):
-            if fits(verdict := parse_json(text), schema):
+            verdict = parse_json(text)  # type: ignore[arg-type]
+            if fits(verdict, schema):
                 return verdict
-        self.counts["invalid"] += 1
         cut = ", cut off at max_tokens: raise request.max_tokens" if finish == "length" else ""
+        quote = visible(str(text))[:120]
         raise CallError(
-            "exception",
-            f"the judge's answer is not the JSON asked for{cut}: {visible(str(text))[:120]!r}",
+            "exception", f"the judge's answer is not the JSON asked for{cut}: {quote!r}"
         )
 
 
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def _count(value: Any) -> int:
-    """A number of calls or tokens that somebody else wrote; 0 for anything that is none."""
-    return value if isinstance(value, int) and 0 < value <= MAX_COUNT else 0
+    """A number of calls or tokens that somebody else wrote; 0 for anything else."""
+    return value if type(value) is int and 0 < value <= MAX_COUNT else 0
 
 
 def fits(verdict: Any, schema: Mapping[str, Any]) -> bool:
-    """Whether a verdict has the schema's properties and no others, each a text or one of its
+    """Whether a verdict has the schema's properties and no others, each a string or one of its
     choices."""
-    properties = schema["properties"]
-    if not isinstance(verdict, dict) or verdict.keys() != properties.keys():
+    rules = schema["properties"]
+    if not isinstance(verdict, dict) or verdict.keys() != rules.keys():
         return False
-    pairs = ((verdict[name], rule.get("enum")) for name, rule in properties.items())
-    # The type too: True is in a list of points, and so is 3.0.
-    return all(
-        isinstance(x, str) if enum is None else type(x) is type(enum[0]) and x in enum
-        for x, enum in pairs
-    )
+    for name, rule in rules.items():
+        # As JSON: True equals 1, and so does 1.0.
+        choices = map(json.dumps, rule.get("enum", ()))
+        is_text = "enum" not in rule and isinstance(verdict[name], str)
+        if not is_text and json.dumps(verdict[name]) not in choices:
+            return False
+    return True
