@@ -73,18 +73,18 @@ def test_a_check_of_pairs_shows_the_position_bias(server, tmp_path):
         ),
         ([{"prompt": 3, "completion": "c", "label": 1}] * 2, "row 1: it needs"),
         ([{"prompt": "p", "completion": "c", "label": math.nan}] * 2, "row 1: it needs"),
-        (["text"], "line 1 of .* is a str"),
+        (["text"], "row 1: it needs"),
         (
             [{"prompt": "p", "completion": "c", "label": 1}],
             "has 1 labelled completions; it needs 2",
         ),
-        ([], "is empty"),
+        ([], "has 0 labelled"),
     ],
 )
 def test_labels_that_cannot_be_read_are_one_line_with_their_number(tmp_path, rows, message):
     with pytest.raises(DataError, match=message):
         read_labels(write(tmp_path, *rows))
-    with pytest.raises(DataError, match="there is no file"):
+    with pytest.raises(FileNotFoundError):
         read_labels(tmp_path / "none.jsonl")
 
 

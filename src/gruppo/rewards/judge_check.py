@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gruppo.data.rows import read_jsonl
+from gruppo.integrity import json_lines, parse_json
 from gruppo.loading import counted
 from gruppo.rewards.judge import Judge
 from gruppo.timeouts import CallError
@@ -75,8 +75,9 @@ def read_labels(path: Path, reference: str = "") -> list[dict[str, Any]]:
     """Rows with prompt, completion and label. One with chosen and rejected gives two, with the
     labels 1 and 0."""
     rows: list[dict[str, Any]] = []
-    for number, row in enumerate(read_jsonl(path), start=1):
+    for number, line in enumerate(json_lines(path), start=1):
         try:
+            row = parse_json(line)
             if "chosen" in row:
                 labelled = [(row["chosen"], 1.0), (row["rejected"], 0.0)]
             else:
