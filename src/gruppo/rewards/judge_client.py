@@ -178,8 +178,8 @@ class JudgeClient:
             text = str(error)
             if self._key:  # a server may quote the key
                 text = text.replace(self._key, "***")
-            kind = "timeout" if error.is_timeout else "exception"
-            raise CallError(kind, f"the judge {self._url}{visible(text)}", error.status)
+            reason = f"the judge {self._url}{visible(text)}"
+            raise CallError("timeout" if error.is_timeout else "exception", reason, error.status)
         if error.retry_after_s is not None:
             self._not_before = time.monotonic() + wait_s
         return wait_s
