@@ -130,7 +130,7 @@ def test_another_base_is_refused_on_resume(tmp_path, whole, kept):
     if not kept:
         (run / "manifest.json").unlink()
     with pytest.raises(
-        GruppoError, match=r"its weights have changed" if kept else r"belongs to another base"
+        GruppoError, match=r"its weights have changed" if kept else r"it holds an adapter of \w+"
     ):
         api.start(run)
 
@@ -141,7 +141,9 @@ def test_a_checkpoint_of_all_weights_is_refused_by_a_run_with_an_adapter(tmp_pat
     (run / "manifest.json").unlink()
     config = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps(config | {"lora": {}}))
-    with pytest.raises(GruppoError, match=r"holds an adapter, and this run trains all weights"):
+    with pytest.raises(
+        GruppoError, match=r"holds an adapter of \w+\.\.\., and this run trains all weights"
+    ):
         api.start(run)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from copy import copy
 from dataclasses import fields
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
@@ -45,19 +46,10 @@ def check_is_run(path: Path) -> None:
     check_links(path)
     if (path / "config.json").is_file():
         return
-    problem = (
-        "does not exist"
-        if not path.exists()
-        else "has no config.json"
-        if path.is_dir()
-        else "is a file"
-    )
-    runs = [config.parent.name for config in path.absolute().parent.glob("*/config.json")]
-    parent = "" if path.parent == Path() else f"{path.parent}{os.sep}"
+    problem = "has no config.json" if path.exists() else "does not exist"
+    runs = [str(config.parent) for config in path.parent.glob("*/config.json")]
     example = " Give the folder of a run, such as runs/arithmetic-..."
-    raise GruppoError(
-        f"the run folder {path} {problem}.{did_you_mean(path.name, runs, example, prefix=parent)}"
-    )
+    raise GruppoError(f"the run folder {path} {problem}.{did_you_mean(str(path), runs, example)}")
 
 
 class RunFolder:
@@ -185,14 +177,6 @@ class RunFolder:
         self.completions = CompletionFiles(self.path)
         for file in (*files, self.completions):
             file.cut(-1 if from_step is None else from_step)
-        logged = {row["step"] for row in read_lines(self.path / "metrics.jsonl")}
-        if missing := [step for step in range(1, (from_step or 0) + 1) if step not in logged]:
-            text = (
-                "metrics.jsonl has no row for %d of the %d steps before the checkpoint, from "
-                "step %d to %d: "
-            )
-            text += "they are lost, and curves and gruppo doctor go without them."
-            log.warning(text, len(missing), from_step, missing[0], missing[-1])
         return [
             *files,
             *trackers.open_trackers(config.track, self.path, config, from_step=from_step),
@@ -269,28 +253,26 @@ class RunFolder:
         ValueError if the weights of the policy or the critic differ in names or shapes, before
         anything is restored.
         """
-        # compared before anything is copied: a refused checkpoint leaves the run as it was
-        critic = None if run.critic is None else run.critic.checkpoint_weights()
-        if (critic is None) != (saved.critic is None):
-            kinds = ("a critic, and this run has none", "no critic, and this run needs one")
-            raise ValueError(f"it holds {kinds[critic is not None]}")
-        pairs = {"model": (run.policy.checkpoint_weights(), saved.weights)}
-        pairs["critic"] = (critic or {}, saved.critic or {})
-        for what, (weights, loaded) in pairs.items():
-            if odd := sorted(weights.keys() ^ loaded.keys()):
-                difference = f"{len(odd)} tensors differ by name, {odd[0]} among them"
-                raise ValueError(f"it holds another {what} than this run's: {difference}")
-            for name, tensor in weights.items():
-                if tensor.shape != loaded[name].shape:
-                    difference = (
-                        f"its {name} is {list(loaded[name].shape)}, this run needs "
-                        f"{list(tensor.shape)}"
-                    )
-                    raise ValueError(f"it holds another {what} than this run's: {difference}")
+        weights, loaded = weights_of(run), {"model": saved.weights, "critic": saved.critic}
+        pairs = []
+        for what, found in loaded.items():
+            tensors = weights[what]
+            if (tensors is None) != (found is None):
+                raise ValueError(
+                    f"it has {'a' if tensors is None else 'no'} {what}, unlike this run"
+                )
+            pairs.append((tensors or {}, found or {}))
+            own, theirs = (
+                {n: [*t.shape] for n, t in (each or {}).items()} for each in (tensors, found)
+            )
+            for name in sorted(own.keys() | theirs.keys()):
+                if own.get(name) != theirs.get(name):
+                    raise ValueError(f"""the shape of {name} in its {what} is {theirs.get(name)}, and
+                        {own.get(name)} in this run's""")
         with torch.no_grad():
-            for weights, loaded in pairs.values():
-                for name, tensor in weights.items():
-                    tensor.copy_(loaded[name])
+            for tensors, found in pairs:
+                for name, tensor in tensors.items():
+                    tensor.copy_(found[name])
         if run.reference is not None:
             run.reference.load_state_dict(saved.reference)
         checkpoint.restore_optimizer(run.optimizer, saved.optimizer, optimized_names(run))
@@ -344,19 +326,14 @@ class RunFolder:
         variables."""
         if not dist.is_main():
             return
-        config, demos, demos_name = (
-            run.config,
-            run.demos,
-            run.config.supervised.data or run.config.data,
-        )
+        config, demos = run.config, run.demos
         manifest = {
             "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "seed": config.seed,
             "model": dict(model_source),
             "data": {"name": config.data, "fingerprint": run.source.fingerprint()},
-            "demonstrations": None
-            if demos is None
-            else {"name": demos_name, "fingerprint": demos.fingerprint()},
+            "demonstrations": demos
+            and {"name": config.supervised.data or config.data, "fingerprint": demos.fingerprint()},
             "token_budget": token_budget(run),
             "compute_dtype": str(run.policy.compute_dtype).removeprefix("torch."),
             **setup(run),
@@ -380,22 +357,21 @@ class RunFolder:
         file = self.path / "manifest.json"
         # without a checkpoint, the run begins again, with the present setup
         is_begun = bool(checkpoint.steps(self.checkpoints))
-        present = setup(run)
+        present = {**setup(run), "model": dict(model_source)}
         changing, other = list[str](), list[str]()
         try:
             manifest = read_json(file)
-            weights_then, model_then = manifest["first_weights_sha256"], manifest["model"]
+            weights_then = manifest["first_weights_sha256"]
             reference_then = manifest["reference_sha256"]
-            digest_then = model_then.get("sha256")
             if is_begun:
                 is_on_cpu = run.policy.device.type == "cpu"
                 changing, other = differences(manifest, present, is_on_cpu=is_on_cpu)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             if is_begun:  # a run killed before its manifest was written has none
-                text = (
-                    "%s is missing or damaged: whether code and versions have changed is not known."
+                log.warning(
+                    "%s is missing or damaged: whether code and versions have changed is not known.",
+                    file,
                 )
-                log.warning(text, file)
             return
         if weights_then is not None and weights_then != first_weights(run):
             raise GruppoError(f"""the model {run.config.model} is not the one that {self.path} began
@@ -403,20 +379,12 @@ class RunFolder:
                 which is the KL reference and the starting point.""")
         run.reference_sha256 = reference_then
         check_unchanged(run)
-        digest_now = model_source.get("sha256")
-        if "sha256" in model_then and digest_now != digest_then:
-            log.warning(
-                "the file of the model %s has changed since %s began (SHA-256 %.12s..., now "
-                "%.12s...): the run may "
-                "continue differently.",
-                *(model_source["name"], self.path, digest_then or "none", digest_now or "none"),
+        if changing and not allow_changes:
+            raise GruppoError(
+                f"{self.path} would not continue to the same results: {'; '.join(changing)}",
+                advice="Restore what has changed, or continue with $allow_changes",
             )
         if changing:
-            if not allow_changes:
-                raise GruppoError(
-                    f"{self.path} would not continue to the same results: {'; '.join(changing)}",
-                    advice="Restore what has changed, or continue with $allow_changes",
-                )
             entry = {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "changes": changing}
             manifest |= present | {"resumed_with": [*manifest.get("resumed_with", []), entry]}
             replace_file(file, json.dumps(manifest, indent=2))
@@ -449,13 +417,11 @@ def check_base(run: Run, saved: str | None) -> None:
     """Refuse a checkpoint of an adapter on other weights; ``saved``: their SHA-256, None for all
     weights."""
     base = part(run.policy, AdapterMixin).base_sha256
-    kinds = ("all weights", "an adapter")
-    if (base is None) != (saved is None):
-        held, trained = kinds[base is None], kinds[base is not None]
-        raise ValueError(f"it holds {held}, and this run trains {trained}")
     if base != saved:
-        raise ValueError(f"""it holds an adapter of weights with SHA-256 {saved:.16}..., and
-            {run.config.model} has {base:.16}...: it belongs to another base""")
+        held, trained = (
+            f"an adapter of {sha:.16}..." if sha else "all weights" for sha in (saved, base)
+        )
+        raise ValueError(f"it holds {held}, and this run trains {trained}")
 
 
 def restore_state(run: Run, state: Mapping[str, Any]) -> None:
@@ -554,20 +520,12 @@ def setup(run: Run) -> dict[str, Any]:
     functions = [*config.reward, *config.environment.names, config.engine.kind]
     functions.append(config.objective.surrogate)
     # once per file, whatever the number of its functions: a file may import a whole project
-    digests = {
-        place: code_digest(f"{place}:") for place in {name.rpartition(":")[0] for name in functions}
-    }
-    code = {
-        f"code of {name}": sha
-        for name in functions
-        if (sha := digests[name.rpartition(":")[0]]) is not None
-    }
-    inputs = (
-        code
-        | part(run.policy, PromptMixin).input_digests()
-        | ({} if run.callbacks is None else run.callbacks.digests())
-    )
-    inputs |= run.rewards.input_digests()
+    digest_of = cache(code_digest)
+    inputs = {f"code of {name}": digest_of(f"{name.rpartition(':')[0]}:") for name in functions}
+    inputs = {name: sha256 for name, sha256 in inputs.items() if sha256 is not None}
+    inputs |= part(run.policy, PromptMixin).input_digests() | run.rewards.input_digests()
+    if run.callbacks is not None:
+        inputs |= run.callbacks.digests()
     if run.validation is not None:
         inputs["validation data"] = run.validation.fingerprint()
     return {"inputs": inputs, "world": dist.world_size(), **environment()}
@@ -579,19 +537,18 @@ def differences(
     """What has changed since a manifest was written, in words: what changes the results, and
     everything else."""
     odd = sorted(dict(manifest["inputs"].items() ^ present["inputs"].items()))
-    changing, other = [f"the {name} has changed" for name in odd], list[str]()
-    for name, version in present["versions"].items():
-        if (saved := manifest["versions"].get(name)) != version:
-            (changing if name in ("gruppo", "torch") else other).append(
-                f"{name} was {saved} and is {version}"
-            )
-    threads, saved = present["hardware"]["threads"], manifest["hardware"]["threads"]
-    if threads != saved:  # sums on a CPU are divided among them
-        text = f"torch had {saved} threads and has {threads} (set OMP_NUM_THREADS={saved})"
-        (changing if is_on_cpu else other).append(text)
-    for name in ("cpu", "gpu"):
-        if (saved := manifest["hardware"][name]) != present["hardware"][name]:
-            other.append(f"the {name.upper()} was {saved} and is {present['hardware'][name]}")
+    changing = [f"the {name} has changed" for name in odd]
+    other = list[str]()
+    if manifest["model"].get("sha256") != present["model"].get("sha256"):
+        other.append(f"the file of the model {present['model']['name']} has changed")
+    is_changing = {"gruppo", "torch", *(["threads"] if is_on_cpu else [])}
+    for kind in ("versions", "hardware"):
+        for name, value in present[kind].items():
+            if (saved := manifest[kind].get(name)) != value:
+                text = f"{name} was {saved} and is {value}"
+                if name == "threads":  # sums on a CPU are divided among them
+                    text += f" (set OMP_NUM_THREADS={saved})"
+                (changing if name in is_changing else other).append(text)
     if manifest["world"] != present["world"]:
         other.append(f"there were {manifest['world']} ranks and are {present['world']}")
     return changing, other
