@@ -14,7 +14,7 @@ import shutil
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
@@ -35,6 +35,16 @@ _named: set[str] = set()
 """Packages from which an object was named."""
 listed: frozenset[str] | None = None
 """Full names that may be imported; None: any, because no folder is open."""
+
+
+@contextmanager
+def _during_import() -> Iterator[None]:
+    global _depth
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1
 
 
 def refuse_during_import() -> None:
@@ -79,67 +89,55 @@ def full_name(spec: str) -> str:
 
 def load_object(spec: str) -> Any:
     """Object that ``file.py:name`` or ``package.module:name`` names."""
-    global _depth
     place, _, name = full_name(spec).rpartition(":")
     if not place:
         raise GruppoError(
             f"{spec!r} names no object; write path/to/file.py:name or package.module:name."
         )
     check_listed(f"{place}:{name}")
-    if is_file_name(place):
-        module = load_file(Path(place))
-    else:
-        _named.add(place.split(".")[0])
-        _depth += 1
-        try:
-            module = importlib.import_module(place)
-        except RunDuringImport:
-            raise GruppoError(f"""the module {place!r} starts a run when it is imported; put that
-                under if __name__ == '__main__'.""") from None
-        except (Exception, SystemExit) as error:
-            raise GruppoError(f"""the module {place!r} cannot be imported: {type(error).__name__}:
-                {error}. For a file, write path/to/file.py:name.""") from error
-        finally:
-            _depth -= 1
+    module = load_file(Path(place)) if is_file_name(place) else _load_module(place)
     try:
-        return getattr(
-            module, name
-        )  # and not from vars(): a module may load its names when they are first used
+        # not from vars(): a module may load its names when they are first used
+        return getattr(module, name)
     except AttributeError:
         pass
     except (Exception, SystemExit) as error:
         raise GruppoError(
             f"{place}:{name} cannot be loaded: {type(error).__name__}: {error}."
         ) from error
-    # what the module itself defines: neither what it imports nor private names
-    public = {
-        n: v
-        for n, v in vars(module).items()
-        if not n.startswith("_") and not isinstance(v, ModuleType)
-    }
-    names = [
-        n
-        for n, value in public.items()
-        if getattr(value, "__module__", module.__name__) == module.__name__
+    # what the module itself defines
+    own = [
+        other
+        for other, value in vars(module).items()
+        if getattr(value, "__module__", None) == module.__name__ and not other.startswith("_")
     ]
-    has = ", ".join(names) or "nothing public"
+    hint = did_you_mean(name, own, prefix=f"{place}:")
     raise GruppoError(
-        f"{place} has no {name!r}; it has: {has}.{did_you_mean(name, names, prefix=f'{place}:')}"
+        f"{place} has no {name!r}; it has: {', '.join(own) or 'nothing public'}.{hint}"
     )
+
+
+def _load_module(place: str) -> ModuleType:
+    _named.add(place.split(".")[0])
+    try:
+        with _during_import():
+            return importlib.import_module(place)
+    except RunDuringImport:
+        raise GruppoError(f"""the module {place!r} starts a run when it is imported; put that under
+            if __name__ == '__main__'.""") from None
+    except (Exception, SystemExit) as error:
+        raise GruppoError(f"""the module {place!r} cannot be imported: {type(error).__name__}:
+            {error}. For a file, write path/to/file.py:name.""") from error
 
 
 def functions_of(path: Path) -> list[str]:
     """Public functions and classes of a Python file, which is not imported; none if it cannot be
     read."""
-    try:
+    with suppress(OSError, ValueError, SyntaxError):
         body = ast.parse(path.read_bytes()).body
-    except (OSError, ValueError, SyntaxError):
-        return []
-    return [
-        n.name
-        for n in body
-        if isinstance(n, ast.FunctionDef | ast.ClassDef) and not n.name.startswith("_")
-    ]
+        names = [n.name for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
+        return [name for name in names if not name.startswith("_")]
+    return []
 
 
 def is_file_name(place: str) -> bool:
@@ -178,9 +176,8 @@ def load_file(path: Path) -> ModuleType:
     """Import a Python file by its resolved path. An unchanged one is imported once; it can import
     files beside it."""
     if not path.is_file():
-        where = "" if path.parent.is_dir() else f" (there is no folder {path.parent} either)"
         guess = did_you_mean(path.name, [other.name for other in path.parent.glob("*.py")])
-        raise GruppoError(f"there is no file {path}{where}; name a Python file that exists.{guess}")
+        raise GruppoError(f"there is no file {path}; name a Python file that exists.{guess}")
     stat = path.stat()  # a file that has changed is another module
     key = f"{path}:{stat.st_mtime_ns}:{stat.st_size}"
     name = f"gruppo_file_{path.stem}_{hashlib.sha256(key.encode()).hexdigest()[:12]}"
@@ -188,30 +185,25 @@ def load_file(path: Path) -> ModuleType:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # it ends in .py
-    if (
-        str(path.parent) not in sys.path
-    ):  # last, so that a file beside it hides no installed package
+    # last, so that a file beside it hides no installed package
+    if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    global _depth
-    _depth += 1
     try:
-        spec.loader.exec_module(module)
+        with _during_import():
+            spec.loader.exec_module(module)
     except RunDuringImport:
         pass  # a script that ends in gruppo.train(...): what it defined before that is there
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         frames = traceback.extract_tb(error.__traceback__)
-        line = next(
-            (frame.lineno for frame in reversed(frames) if Path(frame.filename) == path), None
-        )
+        lines = [frame.lineno for frame in frames if Path(frame.filename) == path]
         text = (str(error).splitlines() or [""])[0]
         if isinstance(error, SyntaxError):
-            text, line = error.msg, error.lineno if error.filename == str(path) else line
-        raise GruppoError(f"""{path}, line {line}, raised {type(error).__name__} on import: {text}.
-            Fix the file and try again.""") from error
-    finally:
-        _depth -= 1
+            text = error.msg
+            lines += [error.lineno] if error.filename == str(path) else []
+        raise GruppoError(f"""{path}, line {lines[-1] if lines else None}, raised
+            {type(error).__name__} on import: {text}. Fix the file and try again.""") from error
     return module
 
 
@@ -228,26 +220,22 @@ def is_users_module(name: str, file: str | None) -> bool:
 
 
 def code_digest(spec: str) -> str | None:
-    """SHA-256 of the user's file that ``file.py:name`` or ``package.module:name`` names, with those
-    that it imports.
+    """SHA-256 of the user's file that ``file.py:name`` or ``package.module:name`` names, with the
+    files beside it that it imports.
 
     The files are read and not imported: a reward function of a file is imported in another process.
     None for the name of anything else.
     """
     place = spec.rpartition(":")[0]
-    if not place:
-        return None
     if is_file_name(place):
-        root: str | None = str(Path(place).expanduser().resolve())
-    elif place.split(".")[0] in (*sys.stdlib_module_names, "gruppo") and place != "__main__":
+        waiting = [Path(place).expanduser().resolve()]
+    elif not place or place.split(".")[0] in {*sys.stdlib_module_names, "gruppo"} - {"__main__"}:
         return None
-    else:  # a script that is run and named is the module __main__, one that is loaded has a name of ours
+    else:  # a script that is run is the module __main__, one that is loaded has a name of ours
         # not getattr, with which a lazy module would import what it stands for
         root = getattr(sys.modules.get(place), "__dict__", {}).get("__file__")
-        root = root or next(
-            (str(file) for file in reversed(_files_of(place, map(Path, sys.path)))), None
-        )
-    waiting = [Path(root)] if root else []
+        parts = place.split(".")
+        waiting = [Path(root)] if root else [_module_in(Path(f), parts) for f in sys.path]
     digests: dict[Path, str] = {}
     while waiting:
         file = waiting.pop()
@@ -256,46 +244,20 @@ def code_digest(spec: str) -> str | None:
         source = file.read_bytes()
         digests[file] = hashlib.sha256(source).hexdigest()
         with suppress(SyntaxError, ValueError, RecursionError):
-            waiting += _imported_files(ast.parse(source), file)
-    return (
-        hashlib.sha256("".join(sorted(digests.values())).encode()).hexdigest() if digests else None
-    )
+            for node in ast.walk(ast.parse(source)):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                if isinstance(node, ast.ImportFrom):
+                    names = [node.module] if node.module else [alias.name for alias in node.names]
+                waiting += [_module_in(file.parent, name.split(".")) for name in names]
+    if not digests:
+        return None
+    return hashlib.sha256("".join(sorted(digests.values())).encode()).hexdigest()
 
 
-def _imported_files(tree: ast.AST, file: Path) -> Iterator[Path]:
-    """Files of the user's that a file imports, those of the packages around them included."""
-    search_path = [file.parent, *map(Path, sys.path)]
-    for node in ast.walk(tree):
-        names, folders = list[str](), search_path
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [
-                f"{node.module}.{alias.name}" if node.module else alias.name for alias in node.names
-            ]
-            if node.level:
-                folders = [file.parents[node.level - 1]]
-        for name in names:
-            # is_users_module includes an installed package from which an object was named; its
-            # files are not read
-            paths = (path for path in _files_of(name, folders) if not INSTALLED & {*path.parts})
-            yield from (path for path in paths if is_users_module(name, str(path)))
-
-
-def _files_of(name: str, folders: Iterable[Path]) -> list[Path]:
-    """Files that an import of ``package.module`` reads, in the first folder that has any: outer
-    packages first."""
-    parts = name.split(".")
-    for folder in folders:
-        inner = [folder.joinpath(*parts[:end]) for end in range(1, len(parts) + 1)]
-        candidates = [
-            path
-            for each in inner
-            for path in (each.parent / f"{each.name}.py", each / "__init__.py")
-        ]
-        if files := [path.resolve() for path in candidates if path.is_file()]:
-            return files
-    return []
+def _module_in(folder: Path, parts: Sequence[str]) -> Path:
+    """The file of a module in a folder, which may not exist."""
+    path = folder.joinpath(*parts)
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 def describe_error(error: BaseException) -> tuple[str, int]:

@@ -84,30 +84,16 @@ def free_bytes(device: torch.device, root: Path = Path("/")) -> int | None:
     limits, on_machine = list[int](), _numbers(root / "proc/meminfo")
     if "MemAvailable:" in on_machine:
         limits.append(1024 * (on_machine["MemAvailable:"] + on_machine.get("SwapFree:", 0)))
-    # of each cgroup that this process is in, versions 2 and 1: its limit less its use; pages of
-    # files can be dropped
-    base = root / "sys/fs/cgroup"
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, kinds, path = line.split(":", 2)
-        if not kinds:
-            names, pages, top = ("memory.max", "memory.current"), "", base
-        elif "memory" in kinds.split(","):
-            names, pages, top = (
-                ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-                "total_",
-                base / "memory",
-            )
-        else:
-            continue
-        own = top / path.strip("/")
-        for folder in (own, *own.parents):
-            limit, used = (_read(folder / name).strip() for name in names)
-            if limit.isdigit() and used.isdigit():  # "max" is no limit
-                stat = _numbers(folder / "memory.stat")
-                files = stat.get(f"{pages}inactive_file", 0) + stat.get(f"{pages}active_file", 0)
-                limits.append(max(int(limit) - int(used) + files, 0))
-            if folder == top:
-                break
+    # the limit of each group (cgroups, version 2) less its use; pages of files can be dropped
+    lines = _read(root / "proc/self/cgroup").splitlines()
+    group = next((line[4:] for line in lines if line.startswith("0::/")), "")
+    own = root / "sys/fs/cgroup" / group
+    for folder in (own, *own.parents):
+        limit, used = (_read(folder / name).strip() for name in ("memory.max", "memory.current"))
+        if limit.isdigit() and used.isdigit():  # "max" is no limit
+            stat = _numbers(folder / "memory.stat")
+            files = stat.get("inactive_file", 0) + stat.get("active_file", 0)
+            limits.append(max(int(limit) - int(used) + files, 0))
     return min(limits, default=None)
 
 

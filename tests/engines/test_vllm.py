@@ -4,7 +4,6 @@ model of ours."""
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -250,8 +249,7 @@ def test_published_folders_are_whole_untied_and_few(engine, policy, tmp_path):
     assert torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
     assert not json.loads((newest / "config.json").read_text())["tie_word_embeddings"]
     record = json.loads((newest / "published.json").read_text())
-    digest = hashlib.sha256((newest / "model-00001.safetensors").read_bytes()).hexdigest()
-    assert record == {"version": engine.label, "sha256": {"model-00001.safetensors": digest}}
+    assert record == {"version": engine.label}
 
 
 def test_a_folder_is_whole_when_it_has_its_name(policy, tmp_path):
@@ -387,15 +385,6 @@ def test_a_server_that_does_not_fit_is_refused_before_the_first_step(servers, tm
         api.start(tiny.config(tmp_path, engine__kind="vllm", engine__urls=urls))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "runs/run/metrics.jsonl").exists()
-
-
-def test_another_model_is_refused_by_the_first_entry_of_its_config_that_differs(servers, tmp_path):
-    config = tiny.config(tmp_path, engine__kind="vllm", engine__urls=[servers[0].url])
-    servers[0].policy.module.config.hidden_size = 32
-    with pytest.raises(
-        GruppoError, match="runs another model: its hidden_size is 32, and that of model is 16"
-    ):
-        api.start(config)
 
 
 @pytest.mark.parametrize(

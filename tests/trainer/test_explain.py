@@ -86,12 +86,9 @@ def test_a_reference_that_follows_is_told(tmp_path):
     )
 
 
-def test_stages_are_numbered_as_the_options_are_and_say_what_they_do(tmp_path):
+def test_demonstrations_are_told_with_the_stages_that_learn_from_them(tmp_path):
     stages = (Stage(name="supervised", steps=2, rl_coef=0.0, sup_coef=1.0), Stage(name="full"))
     text = explained(tmp_path, stages=stages, supervised__batch=8)
-    assert "  --stages.0  supervised  2 steps: rl_coef=0, sup_coef=1; samples nothing\n" in text
-    assert "  --stages.1  full        to the end: rl_coef=1\n" in text
     assert "supervised  8 demonstrations per step, in --stages.0\n" in text
     one = explained(tmp_path, stage__sup_coef="linear:1,0")
-    assert "  --stage     (no name)   to the end: rl_coef=1, sup_coef=linear:1,0\n" in one
     assert "demonstrations per step, in --stage\n" in one

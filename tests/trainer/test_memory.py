@@ -88,20 +88,6 @@ def test_in_a_group_of_version_2_it_is_the_limit_less_the_use_without_pages_of_f
     assert free_bytes(CPU, root) == 9_000_000 * 1024
 
 
-def test_in_a_group_of_version_1_seen_from_within_a_container_it_is_that_of_the_top_folder(
-    tmp_path,
-):
-    root = machine(
-        tmp_path,
-        proc__meminfo=MEMINFO.format(swap=0),
-        proc__self__cgroup="9:cpu,cpuacct:/x\n4:memory:/docker/1f\n",
-        sys__fs__cgroup__memory__memoryDOTlimit_in_bytes="2000\n",
-        sys__fs__cgroup__memory__memoryDOTusage_in_bytes="1900\n",
-        sys__fs__cgroup__memory__memoryDOTstat="inactive_file 1\ntotal_inactive_file 50\n",
-    )
-    assert free_bytes(CPU, root) == 150
-
-
 # --- the budget -----------------------------------------------------------------------------------
 
 

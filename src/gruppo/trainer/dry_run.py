@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from gruppo.config.checks import group_sizes
-from gruppo.config.schema import Config, Stage
-from gruppo.config.stages import SCHEDULED, highest, learns_from_samples, stage_path
+from gruppo.config.stages import highest, learns_from_samples, stage_path
 from gruppo.core.describe import describe_objective, objective_warnings
 from gruppo.distributed.memory import WeightCounts, gathered_bytes, state_bytes
 from gruppo.errors import as_flag
@@ -36,7 +35,7 @@ PROMPTS_READ = 32
 def explain(
     run: Run, *, gpus: int = 1, samples_here: bool = True, is_colocated: bool = False
 ) -> list[str]:
-    """Describe the objective, the stages, the work and memory of a step, and one prompt with its
+    """Describe the objective, the work and memory of a step, and one prompt with its
     reward.
 
     ``gpus``: the number of ranks, for an estimate of the memory of each. ``samples_here``: with the
@@ -44,7 +43,6 @@ def explain(
     """
     sections = {
         "OBJECTIVE": _objective(run),
-        "STAGES": _stages(run.config),
         "WORK": _work(run),
         "MEMORY": _memory(run, gpus, samples_here, is_colocated),
         "ONE REAL PROMPT": _example(run),
@@ -86,32 +84,6 @@ def _objective(run: Run) -> list[str]:
             "to where it began"
         )
     return lines
-
-
-def _stages(config: Config) -> list[str]:
-    """The stages and the values that each sets; nothing for a single stage of constants."""
-    is_scheduled = any(isinstance(getattr(config.stage, name), str) for name in SCHEDULED)
-    if len(config.plan) == 1 and not is_scheduled:
-        return []
-    lines = []
-    for index, stage in enumerate(config.plan):
-        steps = counted(stage.steps, "step") if stage.steps else "to the end"
-        until = f", or until {stage.until}" if stage.until else ""
-        names = ("warmup_steps", "new_reference", *SCHEDULED)
-        changed = [name for name in names if getattr(stage, name) != getattr(Stage(), name)]
-        shown_names = dict.fromkeys(["rl_coef", *changed])
-        sets = ", ".join(f"{name}={_number(getattr(stage, name))}" for name in shown_names)
-        samples = learns_from_samples(replace(config, stages=(stage,)))
-        where = as_flag(stage_path(config, index))
-        lines.append(
-            f"{where:<11} {stage.name or '(no name)':<12}{steps}{until}: {sets}"
-            f"{'' if samples else '; samples nothing'}"
-        )
-    return lines
-
-
-def _number(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, int | float) else str(value)
 
 
 def _work(run: Run) -> list[str]:

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from gruppo.engines.vllm.client import CONNECT_S, CONTROL_S, GENERATE, KEY, Replica, ServerError
 from gruppo.types import GruppoError
 
-SHAPE = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
-)
-"""Entries of a model's config that its weights depend on."""
 TEXT = "Is 17 + 25 = 42?\n\tNaïve café, 北京 😀"
 """Tokenized by both: digits, white space, and characters of several bytes."""
 START = "Start the server with gruppo serve MODEL"
@@ -73,18 +63,6 @@ async def check_server(
             f"the server {url} computes in {theirs}, and the trainer in {ours}",
             advice=f"Start it with gruppo serve MODEL -- --dtype {ours}, or set $compute {theirs}",
         )
-    config, served = (
-        policy.served_config(),
-        str(settings.get("hf_config")),
-    )  # the second as Python prints it
-    for name in SHAPE:
-        found = re.search(rf'"{name}": "?([\w.-]+)', served)
-        if found and name in config and found[1] != str(config[name]):
-            raise GruppoError(
-                f"""the server {url} runs another model: its {name} is {found[1]}, and that of model
-                    is {config[name]}""",
-                advice="Start it with gruppo serve and the run's $model",
-            )
     body = {"prompt": TEXT, "add_special_tokens": False}
     theirs = (await _ask(replica, "POST", "/tokenize", body, f"route /tokenize. {START}")).get(
         "tokens"

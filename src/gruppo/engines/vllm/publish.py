@@ -1,8 +1,7 @@
-"""Weights as a folder that servers load: written shard by shard, with their SHA-256 and version."""
+"""Weights as a folder that servers load: written shard by shard, with their version."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterable
@@ -67,13 +66,7 @@ class Publication:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
                 save(partial)
-                sha256 = {}
-                for path in sorted(partial.glob("*.safetensors")):
-                    with path.open("rb") as stream:
-                        sha256[path.name] = hashlib.file_digest(stream, "sha256").hexdigest()
-                (partial / RECORD).write_text(
-                    json.dumps({"version": label, "sha256": sha256}) + "\n", encoding="utf-8"
-                )
+                (partial / RECORD).write_text(json.dumps({"version": label}), encoding="utf-8")
                 partial.rename(final)
                 sync_to_disk(self.folder)
             except (OSError, SafetensorError) as error:  # the second where the disk is full
