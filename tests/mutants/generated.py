@@ -1,6 +1,6 @@
 """Mutants made by rule: one operator, number or condition of the numerical code is changed.
 
-The tests that may catch one are those that import its module. A sample is seeded by the commit, so
+The tests that may catch one are those that import its module, and those of its part that name what it defines. A sample is seeded by the commit, so
 that each run of CI tries others; survivors that cannot be caught are listed in ``survivors.txt``
 with the reason.
 """
@@ -20,21 +20,24 @@ from tests.mutants.mutant import SOURCE, TESTS
 PLACES = ("core", "trainer", "modalities/*/policy.py", "modalities/*/sampling.py", "losses.py")
 """Where the numbers are made, below ``src/gruppo``."""
 NOT_NUMBERS = (
-    "async_rollouts",
     "background_save",
+    "callbacks",
     "checkpoint",
+    "checks",
     "dry_run",
     "ledger",
     "memory",
+    "prefetch",
     "run_dir",
     "shards",
     "signals",
     "watch",
 )
-"""Modules of the trainer that write files, print or wait: their tests are whole runs and
+"""Modules of the trainer that write files, refuse, print or wait: their tests are whole runs and
 processes."""
 MOST_FILES = 12
-"""Test files that one mutant runs at most: those that name its module most often."""
+"""Test files that one mutant runs at most: those that import its module, then those that name what
+it defines most often."""
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Add: ast.Sub,
     ast.Sub: ast.Add,
@@ -57,6 +60,9 @@ DROPPED = {"detach", "exp", "clamp", "abs", "square"}
 SKIPPED = (ast.Raise, ast.Assert, ast.JoinedStr, ast.AnnAssign, ast.arguments, ast.Import)
 """Statements and expressions whose change is a message or a type, not a number."""
 UNSEEN_CALLS = {"info", "warning", "debug", "GruppoError", "log", "isinstance"}
+UNSEEN_NAMES = ("perf_counter", "monotonic", "seconds", "tile", "budget", "is_main", "device")
+"""Parts of names by which an expression is about time, memory or printing: no number of a run
+depends on it."""
 
 
 @dataclass(frozen=True)
@@ -89,18 +95,9 @@ class Generated:
 
 
 def sample(count: int, seed: str) -> list[Generated]:
-    """Choose ``count`` mutants of all files, each function as likely as another."""
+    """Choose ``count`` mutants of all files, each as likely as another."""
     everything = [mutant for file in _files() for mutant in mutants_of(file)]
-    by_function: dict[tuple[str, str], list[Generated]] = {}
-    for mutant in everything:
-        by_function.setdefault((mutant.file, mutant.function), []).append(mutant)
-    chance = random.Random(seed)
-    chosen: list[Generated] = []
-    while len(chosen) < min(count, len(everything)):
-        mutant = chance.choice(by_function[chance.choice(sorted(by_function))])
-        if mutant not in chosen:
-            chosen.append(mutant)
-    return chosen
+    return random.Random(seed).sample(everything, min(count, len(everything)))
 
 
 def mutants_of(file: str) -> list[Generated]:
@@ -128,12 +125,27 @@ def _tests_of(file: str) -> tuple[str, ...]:
     module = "gruppo." + file.removesuffix(".py").replace("/", ".")
     package, _, name = module.rpartition(".")
     imports = (f"from {module} import", f"import {module}", f"from {package} import {name}")
+    mirrored = TESTS / Path(file).parent
     counts = {}
     for path in TESTS.rglob("test_*.py"):
+        if "gpu" in path.parts:
+            continue
         text = path.read_text(encoding="utf-8")
-        if any(line in text for line in imports) and "gpu" not in path.parts:
-            counts[str(path.relative_to(TESTS))] = text.count(name)
-    return tuple(sorted(counts, key=lambda test: (-counts[test], test))[:MOST_FILES])
+        is_importer = any(line in text for line in imports)
+        if is_importer or path.parent == mirrored:
+            mentions = text.count(name) + sum(text.count(word) for word in _defined(file))
+            counts[str(path.relative_to(TESTS))] = mentions + 100 * is_importer
+    likely = [test for test, count in counts.items() if count]
+    return tuple(sorted(likely, key=lambda test: (-counts[test], test))[:MOST_FILES])
+
+
+@cache
+def _defined(file: str) -> tuple[str, ...]:
+    """Names of the functions and classes that a module defines for others."""
+    module = ast.parse((SOURCE / "gruppo" / file).read_text(encoding="utf-8"))
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    names = [node.name for node in module.body if isinstance(node, kinds)]
+    return tuple(name for name in names if not name.startswith("_"))
 
 
 def _changes(module: ast.Module) -> Iterator[tuple]:
@@ -157,6 +169,8 @@ def _changes_below(scope: ast.AST, function: str) -> Iterator[tuple]:
 def _is_unseen(node: ast.AST) -> bool:
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         return True  # a docstring
+    if isinstance(node, ast.expr) and any(name in ast.unparse(node) for name in UNSEEN_NAMES):
+        return True
     if not isinstance(node, ast.Call):
         return False
     name = getattr(node.func, "attr", getattr(node.func, "id", ""))
