@@ -159,7 +159,7 @@ def test_without_a_folder_and_a_repository_there_is_nothing_to_write(run):
 # --- the card -------------------------------------------------------------------------------------
 
 
-def test_the_card_has_objective_data_rewards_evaluation_versions_and_license(run, tmp_path):
+def test_the_card_has_objective_data_rewards_evaluation_and_license(run, tmp_path):
     export.export(run, tmp_path / "out", license="mit")
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert card.startswith(
@@ -170,8 +170,8 @@ def test_the_card_has_objective_data_rewards_evaluation_versions_and_license(run
         "| rewards | ",
     ):
         assert row in card
-    assert "| license | mit |" in card and f"| torch | {torch.__version__} |" in card
-    assert "advantage   A = (reward - mean of the group)" in card and "optim.lr = 0.01" in card
+    assert "| license | mit |" in card
+    assert "advantage   A = (reward - mean of the group)" in card
     first, *_, last = api.json.loads((run / "evaluations.json").read_text())
     for each in (first, last):
         assert (
@@ -210,7 +210,7 @@ def test_a_card_holds_hostile_names_as_text(run, tmp_path):
     (copied / "config.json").write_text(api.json.dumps(settings))
     text = model_card.model_card(copied, run / "final")
     assert r"| data | x\|y \`z\` \<script\> --- \`\`\` |" in text
-    assert text.count("```") == 4 and text.count("\n---\n") == 1
+    assert text.count("```") == 2 and text.count("\n---\n") == 1
 
 
 def test_an_edited_card_leaves_the_model_whole(run, tmp_path):

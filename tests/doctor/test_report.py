@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import os
 import re
@@ -150,14 +149,3 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path, monkeypatch):
     with open(writer, "w", buffering=1) as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
         assert processes.exit_code(["doctor", str(run)]) == 0
-
-
-def test_what_a_terminal_cannot_write_is_escaped(tmp_path, monkeypatch):
-    failures = [{"reward": "f", "kind": "exception", "message": "数"}]
-    files = {"samples.jsonl": json.dumps({"step": 1, "failures": failures}) + "\n"}
-    run = write(tmp_path / "run", {"reward/exception_count": 50.0}, files=files)
-    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr(sys, "stdout", stdout)
-    assert processes.exit_code(["doctor", str(run)]) == 0
-    stdout.flush()
-    assert b"\\u6570" in stdout.buffer.getvalue()

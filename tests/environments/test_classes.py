@@ -85,14 +85,6 @@ def test_rewards_read_copies_of_plain_attributes():
     assert rollouts.per_row["state"][0]["count"] == 3
 
 
-def test_rewards_read_the_attributes_of_a_class_that_refuses_subclasses():
-    class Final(Counter):
-        def __init_subclass__(cls):
-            raise RuntimeError("no subclasses")
-
-    assert Environment(Final).view(two()[0].prompt, {"count": 3}).count == 3
-
-
 class Closing(Counter):
     """Notes what becomes of its objects; column ``trouble`` names the method that raises or
     hangs."""
@@ -432,29 +424,6 @@ def test_a_method_is_done_is_called_and_its_error_costs_its_row_alone():
     assert "KeyError: 'lost'" in rollouts.per_row["environment_failure"][2]
 
 
-class Static(Counter):
-    @staticmethod
-    def reset(start):
-        return None
-
-    @staticmethod
-    def increment(by: int) -> str:
-        """
-        Adds one.
-
-        Args:
-            by: A number.
-        """
-        return str(by + 1)
-
-
-def test_static_methods_have_their_first_argument():
-    environment = Environment(Static)
-    assert [*environment.tools[0]["function"]["parameters"]["properties"]] == ["by"]
-    with pytest.raises(DataError, match="asks for 'start'"):
-        environment.check(["level"])
-
-
 class Served:
     """Its tools are not methods, as of a server."""
 
@@ -510,16 +479,6 @@ def test_a_prompt_that_does_not_fit_fails_its_row_alone():
     assert rollouts.per_row["environment_failure"][2] == "too long"
 
 
-def test_a_prompt_that_the_template_refuses_fails_its_row_alone():
-    def check(prompt, sampling):
-        if "Start: 5" in prompt.inputs[0]["content"]:
-            raise DataError("roles must alternate")
-
-    rollouts = play(Script(), Environment(Counter), two(), check_prompt=check)
-    assert rollouts.finish == ("stop", "stop", "error", "error")
-    assert rollouts.per_row["environment_failure"][2] == "roles must alternate"
-
-
 class Loud(Counter):
     def reset(self, **kwargs):
         return "\x1b[2J" + "x" * 2_000_000
@@ -548,18 +507,9 @@ class Reader(Counter):
         pass
 
 
-class Unmade(Served):
-    def __init__(self):
-        raise OSError("no server at :8000")
-
-
 class Unserved(Served):
     def __init__(self):
         self.tools = None
-
-
-class Unnamed(Served):
-    tools = ({"type": "function"},)
 
 
 class NoReset:
@@ -587,14 +537,9 @@ def makes_nothing():
             lambda: EnvironmentClass(makes_nothing),
             "'makes_nothing' cannot be made: OSError: no server at :8000",
         ),
-        (lambda: EnvironmentClass(Unmade), "'Unmade' cannot be made: OSError: no server at :8000"),
         (
             lambda: EnvironmentClass(Unserved),
             "'Unserved' has call_tool, and its attribute tools is None; it needs to",
-        ),
-        (
-            lambda: EnvironmentClass(Unnamed),
-            "its attribute tools is .*'function'.*; it needs to be a list of schemas",
         ),
         (
             lambda: EnvironmentClass(Counter()),
@@ -649,12 +594,3 @@ def test_a_group_that_grows_from_other_beginnings_stays_one_group():
     assert again.group_ids.tolist() == [0, 0, 1, 1] and torch.equal(
         again.actions[:2], first.actions
     )
-
-
-def test_a_growing_group_with_two_prompts_is_refused():
-    part = play(Script(), Environment(Dealer), two())
-    other = replace(
-        part, shared={"prompt_ids": tuple(ids[:-1] for ids in part.shared["prompt_ids"])}
-    )
-    with pytest.raises(DataError, match="different prompts"):
-        type(part).cat([part, other])

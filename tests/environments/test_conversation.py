@@ -36,7 +36,7 @@ from gruppo.modalities.text.chat import Chat
 from gruppo.modalities.text.generation import cut_at_stop
 from gruppo.rewards import RewardSet
 from gruppo.testing import check_engine
-from gruppo.types import Prompt, Request, Rollouts, Sampling
+from gruppo.types import Prompt, Request, Sampling
 
 STOPS = tuple("aeiou0123456789 ,.-")
 SAMPLING = Sampling(max_actions=12, stop=STOPS)
@@ -219,27 +219,6 @@ def test_between_two_answers_stands_what_the_template_writes_there(system):
     assert ends == {"", "<eos>"}
 
 
-def test_an_end_token_that_was_sampled_is_not_written_again():
-    policy = tiny_policy()
-    chat, eos = policy.chat, policy.chat.eos_ids[0]
-    prompt, result = [{"role": "user", "content": "1"}], [{"role": "assistant", "content": "2"}]
-    reply = [{"role": "user", "content": "3"}]
-    closed = chat.encode_reply(prompt, result, reply, is_closed=True)
-    assert chat.text_with_specials(closed) == "<user>3<eos><assistant>"
-    assert chat.encode_reply(prompt, result, reply, is_closed=False) == [eos, *closed]
-
-
-def test_a_begun_answer_is_not_said_twice():
-    chat = tiny_policy().chat
-    prompt = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "1 is"}]
-    result = [{"role": "assistant", "content": " 2"}]
-    reply = [{"role": "user", "content": "3"}]
-    assert (
-        chat.text_with_specials(chat.encode_reply(prompt, result, reply, is_closed=True))
-        == "<user>3<eos><assistant>"
-    )
-
-
 LLAMA_2 = (
     "{% for m in messages %}{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + m['content'] + "
     "' [/INST]' }}"
@@ -308,24 +287,6 @@ def test_a_template_without_the_assistants_words_costs_the_row_and_is_named():
     assert len(why) == 1 and "leaves the assistant's turn out of a conversation" in why.pop()
 
 
-def test_what_a_tokenizer_cannot_write_costs_its_row():
-    class Letters(ByteTokenizer):
-        def encode(self, text):
-            if "!" in text:
-                raise ValueError("substring not found")
-            return super().encode(text)
-
-    torch.manual_seed(0)
-    policy = from_module(TinyGPT(), Letters(), eos_ids=[END], context=64)
-    rollouts = conversed(policy, reply=lambda seed: "!" if seed % 2 else "1")
-    failed = environment_failures(rollouts)
-    assert failed and rollouts.per_row["turns"].max() > 1
-    assert all(
-        "its reply cannot be written: ValueError: substring not found" in why
-        for why in failed.values()
-    )
-
-
 def rendered(messages):
     """A user's words, <, the assistant's words, an end: as nanochat writes a conversation to be
     completed."""
@@ -391,15 +352,6 @@ def test_the_environment_ends_a_conversation_and_the_last_answer_is_answered_by_
     assert over.completions == alone.completions and over.finish == alone.finish
 
 
-def test_one_turn_asks_the_environment_once():
-    rollouts = conversed(
-        tiny_policy(), talks(), turns=1, reply=lambda state: state.update(asked=True) or "1"
-    )
-    assert rollouts.per_row["turns"].max() == 1 and rollouts.mask.sum() == rollouts.lengths.sum()
-    requested = [state == {"asked": True} for state in rollouts.per_row["state"]]
-    assert requested == [finish == "stop" for finish in rollouts.finish]
-
-
 def test_a_row_that_was_cut_is_shown_to_its_environment_and_goes_on_no_more():
     limited = replace(SAMPLING, max_actions=3, stop=("~",))
     rollouts = conversed(
@@ -449,19 +401,6 @@ def test_of_a_text_the_policys_own_words_are_kept_beside_what_was_said():
     assert seen == list(rollouts.per_row["policy_text"])
 
 
-def test_a_reward_that_changes_a_state_changes_its_own_copy():
-    rollouts = conversed(tiny_policy(), talks())
-
-    def changes(state):
-        for own in state:
-            own["heard"] = 3
-        return [0.0] * len(state)
-
-    before = [dict(state) for state in rollouts.per_row["state"]]
-    RewardSet(changes).score(rollouts)
-    assert list(rollouts.per_row["state"]) == before
-
-
 @pytest.mark.parametrize("limit", [3, 5, 12])
 def test_all_turns_of_a_row_share_max_actions(limit):
     rollouts = conversed(tiny_policy(), talks(), replace(SAMPLING, max_actions=limit), turns=40)
@@ -473,14 +412,6 @@ def test_all_turns_of_a_row_share_max_actions(limit):
         assert finish != "stop" or count[row] <= limit
     assert "length" in rollouts.finish
     assert torch.equal(completion_lengths(rollouts), count) and (rollouts.lengths > count).any()
-
-
-def test_the_first_tokens_are_those_of_a_lower_limit():
-    policy = tiny_policy()
-    short = conversed(policy, talks(), replace(SAMPLING, max_actions=5))
-    long = conversed(policy, talks(), replace(SAMPLING, max_actions=12))
-    for row in range(len(short)):
-        assert ids_of(long, row)[: len(ids_of(short, row))] == ids_of(short, row)
 
 
 def test_a_full_context_ends_a_row():
@@ -576,28 +507,3 @@ def test_a_reference_converses_as_the_policy_it_was(make):
             own.sample, own.continue_rollouts, Environment(echo), texts(), SAMPLING, seed=1
         )
     assert again.completions == first.completions != conversed(policy).completions
-
-
-def test_rows_of_conversations_are_taken_and_joined():
-    policy = tiny_policy()
-    whole = conversed(policy, talks())
-    parts = Rollouts.cat([conversed(policy, talks()[:1]), conversed(policy, talks()[1:])])
-    assert (
-        parts.completions == whole.completions and parts.per_row["state"] == whole.per_row["state"]
-    )
-    assert whole.take([5]).per_row["state"] == (whole.per_row["state"][5],)
-
-
-def test_greedy_conversations_hang_on_no_seed():
-    policy, greedy = doubled(mistral()), replace(SAMPLING, temperature=0.0)
-    assert (
-        conversed(policy, sampling=greedy).completions
-        == conversed(policy, sampling=greedy, seed=9).completions
-    )
-
-
-def test_batches_of_rows_do_not_change_them(monkeypatch):
-    policy = tiny_policy()
-    whole = conversed(policy, talks())
-    monkeypatch.setattr("gruppo.modalities.text.policy.BATCH_ROWS", 4)
-    assert conversed(policy, talks()).completions == whole.completions

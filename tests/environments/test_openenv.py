@@ -248,38 +248,3 @@ def test_ten_steps_are_trained_and_the_rewards_are_those_of_the_server(server, t
         own["environment/failed_count"] == own["reward/unscored_count"] == 0 for own in metrics
     )
     wait_for(lambda: sides.active_sessions == 0)
-
-
-def test_an_environment_that_raises_or_hangs_costs_its_own_conversation(echo, tmp_path):
-    class Broken(echo):
-        def step(self, action):
-            if action.message[:1] in [*"abcde"]:
-                raise KeyError("the level has no door")
-            if action.message[:1] in [*"fg"]:
-                time.sleep(3)
-            return super().step(action)
-
-    with serving(Broken) as (url, sides):
-        changes = {
-            "environment__timeout_s": 1.0,
-            "rollout__stop": ("s", "t"),
-            "steps": 3,
-            "environment__turns": 1,
-        }
-        metrics, rows = trained(tmp_path, environment=f"openenv:{url}", **changes)
-        failed = [row for row in rows if said(row)[0].strip()[:1] in [*"abcdefg"]]
-        assert failed and all(row["reward"] is None and row["finish"] == "error" for row in failed)
-        assert all(
-            row["reward"] == pytest.approx(min(len(said(row)[0].strip()) / 10, 1.0))
-            for row in rows
-            if row not in failed
-        )
-        assert sum(own["environment/failed_count"] for own in metrics) == len(failed) < len(rows)
-        wait_for(lambda: sides.active_sessions == 0)
-
-
-def test_a_server_that_is_down_ends_a_run_with_one_line(echo, tmp_path):
-    with serving(echo) as (url, _):
-        pass
-    with pytest.raises(GruppoError, match="Start its server"):
-        trained(tmp_path, environment=f"openenv:{url}", model="no/such/model")

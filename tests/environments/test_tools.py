@@ -55,15 +55,6 @@ def test_a_call_is_replied_to_with_its_result_and_an_answer_without_calls_ends_t
     )
 
 
-def test_the_schemas_are_those_of_transformers():
-    from transformers.utils import get_json_schema
-
-    assert Environment(tools=[multiply, add]).tools == [
-        get_json_schema(multiply),
-        get_json_schema(add),
-    ]
-
-
 def fails(text: str) -> str:
     """
     Fails.
@@ -175,25 +166,6 @@ def test_control_characters_of_an_output_are_shown_and_do_nothing():
     ]
 
 
-def changes(items: list[int], more: dict) -> str:
-    """
-    Changes its arguments.
-
-    Args:
-        items: Numbers.
-        more: Anything.
-    """
-    items.clear()
-    more["inner"]["x"] = 0
-    return "changed"
-
-
-def test_a_tool_that_changes_its_arguments_changes_no_conversation():
-    made = call("changes", items=[1, 2], more={"inner": {"x": 1}})
-    assert results(run(changes, made)) == ["changed"]
-    assert made["function"]["arguments"] == {"items": [1, 2], "more": {"inner": {"x": 1}}}
-
-
 def blocks() -> list:
     """Returns blocks of content."""
     return [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
@@ -280,10 +252,6 @@ def untyped(a) -> int:
     """
 
 
-def undescribed(a: int) -> int:
-    """No Args."""
-
-
 @pytest.mark.parametrize(
     ("tools", "why"),
     [
@@ -293,7 +261,6 @@ def undescribed(a: int) -> int:
             "hint",
         ),
         ([untyped], "tool 'untyped' cannot be shown to a model: Argument a is missing a type hint"),
-        ([undescribed], "tool 'undescribed' .*no description for the argument 'a'"),
         ([multiply, multiply], "two of the tools multiply, multiply have one name"),
         (["multiply"], "tool 'str' cannot be shown to a model: 'multiply' is not a"),
     ],

@@ -125,13 +125,6 @@ def test_a_conversation_is_over_where_the_environment_ends_it_or_its_own_limit_d
         assert conversation.get_reward() == 0.5
 
 
-def test_a_limit_of_the_policy_ends_the_environment_which_scores_what_there_is():
-    make, prompts = opened("gruppo_sums:asks=true")
-    with started(make, prompts[1]) as conversation:
-        assert conversation.step("7") is not None
-        assert conversation.get_reward() == 0.5
-
-
 def test_an_exception_of_a_reward_or_an_environment_is_no_score():
     make, prompts = opened("gruppo_sums:asks=true")
     with (
@@ -185,25 +178,3 @@ def test_ten_steps_are_trained_and_the_rewards_are_the_scores_of_the_tasks(tmp_p
     assert all(
         own["environment/failed_count"] == own["reward/unscored_count"] == 0 for own in metrics
     )
-
-
-def test_with_rewards_of_ones_own_a_taskset_is_data(tmp_path):
-    metrics, rows = trained(
-        tmp_path,
-        data="verifiers:gruppo_sums",
-        reward="length_target:5",
-        steps=1,
-        environment__turns=8,
-    )
-    assert "Verifiers" not in rows[0]["parts"] and "environment/failed_count" not in metrics[0]
-
-
-def test_a_failure_costs_its_own_conversation(tmp_path):
-    path = tmp_path / "own"
-    path.mkdir()
-    changes = {"rollout__stop": ("s", "t"), "environment__turns": 2, "steps": 3}
-    metrics, rows = trained(path, data="verifiers:gruppo_sums:broken=true,asks=true", **changes)
-    failed = [row for row in rows if any(text.strip()[:1] in [*"abcdefg"] for text in said(row))]
-    assert failed and len(failed) < len(rows)
-    assert all(row["reward"] is None and row["finish"] == "error" for row in failed)
-    assert sum(own["environment/failed_count"] for own in metrics) == len(failed)

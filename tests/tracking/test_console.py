@@ -144,14 +144,6 @@ def test_plain_lines_of_images_have_prompt_reward_and_the_file_of_the_sheet(shee
     ]
 
 
-def test_no_sheet_is_named_that_was_not_drawn():
-    plain = tracker(9, is_terminal=False)
-    latents = [row | {"prompt": torch.rand(4, 8, 8), "held_out": False} for row in IMAGES[:1]]
-    plain.log_samples(1, latents)
-    plain.log_samples(1, [IMAGES[0] | {"held_out": True}])
-    assert output(plain) == "  reward 0\n"
-
-
 @pytest.mark.parametrize("width", [30, 80])
 def test_the_live_screen_names_the_sheet_and_no_numbers_of_a_tensor(width, sheets):
     live = tracker(9, is_terminal=True, width=width, run_dir="runs/a")
@@ -215,19 +207,6 @@ def test_a_second_call_for_a_step_adds_to_the_screen():
     live.log(4, {"eval/reward_mean": 0.75})
     screen = final_screen(live)
     assert "held-out at step 4: reward 0.75" in screen and "spread in a group" in screen
-
-
-def test_a_run_without_rewards_or_metrics_has_a_screen_too():
-    live = tracker(9, is_terminal=True)
-    live.log(1, {"loss/sup": 1.0})
-    live.log_samples(1, [])
-    assert "step 1/9" in final_screen(live)
-
-
-def test_closing_twice_gives_the_cursor_back():
-    live = tracker(9, is_terminal=True)
-    live.close()
-    assert output(live).endswith("\x1b[?25h")
 
 
 def test_time_left_counts_down_while_a_step_runs():
@@ -334,22 +313,3 @@ def test_the_rate_is_in_the_units_of_the_policy_and_images_have_no_length(unit, 
     assert f"{unit}s per second" in final_screen(live) and ("length" in final_screen(live)) == (
         unit != "image"
     )
-
-
-def test_any_object_is_shown_by_its_text_and_image_bytes_are_not(sheets):
-    class Tour:
-        def __repr__(self):
-            return "Tour(0 2 1)"
-
-    plain = tracker(9, is_terminal=False, run_dir="runs/a")
-    png = b"\x89PNG\r\n\x1a\n..."
-    plain.log_samples(
-        1, [{"prompt": "20 cities", "completion": Tour(), "reward": -3.5, "image": png}]
-    )
-    plain.log_samples(9, [{"prompt": "20 cities", "completion": png, "reward": 1.0}])
-    assert output(plain).splitlines() == [
-        '  reward -3.5  "20 cities" -> "Tour(0 2 1)"',
-        "  images: runs/a/images/step_000001.png",
-        '  reward 1  "20 cities"',
-        "  images: runs/a/images/step_000009.png",
-    ]

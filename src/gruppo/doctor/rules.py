@@ -8,6 +8,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import permutations
 
 from gruppo.core.loss import clip_range
 from gruppo.doctor.record import NEAR_TOP, TREND_STEPS, Record
@@ -55,17 +56,15 @@ def scaled(value: float | str, factor: float) -> str:
     >>> scaled("linear:1,0,50", 0.5)
     'linear:0.5,0,50'
     """
-    if not isinstance(value, str) or ":" not in value:
-        number = float(value) * factor
+
+    def one(found: re.Match[str]) -> str:
+        number = float(found[0]) * factor
         return f"{number:.2g}" if abs(number) < 100 else f"{number:.0f}"
-    kind, _, rest = value.strip().partition(":")
-    words = [word.strip() for word in rest.split(",")]
+
+    text = str(value).replace(" ", "")
     # What follows in linear and cosine are steps; of a controller the target and so on.
-    count = {"linear": 2, "cosine": 2, "adaptive": 1}.get(kind, len(words))
-    for i, word in enumerate(words[:count]):
-        step, equals, number_text = word.rpartition("=")
-        words[i] = f"{step}{equals}{scaled(number_text, factor)}"
-    return f"{kind}:{','.join(words)}"
+    count = {"linear": 2, "cosine": 2, "adaptive": 1}.get(text.partition(":")[0], 0)
+    return re.sub(r"(^|(?<=[:,=]))[-+.\d][-+.\de]*(?=,|$)", one, text, count=count)
 
 
 def times(option: str, value: float | str, factor: float) -> Changes:
@@ -106,7 +105,7 @@ def set_objective(run: Record, why: str, **fields: float | str) -> Changes:
 
 def weights_of(run: Record) -> Mapping[str, float]:
     """Weights of the reward functions by name."""
-    found = (re.fullmatch("reward/(.+)/std_within_group", name) for name in run.metrics)
+    found = [re.fullmatch("reward/(.+)/std_within_group", name) for name in run.metrics]
     names = [match[1] for match in found if match]
     return dict(zip(names, run.config.scoring.weights or (1.0,) * len(names), strict=False))
 
@@ -171,21 +170,19 @@ def reward_failures(run: Record) -> Found:
     if not (failed >= 0.01 or unscored >= 0.2):
         return None
     text = f"{max(failed, unscored):.1%} of the sampled rows have no reward and are not used"
-    failures = [
+    messages = Counter(
         f"{failure.get('reward')}: {failure.get('message')}"
         for row in run.samples
         for failure in row.get("failures") or ()
         if isinstance(failure, Mapping)
-    ]
-    if failures:
-        message = " ".join(Counter(failures).most_common(1)[0][0].split())
-        text += f". Most frequent failure: {message[:160].rstrip('.')}"
-    elif not failed:
+    )
+    for message, _ in messages.most_common(1):
+        text += f". Most frequent failure: {' '.join(message.split())[:160].rstrip('.')}"
+    if not failed:
         text += ": the reward function returned None"
     timeout_s = run.config.scoring.timeout_s
-    if counts["timeout"] and timeout_s:
-        return f"{text}.", times("--scoring.timeout-s", timeout_s, 2.0)
-    return f"{text}.", {}
+    is_late = counts["timeout"] and timeout_s
+    return f"{text}.", times("--scoring.timeout-s", timeout_s or 0, 2.0) if is_late else {}
 
 
 @rule("Completions are truncated", "finish/truncated_frac", "len/mean_actions", "reward/mean")
@@ -352,16 +349,19 @@ def reward_hacking(run: Record) -> Found:
 
 @rule("Two rewards conflict", "reward_corr_within_group/")
 def conflicting_rewards(run: Record) -> Found:
-    weights = {name: weight for name, weight in weights_of(run).items() if weight}
-    pairs = [(a, b) for a in weights for b in weights if a != b]
-    means = {pair: run["reward_corr_within_group/{}/{}".format(*pair)].mean for pair in pairs}
-    means = {pair: mean for pair, mean in means.items() if mean <= -0.3}
-    if not means:
+    weights = weights_of(run)
+    means = {
+        (a, b): run[f"reward_corr_within_group/{a}/{b}"].mean
+        for a, b in permutations(weights, 2)
+        if weights[a] and weights[b]
+    }
+    conflicts = {pair: mean for pair, mean in means.items() if mean <= -0.3}
+    if not conflicts:
         return None
-    one, other = min(means, key=means.__getitem__)
+    one, other = min(conflicts, key=conflicts.__getitem__)
     if run[f"reward/{one}/mean"].rises() and run[f"reward/{other}/mean"].rises():
         return None  # the policy finds answers that satisfy both
-    values = [scaled(w, 0.5 if n == other else 1) for n, w in weights_of(run).items()]
+    values = [scaled(w, 0.5 if n == other else 1) for n, w in weights.items()]
     return (
         f"Within groups, {one} is low where {other} is high: a step that improves one makes the "
         "other worse, and their sum hides it. Decide which matters more.",
@@ -375,12 +375,11 @@ def dominated_reward(run: Record) -> Found:
         name: abs(weight) * run[f"reward/{name}/std_within_group"].mean
         for name, weight in weights_of(run).items()
     }
-    spreads = {name: spread for name, spread in spreads.items() if spread > 0}
-    if len(spreads) < 2 or run.config.objective.combine != "sum_then_normalize":
+    ranked = sorted((spread, name) for name, spread in spreads.items() if spread > 0)
+    if len(ranked) < 2 or run.config.objective.combine != "sum_then_normalize":
         return None
-    largest = max(spreads, key=spreads.__getitem__)
-    smallest = min(spreads, key=spreads.__getitem__)
-    ratio = spreads[largest] / spreads[smallest]
+    (least, smallest), *_, (most, largest) = ranked
+    ratio = most / least
     if ratio < 20:
         return None
     why = "normalizes each reward by itself, so that only its weight counts"
@@ -405,18 +404,20 @@ def policy_loss(run: Record) -> Found:
     if not loss.rises() or loss.last < max(2 * loss.first, least):
         return None
     if run["advantage/mean"].last < -least and not objective.has_critic:
-        text = "At ratio 1 this loss is the negative mean advantage and says nothing about the "
-        text += f"gradient: rewards fall below the baseline ({objective.baseline}). Judge the run "
-        text += "by its held-out reward, KL and ratio."
         why = "compares each reward with its own group, so that the mean is 0"
-        return text, set_objective(run, why, baseline="mean")
+        return (
+            "At ratio 1 this loss is the negative mean advantage and says nothing about the "
+            f"gradient: rewards fall below the baseline ({objective.baseline}). Judge the run by "
+            "its held-out reward, KL and ratio.",
+            set_objective(run, why, baseline="mean"),
+        )
     changes = scale_lr(run, 0.5)
     if objective.surrogate == "clip":
-        half = {"clip_low": objective.clip_low / 2, "clip_high": objective.clip_high / 2}
-        changes |= set_objective(run, "half the current range", **half)
-    text = "With centered advantages, a positive loss comes from the ratios: within a batch, good "
+        low, high = objective.clip_low / 2, objective.clip_high / 2
+        changes |= set_objective(run, "half the current range", clip_low=low, clip_high=high)
     return (
-        f"{text}actions became less likely or bad ones more likely. Updates are too large.",
+        "With centered advantages, a positive loss comes from the ratios: within a batch, good "
+        "actions became less likely or bad ones more likely. Updates are too large.",
         changes,
     )
 

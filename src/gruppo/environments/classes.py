@@ -102,26 +102,40 @@ class EnvironmentClass:
             for name, provided in (("reset", ("prompt", "seed")), ("step", PROVIDED))
             if name in self.methods
         }
-        if "call_tool" in self.methods:
-            if probe is None and not isinstance(getattr(self.type, "tools", None), list | tuple):
-                probe = self._make()  # it may have to ask a server
-            self.tools = _listed(getattr(probe or self.type, "tools", None), what)
-        else:
-            functions = inspect.getmembers(self.type, predicate=inspect.isfunction)
-            names = [name for name, _ in functions if name not in own and name[0] != "_"]
-            self.tools = [tool_schema(self._bound(name), f"tool of {what},") for name in names]
+        self.idle = deque[tuple[Any, CallThread]]()
+        """Objects of a class without close, which are reset again, as in TRL."""
+        self.tools = self._tools(probe, own, what)
+        if probe is not None:
+            self._keep(probe)
         self.tool_names = {schema["function"]["name"] for schema in self.tools}
         self.rewards = {self.name: "get_reward"} if "get_reward" in self.methods else {}
         """Rewards that its environments compute, each with the method that does."""
         if "get_turn_rewards" in self.methods:
             self.rewards[f"{self.name}_turns" if self.rewards else self.name] = "get_turn_rewards"
-        self.idle = deque[tuple[Any, CallThread]]()
-        """Objects of a class without close, which are reset again, as in TRL."""
-        if probe is not None and "close" not in self.methods:
+
+    def _tools(self, probe: Any, own: Sequence[str], what: str) -> list[dict[str, Any]]:
+        if "call_tool" not in self.methods:
+            functions = inspect.getmembers(self.type, predicate=inspect.isfunction)
+            names = [name for name, _ in functions if name not in own and name[0] != "_"]
+            return [tool_schema(self._bound(name), f"tool of {what},") for name in names]
+        if probe is None and not isinstance(getattr(self.type, "tools", None), list | tuple):
+            probe = self._make()  # it may have to ask a server
+            self._keep(probe)
+        tools: Any = getattr(probe or self.type, "tools", None)
+        is_list = isinstance(tools, list | tuple)
+        if not is_list or not all("name" in tool.get("function", ()) for tool in tools):
+            raise GruppoError(f"""{what} has call_tool, and its attribute tools is {tools!r:.80}; it
+                needs to be a list of schemas,
+                {{"type": "function", "function": {{"name": ...}}}}.""")
+        return list(tools)
+
+    def _keep(self, probe: Any) -> None:
+        """Keep an object for the first conversation, or close it."""
+        if "close" not in self.methods:
             self.idle.append((probe, CallThread()))
-        elif probe is not None:  # it may hold a connection or a process
-            with suppress(CallError, GruppoError):
-                call_with_timeout(lambda: awaited(probe.close()), None)
+            return
+        with suppress(CallError, GruppoError):  # it may hold a connection or a process
+            call_with_timeout(lambda: awaited(probe.close()), None)
 
     def _make(self) -> Any:
         try:
@@ -165,22 +179,14 @@ class EnvironmentClass:
         return view
 
 
-def _listed(tools: Any, what: str) -> list[dict[str, Any]]:
-    """The schemas of an object with ``call_tool``."""
-    if not isinstance(tools, list | tuple) or not all(
-        "name" in t.get("function", ()) for t in tools
-    ):
-        raise GruppoError(f"""{what} has call_tool, and its attribute tools is {tools!r:.80}; it
-            needs to be a list of schemas, {{"type": "function", "function": {{"name": ...}}}}.""")
-    return list(tools)
-
-
 @dataclass(eq=False)
 class Episode:
     """One conversation: its messages, its environment, its counts and rewards."""
 
     prompt: Prompt
     """Prompt of the data."""
+    sample: int
+    """Its number in the group."""
     seed: int
     group_seed: int
     """The same for all conversations of a group."""

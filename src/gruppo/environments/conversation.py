@@ -15,8 +15,8 @@ from gruppo.environments.classes import Episode
 from gruppo.environments.environment import Environment
 from gruppo.environments.tools import COUNTS
 from gruppo.seeds import seed_at
-from gruppo.timeouts import CallError, describe_error
-from gruppo.types import DataError, Finish, GruppoError, Prompt, Request, Rollouts
+from gruppo.timeouts import CallError
+from gruppo.types import DataError, Finish, Prompt, Request, Rollouts
 
 
 def converse(
@@ -44,17 +44,14 @@ def converse(
     kept). With tools it has ``tool_counts``, one number for each of ``COUNTS``; with environments
     of a class, ``inputs``, what the row was prompted with, and ``environment_rewards``.
     """
-    addresses = [(r.prompt, n) for r in requests for n in range(r.first, r.first + r.size)]
-    episodes = [episode_of(prompt, sample, seed) for prompt, sample in addresses]
+    episodes = [
+        episode_of(r.prompt, n, seed) for r in requests for n in range(r.first, r.first + r.size)
+    ]
     try:
-        environment.open(episodes)
-        if environment.classes:
-            _check_prompts(episodes, sampling, check_prompt)
-        first = prompted(requests, episodes, has_more_turns=environment.turns > 1)
+        environment.open(episodes, lambda prompt: check_prompt(prompt, sampling))
+        own_requests = prompted(requests, episodes, has_more_turns=environment.turns > 1)
         # One name for all turns: another would hold the keys and values of its rows to the end.
-        rollouts = _with_columns(
-            generate(first, sampling, seed=seed), [sample for _, sample in addresses]
-        )
+        rollouts = _with_columns(generate(own_requests, sampling, seed=seed), episodes)
         answered = list(range(len(episodes)))
         while replies := _replies(environment, episodes, rollouts, answered):
             before = rollouts.mask.sum(dim=1)
@@ -73,32 +70,10 @@ def converse(
         environment.finish(episodes)
     finally:
         environment.close(episodes)
-    rollouts = _with_episodes(rollouts, environment, episodes)
-    if not environment.classes:
-        return rollouts
-    groups = rollouts.group_ids.tolist()
-    of_group = {group: prompt for group, (prompt, _) in zip(groups, addresses, strict=True)}
-    return regrouped(rollouts, [of_group[group] for group in sorted(of_group)])
+    return _with_episodes(rollouts, environment, episodes)
 
 
-def _check_prompts(
-    episodes: Sequence[Episode], sampling: Any, check_prompt: Callable[[Prompt, Any], str | None]
-) -> None:
-    """Fail the conversations whose environment begins with a prompt that the policy cannot read."""
-    for episode in episodes:
-        if episode.failure is None:
-            try:
-                prompt = replace(episode.prompt, inputs=episode.inputs)
-                episode.failure = check_prompt(prompt, sampling)
-            except GruppoError as problem:
-                episode.failure = str(problem)
-            except Exception as problem:  # messages of reset that the chat template does not take
-                episode.failure = describe_error(problem)
-        if episode.failure is not None:  # the row is sampled as any other, and left out
-            episode.inputs = episode.prompt.inputs
-
-
-def _with_columns(rollouts: Rollouts, samples: Sequence[int]) -> Rollouts:
+def _with_columns(rollouts: Rollouts, episodes: Sequence[Episode]) -> Rollouts:
     """The first turn with the columns that ``continue_rollouts`` reads and writes."""
     count = len(rollouts)
     answers = rollouts.completions
@@ -106,7 +81,7 @@ def _with_columns(rollouts: Rollouts, samples: Sequence[int]) -> Rollouts:
     columns = {
         "text": texts,  # if it is not there: as written, with the calls
         **rollouts.per_row,
-        "sample": torch.tensor(samples),
+        "sample": torch.tensor([episode.sample for episode in episodes]),
         "environment_failure": (None,) * count,
         "context_full": torch.zeros(count, dtype=torch.long),
         "reencoded": torch.zeros(count, dtype=torch.long),
@@ -163,7 +138,13 @@ def _with_episodes(
         own if episode.failure is None else "error"
         for episode, own in zip(episodes, rollouts.finish, strict=True)
     )
-    return replace(rollouts, finish=finish, per_row=columns)
+    rollouts = replace(rollouts, finish=finish, per_row=columns)
+    if not environment.classes:
+        return rollouts
+    # the prompts of the data, in the order of the groups
+    groups = rollouts.group_ids.tolist()
+    prompts = {group: episode.prompt for group, episode in zip(groups, episodes, strict=True)}
+    return regrouped(rollouts, [prompts[group] for group in sorted(prompts)])
 
 
 def episode_of(prompt: Prompt, sample: int, seed: int) -> Episode:
@@ -171,7 +152,7 @@ def episode_of(prompt: Prompt, sample: int, seed: int) -> Episode:
     rows changes it."""
     own = seed_at(seed, "environment", prompt.draw, sample)
     of_group = seed_at(seed, "environment", prompt.draw)
-    return Episode(prompt=prompt, seed=own, group_seed=of_group, inputs=prompt.inputs)
+    return Episode(prompt, sample, seed=own, group_seed=of_group, inputs=prompt.inputs)
 
 
 def reset_prompt(environment: Environment, prompt: Prompt, seed: int) -> Prompt:

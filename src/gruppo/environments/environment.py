@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -51,6 +52,7 @@ a token."""
 MAX_NAME, MAX_ERROR = 64, 1000
 """Maximum characters of a tool's name, and of an error, that the policy reads."""
 
+Check = Callable[[Prompt], str | None]
 Reply = list[dict[str, Any]] | str
 """Messages in a conversation; a text where the prompt is a text."""
 
@@ -155,10 +157,11 @@ class Environment:
 
     # --- of all conversations ---
 
-    def open(self, episodes: Sequence[Episode]) -> None:
-        """Make an object for each conversation, or take an idle one, and reset it."""
+    def open(self, episodes: Sequence[Episode], check: Check = lambda prompt: None) -> None:
+        """Make an object for each conversation, or take an idle one, and reset it. ``check`` says
+        why a prompt that it made cannot be read."""
         if self.classes:
-            results = self._run(map(self._open, episodes))
+            results = self._run(self._open(episode, check) for episode in episodes)
             for episode, result in zip(episodes, results, strict=True):
                 if isinstance(result, CallError):
                     episode.failure = result.message
@@ -202,7 +205,7 @@ class Environment:
     async def _call(self, episode: Episode, fn: Callable[[], Any]) -> Any:
         return await call(fn, episode.thread, self.timeout_s)
 
-    async def _open(self, episode: Episode) -> None:
+    async def _open(self, episode: Episode, check: Check) -> None:
         made = episode.made_by = self.class_of(episode.prompt)
         if made is None:
             name, known = episode.prompt.meta.get(COLUMN), ", ".join(map(repr, self.classes))
@@ -212,9 +215,14 @@ class Environment:
         ):  # not checked before: engines with lag converse in several threads
             episode.instance, episode.thread = made.idle.popleft()
         try:
-            episode.inputs = await self._call(episode, partial(self._reset, episode, made))
+            inputs = await self._call(episode, partial(self._reset, episode, made))
         except CallError as error:
             raise CallError(error.kind, f"reset: {error.message}") from error
+        prompt = replace(episode.prompt, inputs=inputs)
+        problem = await call(partial(check, prompt), episode.thread, None)
+        if problem is not None:
+            raise CallError("exception", problem)
+        episode.inputs = inputs
 
     def _reset(self, episode: Episode, made: EnvironmentClass) -> Any:
         """Reset the environment of a conversation; returns the prompt of the policy."""

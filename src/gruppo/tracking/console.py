@@ -6,6 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,56 +44,39 @@ LABEL, VALUE = 19, 9
 """Widths of a label and of a value."""
 
 
+@dataclass(eq=False)
 class ConsoleTracker:
-    """Tracker that shows a run until :meth:`close`.
+    """Tracker that shows a run until :meth:`close`."""
 
-    ``step`` and ``total_steps`` are the run's current and last step. Samples change at most every
-    ``samples_every`` steps, so that they can be read. ``stages`` are the names of the stages, of
-    which ``stage/number`` says which is running; ``run_dir`` is where sheets of images are;
-    ``unit`` is what ``rate/tokens_per_s`` counts, "image" for policies that render images;
-    ``progress`` returns what is being done within the step.
-    """
+    total_steps: int
+    _: KW_ONLY
+    console: Console = field(default_factory=Console)
+    title: str = "gruppo"
+    step: int = 0
+    samples_every: int = 5
+    """Steps between samples at least, so that they can be read."""
+    stages: Sequence[str] = ()
+    """Names of the stages, of which ``stage/number`` says which is running."""
+    run_dir: str | Path = ""
+    """Where the sheets of images are."""
+    unit: str = "token"
+    """What ``rate/tokens_per_s`` counts, "image" for policies that render images."""
+    progress: Callable[[], str] = str
+    """Returns what is being done within the step."""
+    clock: Callable[[], float] = time.monotonic
 
-    def __init__(
-        self,
-        total_steps: int,
-        *,
-        console: Console | None = None,
-        title: str = "gruppo",
-        step: int = 0,
-        samples_every: int = 5,
-        stages: Sequence[str] = (),
-        run_dir: str | Path = "",
-        unit: str = "token",
-        progress: Callable[[], str] = str,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.console = console or Console()
-        self._total = total_steps
-        self._title = title
-        self._step = step
-        self._samples_every = samples_every
-        self._stages = stages
-        self._run_dir = Path(run_dir)
-        self._unit = unit
-        self._progress = progress
-        self._clock = clock
-        self._start = clock()
+    def __post_init__(self) -> None:
+        self._start = self.clock()
         self._step_ends: deque[float] = deque(maxlen=20)
         self._metrics: dict[str, float] = {}
         self._history: dict[str, deque[float]] = {}
-        self._stage = ""
-        self._held_out = ""
-        self._notice = ""
+        self._stage = self._held_out = self._notice = ""
         self._samples: list[str] = []
         self._samples_at = -math.inf
         self._live: Live | None = None
         # A log file has no cursor to move, and other encodings lack the blocks of the trends.
-        if (
-            self.console.is_terminal
-            and not self.console.is_dumb_terminal
-            and self.console.encoding.startswith("utf")
-        ):
+        is_screen = self.console.is_terminal and not self.console.is_dumb_terminal
+        if is_screen and self.console.encoding.startswith("utf"):
             self._live = Live(
                 get_renderable=self.screen, console=self.console, refresh_per_second=4
             )
@@ -101,33 +85,30 @@ class ConsoleTracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of a step; a second call for the same step adds to the first."""
         shown = dict(metrics)
-        if self._unit == "image":  # its actions are denoising steps
-            actions = shown.get("len/mean_actions", 0)
-            if actions and "rate/tokens_per_s" in shown:
-                shown["rate/tokens_per_s"] /= actions
-            shown = {name: value for name, value in shown.items() if name not in TEXT_ONLY}
-        if step != self._step:
-            self._step = step
-            self._metrics = {}
-            self._step_ends.append(self._clock())
+        if self.unit == "image":  # its actions are denoising steps
+            shown = {name: value for name, value in metrics.items() if name not in TEXT_ONLY}
+            if "rate/tokens_per_s" in shown:
+                shown["rate/tokens_per_s"] /= metrics.get("len/mean_actions") or 1
+        if step != self.step:
+            self.step, self._metrics = step, {}
+            self._step_ends.append(self.clock())
         self._metrics.update(shown)
         for name, value in shown.items():
             self._history.setdefault(name, deque(maxlen=HISTORY)).append(float(value))
         index = int(shown.get("stage/number", 0)) - 1
-        if 0 <= index < len(self._stages):
-            self._stage = self._stages[index]
-        evaluated = [
+        if 0 <= index < len(self.stages):
+            self._stage = self.stages[index]
+        evaluated = ", ".join(
             f"{name[5:].removesuffix('_mean')} {number(value)}"
             for name, value in shown.items()
             if name.startswith("eval/")
-        ]
+        )
         if evaluated:
-            self._held_out = f"held-out at step {step}: {', '.join(evaluated)}"
+            self._held_out = f"held-out at step {step}: {evaluated}"
         if self._live is None:
-            words = self._words(shown)
-            if evaluated:
-                words.append(f"held-out {', '.join(evaluated)}")
-            self._print(Text("  ".join([f"step {step}/{self._total}", *words])))
+            words = [f"step {step}/{self.total_steps}", *self._words(shown)]
+            words += [f"held-out {evaluated}"] if evaluated else []
+            self._print(Text("  ".join(words)))
 
     def _words(self, metrics: Mapping[str, float]) -> list[str]:
         """A plain line of metrics; empty for those of an evaluation alone."""
@@ -136,10 +117,9 @@ class ConsoleTracker:
             for metric, (name, _, _) in METRICS.items()
             if name and metric in metrics
         ]
-        unscored = metrics.get("reward/unscored_count", 0)
-        if unscored > 0:
-            words.append(f"{unscored:.0f} without a reward")
-        rate = "tok/s" if self._unit == "token" else f"{self._unit}s/s"
+        if metrics.get("reward/unscored_count", 0) > 0:
+            words.append(f"{metrics['reward/unscored_count']:.0f} without a reward")
+        rate = "tok/s" if self.unit == "token" else f"{self.unit}s/s"
         for metric, unit in (("rate/tokens_per_s", rate), ("time/step_s", "s")):
             if metric in metrics:
                 words.append(f"{number(metrics[metric])} {unit}")
@@ -155,20 +135,16 @@ class ConsoleTracker:
         """
         rows = [row for row in rows if "failures" not in row]  # the log warns of those
         is_held_out = any(row.get("held_out") for row in rows)
-        sheet = self._run_dir / sheet_name(step, is_held_out)
-        if is_held_out:
-            if sheet.is_file():
-                self._print(Text(f"  held-out images: {sheet}"))
-            return
-        if not rows or step < self._samples_at + self._samples_every:
+        sheet = Path(self.run_dir) / sheet_name(step, is_held_out)
+        if is_held_out and sheet.is_file():
+            self._print(Text(f"  held-out images: {sheet}"))
+        if is_held_out or not rows or step < self._samples_at + self.samples_every:
             return
         self._samples_at = step
         self._samples = [_sample(row) for row in best_and_worst(rows, 4 if self._live else 2)]
-        if sheet.is_file():
-            self._samples.append(f"images: {sheet}")
-        if self._live is None:
-            for line in self._samples:
-                self._print(Text(f"  {line}"))
+        self._samples += [f"images: {sheet}"] if sheet.is_file() else []
+        for line in () if self._live else self._samples:
+            self._print(Text(f"  {line}"))
 
     def note(self, message: str, *, is_warning: bool = False) -> None:
         """Print a message above the live screen."""
@@ -187,12 +163,12 @@ class ConsoleTracker:
     def screen(self) -> RenderableType:
         """The live screen: title, clock, metrics with trends, and samples."""
         left = self._seconds_left()
-        clock = f"{duration(self._clock() - self._start)} elapsed"
+        clock = f"{duration(self.clock() - self._start)} elapsed"
         if left is not None:
             clock += f", about {duration(left)} left"
         head = Text.assemble(
-            f"step {self._step}/{self._total}  ",
-            (f"{self._title}  {self._stage}".rstrip(), "bold"),
+            f"step {self.step}/{self.total_steps}  ",
+            (f"{self.title}  {self._stage}".rstrip(), "bold"),
             (f"  {clock}", "dim"),
         )
         metrics = dict(self._metrics)  # the logging thread replaces it
@@ -204,20 +180,20 @@ class ConsoleTracker:
                 table.add_row(Text(label.ljust(LABEL)), value, Text(blocks, "cyan"))
         lines = []
         if "rate/tokens_per_s" in metrics:
-            lines.append(f"{number(metrics['rate/tokens_per_s'])} {self._unit}s per second")
+            lines.append(f"{number(metrics['rate/tokens_per_s'])} {self.unit}s per second")
         if metrics.get("reward/unscored_count", 0) > 0:
             lines.append(f"{metrics['reward/unscored_count']:.0f} rows have no reward")
-        lines += [self._held_out, *self._samples, self._notice, self._progress()]
+        lines += [self._held_out, *self._samples, self._notice, self.progress()]
         texts = [Text(line, overflow="fold") for line in lines if line]
         return Group(head, table, *texts)
 
     def _seconds_left(self) -> float | None:
         """Seconds to the last step at the pace of the last ones; None until two have ended."""
-        if len(self._step_ends) < 2 or self._step >= self._total:
+        if len(self._step_ends) < 2 or self.step >= self.total_steps:
             return None
         pace = (self._step_ends[-1] - self._step_ends[0]) / (len(self._step_ends) - 1)
-        since = self._clock() - self._step_ends[-1]
-        return max(pace * (self._total - self._step) - since, 0.0)
+        since = self.clock() - self._step_ends[-1]
+        return max(pace * (self.total_steps - self.step) - since, 0.0)
 
     def _print(self, text: Text) -> None:
         encoding = self.console.encoding  # what it cannot write is escaped, and stops no run
@@ -242,6 +218,5 @@ def _sample(row: Row) -> str:
 def best_and_worst(rows: Sequence[Row], count: int = 4) -> list[Row]:
     """``count`` rows with the highest and the lowest rewards; those without one are the lowest."""
     ranked = sorted(rows, key=lambda row: reward_of(row, -math.inf), reverse=True)
-    if len(ranked) <= count:
-        return ranked
-    return [*ranked[: count - count // 2], *ranked[-(count // 2) :]]
+    half = count // 2
+    return ranked if len(ranked) <= count else [*ranked[: count - half], *ranked[-half:]]

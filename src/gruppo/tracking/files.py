@@ -179,21 +179,14 @@ class MetricsFile(Tracker):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         row: dict[str, Any] = {"step": step}  # integers stay integers: a count is 3, not 3.0
-        row |= {
-            name: int(v) if isinstance(v, Integral) else to_json(float(v))
-            for name, v in metrics.items()
-        }
-        if step < self._last.get("step", step):
-            raise ValueError(
-                f"step {step} was logged after step {self._last['step']}; call cut({step - 1}) "
-                f"first."
-            )
+        for name, value in metrics.items():
+            row[name] = int(value) if isinstance(value, Integral) else to_json(float(value))
         if step == self._last.get("step"):
-            replace_file(self._path, _json_text([*read_lines(self._path)[:-1], self._last | row]))
-            return self._write_csv()
+            row = self._last | row
+            cut_lines(self._path, step - 1)
         append_lines(self._path, [row])
         # A new column changes the header and every earlier line.
-        if not row.keys() <= set(self._columns):
+        if step == self._last.get("step") or not row.keys() <= set(self._columns):
             return self._write_csv()
         self._last = row
         with (
@@ -211,26 +204,25 @@ class MetricsFile(Tracker):
         rows = read_lines(self._path)
         self._last = rows[-1] if rows else {}
         self._columns = list(dict.fromkeys(["step", *(name for row in rows for name in row)]))
-        replace_file(
-            self._csv,
-            _csv_text(self._columns, [dict(zip(self._columns, self._columns, strict=True)), *rows]),
-        )
+        header = dict(zip(self._columns, self._columns, strict=True))
+        replace_file(self._csv, _csv_text(self._columns, [header, *rows]))
 
 
 def _csv_text(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
-    writer = csv.DictWriter(text := io.StringIO(), columns, lineterminator="\n")
-    writer.writerows(
-        {name: "nan" if value is None else value for name, value in row.items()} for row in rows
-    )
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    for row in rows:
+        writer.writerow({n: "nan" if value is None else value for n, value in row.items()})
     return text.getvalue()
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, float]]:
     """One mapping per logged step, with null as NaN; empty if there is no file."""
-    return [
-        {
-            n: math.nan if v is None else float(v) if isinstance(v, str) else v
-            for n, v in row.items()
-        }
-        for row in read_lines(Path(run_dir) / "metrics.jsonl")
-    ]
+    rows = read_lines(Path(run_dir) / "metrics.jsonl")
+    return [{name: _number(value) for name, value in row.items()} for row in rows]
+
+
+def _number(value: Any) -> float:
+    if value is None:
+        return math.nan
+    return float(value) if isinstance(value, str) else value

@@ -45,12 +45,10 @@ def trend(values: Sequence[float], width: int) -> str:
     last = list(values)[-width:] if width > 0 else []
     finite = [value for value in last if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
-    scale = (
-        (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
-    )  # a constant is a line of the lowest block
-    return "".join(
-        BLOCKS[round((value - low) * scale)] if math.isfinite(value) else " " for value in last
-    )
+    # a constant is a line of the lowest block
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    blocks = [BLOCKS[round((v - low) * scale)] if math.isfinite(v) else " " for v in last]
+    return "".join(blocks)
 
 
 def shorten(text: str, width: int) -> str:
@@ -82,26 +80,20 @@ def as_text(value: Any) -> str:
         return shape_text(value)
     if isinstance(value, bytes):
         return f"{len(value)} bytes"
-    if (
-        isinstance(value, list | tuple)
-        and value
-        and isinstance(value[-1], Mapping)
-        and "content" in value[-1]
-    ):
-        is_completion, texts = value[0].get("role") == "assistant", list[str]()
-        for message in value if is_completion else value[-1:]:
-            calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
-            parts = [
-                f"{call.get('name')}({json.dumps(call.get('arguments'), ensure_ascii=False)})"
-                for call in calls
-            ]
-            text = (
-                " ".join(filter(None, [message["content"], *parts]))
-                if parts
-                else message["content"]
-            )
-            texts.append(
-                f"[{text}]" if is_completion and message.get("role") != "assistant" else str(text)
-            )
-        value = " ".join(texts)
+    messages = value if isinstance(value, list | tuple) else ()
+    if messages and isinstance(messages[-1], Mapping) and "content" in messages[-1]:
+        is_completion = messages[0].get("role") == "assistant"
+        value = " ".join(map(_message, messages)) if is_completion else messages[-1]["content"]
     return visible(str(value))
+
+
+def _message(message: Mapping[str, Any]) -> str:
+    """A message of a conversation, in brackets if it is the environment's."""
+    text = str(message["content"])
+    if message.get("role") != "assistant":
+        return f"[{text}]"
+    calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
+    parts = [
+        f"{c.get('name')}({json.dumps(c.get('arguments'), ensure_ascii=False)})" for c in calls
+    ]
+    return " ".join(filter(None, [text, *parts]))

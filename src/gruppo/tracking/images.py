@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from gruppo.core.images import to_uint8
@@ -56,8 +55,7 @@ def to_pil(image: Any) -> Any:
         levels = to_uint8(image.nan_to_num()).permute(1, 2, 0).expand(-1, -1, 3).numpy().copy()
         levels[~image.isfinite().all(dim=0).numpy()] = NOT_FINITE
         factor = max(1, round(MIN_SIDE / max(levels.shape[:2])))
-        levels = levels.repeat(factor, axis=0).repeat(factor, axis=1)
-        image = Image.fromarray(np.ascontiguousarray(levels))
+        image = Image.fromarray(levels.repeat(factor, axis=0).repeat(factor, axis=1))
     elif isinstance(image, bytes):
         image = Image.open(io.BytesIO(image))
     image = image.convert("RGB")
@@ -75,7 +73,7 @@ def make_sheet(images: Sequence[Any], columns: int = COLUMNS) -> tuple[Any, list
     columns = min(columns, len(images))
     rows = math.ceil(len(images) / columns)
     sheet = Image.new("RGB", (columns * width + GAP, rows * height + GAP), "white")
-    boxes: list[Box] = []
+    boxes = list[Box]()
     for i, image in enumerate(images):
         left, top = GAP + i % columns * width, GAP + i // columns * height
         sheet.paste(image, (left, top))

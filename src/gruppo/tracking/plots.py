@@ -13,8 +13,8 @@ from gruppo.loading import install_command
 from gruppo.tracking.files import read_metrics
 from gruppo.tracking.panels import Metrics, Panel, panels_of, series, stage_starts
 
-SMOOTHING = 0.03
-"""Width of the Gaussian that smooths a curve, as a fraction of its values."""
+SMOOTHING = 0.1
+"""Width of the window that smooths a curve, as a fraction of its values."""
 
 
 def plot_run(
@@ -30,42 +30,35 @@ def plot_run(
         command = install_command("report")
         note(f"No plots were drawn: matplotlib is not installed. Install it with: {command}")
         return []
-    metrics = read_metrics(run_dir)
-    panels = panels_of(metrics)
+    metrics, folder = read_metrics(run_dir), Path(run_dir) / "plots"
+    panels, starts = panels_of(metrics), stage_starts(run_dir, metrics)
     if not panels:
         return []
-    folder = Path(run_dir) / "plots"
     folder.mkdir(parents=True, exist_ok=True)
-    starts = stage_starts(run_dir, metrics)
     columns = min(len(panels), 4)
     rows = math.ceil(len(panels) / columns)
+    paths = [folder / f"{panel.name}.png" for panel in panels]
     overview = Figure(figsize=(4.4 * columns, 3.1 * rows), layout="constrained")
     overview.suptitle(folder.absolute().parent.name)
-    paths = [folder / "overview.png"]
-    for i, panel in enumerate(panels, start=1):
-        draw_panel(overview.add_subplot(rows, columns, i), panel, metrics, starts)
+    for i, panel in enumerate(panels):
+        draw_panel(overview.add_subplot(rows, columns, i + 1), panel, metrics, starts)
         figure = Figure(figsize=(6.4, 4.0), layout="constrained")
         draw_panel(figure.subplots(), panel, metrics, starts)
-        paths.append(folder / f"{panel.name}.png")
-        figure.savefig(paths[-1])
-    overview.savefig(paths[0])
-    return paths
+        figure.savefig(paths[i])
+    overview.savefig(folder / "overview.png")
+    return [folder / "overview.png", *paths]
 
 
 def draw_panel(axes: Any, panel: Panel, metrics: Metrics, starts: Mapping[int, str]) -> None:
     """Draw one panel over the steps, with a line where a stage starts."""
     axes.set(title=panel.title, xlabel="step", ylabel=panel.unit)
-    if panel.style in ("heatmap", "histogram"):
-        steps = sorted({step for name in panel.metrics for step in series(metrics, name)[0]})
-        by_step = {int(row["step"]): row for row in metrics}
-        table = np.array([[by_step[s].get(n, math.nan) for s in steps] for n in panel.metrics])
-        mesh = axes.pcolormesh(steps, range(len(table)), table, shading="nearest")
-        axes.set_yticks(range(len(table)), panel.metrics.values())
-        axes.figure.colorbar(mesh, ax=axes, label=panel.value)
+    is_table = panel.style in ("heatmap", "histogram")
+    if is_table:
+        _draw_table(axes, panel, metrics)
+    lines = {} if is_table else panel.metrics
     for name, legend in panel.points.items():
         axes.plot(*series(metrics, name), "o", label=legend)
-    lines = panel.metrics if panel.style in ("smoothed", "steps") else {}
-    for i, (name, legend) in enumerate(lines.items()):
+    for name, legend in lines.items():
         steps, values = series(metrics, name)
         if panel.style == "steps":
             axes.step(steps, values, where="post", label=legend)
@@ -73,8 +66,8 @@ def draw_panel(axes: Any, panel: Panel, metrics: Metrics, starts: Mapping[int, s
         smoothed = np.array(smooth(values))
         (line,) = axes.plot(steps, smoothed, label=legend)
         axes.plot(steps, values, color=line.get_color(), alpha=0.25)
-        band = np.array(series(metrics, panel.band)[1] if i == 0 and panel.band else ())
-        if values and len(band) == len(values):
+        band = series(metrics, panel.band)[1] if name in list(lines)[:1] else []
+        if len(band) == len(values):
             axes.fill_between(steps, smoothed - band, smoothed + band, alpha=0.15)
     if any(axes.get_legend_handles_labels()[1]):
         axes.legend(fontsize="small")
@@ -83,10 +76,21 @@ def draw_panel(axes: Any, panel: Panel, metrics: Metrics, starts: Mapping[int, s
         axes.text(step - 0.5, 1, stage, transform=axes.get_xaxis_transform(), fontsize="small")
 
 
+def _draw_table(axes: Any, panel: Panel, metrics: Metrics) -> None:
+    """Draw a row for each metric, colored by its value."""
+    rows = [row for row in metrics if not row.keys().isdisjoint(panel.metrics)]
+    table = np.array([[row.get(name, math.nan) for row in rows] for name in panel.metrics])
+    places = range(len(table))
+    mesh = axes.pcolormesh([row["step"] for row in rows], places, table, shading="nearest")
+    axes.set_yticks(places, panel.metrics.values())
+    axes.figure.colorbar(mesh, ax=axes, label=panel.value)
+
+
 def smooth(values: list[float]) -> list[float]:
-    """Mean of the neighbors, weighted by a Gaussian, so that it neither lags nor leads."""
-    width = max(SMOOTHING * len(values), 1e-3)
-    reach = min(math.ceil(3 * width), (len(values) - 1) // 2)
-    kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) / width) ** 2)
-    sums = np.convolve(values, kernel, "same")
-    return list(sums / np.convolve(np.ones(len(values)), kernel, "same"))
+    """Mean of the neighbors, as many on both sides, so that it neither lags nor leads."""
+    reach = round(SMOOTHING * len(values) / 2)
+    means = []
+    for i in range(len(values)):
+        side = min(reach, i, len(values) - 1 - i)
+        means.append(float(np.mean(values[i - side : i + side + 1])))
+    return means

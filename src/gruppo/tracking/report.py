@@ -60,30 +60,12 @@ def closing_lines(
     run's metrics. ``seconds`` is the time since the start, loading and evaluations included.
     """
     run_dir = Path(run_dir)
-    steps = [row for row in read_metrics(run_dir) if "time/step_s" in row]
-    in_steps = sum(row["time/step_s"] for row in steps)
-    summary = Text.assemble(
-        (str(run_dir), "bold"), f": {counted(len(steps), 'step')} in {duration(in_steps)}"
-    )
-    if seconds > in_steps:  # not if the run was resumed: its first steps were before
-        summary.append(f", {duration(seconds)} with loading, evaluation and saving")
-    rewards = [
-        row["reward/mean"] for row in steps if math.isfinite(row.get("reward/mean", math.nan))
-    ]
-    rewards = rewards[-LAST_STEPS:]
-    if rewards:
-        last = "last step" if len(rewards) == 1 else f"last {len(rewards)} steps"
-        summary.append(f"; reward {sum(rewards) / len(rewards):.3f} over the {last}")
-    unscored = sum(row.get("reward/unscored_count", 0) for row in steps)
-    if unscored > 0:
-        text = f"; {unscored:.0f} sampled rows had no reward (log.txt, samples.jsonl)"
-        summary.append(text, "yellow")
-    lines = [summary]
+    lines = [_summary(run_dir, seconds)]
     if before and after:
         lines.append(Text(f"held-out reward, {after.get('prompts', '?')} prompts:"))
-        pair = before["mean"], after["mean"]
-        text = f"  {_interval(before)} before, {_interval(after)} after"
-        lines.append(Text(f"{text}, change {pair[1] - pair[0]:+.3f}", "bold"))
+        change = f"change {after['mean'] - before['mean']:+.3f}"
+        text = f"  {_interval(before)} before, {_interval(after)} after, {change}"
+        lines.append(Text(text, "bold"))
         parts = after.get("parts", {})
         for name in parts if len(parts) > 1 else ():  # of a single reward the mean says the same
             old = before.get("parts", {}).get(name, math.nan)
@@ -96,6 +78,23 @@ def closing_lines(
             lines.append(Text(f"\n{title}", "bold"))
             lines += [Text.assemble(f"  {left}", (f"  # {text}", "dim")) for left, text in rows]
     return Group(*lines)
+
+
+def _summary(run_dir: Path, seconds: float) -> Text:
+    """Steps, time, last rewards, and rows without one."""
+    steps = [row for row in read_metrics(run_dir) if "time/step_s" in row]
+    in_steps = sum(row["time/step_s"] for row in steps)
+    text = f": {counted(len(steps), 'step')} in {duration(in_steps)}"
+    if seconds > in_steps:  # not if the run was resumed: its first steps were before
+        text += f", {duration(seconds)} with loading, evaluation and saving"
+    rewards = [row["reward/mean"] for row in steps if "reward/mean" in row]
+    rewards = [reward for reward in rewards if math.isfinite(reward)][-LAST_STEPS:]
+    if rewards:
+        last = "last step" if len(rewards) == 1 else f"last {len(rewards)} steps"
+        text += f"; reward {sum(rewards) / len(rewards):.3f} over the {last}"
+    unscored = sum(row.get("reward/unscored_count", 0) for row in steps)
+    warning = f"; {unscored:.0f} sampled rows had no reward (log.txt, samples.jsonl)"
+    return Text.assemble((str(run_dir), "bold"), text, (warning if unscored else "", "yellow"))
 
 
 def _interval(side: Mapping[str, Any]) -> str:

@@ -61,14 +61,13 @@ class SamplesFile(Tracker):
                 self._warn_once(f"images cannot be drawn: {type(error).__name__}: {error}")
         for row in placed:  # images that are on no sheet are named, without their pixels
             for name, value in row.items():
-                if is_image(value):
-                    is_array = isinstance(value, ARRAYS)
-                    row[name] = shape_text(value) if is_array else type(value).__name__
-                elif name == "completion" and isinstance(value, ARRAYS):
-                    self._warn_once(
-                        f"{shape_text(value)} is not an image, which has floats [C, H, W] with 1 "
-                        "or 3 channels: it is not drawn."
-                    )
+                if isinstance(value, ARRAYS) and (is_image(value) or name == "completion"):
+                    row[name] = shape_text(value)
+                    if not is_image(value):
+                        self._warn_once(f"""{row[name]} is not an image, which has floats [C, H, W]
+                            with 1 or 3 channels: it is not drawn.""")
+                elif is_image(value):
+                    row[name] = type(value).__name__
         append_lines(self._path, [{"step": step} | to_json(row) for row in placed])
 
     def cut(self, step: int) -> None:
@@ -86,7 +85,7 @@ class SamplesFile(Tracker):
         for row in rows:
             for field in FIELDS:
                 if is_image(row.get(field)) and len(images) < MAX_IMAGES:
-                    images.setdefault(id(row[field]), row[field])
+                    images[id(row[field])] = row[field]
         if not images:
             return
         sheet, boxes = make_sheet(list(images.values()))
@@ -105,17 +104,14 @@ class SamplesFile(Tracker):
         sheets = sorted((self.run_dir / FOLDER).glob("eval_*.png"))
         if len(sheets) < 2:
             return path.unlink(missing_ok=True)
-        try:
-            from PIL import Image
+        from PIL import Image
 
-            with Image.open(sheets[0]) as before, Image.open(sheets[-1]) as after:
-                size = max(before.width, after.width), before.height + after.height
-                both = Image.new("RGB", size, "white")
-                both.paste(before, (0, 0))
-                both.paste(after, (0, before.height))
-            save_png(path, both)
-        except Exception as error:
-            self._warn_once(f"{path} cannot be drawn: {type(error).__name__}: {error}")
+        with Image.open(sheets[0]) as before, Image.open(sheets[-1]) as after:
+            size = max(before.width, after.width), before.height + after.height
+            both = Image.new("RGB", size, "white")
+            both.paste(before, (0, 0))
+            both.paste(after, (0, before.height))
+        save_png(path, both)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
@@ -125,8 +121,8 @@ class SamplesFile(Tracker):
 
 def write_sheet(path: Path, rows: Sequence[Row]) -> bool:
     """Draw the images of rows; return False, without a file, if there are none."""
-    fields = [row.get("image", row.get("completion")) for row in rows]
-    images = [value for value in fields if is_image(value)]
+    images = [row.get("image", row.get("completion")) for row in rows]
+    images = [value for value in images if is_image(value)]
     if not images or importlib.util.find_spec("PIL") is None:
         return False
     save_png(path, make_sheet(images)[0])
@@ -134,11 +130,12 @@ def write_sheet(path: Path, rows: Sequence[Row]) -> bool:
 
 
 def save_png(path: Path, image: Any) -> None:
-    image.save(file := io.BytesIO(), "PNG")
+    file = io.BytesIO()
+    image.save(file, "PNG")
     replace_file(path, file.getvalue())
 
 
 def reward_of(row: Row, default: float) -> Any:
-    """The row's reward, or the default if it has none. In samples.jsonl an infinity is a string."""
+    """The row's reward, or the default if it has none."""
     reward = row.get("reward")
     return default if reward is None or reward != reward else reward

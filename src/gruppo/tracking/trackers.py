@@ -6,9 +6,7 @@ continues without it, and the files in its folder hold everything.
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
-import inspect
 import io
 import json
 import logging
@@ -23,8 +21,9 @@ from typing import Any
 
 import numpy
 
+from gruppo.config.options import as_text as option_text
+from gruppo.config.options import options
 from gruppo.config.schema import Config
-from gruppo.config.serialization import to_dict
 from gruppo.integrity import read_json, replace_file
 from gruppo.loading import import_extra, install_command, load_object
 from gruppo.protocols import Tracker
@@ -37,11 +36,7 @@ log = logging.getLogger("gruppo")
 
 PROJECT, STATE_FILE = "gruppo", "trackers.json"
 """The project of all runs, and the file with the ids by which a resumed run is continued."""
-METHODS, NEED = (
-    ("log", "log_samples", "close"),
-    "it needs log(step, metrics), log_samples(step, rows) and close()",
-)
-_json = partial(json.dumps, ensure_ascii=False, default=str)
+METHODS = ("log", "log_samples", "close")
 CLOSE_S = 60.0
 """Seconds that a tracker may take to send what is pending."""
 COLUMNS = ("reward", "prompt", "completion", "target")
@@ -51,42 +46,44 @@ FIELDS = (*COLUMNS, "parts", "extra", "failures")
 
 def check(names: Sequence[str]) -> None:
     """Refuse an unknown tracker, or one whose package is missing. No package is imported."""
+    if len({*names}) < len(names):
+        raise GruppoError("--track names a tracker more than once; leave one of them out.")
     for name in names:
-        if name in TRACKERS:
-            with suppress(ImportError, ValueError):  # ValueError: a module without a __spec__
-                if importlib.util.find_spec(name) is not None:
-                    continue
-            text = f"which is not installed; run: {install_command('track')}"
-            raise GruppoError(f'--track {name} needs the package "{name}", {text}')
-        if ":" not in name:
-            close = difflib.get_close_matches(name, TRACKERS, 1)
-            hint = f"Did you mean {close[0]}?" if close else f"Available: {', '.join(TRACKERS)}."
-            raise GruppoError(
-                f"unknown tracker {name!r}. {hint} For your own class write path/to/file.py:Class."
-            )
-        if not callable(factory := load_object(name)):
-            found = f"{factory!r:.80} ({type(factory).__name__})"
-            raise GruppoError(f"the tracker {name} is {found}; name a class, as file.py:Class.")
-        missing = [method for method in METHODS if not callable(getattr(factory, method, None))]
-        if inspect.isclass(factory) and missing:  # of a function, only what it returns has methods
-            raise GruppoError(f"the tracker {name} has no {' and no '.join(missing)}; {NEED}.")
-    if repeated := sorted({name for name in names if list(names).count(name) > 1}):
-        raise GruppoError(f"--track names {repeated[0]} more than once; leave one of them out.")
+        if ":" in name:
+            _check_methods(name, load_object(name))
+        elif name not in TRACKERS:
+            raise GruppoError(f"""unknown tracker {name!r}. Available: {", ".join(TRACKERS)}; for
+                your own class write path/to/file.py:Class.""")
+        elif not _is_installed(name):
+            raise GruppoError(f"""--track {name} needs the package "{name}", which is not
+                installed; run: {install_command("track")}""")
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ValueError:  # a module without a __spec__
+        return False
+
+
+def _check_methods(name: str, made: Any) -> None:
+    """Refuse what is not a tracker, nor a function that returns one."""
+    missing = [method for method in METHODS if not callable(getattr(made, method, None))]
+    if missing and (isinstance(made, type) or not callable(made)):
+        raise GruppoError(f"""the tracker {name} has no {" and no ".join(missing)}; it needs
+            log(step, metrics), log_samples(step, rows) and close().""")
 
 
 def open_trackers(
-    names: Sequence[str], run_dir: Path, config: Any, *, from_step: int | None
+    names: Sequence[str], run_dir: Path, config: Config, *, from_step: int | None
 ) -> list[Tracker]:
     """Open trackers by name, each guarded. ``from_step``: the last step before a resume, None for a
     new run."""
 
     def open_tracker(name: str) -> Tracker:
-        own = name not in TRACKERS
-        return (
-            load_object(name)(run_dir, config)
-            if own
-            else TRACKERS[name](run_dir, settings(config), from_step)
-        )
+        if name in TRACKERS:
+            return TRACKERS[name](run_dir, settings(config), from_step)
+        return load_object(name)(run_dir, config)
 
     return [GuardedTracker(name, partial(open_tracker, name)) for name in names]
 
@@ -95,32 +92,19 @@ def guarded(track: Sequence[Any]) -> list[Tracker]:
     """Check trackers that are Python objects, and guard them."""
     for one in track:
         if isinstance(one, type):
-            raise GruppoError(
-                f"the tracker {one.__name__} is a class that cannot be imported by name; pass an "
-                f"object."
-            )
-        if missing := [method for method in METHODS if not callable(getattr(one, method, None))]:
-            raise GruppoError(
-                f"the tracker {type(one).__name__} has no {' and no '.join(missing)}; {NEED}."
-            )
+            raise GruppoError(f"""the tracker {one.__name__} is a class that cannot be imported by
+                name; pass an object.""")
+        _check_methods(type(one).__name__, one)
     return [GuardedTracker(type(one).__name__, partial(lambda one: one, one)) for one in track]
 
 
-def settings(config: Any) -> dict[str, Any]:
-    """Leaves of a config by dotted name, as numbers, texts or booleans."""
-    leaves: dict[str, Any] = {}
-    nodes = [("", to_dict(config) if isinstance(config, Config) else config)]
-    while nodes:
-        name, value = nodes.pop(0)
-        if isinstance(value, list | tuple) and any(isinstance(part, Mapping) for part in value):
-            value = dict(enumerate(value))
-        if isinstance(value, Mapping):
-            nodes[:0] = [
-                (f"{name}.{part}" if name else part, inner) for part, inner in value.items()
-            ]
-        else:
-            leaves[name] = value if isinstance(value, bool | int | float | str) else _json(value)
-    return leaves
+def settings(config: Config) -> dict[str, Any]:
+    """The options of a config by dotted name, as numbers, texts or booleans."""
+    values = {name: option.value for name, option in options(config).items()}
+    return {
+        name: value if isinstance(value, bool | int | float | str) else option_text(value)
+        for name, value in values.items()
+    }
 
 
 class GuardedTracker:
@@ -132,14 +116,10 @@ class GuardedTracker:
         self._tracker: Tracker | None = self._call("could not be opened", factory)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        # Plain floats: a tracker must not get tensors or NumPy scalars, which some cannot send.
         if self._tracker is not None and not self._has_failed:
-            self._call(
-                "failed",
-                self._tracker.log,
-                step,
-                {name: float(value) for name, value in metrics.items()},
-            )
+            # some cannot send tensors or NumPy scalars
+            numbers = {name: float(value) for name, value in metrics.items()}
+            self._call("failed", self._tracker.log, step, numbers)
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         if self._tracker is not None and not self._has_failed:
@@ -150,37 +130,24 @@ class GuardedTracker:
         tracker, self._tracker = self._tracker, None
         if tracker is None:
             return
-        # In a daemon thread, so that a network that hangs delays the end of the run by CLOSE_S at
-        # most.
-        closing = threading.Thread(
-            target=self._call, args=("could not be closed", tracker.close), daemon=True
-        )
+        # in a daemon thread, so that a network that hangs does not keep the run from its end
+        arguments = ("could not be closed", tracker.close)
+        closing = threading.Thread(target=self._call, args=arguments, daemon=True)
         closing.start()
         closing.join(CLOSE_S)
         if closing.is_alive():
-            log.warning(
-                "the tracker %s has not closed within %g s; the run does not wait for it.",
-                self.name,
-                CLOSE_S,
-            )
+            text = "the tracker %s has not closed within %g s; the run does not wait for it."
+            log.warning(text, self.name, CLOSE_S)
 
     def _call(self, problem: str, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return function(*arguments)
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # SystemExit: a tracker must not end the run either
+        except (Exception, SystemExit) as error:  # SystemExit: it must not end the run either
             if not self._has_failed:
-                reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-                text = "The run continues; metrics.jsonl and samples.jsonl hold everything."
-                log.warning(
-                    "the tracker %s %s and is not used any more: %s. %s",
-                    self.name,
-                    problem,
-                    reason,
-                    text,
-                )
+                reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+                text = "the tracker %s %s and is not used any more: %s. The run continues; "
+                text += "metrics.jsonl and samples.jsonl hold everything."
+                log.warning(text, self.name, problem, reason)
             self._has_failed = True
 
 
@@ -197,15 +164,14 @@ class TensorBoard:
         from torch.utils.tensorboard.summary import hparams
 
         self._run_dir, folder = run_dir, run_dir / "tensorboard"
-        is_there = folder.is_dir()
-        # What an ended attempt logged after its checkpoint is hidden; events are only ever
-        # appended.
-        purge = None if not is_there else 0 if from_step is None else from_step + 1
+        is_new = not folder.is_dir()
+        # events are only ever appended
+        purge = None if is_new else 0 if from_step is None else from_step + 1
         self._writer = SummaryWriter(str(folder), purge_step=purge)
-        if not is_there:
+        if is_new:
             for summary in hparams(dict(settings), {}):
                 self._writer._get_file_writer().add_summary(summary)
-            self._writer.add_text("config", _markdown(("setting", "value"), settings.items()), 0)
+            self._writer.add_text("config", _markdown(("setting", "value"), *settings.items()), 0)
         self._writer.flush()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -221,9 +187,8 @@ class TensorBoard:
                 from PIL import Image
 
                 with Image.open(sheet) as image:
-                    self._writer.add_image(
-                        f"{tag}_sheet", numpy.asarray(image.convert("RGB")), step, dataformats="HWC"
-                    )
+                    pixels = numpy.asarray(image.convert("RGB"))
+                self._writer.add_image(f"{tag}_sheet", pixels, step, dataformats="HWC")
         self._writer.flush()
 
     def close(self) -> None:
@@ -245,7 +210,7 @@ class HostedTracker:
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         for tag, texts, sheet in _samples(self.run_dir, step, rows):
             if texts:
-                self.send(step, {tag: self.package.Table(columns=texts[0], data=texts[1])})
+                self.send(step, {tag: self.package.Table(columns=texts[0], data=texts[1:])})
             if sheet:
                 self.send(step, {f"{tag}_sheet": self.package.Image(str(sheet))})
 
@@ -257,13 +222,11 @@ class HostedTracker:
 def open_wandb(run_dir: Path, settings: Mapping[str, Any], from_step: int | None) -> Tracker:
     """A run of the project gruppo. ``WANDB_MODE``, ``WANDB_PROJECT`` and so on apply; without a key
     it is offline."""
-    wandb, mode = import_extra("wandb", "track", "--track wandb"), None
-    if not os.environ.get("WANDB_MODE"):
-        with suppress(TypeError):  # older versions, which prompt
-            mode = None if wandb.login(prompt=False) else "offline"
-    if mode == "offline":
+    wandb = import_extra("wandb", "track", "--track wandb")
+    mode = None
+    if not os.environ.get("WANDB_MODE") and not wandb.login(prompt=False):
+        mode = "offline"
         log.info("wandb has no API key: it writes to %s; wandb sync uploads it.", run_dir / "wandb")
-    limits = {"init_timeout": 30.0, "login_timeout": 10.0, "finish_timeout": CLOSE_S - 10}
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", PROJECT),
         name=run_dir.name,
@@ -272,7 +235,13 @@ def open_wandb(run_dir: Path, settings: Mapping[str, Any], from_step: int | None
         dir=str(run_dir),
         config=dict(settings),
         mode=mode,
-        settings=wandb.Settings(silent=True, console="off", **limits),
+        settings=wandb.Settings(
+            silent=True,
+            console="off",
+            init_timeout=30.0,
+            login_timeout=10.0,
+            finish_timeout=CLOSE_S - 10,
+        ),
     )
     _tracker_ids(run_dir, wandb=run.id)
     # The step is a column of its own, so that rows which a resumed run repeats are drawn over the
@@ -284,10 +253,8 @@ def open_wandb(run_dir: Path, settings: Mapping[str, Any], from_step: int | None
 
 def open_trackio(run_dir: Path, settings: Mapping[str, Any], from_step: int | None) -> Tracker:
     """A run of the local project gruppo; ``trackio show --project gruppo`` opens it."""
-    trackio, name = (
-        import_extra("trackio", "track", "--track trackio"),
-        _tracker_ids(run_dir).get("trackio"),
-    )
+    trackio = import_extra("trackio", "track", "--track trackio")
+    name = _tracker_ids(run_dir).get("trackio")
     with redirect_stdout(io.StringIO()):  # it prints how to open its page, over the live screen
         run = trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", PROJECT),
@@ -325,17 +292,18 @@ TRACKERS: Mapping[str, Opener] = {
 
 def _samples(
     run_dir: Path, step: int, rows: Sequence[Mapping[str, Any]]
-) -> Iterator[tuple[str, tuple[list[str], list[list[Any]]] | None, Path | None]]:
-    """Training and held-out samples: a tag, columns and cells of those with text, and the sheet of
-    images."""
+) -> Iterator[tuple[str, list[list[Any]], Path | None]]:
+    """Training and held-out samples: a tag, a table of those with text, its header first, and the
+    sheet of images."""
     for tag, is_held_out in {"samples": False, "held_out": True}.items():
-        if not (tagged := [row for row in rows if bool(row.get("held_out")) == is_held_out]):
-            continue
+        tagged = [row for row in rows if bool(row.get("held_out")) == is_held_out]
         texts = [row for row in tagged if not has_pixels(row.get("completion"))]
         columns = [name for name in FIELDS if name in COLUMNS or any(name in row for row in texts)]
-        data = [[_cell(name, row.get(name)) for name in columns] for row in texts]
+        table: list[list[Any]] = [list(columns)]
+        table += ([_cell(name, row.get(name)) for name in columns] for row in texts)
         sheet = run_dir / sheet_name(step, is_held_out)
-        yield tag, (columns, data) if texts else None, sheet if sheet.is_file() else None
+        if tagged:
+            yield tag, table if texts else [], sheet if sheet.is_file() else None
 
 
 def _cell(name: str, value: Any) -> float | str:
@@ -344,11 +312,13 @@ def _cell(name: str, value: Any) -> float | str:
         return float("nan") if value is None else float(value)
     if value is None or isinstance(value, str):
         return value or ""  # a text as it is, with its line ends
-    return _json(value) if isinstance(value, Mapping) or name == "failures" else as_text(value)
+    if isinstance(value, Mapping) or name == "failures":
+        return json.dumps(value, ensure_ascii=False, default=str)
+    return as_text(value)
 
 
-def _markdown(columns: Sequence[str], rows: Any) -> str:
-    """A table in Markdown, which TensorBoard renders."""
-    lines = [[as_text(str(cell)).replace("|", "\\|") for cell in row] for row in (columns, *rows)]
-    lines.insert(1, ["---"] * len(columns))
+def _markdown(*rows: Sequence[Any]) -> str:
+    """A table in Markdown, which TensorBoard renders; the first row is its header."""
+    lines = [[as_text(str(cell)).replace("|", "\\|") for cell in row] for row in rows]
+    lines.insert(1, ["---"] * len(rows[0]))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -7,7 +7,6 @@ import gzip
 import hashlib
 import html
 import json
-import math
 import re
 import time
 from collections.abc import Sequence
@@ -16,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from gruppo.integrity import replace_file
-from gruppo.tracking.samples import FOLDER
 from gruppo.types import GruppoError
-from gruppo.view.run import RunView, open_runs
+from gruppo.view.run import NEWEST, RunView, open_runs
 
-MAX_BYTES = 12 << 20
-"""Of compressed completions, and of images, in a report; of more, only every n-th step is kept."""
+MAX_BYTES = 48 << 20
+"""Of completions, and of images, in a report: the newest ones."""
 PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 """The page, whose single script and style are the only ones that its policy allows to run."""
 
@@ -71,36 +69,26 @@ def _embedded(run: RunView, max_bytes: int) -> dict[str, Any]:
     state, rows = run.state(), dict[str, list[tuple[int, str]]]()
     notices = list(state["notices"])  # the state is kept and shared; it must not change
     for source in state["sources"]:
-        chunks, size, before, every = list[tuple[int, str]](), 0, 10**15, 1
-        if source == "completions":
-            every = max(math.ceil(sum(file.stat().st_size for file in run.files()) / max_bytes), 1)
-            if every > 1:
-                notices.append(
-                    f"This report has the completions of one step in {every}: gruppo view shows "
-                    f"all."
+        rows[source], size = [], 0
+        text, first = run.rows(source, NEWEST)
+        while first is not None:
+            rows[source].append((first, text.decode("utf-8", "replace")))
+            size += len(text)
+            if size > max_bytes:
+                notice = (
+                    f"This report has the {source} from step {first} on: gruppo view shows all."
                 )
-        while True:
-            text, first = run.rows(source, before, every=every, last=state["last"])
-            if first is None:
+                notices.append(notice)
                 break
-            if source == "samples" and size > max_bytes:  # also holds each row whose reward failed
-                notices.append(
-                    f"This report has the samples from step {before} on: gruppo view shows all."
-                )
-                break
-            chunks.append((first, text.decode("utf-8", "replace")))
-            before, size = first, size + len(text)
-        rows[source] = chunks
-    images, sheets = dict[str, str](), state["sheets"]
-    every = max(
-        math.ceil(sum((run.path / FOLDER / name).stat().st_size for name in sheets) / max_bytes), 1
-    )
-    for name in sheets[::-every]:  # from the newest, which is always among them
+            text, first = run.rows(source, first)
+    images, size = dict[str, str](), 0
+    for name in reversed(state["sheets"]):
         with suppress(GruppoError):  # no PNG
-            images[name] = base64.b64encode(run.image(name)).decode()
-    state = state | {"notices": notices}
+            if size <= max_bytes:
+                images[name] = base64.b64encode(run.image(name)).decode()
+                size += len(images[name])
     return {
-        "state": state,
+        "state": state | {"notices": notices},
         "metrics": run.metrics()[0].decode("utf-8", "replace"),
         "rows": rows,
         "images": images,

@@ -3,7 +3,6 @@ to."""
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import time
@@ -16,7 +15,8 @@ from typing import Any
 from gruppo.doctor import record
 from gruppo.doctor.report import diagnose
 from gruppo.integrity import check_links, json_lines, parse_json, read_json
-from gruppo.tracking.files import STEPS_PER_FILE, read_completions, to_json
+from gruppo.loading import describe_error
+from gruppo.tracking.files import read_completions, to_json
 from gruppo.tracking.images import PNG
 from gruppo.tracking.panels import panels_of, stage_starts
 from gruppo.tracking.samples import FOLDER
@@ -25,9 +25,20 @@ from gruppo.types import GruppoError
 
 CHUNK_BYTES = 4 << 20
 """Bytes of completions that are sent at once, in whole steps."""
+WATCHED = (
+    "config.json",
+    "metrics.jsonl",
+    "manifest.json",
+    "samples.jsonl",
+    "evaluations.json",
+    "final",
+)
+"""Files whose changes change what is shown."""
 DESCRIBE_FRAC = 0.05
 """Largest share of the time that is spent on describing a run while it trains on the same
 machine."""
+NEWEST = 10**15
+"""A step after all others."""
 _STEP = re.compile(rb'\{"step": ?(\d{1,15})\b')
 _FILE = re.compile(r"step_(\d{1,15})\.jsonl\.gz")
 _SHEET = re.compile(r"(step|eval)_\d+\.png|before_after\.png")
@@ -46,89 +57,73 @@ class RunView:
     def state(self) -> dict[str, Any]:
         """All but metrics and completions. ``version`` changes with it."""
         with self._lock:  # requests come in threads of their own
-            files = [
-                "config.json",
-                "manifest.json",
-                "metrics.jsonl",
-                "samples.jsonl",
-                "evaluations.json",
-                "final",
-            ]
-            stamp = tuple(
-                _stamp(path) for path in [*(self.path / name for name in files), *self.files()[-1:]]
-            )
+            paths = [self.path / name for name in WATCHED] + self.files()[-1:]
+            stamp = tuple(map(_stamp, paths))
             began = time.monotonic()
             if not self._state or (stamp != self._stamp and began >= self._not_before):
                 self._stamp, self._state = stamp, {"version": hash(stamp), **self._describe()}
-                took = time.monotonic() - began
-                self._not_before = began + took / DESCRIBE_FRAC
+                self._not_before = began + (time.monotonic() - began) / DESCRIBE_FRAC
             return self._state
 
     def _describe(self) -> dict[str, Any]:
-        notices, contents = list[str](), dict[str, Any]()
-        for name, kind in (("config", dict), ("manifest", dict), ("evaluations", list)):
-            path = self.path / f"{name}.json"
-            contents[name] = kind()  # what the page has where a file is absent or damaged
-            try:
-                content = to_json(read_json(path)) if path.exists() else kind()
-                if not isinstance(content, kind):
-                    raise ValueError(f"it holds a {type(content).__name__}, not a {kind.__name__}")
-                contents[name] = content
-            except (OSError, ValueError) as error:
-                notices.append(f"{path.name} cannot be read: {error}.")
-        try:
-            diagnosed = diagnose(record.read(self.path))
-            rows, doctor = diagnosed.run.rows, diagnosed.to_dict()
-        except (
-            Exception
-        ) as error:  # also what a damaged or older folder provokes; the rest of the page is shown
-            rows, unreadable = readable_rows(self.path / "metrics.jsonl")
-            doctor = {
-                "error": str(error)
-                if isinstance(error, GruppoError)
-                else f"{type(error).__name__}: {error}"
-            }
-            notices += (
-                [f"{unreadable} lines of metrics.jsonl cannot be read and are left out."]
-                if unreadable
-                else []
-            )
+        notices = list[str]()
+        contents = {
+            "config": self._content("config.json", {}, notices),
+            "manifest": self._content("manifest.json", {}, notices),
+            "evaluations": self._content("evaluations.json", [], notices),
+        }
+        rows, doctor = self._diagnosed(notices)
+        files, sources = self.files(), list[str]()
         if not (self.path / "config.json").is_file():
             notices.append("The folder has no config.json: it is incomplete, or not of a run.")
         if not rows:
             notices.append("No step has been logged yet.")
-        files, texts = self.files(), ("config.json", "metrics.jsonl")
-        sheets = [
-            path.name for path in (self.path / FOLDER).glob("*.png") if _SHEET.fullmatch(path.name)
-        ]
-        if rows and not files:
-            notices.append(
-                "completions/ is empty, so only the samples that the run has shown are listed."
-            )
+        elif not files:
+            notices.append("completions/ is empty, so only samples of the run are listed.")
+        sources = [source for source in ("completions", "samples") if self.files(source)]
+        sheets = [path.name for path in (self.path / FOLDER).glob("*.png")]
         # Lists of pairs: the lines of a panel have an order, which a JSON object does not promise.
         panels = [
             vars(p) | {"metrics": [*p.metrics.items()], "points": [*p.points.items()]}
             for p in panels_of(rows)
         ]
-        return {
+        return contents | {
             "name": self.name,
             "path": str(self.path.absolute()),
             "last": max((row["step"] for row in rows), default=0),
-            "written": max(_stamp(self.path / name)[0] for name in texts) / 1e9,
+            "written": max(_stamp(self.path / name)[0] for name in WATCHED[:2]) / 1e9,
             "is_complete": (self.path / "final").is_dir(),
-            "sources": [
-                *(["completions"] if files else []),
-                *(["samples"] if self.files("samples") else []),
-            ],
-            "sheets": sorted(
-                sheets, key=lambda name: (len(name), name)
-            ),  # steps may have more digits than six
+            "sources": sources,
+            # steps may have more digits than six
+            "sheets": sorted(filter(_SHEET.fullmatch, sheets), key=lambda name: (len(name), name)),
             "starts": list(stage_starts(self.path, rows).items()),
             "panels": panels,
             "doctor": to_json(doctor),
             "notices": notices,
-            **contents,
         }
+
+    def _content(self, name: str, default: Any, notices: list[str]) -> Any:
+        """A JSON file, or the default and a notice where it is damaged."""
+        path = self.path / name
+        try:
+            content = to_json(read_json(path)) if path.exists() else default
+            if type(content) is type(default):
+                return content
+            notices.append(f"{name} holds a {type(content).__name__}.")
+        except (OSError, ValueError) as error:
+            notices.append(f"{name} cannot be read: {error}.")
+        return default
+
+    def _diagnosed(self, notices: list[str]) -> tuple[Any, dict[str, Any]]:
+        """Metrics by step, and the doctor's findings."""
+        try:
+            report = diagnose(record.read(self.path))
+            return report.run.rows, report.to_dict()
+        except Exception as error:  # a damaged or older folder; the rest of the page is shown
+            rows, unreadable = readable_rows(self.path / "metrics.jsonl")
+            if unreadable:
+                notices.append(f"{unreadable} lines of metrics.jsonl cannot be read.")
+            return rows, {"error": describe_error(error)[0]}
 
     def metrics(self, version: str = "", start: int = 0) -> tuple[bytes, str]:
         """Lines of metrics.jsonl from byte ``start``, and the file's version; all of them if it was
@@ -145,37 +140,24 @@ class RunView:
     def files(self, source: str = "completions") -> list[Path]:
         """Files of rows in the order of their steps."""
         if source == "samples":
-            return [
-                path
-                for path in [self.path / "samples.jsonl"]
-                if path.is_file() and path.stat().st_size
-            ]
-        paths = self.path.glob("completions/*")
-        found = [(int(match[1]), path) for path in paths if (match := _FILE.fullmatch(path.name))]
-        return [path for _, path in sorted(found)]
+            path = self.path / "samples.jsonl"
+            return [path] if _stamp(path)[1] else []
+        return sorted(
+            (path for path in self.path.glob("completions/*") if _FILE.fullmatch(path.name)),
+            key=lambda path: int(path.name[5:-9]),
+        )
 
-    def rows(
-        self, source: str, before: int, *, every: int = 1, last: int = 0
-    ) -> tuple[bytes, int | None]:
+    def rows(self, source: str, before: int) -> tuple[bytes, int | None]:
         """JSON lines of whole steps before ``before``, and the first of these steps; None if there
         is none.
 
         They are the newest that ``CHUNK_BYTES`` holds, and at least one.
-
-        ``every``: only each such step, back from ``last``.
         """
         parts, size = list[bytes](), 0
         first: int | None = None
         for path in reversed(self.files(source)):
-            start = int(match[1]) if (match := _FILE.fullmatch(path.name)) else 0
-            # Most files of a sparse report hold none of its steps, and are not unpacked.
-            may_have_it = every == 1 or any(
-                (last - step) % every == 0 for step in range(start, start + STEPS_PER_FILE)
-            )
-            for step, text in reversed(
-                _steps(path, _stamp(path)) if start < before and may_have_it else ()
-            ):
-                if step >= before or (last - step) % every:
+            for step, text in reversed(_steps(path, _stamp(path))):
+                if step >= before:
                     continue
                 if first is not None and size + len(text) > CHUNK_BYTES:
                     return b"".join(reversed(parts)), first
@@ -218,18 +200,12 @@ def readable_rows(path: Path) -> tuple[list[dict[str, float]], int]:
     rows, unreadable = list[dict[str, float]](), 0
     for line in json_lines(path) if path.is_file() else ():
         try:
-            row = {name: _number(value) for name, value in parse_json(line).items()}
-            rows.append(row | {"step": int(row["step"])})
-        except (ValueError, KeyError, AttributeError, OverflowError):
+            row = parse_json(line)
+            numbers = {n: float(v) for n, v in row.items() if isinstance(v, int | float | str)}
+            rows.append(numbers | {"step": int(row["step"])})
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             unreadable += 1
     return rows, unreadable
-
-
-def _number(value: Any) -> float:
-    try:
-        return math.nan if value is None else float(value)
-    except (TypeError, ValueError, OverflowError):
-        return math.nan
 
 
 def _stamp(path: Path | int) -> tuple[int, int, int]:
@@ -246,11 +222,10 @@ def _steps(path: Path, stamp: tuple[int, int, int]) -> list[tuple[int, bytes]]:
     """The lines of each step in a file, in order; lines that do not begin with a step are left
     out."""
     try:
-        lines = (
-            read_completions(path)[0]
-            if path.suffix == ".gz"
-            else path.read_bytes().splitlines(keepends=True)
-        )
+        if path.suffix == ".gz":
+            lines, _ = read_completions(path)
+        else:
+            lines = path.read_bytes().splitlines(keepends=True)
     except OSError:
         return []
     by_step: dict[int, list[bytes]] = {}

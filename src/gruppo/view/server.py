@@ -45,28 +45,32 @@ class ViewServer(socketserver.ThreadingTCPServer):
             ) from None
         self.address = f"http://{HOST}:{self.server_address[1]}/#{self.token}"
 
-    # --- what is served: each returns a content type, a content and headers ---
+    # --- what is served: each returns a content and headers ---
 
-    def state(self, known: str = "") -> tuple[str, bytes, dict[str, str]]:
+    def state(self, known: str = "") -> tuple[bytes, dict[str, str]]:
         states = [run.state() for run in self.runs]
         version = ".".join(str(state["version"]) for state in states)
         found = {"version": version, "runs": states} if version != known else {}
-        return "application/json", json.dumps(found).encode(), {}
+        return json.dumps(found).encode(), {}
 
     def metrics(
-        self, run: str = "", version: str = "", start: str = "0"
-    ) -> tuple[str, bytes, dict[str, str]]:
+        self, run: str, version: str = "", start: str = "0"
+    ) -> tuple[bytes, dict[str, str]]:
         content, now = self.runs[int(run)].metrics(version, int(start))
-        return "text/plain", content, {"X-Version": now}
+        return content, {"X-Version": now}
 
-    def rows(
-        self, run: str = "", source: str = "", before: str = ""
-    ) -> tuple[str, bytes, dict[str, str]]:
+    def rows(self, run: str, source: str, before: str) -> tuple[bytes, dict[str, str]]:
         content, first = self.runs[int(run)].rows(source, int(before))
-        return "text/plain", content, {"X-First": "" if first is None else str(first)}
+        return content, {"X-First": "" if first is None else str(first)}
 
-    def image(self, run: str = "", name: str = "") -> tuple[str, bytes, dict[str, str]]:
-        return "image/png", self.runs[int(run)].image(name), {}
+    def image(self, run: str, name: str) -> tuple[bytes, dict[str, str]]:
+        return self.runs[int(run)].image(name), {"Content-Type": "image/png"}
+
+
+class _Refused(Exception):
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -76,40 +80,26 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 60  # of a connection that stays open
 
     def do_GET(self) -> None:
-        path, _, query = self.path.partition("?")
-        token = self.headers.get("Authorization", "").removeprefix("Bearer ").encode()
-        answers = {
-            name: getattr(self.server, name) for name in ("state", "metrics", "rows", "image")
-        }
-        status, kind, content, headers = 200, "text/plain", b"", dict[str, str]()
-        if re.sub(r":\d*$", "", self.headers.get("Host", "")).lower() not in NAMES:
-            status, content = 403, b"This server answers to 127.0.0.1 and localhost only."
-        elif path == "/":
-            kind, content = "text/html", PAGE.encode()
-        elif not hmac.compare_digest(
-            token, self.server.token.encode()
-        ):  # in the same time for every wrong token
-            status, content = 401, b"The token is missing or wrong."
-        elif path[1:] not in answers:
-            status, content = 404, b"There is no such page."
-        else:
-            try:
-                values = {name: values[-1] for name, values in parse_qs(query).items()}
-                kind, content, headers = answers[path[1:]](**values)
-            except Exception as error:  # the page shows it, and goes on
-                is_request = isinstance(error, TypeError | ValueError | IndexError | GruppoError)
-                status, content = 400 if is_request else 500, describe_error(error)[0].encode()
-        # In memory only: completions must not stay in a browser's cache, nor be read by another
-        # site.
+        try:
+            content, headers = self._answer()
+            status = 200
+        except _Refused as refusal:
+            status, content, headers = refusal.status, str(refusal).encode(), {}
+        except Exception as error:  # the page shows it, and goes on
+            is_request = isinstance(error, TypeError | ValueError | IndexError | GruppoError)
+            status, headers = 400 if is_request else 500, {}
+            content = describe_error(error)[0].encode()
         rule = content_security_policy(connect="'self'", images="blob:")
-        headers |= {
-            "Content-Type": f"{kind}; charset=utf-8" if kind != "image/png" else kind,
+        # no-store: completions must not stay in a browser's cache
+        headers = {
+            "Content-Type": "text/plain; charset=utf-8",
             "Content-Length": str(len(content)),
             "Content-Security-Policy": f"{rule}; frame-ancestors 'none'",
             "Cross-Origin-Resource-Policy": "same-origin",
             "Referrer-Policy": "no-referrer",
             "X-Content-Type-Options": "nosniff",
             "Cache-Control": "no-store",
+            **headers,
         }
         try:
             self.send_response(status)
@@ -119,6 +109,22 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
         except (ConnectionError, TimeoutError):  # the page was closed
             self.close_connection = True
+
+    def _answer(self) -> tuple[bytes, dict[str, str]]:
+        """The content and headers for the path; only the page itself needs no token."""
+        path, _, query = self.path.partition("?")
+        if re.sub(r":\d*$", "", self.headers.get("Host", "")).lower() not in NAMES:
+            raise _Refused(403, "This server answers to 127.0.0.1 and localhost only.")
+        if path == "/":
+            return PAGE.encode(), {"Content-Type": "text/html; charset=utf-8"}
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ").encode()
+        # in the same time for every wrong token
+        if not hmac.compare_digest(token, self.server.token.encode()):
+            raise _Refused(401, "The token is missing or wrong.")
+        if path not in ("/state", "/metrics", "/rows", "/image"):
+            raise _Refused(404, "There is no such page.")
+        values = {name: several[-1] for name, several in parse_qs(query).items()}
+        return getattr(self.server, path[1:])(**values)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Requests are not logged."""
