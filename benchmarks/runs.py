@@ -10,6 +10,8 @@ from benchmarks.workloads import PROMPTS, alternating, prompts
 from gruppo.api import Parts, build
 from gruppo.config.schema import Config, OptimConfig, RolloutConfig
 from gruppo.trainer.collect import collect
+from gruppo.trainer.metrics import collected_metrics
+from gruppo.trainer.recorder import Recorder
 from gruppo.trainer.run import Run
 from gruppo.trainer.stages import step_params_at
 from gruppo.trainer.update import learn
@@ -40,8 +42,12 @@ def one_step(run: Run) -> dict[str, Any]:
     """Collect, learn, publish; how long each took, and what was in it."""
     step_params = step_params_at(run.config, run.state.step)
     began = time.perf_counter()
+    run.recorder = Recorder()
     collected = collect(run, step_params)
-    metrics = collected.metrics | learn(run, collected.batch, step_params)
+    metrics = collected_metrics(run, collected, step_params)
+    with run.recorder.time("update"):
+        metrics |= learn(run, collected.batch, step_params)
+    metrics |= run.recorder.metrics
     run.state.step += 1
     run.engine.sync(run.policy, run.state.step)
     seconds = time.perf_counter() - began

@@ -74,14 +74,19 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
 
 def one_step(run: Any) -> dict[str, Any]:
     from gruppo.trainer.collect import collect
-    from gruppo.trainer.minibatches import has_gradient
+    from gruppo.trainer.metrics import collected_metrics
+    from gruppo.trainer.recorder import Recorder
     from gruppo.trainer.stages import step_params_at
     from gruppo.trainer.update import learn
 
     step_params = step_params_at(run.config, run.state.step)
     began = time.perf_counter()
+    run.recorder = Recorder()
     collected = collect(run, step_params)
-    metrics = collected.metrics | learn(run, collected.batch, step_params)
+    metrics = collected_metrics(run, collected, step_params)
+    with run.recorder.time("update"):
+        metrics |= learn(run, collected.batch, step_params)
+    metrics |= run.recorder.metrics
     seconds = time.perf_counter() - began
     run.state.step += 1
     actions = collected.rollouts.actions
@@ -90,7 +95,11 @@ def one_step(run: Any) -> dict[str, Any]:
         "rollout_s": metrics["time/rollout_s"],
         "credit_s": metrics["time/credit_s"],
         "update_s": metrics["time/update_s"],
-        "update_tokens": int(has_gradient(run, collected.batch, step_params).sum()),
+        "update_tokens": int(
+            active_actions(
+                run, collected.batch.loss_mask, collected.batch.advantages, step_params
+            ).sum()
+        ),
         "tokens": int(metrics["tokens"]),
         "rollouts_sha256": hashlib.sha256(actions.contiguous().numpy().tobytes()).hexdigest(),
     }

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import gruppo
-from gruppo.protocols import DescriptionMixin, MemoryMixin
+from gruppo.protocols import ImageDescriptionMixin, MemoryMixin
 from gruppo.seeds import generator_at, uniforms_at
 
 CITIES, WIDTH, HEADS = 20, 64, 4
@@ -79,11 +79,11 @@ class PointerNetwork(nn.Module):
         return scores.masked_fill(visited, -math.inf)
 
 
-class RoutePolicy(gruppo.Policy, DescriptionMixin, MemoryMixin):
+class RoutePolicy(gruppo.Policy, ImageDescriptionMixin, MemoryMixin):
     """Chooses the cities of a tour one after the other."""
 
     likelihood_outputs = frozenset({"entropy", "entropy_value"})
-    action_name, budget_name, renders_images = "city", "cities", True
+    action_name, budget_name = "city", "cities"
 
     def __init__(self, module):
         self.module = module.eval()

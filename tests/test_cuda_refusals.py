@@ -12,12 +12,8 @@ from tests.trainer.test_step import run_in
 
 from gruppo.build import place
 from gruppo.loading import describe_error
-from gruppo.modalities.text.policy import TextPolicy
 from gruppo.platforms import usable_cuda
-from gruppo.trainer import memory
-from gruppo.trainer.collect import collect
-from gruppo.trainer.loop import FORECAST_STEPS, forecast
-from gruppo.trainer.stages import step_params_at
+from gruppo.trainer import forward
 from gruppo.types import GruppoError
 
 OLD_DRIVER = (
@@ -114,85 +110,9 @@ def test_memory_of_a_gpu_that_runs_out_is_one_line():
     assert "\n" not in line and "bug" not in line
 
 
-# --- micro-batches from measured memory -----------------------------------------------------------
-
-
-class FakeMemory:
-    """Of a device: bytes that a forward takes for each of its tokens."""
-
-    def __init__(self, monkeypatch, policy, per_token: int) -> None:
-        self.now, self.peak, self.tokens = 1000, 1000, []
-        likelihood = policy.likelihood
-
-        def watched(rollouts, micro_batch, **options):
-            self.tokens.append(policy.longest_row(rollouts, micro_batch.rows))
-            assert len(micro_batch.rows) == 1 and torch.is_grad_enabled()
-            first = 10**6 if len(self.tokens) == 1 else 0  # workspaces, a compiler
-            self.peak = max(self.peak, self.now + per_token * self.tokens[-1] + first)
-            return likelihood(rollouts, micro_batch, **options)
-
-        monkeypatch.setattr(policy, "likelihood", watched)
-        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: self.now)
-        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: self.peak)
-        monkeypatch.setattr(
-            torch.cuda, "reset_peak_memory_stats", lambda device: setattr(self, "peak", self.now)
-        )
-
-
-def test_a_tokens_bytes_are_measured_on_the_longest_row_and_set_the_micro_batches(
-    tmp_path, monkeypatch
-):
-    run = run_in(tmp_path)
-    rollouts = collect(run, step_params_at(run.config, 0)).rollouts
-    fake = FakeMemory(monkeypatch, run.policy, per_token=4096)
-    measured = memory.measured_bytes(run.policy, rollouts, rollouts.mask)
-    assert (
-        measured == 4096
-        and fake.tokens == [run.policy.longest_row(rollouts, torch.arange(len(rollouts)))] * 2
-    )
-    assert memory.measured_bytes(run.policy, rollouts, rollouts.mask & False) == 0
-    room = memory.still_to_come(run) + 4096 * 600
-    monkeypatch.setattr(memory, "free_bytes", lambda device: room)
-    assert memory.token_budget(run, measured) == 256  # of 300 that half of it holds
-
-
-def test_the_first_micro_batches_on_cuda_are_measured_and_no_others(tmp_path, monkeypatch):
-    run = run_in(tmp_path)
-    rollouts = collect(run, step_params_at(run.config, 0)).rollouts
-    calls = []
-    monkeypatch.setattr(memory, "measured_bytes", lambda *of: calls.append(of) or 10**9)
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 8 * 10**9)
-    next(memory.attempts(run, [(rollouts, rollouts.mask)]))
-    assert not calls and run.state.token_budget == run.policy.default_budgets[0]
-    run.state.token_budget = 0
-    monkeypatch.setattr(TextPolicy, "device", property(lambda self: torch.device("cuda")))
-    for _ in range(2):
-        next(memory.attempts(run, [(rollouts, rollouts.mask)]))
-    assert len(calls) == 1 and run.state.token_budget == 2
-
-
 @pytest.mark.parametrize("free", [5 * 2**30, 2**20])
 def test_free_memory_of_a_device_is_what_it_reports_and_what_torch_holds_unused(free, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 8 * 2**30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 700)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 300)
-    assert memory.free_bytes(torch.device("cuda")) == free + 400
-
-
-# --- how long it will take ------------------------------------------------------------------------
-
-
-def test_the_first_steps_forecast_the_run_and_name_its_gate(tmp_path):
-    run = run_in(tmp_path, steps=50)
-    run.state.step = FORECAST_STEPS
-    assert forecast(run, 5.0 * FORECAST_STEPS).endswith(": the other 45 take about 3:45.")
-    assert forecast(run, 0.1 * FORECAST_STEPS) == "", "seconds are not forecast"
-    gated = run_in(tmp_path, steps=50, stage__until="eval/reward_mean >= 0.8")
-    gated.state.step = FORECAST_STEPS
-    text = forecast(gated, 12.0 * FORECAST_STEPS)
-    assert text.startswith(
-        f"12.0 s a step over the first {FORECAST_STEPS} on {torch.get_num_threads()} thread"
-    )
-    assert text.endswith(
-        "the other 45 take about 9:00, fewer end the run once eval/reward_mean >= 0.8."
-    )
+    assert forward.free_bytes(torch.device("cuda")) == free + 400

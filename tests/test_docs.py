@@ -35,7 +35,7 @@ from gruppo.recipes import RECIPES, arithmetic
 from gruppo.rewards.code import ProgramScore, code_metrics
 from gruppo.tracking.files import read_metrics
 from gruppo.trainer import checks
-from gruppo.types import Batch, GruppoError, Likelihood, Rollouts
+from gruppo.types import GruppoError, Likelihood, Rollouts, TrainBatch
 
 ROOT = Path(__file__).parents[1]
 OBJECTIVES = ROOT / "docs/objectives"
@@ -222,7 +222,7 @@ def known_words() -> set[str]:
         for choice in typing.get_args(hint)
         if isinstance(choice, str)
     }
-    records = {f.name for kind in (Likelihood, Rollouts, Batch) for f in fields(kind)}
+    records = {f.name for kind in (Likelihood, Rollouts, TrainBatch) for f in fields(kind)}
     mathematics = defined_in("core/*.py") | defined_in("losses.py") | defined_in("rewards/*.py")
     return (
         settings

@@ -49,7 +49,7 @@ from gruppo.tracking.report import closing_lines
 from gruppo.trainer import checkpoint, checks, dry_run, loop
 from gruppo.trainer.callbacks import Callbacks, Step
 from gruppo.trainer.evaluate import Evaluated, held_out
-from gruppo.trainer.memory import MemoryRanOut
+from gruppo.trainer.forward import MemoryRanOut
 from gruppo.trainer.prefetch import PrefetchEngine
 from gruppo.trainer.run import Run
 from gruppo.trainer.run_dir import RunFolder, check_is_run, environment

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -77,8 +77,6 @@ class Policy:
     modality: Modality
     """What differs between kinds of models before one is open; the neutral ``Modality`` by
     default."""
-    actions_are_positions: ClassVar[bool] = False
-    """Whether the T actions of a row are places chosen at once, not a sequence in time."""
     likelihood_outputs: ClassVar[frozenset[str]] = frozenset()
     """Outputs that ``likelihood`` can return besides log-probs; with "gaussian", KL divergences are
     exact."""
@@ -151,13 +149,18 @@ class Policy:
     def sample(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts:
         """Sample ``request.size`` rows of each prompt; randomness depends on (seed, draw, sample,
         position) alone."""
-        raise NotImplementedError(f"{type(self).__name__} does not define sample.")
+        raise NotImplementedError
 
     def likelihood(
         self, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs = ()
     ) -> Likelihood:
         """Evaluate the actions of a micro-batch in one forward, with gradient."""
-        raise NotImplementedError(f"{type(self).__name__} does not define likelihood.")
+        raise NotImplementedError
+
+    def step_groups(self, group_ids: Int[Tensor, "B"], columns: int) -> Int[Tensor, "B T"]:
+        """Return the group in which each step reward is compared: by default all steps of a
+        prompt's rows."""
+        return group_ids[:, None].expand(-1, columns)
 
     def micro_batches(
         self, rollouts: Rollouts, loss_mask: Bool[Tensor, "B T"], budget: int
@@ -206,7 +209,7 @@ class ConversationMixin:
         max_reply_tokens: int = 256,
     ) -> Rollouts:
         """Append the replies of an environment to their rows and sample the next turn."""
-        raise NotImplementedError(f"{type(self).__name__} does not define continue_rollouts.")
+        raise NotImplementedError
 
 
 class ServingMixin:
@@ -215,13 +218,13 @@ class ServingMixin:
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """Token ids that end a row."""
-        raise NotImplementedError(f"{type(self).__name__} does not define stop_ids.")
+        raise NotImplementedError
 
     def sample_with(
         self, generate: GenerateTokens, requests: Sequence[Request], sampling: Any, *, seed: int
     ) -> Rollouts:
         """``sample``, with tokens that ``generate`` samples elsewhere."""
-        raise NotImplementedError(f"{type(self).__name__} does not define sample_with.")
+        raise NotImplementedError
 
     def continue_with(
         self,
@@ -234,20 +237,20 @@ class ServingMixin:
         max_reply_tokens: int = 256,
     ) -> Rollouts:
         """``continue_rollouts``, with tokens that ``generate`` samples elsewhere."""
-        raise NotImplementedError(f"{type(self).__name__} does not define continue_with.")
+        raise NotImplementedError
 
     def served_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all weights in the compute dtype under the names of the model's files, tied ones
         under each name."""
-        raise NotImplementedError(f"{type(self).__name__} does not define served_weights.")
+        raise NotImplementedError
 
     def served_config(self) -> dict[str, Any]:
         """Return the model's config.json, without tied weights."""
-        raise NotImplementedError(f"{type(self).__name__} does not define served_config.")
+        raise NotImplementedError
 
     def encode_text(self, text: str) -> list[int]:
         """Return the token ids of a string, without tokens of a beginning or end."""
-        raise NotImplementedError(f"{type(self).__name__} does not define encode_text.")
+        raise NotImplementedError
 
 
 class ValueHeadMixin:
@@ -259,11 +262,11 @@ class ValueHeadMixin:
 
     def feature_width(self) -> int:
         """Return F."""
-        raise NotImplementedError(f"{type(self).__name__} does not define feature_width.")
+        raise NotImplementedError
 
     def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
         """Evaluate ``value_head`` before each action."""
-        raise NotImplementedError(f"{type(self).__name__} does not define values.")
+        raise NotImplementedError
 
     def _values(self, features: Float[Tensor, "N F"] | None) -> Float[Tensor, "N"]:
         """Apply ``value_head``; None stands for the features of no action."""
@@ -287,7 +290,7 @@ class DemonstrationMixin:
 
     def demonstrations(self, prompts: Sequence[Prompt], *, seed: int) -> Rollouts:
         """Return one row per prompt whose actions are its target."""
-        raise NotImplementedError(f"{type(self).__name__} does not define demonstrations.")
+        raise NotImplementedError
 
     def supervised_loss(self, rollouts: Rollouts, likelihood: Likelihood) -> Float[Tensor, "b t"]:
         """Return the supervised loss of each action of the likelihood's rows."""
@@ -299,13 +302,13 @@ class RestorationMixin:
 
     def restore(self, images: Float[Tensor, "N C H W"]) -> Float[Tensor, "N C H W"]:
         """Return the output for each image, as rewards read it."""
-        raise NotImplementedError(f"{type(self).__name__} does not define restore.")
+        raise NotImplementedError
 
     def consistency_loss(
         self, rollouts: Rollouts, likelihood: Likelihood, ref: Likelihood
     ) -> Float[Tensor, "b t"]:
         """Return the consistency loss of each action; the likelihood has its "output"."""
-        raise NotImplementedError(f"{type(self).__name__} does not define consistency_loss.")
+        raise NotImplementedError
 
 
 class ShardingMixin:
@@ -324,7 +327,7 @@ class ShardingMixin:
     def recompute(self) -> None:
         """Compute the activations of each layer again in the backward pass, instead of keeping
         them."""
-        raise NotImplementedError(f"{type(self).__name__} does not define recompute.")
+        raise NotImplementedError
 
 
 class AdapterMixin:
@@ -374,18 +377,54 @@ class DescriptionMixin:
     action_name: ClassVar[str] = "action"
     """The term for one action in printed output: token, step, patch."""
     renders_images: ClassVar[bool] = False
-    """Whether ``render`` returns images, which are shown as sheets of several groups."""
+    """Whether ``render`` returns images; see ``ImageDescriptionMixin``."""
+    held_out_shown: ClassVar[int] = 0
+    """Samples of an evaluation that trackers show."""
+
+    @property
+    def progress_unit(self) -> str:
+        """What the rate of sampling counts."""
+        return self.action_name
 
     def render(self, rollouts: Rollouts, row: int) -> Any:
         """Return a sample as it is shown: text, an image tensor [C, H, W] in [0, 1], or any object
         with a repr."""
         return rollouts.completions[row]
 
+    def rows_to_show(self, group_ids: Int[Tensor, "B"], rewards: Float[Tensor, "B"]) -> list[int]:
+        """Return the rows of a step that are shown: the best and the worst of the first group whose
+        rewards differ."""
+        for group in group_ids.unique():
+            own = ranked_rows(group_ids == group, rewards)
+            if rewards[own[0]] > rewards[own[-1]]:
+                break
+        return list(dict.fromkeys([*own[:2], *own[-2:]]))
+
     def describe(
         self, config: Any, sampling: Any, prompts: Sequence[Prompt], group_size: int
     ) -> list[str]:
         """Return lines for ``gruppo explain``: what a step samples and trains on."""
         return []
+
+
+class ImageDescriptionMixin(DescriptionMixin):
+    """A policy whose samples are images, which are shown as sheets of several groups."""
+
+    renders_images = True
+    held_out_shown = 160
+    progress_unit = "image"
+
+    def rows_to_show(self, group_ids: Int[Tensor, "B"], rewards: Float[Tensor, "B"]) -> list[int]:
+        """Return the best rows of the first groups."""
+        groups = group_ids.unique()[:10]
+        return [row for group in groups for row in ranked_rows(group_ids == group, rewards)[:8]]
+
+
+def ranked_rows(is_own: Bool[Tensor, "B"], rewards: Float[Tensor, "B"]) -> list[int]:
+    """Return the selected rows, the best first, and those without a reward last."""
+    own = is_own.nonzero()[:, 0]
+    order = rewards[own].nan_to_num(nan=float("-inf")).argsort(descending=True, stable=True)
+    return own[order].tolist()
 
 
 class StatisticsMixin:

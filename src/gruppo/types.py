@@ -71,24 +71,18 @@ class Sampling:
     """Further texts that end a completion, beside the tokenizer's end tokens."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise GruppoError(
-                f"temperature={self.temperature} is not 0 or above; use 0 for greedy decoding, or "
-                f"1.0."
-            )
-        if self.top_k < 0:
-            raise GruppoError(
-                f"top_k={self.top_k} is negative; use 0 to keep every action, or how many to keep."
-            )
-        if not 0 < self.top_p <= 1:
-            raise GruppoError(f"top_p={self.top_p} is outside (0, 1]; use 1 to keep every action.")
-        if self.max_actions < 1:
-            raise GruppoError(f"max_actions={self.max_actions} samples nothing; use at least 1.")
-        if isinstance(self.stop, str) or "" in self.stop:
-            raise GruppoError(
-                f"stop={self.stop!r} ends every rollout at once; use a tuple of texts, such as "
-                f"('###',)."
-            )
+        valid = {
+            "temperature": 0 <= self.temperature < float("inf"),
+            "top_k": self.top_k >= 0,
+            "top_p": 0 < self.top_p <= 1,
+            "max_actions": self.max_actions >= 1,
+            "stop": "" not in self.stop,  # which any single string contains
+        }
+        for name, is_valid in valid.items():
+            if not is_valid:
+                raise GruppoError(f"""{name}={getattr(self, name)!r} is not possible: temperature is
+                    0 or above, top_k 0 or above, top_p in (0, 1], max_actions 1 or above, and stop
+                    a tuple of strings, such as ('###',).""")
 
     def greedy(self) -> Self:
         """Return the parameters of an evaluation: the most likely actions, or the ODE of a
@@ -147,8 +141,6 @@ class Rollouts:
     def cat(parts: Sequence[Rollouts]) -> Rollouts:
         """Concatenate rows. Those of the same prompt and draw become one group; shorter parts are
         padded."""
-        if not parts:
-            raise ValueError("Rollouts.cat got an empty list; it needs at least one Rollouts.")
         # the parts may hold rows of the same prompt: groups are numbered by the first place of each
         # (id, draw)
         prompts = [prompt for part in parts for prompt in part.prompts]
@@ -279,6 +271,10 @@ class Likelihood:
     output: Any = None
     """The deterministic prediction that supervised losses read."""
 
+    def take(self, rows: Int[Tensor, "n"]) -> Likelihood:
+        """Select rows of log-probs and Gaussian, all that is kept of a batch."""
+        return Likelihood(self.logprobs[rows], gaussian=_take(self.gaussian, rows))
+
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
@@ -298,41 +294,42 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
-    """Rows of a step that ``collect`` has scored and ``learn`` trains on."""
+class Before:
+    """Evaluations of a step's rows from before its first update; None for what is not needed."""
 
-    rollouts: Rollouts | None
-    demos: Rollouts | None
-    """Demonstrations for supervised terms."""
-    rewards: Float[Tensor, "B"]
-    """NaN: not scored, or of a slot that no round of sampling filled."""
-    reward_parts: Mapping[str, Float[Tensor, "B"]]
-    advantages: Float[Tensor, "B T"]
-    loss_mask: Bool[Tensor, "B T"]
-    """``mask`` without rows that are unscored, ended in an error, or are masked for truncation."""
     old_logprobs: Float[Tensor, "B T"] | None = None
     """None: every row enters exactly one update, whose detached log-probs are the old ones."""
+    old_gaussian: Gaussian | None = None
+    """Of a Gaussian policy, with its old log-probs."""
     ref: Likelihood | None = None
     """None with a reference: it is evaluated inside the micro-batch."""
     old_values: Float[Tensor, "B T"] | None = None
-    returns: Float[Tensor, "B T"] | None = None
-    old_gaussian: Gaussian | None = None
-    """Of a Gaussian policy, beside its old log-probs."""
 
-    def take(self, rows: Int[Tensor, "b"]) -> Batch:
-        """Select rows of every entry that has rows."""
-        changes: dict[str, Any] = {
-            "reward_parts": {name: value[rows] for name, value in self.reward_parts.items()}
-        }
-        # without demos: demonstrations have rows of their own, which trainer.demonstrations splits
-        tensors = ("rewards", "advantages", "loss_mask", "old_logprobs", "old_values", "returns")
-        for name in (*tensors, "rollouts", "old_gaussian"):
-            if (value := getattr(self, name)) is not None:
-                changes[name] = value[rows] if name in tensors else value.take(rows)
-        if self.ref is not None:
-            gaussian = self.ref.gaussian and self.ref.gaussian.take(rows)
-            changes["ref"] = Likelihood(self.ref.logprobs[rows], gaussian=gaussian)
-        return replace(self, **changes)
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TrainBatch(Before):
+    """Rows of a step or a minibatch, as ``learn`` trains on them."""
+
+    rollouts: Rollouts | None
+    demos: Rollouts | None = None
+    """Demonstrations for supervised terms."""
+    rewards: Float[Tensor, "B"]
+    """NaN: not scored, or of a slot that no round of sampling filled."""
+    loss_mask: Bool[Tensor, "B T"]
+    """``mask`` without rows that are unscored, ended in an error, or are masked for truncation."""
+    advantages: Float[Tensor, "B T"]
+    returns: Float[Tensor, "B T"] | None = None
+
+    def take(self, rows: Int[Tensor, "b"]) -> TrainBatch:
+        """Select rows of everything but the demonstrations, which have rows of their own."""
+        taken = {name: _take(value, rows) for name, value in vars(self).items() if name != "demos"}
+        return replace(self, **taken)
+
+
+def _take(value: Any, rows: Int[Tensor, "b"]) -> Any:
+    if value is None or isinstance(value, Tensor):
+        return None if value is None else value[rows]
+    return value.take(rows)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from gruppo.modalities.diffusion.unet import DenoisingUNet
 from gruppo.modalities.text.critic import SeparateCritic
 from gruppo.trainer.run import Run
 from gruppo.trainer.update import update
-from gruppo.types import Batch, Rollouts, Sampling
+from gruppo.types import Rollouts, Sampling
 
 CPU = torch.device("cpu")
 STEPS = 3

@@ -13,7 +13,7 @@ from torch import nn
 from gruppo.config.checks import check_config
 from gruppo.config.schema import DistributedConfig, ReferenceConfig, Stage
 from gruppo.distributed.sharding import blocks_of, forward, gathered
-from gruppo.trainer.memory import equally_many
+from gruppo.trainer.forward import equally_many
 from gruppo.types import GruppoError, Sampling
 
 

@@ -16,7 +16,7 @@ from gruppo.modalities.text.backbones import RereadDecoding
 from gruppo.modalities.text.decoder import read_decoder
 from gruppo.modalities.text.decoding import FusedDecoder
 from gruppo.modalities.text.static_decoding import Graph, StaticDecoding
-from gruppo.trainer import memory, update
+from gruppo.trainer import update
 from gruppo.types import Sampling
 
 pytestmark = [
@@ -95,9 +95,8 @@ def test_nothing_between_forward_and_optimizer_step_waits_for_the_device(tmp_pat
     assert not torch.equal(vector(run.policy.module), before)
 
 
-def test_masters_are_float32_and_memory_of_a_token_is_measured(tmp_path):
+def test_masters_are_float32(tmp_path):
     run = run_in(tmp_path, compute="bfloat16")
     assert {p.dtype for p in run.parameters} == {torch.float32}
-    collected, _ = step(run)
-    assert memory.measured_bytes(run.policy, collected.rollouts, collected.rollouts.mask) > 0
+    step(run)
     assert run.state.token_budget > 0

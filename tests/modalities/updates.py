@@ -17,11 +17,11 @@ from gruppo.core.objective import Objective
 from gruppo.modalities.common.critic import SharedCritic
 from gruppo.modalities.common.reference import ReferenceModel
 from gruppo.rewards.scoring import Scores
-from gruppo.trainer.advantages import assemble
+from gruppo.trainer.advantages import Scored, assemble
 from gruppo.trainer.run import Run
 from gruppo.trainer.stages import StepParams, step_params_at
 from gruppo.trainer.update import backward
-from gruppo.types import Batch, Likelihood, MicroBatch, Rollouts, Sampling, Stat
+from gruppo.types import Likelihood, MicroBatch, Rollouts, Sampling, Stat, TrainBatch
 
 SAMPLING = Sampling(max_actions=10)
 ALL = 10**9
@@ -37,7 +37,7 @@ class Case:
     policy: Any
     reference: ReferenceModel
     critic: SharedCritic
-    batch: Batch
+    batch: TrainBatch
 
 
 @cache
@@ -52,7 +52,7 @@ def case_of(make: Callable[..., Any], dtype: torch.dtype = torch.float64) -> Cas
     return Case(policy, reference, critic, batch_of(policy, reference, rollouts, dtype))
 
 
-def batch_of(policy: Any, reference: Any, rollouts: Rollouts, dtype: torch.dtype) -> Batch:
+def batch_of(policy: Any, reference: Any, rollouts: Rollouts, dtype: torch.dtype) -> TrainBatch:
     generator = torch.Generator().manual_seed(0)
     result, ref = evaluated(policy, rollouts, "values"), evaluated(reference, rollouts)
     assert result.values is not None
@@ -62,11 +62,9 @@ def batch_of(policy: Any, reference: Any, rollouts: Rollouts, dtype: torch.dtype
 
     rewards = near(torch.zeros(()), 1)[:, 0]
     rewards[UNSCORED] = torch.nan
-    batch = Batch(
-        rollouts,
-        None,
-        rewards,
-        {},
+    batch = TrainBatch(
+        rollouts=rollouts,
+        rewards=rewards,
         advantages=near(torch.zeros(()), 1),
         loss_mask=rollouts.mask & rewards.isfinite()[:, None],
         old_logprobs=near(result.logprobs, 0.4),
@@ -98,7 +96,7 @@ def disturb(module: Any, by: float) -> None:
             parameter.add_(by * noise)
 
 
-def per_action(batch: Batch) -> dict[str, Tensor]:
+def per_action(batch: TrainBatch) -> dict[str, Tensor]:
     """The floating entries of a batch that have one number an action."""
     values = {field.name: getattr(batch, field.name) for field in fields(batch)}
     is_one = {
@@ -108,7 +106,7 @@ def per_action(batch: Batch) -> dict[str, Tensor]:
     return {name: x for name, x in values.items() if is_one[name] and x.is_floating_point()}
 
 
-def changed(batch: Batch, change: Callable[[Tensor], Tensor], **other: Any) -> Batch:
+def changed(batch: TrainBatch, change: Callable[[Tensor], Tensor], **other: Any) -> TrainBatch:
     """The batch with every floating number of an action changed: its own, its reference's, the
     sampler's."""
     assert batch.rollouts is not None and batch.ref is not None
@@ -129,7 +127,7 @@ def changed(batch: Batch, change: Callable[[Tensor], Tensor], **other: Any) -> B
 class Variant:
     """What an update is computed from, and how it is cut."""
 
-    batch: Batch
+    batch: TrainBatch
     policy: Any
     budget: int = ALL
 
@@ -144,7 +142,8 @@ def rewarded(case: Case, objective: Objective, variant: Variant) -> Variant:
     batch = variant.batch
     assert batch.rollouts is not None
     made = assemble(
-        run, step_params, batch.rollouts, Scores(batch.rewards, {"reward": batch.rewards})
+        step_params,
+        Scored(run, batch.rollouts, Scores(batch.rewards, {"reward": batch.rewards})),
     )
     return replace(variant, batch=replace(made, old_logprobs=batch.old_logprobs, ref=batch.ref))
 

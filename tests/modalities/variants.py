@@ -14,7 +14,7 @@ from tests.fakes import left_padded, unpacked
 from tests.modalities.updates import Case, Variant, changed, whole
 from torch import Tensor
 
-from gruppo.types import Batch
+from gruppo.types import TrainBatch
 
 
 def micro_batches(case: Case) -> Iterator[Variant]:
@@ -93,14 +93,14 @@ def undivided(policy: Any) -> Any:
 # --- batches made of batches ----------------------------------------------------------------------
 
 
-def spoiled(batch: Batch) -> Batch:
+def spoiled(batch: TrainBatch) -> TrainBatch:
     junk = torch.tensor([1e6, torch.nan])[torch.arange(batch.loss_mask.numel()) % 2].reshape(
         batch.loss_mask.shape
     )
     return changed(batch, lambda x: torch.where(batch.loss_mask, x, junk.to(x.dtype)))
 
 
-def widened(batch: Batch, more: int) -> Batch:
+def widened(batch: TrainBatch, more: int) -> TrainBatch:
     """With so many columns more, or fewer."""
     assert batch.rollouts is not None
 
@@ -114,14 +114,14 @@ def widened(batch: Batch, more: int) -> Batch:
     return changed(batch, wider, rollouts=rollouts, loss_mask=wider(batch.loss_mask))
 
 
-def share(batch: Batch, rows: Sequence[int]) -> Batch:
+def share(batch: TrainBatch, rows: Sequence[int]) -> TrainBatch:
     """The given rows, in as many columns as they need."""
     mine = batch.take(torch.tensor(rows))
     assert mine.rollouts is not None
     return widened(mine, int(mine.rollouts.lengths.max()) - mine.loss_mask.shape[1])
 
 
-def beside_masked_rows(batch: Batch) -> Batch:
+def beside_masked_rows(batch: TrainBatch) -> TrainBatch:
     """The batch and its first four rows again as rows that are not scored, the first of them with
     more columns."""
     rows = torch.tensor([0, 1, 2, 3])

@@ -18,8 +18,8 @@ from gruppo.core.objective import RLOO
 from gruppo.core.returns import whiten
 from gruppo.core.weights import correction_weights
 from gruppo.rewards.scoring import RewardSet, Scores
-from gruppo.trainer.advantages import with_advantages
-from gruppo.types import Batch, Likelihood
+from gruppo.trainer.advantages import Scored, credit
+from gruppo.types import Before, Likelihood
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -110,15 +110,10 @@ def test_rloos_beta_is_a_kl_in_the_reward_of_the_row():
     )
     run: Any = SimpleNamespace(config=config, state=SimpleNamespace(running={}), critic=None)
     score = torch.tensor(ANSWER)
-    batch = Batch(
-        rollouts(), None, score, {}, torch.zeros(MASK.shape), MASK, case.old, Likelihood(case.ref)
-    )
+    before = Before(case.old, ref=Likelihood(case.ref))
+    own = Scored(run, rollouts(), Scores(score, {"answer": score}))
     step_params: Any = SimpleNamespace(kl_coef=0.5)
-    ours = (
-        with_advantages(run, step_params, batch, Scores(score, {"answer": score}))
-        .advantages[:, 0]
-        .double()
-    )
+    ours = credit(step_params, own, before)[0][:, 0].double()
     assert close(ours, scored(trainer)["advantages"].double())
     assert not close(ours, advantages(score, baseline=RLOO.baseline, scale=RLOO.scale))
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gruppo.trainer.minibatches import minibatch_rows
+from gruppo.trainer.forward import minibatch_rows
 from gruppo.trainer.run import Run
 from gruppo.types import Rollouts
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from tests import tiny
+from tests.collecting import collect
 
 from gruppo import api
 from gruppo.build import Parts
@@ -22,12 +23,11 @@ from gruppo.config import serialization
 from gruppo.config.schema import EngineConfig
 from gruppo.tracking.files import read_completions
 from gruppo.trainer import checkpoint
-from gruppo.trainer.collect import collect
 from gruppo.trainer.ledger import Ledger
 from gruppo.trainer.loop import Stopped
 from gruppo.trainer.run import Run
 from gruppo.trainer.update import learn
-from gruppo.types import Batch, MicroBatch, Rollouts
+from gruppo.types import MicroBatch, Rollouts, TrainBatch
 
 CLOCKED = ("time/", "mem/", "rate/")
 """Metrics that no two runs share."""
@@ -177,7 +177,7 @@ class Signalling:
         return tiny.digits(completions)
 
 
-def stepped(run: Run) -> tuple[Batch, dict[str, float]]:
+def stepped(run: Run) -> tuple[TrainBatch, dict[str, float]]:
     """One step: its batch, and the metrics of its updates."""
     step_params = run.stage_schedule.step_params(run.state.step)
     batch = collect(run, step_params).batch

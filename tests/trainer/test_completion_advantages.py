@@ -10,6 +10,8 @@ import torch
 from tests.trainer.test_growth import places, run_with
 from tests.trainer.test_resampling import collected_by, number_of
 
+from gruppo.trainer.samples import learned_advantages
+
 
 def test_completions_have_the_advantage_of_their_own_row_also_where_the_batch_has_another_order(
     tmp_path: Path,
@@ -18,7 +20,7 @@ def test_completions_have_the_advantage_of_their_own_row_also_where_the_batch_ha
     assert (
         collected.rollouts is not None
         and collected.scores is not None
-        and collected.advantages is not None
+        and collected.sampled is not None
     )
     by_number: dict[int, list[int]] = {}
     for row, group in enumerate(collected.rollouts.group_ids.tolist()):
@@ -29,7 +31,7 @@ def test_completions_have_the_advantage_of_their_own_row_also_where_the_batch_ha
     for rows in by_number.values():
         rewards = collected.scores.rewards[rows].double()
         expected = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
-        found = collected.advantages[rows].double()
+        found = learned_advantages(collected)[rows].double()
         assert torch.allclose(found, expected, atol=1e-3)
 
 
@@ -38,11 +40,13 @@ def test_what_nothing_is_learned_from_has_no_advantage(tmp_path: Path) -> None:
         return [None if n % 4 == 1 else float(n % 3) for n in range(len(completions))]
 
     collected = collected_by(run_with(tmp_path, unscored, rollout__first_samples=0))
-    assert collected.advantages is not None and collected.scores is not None
-    is_nan = [math.isnan(value) for value in collected.advantages.tolist()]
+    assert collected.sampled is not None and collected.scores is not None
+    is_nan = [math.isnan(value) for value in learned_advantages(collected).tolist()]
     assert is_nan == [math.isnan(value) for value in collected.scores.rewards.tolist()] and any(
         is_nan
     )
-    assert not all(is_nan) and collected.advantages.nan_to_num().abs().max() == pytest.approx(
+    assert not all(is_nan) and learned_advantages(
+        collected
+    ).nan_to_num().abs().max() == pytest.approx(
         collected.batch.advantages.abs().max().item(), rel=1e-5
     )

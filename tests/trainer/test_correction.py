@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.collecting import collect
 from tests.trainer import by_hand
 from tests.trainer.test_metrics import shift
 from tests.trainer.test_step import run_in, step
 
 from gruppo.protocols import Engine
-from gruppo.trainer.collect import collect
 from gruppo.trainer.run import Run
 from gruppo.trainer.stages import step_params_at
 from gruppo.trainer.update import backward

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.collecting import collect
 from tests.trainer import diffusion_runs
 from tests.trainer.diffusion_runs import DIMS, built, stopped_and_resumed, trained
 from tests.trainer.runs import metrics, newest, stepped, tensors, whole
@@ -17,7 +18,6 @@ from tests.trainer.runs import metrics, newest, stepped, tensors, whole
 from gruppo import api
 from gruppo.core.kl import gaussian_kl
 from gruppo.modalities.diffusion import load_denoiser
-from gruppo.trainer.collect import collect
 from gruppo.trainer.update import learn
 from gruppo.types import Prompt
 

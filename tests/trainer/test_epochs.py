@@ -13,7 +13,7 @@ from tests.trainer.test_ppo_step import REINFORCE_PP, SHARED, SLOW, begun
 from tests.trainer.test_step import run_in, step
 
 from gruppo.config.schema import OptimConfig
-from gruppo.trainer.minibatches import minibatch_rows
+from gruppo.trainer.forward import minibatch_rows
 from gruppo.trainer.run import Run
 from gruppo.trainer.update import epoch_metrics
 from gruppo.types import Stat

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from tests import tiny
+from tests.collecting import collect
 from tests.trainer.test_step import run_in, vector
 
 from gruppo.build import Parts, warn_of_overlap
 from gruppo.seeds import seed_at
-from gruppo.trainer.collect import collect
 from gruppo.trainer.evaluate import evaluate, held_out
 from gruppo.trainer.run_dir import RunFolder, boundary_state
 from gruppo.trainer.stages import step_params_at

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.collecting import collect
 from tests.trainer import by_hand
 from tests.trainer.test_ppo_step import KINDS, SEPARATE, SHARED, begun, both
 from tests.trainer.test_step import run_in
 
 from gruppo.build import Parts
 from gruppo.protocols import Outputs
-from gruppo.trainer.collect import collect
 from gruppo.trainer.run import Run
 from gruppo.trainer.stages import step_params_at
 from gruppo.trainer.update import backward, learn

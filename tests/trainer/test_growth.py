@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests import processes, tiny
+from tests.collecting import collect
 from tests.trainer import by_hand
 from tests.trainer.runs import Signalling, assert_same, metrics
 from tests.trainer.test_resampling import collected_by, dull, dull_odd, number_of, numbers
@@ -23,10 +24,10 @@ from gruppo.build import Parts, build
 from gruppo.config import serialization
 from gruppo.rewards.scoring import Scores
 from gruppo.trainer import checks
-from gruppo.trainer.collect import Collected, collect
+from gruppo.trainer.collect import Collected
 from gruppo.trainer.dynamic_sampling import rescore_whole_groups
+from gruppo.trainer.forward import minibatch_rows
 from gruppo.trainer.loop import Stopped
-from gruppo.trainer.minibatches import minibatch_rows
 from gruppo.trainer.run import Run
 from gruppo.types import DataError, GruppoError, Prompt
 

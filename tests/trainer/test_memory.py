@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests import tiny
+from tests.collecting import collect
 from tests.trainer.test_ppo_step import SEPARATE, SHARED, begun
 from tests.trainer.test_step import run_in
 
@@ -20,9 +21,8 @@ from gruppo.build import Parts, build
 from gruppo.modalities.text import TextPolicy
 from gruppo.modalities.text.critic import SeparateCritic
 from gruppo.modalities.text.memory import TOKENS_ON_CPU
-from gruppo.trainer import memory
-from gruppo.trainer.collect import collect
-from gruppo.trainer.memory import GIB, free_bytes, is_out_of_memory, token_budget
+from gruppo.trainer import forward
+from gruppo.trainer.forward import GIB, free_bytes, is_out_of_memory, token_budget
 from gruppo.trainer.run import Run
 from gruppo.trainer.run_dir import RunFolder
 from gruppo.trainer.stages import step_params_at
@@ -93,7 +93,7 @@ def test_in_a_group_of_version_2_it_is_the_limit_less_the_use_without_pages_of_f
 
 def free(monkeypatch: pytest.MonkeyPatch, gib: float | None) -> None:
     monkeypatch.setattr(
-        memory, "free_bytes", lambda device: None if gib is None else int(gib * GIB)
+        forward, "free_bytes", lambda device: None if gib is None else int(gib * GIB)
     )
 
 
@@ -128,9 +128,9 @@ def test_a_number_that_was_set_is_used_as_it_is(tmp_path, monkeypatch):
 
 def test_a_larger_critic_of_its_own_sets_the_tokens_that_fit(tmp_path):
     run = begun(tmp_path, SEPARATE)
-    assert isinstance(run.critic, SeparateCritic) and memory.bytes_per_unit(run) == per_token(run)
+    assert isinstance(run.critic, SeparateCritic) and forward.bytes_per_unit(run) == per_token(run)
     run.critic.trunk.config.num_hidden_layers = 6
-    assert memory.bytes_per_unit(run) == 3 * per_token(run)
+    assert forward.bytes_per_unit(run) == 3 * per_token(run)
 
 
 def test_a_resumed_run_goes_on_with_the_budget_it_had(tmp_path, monkeypatch):
@@ -244,13 +244,13 @@ def test_a_lower_budget_is_one_that_cuts_otherwise(tmp_path):
     assert (
         len(run.policy.micro_batches(batch.rollouts, batch.loss_mask, token_budget(run) // 2)) == 1
     )
-    finer = memory.finer_budget(
+    finer = forward.finer_budget(
         run.policy, [(batch.rollouts, batch.loss_mask)], token_budget(run), 1
     )
     assert len(run.policy.micro_batches(batch.rollouts, batch.loss_mask, finer)) > 1
     assert len(run.policy.micro_batches(batch.rollouts, batch.loss_mask, 2 * finer)) == 1
     assert (
-        memory.finer_budget(
+        forward.finer_budget(
             run.policy, [(batch.rollouts, batch.loss_mask)], 1, len(batch.loss_mask)
         )
         == 0
@@ -324,27 +324,28 @@ def test_micro_batches_hold_four_or_two_of_the_longest_prompt_unless_the_budget_
     longest = max(len(ids) for ids in rollouts.shared["prompt_ids"])
     monkeypatch.setattr(TextPolicy, "default_budgets", (longest, longest))
     run.state.token_budget = 0
-    assert memory.budget_for(run, longest) == 4 * longest
+    assert forward.budget_for(run, longest) == 4 * longest
     set_by_hand = run_in(tmp_path, optim__token_budget=longest)
-    assert memory.budget_for(set_by_hand, longest) == longest
+    assert forward.budget_for(set_by_hand, longest) == longest
     run.state.token_budget = longest - 1  # memory has run out before
-    assert memory.budget_for(run, longest) == longest - 1
+    assert forward.budget_for(run, longest) == longest - 1
     run.state.token_budget = longest
+    held = 12 * sum(p.numel() for p in run.parameters)  # gradients and AdamW's moments
     for tokens, budget in ((4 * longest - 1, 2 * longest), (2 * longest - 1, longest)):
-        room = memory.still_to_come(run) + tokens * memory.bytes_per_unit(run) / memory.USABLE_FRAC
-        monkeypatch.setattr(memory, "free_bytes", lambda device, room=room: int(room))
-        assert memory.budget_for(run, longest) == budget
+        room = held + tokens * forward.bytes_per_unit(run) / forward.USABLE_FRAC
+        monkeypatch.setattr(forward, "free_bytes", lambda device, room=room: int(room))
+        assert forward.budget_for(run, longest) == budget
 
 
 def test_a_config_that_does_not_name_heads_is_of_unknown_size(tmp_path):
     """As those of recurrent models; training goes on without an estimate."""
     run = run_in(tmp_path)
-    assert memory.bytes_per_unit(run) > 0
+    assert forward.bytes_per_unit(run) > 0
     run.policy.module.config = SimpleNamespace(
         get_text_config=lambda: SimpleNamespace(hidden_size=8, num_hidden_layers=2)
     )
     run.state.token_budget = 0
-    assert memory.bytes_per_unit(run) == 0 and token_budget(run) == TOKENS_ON_CPU
+    assert forward.bytes_per_unit(run) == 0 and token_budget(run) == TOKENS_ON_CPU
 
 
 def test_what_ran_out_with_wide_micro_batches_goes_on_with_half_of_them_and_is_not_widened_again(
@@ -355,9 +356,11 @@ def test_what_ran_out_with_wide_micro_batches_goes_on_with_half_of_them_and_is_n
     longest = max(len(ids) for ids in batch.rollouts.shared["prompt_ids"])
     monkeypatch.setattr(TextPolicy, "default_budgets", (longest, longest))
     run.state.token_budget, tried = 0, []
-    for attempt in memory.attempts(run, [(batch.rollouts, batch.loss_mask)]):
-        with attempt:
-            tried.append(memory.budget_for(run, longest))
-            if len(tried) == 1:
-                raise MemoryError
+
+    def work(cuts):
+        tried.append(forward.budget_for(run, longest))
+        if len(tried) == 1:
+            raise MemoryError
+
+    forward.in_micro_batches(run, [(batch.rollouts, batch.loss_mask)], work)
     assert tried == [4 * longest, 2 * longest] and run.state.token_budget == 2 * longest

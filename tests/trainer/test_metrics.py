@@ -16,15 +16,15 @@ from gruppo import distributed as dist
 from gruppo.build import Parts
 from gruppo.rewards.scoring import Scores
 from gruppo.trainer.metrics import (
+    _reward_stats,
     batch_metrics,
     correlation,
     explained_variance,
-    of_rewards,
-    reward_metrics,
-    sizes_of_groups,
+    group_sizes,
 )
+from gruppo.trainer.recorder import reduced
 from gruppo.trainer.run import Run
-from gruppo.types import Batch, Rollouts, Stat
+from gruppo.types import Rollouts, Stat, TrainBatch
 
 NAN = float("nan")
 
@@ -49,8 +49,11 @@ def rollouts_of(*lengths: int, group_ids: list[int], finish: list[str]) -> Rollo
 def said_of(run: Run, rollouts: Rollouts, rewards: list[float], **entries: Any) -> dict[str, float]:
     scores = Scores(torch.tensor(rewards), {"digits": torch.tensor(rewards)})
     loss_mask = rollouts.mask & scores.rewards.isfinite()[:, None]
-    batch = Batch(
-        rollouts, None, scores.rewards, scores.parts, torch.zeros(loss_mask.shape), loss_mask
+    batch = TrainBatch(
+        rollouts=rollouts,
+        rewards=scores.rewards,
+        advantages=torch.zeros(loss_mask.shape),
+        loss_mask=loss_mask,
     )
     return batch_metrics(run, replace(batch, **entries), rollouts, scores)
 
@@ -201,8 +204,11 @@ def are(said: dict[str, float], expected: dict[str, float]) -> None:
 def test_statistics_of_unequal_groups_and_of_two_rewards_by_hand(tmp_path):
     rollouts, scores = two_rewards([0, 1, 2, 3])
     loss_mask = rollouts.mask & scores.rewards.isfinite()[:, None]
-    batch = Batch(
-        rollouts, None, scores.rewards, scores.parts, torch.zeros(loss_mask.shape), loss_mask
+    batch = TrainBatch(
+        rollouts=rollouts,
+        rewards=scores.rewards,
+        advantages=torch.zeros(loss_mask.shape),
+        loss_mask=loss_mask,
     )
     logged = batch_metrics(run_in(tmp_path), batch, rollouts, scores)
     are(logged, OF_TWO)
@@ -224,16 +230,18 @@ def test_statistics_of_unequal_groups_and_of_two_rewards_by_hand(tmp_path):
 def test_the_statistics_of_ranks_add_up_to_those_of_all_rows(deal):
     total: dict[str, Stat] = {}
     for groups in deal:
-        stats = of_rewards(*two_rewards(groups))
-        assert not total or total.keys() == stats.keys()
-        total = {name: total.get(name, Stat()) + stat for name, stat in stats.items()}
-    are(reward_metrics(total, two_rewards([0])[1]), OF_TWO)
+        rollouts, scores = two_rewards(groups)
+        for name, part in scores.parts.items():
+            for key, stat in _reward_stats(f"reward/{name}", part, rollouts.group_ids).items():
+                total[key] = total.get(key, Stat()) + stat
+    logged = reduced(total)
+    assert logged == pytest.approx({name: OF_TWO[name] for name in logged})
 
 
 def sizes_said() -> None:
     dist.init()
     group_ids = torch.tensor([[0, 1, 1], [0, 0, 0, 1, 2, 2, 2, 2, 1]][dist.rank()])
-    print(json.dumps(sizes_of_groups(group_ids)), flush=True)
+    print(json.dumps(group_sizes(group_ids)), flush=True)
     dist.shutdown()
 
 
@@ -269,7 +277,13 @@ def test_correlation_by_hand_and_none_without_spread():
 def test_a_reward_may_have_any_name(tmp_path):
     rollouts, scores = two_rewards([0, 1])
     scores = replace(scores, parts={"a:1/{x}": scores.parts["a"], "mean": scores.parts["b"]})
-    logged = reward_metrics(of_rewards(rollouts, scores), scores)
+    batch = TrainBatch(
+        rollouts=rollouts,
+        rewards=scores.rewards,
+        advantages=torch.zeros(rollouts.mask.shape),
+        loss_mask=rollouts.mask,
+    )
+    logged = batch_metrics(run_in(tmp_path), batch, rollouts, scores)
     assert logged["reward/a:1/{x}/mean"] == pytest.approx(5 / 4) and logged[
         "reward/mean/mean"
     ] == pytest.approx(18 / 5)

@@ -9,12 +9,12 @@ import pytest
 import torch
 from tests import nanochat_standin as nanochat
 from tests import tiny
+from tests.collecting import collect
 from tests.test_examples import EXAMPLES, example
 from tests.trainer.runs import metrics
 
 from gruppo import api
 from gruppo.build import Parts, build
-from gruppo.trainer.collect import collect
 from gruppo.trainer.stages import step_params_at
 from gruppo.trainer.update import backward
 from gruppo.types import Prompt, Request, Sampling

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from tests import tiny
+from tests.collecting import collect
 from tests.trainer import by_hand
 from tests.trainer.test_step import none_for_even, run_in, step
 
 from gruppo.build import Parts
 from gruppo.protocols import Engine
-from gruppo.trainer.collect import collect
-from gruppo.trainer.minibatches import minibatches
+from gruppo.trainer.forward import minibatches
 from gruppo.trainer.run import Run
 from gruppo.trainer.stages import step_params_at
 from gruppo.trainer.update import backward, update

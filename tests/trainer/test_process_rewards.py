@@ -26,9 +26,9 @@ from gruppo.config import serialization
 from gruppo.core.objective import GRPO, PPO, Objective
 from gruppo.protocols import Policy
 from gruppo.rewards import RewardSet, resolve_reward, step_reward
-from gruppo.trainer.advantages import action_rewards, kept_actions, with_advantages
+from gruppo.trainer.advantages import Scored, credit
 from gruppo.trainer.loop import Stopped
-from gruppo.types import Batch, GruppoError, Likelihood, Prompt, Rollouts
+from gruppo.types import Before, GruppoError, Likelihood, Prompt, Rollouts
 
 NAN = float("nan")
 STEPS = torch.tensor([[NAN, 1.0, NAN, NAN, 0.0], [1.0, NAN, 1.0, NAN, NAN]])
@@ -60,17 +60,12 @@ def credited(
     objective: Objective, rewards: Sequence[Any], weights: Any = None, kl: Tensor | None = None
 ) -> Tensor:
     """The advantages of rewards that are given as tensors: [B, T] of steps, [B] of rows."""
-    batch, run, scores = scored(objective, rewards, weights)
-    if kl is not None:
-        batch = replace(batch, old_logprobs=kl, ref=Likelihood(torch.zeros_like(kl)))
-    return with_advantages(
-        run, SimpleNamespace(kl_coef=0.5 if kl is not None else 0.0), batch, scores
-    ).advantages  # type: ignore[arg-type]
+    before = Before() if kl is None else Before(kl, ref=Likelihood(torch.zeros_like(kl)))
+    step_params: Any = SimpleNamespace(kl_coef=0.0 if kl is None else 0.5)
+    return credit(step_params, scored(objective, rewards, weights), before)[0]
 
 
-def scored(
-    objective: Objective, rewards: Sequence[Any], weights: Any = None
-) -> tuple[Batch, Any, Any]:
+def scored(objective: Objective, rewards: Sequence[Any], weights: Any = None) -> Scored:
     rollouts = rollouts_of()
     scorer = RewardSet([said(values) for values in rewards], weights)
     config = SimpleNamespace(objective=objective, rollout=SimpleNamespace(max_new_tokens=5))
@@ -82,14 +77,7 @@ def scored(
         policy=Policy(),
     )
     scores = scorer.score(rollouts)
-    loss_mask = kept_actions(run.config.objective, rollouts, scores)
-    return (
-        Batch(
-            rollouts, None, scores.rewards, scores.parts, torch.zeros(loss_mask.shape), loss_mask
-        ),
-        run,
-        scores,
-    )
+    return Scored(run, rollouts, scores)
 
 
 def said(values: Any) -> Any:
@@ -177,8 +165,7 @@ def test_rows_without_a_step_are_unscored_and_in_no_mean():
         replace(EXACT, credit="return_to_go", baseline="batch_mean", scale="none"), [steps]
     )
     assert close(got, [[0.0] * 5, [0.0, 1.0, 1.0, 0, 0]])
-    batch, _, _ = scored(EXACT, [steps])
-    assert batch.loss_mask.any(dim=1).tolist() == [False, True]
+    assert scored(EXACT, [steps]).loss_mask.any(dim=1).tolist() == [False, True]
     assert not credited(
         replace(EXACT, credit="return_to_go"), [steps]
     ).any()  # nothing to compare its only row with
@@ -214,11 +201,12 @@ def test_the_overlong_penalty_is_part_of_the_last_steps_reward():
 
 
 def test_a_critic_learns_each_steps_reward_where_it_ends_and_that_of_the_row_at_the_end():
-    batch, run, scores = scored(
-        replace(PPO, overlong=2), [STEPS, torch.tensor([2.0, 4.0])], [1.0, 0.5]
-    )
-    got = action_rewards(run, batch, scores, list(scores.steps))
-    assert close(got, [[0.0, 1, 0, 0, 0 + 1 - 1], [1.0, 0, 1 + 2, 0, 0]])
+    ppo = replace(PPO, overlong=2, gamma=1.0, lam=1.0)
+    own = scored(ppo, [STEPS, torch.tensor([2.0, 4.0])], [1.0, 0.5])
+    step_params: Any = SimpleNamespace(kl_coef=0.0)
+    _, returns = credit(step_params, own, Before(old_values=torch.zeros(2, 5)))
+    # the rewards [0, 1, 0, 0, 1 - 1] and [1, 0, 1 + 2, 0, 0], summed from each action on
+    assert close(returns, [[1.0, 1, 0, 0, 0], [4.0, 3, 3, 0, 0]])
 
 
 def test_under_gamma_a_step_counts_less_to_earlier_actions():

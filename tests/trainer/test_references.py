@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests import tiny
+from tests.collecting import collect
 from tests.trainer.runs import Signalling, metrics, newest, tensors
 
 from gruppo import api
@@ -18,7 +19,6 @@ from gruppo.api import explain
 from gruppo.build import Parts, build
 from gruppo.modalities.text import from_pretrained
 from gruppo.trainer import checkpoint, checks
-from gruppo.trainer.collect import collect
 from gruppo.trainer.evaluate import evaluate, held_out
 from gruppo.trainer.loop import Stopped, steps
 from gruppo.trainer.references import watch

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests import processes, tiny
+from tests.collecting import collect
 from tests.trainer import by_hand
 from tests.trainer.runs import Signalling, assert_same, metrics, newest
 from tests.trainer.test_step import run_in, step
@@ -20,7 +21,7 @@ from gruppo import api
 from gruppo.build import Parts, build
 from gruppo.config import serialization
 from gruppo.rewards.scoring import Scores
-from gruppo.trainer.collect import Collected, collect
+from gruppo.trainer.collect import Collected
 from gruppo.trainer.dynamic_sampling import Round, join_rounds
 from gruppo.trainer.loop import Stopped
 from gruppo.trainer.run import Run
@@ -196,7 +197,7 @@ def round_of(slots: list[int], size: int, seed: int, draw: int) -> Round:
         temperature=mask[:, 0].float(),
         finish=("stop",) * len(group_ids),
     )
-    return Round(rollouts, Scores(rewards, {}), slots, 0.0)
+    return Round(rollouts, Scores(rewards, {}), slots)
 
 
 def test_rounds_are_joined_as_row_by_row():
@@ -205,7 +206,7 @@ def test_rounds_are_joined_as_row_by_row():
         round_of([0, 3, 6], 4, 1, 1),
         round_of([0], 4, 2, 2),
     ]
-    sampled = join_rounds(rounds, refills=True)
+    sampled = join_rounds(rounds, None, [1.0], refills=True)
     place, expected, filled = 0, {}, {}
     for one in rounds:
         for group, slot in enumerate(one.slots):
@@ -237,7 +238,7 @@ def test_the_work_of_joining_grows_as_the_rows_do(refills):
     def work(groups: int) -> int:
         one = round_of(list(range(groups)), 4, 0, 0)
         with Work() as mode:
-            sampled = join_rounds([one], refills=refills)
+            sampled = join_rounds([one], None, [1.0], refills=refills)
         assert sampled.rollouts is one.rollouts and len(sampled.rows) == 4 * groups
         return mode.count
 
@@ -332,7 +333,7 @@ def test_a_run_that_was_stopped_while_it_refilled_is_the_run_that_was_not(tmp_pa
 def collected_rows(config: dict[str, Any], out: str) -> None:
     """What each rank has of the first step's batch, and the rows of each of its minibatches."""
     from gruppo import distributed as dist
-    from gruppo.trainer.minibatches import minibatch_rows
+    from gruppo.trainer.forward import minibatch_rows
 
     dist.init()
     run, _ = build(serialization.from_dict(config), Parts())

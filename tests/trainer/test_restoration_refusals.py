@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests import tiny
+from tests.collecting import collect
 from tests.modalities.restoration import fakes
 from tests.trainer import diffusion_runs, restoration_runs
 from tests.trainer.restoration_runs import ACTION, built, here, said_in_one_line, trained
@@ -25,7 +26,6 @@ from gruppo.config.schema import Stage
 from gruppo.modalities.diffusion.config import DiffusionConfig
 from gruppo.modalities.restoration import LowResolution
 from gruppo.modalities.restoration.config import RestorationConfig
-from gruppo.trainer.collect import collect
 from gruppo.trainer.update import backward
 from gruppo.types import DataError, GruppoError, NumericalStop, Prompt
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.collecting import collect
 from tests.modalities.restoration import fakes
 from tests.trainer import restoration_runs
 from tests.trainer.restoration_runs import (
@@ -37,10 +38,9 @@ from gruppo.core.images import apply_symmetry
 from gruppo.data.restoration import WithReference
 from gruppo.modalities.restoration import ToReference, load_restorer
 from gruppo.trainer import checkpoint
-from gruppo.trainer.collect import collect
 from gruppo.trainer.run import Run
 from gruppo.trainer.update import backward
-from gruppo.types import Batch, GruppoError, Rollouts
+from gruppo.types import GruppoError, Rollouts, TrainBatch
 
 pytest.importorskip("PIL")
 
@@ -72,7 +72,7 @@ def normal(run: Run, module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return means[0], std, base[0] + up
 
 
-def losses_by_hand(run: Run, batch: Batch) -> dict[str, Tensor]:
+def losses_by_hand(run: Run, batch: TrainBatch) -> dict[str, Tensor]:
     """Policy, KL and entropy of each row, averaged over rows; the supervised loss over
     demonstrations."""
     rollouts, module = batch.rollouts, run.policy.module

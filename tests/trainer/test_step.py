@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests import tiny
+from tests.collecting import collect
 from tests.trainer.runs import assert_same, metrics, newest, weights
 from torch import nn
 
@@ -19,8 +20,7 @@ from gruppo import api
 from gruppo.build import Parts, build
 from gruppo.modalities.text import from_pretrained
 from gruppo.rewards.answers import TrainerState
-from gruppo.trainer.collect import collect
-from gruppo.trainer.minibatches import minibatches
+from gruppo.trainer.forward import minibatches
 from gruppo.trainer.run import Run
 from gruppo.trainer.stages import step_params_at
 from gruppo.trainer.update import backward, learn
@@ -385,7 +385,7 @@ def test_a_run_goes_on_through_rewards_that_raise_and_a_step_without_any_score(t
     assert sorted(logged) == [1, 2, 3, 4, 5, 6]
     assert [logged[n]["reward/unscored_count"] for n in (2, 3, 4, 5)] == [0, 12, 12, 0]
     assert logged[3]["reward/exception_count"] == 0 and logged[4]["reward/exception_count"] == 12
-    assert logged[3]["reward/mean"] is None and logged[3]["ratio/max"] is None
+    assert logged[3]["reward/mean"] is None and "ratio/max" not in logged[3]
     kept = [
         (run / f"checkpoints/step_{n:06d}/model.safetensors").read_bytes() for n in (1, 2, 3, 4, 5)
     ]

@@ -15,6 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 from tests import tiny
+from tests.collecting import collect
 from tests.trainer import by_hand
 from tests.trainer.runs import assert_same, metrics
 from tests.trainer.test_memory import Full, gradients
@@ -29,13 +30,12 @@ from gruppo.cli.options import parse_config
 from gruppo.config.schema import SupervisedConfig
 from gruppo.modalities.text.memory import TOKENS_ON_CPU
 from gruppo.tracking.console import ConsoleTracker
-from gruppo.trainer.collect import collect
 from gruppo.trainer.demonstrations import Answers, demo_parts
-from gruppo.trainer.minibatches import minibatches
+from gruppo.trainer.forward import minibatches
 from gruppo.trainer.run import Run
 from gruppo.trainer.stages import StepParams, step_params_at
 from gruppo.trainer.update import backward, learn, learning
-from gruppo.types import Batch, DataError, GruppoError, Prompt
+from gruppo.types import DataError, GruppoError, Prompt, TrainBatch
 
 ALONE: dict[str, Any] = {"stage__rl_coef": 0.0, "stage__sup_coef": 1.0, "supervised__batch": 5}
 BOTH: dict[str, Any] = {"stage__sup_coef": 0.5, "supervised__batch": 5}
@@ -47,12 +47,12 @@ PLAN: list[dict[str, Any]] = [
 """Demonstrations alone, both, rewards alone."""
 
 
-def batch_of(run: Run) -> tuple[Batch, StepParams]:
+def batch_of(run: Run) -> tuple[TrainBatch, StepParams]:
     step_params = step_params_at(run.config, run.state.step)
     return collect(run, step_params).batch, step_params
 
 
-def gradient_of(run: Run, batch: Batch, step_params: StepParams) -> torch.Tensor:
+def gradient_of(run: Run, batch: TrainBatch, step_params: StepParams) -> torch.Tensor:
     run.optimizer.zero_grad(set_to_none=True)
     backward(run, batch, step_params)
     return gradients(run)
@@ -108,8 +108,8 @@ def test_each_term_has_weights_of_its_own_and_its_own_coefficient(tmp_path):
     run = run_in(tmp_path, **BOTH)
     batch, step_params = batch_of(run)
     together = gradient_of(run, batch, step_params)
-    rewards = gradient_of(run, Batch(**(vars(batch) | {"demos": None})), step_params)
-    demos = gradient_of(run, Batch(**(vars(batch) | {"rollouts": None})), step_params)
+    rewards = gradient_of(run, TrainBatch(**(vars(batch) | {"demos": None})), step_params)
+    demos = gradient_of(run, TrainBatch(**(vars(batch) | {"rollouts": None})), step_params)
     assert rewards.norm() > 1e-3 and demos.norm() > 1e-3
     torch.testing.assert_close(together, rewards + demos, rtol=0, atol=1e-6)
     module = copy.deepcopy(run.policy.module).double()
@@ -490,11 +490,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a brace that is not closed": (
         ALONE | {"supervised__template": "<{answer>"},
-        r"is not understood .*in braces, as",
+        r"is not understood; .*in braces, as",
     ),
     "a brace without a name": (
         ALONE | {"supervised__template": "<{}>"},
-        r"a brace without a column's name",
+        "is not understood; columns stand",
     ),
     "a format that does not fit": (
         ALONE | {"supervised__template": "{answer:.2f}"},

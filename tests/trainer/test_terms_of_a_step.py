@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from tests import tiny
+from tests.collecting import collect
 from tests.trainer.runs import metrics
 from tests.trainer.test_step import run_in, step, vector
 
 from gruppo import api
 from gruppo.build import Parts, build
 from gruppo.modalities.text import from_pretrained
-from gruppo.trainer.collect import collect
-from gruppo.trainer.minibatches import minibatches
+from gruppo.trainer.forward import minibatches
 from gruppo.trainer.stages import step_params_at
 from gruppo.trainer.update import backward, learn, update
 from gruppo.types import Rollouts

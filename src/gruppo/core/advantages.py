@@ -177,10 +177,11 @@ def group_advantages(
 
 
 def step_advantages(
-    rewards: Float[Tensor, "B T"], group_ids: Int[Tensor, "B"], **choices: Any
+    rewards: Float[Tensor, "B T"], group_ids: Int[Tensor, "B *T"], **choices: Any
 ) -> tuple[Float[Tensor, "B T"], dict[str, Any]]:
-    """``group_advantages`` of step rewards: all steps of a group's rows are compared, wherever they
-    end.
+    """``group_advantages`` of step rewards: all steps of a group are compared, wherever they end.
+
+    ``group_ids``: of rows, or [B, T] of single steps, such as patches of an image.
 
     A = (r - mean R) / (std R + eps), R = every step reward of the group. Process supervision of
     DeepSeekMath (arXiv 2402.03300), section 4.1.3. ``leave_one_out`` leaves out all steps of the
@@ -188,9 +189,8 @@ def step_advantages(
     which only one row has any.
     """
     row, column = rewards.isfinite().nonzero(as_tuple=True)
-    advantages, state = group_advantages(
-        rewards[row, column], group_ids[row], owners=row, **choices
-    )
+    groups = group_ids.reshape(len(group_ids), -1).expand(rewards.shape)[row, column]
+    advantages, state = group_advantages(rewards[row, column], groups, owners=row, **choices)
     return torch.zeros_like(rewards, dtype=torch.float32).index_put(
         (row, column), advantages
     ), state

@@ -11,7 +11,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from gruppo.protocols import Engine, Policy
+from gruppo.protocols import (
+    AdapterMixin,
+    ConversationMixin,
+    DemonstrationMixin,
+    DescriptionMixin,
+    Engine,
+    MemoryMixin,
+    Policy,
+    PromptMixin,
+    RestorationMixin,
+    ServingMixin,
+    StatisticsMixin,
+    ValueHeadMixin,
+)
 from gruppo.testing.sampling import (
     MIN_SHARE,
     Case,
@@ -26,6 +39,19 @@ from gruppo.types import GruppoError, Rollouts, Sampling
 ALL = 1 << 30
 """A budget that everything fits."""
 DEFAULT = Sampling(max_actions=8)
+MIXINS = (
+    ConversationMixin,
+    ServingMixin,
+    ValueHeadMixin,
+    DemonstrationMixin,
+    RestorationMixin,
+    AdapterMixin,
+    PromptMixin,
+    DescriptionMixin,
+    StatisticsMixin,
+    MemoryMixin,
+)
+"""What some policies can do as well. Without ``ShardingMixin``, as a module may be called shard."""
 Prompts = Sequence[Any]
 """``Prompt``, or the inputs of one."""
 
@@ -52,6 +78,11 @@ def check_policy(
             raise ContractError(
                 f"{kind} does not define {name}; see gruppo.Policy for what it returns."
             )
+    for mixin in MIXINS:
+        own = [name for name in vars(mixin) if not name.startswith("_") and hasattr(policy, name)]
+        if own and not isinstance(policy, mixin):
+            raise ContractError(f"""{kind} defines {own[0]}, which is only called of a
+                gruppo.protocols.{mixin.__name__}; add the class to its bases.""")
     if not isinstance(module, nn.Module):
         raise ContractError(f"""policy.module is a {type(module).__name__}; it needs to be the torch
             module that is trained.""")

@@ -16,8 +16,7 @@ from gruppo.testing.sampling import ContractError, as_requests
 from gruppo.types import Prompt, Rollouts
 from gruppo.worker import IS_AVAILABLE
 
-SUM = Prompt("sum", "1 + 1 =", "2")
-WORD = Prompt("word", "Say yes.", "yes", draw=1)
+TEXTS = (Prompt("sum", "1 + 1 =", "2"), Prompt("word", "Say yes.", "yes", draw=1))
 MAX_PROMPTS = 16
 """Prompts of the data that a reward is checked with."""
 
@@ -43,74 +42,66 @@ def check_reward(
     ``prompts``: data as for ``gruppo.train(data=...)``, with the target and columns that the reward
     reads, or a list of ``Prompt``; of data, the first ``MAX_PROMPTS`` of an epoch are used.
 
-    Completions are lists of messages where the prompts are, else texts, as in training. Without
-    ``prompts`` they are lists of messages, and texts for a reward that raises for every such list.
+    Completions are lists of messages if the prompts are, else strings, as in training. Without
+    ``prompts`` they are lists of messages, and strings for a reward that raises for every such
+    list.
     """
-    advice, cases = "", list[Sequence[Prompt]]()
     if prompts is None:
-        advice = (
-            " Give check_reward some of your data as prompts to check with the form of their "
-            "completions."
-        )
-        cases = [
-            [replace(p, inputs=[{"role": "user", "content": p.inputs}]) for p in (SUM, WORD)],
-            [SUM, WORD],
+        messages = [
+            replace(prompt, inputs=[{"role": "user", "content": prompt.inputs}]) for prompt in TEXTS
         ]
-    elif isinstance(prompts, list | tuple) and all(
-        isinstance(prompt, Prompt) for prompt in prompts
-    ):
-        cases = [[request.prompt for request in as_requests(prompts)]]
-    else:
-        columns: Any = {"prompt_column": prompt_column, "target_column": target_column}
-        source = open_source(prompts, seed=0, held_out_fraction=0.0, **columns)
-        cases = [peek(source, min(source.epoch_size or MAX_PROMPTS, MAX_PROMPTS))]
-    problems = []
-    for case in cases:
         try:
-            return _check(reward, case, timeout_s)
-        except ContractError as error:
-            forms = dict.fromkeys(
-                "texts" if isinstance(prompt.inputs, str) else "lists of messages"
-                for prompt in case
-            )
-            problem = f"{error} Completions were {' and '.join(forms)}."
-            if not isinstance(error, _RaisesAlways):
-                raise ContractError(problem + advice) from None
-            problems.append(problem)
-    raise ContractError(" ".join(problems) + advice)
+            _check(reward, messages, timeout_s)
+        except _RaisesAlways as error:
+            try:
+                _check(reward, TEXTS, timeout_s)
+            except _RaisesAlways as other:
+                raise ContractError(
+                    f"{error} {other} Give check_reward some of your data as prompts."
+                ) from None
+        return
+    if isinstance(prompts, list | tuple) and isinstance(prompts[0], Prompt):
+        own = [request.prompt for request in as_requests(prompts)]
+    else:
+        source = open_source(
+            prompts,
+            seed=0,
+            held_out_fraction=0.0,
+            prompt_column=prompt_column,
+            target_column=target_column,
+        )
+        own = peek(source, min(source.epoch_size or MAX_PROMPTS, MAX_PROMPTS))
+    _check(reward, own, timeout_s)
 
 
 def _check(reward: Any, prompts: Sequence[Prompt], timeout_s: float | None) -> None:
     """Check with completions in the form of the prompts."""
-    scorer = RewardSet(
-        [resolve_reward(reward, RewardWorkers() if IS_AVAILABLE else None)], timeout_s=timeout_s
-    )
+    resolved = resolve_reward(reward, RewardWorkers() if IS_AVAILABLE else None)
+    scorer = RewardSet([resolved], timeout_s=timeout_s)
     who = f"reward {scorer.names[0]!r}"
     scorer.check(columns_of(prompts))
     scorer.set_decoder(lambda ids: "".join(map(chr, filter(None, ids))))
     rollouts = _completions(prompts)
     before = _readable(rollouts)  # as text: a copy would share what a reward changes in place
     scores = scorer.score(rollouts)
-    raises_always = len(scores.failures) == len(rollouts) and all(
-        f.kind == "exception" for f in scores.failures
-    )
-    for failure in scores.failures:
-        completion = rollouts.completions[failure.row]
-        raise (
-            _RaisesAlways if raises_always else ContractError
-        )(f"""{who}, {failure.kind} for the completion
-            {completion!r:.80}: {failure.message}. It needs one finite number for each completion, whatever it says, or
-            None for not scored.""")
-    order = torch.arange(len(rollouts)).flip(0)
-    again, reverse, values = (
-        scorer.score(rollouts),
-        scorer.score(rollouts.take(order)),
-        scores.rewards.tolist(),
-    )
-    reverse = reverse.take(order.tolist())
+    if scores.failures:
+        failure = scores.failures[0]
+        kinds = {failure.kind for failure in scores.failures}
+        raises_always = len(scores.failures) == len(rollouts) and kinds == {"exception"}
+        form = "texts" if isinstance(prompts[0].inputs, str) else "lists of messages"
+        raise (_RaisesAlways if raises_always else ContractError)(
+            f"""{who}, {failure.kind} for the completion
+                {rollouts.completions[failure.row]!r:.80}: {failure.message}. It needs one finite
+                number for each completion, whatever it says, or None for not scored. Completions
+                were {form}."""
+        )
+    values = scores.rewards.tolist()
     if not scores.rewards.isfinite().any():
         raise ContractError(f"""{who} scored none of {len(rollouts)} completions; it needs to score
             some. Give check_reward prompts with the targets and columns that it reads.""")
+    again = scorer.score(rollouts)
+    order = torch.arange(len(rollouts)).flip(0)
+    reverse = scorer.score(rollouts.take(order)).take(order.tolist())
     if _readable(rollouts) != before:
         raise ContractError(f"""{who} changed the prompts or completions that it was given, which
             others read too; change a copy.""")

@@ -88,55 +88,56 @@ def _check_record(case: Case, rollouts: Rollouts) -> None:
             f"{who} returned a {type(rollouts).__name__}; it needs gruppo.types.Rollouts."
         )
     columns = rollouts.actions.shape[1]
-    per_row = ("group_ids", "lengths", "temperature")
-    for name in (*per_row, "actions", "mask", "sampler_logprobs", "policy_version"):
-        shape, needed = (
-            tuple(getattr(rollouts, name).shape),
-            (rows,) if name in per_row else (rows, columns),
-        )
-        of = f"{rows} samples" if name in per_row else f"{rows} samples of {columns} actions"
-        if (
-            shape[:2] if name == "actions" else shape
-        ) != needed:  # actions may have event dimensions: [B, T, *E]
-            raise ContractError(f"{who}: {name} has the shape {shape}; {of} need {list(needed)}.")
-    for name in ("completions", "finish"):
-        if (count := len(getattr(rollouts, name))) != rows:
-            raise ContractError(f"{who}: {count} {name} for {rows} samples; it needs one for each.")
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
+        ("group_ids", "lengths", "temperature"), (rows,)
+    )
+    shapes |= dict.fromkeys(
+        ("actions", "mask", "sampler_logprobs", "policy_version"), (rows, columns)
+    )
+    for name, needed in shapes.items():
+        shape = tuple(getattr(rollouts, name).shape)
+        # actions may have event dimensions: [B, T, *E]
+        if (shape[:2] if name == "actions" else shape) != needed:
+            raise ContractError(
+                f"{who}: {name} has the shape {shape}; {rows} samples need {list(needed)}."
+            )
     groups = [
         (p.id, p.draw, int((rollouts.group_ids == n).sum())) for n, p in enumerate(rollouts.prompts)
     ]
     requested = [(r.prompt.id, r.prompt.draw, r.size) for r in case.requests]
-    if sorted(groups) != sorted(requested):
-        raise ContractError(f"""{who}: the samples of each prompt (id, draw, count) are {groups};
-            {requested} were requested. Each prompt needs one entry in prompts, and the group_ids of
-            its rows point to it.""")
-    mask, logprobs, temperature = (
-        rollouts.mask,
-        rollouts.sampler_logprobs,
-        case.sampling.temperature,
-    )
-    if mask.dtype != torch.bool:  # an integer mask would select rows by number
-        raise ContractError(f"{who}: mask is {mask.dtype}; it needs torch.bool.")
-    if (mask & (torch.arange(columns) >= rollouts.lengths[:, None])).any():  # [B, T]
-        raise ContractError(f"""{who}: mask is True at or beyond lengths, where no action is. Make
-            both from the number of actions.""")
+    mask, logprobs, temperature = rollouts.mask, rollouts.sampler_logprobs, rollouts.temperature
     # A density may exceed 1; a probability, by rounding only.
     highest = float("inf") if rollouts.actions.is_floating_point() else 1e-4
-    if (
-        not (logprobs[mask].isfinite().all() and (logprobs[mask] <= highest).all())
-        or logprobs[~mask].any()
-    ):
-        raise ContractError(f"""{who}: sampler_logprobs needs finite nats where mask is True (at
-            most 0 for discrete actions) and 0 elsewhere.""")
-    given = rollouts.temperature.cpu().float()
-    if not torch.allclose(given, torch.full(given.shape, float(temperature))):
-        raise ContractError(f"""{who}: temperature is {rollouts.temperature.tolist()}, but
-            {temperature} was requested.""")
-    if not mask.any():
-        raise ContractError(f"{who} chose no action at all; check the prompts, and max_actions.")
-    if unknown := set(rollouts.finish) - {*get_args(Finish)}:
-        known = ", ".join(map(repr, get_args(Finish)))
-        raise ContractError(f"{who}: finish holds {unknown}; it needs to be one of {known}.")
+    chosen = logprobs[mask.bool()]
+    expected = torch.full((rows,), float(case.sampling.temperature))
+    problems = {
+        f"{len(rollouts.completions)} completions for {rows} samples": len(rollouts.completions)
+        != rows,
+        f"{len(rollouts.finish)} finish for {rows} samples": len(rollouts.finish) != rows,
+        f"""the samples of each prompt (id, draw, count) are {groups}; {requested} were requested.
+            Each prompt needs one entry in prompts, and the group_ids of its rows point to it""": (
+            sorted(groups) != sorted(requested)
+        ),
+        # an integer mask would select rows by number
+        f"mask is {mask.dtype}; it needs torch.bool": mask.dtype != torch.bool,
+        "mask is True at or beyond lengths, where no action is": (
+            mask & (torch.arange(columns) >= rollouts.lengths[:, None])
+        ).any(),
+        """sampler_logprobs needs finite nats where mask is True (at most 0 for discrete actions)
+            and 0 elsewhere""": (
+            not chosen.isfinite().all() or (chosen > highest).any() or logprobs[~mask.bool()].any()
+        ),
+        f"temperature is {temperature.tolist()}, but {case.sampling.temperature} was requested": (
+            not torch.allclose(temperature.cpu().float(), expected)
+        ),
+        "chose no action at all; check the prompts, and max_actions": not mask.any(),
+        f"finish holds { ({*rollouts.finish}) }; it needs {get_args(Finish)}": (
+            not {*rollouts.finish} <= {*get_args(Finish)}
+        ),
+    }
+    for problem, is_found in problems.items():
+        if is_found:
+            raise ContractError(f"{who}: {problem}.")
 
 
 def check_sampling(case: Case) -> Rollouts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
-import time
+from collections import defaultdict
 from dataclasses import replace
 from string import Formatter
 from typing import Any
@@ -27,7 +27,6 @@ from gruppo.seeds import generator_at, seed_at
 from gruppo.trainer.run import Run
 from gruppo.trainer.stages import StepParams
 from gruppo.types import (
-    Batch,
     DataError,
     GruppoError,
     Likelihood,
@@ -47,65 +46,48 @@ ATTEMPTS = 100
 
 
 class Answers:
-    """What to answer a prompt with: a column, or a text around columns; the target without
-    either."""
+    """What to answer a prompt with: a column, or a template of columns; the target by default."""
 
     def __init__(self, config: SupervisedConfig) -> None:
-        self.template, self.column = config.template, config.column
-        problem = ""
+        self.template = config.template
         try:
-            self._parts = list(
-                Formatter().parse(self.template)
-            )  # literal text, column, format, conversion
-        except ValueError as error:
-            problem = f"is not understood ({error})"
-        if not problem and any(name == "" or conversion for _, name, _, conversion in self._parts):
-            problem = "has a brace without a column's name"
-        if problem:
-            raise GruppoError(f"""supervised.template={self.template!r} {problem}; columns stand in
-                braces, as in '<answer>{{answer}}</answer>', and a brace of the text is written
-                twice.""")
-        columns = [name for _, name, _, _ in self._parts if name is not None]
-        self.names = columns if self.template else [self.column or "target"]
+            fields = [name for _, name, _, _ in Formatter().parse(self.template)]
+        except ValueError:
+            fields = [""]
+        names = [name for name in fields if name is not None]
+        if "" in names:
+            raise GruppoError(f"""supervised.template={self.template!r} is not understood; columns
+                stand in braces, as in '<answer>{{answer}}</answer>', and a brace of the text is
+                written twice.""")
+        self.names = names if self.template else [config.column or "target"]
         """The columns that are read."""
 
     def given(self, prompt: Prompt) -> Prompt:
-        """The prompt with what to answer as its target; None where a column that is needed is
+        """Return the prompt with what to answer as its target; None if a column that is needed is
         empty.
 
-        ``target``, and ``answer`` where no column is called that, are the prompt's target.
+        ``target``, and ``answer`` if no column is called that, are the prompt's target.
         """
         own = {"answer": prompt.target, **prompt.meta, "target": prompt.target}
         values = {name: own.get(name) for name in self.names}
         if not self.template:
             return replace(prompt, target=values[self.names[0]])
-        present = [
-            value
-            for value in values.values()
-            if not (isinstance(value, float) and math.isnan(value))
-        ]
-        if len(present) < len(values) or any(value is None or value == "" for value in present):
-            return replace(prompt, target=None)
-        if other := [
-            name for name, value in values.items() if not isinstance(value, str | int | float)
-        ]:
-            raise GruppoError(
-                f"""supervised.template={self.template!r} stands around texts and numbers, and the
-                    column {other[0]!r} holds {values[other[0]]!r:.80}""",
-                option="supervised.column",
-                advice=f"{other[0]} in its place",
-            )
-        parts = self._parts
+        for name, value in values.items():
+            if value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
+                return replace(prompt, target=None)
+            if not isinstance(value, str | int | float):
+                raise GruppoError(
+                    f"""supervised.template={self.template!r} stands around texts and numbers, and
+                        the column {name!r} holds {value!r:.80}""",
+                    option="supervised.column",
+                    advice=f"{name} in its place",
+                )
         try:
-            texts = [
-                text + ("" if name is None else format(values[name], form or ""))
-                for text, name, form, _ in parts
-            ]
+            return replace(prompt, target=self.template.format_map(values))
         except (ValueError, TypeError) as error:
             raise GruppoError(
                 f"supervised.template={self.template!r} does not fit {values!r:.80}: {error}."
             ) from None
-        return replace(prompt, target="".join(texts))
 
 
 # --- where they come from -------------------------------------------------------------------------
@@ -141,27 +123,31 @@ def open_demos(config: Config, data: Any) -> PromptSource | None:
         target_column=config.prompts.target_column if own else None,
         held_out_fraction=config.prompts.held_out_fraction,
     )
-    first, answers, of = (
-        peek(source),
-        Answers(config.supervised),
-        config.supervised.data or "the data",
-    )
-    columns = set(source.columns or ()).union(*(prompt.meta for prompt in first))
-    columns |= {"target", "answer"} if any(prompt.target is not None for prompt in first) else set()
-    listed = ", ".join(map(repr, sorted(columns)))
-    if missing := [name for name in answers.names if name not in columns]:
-        if not answers.template and not answers.column:
-            raise GruppoError(
-                f"{of} have no target to learn from; their columns are {listed}",
-                option="supervised.column",
-                advice="to what is to be answered, or $supervised.data",
-            )
-        where = "template" if answers.template else "column"
-        raise GruppoError(
-            f"supervised.{where} names {missing[0]!r}, which is none of {of}'s columns, {listed}",
-            advice=f"Set $supervised.{where}.{did_you_mean(missing[0], sorted(columns))}",
-        )
+    _check_columns(config.supervised, source)
     return source
+
+
+def _check_columns(config: SupervisedConfig, source: PromptSource) -> None:
+    """Refuse data without the columns that the answers are made of."""
+    first, answers = peek(source), Answers(config)
+    columns = set(source.columns or ()).union(*(prompt.meta for prompt in first))
+    if any(prompt.target is not None for prompt in first):
+        columns |= {"target", "answer"}
+    missing = [name for name in answers.names if name not in columns]
+    if not missing:
+        return
+    data, listed = config.data or "the data", ", ".join(map(repr, sorted(columns)))
+    if answers.names == ["target"]:
+        raise GruppoError(
+            f"{data} have no target to learn from; their columns are {listed}",
+            option="supervised.column",
+            advice="to what is to be answered, or $supervised.data",
+        )
+    where = "template" if config.template else "column"
+    raise GruppoError(
+        f"supervised.{where} names {missing[0]!r}, which is none of {data}'s columns, {listed}",
+        advice=f"Set $supervised.{where}.{did_you_mean(missing[0], sorted(columns))}",
+    )
 
 
 def prepared(
@@ -199,24 +185,21 @@ def check_demos(
 
 
 def take_demonstrations(run: Run) -> tuple[list[Prompt], int]:
-    """This rank's prompts of the step, each with what to answer; and how many all ranks skipped on
-    the way."""
+    """Return this rank's prompts of the step, each with what to answer, and how many all ranks
+    skipped."""
     assert run.demos is not None
-    config, answers, prompts, skipped, reason = (
-        run.config,
-        Answers(run.config.supervised),
-        [],
-        0,
-        "",
-    )
+    config, answers = run.config, Answers(run.config.supervised)
+    prompts: list[Prompt] = []
+    skipped = 0
+    reason: str | None = ""
     for slot in range(config.supervised.batch):
         for _ in range(ATTEMPTS):
-            prompt, problem = prepared(
-                run.demos.take(1)[0], answers, config, run.policy, run.environment
-            )
+            drawn = run.demos.take(1)[0]
+            prompt, problem = prepared(drawn, answers, config, run.policy, run.environment)
             if problem is None:
                 break
-            skipped, reason = skipped + 1, problem
+            skipped += 1
+            reason = problem
         else:
             raise DataError(
                 f"{ATTEMPTS} demonstrations in a row cannot be learned from; the last: {reason}"
@@ -230,25 +213,19 @@ def take_demonstrations(run: Run) -> tuple[list[Prompt], int]:
     return prompts, skipped
 
 
-def demonstrations(run: Run, step_params: StepParams) -> tuple[Rollouts | None, dict[str, float]]:
-    """This rank's demonstrations of the step, and the metrics of those of all; none in a critic's
-    warmup."""
+def demonstrations(run: Run, step_params: StepParams) -> Rollouts | None:
+    """Return this rank's demonstrations of the step; none in a critic's warmup."""
     if not step_params.sup_coef or step_params.is_critic_alone:
-        return None, {}
-    began = time.perf_counter()
-    prompts, skipped = take_demonstrations(run)
-    demos = part(run.policy, DemonstrationMixin).demonstrations(prompts, seed=run.config.seed)
+        return None
+    with run.recorder.time("demos"):
+        prompts, skipped = take_demonstrations(run)
+        demos = part(run.policy, DemonstrationMixin).demonstrations(prompts, seed=run.config.seed)
+    run.recorder.metrics["sup/skipped_count"] = float(skipped)
     run.example = run.example or prompts[0]
-    return demos, {"sup/skipped_count": float(skipped), "time/demos_s": time.perf_counter() - began}
+    return demos
 
 
-# --- batches and how they are cut -----------------------------------------------------------------
-
-
-def unsampled(demos: Rollouts | None) -> Batch:
-    """The batch of a step that learns from demonstrations alone."""
-    nothing = torch.zeros(0, 0)  # no rows, no columns
-    return Batch(None, demos, torch.zeros(0), {}, nothing, nothing.bool())
+# --- how they are learned from --------------------------------------------------------------------
 
 
 def demo_parts(run: Run, demos: Rollouts | None, epoch: int) -> list[Rollouts | None]:
@@ -276,27 +253,23 @@ def supervised_backward(
     weights: Float[Tensor, "B T"],
     micro_batches: list[MicroBatch],
 ) -> dict[str, Stat]:
-    """Accumulate gradients of the supervised term, and of the consistency where nothing is sampled;
-    no collectives."""
-    names = ("loss/sup", "sup/nats", "sup/tokens", "update/micro_batches")
-    stats = dict.fromkeys((*names, "loss/cons") if step_params.cons_coef else names, Stat())
+    """Accumulate gradients of the supervised term, and of the consistency if nothing is sampled; no
+    collectives."""
+    stats: dict[str, Stat] = defaultdict(Stat)
+    policy = part(run.policy, DemonstrationMixin)
     for micro_batch in micro_batches:
         likelihood = forward(run.policy.module, run.policy.likelihood, demos, micro_batch)
-        loss = part(run.policy, DemonstrationMixin).supervised_loss(
-            demos.take(micro_batch.rows), likelihood
-        )  # [b, t]
+        loss = policy.supervised_loss(demos.take(micro_batch.rows), likelihood)  # [b, t]
         chosen = micro_batch.of(demos.mask)
         loss_mask = chosen.to(loss.device, non_blocking=True)
-        term = (
-            micro_batch.of(weights).to(loss, non_blocking=True) * torch.where(loss_mask, loss, 0)
-        ).sum()
+        own_weights = micro_batch.of(weights)
+        kept = torch.where(loss_mask, loss, 0)
+        term = (own_weights.to(loss, non_blocking=True) * kept).sum()
         total = step_params.sup_coef * term
         if step_params.cons_coef:
-            held = consistency_term(run, demos, micro_batch, micro_batch.of(weights), likelihood)
-            total, stats["loss/cons"] = (
-                total + step_params.cons_coef * held,
-                stats["loss/cons"] + Stat.of(held),
-            )
+            held = consistency_term(run, demos, micro_batch, own_weights, likelihood)
+            total = total + step_params.cons_coef * held
+            stats["loss/cons"] += Stat.of(held)
         # a repeat runs as many collectives as other ranks, and adds nothing
         (total * 0 if micro_batch.is_repeat else total).backward()
         if micro_batch.is_repeat:

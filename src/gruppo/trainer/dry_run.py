@@ -18,7 +18,7 @@ from gruppo.protocols import AdapterMixin, PromptMixin, peek
 from gruppo.protocols import part as part_of
 from gruppo.trainer import dynamic_sampling, references
 from gruppo.trainer.demonstrations import take_demonstrations
-from gruppo.trainer.memory import budget_for
+from gruppo.trainer.forward import budget_for
 from gruppo.trainer.run import Run
 from gruppo.types import Request
 
@@ -253,7 +253,7 @@ def _example(run: Run) -> list[str]:
     sample, length = shown(run.display.render(rollouts, 0)), int(rollouts.mask[0].sum())
     ending = f"{length} {run.display.action_name}s, ended by {rollouts.finish[0]}"
     lines.append(f"completion  {sample}  ({ending})")
-    kind = "images" if run.display.renders_images else "completions"
+    kind = "images" if run.display.progress_unit == "image" else "completions"
     for name, part in scores.parts.items():
         call = f"{name}(prompts=[...], {kind}=[...], ...)"
         lines.append(f"reward      {call} = {float(part[0]):g}")

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import torch
 from jaxtyping import Bool, Float
@@ -36,10 +35,10 @@ from torch import Tensor
 from gruppo import distributed as dist
 from gruppo.config.schema import RolloutConfig
 from gruppo.core.groups import allocate_samples, group_std, has_no_spread
-from gruppo.environments.conversation import completion_lengths, join_rollouts, shifted
+from gruppo.environments.conversation import join_rollouts, shifted
 from gruppo.rewards.scoring import Scores, applies_to_group
 from gruppo.trainer.stages import StepParams
-from gruppo.types import Prompt, Request, Rollouts, Stat
+from gruppo.types import Prompt, Request, Rollouts
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,12 +48,11 @@ class Round:
     rollouts: Rollouts
     scores: Scores
     slots: list[int]
-    """Of all ranks' slots, the one of each prompt."""
-    reward_s: float
+    """Slot of each prompt, among those of all ranks."""
 
-    def spread(self) -> Float[Tensor, "P"]:
-        """Standard deviation of each group's rewards, 0 where they are equal or fewer than two rows
-        are scored.
+    def reward_std(self) -> Float[Tensor, "P"]:
+        """Return the standard deviation of each group's rewards, 0 if they are equal or fewer than
+        two rows are scored.
 
         Of the sum of all rewards, before it is shaped.
         """
@@ -68,82 +66,69 @@ class Sampled:
     """All rounds of a step, on this rank."""
 
     rollouts: Rollouts
+    """All samples: the batch's rows, and those that were discarded."""
     scores: Scores
     rows: list[int]
     """Rows of the batch: each slot's last group, in order of the slots."""
     is_filled: Bool[Tensor, "b"]
     """Whether each of them is in a group to learn from."""
+    rounds: Sequence[Round]
+    grown: Round | None
+    """More samples of slots' last groups."""
 
     def batch(self) -> tuple[Rollouts, Scores]:
-        """The rows of the batch. Those of an unfilled slot are in no statistic: they have no
+        """Return the rows of the batch. Those of an unfilled slot are in no statistic: they have no
         reward."""
         rollouts, scores = self.rollouts, self.scores
         if self.rows != list(range(len(rollouts))):
             rollouts, scores = rollouts.take(self.rows), scores.take(self.rows)
-        return rollouts, replace(
-            scores, rewards=torch.where(self.is_filled, scores.rewards, torch.nan)
-        )
-
-    def thrown(self) -> dict[str, float]:
-        """What no update learns from, on all ranks: discarded, or the last group of a slot left
-        unfilled."""
-        # all rows, without those of the batch whose slot was filled
-        is_thrown = torch.ones(len(self.rollouts), dtype=torch.bool)
-        is_thrown[torch.tensor(self.rows)[self.is_filled]] = False
-        groups = len(self.rollouts.group_ids[is_thrown].unique())
-        total = dist.all_sum(
-            torch.tensor([groups, int(completion_lengths(self.rollouts)[is_thrown].sum())])
-        )
-        return {
-            "refill/thrown_groups_count": float(total[0]),
-            "refill/thrown_tokens_count": float(total[1]),
-        }
+        rewards = scores.rewards.where(self.is_filled, torch.nan)
+        return rollouts, replace(scores, rewards=rewards)
 
 
-def join_rounds(rounds: Sequence[Round], *, refills: bool, grown: Round | None = None) -> Sampled:
-    """All that was sampled in a step, and which of it is the batch. ``grown``: more samples of
-    slots' last groups."""
-    rollouts, scores = rounds[0].rollouts, rounds[0].scores
-    if not refills and grown is None:
-        every = torch.ones(len(rollouts), dtype=torch.bool)
-        return Sampled(rollouts, scores, rollouts.group_ids.argsort(stable=True).tolist(), every)
-    every_round = [*rounds, grown] if grown is not None else list(rounds)
-    starts = accumulate((len(one.rollouts) for one in every_round), initial=0)
-    last: dict[int, tuple[list[int], bool]] = {}
-    for one, first in zip(every_round, starts, strict=False):
-        is_empty = (
-            [False] * len(one.slots)
-            if one is grown or not refills
-            else (one.spread() == 0).tolist()
-        )
-        sizes = one.rollouts.group_ids.bincount(minlength=len(one.slots))
-        rows_by_group = one.rollouts.group_ids.argsort(stable=True).split(sizes.tolist())
-        for slot, own, is_alike in zip(one.slots, rows_by_group, is_empty, strict=True):
-            before = last[slot][0] if one is grown else []
-            last[slot] = before + (own + first).tolist(), not is_alike
-    slots = list(
-        last.values()
-    )  # in order: the first round has all of them, and a slot keeps its place
-    is_filled = [is_good for own, is_good in slots for _ in own]
-    if len(every_round) > 1:
-        lengths = torch.cat([one.rollouts.lengths for one in every_round])
-        rollouts = join_rollouts([one.rollouts for one in every_round])
-        scores = Scores.cat([one.scores for one in every_round])
-        if (
-            moved := rollouts.lengths - lengths
-        ).any():  # environments began the rows of a group differently
-            steps = {
-                name: shifted(x, moved, rollouts.mask.shape[1], torch.nan)
-                for name, x in scores.steps.items()
-            }
-            scores = replace(scores, steps=steps)
-        is_error = torch.tensor(
-            [finish == "error" for finish in rollouts.finish]
-        )  # some only since they were joined
-        scores = replace(scores, rewards=scores.rewards.where(~is_error, torch.nan))
-    return Sampled(
-        rollouts, scores, [row for own, _ in slots for row in own], torch.tensor(is_filled)
-    )
+def join_rounds(
+    rounds: Sequence[Round], grown: Round | None, weights: Sequence[float], *, refills: bool
+) -> Sampled:
+    """Join all that was sampled in a step, and find which of it is the batch.
+
+    ``weights``: of the rewards. ``refills``: whether groups without spread are discarded.
+    """
+    every_round = list(rounds) if grown is None else [*rounds, grown]
+    rows_of: dict[int, list[int]] = {}  # by slot, in order: the first round has all of them
+    is_filled: dict[int, bool] = {}
+    first = 0
+    for one in every_round:
+        has_spread = one.reward_std() != 0
+        for group, slot in enumerate(one.slots):
+            own = (first + (one.rollouts.group_ids == group).nonzero()[:, 0]).tolist()
+            if one is grown:
+                rows_of[slot] = rows_of[slot] + own
+            else:
+                rows_of[slot] = own
+                is_filled[slot] = not refills or bool(has_spread[group])
+        first += len(one.rollouts)
+    rollouts, scores = _join(every_round)
+    if grown is not None:
+        scores = rescore_whole_groups(scores, rollouts.group_ids, weights)
+    rows = [row for own in rows_of.values() for row in own]
+    filled = torch.tensor([is_filled[slot] for slot, own in rows_of.items() for _ in own])
+    return Sampled(rollouts, scores, rows, filled, rounds, grown)
+
+
+def _join(rounds: Sequence[Round]) -> tuple[Rollouts, Scores]:
+    if len(rounds) == 1:
+        return rounds[0].rollouts, rounds[0].scores
+    rollouts = join_rollouts([one.rollouts for one in rounds])
+    scores = Scores.cat([one.scores for one in rounds])
+    # environments may have begun the rows of a group differently
+    moved = rollouts.lengths - torch.cat([one.rollouts.lengths for one in rounds])
+    if moved.any():
+        columns = rollouts.mask.shape[1]
+        steps = {name: shifted(x, moved, columns, torch.nan) for name, x in scores.steps.items()}
+        scores = replace(scores, steps=steps)
+    # rows that are errors only since they were joined
+    is_error = torch.tensor([finish == "error" for finish in rollouts.finish])
+    return rollouts, replace(scores, rewards=scores.rewards.where(~is_error, torch.nan))
 
 
 # --- growth ---------------------------------------------------------------------------------------
@@ -163,15 +148,15 @@ def further_requests(
     ``sampled``: rows of all ranks so far, those that refilling has discarded included: they too are
     of the budget.
     """
-    spread = torch.zeros(rollout.prompts, dtype=torch.float64)
+    reward_std = torch.zeros(rollout.prompts, dtype=torch.float64)
     prompts: dict[int, Prompt] = {}
     for one in rounds:  # a later round's group takes the place of the slot's earlier one
-        spread[torch.tensor(one.slots)] = one.spread()
+        reward_std[torch.tensor(one.slots)] = one.reward_std()
         prompts |= dict(zip(one.slots, one.rollouts.prompts, strict=True))
     sizes = torch.full((rollout.prompts,), rollout.first_samples)
     budget = max(rollout.prompts * step_params.group_size - sampled, 0)
     first, largest = rollout.first_samples, max_group_size(rollout, step_params.group_size)
-    more = allocate_samples(dist.all_sum(spread), sizes, budget=budget, cap=largest).tolist()
+    more = allocate_samples(dist.all_sum(reward_std), sizes, budget=budget, cap=largest).tolist()
     return {
         slot: Request(prompt, more[slot], first=first)
         for slot, prompt in prompts.items()
@@ -194,25 +179,3 @@ def rescore_whole_groups(scores: Scores, group_ids: Tensor, weights: Sequence[fl
     scored = torch.stack([part.isfinite() for part in counted])  # [parts, B]
     is_missing = (applies_to_group(scored, group_ids) & ~scored).any(dim=0)
     return replace(scores, rewards=scores.rewards.where(~is_missing, torch.nan))
-
-
-def growth_metrics(
-    rounds: Sequence[Round], grown: Round | None, rollout: RolloutConfig, step_params: StepParams
-) -> dict[str, float]:
-    """What growing did, over all ranks.
-
-    ``growth/first_reward_mean`` is of the first samples alone: groups that grow are those that are
-    neither always nor never right, so that the mean of all rows says less of the policy.
-    """
-    first = torch.cat([one.scores.rewards for one in rounds])
-    rows = 0 if grown is None else len(grown.rollouts)
-    counts = {"first": len(first), "rows": rows, "groups": 0 if grown is None else len(grown.slots)}
-    stats = {name: Stat(1, value) for name, value in counts.items()}
-    stats = dist.merge_stats(stats | {"reward": Stat.of(first, first.isfinite())})
-    sampled = stats["first"].sum + stats["rows"].sum
-    metrics = {"growth/first_reward_mean": stats["reward"].mean}
-    metrics["growth/grown_groups_count"] = stats["groups"].sum
-    metrics["growth/grown_rows_count"] = stats["rows"].sum
-    return metrics | {
-        "growth/unspent_rows_count": max(rollout.prompts * step_params.group_size - sampled, 0.0)
-    }

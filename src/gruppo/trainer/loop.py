@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import random
-import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from gruppo import distributed as dist
-from gruppo.core.groups import has_no_spread
 from gruppo.loading import command_name, did_you_mean
 from gruppo.platforms import peak_memory_gib
-from gruppo.rewards.scoring import Scores
-from gruppo.seeds import seed_at
-from gruppo.tracking.files import to_json
-from gruppo.tracking.formatting import duration
 from gruppo.trainer import back_off, checkpoint, references
 from gruppo.trainer.callbacks import Step
 from gruppo.trainer.collect import Collected, collect
-from gruppo.trainer.evaluate import Evaluated, evaluate, held_out, sample_rows
-from gruppo.trainer.memory import whole_weights
+from gruppo.trainer.evaluate import Evaluated, evaluate, held_out
+from gruppo.trainer.forward import whole_weights
+from gruppo.trainer.metrics import collected_metrics
+from gruppo.trainer.recorder import Recorder
 from gruppo.trainer.run import Run
 from gruppo.trainer.run_dir import RunFolder, boundary_state
+from gruppo.trainer.samples import all_completions, show_samples
 from gruppo.trainer.signals import Interrupted
 from gruppo.trainer.update import learn
 from gruppo.trainer.weight_change import warn_if_idle
@@ -36,19 +31,9 @@ from gruppo.types import EngineLost, GruppoError, NumericalStop
 
 log = logging.getLogger("gruppo")
 
-TIMED = ("demos", "rollout", "reward", "credit", "update")
-"""Parts of a step."""
-FORECAST_STEPS = 5
-"""Steps from whose duration that of the run is forecast."""
 LEAST_ACTIONS = 100
 """Actions chosen by the newest weights from which on their mean mismatch is checked: that of a few
 is chance."""
-SAMPLES_SHOWN = 4
-GROUPS_SHOWN, IMAGES_SHOWN = 10, 8
-"""Where samples are images: how many groups, and how many of each; of an evaluation, twice their
-product in all."""
-FAILURES_KEPT = 20
-"""Failed rows of a step that samples.jsonl holds."""
 
 
 class Stopped(Exception):
@@ -58,46 +43,25 @@ class Stopped(Exception):
 def steps(run: Run, folder: RunFolder) -> Generator[Step]:
     """Run steps until the run is complete, from wherever it is, and yield each."""
     references.remember(run)
-    every = run.config.saving.every
+    every, metric = run.config.saving.every, run.config.back_off.metric
     try:
         end_of_step(run, folder, {})
-        began, first = time.perf_counter(), run.state.step
         while not run.is_complete:
-            step_params = run.stage_schedule.step_params(run.state.step)
-            with boundary_kept(run, folder), dist.phase("collect"):
-                collected = collect(run, step_params)
-                if run.callbacks is not None:
-                    run.callbacks.notify("on_rollouts", collected.rollouts, collected.scores)
-            with dist.phase("learn"):
-                run.engine.sleep()
-                metrics = collected.metrics | learn(run, collected.batch, step_params)
-                check_mismatch(run, metrics)
-            with dist.phase("publish"):
-                step = publish(
-                    run, folder, collected, metrics | run.stage_schedule.metrics(step_params)
-                )
+            done = step(run, folder)
             with dist.phase("signals"):
                 is_signalled = not run.is_complete and dist.all_max(int(run.stopper.requested))
-            if is_signalled or run.is_complete or (every and step.step % every == 0):
+            if is_signalled or run.is_complete or (every and done.step % every == 0):
                 save(run, folder)
             if is_signalled:
                 folder.finish_saving()
                 raise Interrupted
-            if run.state.step - first == FORECAST_STEPS and (
-                text := forecast(run, time.perf_counter() - began)
-            ):
-                log.info("%s", text)
-            yield step
+            yield done
         if run.is_stopped:
             evaluate_if_due(run, folder)
             save(run, folder)
-        if (metric := run.config.back_off.metric) and run.state.best is None:
+        if metric and run.state.best is None:
             hint = did_you_mean(metric, run.known.keys() - {metric})
-            log.warning(
-                "back_off.metric %r was never measured, so that nothing was watched.%s",
-                metric,
-                hint,
-            )
+            log.warning("back_off.metric %r was never measured.%s", metric, hint)
     except Interrupted:
         raise Stopped(how_to_continue(folder.path)) from None
     except EngineLost as error:
@@ -109,35 +73,103 @@ def steps(run: Run, folder: RunFolder) -> Generator[Step]:
         ) from None
 
 
-def forecast(run: Run, seconds: float) -> str:
-    """How long the run will take, from the seconds of its first steps; "" for what is left of less
-    than a minute."""
-    pace, left = seconds / FORECAST_STEPS, run.config.steps - run.state.step
-    if pace * left < 60 or run.is_complete:
-        return ""
-    gate = run.config.plan[-1].until
-    where = (
-        torch.cuda.get_device_name()
-        if run.policy.device.type == "cuda"
-        else f"{torch.get_num_threads()} threads"
-    )
-    return (
-        f"{pace:.1f} s a step over the first {FORECAST_STEPS} on {where}: the other {left} take "
-        f"about "
-        f"{duration(pace * left)}" + (f", fewer end the run once {gate}." if gate else ".")
-    )
+def step(run: Run, folder: RunFolder) -> Step:
+    """Collect, learn, publish; log the step, and evaluate if due."""
+    recorder = run.recorder = Recorder()
+    step_params = run.stage_schedule.step_params(run.state.step)
+    before = _totals(run)
+    with boundary_kept(run, folder), dist.phase("collect"):
+        collected = collect(run, step_params)
+        if run.callbacks is not None:
+            run.callbacks.notify("on_rollouts", collected.rollouts, collected.scores)
+        with recorder.time("credit"):
+            metrics = collected_metrics(run, collected, step_params)
+    metrics |= {name: total - before[name] for name, total in _totals(run).items()}
+    with dist.phase("learn"), recorder.time("update"):
+        run.engine.sleep()
+        metrics |= learn(run, collected.batch, step_params)
+        check_mismatch(run, metrics)
+    with dist.phase("publish"):
+        with recorder.time("sync"):
+            lost = publish(run)
+        metrics |= run.stage_schedule.metrics(step_params) | recorder.metrics
+        metrics |= run.engine.metrics() | run.rewards.usage()
+        rows = _finish_metrics(metrics, recorder.seconds)
+        run.stage_schedule.measure(run.state.step - 1, metrics, rows=rows)
+        log_step(run, folder, collected, metrics)
+        done = Step(run.state.step, metrics, collected.rollouts, collected.scores)
+        # before an evaluation, within which a signal may end the run: no resume repeats it
+        call_back(run, folder, "on_step", done)
+        if lost is not None:
+            save(run, folder)
+            folder.finish_saving()
+            raise lost
+        warn_if_idle(run, metrics, folder.path, collected.rollouts)
+        # before the save, which then holds it; stopped here, the step is saved without
+        watched = end_of_step(run, folder, metrics)
+    evaluation = evaluation_at(run, done.step)
+    metrics = {**metrics, **watched, **(evaluation.metrics() if evaluation else {})}
+    return Step(done.step, metrics, done.rollouts, done.scores, evaluation)
+
+
+def publish(run: Run) -> GruppoError | None:
+    """Give the new weights to the engine and the reference; return why the engine did not take
+    them: the step is complete, and is logged and saved before the run ends."""
+    run.state.step += 1
+    run.state.version += 1
+    lost: GruppoError | None = None
+    try:
+        run.engine.sync(run.policy, run.state.version)
+    except GruppoError as error:
+        lost = error
+    if run.reference is not None:
+        run.reference.update(run.policy, run.state.step)
+    return lost
+
+
+def _totals(run: Run) -> dict[str, float]:
+    """Return totals whose increase in the samples of a step is a metric."""
+    totals = {}
+    if run.environment is not None:  # evaluations add to it too
+        totals["time/environment_s"] = run.environment.elapsed_s
+    if run.source.level is not None:
+        totals["difficulty/passed_over_count"] = float(run.source.passed_over)
+    return totals
+
+
+def _finish_metrics(metrics: dict[str, float], seconds: float) -> float:
+    """Add duration, rate and memory of the step; return its rows."""
+    metrics["time/step_s"] = seconds
+    if "tokens" in metrics:
+        metrics["rate/tokens_per_s"] = metrics.pop("tokens") / seconds
+    metrics["mem/peak_gib"] = peak_memory_gib()
+    if torch.cuda.is_available():
+        metrics["mem/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return metrics.pop("rollouts", 0.0)
+
+
+def log_step(
+    run: Run, folder: RunFolder, collected: Collected, metrics: Mapping[str, float]
+) -> None:
+    """Write metrics and samples of a step."""
+    completions = all_completions(run, collected)
+    with dist.fail_together():
+        folder.check_exists()
+        run.log(metrics)
+        show_samples(run, collected)
+        if folder.completions is not None:
+            folder.completions.append(run.state.step, completions)
 
 
 def check_mismatch(run: Run, metrics: Mapping[str, float]) -> None:
     """Stop before weights are published or saved that have learned from samples of another
     distribution."""
     engine = run.config.engine
-    # with lag, most samples are of older weights, and differ also by what was learned since
-    is_known = not engine.lag or metrics.get("mismatch/lag_0_count", 0.0) >= LEAST_ACTIONS
-    mismatch = metrics.get("mismatch/lag_0_mean_nats" if engine.lag else "mismatch/mean_nats", 0.0)
-    if (
-        engine.urls and is_known and mismatch > engine.max_mismatch
-    ):  # NaN where a step has trained on no row
+    mismatch = metrics.get("mismatch/mean_nats", 0.0)
+    if engine.lag:  # most samples are of older weights, and differ also by what was learned since
+        is_known = metrics.get("mismatch/lag_0_count", 0.0) >= LEAST_ACTIONS
+        mismatch = metrics["mismatch/lag_0_mean_nats"] if is_known else 0.0
+    if engine.urls and mismatch > engine.max_mismatch:
         raise NumericalStop(
             f"""the servers' log-probs of version {run.state.version} are {mismatch:.2g} nats from
                 the trainer's on average, more than engine.max_mismatch={engine.max_mismatch:g}""",
@@ -147,27 +179,19 @@ def check_mismatch(run: Run, metrics: Mapping[str, float]) -> None:
 
 
 def how_to_continue(path: Path) -> str:
-    """What a signal left of the run in this folder, and the command to type."""
+    """Return what a signal left of the run in this folder, and the command to type."""
     if not (path / "config.json").is_file():
-        return (
-            "stopped by a signal before the run began; nothing was written. Give the command again."
-        )
+        return "stopped by a signal before the run began: nothing was written."
+    command = f"{command_name()} resume {path}"
     if checkpoint.steps(path / "checkpoints"):
-        return (
-            f"stopped by a signal; what is complete is saved. Continue with: {command_name()} "
-            f"resume {path}"
-        )
-    advice = f"Begin again with: {command_name()} resume {path}"
-    return (
-        f"stopped by a signal before a step was complete and saved: there is nothing to "
-        f"continue from. {advice}"
-    )
+        return f"stopped by a signal; what is complete is saved. Continue with: {command}"
+    return f"stopped by a signal before a step was saved. Begin again with: {command}"
 
 
 @contextmanager
 def boundary_kept(run: Run, folder: RunFolder, *, may_leave: bool = True) -> Iterator[None]:
-    """For work that leaves the weights alone: where it fails or is interrupted, the state from
-    before it is saved.
+    """For work that leaves the weights alone: if it fails or is interrupted, the state from before
+    it is saved.
 
     Not after a ``NumericalStop``, where the weights themselves are wrong. Not a collective: a rank
     may fail alone. ``may_leave``: whether a signal interrupts the work.
@@ -186,8 +210,7 @@ def boundary_kept(run: Run, folder: RunFolder, *, may_leave: bool = True) -> Ite
 
 
 def save(run: Run, folder: RunFolder) -> None:
-    """Save a checkpoint after a whole step. Where it fails, no rank waits for the one that
-    writes."""
+    """Save a checkpoint after a whole step. If it fails, no rank waits for the one that writes."""
     boundary = boundary_state(run)
     with dist.phase("save"):
         folder.finish_saving()
@@ -196,83 +219,33 @@ def save(run: Run, folder: RunFolder) -> None:
         folder.save(run, boundary)
 
 
-def publish(run: Run, folder: RunFolder, collected: Collected, metrics: dict[str, float]) -> Step:
-    """Hand the new weights to the engine, log, and evaluate where due."""
-    began, state = time.perf_counter(), run.state
-    rows = metrics.get("rollouts", 0.0)
-    state.step += 1
-    state.version += 1
-    lost: GruppoError | None = None
-    try:
-        run.engine.sync(run.policy, run.state.version)
-    except GruppoError as error:  # the step is complete: it is logged and saved before the run ends
-        lost = error
-    if run.reference is not None:
-        run.reference.update(run.policy, run.state.step)
-    seconds = sum(metrics.get(f"time/{part}_s", 0.0) for part in TIMED)
-    metrics["time/sync_s"] = time.perf_counter() - began
-    metrics |= run.engine.metrics() | run.rewards.usage()
-    metrics["time/step_s"] = seconds + metrics["time/sync_s"]
-    if collected.rollouts is not None:
-        metrics["rate/tokens_per_s"] = metrics.pop("tokens") / metrics["time/step_s"]
-        del metrics["rollouts"]
-    on_cuda = torch.cuda.is_available()
-    metrics["mem/peak_gib"] = (
-        torch.cuda.max_memory_allocated() / 2**30 if on_cuda else peak_memory_gib()
-    )
-    run.stage_schedule.measure(state.step - 1, metrics, rows=rows)
-    completions = all_completions(run, collected)
-    with dist.fail_together():
-        folder.check_exists()
-        run.log(metrics)
-        show_samples(run, collected)
-        if folder.completions is not None:
-            folder.completions.append(state.step, completions)
-    step = Step(state.step, metrics, collected.rollouts, collected.scores)
-    # before an evaluation, within which a signal may end the run: no resume repeats it
-    call_back(run, folder, "on_step", step)
-    if lost is not None:
-        save(run, folder)
-        folder.finish_saving()
-        raise lost
-    warn_if_idle(run, metrics, folder.path, collected.rollouts)
-    # before the save, which then holds it; stopped here, the step is saved without
-    watched = end_of_step(run, folder, metrics)
-    evaluation = evaluation_at(run, state.step)
-    metrics = {**metrics, **watched, **(evaluation.metrics() if evaluation else {})}
-    return replace(step, metrics=metrics, evaluation=evaluation)
-
-
 def end_of_step(run: Run, folder: RunFolder, metrics: Mapping[str, float]) -> dict[str, float]:
-    """At a step boundary, after a step with these ``metrics``: evaluate where due, return to the
-    best weights where the watched metric has fallen, and begin the next stage where this one is
-    over.
+    """At a step boundary, after a step with these ``metrics``: evaluate if due, return to the best
+    weights if the watched metric has fallen, and begin the next stage if this one is over.
 
-    Returns the metrics of what is watched beside the rewards.
+    Returns the metrics of what is watched besides the rewards.
     """
-    step = run.state.step
+    step, schedule, reference = run.state.step, run.stage_schedule, run.reference
     watched = evaluate_if_due(run, folder)
-    if run.stage_schedule.settled < step:
+    if schedule.settled < step:
         done = evaluation_at(run, step)
         evaluated = (done.metrics() if done else {}) | watched
-        run.stage_schedule.measure(step, evaluated)
+        schedule.measure(step, evaluated)
         back_off.watch(run, folder, {**metrics, **evaluated})
-    if (message := run.stage_schedule.advance(step, run.known)) is not None:
-        log.info("%s", message)
-        if run.stage_schedule.is_over:
-            evaluate_if_due(run, folder)  # a metric of training may have ended it
-        elif (
-            run.stage_schedule.stage.new_reference
-            and run.reference is not None
-            and run.reference.follows_policy
-        ):
-            run.reference.reset_to(run.policy)
-            log.info("step %d: the reference is now the policy as it is.", step)
+    message = schedule.advance(step, run.known)
+    if message is None:
+        return watched
+    log.info("%s", message)
+    if schedule.is_over:
+        evaluate_if_due(run, folder)  # a metric of training may have ended it
+    elif schedule.stage.new_reference and reference is not None and reference.follows_policy:
+        reference.reset_to(run.policy)
+        log.info("step %d: the reference is now the policy as it is.", step)
     return watched
 
 
 def evaluation_at(run: Run, step: int) -> Evaluated | None:
-    """The evaluation at a step, if there was one."""
+    """Return the evaluation at a step, if there was one."""
     return next((Evaluated(**done) for done in run.state.evaluations if done["step"] == step), None)
 
 
@@ -280,18 +253,18 @@ def evaluate_if_due(run: Run, folder: RunFolder) -> dict[str, float]:
     """Evaluate before the first step, after the last, and every ``evaluation.every`` steps, never
     twice at one step.
 
-    Returns the metrics of what is watched beside the rewards, such as a mixed reference.
+    Returns the metrics of what is watched besides the rewards, such as a mixed reference.
     """
     count, every, step = run.config.evaluation.prompts, run.config.evaluation.every, run.state.step
     is_due = step == 0 or run.is_complete or (every and step % every == 0)
     is_done = evaluation_at(run, step) is not None
     if not run.rewards.names:  # images were shown, and nothing was measured
-        is_done = run.stage_schedule.settled >= run.state.step
+        is_done = run.stage_schedule.settled >= step
     return evaluate_now(run, folder) if count and is_due and not is_done else {}
 
 
 def evaluate_now(run: Run, folder: RunFolder) -> dict[str, float]:
-    """Evaluate and log; return the metrics of what is watched beside the rewards."""
+    """Evaluate and log; return the metrics of what is watched besides the rewards."""
     with boundary_kept(run, folder), dist.phase("evaluate"):
         prompts = held_out(run, run.config.evaluation.prompts)
         with whole_weights(run.policy, engine=run.config.engine.kind):
@@ -303,85 +276,17 @@ def evaluate_now(run: Run, folder: RunFolder) -> dict[str, float]:
             run.state.evaluations.append(asdict(done))
             folder.write_evaluations(run)
             run.log(done.metrics() | watched | usage)
-        if run.display.renders_images and dist.is_main() and run.config.show_samples_every:
+        shown = rows[: run.display.held_out_shown]
+        if shown and dist.is_main() and run.config.show_samples_every:
             for tracker in run.trackers:
-                tracker.log_samples(run.state.step, rows[: 2 * IMAGES_SHOWN * GROUPS_SHOWN])
+                tracker.log_samples(run.state.step, shown)
     call_back(run, folder, "on_evaluate", done)
     return watched
 
 
 def call_back(run: Run, folder: RunFolder, event: str, what: Any) -> None:
-    """Call the callbacks between two steps; the run is stopped where a rank's wants it to be."""
+    """Call the callbacks between two steps; the run is stopped if a rank's wants it to be."""
     if run.callbacks is not None:
         with boundary_kept(run, folder, may_leave=False), dist.phase(event):
             run.callbacks.notify(event, what)
         run.is_stopped = bool(dist.all_max(int(run.is_stopped)))
-
-
-def failures_of(scores: Scores) -> dict[int, list[dict[str, str]]]:
-    """Failures of the rewards, by row."""
-    failures: dict[int, list[dict[str, str]]] = {}
-    for failure in scores.failures:
-        reason = {"reward": failure.reward, "kind": failure.kind, "message": failure.message}
-        failures.setdefault(failure.row, []).append(reason)
-    return failures
-
-
-def all_completions(run: Run, collected: Collected) -> list[dict[str, Any]]:
-    """Rows of all ranks for completions/, each with its group in the step; a collective, empty if
-    they are not kept."""
-    rollouts, scores = collected.rollouts, collected.scores
-    if rollouts is None or scores is None or run.config.saving.completions == "shown":
-        return []
-    failures, groups = failures_of(scores), rollouts.group_ids.tolist()
-    rows = sample_rows(None, rollouts, scores, range(len(rollouts)))
-    for number, (row, group) in enumerate(zip(rows, groups, strict=True)):
-        reasons = (": ".join(failure.values()) for failure in failures.get(number, ()))
-        row |= {
-            "group": group,
-            "failures": "; ".join(reasons),
-        }  # a text in each row: Arrow wants one type per column
-        if collected.advantages is not None:
-            row["advantage"] = float(collected.advantages[number])
-    gathered, first = list[dict[str, Any]](), 0
-    for part in dist.all_gather(json.dumps(to_json(rows)).encode()):
-        rows = json.loads(part)
-        gathered += [row | {"group": first + row["group"]} for row in rows]
-        first += 1 + max((row["group"] for row in rows), default=-1)
-    return gathered
-
-
-def show_samples(run: Run, collected: Collected) -> None:
-    """Samples for the screen and samples.jsonl: every ``show_samples_every`` steps some, and each
-    step those that failed, with the reasons."""
-    rollouts, scores, every = collected.rollouts, collected.scores, run.config.show_samples_every
-    if rollouts is None or scores is None or not dist.is_main():
-        return
-    failures = failures_of(scores)
-    failed = sorted(failures)[:FAILURES_KEPT]
-    rows = sample_rows(run.display, rollouts, scores, failed)
-    rows = [row | {"failures": failures[number]} for number, row in zip(failed, rows, strict=True)]
-    if every and (run.state.step - 1) % every == 0:
-        # Images: rows of the first groups, each from its best on. Else the best and the worst of
-        # one group, whose rewards differ where there is such a group.
-        group_ids, rewards, count = rollouts.group_ids, scores.rewards, len(rollouts.prompts)
-        shown = list(range(min(count, GROUPS_SHOWN)))
-        if not run.display.renders_images:
-            differing = (~has_no_spread(rewards, group_ids)).nonzero()[:, 0].tolist()
-            shown = [
-                random.Random(seed_at(run.config.seed, "shown", run.state.step)).choice(
-                    differing or range(count)
-                )
-            ]
-        chosen: list[int] = []
-        for group in shown:
-            own = (group_ids == group).nonzero()[:, 0]
-            ranked = own[
-                rewards[own].nan_to_num(nan=float("-inf")).argsort(descending=True, stable=True)
-            ].tolist()
-            ends = [*ranked[: SAMPLES_SHOWN // 2], *ranked[len(ranked) - SAMPLES_SHOWN // 2 :]]
-            chosen += ranked[:IMAGES_SHOWN] if run.display.renders_images else ends
-        # once each: of a small group, the best may be the worst too
-        rows += sample_rows(run.display, rollouts, scores, list(dict.fromkeys(chosen)))
-    for tracker in run.trackers if rows else ():
-        tracker.log_samples(run.state.step, rows)

@@ -12,7 +12,7 @@ from gruppo.distributed.sharding import local
 from gruppo.environments import converse
 from gruppo.protocols import ConversationMixin, Modality, digest, part
 from gruppo.trainer.evaluate import evaluate, held_out
-from gruppo.trainer.memory import whole_weights
+from gruppo.trainer.forward import whole_weights
 from gruppo.trainer.run import Run
 from gruppo.types import GruppoError
 

@@ -25,9 +25,10 @@ from gruppo.protocols import (
     part,
 )
 from gruppo.rewards.answers import TrainerState
+from gruppo.trainer.recorder import Recorder
 from gruppo.trainer.signals import Stopper
 from gruppo.trainer.stages import StageSchedule
-from gruppo.types import Prompt, Sampling, Stat
+from gruppo.types import Prompt, Sampling
 
 
 @dataclass
@@ -95,6 +96,8 @@ class Run:
     trackers: list[Tracker] = field(default_factory=list)
     stopper: Stopper = field(default_factory=Stopper)
     state: State = field(default_factory=State)
+    recorder: Recorder = field(default_factory=Recorder)
+    """Of the current step."""
     callbacks: Any = None
     """``trainer.callbacks.Callbacks``; None where there are none."""
     is_stopped: bool = False
@@ -143,32 +146,9 @@ class Run:
 
 
 def trained(policy: nn.Module, critic: Critic | None) -> dict[str, nn.Parameter]:
-    """Parameters with a gradient, by names that no two share: an attribute's name cannot begin with
-    ``critic:``."""
+    """Return trained parameters by name; those of the critic are named ``critic:...``."""
     named = dict(policy.named_parameters())
     if critic is not None:
-        named |= {
-            f"critic:{name}": parameter for name, parameter in critic.module.named_parameters()
-        }
+        for name, parameter in critic.module.named_parameters():
+            named[f"critic:{name}"] = parameter
     return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-
-
-def flatten(stats: Mapping[str, Stat], entries: Mapping[str, tuple[str, ...]]) -> dict[str, float]:
-    """Metrics from statistics: ``entries`` maps a statistic to the metrics it gives,
-    ``"mean:len/mean_actions"``."""
-    metrics, stats = {}, Stat.read(stats)
-    for name, named in entries.items():
-        for entry in named if name in stats else ():
-            what, metric = entry.split(":", 1)  # a reward may have one in its name
-            is_known = stats[name].count or what in ("sum", "count")
-            metrics[metric] = float(getattr(stats[name], what)) if is_known else float("nan")
-    return metrics
-
-
-def reduced(stats: Mapping[str, Stat]) -> dict[str, float]:
-    """Metrics from statistics that are keyed ``<reduction>:<metric>``; those without a value are
-    left out."""
-    known = {name.partition(":"): stat for name, stat in Stat.read(stats).items() if stat.count}
-    return {
-        metric: float(getattr(stat, reduction)) for (reduction, _, metric), stat in known.items()
-    }

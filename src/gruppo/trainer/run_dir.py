@@ -32,7 +32,7 @@ from gruppo.tracking.files import CompletionFiles, MetricsFile, read_lines
 from gruppo.tracking.samples import SamplesFile
 from gruppo.trainer import checkpoint, shards
 from gruppo.trainer.background_save import VISIBLE_S, Writer
-from gruppo.trainer.memory import token_budget
+from gruppo.trainer.forward import token_budget
 from gruppo.trainer.references import check_unchanged, remember
 from gruppo.trainer.run import Run, State, trained
 from gruppo.types import GruppoError

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,32 +43,28 @@ class Screen(ConsoleTracker):
             log.addHandler(handler)
 
 
-@dataclass(eq=False)
 class Output:
     """A standard stream whose reader may leave, as ``head`` does, or whose terminal may close: the
     rest is dropped."""
 
-    _stream: Any
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        with self._dropping():
-            self._stream.write(text)
+        self._attempt(lambda: self._stream.write(text))
         return len(text)
 
     def flush(self) -> None:
-        with self._dropping():
-            self._stream.flush()
+        self._attempt(self._stream.flush)
 
-    @contextmanager
-    def _dropping(self) -> Iterator[None]:
+    def _attempt(self, action: Callable[[], Any]) -> None:
         try:
-            yield
-        except (
-            OSError
-        ):  # what is buffered, and what other code writes to the descriptor, must not fail either
+            action()
+        except OSError:
+            # what is buffered, and what other code writes to the descriptor, must not fail either
             with suppress(OSError):  # a stream without a descriptor
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
@@ -79,9 +74,8 @@ def output_may_close() -> Iterator[None]:
     """Within, a closed standard output or error ends neither the run nor a reward function that
     prints."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (
-        stream and Output(stream) for stream in before
-    )  # None without a console on Windows
+    # None without a console on Windows
+    sys.stdout, sys.stderr = (stream and Output(stream) for stream in before)
     try:
         yield
     finally:
@@ -98,7 +92,7 @@ def on_screen(run: Run, folder: Path) -> Tracker:
         stages=run.stage_schedule.names,
         run_dir=folder,
         progress=run.engine.progress,
-        unit="image" if run.display.renders_images else run.display.action_name,
+        unit=run.display.progress_unit,
     )
     run.stopper.say = lambda message: None if console.announce(message) else say(message)
     return console

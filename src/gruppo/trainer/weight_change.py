@@ -9,7 +9,6 @@ In bfloat16 that gap is 1/256 of a weight: at a learning rate of 1e-6, most weig
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -34,7 +33,7 @@ EVENTS = "events.jsonl"
 NORMS = ("grad/norm", "grad/critic_norm", "grad/action_norm")
 
 
-class Moved:
+class WeightChange:
     """Sample of the weights that have a gradient and a learning rate, from before an update."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -55,58 +54,48 @@ class Moved:
         return Stat.of(torch.cat(differs).double()) if differs else Stat()
 
 
+def warn_if_lost(run: Run, changed: Stat) -> None:
+    """Warn if an update changed few of the weights that have a gradient."""
+    if changed.count and changed.mean < LEAST:
+        log.warning(
+            "step %d: an update changed %.1f%% of the weights that have a gradient; at --optim.lr "
+            "%g the rest is lost in rounding to %s. Raise it, or hold the weights in float32.",
+            run.state.step,
+            100 * changed.mean,
+            run.config.optim.lr,
+            str(run.parameters[0].dtype).removeprefix("torch."),
+        )
+
+
 def warn_if_idle(
     run: Run, metrics: Mapping[str, float], folder: Path, rollouts: Rollouts | None = None
 ) -> None:
-    """Count steps without a gradient, or with one of regularizers alone; name the reason after
-    three of them."""
+    """Count steps without a gradient, or with one of regularizers alone; warn after three of
+    them."""
     norms = [metrics[name] for name in NORMS if name in metrics]
     state, size = run.state, metrics.get("advantage/mean_abs")
     # a KL or entropy term has a gradient where no row has an advantage; a critic and demonstrations
     # do learn
-    is_flat = (
-        size is not None
-        and not size > 0
-        and not {"grad/critic_norm", "sup/loss_nats"} & metrics.keys()
-    )
+    learns_otherwise = {"grad/critic_norm", "sup/loss_nats"} & metrics.keys()
+    is_flat = size is not None and not size > 0 and not learns_otherwise
     state.idle_steps = state.idle_steps + 1 if norms and (is_flat or not any(norms)) else 0
     if state.idle_steps not in IDLE:
         return
-    # whether this rank's groups repeat one sequence of actions; not if each group has a single row
-    is_repeated = False
-    if rollouts is not None:
-        groups, mask, actions = rollouts.group_ids.tolist(), rollouts.mask, rollouts.actions
-        first = {group: row for row, group in reversed([*enumerate(groups)])}
-        firsts = torch.tensor([first[group] for group in groups], dtype=torch.long)
-        chosen = (mask | mask[firsts]).reshape(*mask.shape, *[1] * (actions.dim() - 2))
-        is_equal = (
-            torch.equal(mask, mask[firsts]) and not ((actions != actions[firsts]) & chosen).any()
-        )
-        is_repeated = len(first) < len(groups) and is_equal
-    reason = (
-        f"--optim.lr {run.config.optim.lr:g} may have ruined the weights, which give a "
-        f"gradient of exactly 0"
-    )
-    if size is None:
-        reason = "the demonstrations give a gradient of exactly 0"
-    elif math.isnan(metrics.get("reward/mean", math.nan)):
-        reason = "no completion was scored"
-    elif run.config.objective.mask_truncated and metrics.get("finish/truncated_frac") == 1:
-        reason = (
-            "all completions were truncated, which --objective.mask-truncated leaves out of "
-            "the loss"
-        )
-    elif is_repeated:
-        mean, lr = metrics["reward/mean"], run.config.optim.lr
-        reason = f"""the completions of each group are identical (mean reward {mean:.3g}): the policy has no entropy
-            left, which a large learning rate causes (--optim.lr is {lr:g}), or the temperature is too low"""
-        reason = " ".join(reason.split())
-    elif not size > 0:
-        reason = f"the rewards of each group are equal (mean {metrics['reward/mean']:.3g})"
+    is_repeated = rollouts is not None and repeats_actions(rollouts)
     event = {"step": state.step, "event": "nothing learned", "is_repeated": is_repeated}
     append_lines(folder / EVENTS, [event])
-    values = (state.step, state.idle_steps, reason, command_name(), folder)
     log.warning(
-        "step %d: nothing was learned in the last %d steps: %s. %s doctor %s says what to change.",
-        *values,
+        "step %d: nothing was learned in the last %d steps. %s doctor %s says why.",
+        *(state.step, state.idle_steps, command_name(), folder),
     )
+
+
+def repeats_actions(rollouts: Rollouts) -> bool:
+    """Return whether each of this rank's groups repeats one sequence of actions; not if each has a
+    single row."""
+    groups = rollouts.group_ids.tolist()
+    firsts = torch.tensor([groups.index(group) for group in groups])
+    mask = rollouts.mask.reshape(*rollouts.mask.shape, *[1] * (rollouts.actions.dim() - 2))
+    chosen = rollouts.actions.where(mask, 0)
+    is_equal = torch.equal(mask, mask[firsts]) and torch.equal(chosen, chosen[firsts])
+    return len(set(groups)) < len(groups) and is_equal

@@ -25,7 +25,7 @@ from gruppo.protocols import AdapterMixin, part, save_with_origin
 from gruppo.rewards import RewardModel
 from gruppo.trainer.callbacks import Callback, Step
 from gruppo.trainer.evaluate import Evaluated, evaluate
-from gruppo.trainer.memory import whole_weights
+from gruppo.trainer.forward import whole_weights
 from gruppo.trainer.shards import whole_parameters
 from gruppo.trainer.watch import logged
 from gruppo.trl.translation import DEFAULTS, refusal, translated

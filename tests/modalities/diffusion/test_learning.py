@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.collecting import collect
 from tests.fakes_diffusion import ancestral, ddpm
 
 from gruppo.build import adamw
@@ -19,7 +20,6 @@ from gruppo.modalities.common.critic import SharedCritic
 from gruppo.modalities.common.reference import ReferenceModel
 from gruppo.modalities.diffusion import DenoiserCritic
 from gruppo.rewards.scoring import RewardSet
-from gruppo.trainer.collect import collect
 from gruppo.trainer.run import Run
 from gruppo.trainer.stages import step_params_at
 from gruppo.trainer.update import learn

@@ -31,7 +31,7 @@ from gruppo.config.schema import Stage
 from gruppo.core.objective import GRPO, PRESETS
 from gruppo.modalities.common.critic import SharedCritic
 from gruppo.modalities.common.reference import ReferenceModel
-from gruppo.types import Batch, GruppoError
+from gruppo.types import GruppoError, TrainBatch
 
 LIMIT = 1e-10
 POLICY_ALONE = Stage(kl_coef=0.0, entropy_coef=0.0)
@@ -215,7 +215,7 @@ def test_the_batch_reaches_both_sides_of_the_clip():
 # --- batches made of batches ----------------------------------------------------------------------
 
 
-def widened(batch: Batch, more: int) -> Batch:
+def widened(batch: TrainBatch, more: int) -> TrainBatch:
     """With so many columns more."""
 
     def wider(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.collecting import collect
 from tests.modalities import variants
 from tests.modalities.restoration.fakes import (
     POLICIES,
@@ -60,8 +61,6 @@ from gruppo.modalities.restoration import (
 )
 from gruppo.modalities.restoration.policy import to_columns
 from gruppo.rewards.scoring import RewardSet
-from gruppo.trainer.collect import collect
-from gruppo.trainer.demonstrations import unsampled
 from gruppo.trainer.run import Run
 from gruppo.trainer.stages import step_params_at
 from gruppo.trainer.update import backward, learn
@@ -130,7 +129,17 @@ def test_the_trainer_s_gradient_of_demonstrations_is_that_of_their_mean_loss(mak
         )
         parts: dict[str, Any] = {"engine": None, "source": None, "rewards": None, "optimizer": None}
         policy.module.zero_grad()
-        backward(Run(config, policy, **parts), unsampled(demos), step_params_at(config, 0))
+        backward(
+            Run(config, policy, **parts),
+            TrainBatch(
+                rollouts=None,
+                demos=demos,
+                rewards=torch.zeros(0),
+                loss_mask=torch.zeros(0, 0).bool(),
+                advantages=torch.zeros(0, 0),
+            ),
+            step_params_at(config, 0),
+        )
         gradients.append(vector(policy.module.parameters()))
     policy.module.zero_grad()
     policy.supervised_loss(demos, policy.likelihood(demos, whole(demos))).mean().backward()

@@ -32,7 +32,7 @@ from gruppo.modalities.diffusion.schedules import (
 from gruppo.modalities.diffusion.unet import DenoisingUNet
 from gruppo.protocols import (
     DemonstrationMixin,
-    DescriptionMixin,
+    ImageDescriptionMixin,
     MemoryMixin,
     Outputs,
     Policy,
@@ -69,7 +69,7 @@ class DenoiserPolicy(
     ValueHeadMixin,
     ShardingMixin,
     PromptMixin,
-    DescriptionMixin,
+    ImageDescriptionMixin,
     MemoryMixin,
 ):
     """Samples images step by step and scores each step under the normal distribution that it was
@@ -85,7 +85,7 @@ class DenoiserPolicy(
     """
 
     likelihood_outputs = frozenset({"entropy", "entropy_value", "gaussian", "output", "values"})
-    action_name, budget_name, renders_images = "step", "evaluations", True
+    action_name, budget_name = "step", "evaluations"
     default_budgets = (128, 1024)
     out_of_memory_hint = (
         "one evaluation of the network",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -32,7 +32,7 @@ from gruppo.modalities.restoration.consistency import Consistency, ToReference
 from gruppo.modalities.restoration.networks import NETWORKS, Restorer
 from gruppo.protocols import (
     DemonstrationMixin,
-    DescriptionMixin,
+    ImageDescriptionMixin,
     MemoryMixin,
     Outputs,
     Policy,
@@ -79,7 +79,7 @@ class RestorationPolicy(
     ValueHeadMixin,
     ShardingMixin,
     PromptMixin,
-    DescriptionMixin,
+    ImageDescriptionMixin,
     StatisticsMixin,
     MemoryMixin,
 ):
@@ -106,9 +106,8 @@ class RestorationPolicy(
     on. Rewards read an image as a file would hold it.
     """
 
-    actions_are_positions = True
     likelihood_outputs = frozenset({"entropy", "entropy_value", "gaussian", "output", "values"})
-    action_name, budget_name, renders_images = "action", "squares", True
+    action_name, budget_name = "action", "squares"
     out_of_memory_hint = (
         "one image",
         "Crop the data smaller (crop=64), or train a smaller network.",
@@ -250,6 +249,10 @@ class RestorationPolicy(
         self, text: str, *, is_plain: bool, read_image: Callable[..., Tensor]
     ) -> Tensor:
         return read_image(text, channels=self.channels)
+
+    def step_groups(self, group_ids: Int[Tensor, "B"], columns: int) -> Int[Tensor, "B T"]:
+        """Compare each patch with the same patch of the group's other images."""
+        return group_ids[:, None] * columns + torch.arange(columns)
 
     def batch_stats(
         self,
