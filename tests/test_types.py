@@ -94,15 +94,6 @@ def test_take_moves_each_row_with_all_that_belongs_to_it(data):
     assert len(taken) == len(rows)
 
 
-def test_take_drops_prompts_without_rows():
-    taken = rollouts_of([0, 2, 1, 1], [1, 1, 1, 1]).take([3, 2])
-    assert [prompt.id for prompt in taken.prompts] == ["p1"]
-    assert taken.group_ids.tolist() == [0, 0]
-    assert taken.shared["number"].tolist() == [10]
-    nothing = taken.take([])
-    assert (len(nothing), nothing.prompts, nothing.completions) == (0, (), ())
-
-
 @pytest.mark.silent_bug(24)
 @settings(max_examples=30)
 @given(order=st.permutations(range(6)), cuts=st.sets(st.integers(1, 5)))
@@ -171,19 +162,6 @@ def test_a_batch_takes_the_same_rows_of_everything():
     for name in ("rewards", "advantages", "loss_mask", "old_logprobs", "old_values", "returns"):
         assert torch.equal(getattr(part, name), getattr(whole, name)[rows]), name
     assert torch.equal(part.ref.logprobs, whole.ref.logprobs[rows])
-
-
-def test_a_batch_without_the_optional_entries_takes_the_others():
-    rollouts = rollouts_of([0, 0], [1, 1])
-    batch = TrainBatch(
-        rollouts=rollouts,
-        rewards=torch.tensor([1.0, 2.0]),
-        advantages=torch.ones(2, 1),
-        loss_mask=rollouts.mask,
-    )
-    part = batch.take(torch.tensor([1]))
-    assert part.rewards.tolist() == [2]
-    assert part.old_logprobs is part.ref is part.old_values is part.returns is None
 
 
 def test_a_micro_batch_cuts_rows_and_columns():

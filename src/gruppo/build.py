@@ -46,8 +46,8 @@ from gruppo.protocols import (
     ConversationMixin,
     Critic,
     DemonstrationMixin,
-    DescriptionMixin,
     Engine,
+    ImageDescriptionMixin,
     MemoryMixin,
     Modality,
     Policy,
@@ -124,12 +124,8 @@ class Parts:
                 gruppo.from_transformers(model, tokenizer), another module with gruppo.from_module,
                 one that denoises with gruppo.DenoiserPolicy, one that restores images with
                 gruppo.RestorationPolicy.""")
-        kinds = (str, os.PathLike, Mapping, EnvironmentClass)
-        if (
-            environment is not None
-            and not callable(environment)
-            and not isinstance(environment, kinds)
-        ):
+        kinds = (str, os.PathLike, Mapping, EnvironmentClass, type(None))
+        if not callable(environment) and not isinstance(environment, kinds):
             raise GruppoError(f"""environment is {environment!r:.80} ({type(environment).__name__});
                 it needs to be a class with reset, a function such as def reply(text, state) that
                 returns what is said next or None, or a name, file.py:Class or file.py:function.""")
@@ -138,16 +134,16 @@ class Parts:
         if tools is not None and (isinstance(tools, str) or not isinstance(tools, Sequence)):
             raise GruppoError(f"""tools is {tools!r:.80} ({type(tools).__name__}); it needs to be a
                 list of functions, or of their names, file.py:function.""")
-        policy = model if isinstance(model, Policy) else None
-        rewards = (
-            None
-            if reward is None
-            else list(reward)
-            if isinstance(reward, list | tuple)
-            else [reward]
+        rewards = reward if reward is None or isinstance(reward, list | tuple) else [reward]
+        return cls(
+            model=model if isinstance(model, Policy) else None,
+            data=data,
+            rewards=rewards,
+            environment=environment,
+            tools=tools,
+            engine=None if isinstance(engine, str | os.PathLike) else engine,
+            validation=validation,
         )
-        engine = None if isinstance(engine, str | os.PathLike) else engine
-        return cls(policy, data, rewards, environment, tools, engine, validation)
 
 
 def missing_parts(config: Config, parts: Parts) -> list[str]:
@@ -204,15 +200,10 @@ def with_absolute_paths(config: Config) -> Config:
         generated = ("arithmetic", "reasoning_gym", "verifiers", "digits", "photos", "lines")
         return name if kind in generated else absolute_path(name)
 
+    def folder(name: str) -> str:  # unlike a path to read, it need not exist yet
+        return name and os.path.abspath(os.path.expanduser(name))
+
     environment, engine = config.environment, config.engine
-    specs: dict[str, Any] = {
-        name: absolute_spec(getattr(environment, name)) for name in ("kind", "reply")
-    }
-    # unlike a path to read, a folder to write need not exist yet
-    folders = {name: getattr(engine, name) for name in ("replay", "publish_dir")}
-    folders = {
-        name: path and os.path.abspath(os.path.expanduser(path)) for name, path in folders.items()
-    }
     config = replace(
         config,
         model=model(config.model),
@@ -226,9 +217,17 @@ def with_absolute_paths(config: Config) -> Config:
         lora=replace(config.lora, adapter=absolute_path(config.lora.adapter)),
         track=tuple(map(absolute_spec, config.track)),
         environment=replace(
-            environment, **specs, tools=tuple(map(absolute_spec, environment.tools))
+            environment,
+            kind=absolute_spec(environment.kind),
+            reply=absolute_spec(environment.reply),
+            tools=tuple(map(absolute_spec, environment.tools)),
         ),
-        engine=replace(engine, **folders, kind=absolute_spec(engine.kind)),
+        engine=replace(
+            engine,
+            kind=absolute_spec(engine.kind),
+            replay=folder(engine.replay),
+            publish_dir=folder(engine.publish_dir),
+        ),
     )
     return find_modality(config.model).absolute_paths(
         config, lambda name: absolute_spec(absolute_path(name))
@@ -237,7 +236,6 @@ def with_absolute_paths(config: Config) -> Config:
 
 def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
     """Build all parts of a run, the cheap checks first; return it and the model's origin."""
-    prompts, own_validation = config.prompts, config.evaluation.data
     if config.rollout.prompts < dist.world_size():
         raise GruppoError(
             f"""rollout.prompts={config.rollout.prompts} leaves some of the {dist.world_size()}
@@ -245,45 +243,20 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
             option="rollout.prompts",
             advice=f"{dist.world_size()} or more, or start fewer ranks",
         )
-    data = config.data if parts.data is None else parts.data
     is_sharded = sharding.request(config.distributed.shard)
-    columns: Any = {
-        "prompt_column": prompts.column,
-        "target_column": prompts.target_column,
-        "seed": config.seed,
-    }
-    fraction = (
-        0.0 if own_validation else prompts.held_out_fraction
-    )  # with validation data, all others are trained on
-    source = open_source(
-        data, held_out_fraction=fraction, difficulty_column=prompts.difficulty_column, **columns
-    )
-    sources: list[Any] = [source]
-    validation: Any = None
-    if own_validation:
-        validation_data = own_validation if parts.validation is None else parts.validation
-        validation = open_source(validation_data, held_out_fraction=0.0, **columns)
-        if isinstance(validation, IndexedSource):
-            validation = validation.only_held_out()
-        sources.append(validation)
+    data = config.data if parts.data is None else parts.data
+    source, validation = open_data(config, data, parts.validation)
     modality = find_modality(config.model) if parts.model is None else parts.model.modality
+    sources = [source] if validation is None else [source, validation]
     rewards, environment = open_rewards(config, parts, sources, modality)
-    surrogate = config.objective.surrogate
-    own_surrogate = load_object(surrogate) if config.objective.has_own_surrogate else None
-    if own_surrogate is not None and not callable(own_surrogate):
-        raise GruppoError(
-            f"{surrogate} is a {type(own_surrogate).__name__}; it needs to be a function of the "
-            f"loss",
-            option="objective.surrogate",
-        )
+    own_surrogate = open_surrogate(config)
     demos = open_demos(config, data)
     if parts.model is not None:
         policy, origin = modality.adapt(config, parts.model, source), {"name": config.model}
     else:
         policy, origin = modality.open(config, source)
-    if (
-        policy.modality is not modality
-    ):  # a function made another kind of policy than its name could tell
+    if policy.modality is not modality:
+        # a function made another kind of policy than its name could tell
         modality = policy.modality
         checks.check(config, modality)
     config = place(policy, config)
@@ -311,44 +284,87 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
         critic = modality.critic(config, policy, source) or SharedCritic(policy)
     engine: Any = open_engine(config, parts, policy, sampling, source)
     check_lag(config, engine)
-    components: dict[str, Any] = {
-        "reference": reference,
-        "critic": critic,
-        "demos": demos,
-        "validation": validation,
-    }
     if environment is not None:
         engine = ConversationEngine(engine, environment, policy.check_prompt)
-    if (
-        config.optim.recompute == "layer"
-    ):  # after the reference, which has no backward pass, was copied
-        if not isinstance(policy, ShardingMixin):
-            raise GruppoError(
-                f"optim.recompute=layer: {type(policy).__name__} does not define recompute",
-                option="optim.recompute",
-                advice="none, or lower $optim.token_budget",
-            )
-        policy.recompute()
-        if critic is not None:
-            critic.recompute()
-    components |= shard(config, policy, reference, critic) if is_sharded else {}
-    components |= {"sampling": sampling, "environment": environment}
-    components |= {"own_surrogate": own_surrogate}
-    # the optimizer after sharding, which replaces parameters
-    run = Run(config, policy, engine, source, rewards, adamw(policy, critic, config), **components)
-    is_evaluated = (
-        bool(rewards.names) or part(policy, DescriptionMixin).renders_images
-    )  # without rewards, images are still shown
+    if config.optim.recompute == "layer":
+        # after the reference, which has no backward pass, was copied
+        recompute(policy, critic)
+    digests = shard(config, policy, reference, critic) if is_sharded else {}
+    run = Run(
+        config,
+        policy,
+        engine,
+        source,
+        rewards,
+        adamw(policy, critic, config),  # after sharding, which replaces parameters
+        reference=reference,
+        critic=critic,
+        validation=validation,
+        demos=demos,
+        environment=environment,
+        sampling=sampling,
+        own_surrogate=own_surrogate,
+        **digests,
+    )
+    # without rewards, images are still shown
+    is_evaluated = bool(rewards.names) or isinstance(policy, ImageDescriptionMixin)
     if is_evaluated and config.evaluation.prompts and not held_out(run, config.evaluation.prompts):
         log.warning(
             "the data have no held-out prompts: nothing is evaluated. Set "
-            "--prompts.held-out-fraction above 0 for "
-            "some, or --evaluation.data to validation data."
+            "--prompts.held-out-fraction above 0 for some, or --evaluation.data to validation data."
         )
         is_evaluated = False
     if not is_evaluated:
         run.config = replace(config, evaluation=replace(config.evaluation, prompts=0))
     return run, origin
+
+
+def open_data(config: Config, data: Any, validation: Any) -> tuple[Any, Any]:
+    """Open the prompts of training, and those of validation data, if any."""
+    prompts, name = config.prompts, config.evaluation.data
+    columns = partial(
+        open_source,
+        prompt_column=prompts.column,
+        target_column=prompts.target_column,
+        seed=config.seed,
+    )
+    source = columns(
+        data,
+        # with validation data, all others are trained on
+        held_out_fraction=0.0 if name else prompts.held_out_fraction,
+        difficulty_column=prompts.difficulty_column,
+    )
+    if not name:
+        return source, None
+    own = columns(name if validation is None else validation, held_out_fraction=0.0)
+    return source, own.only_held_out() if isinstance(own, IndexedSource) else own
+
+
+def open_surrogate(config: Config) -> Callable[..., Any] | None:
+    """Load the function that ``objective.surrogate`` names, if it does."""
+    name = config.objective.surrogate
+    if not config.objective.has_own_surrogate:
+        return None
+    surrogate = load_object(name)
+    if not callable(surrogate):
+        raise GruppoError(
+            f"{name} is a {type(surrogate).__name__}; it needs to be a function of the loss",
+            option="objective.surrogate",
+        )
+    return surrogate
+
+
+def recompute(policy: Policy, critic: Critic | None) -> None:
+    """Compute activations again in the backward pass."""
+    if not isinstance(policy, ShardingMixin):
+        raise GruppoError(
+            f"optim.recompute=layer: {type(policy).__name__} does not define recompute",
+            option="optim.recompute",
+            advice="none, or lower $optim.token_budget",
+        )
+    policy.recompute()
+    if critic is not None:
+        critic.recompute()
 
 
 def warn_of_overlap(run: Run) -> None:
@@ -392,30 +408,23 @@ def place(policy: Policy, config: Config) -> Config:
     Ranks that measured different dtypes to be faster would train two models.
     """
     device: str = config.device
-    has_cuda, problem = False, ""  # a problem: there is a GPU, and torch cannot compute on it
     if device in ("auto", "cuda"):
-        has_cuda, problem = usable_cuda()
-    if device == "auto":
+        has_cuda, problem = (
+            usable_cuda()
+        )  # a problem: there is a GPU, and torch cannot compute on it
+        if device == "cuda" and not has_cuda:
+            raise GruppoError(
+                f"device cuda: {problem or 'torch finds no CUDA device'}",
+                option="device",
+                advice="cpu, or install a torch build that supports this GPU and driver",
+            )
+        if problem:
+            log.warning("the run is on the CPU: %s.", problem)
         device = "cuda" if has_cuda else "cpu"
-        if problem:
-            log.warning("the GPU cannot be used, so the run is on the CPU: %s.", problem)
     if device == "cuda":
-        if problem:
-            raise GruppoError(
-                f"device cuda: {problem}",
-                option="device",
-                advice="cpu, or install a torch that supports this GPU and driver",
-            )
-        if not has_cuda:
-            raise GruppoError(
-                "device cuda: torch finds no CUDA device",
-                option="device",
-                advice="cpu, or install a CUDA build",
-            )
         device = f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}"
-        torch.backends.cudnn.allow_tf32 = (
-            False  # 10 bits of a convolution are too few for a ratio of 1
-        )
+        # 10 bits of a convolution are too few for a ratio of 1
+        torch.backends.cudnn.allow_tf32 = False
     if device == "mps" and not torch.backends.mps.is_available():
         raise GruppoError("device mps: torch finds no Metal device", option="device", advice="cpu")
     # a policy to be sharded is moved later, a unit at a time: the whole may not fit on one device
@@ -599,51 +608,76 @@ def open_rewards(
 ) -> tuple[RewardSet, Environment | None]:
     """Open the rewards, and the environment that replies to the policy, if any; check the columns
     that they read."""
-    targets = {"answer", "target", "solution", "label", config.prompts.target_column}
     environment = open_environment(config, parts)
-    weights: Sequence[float] | None = config.scoring.weights
     own = {} if environment is None else environment.rewards
+    weights: Sequence[float] | None = config.scoring.weights
+    if weights is not None:
+        weights = [*weights, *(1.0 for _ in own)]
     processes = RewardWorkers(config.seed) if config.scoring.isolate and IS_AVAILABLE else None
-    functions = [
-        *(resolve_reward(reward, processes) for reward in parts.rewards or config.reward),
-        *own.values(),
-    ]
-    weights = weights if weights is None else [*weights, *(1.0 for _ in own)]
+    functions = [resolve_reward(reward, processes) for reward in parts.rewards or config.reward]
     rewards = RewardSet(
-        functions, weights, config.scoring.timeout_s, may_be_empty=not learns_from_samples(config)
+        [*functions, *own.values()],
+        weights,
+        config.scoring.timeout_s,
+        may_be_empty=not learns_from_samples(config),
     )
     if config.scoring.isolate:
         rewards.announce_soft_deadlines()
     for source in sources:
-        if source.columns is None:  # unknown before it is drawn from
-            continue
-        # the data's columns, and the target as answer and target
-        columns = {*source.columns} | (
-            {"answer", "target"} if targets & {*source.columns} else set()
-        )
-        if environment is not None:
-            if taken := sorted({*source.columns} & environment.shadowed - {config.prompts.column}):
-                raise DataError(f"""{source.name} has a column {taken[0]!r}, and an environment is
-                    given something else by that name. Rename the column.""")
-            environment.check(columns)
-            columns |= {"state"} | ({"environments"} if environment.classes else set())
-        columns |= {"reference"} if modality.rewards_read_reference else set()
-        columns |= {"images"} if modality.rewards_read_images else set()
-        rewards.check(columns)
-    if rewards.comparing and smallest_group(config) < 2:
+        if source.columns is not None:  # else unknown before it is drawn from
+            rewards.check(readable_columns(config, source, environment, modality))
+    _check_groups(config, rewards)
+    _check_steps(rewards, environment)
+    if environment is not None and environment.classes:
+        rewards.set_view(environment.view)
+    config.objective.check_rewards(
+        of_steps=rewards.has_step_rewards, of_rows=rewards.has_outcome_rewards
+    )
+    return rewards, environment
+
+
+def readable_columns(
+    config: Config, source: Any, environment: Environment | None, modality: Modality
+) -> set[str]:
+    """Return the columns that rewards can ask for: the data's, the target as answer and target, and
+    what the environment and the modality add."""
+    columns = {*source.columns}
+    if columns & {"answer", "target", "solution", "label", config.prompts.target_column}:
+        columns |= {"answer", "target"}
+    if environment is not None:
+        taken = sorted({*source.columns} & environment.shadowed - {config.prompts.column})
+        if taken:
+            raise DataError(f"""{source.name} has a column {taken[0]!r}, and an environment is given
+                something else by that name. Rename the column.""")
+        environment.check(columns)
+        columns |= {"state"} | ({"environments"} if environment.classes else set())
+    columns |= {"reference"} if modality.rewards_read_reference else set()
+    return columns | ({"images"} if modality.rewards_read_images else set())
+
+
+def _check_groups(config: Config, rewards: RewardSet) -> None:
+    """Refuse groups that a reward which compares completions cannot compare."""
+    if not rewards.comparing:
+        return
+    name = rewards.comparing[0]
+    if smallest_group(config) < 2:
         raise GruppoError(
-            f"""reward {rewards.comparing[0]!r} compares the completions of a group, and
-                group_size=1 has no other""",
+            f"""reward {name!r} compares the completions of a group, and group_size=1 has no
+                other""",
             option="rollout.group_size",
             advice='2 or more; a judge can grade single completions with mode="score"',
         )
-    if rewards.comparing and config.rollout.first_samples:
+    if config.rollout.first_samples:
         raise GruppoError(
-            f"""reward {rewards.comparing[0]!r} ranks the completions of a group together, and
+            f"""reward {name!r} ranks the completions of a group together, and
                 rollout.first_samples={config.rollout.first_samples} scores them in two parts""",
             option="rollout.first_samples",
             advice="0",
         )
+
+
+def _check_steps(rewards: RewardSet, environment: Environment | None) -> None:
+    """Refuse rewards of steps in conversations, and rewards of turns without one."""
     of_steps = [name for name in rewards.step_names if name not in rewards.turn_names]
     if environment is not None and of_steps:
         raise GruppoError(f"""reward {of_steps[0]!r} scores the steps of one answer, and with an
@@ -652,15 +686,9 @@ def open_rewards(
     if environment is None and rewards.turn_names:
         raise GruppoError(
             f"""reward {rewards.turn_names[0]!r} scores turns, and without an environment a row has
-                    one""",
+                one""",
             advice="Set $environment or $environment.reply",
         )
-    if environment is not None and environment.classes:
-        rewards.set_view(environment.view)
-    config.objective.check_rewards(
-        of_steps=rewards.has_step_rewards, of_rows=rewards.has_outcome_rewards
-    )
-    return rewards, environment
 
 
 def open_environment(config: Config, parts: Parts) -> Environment | None:
@@ -675,35 +703,52 @@ def open_environment(config: Config, parts: Parts) -> Environment | None:
         fn = EnvironmentClass(fn)
     named = chosen.tools if parts.tools is None else parts.tools
     tools = [load_object(tool) if isinstance(tool, str) else tool for tool in named]
-    limits: Any = {"max_reply_tokens": chosen.max_reply_tokens, "timeout_s": chosen.timeout_s}
-    return Environment(fn, tools=tools, turns=chosen.turns, **limits)
+    return Environment(
+        fn,
+        tools=tools,
+        turns=chosen.turns,
+        max_reply_tokens=chosen.max_reply_tokens,
+        timeout_s=chosen.timeout_s,
+    )
 
 
 def adamw(policy: Policy, critic: Critic | None, config: Config) -> torch.optim.AdamW:
     """Return AdamW over the policy's parameter groups, then the critic's with a learning rate of
     its own."""
-    optim, own = config.optim, trained(policy.module, None)
-    kinds: list[tuple[list[torch.nn.Parameter], dict[str, Any]]] = []
-    for group in policy.modality.parameter_groups(config, policy):
-        options = {"is_critic": False, "lr_factor": group.lr_factor, "norm": group.norm}
-        kinds.append(([own[name] for name in group.names], options))
-    # The critic's parameters follow the policy's, as in Run.parameters.
-    if (
-        critic is not None
-    ):  # a head on the policy's trunk is clipped with it, a network of its own apart
-        norm = "norm" if critic.is_shared else "critic_norm"
-        params = [p for p in critic.module.parameters() if p.requires_grad]
-        kinds.append((params, {"is_critic": True, "lr_factor": 1.0, "norm": norm}))
+    own = trained(policy.module, None)
     groups: list[dict[str, Any]] = []
-    for params, options in kinds:
-        # sharded and whole parameters apart, since AdamW steps over all of a group at once
+    for group in policy.modality.parameter_groups(config, policy):
+        params = [own[name] for name in group.names]
+        groups.append(
+            {
+                "params": params,
+                "is_critic": False,
+                "lr_factor": group.lr_factor,
+                "norm": group.norm,
+            }
+        )
+    # The critic's parameters follow the policy's, as in Run.parameters. A head on the policy's trunk
+    # is clipped with it, a network of its own apart.
+    if critic is not None:
+        params = [p for p in critic.module.parameters() if p.requires_grad]
+        norm = "norm" if critic.is_shared else "critic_norm"
+        groups.append({"params": params, "is_critic": True, "lr_factor": 1.0, "norm": norm})
+    # sharded and whole parameters apart, since AdamW steps over all of a group at once
+    split = []
+    for kind in groups:
         for is_sharded in (True, False):
-            alike = [
-                parameter for parameter in params if sharding.is_sharded(parameter) == is_sharded
-            ]
-            groups += [{"params": alike, **options}] if alike else []
-    settings: Any = {"betas": optim.betas, "eps": optim.eps, "weight_decay": optim.weight_decay}
-    return torch.optim.AdamW(groups, lr=optim.lr, fused=True, **settings)
+            params = [p for p in kind["params"] if sharding.is_sharded(p) == is_sharded]
+            if params:
+                split.append(kind | {"params": params})
+    optim = config.optim
+    return torch.optim.AdamW(
+        split,
+        lr=optim.lr,
+        fused=True,
+        betas=optim.betas,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+    )
 
 
 def name_of(part: Any) -> str:

@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 import torch
 from tests import fakes, processes, tiny
-from tests.trainer import restoration_runs
 from tests.trainer.runs import metrics
 
 import gruppo
 from gruppo import api
 from gruppo.build import Parts, build, name_of
 from gruppo.cli.commands import COMMANDS
-from gruppo.cli.options import apply_options, parse_command, parse_config
+from gruppo.cli.options import parse_command, parse_config
 from gruppo.config import schema as configs
 from gruppo.config import serialization
 from gruppo.loading import command_name
@@ -121,35 +120,6 @@ def test_a_mistake_in_python_is_one_line_in_names_of_python(config, changes, mes
     with pytest.raises(GruppoError, match=message) as error:
         gruppo.train(config, show=False, **changes)
     assert "\n" not in str(error.value)
-
-
-def test_several_rewards_with_weights_add_up(tmp_path):
-    result = gruppo.train(
-        model=tiny.model(),
-        data=tiny.rows(),
-        reward=[length, lambda completions: [1.0] * len(completions), "exact_match"],
-        scoring__weights=(0.5, 2, 0),
-        runs_dir=tmp_path,
-        **SMALL,
-    )
-    row = metrics(result.folder)[0]
-    assert row["reward/mean"] == pytest.approx(0.5 * row["reward/length/mean"] + 2.0, rel=1e-6)
-    assert row["reward/lambda/mean"] == 1.0 and row["reward/exact_match/mean"] == 0.0
-
-
-def test_an_evaluated_row_that_lacks_a_part_is_unscored_and_not_a_sum_of_what_is_left(tmp_path):
-    def for_most(completions, number, **_):
-        return [None if n % 3 == 0 else 1.0 for n in number]
-
-    result = gruppo.train(
-        model=tiny.model(),
-        data=tiny.rows(),
-        reward=[lambda completions, **_: [1.0] * len(completions), for_most],
-        runs_dir=tmp_path,
-        **SMALL | {"evaluation__prompts": 24, "prompts__held_out_fraction": 0.5},
-    )
-    assert result.before is not None and 0 < result.before["scored"] < result.before["prompts"]
-    assert result.before["mean"] == 2.0
 
 
 class Source:
@@ -333,24 +303,6 @@ def test_a_shown_run_ends_with_its_table_and_the_next_commands(tmp_path, capsys,
     assert (log.level, log.handlers) == before
 
 
-@pytest.mark.parametrize(
-    ("stages", "longer"),
-    [
-        ((), "--steps 24"),
-        ((configs.Stage(steps=12),), "--steps 24 --stages.0.steps 0"),
-        ((configs.Stage(steps=4), configs.Stage()), "--steps 24"),
-        ((configs.Stage(steps=4), configs.Stage(steps=8)), "--steps 24 --stages.1.steps 0"),
-    ],
-)
-def test_what_is_suggested_for_longer_is_twice_the_steps_and_is_not_refused(
-    tmp_path, stages, longer
-):
-    config = tiny.config(tmp_path, steps=12, stages=stages)
-    *_, (command, _) = api.next_commands(build(config, Parts())[0], tmp_path / "run")
-    assert command.endswith(f"/run/config.json {longer}")
-    checks.check(apply_options(config, longer.split(), "train"))
-
-
 def test_commands_are_written_as_the_shell_needs_them(tmp_path, monkeypatch):
     monkeypatch.setattr(api, "command_name", lambda: "/my env/bin/gruppo")
     run = build(tiny.config(tmp_path), Parts())[0]
@@ -410,31 +362,12 @@ def test_the_next_commands_are_those_that_work(tmp_path, capsys, names, given):
     assert capsys.readouterr().out
 
 
-def test_the_next_commands_of_a_run_on_images_have_no_made_up_prompt(tmp_path):
-    run = restoration_runs.built(tmp_path)
-    assert [text.split()[1] for text, _ in api.next_commands(run, tmp_path / "run")] == [
-        "doctor",
-        "train",
-    ]
-
-
 @pytest.mark.usefixtures("plots")
 def test_curves_are_drawn_also_where_nothing_is_shown(tmp_path):
     result = gruppo.train(
         model=tiny.model(), data=tiny.rows(), reward=length, runs_dir=tmp_path, **SMALL
     )
     assert (result.folder / "plots/overview.png").is_file()
-
-
-def test_curves_that_cannot_be_drawn_cost_a_line(tmp_path, monkeypatch, caplog):
-    def broken(*_: Any, **__: Any) -> None:
-        raise RuntimeError("no fonts")
-
-    monkeypatch.setattr(api, "plot_run", broken)
-    result = gruppo.train(
-        model=tiny.model(), data=tiny.rows(), reward=length, runs_dir=tmp_path, **SMALL
-    )
-    assert result.tokens > 0 and "could not be drawn: RuntimeError: no fonts" in caplog.text
 
 
 def test_files_are_written_into_the_config_by_their_whole_path(tmp_path, monkeypatch):

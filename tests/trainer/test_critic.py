@@ -13,14 +13,8 @@ from tests.trainer.runs import Signalling, assert_same, newest
 
 from gruppo import api
 from gruppo.build import Parts, build, with_absolute_paths
-from gruppo.config.schema import CriticConfig
-from gruppo.inference import evaluate_run
-from gruppo.modalities.common.critic import SharedCritic
-from gruppo.modalities.text import backbones
-from gruppo.modalities.text.critic import SeparateCritic
-from gruppo.trainer import checks, dry_run
 from gruppo.trainer.loop import Stopped
-from gruppo.trainer.run_dir import RunFolder, boundary_state, first_weights
+from gruppo.trainer.run_dir import RunFolder, boundary_state
 from gruppo.trainer.stages import step_params_at
 from gruppo.types import GruppoError, Request, Sampling
 
@@ -84,23 +78,6 @@ def test_without_a_critic_there_is_none_and_one_group(tmp_path):
 
 
 @KINDS
-def test_parameters_are_the_policys_then_the_critics_in_the_order_of_the_optimizer(tmp_path, kind):
-    run = built(tmp_path, kind)
-    policy, critic = run.policy.module, run.critic.module
-    assert isinstance(run.critic, SeparateCritic if kind else SharedCritic)
-    assert list(map(id, run.parameters)) == [
-        *map(id, policy.parameters()),
-        *map(id, critic.parameters()),
-    ]
-    in_optimizer = [p for group in run.optimizer.param_groups for p in group["params"]]
-    assert list(map(id, in_optimizer)) == list(map(id, run.parameters))
-    assert run.parameter_names == [n for n, _ in policy.named_parameters()] + [
-        f"critic:{n}" for n, _ in critic.named_parameters()
-    ]
-    assert len(set(run.parameter_names)) == len(run.parameters)
-
-
-@KINDS
 @pytest.mark.parametrize(("lr", "scale"), [(None, 1.0), (1e-2, 1.0), (3e-2, 3.0), (0.0, 0.0)])
 def test_the_critics_rate_is_a_multiple_of_the_policys(tmp_path, kind, lr, scale):
     run = built(tmp_path, kind, critic__lr=lr, optim__lr=1e-2, optim__warmup_steps=4)
@@ -109,21 +86,6 @@ def test_the_critics_rate_is_a_multiple_of_the_policys(tmp_path, kind, lr, scale
         0.5e-2, rel=1e-12
     ) and step_params.critic_lr == pytest.approx(scale * step_params.lr, rel=1e-12)
     assert [group["is_critic"] for group in run.optimizer.param_groups] == [False, True]
-
-
-def test_the_critics_rate_is_its_own_where_a_stage_sets_the_policys(tmp_path):
-    """critic.lr is its peak on the schedule of the stage, whose own peak is 1e-4 and not
-    optim.lr."""
-    run = built(tmp_path, {}, critic__lr=1e-3, optim__lr=1e-6, stage__lr="linear:1e-4,0", steps=10)
-    assert [run.stage_schedule.step_params(step).critic_lr for step in (0, 5)] == pytest.approx(
-        [1e-3, 0.5e-3], rel=1e-9
-    )
-
-
-def test_a_critics_own_rate_beside_a_policy_that_never_learns_is_refused(tmp_path):
-    with pytest.raises(GruppoError, match=r"relative to stage\.lr=0"):
-        checks.check(config_in(tmp_path, {}, critic__lr=1e-3, stage__lr=0.0))
-    checks.check(config_in(tmp_path, {}, critic__lr=1e-3, stage__lr=1e-4, optim__lr=0.0))
 
 
 def test_the_critic_is_alone_for_its_first_steps(tmp_path):
@@ -193,19 +155,6 @@ def test_a_reward_model_is_no_policy(tmp_path):
         build(tiny.config(tmp_path, model=str(tmp_path / "other")), Parts())
 
 
-def test_a_model_without_language_head_that_cannot_be_run_without_one_is_no_critic(
-    tmp_path, monkeypatch
-):
-    """Its features would be the logits of a random head."""
-    reward_model(tmp_path / "other")
-    monkeypatch.setattr(backbones, "TOLERANCE", 0.0)
-    with pytest.raises(
-        GruppoError,
-        match="lacks the language head, and a LlamaForCausalLM cannot be run without one",
-    ):
-        built(tmp_path, SEPARATE, critic__model=str(tmp_path / "other"))
-
-
 def test_a_critic_too_short_for_the_data_is_refused(tmp_path):
     other = tiny.write_model(tmp_path / "other")
     config = (tmp_path / "other/config.json").read_text()
@@ -233,28 +182,6 @@ def test_a_critics_folder_is_named_from_the_root(tmp_path, monkeypatch):
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
-@pytest.mark.silent_bug(33)
-@KINDS
-@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
-def test_a_resumed_run_has_policy_critic_and_optimizer_to_the_bit(tmp_path, opened, kind, compute):
-    changes = {"compute": compute, "critic__lr": 2e-2}
-    whole = built(tmp_path, kind, **changes)
-    folder = opened(whole.config)
-    step(whole), step(whole)
-    folder.save(whole, boundary_state(whole))
-    resumed = built(tmp_path, kind, **changes)
-    assert folder.restore(resumed) and resumed.state.step == 2
-    for run in (whole, resumed):
-        step(run), step(run)
-    for name, first, second in zip(
-        whole.parameter_names, whole.parameters, resumed.parameters, strict=True
-    ):
-        assert torch.equal(first, second), name
-        for key, value in whole.optimizer.state[first].items():
-            assert torch.equal(value, resumed.optimizer.state[second][key]), (name, key)
-    assert [g["is_critic"] for g in resumed.optimizer.param_groups] == [False, True]
-
-
 @KINDS
 def test_the_final_model_is_the_policy_alone(tmp_path, opened, kind):
     run = built(tmp_path, kind)
@@ -268,16 +195,6 @@ def test_the_final_model_is_the_policy_alone(tmp_path, opened, kind):
         torch.equal(saved[name], tensor) for name, tensor in run.critic.checkpoint_weights().items()
     )
     assert set(saved) == set(run.critic.checkpoint_weights())
-
-
-@KINDS
-def test_the_first_weights_are_those_of_the_policy_and_a_trained_one_is_seen(tmp_path, kind):
-    reference = {"stage__kl_coef": 0.1}
-    run = built(tmp_path, kind, **reference)
-    first = first_weights(run)
-    assert first == first_weights(build(tiny.config(tmp_path, **reference), Parts())[0])
-    step(run)
-    assert first_weights(run) != first
 
 
 def test_a_checkpoint_of_another_critic_is_refused_in_words_and_restores_nothing(tmp_path, opened):
@@ -304,17 +221,6 @@ def test_a_checkpoint_of_another_critic_is_refused_in_words_and_restores_nothing
     shutil.rmtree(other)
 
 
-def test_a_saved_head_of_another_width_is_refused_with_both_shapes(tmp_path, opened):
-    run = built(tmp_path, SHARED)
-    folder = opened(run.config)
-    run.critic.module.weight.data = torch.zeros(1, 17)
-    run.optimizer.state.clear()
-    folder.save(run, boundary_state(run))
-    with pytest.raises(GruppoError, match=r"weight in its critic is \[1, 17\], and \[1, 16\]"):
-        folder.restore(built(tmp_path, SHARED))
-
-
-@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.silent_bug(33)
 @KINDS
@@ -356,23 +262,3 @@ def test_the_critics_memory_by_hand(tmp_path):
         "critic, float32": 4 * (size + 17),
         "critic's copy": 2 * size,
     }
-
-
-def test_a_larger_critics_activations_are_counted_beyond_the_policys(tmp_path):
-    """Two layers of H 16, K 8, F 32 and three: one layer more, at 100 tokens."""
-    run = built(tmp_path, SEPARATE, optim__token_budget=100)
-    run.critic.trunk.config.num_hidden_layers = 3
-    assert run.policy.module.config.num_hidden_layers == 2
-    assert run.critic.bytes_per_unit() - run.policy.bytes_per_unit() == 4 * (
-        6 * 16 + 2 * 8 + 2 * 32
-    )
-    assert "critic's activations" in "\n".join(dry_run.explain(run))
-
-
-def test_evaluating_a_run_opens_no_critic(tmp_path, opened):
-    run = built(tmp_path, SEPARATE)
-    step(run)
-    folder = opened(replace(run.config, critic=CriticConfig("separate", "./gone")))
-    folder.write_final(run)
-    evaluated, _ = evaluate_run(folder.path, prompts=3)
-    assert evaluated.prompts == 3

@@ -12,18 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests import processes, tiny
+from tests import tiny
 from tests.trainer import diffusion_runs
-from tests.trainer.diffusion_runs import built, reward
-from tests.trainer.runs import stepped
+from tests.trainer.diffusion_runs import reward
 
 from gruppo import api, inference
 from gruppo.api import explain
 from gruppo.build import Parts
 from gruppo.cli.app import main
-from gruppo.cli.options import parse_config
-from gruppo.config import peer_options, serialization
-from gruppo.config.schema import Config
+from gruppo.config import serialization
 from gruppo.data.digits import load_digits
 from gruppo.modalities.diffusion import load_denoiser
 from gruppo.types import DataError, GruppoError
@@ -162,21 +159,6 @@ def test_what_a_text_model_cannot_do_with_pictures_is_refused(tmp_path, changes,
 # --- rewards --------------------------------------------------------------------------------------
 
 
-def test_rewards_in_whole_numbers_give_whole_advantages_no_more_than_others_do(tmp_path):
-    run = built(
-        tmp_path, reward=[reward("whole_numbers")], rollout__group_size=7, rollout__prompts=2
-    )
-    batch, _ = stepped(run)
-    assert {*batch.rewards.tolist()} == {0.0, 1.0} and batch.advantages.is_floating_point()
-    for group in range(2):
-        rows = batch.rollouts.group_ids == group
-        rewards = batch.rewards[rows].double()
-        by_hand = (rewards - rewards.mean()) / (rewards.std() + run.config.objective.scale_eps)
-        torch.testing.assert_close(
-            batch.advantages[rows][:, 0].double(), by_hand, rtol=1e-5, atol=1e-6
-        )
-
-
 def test_a_reward_of_the_wrong_count_stops_the_run_in_one_line(tmp_path):
     config = diffusion_runs.config(tmp_path, reward=[reward("one_too_many")], evaluation__prompts=0)
     with pytest.raises(DataError, match=r"scored none of 12 completions: .*13.*12") as error:
@@ -286,16 +268,6 @@ def test_the_shell_evaluates_draws_and_exports_an_image_run(finished, tmp_path, 
     assert all(map(torch.equal, exported.state_dict().values(), final.state_dict().values()))
 
 
-def test_pictures_drawn_at_temperature_1_hang_on_the_seed(finished, tmp_path):
-    def drawn(seed: int) -> list[bytes]:
-        files = inference.sample(
-            finished, ["1"], tmp_path / f"{seed}", n=2, temperature=1.0, seed=seed
-        )
-        return [file.read_bytes() for file in files[:2]]
-
-    assert drawn(1) == drawn(1) and len({*drawn(1), *drawn(2)}) == 4
-
-
 @pytest.mark.parametrize(
     ("args", "says", "code"),
     [
@@ -348,35 +320,7 @@ def test_a_run_without_a_reward_has_nothing_to_evaluate_and_can_be_asked(tmp_pat
     assert len(inference.sample(run, ["1"], tmp_path / "drawn")) == 2
 
 
-def test_another_process_s_shell_says_the_same(finished, tmp_path):
-    child = processes.gruppo(
-        "sample", str(finished), "77", "--folder", str(tmp_path / "made"), folder=tmp_path / "c"
-    )
-    assert child.wait() == 2 and child.err.count("\n") == 1 and "Traceback" not in child.err
-
-
 # --- explain --------------------------------------------------------------------------------------
-
-DDPO = [option for option in peer_options.peer_options("ddpo") if option.part == "main settings"]
-
-
-def test_what_is_printed_can_be_typed(tmp_path):
-    """Each line's option and value, as the parser reads them; without the notes."""
-    config = diffusion_runs.config(
-        tmp_path, data="digits", diffusion__guidance=2.0, diffusion__eta=0.5, **KL
-    )
-    recipe = tmp_path / "recipe.json"
-    recipe.write_text(json.dumps(serialization.to_dict(Config())))
-    words: list[str] = [str(recipe)]
-    seen = set()
-    for line in (option.line(config) for option in DDPO):
-        option, *values = line[line.index("--") :].partition("   (")[0].split()
-        if option not in seen and values != ["None"]:
-            words += [option, *values]
-            seen.add(option)
-    typed = parse_config("train", words)
-    assert typed.modality == config.modality and typed.rollout == config.rollout
-    assert float(typed.stage.kl_coef) == 0.1 and typed.reward == config.reward
 
 
 def test_a_run_of_pictures_is_explained(finished):

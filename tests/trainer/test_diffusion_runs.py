@@ -202,17 +202,6 @@ def test_the_kl_of_the_second_step_is_that_of_the_two_normals(tmp_path, kind):
     )  # each row has as many steps
 
 
-@pytest.mark.silent_bug(18)
-def test_where_the_reference_rests_changes_no_bit(tmp_path):
-    changes = KL | SEVERAL | {"steps": 3}
-    runs = [
-        trained(tmp_path, name=place, reference__place=place, **changes)
-        for place in ("device", "cpu")
-    ]
-    assert_same(*runs)
-    assert max(row.get("kl/ref_nats", 0) for row in metrics(runs[0])) > 1e-3
-
-
 @pytest.mark.silent_bug(2)
 @pytest.mark.parametrize("budget", [1, 5, 999])
 def test_the_first_ratio_is_one_at_other_batch_sizes_and_the_joint_error_is_reported(

@@ -15,10 +15,8 @@ from tests import processes, tiny
 from tests.trainer.runs import Signalling, assert_same, metrics
 from tests.trainer.test_step import run_in, step, step_by_hand, vector
 
-from gruppo import api, inference, train
-from gruppo.api import explain
-from gruppo.build import Parts, build
-from gruppo.config import serialization
+from gruppo import api, inference
+from gruppo.build import Parts
 from gruppo.modalities import modalities
 from gruppo.recipes.guess import found, guess
 from gruppo.recipes.guess import reply as say
@@ -164,43 +162,6 @@ def test_an_evaluation_converses_too_and_samples_show_all_that_was_said(tmp_path
     )
 
 
-def test_functions_may_be_given_in_python(tmp_path):
-    def told(text: str, answer: str) -> str:
-        return answer
-
-    rows = tiny.write_rows(tmp_path / "rows.jsonl")
-    common = {
-        "steps": 2,
-        "show": False,
-        "runs_dir": str(tmp_path / "runs"),
-        "evaluation__prompts": 0,
-    }
-    common |= {
-        "compute": "float32",
-        "rollout__max_new_tokens": 6,
-        "rollout__stop": STOPS,
-        "rollout__prompts": 2,
-    }
-    done = train(model=tiny.model(), data=rows, reward=tiny.digits, environment=told, **common)
-    assert max(row["turns/mean"] for row in metrics(done.folder)) > 1
-    saved = serialization.load(done.folder / "config.json")
-    with pytest.raises(
-        GruppoError, match=r"environment of this config came from .*Set environment.reply"
-    ):
-        api.start(replace(saved, name="again"))
-    with pytest.raises(GruppoError, match=r"resume\(.*environment=\.\.\."):
-        api.start(done.folder)
-    named = train(
-        model=tiny.model(), data=rows, reward=tiny.digits, environment=f"{HERE}:reply", **common
-    )
-    assert serialization.load(named.folder / "config.json").environment.reply == f"{HERE}:reply"
-    with pytest.raises(
-        GruppoError,
-        match=r"environment is 3 \(int\); it needs to be a class with reset, a function",
-    ):
-        train(model=tiny.model(), data=rows, reward=tiny.digits, environment=3, **common)
-
-
 def test_a_row_that_its_environment_left_is_not_learned_from_and_the_run_goes_on(tmp_path, caplog):
     run = run_in(
         tmp_path,
@@ -298,24 +259,6 @@ def test_the_recipe_guess_plays_with_any_chat_model(tmp_path):
     }
 
 
-class Buffer(list):
-    def __call__(self, text: str) -> str:
-        return "1"
-
-
-def test_an_environment_that_is_empty_is_one(tmp_path):
-    run = build(config(tmp_path), Parts(environment=Buffer()))[0]
-    assert run.environment.name == "Buffer"
-
-
-def test_explain_says_who_replies_and_shows_a_conversation(tmp_path):
-    output = "\n".join(explain(config(tmp_path, rollout__stop=tuple(tiny.CHARACTERS))))
-    assert re.search(
-        r"completion  \[\{'role': 'assistant'.*\{'role': 'user', 'content': '1 of \d+'", output
-    )
-    assert "environment reply: up to 3 answers per row, with replies that" in output
-
-
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
@@ -382,15 +325,6 @@ def test_rewards_of_steps_are_refused_beside_an_environment(tmp_path):
         GruppoError, match="'steps' scores the steps of one answer, and with an environment"
     ):
         api.start(chosen, Parts(rewards=[steps]))
-
-
-def test_held_out_conversations_are_greedy(tmp_path):
-    run = run_in(tmp_path, **settings(evaluation__prompts=4))
-    first, rows = evaluate(run, held_out(run, 4))
-    again, others = evaluate(run, held_out(run, 4))
-    assert first.mean == again.mean and [r["completion"] for r in rows] == [
-        r["completion"] for r in others
-    ]
 
 
 @pytest.mark.parametrize("count", [2])

@@ -10,13 +10,10 @@ import pytest
 import torch
 from tests.trainer import by_hand
 from tests.trainer.test_ppo_step import REINFORCE_PP, SHARED, SLOW, begun
-from tests.trainer.test_step import run_in, step
+from tests.trainer.test_step import step
 
-from gruppo.config.schema import OptimConfig
 from gruppo.trainer.forward import minibatch_rows
 from gruppo.trainer.run import Run
-from gruppo.trainer.update import epoch_metrics
-from gruppo.types import Stat
 
 THREE: dict[str, Any] = {"optim__epochs": 3, "optim__minibatches": 2}
 TIGHT = {"objective__clip_low": 0.02, "objective__clip_high": 0.04}
@@ -103,21 +100,3 @@ def test_where_the_kl_ends_a_batch_is_said_in_epochs(kls, tmp_path, updates, epo
     assert taken == [2.0] * int(epochs) + [2 * (epochs % 1)]
     assert logged[f"epoch/{begun_epochs}/ratio_max"] > 1
     assert not [name for name in logged if name.startswith(f"epoch/{begun_epochs + 1}/")]
-
-
-def test_one_epoch_has_nothing_of_its_own_to_say(tmp_path):
-    _, logged = step(run_in(tmp_path, optim__minibatches=2))
-    assert (
-        not [name for name in logged if name.startswith("epoch/")]
-        and "update/epochs_count" not in logged
-    )
-
-
-def test_an_epoch_that_has_learned_from_demonstrations_alone_counts_its_updates():
-    epochs = [{"loss/sup": Stat(1, 0.5), "update/taken": Stat(1, 1.0)}, {"loss/sup": Stat(1, 0.4)}]
-    logged = epoch_metrics(OptimConfig(epochs=2), epochs, 2)
-    assert logged == {
-        "epoch/1/updates_count": 1,
-        "epoch/2/updates_count": 0,
-        "update/epochs_count": 2,
-    }

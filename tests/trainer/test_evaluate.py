@@ -15,7 +15,6 @@ from tests.trainer.test_step import run_in, vector
 from gruppo.build import Parts, warn_of_overlap
 from gruppo.seeds import seed_at
 from gruppo.trainer.evaluate import evaluate, held_out
-from gruppo.trainer.run_dir import RunFolder, boundary_state
 from gruppo.trainer.stages import step_params_at
 from gruppo.types import DataError, Request, Sampling
 
@@ -54,28 +53,6 @@ def test_an_evaluation_leaves_the_run_as_it_was(tmp_path):
     )
 
 
-@pytest.mark.silent_bug(33)
-def test_the_counters_that_end_a_run_are_resumed(tmp_path):
-    run, resumed = run_in(tmp_path), run_in(tmp_path)
-    run.state.step, run.state.version, run.state.skipped_updates, run.state.unscored_steps = (
-        7,
-        9,
-        2,
-        4,
-    )
-    run.state.evaluations.append({"step": 0, "mean": 0.5})
-    folder = RunFolder(tmp_path / "kept")
-    folder.save(run, boundary_state(run))
-    assert folder.restore(resumed)
-    assert resumed.state == run.state
-
-
-def test_tiny_rows_are_numbered_by_what_they_ask():
-    assert [row["prompt"][0]["content"].split()[0] for row in tiny.rows(9)] == [
-        str(n) for n in range(9)
-    ]
-
-
 def count_of_ones(completions: Sequence[Any], **_: Any) -> list[float]:
     """1 where the completion has a digit, else 0."""
     return [
@@ -106,18 +83,6 @@ def test_validation_data_are_evaluated_on_and_all_training_data_trained_on(tmp_p
     )
     warn_of_overlap(run)
     assert "4 of 4 prompts of the validation data" in caplog.text
-
-
-def test_a_function_of_ones_own_may_give_the_validation_data(tmp_path):
-    (tmp_path / "own.py").write_text(
-        "from gruppo.types import Prompt\n\nclass Source:\n    def take(self, n):\n"
-        "        return [Prompt(str(i), f'{i} + 1 = ?', None, {}, i) for i in range(n)]\n"
-        "    def state_dict(self):\n        return {}\n    def load_state_dict(self, state):\n     "
-        "   pass\n\n"
-        "def make():\n    return Source()\n"
-    )
-    run = run_in(tmp_path, evaluation__data=f"{tmp_path / 'own.py'}:make")
-    assert [prompt.inputs for prompt in held_out(run, 3)] == [f"{i} + 1 = ?" for i in range(3)]
 
 
 def test_validation_data_lack_no_column_that_a_reward_reads(tmp_path):

@@ -55,23 +55,6 @@ def test_where_only_values_are_needed_no_log_prob_is_computed_before_the_update(
     assert result["ratio/mean"] == result["ratio/max"] == 1.0
 
 
-@KINDS
-@pytest.mark.parametrize(
-    "changes", [{}, NO_KL | {"optim__epochs": 2}], ids=["kl in the reward", "two epochs"]
-)
-def test_the_forward_before_the_updates_gives_nothing_beside_what_is_stored(
-    tmp_path, kind, changes
-):
-    run = begun(tmp_path, kind, **changes)
-    with asked(run) as wants:
-        batch = collect(run, step_params_at(run.config, 0)).batch
-    assert set(wants) == {("values",) if kind is SHARED else ()} and batch.old_logprobs is not None
-    run = begun(tmp_path, kind, stage__entropy_coef=0.01, **changes)
-    with asked(run) as wants:
-        collect(run, step_params_at(run.config, 0))
-    assert {outputs[0] for outputs in wants} == {"entropy"}
-
-
 @pytest.mark.silent_bug(2)
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tests import processes, tiny
 from tests.collecting import collect
 from tests.trainer import by_hand
 from tests.trainer.runs import Signalling, assert_same, metrics
-from tests.trainer.test_resampling import collected_by, dull, dull_odd, number_of, numbers
+from tests.trainer.test_resampling import collected_by, dull_odd, number_of, numbers
 from tests.trainer.test_step import run_in, step
 
 from gruppo import api
@@ -122,33 +122,6 @@ def test_what_growing_did_is_counted_and_its_tokens_too(tmp_path):
         float(first.double().mean()), rel=1e-6
     )
     assert logged["growth/first_reward_mean"] != pytest.approx(logged["reward/mean"], rel=1e-3)
-
-
-def test_where_all_groups_are_alike_none_grows_and_nothing_is_learned(tmp_path):
-    run = run_with(tmp_path, dull)
-    before = by_hand.flat(run.parameters)
-    collected, logged = step(run)
-    assert len(collected.batch.rewards) == 8 and collected.metrics["growth/unspent_rows_count"] == 8
-    assert collected.metrics["growth/grown_groups_count"] == 0
-    assert torch.equal(by_hand.flat(run.parameters), before) and logged["update/updates_count"] == 0
-
-
-@pytest.mark.silent_bug(21)
-def test_advantages_of_unequal_groups_are_each_of_its_own_group(tmp_path):
-    collected = collected_by(run_with(tmp_path, dull_odd))
-    batch, start = collected.batch, 0
-    for number, size in sizes_by_prompt(collected):
-        rewards, found = (
-            batch.rewards[start : start + size].double(),
-            batch.advantages[start : start + size, 0],
-        )
-        expected = (
-            (rewards - rewards.mean()) / (rewards.std() + 1e-4)
-            if number % 2 == 0
-            else torch.zeros(size)
-        )
-        torch.testing.assert_close(found.double(), expected.double(), rtol=1e-5, atol=1e-6)
-        start += size
 
 
 @pytest.mark.parametrize("refill", [0, 2])
@@ -261,20 +234,6 @@ def test_a_part_that_applies_to_some_rows_of_a_grown_group_applies_to_all_of_it(
     assert torch.equal(
         rescore_whole_groups(scores, group_ids, (1.0, 0.0)).rewards.isnan(), scores.rewards.isnan()
     )
-
-
-def late(completions: Sequence[Any], prompts: Sequence[Any], **_: Any) -> list[float | None]:
-    """Scores nothing in a call with two rows of each prompt, and everything in a later one."""
-    return [None if len(prompts) == 8 else 1.0 for _ in prompts]
-
-
-def test_rows_scored_before_a_part_applied_are_unscored_and_not_worth_less(tmp_path):
-    collected = collected_by(run_with(tmp_path, places, late, rollout__group_size=5))
-    batch, start = collected.batch, 0
-    for _, size in sizes_by_prompt(collected):
-        rewards = batch.rewards[start : start + size]
-        assert rewards[:2].isnan().all() == (size > 2) and rewards[2:].isfinite().all()
-        start += size
 
 
 class Undrawn:
@@ -441,9 +400,3 @@ def test_what_cannot_grow_is_refused_with_the_way_out(tmp_path, what):
     changes, why = REFUSED[what]
     with pytest.raises(GruppoError, match=why):
         checks.check(tiny.config(tmp_path, **(SIZES | changes)))
-
-
-def test_an_unknown_column_of_difficulty_is_refused_with_the_nearest(tmp_path):
-    changes = {"prompts__difficulty_column": "numbre", "stage__difficulty": 0.5}
-    with pytest.raises(DataError, match=r"no column 'numbre'; .* Did you mean number"):
-        build(tiny.config(tmp_path, **changes), Parts())

@@ -13,17 +13,14 @@ import torch
 from tests import own_models, processes, tiny
 from tests.own_models import own
 from tests.trainer.runs import FULL, Signalling, assert_same, metrics, newest, tensors, weights
-from torch import nn
 
 from gruppo import api, inference
 from gruppo import export as exporting
-from gruppo.api import explain
-from gruppo.build import Parts, build, with_absolute_paths
+from gruppo.build import Parts, with_absolute_paths
 from gruppo.cli.app import main
 from gruppo.config import serialization
 from gruppo.modalities import find_modality
 from gruppo.modalities.text import from_pretrained
-from gruppo.modalities.text.memory import kept_bytes, working_memory
 from gruppo.modalities.text.modality import found_model
 from gruppo.trainer.loop import Stopped
 from gruppo.types import GruppoError
@@ -79,12 +76,6 @@ def test_it_has_learned_and_its_kl_begins_at_0(run):
     )
 
 
-def test_eval_of_the_run_is_what_the_run_measured_at_its_end(run):
-    last = json.loads((run / "evaluations.json").read_text())[-1]
-    done, rows = inference.evaluate_run(run, prompts=4)
-    assert done.mean == last["mean"] and len(rows) == 4
-
-
 def test_a_run_is_asked_exported_and_trained_further_as_a_folder(run, tmp_path, capsys):
     (answer,) = inference.sample(run, ["1 + 1 = ?"], max_new_tokens=6)
     exporting.export(run, tmp_path / "copy")
@@ -95,20 +86,6 @@ def test_a_run_is_asked_exported_and_trained_further_as_a_folder(run, tmp_path, 
     model = json.loads((further / "manifest.json").read_text())["model"]
     assert (model["name"], model["made_by"]) == (str(run), own("model"))
     assert (further / "final/module.json").read_text() == (run / "final/module.json").read_text()
-
-
-def test_a_function_that_is_not_trained_yet_is_asked_by_its_name(capsys, monkeypatch):
-    monkeypatch.chdir(Path(own_models.FILE).parent)
-    assert code_of("sample", "own_models.py:model", "1 + 1 = ?", "--max-new-tokens", "2") == 0
-    assert code_of("sample", "./own_models.py:model", "1 + 1 = ?", "--max-new-tokens", "2") == 0
-    first, second = capsys.readouterr().out.splitlines()
-    assert first == second
-
-
-def test_a_run_without_an_adapter_exports_none(run, tmp_path):
-    assert "has no adapter" in one_line(
-        lambda: exporting.export(run, tmp_path / "a", is_adapter_kept=True)
-    )
 
 
 def test_a_name_means_the_same_from_any_folder(tmp_path, monkeypatch):
@@ -187,13 +164,6 @@ def test_a_file_that_changed_while_the_run_lay_still_is_said_once(tmp_path, capl
     assert messages == [f"since the run began: the file of the model {file}:model has changed."]
 
 
-def test_a_file_as_it_was_is_no_warning(tmp_path, caplog):
-    run, _ = stopped_at_step_1(tmp_path)
-    with caplog.at_level(logging.WARNING, "gruppo"):
-        api.start(run)
-    assert not [message for message in caplog.messages if "has changed" in message]
-
-
 # --- references, critics, dtypes, adapters --------------------------------------------------------
 
 
@@ -218,28 +188,6 @@ def test_references_critics_and_dtypes_are_as_of_any_model(tmp_path, changes):
     assert (
         inference.evaluate_run(run, prompts=4)[0].mean
         == json.loads((run / "evaluations.json").read_text())[-1]["mean"]
-    )
-
-
-def test_a_reference_on_disk_gives_the_weights_of_one_in_memory(tmp_path, run):
-    other = begun(tmp_path, stage__kl_coef=0.1, reference__place="cpu")
-    assert torch.equal(weights(other), weights(run))
-
-
-def test_an_adapter_needs_layers_that_are_known_by_name(tmp_path):
-    pytest.importorskip("peft")
-    text = one_line(lambda: begun(tmp_path, lora__rank=2))
-    assert "LoRA needs a Hugging Face causal language model, not a TinyGPT" in text
-    run = begun(tmp_path, model=own("of_hugging_face"), lora__rank=2, steps=2)
-    assert (run / "final/adapter_config.json").is_file()
-
-
-def test_a_critic_of_another_tokenizer_cannot_be_compared_and_is_refused(tmp_path):
-    critic = {"objective": "ppo", "critic__kind": "separate", "critic__model": own("model")}
-    text = one_line(lambda: begun(tmp_path, **critic))
-    assert (
-        "cannot be compared with the critic's" in text
-        and "or none, for a copy of the policy" in text
     )
 
 
@@ -277,50 +225,7 @@ def test_a_name_that_makes_no_model_ends_the_command_with_one_line(tmp_path, cap
     assert not runs.exists()
 
 
-def test_settings_of_pictures_are_refused_by_what_the_model_is(tmp_path):
-    text = one_line(lambda: begun(tmp_path, diffusion__steps=4))
-    assert f"{own('model')!r} is no diffusion model" in text
-
-
 # --- what it would do -----------------------------------------------------------------------------
-
-
-def test_explain_measures_what_no_config_says(tmp_path):
-    output = "\n".join(
-        explain(config(tmp_path, stage__kl_coef=0.1, objective="ppo", critic__kind="separate"))
-    )
-    assert (
-        "activations, measured" in output
-        and "logits while sampling" in output
-        and "the prompt with every row" in output
-    )
-
-
-class Linear(nn.Module):
-    """Keeps its ids for the embedding's gradient, and what the head reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(257, 8), nn.Linear(8, 257)
-
-    def forward(self, ids):
-        return self.head(self.tokens(ids))
-
-
-def test_bytes_that_a_forward_keeps_by_hand():
-    policy = own_models.wrapped(Linear())
-    assert (
-        kept_bytes(policy, 10) == 10 * 8 + 10 * 8 * 4
-    )  # int64 ids, and a float32 feature of 8 numbers
-
-
-def test_the_estimate_is_of_a_micro_batch_and_of_all_rows_that_are_sampled(tmp_path):
-    run, _ = build(config(tmp_path, optim__token_budget=60), Parts())
-    found = working_memory(run.policy, run.config, 12, 60, 12)
-    assert found["activations, measured"] == 3 * kept_bytes(
-        run.policy, 20
-    )  # of 12 tokens and 8 new ones, 3 rows fit
-    assert found["logits while sampling"] == 4 * 12 * 20 * 257  # 4 prompts x 3 samples
 
 
 # --- several ranks --------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from gruppo import api
 from gruppo.build import Parts, build
 from gruppo.trainer.stages import step_params_at
 from gruppo.trainer.update import backward
-from gruppo.types import Prompt, Request, Sampling
 
 FILE = EXAMPLES / "nanochat_rl.py"
 
@@ -55,16 +54,6 @@ def test_a_module_that_refuses_single_tokens_is_explained_and_trained(tmp_path, 
     assert "What is question" in "\n".join(api.explain(config))
     steps = [row for row in metrics(api.start(config).folder) if "reward/mean" in row]
     assert len(steps) == 2 and steps[0]["mismatch/max_nats"] < 1e-3
-
-
-def test_a_prompt_of_one_token_is_sampled_and_scored():
-    policy = example("nanochat_rl").model()
-    rollouts = policy.sample([Request(Prompt("p", "a"), 3)], Sampling(max_actions=3), seed=0)
-    (micro_batch,) = policy.micro_batches(rollouts, rollouts.mask, 100)
-    logprobs = policy.likelihood(rollouts, micro_batch).logprobs[rollouts.mask[micro_batch.rows]]
-    torch.testing.assert_close(
-        logprobs, rollouts.sampler_logprobs[micro_batch.rows][rollouts.mask[micro_batch.rows]]
-    )
 
 
 # --- the preset -----------------------------------------------------------------------------------

@@ -20,9 +20,7 @@ from torch import Tensor
 
 import gruppo
 from gruppo import api
-from gruppo.api import explain
 from gruppo.build import Parts
-from gruppo.config import serialization
 from gruppo.core.objective import GRPO, PPO, Objective
 from gruppo.protocols import Policy
 from gruppo.rewards import RewardSet, resolve_reward, step_reward
@@ -109,14 +107,6 @@ def test_the_three_credits_by_hand(credit: Any, wanted: Any):
     assert close(credited(replace(EXACT, credit=credit), [STEPS]), wanted)
 
 
-def test_a_weight_counts_for_steps_where_no_scale_divides_it_out():
-    none = replace(EXACT, credit="return_to_go", scale="none")
-    assert close(credited(none, [STEPS], [4.0]), [[-2.0, -2, -3, -3, -3], [2.0, 1, 1, 0, 0]])
-    assert close(
-        credited(replace(none, scale="group"), [STEPS], [4.0])[0], [-1.0, -1, -1.5, -1.5, -1.5]
-    )
-
-
 def test_rewards_of_rows_and_of_steps_are_compared_apart_and_added():
     """Rows 2 and 0 with weight 3: 3 and -3 to all actions; steps less their mean 0.75 beside
     them."""
@@ -151,13 +141,6 @@ def test_each_normalised_first_their_sum_has_mean_0_and_variance_1_over_the_acti
     assert torch.allclose(got[rollouts_of().mask].double(), expected, atol=1e-5)
 
 
-def test_two_rewards_of_steps_are_added_action_by_action():
-    other = torch.tensor([[NAN, 1.0, 2.0, NAN, NAN], [NAN, NAN, 1.0, NAN, NAN]])
-    none = replace(EXACT, credit="position", baseline="none", scale="none")
-    got = credited(none, [STEPS, other], [1.0, 0.5])
-    assert close(got, [[1.5, 1.5, 1.0, 0.0, 0.0], [1.0, 1.5, 1.5, 0, 0]])
-
-
 @pytest.mark.silent_bug(22)
 def test_rows_without_a_step_are_unscored_and_in_no_mean():
     steps = torch.tensor([[NAN] * 5, [1.0, NAN, 3.0, NAN, NAN]])
@@ -169,14 +152,6 @@ def test_rows_without_a_step_are_unscored_and_in_no_mean():
     assert not credited(
         replace(EXACT, credit="return_to_go"), [steps]
     ).any()  # nothing to compare its only row with
-
-
-@pytest.mark.silent_bug(22)
-def test_steps_of_a_row_that_another_reward_left_unscored_are_in_no_mean():
-    rows = torch.tensor([NAN, 1.0])
-    none = replace(EXACT, credit="return_to_go", baseline="batch_mean", scale="none")
-    got = credited(none, [STEPS, rows])
-    assert not got[0].any() and close(got[1], [0.0] * 5)  # its steps, 1 and 1, are the mean
 
 
 def test_a_reward_of_steps_that_weighs_nothing_leaves_the_credit_of_rows():
@@ -296,11 +271,6 @@ def test_what_rewards_cannot_give_is_refused_when_the_run_is_built(
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("weights", [(1.0, 0.0), (0.0, 1.0)])
-def test_rewards_that_weigh_nothing_forbid_nothing(tmp_path: Path, weights: Any):
-    run_in(tmp_path, reward=[f"{HERE}:vowels", f"{HERE}:quiet"], scoring__weights=weights, **CREDIT)
-
-
 @pytest.mark.silent_bug(33)
 def test_a_run_with_models_of_rows_and_of_steps_refills_stops_and_goes_on_to_the_bit(
     tmp_path: Path,
@@ -330,19 +300,3 @@ def test_a_run_with_models_of_rows_and_of_steps_refills_stops_and_goes_on_to_the
     rows = [row for row in metrics(whole) if "reward/mean" in row]
     assert all(0 < row["reward/process_reward/step_mean"] < 1 for row in rows)
     assert all(row["reward_metric/reward_model_truncated_frac"] == 0 for row in rows)
-
-
-def test_explain_tells_the_memory_of_reward_models(tmp_path: Path):
-    rm = folder_of(tmp_path / "rm", "SequenceClassification", 1)
-    said = "\n".join(explain(tiny.config(tmp_path, reward=[f"reward_model:{rm}"])))
-    assert "reward reward_model" in said and "reward_model(prompts=[...]" in said
-
-
-def test_a_model_is_named_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    folder_of(tmp_path / "rm", "SequenceClassification", 2)
-    monkeypatch.chdir(tmp_path)
-    run = api.start(tiny.config(tmp_path, reward=["reward_model:rm,label=0"], steps=1)).folder
-    monkeypatch.chdir("/")
-    assert f'"reward_model:{tmp_path}/rm,label=0"' in (run / "config.json").read_text()
-    again = replace(serialization.load(run / "config.json"), name="again")
-    assert metrics(api.start(again).folder) == metrics(run)

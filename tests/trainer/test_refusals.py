@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +9,11 @@ import pytest
 import torch
 from tests import processes, tiny
 from tests.trainer import by_hand
-from tests.trainer.runs import metrics
 from tests.trainer.test_resume import other_model
 from tests.trainer.test_step import run_in, step
 
 import gruppo
 from gruppo.config import serialization
-from gruppo.core.objective import PPO
-from gruppo.modalities.common.critic import ValueHead
 from gruppo.types import GruppoError
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -74,26 +70,6 @@ def test_what_cannot_learn_is_refused_in_one_line_before_anything_is_written(tmp
     assert "\n" not in str(error.value) and not (tmp_path / "runs").exists()
 
 
-def test_a_preset_and_its_fields_go_through_train(tmp_path):
-    run = train(tmp_path, objective="dapo", objective__overlong=3, steps=2).folder
-    objective = json.loads((run / "config.json").read_text())["objective"]
-    assert (objective["overlong"], objective["clip_high"], objective["average"]) == (
-        3,
-        0.28,
-        "token",
-    )
-    assert all("reward/overlong_mean" in row for row in metrics(run) if "reward/mean" in row)
-
-
-def test_an_objective_as_an_object_goes_through_train(tmp_path):
-    run = train(tmp_path, objective=PPO, objective__lam=0.5, critic__lr=0.1, steps=2).folder
-    assert json.loads((run / "config.json").read_text())["objective"]["lam"] == 0.5
-    assert [row["value/mean"] is not None for row in metrics(run) if "reward/mean" in row] == [
-        True,
-        True,
-    ]
-
-
 def test_a_preset_and_its_fields_go_through_the_command_line(tmp_path):
     data = tiny.write_rows(tmp_path / "data.jsonl")
     words = [
@@ -137,16 +113,6 @@ def test_a_preset_and_its_fields_go_through_the_command_line(tmp_path):
     )
 
 
-@pytest.mark.parametrize("kind", ["shared", "separate"])
-def test_a_value_head_of_the_wrong_width_is_refused_in_one_line(tmp_path, kind):
-    run = run_in(tmp_path, objective="ppo", critic__kind=kind)
-    network = run.policy if kind == "shared" else run.critic._policy
-    network.value_head = ValueHead(17)
-    with pytest.raises(GruppoError, match="the value head reads 17 features and got 16") as error:
-        step(run)
-    assert "\n" not in str(error.value)
-
-
 def test_a_critic_of_another_width_than_the_policy_learns(tmp_path):
     """Its head is made for its own features."""
     run = run_in(
@@ -157,15 +123,3 @@ def test_a_critic_of_another_width_than_the_policy_learns(tmp_path):
     _, logged = step(run)
     assert logged["update/updates_count"] == 1 and logged["grad/critic_norm"] > 0
     assert not torch.equal(by_hand.flat(run.critic.module.parameters()), before)
-
-
-@pytest.mark.parametrize("kind", ["shared", "separate"])
-def test_rewards_that_are_never_numbers_end_a_ppo_run_in_words(tmp_path, kind):
-    for value in (float("nan"), float("inf")):
-        with pytest.raises(GruppoError, match=r"scored none of 12 completions.*not"):
-            train(
-                tmp_path / f"{kind}{value}",
-                objective="ppo",
-                critic__kind=kind,
-                reward=lambda completions, value=value, **_: [value] * len(completions),
-            )

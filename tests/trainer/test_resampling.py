@@ -13,9 +13,8 @@ import torch
 from tests import processes, tiny
 from tests.collecting import collect
 from tests.trainer import by_hand
-from tests.trainer.runs import Signalling, assert_same, metrics, newest
+from tests.trainer.runs import Signalling, assert_same, newest
 from tests.trainer.test_step import run_in, step
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gruppo import api
 from gruppo.build import Parts, build
@@ -26,7 +25,7 @@ from gruppo.trainer.dynamic_sampling import Round, join_rounds
 from gruppo.trainer.loop import Stopped
 from gruppo.trainer.run import Run
 from gruppo.trainer.stages import step_params_at
-from gruppo.types import DataError, Prompt, Rollouts
+from gruppo.types import Prompt, Rollouts
 
 
 def number_of(prompt: Any) -> int:
@@ -121,22 +120,6 @@ def test_a_slot_left_unfilled_keeps_its_last_group_and_enters_no_denominator_and
     assert collected.metrics["refill/thrown_tokens_count"] == tokens
 
 
-@pytest.mark.parametrize(
-    ("preset", "kl_coef"), [("dapo", 0.0), ("ppo", 0.1), ("reinforce_pp", 0.0), ("grpo", 0.1)]
-)
-def test_where_all_groups_are_alike_for_all_rounds_no_update_is_taken(tmp_path, preset, kl_coef):
-    several = {"optim__epochs": 2, "optim__minibatches": 2, "rollout__refill_rounds": 3}
-    run = run_with(tmp_path, dull, objective=preset, stage__kl_coef=kl_coef, **several)
-    before = by_hand.flat(run.parameters)
-    collected, logged = step(run)
-    assert torch.equal(by_hand.flat(run.parameters), before)
-    assert logged["update/updates_count"] == 0 and not collected.batch.loss_mask.any()
-    assert collected.metrics["refill/thrown_groups_count"] == 16 and len(collected.rollouts) == 64
-    assert collected.metrics["refill/thrown_tokens_count"] == collected.metrics["tokens"]
-    assert collected.metrics["reward/mean"] == 0.5
-    assert len(collected.batch.rollouts) == 16
-
-
 @pytest.mark.parametrize("kind", [{}, {"critic__kind": "separate"}], ids=["shared", "separate"])
 def test_a_ppo_step_with_unfilled_slots_is_the_step_by_hand_without_their_rows(tmp_path, kind):
     changes = {
@@ -166,12 +149,6 @@ def test_a_ppo_step_with_unfilled_slots_is_the_step_by_hand_without_their_rows(t
 
 
 # --- by which reward ------------------------------------------------------------------------------
-
-
-def test_a_penalty_for_length_is_no_spread(tmp_path):
-    changes = {"objective": "dapo", "objective__overlong": 6}
-    collected = collected_by(run_with(tmp_path, dull, **changes))
-    assert collected.metrics["refill/rounds_count"] == 8 and not collected.batch.loss_mask.any()
 
 
 # --- joining --------------------------------------------------------------------------------------
@@ -220,77 +197,7 @@ def test_rounds_are_joined_as_row_by_row():
     assert sampled.batch()[0].group_ids.bincount().tolist() == [4] * 7
 
 
-class Work(TorchDispatchMode):
-    """Numbers that operations write."""
-
-    count = 0
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        out = function(*args, **(kwargs or {}))
-        self.count += out.numel() if isinstance(out, torch.Tensor) else 0
-        return out
-
-
-@pytest.mark.parametrize("refills", [False, True])
-def test_the_work_of_joining_grows_as_the_rows_do(refills):
-    def work(groups: int) -> int:
-        one = round_of(list(range(groups)), 4, 0, 0)
-        with Work() as mode:
-            sampled = join_rounds([one], None, [1.0], refills=refills)
-        assert sampled.rollouts is one.rollouts and len(sampled.rows) == 4 * groups
-        return mode.count
-
-    assert work(400) < 4.5 * work(100)
-
-
 # --- failures -------------------------------------------------------------------------------------
-
-
-def fails_on_odd(completions: Sequence[Any], prompts: Sequence[Any], **_: Any) -> list[float]:
-    if any(number_of(p) % 2 for p in prompts):
-        raise ValueError("odd")
-    return tiny.digits(completions)
-
-
-def test_failures_of_rows_that_are_thrown_away_are_counted_and_shown(tmp_path):
-    changes = {
-        "rollout__refill_rounds": 8,
-        "rollout__group_size": 4,
-        "steps": 1,
-        "evaluation__prompts": 0,
-    }
-    run = api.start(tiny.config(tmp_path, **changes), Parts(rewards=[fails_on_odd])).folder
-    logged = metrics(run)[0]
-    assert logged["reward/exception_count"] == logged["reward/unscored_count"] > 0
-    assert logged["refill/thrown_groups_count"] * 4 == logged["reward/exception_count"]
-    assert (
-        logged["progress/rollouts"] == logged["reward/exception_count"] + 16
-    )  # none of them is in the batch
-    failed = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
-    failed = [row for row in failed if "failures" in row]
-    assert len(failed) == min(logged["reward/exception_count"], 20)
-    assert all(number_of(row["prompt"]) % 2 for row in failed)
-    assert "ValueError: odd" in (run / "log.txt").read_text()
-
-
-def test_a_reward_that_scores_nothing_in_any_round_ends_the_run_in_words(tmp_path):
-    with pytest.raises(DataError, match="step 0: the reward scored none of 64 completions"):
-        step(run_with(tmp_path, tiny.nothing, rollout__refill_rounds=3))
-
-
-def test_prompts_that_score_nothing_at_first_are_no_reason_to_end_where_others_do(tmp_path):
-    """All prompts of the first round are without a score; those that replace them are not."""
-    calls: list[int] = []
-
-    def late(completions: Sequence[Any], **_: Any) -> list[float | None]:
-        calls.append(len(completions))
-        return [None] * len(completions) if len(calls) == 1 else tiny.digits(completions)
-
-    run = run_with(tmp_path, late)
-    step(run)
-    assert len(calls) > 1 and run.state.unscored_steps == 0
 
 
 # --- resuming -------------------------------------------------------------------------------------

@@ -4,22 +4,16 @@ rewards alone read, stages that are typed over a recipe of stages."""
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from tests.trainer import restoration_runs
-from tests.trainer.restoration_runs import built, here, trained
+from tests.trainer.restoration_runs import built, trained
 from tests.trainer.runs import metrics, stepped
 from torch import nn
 
-from gruppo.cli.options import parse_config
 from gruppo.config.schema import Stage
-from gruppo.config.stages import planned
-from gruppo.core.images import psnr, quantize
 from gruppo.modalities.restoration import Equivariance, load_restorer
-from gruppo.trainer.evaluate import held_out
 from gruppo.types import GruppoError, Likelihood, MicroBatch, Prompt
 
 pytest.importorskip("PIL")
@@ -70,19 +64,6 @@ def test_a_network_with_tied_weights_is_saved_and_opens_again(tmp_path):
     assert policy.module.network.conv_in.weight is policy.module.network.conv_out.weight
 
 
-def test_psnr_is_evaluated_whatever_is_rewarded(tmp_path):
-    run = trained(tmp_path, reward=[here("bright")], evaluation__prompts=3, steps=1)
-    first = metrics(run)[0]
-    source = built(
-        tmp_path / "again", evaluation__prompts=3, data=restoration_runs.degraded(tmp_path)
-    )
-    prompts = held_out(source, 3)
-    shown = source.policy.restore(torch.stack([p.inputs for p in prompts]))
-    expected = float(psnr(shown, quantize(torch.stack([p.target for p in prompts]))).mean())
-    assert first["eval/psnr"] == pytest.approx(expected, rel=1e-5)
-    assert first["eval/reward_mean"] == pytest.approx(first["eval/bright"])
-
-
 def test_a_reference_that_rewards_alone_read_can_be_renewed(tmp_path):
     stages = (Stage(steps=2, rl_coef=0.0, sup_coef=1.0, lr=0.1), Stage(new_reference=True, lr=0.0))
     run = trained(
@@ -130,39 +111,3 @@ def test_an_equivariant_network_has_no_equivariance_loss_whatever_its_clean_pict
     likelihood = policy.likelihood(demos, MicroBatch(torch.arange(3), slice(0, 1)))
     apart = Equivariance("l1")(policy, demos, likelihood, Likelihood(likelihood.logprobs))
     assert float(apart.abs().max()) < 1e-6
-
-
-def test_a_gate_of_a_loss_that_is_to_fall_cannot_be_flat(tmp_path):
-    stages = (Stage(steps=2, rl_coef=0.0, sup_coef=1.0, until="sup/loss_nats flat 1"), Stage())
-    with pytest.raises(
-        GruppoError,
-        match=r"stages.0.until='sup/loss_nats flat 1' is not understood.*that is to rise",
-    ):
-        trained(tmp_path, stages=stages)
-
-
-def test_stages_that_are_typed_over_a_recipe_of_stages_are_made_of_its_last_one():
-    recipe = parse_config("train", ["restore"])
-    supervised, ramp, full = planned("supervised:5,ramp:3,full", recipe).stages
-    assert full == replace(recipe.stages[-1], steps=0, new_reference=False)
-    assert (ramp.kl_coef, ramp.lr, ramp.new_reference) == (full.kl_coef, full.lr, True)
-    assert (supervised.lr, supervised.new_reference, supervised.rl_coef) == (full.lr, False, 0)
-    assert planned("supervised:5,full", recipe).stages[1].new_reference
-    assert not planned("full", recipe).stages[0].new_reference
-
-
-def test_a_gain_of_0_throughout_is_no_share_of_successes(tmp_path):
-    run = trained(tmp_path, reward=["psnr:delta=reference"], evaluation__prompts=3, steps=1)
-    import json
-
-    first = json.loads((run / "evaluations.json").read_text())[0]
-    assert first["mean"] == first["low"] == first["high"] == 0
-
-
-def test_the_function_of_a_consistency_is_named_from_the_root(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text("def again(pictures, prompts):\n    return pictures\n")
-    monkeypatch.chdir(tmp_path)
-    changes = {"stage__cons_coef": 0.1, "restoration__consistency": "mine.py:again"}
-    run = trained(tmp_path, **changes, steps=1)
-    saved = (run / "config.json").read_text()
-    assert str(tmp_path / "mine.py") in saved

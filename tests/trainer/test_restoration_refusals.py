@@ -15,19 +15,17 @@ from tests import tiny
 from tests.collecting import collect
 from tests.modalities.restoration import fakes
 from tests.trainer import diffusion_runs, restoration_runs
-from tests.trainer.restoration_runs import ACTION, built, here, said_in_one_line, trained
-from tests.trainer.runs import metrics, stepped
+from tests.trainer.restoration_runs import built, here, said_in_one_line, trained
+from tests.trainer.runs import metrics
 
-from gruppo import api, inference
+from gruppo import api
 from gruppo.build import Parts
 from gruppo.cli.app import main
 from gruppo.config import serialization
 from gruppo.config.schema import Stage
-from gruppo.modalities.diffusion.config import DiffusionConfig
-from gruppo.modalities.restoration import LowResolution
 from gruppo.modalities.restoration.config import RestorationConfig
 from gruppo.trainer.update import backward
-from gruppo.types import DataError, GruppoError, NumericalStop, Prompt
+from gruppo.types import DataError, GruppoError, Prompt
 
 pytest.importorskip("PIL")
 
@@ -184,13 +182,6 @@ def test_what_cannot_be_is_refused_in_one_line_before_anything_is_written(tmp_pa
     assert not (tmp_path / "runs").exists()
 
 
-def test_options_of_diffusion_models_are_refused(tmp_path, capsys):
-    config = replace(restoration_runs.config(tmp_path), modality=DiffusionConfig(steps=7))
-    why = r"diffusion settings were given, and .* is no diffusion model"
-    assert re.search(why, said_in_one_line(lambda: api.start(config), GruppoError))
-    on_the_command_line(tmp_path, capsys, config, why)
-
-
 def on_the_command_line(
     folder: Path, capsys: pytest.CaptureFixture[str], config: Any, why: str
 ) -> None:
@@ -204,11 +195,6 @@ def on_the_command_line(
     assert (
         re.search(why, err) and sum(line.startswith("gruppo: ") for line in err.splitlines()) == 1
     ), err
-
-
-def test_a_choice_that_is_none_is_refused_where_it_is_set(tmp_path):
-    with pytest.raises(GruppoError, match=r"restoration.trains.*all.*action"):
-        restoration_runs.config(tmp_path, restoration__trains="head")
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -236,15 +222,6 @@ def test_pairs_that_do_not_match_are_refused(tmp_path, capsys, what):
     }[what]
     assert re.search(why, said_in_one_line(lambda: api.start(config), DataError))
     on_the_command_line(tmp_path, capsys, config, why)
-
-
-def test_pairs_that_match_are_learned_from(tmp_path):
-    clean, given = (
-        restoration_runs.write_images(tmp_path / "clean"),
-        restoration_runs.write_images(tmp_path / "given"),
-    )
-    path = trained(tmp_path, data=f"pairs:{given}:{clean}:crop=8", stage__sup_coef=1.0, steps=1)
-    assert metrics(path)[-1]["loss/sup"] > 0
 
 
 def test_a_grey_network_for_colour_data_is_refused_and_so_are_its_weights(tmp_path, capsys):
@@ -283,18 +260,6 @@ def test_weights_of_another_network_are_refused(tmp_path, capsys):
         tmp_path, **(other | {"restoration__weights": str(tmp_path / "none")})
     )
     assert "none" in said_in_one_line(lambda: api.start(nothing), GruppoError)
-
-
-@pytest.mark.parametrize("name", ["action", "weights", "patches"])
-def test_settings_of_a_new_policy_are_refused_for_a_saved_one(tmp_path, capsys, name):
-    path = trained(tmp_path, steps=1)
-    value = {"action": "pixels", "weights": str(path), "patches": 2}[name]
-    config = restoration_runs.config(
-        tmp_path, model=str(path), name="again", **{f"restoration__{name}": value}
-    )
-    why = rf"restoration.{name} is of a new policy, and .* has its own. Leave --restoration.{name} out"
-    assert re.search(why, said_in_one_line(lambda: api.start(config), GruppoError))
-    on_the_command_line(tmp_path, capsys, config, why)
 
 
 class Given:
@@ -347,15 +312,6 @@ def test_prompts_outside_the_range_are_refused_with_what_to_do(tmp_path, inputs,
     ), result
 
 
-def test_one_prompt_outside_the_range_is_passed_over_and_named(tmp_path, caplog):
-    parts = given(
-        lambda p: Prompt(p.id, p.inputs * (3 if p.id == "p3" else 1), p.target, draw=p.draw)
-    )
-    path = api.start(restoration_runs.config(tmp_path, data="<in memory>"), parts).folder
-    assert "left out: prompt 'p3' has values from" in caplog.text
-    assert len([row for row in metrics(path) if "optim/lr" in row]) == 4
-
-
 def test_demonstrations_without_clean_pictures_are_refused(tmp_path):
     parts = given(lambda prompt: Prompt(prompt.id, prompt.inputs, None, draw=prompt.draw))
     parts = Parts(data=parts.data, rewards=[restoration_runs.bright])
@@ -372,21 +328,6 @@ def test_demonstrations_without_clean_pictures_are_refused(tmp_path):
         match=r"none of the first 8 demonstrations can be learned from: .* it needs an image",
     ):
         api.start(restoration_runs.config(tmp_path, supervised__data=demos, name="texts", **SUP))
-
-
-def test_the_degradation_of_data_that_have_none_is_refused(tmp_path, capsys):
-    clean, noisy = (
-        restoration_runs.write_images(tmp_path / "clean"),
-        restoration_runs.write_images(tmp_path / "given"),
-    )
-    changes = CONS | {
-        "restoration__consistency": "degradation",
-        "data": f"pairs:{noisy}:{clean}:crop=8",
-    }
-    config = restoration_runs.config(tmp_path, **changes)
-    why = r"consistency='degradation' degrades a restored image as the data were, and these data do not say how"
-    assert re.search(why, said_in_one_line(lambda: api.start(config), GruppoError))
-    on_the_command_line(tmp_path, capsys, config, why)
 
 
 # --- other kinds of model -------------------------------------------------------------------------
@@ -439,26 +380,6 @@ def test_a_reward_of_patches_that_do_not_fit_is_one_clear_line(tmp_path, capsys,
     on_the_command_line(tmp_path / "again", capsys, config, why)
 
 
-def test_a_reward_against_a_reference_of_a_text_model_is_refused(tmp_path):
-    config = tiny.config(tmp_path, reward=["psnr:delta=reference"])
-    assert re.search(
-        "reference|images|psnr", said_in_one_line(lambda: api.start(config), GruppoError)
-    )
-
-
-def test_a_reward_that_is_nan_costs_its_rows_and_the_run_goes_on(tmp_path):
-    run = built(tmp_path, reward=[here("sometimes_nan")])
-    batch, logged = stepped(run)
-    assert batch.rewards.isnan().tolist() == [True, False, False, False] * 2
-    assert torch.equal(batch.loss_mask[:, 0], ~batch.rewards.isnan())
-    assert logged["update/updates_count"] == 1 and logged["update/skipped_count"] == 0
-    path = trained(tmp_path, reward=[here("sometimes_nan")])
-    rows = [row for row in metrics(path) if "optim/lr" in row]
-    assert len(rows) == 4 and all(
-        row["reward/not_finite_count"] == row["reward/unscored_count"] == 2 for row in rows
-    )
-
-
 def test_a_network_that_makes_nan_of_some_pictures_costs_those_rows(tmp_path):
     """They end in error, are counted, and the gradient is finite."""
     data = restoration_runs.degraded(tmp_path, "noise=25,crop=8")
@@ -488,37 +409,4 @@ def test_a_network_that_makes_nan_of_some_pictures_costs_those_rows(tmp_path):
     )
 
 
-def test_a_network_that_makes_nan_of_everything_ends_in_one_line(tmp_path):
-    config = restoration_runs.config(tmp_path, **network("BreaksAlways"))
-    result = said_in_one_line(lambda: api.start(config), NumericalStop)
-    assert re.search(r"step 0: every rollout ended in .* not finite", result)
-
-
 # --- asking a run ---------------------------------------------------------------------------------
-
-
-def test_what_sample_cannot_restore_is_one_line(tmp_path, capsys):
-    path = trained(tmp_path, steps=1, **PATCHES)
-    odd = restoration_runs.write_images(tmp_path / "odd", 1, side=7) / "0.png"
-    (tmp_path / "text.png").write_text("no image")
-    for file, why in (
-        (odd, r"7 x 7, which 2 x 2 patches do not divide"),
-        (tmp_path / "none.png", r"none.png"),
-        (tmp_path / "text.png", r"text.png"),
-    ):
-        with pytest.raises(SystemExit) as left:
-            main(["sample", str(path), str(file), "--folder", str(tmp_path / "out")])
-        err = capsys.readouterr().err
-        assert left.value.code in (2, 3) and err.startswith("gruppo: ") and err.count("\n") == 1
-        assert re.search(why, err), err
-    assert not (tmp_path / "out").exists()
-    with pytest.raises(GruppoError, match="--n 0 samples nothing"):
-        inference.sample(path, [str(odd)], tmp_path / "out", n=0)
-
-
-def test_a_policy_from_python_of_another_size_of_data_is_refused(tmp_path):
-    policy = fakes.policy_of(LowResolution(channels=1, grid=2), module={"channels": 1}, channels=1)
-    config = restoration_runs.config(tmp_path, model="<in memory>")
-    result = said_in_one_line(lambda: api.start(config, Parts(policy)), GruppoError)
-    assert "has 3 channels in its input, and the network reads 1" in result
-    assert ACTION.startswith("low_resolution")

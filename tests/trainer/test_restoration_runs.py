@@ -6,41 +6,34 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from tests.collecting import collect
-from tests.modalities.restoration import fakes
 from tests.trainer import restoration_runs
 from tests.trainer.restoration_runs import (
     EACH,
-    NETWORK,
     built,
     gradient,
     here,
     in_double,
     trained,
-    vector,
 )
 from tests.trainer.runs import assert_same, metrics, newest, stepped
 from torch import Tensor
 
-from gruppo import api, inference
-from gruppo.build import Parts, build
+from gruppo import inference
 from gruppo.cli.app import main
-from gruppo.config import serialization
 from gruppo.config.schema import Stage
 from gruppo.core.advantages import position_advantages
 from gruppo.core.images import apply_symmetry
-from gruppo.data.restoration import WithReference
-from gruppo.modalities.restoration import ToReference, load_restorer
+from gruppo.modalities.restoration import load_restorer
 from gruppo.trainer import checkpoint
 from gruppo.trainer.run import Run
 from gruppo.trainer.update import backward
-from gruppo.types import GruppoError, Rollouts, TrainBatch
+from gruppo.types import Rollouts, TrainBatch
 
 pytest.importorskip("PIL")
 
@@ -195,15 +188,6 @@ def test_where_nothing_is_sampled_the_consistency_is_of_the_demonstrations(tmp_p
     assert stats["loss/cons"].sum == pytest.approx(cons.item(), rel=1e-6)
 
 
-def test_a_schedule_of_the_consistency_reaches_the_loss(tmp_path):
-    """The logged loss is without its coefficient; where that is 0 there is none."""
-    changes = {"stage__cons_coef": "linear:0,0.8", "restoration__consistency": "equivariance"}
-    rows = [row for row in metrics(trained(tmp_path, **changes)) if "optim/lr" in row]
-    assert [row["stage/cons_coef"] for row in rows] == pytest.approx([0, 0.2, 0.4, 0.6])
-    assert ["loss/cons" in row for row in rows] == [False, True, True, True]
-    assert "loss/policy" in rows[0] and all(row["loss/cons"] > 1e-3 for row in rows[1:])
-
-
 # --- patches --------------------------------------------------------------------------------------
 
 PATCHES = {
@@ -338,63 +322,6 @@ def test_the_saved_model_restores_the_same_pictures_and_can_be_trained_further(t
     assert [row["ratio/mean"] for row in metrics(further) if "ratio/mean" in row] == [1.0]
 
 
-def test_where_the_action_alone_trains_the_network_stays_to_the_bit(tmp_path):
-    run = built(tmp_path, restoration__trains="action", optim__weight_decay=0.1)
-    network, action = vector(run.policy.module.network), vector(run.policy.module.action)
-    stepped(run)
-    assert torch.equal(vector(run.policy.module.network), network)
-    assert not torch.equal(vector(run.policy.module.action), action)
-    assert [group["lr_factor"] for group in run.optimizer.param_groups] == [1.0]
-    assert all(name.startswith("action.") for name in run.parameter_names)
-
-
-def test_what_is_chosen_again_of_a_saved_model_leaves_its_weights_and_a_fixed_std_alone(tmp_path):
-    path = trained(tmp_path, restoration__trains="action", steps=2)
-    saved = load_restorer(path / "final")
-    assert saved.trains == "action"
-    changes = {"model": str(path), "restoration__trains": "all", "restoration__loss": "l1"}
-    run = built(tmp_path, **changes)
-    assert run.policy.trains == "all" and run.policy.loss == "l1" and run.policy.spec == saved.spec
-    assert torch.equal(vector(run.policy.module), vector(saved.module))
-    trained_now = dict(run.policy.module.named_parameters())
-    fixed = [name for name, parameter in trained_now.items() if not parameter.requires_grad]
-    assert fixed == ["action.scale.log_ratio"]
-    std = trained_now["action.scale.log_ratio"].clone()
-    stepped(run)
-    assert torch.equal(trained_now["action.scale.log_ratio"], std)
-    again = built(tmp_path, model=str(path), restoration__supervises="output")
-    assert again.policy.trains == "action" and not any(
-        p.requires_grad for p in again.policy.module.network.parameters()
-    )
-
-
-def test_what_a_caller_froze_stays_frozen_where_the_loss_is_chosen_again(tmp_path):
-    policy = fakes.low_resolution()
-    policy.module.network.conv_in.requires_grad_(False)
-    run = built(
-        tmp_path,
-        parts=Parts(policy),
-        model="<in memory>",
-        restoration__loss="l1",
-        restoration__supervises="base",
-    )
-    assert run.policy.loss == "l1" and run.policy.supervises == "base"
-    assert (
-        not any("network.conv_in" in name for name in run.parameter_names)
-        and len(run.parameter_names) > 4
-    )
-
-
-def test_a_policy_from_python_keeps_its_consistency_unless_the_config_names_one(tmp_path):
-    def of(**changes: Any) -> Any:
-        policy = fakes.low_resolution(consistency=ToReference("mse"))
-        given = {"model": "<in memory>", "stage__cons_coef": 0.1} | changes
-        return built(tmp_path, parts=Parts(policy), **given).policy.consistency
-
-    assert of() == ToReference("mse")
-    assert type(of(restoration__consistency="equivariance")).__name__ == "Equivariance"
-
-
 # --- optimiser ------------------------------------------------------------------------------------
 
 
@@ -444,50 +371,7 @@ def test_the_actions_rate_is_its_factor_of_the_networks_in_every_stage_and_the_c
     assert [{round(decay, 9) for _, decay in groups} for groups in found] == [{0.3}, {0.2}, {0.15}]
 
 
-def test_a_step_of_the_action_at_a_factor_is_that_many_times_as_long(tmp_path):
-    moved = []
-    for factor in (1.0, 8.0):
-        run = built(tmp_path, restoration__action_lr_factor=factor, optim__max_grad_norm=0.0)
-        before = {name: p.detach().clone() for name, p in run.policy.module.named_parameters()}
-        stepped(run)
-        moved.append(
-            {name: p.detach() - before[name] for name, p in run.policy.module.named_parameters()}
-        )
-    assert torch.equal(moved[0]["network.conv_out.weight"], moved[1]["network.conv_out.weight"])
-    result = "action.head.conv_out.bias"
-    torch.testing.assert_close(moved[1][result], 8 * moved[0][result], rtol=1e-4, atol=1e-8)
-    assert moved[0][result].abs().min() > 1e-4
-
-
-def test_weight_decay_of_a_stage_pulls_the_weights_and_that_of_the_run_where_it_has_none(tmp_path):
-    changes = {"optim__lr": 0.1, "reward": [here("bright")]}
-    ends = []
-    for decay in ({}, {"stage__weight_decay": 0.5}, {"optim__weight_decay": 0.5}):
-        run = built(tmp_path, **changes, **decay)
-        before = run.policy.module.network.conv_out.weight.detach().clone()
-        stepped(run)
-        ends.append(run.policy.module.network.conv_out.weight.detach())
-    torch.testing.assert_close(ends[0] - ends[1], 0.1 * 0.5 * before, rtol=1e-3, atol=1e-6)
-    assert torch.equal(ends[1], ends[2])
-
-
 # --- references that are renewed ------------------------------------------------------------------
-
-
-def test_a_stage_with_a_new_reference_begins_with_a_kl_of_0_and_without_one_it_does_not(tmp_path):
-    def kls(is_new: bool) -> list[float]:
-        second = Stage(name="second", kl_coef=0.1, new_reference=is_new)
-        changes = {
-            "stages": (Stage(steps=3, kl_coef=0.1), second),
-            "name": f"new-{is_new}",
-            "optim__lr": 0.01,
-        }
-        path = trained(tmp_path, steps=6, **changes)
-        return [row["kl/ref_nats"] for row in metrics(path) if "kl/ref_nats" in row]
-
-    new, old = kls(True), kls(False)
-    assert new[:3] == old[:3] and new[0] == 0.0 and all(kl > 1e-3 for kl in new[1:3])
-    assert new[3] == 0.0 and old[3] > old[2] > 1e-3 and all(0 < kl < old[3] for kl in new[4:5])
 
 
 def test_the_new_reference_is_the_policy_of_the_stages_first_step_and_is_saved(tmp_path):
@@ -509,17 +393,6 @@ def test_the_new_reference_is_the_policy_of_the_stages_first_step_and_is_saved(t
     assert any(
         not torch.equal(saved[1].reference[name], saved[2].reference[name]) for name in names
     )
-
-
-def test_a_run_of_several_ends_has_one_reference_object_throughout(tmp_path):
-    """What is renewed is what the rewards and the KL read: no second copy."""
-    stages = (Stage(steps=1, kl_coef=0.1), Stage(kl_coef=0.1, new_reference=True))
-    run = built(tmp_path, stages=stages, reward=["psnr:delta=reference"], optim__lr=0.01)
-    assert run.reference.rule == "ema" and isinstance(run.source, WithReference)
-    stepped(run)
-    run.reference.reset_to(run.policy)
-    prompt = run.source.take(1)[0]
-    assert torch.equal(prompt.meta["reference"], run.policy.restore(prompt.inputs[None])[0])
 
 
 # --- rewards against a reference ------------------------------------------------------------------
@@ -597,72 +470,6 @@ def test_after_a_new_reference_the_gain_is_over_the_renewed_one_and_an_evaluatio
     assert abs(sum(of_first) / 3 - result[-1]) > 0.01
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"reward": ["psnr:delta=reference"]},
-        {
-            "reward": ["jpeg_saving:against=reference", "psnr:delta=reference"],
-            "stage__kl_coef": 0.1,
-        },
-        {"reward": [here("brighter_than")]},
-        PATCHES | {"reward": ["psnr:patch=4,delta=reference"]},
-        {"reward": ["psnr:delta=reference"], "model": "restore:dncnn:width=6,depth=2"},
-        {
-            "reward": ["psnr:delta=reference"],
-            "restoration__consistency": "degradation",
-            "stage__cons_coef": 0.1,
-        },
-        {
-            "reward": ["psnr:delta=reference"],
-            "prompts__difficulty_column": "noise",
-            "stage__difficulty": 0.5,
-        },
-    ],
-    ids=[
-        "psnr",
-        "several, with a KL",
-        "a function",
-        "patches",
-        "a new network",
-        "degradation",
-        "a curriculum",
-    ],
-)
-def test_a_run_that_is_evaluated_again_is_measured_against_what_its_rewards_were(tmp_path, changes):
-    data = restoration_runs.degraded(tmp_path, "noise=10-40,crop=8")
-    path = trained(tmp_path, evaluation__prompts=3, optim__lr=0.01, **{"data": data, **changes})
-    result = json.loads((path / "evaluations.json").read_text())
-    again, _ = inference.evaluate_run(path, prompts=3)
-    assert again.mean == pytest.approx(result[-1]["mean"], abs=1e-6)
-    assert (
-        result[0]["mean"] == pytest.approx(0, abs=1e-6) and abs(again.mean) > 1e-4
-    )  # against itself, and after
-
-
-def test_a_curriculum_is_followed_where_a_reward_asks_for_the_reference(tmp_path):
-    data = restoration_runs.degraded(tmp_path, "noise=10-40,crop=8")
-    easy = {
-        "data": data,
-        "prompts__difficulty_column": "noise",
-        "stage__difficulty": "steps:0.3,2=1",
-    }
-    path = trained(tmp_path, reward=["psnr:delta=reference"], rollout__prompts=4, **easy)
-    hardest = [row["difficulty/max"] for row in metrics(path) if "difficulty/max" in row]
-    assert len(hardest) == 4 and max(hardest[:2]) < 22 < max(hardest[2:])
-
-
-def test_a_run_of_a_policy_from_python_is_not_evaluated_against_what_no_file_holds(tmp_path):
-    path = trained(
-        tmp_path, parts=Parts(fakes.low_resolution(spec=here("TinyNetwork"))), model="<in memory>",
-        reward=["psnr:delta=reference"], steps=1,
-    )  # fmt: skip
-    with pytest.raises(
-        GruppoError, match=r"measured against the policy that it began with.*delta=none"
-    ):
-        inference.evaluate_run(path, prompts=2)
-
-
 # --- sheets and commands --------------------------------------------------------------------------
 
 
@@ -723,14 +530,6 @@ def as_tensor(sheet: Any, box: list[int]) -> Tensor:
     )
 
 
-def test_eval_says_what_the_run_said_and_leaves_a_sheet(finished, capsys):
-    shell("eval", str(finished), "--prompts", "3", "--show", "2")
-    output = capsys.readouterr().out
-    after = json.loads((finished / "evaluations.json").read_text())[-1]
-    assert f"mean reward {after['mean']:.3f}" in output and "tensor" not in output
-    assert (finished / "images/evaluated.png").stat().st_size > 100
-
-
 def test_sample_writes_the_restored_picture_of_a_file(finished, tmp_path, capsys):
     from PIL import Image
 
@@ -751,72 +550,3 @@ def test_sample_writes_the_restored_picture_of_a_file(finished, tmp_path, capsys
     inference.sample(finished, [str(file)], tmp_path / "drawn", n=2, temperature=1.0)
     sampled = [(tmp_path / f"drawn/0-0-{n}.png").read_bytes() for n in range(2)]
     assert len({*sampled, (tmp_path / "out/0-0-0.png").read_bytes()}) == 3
-
-
-def test_export_leaves_a_folder_that_opens(finished, tmp_path, capsys):
-    shell("export", str(finished), str(tmp_path / "exported"))
-    assert torch.equal(
-        vector(load_restorer(tmp_path / "exported").module),
-        vector(load_restorer(finished / "final").module),
-    )
-
-
-def test_a_run_of_pictures_to_restore_is_explained(tmp_path, capsys):
-    config = restoration_runs.config(
-        tmp_path, **(STAGED | PATCHES | {"stages": (WARM, RAMP, FULL), "name": "told"})
-    )
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(serialization.to_dict(config)))
-    shell("explain", str(file))
-    output = capsys.readouterr().out
-    for part in (
-        "an image    [3, 8, 8]",
-        "3 numbers; one for each of 2 x 2 patches",
-        "at 5 times the learning rate",
-        "2 prompts x 4 samples = 8 rows",
-        "supervised on the image of the mean action, by charbonnier; consistency to reference",
-        "ONE REAL DEMONSTRATION",
-        "psnr(prompts=[...], images=[...]",
-    ):
-        assert part in output, part
-    assert "Traceback" not in output and "tensor" not in output
-
-
-def test_the_reference_of_a_run_is_what_it_last_saved(tmp_path):
-    path = trained(
-        tmp_path, **(MIXED | {"stage__kl_coef": 0.1, "reward": ["psnr:delta=reference"]})
-    )
-    config = serialization.load(path / "config.json")
-    run, _ = build(config, Parts())
-    assert isinstance(run.source, WithReference)
-    source = inference.with_saved_reference(path, config, run.source)
-    saved = load_file(newest(path) / "reference.safetensors")
-    policy = load_restorer(path / "final")
-    with torch.no_grad():
-        for name, parameter in policy.module.named_parameters():
-            parameter.copy_(saved[name])
-    for prompt in source.held_out(2):
-        assert torch.equal(prompt.meta["reference"], policy.restore(prompt.inputs[None])[0])
-
-
-def test_a_name_means_the_same_from_another_folder(tmp_path, monkeypatch):
-    """The config of a run holds the file of its network, its weights and its data from the root."""
-    path = trained(tmp_path, steps=1)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text((Path(fakes.__file__)).read_text())
-    relative = {
-        "model": "restore:mine.py:TinyNetwork",
-        "data": "degrade:images:noise=25,crop=8",
-        "runs_dir": "runs",
-    }
-    weights = {"restoration__weights": str(path.relative_to(tmp_path) / "final")}
-    again = trained(tmp_path, name="again", steps=1, **relative, **weights)
-    monkeypatch.chdir("/")
-    result = serialization.load(tmp_path / "runs/again/config.json")
-    assert result.model == f"restore:{tmp_path}/mine.py:TinyNetwork" and result.data.startswith(
-        f"degrade:{tmp_path}/"
-    )
-    assert result.modality.weights == str(path / "final")
-    assert inference.evaluate_run(tmp_path / again, prompts=2)[0].scored == 2
-    assert api.start(tmp_path / "runs/again").folder.name == "again"
-    assert NETWORK.startswith("restore:/")

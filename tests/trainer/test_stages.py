@@ -6,9 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,14 +21,11 @@ from gruppo.config import serialization
 from gruppo.config.schema import (
     BackOffConfig,
     Config,
-    CriticConfig,
     EvaluationConfig,
     OptimConfig,
     RolloutConfig,
     Stage,
 )
-from gruppo.config.stages import highest
-from gruppo.core.objective import PRESETS
 from gruppo.trainer import back_off, checkpoint, checks
 from gruppo.trainer.loop import Stopped
 from gruppo.trainer.stages import StageSchedule
@@ -118,13 +113,6 @@ def test_what_changes_is_logged_and_what_does_not_is_not():
     }
 
 
-def test_the_highest_value_counts_every_stage_and_both_ends_of_a_schedule():
-    config = given(
-        Stage(steps=2, kl_coef="linear:0,0.3"), Stage(steps=2, kl_coef="steps:0.1,1=0.5"), Stage()
-    )
-    assert highest(config, "kl_coef") == 0.5 and highest(config, "sup_coef") == 0.0
-
-
 # --- gates ---
 
 
@@ -134,14 +122,6 @@ def test_a_gate_ends_its_stage_as_soon_as_it_opens():
     )
     assert advanced(stage_schedule, 0.2, 0.5, 0.6, 0.1) == ["warm", "warm", "last", "last"]
     assert stage_schedule.began == 3
-
-
-@pytest.mark.parametrize(
-    ("until", "opens"), [("m<1", 0.5), ("m <= 1", 1.0), ("m >= 1", 1.0), ("m > -2e-1", 0.0)]
-)
-def test_all_comparisons(until, opens):
-    stage_schedule = StageSchedule(given(replace(WARM, until=until), LAST))
-    assert advanced(stage_schedule, opens, metric="m") == ["last"]
 
 
 def test_a_gate_that_never_opens_is_a_warning_with_the_value_of_its_metric(caplog):
@@ -177,23 +157,6 @@ def test_a_gate_of_the_last_stage_ends_the_run_which_is_then_complete(tmp_path, 
     before = (run / "metrics.jsonl").read_bytes()
     api.start(run)
     assert (run / "metrics.jsonl").read_bytes() == before
-
-
-def test_a_value_that_is_not_finite_opens_no_gate():
-    stage_schedule = StageSchedule(given(replace(WARM, until="m < 1"), LAST))
-    assert advanced(stage_schedule, math.nan, -math.inf, metric="m") == ["warm", "warm"]
-
-
-def test_a_boundary_is_settled_once():
-    stage_schedule = StageSchedule(
-        given(replace(WARM, steps=1), replace(WARM, name="second", steps=1), LAST)
-    )
-    stage_schedule.advance(1, {})
-    assert (
-        stage_schedule.index == 1
-        and stage_schedule.advance(1, {}) is None
-        and stage_schedule.index == 1
-    )
 
 
 # --- refusals ---
@@ -250,28 +213,6 @@ def test_a_schedule_is_parsed_where_the_config_is_read_and_its_error_names_the_s
 def test_plans_that_cannot_be_are_refused(config, said):
     with pytest.raises(GruppoError, match=said):
         checks.check(config)
-
-
-def test_stages_by_name_are_made_of_the_recipes_own_stage():
-    args = [
-        "arithmetic",
-        "--stages",
-        "supervised:10,ramp:20,full",
-        "--stage.entropy-coef",
-        "0.01",
-        "--stages.1.kl-coef=0.2",
-    ]
-    supervised, ramp, full = parse_config("train", args).stages
-    assert (supervised.rl_coef, supervised.sup_coef, supervised.steps) == (0.0, 1.0, 10)
-    assert (ramp.rl_coef, ramp.sup_coef, ramp.kl_coef, ramp.steps) == (
-        "linear:0,1",
-        "linear:1,0",
-        0.2,
-        20,
-    )
-    assert (full.rl_coef, full.entropy_coef, full.steps, full.name) == (1.0, 0.01, 0, "full")
-    config = parse_config("train", args)
-    assert serialization.from_dict(json.loads(json.dumps(serialization.to_dict(config)))) == config
 
 
 @pytest.mark.parametrize(
@@ -404,24 +345,6 @@ def test_a_fall_returns_to_the_best_weights_and_lowers_the_learning_rate(tmp_pat
     assert weights(backed.folder).equal(weights(short.folder))
 
 
-def test_the_learning_rate_after_a_return(tmp_path):
-    config = tiny.config(
-        tmp_path,
-        steps=5,
-        evaluation__every=2,
-        back_off__metric="eval/reward_mean",
-        reward=["falls"],
-    )
-    rows = metrics(api.start(config, Parts(rewards=[Falls(2)])).folder)
-    assert [row["optim/lr"] for row in rows if "optim/lr" in row] == [
-        0.01,
-        0.01,
-        0.01,
-        0.01,
-        0.005,
-    ]
-
-
 @pytest.fixture(scope="module")
 def returned(tmp_path_factory):
     changes = {
@@ -485,105 +408,10 @@ def test_the_coefficient_of_the_surrogate_scales_its_gradient(tmp_path):
     assert moved[0].abs().max() > 1e-4
 
 
-def test_a_fall_at_the_last_step_is_reported_as_the_weights_that_are_left(tmp_path):
-    config = tiny.config(
-        tmp_path,
-        steps=4,
-        evaluation__every=2,
-        back_off__metric="eval/reward_mean",
-        reward=["falls"],
-    )
-    result = api.start(config, Parts(rewards=[Falls(2)]))
-    assert result.after["step"] == 2 and result.after["mean"] > 10
-
-
-def test_of_the_best_weights_no_more_are_kept_than_a_resume_can_ask_for(tmp_path):
-    """A metric that rises with each step, and one save: the best so far, and the one that the save
-    names."""
-    config = tiny.config(tmp_path, steps=5, saving__every=3, reward=["rises"])
-    seen = []
-
-    def rises(completions, trainer_state, log_metric, **_):
-        log_metric("rising", float(trainer_state.global_step))
-        seen.append(checkpoint.steps(tmp_path / "runs/run/best"))
-        return tiny.digits(completions)
-
-    config = replace(config, back_off=BackOffConfig("reward_metric/rising"))
-    api.start(config, Parts(rewards=[rises]))
-    assert max(map(len, seen)) == 2 and [3, 4] in seen, seen
-    assert checkpoint.steps(tmp_path / "runs/run/best") == [5]
-
-
 def test_a_metric_that_back_off_never_sees_is_a_warning_with_the_nearest(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "gruppo"):
         api.start(tiny.config(tmp_path, steps=1, back_off__metric="reward/meen"))
     assert "'reward/meen' was never measured. Did you mean reward/mean?" in caplog.text
-
-
-def differing(completions, log_metric, trainer_state, **_):
-    """Logs what rises on one rank and falls on the other."""
-    sign = 1.0 if os.environ.get("RANK", "0") == "0" else -3.0
-    log_metric("own", sign * trainer_state.global_step)
-    return tiny.digits(completions)
-
-
-def test_two_ranks_return_to_the_best_weights_together(tmp_path):
-    """By what is the mean over ranks, which falls from the first step on; each by itself, one would
-    wait for ever."""
-    reward = [f"{Path(__file__).resolve()}:differing"]
-    back_off = {"back_off__metric": "reward_metric/own", "back_off__drop": 0.0}
-    config = serialization.to_dict(tiny.config(tmp_path, steps=3, reward=reward, **back_off))
-    children = processes.ranks(2, train, config, folder=tmp_path / "both")
-    assert not any(child.wait() for child in children), "\n".join(child.err for child in children)
-    counts = [
-        row["back_off/returns_count"]
-        for row in metrics(tmp_path / "runs/run")
-        if "back_off/returns_count" in row
-    ]
-    assert counts == [1, 2]
-
-
-def test_the_last_stage_has_the_steps_that_a_gate_has_saved():
-    stage_schedule = StageSchedule(
-        given(replace(WARM, steps=5, until="m > 0"), replace(LAST, steps=5, lr="linear:1,0"))
-    )
-    advanced(stage_schedule, 1.0, metric="m")
-    assert stage_schedule.step_params(1).lr == 1.0 and stage_schedule.step_params(
-        9
-    ).lr == pytest.approx(1 / 9)
-
-
-def test_the_critic_is_alone_in_its_first_steps_with_rewards_however_the_plan_is_written():
-    critic = CriticConfig(warmup_steps=2)
-    plans = (
-        given(Stage(steps=3, rl_coef=0.0, sup_coef=1.0), Stage()),
-        replace(GIVEN, stage=Stage(rl_coef="steps:0,3=1", sup_coef="steps:1,3=0")),
-    )
-    for plan in plans:
-        stage_schedule, alone = (
-            StageSchedule(replace(plan, objective=PRESETS["ppo"], critic=critic)),
-            [],
-        )
-        for step in range(7):
-            step_params = stage_schedule.step_params(step)
-            alone.append(step_params.is_critic_alone)
-            stage_schedule.measure(step, {}, rows=4.0 if step_params.samples else 0.0)
-            stage_schedule.advance(step + 1, {})
-        assert alone == [False, False, False, True, True, False, False]
-
-
-def test_a_gate_sees_times_and_what_is_said_of_a_watched_reference(tmp_path, caplog):
-    stages = (Stage(steps=2, kl_coef=0.1, until="reference/distance_frac > 0"), Stage(kl_coef=0.1))
-    config = tiny.config(
-        tmp_path, steps=4, evaluation__every=1, stages=stages, reference__kind="mixed"
-    )
-    config = replace(config, reference=replace(config.reference, update_every=4))
-    rows = [row for row in metrics(api.start(config).folder) if "stage/number" in row]
-    assert [row["stage/number"] for row in rows] == [1, 2, 2, 2]
-    with caplog.at_level(logging.WARNING, "gruppo"):
-        timed = (Stage(steps=3, until="time/step_s > 0"), Stage())
-        rows = metrics(api.start(tiny.config(tmp_path, steps=4, name="timed", stages=timed)).folder)
-    assert [row["stage/number"] for row in rows if "stage/number" in row] == [1, 2, 2, 2]
 
 
 def test_a_ramp_rises_to_the_coefficient_of_the_stage_after_it():
@@ -629,66 +457,6 @@ def test_a_flat_gate_opens_when_the_last_values_are_no_higher_than_the_best_befo
     assert names.index("last") + 1 == opens_at if opens_at else "last" not in names
 
 
-def test_a_flat_gate_without_an_amount_lets_nothing_rise():
-    stage_schedule = StageSchedule(given(replace(FLAT, until="m flat 1"), LAST))
-    assert advanced(stage_schedule, 1.0, 1.000001, 1.000001, metric="m") == ["warm", "warm", "last"]
-
-
-def test_a_flat_gate_counts_measurements_and_not_steps():
-    stage_schedule = StageSchedule(given(FLAT, LAST))
-    for step in range(1, 12):
-        result = {"m": 1.0} if step % 4 == 0 else {"other": 0.0}
-        stage_schedule.measure(step, result)
-        stage_schedule.advance(step, result)
-    assert stage_schedule.stage.name == "warm" and stage_schedule.measure(12, {"m": 1.0}) is None
-    assert "warm lasts until m flat 2 by 0.05" in str(stage_schedule.advance(12, {"m": 1.0}))
-
-
-def test_a_flat_gate_sees_its_own_stage_alone():
-    """What was measured before it does not count."""
-    second = replace(FLAT, name="second")
-    stage_schedule = StageSchedule(given(FLAT, second, LAST))
-    assert advanced(stage_schedule, 1.0, 1.0, 1.0, 1.0, 1.0, metric="m") == [
-        "warm",
-        "warm",
-        "second",
-        "second",
-        "second",
-    ]
-    stage_schedule.measure(6, {"m": 1.0})
-    stage_schedule.advance(6, {})
-    assert stage_schedule.stage.name == "last"
-
-
-def test_a_flat_gate_goes_on_where_it_was():
-    stage_schedule = StageSchedule(given(FLAT, LAST))
-    advanced(stage_schedule, 1.0, 1.2, 1.2, metric="m")
-    other = StageSchedule(given(FLAT, LAST))
-    other.load_state_dict(json.loads(json.dumps(stage_schedule.state_dict())))
-    for one in (stage_schedule, other):
-        one.measure(4, {"m": 1.21})
-        one.advance(4, {})
-        assert one.stage.name == "last"
-
-
-@pytest.mark.parametrize(
-    "until",
-    ["eval/psnr flat 0", "flat x", "m flat", "m flat 2 by -1", "m flat 2 by x", "m flat 1.5"],
-)
-def test_a_flat_gate_that_is_not_understood_is_refused(until):
-    with pytest.raises(
-        GruppoError, match=r"stages\.0\.until=.* is not understood; .*'eval/psnr flat 3'"
-    ):
-        checks.check(given(replace(WARM, until=until), LAST))
-
-
-def test_a_flat_gate_on_an_evaluation_needs_one():
-    with pytest.raises(GruppoError, match="only measured before and after"):
-        checks.check(
-            given(replace(WARM, until="eval/x flat 3"), LAST, evaluation=EvaluationConfig())
-        )
-
-
 def test_a_run_waits_until_its_evaluation_is_flat_and_is_resumed_to_the_bit(tmp_path):
     """At lr 0 every evaluation is the same: that at step 0 is the stage's too, and two more are
     flat."""
@@ -724,13 +492,6 @@ def test_weight_decay_is_the_stages_or_the_runs():
         assert stage_schedule.metrics(step_params)["stage/weight_decay"] == step_params.weight_decay
         stage_schedule.advance(step + 1, {})
     assert result == pytest.approx([0.3, 0.2, 0.1, 0.01])
-
-
-def test_a_new_reference_that_nothing_is_measured_against_is_refused():
-    with pytest.raises(
-        GruppoError, match=r"stages\.1\.new_reference was set, but no stage's kl_coef is above 0"
-    ):
-        checks.check(given(replace(WARM, kl_coef=0.0), replace(LAST, new_reference=True)))
 
 
 RENEWED = {

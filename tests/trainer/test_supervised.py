@@ -4,16 +4,12 @@ refused."""
 from __future__ import annotations
 
 import copy
-import io
-import json
 import logging
-import re
 import shutil
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from tests import tiny
 from tests.collecting import collect
 from tests.trainer import by_hand
@@ -24,17 +20,13 @@ from tests.trainer.test_step import run_in, step, vector
 
 import gruppo
 from gruppo import api
-from gruppo.api import explain
-from gruppo.build import Parts, build
-from gruppo.cli.options import parse_config
 from gruppo.config.schema import SupervisedConfig
 from gruppo.modalities.text.memory import TOKENS_ON_CPU
-from gruppo.tracking.console import ConsoleTracker
-from gruppo.trainer.demonstrations import Answers, demo_parts
+from gruppo.trainer.demonstrations import Answers
 from gruppo.trainer.forward import minibatches
 from gruppo.trainer.run import Run
 from gruppo.trainer.stages import StepParams, step_params_at
-from gruppo.trainer.update import backward, learn, learning
+from gruppo.trainer.update import backward, learn
 from gruppo.types import DataError, GruppoError, Prompt, TrainBatch
 
 ALONE: dict[str, Any] = {"stage__rl_coef": 0.0, "stage__sup_coef": 1.0, "supervised__batch": 5}
@@ -147,23 +139,6 @@ def test_where_memory_runs_out_in_either_term_both_begin_again(tmp_path, rows):
     torch.testing.assert_close(gradient_of(run, batch, step_params), got, rtol=0, atol=1e-6)
 
 
-def test_memory_that_runs_out_in_the_demonstrations_alone_loses_nothing_of_the_rewards(tmp_path):
-    run = run_in(tmp_path, **BOTH, optim__token_budget=10_000)
-    batch, step_params = batch_of(run)
-    expected, likelihood, failed = gradient_of(run, batch, step_params), run.policy.likelihood, []
-
-    def too_large(rollouts: Any, micro_batch: Any, **outputs: Any) -> Any:
-        if rollouts is batch.demos and len(micro_batch.rows) > 2:
-            failed.append(micro_batch)
-            raise MemoryError
-        return likelihood(rollouts, micro_batch, **outputs)
-
-    run.policy.likelihood = too_large
-    got = gradient_of(run, batch, step_params)
-    assert failed and run.state.token_budget < 10_000
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_minibatches_of_an_epoch_hold_each_demonstration_once(tmp_path, count):
     run = run_in(tmp_path, **ALONE, optim__epochs=2, optim__minibatches=count, optim__stop_kl=0.1)
@@ -186,15 +161,6 @@ def test_minibatches_of_an_epoch_hold_each_demonstration_once(tmp_path, count):
     logged = learn(run, batch, step_params)
     assert logged["update/updates_count"] == 2 * count
     assert logged["sup/tokens_count"] == 2 * int(batch.demos.lengths.sum())
-
-
-def test_rows_and_demonstrations_are_cut_side_by_side(tmp_path):
-    run = run_in(tmp_path, **BOTH, optim__minibatches=4)
-    batch, _ = batch_of(run)
-    parts = list(minibatches(run, batch))
-    assert [len(part.rollouts) for part in parts] == [3, 3, 3, 3]
-    assert sorted(len(part.demos) for part in parts) == [1, 1, 1, 2]
-    assert demo_parts(run, None, 0) == [None] * 4
 
 
 @pytest.mark.slow
@@ -275,24 +241,6 @@ def test_held_out_prompts_are_never_demonstrated(tmp_path):
     assert len(held_out) > 2 and len(shown) > 10 and not held_out & shown
 
 
-def test_the_critic_alone_has_no_demonstrations_beside_it(tmp_path):
-    run = run_in(tmp_path, **BOTH, objective="ppo", critic__warmup_steps=1)
-    assert batch_of(run)[0].demos is None
-    run.state.step = 1
-    assert batch_of(run)[0].demos is not None
-
-
-@pytest.mark.parametrize(
-    "several", [{}, {"optim__epochs": 2, "optim__minibatches": 2, "optim__stop_kl": 0.1}]
-)
-def test_a_step_whose_coefficients_are_all_zero_learns_nothing(tmp_path, several):
-    run = run_in(tmp_path, stage__rl_coef="linear:0,1", stage__kl_coef=0.0, **several)
-    before = vector(run.policy.module)
-    collected, logged = step(run)
-    assert collected.rollouts is None and logged["update/updates_count"] == 0
-    assert torch.equal(vector(run.policy.module), before)
-
-
 # --- the whole run --------------------------------------------------------------------------------
 
 
@@ -320,83 +268,6 @@ def test_a_run_that_is_continued_within_a_stage_is_the_run_that_was_not_stopped(
     assert_same(copied, whole)
 
 
-@pytest.mark.parametrize("kind", ["shared", "separate"])
-def test_a_critic_rests_while_demonstrations_teach_alone(tmp_path, kind):
-    """It and its moments are what they were until there is something to predict; ranks share no
-    gradient of it."""
-    plan = [PLAN[0], {"name": "full", "kl_coef": 0.01}]
-    config = tiny.config(
-        tmp_path, objective="ppo", critic__kind=kind, stages=plan, steps=3, supervised__batch=5
-    )
-    run = build(config, Parts())[0]
-    head = copy.deepcopy(list(run.critic.module.parameters()))
-    critics = set(run.critic.module.parameters())
-    assert critics.isdisjoint(learning(run, run.stage_schedule.step_params(0))) and learning(
-        run, run.stage_schedule.step_params(0)
-    )
-    assert critics < set(learning(run, step_params_at(api.change(config, {"stages": []}), 0)))
-    for _ in range(2):
-        collected = collect(run, run.stage_schedule.step_params(run.state.step))
-        learn(run, collected.batch, run.stage_schedule.step_params(run.state.step))
-        run.state.step += 1
-    assert all(
-        torch.equal(was, now) for was, now in zip(head, run.critic.module.parameters(), strict=True)
-    )
-    assert not any(parameter in run.optimizer.state for parameter in run.critic.module.parameters())
-    rows = metrics(api.start(config).folder)
-    assert ["value/mean" in row for row in rows if "optim/lr" in row] == [False, False, True]
-
-
-def test_rows_given_in_memory_are_demonstrated_and_the_manifest_says_which(tmp_path):
-    config = tiny.config(tmp_path, **ALONE, steps=1, evaluation__prompts=0)
-    result = gruppo.train(config, data=tiny.rows(), show=False)
-    manifest = json.loads((result.folder / "manifest.json").read_text())
-    assert manifest["demonstrations"]["fingerprint"] == manifest["data"]["fingerprint"] is not None
-    other = tiny.write_rows(tmp_path / "other.jsonl", tiny.rows(7))
-    config = tiny.config(
-        tmp_path, **ALONE, steps=1, evaluation__prompts=0, supervised__data=other, name="other"
-    )
-    manifest = json.loads((gruppo.train(config, show=False).folder / "manifest.json").read_text())
-    assert manifest["demonstrations"]["name"] == other
-    assert manifest["demonstrations"]["fingerprint"] != manifest["data"]["fingerprint"]
-
-
-def test_explain_shows_a_demonstration_as_its_tokens(tmp_path):
-    lines = "\n".join(explain(tiny.config(tmp_path, **ALONE, supervised__template="={answer}")))
-    assert re.search(
-        r"ONE REAL DEMONSTRATION\n  prompt .*\n  target      '=\d+<eos>'  \(\d+ tokens\)", lines
-    )
-    assert "DEMONSTRATION" not in "\n".join(explain(tiny.config(tmp_path)))
-
-
-def test_the_console_names_the_stage_and_shows_the_loss_where_there_is_no_reward(tmp_path):
-    def shown(stages: list[str], metrics: dict[str, float], *, is_terminal: bool = False) -> str:
-        file = io.StringIO()
-        console = Console(
-            file=file, width=100, height=50, force_terminal=is_terminal, color_system=None
-        )
-        tracker = ConsoleTracker(6, console=console, title="mine", stages=stages)
-        tracker.log(1, metrics)
-        tracker.close()
-        console = Console(file=io.StringIO(), width=100, color_system=None)
-        if is_terminal:
-            console.print(tracker.screen())
-            return console.file.getvalue()
-        return file.getvalue()
-
-    first = {"stage/number": 1.0, "sup/loss_nats": 1.25, "time/step_s": 2.0}
-    assert shown(["warm", "full"], first) == "step 1/6  warm  sup 1.25  2 s\n"
-    assert (
-        shown(["warm", "full"], {"stage/number": 2.0, "reward/mean": 0.5})
-        == "step 1/6  full  reward 0.5\n"
-    )
-    assert shown(["all"], {"reward/mean": 0.5}) == "step 1/6  reward 0.5\n"
-    screen = shown(["warm", "full"], first, is_terminal=True).splitlines()
-    assert "step 1/6  mine  warm" in screen[0] and any(
-        "demo loss, nats" in line and "1.25" in line for line in screen
-    )
-
-
 # --- what to answer -------------------------------------------------------------------------------
 
 PROMPT = Prompt("p", "1 + 1 =", "2", {"answer": "two", "gold": 2.5, "hint": None})
@@ -417,25 +288,6 @@ PROMPT = Prompt("p", "1 + 1 =", "2", {"answer": "two", "gold": 2.5, "hint": None
 )
 def test_what_to_answer_is_a_column_or_a_text_around_columns(supervised, target):
     assert Answers(supervised).given(PROMPT).target == target
-
-
-def test_a_template_is_not_filled_with_what_is_no_text():
-    with pytest.raises(
-        GruppoError,
-        match=r"stands around texts and numbers, and the column 'target' holds \[\{'role'",
-    ):
-        Answers(SupervisedConfig(template="{target}!")).given(
-            Prompt("p", "1", [{"role": "assistant", "content": "2"}])
-        )
-
-
-def test_answer_means_the_target_where_no_column_is_called_that():
-    assert (
-        Answers(SupervisedConfig(template="={answer}"))
-        .given(Prompt("p", "1", "7", {"gold": 1}))
-        .target
-        == "=7"
-    )
 
 
 def rows_with(answers: list[Any]) -> list[dict[str, Any]]:
@@ -531,20 +383,3 @@ def test_data_without_targets_are_refused(tmp_path):
         match=r"none of the first 8 demonstrations can be learned from: prompt .* it is ''",
     ):
         gruppo.train(tiny.config(tmp_path, **ALONE, data=empty), show=False)
-
-
-def test_a_source_of_ones_own_cannot_be_drawn_from_twice(tmp_path):
-    run = run_in(tmp_path)
-    with pytest.raises(
-        GruppoError, match=r"an object with a stream of its own.*Set supervised__data"
-    ):
-        gruppo.train(tiny.config(tmp_path, **ALONE), data=run.source, show=False)
-
-
-def test_stages_typed_without_supervised_ones_leave_a_recipes_demonstrations_behind(tmp_path):
-    config = parse_config("train", ["arithmetic-format", "--stages", "full"])
-    assert config.supervised == SupervisedConfig() and [
-        stage.sup_coef for stage in config.plan
-    ] == [0.0]
-    config = parse_config("train", ["arithmetic-format", "--stages", "supervised:3,full"])
-    assert config.supervised.template == " <answer>{target}</answer>"

@@ -18,7 +18,6 @@ from tests.trainer.runs import Signalling, assert_same, metrics
 from tests.trainer.test_step import run_in, step
 
 from gruppo import api, train
-from gruppo.api import explain
 from gruppo.build import Parts, build
 from gruppo.config import serialization
 from gruppo.trainer.loop import Stopped
@@ -119,19 +118,6 @@ def test_a_run_with_lag_trains_from_what_its_environments_were_and_goes_on_from_
     assert Walk.alive == 0 and len(metrics(result.folder)) == 6
 
 
-def test_growing_groups_and_evaluations_with_samples_converse(tmp_path):
-    done = api.start(
-        config(
-            tmp_path,
-            rollout__first_samples=2,
-            rollout__group_size=4,
-            evaluation__samples=2,
-            steps=2,
-        )
-    )
-    assert metrics(done.folder)[-1]["tools/calls_mean"] > 0 and Walk.alive == 0
-
-
 def test_groups_grow_although_each_conversation_begins_differently(tmp_path):
     run = run_in(
         tmp_path,
@@ -222,12 +208,6 @@ def test_tools_and_environments_may_be_given_in_python(tmp_path):
     with pytest.raises(GruppoError, match=r"resume\(.*environment=\.\.\., tools=\.\.\."):
         api.start(done.folder)
     api.resume(done.folder, **given, show=False)
-
-
-def test_explain_names_the_tools(tmp_path):
-    output = "\n".join(explain(config(tmp_path)))
-    assert "environment Walk: up to 4 answers per row" in output
-    assert "tools double, walk\n" in output
 
 
 @pytest.mark.slow
