@@ -6,97 +6,74 @@ from __future__ import annotations
 import math
 
 import pytest
+from tests.rewards.kernels import jailed
 
-from gruppo.rewards.code_asserts import BadTest, ProgramCase, read_asserts
+from gruppo.rewards.code_cases import BadTest, ProgramCase, read_asserts, read_tests
 from gruppo.rewards.code_compare import equal, equal_text
-from gruppo.rewards.sandbox.protocol import CaseResult
+from gruppo.rewards.sandbox.jail import Jail
+from gruppo.rewards.sandbox.protocol import CaseResult, SandboxLimits
 
-WORD = "zebra"
 NAN = float("nan")
 
 
 def one(text: str) -> ProgramCase:
-    (case,), _ = read_asserts(text)
-    return case
+    """The only case of a test; expected values that are no literals are evaluated in the jail."""
+    tests = read_tests(text)
+    if not tests.cases[0].source:
+        return tests.cases[0]
+    with Jail() as jail:
+        return tests.evaluated(jail.calls).cases[0]
 
 
-def gave(values: list) -> CaseResult:
-    return CaseResult("value", values)
+def gave(value: object) -> CaseResult:
+    return CaseResult("value", [value])
 
 
+@jailed
 @pytest.mark.parametrize(
-    ("text", "requests", "right", "wrong"),
+    ("text", "request_", "right", "wrong"),
     [
-        ("assert f(2, 'a') == 'zebra'", ["f(2, 'a')"], ["zebra"], ["Zebra"]),
-        ("assert 'zebra' == f(2), 'zebra expected'", ["f(2)"], ["zebra"], [None]),
-        (
-            "assert f(2) == [1, (2, 3), {4: None}]",
-            ["f(2)"],
-            [[1, (2, 3), {4: None}]],
-            [[1, [2, 3], {4: None}]],
-        ),
-        ("assert f(2) is True", ["f(2)"], [True], [1]),
-        ("assert f(2)", ["f(2)"], [[0]], [[]]),
-        ("assert not f(2)", ["f(2)"], [0], [1]),
-        ("assert abs(f(2) - 1.41) < 0.01", ["f(2)"], [1.414], [1.45]),
-        ("assert abs(1.41 - f(2)) <= 10**-2", ["f(2)"], [1.414], [1.45]),
-        ("assert math.isclose(f(2), 1.41, rel_tol=0.01)", ["f(2)"], [1.414], [1.5]),
-        ("assert f(2) == pytest.approx(1.41, abs=0.01)", ["f(2)"], [1.414], [1.45]),
-        ("assert f(2) == approx([1.41, 2], rel=0.01)", ["f(2)"], [[1.414, 2]], [[1.414]]),
-        (
-            "assert {'a': pytest.approx(1.41)} == f(2)",
-            ["f(2)"],
-            [{"a": 1.41000001}],
-            [{"a": 1.4101}],
-        ),
-        ("assert round(f(2), 2) == 1.41", ["round(f(2), 2)"], [1.41], [1.42]),
-        ("assert set(f(2)) == set(('zebra', 'b'))", ["set(f(2))"], [{"b", "zebra"}], [{"b"}]),
-        (
-            "assert sorted(f(2), key=len) == ['b', 'zebra']",
-            ["sorted(f(2), key=len)"],
-            [["b", "zebra"]],
-            [["zebra"]],
-        ),
+        ("assert f(2, 'a') == 'zebra'", "f(2, 'a')", "zebra", "Zebra"),
+        ("assert 'zebra' == f(2), 'zebra expected'", "f(2)", "zebra", None),
+        ("assert f(2) == [1, (2, {4: None})]", "f(2)", [1, (2, {4: None})], [1, [2, {4: None}]]),
+        ("assert f(2) is None", "f(2)", None, 0),
+        ("assert f(2)", "bool(f(2))", True, False),
+        ("assert not f(2)", "bool(f(2))", False, True),
+        ("assert abs(f(2) - 1.41) < 0.01", "f(2)", 1.414, 1.45),
+        ("assert abs(1.41 - f(2)) <= 10**-2", "f(2)", 1.414, 1.45),
+        ("assert abs(f(2) - 141) < 1", "f(2)", 141.4, "text"),
+        ("assert math.isclose(f(2), 1.41, rel_tol=0.01)", "f(2)", 1.414, 1.5),
+        ("assert f(2) == pytest.approx(1.41, abs=0.01)", "f(2)", 1.414, 1.45),
+        ("assert f(2) == approx([1.41, 2], rel=0.01)", "f(2)", [1.414, 1.99], [1.414]),
+        ("assert round(f(2), 2) == 1.41", "round(f(2), 2)", 1.41, 1.42),
+        ("assert set(f(2)) == set(('zebra', 'b'))", "set(f(2))", {"b", "zebra"}, {"b"}),
         (
             "assert sorted(f(2), key=lambda x: (-x[1], x[0])) == [('zebra', 1)]",
-            ["sorted(f(2), key=lambda x: (-x[1], x[0]))"],
-            [[("zebra", 1)]],
-            [[]],
+            "sorted(f(2), key=lambda x: (-x[1], x[0]))",
+            [("zebra", 1)],
+            [],
         ),
-        ("assert list(map(f, [1, 2])) == [2, 4]", ["list(map(f, [1, 2]))"], [[2, 4]], [[2, 5]]),
-        (
-            "assert [f(x) for x in range(2)] == [2, 4]",
-            ["[f(x) for x in range(2)]"],
-            [[2, 4]],
-            [[2, 5]],
-        ),
-        ("assert f(2)[0].name == 'zebra'", ["f(2)[0].name"], ["zebra"], [""]),
-        ("assert Trie('a').startswith('b')", ["Trie('a').startswith('b')"], [True], [False]),
-        ("assert f(2)['ok'] is True", ["f(2)['ok']"], [True], [1]),
-        ("assert decode(encode('a')) == 'a'", ["decode(encode('a'))"], ["a"], ["b"]),
-        ("assert f(2) == -math.inf", ["f(2)"], [-math.inf], [0]),
-        ("assert f(2) == float('inf')", ["f(2)"], [math.inf], [0]),
-        ("assert f(2) == 10**9 + 7", ["f(2)"], [1_000_000_007], [7]),
-        ("assert f(2) == [0] * 3 + list(range(2))", ["f(2)"], [[0, 0, 0, 0, 1]], [[0]]),
-        ("assert Counter(f(2)) == {'a': 1}", ["Counter(f(2))"], [{"a": 1}], [{"a": 2}]),
+        ("assert [f(x) for x in range(2)] == [2, 4]", "[f(x) for x in range(2)]", [2, 4], [2, 5]),
+        ("assert f(2)[0].name == 'zebra'", "f(2)[0].name", "zebra", ""),
+        ("assert Trie('a').startswith('b')", "bool(Trie('a').startswith('b'))", True, False),
+        ("assert f(2)['ok'] is True", "f(2)['ok']", True, False),
+        ("assert decode(encode('a')) == 'a'", "decode(encode('a'))", "a", "b"),
+        ("assert f(2) == -math.inf", "f(2)", -math.inf, 0),
+        ("assert f(2) == 10**9 + 7", "f(2)", 1_000_000_007, 7),
+        ("assert f(2) == [0] * 3 + list(range(2))", "f(2)", [0, 0, 0, 0, 1], [0]),
+        ("assert Counter(f(2)) == {'a': 1}", "Counter(f(2))", {"a": 1}, {"a": 2}),
     ],
 )
-def test_calls_go_inside_and_what_is_expected_stays_outside(text, requests, right, wrong):
-    read = one(text)
-    assert list(read.request) == requests
-    assert WORD not in "".join(read.request) and "1.41" not in "".join(read.request)
-    assert read.passes(gave(right)) and not read.passes(gave(wrong))
-
-
-def test_an_assert_that_raises_or_got_too_little_does_not_hold():
-    assert not one("assert abs(f(2) - 1) < 3").passes(gave(["text"]))
-    assert not one("assert f(2) == 3").passes(gave([]))
+def test_calls_go_inside_and_what_is_expected_stays_outside(text, request_, right, wrong):
+    case = one(text)
+    assert case.request == request_
+    assert case.passes(gave(right)) and not case.passes(gave(wrong))
+    assert not case.passes(CaseResult("value", []))
 
 
 @pytest.mark.parametrize(
     ("expected", "raised", "holds"),
     [
-        ("ValueError", ("ValueError", "ValueError: x"), True),
         ("LookupError", ("KeyError", "KeyError: x"), True),
         ("(TypeError, ValueError)", ("ValueError", "ValueError: x"), True),
         ("errors.TooMany", ("ValueError", "TooMany: x"), True),
@@ -114,7 +91,7 @@ def test_an_assert_that_raises_or_got_too_little_does_not_hold():
 def test_an_exception_is_one_of_the_expected_type_or_derived_from_it(expected, raised, holds):
     read = one(f"with pytest.raises({expected}):\n    f(-1)")
     exception, message = raised
-    assert read.request == ("f(-1)",) and not read.passes(gave([1]))
+    assert read.request == "f(-1)" and not read.passes(gave(1))
     assert read.passes(CaseResult("error", None, message, exception)) == holds
 
 
@@ -122,54 +99,27 @@ def test_an_exception_is_one_of_the_expected_type_or_derived_from_it(expected, r
     ("text", "why"),
     [
         ("assert f(2) == g(2)", "both sides are the program's own"),
-        ("assert math.isclose(f(2), g(2))", "both sides are the program's own"),
         ("assert abs(f(2) - g(2)) < 1", "both sides are the program's own"),
         ("assert is_close(f(2), 1.41)", "would be judged by the program itself; compare with =="),
-        (
-            "assert is_close(f(2), 1.41) == True",
-            "would be judged by the program itself; compare with ==",
-        ),
+        ("assert is_close(f(2), 1.41) == True", "would be judged by the program itself"),
         ("assert np.allclose(f(2), [1, 2])", "would be judged by the program itself"),
-        ("assert all(f(x) == y for x, y in [(1, 2)])", "would be judged by the program itself"),
-        (
-            "assert sum(f(x) == 1 for x in [1, 2]) == 2",
-            r"f\(x\) == 1 would be judged by the program itself",
-        ),
-        ("assert f(2) is 3", "is, of anything but None, True or False"),
-        *(
-            (f"assert f(2) {rest}", "would be judged by the program itself")
-            for rest in ("!= 3", "< 3", "in (3, 4)", "is not None", "== 1 and f(3)")
-        ),
+        ("assert all(f(x) == y for x, y in [(1, 2)])", "is made of what"),
+        ("assert sum(f(x) == 1 for x in [1, 2]) == 2", "f.x. == 1 is made of what"),
+        ("assert f(2) != 3", "is made of what the program gave"),
+        ("assert f(2) == 1 and f(3)", "is made of what the program gave"),
         ("assert 1 == 1", "it calls nothing of the program"),
-        ("assert f(2) == [x for x in range(3)]", "both sides are"),
-        ("assert f(1)['ok']", r"f\(1\)\['ok'\] would be judged by the program itself"),
-        ("assert f(1).equals(2)", "would be judged by the program itself"),
         ("assert f(1).equals(2) == True", "would be judged by the program itself"),
         ("assert f(2).startswith('zebra')", "would be judged by the program itself"),
         ("assert Solution().f(2).endswith('zebra')", "would be judged by the program itself"),
         ("assert bool(f(1).equals(2))", "would be judged by the program itself"),
-        ("assert all([f(1).equals(2)])", "would be judged by the program itself"),
-        ("assert f(1).equals(2) if True else 0", "would be judged by the program itself"),
+        ("assert not all([f(1).equals(2)])", "is made of what the program gave"),
         ("assert f(1)(2)", "would be judged by the program itself"),
-        ("assert f(1).__eq__(2)", "would be judged"),
-        ("assert f(1).__eq__(2) == 1", "__eq__ would be answered by the program itself"),
-        ("assert f.__class__ == 2", "__class__ would be answered by the program itself"),
-        ("assert eval('f(1) == 2')", "eval is not understood"),
-        ("assert f(1) == 'a'.nosuch()", "is not understood, and calls nothing of the program"),
-        ("assert f(1) == int('a')", "has no value .ValueError"),
-        ("assert f(1) == [0] * 10**10", "has no value .ValueError: more than 10000000 items"),
-        ("assert f(1) == 10**10 * 'a'", "has no value .ValueError: more than 10000000 items"),
-        (
-            "assert f(1) == list(range(10**10))",
-            "has no value .ValueError: more than 10000000 items",
-        ),
-        ("assert f(1) == '%99999999999d' % 1", "has no value .TypeError"),
-        ("assert f(" + "-" * 900 + "1) == 1", "nested too deeply|cannot be compiled|is no Python"),
-        ("assert f('" + "x" * 10**6 + "') == 1", "at most 1000000 are compiled"),
-        ("assert f(1) == 10**10**10", "has no value .ValueError: too large a power"),
+        ("assert f.__class__ == 2", "is made of what the program gave"),
+        ("assert f(1).__eq__(2)", "would be judged by the program itself"),
+        ("assert eval('f(1) == 2')", "is not understood"),
+        ("assert f(" + "(" * 900 + "1" + ")" * 900 + ") == 1", "is no Python, or nested"),
         ("assert '%d' % f(1) == '3'", "is made of what the program gave"),
         ("assert f(1) - 3 == 0", "is made of what the program gave"),
-        ("assert sorted([f(1), 3]) == [1, 3]", "is made of what the program gave"),
         ("assert f'{f(1)}3' == '13'", "is made of what the program gave"),
         ("for x in range(3): assert f(x) == x", "is no assert"),
         ("f(2) == 3", "f\\(2\\) == 3: it is no assert"),
@@ -177,7 +127,6 @@ def test_an_exception_is_one_of_the_expected_type_or_derived_from_it(expected, r
             "with pytest.raises(ValueError, match='x'): f(1)",
             "it is no assert, and no pytest.raises",
         ),
-        ("with pytest.raises(ValueError): 1 / 0", "it calls nothing of the program"),
         ("assert f(", "is no Python"),
     ],
 )
@@ -186,12 +135,29 @@ def test_what_could_only_be_judged_inside_is_refused_by_name(text, why):
         read_asserts(text)
 
 
+@jailed
+@pytest.mark.parametrize(
+    ("expected", "why"),
+    [
+        ("int('a')", "has no value .ValueError"),
+        ("'a'.nosuch()", "has no value .AttributeError"),
+        ("[0] * 10**10", "has no value .MemoryError"),
+        ("10**10**10", "has no value .over 0.2 s"),
+        ("len", "has no value .*is no plain data"),
+    ],
+)
+def test_an_expected_value_that_cannot_be_computed_is_refused(expected, why):
+    tests = read_tests(f"assert f(1) == {expected}")
+    with Jail(SandboxLimits(case_s=0.2)) as jail, pytest.raises(BadTest, match=why):
+        tests.evaluated(jail.calls)
+
+
 def test_imports_of_a_test_are_for_the_program():
     asserts, imports = read_asserts(
         "import math, pytest\nfrom pytest import approx\nfrom collections import Counter\n"
         "assert f(math.pi) == 1\nassert f(2) == 2"
     )
-    assert [each.request for each in asserts] == [("f(math.pi)",), ("f(2)",)]
+    assert [each.request for each in asserts] == ["f(math.pi)", "f(2)"]
     assert imports == "import math\nfrom collections import Counter"
 
 
@@ -261,7 +227,7 @@ def test_what_is_not(got, expected):
     ],
 )
 def test_a_tolerance_applies_only_where_the_expected_value_is_a_float(text, wrong, right):
-    assert not one(text).passes(gave([wrong])) and one(text).passes(gave([right]))
+    assert not one(text).passes(gave(wrong)) and one(text).passes(gave(right))
 
 
 def test_json_has_no_tuples_and_so_a_tuple_is_its_list():

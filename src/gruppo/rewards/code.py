@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 from gruppo.platforms import usable_processors
-from gruppo.rewards.code_asserts import BadTest
-from gruppo.rewards.code_cases import ProgramTests, read_tests
+from gruppo.rewards.code_cases import BadTest, ProgramTests, read_tests
 from gruppo.rewards.sandbox.backends import choose_sandbox
 from gruppo.rewards.sandbox.protocol import CaseResult, Sandbox, SandboxError, SandboxLimits
 from gruppo.rewards.text import LogMetric, text_of
@@ -27,7 +26,6 @@ _FENCE = re.compile(
 _PYTHON = {"python", "py", "python3", "{python}", "{.python}"}
 _MOST_WORKERS = 16
 LogExtra = Callable[[str, Iterable[Any]], None] | None
-RowTests = ProgramTests | BadTest | None  # None: the row has no tests
 
 
 @dataclass(frozen=True)
@@ -36,10 +34,10 @@ class ProgramScore:
 
     passed: int
     total: int
-    failures: tuple[
-        str, ...
-    ] = ()  # of each case that failed: error, timeout, not_run, wrong, no_program
-    message: str = ""  # why the first case failed; empty where all passed
+    failures: tuple[str, ...] = ()
+    """Of each case that failed: error, timeout, not_run, wrong, no_program."""
+    message: str = ""
+    """Why the first case failed; empty if all passed."""
 
 
 class CodeTests:
@@ -48,7 +46,7 @@ class CodeTests:
 
     The program is the last block of the completion that is fenced as Python; without one the last
     fenced block, closed or not; without a fence the whole text. It runs in a sandbox
-    (``gruppo.rewards.sandbox``) and returns plain data; what is expected never enters it, so no
+    (``gruppo.rewards.sandbox``) and returns plain data; what is expected never enters its process, so no
     exit code, print or ``__eq__`` can pass for a right answer.
 
     ``all_or_nothing``: 1 where every test passes, else 0. ``column``: where the tests are.
@@ -76,10 +74,9 @@ class CodeTests:
         sandbox: str | Callable[[SandboxLimits], Sandbox] = "",
         packages: str = "",
     ) -> None:
-        self.all_or_nothing, self.column = all_or_nothing, column
+        self.all_or_nothing = all_or_nothing
+        self.column = column
         self.limits = SandboxLimits(case_s, program_s, memory_mib)
-        if workers < 0:
-            raise ValueError(f"workers={workers}; it needs 0, for one for each processor, or more")
         self.open_sandbox = choose_sandbox(sandbox, self.limits, packages.replace(",", " ").split())
         # The ranks of a machine share its processors.
         processors = max(1, usable_processors() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -87,16 +84,13 @@ class CodeTests:
 
     def check(self, columns: Collection[str]) -> None:
         """Raise DataError where the data have no column of tests."""
-        if not {*columns} & {*([self.column] if self.column else COLUMNS)}:
-            required, has = (
-                self.column or " or ".join(COLUMNS),
-                ", ".join(sorted(columns)) or "no columns",
+        required = [self.column] if self.column else COLUMNS
+        if not {*columns} & {*required}:
+            raise DataError(
+                f"reward code_tests reads the column {' or '.join(required)}, which the data do not "
+                f"have; they have: {', '.join(sorted(columns)) or 'no columns'}",
+                advice="Name it with $reward code_tests:column=NAME",
             )
-            problem = (
-                f"reward code_tests reads the column {required}, which the data do not have; "
-                f"they have: {has}"
-            )
-            raise DataError(problem, advice="Name it with $reward code_tests:column=NAME")
 
     def __call__(
         self,
@@ -107,45 +101,46 @@ class CodeTests:
     ) -> list[Any]:
         """One score per completion; None without tests; ``CallError`` where it could not be
         scored."""
-        results = self._run(
-            [program_in(text_of(completion)) for completion in completions], columns
-        )
-        scores = [result if isinstance(result, ProgramScore) else None for result in results]
-        if log_metric is not None and any(scores):
-            for name, value in code_metrics([score for score in scores if score]).items():
+        programs = [program_in(text_of(completion)) for completion in completions]
+        results = self._run(programs, columns)
+        scores = [result for result in results if isinstance(result, ProgramScore)]
+        if log_metric is not None and scores:
+            for name, value in code_metrics(scores).items():
                 log_metric(name, value)
         if log_extra is not None:
-            log_extra("code_error", [score and score.message for score in scores])
-            log_extra(
-                "code_passed", [score and f"{score.passed}/{score.total}" for score in scores]
-            )
-        shares = [score and score.passed / score.total for score in scores]
-        if self.all_or_nothing:
-            shares = [share and float(share == 1) for share in shares]
+            known = [result if isinstance(result, ProgramScore) else None for result in results]
+            log_extra("code_error", [score and score.message for score in known])
+            passed = [score and f"{score.passed}/{score.total}" for score in known]
+            log_extra("code_passed", passed)
         return [
-            result if share is None else share
-            for result, share in zip(results, shares, strict=True)
+            self._share(result) if isinstance(result, ProgramScore) else result
+            for result in results
         ]
+
+    def _share(self, score: ProgramScore) -> float:
+        if self.all_or_nothing:
+            return float(score.passed == score.total)
+        return score.passed / score.total
 
     def _run(
         self, programs: Sequence[str], columns: dict[str, Any]
     ) -> list[ProgramScore | CallError | None]:
         """Score each row by its tests. A program that occurs several times for one task is run
         once."""
-        known: dict[Any, RowTests] = {}  # rows of a group hold the same cells, which are read once
-        keys = list[tuple[str, int]]()
-        tasks = dict[tuple[str, int], RowTests]()
-        for program, cells in zip(programs, self._cells(columns, len(programs)), strict=True):
-            row = tuple(cell if isinstance(cell, str) else id(cell) for cell in cells)
-            if row not in known:
-                known[row] = _read(*cells)
-            keys.append((program, id(known[row])))
-            tasks[keys[-1]] = known[row]
+        column = self.column or next((name for name in COLUMNS if name in columns), COLUMNS[0])
+        names = (column, "entry_point", "test_setup_code", "test_imports")
+        rows = [*zip(*(columns.get(name) or [None] * len(programs) for name in names), strict=True)]
+        # rows of a group hold the same cells
+        keys = [
+            (program, *(cell if isinstance(cell, str) else id(cell) for cell in row))
+            for program, row in zip(programs, rows, strict=True)
+        ]
+        tasks = dict(zip(keys, rows, strict=True))
         sandboxes = _SandboxPool(self.open_sandbox)
         workers = max(1, min(self.workers, len(tasks)))
         pool = ThreadPoolExecutor(workers, thread_name_prefix="gruppo-code")
         try:
-            scores = pool.map(lambda key: sandboxes.score(key[0], tasks[key]), tasks)
+            scores = pool.map(sandboxes.score, (key[0] for key in tasks), tasks.values())
             found = dict(zip(tasks, scores, strict=True))
             return [found[key] for key in keys]
         finally:
@@ -154,19 +149,6 @@ class CodeTests:
             pool.shutdown(cancel_futures=True)
             for sandbox in sandboxes.opened:
                 sandbox.close()
-
-    def _cells(self, columns: dict[str, Any], count: int) -> Iterator[tuple[Any, ...]]:
-        """Tests, entry point, setup and imports of each row."""
-        column = self.column or next((name for name in COLUMNS if name in columns), COLUMNS[0])
-        names = (column, "entry_point", "test_setup_code", "test_imports")
-        return zip(*(columns.get(name) or [None] * count for name in names), strict=True)
-
-
-def _read(cell: Any, entry: Any, setup: Any, imports: Any) -> RowTests:
-    try:
-        return read_tests(cell, entry=entry, setup=setup, imports=imports)
-    except BadTest as error:
-        return error
 
 
 code_tests = CodeTests  # ``CodeTests`` under the name that ``--reward`` has for it
@@ -179,23 +161,21 @@ class _SandboxPool:
     open: Callable[[], Sandbox]
     opened: list[Sandbox] = field(default_factory=list)
     own: threading.local = field(default_factory=threading.local)
-    setup_problems: dict[str, str] = field(default_factory=dict)
-    """By the text of a setup; empty where there is none."""
 
-    def score(self, program: str, tests: RowTests) -> ProgramScore | CallError | None:
-        if tests is None:
-            return None
+    def score(self, program: str, cells: Sequence[Any]) -> ProgramScore | CallError | None:
+        cell, entry, setup, imports = cells
         try:
-            if isinstance(tests, BadTest):
-                raise tests
-            count = len(tests.cases)
+            tests = read_tests(cell, entry=entry, setup=setup, imports=imports)
+            if tests is None:
+                return None
             if not program.strip():
-                failures = ("no_program",) * count
-                return ProgramScore(0, count, failures, "there is no program")
+                count = len(tests.cases)
+                return ProgramScore(0, count, ("no_program",) * count, "there is no program")
             if getattr(self.own, "sandbox", None) is None:
                 self.own.sandbox = self.open()
                 self.opened.append(self.own.sandbox)
-            return score_results(self._results(self.own.sandbox, program, tests), tests)
+            tests = tests.evaluated(self.own.sandbox.calls)
+            return score_results(_run_program(self.own.sandbox, program, tests), tests)
         except SandboxError as error:
             self.own.sandbox = None
             return CallError("exception", f"the sandbox failed: {error}", "sandbox")
@@ -203,60 +183,64 @@ class _SandboxPool:
             message = f"its tests cannot be used: {error}"
             return CallError("exception", message, message)
 
-    def _results(self, sandbox: Sandbox, program: str, tests: ProgramTests) -> list[CaseResult]:
-        requests = [case.request for case in tests.cases]
-        if tests.is_script:
-            return sandbox.script(program, requests, room=tests.room)
-        results = sandbox.calls(
-            program, requests, setup=tests.setup, entry=tests.entry, room=tests.room
-        )
-        if tests.setup and not any(result.status == "value" for result in results):
-            # A setup that fails without any program is no program's fault; a NameError may be.
-            if tests.setup not in self.setup_problems:
-                (alone,) = sandbox.calls("", [()], setup=tests.setup)
-                is_its_own = alone.status != "value" and not alone.message.startswith("NameError")
-                self.setup_problems[tests.setup] = _printable(alone.message) if is_its_own else ""
-            if problem := self.setup_problems[tests.setup]:
-                raise BadTest(f"its setup (test_imports, test_setup_code) fails: {problem}")
-        return results
+
+def _run_program(sandbox: Sandbox, program: str, tests: ProgramTests) -> list[CaseResult]:
+    requests = [case.request for case in tests.cases]
+    if tests.is_script:
+        return sandbox.script(program, requests, room=tests.room)
+    results = sandbox.calls(
+        program,
+        [[request] for request in requests],
+        setup=tests.setup,
+        entry=tests.entry,
+        room=tests.room,
+    )
+    if tests.setup and not any(result.status == "value" for result in results):
+        # A setup that fails without any program is no program's fault; a NameError may be.
+        (alone,) = sandbox.calls("", [()], setup=tests.setup)
+        if alone.status != "value" and not alone.message.startswith("NameError"):
+            problem = _printable(alone.message)
+            raise BadTest(f"its setup (test_imports, test_setup_code) fails: {problem}")
+    return results
 
 
 def program_in(text: str) -> str:
     """Extract the program of a completion: the last Python block, else the last block, else the
     whole text."""
-    blocks, opened = (
-        list[tuple[str, list[str]]](),
-        None,
-    )  # language and lines; one that is not closed goes to the end
+    blocks = list[tuple[str, list[str]]]()  # language and lines; an open one goes to the end
+    opened = None
     for line in text.splitlines():
         fence = _FENCE.fullmatch(line)
         if opened is None:
             if fence:
                 opened = fence
-                blocks.append((next(iter(fence["rest"].split()), "").lower(), []))
+                words = str(fence["rest"]).lower().split()
+                blocks.append((words[0] if words else "", []))
         elif fence and not fence["rest"].strip() and fence["mark"].startswith(opened["mark"]):
             opened = None
         else:  # what the block is indented or quoted by is no part of the program
-            blocks[-1][1].append(line[len(os.path.commonprefix([opened["prefix"], line])) :])  # noqa: RUF071
-    python = [lines for language, lines in blocks if language in _PYTHON] or [
-        lines for _, lines in blocks
-    ]
+            prefix = os.path.commonprefix([opened["prefix"], line])  # noqa: RUF071
+            blocks[-1][1].append(line.removeprefix(prefix))
+    python = [lines for language, lines in blocks if language in _PYTHON]
+    python = python or [lines for _, lines in blocks]
     return ("\n".join(python[-1]) if python else text).lstrip("\ufeff")
 
 
 def score_results(results: Sequence[CaseResult], tests: ProgramTests) -> ProgramScore:
     """Compare the result of each case with its expected output; only here do both exist."""
-    failures, first = [], ""
+    failures = list[str]()
+    first = ""
     for number, (case, result) in enumerate(zip(tests.cases, results, strict=True), start=1):
         if case.passes(result):
             continue
+        is_value = result.status == "value"
         message = result.message
-        if result.status == "value":
+        if is_value:
             try:
                 message = f"gave {result.value!r:.200}"
             except ValueError:  # an int of more digits than Python writes
                 message = "gave a very large number"
-        failures.append("wrong" if result.status == "value" else result.status)
+        failures.append("wrong" if is_value else result.status)
         first = first or f"case {number}: {_printable(message)}"
     return ProgramScore(len(results) - len(failures), len(results), tuple(failures), first)
 

@@ -1,27 +1,106 @@
-"""Reads the tests of a row, in the formats of common data sets, into cases for the jail."""
+"""Reads the tests of a row, in the formats of common data sets, into cases for the jail.
+
+Only a case's request enters the jail: an expression, arguments, or text for standard input. Of
+``assert abs(f(2) - 1.41) < 0.01`` it is ``f(2)``. What the request gives is compared outside.
+"""
 
 from __future__ import annotations
 
+import ast
+import builtins
 import json
-import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
-from gruppo.rewards.code_asserts import BadTest, ProgramCase, check_compiles, read_asserts
-from gruppo.rewards.code_compare import equal, equal_text
+from gruppo.rewards.code_compare import EXACT_INTS, Tolerance, equal, equal_text
 from gruppo.rewards.sandbox.plain_data import NotPlain, encode
+from gruppo.rewards.sandbox.protocol import CaseResult
 
-_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-_STEP, _USUAL_MOST = 1 << 16, 1 << 22
 FORMS = (
     'asserts ["assert f(1) == 2"], [{"input": "1\\n", "output": "2\\n"}], [{"args": [1], "output": '
-    "2}] with a column "
-    'entry_point, or {"inputs": [...], "outputs": [...]}'
+    '2}] with a column entry_point, or {"inputs": [...], "outputs": [...]}'
 )
+_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_STEP, _USUAL_LIMIT = 1 << 16, 1 << 22
+_EXCEPTIONS = {
+    name: kind
+    for name, kind in vars(builtins).items()
+    if isinstance(kind, type) and issubclass(kind, BaseException)
+}
+_FUNCTIONS = {
+    *("int", "float", "bool", "complex", "str", "bytes", "list", "tuple", "dict", "set"),
+    *("frozenset", "range", "map", "filter", "zip", "enumerate", "reversed", "sorted", "len"),
+    *("sum", "min", "max", "abs", "round", "any", "all", "isinstance"),
+}
+_KNOWN = {*_FUNCTIONS, "math", "pytest", "approx", "isclose"}
+"""Names that are not the program's."""
+_OUTER = (
+    *(ast.Name, ast.Attribute, ast.Subscript, ast.Call, ast.keyword, ast.Lambda),
+    *(ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.comprehension),
+)
+"""Syntax allowed around the program's calls in the jail: nothing that could hold an expected
+value."""
+
+
+class BadTest(Exception):
+    """A test that cannot be judged outside the jail; the message says why."""
+
+
+@dataclass(frozen=True)
+class ProgramCase:
+    """A request to the jail, and what it has to give."""
+
+    request: Any
+    """An expression, its arguments as plain data, or the text of standard input."""
+    expected: Any = None
+    """The value; text; or, with ``raises``, nothing."""
+    source: str = ""
+    """Expression for ``(expected, rel, abs)`` that is no literal, and not evaluated yet."""
+    tolerance: Tolerance = EXACT_INTS
+    alternatives: tuple[Any, ...] = ()
+    """Other values that are right too."""
+    is_json: bool = False
+    raises: tuple[str, ...] = ()
+    """Types of exceptions, one of which has to be raised."""
+
+    def passes(self, result: CaseResult) -> bool:
+        """Whether the result is as expected. A value that cannot be compared is not."""
+        if self.raises:
+            return _is_raised(result, self.raises)
+        try:
+            if result.status != "value":
+                return False
+            if isinstance(result.value, str):
+                return equal_text(result.value, self.expected)
+            (value,) = result.value
+            return any(
+                equal(value, expected, self.tolerance, is_json=self.is_json)
+                for expected in (self.expected, *self.alternatives)
+            )
+        except Exception:
+            return False
+
+    def with_expected(self, values: Any) -> ProgramCase:
+        """Set what is expected and the tolerances: ``(expected, rel, abs)``."""
+        expected, rel, absolute = values
+        tolerance = EXACT_INTS if rel is None else Tolerance(rel, absolute, of_ints=True)
+        return replace(self, expected=expected, tolerance=tolerance, source="")
+
+
+def _is_raised(result: CaseResult, expected: Sequence[str]) -> bool:
+    """Whether an exception has an expected type, or derives from an expected built-in one.
+
+    NameError counts by name alone: without the function under test, each call raises one. Without
+    ``exception``, it was raised while the program was loaded, or the process ended.
+    """
+    names = (result.exception, result.message.partition(":")[0])
+    base = object if "NameError" in names else _EXCEPTIONS.get(result.exception, object)
+    return bool(result.exception) and any(
+        name in names or issubclass(base, _EXCEPTIONS.get(name, ())) for name in expected
+    )
 
 
 @dataclass(frozen=True)
@@ -41,8 +120,27 @@ class ProgramTests:
         The program can learn this number, so that it is coarse: steps of 64 KiB, which tell nothing
         about an answer.
         """
-        length = sum(case.length for case in self.cases)
-        return (max(4 * length, min(8 * length, _USUAL_MOST)) // _STEP + 1) * _STEP
+        length = 0
+        for case in self.cases:
+            expected = case.expected
+            length += len(expected if isinstance(expected, str) else encode(expected))
+        return (max(4 * length, min(8 * length, _USUAL_LIMIT)) // _STEP + 1) * _STEP
+
+    def evaluated(self, calls: Callable[..., list[CaseResult]]) -> ProgramTests:
+        """Evaluate what is expected and no literal, by ``calls`` of a sandbox without a program."""
+        sources = [[case.source] for case in self.cases if case.source]
+        if not sources:
+            return self
+        results = iter(calls("", sources, setup="import math", room=_USUAL_LIMIT))
+        cases = []
+        for case in self.cases:
+            if case.source:
+                result = next(results)
+                if result.status != "value":
+                    raise BadTest(f"{case.source:.80} has no value ({result.message})")
+                case = case.with_expected(result.value[0])
+            cases.append(case)
+        return replace(self, cases=tuple(cases))
 
 
 def read_tests(
@@ -55,159 +153,216 @@ def read_tests(
     """
     if entry is not None and not (isinstance(entry, str) and _PATH.fullmatch(entry)):
         raise BadTest(f"entry_point is {entry!r:.60}; it needs the name of a function")
-    code = _setup_code(imports, setup)
+    code = [_text(imports or "", "test_imports"), _text(setup or "", "test_setup_code")]
     if isinstance(cell, str) and cell.lstrip()[:1] in ("[", "{"):
         with suppress(ValueError, RecursionError):  # the text of asserts
             cell = json.loads(cell)
     if isinstance(cell, Mapping) and "inputs" in cell and "outputs" in cell:
         entry = entry or cell.get("fn_name")
-        cell = _items_of_columns(cell, has_entry=entry is not None)
+        cell = _items_of_columns(cell["inputs"], cell["outputs"], "args" if entry else "input")
     if cell is None or (isinstance(cell, str) and not cell.strip()):
         return None
-    is_list = isinstance(cell, Sequence) and not isinstance(cell, str)
-    items = [*cell] if is_list else [cell]
-    if all(isinstance(item, str) for item in items):
-        return _asserts(items, entry, code)
-    if not all(isinstance(item, Mapping) for item in items):
+    items = [cell] if isinstance(cell, (str, Mapping)) else cell
+    if not isinstance(items, Sequence) or not all(
+        isinstance(item, (str, Mapping)) for item in items
+    ):
         raise BadTest(f"it is {cell!r:.60}; it needs {FORMS}")
-    if all("input" in item and "output" in item for item in items):
-        if any(item.get("testtype") != "functional" for item in items):
-            return ProgramTests(is_script=True, cases=tuple(map(_run_with_input, items)))
-        return _calls(map(_lines_as_json, items), entry, code)
-    if all("output" in item and ("args" in item or "kwargs" in item) for item in items):
-        return _calls(items, entry, code)
-    odd = next((item for item in items if "output" not in item), items[0])
-    raise BadTest(f"a test has {', '.join(map(str, odd)) or 'nothing'}; it needs {FORMS}")
-
-
-def _setup_code(imports: Any, setup: Any) -> str:
-    need = "it needs text, or a list of lines"
-    codes = (
-        _joined(imports or "", "test_imports is", need),
-        _joined(setup or "", "test_setup_code is", need),
-    )
-    code = "\n".join(filter(None, codes))
-    try:
-        compile(code, "setup", "exec", dont_inherit=True)
-    except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError) as error:
-        raise BadTest(f"its setup (test_imports, test_setup_code) is no Python ({error})") from None
-    return code
-
-
-def _items_of_columns(cell: Mapping[str, Any], *, has_entry: bool) -> list[dict[str, Any]]:
-    """Tests of inputs and outputs side by side, as in APPS; of a function, inputs are arguments."""
-    inputs, outputs = cell["inputs"], cell["outputs"]
-    are_lists = isinstance(inputs, Sequence) and isinstance(outputs, Sequence)
-    if not are_lists or len(inputs) != len(outputs):
-        got = f"it has {', '.join(map(str, cell))}"
-        raise BadTest(f"{got}; it needs {FORMS}, one output for each input")
-    pairs = zip(inputs, outputs, strict=True)
-    if not has_entry:
-        return [{"input": given, "output": expected} for given, expected in pairs]
-    items = []
-    for args, output in pairs:
-        # Some of the values that are returned are wrapped in a list.
-        wrapped = output if isinstance(output, list) and len(output) == 1 else []
-        items.append({"args": args, "output": output, "or": wrapped})
-    return items
-
-
-def _asserts(texts: Sequence[str], entry: str | None, code: str) -> ProgramTests | None:
     cases = list[ProgramCase]()
-    for number, text in enumerate(texts, start=1):
+    is_script = False
+    for number, item in enumerate(items, start=1):
         try:
-            asserts, imported = read_asserts(text)
+            if isinstance(item, str):
+                asserts, imported = read_asserts(item)
+                cases += asserts
+                code.append(imported)
+            elif "input" in item and item.get("testtype") != "functional":
+                is_script = True
+                cases.append(ProgramCase(_text(item["input"]), _text(item["output"])))
+            else:
+                cases.append(_call(item, entry))
+        except KeyError as error:
+            raise BadTest(
+                f"a test has {', '.join(item)} and no {error}; it needs {FORMS}"
+            ) from None
         except BadTest as error:
             raise BadTest(f"test {number}: {error}") from None
-        cases += asserts
-        code = "\n".join(filter(None, [code, imported]))
     if not cases:
         return None
-    return ProgramTests(is_script=False, cases=tuple(cases), setup=code, entry=entry)
+    setup_code = "\n".join(filter(None, code))
+    return ProgramTests(is_script, tuple(cases), setup_code, entry)
 
 
-def _run_with_input(item: Mapping[str, Any]) -> ProgramCase:
-    """A run of the whole program."""
-    what, need = "an input or output is", "without a column entry_point it needs text"
-    expected = _joined(item["output"], what, need)
-    is_right = partial(equal_text, expected=expected)
-    return ProgramCase(_joined(item["input"], what, need), is_right, len(expected))
-
-
-def _lines_as_json(item: Mapping[str, Any]) -> dict[str, Any]:
-    """A test of LiveCodeBench's: an argument in each line of the input."""
-    parts = []
-    for name in ("input", "output"):
-        lines = str(item[name]).splitlines()
-        try:
-            parts.append([json.loads(line) for line in lines if line.strip()])
-        except ValueError as error:
-            text = f"{item['input']!r:.60}"
-            raise BadTest(f"{text} is not one JSON value a line ({error})") from None
-    args, outputs = parts
-    return {"args": args, "output": outputs[0] if outputs else None}
-
-
-def _joined(value: Any, what: str, need: str) -> str:
+def _text(value: Any, what: str = "without a column entry_point, an input or output") -> str:
     """Join a text that may be a list of its lines."""
     lines = [value] if isinstance(value, str) else value
     if not isinstance(lines, (list, tuple)) or not all(isinstance(line, str) for line in lines):
-        raise BadTest(f"{what} {value!r:.60}; {need}")
+        raise BadTest(f"{what} is {value!r:.60}; it needs text, or a list of lines")
     return "\n".join(lines)
 
 
-def _calls(items: Iterable[Mapping[str, Any]], entry: Any, setup: str) -> ProgramTests | None:
-    """Build cases from tests with args, kwargs and an output."""
-    if not isinstance(entry, str) or not _PATH.fullmatch(entry):
+def _items_of_columns(inputs: Any, outputs: Any, key: str) -> list[dict[str, Any]]:
+    """Tests of inputs and outputs side by side, as in APPS; of a function, inputs are arguments."""
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         raise BadTest(
-            "the tests have arguments and no function; it needs a column entry_point with its name"
+            f"inputs and outputs do not match; it needs {FORMS}, one output for each input"
         )
-    cases = []
-    for item in items:
-        args = [] if item.get("args") is None else item["args"]
-        kwargs = {} if item.get("kwargs") is None else item["kwargs"]
-        are_named = isinstance(kwargs, Mapping) and all(map(_is_name, kwargs))
-        if not isinstance(args, (list, tuple)) or not are_named:
-            got = f"args is {args!r:.60}, kwargs {kwargs!r:.60}"
-            raise BadTest(f"{got}; it needs a list, and an object of keywords")
+    items = []
+    for given, output in zip(inputs, outputs, strict=True):
+        # some of the values that functions return are wrapped in a list
+        is_wrapped = key == "args" and isinstance(output, list) and len(output) == 1
+        items.append({key: given, "output": output, "or": output if is_wrapped else []})
+    return items
+
+
+def _call(item: Mapping[str, Any], entry: str | None) -> ProgramCase:
+    """A test with arguments and an output, or of LiveCodeBench's: JSON, an argument in each line."""
+    if entry is None:
+        raise BadTest("it has arguments and no function; it needs a column entry_point")
+    args, kwargs, output = item.get("args"), item.get("kwargs"), item["output"]
+    if "input" in item:
         try:
-            named = [f"{key}={_source(value)}" for key, value in kwargs.items()]
-            source = check_compiles(f"{entry}({', '.join([*map(_source, args), *named])})")
-            length = len(encode(item["output"]))
-        except NotPlain as error:
-            raise BadTest(f"an output cannot be compared: {error}") from None
-        except RecursionError:
-            raise BadTest("an argument is nested too deeply") from None
-        is_right = partial(_is_any, expected=[item["output"], *item.get("or", ())])
-        cases.append(ProgramCase((source,), is_right, length))
-    return ProgramTests(is_script=False, cases=tuple(cases), setup=setup, entry=entry)
-
-
-def _is_name(text: Any) -> bool:
-    return isinstance(text, str) and text.isidentifier()
-
-
-def _is_any(value: Any, expected: Sequence[Any]) -> bool:
-    return any(equal(value, one, is_json=True) for one in expected)
-
-
-def _source(value: Any) -> str:
-    """Python source of a JSON value."""
-    match value:
-        case float() if not math.isfinite(value):
-            return f"float('{value}')"
-        case None | bool() | float() | str():
-            return repr(value)
-        case int():
-            return hex(value)  # without a limit of digits
-        case list():
-            return f"[{', '.join(map(_source, value))}]"
-        case tuple():
-            return f"({''.join(_source(item) + ', ' for item in value)})"
-        case Mapping():
-            return (
-                "{"
-                + ", ".join(f"{_source(key)}: {_source(item)}" for key, item in value.items())
-                + "}"
+            args, outputs = (
+                [json.loads(line) for line in str(item[name]).splitlines() if line.strip()]
+                for name in ("input", "output")
             )
-    raise BadTest(f"an argument is a {type(value).__name__}; it needs plain data")
+        except ValueError as error:
+            raise BadTest(f"{item['input']!r:.60} is not one JSON value a line ({error})") from None
+        output = outputs[0] if outputs else None
+    elif args is None and kwargs is None:
+        raise KeyError("args")
+    args, kwargs = args or [], kwargs or {}
+    if not isinstance(args, (list, tuple)) or not isinstance(kwargs, Mapping):
+        got = f"args is {args!r:.60}, kwargs {kwargs!r:.60}"
+        raise BadTest(f"{got}; it needs a list, and an object of keywords")
+    try:
+        encode(output)
+        request = {"args": encode([*args]), "kwargs": encode({**kwargs})}
+    except NotPlain as error:
+        raise BadTest(f"an argument or output: {error}") from None
+    return ProgramCase(request, output, alternatives=tuple(item.get("or", ())), is_json=True)
+
+
+# --- asserts --------------------------------------------------------------------------------------
+
+
+def read_asserts(text: str) -> tuple[list[ProgramCase], str]:
+    """Parse a test into cases and its imports, for the program's namespace. Raises BadTest for
+    other statements."""
+    cases, imports = [], []
+    try:
+        for line in ast.parse(text).body:
+            if isinstance(line, ast.Import):  # pytest is judged outside, and not in the jail
+                line.names = [alias for alias in line.names if alias.name != "pytest"]
+            if not isinstance(line, (ast.Import, ast.ImportFrom)):
+                cases.append(_case(line))
+            elif line.names and getattr(line, "module", "") != "pytest":
+                imports.append(ast.unparse(line))
+    except BadTest as error:
+        raise BadTest(f"{_show(line)}: {error}") from None
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        shown = " ".join(text.split())[:80]
+        raise BadTest(f"{shown} is no Python, or nested too deeply ({error})") from None
+    return cases, "\n".join(imports)
+
+
+def _case(line: ast.stmt) -> ProgramCase:
+    """One statement as a case: equality, closeness, truth, or an exception."""
+    match line:
+        case ast.With(
+            items=[ast.withitem(ast.Call(func=func, args=[types], keywords=[]))],
+            body=[ast.Expr(value=call) | ast.Assign(value=call)],
+        ) if ast.unparse(func) in ("pytest.raises", "raises"):
+            kinds = types.elts if isinstance(types, ast.Tuple) else [types]
+            names = tuple(ast.unparse(kind).rpartition(".")[2] for kind in kinds)
+            return ProgramCase(_request(call), raises=names)
+        case ast.Assert(
+            test=ast.Compare(
+                left=ast.Call(args=[ast.BinOp(left=left, op=ast.Sub(), right=right)]) as function,
+                ops=[ast.Lt() | ast.LtE()],
+                comparators=[limit],
+            )
+        ) if ast.unparse(function.func) == "abs":
+            return _comparison(left, right, {"rel": ast.Constant(0), "abs": limit})
+        case ast.Assert(
+            test=ast.Compare(left=left, ops=[ast.Eq() | ast.Is()], comparators=[right])
+        ):
+            return _comparison(left, right, {})
+        case ast.Assert(test=ast.Call(args=[left, right], keywords=options) as function) if (
+            ast.unparse(function.func) in ("math.isclose", "isclose")
+        ):
+            limits = {str(option.arg).removesuffix("_tol"): option.value for option in options}
+            return _comparison(left, right, {"rel": ast.Constant(1e-9), **limits})
+        case ast.Assert(test=ast.UnaryOp(op=ast.Not(), operand=call)):
+            return ProgramCase(f"bool({_request(call, is_verdict=True)})", expected=False)
+        case ast.Assert(test=call):
+            return ProgramCase(f"bool({_request(call, is_verdict=True)})", expected=True)
+    raise BadTest("it is no assert, and no pytest.raises(TYPE) around one call")
+
+
+def _comparison(left: ast.expr, right: ast.expr, limits: dict[str, ast.expr]) -> ProgramCase:
+    """The case in which the side that is the program's equals the other one, or is close to it."""
+    if _is_own(left) and _is_own(right):
+        raise BadTest("both sides are the program's own, and it could make any two agree")
+    call, expected = (left, right) if _is_own(left) else (right, left)
+    match expected:
+        case ast.Call(func=func, args=[value], keywords=options) if ast.unparse(func) in (
+            "pytest.approx",
+            "approx",
+        ):
+            expected, limits = value, {str(option.arg): option.value for option in options}
+            if "abs" in limits:
+                limits = {"rel": ast.Constant(0)} | limits
+            limits = {"rel": ast.Constant(1e-6), "abs": ast.Constant(1e-12)} | limits
+    if limits:
+        limits = {"abs": ast.Constant(0)} | limits
+    sides = [expected, *(limits.get(name, ast.Constant(None)) for name in ("rel", "abs"))]
+    is_verdict = isinstance(expected, ast.Constant) and isinstance(expected.value, bool)
+    case = ProgramCase(_request(call, is_verdict=is_verdict))
+    source = ast.unparse(ast.Tuple(sides, ast.Load()))
+    try:
+        return case.with_expected(ast.literal_eval(source))
+    except (ValueError, TypeError):
+        return replace(case, source=source)
+
+
+def _request(node: ast.expr, *, is_verdict: bool = False) -> str:
+    """Source of an expression for the jail, without any expected value.
+
+    ``is_verdict``: it gives True or False, so that it has to be ``f(x)``, ``module.f(x)`` or
+    ``Class().f(x)``, and nothing of the program in ``x``: not ``f(x).equals(y)``, where what the
+    program gave would answer, nor ``is_close(f(x), y)``.
+    """
+    if not _is_own(node):
+        raise BadTest("it calls nothing of the program")
+    outer: list[ast.AST] = [node]
+    while outer:  # down to the program's functions: what stands in their arguments is their input
+        part = outer.pop()
+        is_private = isinstance(part, ast.Attribute) and part.attr.startswith("__")
+        if not isinstance(part, _OUTER) or is_private:
+            raise BadTest(f"{_show(part)} is made of what the program gave; compare f(...) with ==")
+        if not isinstance(part, ast.Call) or ast.unparse(part.func) in _FUNCTIONS:
+            if not isinstance(part, ast.Lambda):
+                outer += filter(_is_own, ast.iter_child_nodes(part))
+        elif hasattr(builtins, ast.unparse(part.func)):
+            raise BadTest(f"{_show(part)} is not understood; call the function itself")
+        elif is_verdict and not _answers_itself(part):
+            raise BadTest(f"{_show(part)} would be judged by the program itself; compare with ==")
+    return ast.unparse(node)
+
+
+def _answers_itself(call: ast.Call) -> bool:
+    owner = call.func.value if isinstance(call.func, ast.Attribute) else call.func
+    given: list[ast.AST] = [*call.args, *call.keywords]
+    if isinstance(owner, ast.Call) and ast.unparse(owner.func).rpartition(".")[2][:1].isupper():
+        given += owner.args
+        owner = owner.func
+    return isinstance(owner, ast.Name) and not any(map(_is_own, given))
+
+
+def _is_own(node: ast.AST) -> bool:
+    """Whether the expression uses a name of the program."""
+    return any(isinstance(part, ast.Name) and part.id not in _KNOWN for part in ast.walk(node))
+
+
+def _show(node: ast.AST) -> str:
+    return " ".join(ast.unparse(node).split())[:80]

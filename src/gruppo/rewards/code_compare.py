@@ -2,57 +2,43 @@
 
 from __future__ import annotations
 
-import math
+import cmath
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
-RELATIVE, ABSOLUTE = 1e-6, 1e-9
-"""Tolerances of floats."""
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,4})?")
 _LONGEST_NUMBER = 400
 
 
 @dataclass(frozen=True)
-class Approx:
-    """An expected value with its own tolerances, as ``pytest.approx``: |got - value| <= max(rel
-    |value|, abs).
+class Tolerance:
+    """Numbers are close if |a - b| <= max(rel max(|a|, |b|), abs)."""
 
-    Without ``rel``, 1e-6, or 0 where ``abs`` is set; without ``abs``, 1e-12. Applies to each item
-    of a container.
-    """
+    rel: float = 1e-6
+    abs: float = 1e-9
+    of_ints: bool = False
+    """Whether an expected int has a tolerance; else it is exact: 1e9 is not 1000000007."""
 
-    value: Any
-    rel: float | None = None
-    abs: float | None = None
+    def is_close(self, got: complex, expected: complex) -> bool:
+        """Infinities and NaN equal only themselves."""
+        if isinstance(expected, int) and not self.of_ints:
+            return got == expected
+        if got != got and expected != expected:
+            return True
+        try:
+            return cmath.isclose(got, expected, rel_tol=self.rel, abs_tol=self.abs)
+        except OverflowError:  # an int beyond all floats
+            return got == expected
 
-    def is_close(self, got: Any, value: Any) -> bool:
-        if isinstance(got, complex) or isinstance(value, complex) or got == value:
-            return bool(got == value)
-        rel = self.rel if self.rel is not None else 0.0 if self.abs is not None else 1e-6
-        absolute = 1e-12 if self.abs is None else self.abs
-        return not math.isinf(value) and abs(got - value) <= max(rel * abs(value), absolute)
 
-
-def is_close(got: complex, expected: complex) -> bool:
-    """Whether a number is the expected one, within the tolerances if that is a float; infinities
-    and NaN equal only themselves. An expected int is exact: 1e9 is not 1000000007.
-    """
-    if isinstance(expected, int):
-        return got == expected
-    try:
-        if isinstance(got, complex) or isinstance(expected, complex):
-            got, expected = complex(got), complex(expected)
-            return is_close(got.real, expected.real) and is_close(got.imag, expected.imag)
-        is_nan = got != got and expected != expected
-        return is_nan or math.isclose(got, expected, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
-    except OverflowError:  # an int beyond all floats
-        return False
+EXACT_INTS = Tolerance()
 
 
 def equal(
-    got: Any, expected: Any, *, is_json: bool = False, close: Callable[[Any, Any], bool] = is_close
+    got: Any, expected: Any, tolerance: Tolerance = EXACT_INTS, *, is_json: bool = False
 ) -> bool:
     """Python's ``==`` over plain data, with a tolerance where the expected number is a float, and
     NaN equal to NaN.
@@ -61,45 +47,43 @@ def equal(
     keys, are compared exactly. ``is_json``: the expected value came from JSON, which has no tuples:
     a tuple equals the list of its items.
     """
-    for a, b in ((got, expected), (expected, got)):
-        if isinstance(a, Approx):
-            return equal(b, a.value, close=a.is_close)
     pairs: Iterable[tuple[Any, Any]]
     if isinstance(got, (list, tuple)) and isinstance(expected, (list, tuple)):
-        is_alike = len(got) == len(expected) and (
-            is_json or isinstance(got, list) == isinstance(expected, list)
-        )
-        pairs = zip(got, expected, strict=False)
+        if len(got) != len(expected) or (type(got) is not type(expected) and not is_json):
+            return False
+        pairs = zip(got, expected, strict=True)
     elif isinstance(got, dict) and isinstance(expected, dict):
-        is_alike = len(got) == len(expected) and all(key in got for key in expected)
+        if got.keys() != expected.keys():
+            return False
         pairs = ((got[key], item) for key, item in expected.items())
+    elif isinstance(got, (int, float, complex)) and isinstance(expected, (int, float, complex)):
+        return tolerance.is_close(got, expected)
     else:
-        are_numbers = all(isinstance(each, (int, float, complex)) for each in (got, expected))
-        return close(got, expected) if are_numbers else bool(got == expected)
-    return is_alike and all(equal(a, b, is_json=is_json, close=close) for a, b in pairs)
+        return bool(got == expected)
+    return all(equal(a, b, tolerance, is_json=is_json) for a, b in pairs)
 
 
 def equal_text(got: str, expected: str) -> bool:
     """Equality of the words of each line; spaces around words, and blank lines at both ends, do not
-    count.
-
-    A word that is a number with a point or an exponent is a float. If it is expected, its tolerance
-    applies.
+    count. The tolerance of floats applies to an expected number with a point or an exponent.
     """
     lines, expected_lines = (
         [line.split() for line in text.strip().splitlines()] for text in (got, expected)
     )
-    if list(map(len, lines)) != list(map(len, expected_lines)):
+    if [*map(len, lines)] != [*map(len, expected_lines)]:
         return False
-    words = (
-        pair for rows in zip(lines, expected_lines, strict=True) for pair in zip(*rows, strict=True)
-    )
-    for pair in (pair for pair in words if pair[0] != pair[1]):
-        if max(map(len, pair)) > _LONGEST_NUMBER or not all(map(_NUMBER.fullmatch, pair)):
-            return False
-        numbers = [int(word) if word.lstrip("+-").isdigit() else float(word) for word in pair]
-        if all(isinstance(number, int) for number in numbers) or not is_close(
-            *numbers
-        ):  # whole numbers are exact
-            return False
-    return True
+    return all(map(_equal_words, chain(*lines), chain(*expected_lines)))
+
+
+def _equal_words(got: str, expected: str) -> bool:
+    if got == expected:
+        return True
+    if max(len(got), len(expected)) > _LONGEST_NUMBER:
+        return False
+    if not _NUMBER.fullmatch(got) or not _NUMBER.fullmatch(expected):
+        return False
+    numbers = [
+        int(word) if word.lstrip("+-").isdigit() else float(word) for word in (got, expected)
+    ]
+    are_whole = all(isinstance(number, int) for number in numbers)
+    return not are_whole and EXACT_INTS.is_close(*numbers)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, NoReturn
 
-from .plain_data import encode
+from .plain_data import decode, encode
 
 CHANNEL = 3  # descriptor that results go to, one line each
 LOCKED, LOADING = -2, -1
@@ -98,10 +98,7 @@ def run_calls(request: Mapping[str, Any], first: int, report: Report) -> NoRetur
         exception = ""
         try:
             try:
-                values = [
-                    eval(compile(source, "test", "eval", dont_inherit=True), names)
-                    for source in sources
-                ]
+                values = [_evaluate(source, entry, names) for source in sources]
             except (
                 BaseException
             ) as error:  # the built-in type stands first, for tests that expect an exception
@@ -113,6 +110,13 @@ def run_calls(request: Mapping[str, Any], first: int, report: Report) -> NoRetur
         except BaseException as error:
             report(case, "e", f"{exception} {describe(error)}")
     os._exit(0)
+
+
+def _evaluate(source: Any, entry: str, names: dict[str, Any]) -> Any:
+    """The value of an expression, or of a call of ``entry`` with arguments."""
+    if isinstance(source, str):
+        return eval(compile(source, "test", "eval", dont_inherit=True), names)
+    return eval(entry, names)(*decode(source["args"]), **decode(source["kwargs"]))
 
 
 def run_script(request: Mapping[str, Any], report: Report) -> NoReturn:
