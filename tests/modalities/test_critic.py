@@ -357,21 +357,19 @@ def test_a_critic_with_other_tokens_is_refused_with_the_first_that_differs():
     )
     with pytest.raises(
         GruppoError,
-        match=r"'ab' is no token in it and 256 in the policy's, one of 4 differences.*cr",
+        match=r"tokens \[\('ab', 256\).*critic\.model",
     ):
         SeparateCritic(llama(), other)
 
 
 def test_a_critic_that_knows_fewer_ids_is_refused():
     other = from_transformers(causal_lm("Llama", vocab_size=300), bpe_tokenizer())
-    with pytest.raises(
-        GruppoError, match=rf"knows 300 token ids and the policy's {len(bpe_tokenizer())}"
-    ):
+    with pytest.raises(GruppoError, match=rf"token ids \[{len(bpe_tokenizer())}, 300\]"):
         SeparateCritic(llama(), other)
 
 
 def test_tokenizers_of_ones_own_cannot_be_compared_and_a_copy_needs_no_comparison():
-    with pytest.raises(GruppoError, match="without a vocabulary cannot be compared"):
+    with pytest.raises(GruppoError, match="without a vocabulary, which cannot be compared"):
         check_same_tokens(plain(), plain(seed=1))
     assert SeparateCritic(plain()).module["head"].weight.shape == (1, 257)
 

@@ -3,8 +3,6 @@ it."""
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 from tests import tiny
 from tests.trainer.test_environments import config, settings
@@ -16,29 +14,6 @@ from gruppo.modalities.text.memory import working_memory
 
 def long() -> str:
     return "1" * 20
-
-
-def warnings_of(caplog, folder, **changes):
-    caplog.clear()
-    with caplog.at_level(logging.WARNING):
-        run, _ = build(config(folder, **changes), Parts())
-    return run, [line for line in caplog.messages if "may outgrow the model's context" in line]
-
-
-def test_conversations_that_may_outgrow_the_context_are_named_before_the_run(tmp_path, caplog):
-    """Only with the longest prompt and replies: P + max_new_tokens + (turns - 1) x
-    max_reply_tokens, by hand."""
-    run, _ = warnings_of(caplog, tmp_path, environment__turns=1)
-    prompt = max(len(run.policy.chat.encode(p.inputs)) for p in run.source.all_prompts())
-    fits = (tiny.CONTEXT - prompt - 9) // 2
-    assert warnings_of(caplog, tmp_path, environment__max_reply_tokens=fits)[1] == []
-    (line,) = warnings_of(caplog, tmp_path, environment__max_reply_tokens=fits + 1)[1]
-    total = prompt + 9 + 2 * (fits + 1)
-    assert f"of {tiny.CONTEXT} tokens: a prompt of {prompt}, 9 of the policy" in line
-    assert (
-        f"2 replies of {fits + 1} (environment.max_reply_tokens) make {total}" in line
-        and "turns/context_full_count" in line
-    )
 
 
 def test_turns_that_did_not_fit_are_counted(tmp_path):

@@ -111,6 +111,9 @@ def objective_warnings(
     is_used = {
         "clip_low clip_high clip_unit": o.surrogate in ("clip", "cispo"),
         "lam value_clip": o.has_critic,
+        "dual_clip": o.surrogate == "clip",
+        "gamma": o.credit == "return_to_go",
+        "ratio": o.surrogate not in ("reinforce", "vespo"),
         "correction_level correction_low correction_high": o.correction != "none",
     }
     unused = [name for names, used in is_used.items() if not used for name in names.split()]

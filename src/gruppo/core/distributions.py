@@ -99,26 +99,24 @@ def sample_categorical(
     cumulative sum is formed; that of a truncated distribution is over the likely actions alone. A
     greedy action has its log-probability at temperature 1.
     """
-    uniforms = uniforms.to(logits.device)
+    is_truncated = 0 < top_k < logits.shape[-1] or top_p < 1
+    on_cpu = logits.device.type == "cpu"
+    rows = max(1, LOGITS_PER_PASS // logits.shape[-1] if on_cpu else len(logits))
     parts = []
-    rows = max(
-        1, LOGITS_PER_PASS // logits.shape[-1] if logits.device.type == "cpu" else len(logits)
-    )
-    for part, uniform in zip(logits.split(rows), uniforms.split(rows), strict=True):
+    for part, uniform in zip(
+        logits.split(rows), uniforms.to(logits.device).split(rows), strict=True
+    ):
+        scaled = apply_temperature(part, temperature or 1.0)
         if temperature == 0:
-            actions, scaled = part.argmax(dim=-1), apply_temperature(part, 1.0)
-            parts.append(
-                (actions, scaled.gather(-1, actions[:, None])[:, 0] - scaled.logsumexp(dim=-1))
-            )
-        elif 0 < top_k < logits.shape[-1] or top_p < 1:
-            parts.append(
-                _sample_truncated(apply_temperature(part, temperature), uniform, top_k, top_p)
-            )
+            actions = scaled.argmax(dim=-1)
+            logprobs = scaled.gather(-1, actions[:, None])[:, 0] - scaled.logsumexp(dim=-1)
+            parts.append((actions, logprobs))
+        elif is_truncated:
+            parts.append(_sample_truncated(scaled, uniform, top_k, top_p))
         else:
-            parts.append(_sample_logits(apply_temperature(part, temperature), uniform))
-    return torch.cat([actions for actions, _ in parts]), torch.cat(
-        [logprobs for _, logprobs in parts]
-    )
+            parts.append(_sample_logits(scaled, uniform))
+    actions, logprobs = (torch.cat(column) for column in zip(*parts, strict=True))
+    return actions, logprobs
 
 
 def _sample_logits(
@@ -215,17 +213,16 @@ def categorical(
     and its entropy."""
     if entropy == "gradient":
         scaled = apply_temperature(logits, temperature)
-        log_p = apply_top_k_top_p(scaled, top_k=top_k, top_p=top_p, always=actions).log_softmax(
-            dim=-1
-        )
-        nats = -(log_p.exp() * torch.where(log_p.isfinite(), log_p, 0)).sum(
-            dim=-1
-        )  # 0 log 0 = 0, gradients too
+        scaled = apply_top_k_top_p(scaled, top_k=top_k, top_p=top_p, always=actions)
+        log_p = scaled.log_softmax(dim=-1)
+        # 0 log 0 = 0, gradients too
+        nats = -(log_p.exp() * torch.where(log_p.isfinite(), log_p, 0)).sum(dim=-1)
         return log_p.gather(-1, actions[:, None])[:, 0], nats
+    has_entropy = entropy == "value"
     logprobs, nats = _CategoricalLogprob.apply(
-        logits, actions, temperature, top_k, top_p, entropy == "value"
+        logits, actions, temperature, top_k, top_p, has_entropy
     )
-    return logprobs, nats if entropy == "value" else None
+    return logprobs, nats if has_entropy else None
 
 
 class _CategoricalLogprob(torch.autograd.Function):
@@ -291,40 +288,26 @@ def chunked_categorical(
             return linear_categorical(features, head, actions, temperature, entropy)
         if 0 < top_k < len(head.weight) // 8 and features.device.type == "cpu":
             columns = possible_actions(features, head, actions, top_k, chunk)
-            if (
-                len(columns) <= len(head.weight) // 2
-            ):  # else a copy of the head costs more than it saves
+            # else a copy of the head costs more than it saves
+            if len(columns) <= len(head.weight) // 2:
                 bias = None if head.bias is None else head.bias[columns]
                 head = partial(linear, weight=head.weight.index_select(0, columns), bias=bias)
                 actions = torch.searchsorted(columns, actions)
 
+    def score(x: Tensor, a: Tensor, t: Tensor) -> tuple[Tensor, Tensor | None]:
+        return categorical(head(x), a, t, top_k=top_k, top_p=top_p, entropy=entropy)
+
     parts: list[tuple[Tensor, Tensor | None]] = []
-    for start in range(0, len(actions), chunk):
-        rows = slice(start, start + chunk)
-        modes: list[EntropyMode] = ["none" if entropy == "value" else entropy, entropy]
-
-        def score(
-            x: Tensor, a: Tensor, t: Tensor, modes: list[EntropyMode] = modes
-        ) -> tuple[Tensor, Tensor | None]:
-            mode = (
-                modes.pop() if len(modes) > 1 else modes[0]
-            )  # the backward pass does not need a plain number again
-            return categorical(head(x), a, t, top_k=top_k, top_p=top_p, entropy=mode)
-
-        inputs = (features[rows], actions[rows], temperature[rows])
-        recompute = (
-            torch.is_grad_enabled()
-        )  # whatever requires a gradient: features, or the head alone
-        parts.append(
-            checkpoint(score, *inputs, use_reentrant=False) if recompute else score(*inputs)
-        )
-    if not parts:
-        empty = features.sum() * 0 + torch.zeros(0, device=features.device)
-        return empty, None if entropy == "none" else empty
+    for inputs in zip(
+        features.split(chunk), actions.split(chunk), temperature.split(chunk), strict=True
+    ):
+        if torch.is_grad_enabled():  # whatever requires a gradient: features, or the head alone
+            parts.append(checkpoint(score, *inputs, use_reentrant=False))
+        else:
+            parts.append(score(*inputs))
+    logprobs = torch.cat([logprobs for logprobs, _ in parts])
     entropies = [nats for _, nats in parts if nats is not None]
-    return torch.cat([logprobs for logprobs, _ in parts]), torch.cat(
-        entropies
-    ) if entropies else None
+    return logprobs, torch.cat(entropies) if entropies else None
 
 
 @torch.no_grad()

@@ -122,11 +122,9 @@ class Objective:
 
     def _rules(self) -> Iterator[tuple[bool, str, str, str]]:
         """Whether a combination is wrong, why, the field to change, and its nearest valid value."""
-        clips_nats, low, high = self.clip_unit == "nats", self.correction_low, self.correction_high
-        highest = math.exp(self.clip_high) if clips_nats else 1 + self.clip_high
-        uses = (
-            "uses no ratio" if self.surrogate == "reinforce" else "has a sequence weight of its own"
-        )
+        in_nats = self.clip_unit == "nats"
+        highest = math.exp(self.clip_high) if in_nats else 1 + self.clip_high
+        low, high = self.correction_low, self.correction_high
         normalizes_each = self.combine == "normalize_then_sum"
         yield (
             self.surrogate not in SURROGATES and not self.has_own_surrogate,
@@ -137,28 +135,20 @@ class Objective:
         )
         # In nats any clip_low is valid: exp(-clip_low) stays above 0.
         yield (
-            not clips_nats and self.clip_low > 1,
+            not in_nats and self.clip_low > 1,
             f"objective.clip_low={self.clip_low}: clipping below 1 - clip_low needs clip_low <= 1",
             "clip_low",
             "0.2",
         )
         yield (
-            clips_nats and self.clip_high > MAX_LOG_RATIO,
-            f"""objective.clip_high={self.clip_high:g} nats never clips: ratios end at
-                e^{MAX_LOG_RATIO:g}""",
+            in_nats and self.clip_high > MAX_LOG_RATIO,
+            f"objective.clip_high={self.clip_high:g}: ratios end at e^{MAX_LOG_RATIO:g}",
             "clip_high",
             "1",
         )
         yield (
-            self.dual_clip > 0 and self.surrogate != "clip",
-            f"dual_clip={self.dual_clip:g} belongs to surrogate='clip', not {self.surrogate!r}",
-            "dual_clip",
-            "0",
-        )
-        yield (
             0 < self.dual_clip <= highest,
-            f"""dual_clip={self.dual_clip:g} crosses the clip range, which ends at {highest:g}; it
-                needs to be larger""",
+            f"dual_clip={self.dual_clip:g} crosses the clip range, which ends at {highest:g}",
             "dual_clip",
             "3",
         )
@@ -189,23 +179,11 @@ class Objective:
             "sum_then_normalize",
         )
         yield (
-            self.gamma != 1 and self.credit != "return_to_go",
-            f"gamma={self.gamma:g} discounts nothing under credit={self.credit!r}",
-            "credit",
-            "return_to_go, or $objective.gamma 1",
-        )
-        yield (
             self.credit == "position"
             and ("prompt" in (self.baseline, self.scale) or normalizes_each),
             "credit='position' has no combine='normalize_then_sum' and no scale='prompt'",
             "credit",
             "outcome",
-        )
-        yield (
-            self.ratio == "sequence" and self.surrogate in ("reinforce", "vespo"),
-            f"ratio='sequence' has no effect: surrogate={self.surrogate!r} {uses}",
-            "ratio",
-            "token",
         )
         yield (
             self.kl_in == "reward" and normalizes_each and self.credit == "outcome",
@@ -238,6 +216,7 @@ class Objective:
         ``has_positions``: rewards come per action. ``is_gaussian``: the policy's actions are
         continuous.
         """
+        has_kl_loss = kl_coef > 0 and self.kl_in == "loss"
         if group_size < 2 and self.needs_groups:
             why = "baseline" if self.baseline in GROUP_BASELINES else "spread to scale by"
             raise GruppoError(
@@ -253,61 +232,61 @@ class Objective:
                 option="optim.epochs",
                 advice="1 $optim.minibatches 1 or $objective.surrogate clip",
             )
-        if kl_coef > 0 and self.kl_in == "loss" and self.kl == "k1" and self.kl_gradient == "naive":
-            problem = "kl='k1' with kl_gradient='naive' has a gradient of zero in expectation"
+        if has_kl_loss and self.kl == "k1" and self.kl_gradient == "naive":
             raise _invalid(
-                f"{problem}, so kl_coef={kl_coef:g} has no effect",
+                f"""kl='k1' with kl_gradient='naive' has a gradient of zero in expectation, so
+                    kl_coef={kl_coef:g} has no effect""",
                 "kl_gradient",
                 "unbiased, or $objective.kl k2 or k3",
             )
         if kl_coef > 0 and self.kl == "exact" and is_gaussian is False:
-            problem = (
-                "kl='exact' is the closed form of Gaussian policies; this policy's actions "
-                "are discrete"
-            )
-            raise _invalid(f"{problem}, and no logits are kept", "kl", "k3")
-        if kl_coef > 0 and self.kl == "k3" and is_gaussian:
-            problem = (
-                "kl='k3' of a Gaussian policy takes the exponential of a log-ratio summed "
-                "over the dimensions of"
-            )
             raise _invalid(
-                f"{problem} an action, which overflows. Its KL has a closed form", "kl", "exact"
+                """kl='exact' is the closed form of Gaussian policies; this policy's actions are
+                    discrete, and no logits are kept""",
+                "kl",
+                "k3",
+            )
+        if kl_coef > 0 and self.kl == "k3" and is_gaussian:
+            raise _invalid(
+                """kl='k3' of a Gaussian policy takes the exponential of a log-ratio summed over the
+                    dimensions of an action, which overflows. Its KL has a closed form""",
+                "kl",
+                "exact",
             )
         self.check_rewards(of_steps=has_positions, of_rows=not has_positions)
         if max_length is not None and self.overlong >= max_length:
-            problem = (
-                f"overlong={self.overlong} penalizes every length up to the longest, {max_length}"
+            raise _invalid(
+                f"""overlong={self.overlong} penalizes every length up to the longest,
+                    {max_length}; it needs to be smaller""",
+                "overlong",
+                f"{max_length // 5}",
             )
-            raise _invalid(f"{problem}; it needs to be smaller", "overlong", f"{max_length // 5}")
 
     def check_rewards(self, *, of_steps: bool, of_rows: bool) -> None:
         """Refuse a credit that the rewards cannot give. Rewards score single steps, whole rows, or
         both."""
         if self.credit == "position" and not of_steps:
-            problem = (
-                "credit='position' needs a reward for each action; these rewards score whole rows"
+            raise _invalid(
+                "credit='position' needs a reward for each action; these rewards score whole rows",
+                "credit",
+                "outcome, or $reward process_reward:PATH",
             )
-            raise _invalid(problem, "credit", "outcome, or $reward process_reward:PATH")
         if not of_steps or self.credit == "outcome" or self.has_critic:
             return
         if "prompt" in (self.baseline, self.scale):
-            problem = (
-                "baseline='prompt' and scale='prompt' keep the scores of rows, but steps are "
-                "compared with steps"
-            )
             raise _invalid(
-                problem, "baseline", "mean $objective.scale group, or $objective.credit outcome"
+                """baseline='prompt' and scale='prompt' keep the scores of rows, but steps are
+                    compared with steps""",
+                "baseline",
+                "mean $objective.scale group, or $objective.credit outcome",
             )
         if of_rows and self.scale != "none" and self.combine == "sum_then_normalize":
-            choice = "combine" if self.credit == "return_to_go" else "scale"
-            value = "normalize_then_sum" if choice == "combine" else "none"
-            problem = (
-                "rewards of rows and steps are normalized separately, and their weights in "
-                "the sum divided out by"
-            )
+            sums = self.credit == "return_to_go"
             raise _invalid(
-                f"{problem} scale={self.scale!r}", choice, f"{value}, or $objective.credit outcome"
+                f"""rewards of rows and steps are normalized separately, and their weights in the
+                    sum divided out by scale={self.scale!r}""",
+                "combine" if sums else "scale",
+                f"{'normalize_then_sum' if sums else 'none'}, or $objective.credit outcome",
             )
 
     @property

@@ -131,7 +131,7 @@ def test_rows_that_have_begun_go_on_as_from_a_prompt_of_their_own(make, at_once,
     ]
     made = layered(module, PROMPTS, OWNERS, BEHIND)
     needed = layered(module, begun, torch.arange(len(begun)))
-    assert made.prompts[0].shape[1] == 2 * len(PROMPTS), "two heads of each prompt, held once"
+    assert made.prompts[0].shape[1] == len(PROMPTS), "each prompt is held once"
     assert max(worst_errors(made, needed)) < 1e-7
 
 

@@ -113,7 +113,7 @@ def test_the_text_of_a_target(target, text):
     [
         (None, r"'p' has no target to learn from: it is None"),
         ("  ", r"'p' has no target to learn from: it is '  '"),
-        ([USER], r"is no answer; it needs a text, or one message of the assistant"),
+        ([USER], r"is no answer; it needs a string, or one message of the assistant"),
         ([{"role": "assistant", "content": "1"}] * 2, r"is no answer"),
         ([{"role": "assistant", "content": None}], r"is no answer"),
         ("12<|end|>ab", r"holds an end token, at which the answer would end"),

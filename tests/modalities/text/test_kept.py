@@ -213,7 +213,7 @@ def test_kept_rows_of_all_batches_hold_one_copy_of_the_weights(monkeypatch):
 
 def test_nothing_is_kept_where_no_further_turn_can_follow(monkeypatch):
     calls = []
-    monkeypatch.setattr(generation.Keeper, "keep", lambda self, *row: calls.append(row))
+    monkeypatch.setattr(decoding.LayeredDecoding, "keep", lambda self, *row: calls.append(row))
     policy = llama()
     assert "kept" not in policy.sample(texts(), SAMPLING, seed=1).per_row
     conversed(policy, turns=1)

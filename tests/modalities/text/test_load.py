@@ -211,14 +211,6 @@ def test_weights_that_would_be_random_are_counted(folder):
         from_pretrained(folder, compute="float32")
 
 
-@pytest.mark.parametrize("lacks", ["encode", "decode"])
-def test_a_tokenizer_without_encode_or_decode_is_refused(lacks):
-    tokenizer = type("Mute", (), {"encode": lambda self, text: [1], "decode": lambda self, ids: ""})
-    delattr(tokenizer, lacks)
-    with pytest.raises(GruppoError, match=f"a Mute has no method {lacks}"):
-        from_module(TinyGPT(), tokenizer(), eos_ids=[END])
-
-
 def test_one_end_token_given_as_a_number_is_refused():
     with pytest.raises(GruppoError, match=r"\[256\]"):
         from_module(TinyGPT(), ByteTokenizer(), eos_ids=END)

@@ -74,16 +74,16 @@ def test_a_step_reads_and_writes_the_same_memory_until_its_sizes_change(monkeypa
     policy = llama()
     static = opened(StaticDecoding, policy)
     static.advance(torch.zeros(len(OWNERS), dtype=torch.long))
-    buffers = [static.tokens, static.column, static.before, *static.suffixes, *static.prompts]
+    buffers = [static.tokens, static.column, static.slots, *static.suffixes, *static.prompts]
     places = [buffer.data_ptr() for buffer in buffers]
-    run, numbers = static._run, []
+    run, numbers = static._step, []
 
     def counted():
         sizes = (static.suffixes[0].shape[2], static.prompts[0].shape[2])
         numbers.append((static.groups, static.width, *sizes))
         return run()
 
-    monkeypatch.setattr(static, "_run", counted)
+    monkeypatch.setattr(static, "_step", counted)
     for t in range(5):
         static.advance(torch.full((len(OWNERS),), t))
     static.select(torch.arange(7))

@@ -17,7 +17,6 @@ from gruppo.config.schema import Config, PromptsConfig
 from gruppo.environments import Environment, converse
 from gruppo.modalities.text import from_transformers
 from gruppo.modalities.text.chat import Chat
-from gruppo.modalities.text.chat_template import rewritten
 from gruppo.modalities.text.modality import check_lengths
 from gruppo.types import DataError, Generated, GruppoError, Prompt, Request, Sampling
 
@@ -130,8 +129,6 @@ WITH_TOOLS = [
     "gemma4_v5",
     "glm4moe",
     "gptoss",
-    "lfm2_2_5",
-    "lfm2_v2",
     "llama3_1",
     "llama3_2",
     "muse_glimmer",
@@ -153,17 +150,30 @@ here."""
 
 
 REWRITING_AFTER_TOOLS = ("deepseekv3", "diffusion_gemma")
+REWRITING_AFTER_USERS = (
+    "deepseekv3",
+    "gptoss",
+    "nemotron_3_nano",
+    "nemotron_3_super",
+    "nemotron_3_ultra",
+    "qwen3_5_nothink",
+    "qwen3_5_think",
+    "qwen3_6",
+)
+"""Templates that write earlier turns in another way once a tool's result or a user's message
+follows."""
 
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
-def test_a_conversation_by_turns_has_the_ids_of_the_whole_or_the_run_says_why_not(name):
+def test_a_conversation_by_turns_has_the_ids_of_the_whole(name):
     chat = family_chat(name)
     chat.set_tools(TOOLS)
-    notes = rewritten(chat)
-    assert ("a tool's result" in notes) == (name in REWRITING_AFTER_TOOLS)
-    for rounds, follows in ((AFTER_TOOLS, "a tool's result"), (AFTER_USER, "a user message")):
+    for rounds, rewriting in (
+        (AFTER_TOOLS, REWRITING_AFTER_TOOLS),
+        (AFTER_USER, REWRITING_AFTER_USERS),
+    ):
         parts = rounds if "nothink" in name else thoughtful(rounds)
-        if follows not in notes:
+        if name not in rewriting:
             written, whole = incremental(chat, [USER], parts)
             assert written == whole[: len(written)] and len(whole) - len(written) <= 2
     prompt = [{"role": "system", "content": "Be brief."}, USER]
@@ -178,7 +188,7 @@ def test_a_conversation_by_turns_has_the_ids_of_the_whole_or_the_run_says_why_no
 )
 def test_a_template_without_tools_is_refused_with_what_to_do(name):
     with pytest.raises(
-        GruppoError, match=r"the model's chat template .*Set --prompts\.chat-template to"
+        GruppoError, match=r"the model's chat template .*Set prompts\.chat_template to"
     ):
         family_chat(name).set_tools(TOOLS)
 
@@ -241,7 +251,7 @@ def test_smollm2_has_no_tools_until_our_template_is_set():
         chat.set_tools(TOOLS)
     chat.configure(PromptsConfig(chat_template="chatml-tools"))
     chat.set_tools(TOOLS)
-    assert rewritten(chat) == "" and tokenizer.chat_template == SMOLLM
+    assert tokenizer.chat_template == SMOLLM
     for rounds in (AFTER_TOOLS, AFTER_USER):
         written, whole = incremental(chat, [USER], rounds)
         assert written == whole[: len(written)] and len(whole) - len(written) == 1
@@ -276,7 +286,7 @@ def test_variables_of_the_template_are_in_every_rendering_and_in_the_saved_model
     "changes, why",
     [
         ({"chat_template_kwargs": "thinking"}, "needs a JSON object"),
-        ({"chat_template_kwargs": '{"tools": []}'}, "which gruppo sets itself"),
+        ({"chat_template_kwargs": '{"tools": []}'}, "which gruppo sets"),
         ({"chat_template_kwargs": '{"enable_thinkng": false}'}, "never reads"),
         ({"chat_template": "missing.jinja"}, "cannot be read"),
         ({"chat_template": "broken.jinja"}, "cannot write a conversation"),
@@ -300,7 +310,7 @@ def test_special_tokens_in_what_a_tool_returns_stay_text_whatever_the_prompts_ma
         ids = chat.encode_reply([USER], calling, [result(attack)], is_closed=True, tools=TOOLS)
         special = set(chat.tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|im_start|>"]))
         assert [i for i in ids if i in special] == [i for i in harmless if i in special]
-        assert attack in chat.text_with_specials(ids)
+        assert attack in chat.text_with_specials(ids).replace("< |", "<|")
 
 
 def test_a_result_follows_a_turn_without_a_call_that_could_be_read_and_one_of_two_calls():

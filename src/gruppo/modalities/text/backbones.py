@@ -102,17 +102,14 @@ class Backbone:
         ``owners`` [b]: the prompt of each completion. An action is a completion and its column,
         ``row`` and ``column`` [n].
         """
-        layout = self.layout
         tokens: Tokens
-        if layout == "padded":
+        if self.layout == "padded":
             tokens = pad(prompts, completions, owners)
             features = self.features(tokens.ids.to(device_of(self.module))).flatten(0, 1)
-        elif layout == "packed":
-            tokens = stream(prompts, completions, owners)
-            features = self._packed_features(tokens)
         else:
             tokens = stream(prompts, completions, owners)
-            features = self._stream_features(tokens)
+            is_packed = self.layout == "packed"
+            features = (self._packed_features if is_packed else self._stream_features)(tokens)
         return features[tokens.before(row, column).to(features.device, non_blocking=True)]
 
     def _stream_features(self, tokens: Stream) -> Float[Tensor, "N F"]:
@@ -120,8 +117,7 @@ class Backbone:
         whole weights."""
         decoder = read_decoder(self.module)
         assert decoder is not None, "see layout"
-        is_whole = not any(map(is_unit, decoder.layers[:1]))
-        if self.compiles and is_whole and flex.is_usable(decoder):
+        if self.compiles and not is_unit(decoder.layers[0]) and flex.is_usable(decoder):
             with suppress(NotCompiled):
                 return flex.features(decoder, tokens)
         return stream_features(decoder, tokens)
@@ -248,84 +244,74 @@ def probe(module: Any) -> Backbone:
     hides far tokens; clipped values (OLMo) and scaled positions (Ministral, LongRoPE) differ at
     large values or far positions only.
     """
-    plain, device = Backbone(module), next(module.parameters()).device
+    plain = Backbone(module)
+    device = next(module.parameters()).device
     vocabulary = module.get_input_embeddings().weight.shape[0]
     with torch.no_grad():
-        if (
-            not plain.features(torch.arange(1, 5, device=device)[None] % vocabulary)
-            .isfinite()
-            .all()
-        ):
+        ids = torch.arange(1, 5, device=device)[None] % vocabulary
+        if not plain.features(ids).isfinite().all():
             raise NumericalStop(f"""the weights of this {type(module).__name__} give logits that are
                 not finite, so nothing can be sampled from it. Use another model, or an earlier save
                 of it.""")
     # ordinary tokens, multiples of a prime: the first ids of a vocabulary are often special ones,
     # on which a trained model is ill-conditioned
-    first, second = prompts = [
-        torch.arange(1, n, device=device) * 7919 % vocabulary for n in (4, 7)
-    ]
+    prompts = [torch.arange(1, n, device=device) * 7919 % vocabulary for n in (4, 7)]
+    plain_logits = cache(lambda logits_of: logits_of(plain, prompts).float())
 
-    def logits_of_large_features(backbone: Backbone) -> Tensor:
-        # so large that a cap on them shows
-        with module.get_output_embeddings().register_forward_hook(
-            lambda head, args, logits: logits * 1e3
-        ):
-            return backbone.head(backbone.features(pad_sequence(prompts, batch_first=True)))
-
-    def decoded_logits(backbone: Backbone) -> Tensor:
-        decoding = backbone.start(prompts, torch.tensor([1, 0, 0], device=device))
-        decoding.advance(torch.tensor([1, 2, 1], device=device))
-        decoding.select(torch.tensor([0, 2], device=device))
-        decoding.advance(torch.tensor([2, 0], device=device))
-        return decoding.logits
-
-    def scored_logits(backbone: Backbone) -> Tensor:
-        completions = [second.cpu(), second.cpu() + 1]
-        row, column = torch.cartesian_prod(torch.arange(2), torch.arange(1, len(second))).T
-        return backbone.head(
-            backbone.features_before([first.cpu()], completions, torch.tensor([0, 0]), row, column)
-        )
-
-    plain_logits = cache(lambda logits_of: logits_of(plain).float())
-
-    def agrees(logits_of: Callable[[Backbone], Tensor], **fast_way: Any) -> bool:
+    def agrees(logits_of: Callable[[Backbone, Texts], Tensor], **fast_way: Any) -> bool:
         try:
             with torch.no_grad():
-                got, expected = (
-                    logits_of(replace(plain, **fast_way)).float(),
-                    plain_logits(logits_of),
-                )
+                logits = logits_of(replace(plain, **fast_way), prompts).float()
+                expected = plain_logits(logits_of)
         except Exception:  # whatever a model raises, the plain way remains
             return False
         # root mean square of the difference, over that of the expected logits about their mean
-        error = float(
-            (got - expected).norm() / (expected - expected.mean(dim=-1, keepdim=True)).norm()
-        )
-        return error < TOLERANCE
+        spread = (expected - expected.mean(dim=-1, keepdim=True)).norm()
+        return float((logits - expected).norm() / spread) < TOLERANCE
 
     config = module.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    is_full = kinds == {"full_attention"} and all(
-        getattr(config, name, None) is None for name in WINDOWS
-    )
+    has_window = any(getattr(config, name, None) is not None for name in WINDOWS)
+    is_full = kinds == {"full_attention"} and not has_window
     rope = getattr(config, "rope_parameters", None) or {}
     is_odd = getattr(config, "clip_qkv", None) is not None or "llama_4_scaling_beta" in rope
     is_odd = is_odd or rope.get("rope_type") in ("dynamic", "longrope")
-    splits = agrees(logits_of_large_features, splits=True)
+    splits = agrees(_logits_of_large_features, splits=True)
     runs_layers = splits and is_full and not is_odd and read_decoder(module) is not None
     layouts: list[Layout] = []
-    if runs_layers and agrees(scored_logits, splits=True, layouts=("stream",)):
+    if runs_layers and agrees(_scored_logits, splits=True, layouts=("stream",)):
         layouts.append("stream")
-    if is_full and agrees(scored_logits, layouts=("packed",)):
+    if is_full and agrees(_scored_logits, layouts=("packed",)):
         layouts.append("packed")
-    caches = agrees(decoded_logits, caches=True)
-    decodes = runs_layers and agrees(decoded_logits, splits=True, decodes=True)
-    layouts.append("padded")
     return Backbone(
         module,
         splits=splits,
-        caches=caches,
-        decodes=decodes,
-        layouts=tuple(layouts),
+        caches=agrees(_decoded_logits, caches=True),
+        decodes=runs_layers and agrees(_decoded_logits, splits=True, decodes=True),
+        layouts=(*layouts, "padded"),
         compiles=True,
     )
+
+
+def _logits_of_large_features(backbone: Backbone, prompts: Texts) -> Tensor:
+    # so large that a cap on them shows
+    head = backbone.module.get_output_embeddings()
+    with head.register_forward_hook(lambda head, args, logits: logits * 1e3):
+        return backbone.head(backbone.features(pad_sequence(list(prompts), batch_first=True)))
+
+
+def _decoded_logits(backbone: Backbone, prompts: Texts) -> Tensor:
+    device = prompts[0].device
+    decoding = backbone.start(prompts, torch.tensor([1, 0, 0], device=device))
+    decoding.advance(torch.tensor([1, 2, 1], device=device))
+    decoding.select(torch.tensor([0, 2], device=device))
+    decoding.advance(torch.tensor([2, 0], device=device))
+    return decoding.logits
+
+
+def _scored_logits(backbone: Backbone, prompts: Texts) -> Tensor:
+    first, second = (prompt.cpu() for prompt in prompts)
+    row, column = torch.cartesian_prod(torch.arange(2), torch.arange(1, len(second))).T
+    owners = torch.tensor([0, 0])
+    features = backbone.features_before([first], [second, second + 1], owners, row, column)
+    return backbone.head(features)

@@ -37,30 +37,21 @@ class SeparateCritic(NetworkCritic):
 @torch.no_grad()
 def check_same_tokens(policy: TextPolicy, model: TextPolicy) -> None:
     """Refuse a critic that would read the policy's token ids as other tokens."""
-    vocabularies: list[Any] = [
-        None if p.chat.is_plain else p.chat.tokenizer.get_vocab() for p in (policy, model)
-    ]
-    ours, theirs = vocabularies
-    ids = torch.zeros(1, 2, dtype=torch.long, device=policy.device)
-    sizes = [
-        p.backbone.head(p.backbone.features(ids.to(p.device))).shape[-1] for p in (policy, model)
-    ]
-    is_same = policy.chat is model.chat
-    if not is_same and (ours is None or theirs is None):
-        problem = "a tokenizer without a vocabulary cannot be compared with the critic's"
-    elif not is_same and ours != theirs:
-        odd = sorted(ours.items() ^ theirs.items())
-        token = odd[0][0]
-        own, other = (vocabulary.get(token, "no token") for vocabulary in (ours, theirs))
-        differs = (
-            f"the critic's tokenizer differs: {token!r} is {other} in it and {own} in the policy's"
-        )
-        problem = f"{differs}, one of {len(odd)} differences"
-    elif sizes[0] != sizes[1]:
-        problem = f"the critic's model knows {sizes[1]} token ids and the policy's {sizes[0]}"
+    if policy.chat is model.chat:
+        differing: list[Any] = []
+    elif policy.chat.is_plain or model.chat.is_plain:
+        differing = ["without a vocabulary, which cannot be compared"]
     else:
-        return
-    raise GruppoError(
-        f"{problem}; a critic needs the policy's own tokens",
-        advice="Give a model of the same family as $critic.model, or none, for a copy of the policy",
-    )
+        ours, theirs = (p.chat.tokenizer.get_vocab().items() for p in (policy, model))
+        differing = sorted(ours ^ theirs)
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    sizes = {
+        p.backbone.head(p.backbone.features(ids.to(p.device))).shape[-1] for p in (policy, model)
+    }
+    if differing or len(sizes) > 1:
+        what = f"tokens {differing[:2]}" if differing else f"numbers of token ids {sorted(sizes)}"
+        raise GruppoError(
+            f"the critic's model and the policy differ: {what}; a critic needs the policy's tokens",
+            advice="""Give a model of the same family as $critic.model, or none, for a copy of the
+                policy""",
+        )

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gruppo import trust
 from gruppo.integrity import check_seal, read_json
@@ -115,16 +114,14 @@ def open_custom(name: str | Path, *, seed: int = 0) -> Policy:
             f"the model {folder} is made by {source.made_by}, which cannot be used: {error}"
         ) from error
     if current.sha256 != source.sha256:
-        facts = (
+        log.warning(
+            "the file %s has changed since the model %s was saved (SHA-256 %.12s..., now "
+            "%.12s...): the same weights may compute something else.",
             source.made_by.rpartition(":")[0],
             folder,
             source.sha256 or "none",
             current.sha256 or "none",
         )
-        text = (
-            "the file %s has changed since the model %s was saved (SHA-256 %.12s..., now %.12s...)"
-        )
-        log.warning(f"{text}: the same weights may compute something else.", *facts)
     if isinstance(policy, TextPolicy):
         load_strictly(policy.module, weights, str(folder))
         policy.refresh(force=True)
@@ -139,24 +136,12 @@ def _make(name: str, seed: int, folder: Path | None) -> Policy:
 
     The global generator of torch is left unchanged.
     """
-    source, make = ModelFunction.from_name(name), load_object(name)
-    if not callable(make):
-        raise GruppoError(
-            f"{name} is a {type(make).__name__}; it needs a function that returns a policy. {HINT}"
-        )
+    source = ModelFunction.from_name(name)
+    make = load_object(name)
     try:
         parameters: Mapping[str, inspect.Parameter] = inspect.signature(make).parameters
-    except (TypeError, ValueError):  # not written in Python
+    except (TypeError, ValueError):  # not written in Python, or no function
         parameters = {}
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    required = [
-        n
-        for n, p in parameters.items()
-        if p.default is p.empty and p.kind not in variadic and n != "folder"
-    ]
-    if required:
-        raise GruppoError(f"""{name} needs the arguments {", ".join(required)}, but is called with
-            none, or folder. Give them defaults.""")
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_at(seed, "module"))
@@ -168,17 +153,11 @@ def _make(name: str, seed: int, folder: Path | None) -> Policy:
         raise
     except (Exception, SystemExit) as error:
         file = Path(source.made_by.rpartition(":")[0]).resolve()
-        lines = [
-            frame.lineno
-            for frame in traceback.extract_tb(error.__traceback__)
-            if Path(frame.filename) == file
-        ]
-        place, reason = (
-            f" in line {lines[-1]}" if lines else "",
-            next(iter(str(error).splitlines()), ""),
-        )
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if Path(frame.filename) == file]
+        place = f" in line {lines[-1]}" if lines else ""
         raise GruppoError(
-            f"{name} raised {type(error).__name__}{place}: {reason}. Fix the function."
+            f"{name} raised {type(error).__name__}{place}: {first_line(error)}. {HINT}"
         ) from error
     if not isinstance(policy, Policy):
         raise GruppoError(f"{name} returned a {type(policy).__name__}; it needs a policy. {HINT}")
@@ -187,29 +166,26 @@ def _make(name: str, seed: int, folder: Path | None) -> Policy:
     return policy
 
 
+def first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
+
+
 @torch.no_grad()
 def _check_logits(policy: TextPolicy, name: str) -> None:
     """Refuse a module that does not map ids to logits, and one whose logits of a token depend on
     later tokens."""
-    what, end = (
-        f"the module of {name}, a {type(policy.module).__name__},",
-        next(iter(policy.chat.eos_ids), 0) or 1,
-    )
+    what = f"the module of {name}, a {type(policy.module).__name__},"
+    end = next(iter(policy.chat.eos_ids), 0) or 1
     ids = torch.tensor([[0, end, 0], [0, end, end]], device=policy.device)
     try:
         logits: Any = policy.backbone.module.eval()(ids)
+        shape = list(logits.shape)
     except Exception as error:
-        reason = next(iter(str(error).splitlines()), "")
         raise GruppoError(f"""{what} raised {type(error).__name__} when called with ids of shape [2,
-            3]: {reason}. It needs to map ids [B, T] to logits [B, T, V].""") from error
-    if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[:2] != ids.shape:
-        got = (
-            f"shape {list(logits.shape)}"
-            if isinstance(logits, Tensor)
-            else f"a {type(logits).__name__}"
-        )
+            3]: {first_line(error)}. It needs to map ids [B, T] to logits [B, T, V].""") from error
+    if len(shape) != 3 or shape[:2] != [2, 3]:
         raise GruppoError(
-            f"{what} gave {got} for ids of shape [2, 3]; it needs to return only logits [2, 3, V]."
+            f"{what} gave {shape} for ids [2, 3]; it needs to return logits [2, 3, V]."
         )
     if not logits.isfinite().all():
         raise NumericalStop(

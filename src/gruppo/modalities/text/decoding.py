@@ -3,7 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from gruppo.core.linear_head import has_hooks
 from gruppo.modalities.common.lora import LowRank, low_rank
-from gruppo.modalities.text.decoder import Decoder, angles, attend, embedded, rotate
+from gruppo.modalities.text.decoder import Decoder, attend, embedded, rotate
 from gruppo.modalities.text.layouts import Texts, attention_blocks, stream
 
 COLUMNS = 32
@@ -54,16 +54,18 @@ class KeptRow:
 class LayeredDecoding:
     """Rows during sampling, run layer by layer.
 
-    Rows are on a grid of groups [g, j]: one product for the queries of a group's rows and the keys
-    of their prompt, and one for the keys that each row has after it. If groups have unequal numbers
-    of rows, or some have left, cells of the grid are empty; only attention is computed there,
-    everything else for the rows only.
+    Rows are slots of a grid of groups [g, j]: one product for the queries of a group's rows and the
+    keys of their prompt, and one for the keys that each row has after it. If groups have unequal
+    numbers of rows, or some have left, slots of the grid are empty; only attention is computed
+    there, everything else for the rows only.
     """
 
     logits: Float[Tensor, "N V"]
     columns = COLUMNS
-    kept_frac = 0.75
-    """Share of the grid at which rows are moved together."""
+    min_used_frac = 0.75
+    """Share of the grid that rows need to fill, or they are moved together."""
+    room = 0
+    """Bytes of rows that ``keep`` may still copy."""
 
     @torch.no_grad()
     def __init__(
@@ -80,24 +82,24 @@ class LayeredDecoding:
         All rows end at the same column of the suffixes, so that all write the next one; columns
         before a row's first token are masked.
         """
-        self.fused, self.decoder = fused, fused.decoder
+        self.fused = fused
+        self.decoder = fused.decoder
         self.dtype: torch.dtype = next(self.decoder.embed.parameters()).dtype
         self.exact = torch.promote_types(self.dtype, torch.float32)
         device = owners.device
         ends = [0] * len(owners) if prefixes is None else [len(ids) for ids in prefixes]
-        self.written = self.begun = max(ends)
-        self.starts = self.begun - torch.tensor(ends, device=device)
+        self.prefix_len = self.written = max(ends)
+        self.starts = self.prefix_len - torch.tensor(ends, device=device)
         self.lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        self.names = list(range(len(prompts)))
-        self.kept_prompts = {
-            owner: row.prompt for owner, row in zip(owners.tolist(), kept, strict=False) if row
-        }
-        """Of each layer, by the name of a group: keys and values of its prompt that rows hold
-        between turns."""
+        self.kept_prompts: list[list[Tensor] | None] = [None] * len(prompts)
+        """Of each group, keys and values of its prompt that rows hold between turns, by layer."""
+        for owner, row in zip(owners.tolist(), kept, strict=False):
+            if row is not None:
+                self.kept_prompts[owner] = row.prompt
         self._lay_out(owners)
-        self.prompts = self._empty(len(prompts), int(self.lengths.max()))
+        self.prompts = self._buffers((), int(self.lengths.max()))  # [2, g, K, P, D]
         features = self._read_prompts(prompts)
-        self.suffixes = self._empty(self.groups * self.width, self.begun + self.columns)
+        self.suffixes = self._buffers((self.width,), self.prefix_len + self.columns)
         if prefixes is None:
             self.logits = fused.head(features)[owners]
         else:
@@ -108,114 +110,114 @@ class LayeredDecoding:
     # --- rows on the grid ---
 
     def _lay_out(self, owners: Int[Tensor, "N"]) -> None:
-        """Assign one cell to each row, those of a group side by side."""
-        self.owners = owners
+        """Assign one slot to each row, those of a group side by side."""
+        device = owners.device
         self.groups = len(self.lengths)
-        order = owners.argsort(stable=True)
         sizes = owners.bincount(minlength=self.groups)
         self.width = int(sizes.max())
+        order = owners.argsort(stable=True)
         rank = torch.empty_like(owners)
-        index = torch.arange(len(owners), device=owners.device)
+        index = torch.arange(len(owners), device=device)
         rank[order] = index - (sizes.cumsum(0) - sizes)[owners[order]]
         self._place(owners * self.width + rank)
-        columns = torch.arange(int(self.lengths.max()), device=owners.device)
+        columns = torch.arange(int(self.lengths.max()), device=device)
         padding = columns >= self.lengths[:, None]
         self.padding = padding.view(self.groups, 1, 1, 1, 1, -1) if padding.any() else None
-        self.first = torch.zeros(self.groups * self.width, dtype=torch.long, device=owners.device)
-        self.first[self.home] = self.starts  # column of each cell's first token after the prompt
-        unused = torch.arange(self.begun, device=owners.device) < self.first[:, None]
+        # column of each slot's first token after the prompt, and the position of column 0
+        self.first = torch.zeros(self.groups * self.width, dtype=torch.long, device=device)
+        self.first[self.slot_of_row] = self.starts
+        self.offset = self.lengths.repeat_interleave(self.width) - self.first
+        unused = torch.arange(self.prefix_len, device=device) < self.first[:, None]
         unused = unused.view(self.groups, 1, self.width, 1, 1, -1)
         self.unused = unused if unused.any() else None
 
-    def _place(self, home: Int[Tensor, "N"]) -> None:
-        self.home = home
-        self.rows = torch.zeros(self.groups * self.width, dtype=torch.long, device=home.device)
-        self.rows[home] = torch.arange(len(home), device=home.device)
-        self.is_full = torch.equal(home, torch.arange(len(self.rows), device=home.device))
+    def _place(self, slot_of_row: Int[Tensor, "N"]) -> None:
+        self.slot_of_row = slot_of_row
+        slots = torch.arange(self.groups * self.width, device=slot_of_row.device)
+        self.is_full = torch.equal(slot_of_row, slots)
 
-    def _empty(self, batch: int, columns: int) -> list[Tensor]:
-        """Allocate keys and values [2, batch x kv heads, columns, D] of each layer."""
-        shape = (2, batch * self.decoder.kv_heads, columns, self.decoder.head_dim)
-        options: dict[str, Any] = {"dtype": self._dtype_for(columns), "device": self.owners.device}
-        return [torch.zeros(shape, **options) for _ in self.fused.layers]
+    def _buffers(self, rows: tuple[int, ...], columns: int) -> list[Tensor]:
+        """Allocate keys and values [2, g, K, *rows, columns, D] of each layer."""
+        shape = (2, self.groups, self.decoder.kv_heads, *rows, columns, self.decoder.head_dim)
+        dtype, device = self._dtype_for(columns), self.lengths.device
+        return [torch.zeros(shape, dtype=dtype, device=device) for _ in self.fused.layers]
 
     def _dtype_for(self, columns: int) -> torch.dtype:
         is_small = self.groups * self.width * columns <= SMALL
-        return self.exact if is_small and self.owners.device.type == "cpu" else self.dtype
+        return self.exact if is_small and self.lengths.device.type == "cpu" else self.dtype
 
-    def _by_cell(self, suffix: Tensor) -> Tensor:
-        """A view [2, g, K, j, T, D] of the keys and values of a layer's suffixes."""
-        return suffix.view(2, self.groups, self.decoder.kv_heads, self.width, *suffix.shape[2:])
-
-    def select(self, slots: Int[Tensor, "n"]) -> None:
+    def select(self, rows: Int[Tensor, "n"]) -> None:
         """Continue with these rows, each named once; buffers are copied when enough of the grid is
         empty."""
-        self.logits = self.logits[slots]
-        home, owners, self.starts = self.home[slots], self.owners[slots], self.starts[slots]
-        if len(slots) > self.kept_frac * self.groups * self.width:
-            self.owners = owners
-            self._place(home)
+        self.logits = self.logits[rows]
+        self.starts = self.starts[rows]
+        slots = self.slot_of_row[rows]
+        if len(rows) > self.min_used_frac * self.groups * self.width:
+            self._place(slots)
             return
-        old_width = self.width
-        kept, owners = owners.unique(return_inverse=True)
-        self.lengths, self.names = self.lengths[kept], [self.names[n] for n in kept.tolist()]
+        kv_heads, width = self.decoder.kv_heads, self.width
+        kept, owners = (slots // width).unique(return_inverse=True)
+        self.lengths = self.lengths[kept]
+        self.kept_prompts = [self.kept_prompts[group] for group in kept.tolist()]
         self._lay_out(owners)
         longest = int(self.lengths.max())
-        kv_heads = self.decoder.kv_heads
-        heads = torch.arange(kv_heads, device=home.device)[:, None]
-        self._move(self.prompts, (kept * kv_heads + heads).T.flatten(), longest, longest)
-        cells = home[self.rows].view(self.groups, 1, self.width)
+        self._resize(self.prompts, lambda old: old.index_select(1, kept), longest, longest)
+        source = torch.zeros_like(self.first)  # of each new slot, an empty one from any
+        source[self.slot_of_row] = slots
+        source = source.view(self.groups, 1, self.width)
+        heads = torch.arange(kv_heads, device=slots.device)[:, None]
         # [g, K, j]
-        places = (cells // old_width * kv_heads + heads) * old_width + cells % old_width
-        self._move(self.suffixes, places.flatten(), self.suffixes[0].shape[2], self.written)
+        places = ((source // width * kv_heads + heads) * width + source % width).flatten()
+        shape = (2, self.groups, kv_heads, self.width)
+        self._resize(
+            self.suffixes,
+            lambda old: old.flatten(1, 3).index_select(1, places).view(*shape, *old.shape[4:]),
+            self.suffixes[0].shape[-2],
+            self.written,
+        )
 
-    def _move(self, buffers: list[Tensor], places: Tensor | None, columns: int, used: int) -> None:
-        """Move what is at these places, or all, to new buffers; only one layer is in memory twice
-        at a time."""
+    def _resize(self, buffers: list[Tensor], pick: Map, columns: int, used: int) -> None:
+        """Move what is picked to buffers of other sizes; only one layer is in memory twice at a
+        time."""
         dtype = self._dtype_for(columns)
         for n, old in enumerate(buffers):
-            old = old[:, :, :used] if places is None else old[:, :, :used].index_select(1, places)
+            old = pick(old[..., :used, :])
+            if old.shape[-2] != columns or old.dtype != dtype:
+                new = old.new_zeros(*old.shape[:-2], columns, old.shape[-1], dtype=dtype)
+                new[..., :used, :] = old
+                old = new
             buffers[n] = old
-            if old.shape[2] != columns or old.dtype != dtype:
-                buffers[n] = old.new_zeros(2, old.shape[1], columns, old.shape[3], dtype=dtype)
-                buffers[n][:, :, :used] = old
 
     # --- rows that are kept for their next turn ---
 
-    def kept_bytes(self, slot: int, tokens: int) -> int:
-        """Memory that ``keep`` takes: for this row's tokens, and its group's prompt if no other row
-        has kept it."""
-        group = int(self.home[slot]) // self.width
-        count = self.begun + tokens - int(self.starts[slot])
-        count += 0 if self.names[group] in self.kept_prompts else int(self.lengths[group])
-        of_token = 2 * self.decoder.kv_heads * self.decoder.head_dim
-        return count * of_token * sum(suffix.element_size() for suffix in self.suffixes)
-
-    def keep(self, slot: int, tokens: int, ids: Int[Tensor, "L"], weights: Any) -> KeptRow:
-        """Copy keys and values of a row up to its sampled token number ``tokens``; ``ids``: all up
-        to there."""
-        group, column = divmod(int(self.home[slot]), self.width)
-        name, kv_heads = self.names[group], self.decoder.kv_heads
-        if name not in self.kept_prompts:
-            heads = slice(group * kv_heads, (group + 1) * kv_heads)
-            length = int(self.lengths[group])
-            self.kept_prompts[name] = [x[:, heads, :length].clone() for x in self.prompts]
-        columns = slice(int(self.starts[slot]), self.begun + tokens)
-        suffix = [self._by_cell(x)[:, group, :, column, columns].clone() for x in self.suffixes]
-        return KeptRow(ids, weights, self.fused, self.kept_prompts[name], suffix)
+    def keep(self, row: int, count: int, ids: Int[Tensor, "L"], weights: Any) -> KeptRow | None:
+        """Copy keys and values of a row up to its sampled token number ``count``, if there is room;
+        ``ids``: all up to there."""
+        group, member = divmod(int(self.slot_of_row[row]), self.width)
+        columns = slice(int(self.starts[row]), self.prefix_len + count)
+        suffix = [x[:, group, :, member, columns] for x in self.suffixes]
+        prompt = self.kept_prompts[group]
+        new = [x[:, group, :, : int(self.lengths[group])] for x in self.prompts if prompt is None]
+        needed = sum(x.nbytes for x in (*suffix, *new))
+        if needed > self.room:
+            return None
+        self.room -= needed
+        prompt = prompt or [x.clone() for x in new]
+        self.kept_prompts[group] = prompt
+        return KeptRow(ids, weights, self.fused, prompt, [x.clone() for x in suffix])
 
     def _fill(self, kept: Sequence[KeptRow | None]) -> list[int]:
         """Move keys and values of kept rows to the suffixes; return how many tokens of each row
         they hold."""
-        counts = [0] * len(self.owners)
+        counts = [0] * len(self.slot_of_row)
         for n, row in enumerate(kept):
             if row is None:
                 continue
             counts[n] = row.suffix[0].shape[2]
-            group, column = divmod(int(self.home[n]), self.width)
+            group, member = divmod(int(self.slot_of_row[n]), self.width)
             start = int(self.starts[n])
             for buffer, suffix in zip(self.suffixes, row.suffix, strict=True):
-                self._by_cell(buffer)[:, group, :, column, start : start + counts[n]] = suffix
+                buffer[:, group, :, member, start : start + counts[n]] = suffix
             row.suffix = []
         return counts
 
@@ -224,24 +226,20 @@ class LayeredDecoding:
     def _read_prompts(self, prompts: Texts) -> Float[Tensor, "n F"]:
         """Features of the last tokens of the prompts that are not kept; keys and values of all are
         stored."""
-        kv_heads = self.decoder.kv_heads
-        runs, total = [list[int]()], 0  # prompts that are read in one pass
+        runs: list[list[int]] = [[]]  # prompts that are read in one pass
         for n, prompt in enumerate(prompts):
-            heads = slice(n * kv_heads, (n + 1) * kv_heads)
-            if n in self.kept_prompts:
-                for buffer, keys in zip(self.prompts, self.kept_prompts[n], strict=True):
-                    buffer[:, heads, : len(prompt)] = keys
+            if (kept := self.kept_prompts[n]) is not None:
+                for buffer, keys in zip(self.prompts, kept, strict=True):
+                    buffer[:, n, :, : len(prompt)] = keys
                 continue
+            total = sum(len(prompts[other]) for other in runs[-1])
             if runs[-1] and total + len(prompt) > READ_AT_ONCE:
                 runs.append([])
-                total = 0
             runs[-1].append(n)
-            total += len(prompt)
         last = [self._read_run(prompts, run) for run in runs if run]
         return self.fused.norm(torch.cat(last)) if last else self.prompts[0].new_empty(0)
 
     def _read_run(self, prompts: Texts, run: Sequence[int]) -> Float[Tensor, "n F"]:
-        kv_heads = self.decoder.kv_heads
         none = torch.zeros(0, dtype=torch.long)
         tokens = stream([prompts[n].cpu() for n in run], (), none)
         x, cos, sin = embedded(self.decoder, tokens.ids, tokens.positions)
@@ -250,51 +248,39 @@ class LayeredDecoding:
         for layer, buffer in zip(self.fused.layers, self.prompts, strict=True):
             q, k, v = layer.rotated(layer.qkv(layer.attention_norm(x)), cos, sin)
             q, k = (q * layer.scale).to(self.dtype), k.to(self.dtype)
+            stored = torch.stack([k, v]).transpose(1, 2)  # [2, K, N, D]
             for n, end in zip(run, ends.tolist(), strict=True):
-                heads, length = slice(n * kv_heads, (n + 1) * kv_heads), len(prompts[n])
-                for stored, new in zip(buffer, (k, v), strict=True):
-                    stored[heads, :length] = new[end - length : end].transpose(0, 1)
+                length = len(prompts[n])
+                buffer[:, n, :, :length] = stored[:, :, end - length : end]
             x = layer.finish(x, attend(q, k, v, blocks).flatten(1))
         return x[ends.to(x.device) - 1]
 
     def _read_prefixes(self, unread: Texts) -> Float[Tensor, "N V"]:
-        """Read the last tokens of each row, which end at column ``begun``; logits after the last
-        one.
+        """Read the last tokens of each row, which end at column ``prefix_len``; logits after the
+        last one.
 
         Products of weights are computed for these tokens only, attention for a rectangle of columns
-        of all cells.
+        of all slots.
         """
-        longest = max(map(len, unread))
-        at_once = max(1, READ_AT_ONCE // len(self.rows))  # columns in one pass
-        row = torch.cat([torch.full((len(ids),), n) for n, ids in enumerate(unread)])
-        column = torch.cat([torch.arange(self.begun - len(ids), self.begun) for ids in unread])
+        at_once = max(1, READ_AT_ONCE // len(self.first))  # columns in one pass
         tokens = torch.cat(list(unread))
-        row, column = row.to(tokens.device), column.to(tokens.device)
-        g, j, kv_heads = self.groups, self.width, self.decoder.kv_heads
-        for start in range(self.begun - longest, self.begun, at_once):
-            stop = min(start + at_once, self.begun)
+        device = tokens.device
+        counts = torch.tensor([len(ids) for ids in unread], device=device)
+        slot = self.slot_of_row.repeat_interleave(counts)
+        columns = [torch.arange(self.prefix_len - len(ids), self.prefix_len) for ids in unread]
+        column = torch.cat(columns).to(device)
+        for start in range(self.prefix_len - int(counts.max()), self.prefix_len, at_once):
+            stop = min(start + at_once, self.prefix_len)
             is_now = (column >= start) & (column < stop)
-            rows, at = row[is_now], column[is_now]
-            before = (self.lengths[self.owners] - self.starts)[rows]
-            x, cos, sin = embedded(self.decoder, tokens[is_now], before + at)
-            columns = torch.arange(stop, device=at.device)
+            at, slots = column[is_now], slot[is_now]
+            seen = torch.arange(stop, device=device)
             # columns before the row's first token, and those after the query
-            hidden = (columns < self.first[:, None, None]) | (columns > columns[start:, None])
-            hidden = hidden.view(g, 1, j, 1, stop - start, stop)  # [g, 1, j, 1, C, T]
-            cell, query = self.home[rows], at - start
-            for layer, prompt, suffix in self._layers():
-                q, k, v = layer.rotated(layer.qkv(layer.attention_norm(x)), cos, sin)
-                for stored, new in zip(self._by_cell(suffix), (k, v), strict=True):
-                    stored[cell // j, :, cell % j, at] = new.to(suffix.dtype)
-                queries = q.new_zeros(g * j, stop - start, *q.shape[1:])
-                queries[cell, query] = q * layer.scale
-                queries = queries.view(g, j, stop - start, kv_heads, -1, q.shape[-1])
-                queries = queries.permute(0, 3, 1, 4, 2, 5).contiguous()  # [g, K, j, r, C, D]
-                attended = self._attend(queries, prompt, suffix, stop, hidden)
-                attended = attended.permute(0, 2, 4, 1, 3, 5).reshape(g * j, stop - start, -1)
-                x = layer.finish(x, attended[cell, query].to(self.dtype))
+            hidden = (seen < self.first[:, None, None]) | (seen > seen[start:, None])
+            hidden = hidden.view(self.groups, 1, self.width, 1, stop - start, stop)
+            place = slots * (stop - start) + at - start
+            x = self._forward(tokens[is_now], slots, at, place, hidden, stop)
         # the last pass holds the last token of every row
-        return self.fused.head(self.fused.norm(x[at == self.begun - 1]))
+        return self.fused.head(x[at == self.prefix_len - 1])
 
     # --- sampling ---
 
@@ -302,65 +288,71 @@ class LayeredDecoding:
     def advance(self, tokens: Int[Tensor, "N"]) -> None:
         """Append one token to each row."""
         self._grow()
-        positions = self.lengths[self.owners] + self.written - self.starts
         column = torch.tensor([self.written], device=tokens.device)
-        rows = None if self.is_full else self.rows
-        positions = positions if rows is None else positions[rows]
-        self.logits = self._step(tokens, positions, column, self.written + 1, self.unused, rows)
+        place = None if self.is_full else self.slot_of_row
+        x = self._forward(tokens, self.slot_of_row, column, place, self.unused, self.written + 1)
+        self.logits = self.fused.head(x)
         self.written += 1
 
     def _grow(self) -> None:
         """Make room for the next column."""
-        if self.written == self.suffixes[0].shape[2]:
-            self._move(self.suffixes, None, self.written + self.columns, self.written)
+        if self.written == self.suffixes[0].shape[-2]:
+            self._resize(self.suffixes, lambda old: old, self.written + self.columns, self.written)
 
-    def _step(
+    def _forward(
         self,
-        tokens: Int[Tensor, "N"],
-        positions: Int[Tensor, "cells"],
-        column: Int[Tensor, "1"],
+        tokens: Int[Tensor, "n"],
+        slot: Int[Tensor, "n"],
+        column: Int[Tensor, "n"],
+        place: Int[Tensor, "n"] | None,
+        hidden: Bool[Tensor, "g 1 j 1 C t"] | None,
         seen: int,
-        hidden: Bool[Tensor, "g 1 j 1 1 T"] | None,
-        rows: Int[Tensor, "cells"] | None = None,
-    ) -> Float[Tensor, "N V"]:
-        """Logits after these tokens, which are written to ``column``; ``rows``: the row of each
-        cell, if they differ."""
-        g, j, kv_heads, dim = self.groups, self.width, self.decoder.kv_heads, self.decoder.head_dim
-        x = self.decoder.embed(tokens)
-        cos, sin = angles(self.decoder, positions, x.dtype)
-        for layer, prompt, suffix in self._layers():
-            qkv = layer.qkv(layer.attention_norm(x))
-            qkv = qkv if rows is None else qkv.index_select(0, rows)
-            q, k, v = layer.rotated(qkv, cos, sin)
-            for stored, new in zip(self._by_cell(suffix), (k, v), strict=True):
-                new = new.to(suffix.dtype).view(g, j, kv_heads, 1, dim).transpose(1, 2)
-                stored.index_copy_(3, column, new)
-            queries = q.new_empty(g, kv_heads, j, q.shape[1] // kv_heads, 1, dim)
-            torch.mul(q.view(g, j, kv_heads, -1, 1, dim).transpose(1, 2), layer.scale, out=queries)
-            attended = self._attend(queries, prompt, suffix, seen, hidden)
-            attended = attended.transpose(1, 2).reshape(g * j, -1).to(self.dtype)
-            x = layer.finish(x, attended if rows is None else attended.index_select(0, self.home))
-        return self.fused.head(self.fused.norm(x))
+    ) -> Float[Tensor, "n F"]:
+        """Features of tokens that are written to these columns of the suffixes.
 
-    def _layers(self) -> Iterator[tuple[FusedLayer, Tensor, Tensor]]:
-        return zip(self.fused.layers, self.prompts, self.suffixes, strict=True)
+        ``place``: index of each token over [g j, C] slots and the columns of this pass; None if the
+        tokens are one for each slot. ``seen``: columns that exist; ``hidden``: those of them that a
+        query does not see.
+        """
+        g, j, kv_heads = self.groups, self.width, self.decoder.kv_heads
+        count = 1 if hidden is None else hidden.shape[-2]
+        group, member = slot // j, slot % j
+        x, cos, sin = embedded(self.decoder, tokens, self.offset[slot] + column)
+        for layer, prompt, suffix in zip(
+            self.fused.layers, self.prompts, self.suffixes, strict=True
+        ):
+            q, k, v = layer.rotated(layer.qkv(layer.attention_norm(x)), cos, sin)
+            for stored, new in zip(suffix, (k, v), strict=True):
+                stored[group, :, member, column] = new.to(suffix.dtype)
+            queries = q * layer.scale
+            if place is not None:
+                grid = q.new_zeros(g * j * count, *q.shape[1:])
+                queries = grid.index_copy_(0, place, queries)
+            queries = queries.view(g, j, count, kv_heads, -1, q.shape[-1])
+            queries = queries.permute(0, 3, 1, 4, 2, 5).contiguous()  # [g, K, j, r, C, D]
+            attended = self._attend(queries, prompt, suffix, seen, hidden)
+            attended = attended.permute(0, 2, 4, 1, 3, 5).reshape(g * j * count, -1)
+            attended = attended.to(self.dtype)
+            x = layer.finish(x, attended if place is None else attended.index_select(0, place))
+        return self.fused.norm(x)
 
     def _attend(
         self,
         queries: Float[Tensor, "g K j r C D"],
-        prompt: Float[Tensor, "2 gK P D"],
-        suffix: Float[Tensor, "2 gKj T D"],
+        prompt: Float[Tensor, "2 g K P D"],
+        suffix: Float[Tensor, "2 g K j T D"],
         seen: int,
         hidden: Bool[Tensor, "g 1 j 1 C t"] | None,
     ) -> Float[Tensor, "g K j r C D"]:
         """Attend to [the group's prompt | the first ``seen`` tokens of the row], with one softmax
         over both."""
+        prompt, suffix = prompt.flatten(1, 2), suffix.flatten(1, 3)
         columns, dim = prompt.shape[2:]
         # bmm in low precision would copy keys that are not contiguous, so there it runs over the
         # empty columns too
         reach = seen if suffix.dtype == self.exact else suffix.shape[2]
-        of_group = queries.view(len(prompt[0]), -1, dim).to(prompt.dtype)
-        of_row = queries.view(len(suffix[0]), -1, dim).to(suffix.dtype)
+        of_group = queries.view(prompt.shape[1], -1, dim).to(prompt.dtype)
+        of_row = queries.view(suffix.shape[1], -1, dim).to(suffix.dtype)
         to_prompt = torch.bmm(of_group, prompt[0].mT).view(*of_row.shape[:2], columns)
         to_suffix = torch.bmm(of_row, suffix[0, :, :reach].mT)[:, :, :seen]
         scores = torch.cat([to_prompt, to_suffix], dim=-1).to(self.exact)
@@ -371,12 +363,10 @@ class LayeredDecoding:
             masked = by_query[..., columns : columns + hidden.shape[-1]]
             masked.masked_fill_(hidden, -torch.inf)
         to_prompt, to_suffix = scores.softmax(dim=-1).split([columns, seen], dim=-1)
-        if reach > seen:
-            to_suffix = F.pad(to_suffix, (0, reach - seen))
-        first = torch.bmm(
-            to_prompt.reshape(*of_group.shape[:2], columns).to(prompt.dtype), prompt[1]
-        )
-        second = torch.bmm(to_suffix.to(suffix.dtype), suffix[1, :, :reach])
+        to_prompt = to_prompt.reshape(*of_group.shape[:2], columns).to(prompt.dtype)
+        to_suffix = F.pad(to_suffix, (0, reach - seen)).to(suffix.dtype)
+        first = torch.bmm(to_prompt, prompt[1])
+        second = torch.bmm(to_suffix, suffix[1, :, :reach])
         return first.view_as(queries).add_(second.view_as(queries))
 
 

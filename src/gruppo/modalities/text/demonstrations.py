@@ -11,25 +11,26 @@ from typing import Any
 from gruppo.modalities.text.chat import Chat, Tools
 from gruppo.types import GruppoError
 
+NO_ANSWER = """it needs a string, or one message of the assistant with a text, or several that begin
+    and end with the assistant's, with what it reads between them"""
+
 
 def target_text(target: Any) -> str:
-    """Text of a target: a text, a number, an assistant's message or a list of one; "" if it is
+    """Text of a target: a string, a number, an assistant's message or a list of one; "" if it is
     missing."""
+    if target is None or (isinstance(target, float) and math.isnan(target)):
+        return ""  # nan: an empty cell of a table
     messages = [target] if isinstance(target, Mapping) else target
-    if isinstance(messages, list | tuple):
-        contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
-        is_answer = (
-            len(contents) == len(messages) == 1
-            and messages[0].get("role", "assistant") == "assistant"
-        )
-        if not is_answer or not isinstance(contents[0], str):
-            raise GruppoError(f"""the target {target!r:.80} is no answer; it needs a text, or one
-                message of the assistant with a text.""")
-        return contents[0]
-    is_missing = target is None or (
-        isinstance(target, float) and math.isnan(target)
-    )  # nan: an empty cell of a table
-    return "" if is_missing else str(target)
+    if not isinstance(messages, list | tuple):
+        return str(target)
+    try:
+        (message,) = messages
+        content = message["content"]
+    except (ValueError, TypeError, KeyError):
+        content = None
+    if not isinstance(content, str) or message.get("role", "assistant") != "assistant":
+        raise GruppoError(f"the target {target!r:.80} is no answer; {NO_ANSWER}")
+    return content
 
 
 def answer_ids(chat: Chat, inputs: Any, text: str, tools: Tools = ()) -> list[int]:
@@ -43,13 +44,10 @@ def answer_ids(chat: Chat, inputs: Any, text: str, tools: Tools = ()) -> list[in
     prompt, whole = chat.encode(inputs, tools), chat.encode_answered(inputs, text, tools)
     if whole[: len(prompt)] == prompt:
         ids = whole[len(prompt) :]
-        # a template may write more behind the end token, such as a line end, which the policy never
-        # samples
-        ids = next((ids[: n + 1] for n, token in enumerate(ids) if token in chat.eos_ids), ids)
-        is_closed = bool(ids) and ids[-1] in chat.eos_ids
-        content = ids[:-1] if is_closed else ids
+        closed = _to_end(chat, ids)
+        content = closed[:-1] or ids
         if content and chat.text_with_specials(content).strip() == text.strip():
-            return ids if is_closed else [*ids, *chat.closing]
+            return closed or [*ids, *chat.closing]
     ids = chat.encode_text(text)
     if set(ids) & set(chat.eos_ids):
         raise GruppoError(
@@ -66,33 +64,22 @@ def demonstrate(
     A target of several messages has the tokens of a conversation that was sampled turn by turn.
     """
     given = [target] if isinstance(target, Mapping) else target
-    is_messages = isinstance(given, list | tuple) and all(
-        isinstance(message, Mapping) for message in given
-    )
-    # a conversation or a call of tools; else a text, or a message with a text
-    if not is_messages or (
-        len(given) < 2 and not any(message.get("tool_calls") for message in given)
-    ):
+    is_messages = isinstance(given, list | tuple) and all(isinstance(m, Mapping) for m in given)
+    # a conversation or a call of tools; else a string, or a message with a text
+    if not is_messages or (len(given) < 2 and not any(m.get("tool_calls") for m in given)):
         text = target_text(target)
         ids = answer_ids(chat, inputs, text, tools) if text.strip() else []
-        return (
-            ids,
-            [True] * len(ids),
-            text if isinstance(inputs, str) else [{"role": "assistant", "content": text}],
-        )
+        completion = text if isinstance(inputs, str) else [{"role": "assistant", "content": text}]
+        return ids, [True] * len(ids), completion
     messages = [{**message, "content": message.get("content") or ""} for message in given]
     roles = [message.get("role") for message in messages]
-    is_alternating = roles[0] == roles[-1] == "assistant" and (
-        "assistant",
-        "assistant",
-    ) not in pairwise(roles)
+    is_alternating = ("assistant", "assistant") not in pairwise(roles)
+    is_alternating &= roles[0] == roles[-1] == "assistant"
     if not is_alternating or not all(isinstance(message["content"], str) for message in messages):
-        raise GruppoError(f"""the target {target!r:.80} is no answer; it needs a text, or one
-            message of the assistant with a text, or several that begin and end with the
-            assistant's, with what it reads between them.""")
+        raise GruppoError(f"the target {target!r:.80} is no answer; {NO_ANSWER}")
     if isinstance(inputs, str):
         raise GruppoError(
-            f"the target {target!r:.80} is a conversation, and its prompt a text. Give messages "
+            f"the target {target!r:.80} is a conversation, and its prompt a string. Give messages "
             f"there."
         )
     ids, mask = list[int](), list[bool]()
@@ -125,13 +112,19 @@ def turn_ids(
     # nothing where the prompt's tokens change behind it: no call is then read below, and the target
     # refused
     ids = whole[len(prompt) :] if whole[: len(prompt)] == prompt else []
-    ids = next(
-        (ids[: n + 1] for n, token in enumerate(ids) if token in chat.eos_ids),
-        [*ids, *chat.closing],
-    )
+    ids = _to_end(chat, ids) or [*ids, *chat.closing]
     read = chat.answer(ids, chat.text(ids), inputs, tools).get("tool_calls", [])
     if [call["function"] for call in read] != [dict(call.get("function", call)) for call in calls]:
         raise GruppoError(f"""the calls {calls!r:.80} of the target, as the chat template writes
             them, cannot be read: {chat.text(ids)!r:.80}. Demonstrate calls of the environment's
             tools, with a dict of arguments.""")
     return ids
+
+
+def _to_end(chat: Chat, ids: list[int]) -> list[int]:
+    """Ids up to the first end token; none if there is no end token.
+
+    A template may write more behind it, such as a line end, which the policy never samples.
+    """
+    ends = [n for n, token in enumerate(ids) if token in chat.eos_ids]
+    return ids[: ends[0] + 1] if ends else []

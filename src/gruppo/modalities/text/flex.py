@@ -35,16 +35,16 @@ def block_mask(spans: Int[Tensor, "3 N"], device: torch.device) -> BlockMask:
     A block of keys is partly seen if a span of a query of the block reaches into it, and wholly if
     one span of each query covers it. N is a multiple of the block.
     """
-    length, count = spans.shape[1], spans.shape[1] // BLOCK
-    query = torch.arange(length)
-    # queries of a block of rows that reach into a block of keys, and that cover it
-    reaching, covering = torch.zeros(2, count, count + 1, dtype=torch.long)
-    shared_start, shared_end, start = spans
-    for first, end in ((shared_start, shared_end), (start, query + 1)):
-        _count_runs(reaching, first // BLOCK, -(-end // BLOCK), end > first)
-        _count_runs(covering, -(-first // BLOCK), end // BLOCK, end > first)
-    covered = covering.cumsum(dim=1)[:, :-1] == BLOCK
-    partly = (reaching.cumsum(dim=1)[:, :-1] > 0) & ~covered
+    length = spans.shape[1]
+    query = torch.arange(length)[:, None]
+    first = torch.arange(0, length, BLOCK)  # key of each block
+    shared_start, shared_end, start = spans[:, :, None]
+    reaches = covers = torch.zeros(length, len(first), dtype=torch.bool)
+    for begin, end in ((shared_start, shared_end), (start, query + 1)):
+        reaches = reaches | ((first < end) & (first + BLOCK > begin) & (begin < end))
+        covers = covers | ((first >= begin) & (first + BLOCK <= end))
+    covered = covers.view(-1, BLOCK, len(first)).all(dim=1)
+    partly = reaches.view(-1, BLOCK, len(first)).any(dim=1) & ~covered
     # copies that do not wait for the device; the source is read before they return
     shared_start, shared_end, start = spans.to(device, non_blocking=True)
 
@@ -63,16 +63,6 @@ def block_mask(spans: Int[Tensor, "3 N"], device: torch.device) -> BlockMask:
         mask_mod=sees_of_stream,
         seq_lengths=(length, length),
     )
-
-
-def _count_runs(counts: Tensor, begin: Tensor, past: Tensor, is_used: Tensor) -> None:
-    """Add 1 where a query's run of blocks begins and -1 behind it, so that sums along a row count
-    the runs."""
-    some = is_used & (past > begin)
-    row = (torch.arange(len(some)) // BLOCK)[some]
-    one = torch.ones_like(row)
-    counts.index_put_((row, begin[some]), one, accumulate=True)
-    counts.index_put_((row, past[some]), -one, accumulate=True)
 
 
 def _layer(x: Tensor, layer: Any, cos: Tensor, sin: Tensor, mask: BlockMask) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,6 @@ from gruppo.core.distributions import sample_categorical
 from gruppo.modalities.text.backbones import Decoding
 from gruppo.modalities.text.chat import Chat, cut_at_stop
 from gruppo.modalities.text.decoding import FusedDecoder, KeptRow, LayeredDecoding
-from gruppo.modalities.text.layouts import Texts
 from gruppo.platforms import free_bytes
 from gruppo.protocols import GenerateTokens
 from gruppo.seeds import uniforms_at
@@ -31,6 +30,7 @@ KEPT_FRAC = 0.5
 is decoded."""
 UNMEASURED_BYTES = 2**30
 """Kept at most if free memory cannot be measured."""
+Keep = Callable[[int, int, Tensor], None]
 _FUSED: WeakValueDictionary[Any, FusedDecoder] = WeakValueDictionary()
 """By ``KeptRow.weights``: the copies of weights that kept rows hold, so that all batches hold the
 same."""
@@ -41,30 +41,37 @@ def generate_locally(
     policy: TextPolicy, batch: TokenBatch, sampling: Sampling, seed: int
 ) -> Generated:
     """Sample the rows of a batch from the policy's own weights."""
+    device = policy.device
     uniforms = _uniforms(batch, sampling, seed)
-    prompts = [ids.to(policy.device) for ids in batch.prompts]
-    prefixes = batch.prefixes and [ids.to(policy.device) for ids in batch.prefixes]
-    start = partial(policy.backbone.start, prompts, batch.owners.to(policy.device), prefixes)
+    prompts = [ids.to(device) for ids in batch.prompts]
+    prefixes = batch.prefixes and [ids.to(device) for ids in batch.prefixes]
+    start = partial(policy.backbone.start, prompts, batch.owners.to(device), prefixes)
     if batch.kept is None:
         return generate(start(), uniforms, sampling, policy.chat, batch.limits)
-    # continued conversations: rows go on behind the keys and values that their last turn has left
+    # conversations: rows go on behind the keys and values that their last turn has left
     weights = policy.weight_version()
     histories = [batch.prompts[owner] for owner in batch.owners.tolist()]
     if batch.prefixes is not None:
         histories = [torch.cat(parts) for parts in zip(histories, batch.prefixes, strict=True)]
-    kept = [
+    usable = [
         row if row is not None and row.fits(ids, weights) else None
         for row, ids in zip(batch.kept, histories, strict=True)
     ]
-    decoding = start(kept, _FUSED.get(weights))
+    decoding = start(usable, _FUSED.get(weights))
+    kept: list[KeptRow | None] = [None] * len(histories)
+    keep: Keep | None = None
     if isinstance(decoding, LayeredDecoding):
-        _FUSED[weights] = decoding.fused
-        keeper = Keeper(decoding, histories, weights)
-    else:
-        keeper = None
-    generated = generate(decoding, uniforms, sampling, policy.chat, batch.limits, keeper)
-    rows = (None,) * len(histories) if keeper is None else tuple(keeper.rows)
-    return replace(generated, kept=rows)
+        layered = decoding
+        _FUSED[weights] = layered.fused
+        free = free_bytes(device)
+        layered.room = UNMEASURED_BYTES if free is None else int(KEPT_FRAC * free)
+
+        def keep(row: int, slot: int, read: Tensor) -> None:
+            ids = torch.cat([histories[row], read])
+            kept[row] = layered.keep(slot, len(read), ids, weights)
+
+    generated = generate(decoding, uniforms, sampling, policy.chat, batch.limits, keep)
+    return replace(generated, kept=tuple(kept))
 
 
 def _uniforms(batch: TokenBatch, sampling: Sampling, seed: int) -> Float[Tensor, "N T"]:
@@ -81,25 +88,6 @@ def _uniforms(batch: TokenBatch, sampling: Sampling, seed: int) -> Float[Tensor,
     return uniforms
 
 
-class Keeper:
-    """Keeps rows as they leave a decoding, while there is memory; the others are read again in
-    their next turn."""
-
-    def __init__(self, decoding: LayeredDecoding, histories: Texts, weights: Any) -> None:
-        self.decoding, self.histories, self.weights = decoding, histories, weights
-        self.rows: list[KeptRow | None] = [None] * len(histories)
-        free = free_bytes(decoding.logits.device)
-        self.room = UNMEASURED_BYTES if free is None else int(KEPT_FRAC * free)
-
-    def keep(self, row: int, slot: int, read: Int[Tensor, "T"]) -> None:
-        """Keep the row in this slot; ``read``: its sampled tokens that have been read."""
-        needed = self.decoding.kept_bytes(slot, len(read))
-        if needed <= self.room:
-            self.room -= needed
-            ids = torch.cat([self.histories[row], read])
-            self.rows[row] = self.decoding.keep(slot, len(read), ids, self.weights)
-
-
 @torch.no_grad()
 def generate(
     decoding: Decoding,
@@ -107,7 +95,7 @@ def generate(
     sampling: Sampling,
     chat: Chat,
     limits: Int[Tensor, "N"] | None = None,
-    keeper: Keeper | None = None,
+    keep: Keep | None = None,
 ) -> Generated:
     """Sample until each row has an end token, a stop text, or as many tokens as uniforms.
 
@@ -115,7 +103,8 @@ def generate(
     where the model's context may end, so that finished rows leave the batch at once. Without limits
     they leave once they are an eighth of it, since each removal copies the cache. A row whose
     logits are not finite ends as "error", with the tokens before. A stop text may name special
-    tokens. ``keeper`` keeps each row that stops; its last token has not been read then.
+    tokens. ``keep`` is called with each row that stops, its slot and its tokens that have been read: all
+    but the last.
     """
     rows, columns = uniforms.shape
     tokens, logprobs = torch.zeros(rows, columns, dtype=torch.long), torch.zeros(rows, columns)
@@ -150,8 +139,8 @@ def generate(
         for slot in stopped.nonzero()[:, 0].tolist():
             row = int(slots[slot])
             finish[row] = "stop"
-            if keeper is not None:
-                keeper.keep(row, slot, tokens[row, :t])
+            if keep is not None:
+                keep(row, slot, tokens[row, :t])
         is_open &= ~stopped
         if limits is not None:
             is_open &= t + 1 < limits[slots]

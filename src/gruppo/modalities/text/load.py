@@ -24,7 +24,8 @@ from gruppo.modalities.common.four_bit import (
     four_bit_layers,
     quantization_config,
 )
-from gruppo.modalities.common.lora import cast_base, has_adapter
+from gruppo.modalities.common.lora import cast_base
+from gruppo.modalities.common.lora import has_adapter as is_adapted_model
 from gruppo.modalities.text.backbones import Backbone, probe
 from gruppo.modalities.text.bundled import BUNDLED
 from gruppo.modalities.text.chat import Chat, Render
@@ -67,18 +68,8 @@ def from_pretrained(
     """
     path = model_of(path)
     if is_custom(path) or names_function(path):
-        if load_in_4bit:
-            raise four_bit_error(path)
-        policy = open_custom(path, seed=seed)
-        if not isinstance(policy, TextPolicy):
-            raise GruppoError(
-                f"{path} makes a {type(policy).__name__}; a language model is needed here."
-            )
-        place(policy, compute, device)
-        if adapt is not None:
-            give_adapter(policy, adapt)
-        return policy
-    model_path, tokenizer_path = path, None
+        return _open_function(path, compute, device, adapt, load_in_4bit, seed)
+    model_path, tokenizer_path = path, path
     if is_adapter(path):
         if adapt is not None:
             raise GruppoError(
@@ -87,32 +78,50 @@ def from_pretrained(
                     first, with gruppo export {path} FOLDER, and give that""",
             )
         model_path, adapt = _base_of_adapter(read_adapter(path), is_merged=is_merged)
-        folder = Path(path).expanduser()
         # an adapter that others saved may lack the tokenizer, which is then that of its base
-        tokenizer_path = str(folder) if (folder / "tokenizer_config.json").is_file() else None
-    chosen = quantization_config() if load_in_4bit else None
+        if not (Path(path).expanduser() / "tokenizer_config.json").is_file():
+            tokenizer_path = model_path
+    quantization = quantization_config() if load_in_4bit else None
+    place = None if is_requested() else _accelerator(device)
     module, tokenizer, loading = _load(
-        model_path, tokenizer_path, trust_remote_code, chosen, device, is_adapted=bool(adapt)
+        model_path, tokenizer_path, trust_remote_code, quantization, place, bool(adapt)
     )
     missing = sorted(loading["missing_keys"])
     # of a reward model, nothing but the output embedding is missing, and at most a score is in its
     # place
-    head_names = {
-        name for name, part in module.named_modules() if part is module.get_output_embeddings()
-    }
-    is_reward_model = all(name.rpartition(".")[0] in head_names for name in missing)
-    is_reward_model &= all(name.startswith("score.") for name in loading["unexpected_keys"])
-    if missing and (needs_head or not is_reward_model):
+    head = module.get_output_embeddings()
+    heads = {name for name, part in module.named_modules() if part is head}
+    is_reward_model = {name.rpartition(".")[0] for name in missing} <= heads and all(
+        name.startswith("score.") for name in loading["unexpected_keys"]
+    )
+    policy = None
+    if not missing or (is_reward_model and not needs_head):
+        policy = from_transformers(
+            module, tokenizer, compute=compute, chunk=chunk, adapt=adapt, device=device
+        )
+    if policy is None or (missing and policy.trunk() is policy.module):
         raise GruppoError(f"""model {path!r} lacks {len(missing)} weights that a
             {type(module).__name__} has, {missing[0]} first; they would be random. Give a folder
             with all weights of a causal language model.""")
-    policy = from_transformers(
-        module, tokenizer, compute=compute, chunk=chunk, adapt=adapt, device=device
-    )
-    if missing and policy.trunk() is policy.module:
-        raise GruppoError(f"""model {path!r} lacks the language head, and a {type(module).__name__}
-            cannot be run without one. Give a folder with all weights of a causal language
-            model.""")
+    return policy
+
+
+def _open_function(
+    path: str,
+    compute: Compute,
+    device: str,
+    adapt: Adapt | None,
+    load_in_4bit: bool,
+    seed: int,
+) -> TextPolicy:
+    if load_in_4bit:
+        raise four_bit_error(path)
+    policy = open_custom(path, seed=seed)
+    if not isinstance(policy, TextPolicy):
+        raise GruppoError(f"{path} makes a {type(policy).__name__}, not a language model.")
+    place(policy, compute, device)
+    if adapt is not None:
+        give_adapter(policy, adapt)
     return policy
 
 
@@ -122,15 +131,11 @@ def _base_of_adapter(adapter: Adapter, *, is_merged: bool) -> tuple[str, Adapt]:
         if name in BUNDLED or Path(name).exists() or not name.startswith((".", "/", "~")):
             base = str(BUNDLED[name]().path) if name in BUNDLED else model_of(name)
             return base, partial(adapter.attach, base=name, is_merged=is_merged)
-    problem = (
-        f"is {adapter.base_names[0]!r}, which does not exist here"
-        if adapter.base_names
-        else "has no name"
+    raise GruppoError(
+        f"""the base of the adapter {adapter.folder} is {adapter.base_names or "not named"}, which
+            is not here. Name it in {adapter.folder / BASE}, or load it with
+            gruppo.from_transformers and adapt=gruppo.modalities.common.adapters.adapt_from(...)."""
     )
-    raise GruppoError(f"""the base of the adapter {adapter.folder} {problem}. Load the base with
-        gruppo.from_transformers and its adapter with
-        adapt=gruppo.modalities.common.adapters.adapt_from({str(adapter.folder)!r}, base=''), or
-        name the base in {adapter.folder / BASE}.""")
 
 
 def four_bit_error(model: str) -> GruppoError:
@@ -144,12 +149,11 @@ def four_bit_error(model: str) -> GruppoError:
 
 def _load(
     path: str,
-    tokenizer_path: str | None,
+    tokenizer_path: str,
     trust_remote_code: bool,
     quantization: Any,
-    device: str,
-    *,
-    is_adapted: bool,
+    place: torch.device | None,
+    has_adapter: bool,
 ) -> tuple[Any, Any, dict[str, Any]]:
     """Return module, tokenizer, and transformers' loading info: the names of missing and unexpected
     weights."""
@@ -164,44 +168,37 @@ def _load(
             f"the model folder {path!r} {problem}. Give a folder of save_pretrained, or a hub id."
         )
     check_seal(folder)
-    source, kind = str(folder) if is_local else path, "tokenizer"
-    options = {
-        "dtype": torch.float32,
-        "use_safetensors": True,
-        "trust_remote_code": trust_remote_code,
-    }
-    if quantization is not None:
-        place = None if is_requested() else _accelerator(device)
-        # by default, transformers takes the first GPU, on all ranks
-        options |= {"quantization_config": quantization, "device_map": {"": place or "cpu"}}
+    source = str(folder) if is_local else path
+    code = {"trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"dtype": torch.float32, "use_safetensors": True, **code}
+    kind = "tokenizer"
     hf_logging.disable_progress_bar()
     try:
-        entries = (
-            read_json(folder / "config.json")
-            if is_local
-            else PretrainedConfig.get_config_dict(source)[0]
-        )
+        if is_local:
+            entries = read_json(folder / "config.json")
+        else:
+            entries = PretrainedConfig.get_config_dict(source)[0]
         check_layers(entries, source)
-        tokenizer = AutoTokenizer.from_pretrained(
-            tokenizer_path or source, trust_remote_code=trust_remote_code
-        )
+        tokenizer = AutoTokenizer.from_pretrained(Path(tokenizer_path).expanduser(), **code)
         kind = "model"
-        settings = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-        if (found := getattr(settings, "quantization_config", None)) is not None:
-            check_quantized(found, f"the model {source!r}", has_adapter=is_adapted)
-            options.pop("quantization_config", None)
+        found = getattr(AutoConfig.from_pretrained(source, **code), "quantization_config", None)
+        if found is not None:
+            check_quantized(found, f"the model {source!r}", has_adapter=has_adapter)
+        elif quantization is not None:
+            options["quantization_config"] = quantization
+        if quantization is not None:
+            # by default, transformers takes the first GPU, on all ranks
+            options["device_map"] = {"": place or "cpu"}
         module, loading = AutoModelForCausalLM.from_pretrained(
             source, output_loading_info=True, **options
         )
     except GruppoError:
         raise
-    except (
-        Exception
-    ) as error:  # whatever transformers and the formats raise for files that they cannot read
+    except Exception as error:  # whatever transformers raises for files that it cannot read
         raise GruppoError(f"""model {source!r} could not be loaded:
             {transformers_error(error, kind)} Give a local folder that save_pretrained wrote, or a
             hub id that this machine can reach or has cached.""") from error
-    if has_adapter(module):
+    if is_adapted_model(module):
         raise GruppoError(
             f"{source!r} is an adapter on a hub",
             advice="Download it, give its base as $model, its folder as $lora.adapter",
@@ -220,20 +217,18 @@ def from_transformers(
 ) -> TextPolicy:
     """Make a policy of a Hugging Face model in memory and its tokenizer, on this rank's GPU if
     ``device`` allows."""
+    name = type(module).__name__
     if getattr(module, "is_quantized", False):
-        check_quantized(
-            module.config.quantization_config,
-            f"this {type(module).__name__}",
-            has_adapter=bool(adapt),
-        )
-        for name, layer in four_bit_layers(module).items():
+        settings = module.config.quantization_config
+        check_quantized(settings, f"this {name}", has_adapter=bool(adapt))
+        for layer_name, layer in four_bit_layers(module).items():
             # a block of 64 weights shares a scale. Of rows that are no whole blocks, bitsandbytes
             # 0.50 takes the wrong scales on a CPU: an error of 38% in place of 9% at 48 inputs,
             # silently
             if layer.in_features % (size := layer.weight.quant_state.blocksize):
                 raise GruppoError(
-                    f"""{name} has {layer.in_features} inputs, and bitsandbytes computes 4-bit
-                        layers rightly only where they are a multiple of {size}""",
+                    f"""{layer_name} has {layer.in_features} inputs, and bitsandbytes computes
+                        4-bit layers rightly only where they are a multiple of {size}""",
                     option="lora.load_in_4bit",
                     advice="False",
                 )
@@ -245,21 +240,13 @@ def from_transformers(
         module = module.to(gpu)
     backbone = probe(module)
     if not (backbone.caches or backbone.decodes):
-        slow = (
-            "cached decoding does not give the model's own logits, so each token reads its "
-            "whole row (slow)"
-        )
-        log.warning("%s: %s.", type(module).__name__, slow)
+        log.warning("%s: its cache is not exact, so each token reads its whole row (slow).", name)
     if backbone.layout == "padded":
-        slow = (
-            "its attention does not take a block mask, so in updates each completion reads its "
-            "prompt again"
-        )
-        log.warning("%s: %s (slower, with the same numbers).", type(module).__name__, slow)
+        log.warning("%s: in updates each completion reads its prompt again (slower).", name)
     dtype = _compute_dtype(compute, module.get_input_embeddings().weight.shape[1], module, device)
     if adapt is not None:
         adapt(module)
-    if has_adapter(module):  # not where the adapter was merged
+    if is_adapted_model(module):  # not where the adapter was merged
         cast_base(module, dtype)
     # every id that ends a completion: those of the generation config, one or several, and the
     # tokenizer's
@@ -309,19 +296,11 @@ def from_module(
     the ids of messages up to where the assistant answers; if the last message is the assistant's,
     the answer begins with it. For nanochat's GPT see examples/nanochat_rl.py.
     """
-    for name in ("encode", "decode"):
-        if not callable(getattr(tokenizer, name, None)):
-            raise GruppoError(
-                f"a {type(tokenizer).__name__} has no method {name}; tokenizers need encode and "
-                f"decode."
-            )
     if isinstance(eos_ids, int):
         raise GruppoError(f"eos_ids={eos_ids} is one number; it needs a list of ids, [{eos_ids}].")
     for parameter in module.parameters():
-        if parameter.dtype in (
-            torch.float16,
-            torch.bfloat16,
-        ):  # as masters they would round small updates away
+        # as masters they would round small updates away
+        if parameter.dtype in (torch.float16, torch.bfloat16):
             parameter.data = parameter.data.float()
     widths = [parameter.shape[-1] for parameter in module.parameters() if parameter.dim() == 2]
     dtype = _compute_dtype(compute, max(widths, default=64), module)

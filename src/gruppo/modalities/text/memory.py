@@ -32,11 +32,8 @@ def activations(
         if layout == "stream":
             numbers = 6 * model.hidden_size + 2 * key_numbers(model) + 2 * feed_forward
         layers = model.num_hidden_layers
-        return (
-            dtype.itemsize
-            * tokens
-            * (numbers + layers * model.hidden_size if is_recomputed else layers * numbers)
-        )
+        of_all = numbers + layers * model.hidden_size if is_recomputed else layers * numbers
+        return dtype.itemsize * tokens * of_all
     except (AttributeError, TypeError):
         return 0
 
@@ -56,58 +53,27 @@ def working_memory(
 
     Cache 2 B L layers K width, K numbers of a key. That of conversations has the longest replies,
     and counts twice: rows that have ended their turn are kept beside those that are decoded.
-    Attention scores are not counted. A plain module has no sizes in a config: its activations are
-    measured, and it reads whole rows again for each new token.
+    Attention scores are not counted. A plain module has no sizes in a config, and reads whole rows
+    again for each new token.
     """
     width = policy.compute_dtype.itemsize
-    length, limit, environment = (
-        longest + config.rollout.max_new_tokens,
-        config.rollout,
-        config.environment,
-    )
-    cached = length
-    if environment.names:
-        cached += (environment.turns - 1) * environment.max_reply_tokens
+    cached = length = longest + config.rollout.max_new_tokens
+    if config.environment.names:
+        cached += (config.environment.turns - 1) * config.environment.max_reply_tokens
         cached = 2 * min(cached, policy.context or cached)
-    if policy.backbone.is_plain:
-        vocabulary = policy.feature_width()
-        return {
-            "activations, measured": max(budget // length, 1) * kept_bytes(policy, length),
-            "logits": 3 * 4 * min(policy.chunk, budget) * vocabulary,
-            "logits while sampling": width * rows * length * vocabulary,
-        }
-    model = policy.module.config.get_text_config()
-    logits = (
-        3 * 4 * min(policy.chunk, budget) * model.vocab_size
-    )  # a chunk in float32: raw, tempered, gradient
-    if isinstance(policy.backbone.head, torch.nn.Linear) and limit.top_k == 0 and limit.top_p == 1:
-        logits = tile_bytes(budget, model.vocab_size, width, policy.device)
-    kept = activations(
-        model,
-        budget,
-        policy.compute_dtype,
-        policy.backbone.layout,
-        is_recomputed=policy.is_recomputed,
-    )
+    is_truncated = config.rollout.top_k > 0 or config.rollout.top_p < 1
+    plain = policy.backbone.is_plain
+    model = None if plain else policy.module.config.get_text_config()
+    vocabulary = policy.feature_width() if plain else model.vocab_size
+    # a chunk in float32: raw, tempered, gradient
+    logits = 3 * 4 * min(policy.chunk, budget) * vocabulary
+    if plain:
+        return {"logits": logits, "logits while sampling": width * rows * length * vocabulary}
+    if isinstance(policy.backbone.head, torch.nn.Linear) and not is_truncated:
+        logits = tile_bytes(budget, vocabulary, width, policy.device)
     cache = width * 2 * rows * cached * model.num_hidden_layers * key_numbers(model)
-    return {"activations": kept, "logits": logits, "cache while sampling": cache}
-
-
-def kept_bytes(policy: Any, length: int) -> int:
-    """Bytes that a forward of one row keeps for its backward, weights not counted; each storage
-    once."""
-    weights = {
-        parameter.untyped_storage().data_ptr() for parameter in policy.compute_module.parameters()
+    return {
+        "activations": policy.bytes_per_unit() * budget,
+        "logits": logits,
+        "cache while sampling": cache,
     }
-    kept: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        logits = policy.backbone.features(
-            torch.zeros(1, length, dtype=torch.long, device=policy.device)
-        )
-    del logits  # alive until here, so that no address is counted for two storages
-    return sum(size for address, size in kept.items() if address not in weights)

@@ -39,16 +39,11 @@ class TextModality(Modality):
         return True
 
     def validate(self, config: Config) -> None:
-        is_here = (
-            config.model in BUNDLED or names_function(config.model) or Path(config.model).exists()
-        )
-        if (
-            config.modality is not None
-            and config.modality != type(config.modality)()
-            and not is_here
-        ):
+        model, options = config.model, config.modality
+        is_here = model in BUNDLED or names_function(model) or Path(model).exists()
+        if not is_here and options is not None and options != type(options)():
             raise GruppoError(
-                f"there is no folder {config.model!r} with an image model",
+                f"there is no folder {model!r} with an image model",
                 advice=f"""Train one first, as with {command_name()} train digits-pretrain, or set
                     $model unet or diffusers:OWNER/NAME""",
             )
@@ -109,44 +104,16 @@ class TextModality(Modality):
                 continue
             if policy.chat.special_tokens == "refuse":
                 raise DataError(f"row {row}: {special_token_error(prompt.id, token)}")
-            text = (
-                "row %d: the text of prompt %r holds the special token %s. Such tokens are "
-                "encoded as text; set "
+            log.warning(
+                "row %d: the text of prompt %r holds the special token %s. Such tokens get a "
+                "space, which makes them text; set --prompts.special-tokens keep if the chat "
+                "template is already applied to these prompts.",
+                row,
+                prompt.id,
+                token,
             )
-            text += (
-                "--prompts.special-tokens keep if the chat template is already applied to "
-                "these prompts."
-            )
-            log.warning(text, row, prompt.id, token)
             break
         check_lengths(data, policy, config)
-        if not config.environment.names:
-            return
-        # a conversation with the longest prompt and the longest replies may outgrow the model's
-        # context
-        turns, reply = config.environment.turns, config.environment.max_reply_tokens
-        longest = max(data.all_prompts(), key=lambda prompt: len(str(prompt.inputs)), default=None)
-        prompt_tokens = 0 if longest is None else len(policy.encode(longest))
-        tokens = prompt_tokens + config.rollout.max_new_tokens + (turns - 1) * reply
-        if policy.context is not None and tokens > policy.context:
-            numbers = (
-                policy.context,
-                prompt_tokens,
-                config.rollout.max_new_tokens,
-                turns - 1,
-                reply,
-                tokens,
-            )
-            log.warning(
-                "conversations may outgrow the model's context of %d tokens: a prompt of %d, %d of "
-                "the policy "
-                "(rollout.max_new_tokens) and %d replies of %d (environment.max_reply_tokens) make "
-                "%d, without those "
-                "of the template. One that does ends before the turn that does not fit "
-                "(turns/context_full_count). "
-                "Lower --environment.turns or --environment.max-reply-tokens.",
-                *numbers,
-            )
 
     def critic(self, config: Config, policy: Policy, data: PromptSource) -> Critic | None:
         assert isinstance(policy, TextPolicy)
@@ -180,17 +147,15 @@ TextPolicy.modality = TEXT
 def check_lengths(source: Any, policy: TextPolicy, config: Config) -> None:
     """Refuse data with a prompt that the model's context cannot hold, or a text where tools need a
     conversation."""
+    tools = policy.chat.tools
     added = TEMPLATE_TOKENS
-    if policy.chat.tools:
-        added += len(
-            policy.chat.rendered([{"role": "user", "content": ""}], policy.chat.tools).encode()
-        )
+    if tools:
+        added += len(policy.chat.rendered([{"role": "user", "content": ""}], tools).encode())
     for prompt in source.all_prompts():
         longest = len(str(prompt.inputs).encode()) + added  # a token of text is at least a byte
         is_short = policy.context and longest + config.rollout.max_new_tokens < policy.context
-        if is_short and not (
-            policy.chat.tools and isinstance(prompt.inputs, str)
-        ):  # tools need a conversation
+        needs_conversation = tools and isinstance(prompt.inputs, str)
+        if is_short and not needs_conversation:
             continue
         if why := policy.check_prompt(prompt, config.rollout.sampling):
             raise DataError(why)
@@ -217,10 +182,7 @@ def found_model(name: str) -> tuple[str, dict[str, Any]]:
         folder = Path(model_of(name)).expanduser()
         made = ModelFunction.from_name(name) if names_function(name) else ModelFunction.read(folder)
         return name, {"name": name, "made_by": made.made_by, "sha256": made.sha256}
-    if (
-        "/" not in name
-        and not Path(name).exists()
-        and (near := difflib.get_close_matches(name, [*BUNDLED, "unet"], 1))
-    ):
+    near = difflib.get_close_matches(name, [*BUNDLED, "unet"], 1)
+    if near and "/" not in name and not Path(name).exists():
         raise GruppoError(f"there is no model {name!r}. Did you mean {near[0]}?")
     return name, {"name": name}

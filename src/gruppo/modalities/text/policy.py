@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,12 +17,12 @@ from torch import Tensor, nn
 
 from gruppo.core.distributions import chunked_categorical
 from gruppo.core.layers import recompute_layers
+from gruppo.core.linear_head import EntropyMode
 from gruppo.loading import counted
 from gruppo.modalities.common.adapters import save_adapter
 from gruppo.modalities.common.lora import AdaptablePolicy, has_adapter
 from gruppo.modalities.text.backbones import Backbone
 from gruppo.modalities.text.chat import Chat, Tools, special_token_error
-from gruppo.modalities.text.chat_template import rewritten
 from gruppo.modalities.text.demonstrations import demonstrate
 from gruppo.modalities.text.generation import (
     append_turns,
@@ -47,6 +46,7 @@ from gruppo.protocols import (
     ValueHeadMixin,
 )
 from gruppo.types import (
+    Finish,
     Generated,
     GruppoError,
     Likelihood,
@@ -57,8 +57,6 @@ from gruppo.types import (
     Sampling,
     TokenBatch,
 )
-
-log = logging.getLogger("gruppo")
 
 BATCH_ROWS = 128
 """Rows decoded together. Groups are not split; a larger group is a batch of its own."""
@@ -86,7 +84,9 @@ class TextPolicy(
     """
 
     likelihood_outputs = frozenset({"entropy", "entropy_value", "values"})
-    action_name, budget_name, default_budgets = "token", "tokens", (TOKENS_ON_CPU, TOKENS)
+    action_name = "token"
+    budget_name = "tokens"
+    default_budgets = (TOKENS_ON_CPU, TOKENS)
     out_of_memory_hint = (
         "one row of {units} tokens",
         "Set a lower --rollout.max-new-tokens, shorten the prompts, or train a smaller --model; "
@@ -97,9 +97,6 @@ class TextPolicy(
     """Whether the backward pass computes each layer's activations again."""
     forced_refreshes = 0
     """Refreshes after changes that versions of tensors may not show, as of a sync."""
-
-    def input_digests(self) -> dict[str, str | None]:
-        return self.chat.digests()
 
     def __init__(
         self,
@@ -112,21 +109,28 @@ class TextPolicy(
         chunk: int = 256,
     ) -> None:
         self.module = module.eval()
-        self.backbone, self.chat, self.context, self.chunk = backbone, chat, context, chunk
+        self.backbone = backbone
+        self.chat = chat
+        self.context = context
+        self.chunk = chunk
         self.compute_in(compute_dtype)
         self.tools_of: ToolsOf = lambda prompt: ()
         self.value_head: nn.Module | None = None
         """Features [N, F] to values [N]; not part of ``module``, so that saves, copies and
         references lack it."""
 
+    # --- weights ---
+
     def compute_in(self, dtype: torch.dtype) -> None:
         """Set the compute dtype, in place; the copy is made anew if one is needed."""
         self.compute_dtype = dtype
-        is_needed = {p.dtype for p in self.module.parameters() if p.is_floating_point()} != {dtype}
-        self.copy = ComputeCopy(self.module, dtype) if is_needed else None
-        self.backbone = replace(
-            self.backbone, module=self.module if self.copy is None else self.copy.module
-        )
+        is_copied = self._dtypes() != {dtype}
+        self.copy = ComputeCopy(self.module, dtype) if is_copied else None
+        module = self.module if self.copy is None else self.copy.module
+        self.backbone = replace(self.backbone, module=module)
+
+    def _dtypes(self) -> set[torch.dtype]:
+        return {p.dtype for p in self.module.parameters() if p.is_floating_point()}
 
     def to(self, device: torch.device) -> None:
         self.module.to(device)
@@ -138,15 +142,10 @@ class TextPolicy(
 
     def shard(self, apply: Callable[..., None]) -> None:
         """Shard the master weights; FSDP casts them where they are gathered, in place of a copy."""
-        self.copy, dtypes = (
-            None,
-            {p.dtype for p in self.module.parameters() if p.is_floating_point()},
-        )
+        self.copy = None
         self.backbone = replace(self.backbone, module=self.module, dtype=self.compute_dtype)
-        apply(
-            self.module,
-            compute_dtype=None if dtypes == {self.compute_dtype} else self.compute_dtype,
-        )
+        is_cast = self._dtypes() != {self.compute_dtype}
+        apply(self.module, compute_dtype=self.compute_dtype if is_cast else None)
 
     def recompute(self) -> None:
         self.is_recomputed = recompute_layers(self.module, self.compute_module)
@@ -155,7 +154,8 @@ class TextPolicy(
         """Return this policy over other weights of the same kind, without a copy or value head: a
         reference."""
         other = copy.copy(self)
-        other.module, other.backbone = module.eval(), replace(self.backbone, module=module)
+        other.module = module.eval()
+        other.backbone = replace(self.backbone, module=module)
         other.copy = other.value_head = None
         return other
 
@@ -167,9 +167,8 @@ class TextPolicy(
     def feature_width(self) -> int:
         """Features at each position that a value head reads; the logits of a model that cannot be
         split."""
-        return self.backbone.features(
-            torch.zeros(1, 2, dtype=torch.long, device=self.device)
-        ).shape[-1]
+        ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)
+        return self.backbone.features(ids).shape[-1]
 
     def refresh(self, *, force: bool = False) -> None:
         """Turn dropout off and update the copy, whatever was done to the module since the last
@@ -199,39 +198,34 @@ class TextPolicy(
         elif has_adapter(module):
             save_adapter(module, folder)
         else:
-            if (generation := getattr(module, "generation_config", None)) is not None:
-                try:
-                    generation.validate(strict=True)
-                except ValueError:  # a published temperature without do_sample: transformers loads it, but cannot save
-                    generation.do_sample = True
+            generation = getattr(module, "generation_config", None)
+            if generation is not None and generation.temperature is not None:
+                # some are published with a temperature and without do_sample: transformers loads
+                # them, but cannot save them
+                generation.do_sample = True
             module.save_pretrained(folder)
         self.chat.save(folder)
+
+    # --- description and memory ---
 
     def describe(
         self, config: Any, sampling: Sampling, prompts: Sequence[Prompt], group_size: int
     ) -> list[str]:
-        rows, lengths = config.rollout.prompts * group_size, [len(self.encode(p)) for p in prompts]
-        mean, is_padded = sum(lengths) / len(lengths), self.backbone.layout == "padded"
-        new, measured = config.rollout.max_new_tokens, counted(len(lengths), "prompt")
-        trained = (rows if is_padded else config.rollout.prompts) * mean + rows * new
-        shared = "the prompt with every row" if is_padded else "a group's prompt once"
-        replies = "; and the environment's replies" if config.environment.names else ""
+        lengths = [len(self.encode(prompt)) for prompt in prompts]
+        mean = sum(lengths) / len(lengths)
+        rows = config.rollout.prompts * group_size
+        new = config.rollout.max_new_tokens
+        if self.backbone.layout == "padded":
+            read, how = rows, "the prompt with every row"
+        else:
+            read, how = config.rollout.prompts, "a group's prompt once"
+        how += "; and the environment's replies" if config.environment.names else ""
         return [
             f"prompts     {mean:.0f} tokens on average, at most {max(lengths)}; measured on "
-            f"{measured}",
+            f"{counted(len(lengths), 'prompt')}",
             f"sampled     at most {rows * new:,} tokens per step, {new} per row",
-            f"trained on  at most {trained:,.0f} tokens per epoch, {shared}{replies}",
+            f"trained on  at most {read * mean + rows * new:,.0f} tokens per epoch, {how}",
         ]
-
-    def parse_prompt(self, text: str, *, is_plain: bool, read_image: Callable[..., Tensor]) -> Any:
-        return [{"role": "user", "content": text}] if self.chat.can_chat and not is_plain else text
-
-    def format_prompt(self, prompt: Prompt, *, is_target: bool = False) -> str:
-        if not is_target:
-            return repr(self.chat.text_with_specials(self.encode(prompt)))
-        demonstration = self.demonstrations([prompt], seed=0)
-        ids = demonstration.actions[0, : int(demonstration.lengths[0])].tolist()
-        return f"{self.chat.text_with_specials(ids)!r}  ({len(ids)} tokens)"
 
     def memory_estimate(
         self, config: Any, prompts: Sequence[Prompt], budget: int, group_size: int
@@ -245,20 +239,17 @@ class TextPolicy(
         return activations(config, 1, self.compute_dtype, layout, is_recomputed=self.is_recomputed)
 
     def longest_prompt(self, prompts: Sequence[Prompt] | Rollouts) -> int:
-        ids = (
-            prompts.shared["prompt_ids"]
-            if isinstance(prompts, Rollouts)
-            else map(self.encode, prompts)
-        )
-        return max(map(len, ids), default=0)
+        if isinstance(prompts, Rollouts):
+            return max(map(len, prompts.shared["prompt_ids"]), default=0)
+        return max((len(self.encode(prompt)) for prompt in prompts), default=0)
 
     def longest_row(self, rollouts: Rollouts, rows: Tensor) -> int:
-        prompts = torch.tensor([len(ids) for ids in rollouts.shared["prompt_ids"]])[
-            rollouts.group_ids[rows]
-        ]
-        return int((rollouts.lengths[rows] + prompts).max())
+        return int((rollouts.lengths + _prompt_lengths(rollouts))[rows].max())
 
-    # --- sampling ---
+    # --- prompts ---
+
+    def input_digests(self) -> dict[str, str | None]:
+        return self.chat.digests()
 
     def configure_prompts(self, prompts: Any) -> None:
         self.chat.configure(prompts)
@@ -267,46 +258,40 @@ class TextPolicy(
         self, tools: Sequence[Mapping[str, Any]] | None, tools_of: ToolsOf | None = None
     ) -> None:
         self.chat.set_tools(tools or ())
-        self.tools_of = (
-            (tools_of or (lambda prompt: self.chat.tools)) if tools else lambda prompt: ()
-        )
-        if tools is not None and self.chat.can_chat and (what := rewritten(self.chat)):
-            log.info(
-                "the model's chat template %s. Each turn is trained on as it was sampled, and "
-                "stays so in its "
-                "conversation; a server that renders the conversation again shows the model "
-                "another one.",
-                what,
-            )
+        if not tools:
+            self.tools_of = lambda prompt: ()
+        else:
+            self.tools_of = tools_of or (lambda prompt: self.chat.tools)
 
     def encode(self, prompt: Prompt) -> list[int]:
         return self.chat.encode(prompt.inputs, self.tools_of(prompt))
 
+    def parse_prompt(self, text: str, *, is_plain: bool, read_image: Callable[..., Tensor]) -> Any:
+        return [{"role": "user", "content": text}] if self.chat.can_chat and not is_plain else text
+
+    def format_prompt(self, prompt: Prompt, *, is_target: bool = False) -> str:
+        if not is_target:
+            return repr(self.chat.text_with_specials(self.encode(prompt)))
+        ids, _, _ = demonstrate(self.chat, prompt.inputs, prompt.target, self.tools_of(prompt))
+        return f"{self.chat.text_with_specials(ids)!r}  ({len(ids)} tokens)"
+
     def check_prompt(self, prompt: Prompt, sampling: Sampling) -> str | None:
         if isinstance(prompt.inputs, str) and self.tools_of(prompt):
-            problem = (
-                f"prompt {prompt.id!r} is a text, and tools need a conversation, into which "
-                f"the chat template"
-            )
-            return (
-                f"{problem} writes them. Give a list of messages, such as "
-                f'[{{"role": "user", "content": ...}}].'
-            )
-        if self.chat.special_tokens == "refuse" and (
-            token := self.chat.special_token_in(prompt.inputs)
-        ):
+            return f"""prompt {prompt.id!r} is a string, and tools need a conversation. Give a list
+                of messages, such as [{{"role": "user", "content": ...}}]."""
+        token = self.chat.special_token_in(prompt.inputs)
+        if token and self.chat.special_tokens == "refuse":
             return special_token_error(prompt.id, token)
         new = sampling.max_actions
         if self.context is None or (tokens := len(self.encode(prompt))) + new <= self.context:
             return None
-        problem = (
-            f"prompt {prompt.id!r} has {tokens} tokens, and {new} new ones make "
-            f"{tokens + new}; the model's"
-        )
         return (
-            f"{problem} context holds {self.context}. Shorten or remove it, or lower "
+            f"prompt {prompt.id!r} has {tokens} tokens, and {new} new ones make {tokens + new}; "
+            f"the model's context holds {self.context}. Shorten or remove it, or lower "
             f"--rollout.max-new-tokens."
         )
+
+    # --- sampling ---
 
     def sample(self, requests: Sequence[Request], sampling: Sampling, *, seed: int) -> Rollouts:
         """Sample ``request.size`` completions of each prompt; randomness depends on (seed, draw,
@@ -327,17 +312,15 @@ class TextPolicy(
     ) -> Rollouts:
         """``sample``, with tokens from ``generate``, which is called with at most ``batch_rows``
         rows."""
-        if not requests or any(request.size < 1 for request in requests):
-            raise ValueError("sample needs at least one request, each of size 1 or more.")
-        prompts, batches = dict[tuple[str, int], Prompt](), [list[Request]()]
+        prompts: dict[tuple[str, int], Prompt] = {}
+        batches: list[list[Request]] = [[]]
         for request in requests:
             prompt = request.prompt
             if why := self.check_prompt(prompt, sampling):
                 raise GruppoError(why)
             if prompts.setdefault((prompt.id, prompt.draw), prompt).inputs != prompt.inputs:
                 raise GruppoError(f"""two different prompts have the id {prompt.id!r} and the draw
-                    {prompt.draw}; their rows would become one group. Give each prompt an id of its
-                    own.""")
+                    {prompt.draw}. Give each prompt an id of its own.""")
             # a group stays whole: its rows share the keys of their prompt
             if batches[-1] and sum(r.size for r in batches[-1]) + request.size > batch_rows:
                 batches.append([])
@@ -348,23 +331,23 @@ class TextPolicy(
     def _sample_batch(
         self, generate: GenerateTokens, requests: Sequence[Request], sampling: Sampling, seed: int
     ) -> Rollouts:
-        encoded = tuple(torch.tensor(self.encode(r.prompt)) for r in requests)
+        prompts = [request.prompt for request in requests]
+        prompt_ids = tuple(torch.tensor(self.encode(prompt)) for prompt in prompts)
         owners = torch.tensor([p for p, r in enumerate(requests) for _ in range(r.size)])
         addresses = tuple((r.prompt.draw, r.first + i) for r in requests for i in range(r.size))
         can_continue = any(request.has_more_turns for request in requests)
         kept = (None,) * len(owners) if can_continue else None
-        generated = generate(TokenBatch(encoded, owners, addresses, kept=kept), sampling, seed)
-        texts, completions = list[str](), list[Any]()
-        for row, length, owner in zip(
-            generated.tokens, generated.lengths.tolist(), owners.tolist(), strict=True
-        ):
-            prompt, ids = requests[owner].prompt, row[:length].tolist()
+        generated = generate(TokenBatch(prompt_ids, owners, addresses, kept=kept), sampling, seed)
+        texts: list[str] = []
+        completions: list[Any] = []
+        for row, owner in enumerate(owners.tolist()):
+            ids = generated.tokens[row, : int(generated.lengths[row])].tolist()
+            prompt = prompts[owner]
             texts.append(cut_at_stop(self.chat.text(ids), sampling.stop))
             completions.append(
                 self.completion(ids, texts[-1], prompt.inputs, self.tools_of(prompt), sampling.stop)
             )
-        prompts = [request.prompt for request in requests]
-        rollouts = _rollouts(prompts, owners, encoded, generated, completions, sampling)
+        rollouts = _rollouts(prompts, owners, prompt_ids, generated, completions, sampling)
         if self.chat.tools:  # a call of a tool is not in the message's content
             rollouts = replace(rollouts, per_row={**rollouts.per_row, "text": tuple(texts)})
         return rollouts
@@ -372,7 +355,7 @@ class TextPolicy(
     def completion(
         self, ids: Sequence[int], text: str, inputs: Any, tools: Tools, stop: Sequence[str]
     ) -> Any:
-        """What these sampled ids say, in the form of what they answer: a text or a list of one
+        """What these sampled ids say, in the form of what they answer: a string or a list of one
         message."""
         if isinstance(inputs, str):
             return text
@@ -387,8 +370,8 @@ class TextPolicy(
         seed: int,
         max_reply_tokens: int = 256,
     ) -> Rollouts:
-        """Append replies (a text or messages, by row) and a further turn of the policy; other rows
-        stay as they are.
+        """Append replies (a string or messages, by row) and a further turn of the policy; other
+        rows stay as they are.
 
         A reply's tokens are columns whose mask is False. ``sampling.max_actions`` counts all tokens
         that the policy samples in a row. ``rollouts.per_row`` needs the entries that
@@ -397,9 +380,14 @@ class TextPolicy(
         again where ``sample`` or the last call has kept their keys and values ("kept").
         """
         self.refresh()
-        options = {"seed": seed, "max_reply_tokens": max_reply_tokens, "batch_rows": BATCH_ROWS}
         return self.continue_with(
-            partial(generate_locally, self), rollouts, replies, sampling, **options
+            partial(generate_locally, self),
+            rollouts,
+            replies,
+            sampling,
+            seed=seed,
+            max_reply_tokens=max_reply_tokens,
+            batch_rows=BATCH_ROWS,
         )
 
     def continue_with(
@@ -417,9 +405,8 @@ class TextPolicy(
         ``batch_rows`` rows."""
         rollouts, turns = next_turns(self, rollouts, replies, sampling, max_reply_tokens)
         for start in range(0, len(turns), batch_rows):
-            rollouts = append_turns(
-                self, generate, rollouts, turns[start : start + batch_rows], sampling, seed
-            )
+            batch = turns[start : start + batch_rows]
+            rollouts = append_turns(self, generate, rollouts, batch, sampling, seed)
         return rollouts
 
     # --- serving ---
@@ -428,9 +415,8 @@ class TextPolicy(
         from torch.distributed.tensor import DTensor  # takes two seconds
 
         for name, tensor in self.module.state_dict().items():
-            whole = (
-                tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            )  # one tensor of FSDP at a time
+            # one tensor of FSDP at a time
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             yield name, whole.to(self.compute_dtype) if whole.is_floating_point() else whole
 
     def served_config(self) -> dict[str, Any]:
@@ -440,7 +426,8 @@ class TextPolicy(
                     server; it needs to be a Hugging Face model""",
                 advice="Leave $engine out",
             )
-        dtype, module = str(self.compute_dtype).removeprefix("torch."), cast(Any, self.module)
+        module: Any = self.module
+        dtype = str(self.compute_dtype).removeprefix("torch.")
         return {**module.config.to_diff_dict(), "tie_word_embeddings": False, "dtype": dtype}
 
     @property
@@ -460,12 +447,14 @@ class TextPolicy(
         Where a prompt is read once for its group, rows of a group stay together; otherwise rows of
         like length do.
         """
-        prompt_lengths = torch.tensor([len(ids) for ids in rollouts.shared["prompt_ids"]])[
-            rollouts.group_ids
-        ]
         rows = loss_mask.any(dim=1).nonzero()[:, 0].tolist()
         parts = split_rows(
-            prompt_lengths, rollouts.lengths, rollouts.group_ids, rows, budget, self.backbone.layout
+            _prompt_lengths(rollouts),
+            rollouts.lengths,
+            rollouts.group_ids,
+            rows,
+            budget,
+            self.backbone.layout,
         )
         return [
             MicroBatch(torch.tensor(part), slice(0, int(rollouts.lengths[part].max())))
@@ -482,39 +471,31 @@ class TextPolicy(
         """
         rows = micro_batch.rows
         if (rollouts.temperature[rows] <= 0).any():
-            raise GruppoError(
-                "these rollouts are greedy (temperature 0), with no density to learn from. Sample "
-                "at 1."
-            )
-        top_k, top_p = (
-            rollouts.per_row["top_k"][rows].unique(),
-            rollouts.per_row["top_p"][rows].unique(),
-        )
-        if len(top_k) > 1 or len(top_p) > 1:
-            raise GruppoError(
-                "these rollouts mix several top_k or top_p; evaluate each kind separately."
-            )
+            raise GruppoError("greedy rollouts (temperature 0) have no density. Sample at 1.")
+        entropy: EntropyMode = "none"
+        if "entropy" in outputs:
+            entropy = "gradient"
+        elif "entropy_value" in outputs:
+            entropy = "value"
         actions = micro_batch.of(rollouts.actions)
         features, row, column, place = self._action_features(rollouts, micro_batch)  # [N, F]
-        logprobs, entropy = chunked_categorical(
+        logprobs, nats = chunked_categorical(
             features,
             self.backbone.head,
             actions[row, column].to(self.device, non_blocking=True),
             rollouts.temperature[rows][row].to(self.device, non_blocking=True),
             chunk=self.chunk,
-            top_k=int(top_k[0]) if len(top_k) else 0,
-            top_p=float(top_p[0]) if len(top_p) else 1.0,
-            entropy="gradient"
-            if "entropy" in outputs
-            else "value"
-            if "entropy_value" in outputs
-            else "none",
+            top_k=next(iter(rollouts.per_row["top_k"][rows].tolist()), 0),
+            top_p=next(iter(rollouts.per_row["top_p"][rows].tolist()), 1.0),
+            entropy=entropy,
         )
-        nats = None if entropy is None else _scatter(entropy, place, actions.shape)
-        values = (
-            _scatter(self._values(features), place, actions.shape) if "values" in outputs else None
+        return Likelihood(
+            _scatter(logprobs, place, actions.shape),
+            None if nats is None else _scatter(nats, place, actions.shape),
+            values=_scatter(self._values(features), place, actions.shape)
+            if "values" in outputs
+            else None,
         )
-        return Likelihood(_scatter(logprobs, place, actions.shape), nats, values=values)
 
     def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
         """Values before each action, 0 where mask is False; no logits are computed."""
@@ -534,33 +515,28 @@ class TextPolicy(
         prompts = [rollouts.shared["prompt_ids"][g] for g in groups.tolist()]
         completions = [rollouts.actions[r, : int(rollouts.lengths[r])] for r in rows.tolist()]
         features = self.backbone.features_before(prompts, completions, owners, row, column)
-        return (
-            features,
-            row,
-            column,
-            tuple(index.to(self.device, non_blocking=True) for index in (row, column)),
-        )
+        place = tuple(index.to(self.device, non_blocking=True) for index in (row, column))
+        return features, row, column, place
 
     # --- demonstrations ---
 
     def check_demonstration(self, prompt: Prompt) -> str | None:
         try:
             ids, _, _ = demonstrate(self.chat, prompt.inputs, prompt.target, self.tools_of(prompt))
-            if not ids:
-                return (
-                    f"prompt {prompt.id!r} has no target to learn from: it is "
-                    f"{prompt.target!r}. Give it one."
-                )
             tokens = len(self.encode(prompt)) + len(ids)
         except GruppoError as error:
             return f"prompt {prompt.id!r}: {error}"
+        if not ids:
+            return (
+                f"prompt {prompt.id!r} has no target to learn from: it is {prompt.target!r}. Give "
+                f"it one."
+            )
         if self.context is None or tokens <= self.context:
             return None
-        problem = (
-            f"prompt {prompt.id!r} and its target have {tokens} tokens; the model's context "
-            f"holds {self.context}"
+        return (
+            f"prompt {prompt.id!r} and its target have {tokens} tokens; the model's context holds "
+            f"{self.context}. Shorten or remove it."
         )
-        return f"{problem}. Shorten or remove it."
 
     def demonstrations(self, prompts: Sequence[Prompt], *, seed: int) -> Rollouts:
         """Each prompt with its target as completion, as the policy would write and end it.
@@ -572,20 +548,24 @@ class TextPolicy(
             if why := self.check_demonstration(prompt):
                 raise GruppoError(why)
         shown = [demonstrate(self.chat, p.inputs, p.target, self.tools_of(p)) for p in prompts]
-        ids, masks = ([torch.tensor(row[part]) for row in shown] for part in (0, 1))
+        ids = [torch.tensor(row[0]) for row in shown]
+        masks = [torch.tensor(row[1]) for row in shown]
         actions = nn.utils.rnn.pad_sequence(ids, batch_first=True)  # [B, T]
+        finish: tuple[Finish, ...] = ("stop",) * len(prompts)
         lengths = torch.tensor([len(row) for row in ids])
-        rows = Generated(
-            actions, torch.zeros(actions.shape), lengths, cast(Any, ("stop",) * len(prompts))
-        )
-        prompt_ids, completions = (
-            [torch.tensor(self.encode(prompt)) for prompt in prompts],
-            [row[2] for row in shown],
-        )
         rollouts = _rollouts(
-            prompts, torch.arange(len(prompts)), prompt_ids, rows, completions, Sampling()
+            prompts,
+            torch.arange(len(prompts)),
+            [torch.tensor(self.encode(prompt)) for prompt in prompts],
+            Generated(actions, torch.zeros(actions.shape), lengths, finish),
+            [row[2] for row in shown],
+            Sampling(),
         )
         return replace(rollouts, mask=nn.utils.rnn.pad_sequence(masks, batch_first=True))
+
+
+def _prompt_lengths(rollouts: Rollouts) -> Int[Tensor, "B"]:
+    return torch.tensor([len(ids) for ids in rollouts.shared["prompt_ids"]])[rollouts.group_ids]
 
 
 def _rollouts(
@@ -601,6 +581,7 @@ def _rollouts(
     top_p = torch.full((rows,), sampling.top_p, dtype=torch.float64)
     kept = {} if generated.kept is None else {"kept": generated.kept}
     mask = torch.arange(columns) < generated.lengths[:, None]
+    versions = 0 if generated.versions is None else generated.versions[:, :columns]
     return Rollouts(
         prompts=tuple(prompts),
         group_ids=owners,
@@ -609,9 +590,7 @@ def _rollouts(
         lengths=generated.lengths,
         completions=tuple(completions),
         sampler_logprobs=torch.where(mask, generated.logprobs[:, :columns], 0),
-        policy_version=torch.where(
-            mask, 0 if generated.versions is None else generated.versions[:, :columns], 0
-        ),
+        policy_version=torch.where(mask, versions, 0),
         temperature=torch.full((rows,), float(sampling.temperature)),
         finish=generated.finish,
         shared={"prompt_ids": tuple(ids.cpu() for ids in prompt_ids)},

@@ -26,11 +26,11 @@ class StaticDecoding(LayeredDecoding):
     """
 
     columns = 128
-    kept_frac = 0.5
+    min_used_frac = 0.5
     graph: Graph | None = None
 
-    def _move(self, *args: Any) -> None:
-        super()._move(*args)
+    def _resize(self, *args: Any) -> None:
+        super()._resize(*args)
         self.graph = None
 
     @torch.no_grad()
@@ -38,22 +38,23 @@ class StaticDecoding(LayeredDecoding):
         self._grow()
         if self.graph is None:
             self.graph = Graph()
-            self.tokens = self.first.new_zeros(len(self.first))
+            self.tokens = torch.zeros_like(self.first)
             self.column = self.first.new_zeros(1)
-            self.before = self.lengths.repeat_interleave(self.width) - self.first  # of each cell
-        self.tokens[self.home] = tokens
+            self.slots = torch.arange(len(self.first), device=self.first.device)
+        self.tokens[self.slot_of_row] = tokens
         self.column.fill_(self.written)  # in place: the recorded step reads this tensor
-        self.logits = self.graph.run(self._run)[self.home]
+        self.logits = self.graph.run(self._step)[self.slot_of_row]
         self.written += 1
 
-    def _run(self) -> Float[Tensor, "cells V"]:
-        """Logits of all cells; nothing here depends on a number that the host knows and that
+    def _step(self) -> Float[Tensor, "slots V"]:
+        """Logits of all slots; nothing here depends on a number that the host knows and that
         changes."""
-        width = self.suffixes[0].shape[2]
+        width = self.suffixes[0].shape[-2]
         columns = torch.arange(width, device=self.column.device)
         hidden = (columns > self.column) | (columns < self.first[:, None])
         hidden = hidden.view(self.groups, 1, self.width, 1, 1, width)
-        return self._step(self.tokens, self.before + self.column, self.column, width, hidden)
+        x = self._forward(self.tokens, self.slots, self.column, None, hidden, width)
+        return self.fused.head(x)
 
 
 @dataclass(eq=False)
