@@ -277,7 +277,7 @@ class Chat:
         ids = [call.get("id") for call in turn.get("tool_calls", ())][: len(results)]
         calls: list[dict[str, Any]] = []
         for result, call_id in zip_longest(results, ids):
-            function = {"name": result.get("name") or "tool", "arguments": {}}
+            function: dict[str, Any] = {"name": result.get("name") or "tool", "arguments": {}}
             call = {"type": "function", "function": function}
             calls.append(call | ({"id": call_id} if call_id else {}))
         if calls:

@@ -86,15 +86,15 @@ def prepared(
     count = 0
     for message in map(dict, messages):
         if message.get("tool_calls"):
-            calls = []
+            calls: list[dict[str, Any]] = []
+            waiting = []
             for call in message["tool_calls"]:
                 count += 1
                 function = dict(call.get("function", call))
                 function["arguments"] = _arguments(function, arguments_as_text)
-                call_id = call.get("id") or f"{count:09d}"
-                calls.append({"type": "function", "id": call_id, "function": function})
+                waiting.append(call.get("id") or f"{count:09d}")
+                calls.append({"type": "function", "id": waiting[-1], "function": function})
             message["tool_calls"] = calls
-            waiting = [call["id"] for call in calls]
         elif message["role"] == "tool" and waiting:
             message.setdefault("tool_call_id", waiting.pop(0))
         result.append(message)

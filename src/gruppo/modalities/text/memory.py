@@ -63,7 +63,7 @@ def working_memory(
         cached = 2 * min(cached, policy.context or cached)
     is_truncated = config.rollout.top_k > 0 or config.rollout.top_p < 1
     plain = policy.backbone.is_plain
-    model = None if plain else policy.module.config.get_text_config()
+    model: Any = None if plain else policy.module.config.get_text_config()
     vocabulary = policy.feature_width() if plain else model.vocab_size
     # a chunk in float32: raw, tempered, gradient
     logits = 3 * 4 * min(policy.chunk, budget) * vocabulary

@@ -551,7 +551,7 @@ class TextPolicy(
         ids = [torch.tensor(row[0]) for row in shown]
         masks = [torch.tensor(row[1]) for row in shown]
         actions = nn.utils.rnn.pad_sequence(ids, batch_first=True)  # [B, T]
-        finish: tuple[Finish, ...] = ("stop",) * len(prompts)
+        finish: tuple[Finish, ...] = tuple("stop" for _ in prompts)
         lengths = torch.tensor([len(row) for row in ids])
         rollouts = _rollouts(
             prompts,
