@@ -22,6 +22,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from gruppo.recipes.arithmetic import CLOSING, OPENING, in_tags
+from gruppo.rewards.text import text_of
+
 RECIPE = "arithmetic-format"
 METRIC = "eval/in_tags"
 _ALONE = ("--stages", "full", "--stages.0.warmup-steps", "3")
@@ -34,7 +37,7 @@ VARIANTS: Mapping[str, tuple[str, Sequence[str]]] = {
         (
             *_ALONE,
             "--reward",
-            f"{_REWARDS}partly_in_tags",
+            f"{__file__}:partly_in_tags",
             f"{_REWARDS}in_tags",
             "--scoring.weights",
             "1",
@@ -43,6 +46,23 @@ VARIANTS: Mapping[str, tuple[str, Sequence[str]]] = {
     ),
 }
 Row = Mapping[str, Any]
+
+
+def partly_in_tags(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
+    """1 as in ``in_tags``; else 0.1 for each tag that occurs once, plus 0.3 for the right number
+    alone.
+
+    A shaped reward, of the kind often proposed where the whole format never occurs.
+    """
+    scores = []
+    for completion, gold, whole in zip(
+        completions, answer, in_tags(completions, answer), strict=True
+    ):
+        text = text_of(completion)
+        tags = sum(text.count(tag) == 1 for tag in (OPENING, CLOSING))
+        is_number = text.replace(OPENING, "").replace(CLOSING, "").strip() == str(gold)
+        scores.append(whole or 0.1 * tags + 0.3 * is_number)
+    return scores
 
 
 class Clock:

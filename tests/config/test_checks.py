@@ -45,15 +45,10 @@ ONE_SUM = Objective(baseline="running", scale="none", combine="normalize_then_su
             {"objective": PRESETS["reinforce"], "engine": EngineConfig("file.py:engine", lag=1)},
             "objective.correction truncate",
         ),
-        (
-            {"rollout": RolloutConfig(refill_rounds=1, group_size=1), "objective": PPO},
-            "which a group of one always has",
-        ),
         ({"critic": CriticConfig(warmup_steps=200), "objective": PPO}, "none of the steps"),
-        ({"critic": CriticConfig(model="m"), "objective": PPO}, "critic.kind separate"),
         (
             {"critic": CriticConfig(lr=1e-5), "objective": PPO, "optim": OptimConfig(lr=0.0)},
-            "optim.lr above 0",
+            "the critic is never trained",
         ),
         ({"stage": Stage(value_coef=0.0), "objective": PPO}, "the critic is never trained"),
         ({"critic": CriticConfig(lr=0.0), "objective": PPO}, "the critic is never trained"),
@@ -110,6 +105,11 @@ def test_every_value_that_a_schedule_reaches_is_in_the_range_of_its_field():
     ("changes", "names"),
     [
         ({"critic": CriticConfig(lr=1e-5)}, ["critic.lr"]),
+        ({"critic": CriticConfig(model="m"), "objective": PPO}, ["critic.model"]),
+        (
+            {"rollout": RolloutConfig(refill_rounds=1, group_size=1), "objective": PPO},
+            ["rollout.refill_rounds"],
+        ),
         ({"optim": OptimConfig(stop_kl=0.1)}, ["optim.stop_kl"]),
         ({"optim": OptimConfig(stop_kl=0.1, epochs=2)}, []),
         ({"lora": LoraConfig(targets=("q",))}, ["lora.targets"]),

@@ -3,7 +3,6 @@ line."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import types
@@ -70,24 +69,14 @@ def test_every_field_survives_json():
     assert serialization.from_dict(json.loads(json.dumps(serialization.to_dict(config)))) == config
 
 
-@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Objective)])
-def test_every_field_of_the_objective_survives_json(name):
-    """Changed in the first preset that takes it."""
-    hint = typing.get_type_hints(Objective)[name]
-    objective = next(
-        o for o in (with_other(preset, name, hint) for preset in PRESETS.values()) if o is not None
-    )
-    config = dataclasses.replace(GIVEN, objective=objective)
-    assert serialization.from_dict(json.loads(json.dumps(serialization.to_dict(config)))) == config
-
-
-def with_other(preset: Objective, name: str, hint: Any) -> Objective | None:
-    """The preset with another value there, or None where that is refused."""
-    others = (other_value(hint, getattr(preset, name)), 3.0)
-    for value in ("cispo",) if name == "surrogate" else others:
-        with contextlib.suppress(GruppoError):
-            return dataclasses.replace(preset, **{name: value})
-    return None
+def test_every_field_of_the_objective_survives_json():
+    for preset in PRESETS.values():
+        config = dataclasses.replace(GIVEN, objective=preset)
+        data = json.loads(json.dumps(serialization.to_dict(config)))
+        assert serialization.from_dict(data) == config
+    changed = {"objective.dual_clip": 3.0, "objective.adv_clip": 2.0, "objective.overlong": 3}
+    config = serialization.change(GIVEN, changed)
+    assert serialization.from_dict(serialization.to_dict(config)) == config != GIVEN
 
 
 def test_whole_numbers_become_the_floats_that_fields_are():
@@ -108,23 +97,17 @@ def test_whole_numbers_become_the_floats_that_fields_are():
         ),
         ({"difusion": {}}, "unknown entry difusion. Did you mean diffusion?"),
         ({"diffusion": {}, "restoration": {}}, "sections of two modalities"),
-        ({"diffusion": 3}, "diffusion=3 needs to be an object"),
         ({"optim": {"terms_every": 1}}, "optim.terms_every is no longer an option"),
         ({"steps": 3.5}, "steps=3.5 needs to be a valid integer"),
-        ({"steps": True}, "steps=True needs to be a valid integer"),
         ({"optim": {"lr": "fast"}}, "optim.lr='fast' needs to be a valid number"),
         ({"optim": {"betas": [0.9]}}, "optim.betas=(0.9,) needs more values"),
-        ({"stages": [{}, {"lr": "linear:1"}]}, "stages.1.lr='linear:1' is not understood"),
         ({"stage": {"lr": "adaptive:1,target=2"}}, "cannot be adaptive; kl_coef"),
         ({"stage": {"kl_coef": "adaptive:1"}}, "needs adaptive:FROM,target=X,horizon=Y"),
         ({"reward": "exact_match"}, "reward='exact_match' needs to be a valid array"),
-        ({"reward": [1]}, "reward=1 needs to be a valid string"),
         ({"compute": "float8"}, "needs to be 'auto', 'float32' or 'bfloat16'"),
-        ({"prompts": {"target_column": 3}}, "prompts.target_column=3 needs to be a valid string"),
         ({"trust_remote_code": "yes"}, "trust_remote_code='yes' needs to be a valid boolean"),
         ({"objective": {"average": "tokens"}}, "objective.average='tokens' needs to be 'sequence'"),
         ({"objective": "grp"}, "objective 'grp' is not a preset. Did you mean grpo?"),
-        ({"rollout": {"top_p": None}}, "rollout.top_p=None needs to be a valid number"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_name(data, says):
@@ -144,11 +127,6 @@ def test_a_file_that_is_no_config_is_one_clear_error(tmp_path, text):
 def test_a_missing_config_is_named(tmp_path):
     with pytest.raises(GruppoError, match="does not exist"):
         serialization.load(tmp_path / "config.json")
-
-
-def test_no_deadline_is_none_and_survives_json():
-    config = dataclasses.replace(GIVEN, scoring=ScoringConfig(timeout_s=None))
-    assert serialization.from_dict(json.loads(json.dumps(serialization.to_dict(config)))) == config
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -263,9 +241,7 @@ def test_keywords_with_two_underscores_change_leaves_and_whole_branches():
     ("changes", "says"),
     [
         ({"optim__lrr": 1}, "unknown option optim__lrr. Did you mean optim__lr?"),
-        ({"stepz": 1}, "Did you mean steps?"),
         ({"lr": 1}, "Did you mean optim__lr?"),
-        ({"rollout_group_size": 4}, "Did you mean rollout__group_size?"),
         ({"num_generations": 4}, "num_generations of trl is rollout__group_size."),
         ({"diffusion__stepz": 1}, "Did you mean diffusion__steps?"),
         ({"steps__x": 1}, "unknown option steps__x. Did you mean steps?"),
@@ -286,7 +262,6 @@ def test_keywords_that_name_nothing_are_refused(changes, says):
         ({"engine": "vllm", "objective": "dapo"}, "truncate"),
         ({"engine": "vllm", "objective.correction": "none"}, "none"),
         ({"engine": "vllm", "objective.correction": "mask"}, "mask"),
-        ({"engine.urls": ["http://a"]}, "none"),
         ({"engine": "mine.py:engine"}, "none"),
     ],
 )
@@ -306,7 +281,6 @@ def test_servers_turn_on_the_correction_of_their_arithmetic_unless_told_otherwis
         ({"engine": {"kind": "vllm"}, "objective": "dapo"}, "truncate"),
         ({"engine": {"kind": "vllm"}, "objective": {"clip_high": 0.3}}, "truncate"),
         ({"engine": {"kind": "vllm"}, "objective": {"correction": "none"}}, "none"),
-        ({"objective": "dapo"}, "none"),
     ],
 )
 def test_a_file_with_servers_too(data, correction):

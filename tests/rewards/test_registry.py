@@ -174,5 +174,5 @@ def test_options_of_images_that_are_not_understood_are_refused():
         GruppoError, match=r"Did you mean quality\?.*write jpeg_compressibility:quality"
     ):
         resolve_reward("jpeg_compressibility:qualty=80")
-    with pytest.raises(GruppoError, match=r"written name=value.*write code_tests:"):
+    with pytest.raises(GruppoError, match=r"without a name=.*write code_tests:"):
         resolve_reward("code_tests:0.5")

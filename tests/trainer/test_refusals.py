@@ -47,10 +47,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"objective": "dapo", "objective__overlong": 8},
         r"overlong=8 penalizes every length up to the longest, 8.*Set objective__overlong 1",
     ),
-    "refilling groups of one": (
-        {"objective": "ppo", "rollout__group_size": 1, "rollout__refill_rounds": 1},
-        r"refill_rounds=1 replaces groups of equal rewards, which a group of one always has",
-    ),
     "several updates without a ratio": (
         {"objective": "rloo", "optim__epochs": 2},
         r"surrogate='reinforce' has no",

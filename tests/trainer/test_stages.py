@@ -218,16 +218,15 @@ def test_plans_that_cannot_be_are_refused(config, said):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("supervize:5,full", "supervize is no stage. Did you mean supervised"),
-        ("supervised,full", "does not say how many steps"),
-        ("supervised:0,full", "does not say how many steps"),
-        ("supervised:x,full", "does not say how many steps"),
-        ("", r"\(nothing\) is no stage"),
+        ("supervize:5,full", "'supervize:5' is not a stage; it needs KIND:STEPS of supervised"),
+        ("supervised,full", "lasts to the end, but another stage follows"),
+        ("supervised:x,full", "is not a stage"),
+        ("", "is not a stage"),
     ],
 )
 def test_names_of_stages_that_are_not_understood(text, said):
     with pytest.raises(GruppoError, match=said):
-        parse_config("train", ["arithmetic", "--stages", text])
+        checks.check(parse_config("train", ["arithmetic", "--stages", text]))
 
 
 # --- whole runs ---

@@ -9,11 +9,14 @@ from dataclasses import replace
 import pytest
 from tests.fakes import causal_lm
 from tests.modalities.text.families import family_tokenizer
+from tests.test_examples import EXAMPLES, example
 from tests.trainer.runs import metrics
 
 from gruppo import api
 from gruppo.modalities.text.chat_template import read_template
-from gruppo.recipes import RECIPES, calculator, search
+from gruppo.recipes.open import recipe_config
+
+calculator = search = example("tool_recipes")
 
 
 def test_the_calculator_calculates_and_does_nothing_else():
@@ -85,7 +88,7 @@ def test_a_search_finds_the_building_by_its_whole_name_and_says_so_where_it_find
     assert search.search("zeppelin") == "nothing found"
 
 
-@pytest.mark.parametrize("name", ["tool-calculator", "tool-search"])
+@pytest.mark.parametrize("name", ["tool_calculator", "tool_search"])
 def test_a_tool_recipe_shows_calls_then_samples_them_with_any_chat_model(name, tmp_path):
     sizes = {
         "rollout__prompts": 2,
@@ -105,7 +108,10 @@ def test_a_tool_recipe_shows_calls_then_samples_them_with_any_chat_model(name, t
         "compute": "float32",
         "runs_dir": str(tmp_path / "runs"),
     }
-    chosen = api.change(RECIPES[name](), sizes | model | {"steps": 2, "evaluation__prompts": 2})
+    chosen = api.change(
+        recipe_config(f"{EXAMPLES}/tool_recipes.py:{name}"),
+        sizes | model | {"steps": 2, "evaluation__prompts": 2},
+    )
     first, *rest = chosen.stages
     chosen = replace(chosen, stages=(replace(first, steps=1, warmup_steps=0), *rest))
     rows = metrics(api.start(chosen).folder)

@@ -48,7 +48,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
 EXIT_USAGE, EXIT_STOPPED = 2, 75
 
@@ -103,36 +103,27 @@ def _exit_codes(is_debug: bool) -> Iterator[None]:
         with suppress(OSError, ValueError, AttributeError):  # a standard error that is no file
             faulthandler.enable()  # a crash shows where it was
     warnings.filterwarnings("ignore")
-    if isinstance(
-        sys.stdout, io.TextIOWrapper
-    ):  # a console or pipe of Windows knows few characters
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a pipe of Windows knows few characters
         sys.stdout.reconfigure(errors="backslashreplace")
-    os.environ.update(
-        {variable: value for variable, value in QUIET.items() if variable not in os.environ}
-    )
+    os.environ |= QUIET | os.environ
     log = logging.getLogger("gruppo")
     if not log.handlers:
         log.addHandler(logging.StreamHandler())
     log.setLevel(logging.INFO)
     log.propagate = False  # a library that configures the root logger would print our lines twice
-    is_main_thread = (
-        threading.current_thread() is threading.main_thread()
-    )  # another one may handle no signals
     from gruppo.platforms import stop_signals
 
-    previous = {
-        s: signal.signal(s, signal.default_int_handler)
-        for s in (stop_signals() if is_main_thread else [])
-    }
-    message, code, is_others = "", 0, False
+    previous = dict[signal.Signals, Any]()
+    if threading.current_thread() is threading.main_thread():  # another one may handle no signals
+        for number in stop_signals():
+            previous[number] = signal.signal(number, signal.default_int_handler)
+    message, code = "", 0
     try:
         yield
     except KeyboardInterrupt:
         message, code = "interrupted.", EXIT_STOPPED
-    except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # nobody reads: let the last flush succeed
+    except BrokenPipeError:  # nobody reads: let the last flush succeed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:
         if is_debug:
             raise
@@ -143,13 +134,14 @@ def _exit_codes(is_debug: bool) -> Iterator[None]:
             from gruppo import distributed as dist
 
             dist.record_error(error)
-            is_others = dist.is_reported(error)
+            if dist.is_reported(error):
+                message = ""
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler or signal.SIG_DFL)
         if (joined := sys.modules.get("gruppo.distributed")) is not None:
             joined.shutdown()
     if message:
-        if not is_others:
-            print(f"gruppo: {message}", file=sys.stderr)
+        print(f"gruppo: {message}", file=sys.stderr)
+    if code:
         sys.exit(code)

@@ -6,12 +6,11 @@ from __future__ import annotations
 import os
 import re
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 from gruppo.cli import help as help_text
 from gruppo.cli.app import EXIT_STOPPED
@@ -47,9 +46,8 @@ def _until_stopped(path: Path) -> Iterator[None]:
 
     def leave_incomplete(status: int) -> NoReturn:
         if status == 0 and os.getpid() == process:  # not a child that was forked
-            caller, status = sys._getframe(1), DataError.exit_code
-            place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
-            print(f"gruppo: {place} called os._exit(0) {problem}", file=sys.stderr, flush=True)
+            print(f"gruppo: os._exit(0) was called {problem}", file=sys.stderr, flush=True)
+            status = DataError.exit_code
         leave(status)
 
     os._exit = leave_incomplete
@@ -63,8 +61,7 @@ def _until_stopped(path: Path) -> Iterator[None]:
     except SystemExit as error:
         if error.code:
             raise
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        raise DataError(f"{frame.filename}:{frame.lineno} called sys.exit() {problem}") from None
+        raise DataError(f"sys.exit() was called {problem}") from None
     finally:
         os._exit = leave
 
@@ -110,10 +107,14 @@ def resume(
     from gruppo import api
 
     with _until_stopped(Path(run)):
-        trusts = {"trust_run": trust_run, "trust_remote_code": trust_remote_code}
-        api.finish(
-            api.start(run, None, allow_changes=allow_changes, show=True, **trusts), show=True
+        result = api.start(
+            run,
+            allow_changes=allow_changes,
+            show=True,
+            trust_run=trust_run,
+            trust_remote_code=trust_remote_code,
         )
+        api.finish(result, show=True)
 
 
 def eval_(
@@ -130,31 +131,28 @@ def eval_(
     from gruppo import inference
     from gruppo.tracking.samples import FOLDER, write_sheet
 
-    trusts = {"trust_run": trust_run, "trust_remote_code": trust_remote_code}
     result, rows = inference.evaluate_run(
-        Path(run), prompts=prompts, data=data, samples=samples, **trusts
+        Path(run),
+        prompts=prompts,
+        data=data,
+        samples=samples,
+        trust_run=trust_run,
+        trust_remote_code=trust_remote_code,
     )
-    for row in (row for row in rows[:show] if not isinstance(row["prompt"], ARRAYS)):
-        is_image = "group" in row  # shown on the sheet of images instead
-        answer = (
-            "" if is_image else f" -> '{as_text(row['completion'])}'   target {row['target']!r}"
-        )
-        print(f"  '{as_text(row['prompt'])}'{answer}   reward {row['reward']:g}")
+    for row in rows[:show]:
+        if isinstance(row["prompt"], ARRAYS) or "group" in row:  # an image, on the sheet below
+            continue
+        answer = f"'{as_text(row['completion'])}'   target {row['target']!r}"
+        print(f"  '{as_text(row['prompt'])}' -> {answer}   reward {row['reward']:g}")
     sheet = Path(run) / FOLDER / "evaluated.png"
     if write_sheet(sheet, rows):
         print(f"  images: {sheet}")
-    unscored = (
-        f", {result.prompts - result.scored} not scored" if result.scored < result.prompts else ""
-    )
+    unscored = result.prompts - result.scored
     interval = f"95% interval {result.low:.3f} to {result.high:.3f}"
-    print(f"mean reward {result.mean:.3f}, {interval}, {result.prompts} held-out prompts{unscored}")
-    if samples:
-        print(
-            ", ".join(
-                f"{name} {result.parts[name]:.3f}"
-                for name in (f"mean@{samples}", f"pass@{samples}")
-            )
-        )
+    count = f"{result.prompts} held-out prompts" + (f", {unscored} not scored" if unscored else "")
+    print(f"mean reward {result.mean:.3f}, {interval}, {count}")
+    for name in (f"mean@{samples}", f"pass@{samples}") if samples else ():
+        print(f"{name} {result.parts[name]:.3f}")
 
 
 def sample(
@@ -182,28 +180,31 @@ def sample(
         )
     from gruppo import inference
 
-    sampling: Any = {
-        "n": n,
-        "temperature": temperature,
-        "max_new_tokens": max_new_tokens,
-        "seed": seed,
-    }
-    sampling |= {"is_plain": plain, "chat_template_kwargs": chat_template_kwargs}
-    trusts: Any = {"trust_run": trust_run, "trust_remote_code": trust_remote_code}
-    samples = inference.sample(model, prompt, Path(folder), **sampling, **trusts)
+    samples = inference.sample(
+        model,
+        prompt,
+        Path(folder),
+        n=n,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        is_plain=plain,
+        chat_template_kwargs=chat_template_kwargs,
+        trust_run=trust_run,
+        trust_remote_code=trust_remote_code,
+    )
     if isinstance(samples[0], Path):
         print(f"{len(samples) - 1} images in {folder}, all of them on {samples[-1]}")
         return
     for text_prompt, completions in zip(prompt, samples, strict=True):
         for completion in completions:
             text = (completion if isinstance(completion, str) else repr(completion)).strip()
-            # A pipe or a file gets the text as it was sampled.
-            shown = (
-                _CONTROLS.sub(lambda match: visible(match[0]), text)
-                if sys.stdout.isatty()
-                else text
-            )
-            print(shown if len(prompt) == n == 1 else f"{text_prompt!r} -> {text!r}")
+            if len(prompt) > 1 or n > 1:
+                print(f"{text_prompt!r} -> {text!r}")
+            elif sys.stdout.isatty():
+                print(_CONTROLS.sub(lambda match: visible(match[0]), text))
+            else:  # a pipe or a file gets the text as it was sampled
+                print(text)
 
 
 def export(
@@ -224,13 +225,18 @@ def export(
     into its base."""
     from gruppo import export as exporting
 
-    target = Path(folder) if folder else None
-    hub: Any = {"push": push, "private": private, "license": license}
-    trusts: Any = {"trust_run": trust_run, "trust_remote_code": trust_remote_code}
-    print(
-        f"written to "
-        f"{exporting.export(run, target, is_adapter_kept=adapter, gguf=gguf, **hub, **trusts)}"
+    written = exporting.export(
+        run,
+        Path(folder) if folder else None,
+        is_adapter_kept=adapter,
+        gguf=gguf,
+        push=push,
+        private=private,
+        license=license,
+        trust_run=trust_run,
+        trust_remote_code=trust_remote_code,
     )
+    print(f"written to {written}")
 
 
 def explain(args: list[str]) -> None:
@@ -315,32 +321,20 @@ def config(args: list[str]) -> None:
 
 def recipes(name: Annotated[tuple[str, ...], "Name of a recipe."]) -> None:
     """List the built-in recipes, or describe one."""
-    if unknown := [recipe for recipe in name if recipe not in RECIPES]:
-        raise GruppoError(f"unknown recipe {unknown[0]!r}; it needs one of {', '.join(RECIPES)}.")
-    texts = {
-        recipe: (function.__doc__ or "").strip().splitlines()
-        for recipe, function in RECIPES.items()
-    }
     for recipe in name:
-        print("\n    ".join([recipe, *(line.strip() for line in texts[recipe])]))
-    if name:
-        print(
-            f"\n{command_name()} train {name[0]} starts it, {command_name()} explain {name[0]} "
-            f"describes it."
-        )
-        return
-    for recipe, lines in texts.items():
-        print(f"{recipe:<{max(map(len, RECIPES))}}  {lines[0]}")
-    print(
-        f"\n{command_name()} recipes NAME says more; {command_name()} train NAME --help lists its "
-        f"options."
-    )
+        if recipe not in RECIPES:
+            raise GruppoError(f"unknown recipe {recipe!r}; it needs one of {', '.join(RECIPES)}.")
+        print(f"{recipe}\n{RECIPES[recipe].__doc__}")
+    for recipe, function in RECIPES.items() if not name else ():
+        print(f"{recipe:<20}  {(function.__doc__ or '').splitlines()[0]}")
+    command = f"{command_name()} train {name[0] if name else 'NAME'}"
+    print(f"\n{command} starts it, {command} --help lists its options.")
 
 
 def completion(shell: Annotated[str, "bash, zsh or fish."]) -> None:
     """Print a completion script, as in: source <(gruppo completion bash)."""
     if shell not in ("bash", "zsh", "fish"):
-        raise GruppoError(f"no completion for {shell!r}; it needs one of bash, zsh, fish.")
+        raise GruppoError(f"no completion for {shell!r}; it needs bash, zsh or fish.")
     print(help_text.completion(shell, COMMANDS, {name: list(RECIPES) for name in TAKING_RECIPE}))
 
 
@@ -372,7 +366,6 @@ def plan(
     prompt_tokens: Annotated[float, "Mean length of a prompt."] = 200.0,
     price: Annotated[float, "Dollars per GPU and hour; 0 prints no cost."] = 0.0,
     model_config: Annotated[str, "Folder of the model's config.json; default: the recipe's."] = "",
-    json: Annotated[bool, "Print JSON."] = False,
 ) -> None:
     """Step time, memory, split of trainers and servers and cost on a number of GPUs (H100 by
     default)."""
@@ -382,7 +375,7 @@ def plan(
     gpu = Gpu(tflops * 1e12, bandwidth * 1e12, memory * 2**30)
     mean = mean_tokens or config.rollout.max_new_tokens / 2
     work = Work(config, model_config or config.model, gpu, gpus, prompt_tokens, mean)
-    print_plan(work, price=price, is_json=json)
+    print_plan(work, price=price)
 
 
 _OF_RUNS = (train, launch, resume, eval_, sample, export, explain, plan, doctor, view, report)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import re
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -23,32 +22,32 @@ from gruppo.errors import as_flag
 from gruppo.types import GruppoError
 
 WIDTH, COLUMN = 100, 36
-EXPERT = {
-    "": "trust_remote_code",
-    "back_off": "metric drop",
-    "distributed": "shard offload_params timeout_s",
-    "engine": "timeout_s max_mismatch replay colocated publish_dir",
-    "environment": "max_reply_tokens timeout_s",
-    "evaluation": "data samples",
-    "lora": "adapter load_in_4bit",
-    "objective": "ratio scale_eps dims dual_clip adv_clip value_clip kl_gradient kl_mask combine "
-    "correction_level correction_low correction_high clip_unit whiten",
-    "optim": "betas eps final_lr_frac recompute stop_kl",
-    "prompts": "target_column difficulty_column special_tokens chat_template chat_template_kwargs",
-    "reference": "place update_rate update_every watch_prompts",
-    "rollout": "first_samples stop",
-    "saving": "completions",
-    "scoring": "timeout_s isolate",
-    "stage": "name steps until new_reference cons_coef difficulty weight_decay warmup_steps "
-    "group_size",
-}
-"""Options that only ``--help-all`` lists, unless a recipe sets them."""
-OF_CRITICS = re.compile(r"critic\..*|objective\.(gamma|lam|value_clip)|stage\.value_coef")
-OF_TEXT = re.compile(
-    r"environment\..*|engine\..*|rollout\.(max_new_tokens|temperature|top_k|top_p|stop)|critic\.model|"
-    r"objective\.(overlong|mask_truncated)|stage\.(temperature|entropy_coef)"
+
+
+def _names(*lines: str) -> tuple[str, ...]:
+    return tuple(" ".join(lines).split())
+
+
+EXPERT = _names(
+    "trust_remote_code back_off. distributed. saving.completions scoring.isolate",
+    "engine.timeout_s engine.max_mismatch engine.replay engine.colocated engine.publish_dir",
+    "environment.max_reply_tokens environment.timeout_s evaluation.data evaluation.samples",
+    "lora.adapter lora.load_in_4bit rollout.first_samples rollout.stop scoring.timeout_s",
+    "objective.ratio objective.scale_eps objective.dims objective.dual_clip",
+    "objective.adv_clip objective.value_clip objective.kl_gradient objective.kl_mask",
+    "objective.correction_ objective.clip_unit objective.combine objective.whiten",
+    "optim.betas optim.eps optim.final_lr_frac optim.recompute optim.stop_kl",
+    "prompts.target_column prompts.difficulty_column prompts.special_tokens",
+    "prompts.chat_template reference.place reference.update_ reference.watch_prompts",
+    "stage.name stage.steps stage.until stage.new_reference stage.cons_coef",
+    "stage.difficulty stage.weight_decay stage.warmup_steps stage.group_size stages.",
 )
-OF_STAGES = re.compile(r"stages\..*")
+"""Beginnings of options that only ``--help-all`` lists, unless a recipe sets them."""
+OF_CRITICS = ("critic.", "objective.gamma", "objective.lam", "stage.value_coef")
+OF_TEXT = _names(
+    "environment. engine. rollout.max_new_tokens rollout.temperature rollout.top_",
+    "objective.overlong objective.mask_truncated stage.temperature stage.entropy_coef",
+)
 SHORTCUTS = {
     "objective": f"Preset of the objective: {', '.join(PRESETS)}.",
     "stages": f"Stages NAME:STEPS,NAME ({', '.join(KINDS)}), whose options are --stages.0.lr ...",
@@ -125,19 +124,13 @@ def _describe(option: Option) -> str:
 def config_help(config: Config, command: str, *, is_complete: bool) -> str:
     """The options of a config with its values as defaults; all of them, with details, if
     ``is_complete``."""
-    hidden = [OF_STAGES]
-    if not config.objective.has_critic:
-        hidden.append(OF_CRITICS)
-    if config.modality is not None:
-        hidden.append(OF_TEXT)
+    hidden = EXPERT + (("stage.",) if config.stages else ())
+    hidden += () if config.objective.has_critic else OF_CRITICS
+    hidden += () if config.modality is None else OF_TEXT
 
     def is_shown(option: Option) -> bool:
-        section, _, leaf = option.name.rpartition(".")
-        is_special = leaf in EXPERT.get(section, "").split() or (
-            section == "stage" and config.stages
-        )
-        is_special = is_special or any(pattern.fullmatch(option.name) for pattern in hidden)
-        return is_complete or option.value != option.default or not is_special
+        is_set = option.value != option.default
+        return is_complete or is_set or not option.name.startswith(hidden)
 
     found = options(config)
     if not is_complete:

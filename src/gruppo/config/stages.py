@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from gruppo.config.schema import SCHEDULED as SCHEDULED
 from gruppo.config.schema import Config, Stage, SupervisedConfig
-from gruppo.loading import did_you_mean
 from gruppo.types import GruppoError
 
 KINDS = ("supervised", "ramp", "full")
@@ -47,20 +46,16 @@ def planned(text: str, config: Config) -> Config:
 
     ``full`` is the config's stage; of a recipe with stages, its last one.
     """
-    words, full = [word.strip() for word in text.split(",")], config.stage
+    full = config.stage
     if config.stages and full == Stage():
         full = replace(config.stages[-1], steps=0, until="")
-    stages, has_reset = list[Stage](), False
-    for word in words:
-        kind, _, steps = word.partition(":")
-        if kind not in KINDS:
-            hint = f"{did_you_mean(kind, KINDS)} Stages: {', '.join(KINDS)}."
-            raise GruppoError(f"--stages: {kind or '(nothing)'} is no stage.{hint}")
-        is_last = len(stages) + 1 == len(words)
-        if not (steps.isdigit() and int(steps)) and (steps or not is_last):
-            raise GruppoError(f"""--stages: {word!r} does not say how many steps it lasts; it needs
-                a whole number, as in {kind}:50. The last stage may go without, for all that are
-                left.""")
+    stages = list[Stage]()
+    has_reset = False
+    for word in text.split(","):
+        kind, _, steps = word.strip().partition(":")
+        if kind not in KINDS or not (steps or "0").isdigit():
+            raise GruppoError(f"""--stages {text}: {word!r} is not a stage; it needs KIND:STEPS of
+                {", ".join(KINDS)}, as in supervised:50,ramp:30,full.""")
         stage = full
         if kind == "supervised":
             # kl_coef and entropy_coef need samples, of which this stage has none; it also goes
@@ -74,8 +69,7 @@ def planned(text: str, config: Config) -> Config:
         resets = stage.new_reference and bool(stages) and not has_reset
         has_reset |= stage.new_reference
         stages.append(replace(stage, name=kind, steps=int(steps or 0), new_reference=resets))
-    # Where no stage learns from a recipe's demonstrations, they would be refused as unused.
-    supervised = (
-        config.supervised if any(stage.sup_coef for stage in stages) else SupervisedConfig()
-    )
+    # Where no stage learns from a recipe's demonstrations, their options have no effect.
+    demonstrates = any(stage.sup_coef for stage in stages)
+    supervised = config.supervised if demonstrates else SupervisedConfig()
     return replace(config, stages=tuple(stages), stage=Stage(), supervised=supervised)

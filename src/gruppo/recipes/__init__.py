@@ -2,9 +2,8 @@
 curve to expect."""
 
 from gruppo.recipes.arithmetic import arithmetic, arithmetic_format, arithmetic_ppo
-from gruppo.recipes.calculator import tool_calculator
 from gruppo.recipes.diffusion import ddpo, images
-from gruppo.recipes.digits import digits_compress, digits_pretrain, digits_sevens
+from gruppo.recipes.digits import digits_compress, digits_pretrain
 from gruppo.recipes.guess import guess
 from gruppo.recipes.restoration import (
     denoise_photos,
@@ -13,7 +12,6 @@ from gruppo.recipes.restoration import (
     restore_quick,
     restore_text,
 )
-from gruppo.recipes.search import tool_search
 from gruppo.recipes.text import chat, plain, qwen
 
 _ALL = (
@@ -21,11 +19,8 @@ _ALL = (
     arithmetic_format,
     arithmetic_ppo,
     guess,
-    tool_calculator,
-    tool_search,
     digits_pretrain,
     digits_compress,
-    digits_sevens,
     denoise_photos,
     restore_text,
     restore,

@@ -87,8 +87,7 @@ def arithmetic_format() -> Config:
         reward=("gruppo.recipes.arithmetic:in_tags",),
         rollout=replace(recipe.rollout, prompts=24, max_new_tokens=12),
         # Six steps reduce the negative log-likelihood from 4.43 to 0.17 nats per token. Rewards
-        # alone find nothing in the same time, even with partial credit as in partly_in_tags
-        # (docs/dev/lab.md).
+        # alone find nothing in the same time, even with partial credit.
         stages=(
             Stage(name="supervised", steps=6, rl_coef=0.0, sup_coef=1.0, lr=5e-5, warmup_steps=3),
             Stage(name="full", warmup_steps=3),
@@ -102,20 +101,3 @@ def in_tags(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list
     """1 if the stripped completion is the answer in its tags, else 0."""
     pairs = zip(completions, answer, strict=True)
     return [float(text_of(text).strip() == f"{OPENING}{gold}{CLOSING}") for text, gold in pairs]
-
-
-def partly_in_tags(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
-    """1 as in ``in_tags``; else 0.1 for each tag that occurs once, plus 0.3 for the right number
-    alone.
-
-    A shaped reward, of the kind often proposed where the whole format never occurs.
-    """
-    scores = []
-    for completion, gold, whole in zip(
-        completions, answer, in_tags(completions, answer), strict=True
-    ):
-        text = text_of(completion)
-        tags = sum(text.count(tag) == 1 for tag in (OPENING, CLOSING))
-        is_number = text.replace(OPENING, "").replace(CLOSING, "").strip() == str(gold)
-        scores.append(whole or 0.1 * tags + 0.3 * is_number)
-    return scores

@@ -24,32 +24,28 @@ def recipe_config(name: str) -> Config:
     """The config of a built-in recipe, file.py:function, a config file or a run's folder."""
     if name in RECIPES:
         return RECIPES[name]()
-    if (path := config_file(name)) is not None:
-        is_run = path != Path(name) or (
-            path.name == "config.json" and (path.parent / "manifest.json").is_file()
-        )
-        if is_run:  # and not a file of the user's own, in any folder
+    path = config_file(name)
+    if path is not None:
+        is_run = is_of_run(path)
+        # The folder of a run, and not a file of the user's own in any folder.
+        if path != Path(name) or (path.parent / "manifest.json").is_file():
             check_links(path.parent)
         config = serialization.load(path)
-        if not is_of_run(path):  # the user wrote it
+        if not is_run:  # the user wrote it
             return config
-        place, own = path.resolve().parent.parent, config.runs_dir
-        if not (
-            os.path.exists(own) and os.path.samefile(own, place)
-        ):  # nobody else chooses where runs are written
+        own, place = config.runs_dir, path.resolve().parent.parent
+        # Nobody else chooses where runs are written.
+        if not (os.path.exists(own) and os.path.samefile(own, place)):
             config = replace(config, runs_dir=Config().runs_dir)
         return replace(config, name="")  # it is taken
     if ":" not in name and not is_file_name(name):
-        hint = did_you_mean(
-            name, RECIPES, f" Built in: {', '.join(RECIPES)}; or give file.py:function."
-        )
-        raise GruppoError(f"unknown recipe {name!r}.{hint}")
+        otherwise = f" Built in: {', '.join(RECIPES)}; or give file.py:function."
+        raise GruppoError(f"unknown recipe {name!r}.{did_you_mean(name, RECIPES, otherwise)}")
     recipe = load_object(name)
     config = recipe() if callable(recipe) else recipe
     if not isinstance(config, Config):
-        raise GruppoError(
-            f"{name} gives a {type(config).__name__}; a recipe returns a gruppo.Config."
-        )
+        kind = type(config).__name__
+        raise GruppoError(f"{name} gives a {kind}; a recipe returns a gruppo.Config.")
     return config
 
 
@@ -74,18 +70,17 @@ def check_code(file: Path, recipe: Config, config: Config, *, trust_run: bool = 
     and alone turn on ``trust_remote_code``.
     """
     used = {*trust.imports_of_run(serialization.to_dict(config)), trust.REMOTE_CODE}
+    named = trust.imports_of_run(serialization.to_dict(recipe))
     is_run = is_of_run(file)
-    in_file = [name for name in trust.imports_of_run(serialization.to_dict(recipe)) if name in used]
     trust.check(
         file.resolve().parent if is_run else file,
-        [name for name in in_file if is_run or trust.REMOTE_CODE in name],
+        [name for name in named if name in used and (is_run or trust.REMOTE_CODE in name)],
         trust_run=trust_run or not is_run,  # a config file of the user's own may name what it likes
         trust_remote_code=config.trust_remote_code,
     )
-    if config.runs_dir == recipe.runs_dir != (other := serialization.load(file).runs_dir):
-        log.warning(
-            "%s: its runs_dir %r is ignored, new runs go to %s.", file, other, config.runs_dir
-        )
+    own = serialization.load(file).runs_dir
+    if config.runs_dir == recipe.runs_dir != own:
+        log.warning("%s: its runs_dir %r is ignored; new runs go to runs/.", file, own)
 
 
 def run_stem(name: str) -> str:
