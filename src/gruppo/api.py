@@ -222,7 +222,7 @@ class Trainer:
         code = trust.imports_of_run(settings, path)
         foreign = trust.imports_of_models(settings) if is_new else {path: code}
         self._listed = [*code, *trust.imports(parts.names)]
-        with ExitStack() as stack, output_may_close(), importing(self._listed):
+        with ExitStack() as stack, output_may_close(), ExitStack() as opening:
             folder = RunFolder(path)
             stack.callback(folder.close)
             with dist.fail_together():  # before the model is opened, which may take minutes
@@ -232,6 +232,8 @@ class Trainer:
                             place, names, trust_run=trust_run, trust_remote_code=trust_remote_code
                         )
                 folder.open() if not is_new else folder.check_is_new()
+            # Only now: what an open folder lists is trusted.
+            opening.enter_context(importing(self._listed))
             with dist.phase("build"):
                 run, origin = build(config, parts)
             check_equal({"the data": run.source.fingerprint(), **run.rewards.input_digests()})
