@@ -24,7 +24,7 @@ from tests.fakes import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gruppo.modalities.common.critic import SharedCritic, ValueHead
+from gruppo.modalities.common.critic import SharedCritic
 from gruppo.modalities.common.reference import ReferenceModel
 from gruppo.modalities.text import from_transformers
 from gruppo.modalities.text.critic import SeparateCritic, check_same_tokens
@@ -407,11 +407,3 @@ def test_values_that_would_be_broadcast_are_refused(shape):
     with pytest.raises(GruppoError, match=r"for a micro-batch of \[2, 3\]") as error:
         check_values(torch.zeros(shape), micro_batch)
     assert f"shape {list(shape)}" in str(error.value)
-
-
-def test_a_head_of_another_width_is_refused():
-    policy = llama()
-    policy.value_head = ValueHead(31)
-    rollouts = policy.sample(requests(2), SAMPLING, seed=3)
-    with pytest.raises(GruppoError, match="reads 31 features and got 32"):
-        policy.likelihood(rollouts, whole(rollouts, 0, 1), outputs=("values",))

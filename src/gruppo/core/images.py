@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
-from torch.nn.functional import avg_pool2d, conv2d, interpolate, pad
+from torch.nn.functional import avg_pool2d, conv2d, interpolate, l1_loss, mse_loss, pad
 
 from gruppo.loading import import_extra
 
@@ -19,6 +20,8 @@ LUMA = (0.299, 0.587, 0.114)
 """ITU-R BT.601, as JPEG and Pillow convert to grey."""
 SSIM_RADIUS, SSIM_STD = 5, 1.5
 SSIM_C1, SSIM_C2 = 0.01**2, 0.03**2
+MAX_PSNR_DB = 100.0
+"""Of equal images, whose PSNR is infinite, where a mean or a reward needs a number."""
 CHARBONNIER_EPS = 1e-3
 """In units of the image's range: below it the loss is quadratic. Lai et al. 2018 (arXiv
 1710.01992)."""
@@ -92,39 +95,33 @@ def ssim(
             f"SSIM of images of {tuple(x.shape[-2:])} pixels; it needs at least 11 a side."
         )
     x, y = x.double(), y.double()
-    stack = torch.stack([x, y, x * x, y * y, x * y])
-    flat, r = stack.flatten(0, 2)[:, None], SSIM_RADIUS  # [5 B C, 1, H, W]
+    r = SSIM_RADIUS
+    flat = torch.stack([x, y, x * x, y * y, x * y]).flatten(0, 2)[:, None]  # [5 B C, 1, H, W]
     for dim in (-2, -1):  # b a | a b c ... y z | z y, a padding that torch does not have
-        size = flat.shape[dim]
-        flat = torch.cat(
-            [flat.narrow(dim, 0, r).flip(dim), flat, flat.narrow(dim, size - r, r).flip(dim)], dim
-        )
-    mx, my, xx, yy, xy = _gaussian_filter(flat, SSIM_STD, r).reshape(stack.shape)
-    vx, vy, cov = xx - mx * mx, yy - my * my, xy - mx * my
-    map_ = (
-        (2 * mx * my + SSIM_C1)
-        * (2 * cov + SSIM_C2)
-        / ((mx * mx + my * my + SSIM_C1) * (vx + vy + SSIM_C2))
-    )
-    return (
-        avg_pool2d(map_, patch).mean(dim=1) if patch else map_[..., r:-r, r:-r].mean(dim=(1, 2, 3))
-    )
+        first, last = flat.narrow(dim, 0, r), flat.narrow(dim, flat.shape[dim] - r, r)
+        flat = torch.cat([first.flip(dim), flat, last.flip(dim)], dim)
+    mx, my, xx, yy, xy = _gaussian_filter(flat, SSIM_STD, r).reshape(5, *x.shape)
+    luminance = (2 * mx * my + SSIM_C1) / (mx * mx + my * my + SSIM_C1)
+    covariance = 2 * (xy - mx * my) + SSIM_C2
+    variance = xx - mx * mx + yy - my * my + SSIM_C2
+    similarity = luminance * covariance / variance
+    if patch:
+        return avg_pool2d(similarity, patch).mean(dim=1)
+    return similarity[..., r:-r, r:-r].mean(dim=(1, 2, 3))
 
 
 # --- pixel losses: unreduced, for supervised and consistency terms --------------------------------
 
 
-def charbonnier(
-    x: Float[Tensor, "..."], y: Float[Tensor, "..."], *, eps: float = CHARBONNIER_EPS
-) -> Tensor:
+def charbonnier(x: Float[Tensor, "..."], y: Float[Tensor, "..."]) -> Tensor:
     """sqrt((x - y)^2 + eps^2): |x - y| with a gradient everywhere. eps, not 0, for equal images."""
-    return ((x - y).square() + eps * eps).sqrt()
+    return ((x - y).square() + CHARBONNIER_EPS**2).sqrt()
 
 
 PIXEL_LOSSES: Mapping[PixelLoss, Callable[[Tensor, Tensor], Tensor]] = {
     "charbonnier": charbonnier,
-    "l1": lambda x, y: (x - y).abs(),
-    "mse": lambda x, y: (x - y).square(),  # its mean is 10^(-PSNR / 10)
+    "l1": partial(l1_loss, reduction="none"),
+    "mse": partial(mse_loss, reduction="none"),  # its mean is 10^(-PSNR / 10)
 }
 
 
@@ -137,9 +134,7 @@ def gaussian_blur(images: Float[Tensor, "B C H W"], std: float) -> Float[Tensor,
     if std == 0:
         return images
     r = math.ceil(3 * std)  # beyond 3 std lies 0.3% of the mass
-    flat = pad(
-        images.flatten(0, 1)[:, None], (r, r, r, r), mode="replicate"
-    )  # [B C, 1, H+2r, W+2r]
+    flat = pad(images.flatten(0, 1)[:, None], [r] * 4, mode="replicate")  # [B C, 1, H+2r, W+2r]
     return _gaussian_filter(flat, std, r).reshape(images.shape)
 
 
@@ -174,8 +169,7 @@ def upsample(
 ) -> Tensor:
     """Coarse grid at every pixel: bilinear between the centers of its cells, or constant within
     each cell."""
-    choices = {"mode": "bilinear", "align_corners": False} if smooth else {"mode": "nearest"}
-    return interpolate(grid, size=(height, width), **choices)
+    return interpolate(grid, size=(height, width), mode="bilinear" if smooth else "nearest")
 
 
 # --- augmentation that keeps pairs aligned --------------------------------------------------------
@@ -185,9 +179,10 @@ def random_crop(
     images: Sequence[Float[Tensor, "... H W"]], size: int, generator: torch.Generator
 ) -> list[Tensor]:
     """The same random square of each image; all have one size."""
-    height, width = images[0].shape[-2:]
-    top = int(torch.randint(height - size + 1, (), generator=generator))
-    left = int(torch.randint(width - size + 1, (), generator=generator))
+    top, left = (
+        int(torch.randint(side - size + 1, (), generator=generator))
+        for side in images[0].shape[-2:]
+    )
     return [image[..., top : top + size, left : left + size] for image in images]
 
 
@@ -203,6 +198,12 @@ def apply_symmetry(image: Float[Tensor, "... H W"], index: int) -> Float[Tensor,
     """Symmetry 0 (none) to 7 of the square: mirrored left to right from 4 on, then ``index % 4``
     quarter turns."""
     return (image.flip(-1) if index >= 4 else image).rot90(index % 4, dims=(-2, -1))
+
+
+def undo_symmetry(image: Float[Tensor, "... H W"], index: int) -> Float[Tensor, "... H W"]:
+    """The image before ``apply_symmetry``."""
+    image = image.rot90(-(index % 4), dims=(-2, -1))
+    return image.flip(-1) if index >= 4 else image
 
 
 # --- brightness -----------------------------------------------------------------------------------

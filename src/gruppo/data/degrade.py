@@ -26,7 +26,7 @@ def add_noise(images: Images, levels: float, generator: torch.Generator) -> Imag
     return images + levels / 255 * torch.randn(images.shape, generator=generator)
 
 
-def downscale(images: Images, factor: float, _: torch.Generator | None = None) -> Images:
+def downscale(images: Images, factor: float, _: Any) -> Images:
     """Mean of each square, resized to the original size by bicubic interpolation."""
     height, width = images.shape[-2:]
     side = int(factor)
@@ -63,9 +63,9 @@ class DegradationKind:
 
 KINDS: Mapping[str, DegradationKind] = {
     "noise": DegradationKind(add_noise, 0, 255, "levels of 255", is_expected=False),
-    "blur": DegradationKind(lambda x, std, _=None: gaussian_blur(x, std), 0, 20, "pixels"),
+    "blur": DegradationKind(lambda x, std, _: gaussian_blur(x, std), 0, 20, "pixels"),
     "downscale": DegradationKind(downscale, 1, 16, "times smaller a side", is_whole=True),
-    "dark": DegradationKind(lambda x, share, _=None: x * share, 0.01, 1, "share of the light"),
+    "dark": DegradationKind(lambda x, share, _: x * share, 0.01, 1, "share of the light"),
     "jpeg": DegradationKind(compress, 1, 100, "quality", is_whole=True, is_expected=False),
 }
 
@@ -91,16 +91,16 @@ class Degradation:
                     {", ".join(KINDS)}.{did_you_mean(name, KINDS)}""")
             kind = KINDS[name]
             first, _, last = strength.partition("-")
-            number = int if kind.is_whole else float
             try:
-                low, high = number(first), number(last or first)
+                low, high = float(first), float(last or first)
             except ValueError:
-                low = high = -1
-            if not kind.low <= low <= high <= kind.high:
+                low = high = -1.0
+            is_whole = low.is_integer() and high.is_integer()
+            if not kind.low <= low <= high <= kind.high or (kind.is_whole and not is_whole):
                 raise DataError(f"""the degradation {text!r} has {name}={strength}; it needs
                     {"whole " if kind.is_whole else ""}numbers from {kind.low:g} to {kind.high:g}
                     ({kind.unit}), one or a range low-high.""")
-            steps.append((name, float(low), float(high)))
+            steps.append((name, low, high))
         if not steps:
             raise DataError(f"the degradation {text!r} has no step; write one such as noise=25.")
         return cls(tuple(steps))
@@ -110,8 +110,10 @@ class Degradation:
         return tuple(name for name, _, _ in self.steps)
 
     def __str__(self) -> str:
-        ranges = (f"{low:g}" if low == high else f"{low:g}-{high:g}" for _, low, high in self.steps)
-        return ",".join(f"{name}={text}" for name, text in zip(self.names, ranges, strict=True))
+        return ",".join(
+            f"{name}={low:g}" + (f"-{high:g}" if high > low else "")
+            for name, low, high in self.steps
+        )
 
     def __call__(self, image: Image, generator: torch.Generator) -> tuple[Image, dict[str, float]]:
         """The degraded image, and the strength of each step by its name."""
@@ -120,10 +122,9 @@ class Degradation:
             # drawn also where low equals high: a range in place of a number keeps the noise of
             # later steps
             uniform = float(torch.rand((), generator=generator, dtype=torch.float64))
+            strengths[name] = low + uniform * (high - low)
             if KINDS[name].is_whole:  # + 1: the highest integer is as likely as the others
                 strengths[name] = float(int(low + uniform * (high - low + 1)))
-            else:
-                strengths[name] = low + uniform * (high - low)
             image = KINDS[name].apply(image[None], strengths[name], generator)[0]
         return quantize(image), strengths
 
@@ -138,7 +139,7 @@ class Degradation:
             x = image[None]
             for name in self.names:
                 if KINDS[name].is_expected:
-                    x = KINDS[name].apply(x, strength[name])
+                    x = KINDS[name].apply(x, strength[name], None)
             degraded.append(x)
         return torch.cat(degraded)
 

@@ -78,16 +78,7 @@ def image_folder(
 def image_prompts(folder: Path) -> dict[str, Prompt]:
     """File to prompt, without its target, of every image of a folder, sorted by name."""
     files = list_images(folder)
-    table = next((folder / name for name in TABLES if (folder / name).is_file()), None)
-    rows = _read_captions(table, folder) if table else {}
-    for file in [] if table else files:
-        path = (folder / file).with_suffix(".txt")
-        try:
-            caption = path.read_text(encoding="utf-8-sig").strip() if path.is_file() else ""
-        except UnicodeDecodeError:
-            raise DataError(f"the caption {path} is not UTF-8; save the file as UTF-8.") from None
-        if caption:
-            rows[file] = {"caption": caption}
+    rows = _captions(folder, files)
     if rows:
         missing = [file for file in files if file not in rows]
         if missing:
@@ -98,29 +89,44 @@ def image_prompts(folder: Path) -> dict[str, Prompt]:
             for file in files
             if file in rows
         }
-    classes = {file: file.rpartition("/")[0] for file in files}
-    names = sorted(set(classes.values()))
+    names = sorted({file.rpartition("/")[0] for file in files})
     if len(names) == 1:
         return {file: Prompt(file, "", meta={"file": file}) for file in files}
     prompts = {}
-    for file, name in classes.items():
+    for file in files:
+        name = file.rpartition("/")[0]
         label = names.index(name)
         meta = {"file": file, "label": label, "class": name}
         prompts[file] = Prompt(name or ".", label, meta=meta)
     return prompts
 
 
-def _read_captions(table: Path, folder: Path) -> dict[str, dict[str, Any]]:
+def _captions(folder: Path, files: list[str]) -> dict[str, dict[str, Any]]:
+    """By file: the caption under that name, and every further column; of a table, or else of text
+    files."""
+    for name in TABLES:
+        if (folder / name).is_file():
+            return _read_table(folder / name)
+    rows = {}
+    for file in files:
+        path = (folder / file).with_suffix(".txt")
+        if path.is_file() and (caption := _read_text(path).strip()):
+            rows[file] = {"caption": caption}
+    return rows
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise DataError(f"the captions {path} are not UTF-8; save the file as UTF-8.") from None
+
+
+def _read_table(table: Path) -> dict[str, dict[str, Any]]:
     """By file: the caption under that name, and every further column."""
     rows: list[dict[str, Any]]
     if table.suffix == ".csv":
-        try:
-            with table.open(encoding="utf-8-sig", newline="") as opened:
-                rows = list(csv.DictReader(opened))
-        except (UnicodeDecodeError, csv.Error) as problem:
-            raise DataError(
-                f"{table} cannot be read ({problem}); it needs comma-separated values in UTF-8."
-            ) from None
+        rows = list(csv.DictReader(_read_text(table).splitlines()))
     else:
         rows = read_jsonl(table)
     columns = list(dict.fromkeys(column for row in rows for column in row))
@@ -134,7 +140,7 @@ def _read_captions(table: Path, folder: Path) -> dict[str, dict[str, Any]]:
     for number, row in enumerate(rows, start=1):
         file = row.get(file_column)
         caption = row.get(caption_column) or ""
-        if not isinstance(file, str) or not (folder / file).is_file():
+        if not isinstance(file, str) or not (table.parent / file).is_file():
             raise DataError(
                 f"row {number} of {table} names the image {file!r}, which does not exist."
             )

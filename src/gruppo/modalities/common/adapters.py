@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from gruppo.integrity import check_links, check_seal, read_json
 from gruppo.loading import command_name, import_extra
 from gruppo.modalities.common import lora
-from gruppo.modalities.common.four_bit import four_bit_layers
 from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
@@ -27,8 +26,12 @@ log = logging.getLogger("gruppo")
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base.json"
 PREFIX = "base_model.model."
 """Of peft's names: its wrapper, and the model inside it."""
-PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva")
-"""Initializations that do not change the base."""
+PLAIN = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
+}
+"""Values of options of an adapter W + s B A; some initializations change the base."""
 NOT_PLAIN = (
     "modules_to_save",
     "trainable_token_indices",
@@ -62,66 +65,45 @@ class Adapter:
         """Add the adapter to a model that was loaded as ``base``, or to its weights; refuse another
         base."""
         lora.check_adaptable(module)
-        # before anything is changed: each layer is there, with as many inputs and outputs
-        parts, problem = dict(module.named_modules()), ""
-        for name, weight in self.weights.items():
-            path, half = name.removesuffix(".weight").rsplit(".", 1)
-            layer: Any = parts.get(path)
-            if layer is None or not lora.is_linear(layer):
-                problem = f"it adapts {path}, and the model has no such linear layer"
-                break
-            # GPT-2's Conv1D has its weight transposed
-            sizes = (
-                (layer.in_features, layer.out_features)
-                if isinstance(layer, nn.Linear)
-                else layer.weight.shape
-            )
-            required, got = (
-                (sizes[0], weight.shape[1]) if half == "lora_A" else (sizes[1], weight.shape[0])
-            )
-            if got != required:
-                problem = f"its {name} is for {got} features, and the model's {path} has {required}"
-                break
-        if not problem:
-            sha256 = lora.inject_config(module, self.config, base=base)
-            kinds, is_4bit = (
-                {True: "of 4 bits", False: "of full precision"},
-                bool(four_bit_layers(module)),
-            )
-            if self.base is not None and self.base.is_4bit != is_4bit:
-                text = (
-                    "the adapter %s was trained on a base %s and is put on one %s: their "
-                    "weights cannot be compared."
-                )
-                log.warning(text, self.folder, kinds[self.base.is_4bit], kinds[is_4bit])
-            elif self.base is not None and self.base.sha256 != sha256:
-                digests = f"{self.base.sha256[:16]}..., these have {sha256[:16]}..."
-                problem = f"it was trained on weights with SHA-256 {digests}"
-        if problem:
+        found = lora.inject_config(module, self.config, base=base)
+        if problem := self._misfit(module, found):
             made_for = f" Its base is {self.base_names[0]!r}." if self.base_names else ""
             raise GruppoError(f"""the adapter {self.folder} belongs to another base:
                 {problem}.{made_for} Give that as --model, or an adapter of this model.""")
-        if base and self.base_names and base not in self.base_names:
-            same = (
-                "whose weights are the same" if self.base else "whose layers have the same shapes"
-            )
+        if self.base is None and base and self.base_names and base not in self.base_names:
             log.warning(
-                "the adapter %s is for %s and is put on %s, %s.",
+                "the adapter %s is for %s and is put on %s, whose layers have the same shapes.",
                 self.folder,
                 self.base_names[0],
                 base,
-                same,
             )
-        parameters = lora.adapter_weights(module)
-        if odd := sorted(parameters.keys() ^ self.weights.keys()):
-            raise GruppoError(f"""the adapter {self.folder} names other layers in {CONFIG} than it
-                has weights for: {odd[0]} is one of {len(odd)} differences. Save it again with peft,
-                or train a new one.""")
+        elif self.base is not None and self.base.is_4bit != found.is_4bit:
+            log.warning(
+                "the adapter %s was trained on a base of 4 bits and is put on one of full "
+                "precision, or the reverse: their weights cannot be compared.",
+                self.folder,
+            )
         with torch.no_grad():
-            for name, parameter in parameters.items():
+            for name, parameter in lora.adapter_weights(module).items():
                 parameter.copy_(self.weights[name])
         if is_merged:
             lora.merge(module)
+
+    def _misfit(self, module: nn.Module, found: lora.Base) -> str:
+        """Why the weights do not fit a module with this adapter over the base ``found``; "" if they
+        do."""
+        shapes = {name: [*weight.shape] for name, weight in lora.adapter_weights(module).items()}
+        own = {name: [*weight.shape] for name, weight in self.weights.items()}
+        for name in sorted(own.keys() | shapes.keys()):
+            saved, needed = own.get(name, "missing"), shapes.get(name, "missing")
+            if saved != needed:
+                return f"its {name} is {saved}, and that of the model is {needed}"
+        if self.base is None or self.base.is_4bit != found.is_4bit:
+            return ""
+        if self.base.sha256 == found.sha256:
+            return ""
+        digests = f"{self.base.sha256[:16]}..., these have {found.sha256[:16]}..."
+        return f"it was trained on weights with SHA-256 {digests}"
 
 
 MODELS = ("config.json", "denoiser.json", "model_index.json", "restorer.json", "module.json")
@@ -134,18 +116,16 @@ def model_of(name: str | Path) -> str:
     path = Path(name).expanduser()
     final = path / "final"
     run = path.parent if path.name == "final" else path
-    if (run / "manifest.json").is_file() or (
-        run / "final/COMPLETE"
-    ).is_file():  # a folder of a hub's cache has links
+    is_final = (final / "COMPLETE").is_file()
+    # a folder of a hub's cache has links
+    if (run / "manifest.json").is_file() or (run / "final/COMPLETE").is_file():
         check_links(run)
-    if (final / "COMPLETE").is_file():
-        if not any((final / file).is_file() for file in (*MODELS, CONFIG)):
-            raise GruppoError(
-                f"the model of {name} is a module of your own; load {final}/model.safetensors into "
-                f"it",
-                advice="One that is trained by name, as $model file.py:function, is opened by name "
-                "too",
-            )
+    if is_final and not any((final / file).is_file() for file in (*MODELS, CONFIG)):
+        raise GruppoError(
+            f"the model of {name} is a module of your own; load {final}/model.safetensors into it",
+            advice="One that is trained by name, as $model file.py:function, is opened by name too",
+        )
+    if is_final:
         return str(final)
     if (path / "manifest.json").is_file() and not any(path.glob("*.safetensors")):
         raise GruppoError(
@@ -182,21 +162,15 @@ def read_adapter(path: str | Path) -> Adapter:
     except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
         raise GruppoError(f"""the adapter {folder} cannot be read: {" ".join(str(error).split())}.
             It needs {CONFIG} and {WEIGHTS}, as peft writes them.""") from error
-    kind = getattr(config.peft_type, "value", config.peft_type)
-    if kind != "LORA":
-        raise GruppoError(f"""the adapter {folder} is a {kind}, and only LoRA is supported. Merge it
-            with peft's merge_and_unload, and give the model.""")
     odd = [name for name in NOT_PLAIN if getattr(config, name, None)]
-    odd += ["bias"] if config.bias != "none" else []
-    odd += ["init_lora_weights"] if config.init_lora_weights not in PLAIN_INITS else []
+    odd += [name for name, known in PLAIN.items() if getattr(config, name, None) not in known]
     if odd:
-        raise GruppoError(f"""the adapter {folder} has {odd[0]}={getattr(config, odd[0])!r}, which
-            changes more than W + s B A. Merge it with peft's merge_and_unload, and give the
+        raise GruppoError(f"""the adapter {folder} has {odd[0]}={getattr(config, odd[0])!s}, which
+            is more than a LoRA of W + s B A. Merge it with peft's merge_and_unload, and give the
             model.""")
     config.inference_mode = False
-    config.init_lora_weights = (
-        True  # its weights are read; peft's other initializations would change the base
-    )
+    # its weights are read; peft's other initializations would change the base
+    config.init_lora_weights = True
     weights = {name.removeprefix(PREFIX): value for name, value in weights.items()}
     names = [base.name if base else "", config.base_model_name_or_path or ""]
     return Adapter(folder, config, weights, base, list(filter(None, names)))
@@ -213,7 +187,7 @@ def save_adapter(module: nn.Module, folder: Path) -> None:
     }
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     base: lora.Base = source.gruppo_base
-    entry = {"base": base.name, "sha256": base.sha256} | ({"is_4bit": True} if base.is_4bit else {})
+    entry: dict[str, Any] = {"base": base.name, "sha256": base.sha256, "is_4bit": base.is_4bit}
     (folder / BASE).write_text(json.dumps(entry, indent=2) + "\n", encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Critics of language models: a value head on the policy's trunk, or a separate network."""
+"""Critics: a value head on the policy's trunk, or on a network of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gruppo.distributed.sharding import forward
 from gruppo.modalities.common.lora import module_weights
 from gruppo.protocols import Critic, check_values
-from gruppo.types import GruppoError, MicroBatch, Rollouts
+from gruppo.types import MicroBatch, Rollouts
 
 
 class ValueHead(nn.Module):
@@ -25,17 +25,11 @@ class ValueHead(nn.Module):
 
     def __init__(self, width: int, *, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.weight = nn.Parameter(
-            torch.zeros(1, width, dtype=dtype)
-        )  # nn.Linear would use the global generator
+        # nn.Linear would use the global generator
+        self.weight = nn.Parameter(torch.zeros(1, width, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros(1, dtype=dtype))
 
     def forward(self, features: Float[Tensor, "N F"]) -> Float[Tensor, "N"]:
-        width = self.weight.shape[1]
-        if features.shape[-1] != width:
-            raise GruppoError(f"""the value head reads {width} features and got
-                {features.shape[-1]}; head and trunk must be of one model. Make a new head with
-                ValueHead(policy.feature_width()).""")
         return nn.functional.linear(features.to(self.weight.dtype), self.weight, self.bias)[:, 0]
 
 
@@ -77,7 +71,8 @@ class NetworkCritic(HeadCritic):
 
     def __init__(self, network: Any, trunk: nn.Module) -> None:
         network.value_head = value_head_for(network)
-        self._policy, self.trunk = network, trunk
+        self._policy = network
+        self.trunk = trunk
         self.module = nn.ModuleDict({"trunk": trunk, "head": network.value_head})
 
     @property

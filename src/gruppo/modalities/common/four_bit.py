@@ -24,8 +24,7 @@ def quantization_config() -> Any:
 
 
 def check_quantized(settings: Any, what: str, *, has_adapter: bool) -> None:
-    """Refuse a quantized model whose weights would be trained, and one that cannot hold an adapter
-    here.
+    """Refuse a quantized model whose weights would be trained, and one that cannot hold an adapter.
 
     ``settings``: the ``quantization_config`` of the model's config, of transformers or as read from
     a file.

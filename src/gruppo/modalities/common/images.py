@@ -1,4 +1,5 @@
-"""Shared by the image modalities: checks of images, and requests split into batches of rows."""
+"""Shared by the image modalities: the base of their policies, checks of images, and requests split
+into batches of rows."""
 
 from __future__ import annotations
 
@@ -10,7 +11,38 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from gruppo.modalities.common.validation import refuse
+from gruppo.protocols import (
+    DemonstrationMixin,
+    ImageDescriptionMixin,
+    MemoryMixin,
+    Policy,
+    PromptMixin,
+    ShardingMixin,
+    ValueHeadMixin,
+)
 from gruppo.types import Finish, GruppoError, Prompt, Request, Rollouts
+
+
+class ImagePolicy(
+    Policy,
+    DemonstrationMixin,
+    ValueHeadMixin,
+    ShardingMixin,
+    PromptMixin,
+    ImageDescriptionMixin,
+    MemoryMixin,
+):
+    """What policies with Gaussian actions and images as completions have in common."""
+
+    likelihood_outputs = frozenset({"entropy", "entropy_value", "gaussian", "output", "values"})
+
+
+def check_requests(policy: Policy, requests: Sequence[Request], sampling: Any) -> None:
+    """Raise GruppoError for prompts that cannot be sampled from, ValueError without requests."""
+    if not requests or any(request.size < 1 for request in requests):
+        raise ValueError("sample needs at least one request, each of size 1 or more.")
+    refuse(*(policy.check_prompt(request.prompt, sampling) for request in requests))
 
 
 def image_error(
@@ -22,34 +54,16 @@ def image_error(
     ``role``: "input" or "target", for the message. ``size``: the required height and width; any by
     default.
     """
-    shape = f"[{channels}, " + ("H, W]" if size is None else ", ".join(map(str, size)) + "]")
-    if image is None:
-        return f"has no {role}: it is None. It needs an image {shape} in [0, 1]."
+    shape = f"[{channels}, {', '.join(map(str, size or 'HW'))}]"
+    needed = f"as its {role}; it needs floats {shape} in [0, 1]. Convert, resize or crop it."
     if not isinstance(image, Tensor):
-        return (
-            f"has a {type(image).__name__} as its {role}; it needs an image {shape} of floats "
-            f"in [0, 1]."
-        )
-    if (
-        image.ndim != 3
-        or not image.is_floating_point()
-        or size not in (None, tuple(image.shape[1:]))
-    ):
-        return (
-            f"has {list(image.shape)} of {image.dtype} as its {role}; it needs floats {shape}. "
-            f"Convert or resize it."
-        )
-    if len(image) != channels:
-        return (
-            f"has {len(image)} channels in its {role}, and the network reads {channels}. Set "
-            f"channels or convert it."
-        )
+        return f"has a {type(image).__name__} {needed}"
+    fits = image.ndim == 3 and len(image) == channels and size in (None, tuple(image.shape[1:]))
+    if not fits or not image.is_floating_point():
+        return f"has {list(image.shape)} of {image.dtype} {needed}"
     low, high = (float(bound) for bound in torch.aminmax(image))
     if not (low >= 0 and high <= 1):  # also true of NaN
-        return (
-            f"has values from {low:g} to {high:g} in its {role}; they need to be in [0, 1]. "
-            f"Divide by the largest."
-        )
+        return f"has values from {low:g} to {high:g} {needed}"
     return None
 
 
@@ -75,10 +89,9 @@ def row_batches(
     become one group.
     """
     known: dict[tuple[str, int], Tensor] = {}
-    for n, prompt in enumerate(request.prompt for request in requests):
-        if inputs is not None and not torch.equal(
-            known.setdefault((prompt.id, prompt.draw), inputs[n]), inputs[n]
-        ):
+    for request, own in zip(requests, inputs if inputs is not None else (), strict=False):
+        prompt = request.prompt
+        if not torch.equal(known.setdefault((prompt.id, prompt.draw), own), own):
             raise GruppoError(f"""two different prompts have the id {prompt.id!r} and the draw
                 {prompt.draw}; their rows would become one group. Give each prompt its own id or
                 draw.""")
@@ -88,9 +101,8 @@ def row_batches(
         rows = slice(start, start + batch_rows)
         kept, group_ids = owners[rows].unique(return_inverse=True)
         prompts = tuple(requests[p].prompt for p in kept.tolist())
-        addresses = [
-            (prompts[p].draw, n) for p, n in zip(group_ids.tolist(), samples[rows], strict=True)
-        ]
+        draws = [prompts[p].draw for p in group_ids.tolist()]
+        addresses = list(zip(draws, samples[rows], strict=True))
         yield RowBatch(prompts, None if inputs is None else inputs[kept], group_ids, addresses)
 
 
@@ -110,8 +122,8 @@ def image_rollouts(
     """Rollouts whose rows have T actions each; by default demonstrations: one row per prompt, with
     log-probs of 0."""
     rows, columns = actions.shape[:2]
-    are_finite = [True] * rows if is_finite is None else is_finite.tolist()
-    finish: list[Finish] = ["stop" if finite else "error" for finite in are_finite]
+    finite = [True] * rows if is_finite is None else is_finite.tolist()
+    finish: list[Finish] = ["stop" if one else "error" for one in finite]
     return Rollouts(
         prompts=tuple(prompts),
         group_ids=torch.arange(rows) if group_ids is None else group_ids,

@@ -63,36 +63,30 @@ def inject(
     model: Any = module
     # the head by identity: its name differs between models
     head = None if default_targets else model.get_output_embeddings()
-    parts = dict(module.named_modules())
     linear = {
-        name.rpartition(".")[2]
-        for name, part in parts.items()
-        if part is not head and is_linear(part)
+        name: part for name, part in module.named_modules() if part is not head and is_linear(part)
     }
+    names = sorted({name.rpartition(".")[2] for name in linear})
     for target in targets:
-        layers = [
-            part for name, part in parts.items() if name == target or name.endswith(f".{target}")
-        ]
-        advice = f"Set $lora.targets to some of {', '.join(sorted(linear))}, separated by spaces"
-        if not layers or not all(map(is_linear, layers)):
-            hint = did_you_mean(target, sorted(linear), otherwise=advice).strip()
+        parts = [p for name, p in module.named_modules() if f".{name}".endswith(f".{target}")]
+        is_tied = head in parts and head.weight is model.get_input_embeddings().weight
+        if is_tied or not parts or not all(map(is_linear, parts)):
+            advice = f"Set $lora.targets to some of {', '.join(names)}, separated by spaces"
+            problem = f"the model has no linear layers {target!r}"
+            if is_tied:
+                problem = f"{target!r} is the head, whose weight is tied to the embedding"
             raise GruppoError(
-                f"lora.targets: the model has no linear layers {target!r}", advice=hint
+                f"lora.targets: {problem}",
+                advice=did_you_mean(target, names, otherwise=advice).strip(),
             )
-        if head in layers and getattr(head, "weight", None) is model.get_input_embeddings().weight:
-            raise GruppoError(
-                f"""lora.targets: {target!r} is the head, whose weight is tied to the embedding:
-                    merging would change the embedding too""",
-                advice=advice,
-            )
-    source = getattr(getattr(module, "config", None), "_name_or_path", "") or ""
-    # absolute, so that peft finds a local base from any folder
-    source = str(Path(source).absolute()) if source and Path(source).exists() else source
+    source = getattr(getattr(module, "config", None), "_name_or_path", "")
+    if source and Path(source).exists():  # so that peft finds a local base from any folder
+        source = str(Path(source).absolute())
     config = peft.LoraConfig(
         r=rank,
         lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,
         task_type=None if default_targets else "CAUSAL_LM",
-        target_modules=sorted(set(targets or default_targets or linear)),
+        target_modules=sorted(set(targets or default_targets or names)),
         base_model_name_or_path=source or base,
     )
     inject_config(module, config, base=base)
@@ -106,20 +100,23 @@ def inject(
         weight.copy_(uniform / math.sqrt(weight.shape[1]))
 
 
-def inject_config(module: nn.Module, config: Any, *, base: str) -> str:
-    """Add adapters according to a peft config; return the SHA-256 of the base. The global
-    generators do not change."""
+def inject_config(module: nn.Module, config: Any, *, base: str) -> Base:
+    """Add adapters according to a peft config; return the base. The global generators do not
+    change."""
     peft = import_extra("peft", "lora", "LoRA (lora.rank)")
     sha256 = digest(base_weights(module))
     with torch.random.fork_rng(devices=[]):  # peft draws A; the caller sets or reads it afterwards
-        peft.inject_adapter_in_model(config, module, POLICY)
-    trained = {id(parameter) for parameter in adapter_weights(module).values()}
-    for parameter in module.parameters():
-        parameter.requires_grad_(id(parameter) in trained)
+        try:
+            peft.inject_adapter_in_model(config, module, POLICY)
+        except ValueError as error:
+            raise GruppoError(f"the adapter does not fit this model: {error}") from error
+    module.requires_grad_(False)
+    for parameter in adapter_weights(module).values():
+        parameter.requires_grad_(True)
     target: Any = module
     target.peft_config = {POLICY: config}
     target.gruppo_base = Base(base, sha256, bool(four_bit_layers(module)))
-    return sha256
+    return target.gruppo_base
 
 
 def cast_base(module: nn.Module, dtype: torch.dtype) -> None:
@@ -264,16 +261,12 @@ def low_rank(module: Any) -> LowRank | nn.Linear | None:
     active = [name for name in module.active_adapters if name in module.lora_A]
     if len(active) != 1 or module.merged_adapters or module.lora_variant:
         return None
-    a, b, dropout = (
-        module.lora_A[active[0]],
-        module.lora_B[active[0]],
-        module.lora_dropout[active[0]],
-    )
-    is_off = isinstance(dropout, nn.Identity) or not dropout.training
-    is_plain = is_off and is_plain_linear(a) and is_plain_linear(b) and b.bias is None
-    if (
-        not is_plain or a.weight.dtype != module.base_layer.weight.dtype
-    ):  # float32 on a bfloat16 base: peft casts
+    a, b = module.lora_A[active[0]], module.lora_B[active[0]]
+    dropout = module.lora_dropout[active[0]]
+    is_plain = is_plain_linear(a) and is_plain_linear(b) and b.bias is None
+    if not is_plain or (dropout.training and not isinstance(dropout, nn.Identity)):
+        return None
+    if a.weight.dtype != module.base_layer.weight.dtype:  # float32 on a bfloat16 base: peft casts
         return None
     return LowRank(module.base_layer, a.weight, b.weight, float(module.scaling[active[0]]))
 

@@ -46,34 +46,34 @@ class ReferenceModel:
         every: int = 0,
         storage: Storage = "device",
     ) -> None:
-        self.rule, self.rate, self.every, self.storage = rule, rate, every, storage
+        self.rule = rule
+        self.rate = rate
+        self.every = every
         self.numbers = sum(p.numel() for p in policy.module.parameters())
         self.follows_policy = rule == "ema"
         self.shares_module = rule == "adapter_off" or (
             self.follows_policy and has_adapter(policy.module)
         )
-        self.is_offloaded = storage != "device" and not self.shares_module
+        self.is_offloaded = storage == "cpu" and not self.shares_module
         self._policy = policy
-        self._read: Callable[[], dict[str, Tensor]]
+        self._read: Callable[[], dict[str, Tensor]] = dict
         if self.shares_module:
-            weights = trained(policy.module)
-            self._trained = set(weights)
-            self._read = store(weights, "device") if rule == "ema" else dict
+            self._trained = set(trained(policy.module))
+            if self.follows_policy:
+                self._read = store(trained(policy.module))
             return
         policy.refresh(force=True)
         module = copy.deepcopy(policy.compute_module).requires_grad_(False).eval()
         self._policy = policy.at(module)
         computing = dict(module.named_parameters())
-        kept = dict(policy.module.named_parameters()) if rule == "ema" else computing
-        if self.is_offloaded or any(
-            computing[name].dtype != tensor.dtype for name, tensor in kept.items()
-        ):
-            self._read = store(kept, storage)
-        else:  # one copy serves for both storage and compute
-            self._read = computing.copy
+        kept = dict(policy.module.named_parameters()) if self.follows_policy else computing
+        self._read = computing.copy  # one copy serves for both storage and compute
         if self.is_offloaded:
+            self._read = store(kept, "cpu")
             for parameter in module.parameters():
                 parameter.data = parameter.data.new_empty(0)
+        elif any(computing[name].dtype != tensor.dtype for name, tensor in kept.items()):
+            self._read = store(kept)
 
     def memory_estimate(self, dtype_bytes: int) -> dict[str, float]:
         """Return bytes held during updates, with ``dtype_bytes`` per number of what computes."""
@@ -81,15 +81,11 @@ class ReferenceModel:
         if self.rule == "adapter_off" or is_elsewhere:
             return {}
         if self.shares_module:
-            return {
-                "reference's adapter": 4
-                * sum(tensor.numel() for tensor in self.state_dict().values())
-            }
-        if self.rule == "frozen":
-            return {"reference": dtype_bytes * self.numbers}
-        # the weights of the moving average, and a copy of them that computes in another dtype
-        copied = {"reference's copy": float(dtype_bytes * self.numbers)} if dtype_bytes != 4 else {}
-        return {"reference, float32": 4.0 * self.numbers} | ({} if self.is_offloaded else copied)
+            return {"reference": 4.0 * sum(tensor.numel() for tensor in self.state_dict().values())}
+        size = dtype_bytes
+        if self.follows_policy:  # float32, and a copy that computes in another dtype
+            size = 4 if dtype_bytes == 4 or self.is_offloaded else 4 + dtype_bytes
+        return {"reference": float(size * self.numbers)}
 
     @property
     def module(self) -> nn.Module:
@@ -99,16 +95,11 @@ class ReferenceModel:
     def shard(self, apply: Callable[..., None]) -> None:
         """Shard the copy over ranks, after the policy; see ``ShardingMixin.shard``."""
         if self.shares_module:
-            self._read = (
-                store(trained(self._policy.module), "device") if self.follows_policy else dict
-            )
+            if self.follows_policy:
+                self._read = store(trained(self._policy.module))
             return
-        for (
-            name,
-            weight,
-        ) in (
-            self._read().items()
-        ):  # in the dtype that they are mixed in: FSDP casts to that of compute
+        # in the dtype that they are mixed in: FSDP casts to that of compute
+        for name, weight in self._read().items():
             self.module.get_parameter(name).data = weight.detach()
         shard_policy(self._policy, apply)
         shards: dict[str, Tensor] = dict(self.module.named_parameters())
@@ -117,9 +108,7 @@ class ReferenceModel:
     def on_device(self) -> AbstractContextManager[None]:
         """Load offloaded weights for the length of the block; nested calls and other storage cost
         nothing."""
-        is_empty = self.is_offloaded and not any(
-            parameter.numel() for parameter in self.module.parameters()
-        )
+        is_empty = not any(parameter.numel() for parameter in self.module.parameters())
         return swapped(self.module, self._read()) if is_empty else nullcontext()
 
     @contextmanager
@@ -128,15 +117,13 @@ class ReferenceModel:
         if not self.shares_module:
             with self.on_device():
                 yield self._policy
-            return
-        if self.follows_policy:
+        elif self.follows_policy:
             self._policy.refresh()  # not while its weights are swapped
-        with (
-            swapped(self.module, self._read())
-            if self.follows_policy
-            else without_adapter(self.module)
-        ):
-            yield self._policy.at(self.module)
+            with swapped(self.module, self._read()):
+                yield self._policy.at(self.module)
+        else:
+            with without_adapter(self.module):
+                yield self._policy.at(self.module)
 
     @torch.no_grad()
     def likelihood(
@@ -162,14 +149,12 @@ class ReferenceModel:
         NaN included."""
         weights = self._read()
         for name, tensor in tensors.items():
-            target = weights.pop(name)  # mapped from disk: what is released needs no memory
             if rate == 1:
-                target.copy_(tensor)
+                weights[name].copy_(tensor)
             elif rate:
-                target.mul_(1 - rate).add_(rate * tensor.to(target.device))
+                weights[name].mul_(1 - rate).add_(rate * tensor.to(weights[name].device))
         # weights that are stored in another dtype than they compute in are copied to the module
         if not self.is_offloaded and not self.shares_module:
-            weights = self._read()
             for name, parameter in self.module.named_parameters():
                 parameter.copy_(weights[name])
 
@@ -178,10 +163,9 @@ class ReferenceModel:
         zeros."""
         weights, difference, norm = self._read(), 0.0, 0.0
         for name, tensor in trained(policy.module).items():
-            reference = weights.pop(name)  # mapped from disk: one tensor at a time is in memory
-            difference += float(
-                whole((tensor.to(reference.device) - reference).square_().sum(dtype=torch.float64))
-            )
+            reference = weights[name]
+            apart = (tensor.to(reference.device) - reference).square_()
+            difference += float(whole(apart.sum(dtype=torch.float64)))
             norm += float(whole(reference.square().sum(dtype=torch.float64)))
         return (difference / norm) ** 0.5 if norm else float("nan")
 
@@ -190,13 +174,12 @@ class ReferenceModel:
     def frozen_state_dict(self) -> Mapping[str, Tensor]:
         """Return the weights that must never change, by name: all of a frozen copy, or the base
         below an adapter."""
-        if self.shares_module:
-            return {
-                name: p.detach()
-                for name, p in self.module.named_parameters()
-                if name not in self._trained
-            }
-        return self._read() if self.rule == "frozen" else {}
+        if self.rule == "frozen":
+            return self._read()
+        if not self.shares_module:
+            return {}
+        parameters = self.module.named_parameters()
+        return {name: p.detach() for name, p in parameters if name not in self._trained}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the weights that change: none unless the rule is "ema"; others are rebuilt from
@@ -204,13 +187,10 @@ class ReferenceModel:
         return self._read() if self.follows_policy else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        saved, needed = (
-            {name: list(t.shape) for name, t in found.items()}
-            for found in (state, self.state_dict())
-        )
-        if odd := sorted(
-            name for name in saved.keys() | needed.keys() if saved.get(name) != needed.get(name)
-        ):
+        saved = {name: list(tensor.shape) for name, tensor in state.items()}
+        needed = {name: list(tensor.shape) for name, tensor in self.state_dict().items()}
+        odd = [n for n in sorted(saved.keys() | needed.keys()) if saved.get(n) != needed.get(n)]
+        if odd:
             raise GruppoError(f"""the saved reference does not fit this run: {len(odd)} tensors
                 differ, among them {odd[0]}, which is {saved.get(odd[0], "missing")} in the save,
                 and this run needs {needed.get(odd[0], "none")}. Resume with the run's own config
@@ -225,34 +205,29 @@ def swapped(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
     Autograd does not notice (``.data``), so the backward pass of an earlier forward still works
     afterwards.
     """
-    parameters = {
-        name: parameter for name, parameter in module.named_parameters() if name in weights
+    parameters = {name: p for name, p in module.named_parameters() if name in weights}
+    is_whole = not any(map(is_sharded, parameters.values()))
+    before = {
+        name: p.data if is_whole else local(p.detach()).clone() for name, p in parameters.items()
     }
-    if any(
-        map(is_sharded, parameters.values())
-    ):  # FSDP gathers from the memory of the shards, not from ``.data``
-        shards = {name: local(parameter.detach()) for name, parameter in parameters.items()}
-        kept = {name: shard.clone() for name, shard in shards.items()}
-        try:
-            for name, shard in shards.items():
-                shard.copy_(local(weights[name]))
-            yield
-        finally:
-            for name, shard in shards.items():
-                shard.copy_(kept[name])
-        return
-    before = {name: parameter.data for name, parameter in parameters.items()}
-    try:
+
+    def put(tensors: Mapping[str, Tensor]) -> None:
         for name, parameter in parameters.items():
-            parameter.data = weights.pop(name).to(parameter.device, parameter.dtype)
+            if is_whole:
+                parameter.data = tensors[name].to(parameter.device, parameter.dtype)
+            else:  # FSDP gathers from the memory of the shards, not from ``.data``
+                local(parameter.detach()).copy_(local(tensors[name]))
+
+    try:
+        put(weights)
         yield
     finally:
-        for name, parameter in parameters.items():
-            parameter.data = before[name]
+        put(before)
 
 
-def store(tensors: Mapping[str, Tensor], storage: Storage) -> Callable[[], dict[str, Tensor]]:
-    """Copy the tensors to the storage; return the function that reads them. In-place changes of its
-    result persist."""
-    device = torch.device("cpu") if storage == "cpu" else None
+def store(
+    tensors: Mapping[str, Tensor], device: str | None = None
+) -> Callable[[], dict[str, Tensor]]:
+    """Copy the tensors to a device, their own by default; return the function that reads them.
+    In-place changes of its result persist."""
     return {name: tensor.detach().to(device, copy=True) for name, tensor in tensors.items()}.copy

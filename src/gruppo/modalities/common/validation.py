@@ -4,24 +4,43 @@ densities."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
 from gruppo.config.schema import Config
 from gruppo.config.stages import highest
 from gruppo.core.objective import Objective
 from gruppo.core.surrogates import MAX_LOG_RATIO
-from gruppo.protocols import Modality
-from gruppo.types import GruppoError
+from gruppo.protocols import Modality, Policy, PromptSource, peek
+from gruppo.types import DataError, GruppoError, Prompt
 
 ROUNDING_NATS = 3e-5
 """Times sqrt(dims): how far a joint log-ratio is off 0 in float32 at equal weights and a std of
 0.02."""
 
 
-def refuse(*problems: object) -> None:
-    """Raise GruppoError with the first problem that is not falsy; each is a message, or falsy where
-    all is well."""
+def refuse(*problems: str | None) -> None:
+    """Raise GruppoError with the first problem that there is."""
     for problem in filter(None, problems):
-        raise GruppoError(str(problem))
+        raise GruppoError(problem)
+
+
+def changed_options(section: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Options of a section that differ from their defaults, of those in ``names``."""
+    default = type(section)()
+    values = {name: getattr(section, name) for name in names}
+    return {name: value for name, value in values.items() if value != getattr(default, name)}
+
+
+TEXT_OPTIONS = (
+    ("rollout", "max_new_tokens", "applies to text; --diffusion.steps sets the denoising steps"),
+    ("objective", "overlong", "penalizes long texts, and every image has as many steps"),
+    ("objective", "mask_truncated", "leaves out truncated texts, and images are never truncated"),
+    ("critic", "model", "has no effect: the critic of an image model is a head on its network"),
+    ("lora", "load_in_4bit", "is of language models"),
+    ("environment", "names", "is an environment that replies to texts"),
+)
+"""Options that image models do not use: section, name, reason."""
 
 
 def refuse_unused_options(
@@ -29,43 +48,16 @@ def refuse_unused_options(
 ) -> None:
     """Refuse options of other modalities; ``has_consistency``: whether it has a consistency
     term."""
-    options, model, rollout, objective = (
-        config.modality,
-        config.model,
-        config.rollout,
-        config.objective,
-    )
-    if not modality.has_lengths:
-        refuse(
-            rollout.max_new_tokens != type(rollout)().max_new_tokens
-            and f"rollout.max_new_tokens={rollout.max_new_tokens} applies to text, and {model!r} "
-            f"is an image model. "
-            "Leave it out; --diffusion.steps sets the number of denoising steps.",
-            objective.overlong
-            and f"objective.overlong={objective.overlong} penalizes long texts; every image has as "
-            f"many steps. Set "
-            "--objective.overlong 0.",
-            config.critic.model
-            and f"critic.model={config.critic.model!r}: the critic of an image model is a head on "
-            f"its network, or a "
-            "copy of it. Leave --critic.model out.",
-            config.lora.load_in_4bit
-            and f"lora.load_in_4bit is of language models, and {model!r} is an image model. Leave "
-            f"it out.",
-            objective.mask_truncated
-            and "objective.mask_truncated leaves out truncated texts, and images are never "
-            "truncated. Set "
-            "--objective.mask-truncated False.",
-            config.environment.names
-            and f"environment {config.environment.names[0]!r} replies to texts, but {model!r} is "
-            f"an image model. "
-            "Leave the --environment options out, or set --model to a language model.",
-        )
-    if (
-        options is not None
-        and type(options) is not modality.config_section
-        and options != type(options)()
-    ):
+    options, model = config.modality, config.model
+    for section, name, reason in () if modality.has_lengths else TEXT_OPTIONS:
+        value = changed_options(getattr(config, section), [name])
+        if value:
+            raise GruppoError(
+                f"{section}.{name}={value[name]} {reason}, and {model!r} is an image model",
+                advice=f"Leave ${section}.{name} out",
+            )
+    is_own = isinstance(options, modality.config_section or type(None))
+    if options is not None and not is_own and options != type(options)():
         name = type(options).__name__.removesuffix("Config").lower()
         raise GruppoError(
             f"{name} settings were given, and {model!r} is no {name} model",
@@ -78,6 +70,19 @@ def refuse_unused_options(
             option="stage.cons_coef",
             advice="0; $stage.kl_coef holds any policy to its reference",
         )
+
+
+def check_first_prompts(
+    config: Config, policy: Policy, data: PromptSource, sampling: Any
+) -> list[Prompt]:
+    """Return the first prompts; raise DataError if none of them can be sampled from."""
+    first = peek(data)
+    errors = [policy.check_prompt(prompt, sampling) for prompt in first]
+    if all(errors):
+        raise DataError(
+            f"none of the first {len(first)} prompts of {config.data!r} can be used: {errors[0]}"
+        )
+    return first
 
 
 def joint_clip_nats(objective: Objective, dims: int) -> float:
@@ -97,10 +102,8 @@ def check_trust_region(objective: Objective, dims: int) -> None:
     if objective.surrogate not in ("clip", "cispo") or dims < 2:
         return
     is_ratio, nats = objective.clip_unit == "ratio", joint_clip_nats(objective, dims)
-    least, clip = (
-        10 * ROUNDING_NATS * math.sqrt(dims),
-        f"objective.clip_high={objective.clip_high:g}",
-    )
+    least = 10 * ROUNDING_NATS * math.sqrt(dims)
+    clip = f"objective.clip_high={objective.clip_high:g}"
     fitting = math.expm1(1 / dims) if is_ratio else 1 / dims  # one nat of the joint density
     advice = "nats $objective.dims sum $objective.clip_low 1 $objective.clip_high 1"
     if objective.dims == "mean" and nats > MAX_LOG_RATIO:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gruppo.core.images import quantize
 from gruppo.modalities.diffusion.schedules import (
+    TRANSITIONS,
     NoiseSchedule,
     PredictionType,
     StepLevels,
@@ -21,7 +22,7 @@ from gruppo.modalities.diffusion.schedules import (
     split_prediction,
 )
 from gruppo.protocols import Outputs, device_of
-from gruppo.types import GruppoError, Likelihood, MicroBatch, Rollouts
+from gruppo.types import Gaussian, GruppoError, Likelihood, MicroBatch, Rollouts
 
 Weighting = Literal["uniform", "clean"]
 """Of the denoising loss: 1, or 1 / (sigma^2 + 0.05)."""
@@ -46,41 +47,21 @@ class ClassLabels:
     means no class."""
 
     def __init__(self, classes: int | Sequence[str], *, dropped: float = 0.0) -> None:
-        names = [str(n) for n in range(classes)] if isinstance(classes, int) else list(classes)
-        if not names or len(set(names)) < len(names):
-            raise GruppoError(
-                f"classes={classes!r:.80} needs at least one name, and no name twice. Change the "
-                f"list."
-            )
-        if not 0 <= dropped < 1:
-            raise GruppoError(
-                f"dropped={dropped} is out of range; it needs 0 <= dropped < 1. Use 0.1 for "
-                f"guidance."
-            )
-        self.names, self.dropped, self.unconditional = (
-            tuple(names),
-            dropped,
-            torch.tensor(len(names)),
-        )
+        names = map(str, range(classes)) if isinstance(classes, int) else classes
+        self.names = tuple(names)
+        self.dropped = dropped
+        self.unconditional = torch.tensor(len(self.names))
 
     def encode(self, inputs: Any) -> Tensor:
         """Class number as a long scalar []."""
-        number = (
-            self.names.index(inputs) if isinstance(inputs, str) and inputs in self.names else inputs
-        )
-        if (
-            isinstance(number, bool)
-            or not isinstance(number, int)
-            or not 0 <= number < len(self.names)
-        ):
-            known = ", ".join(map(repr, self.names[:12])) + (
-                ", ..." if len(self.names) > 12 else ""
-            )
+        if isinstance(inputs, str) and inputs in self.names:
+            inputs = self.names.index(inputs)
+        if type(inputs) is not int or not 0 <= inputs < len(self.names):
             raise GruppoError(
-                f"{inputs!r:.80} is no class of this network; it knows {known}. Use a name or its "
-                f"index."
+                f"{inputs!r:.80} is no class of this network; it knows "
+                f"{', '.join(map(repr, self.names)):.200}. Use a name or its index."
             )
-        return torch.tensor(number)
+        return torch.tensor(inputs)
 
 
 @dataclass
@@ -133,50 +114,42 @@ class Denoiser:
     condition: ConditionEncoder | None
     codec: PixelCodec
     middle: str
-    """Name of the submodule whose pooled output a value head reads, or ""."""
+    """Name of the submodule whose pooled output a value head reads; "" is the module itself."""
     call: ModuleCall
 
     def encode(self, inputs: Sequence[object]) -> Tensor | None:
         """Conditions [P, ...] of prompts' inputs; None for a network without conditions."""
-        return (
-            None
-            if self.condition is None
-            else torch.stack([self.condition.encode(one) for one in inputs])
-        )
+        if self.condition is None:
+            return None
+        return torch.stack([self.condition.encode(one) for one in inputs])
 
     def dummy_features(self) -> Float[Tensor, "1 F"]:
         """Features of a state of zeros, for their width and for what they depend on."""
-        device, one = device_of(self.module), torch.ones(1)
-        condition = (
-            None if self.condition is None else self.condition.unconditional[None].to(device)
-        )
-        x, ids = torch.zeros(1, *self.shape, device=device), torch.zeros(1).long()
-        return self.predict(x, one.to(device), condition, one, ids, features=True)[1]
+        device = device_of(self.module)
+        x = torch.zeros(1, *self.shape, device=device)
+        condition = None
+        if self.condition is not None:
+            condition = self.condition.unconditional[None].to(device)
+        return self.predict(x, torch.ones(1, device=device), condition, features=True)[1]
 
     def levels(
-        self, counts: Int[Tensor, "N"], columns: Int[Tensor, "N"]
+        self, steps: int, columns: Int[Tensor, "N"]
     ) -> tuple[StepLevels, Float[Tensor, "N"]]:
-        """Levels of step ``columns`` of samplers with ``counts`` steps, and the time that the
+        """Levels of step ``columns`` of a sampler with ``steps`` steps, and the times that the
         network is given."""
+        times = self.schedule.times(steps)
+        now = times[columns]
+        levels = (*self.schedule.level(now), *self.schedule.level(times[columns + 1]))
         device = device_of(self.module)
-        times = torch.zeros(
-            2, len(columns), dtype=torch.float64
-        )  # [2, N]: of the step, and of the next
-        for count in counts.unique().tolist():
-            rows = counts == count
-            times[:, rows] = self.schedule.times(count)[
-                torch.stack([columns[rows], columns[rows] + 1])
-            ]
-        levels = (*self.schedule.level(times[0]), *self.schedule.level(times[1]))
-        return StepLevels(*(level.to(device) for level in levels)), times[0].to(device)
+        return StepLevels(*(level.to(device) for level in levels)), now.to(device)
 
     def predict(
         self,
         x: Float[Tensor, "N ..."],
         times: Float[Tensor, "N"],
         condition: Tensor | None,
-        guidance: Float[Tensor, "N"],
-        ids: Int[Tensor, "N"],
+        guidance: float = 1.0,
+        ids: Int[Tensor, "N"] | None = None,
         *,
         features: bool = False,
     ) -> tuple[Float[Tensor, "N ..."], Float[Tensor, "N F"]]:
@@ -186,128 +159,146 @@ class Denoiser:
         s + (g - 1) (s - n), where s has the condition and n has none (Ho & Salimans 2022, arXiv
         2207.12598, eq. 6, whose 1 + w is g); with guidance 1 the network is evaluated once, else
         twice. Rows of one number in ``ids`` have the same condition. Those equal to the bit, which
-        shared noise has kept in one state, are evaluated once. ``guidance`` and ``ids`` are on the
-        CPU, the others on the network's device.
+        shared noise has kept in one state, are evaluated once.
         """
-        # Evaluate one row for each set of equal rows; ``answers`` says whose result is each row's.
-        rows = torch.arange(len(ids))
-        number = ids.unique(return_inverse=True)[1]
-        first = torch.full((len(rows),), len(rows)).scatter_reduce(0, number, rows, "amin")[number]
-        at = first.to(x.device)
-        is_same = ((x == x[at]).flatten(1).all(dim=1) & (times == times[at])).cpu() & (
-            guidance == guidance[first]
-        )
-        kept, answers = torch.where(is_same, first, rows).unique(return_inverse=True)
-        at, answers = kept.to(x.device), answers.to(x.device)
-        x, times, guidance = x[at], times[at], guidance[kept]  # [n, ...]
-        condition = None if condition is None else condition[at]
-
-        # Append the guided rows once more, without their conditions.
-        n, shape, guided = len(x), x.shape, (guidance != 1).nonzero()[:, 0].to(x.device)
-        if len(guided):
-            # check_sampling has refused guidance of a network without conditions
-            assert condition is not None and self.condition is not None
-            empty = self.condition.unconditional.to(condition)
-            x, times = torch.cat([x, x[guided]]), torch.cat([times, times[guided]])
-            condition = torch.cat([condition, empty.expand(len(guided), *empty.shape)])
-
-        if features and not self.middle:
-            raise GruppoError("""a critic reads features of the network, and this policy names no
-                submodule for it. Create it with middle='NAME' of a submodule whose output is [N, F,
-                ...].""")
+        answers = None
+        if ids is not None:
+            kept, answers = distinct(x, times, ids)
+            x, times = x[kept], times[kept]
+            condition = None if condition is None else condition[kept]
+        rows = len(x)
+        if guidance != 1:
+            assert condition is not None and self.condition is not None  # see check_sampling
+            empty = self.condition.unconditional.to(condition).expand_as(condition)
+            x, times = x.repeat(2, *[1] * (x.ndim - 1)), times.repeat(2)
+            condition = torch.cat([condition, empty])
         outputs: list[Any] = []
-        middle = self.module.get_submodule(self.middle)
-        with (
-            middle.register_forward_hook(lambda *args: outputs.append(args[2]))
-            if features
-            else nullcontext()
-        ):
+        hook: Any = nullcontext()
+        if features:
+            middle = self.module.get_submodule(self.middle)
+            hook = middle.register_forward_hook(lambda *args: outputs.append(args[2]))
+        with hook:
             prediction = self.call.predict(self.module, x, times, condition)
-        if not isinstance(prediction, Tensor) or prediction.shape != x.shape:
-            got = (
-                list(prediction.shape)
-                if isinstance(prediction, Tensor)
-                else type(prediction).__name__
-            )
+        if prediction.shape != x.shape:
             raise GruppoError(
-                f"the network returned {got} for states {list(x.shape)}. Return a tensor of that "
-                f"shape."
+                f"the network returned {list(prediction.shape)} for states {list(x.shape)}. Return "
+                f"a tensor of that shape."
             )
-        pooled = self.call.pool(outputs[0]) if features else prediction.new_zeros(len(x), 0)
-        if len(guided):
-            scale = (guidance.to(prediction)[guided] - 1).reshape(-1, *[1] * (len(shape) - 1))
-            conditional = prediction[:n]
-            prediction = conditional.index_add(
-                0, guided, scale * (conditional[guided] - prediction[n:])
-            )
-        return prediction[answers], pooled[:n][answers]
+        pooled = self.call.pool(outputs[0])[:rows] if features else prediction.new_zeros(rows, 0)
+        if guidance != 1:
+            conditional, unconditional = prediction.chunk(2)
+            prediction = conditional + (guidance - 1) * (conditional - unconditional)
+        return (prediction, pooled) if answers is None else (prediction[answers], pooled[answers])
+
+
+def distinct(
+    x: Float[Tensor, "N ..."], times: Float[Tensor, "N"], ids: Int[Tensor, "N"]
+) -> tuple[Int[Tensor, "n"], Int[Tensor, "N"]]:
+    """Indices of the rows to evaluate, and for each row the place of its answer among them.
+
+    A row is that of the first one of its number if it is equal to it.
+    """
+    places: dict[int, int] = {}
+    first = torch.tensor([places.setdefault(n, row) for row, n in enumerate(ids.tolist())])
+    first = first.to(x.device)
+    is_same = (x == x[first]).flatten(1).all(dim=1) & (times == times[first])
+    rows = torch.arange(len(x), device=x.device)
+    return torch.where(is_same, first, rows).unique(return_inverse=True)
+
+
+# --- the steps of a micro-batch -------------------------------------------------------------------
 
 
 class StepSelection:
     """The N steps of a micro-batch that the policy chose, flattened to one dimension."""
 
-    def __init__(self, rollouts: Rollouts, micro_batch: MicroBatch, device: torch.device) -> None:
+    def __init__(self, denoiser: Denoiser, rollouts: Rollouts, micro_batch: MicroBatch) -> None:
         mask = micro_batch.of(rollouts.mask)  # [b, t]
         row, column = mask.nonzero(as_tuple=True)  # [N]
-        self.rollouts, self.shape = rollouts, mask.shape
-        self.place = (row.to(device), column.to(device))  # in the micro-batch
-        self.row, self.column = (
-            micro_batch.rows[row],
-            column + (micro_batch.cols.start or 0),
-        )  # in the rollouts
+        self.denoiser = denoiser
+        self.rollouts = rollouts
+        self.rows = micro_batch.rows
+        self.shape = mask.shape
+        self.device = device_of(denoiser.module)
+        self.place = (row.to(self.device), column.to(self.device))  # in the micro-batch
+        self.row = micro_batch.rows[row]  # in the rollouts
+        self.column = column + (micro_batch.cols.start or 0)
         group = rollouts.group_ids[self.row]
-        self.group = (
-            group * rollouts.mask.shape[1] + self.column
-        )  # a number for each group and column
+        self.ids = group * rollouts.mask.shape[1] + self.column  # one for each group and column
         condition: Tensor | None = rollouts.shared.get("condition")
-        self.condition = None if condition is None else condition[group].to(device)
+        self.condition = None if condition is None else condition[group].to(self.device)
+
+    def __len__(self) -> int:
+        return len(self.row)
 
     def scatter(self, values: Tensor, fill: float = 0.0) -> Float[Tensor, "b t ..."]:
         """[N, ...] to the shape [b, t, ...] of the micro-batch."""
         return values.new_full((*self.shape, *values.shape[1:]), fill).index_put(self.place, values)
 
-    def inputs(
-        self, denoiser: Denoiser
-    ) -> tuple[StepLevels, tuple[Tensor, Tensor, Tensor | None, Tensor]]:
-        """Levels of the steps, and x, times, conditions and guidance as they were sampled with."""
-        per_row = self.rollouts.per_row
-        levels, times = denoiser.levels(per_row["steps"][self.row], self.column)
-        before = self.rollouts.actions[self.row, (self.column - 1).clamp(min=0)]
-        is_first = (self.column == 0).reshape(-1, *[1] * (before.ndim - 1))
-        x = torch.where(is_first, per_row["first"][self.row], before).to(times.device)
-        return levels, (x, times, self.condition, per_row["guidance"][self.row])
+    def of_rows(self, values: Tensor) -> Float[Tensor, "N ..."]:
+        """[B, ...] to each step, on the device."""
+        return values[self.row].to(self.device)
+
+    def states(self) -> Float[Tensor, "N ..."]:
+        """The state before each step."""
+        states = torch.cat([self.rollouts.per_row["first"][:, None], self.rollouts.actions], dim=1)
+        return states[self.row, self.column].to(self.device)
+
+    def settings(self) -> tuple[int, int, float, float]:
+        """Steps, transition, eta and guidance that the rows were sampled with; one forward scores
+        rows of one kind."""
+        names = ("steps", "transition", "eta", "guidance")
+        kinds = [self.rollouts.per_row[name][self.rows].double() for name in names]
+        if any(len(kind.unique()) > 1 for kind in kinds):
+            raise GruppoError("these rollouts mix several samplings; evaluate each kind apart.")
+        steps, transition, eta, guidance = (float(kind[0]) for kind in kinds)
+        return int(steps), int(transition), eta, guidance
+
+    def normal(self, *, features: bool) -> tuple[Gaussian, Tensor, Tensor | None]:
+        """The distribution of each step, the x0 [N, ...] that the network predicts, and features
+        if requested."""
+        if not len(self):  # no network is called with an empty batch
+            x0 = torch.zeros(0, *self.denoiser.shape, dtype=torch.float64, device=self.device)
+            return Gaussian(x0, x0.new_zeros(0)), x0, None
+        steps, transition, eta, guidance = self.settings()
+        levels, times = self.denoiser.levels(steps, self.column)
+        x = self.states()
+        prediction, pooled = self.denoiser.predict(
+            x, times, self.condition, guidance, self.ids, features=features
+        )
+        level = (levels.alpha, levels.sigma)
+        x0, noise = split_prediction(x, prediction, level, self.denoiser.predicts)
+        return list(TRANSITIONS.values())[transition].step(x0, noise, levels, eta), x0, pooled
+
+    def features(self) -> Float[Tensor, "N F"] | None:
+        """Features under the condition alone: one evaluation, whatever the guidance."""
+        if not len(self):
+            return None
+        times = self.denoiser.levels(self.settings()[0], self.column)[1]
+        return self.denoiser.predict(
+            self.states(), times, self.condition, ids=self.ids, features=True
+        )[1]
 
 
-def demonstration_likelihood(
-    denoiser: Denoiser, steps: StepSelection, weighting: str, outputs: Outputs
-) -> Likelihood:
+def demonstration_likelihood(steps: StepSelection, weighting: str, outputs: Outputs) -> Likelihood:
     """Log-probs -w mean((prediction - truth)^2): of a normal with std (d / 2 w)^(1/2), without its
     constant."""
-    device, row, per_row = device_of(denoiser.module), steps.row, steps.rollouts.per_row
-    x0, e = (
-        steps.rollouts.actions[row, 0].to(device).double(),
-        per_row["first"][row].to(device).double(),
-    )
-    times, condition = per_row["level"][row], steps.condition
-    alpha, sigma = (level.to(device) for level in denoiser.schedule.level(times))
-    levels = StepLevels(
-        alpha, sigma, torch.ones_like(alpha), torch.zeros_like(sigma)
-    )  # the next level is clean data
-    a, s = broadcast(alpha, x0), broadcast(sigma, x0)
-    x = (
-        a * x0 + s * e
-    ).float()  # as the network would see it in sampling, whose states are float32
-    if condition is not None and denoiser.condition is not None and denoiser.condition.dropped:
-        is_dropped = per_row["dropped"][row].to(device).reshape(-1, *[1] * (condition.ndim - 1))
-        condition = torch.where(
-            is_dropped, denoiser.condition.unconditional.to(condition), condition
-        )
-    prediction, _ = denoiser.predict(
-        x, times.to(device), condition, torch.ones(len(x)), torch.arange(len(x))
-    )
-    truth = {"noise": e, "x0": x0, "v": a * e - s * x0, "velocity": e - x0}[denoiser.predicts]
-    error = (prediction.double() - truth).square().flatten(1).mean(dim=1)
-    weight = 1 / (sigma.square() + 0.05) if weighting == "clean" else torch.ones_like(sigma)
-    predicted_x0 = split_prediction(x, prediction, levels, denoiser.predicts)[0]
+    denoiser, per_row = steps.denoiser, steps.rollouts.per_row
+    x0 = steps.of_rows(steps.rollouts.actions[:, 0]).double()
+    e = steps.of_rows(per_row["first"]).double()
+    times = per_row["level"][steps.row]
+    level = denoiser.schedule.level(times)
+    alpha, sigma = (broadcast(one, x0) for one in level)
+    x = (alpha * x0 + sigma * e).float()  # as the network would see it in sampling
+    condition = steps.condition
+    if condition is not None and denoiser.condition is not None:
+        is_dropped = steps.of_rows(per_row["dropped"]).reshape(-1, *[1] * (condition.ndim - 1))
+        empty = denoiser.condition.unconditional.to(condition)
+        condition = torch.where(is_dropped, empty, condition)
+    prediction, _ = denoiser.predict(x, times.to(x.device), condition)
+    truths = {"noise": e, "x0": x0, "v": alpha * e - sigma * x0, "velocity": e - x0}
+    error = (prediction.double() - truths[denoiser.predicts]).square().flatten(1).mean(dim=1)
+    weight = 1 / (sigma.flatten().square() + 0.05) if weighting == "clean" else 1.0
+    predicted_x0 = split_prediction(x, prediction, level, denoiser.predicts)[0]
     output = steps.scatter(predicted_x0) if "output" in outputs else None
     return Likelihood(steps.scatter(-weight * error), output=output)

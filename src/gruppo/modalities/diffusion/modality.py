@@ -14,11 +14,16 @@ from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.config.stages import highest, learns_from_samples, values_of
 from gruppo.modalities.common.adapters import model_of
 from gruppo.modalities.common.state_dict import load_strictly, read_policy
-from gruppo.modalities.common.validation import check_trust_region, refuse_unused_options
+from gruppo.modalities.common.validation import (
+    changed_options,
+    check_first_prompts,
+    check_trust_region,
+    refuse_unused_options,
+)
 from gruppo.modalities.diffusion.config import DiffusionConfig
 from gruppo.modalities.diffusion.denoiser import ClassLabels
 from gruppo.modalities.diffusion.pipelines import DiffusersPolicy, add_adapter, load_diffusers
-from gruppo.modalities.diffusion.policy import SETTINGS, WEIGHTS, DenoiserCritic, DenoiserPolicy
+from gruppo.modalities.diffusion.policy import SETTINGS, DenoiserCritic, DenoiserPolicy
 from gruppo.modalities.diffusion.sampling import DiffusionSampling
 from gruppo.modalities.diffusion.schedules import DiffusionSchedule, FlowSchedule
 from gruppo.modalities.diffusion.unet import DenoisingUNet
@@ -26,8 +31,6 @@ from gruppo.protocols import Critic, Modality, Policy, PromptSource, peek
 from gruppo.types import DataError, GruppoError
 
 log = logging.getLogger("gruppo")
-
-NO_LORA = "LoRA puts adapters on the attention of a pipeline"
 
 SAMPLING_OPTIONS = (
     "transition",
@@ -54,19 +57,14 @@ class DiffusionModality(Modality):
     rewards_read_images, has_lengths, is_gaussian = True, False, True
 
     def matches(self, model: str) -> bool:
-        folder = Path(model_of(model)) if model else Path(NEW)
-        return model == NEW or is_pipeline(model) or (folder / SETTINGS).is_file()
+        if model == NEW or is_pipeline(model):
+            return True
+        return bool(model) and (Path(model_of(model)) / SETTINGS).is_file()
 
     def validate(self, config: Config) -> None:
         self.sampling(config)  # raises for options that cannot be sampled and scored alike
         refuse_unused_options(config, self)
-        model, lora, chosen, default = (
-            config.model,
-            config.lora,
-            config.section(DiffusionConfig),
-            DiffusionConfig(),
-        )
-        is_named, has_pipeline = model != IN_MEMORY, is_pipeline(model)
+        model, chosen = config.model, config.section(DiffusionConfig)
         if other := [t for t in values_of(config, "temperature") if t != 1]:
             raise GruppoError(
                 f"a stage's temperature of {other[0]:g}: a denoising step has none but eta",
@@ -79,23 +77,7 @@ class DiffusionModality(Modality):
                 option="stage.entropy_coef",
                 advice="0, and $diffusion.eta for more noise",
             )
-        if chosen.path == "diffusion" and chosen.shift != 1:
-            raise GruppoError(
-                f"diffusion.shift={chosen.shift:g} applies to diffusion.path flow, not diffusion",
-                advice="Leave it out",
-            )
-        if is_named and not has_pipeline and (lora.rank or lora.adapter):
-            raise GruppoError(
-                f"{NO_LORA}, and {model!r} is a small network that is trained itself",
-                advice="Leave the $lora options out",
-            )
-        if has_pipeline and lora.adapter:
-            raise GruppoError(
-                f"lora.adapter={lora.adapter!r}: adapters of pipelines are trained from scratch",
-                advice="""Set $lora.rank, or give the folder of a run's final model, in which its
-                    adapter is merged, as $model""",
-            )
-        if is_named and config.compute == "bfloat16" and not (has_pipeline and lora.rank):
+        if model != IN_MEMORY and config.compute == "bfloat16" and not config.lora.rank:
             raise GruppoError(
                 f"""compute='bfloat16' holds the base below adapters, and the weights of {model!r}
                     are trained themselves""",
@@ -103,91 +85,48 @@ class DiffusionModality(Modality):
                 advice="float32, or $lora.rank with a pipeline",
             )
         # a saved network has its own sizes and path, and none but a pipeline has a size to choose
-        unread = (
-            *(() if model == NEW else NEW_OPTIONS),
-            *(() if has_pipeline else PIPELINE_OPTIONS),
-        )
-        if changed := [name for name in unread if getattr(chosen, name) != getattr(default, name)]:
-            owner = (
-                f"a new network (--model {NEW})"
-                if changed[0] in NEW_OPTIONS
-                else "a pipeline of diffusers"
-            )
-            option = f"diffusion.{changed[0]}"
+        unread = () if model == NEW else NEW_OPTIONS
+        unread += () if is_pipeline(model) else PIPELINE_OPTIONS
+        if changed := list(changed_options(chosen, unread)):
+            owner = "a new network" if changed[0] in NEW_OPTIONS else "a pipeline of diffusers"
             raise GruppoError(
-                f"{option} is of {owner}, and {model!r} has its own", advice=f"Leave ${option} out"
+                f"diffusion.{changed[0]} is of {owner}, and {model!r} has its own",
+                advice=f"Leave $diffusion.{changed[0]} out",
             )
 
     def open(self, config: Config, data: Any) -> tuple[Policy, dict[str, Any]]:
         policy: Policy
-        chosen, default, origin = (
-            config.section(DiffusionConfig),
-            DiffusionConfig(),
-            {"name": config.model},
-        )
-        if config.model != NEW and is_pipeline(config.model):
+        chosen = config.section(DiffusionConfig)
+        if config.model == NEW:
+            policy = new_denoiser(config, data)
+        elif is_pipeline(config.model):
             dtype = torch.bfloat16 if config.compute == "bfloat16" else torch.float32
-            policy = pipeline = load_diffusers(
-                model_of(config.model).removeprefix(HUB), dtype=dtype
-            )
-            changed = {
-                n: getattr(chosen, n)
-                for n in PIPELINE_OPTIONS
-                if getattr(chosen, n) != getattr(default, n)
-            }
+            policy = pipeline = load_diffusers(path_of(config.model), dtype=dtype)
+            changed = changed_options(chosen, PIPELINE_OPTIONS)
             if changed:  # the settings saved with the pipeline keep the others
                 policy = DiffusersPolicy(pipeline.pipeline, replace(pipeline.settings, **changed))
-            return self.adapt(config, policy, data), origin
-        if config.model != NEW:
-            return self.adapt(config, load_denoiser(model_of(config.model)), data), origin
-
-        # An untrained UNet for the data's images: of their size, conditioned on their classes if
-        # they have any.
-        first = peek(data)[0]
-        if not isinstance(first.target, torch.Tensor) or first.target.ndim != 3:
-            raise DataError(
-                f"""model {NEW} is made for the data's images, and a target of {config.data!r} is a
-                    {type(first.target).__name__}""",
-                option="data",
-                advice="digits or images:FOLDER:SIZE, or a $model",
-            )
-        if first.inputs != "" and not (isinstance(first.inputs, int) and data.classes is not None):
-            raise DataError(
-                f"model {NEW} reads classes, and an input of {config.data!r} is "
-                f"{first.inputs!r:.60}",
-                advice="""Put the images of each class in a subfolder without captions, or give a
-                    $model of your own""",
-            )
-        shape, is_flow = list(first.target.shape), chosen.path == "flow"
-        labels = ClassLabels([""] if first.inputs == "" else data.classes, dropped=chosen.dropped)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.seed)
-            scale = 1000.0 if is_flow else 1.0  # so that the network's times span about 0 to 1000
-            module = DenoisingUNet(shape, len(labels.names), width=chosen.width, time_scale=scale)
-        options: dict[str, Any] = {
-            "predicts": chosen.predicts,
-            "weighting": chosen.weighting,
-            "middle": "middle",
-        }
-        options["schedule"] = FlowSchedule(chosen.shift) if is_flow else DiffusionSchedule()
-        policy = DenoiserPolicy(module, shape, condition=labels, **options)
-        return self.adapt(config, policy, data), origin
+        else:
+            policy = self.load(config.model)
+        return self.adapt(config, policy, data), {"name": config.model}
 
     def adapt(self, config: Config, policy: Policy, data: PromptSource | None) -> Policy:
         lora = config.lora
-        if lora.rank or lora.adapter:
-            if not isinstance(policy, DiffusersPolicy) or lora.adapter:
-                raise GruppoError(
-                    f"{NO_LORA}, which this model is not", advice="Leave the $lora options out"
-                )
-            base = config.model if config.model != IN_MEMORY else ""
+        if not isinstance(policy, DiffusersPolicy):
+            return super().adapt(config, policy, data)
+        if lora.adapter:
+            raise GruppoError(
+                f"lora.adapter={lora.adapter!r}: adapters of pipelines are trained from scratch",
+                advice="""Set $lora.rank, or give the folder of a run's final model, in which its
+                    adapter is merged, as $model""",
+            )
+        if lora.rank:
             add_adapter(
                 policy,
                 rank=lora.rank,
                 alpha=lora.alpha,
                 targets=lora.targets,
                 seed=config.seed,
-                base=base,
+                base=config.model if config.model != IN_MEMORY else "",
             )
         return policy
 
@@ -199,10 +138,8 @@ class DiffusionModality(Modality):
         trust_remote_code: bool = False,
         is_merged: bool = False,
     ) -> Policy:
-        path = model_of(model).removeprefix(HUB)
-        return (
-            load_diffusers(path, dtype=torch.float32) if is_pipeline(model) else load_denoiser(path)
-        )
+        load = load_diffusers if is_pipeline(model) else load_denoiser
+        return load(path_of(model))
 
     def inference_sampling(self, sampling: Any, temperature: float) -> Any:
         return replace(
@@ -211,9 +148,9 @@ class DiffusionModality(Modality):
 
     def sampling(self, config: Config, policy: Policy | None = None) -> DiffusionSampling:
         chosen = config.section(DiffusionConfig)
-        options: dict[str, Any] = {name: getattr(chosen, name) for name in SAMPLING_OPTIONS}
+        options = vars(config.rollout.sampling) | {n: getattr(chosen, n) for n in SAMPLING_OPTIONS}
         options |= {"max_actions": chosen.steps, "ode_steps": chosen.eval_steps}
-        return DiffusionSampling(**vars(config.rollout.sampling) | options)
+        return DiffusionSampling(**options)
 
     def check(
         self, config: Config, policy: Policy, sampling: Any, data: PromptSource, rewards: Any
@@ -221,18 +158,7 @@ class DiffusionModality(Modality):
         assert isinstance(policy, DenoiserPolicy)
         policy.check_sampling(sampling)
         policy.check_sampling(sampling.greedy())
-        first = peek(data)
-        errors = [policy.check_prompt(prompt, None) for prompt in first]  # type: ignore[arg-type]
-        if all(errors):
-            hint = (
-                " Put captions.jsonl or a .txt file beside each image."
-                if is_pipeline(config.model)
-                else ""
-            )
-            raise DataError(
-                f"none of the first {len(first)} prompts of {config.data!r} can be used: "
-                f"{errors[0]}{hint}"
-            )
+        first = check_first_prompts(config, policy, data, sampling)
         shapes = {tuple(p.target.shape) for p in first if isinstance(p.target, torch.Tensor)}
         shape = tuple(policy.denoiser.codec.image_shape)
         if shapes and shape not in shapes:
@@ -243,23 +169,17 @@ class DiffusionModality(Modality):
                 [*min(shapes)],
             )
         if config.model == NEW and not highest(config, "sup_coef"):
-            advice = (
-                "--stages supervised:2000,full, or train it first with --stage.rl-coef 0 "
-                "--stage.sup-coef 1."
-            )
             log.warning(
-                "a new network samples gray images, and no stage has demonstrations: set %s", advice
+                "a new network samples gray images, and no stage has demonstrations: set --stages "
+                "supervised:2000,full, or train it first with --stage.rl-coef 0 --stage.sup-coef 1."
             )
         if learns_from_samples(config):
             check_trust_region(config.objective, policy.dims)
         # A ratio of whole rows needs each row of denoising steps in one micro-batch.
         evaluations = (sampling.max_actions - 1) * (2 if sampling.guidance != 1 else 1)
         budget = config.optim.token_budget or policy.default_budgets[policy.device.type != "cpu"]
-        if (
-            config.objective.needs_whole_rows
-            and sampling.noise != "branched"
-            and evaluations > budget
-        ):
+        is_cut = sampling.noise != "branched" and evaluations > budget
+        if config.objective.needs_whole_rows and is_cut:
             raise GruppoError(
                 f"""this objective needs whole rows, of up to {evaluations} evaluations of the
                     network; a micro-batch has {budget}""",
@@ -281,30 +201,71 @@ def is_pipeline(model: str) -> bool:
     return model.startswith(HUB) or (bool(model) and (Path(model_of(model)) / INDEX).is_file())
 
 
+def path_of(model: str) -> str:
+    """The folder or hub id of a model."""
+    return model_of(model).removeprefix(HUB)
+
+
+def new_denoiser(config: Config, data: Any) -> DenoiserPolicy:
+    """An untrained UNet for the data's images: of their size, conditioned on their classes if they
+    have any."""
+    chosen = config.section(DiffusionConfig)
+    first = peek(data)[0]
+    if not isinstance(first.target, torch.Tensor) or first.target.ndim != 3:
+        raise DataError(
+            f"""model {NEW} is made for the data's images, and a target of {config.data!r} is a
+                {type(first.target).__name__}""",
+            option="data",
+            advice="digits or images:FOLDER:SIZE, or a $model",
+        )
+    if first.inputs != "" and not (isinstance(first.inputs, int) and data.classes is not None):
+        raise DataError(
+            f"model {NEW} reads classes, and an input of {config.data!r} is {first.inputs!r:.60}",
+            advice="""Put the images of each class in a subfolder without captions, or give a
+                $model of your own""",
+        )
+    labels = ClassLabels([""] if first.inputs == "" else data.classes, dropped=chosen.dropped)
+    schedule: Any = DiffusionSchedule()
+    scale = 1.0  # the network's times span about 0 to 1000
+    if chosen.path == "flow":
+        schedule = FlowSchedule(chosen.shift)
+        scale = 1000.0
+    shape = list(first.target.shape)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        module = DenoisingUNet(shape, len(labels.names), width=chosen.width, time_scale=scale)
+    return DenoiserPolicy(
+        module,
+        shape,
+        predicts=chosen.predicts,
+        schedule=schedule,
+        condition=labels,
+        weighting=chosen.weighting,
+        middle="middle",
+    )
+
+
 def load_denoiser(folder: str | Path, module: nn.Module | None = None) -> DenoiserPolicy:
     """The policy that ``save`` wrote; a module other than ``DenoisingUNet`` is given, and gets the
     weights."""
     folder = Path(folder)
-    settings, weights = read_policy(folder, SETTINGS, WEIGHTS, "denoiser")
+    settings, weights = read_policy(folder, SETTINGS, "denoiser")
     try:
-        if module is None and settings["unet"] is None:
-            raise GruppoError(
-                f"{folder} holds the weights of a module of your own. Give load_denoiser that "
-                f"module."
-            )
-        if module is None:
+        if module is None and settings["unet"]:
             module = DenoisingUNet(**settings["unet"])
         path, labels = dict(settings["path"]), settings["condition"]
+        schedule: Any = {"flow": FlowSchedule, "diffusion": DiffusionSchedule}[path.pop("kind")]
         options = {name: settings[name] for name in ("shape", "predicts", "weighting", "middle")}
-        options["schedule"] = {"flow": FlowSchedule, "diffusion": DiffusionSchedule}[
-            path.pop("kind")
-        ](**path)
-        options["condition"] = None if labels is None else ClassLabels(**labels)
+        options |= {"schedule": schedule(**path), "condition": labels and ClassLabels(**labels)}
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise GruppoError(
             f"""{folder / SETTINGS} is damaged or of another version ({type(error).__name__}:
                     {error})""",
             advice="Save the model again with policy.save(folder), or give another $model",
         ) from None
+    if module is None:
+        raise GruppoError(
+            f"{folder} holds the weights of a module of your own. Give load_denoiser that module."
+        )
     load_strictly(module, weights, str(folder))
     return DenoiserPolicy(module, **options)

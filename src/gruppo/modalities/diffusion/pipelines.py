@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,6 @@ from gruppo.modalities.diffusion.schedules import SchedulerDiffusion, SchedulerF
 from gruppo.types import GruppoError, Prompt, Sampling
 
 SETTINGS = "gruppo.json"
-Embeddings = tuple[Tensor, ...]
-"""What text encoders make of a caption: hidden states [N, L, D], and pooled ones [N, P] where there
-are any."""
 CAPTIONS_KEPT = 64
 """Encoded captions in the cache; one of FLUX takes 8 MB."""
 
@@ -67,15 +64,16 @@ class StableDiffusion(ModuleCall):
     """Of the embeddings, which a condition holds flattened and concatenated."""
 
     def __init__(self, pipeline: Any, settings: PipelineSettings, size: tuple[int, int]) -> None:
-        self.pipeline, self.size, self.patch = pipeline, size, pipeline.vae_scale_factor
-        self.middle, self.latent_channels = "mid_block", pipeline.unet.config.in_channels
+        self.pipeline = pipeline
+        self.size = size
+        self.patch = pipeline.vae_scale_factor
+        self.middle = "mid_block"
+        self.latent_channels = pipeline.unet.config.in_channels
         self.schedule: SchedulerDiffusion | SchedulerFlow = SchedulerDiffusion(pipeline.scheduler)
 
-    def forward(self, module: Any, x: Tensor, times: Tensor, embeddings: Embeddings) -> Tensor:
+    def forward(self, module: Any, x: Tensor, times: Tensor, embeddings: list[Tensor]) -> Tensor:
         added = None
-        if (
-            len(embeddings) > 1
-        ):  # Stable Diffusion XL: pooled caption, and original size, crop and target size
+        if len(embeddings) > 1:  # Stable Diffusion XL: original size, crop and target size
             sizes = x.new_tensor([*self.size, 0, 0, *self.size]).expand(len(x), -1)
             added = {"text_embeds": embeddings[1], "time_ids": sizes}
         return module(
@@ -93,13 +91,11 @@ class StableDiffusion(ModuleCall):
         either."""
         assert condition is not None
         dtype = next(module.parameters()).dtype
-        packed = condition.to(dtype).split([shape.numel() for shape in self.shapes], dim=1)
-        embeddings = tuple(
-            part.reshape(-1, *shape) for part, shape in zip(packed, self.shapes, strict=True)
-        )
+        parts = condition.to(dtype).split([shape.numel() for shape in self.shapes], dim=1)
+        pairs = zip(parts, self.shapes, strict=True)
+        embeddings = [part.unflatten(1, shape) for part, shape in pairs]
         wide = torch.promote_types(dtype, torch.float32)
-        prediction = self.forward(module, x.to(dtype), times.to(wide), embeddings)
-        return prediction.to(torch.promote_types(prediction.dtype, torch.float32))
+        return self.forward(module, x.to(dtype), times.to(wide), embeddings).to(wide)
 
 
 class StableDiffusion3(StableDiffusion):
@@ -113,13 +109,11 @@ class StableDiffusion3(StableDiffusion):
     """Latents a side that the pipeline packs into one token."""
 
     def __init__(self, pipeline: Any, settings: PipelineSettings, size: tuple[int, int]) -> None:
-        self.pipeline, self.size = pipeline, size
         transformer, config = pipeline.transformer, pipeline.scheduler.config
+        self.pipeline = pipeline
+        self.size = size
         self.middle = f"transformer_blocks.{len(transformer.transformer_blocks) // 2}"
-        self._per_sigma = float(config.num_train_timesteps)
-        self._guidance = (
-            settings.embedded_guidance if transformer.config.get("guidance_embeds") else None
-        )
+        self.guidance = settings.embedded_guidance
         self.patch = pipeline.vae_scale_factor * transformer.config.patch_size * self.packing
         self.latent_channels = transformer.config.in_channels // self.packing**2
         # mu, the scheduler's shift, is linear in the number of image tokens
@@ -129,10 +123,10 @@ class StableDiffusion3(StableDiffusion):
         mu = low + (high - low) / (many - few) * (tokens - few)
         self.schedule = SchedulerFlow(pipeline.scheduler, mu=mu, is_even=self.has_even_sigmas)
 
-    def forward(self, module: Any, x: Tensor, times: Tensor, embeddings: Embeddings) -> Tensor:
+    def forward(self, module: Any, x: Tensor, times: Tensor, embeddings: list[Tensor]) -> Tensor:
         return module(
             hidden_states=x,
-            timestep=times * self._per_sigma,
+            timestep=times * float(self.pipeline.scheduler.config.num_train_timesteps),
             encoder_hidden_states=embeddings[0],
             pooled_projections=embeddings[1],
             return_dict=False,
@@ -150,23 +144,25 @@ class Flux(StableDiffusion3):
     embeddings = slice(0, 2)
     has_even_sigmas = True
 
-    def forward(self, module: Any, x: Tensor, times: Tensor, embeddings: Embeddings) -> Tensor:
+    def forward(self, module: Any, x: Tensor, times: Tensor, embeddings: list[Tensor]) -> Tensor:
         patches = pixel_unshuffle(x, 2)  # [N, 4 C, h, w]
-        h, w = patches.shape[-2:]
-        places = torch.cartesian_prod(
-            *(torch.arange(side, device=x.device) for side in (1, h, w))
-        ).to(x)  # [h w, 3]
+        sides = patches.shape[-2:]
+        axes = [torch.arange(side, device=x.device) for side in (1, *sides)]
+        places = torch.cartesian_prod(*axes).to(x)  # [h w, 3]
+        guidance = None
+        if module.config.guidance_embeds:
+            guidance = times.new_full((len(x),), self.guidance)
         prediction = module(
             hidden_states=patches.flatten(2).transpose(1, 2),
             timestep=times,
-            guidance=None if self._guidance is None else times.new_full((len(x),), self._guidance),
+            guidance=guidance,
             encoder_hidden_states=embeddings[0],
             pooled_projections=embeddings[1],
             txt_ids=places.new_zeros(embeddings[0].shape[1], 3),
             img_ids=places,
             return_dict=False,
         )[0]
-        return pixel_shuffle(prediction.transpose(1, 2).unflatten(2, (h, w)), 2)
+        return pixel_shuffle(prediction.transpose(1, 2).unflatten(2, sides), 2)
 
 
 ARCHITECTURES: dict[str, type[StableDiffusion]] = {
@@ -184,46 +180,38 @@ class CaptionEncoder:
 
     def __init__(self, architecture: StableDiffusion, settings: PipelineSettings) -> None:
         self.dropped = settings.dropped if architecture.has_guidance else 0.0
-        if not 0 <= self.dropped < 1:
-            raise GruppoError(
-                f"dropped={self.dropped} is out of the range [0, 1). Use 0.1 for guidance."
-            )
-        # The pipelines differ in what their ``encode_prompt`` takes.
-        options: dict[str, Any] = {"prompt_2": None, "prompt_3": None, "num_images_per_prompt": 1}
-        options |= {
-            "do_classifier_free_guidance": False
-        }  # the denoiser guides, with ``unconditional``
-        options |= (
-            {"max_sequence_length": settings.caption_tokens} if settings.caption_tokens else {}
-        )
+        options: dict[str, Any] = {
+            "prompt_2": None,
+            "prompt_3": None,
+            "num_images_per_prompt": 1,
+            "do_classifier_free_guidance": False,  # the denoiser guides, with ``unconditional``
+        }
+        if settings.caption_tokens:
+            options["max_sequence_length"] = settings.caption_tokens
+        # the pipelines differ in what their ``encode_prompt`` takes
         known = inspect.signature(architecture.pipeline.encode_prompt).parameters
         self._options = {name: value for name, value in options.items() if name in known}
         self._architecture = architecture
-        self._cache: OrderedDict[str, Tensor] = OrderedDict()
+        self._cached = lru_cache(CAPTIONS_KEPT)(self._encode)
         self.unconditional = self.encode("")
         if architecture.pipeline.config.get("force_zeros_for_empty_prompt"):  # Stable Diffusion XL
             self.unconditional = torch.zeros_like(self.unconditional)
 
-    @torch.no_grad()
     def encode(self, inputs: Any) -> Float[Tensor, "numbers"]:
         if not isinstance(inputs, str):
             raise GruppoError(
                 f"a {type(inputs).__name__} is no caption: {inputs!r:.80}. Give a string."
             )
-        if (
-            inputs not in self._cache
-        ):  # one caption at a time, so that its embeddings are the same in any batch
-            architecture, pipeline = self._architecture, self._architecture.pipeline
-            encoded = pipeline.encode_prompt(inputs, device=pipeline.vae.device, **self._options)
-            embeddings = encoded[architecture.embeddings]
-            architecture.shapes = [part.shape[1:] for part in embeddings]
-            self._cache[inputs] = torch.cat(
-                [part[0].float().cpu().flatten() for part in embeddings]
-            )
-            if len(self._cache) > CAPTIONS_KEPT:
-                self._cache.popitem(last=False)
-        self._cache.move_to_end(inputs)
-        return self._cache[inputs]
+        return self._cached(inputs)
+
+    @torch.no_grad()
+    def _encode(self, caption: str) -> Float[Tensor, "numbers"]:
+        # one caption at a time, so that its embeddings are the same in any batch
+        architecture, pipeline = self._architecture, self._architecture.pipeline
+        encoded = pipeline.encode_prompt(caption, device=pipeline.vae.device, **self._options)
+        embeddings = encoded[architecture.embeddings]
+        architecture.shapes = [part.shape[1:] for part in embeddings]
+        return torch.cat([part[0].float().cpu().flatten() for part in embeddings])
 
 
 class VaeCodec(PixelCodec):
@@ -233,14 +221,11 @@ class VaeCodec(PixelCodec):
     def __init__(self, vae: Any, image_shape: tuple[int, ...]) -> None:
         super().__init__(image_shape)
         self._vae, config = vae, vae.config
-        if vae.dtype == torch.float16 and getattr(config, "force_upcast", False):
+        if vae.dtype == torch.float16 and config.get("force_upcast"):
             vae.float()  # SDXL's overflows in float16
-        self._scale = torch.tensor([float(config.scaling_factor)])
-        self._shift = torch.tensor([float(getattr(config, "shift_factor", None) or 0)])
-        if (
-            getattr(config, "latents_mean", None) is not None
-            and getattr(config, "latents_std", None) is not None
-        ):
+        self._scale = torch.tensor(float(config.scaling_factor))
+        self._shift = torch.tensor(float(config.get("shift_factor") or 0))
+        if config.get("latents_mean") and config.get("latents_std"):
             self._shift = torch.tensor(config.latents_mean).reshape(-1, 1, 1)
             self._scale = self._scale / torch.tensor(config.latents_std).reshape(-1, 1, 1)
 
@@ -248,16 +233,13 @@ class VaeCodec(PixelCodec):
     def encode(self, image: Tensor) -> Float[Tensor, "c h w"]:
         """The mode of the VAE's posterior, without sampling."""
         x = super().encode(image)[None].to(self._vae.device, self._vae.dtype)
-        return ((self._vae.encode(x).latent_dist.mode().float().cpu() - self._shift) * self._scale)[
-            0
-        ]
+        mode = self._vae.encode(x).latent_dist.mode()[0]
+        return (mode.float().cpu() - self._shift) * self._scale
 
     @torch.no_grad()
     def decode(self, states: Float[Tensor, "B c h w"]) -> Float[Tensor, "B 3 H W"]:
         latents = (states.float() / self._scale + self._shift).to(self._vae.device, self._vae.dtype)
-        decoded = [
-            self._vae.decode(latent[None], return_dict=False)[0].float().cpu() for latent in latents
-        ]
+        decoded = [self._vae.decode(latent[None]).sample.float().cpu() for latent in latents]
         return super().decode(torch.cat(decoded).nan_to_num())
 
 
@@ -277,46 +259,40 @@ class DiffusersPolicy(DenoiserPolicy, lora.AdaptablePolicy):
 
     def __init__(self, pipeline: Any, settings: PipelineSettings | None = None) -> None:
         settings = settings or PipelineSettings()
-        architecture_of = ARCHITECTURES.get(type(pipeline).__name__)
-        if architecture_of is None:
+        kind = ARCHITECTURES.get(type(pipeline).__name__)
+        if kind is None:
             raise GruppoError(f"""a {type(pipeline).__name__} is not a pipeline that can be trained;
                 it needs to be one of {", ".join(ARCHITECTURES)}. Load it with that class.""")
-        network, scale = getattr(pipeline, architecture_of.network), pipeline.vae_scale_factor
-        size = settings.size
-        if size is None:
-            sample = getattr(network.config, "sample_size", None) or pipeline.default_sample_size
-            height, width = (sample, sample) if isinstance(sample, int) else sample
-            size = (height * scale, width * scale)
-        architecture = architecture_of(pipeline, settings, size)
+        network, scale = getattr(pipeline, kind.network), pipeline.vae_scale_factor
+        size = settings.size or default_size(pipeline, network)
+        architecture = kind(pipeline, settings, size)
         channels, vae_channels = architecture.latent_channels, pipeline.vae.config.latent_channels
-        if min(size) < 1 or any(side % architecture.patch for side in size):
+        if any(side < 1 or side % architecture.patch for side in size):
             raise GruppoError(f"""size={size[0]} x {size[1]} does not fit the pipeline; both sides
                 need to be multiples of {architecture.patch}. Set such a size.""")
-        if channels != vae_channels:
+        if channels != vae_channels or network.config.get("time_cond_proj_dim"):
             raise GruppoError(f"""the network reads {channels} channels and the VAE has
-                {vae_channels}: it is for inpainting or editing. Give one of text to image.""")
-        if network.config.get("time_cond_proj_dim"):
-            raise GruppoError("""the UNet reads its guidance as a number (a latent consistency
-                model). Give the pipeline that it was distilled from.""")
+                {vae_channels}, or it reads a guidance: a model for inpainting or editing, or a
+                latent consistency model. Give a pipeline of text to image.""")
         if lora.has_adapter(network) and not hasattr(network, "gruppo_base"):
             raise GruppoError("""the pipeline has LoRA weights loaded. Call its fuse_lora() and
                 unload_lora_weights() first.""")
-        for part in pipeline.components.values():
-            if isinstance(part, nn.Module) and part is not network:
-                part.requires_grad_(False).eval()
-        self.pipeline, self.settings = pipeline, replace(settings, size=size)
-        self.network_name, schedule = architecture.network, architecture.schedule
-        options: dict[str, Any] = {
-            "predicts": schedule.predicts,
-            "schedule": schedule,
-            "call": architecture,
-        }
-        options |= {
-            "condition": CaptionEncoder(architecture, settings),
-            "codec": VaeCodec(pipeline.vae, (3, *size)),
-        }
-        options |= {"weighting": settings.weighting, "middle": architecture.middle}
-        super().__init__(network, (channels, size[0] // scale, size[1] // scale), **options)
+        for part in frozen_parts(pipeline, network):
+            part.requires_grad_(False).eval()
+        self.pipeline = pipeline
+        self.settings = replace(settings, size=size)
+        self.architecture = architecture
+        super().__init__(
+            network,
+            (channels, size[0] // scale, size[1] // scale),
+            predicts=architecture.schedule.predicts,
+            schedule=architecture.schedule,
+            condition=CaptionEncoder(architecture, settings),
+            weighting=settings.weighting,
+            middle=architecture.middle,
+            call=architecture,
+            codec=VaeCodec(pipeline.vae, (3, *size)),
+        )
 
     def check_prompt(self, prompt: Prompt, sampling: Sampling) -> str | None:
         """Why this prompt cannot be sampled from, or None; a caption is not encoded for it."""
@@ -324,7 +300,7 @@ class DiffusersPolicy(DenoiserPolicy, lora.AdaptablePolicy):
 
     def check_sampling(self, sampling: Sampling) -> DiffusionSampling:
         sampling = DiffusionSampling.of(sampling)
-        if sampling.guidance != 1 and not ARCHITECTURES[type(self.pipeline).__name__].has_guidance:
+        if sampling.guidance != 1 and not self.architecture.has_guidance:
             raise GruppoError(f"""guidance={sampling.guidance:g} is classifier-free, and FLUX reads
                 its guidance as a number. Set guidance 1, and
                 PipelineSettings(embedded_guidance={sampling.guidance:g}).""")
@@ -336,13 +312,9 @@ class DiffusersPolicy(DenoiserPolicy, lora.AdaptablePolicy):
     def memory_estimate(
         self, config: Any, prompts: Sequence[Prompt], budget: int, group_size: int
     ) -> dict[str, float]:
-        parts = [
-            p
-            for p in self.pipeline.components.values()
-            if isinstance(p, nn.Module) and p is not self.module
-        ]
+        parts = frozen_parts(self.pipeline, self.module)
         size = sum(p.numel() * p.element_size() for part in parts for p in part.parameters())
-        return {"text encoders and VAE": float(size)} if parts else {}
+        return {"text encoders and VAE": float(size)}
 
     def save(self, folder: Path) -> None:
         """Write a pipeline that ``diffusers.DiffusionPipeline.from_pretrained`` opens, with the
@@ -352,29 +324,39 @@ class DiffusersPolicy(DenoiserPolicy, lora.AdaptablePolicy):
         ``pipeline.load_lora_weights(folder)`` on the base. ``load_diffusers`` opens the folder as a
         policy.
         """
-        folder, module = Path(folder), self.module
-        pipeline = copy.copy(self.pipeline)
-        if lora.has_adapter(module):
-            module = copy.deepcopy(module)
+        own: Any = self.module
+        name = self.architecture.network
+        module = own
+        if lora.has_adapter(own):
+            module = copy.deepcopy(own)
             lora.merge(module)
-        setattr(pipeline, self.network_name, module)
+        pipeline = copy.copy(self.pipeline)
+        setattr(pipeline, name, module)
         pipeline.save_pretrained(folder)
-        (folder / SETTINGS).write_text(
-            json.dumps(asdict(self.settings), indent=1), encoding="utf-8"
-        )
-        if lora.has_adapter(self.module):
-            own: Any = self.module
-            config, name = own.peft_config[lora.POLICY], f"{self.network_name}_lora"
-            facts = {
-                "r": config.r,
-                "lora_alpha": config.lora_alpha,
-                "target_modules": sorted(config.target_modules),
-            }
+        settings = json.dumps(asdict(self.settings), indent=1)
+        (folder / SETTINGS).write_text(settings, encoding="utf-8")
+        if lora.has_adapter(own):
+            config = own.peft_config[lora.POLICY]
+            facts = {"r": config.r, "lora_alpha": config.lora_alpha}
+            facts["target_modules"] = sorted(config.target_modules)
             layers = {
-                f"{name}_layers": dict(lora.adapter_weights(own)),
-                f"{name}_adapter_metadata": facts,
+                f"{name}_lora_layers": dict(lora.adapter_weights(own)),
+                f"{name}_lora_adapter_metadata": facts,
             }
-            type(self.pipeline).save_lora_weights(folder, **layers)
+            pipeline.save_lora_weights(folder, **layers)
+
+
+def default_size(pipeline: Any, network: Any) -> tuple[int, int]:
+    """Height and width in pixels that the network was trained for."""
+    sample = getattr(network.config, "sample_size", None) or pipeline.default_sample_size
+    height, width = (sample, sample) if isinstance(sample, int) else sample
+    return height * pipeline.vae_scale_factor, width * pipeline.vae_scale_factor
+
+
+def frozen_parts(pipeline: Any, network: nn.Module) -> list[nn.Module]:
+    """The text encoders and the VAE."""
+    parts = pipeline.components.values()
+    return [part for part in parts if isinstance(part, nn.Module) and part is not network]
 
 
 def load_diffusers(
@@ -386,25 +368,23 @@ def load_diffusers(
     """The policy of a pipeline's folder or hub id; for a folder that ``save`` wrote, with its
     settings by default."""
     diffusers = import_extra("diffusers", "diffusion", "an image pipeline")
-    logging, folder = diffusers.utils.logging, Path(name)
+    folder = Path(name)
     check_seal(folder)
-    has_bar = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
     try:
         # diffusers needs the names of components that a saved pipeline lacks, such as SD 3's T5.
         index = folder / "model_index.json"
         components = read_json(index) if index.is_file() else {}
         without = {part: None for part, place in components.items() if place == [None, None]}
-        # without the option, files of pickles are read where there are no others
-        options = {"dtype": dtype, "use_safetensors": True, **without}
-        pipeline = diffusers.DiffusionPipeline.from_pretrained(str(name), **options)
+        pipeline = diffusers.DiffusionPipeline.from_pretrained(
+            str(name),
+            dtype=dtype,
+            use_safetensors=True,  # without it, pickles are read where there are no others
+            **without,
+        )
     except (OSError, ValueError, AttributeError, ImportError, RecursionError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise GruppoError(f"""{name} is no pipeline that diffusers opens: {reason} It needs a folder
             with model_index.json, as policy.save(folder) writes it, or a hub id.""") from None
-    finally:
-        if has_bar:
-            logging.enable_progress_bar()
     file = folder / SETTINGS
     if settings is None and file.is_file():
         try:
@@ -437,7 +417,7 @@ def add_adapter(
         rank=rank,
         alpha=alpha,
         targets=targets,
-        default_targets=ARCHITECTURES[type(policy.pipeline).__name__].targets,
+        default_targets=policy.architecture.targets,
         seed=seed,
         base=base,
     )

@@ -3,9 +3,8 @@ steps."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -18,8 +17,6 @@ from gruppo.modalities.diffusion.schedules import ODE, TRANSITIONS, broadcast, s
 from gruppo.protocols import device_of
 from gruppo.seeds import generator_at
 from gruppo.types import GruppoError, Rollouts, Sampling
-
-NoiseSharing = Literal["independent", "shared", "branched"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ class DiffusionSampling(Sampling):
     guidance: float = 1.0
     """Classifier-free guidance: unconditional + guidance (conditional - unconditional), in sampling
     and scoring."""
-    noise: NoiseSharing = "independent"
+    noise: Literal["independent", "shared", "branched"] = "independent"
     """shared: a group starts from one latent. branched: it also shares all noise but that of one
     random step, the only one that is trained."""
     train_from: int = 0
@@ -54,10 +51,11 @@ class DiffusionSampling(Sampling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.transition not in TRANSITIONS or self.noise not in get_args(NoiseSharing):
-            raise GruppoError(f"""transition={self.transition!r} and noise={self.noise!r}:
-                transition is one of {", ".join(TRANSITIONS)}, and noise one of
-                {", ".join(get_args(NoiseSharing))}.""")
+        if self.transition not in TRANSITIONS:
+            raise GruppoError(
+                f"transition={self.transition!r} is unknown; transition is one of "
+                f"{', '.join(TRANSITIONS)}"
+            )
         if self.temperature not in (0, 1):
             raise GruppoError(
                 f"temperature={self.temperature}: a denoising step has no temperature",
@@ -73,38 +71,30 @@ class DiffusionSampling(Sampling):
                 f"{etas or 'left out'}",
                 advice="At eta 0 there is no density: the ODE is for evaluation, temperature 0",
             )
-        if not 0 <= self.guidance < math.inf or self.ode_steps < 0:
-            raise GruppoError(f"""guidance={self.guidance} and ode_steps={self.ode_steps} need to be
-                at least 0. Set guidance 1 for none, and ode_steps 0 for as many as in training.""")
-        if self.temperature == 0:
-            return
-        noisy = self.max_actions - 1
-        if noisy < 1:
-            raise GruppoError(f"""{self.max_actions} step has no noise to learn from: the last is of
-                the ODE. Set 2 steps or more.""")
-        if not 0 <= self.train_from < (self.train_to or noisy) <= noisy:
+        first, last = self.window
+        if self.temperature and not 0 <= first < last < self.max_actions:
             raise GruppoError(f"""train_from={self.train_from}, train_to={self.train_to} are not a
-                range of the steps 0 to {noisy} that have noise. Set train_from below train_to, and
-                train_to at most {noisy}.""")
-        share = f"train_fraction={self.train_fraction:g}"
-        if not 0 < self.train_fraction <= 1:
-            raise GruppoError(f"{share} is out of range; it needs to be above 0 and at most 1.")
+                range of the steps 0 to {self.max_actions - 1} that have noise. Set train_from below
+                train_to, and train_to at most {self.max_actions - 1}.""")
         if self.noise == "branched" and self.train_fraction != 1:
-            raise GruppoError(f"""{share} with noise='branched', which trains one step of each
-                group. Set train_fraction 1, or noise 'shared'.""")
+            raise GruppoError(f"""train_fraction={self.train_fraction:g} with noise='branched',
+                which trains one step of each group. Set train_fraction 1, or noise 'shared'.""")
 
     @staticmethod
     def of(sampling: Sampling) -> DiffusionSampling:
         """The options of a plain ``Sampling``, with the defaults of this class for the others."""
         if isinstance(sampling, DiffusionSampling):
             return sampling
-        return DiffusionSampling(
-            **{field.name: getattr(sampling, field.name) for field in fields(Sampling)}
-        )
+        return DiffusionSampling(**vars(sampling))
 
     @property
     def steps(self) -> int:
         return self.max_actions if self.temperature else self.ode_steps or self.max_actions
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """First step that may be trained, and the step before which training ends."""
+        return self.train_from, self.train_to or self.max_actions - 1
 
 
 # --- noise and its addresses ----------------------------------------------------------------------
@@ -112,8 +102,8 @@ class DiffusionSampling(Sampling):
 
 def branch_step(sampling: DiffusionSampling, seed: int, draw: int) -> int:
     """The step at which the samples of a branched group part."""
-    first, last = sampling.train_from, sampling.train_to or sampling.max_actions - 1
-    return int(torch.randint(first, last, (), generator=generator_at(seed, "branch", draw)))
+    generator = generator_at(seed, "branch", draw)
+    return int(torch.randint(*sampling.window, (), generator=generator))
 
 
 def step_noise(
@@ -125,37 +115,30 @@ def step_noise(
 ) -> Float[Tensor, "B ..."]:
     """Standard normal noise of a step for rows of (draw, sample); of the initial latents where
     ``step`` is None."""
-    addresses: list[tuple[int | str, ...]] = []
+    noise = []
     for draw, sample in rows:
-        # An evaluation at temperature 0 has the same latents for every seed, so that runs are
-        # comparable.
-        if sampling.temperature == 0:
-            addresses.append(("mode", draw, sample))
-            continue
-        # A group shares the initial latents unless samples are independent; a branched one all but
-        # one step's noise.
-        is_own = sampling.noise == "independent"
-        if step is not None and not is_own:
-            is_own = sampling.noise == "shared" or step == branch_step(sampling, seed, draw)
-        place = "first" if step is None else step
-        addresses.append((seed, "noise", draw, sample if is_own else "group", place))
-    noise = {at: torch.randn(shape, generator=generator_at(*at)) for at in dict.fromkeys(addresses)}
-    return torch.stack([noise[at] for at in addresses])
+        address: tuple[int | str, ...] = ("mode", draw, sample)
+        if sampling.temperature:  # the ODE has the same latents for every seed: runs are comparable
+            is_own = sampling.noise == "independent"
+            if step is not None and not is_own:
+                is_own = sampling.noise == "shared" or step == branch_step(sampling, seed, draw)
+            place = "first" if step is None else step
+            address = (seed, "noise", draw, sample if is_own else "group", place)
+        noise.append(torch.randn(shape, generator=generator_at(*address)))
+    return torch.stack(noise)
 
 
 def trained_steps(sampling: DiffusionSampling, seed: int, draw: int) -> Bool[Tensor, "T"]:
     """The steps of a group that are trained: one where its samples part, else a share of a range;
     none of the ODE."""
     chosen = torch.zeros(sampling.steps, dtype=torch.bool)
-    if not sampling.temperature:
-        return chosen
-    if sampling.noise == "branched":
+    if sampling.temperature and sampling.noise == "branched":
         chosen[branch_step(sampling, seed, draw)] = True
-        return chosen
-    first, last = sampling.train_from, sampling.train_to or sampling.max_actions - 1
-    count = max(round(sampling.train_fraction * (last - first)), 1)
-    order = torch.randperm(last - first, generator=generator_at(seed, "trained steps", draw))
-    chosen[first + order[:count]] = True
+    elif sampling.temperature:
+        first, last = sampling.window
+        count = max(round(sampling.train_fraction * (last - first)), 1)
+        order = torch.randperm(last - first, generator=generator_at(seed, "trained steps", draw))
+        chosen[first + order[:count]] = True
     return chosen
 
 
@@ -169,27 +152,29 @@ def sample_batch(
     """Rollouts of a batch of rows, with all that scoring needs to know about how they were
     sampled."""
     groups = batch.group_ids
-    device = device_of(denoiser.module)
     size = (len(groups),)
     transition = TRANSITIONS[sampling.transition]
+    eta = sampling.eta or transition.eta
     per_row = {
         "first": step_noise(sampling, seed, batch.addresses, denoiser.shape, None),
         "steps": torch.full(size, sampling.steps),
         "transition": torch.full(size, list(TRANSITIONS).index(sampling.transition)),
-        "eta": torch.full(size, sampling.eta or transition.eta, dtype=torch.float64),
+        "eta": torch.full(size, eta, dtype=torch.float64),
         "guidance": torch.full(size, sampling.guidance, dtype=torch.float64),
     }
+    device = device_of(denoiser.module)
     condition = None if batch.inputs is None else batch.inputs[groups].to(device)
     x = per_row["first"].to(device)
     states, logprobs = [], []
     for column in range(sampling.steps):
-        is_stochastic = column < sampling.steps - 1 and sampling.temperature > 0
-        levels, times = denoiser.levels(per_row["steps"], torch.full_like(groups, column))
-        prediction, _ = denoiser.predict(x, times, condition, per_row["guidance"], groups)
-        x0, noise = split_prediction(x, prediction, levels, denoiser.predicts)
-        if is_stochastic:  # the log-prob is that of the float32 state, as it is stored
-            normal = transition.step(x0, noise, levels, sampling.eta)
+        levels, times = denoiser.levels(sampling.steps, torch.full_like(groups, column))
+        prediction, _ = denoiser.predict(x, times, condition, sampling.guidance, groups)
+        level = (levels.alpha, levels.sigma)
+        x0, noise = split_prediction(x, prediction, level, denoiser.predicts)
+        if sampling.temperature and column < sampling.steps - 1:
+            normal = transition.step(x0, noise, levels, eta)
             new = step_noise(sampling, seed, batch.addresses, denoiser.shape, column)
+            # the log-prob is that of the float32 state, as it is stored
             x = (normal.mean + broadcast(normal.std, x) * new.to(normal.mean)).float()
             nats = gaussian_logprob(x[None], normal.mean[None], normal.std[None])[0]
         else:

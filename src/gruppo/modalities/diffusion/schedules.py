@@ -9,11 +9,10 @@ function, so that a ratio starts at 1.
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -25,7 +24,8 @@ from gruppo.types import Gaussian, GruppoError
 
 PredictionType = Literal["noise", "x0", "v", "velocity"]
 """What a network predicts of x: e, x0, alpha e - sigma x0, or e - x0."""
-Betas = Literal["linear", "scaled_linear", "cosine"]
+Level = tuple[Float[Tensor, "b"], Float[Tensor, "b"]]
+"""alpha and sigma, float64."""
 
 
 @dataclass(frozen=True)
@@ -39,20 +39,13 @@ class FlowSchedule:
     shift: float = 1.0
     is_flow = True
 
-    def __post_init__(self) -> None:
-        if not 0 < self.shift < math.inf:
-            raise GruppoError(
-                f"shift={self.shift} is out of range; it needs to be above 0. Use 1 for even times."
-            )
-
     def times(self, steps: int) -> Float[Tensor, "steps+1"]:
         """Times of a sampler, from pure noise to clean data; float64."""
         times = self._shifted(torch.linspace(1, 0, steps + 1, dtype=torch.float64))
         times[0] = 1  # exactly: a transition divides by what rounding would leave of alpha
         return times
 
-    def level(self, times: Float[Tensor, "b"]) -> tuple[Float[Tensor, "b"], Float[Tensor, "b"]]:
-        """alpha and sigma of x = alpha x0 + sigma e; float64."""
+    def level(self, times: Float[Tensor, "b"]) -> Level:
         return 1 - times, times
 
     def training_times(self, uniforms: Float[Tensor, "b"]) -> Float[Tensor, "b"]:
@@ -70,32 +63,26 @@ class DiffusionSchedule:
 
     Clean data are at time -1. ``linear``: betas of Ho et al. 2020 (arXiv 2006.11239).
     ``scaled_linear``: Stable Diffusion's, linear in sqrt(beta) from 0.00085 to 0.012. ``cosine``:
-    Nichol & Dhariwal 2021 (arXiv 2102.09672), eq.
-    17. Sampler times are evenly spaced from the noisiest one ("trailing", Lin et al. 2023, arXiv
-        2305.08891).
+    Nichol & Dhariwal 2021 (arXiv 2102.09672), eq. 17. Sampler times are evenly spaced from the
+    noisiest one ("trailing", Lin et al. 2023, arXiv 2305.08891).
     """
 
-    betas: Betas = "linear"
+    betas: Literal["linear", "scaled_linear", "cosine"] = "linear"
     length: int = 1000
     is_flow = False
 
     def __post_init__(self) -> None:
-        if self.betas not in get_args(Betas) or self.length < 2:
-            raise GruppoError(f"""betas={self.betas!r} and length={self.length}: betas is one of
-                {", ".join(get_args(Betas))}, and length at least 2. Use 'linear' and 1000.""")
+        share = torch.linspace(0, 1, self.length + 1, dtype=torch.float64)
         if self.betas == "cosine":
-            times = torch.linspace(0, 1, self.length + 1, dtype=torch.float64)
-            cumprod = ((times + 0.008) / 1.008 * math.pi / 2).cos().square()
+            cumprod = ((share + 0.008) / 1.008 * math.pi / 2).cos().square()
             betas = (1 - cumprod[1:] / cumprod[:-1]).clamp(max=0.999)
         elif self.betas == "linear":
             betas = torch.linspace(1e-4, 0.02, self.length, dtype=torch.float64)
         else:
             roots = torch.linspace(0.00085**0.5, 0.012**0.5, self.length, dtype=torch.float64)
             betas = roots.square()
-        # a at the times -1, 0, 1, ...
-        self.alphas_cumprod = torch.cat(
-            [torch.ones(1, dtype=torch.float64), (1 - betas).cumprod(0)]
-        )
+        self.alphas_cumprod = torch.cat([torch.ones_like(betas[:1]), (1 - betas).cumprod(0)])
+        """a at the times -1, 0, 1, ..."""
 
     def times(self, steps: int) -> Float[Tensor, "steps+1"]:
         """Times of a sampler, from pure noise to clean data; float64."""
@@ -106,8 +93,7 @@ class DiffusionSchedule:
             )
         return (self.length * torch.linspace(1, 0, steps + 1, dtype=torch.float64)).round() - 1
 
-    def level(self, times: Float[Tensor, "b"]) -> tuple[Float[Tensor, "b"], Float[Tensor, "b"]]:
-        """alpha and sigma of x = alpha x0 + sigma e; float64."""
+    def level(self, times: Float[Tensor, "b"]) -> Level:
         alphas_cumprod = self.alphas_cumprod[times.long() + 1]
         return alphas_cumprod.sqrt(), (1 - alphas_cumprod).sqrt()
 
@@ -132,43 +118,28 @@ class SchedulerDiffusion(DiffusionSchedule):
     x0 is never clipped.
     """
 
-    PREDICTS: ClassVar[dict[str, PredictionType]] = {
-        "epsilon": "noise",
-        "v_prediction": "v",
-        "sample": "x0",
-    }
-
     def __init__(self, scheduler: Any) -> None:
+        diffusers = import_extra("diffusers", "diffusion", "an image pipeline")
         config = scheduler.config
-        if (
-            "beta_schedule" not in config
-            or config.get("prediction_type", "epsilon") not in self.PREDICTS
-        ):
+        kinds: dict[str, PredictionType]
+        kinds = {"epsilon": "noise", "v_prediction": "v", "sample": "x0"}
+        kind = config.get("prediction_type", "epsilon")
+        if "beta_schedule" not in config or kind not in kinds:
             raise GruppoError(f"""the pipeline's scheduler is a {type(scheduler).__name__}; its UNet
-                needs one with betas that predicts {", ".join(self.PREDICTS)}. Give the pipeline the
+                needs one with betas that predicts {", ".join(kinds)}. Give the pipeline the
                 DDIMScheduler of its own config.""")
-        scheduler_of = import_extra("diffusers", "diffusion", "an image pipeline").DDIMScheduler
-        known = inspect.signature(scheduler_of).parameters
-        self._scheduler = scheduler_of(
-            **{name: value for name, value in config.items() if name in known}
-        )
-        self.predicts = self.PREDICTS[self._scheduler.config.prediction_type]
-        final = self._scheduler.final_alpha_cumprod.reshape(1)
+        self.predicts = kinds[kind]
+        self._scheduler = diffusers.DDIMScheduler.from_config(config)
         super().__init__(length=int(self._scheduler.config.num_train_timesteps))
-        self.alphas_cumprod = torch.cat(
-            [final, self._scheduler.alphas_cumprod]
-        ).double()  # in place of named betas
+        final = self._scheduler.final_alpha_cumprod.reshape(1)
+        # in place of named betas
+        self.alphas_cumprod = torch.cat([final, self._scheduler.alphas_cumprod]).double()
 
     def times(self, steps: int) -> Float[Tensor, "steps+1"]:
-        if steps <= self.length:
-            self._scheduler.set_timesteps(steps)
-            times = self._scheduler.timesteps.double().cpu()
-            if len(times) == steps and times[0] < self.length:
-                return torch.cat([times, times.new_full((1,), -1)])
-        raise GruppoError(
-            f"{steps} steps are more than the scheduler makes of {self.length} times. Set fewer "
-            f"steps."
-        )
+        super().times(steps)  # raises for more steps than there are times
+        self._scheduler.set_timesteps(steps)
+        times = self._scheduler.timesteps.double().cpu()
+        return torch.cat([times, times.new_full((1,), -1)])
 
 
 class SchedulerFlow(FlowSchedule):
@@ -187,16 +158,16 @@ class SchedulerFlow(FlowSchedule):
                 transformer needs a FlowMatchEulerDiscreteScheduler whose sigmas fall. Give the
                 pipeline that of its own config.""")
         super().__init__(float(scheduler.shift))
-        self._scheduler, self._mu = copy.deepcopy(scheduler), mu
+        self._scheduler = copy.deepcopy(scheduler)
+        self._mu = mu
         self._is_even = is_even and not config.get("use_flow_sigmas")
 
     def times(self, steps: int) -> Float[Tensor, "steps+1"]:
         even = torch.linspace(1, 1 / steps, steps, dtype=torch.float64).tolist()
         self._scheduler.set_timesteps(steps, sigmas=even if self._is_even else None, mu=self._mu)
         sigmas = self._scheduler.sigmas.double().cpu()
-        return torch.where(
-            (1 - sigmas).abs() < 1e-6, 1.0, sigmas
-        )  # undo the shift's rounding: alpha is divided by
+        # undo the shift's rounding: alpha is divided by
+        return torch.where((1 - sigmas).abs() < 1e-6, 1.0, sigmas)
 
     def training_times(self, uniforms: Float[Tensor, "b"]) -> Float[Tensor, "b"]:
         if self._scheduler.config.use_dynamic_shifting:
@@ -220,7 +191,7 @@ class StepLevels:
 def split_prediction(
     x: Float[Tensor, "b ..."],
     prediction: Float[Tensor, "b ..."],
-    levels: StepLevels,
+    level: Level,
     predicts: PredictionType,
 ) -> tuple[Float[Tensor, "b ..."], Float[Tensor, "b ..."]]:
     """x0 and noise that x is made of, according to the network; float64.
@@ -229,7 +200,7 @@ def split_prediction(
     or clean data.
     """
     x, prediction = x.double(), prediction.double()
-    alpha, sigma = broadcast(levels.alpha, x), broadcast(levels.sigma, x)
+    alpha, sigma = (broadcast(one, x) for one in level)
     if predicts == "noise":
         return (x - sigma * prediction) / alpha, prediction
     if predicts == "x0":
@@ -267,9 +238,8 @@ def ancestral(step: StepLevels, eta: float) -> tuple[Tensor, Tensor]:
 def ddpm_large(step: StepLevels, eta: float) -> tuple[Tensor, Tensor]:
     """DDPM's mean with the large variance, 1 - (alpha / alpha')^2 (Ho et al. 2020, arXiv
     2006.11239, section 3.2)."""
-    return ancestral(step, 1.0)[0], (1 - (step.alpha / step.next_alpha).square()).clamp(
-        min=0
-    ).sqrt()
+    var = 1 - (step.alpha / step.next_alpha).square()
+    return ancestral(step, 1.0)[0], var.clamp(min=0).sqrt()
 
 
 def flow_sde(step: StepLevels, eta: float) -> tuple[Tensor, Tensor]:

@@ -35,32 +35,28 @@ class DenoisingUNet(nn.Module):
         time_scale: float = 1000.0,
     ) -> None:
         super().__init__()
-        channels, height, pixels = shape
-        if height % 2 or pixels % 2:
+        channels, *sides = shape
+        if any(side % 2 for side in sides) or width % GROUPS:
             raise GruppoError(
-                f"an image of {height} x {pixels} is not made of 2 x 2 patches. Crop or pad it."
+                f"width={width} and images of {sides}: the UNet needs a width that is a multiple of "
+                f"{GROUPS}, and images with even sides. Set --diffusion.width 32, or resize them."
             )
-        if width % GROUPS:
-            raise GruppoError(f"width={width} is no multiple of {GROUPS}. Use 32.")
-        self.sizes = {
-            "shape": list(shape),
-            "classes": classes,
-            "width": width,
-            "time_scale": time_scale,
-        }
-        wide, embedding = 2 * width, 2 * width
-        self.width, self.time_scale = width, time_scale
-        self.label_embedding = nn.Embedding(classes + 1, embedding)  # the last one: no class
+        self.sizes = {"shape": list(shape), "classes": classes}
+        self.sizes |= {"width": width, "time_scale": time_scale}
+        wide = 2 * width
+        self.width = width
+        self.time_scale = time_scale
+        self.label_embedding = nn.Embedding(classes + 1, wide)  # the last one: no class
         self.time_embedding = nn.Sequential(
-            nn.Linear(width, embedding), nn.SiLU(), nn.Linear(embedding, embedding)
+            nn.Linear(width, wide), nn.SiLU(), nn.Linear(wide, wide)
         )
         self.conv_in = nn.Conv2d(4 * channels, width, 3, padding=1)
-        self.fine = ResBlock(width, width, embedding)
+        self.fine = ResBlock(width, width, wide)
         self.down = nn.Conv2d(width, wide, 3, stride=2, padding=1)
-        self.coarse = ResBlock(wide, wide, embedding)
-        self.middle = ResBlock(wide, wide, embedding)
+        self.coarse = ResBlock(wide, wide, wide)
+        self.middle = ResBlock(wide, wide, wide)
         self.up = nn.Conv2d(wide, width, 3, padding=1)
-        self.merge = ResBlock(2 * width, width, embedding)
+        self.merge = ResBlock(wide, width, wide)
         last = nn.Conv2d(width, 4 * channels, 3, padding=1)
         for parameter in last.parameters():  # as in DDPM: a new network predicts 0
             nn.init.zeros_(parameter)
@@ -71,20 +67,16 @@ class DenoisingUNet(nn.Module):
     ) -> Tensor:
         # cos and sin of the times at width / 2 frequencies, from 1 down to 1 / 10000
         half = self.width // 2
-        frequencies = (
-            -math.log(10000) * torch.arange(half, device=times.device, dtype=times.dtype) / half
-        ).exp()
+        steps = torch.arange(half, device=times.device, dtype=times.dtype)
+        frequencies = (-math.log(10000) * steps / half).exp()
         angles = (times * self.time_scale)[:, None] * frequencies
         time = self.time_embedding(torch.cat([angles.cos(), angles.sin()], dim=1))
         embedding = silu(time + self.label_embedding(labels))  # [N, S]
         fine = self.fine(self.conv_in(pixel_unshuffle(x, 2)), embedding)  # [N, width, H/2, W/2]
-        coarse = self.middle(
-            self.coarse(self.down(fine), embedding), embedding
-        )  # [N, 2 width, H/4, W/4]
-        upsampled = self.up(interpolate(coarse, size=fine.shape[-2:]))
-        return pixel_shuffle(
-            self.conv_out(self.merge(torch.cat([upsampled, fine], dim=1), embedding)), 2
-        )
+        coarse = self.coarse(self.down(fine), embedding)  # [N, 2 width, H/4, W/4]
+        upsampled = self.up(interpolate(self.middle(coarse, embedding), size=fine.shape[-2:]))
+        merged = self.merge(torch.cat([upsampled, fine], dim=1), embedding)
+        return pixel_shuffle(self.conv_out(merged), 2)
 
 
 class ResBlock(nn.Module):
@@ -93,20 +85,14 @@ class ResBlock(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int, embedding: int) -> None:
         super().__init__()
-        self.norm1, self.conv1 = (
-            nn.GroupNorm(GROUPS, in_channels),
-            nn.Conv2d(in_channels, out_channels, 3, padding=1),
-        )
+        self.norm1 = nn.GroupNorm(GROUPS, in_channels)
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, padding=1)
         self.scale_shift = nn.Linear(embedding, 2 * out_channels)
-        self.norm2, self.conv2 = (
-            nn.GroupNorm(GROUPS, out_channels),
-            nn.Conv2d(out_channels, out_channels, 3, padding=1),
-        )
-        self.skip = (
-            nn.Identity()
-            if in_channels == out_channels
-            else nn.Conv2d(in_channels, out_channels, 1)
-        )
+        self.norm2 = nn.GroupNorm(GROUPS, out_channels)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1)
+        self.skip: nn.Module = nn.Identity()
+        if in_channels != out_channels:
+            self.skip = nn.Conv2d(in_channels, out_channels, 1)
 
     def forward(self, x: Float[Tensor, "N C h w"], embedding: Float[Tensor, "N S"]) -> Tensor:
         scale, shift = self.scale_shift(embedding)[..., None, None].chunk(2, dim=1)

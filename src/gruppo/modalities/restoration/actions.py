@@ -37,17 +37,16 @@ class NoiseScale(nn.Module):
 
     def __init__(self, std: float | Sequence[float], count: int, *, learned: bool) -> None:
         super().__init__()
-        values = (
-            [float(std)] * count if isinstance(std, int | float) else [float(one) for one in std]
-        )
+        values = [float(one) for one in (std if isinstance(std, Sequence) else [std] * count)]
         if len(values) != count or not all(0 < one < math.inf for one in values):
             raise GruppoError(
                 f"std={std} does not fit {count} numbers; it needs one above 0, or one each. Set "
                 f"0.1."
             )
-        self.start, self.learned = values, bool(learned)
+        self.start = values
+        self.learned = learned
         self.register_buffer("first", torch.tensor(values))
-        self.log_ratio = nn.Parameter(torch.zeros(count), requires_grad=bool(learned))
+        self.log_ratio = nn.Parameter(torch.zeros(count), requires_grad=learned)
 
     def forward(self) -> Float[Tensor, "K"]:
         """Standard deviations in float64."""
@@ -60,8 +59,6 @@ class MeanHead(nn.Module):
 
     def __init__(self, channels: int, count: int, grid: int, width: int = 24) -> None:
         super().__init__()
-        if grid < 1:
-            raise GruppoError(f"grid={grid} has no cell; set 1 or more.")
         self.grid = grid
         self.conv_in = nn.Conv2d(channels, width, 3, padding=1)
         self.down = nn.Conv2d(width, width, 3, padding=1, stride=2)
@@ -80,8 +77,7 @@ class Action(nn.Module):
     """Base class. Subclasses define two functions of the network:
 
     - ``forward(network, x)``: the mean of the action, and the network's image if the action changes
-      it, or None if the
-      action decides what the network reads.
+      it, or None if the action decides what the network reads.
     - ``render(network, x, base, action)``: the image of a sample, before clamping; ``base`` is that
       image or None.
     """
@@ -97,10 +93,11 @@ class Action(nn.Module):
         self, channels: int, count: int, std: float | Sequence[float], learned: bool, **options: Any
     ) -> None:
         super().__init__()
-        self.channels, self.count = channels, count
+        self.channels = channels
+        self.count = count
         self.scale = NoiseScale(std, count, learned=learned)
-        self.settings: dict[str, Any] = {"kind": self.kind, "channels": channels, **options}
-        self.settings |= {"std": self.scale.start, "learned": self.scale.learned}
+        self.settings = {"kind": self.kind, "channels": channels, "learned": learned, **options}
+        self.settings["std"] = self.scale.start
         """Arguments of the constructor, as JSON."""
 
 
@@ -117,7 +114,7 @@ class PixelNoise(Action):
     def __init__(
         self, channels: int = 3, *, std: float | Sequence[float] = 0.01, learned: bool = False
     ) -> None:
-        super().__init__(channels, channels, std, learned=learned)
+        super().__init__(channels, channels, std, learned)
 
     def forward(self, network: NetworkCall, x: Images) -> tuple[Grid, Images | None]:
         base = network(x)
@@ -149,32 +146,31 @@ class GridAction(Action):
         smooth: bool = True,
         detached: bool = True,
     ) -> None:
-        if self.bands and channels not in self.bands:
+        if grid < 1 or (self.bands and channels not in self.bands):
             raise GruppoError(
-                f"channels={channels} has no detail bands; 1 (gray) and 3 (color) have. Set one of "
-                f"them."
+                f"grid={grid} of {channels} channels: it needs 1 cell a side or more, and bands of "
+                f"detail need 1 channel (gray) or 3 (color)."
             )
-        bands = self.bands.get(channels)
-        std = self.default_std if std is None else std
         super().__init__(
             channels,
-            bands or channels,
-            std,
-            learned=learned,
+            self.bands.get(channels, channels),
+            self.default_std if std is None else std,
+            learned,
             grid=grid,
             smooth=smooth,
             detached=detached,
         )
-        self.grid, self.smooth, self.detached = grid, smooth, detached
-        self.head = MeanHead(channels * (1 + (bands or 1)), self.count, grid)
+        self.grid = grid
+        self.smooth = smooth
+        self.detached = detached
+        self.head = MeanHead(channels * (1 + self.bands.get(channels, 1)), self.count, grid)
 
     def forward(self, network: NetworkCall, x: Images) -> tuple[Grid, Images | None]:
         base = network(x)
         seen = base.detach() if self.detached else base
+        features = [x.to(base), seen]
         if self.bands:
             features = [seen, detail_bands(seen).flatten(1, 2) * DETAIL_SCALE]
-        else:
-            features = [x.to(base), seen]
         return self.head(torch.cat(features, dim=1)), base
 
     def render(self, network: NetworkCall, x: Images, base: Images | None, action: Grid) -> Images:
@@ -219,6 +215,12 @@ class Control:
     start: float
     """Its value without an action."""
 
+    def __post_init__(self) -> None:
+        if not self.low < self.high or not self.low <= self.start <= self.high:
+            raise GruppoError(f"""the control {self.name!r} starts at {self.start:g} and has the
+                range {self.low:g} to {self.high:g}; low needs to be below high, and the start
+                between them.""")
+
 
 class Controls(Action):
     """The network's own conditions as the action: c ~ N(m(x), s^2), y = f(x, c).
@@ -241,27 +243,20 @@ class Controls(Action):
         learned: bool = False,
         unit: bool = False,
     ) -> None:
-        parsed = [
-            one if isinstance(one, Control) else Control(**one) for one in controls
-        ]  # a mapping where saved
+        # a mapping where saved
+        parsed = [one if isinstance(one, Control) else Control(**one) for one in controls]
         names = [control.name for control in parsed]
         if not names or len(set(names)) != len(names):
             raise GruppoError(f"the controls are {names}; it needs one at least, and each once.")
-        for one in parsed:
-            if not one.low < one.high or not one.low <= one.start <= one.high:
-                raise GruppoError(f"""the control {one.name!r} starts at {one.start:g} and has the
-                    range {one.low:g} to {one.high:g}; low needs to be below high, and the start
-                    between them.""")
         listed = [asdict(control) for control in parsed]
-        super().__init__(channels, len(names), std, learned=learned, controls=listed, unit=unit)
-        self.controls, self.unit = parsed, unit
+        super().__init__(channels, len(names), std, learned, controls=listed, unit=unit)
+        self.controls = parsed
+        self.unit = unit
         self.head = MeanHead(2 * channels, len(names), 1)
-        spans = torch.tensor(
-            [[float(getattr(one, name)) for one in parsed] for name in ("low", "high", "start")]
-        )
-        self.register_buffer("_spans", spans, persistent=False)  # saved in ``settings``
+        spans = torch.tensor([[float(c.low), float(c.high), float(c.start)] for c in parsed])
+        self.register_buffer("_spans", spans.T, persistent=False)  # saved in ``settings``
         self._read = [n for n, name in enumerate(names) if name != MIX]
-        self._mix = names.index(MIX) if MIX in names else None
+        self._mix = [n for n, name in enumerate(names) if name == MIX]
         self.conditions = len(self._read)
 
     def forward(self, network: NetworkCall, x: Images) -> tuple[Grid, Images | None]:
@@ -284,31 +279,24 @@ class Controls(Action):
 
     def true_values(self, columns: Mapping[str, Any]) -> list[float]:
         """Value of each control in a prompt's columns, by name; 1 for ``mix``. Raises GruppoError
-        without one."""
+        without one in the range."""
         values = []
         for control in self.controls:
-            value = 1.0 if control.name == MIX else columns.get(control.name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                got = (
-                    f"{value!r} as {control.name!r}"
-                    if control.name in columns
-                    else f"no column {control.name!r}"
-                )
-                raise GruppoError(f"""has {got}; supervises='told' gives the network that number.
-                    Use data that have it, such as lines:blur=0.5-2,noise=10-40, or name the control
-                    as the data do.""")
-            if control.name != MIX and not control.low <= value <= control.high:
-                raise GruppoError(f"""has {control.name}={value:g}, and the control has the range
-                    {control.low:g} to {control.high:g}. Widen the range, or degrade within it.""")
+            value = control.high if control.name == MIX else columns.get(control.name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not control.low <= value <= control.high:
+                raise GruppoError(f"""has {value!r} as {control.name!r}; supervises='told' gives the
+                    network that number, from {control.low:g} to {control.high:g}. Use data that
+                    have it, such as lines:blur=0.5-2,noise=10-40, or widen the range.""")
             values.append(float(value))
         return values
 
     def render(self, network: NetworkCall, x: Images, base: Images | None, action: Grid) -> Images:
         values = self.values(action)
         image = self.restored(network, x, values)
-        if self._mix is None:
+        if not self._mix:
             return image
-        mix = values[:, self._mix].reshape(-1, 1, 1, 1).to(image)  # [N, 1, 1, 1]
+        mix = values[:, self._mix, None, None].to(image)  # [N, 1, 1, 1]
         return mix * image + (1 - mix) * x.to(image)
 
 
@@ -332,14 +320,14 @@ def open_action(text: str, channels: int = 3) -> Action:
             f"there is no action {kind!r}; write {EXAMPLES}.{did_you_mean(kind, ACTIONS)}"
         )
     options = split_options(rest)
-    ranges = {name: value for name, value in options.items() if "@" in value}
-    if kind != "controls":
-        return ACTIONS[kind](
-            **typed_options(ACTIONS[kind], options, EXAMPLES) | {"channels": channels}
-        )
-    controls = [parse_control(name, value) for name, value in ranges.items()]
-    others = {name: value for name, value in options.items() if name not in ranges}
-    return Controls(controls, **typed_options(Controls, others, EXAMPLES) | {"channels": channels})
+    controls = []
+    for name in list(options) if kind == "controls" else ():
+        if "@" in options[name]:
+            controls.append(parse_control(name, options.pop(name)))
+    typed = typed_options(ACTIONS[kind], options, EXAMPLES)
+    if kind == "controls":
+        typed["controls"] = controls
+    return ACTIONS[kind](**typed | {"channels": channels})
 
 
 def parse_control(name: str, text: str) -> Control:
@@ -347,5 +335,4 @@ def parse_control(name: str, text: str) -> Control:
     numbers = re.fullmatch(r"([\d.]+)-([\d.]+)@([\d.]+)", text)
     if numbers is None:
         raise GruppoError(f"{name}={text} is not of the form low-high@start; write {EXAMPLES}.")
-    low, high, start = map(float, numbers.groups())
-    return Control(name, low, high, start)
+    return Control(name, *map(float, numbers.groups()))

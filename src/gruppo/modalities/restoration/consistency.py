@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from gruppo.core.images import PIXEL_LOSSES, PixelLoss, apply_symmetry
+from gruppo.core.images import PIXEL_LOSSES, PixelLoss, apply_symmetry, undo_symmetry
 from gruppo.seeds import generator_at
 from gruppo.types import GruppoError, Likelihood, Prompt, Rollouts
 
@@ -30,9 +30,7 @@ class ToReference:
     def __call__(
         self, policy: Any, rollouts: Rollouts, likelihood: Likelihood, ref: Likelihood
     ) -> Images:
-        if ref.output is None:
-            raise GruppoError("""consistency to a reference needs its image, which its likelihood
-                lacks. Pass outputs=("output",).""")
+        assert ref.output is not None  # requested where Modality.consistency_reads_reference
         return PIXEL_LOSSES[self.loss](likelihood.output, ref.output.detach().to(likelihood.output))
 
 
@@ -51,23 +49,17 @@ class Equivariance:
         self, policy: Any, rollouts: Rollouts, likelihood: Likelihood, ref: Likelihood
     ) -> Images:
         x = rollouts.shared["degraded"]  # [P, C, H, W]
-        choices = [
-            self.choice(prompt, is_square=x.shape[-1] == x.shape[-2]) for prompt in rollouts.prompts
-        ]
+        is_square = x.shape[-1] == x.shape[-2]
+        choices = [self.choice(prompt, is_square=is_square) for prompt in rollouts.prompts]
         rows = [choices[group] for group in rollouts.group_ids.tolist()]
         inputs = torch.stack(list(map(apply_symmetry, x, choices))).to(policy.device)
         kind = policy.supervises if "demonstration" in rollouts.per_row else "output"
-        restored = policy.output_of(inputs, kind, rollouts.prompts)[
-            rollouts.group_ids.to(policy.device)
-        ]
+        group_ids = rollouts.group_ids.to(policy.device)
+        restored = policy.output_of(inputs, kind, rollouts.prompts)[group_ids]
         flipped = torch.stack(list(map(apply_symmetry, likelihood.output, rows)))
-        losses = []
-        for pixels, choice in zip(PIXEL_LOSSES[self.loss](restored, flipped), rows, strict=True):
-            pixels = pixels.rot90(
-                -(choice % 4), dims=(-2, -1)
-            )  # undo T: a patch has the loss of its own pixels
-            losses.append(pixels.flip(-1) if choice >= 4 else pixels)
-        return torch.stack(losses)
+        losses = PIXEL_LOSSES[self.loss](restored, flipped)
+        # a patch has the loss of its own pixels
+        return torch.stack(list(map(undo_symmetry, losses, rows)))
 
     def choice(self, prompt: Prompt, *, is_square: bool) -> int:
         """Index 1 to 7 of ``core.images.apply_symmetry``; 2, 4 or 6 if a quarter turn would change
@@ -90,14 +82,12 @@ class ToDegraded:
     def __call__(
         self, policy: Any, rollouts: Rollouts, likelihood: Likelihood, ref: Likelihood
     ) -> Images:
-        degraded = self.degrade(
-            likelihood.output, [rollouts.prompts[n] for n in rollouts.group_ids.tolist()]
-        )
+        prompts = [rollouts.prompts[n] for n in rollouts.group_ids.tolist()]
+        degraded = self.degrade(likelihood.output, prompts)
         x = rollouts.shared["degraded"][rollouts.group_ids].to(degraded)  # [b, C, H, W]
         if degraded.shape != x.shape:
-            raise GruppoError(f"""degraded again, {list(likelihood.output.shape)} became
-                {list(degraded.shape)}; the inputs are {list(x.shape)}. Give a degradation that
-                keeps the size.""")
+            raise GruppoError(f"""degraded again, {list(x.shape)} became {list(degraded.shape)}.
+                Give a degradation that keeps the size.""")
         return PIXEL_LOSSES[self.loss](degraded, x)
 
 

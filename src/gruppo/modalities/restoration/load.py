@@ -14,9 +14,9 @@ from gruppo import trust
 from gruppo.loading import did_you_mean, load_object, split_options, typed_options
 from gruppo.modalities.common.state_dict import load_strictly, read_policy, read_safetensors
 from gruppo.modalities.restoration.actions import ACTIONS, open_action
-from gruppo.modalities.restoration.consistency import CONSISTENCIES, Consistency
+from gruppo.modalities.restoration.consistency import Consistency
 from gruppo.modalities.restoration.networks import NETWORKS, Restorer
-from gruppo.modalities.restoration.policy import SAVED, SETTINGS, WEIGHTS, RestorationPolicy
+from gruppo.modalities.restoration.policy import SAVED, SETTINGS, RestorationPolicy
 from gruppo.seeds import seed_at
 from gruppo.types import GruppoError
 
@@ -31,37 +31,31 @@ def open_network(spec: str, *, channels: int = 3, conditions: int = 0, seed: int
     accepts.
     """
     kind, _, rest = spec.partition(":")
-    with torch.random.fork_rng(
-        devices=[]
-    ):  # a network of the user's draws from the global generator too
+    sizes = {"channels": channels, "conditions": conditions}
+    # a network of the user's draws from the global generator too
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_at(seed, "network") % 2**63)
         if kind in NETWORKS:
             options = typed_options(NETWORKS[kind], split_options(rest), FORMS)
-            return NETWORKS[kind](**options | {"channels": channels, "conditions": conditions})
+            return NETWORKS[kind](**options | sizes)
         if not rest:
             raise GruppoError(
                 f"there is no network {spec!r}; write {FORMS}.{did_you_mean(kind, NETWORKS)}"
             )
-        loaded = load_object(spec)
-        if isinstance(loaded, nn.Module):
-            return loaded
-        if not callable(loaded):
-            raise GruppoError(
-                f"{spec} is a {type(loaded).__name__}; it needs to be a module or a function of "
-                f"one."
-            )
-        try:
-            known = list(inspect.signature(loaded).parameters)
-            sizes = {"channels": channels, "conditions": conditions}
-            network = loaded(**{name: value for name, value in sizes.items() if name in known})
-        except Exception as error:
-            reason = " ".join(str(error).split())
-            raise GruppoError(f"""{spec} cannot be called without further arguments
-                ({type(error).__name__}: {reason}). Give them defaults; it may take channels and
-                conditions.""") from error
+        network = load_object(spec)
+        if callable(network) and not isinstance(network, nn.Module):
+            try:
+                known = inspect.signature(network).parameters
+                network = network(**{name: sizes[name] for name in sizes if name in known})
+            except Exception as error:
+                reason = " ".join(str(error).split())
+                raise GruppoError(f"""{spec} cannot be called without further arguments
+                    ({type(error).__name__}: {reason}). Give them defaults; it may take channels and
+                    conditions.""") from error
     if not isinstance(network, nn.Module):
         raise GruppoError(
-            f"{spec} returned a {type(network).__name__}; it needs a torch.nn.Module. Return one."
+            f"{spec} is a {type(network).__name__}; it needs to be a torch.nn.Module or a function "
+            f"of one."
         )
     return network
 
@@ -70,15 +64,11 @@ def load_network(network: nn.Module, path: str | Path) -> None:
     """Load a network's weights from a .safetensors file, or from a policy's folder, in the dtype of
     the network."""
     path, prefix = Path(path).expanduser(), "network."
-    if path.is_dir():
-        saved = _read_folder(path)[1]
-        weights = {
-            name.removeprefix(prefix): value
-            for name, value in saved.items()
-            if name.startswith(prefix)
-        }
-    else:
+    if not path.is_dir():
         weights = read_safetensors(path)
+    else:
+        saved = _read_folder(path)[1].items()
+        weights = {n.removeprefix(prefix): value for n, value in saved if n.startswith(prefix)}
     load_strictly(network, weights, str(path))
 
 
@@ -88,7 +78,6 @@ def open_restorer(
     *,
     channels: int = 3,
     weights: str | Path | None = None,
-    consistency: str | Consistency = "reference",
     seed: int = 0,
     **options: Any,
 ) -> RestorationPolicy:
@@ -96,23 +85,15 @@ def open_restorer(
     trains="action")``.
 
     ``weights``: of the network alone, see ``load_network``. ``options``: patches, trains, loss,
-    supervises.
+    supervises, consistency.
     """
-    if isinstance(consistency, str) and consistency not in CONSISTENCIES:
-        known = ", ".join(map(repr, CONSISTENCIES))
-        raise GruppoError(
-            f"consistency={consistency!r} is not one of {known}, or a ToDegraded. Set 'reference'."
-        )
-    consistency = CONSISTENCIES[consistency]() if isinstance(consistency, str) else consistency
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_at(seed, "action") % 2**63)
         opened = open_action(action, channels)
     module = open_network(network, channels=channels, conditions=opened.conditions, seed=seed)
     if weights is not None:
         load_network(module, weights)
-    return RestorationPolicy(
-        module, opened, channels=channels, consistency=consistency, spec=network, **options
-    )
+    return RestorationPolicy(module, opened, channels=channels, spec=network, **options)
 
 
 def load_restorer(
@@ -134,10 +115,9 @@ def load_restorer(
             f"{folder} holds the weights of a module of your own. Give load_restorer that module."
         )
     elif network is None:
+        channels = settings["channels"]
         with trust.opening(folder, trust.imports(spec)):
-            network = open_network(
-                spec, channels=settings["channels"], conditions=opened.conditions
-            )
+            network = open_network(spec, channels=channels, conditions=opened.conditions)
     load_strictly(Restorer(network, opened), weights, str(folder))
     options = {name: settings[name] for name in ("channels", *SAVED)}
     return RestorationPolicy(network, opened, consistency=consistency, spec=spec, **options)
@@ -146,4 +126,4 @@ def load_restorer(
 def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Settings and weights of a policy's folder."""
     needs = lambda x: (x["action"]["kind"], x["channels"], x["network"])  # noqa: E731
-    return read_policy(folder, SETTINGS, WEIGHTS, "restoration policy", needs)
+    return read_policy(folder, SETTINGS, "restoration policy", needs)

@@ -12,11 +12,17 @@ import torch
 
 from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.config.stages import highest, learns_from_samples
+from gruppo.core.images import PixelLoss
 from gruppo.loading import load_object
 from gruppo.modalities.common.adapters import model_of
-from gruppo.modalities.common.validation import check_trust_region, refuse_unused_options
+from gruppo.modalities.common.validation import (
+    changed_options,
+    check_first_prompts,
+    check_trust_region,
+    refuse_unused_options,
+)
 from gruppo.modalities.restoration.config import RestorationConfig
-from gruppo.modalities.restoration.consistency import CONSISTENCIES, ToDegraded
+from gruppo.modalities.restoration.consistency import CONSISTENCIES, Consistency, ToDegraded
 from gruppo.modalities.restoration.load import load_restorer, open_restorer
 from gruppo.modalities.restoration.policy import SETTINGS, RestorationPolicy
 from gruppo.protocols import Modality, ParameterGroup, Policy, PromptSource, peek
@@ -46,28 +52,21 @@ class RestorationModality(Modality):
 
     def validate(self, config: Config) -> None:
         refuse_unused_options(config, self, has_consistency=True)
-        chosen, default, model = (
-            config.section(RestorationConfig),
-            RestorationConfig(),
-            config.model,
-        )
-        is_new, cons_coef = model.startswith(NEW), highest(config, "cons_coef")
-        changed = next(
-            (name for name in NEW_OPTIONS if getattr(chosen, name) != getattr(default, name)), None
-        )
+        chosen, model = config.section(RestorationConfig), config.model
+        changed = list(changed_options(chosen, NEW_OPTIONS))
         if model == NEW:
             raise GruppoError(
                 f"model {model!r} names no network",
                 option="model",
                 advice=f"{NEW}unet, {NEW}dncnn or {NEW}FILE.py:Class",
             )
-        if changed and not is_new:
+        if changed and not model.startswith(NEW):
             raise GruppoError(
-                f"restoration.{changed} is of a new policy, and {model!r} has its own",
-                advice=f"""Leave $restoration.{changed} out, or set $model {NEW}unet
-                    $restoration.weights {"FOLDER" if model == IN_MEMORY else model}""",
+                f"restoration.{changed[0]} is of a new policy, and {model!r} has its own",
+                advice=f"""Leave $restoration.{changed[0]} out, or set $model {NEW}unet
+                    $restoration.weights FOLDER""",
             )
-        if chosen.consistency != default.consistency and not cons_coef:
+        if changed_options(chosen, ["consistency"]) and not highest(config, "cons_coef"):
             raise GruppoError(
                 f"""restoration.consistency={chosen.consistency!r} was set, and no stage's cons_coef
                     is above 0""",
@@ -80,32 +79,22 @@ class RestorationModality(Modality):
                     its images in every update""",
                 advice="Leave $reference.place out, or set $restoration.consistency equivariance",
             )
-        if config.lora.rank or config.lora.adapter:
-            raise GruppoError(
-                f"LoRA puts adapters on large models, and {model!r} is a network that is trained "
-                f"itself",
-                advice="Leave the $lora options out, or set $restoration.trains action",
-            )
-        if config.compute == "bfloat16":
-            raise GruppoError(
-                """compute='bfloat16' is for language models; a network that restores images
-                    computes in its own dtype""",
-                option="compute",
-                advice="float32",
-            )
-        if config.critic.kind == "separate":
-            raise GruppoError(
-                "critic.kind='separate': the critic of a network that restores images is a head on "
-                "it",
-                option="critic.kind",
-                advice="shared",
-            )
+        for option, is_set, fitting in (
+            ("lora.rank", config.lora.rank or config.lora.adapter, "0"),
+            ("compute", config.compute == "bfloat16", "float32"),
+            ("critic.kind", config.critic.kind == "separate", "shared"),
+        ):
+            if is_set:
+                raise GruppoError(
+                    f"{option} is for larger models than {model!r}, a network that restores images",
+                    option=option,
+                    advice=fitting,
+                )
 
     def open(self, config: Config, data: PromptSource) -> tuple[Policy, dict[str, Any]]:
         if not config.model.startswith(NEW):
-            return self.adapt(config, load_restorer(model_of(config.model)), data), {
-                "name": config.model
-            }
+            policy = load_restorer(model_of(config.model))
+            return self.adapt(config, policy, data), {"name": config.model}
         chosen, first = config.section(RestorationConfig), peek(data)[0].inputs
         if not isinstance(first, torch.Tensor) or first.ndim != 3:
             raise DataError(
@@ -114,10 +103,14 @@ class RestorationModality(Modality):
                 option="data",
                 advice="photos:noise=25, degrade:FOLDER:noise=25 or pairs:DEGRADED:CLEAN",
             )
-        weights = model_of(chosen.weights) if chosen.weights else None
-        sizes: dict[str, Any] = {"channels": len(first), "patches": chosen.patches}
-        network = config.model.removeprefix(NEW)
-        policy = open_restorer(network, chosen.action, weights=weights, seed=config.seed, **sizes)
+        policy = open_restorer(
+            config.model.removeprefix(NEW),
+            chosen.action,
+            channels=len(first),
+            patches=chosen.patches,
+            weights=model_of(chosen.weights) if chosen.weights else None,
+            seed=config.seed,
+        )
         return self.adapt(config, policy, data), {"name": config.model}
 
     def adapt(self, config: Config, policy: Policy, data: PromptSource) -> Policy:
@@ -125,48 +118,15 @@ class RestorationModality(Modality):
         what."""
         assert isinstance(policy, RestorationPolicy)
         chosen, module = config.section(RestorationConfig), policy.module
-        if changed := {
-            name: value for name in OPTIONS if (value := getattr(chosen, name)) is not None
-        }:
-            if (
-                policy.trains == "action"
-            ):  # undo that freeze; weights that a caller froze stay frozen
+        if changed := {n: getattr(chosen, n) for n in OPTIONS if getattr(chosen, n) is not None}:
+            if policy.trains == "action":  # weights that a caller froze stay frozen
                 module.network.requires_grad_(True)
             options: dict[str, Any] = {name: getattr(policy, name) for name in KEPT} | changed
             policy = RestorationPolicy(module.network, module.action, **options)
         # a policy from memory keeps its own consistency unless the options name another
-        name, loss = chosen.consistency, policy.loss
-        is_named = config.model != IN_MEMORY or name != RestorationConfig().consistency
-        if not is_named or not highest(config, "cons_coef"):
-            return policy
-        if name in CONSISTENCIES:
-            policy.consistency = CONSISTENCIES[name](loss)
-        elif name == "degradation":
-            degradation: Any = None if data is None else data.degradation
-            if degradation is None:
-                raise GruppoError(
-                    """restoration.consistency='degradation' degrades a restored image as the data
-                        were, and these data do not say how""",
-                    option="data",
-                    advice="photos:... or degrade:..., or $restoration.consistency FILE.py:function",
-                )
-            policy.consistency = ToDegraded(
-                lambda x, prompts: degradation.expected(x, [p.meta for p in prompts]), loss
-            )
-        elif ":" not in name:
-            known = ", ".join([*CONSISTENCIES, "degradation"])
-            raise GruppoError(
-                f"restoration.consistency={name!r} is not one of {known} or FILE.py:function",
-                option="restoration.consistency",
-                advice="to one of them",
-            )
-        elif callable(function := load_object(name)):
-            policy.consistency = ToDegraded(function, loss)
-        else:
-            kind = type(function).__name__
-            raise GruppoError(
-                f"{name} is a {kind}; a degradation is a function of images and prompts."
-            )
+        is_named = config.model != IN_MEMORY or bool(changed_options(chosen, ["consistency"]))
+        if is_named and highest(config, "cons_coef"):
+            policy.consistency = open_consistency(chosen.consistency, policy.loss, data)
         return policy
 
     def load(
@@ -189,13 +149,7 @@ class RestorationModality(Modality):
         assert isinstance(policy, RestorationPolicy)
         sampling = policy.check_sampling(sampling)
         policy.check_sampling(sampling.greedy())
-        first = peek(data)
-        refused = [policy.check_prompt(prompt, sampling) for prompt in first]
-        if all(refused):
-            raise DataError(
-                f"none of the first {len(first)} prompts of {config.data!r} can be restored: "
-                f"{refused[0]}"
-            )
+        first = check_first_prompts(config, policy, data, sampling)
         if policy.columns > 1 and config.objective.credit == "return_to_go":
             raise GruppoError(
                 f"""objective.credit='return_to_go' is for actions that follow each other, and the
@@ -222,16 +176,11 @@ class RestorationModality(Modality):
     def parameter_groups(self, config: Config, policy: Policy) -> list[ParameterGroup]:
         """Group by unit: the action's gradient is of nats and the network's of pixels, with limits
         of their own."""
-        names = [
-            name for name, parameter in policy.module.named_parameters() if parameter.requires_grad
-        ]
+        names = [name for name, p in policy.module.named_parameters() if p.requires_grad]
         network = tuple(name for name in names if not name.startswith("action."))
         action = tuple(name for name in names if name.startswith("action."))
         factor = config.section(RestorationConfig).action_lr_factor
-        groups = (
-            ParameterGroup(network),
-            ParameterGroup(action, lr_factor=factor, norm="action_norm"),
-        )
+        groups = [ParameterGroup(network), ParameterGroup(action, factor, "action_norm")]
         return [group for group in groups if group.names]
 
     def consistency_reads_reference(self, config: Config) -> bool:
@@ -249,6 +198,36 @@ class RestorationModality(Modality):
             chosen, weights=absolute(chosen.weights), consistency=absolute(chosen.consistency)
         )
         return replace(config, model=model, modality=restoration)
+
+
+def open_consistency(name: str, loss: PixelLoss, data: Any) -> Consistency:
+    """The consistency of an option: a name, or a degradation, of the data or of the user."""
+    if name in CONSISTENCIES:
+        return CONSISTENCIES[name](loss)
+    if name == "degradation":
+        degradation: Any = getattr(data, "degradation", None)
+        if degradation is None:
+            raise GruppoError(
+                """restoration.consistency='degradation' degrades a restored image as the data
+                    were, and these data do not say how""",
+                option="data",
+                advice="photos:... or degrade:..., or $restoration.consistency FILE.py:function",
+            )
+        return ToDegraded(lambda x, ps: degradation.expected(x, [p.meta for p in ps]), loss)
+    if ":" not in name:
+        known = ", ".join([*CONSISTENCIES, "degradation"])
+        raise GruppoError(
+            f"restoration.consistency={name!r} is not one of {known} or FILE.py:function",
+            option="restoration.consistency",
+            advice="to one of them",
+        )
+    function = load_object(name)
+    if not callable(function):
+        raise GruppoError(
+            f"{name} is a {type(function).__name__}; a degradation is a function of images and "
+            f"prompts."
+        )
+    return ToDegraded(function, loss)
 
 
 RESTORATION = RestorationModality()

@@ -28,13 +28,10 @@ class DnCNN(nn.Module):
         self, channels: int = 3, *, width: int = 32, depth: int = 6, conditions: int = 0
     ) -> None:
         super().__init__()
-        _check_sizes(channels, width, conditions)
-        if depth < 2:
-            raise GruppoError(
-                f"depth={depth} leaves no layer between the first and the last; use 2 or more."
-            )
-        sizes = {"channels": channels, "width": width, "depth": depth}
-        self.sizes = sizes | {"conditions": conditions}
+        if width < 1 or depth < 2:
+            raise GruppoError(f"width={width}, depth={depth}; it needs width 1 and depth 2 or more")
+        self.sizes = {"channels": channels, "width": width, "depth": depth}
+        self.sizes["conditions"] = conditions
         layers: list[nn.Module] = []
         for count in [channels + conditions, *[width] * (depth - 2)]:
             layers += [nn.Conv2d(count, width, 3, padding=1), nn.ReLU()]
@@ -43,7 +40,7 @@ class DnCNN(nn.Module):
             nn.init.zeros_(parameter)
 
     def forward(self, x: Images, conditions: Float[Tensor, "N K"] | None = None) -> Images:
-        return x + self.body(_with_conditions(x, conditions, self.sizes["conditions"]))
+        return x + self.body(_with_conditions(x, conditions))
 
 
 class RestorationUNet(nn.Module):
@@ -55,7 +52,8 @@ class RestorationUNet(nn.Module):
 
     def __init__(self, channels: int = 3, *, width: int = 26, conditions: int = 0) -> None:
         super().__init__()
-        _check_sizes(channels, width, conditions)
+        if width < 1:
+            raise GruppoError(f"width={width} is no width; it needs 1 or more")
         self.sizes = {"channels": channels, "width": width, "conditions": conditions}
         wide = 2 * width
         self.conv_in = nn.Conv2d(4 * (channels + conditions), width, 3, padding=1)
@@ -70,10 +68,8 @@ class RestorationUNet(nn.Module):
 
     def forward(self, x: Images, conditions: Float[Tensor, "N K"] | None = None) -> Images:
         height, width = x.shape[-2:]
-        inputs = _with_conditions(x, conditions, self.sizes["conditions"])
-        inputs = pad(
-            inputs, (0, -width % 4, 0, -height % 4), mode="replicate"
-        )  # sides that are halved twice
+        sides = (0, -width % 4, 0, -height % 4)  # sides that are halved twice
+        inputs = pad(_with_conditions(x, conditions), sides, mode="replicate")
         fine = self.fine(self.conv_in(pixel_unshuffle(inputs, 2)))  # [N, width, H/2, W/2]
         coarse = self.coarse(self.down(fine))  # [N, 2 width, H/4, W/4]
         residual = self.conv_out(self.merge(fine + pixel_shuffle(self.up(coarse), 2)))
@@ -92,23 +88,11 @@ class PlainResBlock(nn.Module):
         return x + self.second(relu(self.first(x)))
 
 
-def _with_conditions(
-    x: Images, conditions: Tensor | None, count: int
-) -> Float[Tensor, "N C+K H W"]:
+def _with_conditions(x: Images, conditions: Tensor | None) -> Float[Tensor, "N C+K H W"]:
     """Append each condition as a constant channel (Zhang et al. 2018, arXiv 1710.04026)."""
-    if not count:
+    if conditions is None:
         return x
-    if conditions is None or conditions.shape != (len(x), count):
-        got = "none" if conditions is None else list(conditions.shape)
-        raise GruppoError(f"""the network reads {count} conditions of each image and got {got} for
-            {len(x)} images. Give [{len(x)}, {count}], or use the action 'controls'.""")
     return torch.cat([x, conditions.to(x)[:, :, None, None].expand(-1, -1, *x.shape[-2:])], dim=1)
-
-
-def _check_sizes(channels: int, width: int, conditions: int) -> None:
-    if channels < 1 or width < 1 or conditions < 0:
-        raise GruppoError(f"""channels={channels}, width={width}, conditions={conditions}: channels
-            and width need to be at least 1, and conditions 0.""")
 
 
 NETWORKS: dict[str, type[DnCNN] | type[RestorationUNet]] = {"dncnn": DnCNN, "unet": RestorationUNet}
@@ -124,18 +108,16 @@ class Restorer(nn.Module):
 
     def __init__(self, network: nn.Module, action: Action) -> None:
         super().__init__()
-        self.network, self.action = network, action
+        self.network = network
+        self.action = action
 
     def call_network(self, x: Images, *conditions: Tensor) -> Images:
-        dtype = next(
-            (p.dtype for p in self.network.parameters()), torch.float32
-        )  # a fixed filter has no parameters
-        y = self.network(x.to(dtype), *(one.to(dtype) for one in conditions))
-        if not isinstance(y, Tensor) or y.shape != x.shape:
-            got = f"{list(y.shape)}" if isinstance(y, Tensor) else f"a {type(y).__name__}"
-            raise GruppoError(f"""the network {type(self.network).__name__} returned {got} for
-                images {list(x.shape)}; it needs to keep channels and size. Pad inside it, or
-                upscale before it.""")
+        parameter = next(self.network.parameters(), torch.empty(0))  # a fixed filter has none
+        y = self.network(x.to(parameter.dtype), *(one.to(parameter.dtype) for one in conditions))
+        if y.shape != x.shape:
+            raise GruppoError(f"""the network {type(self.network).__name__} returned
+                {list(y.shape)} for images {list(x.shape)}; it needs to keep channels and size. Pad
+                inside it, or upscale before it.""")
         return y
 
     def forward(self, x: Images) -> tuple[Grid, Images | None]:
@@ -148,19 +130,14 @@ class Restorer(nn.Module):
         channels."""
         device = next(self.parameters()).device
         x = torch.full((1, channels, PROBE_SIDE, PROBE_SIDE), 0.5, device=device)
-        name = type(self.network).__name__
         try:
             mean, base = self(x)
-            y = self.action.render(self.call_network, x, base, mean)
+            self.action.render(self.call_network, x, base, mean)
         except GruppoError:
             raise
         except Exception as error:  # a network of the user's: anything
             reason = " ".join(str(error).split()) or type(error).__name__
-            count = self.action.conditions
-            inputs = f"[N, {channels}, H, W]" + (f" and conditions [N, {count}]" if count else "")
-            raise GruppoError(f"""the network {name} cannot restore images {list(x.shape)}:
-                {reason:.300}. It needs to take {inputs} and to return the same size. Set channels,
+            raise GruppoError(f"""the network {type(self.network).__name__} cannot restore images
+                {list(x.shape)}: {reason:.300}. It needs to take [N, {channels}, H, W]
+                and {self.action.conditions} conditions, and to return the same size. Set channels,
                 or another network.""") from error
-        if not bool(y.isfinite().all()):
-            raise GruppoError(f"""the network {name} returned values that are not finite for a gray
-                image. Load other weights.""")

@@ -8,40 +8,34 @@ advantages by patch omit those cross terms, and are unbiased only for pixel nois
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from gruppo import trust
 from gruppo.core.distributions import gaussian_entropy, gaussian_logprob
-from gruppo.core.images import PIXEL_LOSSES, PixelLoss, psnr, quantize
+from gruppo.core.images import MAX_PSNR_DB, PIXEL_LOSSES, PixelLoss, psnr, quantize
 from gruppo.core.layers import recompute_layers
 from gruppo.distributed.sharding import blocks_of
-from gruppo.modalities.common.images import image_error, image_rollouts, row_batches
+from gruppo.modalities.common.images import (
+    ImagePolicy,
+    RowBatch,
+    check_requests,
+    image_error,
+    image_rollouts,
+    row_batches,
+)
+from gruppo.modalities.common.state_dict import save_policy
 from gruppo.modalities.common.validation import refuse
 from gruppo.modalities.restoration.actions import Action, Controls, Images
-from gruppo.modalities.restoration.config import RestorationConfig
 from gruppo.modalities.restoration.consistency import Consistency, ToReference
 from gruppo.modalities.restoration.networks import NETWORKS, Restorer
-from gruppo.protocols import (
-    DemonstrationMixin,
-    ImageDescriptionMixin,
-    MemoryMixin,
-    Outputs,
-    Policy,
-    PromptMixin,
-    RestorationMixin,
-    ShardingMixin,
-    StatisticsMixin,
-    ValueHeadMixin,
-)
+from gruppo.protocols import Outputs, RestorationMixin, StatisticsMixin
 from gruppo.seeds import generator_at
 from gruppo.types import (
     Gaussian,
@@ -55,48 +49,27 @@ from gruppo.types import (
     Stat,
 )
 
-SUPERVISED = {
-    "output": "the image of the mean action",
-    "base": "the network's own image, without an action",
-    "told": "the image of the network that is given the true controls",
-}
-MAX_PSNR_DB = 100.0
-"""Equal images have an infinite PSNR; a mean needs a number."""
-
-WEIGHTS, SETTINGS = "model.safetensors", "restorer.json"
+SETTINGS = "restorer.json"
 SAVED = ("patches", "trains", "loss", "supervises")
 """Arguments of the policy that are saved as they are."""
 SQUARE = 16
 """A square of this many pixels per side is one unit of a micro-batch's budget."""
-Trains = Literal["all", "action"]
 Supervises = Literal["output", "base", "told"]
 
 
-class RestorationPolicy(
-    Policy,
-    RestorationMixin,
-    DemonstrationMixin,
-    ValueHeadMixin,
-    ShardingMixin,
-    PromptMixin,
-    ImageDescriptionMixin,
-    StatisticsMixin,
-    MemoryMixin,
-):
+class RestorationPolicy(ImagePolicy, RestorationMixin, StatisticsMixin):
     """Samples an action from N(m(x), s^2) for each degraded image x, and renders an image from it.
 
     - ``network``: any module from images [N, C, H, W] in [0, 1] to images of the same size, in its
-      own dtype; dropout
-      and moving statistics are off.
+      own dtype; dropout and moving statistics are off.
     - ``action``: one of ``actions``.
     - ``patches`` per side: an image has that many squared actions.
     - ``trains``: all weights, or those of the action, with a frozen network.
     - ``loss`` and ``supervises``: the supervised term compares the deterministic image ("output")
-      or the network's
-      without an action ("base") with clean ones; with a detached action, clean images then train
-      the network alone and rewards the action alone, in one run. "told", for controls: the
-      network's image at the true value of each control, from the prompts' columns of the same
-      names.
+      or the network's without an action ("base") with clean ones; with a detached action, clean
+      images then train the network alone and rewards the action alone, in one run. "told", for
+      controls: the network's image at the true value of each control, from the prompts' columns of
+      the same names.
     - ``consistency``: see ``consistency``.
     - ``spec``: how ``open_network`` finds the network, for a save.
 
@@ -106,8 +79,7 @@ class RestorationPolicy(
     on. Rewards read an image as a file would hold it.
     """
 
-    likelihood_outputs = frozenset({"entropy", "entropy_value", "gaussian", "output", "values"})
-    action_name, budget_name = "action", "squares"
+    budget_name = "squares"
     out_of_memory_hint = (
         "one image",
         "Crop the data smaller (crop=64), or train a smaller network.",
@@ -123,28 +95,15 @@ class RestorationPolicy(
         *,
         channels: int = 3,
         patches: int = 1,
-        trains: Trains = "all",
+        trains: Literal["all", "action"] = "all",
         loss: PixelLoss = "charbonnier",
         supervises: Supervises = "output",
         consistency: Consistency | None = None,
         spec: str = "",
     ) -> None:
-        given = {
-            "trains": (trains, Trains),
-            "loss": (loss, PixelLoss),
-            "supervises": (supervises, Supervises),
-        }
-        for name, (value, literal) in given.items():
-            if value not in (choices := get_args(literal)):
-                known = ", ".join(map(repr, choices))
-                raise GruppoError(f"{name}={value!r} is not one of {known}. Set {choices[0]!r}.")
         if action.channels != channels:
             raise GruppoError(f"""the action is for {action.channels} channels and the network for
                 {channels}; give both the same.""")
-        if patches < 1:
-            raise GruppoError(
-                f"patches={patches} is out of range; set 1 for an image as one action."
-            )
         if action.grid is not None and action.grid % patches:
             raise GruppoError(f"""the action's grid of {action.grid} x {action.grid} cannot be cut
                 into {patches} x {patches} equal patches; its side needs to be a multiple of
@@ -153,19 +112,17 @@ class RestorationPolicy(
             raise GruppoError(f"""supervises='told' sets the network's controls, and the action
                 {action.kind!r} has none. Set the action controls:noise=0-50@25, or
                 supervises='output'.""")
-        if trains == "action" and supervises != "output":
-            raise GruppoError(f"""supervises={supervises!r} trains the network alone, and
-                trains='action' freezes it. Set trains='all', or supervises='output'.""")
-        if trains == "action" and not any(
-            parameter.requires_grad for parameter in action.parameters()
-        ):
-            raise GruppoError(f"""trains='action' leaves nothing to train: the action
-                {action.kind!r} has no weights but its std, which is fixed. Set trains='all', or
-                learned=true.""")
         if trains == "action":
+            if supervises != "output":
+                raise GruppoError(f"""supervises={supervises!r} trains the network alone, and
+                    trains='action' freezes it. Set trains='all', or supervises='output'.""")
             network.requires_grad_(False)  # also where the action's gradient would reach it
-        self.channels, self.patches, self.spec = channels, patches, spec
-        self.trains, self.loss, self.supervises = trains, loss, supervises
+        self.channels = channels
+        self.patches = patches
+        self.spec = spec
+        self.trains = trains
+        self.loss: PixelLoss = loss
+        self.supervises: Supervises = supervises
         self.consistency: Consistency = consistency or ToReference(loss)
         self.module = Restorer(network, action).eval()
         self.module.probe(channels)
@@ -178,16 +135,16 @@ class RestorationPolicy(
     def dims(self, image: Sequence[int]) -> int:
         """Return the number of dimensions of one action, for an image [C, H, W]."""
         action = self.module.action
-        return (
-            action.count
-            * (math.prod(image[1:]) if action.grid is None else action.grid**2)
-            // self.columns
-        )
+        cells = math.prod(image[1:]) if action.grid is None else action.grid**2
+        return action.count * cells // self.columns
+
+    def step_groups(self, group_ids: Int[Tensor, "B"], columns: int) -> Int[Tensor, "B T"]:
+        """Compare each patch with the same patch of the group's other images."""
+        return group_ids[:, None] * columns + torch.arange(columns)
 
     def shard(self, apply: Callable[..., None]) -> None:
-        apply(
-            self.module, blocks_of(self.module.network)
-        )  # parts of the action are read without calling them
+        # parts of the action are read without calling them
+        apply(self.module, blocks_of(self.module.network))
 
     def recompute(self) -> None:
         recompute_layers(self.module.network)
@@ -201,47 +158,21 @@ class RestorationPolicy(
             "network": name or self.spec,
             "channels": self.channels,
             "action": self.module.action.settings,
+            "sizes": network.sizes if name else None,
         }
-        settings |= {field: getattr(self, field) for field in SAVED} | {
-            "sizes": network.sizes if name else None
-        }
-        weights = {
-            name: w.detach().cpu().contiguous().clone()
-            for name, w in self.module.state_dict().items()
-        }
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(weights, folder / WEIGHTS)
-        (folder / SETTINGS).write_text(json.dumps(settings, indent=1), encoding="utf-8")
+        settings |= {field: getattr(self, field) for field in SAVED}
+        save_policy(folder, SETTINGS, settings, self.module)
         trust.record(folder, trust.imports(settings))
-
-    # --- sampling ---------------------------------------------------------------------------------
 
     def describe(
         self, config: Any, sampling: Sampling, prompts: Sequence[Prompt], group_size: int
     ) -> list[str]:
-        image, action = prompts[0].inputs, self.module.action.settings
-        settings = ", ".join(
-            f"{name} {value}" for name, value in action.items() if name != "controls"
-        )
-        weights = {
-            name: sum(p.numel() for p in part.parameters())
-            for name, part in self.module.named_children()
-        }
-        parts = (
-            ""
-            if self.patches == 1
-            else f"; one for each of {self.patches} x {self.patches} patches"
-        )
-        frozen = ", frozen" if self.trains == "action" else ""
+        image, settings = prompts[0].inputs, self.module.action.settings
+        trained = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
         return [
-            f"an image    {list(image.shape)}",
-            f"an action   {settings}: {self.dims(image.shape):,} numbers{parts}",
-            f"weights     {weights['network']:,} of the network{frozen}, {weights['action']:,} of "
-            f"the action, at "
-            f"{config.section(RestorationConfig).action_lr_factor:g} times the learning rate",
-            f"losses      supervised on {SUPERVISED[self.supervises]}, by {self.loss}; consistency "
-            f"to "
-            f"{config.section(RestorationConfig).consistency}",
+            f"an image    {list(image.shape)}, in {self.columns} patches",
+            f"an action   {settings}: {self.dims(image.shape):,} numbers",
+            f"trained     {trained:,} weights; supervised on {self.supervises}, by {self.loss}",
             "evaluated   the image of the mean action",
         ]
 
@@ -249,10 +180,6 @@ class RestorationPolicy(
         self, text: str, *, is_plain: bool, read_image: Callable[..., Tensor]
     ) -> Tensor:
         return read_image(text, channels=self.channels)
-
-    def step_groups(self, group_ids: Int[Tensor, "B"], columns: int) -> Int[Tensor, "B T"]:
-        """Compare each patch with the same patch of the group's other images."""
-        return group_ids[:, None] * columns + torch.arange(columns)
 
     def batch_stats(
         self,
@@ -265,16 +192,14 @@ class RestorationPolicy(
         """PSNR in dB to the clean images of an evaluation, whatever is rewarded."""
         if not is_evaluation:
             return {}
-        targets = [rollouts.prompts[group].target for group in rollouts.group_ids.tolist()]
-        pairs = [
-            (x, y)
-            for x, y in zip(rollouts.completions, targets, strict=True)
-            if isinstance(y, Tensor)
-        ]
-        values = [
-            float(psnr(x[None], quantize(y)[None])[0].clamp(max=MAX_PSNR_DB)) for x, y in pairs
-        ]
+        values = []
+        for image, group in zip(rollouts.completions, rollouts.group_ids.tolist(), strict=True):
+            target = rollouts.prompts[group].target
+            if isinstance(target, Tensor):
+                values.append(psnr(image[None], quantize(target)[None])[0].clamp(max=MAX_PSNR_DB))
         return {"mean:psnr": Stat.of(torch.tensor(values, dtype=torch.float64))}
+
+    # --- sampling ---------------------------------------------------------------------------------
 
     def check_prompt(self, prompt: Prompt, sampling: Sampling) -> str | None:
         """Return why this prompt cannot be sampled from, or None."""
@@ -292,67 +217,52 @@ class RestorationPolicy(
         if sampling.top_k or sampling.top_p != 1 or sampling.stop:
             raise GruppoError(f"""top_k={sampling.top_k}, top_p={sampling.top_p:g} and
                 stop={sampling.stop!r} apply to tokens, and images have none. Leave them out.""")
-        if sampling.max_actions < self.columns:
-            raise GruppoError(f"""max_actions={sampling.max_actions} is less than the {self.columns}
-                patches of an image. Set it to {self.columns}.""")
         return sampling
 
     @torch.no_grad()
     def sample(self, requests: Sequence[Request], sampling: Sampling, *, seed: int) -> Rollouts:
         """Sample ``request.size`` images of each prompt; noise depends on (seed, draw, sample)
         alone."""
-        if not requests or any(request.size < 1 for request in requests):
-            raise ValueError("sample needs at least one request, each of size 1 or more.")
         temperature = float(self.check_sampling(sampling).temperature)
-        refuse(*(self.check_prompt(request.prompt, sampling) for request in requests))
+        check_requests(self, requests, sampling)
         images = stack_images([request.prompt.inputs for request in requests])
-        module, sampled = (
-            self.module.eval(),
-            [],
-        )  # dropout would make sampling and scoring two functions
+        self.module.eval()  # dropout would make sampling and scoring two functions
+        batches = row_batches(requests, images, self.batch_rows)
+        return Rollouts.cat([self._sample_batch(batch, temperature, seed) for batch in batches])
+
+    def _sample_batch(self, batch: RowBatch, temperature: float, seed: int) -> Rollouts:
+        assert batch.inputs is not None
+        module = self.module
+        x, group = batch.inputs.to(self.device), batch.group_ids.to(self.device)
+        means, base = module(x)  # [P, K, h, w], and [P, C, H, W] or None
         std = math.sqrt(temperature or 1) * module.action.scale()[:, None, None]  # [K, 1, 1]
-        for batch in row_batches(requests, images, self.batch_rows):
-            assert batch.inputs is not None
-            x, group = batch.inputs.to(self.device), batch.group_ids.to(self.device)
-            means, base = module(x)  # [P, K, h, w], and [P, C, H, W] or None
-            action = means.double()[group]  # [B, K, h, w]
-            if temperature:
-                generators = [
-                    generator_at(seed, "restoration", *address) for address in batch.addresses
-                ]
-                noise = [
-                    torch.randn(tuple(action.shape[1:]), generator=generator)
-                    for generator in generators
-                ]
-                action = action + std * torch.stack(noise).to(self.device).double()
-            action = action.float()  # rounded as it is stored, before it is scored
-            base = (
-                None if base is None else base[group]
-            )  # one forward of the network serves a group
-            restored = module.action.render(module.call_network, x[group], base, action).float()
-            is_finite = action.isfinite().flatten(1).all(dim=1) & restored.isfinite().flatten(
-                1
-            ).all(dim=1)
-            mask = is_finite[:, None].expand(-1, self.columns)  # [B, T]
-            actions, means = (
-                to_columns(action, self.patches),
-                to_columns(means, self.patches)[group],
-            )  # [B, T, K, h, w]
-            logprobs = masked_logprob(actions, means, std, mask).float()
-            rollouts = image_rollouts(
-                batch.prompts,
-                actions.cpu(),
-                quantize(restored.nan_to_num()).cpu(),
-                shared={"degraded": batch.inputs},
-                per_row={},
-                group_ids=batch.group_ids,
-                logprobs=logprobs.cpu(),
-                mask=mask.cpu().contiguous(),
-                is_finite=is_finite.cpu(),
-                temperature=temperature,
-            )
-            sampled.append(rollouts)
-        return Rollouts.cat(sampled)
+        action = means.double()[group]  # [B, K, h, w]
+        if temperature:
+            noise = []
+            for address in batch.addresses:
+                generator = generator_at(seed, "restoration", *address)
+                noise.append(torch.randn(action.shape[1:], generator=generator))
+            action = action + std * torch.stack(noise).to(self.device).double()
+        action = action.float()  # rounded as it is stored, before it is scored
+        base = None if base is None else base[group]  # one forward of the network serves a group
+        restored = module.action.render(module.call_network, x[group], base, action).float()
+        is_finite = action.isfinite().flatten(1).all(dim=1)
+        is_finite &= restored.isfinite().flatten(1).all(dim=1)
+        mask = is_finite[:, None].repeat(1, self.columns)  # [B, T]
+        actions = to_columns(action, self.patches)  # [B, T, K, h, w]
+        logprobs = masked_logprob(actions, to_columns(means, self.patches)[group], std, mask)
+        return image_rollouts(
+            batch.prompts,
+            actions.cpu(),
+            quantize(restored.nan_to_num()).cpu(),
+            shared={"degraded": batch.inputs},
+            per_row={},
+            group_ids=batch.group_ids,
+            logprobs=logprobs.float().cpu(),
+            mask=mask.cpu(),
+            is_finite=is_finite.cpu(),
+            temperature=temperature,
+        )
 
     # --- scoring ----------------------------------------------------------------------------------
 
@@ -364,14 +274,10 @@ class RestorationPolicy(
         Every row counts, although the rows of a group share one forward of the network.
         """
         height, width = rollouts.shared["degraded"].shape[-2:]
-        cost = max(-(-height * width // SQUARE**2), 1)
         rows = loss_mask.any(dim=1).nonzero()[:, 0]
         rows = rows[rollouts.group_ids[rows].argsort(stable=True)]
-        return [
-            MicroBatch(part, slice(0, self.columns))
-            for part in rows.split(max(budget // cost, 1))
-            if len(part)
-        ]
+        parts = rows.split(max(budget // -(-height * width // SQUARE**2), 1))
+        return [MicroBatch(part, slice(0, self.columns)) for part in parts if len(part)]
 
     def likelihood(
         self, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs = ()
@@ -392,37 +298,34 @@ class RestorationPolicy(
             prompts = [rollouts.prompts[n] for n in prompt_ids.tolist()]
             return Likelihood(zeros, output=self.output_of(x, self.supervises, prompts)[group])
         mean, base = module(x)  # [P, K, h, w], and [P, C, H, W] or None
-        output = (
-            module.action.render(module.call_network, x, base, mean)[group]
-            if "output" in outputs
-            else None
-        )
+        output = values = entropy = normal = None
+        if "output" in outputs:
+            output = module.action.render(module.call_network, x, base, mean)[group]
+        if "values" in outputs:
+            values = torch.where(mask, self._values_of(x, base)[group][:, cols], 0)
         mean = to_columns(mean, self.patches)[group][:, cols]  # [b, t, *E]
         # the density to the power 1 / t is a normal with t^(1/2) times the std; at temperature 0
         # rows are scored at 1
-        temperature = rollouts.temperature[micro_batch.rows].double()
-        factor = torch.where(temperature > 0, temperature, 1).sqrt().to(self.device)
-        std = (
-            factor[:, None, None, None, None] * module.action.scale()[:, None, None]
-        )  # [b, 1, K, 1, 1]
-        each_std = std.expand(mean.shape)
-        values = None
-        if "values" in outputs:
-            # mean and mean square of each channel of a patch, of the degraded image and of the
-            # network's
-            images = torch.cat(
-                [one.to(self.compute_dtype) for one in (x, base) if one is not None], dim=1
-            )
-            features = to_columns(torch.cat([images, images.square()], dim=1), self.patches).mean(
-                dim=(-2, -1)
-            )
-            each = self._values(features.flatten(0, 1)).reshape(features.shape[:2])  # [P, T]
-            values = torch.where(mask, each[group][:, cols], 0)
-        wants_entropy = "entropy" in outputs or "entropy_value" in outputs
-        logprobs = masked_logprob(micro_batch.of(rollouts.actions).to(self.device), mean, std, mask)
-        entropy = torch.where(mask, gaussian_entropy(mean, each_std), 0) if wants_entropy else None
-        normal = Gaussian(mean, each_std) if "gaussian" in outputs else None
+        temperature = rollouts.temperature[micro_batch.rows].double().to(self.device)
+        factor = torch.where(temperature > 0, temperature, 1).sqrt()[:, None, None, None, None]
+        std = (factor * module.action.scale()[:, None, None]).expand(mean.shape)
+        if "entropy" in outputs or "entropy_value" in outputs:
+            entropy = torch.where(mask, gaussian_entropy(mean, std), 0)
+        if "gaussian" in outputs:
+            normal = Gaussian(mean, std)
+        actions = micro_batch.of(rollouts.actions).to(self.device)
+        logprobs = masked_logprob(actions, mean, std, mask)
         return Likelihood(logprobs, entropy, normal, values, output)
+
+    def _values_of(self, x: Images, base: Images | None) -> Float[Tensor, "P T"]:
+        """Value of each patch: of the mean and mean square of each channel of the degraded image
+        and of the network's."""
+        images = x.to(self.compute_dtype)
+        if base is not None:
+            images = torch.cat([images, base.to(images)], dim=1)
+        patches = to_columns(torch.cat([images, images.square()], dim=1), self.patches)
+        features = patches.mean(dim=(-2, -1))  # [P, T, F]
+        return self._values(features.flatten(0, 1)).reshape(features.shape[:2])
 
     def feature_width(self) -> int:
         """Return the number of features that ``value_head`` reads for each patch."""
@@ -439,10 +342,8 @@ class RestorationPolicy(
         """Return why this prompt's clean image cannot be trained on, or None."""
         if error := self.check_prompt(prompt, Sampling()):
             return error
-        error = image_error(prompt.target, "target", self.channels)
-        if error is None and prompt.target.shape != prompt.inputs.shape:
-            sizes = f"is {list(prompt.inputs.shape)} and its target {list(prompt.target.shape)}"
-            error = f"{sizes}; both need one size. Resize the degraded image."
+        size = tuple(prompt.inputs.shape[1:])
+        error = image_error(prompt.target, "target", self.channels, size)
         if error is None and self.supervises == "told":
             action: Any = self.module.action
             try:
@@ -456,10 +357,13 @@ class RestorationPolicy(
         Nothing is random."""
         refuse(*map(self.check_demonstration, prompts))
         targets = [prompt.target for prompt in prompts]
-        shared = {"degraded": stack_images([prompt.inputs for prompt in prompts])}
-        per_row = {"demonstration": torch.ones(len(prompts), dtype=torch.bool)}
-        actions = to_columns(stack_images(targets), self.patches)  # [B, T, C, h, w]
-        return image_rollouts(prompts, actions, targets, shared=shared, per_row=per_row)
+        return image_rollouts(
+            prompts,
+            to_columns(stack_images(targets), self.patches),  # [B, T, C, h, w]
+            targets,
+            shared={"degraded": stack_images([prompt.inputs for prompt in prompts])},
+            per_row={"demonstration": torch.ones(len(prompts), dtype=torch.bool)},
+        )
 
     def supervised_loss(self, rollouts: Rollouts, likelihood: Likelihood) -> Float[Tensor, "b t"]:
         """Mean of rho(image, clean) over the channels and pixels of each patch.
@@ -467,10 +371,7 @@ class RestorationPolicy(
         For demonstrations, or for rollouts of prompts with clean images, whose likelihood has its
         "output".
         """
-        if likelihood.output is None:
-            raise GruppoError(
-                'the supervised loss needs the deterministic image. Pass outputs=("output",).'
-            )
+        assert likelihood.output is not None
         if "demonstration" not in rollouts.per_row:
             refuse(*map(self.check_demonstration, rollouts.prompts))
         clean = stack_images([prompt.target for prompt in rollouts.prompts])[rollouts.group_ids]
@@ -482,10 +383,6 @@ class RestorationPolicy(
     ) -> Float[Tensor, "b t"]:
         """Mean of ``consistency`` over the channels and pixels of each patch; ``likelihood`` has
         its "output"."""
-        if likelihood.output is None:
-            raise GruppoError(
-                'the consistency loss needs the deterministic image. Pass outputs=("output",).'
-            )
         loss = self.consistency(self, rollouts, likelihood, ref)
         return to_columns(loss, self.patches).flatten(2).mean(dim=-1)
 
@@ -503,28 +400,22 @@ class RestorationPolicy(
         action: Any = module.action
         network = module.call_network
         if kind == "told":
-            return action.restored(
-                network, x, torch.tensor([action.true_values(p.meta) for p in prompts]).to(x)
-            )
-        if kind == "base" and not isinstance(action, Controls):
-            return network(x)
-        zeros = torch.zeros(
-            len(x), action.count, 1, 1, device=x.device
-        )  # every control at its start
-        mean, base = (zeros, None) if kind == "base" else module(x)
-        return action.render(network, x, base, mean)
+            values = torch.tensor([action.true_values(p.meta) for p in prompts])
+            return action.restored(network, x, values.to(x))
+        if kind == "output":
+            mean, base = module(x)
+            return action.render(network, x, base, mean)
+        if isinstance(action, Controls):  # every control at its start
+            return action.render(network, x, None, x.new_zeros(len(x), action.count, 1, 1))
+        return network(x)
 
     @torch.no_grad()
     def restore(self, images: Images) -> Images:
         """Return the deterministic images as a file would hold them, on the CPU."""
-        for image in images:
-            if error := image_error(image, "input", self.channels):
-                raise GruppoError(f"an image to restore {error}")
-        parts = [
-            self.output_of(part.float().to(self.device)).float().cpu()
-            for part in images.split(self.batch_rows)
-        ]
-        return quantize(torch.cat(parts))
+        refuse(*(image_error(image, "input", self.channels) for image in images))
+        parts = images.float().split(self.batch_rows)
+        outputs = [self.output_of(part.to(self.device)).float().cpu() for part in parts]
+        return quantize(torch.cat(outputs))
 
 
 def masked_logprob(
@@ -545,12 +436,8 @@ def to_columns(grid: Float[Tensor, "N K H W"], side: int) -> Float[Tensor, "N T 
     """Cut a grid into T = side x side patches, row by row from the top left; with side 1 it is one
     patch."""
     n, k, height, width = grid.shape
-    h, w = height // side, width // side
-    return (
-        grid.reshape(n, k, side, h, side, w)
-        .permute(0, 2, 4, 1, 3, 5)
-        .reshape(n, side * side, k, h, w)
-    )
+    cut = grid.reshape(n, k, side, height // side, side, width // side).permute(0, 2, 4, 1, 3, 5)
+    return cut.flatten(1, 2)
 
 
 def stack_images(images: Sequence[Tensor]) -> Images:
