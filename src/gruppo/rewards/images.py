@@ -89,6 +89,10 @@ def _column(reward: str, option: str, value: str, known: Sequence[str]) -> str:
 def brightness(target: float | None = None) -> ImageReward:
     """Mean luma, 0 (black) to 1 (white); or 1 - |mean luma - target|. A blank image of that
     brightness earns most."""
+    if target is not None and not 0 <= target <= 1:
+        raise GruppoError(
+            f"brightness got target={target!r}; it needs a number from 0 (black) to 1 (white)."
+        )
 
     def score(image: Image) -> float:
         mean = float(measures.mean_luma(quantize(image)[None]))
@@ -104,7 +108,11 @@ def symmetry(axis: Literal["vertical", "horizontal"] = "vertical") -> ImageRewar
     ``axis``: of the mirror; "vertical" mirrors left to right. A single centered dot earns as much
     as a face.
     """
-    side = {"vertical": -1, "horizontal": -2}[axis]
+    if axis not in ("vertical", "horizontal"):
+        raise GruppoError(
+            f"symmetry got axis={axis!r}; it needs vertical (left to right) or horizontal."
+        )
+    side = -1 if axis == "vertical" else -2
 
     def score(image: Image) -> float:
         image = quantize(image).double()

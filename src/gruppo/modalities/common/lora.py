@@ -62,7 +62,7 @@ def inject(
     peft = import_extra("peft", "lora", "LoRA (lora.rank)")
     model: Any = module
     # the head by identity: its name differs between models
-    head = None if default_targets else model.get_output_embeddings()
+    head: Any = None if default_targets else model.get_output_embeddings()
     linear = {
         name: part for name, part in module.named_modules() if part is not head and is_linear(part)
     }

@@ -85,7 +85,7 @@ class DiffusionModality(Modality):
                 advice="float32, or $lora.rank with a pipeline",
             )
         # a saved network has its own sizes and path, and none but a pipeline has a size to choose
-        unread = () if model == NEW else NEW_OPTIONS
+        unread = [*(() if model == NEW else NEW_OPTIONS)]
         unread += () if is_pipeline(model) else PIPELINE_OPTIONS
         if changed := list(changed_options(chosen, unread)):
             owner = "a new network" if changed[0] in NEW_OPTIONS else "a pipeline of diffusers"

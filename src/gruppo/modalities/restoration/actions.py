@@ -282,7 +282,7 @@ class Controls(Action):
         without one in the range."""
         values = []
         for control in self.controls:
-            value = control.high if control.name == MIX else columns.get(control.name)
+            value: Any = control.high if control.name == MIX else columns.get(control.name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or not control.low <= value <= control.high:
                 raise GruppoError(f"""has {value!r} as {control.name!r}; supervises='told' gives the
