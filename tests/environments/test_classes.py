@@ -335,17 +335,6 @@ def test_rewards_of_turns_stand_at_the_last_token_of_each():
     torch.testing.assert_close(scores.rewards, torch.full((4,), 13.2))
 
 
-def test_a_turn_reward_of_another_number_of_turns_is_a_failure():
-    rollouts = play(Script(says("hit me"), says("no")), Environment(Dealer), two())
-    scores = RewardSet([turn_reward(lambda completions: [[1.0]] * len(completions))]).score(
-        rollouts
-    )
-    assert (
-        scores.rewards.isnan().all()
-        and "returned 1 numbers for a completion of 3 turns" in scores.failures[0].message
-    )
-
-
 class Bad(Dealer):
     def get_turn_rewards(self):
         return [1.0] * 9
@@ -382,26 +371,6 @@ def test_a_reward_that_is_no_number_is_never_a_zero(made, why):
         why in own if why else own is None for own in rollouts.per_row["environment_failure"]
     )
     assert RewardSet([*environment.rewards.values()]).score(rollouts).rewards.isnan().all()
-
-
-class Submits(Counter):
-    is_done = False
-
-    def submit(self, answer: str) -> str:
-        """
-        Submits.
-
-        Args:
-            answer: It.
-        """
-        self.is_done = True
-        return "thanks"
-
-
-def test_an_environment_can_end_the_conversation_after_a_call():
-    rollouts = play(Script(says("", call("submit", answer="42"))), Environment(Submits))
-    assert rollouts.per_row["ended"].all() and len(rollouts.completions[0]) == 1
-    assert rollouts.per_row["state"][0]["is_done"]
 
 
 class Over(Counter):

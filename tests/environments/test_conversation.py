@@ -13,7 +13,6 @@ from tests.fakes import (
     POLICIES,
     ByteTokenizer,
     TinyGPT,
-    adapted,
     doubled,
     gemma2,
     gpt2,
@@ -172,16 +171,6 @@ def assert_rows(part, whole, rows):
     assert torch.equal(part.per_row["turns"], expected.per_row["turns"])
 
 
-def test_another_seed_gives_other_conversations_and_the_same_seed_the_same():
-    policy = tiny_policy()
-    first = conversed(policy, talks())
-    assert (
-        conversed(policy, talks()).completions
-        == first.completions
-        != conversed(policy, talks(), seed=2).completions
-    )
-
-
 def test_the_environments_seed_is_of_the_row_and_stays():
     policy, seen = tiny_policy(), []
 
@@ -317,19 +306,6 @@ def test_a_module_of_ones_own_converses_by_its_render():
         ]
 
 
-def test_a_render_that_cannot_go_on_costs_the_rows_and_says_why():
-    policy = own_module(
-        lambda messages: list("".join(f"{m['role'][0]}:{m['content']};" for m in messages).encode())
-    )
-    rollouts = conversed(policy, talks())
-    why = set(environment_failures(rollouts).values())
-    assert (
-        len(why) == 1
-        and "written: render writes the beginning of a longer conversation differently" in why.pop()
-    )
-    assert {rollouts.finish[row] for row in environment_failures(rollouts)} == {"error"}
-
-
 # --- ends -----------------------------------------------------------------------------------------
 
 
@@ -363,23 +339,6 @@ def test_a_row_that_was_cut_is_shown_to_its_environment_and_goes_on_no_more():
     ]
     over = conversed(tiny_policy(), talks(), limited, reply=lambda: None)
     assert set(over.finish) == {"length"} and over.per_row["ended"].all()
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_no_row_is_read_beyond_the_context_while_it_waits_for_others(seed):
-    """Rows have unequal room; one that is finished is not fed to the model again."""
-    policy, games = plain(), [Request(Prompt(str(n), "ab", draw=n), 8) for n in range(8)]
-    stops = tuple("abcdefghijklmnopqrst")
-    rollouts = converse(
-        policy.sample,
-        policy.continue_rollouts,
-        Environment(lambda seed: "x" * (seed % 30), turns=6),
-        games,
-        Sampling(max_actions=40, stop=stops),
-        seed=seed,
-    )
-    lengths = [len(ids_of(rollouts, row)) for row in range(len(rollouts))]
-    assert 60 < max(lengths) <= 64
 
 
 def test_of_a_text_the_policys_own_words_are_kept_beside_what_was_said():
@@ -493,7 +452,7 @@ def test_an_engine_that_converses_keeps_the_contract_of_engines():
     check_engine(engine, policy, [request.prompt for request in talks()], sampling=SAMPLING)
 
 
-@pytest.mark.parametrize("make", [llama, adapted, plain], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [llama], ids=lambda make: make.__name__)
 def test_a_reference_converses_as_the_policy_it_was(make):
     policy = make()
     reference = ReferenceModel(policy)

@@ -120,44 +120,6 @@ def test_a_session_is_open_from_reset_to_close(server):
     assert not any(thread.name.startswith("openenv-sync") for thread in threading.enumerate())
 
 
-def test_seed_and_column_reset_are_arguments_of_the_environments_reset(echo):
-    seen = []
-
-    class Seeded(echo):
-        def reset(self, seed=None, episode_id=None, level=0):
-            seen.append((seed, level))
-            return super().reset()
-
-    with serving(Seeded) as (url, _):
-        make = opened(url)
-        for columns in ({"seed": 2**40 + 3}, {"seed": 5, "reset": {"level": 2}}):
-            with closing(make()) as episode:
-                episode.reset(**columns)
-    assert seen == [(3, 0), (5, 2)]
-
-
-def test_what_the_environment_raises_is_an_error_and_what_it_does_not_reward_is_unscored(echo):
-    class Broken(echo):
-        def step(self, action):
-            if action.message == "crash":
-                raise KeyError("the level has no door")
-            return (
-                super()
-                .step(action)
-                .model_copy(update={"reward": None, "done": action.message == "end"})
-            )
-
-    with serving(Broken) as (url, _):
-        with closing(opened(url)()) as episode:
-            episode.reset(seed=0)
-            with pytest.raises(RuntimeError, match="no door"):
-                episode.step("crash")
-        with closing(opened(url)()) as episode:
-            episode.reset(seed=0)
-            assert episode.step("a") is not None and episode.step("end") is None
-            assert episode.get_turn_rewards() == [None, None]
-
-
 def test_a_server_that_is_full_or_gone_or_started_again_is_an_error(echo):
     with serving(echo, sessions=1) as (url, _):
         make = opened(url)

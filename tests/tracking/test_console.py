@@ -144,17 +144,6 @@ def test_plain_lines_of_images_have_prompt_reward_and_the_file_of_the_sheet(shee
     ]
 
 
-@pytest.mark.parametrize("width", [30, 80])
-def test_the_live_screen_names_the_sheet_and_no_numbers_of_a_tensor(width, sheets):
-    live = tracker(9, is_terminal=True, width=width, run_dir="runs/a")
-    live.log_samples(2, IMAGES)
-    live.log_samples(2, [row | {"held_out": True} for row in IMAGES])
-    screen = final_screen(live)
-    assert "runs/a/images/step_000002.png" in screen.replace("\n", "")
-    assert "tensor" not in screen and "completion" not in screen and "0.75" in screen
-    assert "held-out images: runs/a/images/eval_000002.png" in output(live)
-
-
 def test_a_terminal_without_unicode_gets_escapes():
     plain = tracker(9, is_terminal=True, encoding="ascii")
     plain.log_samples(1, [{"prompt": "é", "completion": "中", "reward": 0.0}])
@@ -199,14 +188,6 @@ def test_the_live_screen_shows_known_metrics_with_their_trends_and_no_others():
     (line,) = [line for line in screen.splitlines() if line.startswith("reward ")]
     assert line.split() == ["reward", "1", "▁▄█"]
     assert "clipped above" in screen and "1.5%" in screen
-
-
-def test_a_second_call_for_a_step_adds_to_the_screen():
-    live = tracker(9, is_terminal=True)
-    live.log(4, STEP)
-    live.log(4, {"eval/reward_mean": 0.75})
-    screen = final_screen(live)
-    assert "held-out at step 4: reward 0.75" in screen and "spread in a group" in screen
 
 
 def test_time_left_counts_down_while_a_step_runs():

@@ -189,11 +189,3 @@ def test_several_reward_functions_have_a_panel_together():
     assert names_of({"reward/f/mean": 1.0}) == []  # the panel of the sum shows it
     [panel] = panels_of([{"step": 1, "reward/f/mean": 1.0, "reward/a b:c/mean": 2.0}])
     assert panel.metrics == {"reward/f/mean": "f", "reward/a b:c/mean": "a b:c"}
-
-
-def test_the_rewards_of_prompts_are_a_line_of_colour_each_classes_by_number():
-    metrics = {
-        f"prompt/reward_mean/{name}": n for n, name in enumerate(["10", "cat", "9", "an owl"])
-    }
-    [curve] = panels_of([{"step": 1, **metrics}])
-    assert list(curve.metrics.values()) == ["9", "10", "cat", "an owl"] and curve.style == "heatmap"

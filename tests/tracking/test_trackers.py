@@ -16,11 +16,9 @@ from tests import tiny
 from tests.trainer.runs import metrics
 
 from gruppo import api
-from gruppo import distributed as dist
 from gruppo.config.schema import Config, Stage
 from gruppo.loading import install_command
 from gruppo.tracking import trackers
-from gruppo.trainer.run_dir import RunFolder
 from gruppo.types import GruppoError
 
 ROWS = [
@@ -452,20 +450,6 @@ def test_a_missing_package_is_one_line_at_the_start_and_a_warning_in_a_resume(
     with caplog.at_level(logging.WARNING, logger="gruppo"):
         trackers.open_trackers([name], tmp_path, Config(), from_step=3)
     assert len(caplog.records) == 1 and install_command("track") in caplog.records[0].getMessage()
-
-
-def test_only_the_main_rank_has_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = RunFolder(tmp_path / "run")
-    folder.create(tiny.config(tmp_path, track=(mine("Mine"),)))
-    assert [type(tracker).__name__ for tracker in folder.trackers(from_step=None)] == [
-        "MetricsFile",
-        "SamplesFile",
-        "GuardedTracker",
-    ]
-    monkeypatch.setattr(dist, "is_main", lambda: False)
-    assert folder.trackers(from_step=None) == []
-    monkeypatch.undo()
-    folder.close()
 
 
 def test_the_real_packages_accept_the_arguments_of_the_stand_ins() -> None:

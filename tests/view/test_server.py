@@ -192,19 +192,6 @@ def test_the_state_changes_when_a_step_is_logged_and_is_described_rarely(
     )
 
 
-def test_the_state_has_panels_findings_config_and_hardware(folder: Path) -> None:
-    state = RunView(folder, "first").state()
-    assert {"reward", "spread", "entropy"} <= {
-        panel["name"] for panel in state["panels"]
-    } and state["notices"] == []
-    assert (
-        state["doctor"]["checked"]
-        and state["manifest"]["hardware"]["cores"] == 2
-        and state["config"]["steps"] == 50
-    )
-    json.dumps(state, allow_nan=False)
-
-
 # --- folders that are not as they should be ---
 
 

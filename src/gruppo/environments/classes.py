@@ -238,8 +238,8 @@ class Episode:
         message = self.completion[-1] if isinstance(self.completion, list) else {}
         return message.get("tool_calls") or (), message.get("parse_error")
 
-    def outcome(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Rewards that the environment computes at the end, by name, and its state.
+    def take_outcome(self) -> None:
+        """Take the rewards that the environment computes at the end, and its state.
 
         Raises CallError for what is no finite number: a NaN of an environment is a failure, and no
         unscored row.
@@ -253,10 +253,9 @@ class Episode:
                 continue
             rewards[name] = [_finite(number, method) for number in value]
             if len(value) > self.turn:
-                answers = counted(self.turn, "answer")
-                problem = f"{method} returned {len(value)} numbers for {answers}"
-                raise CallError("count", problem)
-        return rewards, self.made_by.state_of(self.instance)
+                problem = f"returned {len(value)} numbers for {counted(self.turn, 'answer')}"
+                raise CallError("count", f"{method} {problem}")
+        self.rewards, self.state = rewards, self.made_by.state_of(self.instance)
 
 
 def _finite(value: Any, method: str) -> float | None:

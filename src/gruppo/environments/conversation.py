@@ -294,5 +294,5 @@ def completion_lengths(rollouts: Rollouts) -> Int[Tensor, "B"]:
 
 def environment_failures(rollouts: Rollouts) -> dict[int, str]:
     """Row to reason, of the rows whose environment failed."""
-    reasons: Sequence[str | None] = rollouts.per_row.get("environment_failure", ())
+    reasons = rollouts.per_row.get("environment_failure", ())
     return {row: reason for row, reason in enumerate(reasons) if reason is not None}

@@ -134,12 +134,12 @@ class Environment:
                 names that of each prompt. Add it.""")
 
     @property
-    def shadowed(self) -> frozenset[str]:
+    def shadowed(self) -> set[str]:
         """Columns that the data must not have: arguments of environments and rewards have these
         names."""
         has_step = any("step" in made.signatures for made in self.classes.values())
         names = {*PROVIDED} - {"prompt"} if self.fn is not None or has_step else set()
-        return frozenset(names | ({"state", "environments"} if self.classes else set()))
+        return names | ({"state", "environments"} if self.classes else set())
 
     def class_of(self, prompt: Prompt) -> EnvironmentClass | None:
         return self.classes.get(None if None in self.classes else prompt.meta.get(COLUMN))
@@ -161,10 +161,7 @@ class Environment:
         """Make an object for each conversation, or take an idle one, and reset it. ``check`` says
         why a prompt that it made cannot be read."""
         if self.classes:
-            results = self._run(self._open(episode, check) for episode in episodes)
-            for episode, result in zip(episodes, results, strict=True):
-                if isinstance(result, CallError):
-                    episode.failure = result.message
+            self._run_or_fail(episodes, [self._open(episode, check) for episode in episodes])
 
     def replies(self, episodes: Mapping[int, Episode]) -> dict[int, Reply | CallError | None]:
         """By the same key: the reply, None at the end of the conversation, or why there is no
@@ -174,12 +171,7 @@ class Environment:
     def finish(self, episodes: Sequence[Episode]) -> None:
         """Take the rewards and the state of the objects whose conversations are over."""
         over = [episode for episode in episodes if episode.made_by and episode.failure is None]
-        results = self._run(self._call(episode, episode.outcome) for episode in over)
-        for episode, result in zip(over, results, strict=True):
-            if isinstance(result, CallError):
-                episode.failure = result.message
-            else:
-                episode.rewards, episode.state = result
+        self._run_or_fail(over, [self._call(episode, episode.take_outcome) for episode in over])
 
     def close(self, episodes: Sequence[Episode] = ()) -> None:
         """Close the objects, whatever has happened; one of a class without ``close`` is reset for
@@ -199,6 +191,12 @@ class Environment:
             return run_all([*coroutines], self.timeout_s)
         finally:
             self.elapsed_s += time.perf_counter() - began
+
+    def _run_or_fail(self, episodes: Sequence[Episode], coroutines: Sequence[Any]) -> None:
+        """Run a coroutine for each conversation, which fails with it."""
+        for episode, result in zip(episodes, self._run(coroutines), strict=True):
+            if isinstance(result, CallError):
+                episode.failure = result.message
 
     # --- of one conversation ---
 
@@ -235,14 +233,12 @@ class Environment:
         added = awaited(episode.instance.reset(**made.signatures["reset"].arguments(values)))
         if isinstance(added, list) and added and not any("role" in part for part in added):
             added, _ = safe_text(added, MAX_OBSERVATION)  # blocks of content, not messages
-        if not isinstance(added, str):
-            messages = safe_reply(parse_reply(added, inputs), MAX_OBSERVATION)
-            return inputs if messages is None else [*inputs, *messages]
-        text, _ = safe_text(added, MAX_OBSERVATION)
-        if isinstance(inputs, str):
-            return inputs + text
-        *before, last = inputs  # as in TRL, it is the end of the last message
-        return [*before, {**last, "content": last["content"] + text}]
+        if isinstance(added, str) and not isinstance(inputs, str):
+            *before, last = inputs  # as in TRL, it is the end of the last message
+            text, _ = safe_text(added, MAX_OBSERVATION)
+            return [*before, {**last, "content": last["content"] + text}]
+        reply: Any = parse_reply(added, inputs, MAX_OBSERVATION)
+        return inputs if reply is None else inputs + reply
 
     async def _step(self, episode: Episode) -> Reply | None:
         """Reply to the policy's answer; None ends the conversation."""
@@ -253,7 +249,10 @@ class Environment:
                 return []  # nothing reads the results, and functions keep no state
             messages = [await self._call_tool(episode, made_call) for made_call in calls]
             if problem and not episode.is_last:  # no tool was called
-                messages.append(_unparsed(episode, problem, self.tools))
+                episode.counts["unparsed"] += 1
+                name = self.tools[0]["function"]["name"]
+                content = f"error: {safe_text(problem, MAX_ERROR)[0]}"
+                messages.append({"role": "tool", "name": name, "content": content})
             is_over = made and await self._call(episode, partial(_is_done, episode.instance))
             return None if is_over else messages
         signature = made.signatures.get("step") if made else self._signature
@@ -264,8 +263,8 @@ class Environment:
     def _reply(self, episode: Episode, signature: Signature) -> Reply | None:
         """The reply of ``step``, or of the function."""
         fn = episode.instance.step if episode.made_by else self.fn
-        reply = parse_reply(awaited(fn(**signature.arguments(episode.values))), episode.inputs)
-        return safe_reply(reply, CHARACTERS_PER_TOKEN * self.max_reply_tokens)
+        raw = awaited(fn(**signature.arguments(episode.values)))
+        return parse_reply(raw, episode.inputs, CHARACTERS_PER_TOKEN * self.max_reply_tokens)
 
     async def _call_tool(self, episode: Episode, made_call: Mapping[str, Any]) -> dict[str, Any]:
         """The message with the result of a tool, or with its error."""
@@ -348,36 +347,22 @@ def _close(episode: Episode) -> None:
         awaited(episode.instance.close())
 
 
-def _unparsed(episode: Episode, problem: str, tools: Sequence[Any]) -> dict[str, Any]:
-    """The message about a call that could not be parsed."""
-    episode.counts["unparsed"] += 1
-    content = f"error: {safe_text(problem, MAX_ERROR)[0]}"
-    return {"role": "tool", "name": tools[0]["function"]["name"], "content": content}
-
-
-def safe_reply(reply: Reply | None, limit: int) -> Reply | None:
-    """The reply with control characters as escapes, each text at most ``limit`` characters."""
-    if reply is None:
+def parse_reply(raw: Any, inputs: Any, limit: int) -> Reply | None:
+    """Convert what an environment returned to messages, or to a text if the prompt is one, each
+    text at most ``limit`` characters with control characters as escapes; else raise CallError."""
+    if raw is None:
         return None
-    if isinstance(reply, str):
-        return safe_text(reply, limit)[0]
-    return [message | {"content": safe_text(message["content"], limit)[0]} for message in reply]
-
-
-def parse_reply(raw: Any, inputs: Any) -> Reply | None:
-    """Convert what an environment returned to messages, or to a text if the prompt is one; else
-    raise CallError."""
-    if raw is None or (isinstance(raw, str) and isinstance(inputs, str)):
-        return raw
     if isinstance(raw, str):
-        return [{"role": "user", "content": raw}]
+        text, _ = safe_text(raw, limit)
+        return text if isinstance(inputs, str) else [{"role": "user", "content": text}]
     messages = [raw] if isinstance(raw, Mapping) else raw
     try:
-        is_reply = all(isinstance(m["content"], str) and m["role"] != "assistant" for m in messages)
+        is_mine = [isinstance(m["content"], str) and m["role"] != "assistant" for m in messages]
+        is_reply = isinstance(messages, Sequence) and all(is_mine)
     except (TypeError, KeyError):
         is_reply = False
     if messages and is_reply and not isinstance(inputs, str):
-        return [dict(message) for message in messages]
+        return [m | {"content": safe_text(m["content"], limit)[0]} for m in map(dict, messages)]
     need = "a reply is a text, a message with role and content that is not the assistant's, "
     need += "a list of these, or None; to a prompt that is a text only a text"
     found = f"returned {raw!r:.80} ({type(raw).__name__})"
