@@ -234,10 +234,8 @@ def panels_of(metrics: Metrics) -> list[Panel]:
 
 def _matching(names: Sequence[str], pattern: str, legend: str) -> dict[str, str]:
     """Logged metrics of a pattern with their legends: numbers in order, then words."""
-    expression = re.escape(pattern).replace(r"\*", "(.+)")
+    expression = re.escape(pattern).replace(r"\*", "(.+)") + "()"
     found = [match for name in names if (match := re.fullmatch(expression, name))]
-    if "*" not in pattern:
-        return {match[0]: legend for match in found}
     found.sort(key=lambda match: (not match[1].isdecimal(), len(match[1]), match[1]))
     return {match[0]: (legend or "{}").format(match[1]) for match in found}
 
