@@ -108,12 +108,3 @@ def test_a_request_is_repeated_only_where_that_may_help(error, attempt, wait_s):
 )
 def test_retry_after_is_seconds_or_a_date_or_nothing(value, seconds):
     assert http._retry_after(value) == seconds
-
-
-def test_a_request_is_sent_again_as_often_as_allowed(serve, monkeypatch):
-    monkeypatch.setattr(http, "BACKOFF_S", 0.0)
-    requests: list[dict[str, str]] = []
-    url = serve(b"503 Busy\r\nConnection: close\r\nContent-Length: 0\r\n\r\n", requests=requests)
-    with pytest.raises(ServerError, match="answered 503"):
-        fetch_json(url, timeout_s=20, retries=2)
-    assert len(requests) == 3

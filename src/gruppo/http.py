@@ -169,22 +169,11 @@ def retry_wait_s(error: ServerError, attempt: int, jitter: float = 1.0) -> float
     return error.retry_after_s if error.retry_after_s <= MAX_WAIT_S else None
 
 
-def fetch_json(
-    url: str, body: Any = None, *, timeout_s: float, retries: int = 0, key: str = ""
-) -> Any:
-    """The JSON at a URL: GET without a body, else POST. Raises ServerError. Not in an event
-    loop."""
+def fetch_json(url: str, *, timeout_s: float) -> Any:
+    """The JSON at a URL. Raises ServerError. Not in an event loop."""
 
     async def fetch() -> Any:
-        method = "GET" if body is None else "POST"
-        async with open_client(url, key=key) as client:
-            for attempt in range(retries + 1):
-                try:
-                    return await request_json(client, method, url, body, timeout_s=timeout_s)
-                except ServerError as error:
-                    wait_s = retry_wait_s(error, attempt)
-                    if attempt == retries or wait_s is None:
-                        raise
-                await asyncio.sleep(wait_s)
+        async with open_client(url) as client:
+            return await request_json(client, "GET", url, timeout_s=timeout_s)
 
     return asyncio.run(fetch())

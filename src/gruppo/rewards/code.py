@@ -12,7 +12,7 @@ from typing import Any
 
 from gruppo.platforms import usable_processors
 from gruppo.rewards.code_cases import BadTest, ProgramTests, read_tests
-from gruppo.rewards.sandbox.backends import choose_sandbox
+from gruppo.rewards.sandbox.jail import choose_sandbox
 from gruppo.rewards.sandbox.protocol import CaseResult, Sandbox, SandboxError, SandboxLimits
 from gruppo.rewards.text import LogMetric, text_of
 from gruppo.timeouts import CallError

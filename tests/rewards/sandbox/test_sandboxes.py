@@ -1,29 +1,22 @@
-"""Other sandboxes than the jail on this machine: in a container, on a SandboxFusion server, of the
+"""Other sandboxes than the jail on this machine: in a container, of the
 user's own."""
 
 from __future__ import annotations
 
-import http.server
-import json
 import shlex
 import shutil
 import subprocess
 import sys
-import threading
-import time
 from functools import cache
 
 import pytest
 from tests.rewards.kernels import jailed
 
-from gruppo import http as requests
 from gruppo.rewards import resolve_reward
 from gruppo.rewards.code import CodeTests, code_tests
 from gruppo.rewards.sandbox import jail as jail_module
-from gruppo.rewards.sandbox.backends import SandboxFusion
 from gruppo.rewards.sandbox.jail import Jail, probe
 from gruppo.rewards.sandbox.protocol import CaseResult, SandboxError, SandboxLimits
-from gruppo.timeouts import CallError
 from gruppo.types import GruppoError
 
 DOUBLE = ["assert double(2) == 4", "assert double('a') == 'aa'", "assert double(1.5) == 3"]
@@ -90,11 +83,9 @@ def test_a_container_without_landlock_has_the_other_layers_and_is_refused_where_
     monkeypatch.setattr(
         jail_module,
         "sources",
-        lambda *names: plain(*names).replace(
-            b"_RESTRICT_SELF = 444, 445", b"_RESTRICT_SELF = 9444, 445"
-        ),
+        lambda: plain().replace(b"_RESTRICT_SELF = 444, 445", b"_RESTRICT_SELF = 9444, 445"),
     )
-    assert b"9444" in jail_module.sources("lockdown")
+    assert b"9444" in jail_module.sources()
     assert (
         probe.__wrapped__(tuple(shlex.split(python_in_bwrap())))
         == "a program in it could read a file"
@@ -142,158 +133,6 @@ def test_a_package_that_is_named_can_be_imported_and_no_other():
 
 
 # --- a server with the API of SandboxFusion
-
-
-class FusionServer(http.server.ThreadingHTTPServer):
-    """POST /run_code of SandboxFusion, for programs in Python, without any isolation; counts its
-    requests."""
-
-    def __init__(self):
-        self.requests, self.failures = [], []
-        super().__init__(("127.0.0.1", 0), FusionHandler)
-        self.url = f"http://127.0.0.1:{self.server_port}"
-
-
-class FusionHandler(http.server.BaseHTTPRequestHandler):
-    def log_message(self, *_):
-        pass
-
-    def do_POST(self):
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.requests.append(request)
-        if self.path != "/run_code" or request["language"] != "python":
-            return self.send_error(404)
-        failure = self.server.failures.pop() if self.server.failures else None
-        if isinstance(failure, int):
-            return self.send_error(failure)
-        answer = failure or run_as_fusion(request)
-        body = json.dumps(answer).encode() if isinstance(answer, dict) else answer
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-
-def run_as_fusion(request):
-    began, result = time.monotonic(), {"status": "Finished", "return_code": None}
-    process = subprocess.Popen(
-        [sys.executable, "-c", request["code"]],
-        stdin=-1,
-        stdout=-1,
-        stderr=-1,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        result["stdout"], result["stderr"] = process.communicate(
-            request["stdin"], request["run_timeout"]
-        )
-        result["return_code"] = process.returncode
-    except subprocess.TimeoutExpired:
-        process.kill()
-        result["stdout"], result["stderr"] = process.communicate()
-        result["status"] = "TimeLimitExceeded"
-    result["execution_time"] = time.monotonic() - began
-    is_success = result["return_code"] == 0
-    return {
-        "status": "Success" if is_success else "Failed",
-        "message": "",
-        "run_result": result,
-        "files": {},
-    }
-
-
-@pytest.fixture
-def fusion(monkeypatch):
-    monkeypatch.setattr(requests, "BACKOFF_S", 0.0)
-    with FusionServer() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server
-        server.shutdown()
-
-
-def test_programs_run_on_a_sandbox_fusion_server_and_are_compared_here(fusion):
-    reward = resolve_reward(f"code_tests:sandbox={fusion.url},workers=1")
-    assert reward(TEXTS, tests=[DOUBLE] * 3) == [1.0, 1 / 3, 0.0]
-    script = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
-    assert reward(
-        [script], tests=[[{"input": "1 2", "output": "3"}, {"input": "1", "output": "1"}]]
-    ) == [0.5]
-    method = "```python\nclass Solution:\n    def pair(self, x: List[int]): return (x, 1)\n```"
-    assert reward(
-        [method], tests=[[{"args": [[2]], "output": [[2], 1]}]], entry_point=["pair"]
-    ) == [1.0]
-    secret = ["assert f(1) == 'okapi-4711'"]
-    assert reward(["```python\ndef f(x): return 'okapi-' + '4711'\n```"], tests=[secret]) == [1.0]
-    assert not any("okapi-4711" in json.dumps(request) for request in fusion.requests)
-
-
-def test_the_server_gives_what_the_jail_gives(fusion):
-    program = (
-        "import os, time\ndef f(x):\n    if x == 1: os._exit(0)\n    if x == 2: time.sleep(99)\n"
-    )
-    program += "    if x == 3: return 'x' * 10**6\n    if x == 4: raise KeyError(x)\n"
-    program += "    print('x'); return [x, {x: (1.5, None)}]"
-    cases = [[f"f({n})"] for n in (0, 1, 2, 3, 4, 5)]
-    limits = SandboxLimits(case_s=0.5, program_s=9)
-    found = SandboxFusion(fusion.url + "/run_code", limits).calls(program, cases)
-    assert [result.status for result in found] == [
-        "value",
-        "error",
-        "timeout",
-        "error",
-        "error",
-        "value",
-    ]
-    assert (found[0].value, found[5].value) == ([[0, {0: (1.5, None)}]], [[5, {5: (1.5, None)}]])
-    assert (found[4].exception, found[4].message) == ("KeyError", "KeyError: 4")
-    assert (
-        SandboxFusion(fusion.url, limits).calls("import nothing_here", [["1"], ["2"]])
-        == [CaseResult("error", message="ModuleNotFoundError: No module named 'nothing_here'")] * 2
-    )
-    script = (
-        "x = input()\nif x == 'a': 1 / 0\nif x == 'b':\n    while True: pass\nprint(x * "
-        "int(9e4 if x == 'c' else 1))"
-    )
-    results = SandboxFusion(fusion.url, limits).script(script, ["a", "b", "c", "d"])
-    assert [result.status for result in results] == ["error", "timeout", "error", "value"]
-    assert results[0].message == "ZeroDivisionError: division by zero" and results[3].value == "d\n"
-    short = SandboxFusion(fusion.url, SandboxLimits(case_s=0.4, program_s=0.5))
-    hung = short.calls(
-        "def f():\n    import signal, time\n    signal.alarm(0); time.sleep(99)", [["f()"]] * 3
-    )
-    assert [result.status for result in hung] == ["timeout", "not_run", "not_run"]
-
-
-def test_a_server_that_fails_leaves_the_row_unscored_and_one_that_is_busy_is_asked_again(fusion):
-    reward = code_tests(sandbox=fusion.url, workers=1)
-    fusion.failures += [503, 429]
-    assert reward(TEXTS[:1], tests=[DOUBLE]) == [1.0] and not fusion.failures
-    error = {"status": "SandboxError", "message": "no overlay", "run_result": {"status": "Error"}}
-    for failure, why in [
-        ([error], "ran nothing: no overlay"),
-        ([500] * 4, "answered 500"),
-        ([504] * 4, "answered 504"),
-        ([b"<html>"] * 4, "something that is not JSON"),
-        ([b"[]"], "ran nothing"),
-    ]:
-        fusion.failures += failure
-        (found,) = reward(TEXTS[:1], tests=[DOUBLE])
-        assert (
-            isinstance(found, CallError)
-            and why in found.message
-            and "the sandbox failed" in found.message
-        )
-
-
-def test_a_server_that_is_not_there_is_refused_before_training(monkeypatch):
-    monkeypatch.setattr(requests, "BACKOFF_S", 0.0)
-    with pytest.raises(
-        GruppoError, match=r"is not run by http://127\.0\.0\.1:9: .* attempts failed"
-    ):
-        code_tests(sandbox="http://127.0.0.1:9")
-    with pytest.raises(GruppoError, match="packages are those of the server"):
-        resolve_reward("code_tests:sandbox=http://127.0.0.1:9,packages=numpy")
 
 
 # --- a sandbox of the user's own

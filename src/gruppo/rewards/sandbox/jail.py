@@ -15,14 +15,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from gruppo.rewards.sandbox.protocol import (
     CaseResult,
+    Sandbox,
     SandboxError,
     SandboxLimits,
     base_room,
@@ -57,7 +58,7 @@ settings = json.loads(sys.argv[2]) | {{"folders": [path for path in sys.path if 
 kept = {{name: os.environ[name] for name in {_KEPT} if name in os.environ}} | {{"PYTHONHASHSEED": "0"}}
 os.execve(sys.executable, [sys.executable, *{_FLAGS}, "-c", sys.argv[1], json.dumps(settings)], kept)
 """
-IN_MEMORY = """
+_BARE_IN_MEMORY = """
 import importlib.util, json, sys
 class Sources:
     found = json.loads(sys.stdin.buffer.readline())
@@ -69,21 +70,20 @@ class Sources:
     def exec_module(module):
         exec(compile(Sources.found[module.__name__], module.__name__ + ".py", "exec"), vars(module))
 sys.meta_path.insert(0, Sources)
-"""
-"""Imports this folder from the first line of standard input, where its files do not exist."""
-_BARE_IN_MEMORY = f"""{IN_MEMORY}
 from sandbox.supervisor import main
 sys.meta_path.remove(Sources)
 Sources.found.clear()
 main(**json.loads(sys.argv[1]))
 """
+"""In a container, where the files of this folder do not exist: imports it from the first line of
+standard input."""
 
 
-def sources(*modules: str) -> bytes:
-    """Modules of this folder as one line, for ``IN_MEMORY``."""
+def sources() -> bytes:
+    """The modules of the jail's inside as one line."""
     texts = {
         f"sandbox.{name}": Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
-        for name in modules
+        for name in _INSIDE
     }
     return json.dumps(texts | {"sandbox": ""}).encode() + b"\n"
 
@@ -140,7 +140,7 @@ class Jail(AbstractContextManager["Jail"]):
             self._errors.close()
             raise SandboxError(f"{arguments[0]} cannot be started: {error}") from None
         try:
-            self._exchange(sources(*_INSIDE) if command else b"", _START_S)
+            self._exchange(sources() if command else b"", _START_S)
         except BaseException:
             self.close()
             raise
@@ -307,3 +307,34 @@ def require_jail(command: tuple[str, ...] = (), packages: tuple[str, ...] = ()) 
                     ($reward code_tests:sandbox=...), or score code with your own reward ($reward
                     file.py:function)""",
         )
+
+
+def choose_sandbox(
+    sandbox: str | Callable[[SandboxLimits], Sandbox],
+    limits: SandboxLimits,
+    packages: Sequence[str] = (),
+) -> Callable[[], Sandbox]:
+    """Return a function that opens a sandbox; raise GruppoError where programs do not run in it.
+
+    ``sandbox``: empty for the jail; a command that starts Python in a container, with the jail
+    inside; or a function of the limits that returns an object with the methods of ``Sandbox``.
+    """
+    if isinstance(sandbox, str):
+        command = tuple(shlex.split(sandbox))
+        require_jail(command, tuple(packages))
+        return partial(Jail, limits, command=command, packages=packages)
+    trial = sandbox(limits)
+    try:
+        results = trial.calls("def f(x): return 6 * x", [["f(7)"]])
+        results += trial.script("print(6 * int(input()))", ["7"])
+    except SandboxError as error:
+        raise GruppoError(f"code that a model wrote is not run by {sandbox}: {error}.") from None
+    finally:
+        trial.end()
+        trial.close()
+    if [result.value for result in results] != [[42], "42\n"]:
+        got = ", ".join(result.message or repr(result.value) for result in results)
+        raise GruppoError(
+            f"a program that computes 6 * 7 gave {got:.200} in {sandbox}; it needs 42 twice."
+        )
+    return partial(sandbox, limits)
