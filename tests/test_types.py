@@ -18,6 +18,7 @@ from gruppo.types import (
     Rollouts,
     Sampling,
     Stat,
+    TokenColumn,
     TrainBatch,
 )
 
@@ -133,6 +134,16 @@ def test_cat_pads_continuous_actions_with_event_dimensions():
     assert joined.actions.shape == (2, 3, 2, 5)
     assert torch.equal(joined.actions[1], long.actions[0])
     assert not joined.actions[0, 1:].any()
+
+
+def test_columns_of_unequal_length_are_joined_with_their_own_padding():
+    short, long = rollouts_of([0], [1]), rollouts_of([0], [3])
+    parts = [
+        replace(part, columns={"experts": TokenColumn(torch.full((1, width, 2), n), padding=-1)})
+        for n, (part, width) in enumerate(((short, 1), (long, 3)))
+    ]
+    column = Rollouts.cat(parts).take([1, 0]).columns["experts"]
+    assert column.values[..., 0].tolist() == [[1, 1, 1], [0, -1, -1]] and column.padding == -1
 
 
 # --- batches and pieces ---------------------------------------------------------------------------

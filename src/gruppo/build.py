@@ -68,7 +68,7 @@ from gruppo.testing import check_engine, check_policy
 from gruppo.trainer import checks
 from gruppo.trainer.demonstrations import check_demos, open_demos
 from gruppo.trainer.evaluate import held_out
-from gruppo.trainer.references import has_reference, storage_error, unread_error
+from gruppo.trainer.references import has_reference
 from gruppo.trainer.run import Run, trained
 from gruppo.types import DataError, GruppoError
 from gruppo.worker import IS_AVAILABLE
@@ -556,26 +556,29 @@ def open_reference(config: Config, policy: Policy, *, is_read: bool = False) -> 
 
     ``is_read``: whether a reward does.
     """
-    chosen, renewed = (
-        config.reference,
-        [index for index, stage in enumerate(config.plan) if stage.new_reference],
-    )
+    chosen = config.reference
+    renewed = [index for index, stage in enumerate(config.plan) if stage.new_reference]
     if not has_reference(config, policy.modality) and not (is_read and renewed):
         if renewed:
-            raise unread_error(f"{stage_path(config, renewed[0])}.new_reference")
+            raise GruppoError(
+                f"""{stage_path(config, renewed[0])}.new_reference was set, but no stage's kl_coef
+                    is above 0, so that nothing is measured against a reference""",
+                option="stage.kl_coef",
+                advice="0.05 or the like, or leave new_reference out",
+            )
         return None
-    rate, every = chosen.update_rate, chosen.update_every if chosen.kind == "mixed" else 0
     is_frozen = chosen.kind == "frozen" and not renewed
-    if has_adapter(policy.module):
-        if chosen.place != "device":
-            raise storage_error(config)
-        return ReferenceModel(
-            policy, rule="adapter_off" if is_frozen else "ema", rate=rate, every=every
-        )
-    if chosen.place == "cpu" and policy.device.type == "cpu":
-        log.info("reference.place=cpu saves nothing here: the device is the CPU.")
     rule: Rule = "frozen" if is_frozen else "ema"
-    return ReferenceModel(policy, rule=rule, rate=rate, every=every, storage=chosen.place)
+    if is_frozen and has_adapter(policy.module):
+        rule = "adapter_off"
+    every = chosen.update_every if chosen.kind == "mixed" else 0
+    return ReferenceModel(
+        policy,
+        rule=rule,
+        rate=chosen.update_rate,
+        every=every,
+        storage=chosen.place,
+    )
 
 
 def with_reference(source: Any, policy: Policy, reference: Reference | None) -> Any:

@@ -91,6 +91,20 @@ class Sampling:
 
 
 @dataclass(frozen=True, eq=False)
+class TokenColumn:
+    """One value per action of each row, such as routing choices or a teacher's log-probs."""
+
+    values: Tensor
+    """[B, T, ...]"""
+    padding: float = 0
+    """Value of the columns that shorter rows get when they are joined with longer ones."""
+
+    def take(self, rows: Int[Tensor, "b"]) -> TokenColumn:
+        """Select rows."""
+        return TokenColumn(self.values[rows], self.padding)
+
+
+@dataclass(frozen=True, eq=False)
 class Rollouts:
     """B sampled rows, with all that rewards and another evaluation need."""
 
@@ -119,6 +133,8 @@ class Rollouts:
     length P."""
     per_row: Mapping[str, Any] = field(default_factory=lambda: _EMPTY)
     """[B, ...] entries of each row: initial latent, time steps, the environment's replies."""
+    columns: Mapping[str, TokenColumn] = field(default_factory=lambda: _EMPTY)
+    """Further values of each action; all rollouts that are joined have the same ones."""
 
     def __len__(self) -> int:
         return self.group_ids.shape[0]
@@ -132,6 +148,7 @@ class Rollouts:
         )  # [p] that have rows, and [b]
         rows_of = {name: _pick(getattr(self, name), index) for name in _ROW_FIELDS}
         rows_of["per_row"] = {name: _pick(value, index) for name, value in self.per_row.items()}
+        rows_of["columns"] = {name: column.take(index) for name, column in self.columns.items()}
         shared = {name: _pick(value, groups) for name, value in self.shared.items()}
         return replace(
             self, prompts=_pick(self.prompts, groups), group_ids=group_ids, shared=shared, **rows_of
@@ -166,22 +183,24 @@ class Rollouts:
         fields: dict[str, Any] = {}
         for name in _ROW_FIELDS:
             values = [getattr(part, name) for part in parts]
-            if name in _COLUMN_FIELDS:  # [B, T, *E]: T becomes that of the longest part
-                padding = [(0, 0) * (x.ndim - 2) + (0, columns - x.shape[1]) for x in values]
-                values = [
-                    nn.functional.pad(x, widths) for x, widths in zip(values, padding, strict=True)
-                ]
+            if name in _COLUMN_FIELDS:
+                values = [_widened(x, columns) for x in values]
             fields[name] = _join(values)
         group_ids = torch.cat(
             [ids[part.group_ids] for ids, part in zip(group_of, parts, strict=True)]
         )
         shared = {name: _pick(values, first) for name, values in shared.items()}
         per_row = {name: _join([part.per_row[name] for part in parts]) for name in parts[0].per_row}
+        own = {}
+        for name, column in parts[0].columns.items():
+            wide = [_widened(p.columns[name].values, columns, column.padding) for p in parts]
+            own[name] = TokenColumn(torch.cat(wide), column.padding)
         return Rollouts(
             prompts=_pick(prompts, first),
             group_ids=group_ids,
             shared=shared,
             per_row=per_row,
+            columns=own,
             **fields,
         )
 
@@ -229,6 +248,12 @@ others, statistics are read together at the end of an update."""
 
 _COLUMN_FIELDS = ("actions", "mask", "sampler_logprobs", "policy_version")
 _ROW_FIELDS = (*_COLUMN_FIELDS, "lengths", "completions", "temperature", "finish")
+
+
+def _widened(x: Tensor, columns: int, padding: float = 0) -> Tensor:
+    """Pad [B, T, *E] to this number of columns."""
+    widths = (0, 0) * (x.ndim - 2) + (0, columns - x.shape[1])
+    return nn.functional.pad(x, widths, value=padding)
 
 
 def _pick(value: Any, index: Tensor) -> Any:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tests import fakes, processes, tiny
 from tests.trainer.runs import metrics
 
@@ -21,10 +20,9 @@ from gruppo.cli.commands import COMMANDS
 from gruppo.cli.options import parse_command, parse_config
 from gruppo.config import schema as configs
 from gruppo.config import serialization
-from gruppo.loading import command_name
 from gruppo.modalities.text import from_pretrained
 from gruppo.trainer import checks
-from gruppo.types import DataError, GruppoError
+from gruppo.types import GruppoError
 
 SMALL = {
     "steps": 2,
@@ -42,12 +40,6 @@ SMALL = {
 
 def length(completions, **_):
     return [float(len(tiny.said(completion))) for completion in completions]
-
-
-def ascii_share(completions, **_):
-    return [
-        sum(map(str.isascii, completion)) / max(len(completion), 1) for completion in completions
-    ]
 
 
 def saved_config(result: api.Result) -> dict[str, Any]:
@@ -150,29 +142,6 @@ def test_a_question_to_try_is_one_that_was_asked_and_draws_no_further_prompt(tmp
     assert shlex.split(result.next[0][0])[-1] == "0 + 1 =" and source.taken == 2 * 2
 
 
-def test_a_plain_module_trains_and_its_weights_can_be_loaded_again(tmp_path):
-    from safetensors.torch import load_model
-
-    torch.manual_seed(0)
-    policy = gruppo.from_module(
-        fakes.TinyGPT(), fakes.ByteTokenizer(), eos_ids=[fakes.END], context=64
-    )
-    before = [parameter.clone() for parameter in policy.module.parameters()]
-    data = [f"{n} + {n} = " for n in range(9)]
-    result = gruppo.train(
-        model=policy, data=data, reward=ascii_share, runs_dir=tmp_path, optim__lr=1e-2, **SMALL
-    )
-    assert any(
-        not torch.equal(a, b) for a, b in zip(before, policy.module.parameters(), strict=True)
-    )
-    again = fakes.TinyGPT()
-    load_model(again, str(result.model / "model.safetensors"))
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(again.parameters(), policy.module.parameters(), strict=True)
-    )
-
-
 def test_a_model_without_its_tokenizer_is_refused_with_what_to_do():
     with pytest.raises(
         GruppoError, match=r"TinyGPT; it needs a name, a folder, or a policy.*from_transformers"
@@ -243,17 +212,6 @@ def test_a_run_of_a_ten_line_script_is_resumed_by_its_folder_without_training_ag
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["run"]
 
 
-def test_a_prompt_that_is_too_long_is_refused_before_anything_is_trained(tmp_path):
-    data = [*tiny.rows(), {"prompt": "1" * tiny.CONTEXT, "answer": "1", "number": 1}]
-    with pytest.raises(
-        DataError, match="has 128 tokens, and 6 new ones make 134; the model's context holds 128"
-    ):
-        gruppo.train(
-            model=tiny.model(), data=data, reward=length, runs_dir=tmp_path / "runs", **SMALL
-        )
-    assert not (tmp_path / "runs").exists()
-
-
 def test_an_unfinished_name_gets_a_number_when_it_is_taken(tmp_path):
     first = api.new_name("x", tmp_path)
     (tmp_path / first).mkdir()
@@ -277,30 +235,6 @@ def test_data_without_held_out_prompts_are_one_warning_and_no_evaluation(tmp_pat
         result.before is result.after is None and saved_config(result)["evaluation"]["prompts"] == 0
     )
     assert result.next[0][0].endswith(" = ?'")  # one that was trained on
-
-
-def test_a_shown_run_ends_with_its_table_and_the_next_commands(tmp_path, capsys, monkeypatch):
-    log = logging.getLogger("gruppo")
-    before = log.level, list(log.handlers)
-    levels = []
-    real = api.build
-    monkeypatch.setattr(
-        api, "build", lambda *given: (levels.append(log.getEffectiveLevel()), real(*given))[1]
-    )
-    result = gruppo.train(
-        model=tiny.model(),
-        data=tiny.rows(),
-        reward=length,
-        runs_dir=tmp_path,
-        **SMALL | {"show": True},
-    )
-    output = "".join(capsys.readouterr().out.split())
-    assert (
-        f"{command_name()}sample{result.folder}" in output
-        and f"{command_name()}doctor{result.folder}" in output
-    )
-    assert levels == [logging.INFO]  # downloads are reported
-    assert (log.level, log.handlers) == before
 
 
 def test_commands_are_written_as_the_shell_needs_them(tmp_path, monkeypatch):

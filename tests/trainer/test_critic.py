@@ -12,7 +12,7 @@ from tests import tiny
 from tests.trainer.runs import Signalling, assert_same, newest
 
 from gruppo import api
-from gruppo.build import Parts, build, with_absolute_paths
+from gruppo.build import Parts, build
 from gruppo.trainer.loop import Stopped
 from gruppo.trainer.run_dir import RunFolder, boundary_state
 from gruppo.trainer.stages import step_params_at
@@ -147,14 +147,6 @@ def test_a_model_that_lacks_more_than_its_language_head_is_no_critic(tmp_path, d
         built(tmp_path, SEPARATE, critic__model=str(tmp_path / "other"))
 
 
-def test_a_reward_model_is_no_policy(tmp_path):
-    reward_model(tmp_path / "other")
-    with pytest.raises(
-        GruppoError, match=r"lacks 1 weights that a LlamaForCausalLM has, lm_head\.weight first"
-    ):
-        build(tiny.config(tmp_path, model=str(tmp_path / "other")), Parts())
-
-
 def test_a_critic_too_short_for_the_data_is_refused(tmp_path):
     other = tiny.write_model(tmp_path / "other")
     config = (tmp_path / "other/config.json").read_text()
@@ -163,20 +155,6 @@ def test_a_critic_too_short_for_the_data_is_refused(tmp_path):
         GruppoError, match=r"the critic .*other is too short for these data: .* context holds 20"
     ):
         built(tmp_path, SEPARATE, critic__model=other)
-
-
-def test_a_critic_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(GruppoError, match="does not exist"):
-        built(tmp_path, SEPARATE, critic__model="./nowhere")
-    with pytest.raises(GruppoError, match=r"Did you mean smollm2-135m\?"):
-        built(tmp_path, SEPARATE, critic__model="smollm2-135")
-
-
-def test_a_critics_folder_is_named_from_the_root(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "critic").mkdir()
-    config = with_absolute_paths(config_in(tmp_path, SEPARATE, critic__model="critic"))
-    assert config.critic.model == str(tmp_path / "critic")
 
 
 # --- checkpoints ----------------------------------------------------------------------------------

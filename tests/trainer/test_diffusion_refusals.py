@@ -3,7 +3,6 @@ one."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import sys
@@ -16,11 +15,9 @@ from tests import tiny
 from tests.trainer import diffusion_runs
 from tests.trainer.diffusion_runs import reward
 
-from gruppo import api, inference
-from gruppo.api import explain
+from gruppo import api
 from gruppo.build import Parts
 from gruppo.cli.app import main
-from gruppo.config import serialization
 from gruppo.data.digits import load_digits
 from gruppo.modalities.diffusion import load_denoiser
 from gruppo.types import DataError, GruppoError
@@ -113,10 +110,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a pipeline's size": (
         {"diffusion__size": (8, 8)},
         r"diffusion.size is of a pipeline of diffusers",
-    ),
-    "a reference that nothing reads": (
-        {"reference__kind": "mixed"},
-        r"no stage's kl_coef is above 0",
     ),
     "no reward": ({"reward": ()}, r"no reward was given"),
     "a new network of texts": (
@@ -299,46 +292,3 @@ def test_mistakes_at_the_shell_are_one_line_and_exit_with_2(
     assert err.startswith("gruppo: ") and err.count("\n") == 1
     assert re.search(says, err), err
     assert not (tmp_path / "made").exists()
-
-
-def test_a_run_without_a_reward_has_nothing_to_evaluate_and_can_be_asked(tmp_path):
-    images = diffusion_runs.write_images(tmp_path / "images")
-    changes = {
-        "model": "unet",
-        "data": f"images:{images}",
-        "reward": (),
-        "stage__rl_coef": 0.0,
-        "stage__sup_coef": 1.0,
-    }
-    changes |= {"objective": "grpo", "diffusion__width": 8, "evaluation__prompts": 0, "steps": 1}
-    run = api.start(diffusion_runs.config(tmp_path, **changes)).folder
-    with pytest.raises(
-        GruppoError,
-        match=r"was trained without a reward, so nothing is measured. Ask it: .* sample",
-    ):
-        inference.evaluate_run(run, prompts=3)
-    assert len(inference.sample(run, ["1"], tmp_path / "drawn")) == 2
-
-
-# --- explain --------------------------------------------------------------------------------------
-
-
-def test_a_run_of_pictures_is_explained(finished):
-    config = serialization.load(finished / "config.json")
-    output = explain(dataclasses.replace(config, name="again"))
-    text = "\n".join(output)
-    for part in (
-        "an image    [3, 8, 8]; an action has 192 dimensions",
-        "3 prompts x 4 samples = 12 rows",
-        "4 steps of ancestral, the last without noise, branched in a group; at most 48 evaluations",
-        "trained on  1 of steps 0 to 2 of each row; a clip is at 1 nats",
-        "evaluated   by the ODE, in 3 steps",
-        "ONE REAL PROMPT",
-        "completion  [3, 8, 8], from ",
-        "images=[...]",
-    ):
-        assert part in text, part
-    assert "token" not in text[: text.index("WORK")]
-    weights = sum(p.numel() for p in load_denoiser(finished / "final").module.parameters())
-    assert f"weights, float32{4 * weights / 2**20:15.2f} MiB" in text
-    assert f"AdamW state, float32{8 * weights / 2**20:11.2f} MiB" in text

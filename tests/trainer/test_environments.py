@@ -41,10 +41,6 @@ def fails_now_and_then(text: str, seed: int) -> str:
     return "1"
 
 
-def always() -> str:
-    return "1"
-
-
 def always_fails() -> str:
     raise ValueError("the server is gone")
 
@@ -205,22 +201,6 @@ def test_failures_in_an_evaluation_are_told(tmp_path, caplog):
         r"held out: the environment failed in [1-4] of 4 conversations: ValueError: the server",
         caplog.text,
     )
-
-
-def test_a_run_is_resumed_with_another_environment_by_its_name(tmp_path):
-    stop = Signalling(2)
-
-    def stopping(completions: Sequence[Any], **_: Any) -> list[float]:
-        return stop(completions)
-
-    stopping.__name__ = "digits"
-    chosen = config(tmp_path, reward=[tiny.reward("digits")], evaluation__prompts=0)
-    with pytest.raises(Stopped):
-        api.start(chosen, Parts(rewards=[stopping], environment=lambda text: None))
-    done = api.resume(tmp_path / "runs/run", environment=f"{HERE}:always", show=False)
-    assert [row["environment/ended_frac"] for row in metrics(done.folder) if "turns/mean" in row][
-        -1
-    ] == 0
 
 
 def test_the_game_of_the_recipe_guess_by_hand():

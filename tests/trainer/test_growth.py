@@ -382,7 +382,7 @@ REFUSED = {
     ),
     "an endless schedule": (
         {"stage__group_size": "linear:4,inf"},
-        r"stage.group_size=linear:4,inf.* out of range",
+        r"stage.group_size='linear:4,inf'.* out of range",
     ),
     "more minibatches than rows": (
         {"optim__minibatches": 9},

@@ -11,9 +11,7 @@ from tests import nanochat_standin as nanochat
 from tests import tiny
 from tests.collecting import collect
 from tests.test_examples import EXAMPLES, example
-from tests.trainer.runs import metrics
 
-from gruppo import api
 from gruppo.build import Parts, build
 from gruppo.trainer.stages import step_params_at
 from gruppo.trainer.update import backward
@@ -46,14 +44,6 @@ def test_render_ends_where_the_assistant_answers_and_keeps_an_answer_that_is_beg
     answer, reply = [{"role": "assistant", "content": "4"}], [{"role": "user", "content": "no"}]
     assert chat.encode_reply([user], answer, reply, is_closed=False) == again
     assert chat.encode_reply([user], answer, reply, is_closed=True) == again[1:]
-
-
-@pytest.mark.parametrize("objective", ["nanochat", "ppo"])
-def test_a_module_that_refuses_single_tokens_is_explained_and_trained(tmp_path, objective):
-    config = in_nanochat(tmp_path, steps=2, rollout__max_new_tokens=4, objective=objective)
-    assert "What is question" in "\n".join(api.explain(config))
-    steps = [row for row in metrics(api.start(config).folder) if "reward/mean" in row]
-    assert len(steps) == 2 and steps[0]["mismatch/max_nats"] < 1e-3
 
 
 # --- the preset -----------------------------------------------------------------------------------

@@ -146,11 +146,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"diffusion__width": 16},
         r"diffusion.width is of a new network",
     ),
-    "a place for the base": (
-        "SD 1.5, LoRA",
-        {"reference__place": "cpu"},
-        r"reference.place='cpu' has nothing to place",
-    ),
     "a step of a flow": (
         "SD 1.5",
         {"diffusion__transition": "cps"},

@@ -6,14 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tests import processes, tiny
-from tests.trainer import by_hand
-from tests.trainer.test_resume import other_model
-from tests.trainer.test_step import run_in, step
+from tests import tiny
 
 import gruppo
-from gruppo.config import serialization
 from gruppo.types import GruppoError
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -64,58 +59,3 @@ def test_what_cannot_learn_is_refused_in_one_line_before_anything_is_written(tmp
     with pytest.raises(GruppoError, match=why) as error:
         train(tmp_path, **changes)
     assert "\n" not in str(error.value) and not (tmp_path / "runs").exists()
-
-
-def test_a_preset_and_its_fields_go_through_the_command_line(tmp_path):
-    data = tiny.write_rows(tmp_path / "data.jsonl")
-    words = [
-        "--model",
-        tiny.model(),
-        "--data",
-        data,
-        "--reward",
-        tiny.reward("digits"),
-        "--steps",
-        "1",
-    ]
-    words += [
-        "--rollout.prompts",
-        "2",
-        "--rollout.group-size",
-        "2",
-        "--rollout.max-new-tokens",
-        "6",
-    ]
-    words += ["--evaluation.prompts", "0", "--runs-dir", str(tmp_path / "runs"), "--name", "run"]
-    dapo = ["--objective", "dapo", "--objective.overlong", "3"]
-    child = processes.gruppo("train", "plain", *words, *dapo, folder=tmp_path / "child")
-    assert child.wait() == 0, child.err
-    objective = serialization.load(tmp_path / "runs/run/config.json").objective
-    assert (objective.overlong, objective.clip_high) == (3, 0.28)
-    child = processes.gruppo(
-        "train",
-        "plain",
-        *words,
-        "--objective",
-        "dapo",
-        "--objective.overlong",
-        "6",
-        folder=tmp_path / "no",
-    )
-    assert (
-        child.wait() == 2
-        and "overlong=6 penalizes every length" in child.err
-        and "Traceback" not in child.err
-    )
-
-
-def test_a_critic_of_another_width_than_the_policy_learns(tmp_path):
-    """Its head is made for its own features."""
-    run = run_in(
-        tmp_path, objective="ppo", critic__kind="separate", critic__model=other_model(tmp_path)
-    )
-    before = by_hand.flat(run.critic.module.parameters())
-    assert run.critic.module["head"].weight.shape == (1, 24)
-    _, logged = step(run)
-    assert logged["update/updates_count"] == 1 and logged["grad/critic_norm"] > 0
-    assert not torch.equal(by_hand.flat(run.critic.module.parameters()), before)

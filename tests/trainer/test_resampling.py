@@ -12,9 +12,8 @@ import pytest
 import torch
 from tests import processes, tiny
 from tests.collecting import collect
-from tests.trainer import by_hand
 from tests.trainer.runs import Signalling, assert_same, newest
-from tests.trainer.test_step import run_in, step
+from tests.trainer.test_step import run_in
 
 from gruppo import api
 from gruppo.build import Parts, build
@@ -36,10 +35,6 @@ def dull_odd(completions: Sequence[Any], prompts: Sequence[Any], **_: Any) -> li
     """Every completion of an odd number's prompt gets 1."""
     values = tiny.digits(completions)
     return [1.0 if number_of(p) % 2 else value for p, value in zip(prompts, values, strict=True)]
-
-
-def dull(completions: Sequence[Any], **_: Any) -> list[float]:
-    return [0.5] * len(completions)
 
 
 def lengths(completions: Sequence[Any], **_: Any) -> list[float]:
@@ -118,34 +113,6 @@ def test_a_slot_left_unfilled_keeps_its_last_group_and_enters_no_denominator_and
     assert thrown == len(set(collected.rollouts.group_ids.tolist())) - int((~odd).sum()) // 4
     tokens = int(collected.rollouts.lengths.sum()) - int(batch.rollouts.lengths[~odd].sum())
     assert collected.metrics["refill/thrown_tokens_count"] == tokens
-
-
-@pytest.mark.parametrize("kind", [{}, {"critic__kind": "separate"}], ids=["shared", "separate"])
-def test_a_ppo_step_with_unfilled_slots_is_the_step_by_hand_without_their_rows(tmp_path, kind):
-    changes = {
-        "objective": "ppo",
-        "stage__kl_coef": 0.2,
-        "optim__lr": 0.05,
-        "optim__epochs": 2,
-        "optim__minibatches": 2,
-    }
-    run = run_with(tmp_path, dull_odd, rollout__refill_rounds=1, **changes, **kind)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in run.parameters:
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-    networks = by_hand.Networks.of(run)
-    collected, logged = step(run)
-    rollouts = collected.batch.rollouts
-    rewards = [
-        float("nan") if n % 2 else value
-        for n, value in zip(numbers(rollouts), tiny.digits(rollouts.completions), strict=True)
-    ]
-    rows = by_hand.credited(run, networks, rollouts, rewards)
-    assert 0 < len(rows) < 16
-    assert by_hand.learned(run, networks, rollouts, rows) == logged["update/updates_count"]
-    expected = by_hand.flat([*networks.of_policy, *networks.of_critic])
-    torch.testing.assert_close(by_hand.flat(run.parameters), expected, rtol=0, atol=1e-5)
 
 
 # --- by which reward ------------------------------------------------------------------------------

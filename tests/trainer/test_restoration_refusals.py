@@ -5,26 +5,20 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tests import tiny
-from tests.collecting import collect
 from tests.modalities.restoration import fakes
-from tests.trainer import diffusion_runs, restoration_runs
-from tests.trainer.restoration_runs import built, here, said_in_one_line, trained
-from tests.trainer.runs import metrics
+from tests.trainer import restoration_runs
+from tests.trainer.restoration_runs import here, said_in_one_line, trained
 
 from gruppo import api
 from gruppo.build import Parts
 from gruppo.cli.app import main
 from gruppo.config import serialization
 from gruppo.config.schema import Stage
-from gruppo.modalities.restoration.config import RestorationConfig
-from gruppo.trainer.update import backward
 from gruppo.types import DataError, GruppoError, Prompt
 
 pytest.importorskip("PIL")
@@ -333,38 +327,6 @@ def test_demonstrations_without_clean_pictures_are_refused(tmp_path):
 # --- other kinds of model -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        (CONS, r"cons_coef is above 0: consistency is of restored images, .*--stage.cons-coef 0"),
-        (
-            {"modality": RestorationConfig(patches=2)},
-            r"restoration settings were given, and .* is no restoration model. Leave",
-        ),
-        ({"reward": ["psnr"]}, r"psnr"),
-    ],
-    ids=["consistency", "settings", "psnr"],
-)
-@pytest.mark.parametrize("kind", ["text", "denoiser"])
-def test_models_that_restore_nothing_are_told_so(tmp_path, capsys, kind, changes, why):
-    if kind == "denoiser" and "reward" in changes:
-        return  # its pictures have clean ones beside them
-    changes = dict(changes)
-    section = changes.pop("modality", None)
-    config = (
-        tiny.config(tmp_path, **changes)
-        if kind == "text"
-        else diffusion_runs.config(tmp_path, **changes)
-    )
-    config = config if section is None else replace(config, modality=section)
-    parts = Parts() if kind == "text" else diffusion_runs.parts_of(config)
-    assert re.search(
-        why, result := said_in_one_line(lambda: api.start(config, parts), GruppoError)
-    ), result
-    if kind == "text":
-        on_the_command_line(tmp_path, capsys, config, why)
-
-
 # --- rewards --------------------------------------------------------------------------------------
 
 
@@ -378,35 +340,6 @@ def test_a_reward_of_patches_that_do_not_fit_is_one_clear_line(tmp_path, capsys,
     (tmp_path / "again").mkdir()
     config = restoration_runs.config(tmp_path / "again", **changes)
     on_the_command_line(tmp_path / "again", capsys, config, why)
-
-
-def test_a_network_that_makes_nan_of_some_pictures_costs_those_rows(tmp_path):
-    """They end in error, are counted, and the gradient is finite."""
-    data = restoration_runs.degraded(tmp_path, "noise=25,crop=8")
-    run = built(
-        tmp_path,
-        data=data,
-        rollout__prompts=8,
-        stage__kl_coef=0.1,
-        **(CONS | network("BreaksOnSome")),
-    )
-    step_params = run.stage_schedule.step_params(0)
-    batch = collect(run, step_params).batch
-    assert batch.rollouts is not None
-    broken = torch.tensor([finish == "error" for finish in batch.rollouts.finish])
-    assert 0 < int(broken.sum()) < len(broken) and not batch.rollouts.mask[broken].any()
-    first = batch.rollouts.shared["degraded"][batch.rollouts.group_ids][:, 0, 0, 0]
-    assert torch.equal(broken, first > 0.55)
-    backward(run, batch, step_params)
-    assert (
-        restoration_runs.gradient(run).isfinite().all()
-        and restoration_runs.gradient(run).norm() > 0
-    )
-    path = trained(tmp_path, data=data, rollout__prompts=8, steps=2, **network("BreaksOnSome"))
-    rows = [row for row in metrics(path) if "optim/lr" in row]
-    assert (
-        rows[0]["finish/error_count"] == int(broken.sum()) and rows[1]["update/updates_count"] == 1
-    )
 
 
 # --- asking a run ---------------------------------------------------------------------------------

@@ -226,26 +226,6 @@ def test_rewards_of_patches_are_compared_with_the_same_patch_of_the_group(tmp_pa
     assert logged["update/updates_count"] == 1
 
 
-def test_a_reward_of_patches_beside_one_of_pictures_adds_both(tmp_path):
-    apart = PATCHES | {"objective__scale": "none"}
-    run = built(
-        tmp_path,
-        **(apart | {"reward": ["psnr:patch=4", here("bright")], "scoring__weights": (1.0, 2.0)}),
-    )
-    alone = built(tmp_path, **apart)
-    batch, other = (
-        collect(run, run.stage_schedule.step_params(0)).batch,
-        collect(alone, alone.stage_schedule.step_params(0)).batch,
-    )
-    assert batch.rollouts is not None
-    means = 2 * batch.reward_parts["bright"].double()
-    for group in range(2):
-        rows = batch.rollouts.group_ids == group
-        own = means[rows] - means[rows].mean()
-        expected = other.advantages[rows] + own[:, None].float()
-        torch.testing.assert_close(batch.advantages[rows], expected, rtol=1e-4, atol=1e-4)
-
-
 # --- whole runs, resumed --------------------------------------------------------------------------
 
 WARM = Stage(name="warm", steps=2, rl_coef=0.0, sup_coef=1.0, weight_decay=0.1)
@@ -398,40 +378,9 @@ def test_the_new_reference_is_the_policy_of_the_stages_first_step_and_is_saved(t
 # --- rewards against a reference ------------------------------------------------------------------
 
 
-def gains(run: Run, restore: Any) -> Tensor:
-    """PSNR less that of ``restore``'s pictures, of what a step samples; by hand."""
-    rollouts = collect(run, run.stage_schedule.step_params(run.state.step)).batch.rollouts
-    assert rollouts is not None
-    return torch.tensor(
-        [
-            db(image, prompt.target) - db(restore(prompt.inputs[None])[0], prompt.target)
-            for image, group in zip(rollouts.completions, rollouts.group_ids.tolist(), strict=True)
-            for prompt in [rollouts.prompts[group]]
-        ]
-    )
-
-
 def db(image: Tensor, clean: Tensor) -> float:
     error = ((image * 255).round() - (clean * 255).round()).double() / 255
     return float(-10 * (error**2).mean().log10())
-
-
-def rewards_of(run: Run) -> Tensor:
-    return collect(run, run.stage_schedule.step_params(run.state.step)).batch.rewards
-
-
-@pytest.mark.parametrize("kl", [0.0, 0.1], ids=["without a reference", "with a KL"])
-def test_a_gain_over_the_reference_is_over_the_first_policy(tmp_path, kl):
-    changes = {"reward": ["psnr:delta=reference"], "stage__kl_coef": kl, "optim__lr": 0.01}
-    run, other = (built(tmp_path, **changes) for _ in range(2))
-    first = built(tmp_path).policy
-    for one in (run, other):
-        stepped(one)
-    expected = gains(other, first.restore)
-    torch.testing.assert_close(rewards_of(run), expected.float(), rtol=1e-4, atol=1e-3)
-    again = built(tmp_path, **changes)
-    stepped(again)
-    assert (gains(again, again.policy.restore) - expected).abs().max() > 0.05
 
 
 def test_after_a_new_reference_the_gain_is_over_the_renewed_one_and_an_evaluation_agrees(tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import shutil
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from tests import tiny
 from tests.collecting import collect
 from tests.trainer import by_hand
-from tests.trainer.runs import assert_same, metrics
+from tests.trainer.runs import metrics
 from tests.trainer.test_memory import Full, gradients
 from tests.trainer.test_ranks import both, first_weights, weights
 from tests.trainer.test_step import run_in, step, vector
@@ -242,30 +241,6 @@ def test_held_out_prompts_are_never_demonstrated(tmp_path):
 
 
 # --- the whole run --------------------------------------------------------------------------------
-
-
-@pytest.mark.silent_bug(33)
-@pytest.mark.parametrize("stop", [1, 3])
-def test_a_run_that_is_continued_within_a_stage_is_the_run_that_was_not_stopped(tmp_path, stop):
-    changes = {
-        "stages": PLAN,
-        "supervised__batch": 5,
-        "saving__every": 1,
-        "saving__keep": 9,
-        "steps": 6,
-    }
-    config = tiny.config(tmp_path, **changes)
-    whole = api.start(config).folder
-    rows = metrics(whole)
-    assert [row.get("stage/number") for row in rows if "optim/lr" in row] == [1, 1, 2, 2, 3, 3]
-    assert ["sup/loss_nats" in row for row in rows if "optim/lr" in row] == [True] * 4 + [False] * 2
-    copied = tmp_path / "runs/copied"
-    shutil.copytree(whole, copied)
-    for step_ in range(stop + 1, 7):
-        shutil.rmtree(copied / f"checkpoints/step_{step_:06d}")
-    shutil.rmtree(copied / "final")
-    api.start(copied)
-    assert_same(copied, whole)
 
 
 # --- what to answer -------------------------------------------------------------------------------

@@ -54,6 +54,7 @@ def unread(config: Config) -> list[str]:
     has_updates = config.updates_per_batch > 1
     has_servers = config.engine.kind == "vllm"
     has_adapter = bool(config.lora.adapter)
+    reference = config.reference
     is_read = {
         "back_off.": bool(config.back_off.metric),
         "critic.": config.objective.has_critic,
@@ -71,6 +72,12 @@ def unread(config: Config) -> list[str]:
         "lora.targets": not has_adapter,
         "objective.kl_mask": has_updates,
         "optim.stop_kl": has_updates,
+        "reference.": max(highest(config, "kl_coef"), highest(config, "cons_coef")) > 0,
+        "reference.kind": reference.update_every <= config.steps,
+        "reference.place": not has_adapter and not config.lora.rank,
+        "reference.update_every": reference.is_mixed,
+        "reference.update_rate": reference.is_mixed,
+        "reference.watch_prompts": reference.is_mixed,
         "prompts.difficulty_column": has_difficulty(config),
         "rollout.refill_rounds": smallest_group(config) > 1,
         "stage.": not config.stages,

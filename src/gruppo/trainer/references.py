@@ -17,23 +17,6 @@ from gruppo.trainer.run import Run
 from gruppo.types import GruppoError
 
 
-def unread_error(what: str) -> GruppoError:
-    return GruppoError(
-        f"""{what} was set, but no stage's kl_coef is above 0, so that nothing is measured
-                    against it""",
-        option="stage.kl_coef",
-        advice="0.05 or the like, or leave the $reference options and new_reference out",
-    )
-
-
-def storage_error(config: Config) -> GruppoError:
-    return GruppoError(
-        f"""reference.place={config.reference.place!r} has nothing to place: of a policy with
-                    adapters the reference is its base, which is there once for both""",
-        advice="Leave $reference.place out",
-    )
-
-
 def has_reference(config: Config, modality: Modality) -> bool:
     """Whether a KL or a consistency term needs a reference."""
     return highest(config, "kl_coef") > 0 or modality.consistency_reads_reference(config)
@@ -42,12 +25,9 @@ def has_reference(config: Config, modality: Modality) -> bool:
 def remember(run: Run) -> str | None:
     """Return the SHA-256 of the weights that must not change, taken before the first update; None
     without any."""
-    if (
-        run.reference is not None
-        and not run.reference_sha256
-        and (frozen := run.reference.frozen_state_dict())
-    ):
-        run.reference_sha256 = digest(frozen)
+    if run.reference is not None and not run.reference_sha256:
+        frozen = run.reference.frozen_state_dict()
+        run.reference_sha256 = digest(frozen) if frozen else None
     return run.reference_sha256
 
 
@@ -57,11 +37,9 @@ def check_unchanged(run: Run) -> None:
     then = run.reference_shards_sha256 or run.reference_sha256
     if run.reference is None or then is None:
         return
-    if (
-        now := digest(
-            {name: local(tensor) for name, tensor in run.reference.frozen_state_dict().items()}
-        )
-    ) != then:
+    frozen = run.reference.frozen_state_dict()
+    now = digest({name: local(tensor) for name, tensor in frozen.items()})
+    if now != then:
         raise GruppoError(f"""step {run.state.step}: the frozen weights of the reference have
             changed since the start (SHA-256 {now[:12]}, was {then[:12]}), so the KL was to
             something else. Nothing was saved at this step; every save before it is kept. Something
@@ -74,17 +52,18 @@ def watch(run: Run) -> dict[str, float]:
     if reference is None or not reference.follows_policy:
         return {}
     metrics = {"reference/distance_frac": reference.distance(run.policy)}
-    if run.config.reference.is_mixed and (
-        prompts := held_out(run, run.config.reference.watch_prompts)
-    ):
+    prompts = held_out(run, run.config.reference.watch_prompts)
+    if run.config.reference.is_mixed and prompts:
         with reference.active() as policy, whole_weights(policy):
             generate: Any = policy.sample
             if run.environment is not None:
-                first, further = policy.sample, part(policy, ConversationMixin).continue_rollouts
                 generate = partial(
-                    converse, first, further, run.environment, check_prompt=policy.check_prompt
+                    converse,
+                    policy.sample,
+                    part(policy, ConversationMixin).continue_rollouts,
+                    run.environment,
+                    check_prompt=policy.check_prompt,
                 )
-            metrics["reference/eval_reward_mean"] = evaluate(run, prompts, generate=generate)[
-                0
-            ].mean
+            evaluation, _ = evaluate(run, prompts, generate=generate)
+            metrics["reference/eval_reward_mean"] = evaluation.mean
     return metrics

@@ -139,41 +139,44 @@ class StageSchedule:
 
     def step_params(self, step: int) -> StepParams:
         """The parameters of step 0, 1, ..., which is in the current stage."""
-        config, stage = self.config, self.stage
+        config, stage, optim = self.config, self.stage, self.config.optim
         # Steps that the stage lasts, as far as known; the last one has what earlier gates have
         # saved too.
         length = config.steps - self.began
         if self.index + 1 < len(self.plan) and stage.steps:
             length = min(stage.steps, length)
-        now: dict[str, Any] = dict.fromkeys(SCHEDULED)
-        for name, one in self._schedules[self.index].items():
-            now[name] = one.at(step - self.began, length=length)
-        now |= self.overrides
-        lr, optim = now["lr"], config.optim
-        if lr is None:
-            lr = warmup_decay(
+        now: dict[str, Any] = {
+            "lr": warmup_decay(
                 step,
                 peak=optim.lr,
                 warmup=optim.warmup_steps,
                 total=config.steps,
                 decay=optim.decay,
                 final_frac=optim.final_lr_frac,
-            )
-        warmth = (
-            min((step - self.began + 1) / stage.warmup_steps, 1.0) if stage.warmup_steps else 1.0
-        )
-        lr *= warmth * self.lr_scale  # lowered at each return to the best weights
-        own, peak = config.critic.lr, peak_lr(config, self.index)
-        temperature, group_size = now["temperature"], now["group_size"]
+            ),
+            "weight_decay": optim.weight_decay,
+            "temperature": None,
+            "group_size": config.rollout.group_size,
+        }
+        for name, schedule in self._schedules[self.index].items():
+            now[name] = schedule.at(step - self.began, length=length)
+        now |= self.overrides
+        lr = now["lr"] * self.lr_scale  # lowered at each return to the best weights
+        if stage.warmup_steps:
+            lr *= min((step - self.began + 1) / stage.warmup_steps, 1.0)
+        critic_lr, own, peak = lr, config.critic.lr, peak_lr(config, self.index)
+        if own is not None and own != peak:
+            critic_lr = lr * (own / peak) if peak else 0.0
+        sampling = self.sampling
+        if now["temperature"] is not None:
+            sampling = replace(sampling, temperature=now["temperature"])
         step_params = StepParams(
             lr=lr,
-            critic_lr=lr if own is None or own == peak else lr * (own / peak) if peak else 0.0,
+            critic_lr=critic_lr,
             is_critic_alone=False,
-            group_size=config.rollout.group_size if group_size is None else round(group_size),
-            sampling=self.sampling
-            if temperature is None
-            else replace(self.sampling, temperature=temperature),
-            weight_decay=optim.weight_decay if now["weight_decay"] is None else now["weight_decay"],
+            group_size=round(now["group_size"]),
+            sampling=sampling,
+            weight_decay=now["weight_decay"],
             **{name: now[name] for name in _PLAIN},
         )
         if not config.objective.has_critic or not step_params.samples:
@@ -220,31 +223,16 @@ class StageSchedule:
             return None
         self.settled = step
         is_last = self.index + 1 == len(self.plan)
-        gate, stage, name, seen = (
-            self._gates[self.index],
-            self.stage,
-            self.names[self.index],
-            self.seen,
-        )
-        if gate and gate.is_open(seen):
-            why = f"{gate.metric} is {seen[-1]:.4g}, and {name} lasts until {stage.until}"
-        elif (
-            (step == self.config.steps)
-            if is_last
-            else stage.steps and step - self.began >= stage.steps
-        ):
+        gate, stage, name = self._gates[self.index], self.stage, self.names[self.index]
+        has_ended = step == self.config.steps
+        if not is_last:
+            has_ended = stage.steps > 0 and step - self.began >= stage.steps
+        if gate is not None and gate.is_open(self.seen):
+            why = f"{gate.metric} is {self.seen[-1]:.4g}, and {name} lasts until {stage.until}"
+        elif has_ended:
             why = f"{name} has had its {stage.steps} steps"
-            if gate:
-                last = (
-                    f"{gate.metric} was {seen[-1]:.4g} at last"
-                    if seen
-                    else f"{gate.metric} was never measured"
-                )
-                hint = "" if seen else did_you_mean(gate.metric, known.keys() - {gate.metric})
-                parts = (name, step - self.began, stage.until, last, hint)
-                log.warning(
-                    "%s ends after its %d steps, and its gate %r never opened: %s.%s", *parts
-                )
+            if gate is not None:
+                self._warn_of_gate(gate, step, known)
             if is_last:
                 return None
         else:
@@ -252,8 +240,21 @@ class StageSchedule:
         if is_last:
             self.is_over = True
             return f"step {step}: the run ends ({why})."
-        self.index, self.began, self.seen = self.index + 1, step, []
+        self.index += 1
+        self.began = step
+        self.seen = []
         return f"step {step}: {self.names[self.index]} begins ({why})."
+
+    def _warn_of_gate(self, gate: Gate, step: int, known: Mapping[str, float]) -> None:
+        last = f"{gate.metric} was never measured."
+        if self.seen:
+            last = f"{gate.metric} was {self.seen[-1]:.4g} at last."
+        else:
+            last += did_you_mean(gate.metric, known.keys() - {gate.metric})
+        log.warning(
+            "%s ends after its %d steps, and its gate %r never opened: %s",
+            *(self.names[self.index], step - self.began, self.stage.until, last),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         controllers = [
