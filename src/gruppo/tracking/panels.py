@@ -151,6 +151,19 @@ PANELS = (
         "fraction of the returns' variance",
         {"value/explained_variance_frac": "explained"},
     ),
+    Panel(
+        "epoch_ratio",
+        "Largest ratio by epoch",
+        "new / old probability",
+        {"epoch/*/ratio_max": "epoch {}"},
+    ),
+    Panel("epoch_clip", "Clipped actions by epoch", "fraction", {"epoch/*/clip_frac": "epoch {}"}),
+    Panel(
+        "epoch_kl",
+        "KL of the update by epoch",
+        "nats per action",
+        {"epoch/*/kl_old_k3_nats": "epoch {}"},
+    ),
     _setting("epochs", "Epochs before the KL limit", {"update/epochs_count": "epochs"}),
     Panel(
         "prompts",

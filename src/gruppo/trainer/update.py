@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from gruppo import distributed as dist
 from gruppo import types
+from gruppo.config.schema import OptimConfig
 from gruppo.core.loss import LossInputs, critic_loss, policy_loss
 from gruppo.core.weights import Average, loss_total, loss_weights
 from gruppo.distributed.sharding import clip_grad_norm, is_sharded, is_unit
@@ -78,6 +79,13 @@ _METRICS = {
     "update/micro_batches": ("sum:update/micro_batches_count",),
 }
 """Metrics of the statistics of a batch's updates."""
+_EPOCH_METRICS = {
+    "ratio": ("mean:ratio_mean", "max:ratio_max"),
+    "clip": ("mean:clip_frac",),
+    "kl/old_nats": ("mean:kl_old_nats",),
+    "kl/old_k3_nats": ("mean:kl_old_k3_nats",),
+    "update/taken": ("sum:updates_count",),
+}
 
 
 def learn(run: Run, batch: TrainBatch, step_params: StepParams) -> dict[str, float]:
@@ -88,11 +96,13 @@ def learn(run: Run, batch: TrainBatch, step_params: StepParams) -> dict[str, flo
     stats = dict.fromkeys(("update/taken", "update/skipped", "update/micro_batches"), Stat())
     if batch.rollouts is not None:
         stats["loss/policy"] = Stat()
+    epochs: list[dict[str, Stat]] = [{} for _ in range(optim.epochs)]
     tried = 0
     has_moved_far = False
     for minibatch in minibatches(run, batch):
         update_stats, has_moved_far = update(run, minibatch, step_params)
         _accumulate(stats, update_stats)
+        _accumulate(epochs[tried // optim.minibatches], update_stats)
         tried += 1
         if has_moved_far:
             break
@@ -101,8 +111,7 @@ def learn(run: Run, batch: TrainBatch, step_params: StepParams) -> dict[str, flo
     for name in stats.keys() & set(_LOSSES):
         stats[name] = Stat(1, stats[name].sum / tried)
     metrics = flatten(stats, _METRICS)
-    if optim.epochs > 1 or optim.stop_kl:
-        metrics["update/epochs_count"] = (tried - has_moved_far) / optim.minibatches
+    metrics |= epoch_metrics(optim, epochs, tried - has_moved_far)
     if optim.stop_kl:
         metrics["update/early_stop_frac"] = float(has_moved_far)
     return metrics | {"optim/lr": step_params.lr}
@@ -114,6 +123,31 @@ def set_learning_rates(run: Run, step_params: StepParams) -> None:
         if group["is_critic"]:
             group["lr"] = step_params.critic_lr
         group["weight_decay"] = step_params.weight_decay  # AdamW multiplies it by the learning rate
+
+
+def epoch_metrics(
+    optim: OptimConfig, epochs: Sequence[Mapping[str, Stat]], done: int
+) -> dict[str, float]:
+    """Return ``epoch/N/...`` of each epoch that was begun, over its minibatches; none if there is
+    only one epoch.
+
+    ``epochs``: the statistics of each, empty if it was not begun. ``done``: minibatches before
+    ``stop_kl`` ended the batch; the one that it stopped at was evaluated, so it is in its epoch's
+    statistics, but took no update.
+    """
+    metrics: dict[str, float] = {}
+    for number, stats in enumerate(epochs if optim.epochs > 1 else (), start=1):
+        if not stats:
+            break
+        own = {"update/taken": Stat(), **stats}
+        if "clip/high_frac" in stats:  # no action is clipped on both sides
+            high, low = stats["clip/high_frac"], stats["clip/low_frac"]
+            own["clip"] = Stat(high.count, high.sum + low.sum)
+        for name, value in flatten(own, _EPOCH_METRICS).items():
+            metrics[f"epoch/{number}/{name}"] = value
+    if optim.epochs > 1 or optim.stop_kl:
+        metrics["update/epochs_count"] = done / optim.minibatches
+    return metrics
 
 
 def update(run: Run, batch: TrainBatch, step_params: StepParams) -> tuple[dict[str, Stat], bool]:
