@@ -166,8 +166,9 @@ def _stop_if_useless(run: Run, rollouts: Rollouts, scores: Scores) -> None:
         )
     if is_hopeless:
         first = f": {scores.failures[0].message}" if scores.failures else " (every reward was None)"
+        in_a_row = f", {state.unscored_steps} steps in a row" if state.step else ""
         raise DataError(f"""step {state.step}: the reward scored none of {len(rollouts)}
-            completions, {state.unscored_steps} steps in a row{first}. Fix the reward function, then
+            completions{in_a_row}{first}. Fix the reward function, then
             start or resume the run.""")
     for failed in scores.failures[:3]:
         where = (state.step, failed.row, failed.reward)
