@@ -26,8 +26,9 @@ from gruppo.trainer.loop import Stopped
 @pytest.fixture(autouse=True)
 def half_per_step(monkeypatch):
     """Moving statistics that forget half in each step, so that few steps show how they move."""
-    for name in ("group_advantages", "position_advantages", "step_advantages"):
-        monkeypatch.setattr(advantages, name, partial(getattr(advantages, name), decay=0.5))
+    monkeypatch.setattr(
+        advantages, "step_advantages", partial(advantages.step_advantages, decay=0.5)
+    )
 
 
 OWN: dict[str, Any] = {"combine": "normalize_then_sum", "scale": "running"}
