@@ -15,7 +15,7 @@ import torch
 from tests.core.four_rows import GROUP_IDS, KEEP, LENGTHS, LOGPROBS, OLD, REF
 from torch import Tensor
 
-from gruppo.core.advantages import group_advantages, position_advantages
+from gruppo.core.advantages import group_advantages, step_advantages
 from gruppo.core.loss import LossInputs, policy_loss
 from gruppo.core.objective import PRESETS, Objective
 from gruppo.core.returns import gae, place_score, returns_to_go, whiten
@@ -358,7 +358,8 @@ def compared(o: Objective, rewards: Tensor, penalty: Tensor) -> Tensor:
     kinds: dict[str, Any] = {"baseline": o.baseline, "scale": o.scale, "eps": o.scale_eps}
     if o.credit == "position":
         of_each = torch.where(KEEP, rewards[:, None] + torch.arange(3) - penalty, NAN)
-        return position_advantages(of_each, GROUP_IDS, KEEP, **kinds)[0]
+        groups = GROUP_IDS[:, None] * KEEP.shape[1] + torch.arange(KEEP.shape[1])
+        return step_advantages(of_each, groups, **kinds)[0]
     score = rewards - penalty.sum(dim=1) if o.credit == "outcome" else rewards
     advantages, _ = group_advantages(score, GROUP_IDS, KEEP, prompt_ids=["p", "q"], **kinds)
     if o.credit == "outcome":

@@ -12,7 +12,7 @@ from tests.core.ranks import on_ranks
 from tests.core.test_advantages import KINDS, assert_close
 from torch import Tensor
 
-from gruppo.core.advantages import PROMPT_HISTORY, Ema, group_advantages, position_advantages
+from gruppo.core.advantages import PROMPT_HISTORY, Ema, group_advantages, step_advantages
 from gruppo.core.returns import whiten
 
 NAN = float("nan")
@@ -198,17 +198,15 @@ def test_two_ranks_of_unequal_size_have_the_advantages_and_the_state_of_one(base
 # --- a reward for each action ---------------------------------------------------------------------
 
 
-def test_position_advantages_by_hand_compare_one_column_of_one_group():
+def test_step_advantages_by_hand_compare_one_column_of_one_group():
     """Column 0: 1, 3, 8 with mean 4; column 1: 10 and 20, the third row having no such action."""
     rewards = torch.tensor([[1, 10], [3, 20], [8, NAN], [5, 0], [5, 4]], dtype=torch.float64)
     mask = torch.tensor([[True, True], [True, True], [True, False], [True, True], [True, True]])
-    got, _ = position_advantages(
-        rewards, torch.tensor([0, 0, 0, 1, 1]), mask, baseline="mean", scale="none"
-    )
+    groups = torch.tensor([0, 0, 0, 2, 2])[:, None] + torch.arange(2)
+    rewards = rewards.where(mask, NAN)
+    got, _ = step_advantages(rewards, groups, baseline="mean", scale="none")
     assert got.tolist() == [[-3, -5], [-1, 5], [4, 0], [0, -2], [0, 2]]
-    scaled, _ = position_advantages(
-        rewards, torch.tensor([0, 0, 0, 1, 1]), mask, baseline="mean", scale="group", eps=0.0
-    )
+    scaled, _ = step_advantages(rewards, groups, baseline="mean", scale="group", eps=0.0)
     root = 0.5**0.5
     by_hand = [[-3 / 13**0.5, -root], [-1 / 13**0.5, root], [4 / 13**0.5, 0], [0, -root], [0, root]]
     torch.testing.assert_close(

@@ -189,27 +189,11 @@ def step_advantages(
     which only one row has any.
     """
     row, column = rewards.isfinite().nonzero(as_tuple=True)
-    groups = group_ids.reshape(len(group_ids), -1).expand(rewards.shape)[row, column]
+    groups = group_ids[row] if group_ids.dim() == 1 else group_ids[row, column]
     advantages, state = group_advantages(rewards[row, column], groups, owners=row, **choices)
     return torch.zeros_like(rewards, dtype=torch.float32).index_put(
         (row, column), advantages
     ), state
-
-
-def position_advantages(
-    rewards: Float[Tensor, "B T"],
-    group_ids: Int[Tensor, "B"],
-    mask: Bool[Tensor, "B T"],
-    **choices: Any,
-) -> tuple[Float[Tensor, "B T"], dict[str, Any]]:
-    """``group_advantages`` of one reward for each action (patches): each column of a group is
-    compared by itself."""
-    rows, columns = mask.shape
-    ids = group_ids[:, None] * columns + torch.arange(columns, device=group_ids.device)
-    advantages, state = group_advantages(
-        torch.where(mask, rewards, torch.nan).flatten(), ids.flatten(), **choices
-    )
-    return advantages.reshape(rows, columns), state
 
 
 def normalized_rewards(

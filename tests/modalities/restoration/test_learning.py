@@ -42,7 +42,7 @@ from tests.modalities.updates import (
 
 from gruppo.build import adamw
 from gruppo.config.schema import Config, OptimConfig, RolloutConfig, Stage
-from gruppo.core.advantages import position_advantages
+from gruppo.core.advantages import step_advantages
 from gruppo.core.images import apply_symmetry, gaussian_blur
 from gruppo.core.objective import GRPO, PRESETS
 from gruppo.data.source import SourceWrapper
@@ -335,10 +335,10 @@ def test_patch_advantages_by_hand():
     """Two samples of one picture in four patches: each patch is compared with the other
     sample's."""
     rewards = torch.tensor([[30.0, 20.0, 25.0, 10.0], [32.0, 20.0, 21.0, 13.0]])
-    mask, ids = torch.ones(2, 4, dtype=torch.bool), torch.zeros(2, dtype=torch.long)
-    plain, _ = position_advantages(rewards, ids, mask, baseline="mean", scale="none")
+    groups = torch.arange(4).expand(2, 4)
+    plain, _ = step_advantages(rewards, groups, baseline="mean", scale="none")
     assert plain.tolist() == [[-1.0, 0.0, 2.0, -1.5], [1.0, 0.0, -2.0, 1.5]]
-    scaled, _ = position_advantages(rewards, ids, mask, baseline="mean", scale="group", eps=0.0)
+    scaled, _ = step_advantages(rewards, groups, baseline="mean", scale="group", eps=0.0)
     half = 0.5**0.5
     expected = torch.tensor([[-half, 0.0, half, -half], [half, 0.0, -half, half]])
     torch.testing.assert_close(scaled, expected)
