@@ -69,15 +69,3 @@ def test_rewards_that_are_equal_up_to_rounding_do_not_stand_out():
         normalized_rewards(rewards, group_ids),
     ):
         assert deviations.tolist() == [0.0] * 4
-
-
-def test_no_rows_are_no_groups():
-    nothing, ids = torch.zeros(0), torch.zeros(0, dtype=torch.long)
-    assert [
-        len(x)
-        for x in (
-            group_reduce(nothing, ids, "mean"),
-            group_deviations(nothing, ids),
-            normalized_rewards(nothing, ids),
-        )
-    ] == [0] * 3

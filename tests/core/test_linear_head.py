@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor, nn
 
-from gruppo.core import distributions, linear_head
+from gruppo.core import linear_head
 from gruppo.core.distributions import categorical, chunked_categorical
 
 ROWS, WIDTH, VOCABULARY = 11, 6, 37
@@ -187,19 +187,3 @@ def test_a_head_that_does_more_than_its_product_is_called(head):
     torch.testing.assert_close(got, categorical(head(features), actions, temperature)[0])
     linear = nn.functional.linear(features, head.weight, head.bias)
     assert not torch.allclose(got, categorical(linear, actions, temperature)[0])
-
-
-@pytest.mark.parametrize(
-    ("kind", "is_taken"), [({}, True), ({"top_k": 5}, False), ({"top_p": 0.7}, False)]
-)
-def test_blocks_serve_all_but_truncated_distributions(monkeypatch, kind, is_taken):
-    features, actions, temperature = inputs()
-    head, calls = a_head(), []
-    monkeypatch.setattr(
-        distributions,
-        "linear_categorical",
-        lambda *a, **k: calls.append(1) or linear_head.linear_categorical(*a, **k),
-    )
-    got, _ = chunked_categorical(features, head, actions, temperature, **kind)
-    torch.testing.assert_close(got, categorical(head(features), actions, temperature, **kind)[0])
-    assert bool(calls) == is_taken

@@ -22,7 +22,6 @@ from tests.fakes import (
     qwen2,
     requests,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gruppo.modalities.common.critic import SharedCritic
 from gruppo.modalities.common.reference import ReferenceModel
@@ -191,50 +190,6 @@ def test_micro_batch_size_changes_neither_value_nor_gradient(policy, critic, rol
     same(gradient_of(critic, policy, rollouts, many), gradient_of(critic, policy, rollouts, one))
 
 
-@pytest.mark.slow
-@pytest.mark.silent_bug(4)
-def test_longer_neighbours_change_neither_value_nor_gradient(policy, critic, rollouts):
-    neighbour = replace(prompts("the prompt of a long neighbour")[0], id="long")
-    long = policy.sample([Request(neighbour, 2)], Sampling(max_actions=30), seed=5)
-    both, columns = Rollouts.cat([rollouts, long]), rollouts.mask.shape[1]
-    assert both.mask.shape[1] > columns
-
-    def gradient(rollouts, micro_batch):
-        for parameter in trained_by(critic, policy):
-            parameter.grad = None
-        (
-            critic.values(rollouts, micro_batch)[:9, :columns] * torch.linspace(-1, 1, columns)
-        ).sum().backward()
-        return torch.cat(
-            [p.grad.flatten() for p in trained_by(critic, policy) if p.grad is not None]
-        )
-
-    everything, mine = whole(both, *range(11)), whole(rollouts, *range(9))
-    same(values_of(critic, both, [everything])[:9, :columns], values_of(critic, rollouts, [mine]))
-    same(gradient(both, everything), gradient(rollouts, mine))
-
-
-@pytest.mark.silent_bug(5)
-def test_what_stands_in_padding_changes_no_value(policy, critic, rollouts):
-    micro_batches = policy.micro_batches(rollouts, rollouts.mask, 70)
-    is_real = torch.arange(rollouts.mask.shape[1]) < rollouts.lengths[:, None]
-    junk = replace(rollouts, actions=torch.where(is_real, rollouts.actions, 7))
-    assert not torch.equal(junk.actions, rollouts.actions)
-    same(values_of(critic, junk, micro_batches), values_of(critic, rollouts, micro_batches))
-
-
-@pytest.mark.silent_bug(27)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("make", [plain, llama, qwen2], ids=lambda make: make.__name__)
-def test_dropout_left_on_by_the_user_is_off_in_values(make, kind):
-    policy = make(**{"dropout" if make is plain else "attention_dropout": 0.5})
-    critic = with_opinions(kind(policy))
-    rollouts = policy.sample(requests(4, 2), SAMPLING, seed=3)
-    quiet = critic.values(rollouts, whole(rollouts, *range(6)))
-    (policy if critic.is_shared else critic).module.train()
-    assert torch.equal(critic.values(rollouts, whole(rollouts, *range(6))), quiet)
-
-
 # --- what is trained ------------------------------------------------------------------------------
 
 
@@ -372,32 +327,6 @@ def test_tokenizers_of_ones_own_cannot_be_compared_and_a_copy_needs_no_compariso
     with pytest.raises(GruppoError, match="without a vocabulary, which cannot be compared"):
         check_same_tokens(plain(), plain(seed=1))
     assert SeparateCritic(plain()).module["head"].weight.shape == (1, 257)
-
-
-class Searches(TorchDispatchMode):
-    """How often a mask is searched for its entries, which on a GPU is waited for."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function is torch.ops.aten.nonzero.default and args[0].shape == self.shape
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("make", [plain, llama], ids=["padded", "packed"])
-def test_the_place_of_the_actions_is_searched_once_for_all_that_is_said_of_them(make):
-    policy = make()
-    critic = SharedCritic(policy)
-    rollouts = ragged(policy)
-    micro_batch = whole(rollouts, *range(9))
-    for ask in (
-        lambda: policy.likelihood(rollouts, micro_batch, outputs=("entropy", "values")),
-        lambda: critic.values(rollouts, micro_batch),
-    ):
-        with Searches() as searches:
-            searches.shape = micro_batch.of(rollouts.mask).shape
-            ask()
-        assert searches.count == 1
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (2,), (3, 2), (2, 3, 1), (1, 3), ()])

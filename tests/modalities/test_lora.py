@@ -20,15 +20,11 @@ from tests.fakes import (
 
 from gruppo.modalities.common.adapters import read_adapter
 from gruppo.modalities.common.lora import (
-    LowRank,
     adapter_weights,
     has_adapter,
     inject,
     is_adapted,
-    low_rank,
     merge,
-    module_weights,
-    without_adapter,
 )
 from gruppo.modalities.text import decoder, decoding, from_transformers
 from gruppo.modalities.text.critic import SeparateCritic
@@ -258,20 +254,6 @@ def test_products_of_adapted_layers_are_what_the_layers_say(dtype, targets):
         torch.testing.assert_close(product(x), needed, rtol=tolerance, atol=tolerance)
 
 
-@torch.no_grad()
-def test_products_are_fused_wherever_there_is_one_plain_adapter_or_none():
-    layer = adapted().module.model.layers[0].mlp.up_proj
-    assert isinstance(low_rank(layer), LowRank) and low_rank(layer.base_layer) is layer.base_layer
-    with without_adapter(layer):
-        assert low_rank(layer) is layer.base_layer
-    layer.forward = layer.forward
-    assert low_rank(layer) is None
-    del layer.forward
-    assert isinstance(low_rank(layer), LowRank)
-    layer.lora_A["default"].register_forward_hook(lambda *_: None)
-    assert low_rank(layer) is None and decoding.fused(layer) is layer
-
-
 def test_what_the_feed_forward_computes_again_has_the_gradient_of_what_it_keeps(monkeypatch):
     policy = doubled(adapted(mlp_bias=True))
     rollouts = policy.sample(requests(3, 2), SAMPLING, seed=0)
@@ -335,12 +317,3 @@ def test_without_peft_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(GruppoError, match=r'needs the package "peft".*pip install .*\[lora\]"'):
         fresh()
-
-
-def test_layers_of_a_network_that_are_called_like_an_adapters_are_saved_all_the_same():
-    part = torch.nn.ModuleDict(
-        {"lora_A": torch.nn.Linear(2, 1), "base_layer": torch.nn.Linear(2, 2)}
-    )
-    module = torch.nn.ModuleDict({"part": part})
-    assert not has_adapter(module)
-    assert module_weights(module).keys() == module.state_dict().keys()

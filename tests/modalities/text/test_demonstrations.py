@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.fakes import HUGGING_FACE, ByteTokenizer, Says, bpe_tokenizer, llama, plain
+from tests.fakes import HUGGING_FACE, ByteTokenizer, Says, bpe_tokenizer, llama
 
 from gruppo.core.weights import loss_weights
 from gruppo.modalities.text import from_module
 from gruppo.modalities.text.chat import Chat
 from gruppo.modalities.text.demonstrations import answer_ids, target_text
-from gruppo.protocols import DemonstrationMixin
 from gruppo.types import GruppoError, Prompt, Request, Sampling
 
 USER = {"role": "user", "content": "abc"}
@@ -188,7 +187,3 @@ def test_the_loss_and_its_gradient_are_those_of_transformers_labels(make):
     torch.testing.assert_close(ours.float(), theirs)
     for mine, parameter in zip(got, trained, strict=True):
         torch.testing.assert_close(mine, parameter.grad, rtol=1e-4, atol=1e-5)
-
-
-def test_text_policies_say_that_they_learn_from_demonstrations():
-    assert isinstance(plain(), DemonstrationMixin)

@@ -7,10 +7,8 @@ import logging
 
 import pytest
 import torch
-from hypothesis import given, settings
 from tests.fakes import STREAMING, llama, requests
 from tests.modalities.text.test_backbones import evaluated
-from tests.modalities.text.test_stream import groups, sight
 
 from gruppo.core import compiled
 from gruppo.core.compiled import Compiled
@@ -41,17 +39,6 @@ def on_cpu(monkeypatch):
 
 
 # --- the mask -------------------------------------------------------------------------------------
-
-
-@given(groups())
-@settings(max_examples=40, deadline=None)
-def test_spans_show_each_token_what_the_blocks_do(laid):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layouts, "MULTIPLE", BLOCK)
-        expected = sight(*laid, padding_sees=True)
-        mask = block_mask(laid_out(*laid).spans, torch.device("cpu"))
-    key = torch.arange(len(expected))
-    assert torch.equal(mask.mask_mod(None, None, key[:, None], key), expected)
 
 
 def test_blocks_of_the_mask_are_those_of_every_pair_of_tokens(monkeypatch):

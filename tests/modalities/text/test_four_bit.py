@@ -23,7 +23,6 @@ from gruppo.modalities.common.four_bit import four_bit_layers
 from gruppo.modalities.common.lora import adapter_weights, base_weights, inject
 from gruppo.modalities.text import from_pretrained
 from gruppo.protocols import digest
-from gruppo.trainer.dry_run import _memory
 from gruppo.trainer.loop import Stopped
 from gruppo.types import GruppoError, Sampling
 
@@ -137,24 +136,6 @@ def test_bases_that_differ_in_their_scales_alone_have_other_identities(bitsandby
             name: w for name, w in base_weights(policy.module).items() if not w.is_floating_point()
         }
     assert len(identities) == 2 and len(codes) == 14 * 3
-
-
-def test_explain_counts_the_bytes_of_the_quantized_base(bitsandbytes, tmp_path):
-    run, _ = build(config_in(tmp_path), Parts())
-    line = next(line for line in _memory(run) if "base, 4 bits" in line)
-    linear = sum(
-        layer.in_features * layer.out_features
-        for layer in four_bit_layers(run.policy.module).values()
-    )
-    base = sum(tensor.nbytes for tensor in run.policy.frozen_base().values())
-    others = [
-        p for p in run.policy.module.parameters() if not p.requires_grad and p.is_floating_point()
-    ]
-    scales = base - linear // 2 - sum(p.nbytes for p in others)
-    assert float(line.split()[-2]) == pytest.approx(base / 2**20, abs=0.006)
-    # of these small layers, the tables of 16 and 256 numbers and the description weigh more than
-    # the scales themselves
-    assert 0 < scales < 1500 * len(four_bit_layers(run.policy.module))
 
 
 # --- refused --------------------------------------------------------------------------------------

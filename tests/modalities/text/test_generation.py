@@ -65,10 +65,6 @@ def test_any_of_several_end_tokens_ends_a_row_and_one_in_the_last_column_is_no_t
     assert got.finish == ("stop", "stop", "length") and got.lengths.tolist() == [2, 4, 4]
 
 
-def test_without_end_tokens_every_row_is_cut_at_max_actions():
-    assert written([1, 0, 0, 0], eos_ids=())[1].finish == ("length",)
-
-
 @pytest.mark.silent_bug(15)
 def test_a_stop_text_ends_a_row_also_where_it_spans_tokens():
     _, got = written([1, 2, 3, 4], [2, 1, 2, 1], [4, 4, 4, 4], stop=("cd", "bc"))
@@ -93,16 +89,6 @@ def test_finished_rows_leave_the_decoding_once_they_are_an_eighth_of_it():
         sizes[0] == 17 and min(sizes) == 15 and 16 not in sizes
     )  # one of 17 waits for company; two leave together
     assert decoding.fed[0][0] == 0, "a finished row that still waits is fed padding"
-
-
-def test_the_rows_that_stay_keep_their_tokens_and_log_probs_when_others_leave():
-    _, got = written([0], [1, 0], [2, 3, 4, 1], [4, 0])
-    assert got.tokens[2].tolist() == [2, 3, 4, 1] and got.finish == (
-        "stop",
-        "stop",
-        "length",
-        "stop",
-    )
 
 
 @pytest.mark.parametrize(

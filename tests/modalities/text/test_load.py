@@ -179,14 +179,6 @@ def test_a_damaged_model_is_refused_in_one_line_that_names_it(folder, damage):
     assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_reason_that_begins_a_list_is_told_as_a_whole_sentence(folder):
-    without_tokenizer(folder)
-    with pytest.raises(
-        GruppoError, match=r"be loaded: it has no tokenizer that transformers can open\. Give a"
-    ):
-        from_pretrained(folder, compute="float32")
-
-
 def test_a_runs_folder_opens_as_its_final_model(folder, tmp_path_factory):
     run = tmp_path_factory.mktemp("run")
     shutil.copytree(folder, run / "final")

@@ -16,13 +16,11 @@ from tests.fakes import (
     llama,
     plain,
     prompts,
-    qwen2,
     requests,
 )
-from torch import nn
 
 from gruppo.modalities.text import from_module, from_transformers
-from gruppo.types import DataError, GruppoError, Prompt, Request, Sampling
+from gruppo.types import GruppoError, Prompt, Request, Sampling
 
 GREEDY = Sampling(temperature=0.0, max_actions=6)
 
@@ -123,15 +121,6 @@ def from_transformers_chat(module, tokenizer):
     return policy
 
 
-def test_an_id_beyond_the_tokenizer_is_an_action_like_any_other():
-    """Models pad their vocabulary: an id without text may be drawn."""
-    policy = llama(vocab_size=320)
-    rollouts = policy.sample(requests(8), Sampling(max_actions=8), seed=0)
-    assert (rollouts.actions >= len(policy.chat.tokenizer)).any() and all(
-        isinstance(o, str) for o in rollouts.completions
-    )
-
-
 # --- positions ------------------------------------------------------------------------------------
 
 
@@ -176,25 +165,6 @@ def says_position():
 
 
 # --- groups, errors, refusals ---------------------------------------------------------------------
-
-
-def test_a_row_of_logits_that_are_not_finite_is_an_error_and_its_neighbours_are_as_alone():
-    policy, requested = qwen2(), prompts("a", "1", "b")
-    healthy = policy.sample(requests(2, 2, 2, of=requested), Sampling(max_actions=5), seed=0)
-    (poison,) = policy.chat.encode("1")
-    with torch.no_grad():
-        policy.module.model.embed_tokens.weight[poison] = torch.nan
-    rollouts = policy.sample(requests(2, 2, 2, of=requested), Sampling(max_actions=5), seed=0)
-    assert rollouts.finish[2:4] == ("error", "error") and not rollouts.mask[2:4].any()
-    unharmed = torch.tensor([0, 1, 4, 5])
-    assert "error" not in [rollouts.finish[row] for row in unharmed]
-    assert torch.equal(rollouts.actions[unharmed], healthy.actions[unharmed])
-    assert rollouts.sampler_logprobs.isfinite().all()
-    micro_batches = policy.micro_batches(rollouts, rollouts.mask, 10**9)
-    assert (
-        sorted(row for micro_batch in micro_batches for row in micro_batch.rows.tolist())
-        == unharmed.tolist()
-    )
 
 
 def test_a_model_of_nan_gives_errors_and_no_crash_for_any_way_of_decoding():
@@ -254,9 +224,3 @@ def test_completions_have_the_form_of_their_prompts():
     rollouts = policy.sample(requests(1, 1, 1), Sampling(max_actions=2), seed=0)
     assert [type(output) for output in rollouts.completions] == [str, str, list]
     assert rollouts.completions[2][0]["role"] == "assistant"
-
-
-def test_a_conversation_without_a_way_to_render_it_is_refused():
-    policy = from_module(nn.Embedding(END + 1, END + 1), ByteTokenizer(), eos_ids=[END])
-    with pytest.raises(DataError, match="render="):
-        policy.sample(requests(1, of=prompts([{"role": "user", "content": "hi"}])), GREEDY, seed=0)

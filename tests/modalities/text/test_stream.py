@@ -145,29 +145,6 @@ def test_attention_over_blocks_equals_a_masked_softmax_over_everything(sizes, la
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
 
 
-def test_no_block_holds_more_scores_than_it_may_unless_one_text_alone_does():
-    prompts, owners, lengths = [300, 20], [0] * 40 + [1] * 10, [600] * 20 + [500] * 20 + [90] * 10
-    for block in blocks_of(laid_out(prompts, owners, lengths)):
-        assert len(block.tokens) == 1 or block.bias.numel() <= streams.BLOCK_SCORES
-        assert block.bias.shape[2] <= streams.BLOCK_QUERIES
-
-
-def test_completions_of_like_length_share_a_block_and_others_do_not():
-    blocks = blocks_of(laid_out([5], [0] * 4, [101, 101, 81, 11]))
-    assert [block.tokens.shape for block in blocks] == [(1, 5), (3, 100), (1, 10)]
-    assert (
-        blocks[1].real is not None
-        and len(blocks[1].real) == 100 + 100 + 80
-        and blocks[2].real is None
-    )
-
-
-def test_small_groups_share_a_block_and_a_large_one_has_its_own():
-    blocks = blocks_of(laid_out([5, 6, 100], [0, 0, 1, 1, 2], [4, 4, 4, 2, 31]))
-    assert [block.tokens.shape for block in blocks] == [(1, 100), (2, 11), (1, 30)]
-    assert [block.first for block in blocks] == [0, 0, 0] and blocks[1].bias.shape == (2, 1, 11, 11)
-
-
 class Elsewhere(torch.nn.Embedding):
     """Refuses what is not on the device it says it is on, as an accelerator would."""
 

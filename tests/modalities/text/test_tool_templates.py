@@ -427,49 +427,6 @@ def test_a_prompt_that_is_a_text_is_refused_before_the_first_step_where_there_ar
             check_lengths(source, policy, Config())
 
 
-class Wordy:
-    def reset(self, **columns):
-        return " Go on:"
-
-    def step(self, text, turn):
-        return None if turn == 2 else f" {turn}"
-
-
-class Calculator:
-    multiply = staticmethod(multiply)
-
-    def reset(self, **columns):
-        return None
-
-
-def test_a_prompt_may_be_a_text_where_its_environment_has_no_tools():
-    environment = Environment({"wordy": Wordy, "calculator": Calculator})
-    policy = family_policy("qwen3", environment)
-
-    def write(batch, sampling, seed):
-        ids = torch.tensor([policy.chat.encode_text("ab<|im_end|>")] * len(batch.owners))
-        lengths = torch.full((len(ids),), ids.shape[1])
-        return Generated(ids, torch.full(ids.shape, -1.0), lengths, ("stop",) * len(ids))
-
-    prompts = [
-        Prompt(name, inputs, meta={"environment": name}, draw=draw)
-        for draw, (name, inputs) in enumerate({"wordy": "Say it.", "calculator": [USER]}.items())
-    ]
-    rollouts = converse(
-        partial(policy.sample_with, write),
-        partial(policy.continue_with, write),
-        environment,
-        [Request(prompt, 1) for prompt in prompts],
-        Sampling(max_actions=4096),
-        seed=0,
-    )
-    assert rollouts.per_row["environment_failure"] == (None, None)
-    assert rollouts.completions == ("ab 1ab", [turn("ab")]) and rollouts.per_row[
-        "turns"
-    ].tolist() == [2, 1]
-    assert rollouts.per_row["inputs"] == ("Say it. Go on:", [USER])
-
-
 def test_conversations_that_no_template_can_write_are_refused():
     tokenizer = bpe_tokenizer()
     tokenizer.chat_template = None
