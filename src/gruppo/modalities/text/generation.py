@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn import functional as F
 
 from gruppo.core.distributions import sample_categorical
 from gruppo.modalities.text.backbones import Decoding
@@ -107,10 +108,10 @@ def generate(
     but the last.
     """
     rows, columns = uniforms.shape
-    tokens, logprobs = torch.zeros(rows, columns, dtype=torch.long), torch.zeros(rows, columns)
+    tokens = torch.zeros(rows, columns, dtype=torch.long)
+    logprobs = torch.zeros(rows, columns)
     lengths = torch.zeros(rows, dtype=torch.long)
     finish: list[Finish] = ["length"] * rows
-    ends = torch.tensor(list(chat.eos_ids), dtype=torch.long)
     slots = torch.arange(rows)  # the row of each decoding slot
     is_open = torch.ones(rows, dtype=torch.bool)
     for t in range(columns):
@@ -131,17 +132,12 @@ def generate(
         written = slots[is_open]
         tokens[written, t], logprobs[written, t] = sampled[is_open], logprob[is_open]
         lengths[written] += 1
-        stopped = is_open & torch.isin(sampled, ends)
-        if sampling.stop:
-            for slot in (is_open & ~stopped).nonzero()[:, 0].tolist():
-                text = chat.text_with_specials(tokens[slots[slot], : t + 1].tolist())
-                stopped[slot] = any(stop in text for stop in sampling.stop)
-        for slot in stopped.nonzero()[:, 0].tolist():
+        for slot in _stopped(is_open, sampled, tokens[slots, : t + 1], chat, sampling.stop):
             row = int(slots[slot])
             finish[row] = "stop"
+            is_open[slot] = False
             if keep is not None:
                 keep(row, slot, tokens[row, :t])
-        is_open &= ~stopped
         if limits is not None:
             is_open &= t + 1 < limits[slots]
         remaining = int(is_open.sum())
@@ -155,6 +151,21 @@ def generate(
         # again
         decoding.advance(torch.where(is_open, sampled, 0).to(decoding.logits.device))
     return Generated(tokens, logprobs, lengths, tuple(finish))
+
+
+def _stopped(
+    is_open: Bool[Tensor, "N"],
+    sampled: Int[Tensor, "N"],
+    tokens: Int[Tensor, "N t"],
+    chat: Chat,
+    stop: Sequence[str],
+) -> list[int]:
+    """Open rows that have sampled an end token, or whose tokens hold a stop text."""
+    ended = is_open & torch.isin(sampled, torch.tensor(chat.eos_ids, dtype=torch.long))
+    for row in (is_open & ~ended).nonzero()[:, 0].tolist() if stop else ():
+        text = chat.text_with_specials(tokens[row].tolist())
+        ended[row] = any(part in text for part in stop)
+    return ended.nonzero()[:, 0].tolist()
 
 
 # --- further turns of a conversation --------------------------------------------------------------
@@ -189,38 +200,53 @@ def next_turns(
     "error"; both stay as they are. What was kept of rows without a turn is dropped.
     """
     turns: list[Turn] = []
-    finish, failures = list(rollouts.finish), list(rollouts.per_row["environment_failure"])
+    finish = list(rollouts.finish)
+    failures = list(rollouts.per_row["environment_failure"])
     is_full = rollouts.per_row["context_full"].clone()
     for row, reply in sorted(replies.items()):
-        group = int(rollouts.group_ids[row])
-        prefix = rollouts.actions[row, : int(rollouts.lengths[row])]
-        is_closed = len(prefix) > 0 and int(prefix[-1]) in policy.chat.eos_ids
         try:
-            reply = _truncate(policy, reply, max_reply_tokens)
-            inputs, completion = rollouts.prompts[group].inputs, rollouts.completions[row]
-            tools = policy.tools_of(rollouts.prompts[group])
-            ids = policy.chat.encode_reply(
-                inputs, completion, reply, is_closed=is_closed, tools=tools
-            )
-            added = torch.tensor(ids).long()
-        except (
-            Exception
-        ) as problem:  # a role unknown to the template, a character unknown to the tokenizer
-            why = str(problem) if isinstance(problem, DataError) else describe_error(problem)
-            finish[row], failures[row] = "error", f"its reply cannot be written: {why}"
+            turn = _next_turn(policy, rollouts, row, reply, sampling, max_reply_tokens)
+        except Exception as error:  # a role or a character that template or tokenizer do not know
+            why = str(error) if isinstance(error, DataError) else describe_error(error)
+            finish[row] = "error"
+            failures[row] = f"its reply cannot be written: {why}"
             continue
-        limit = sampling.max_actions - int(rollouts.mask[row].sum())
-        before = len(rollouts.shared["prompt_ids"][group]) + len(prefix) + len(added)
-        space = limit if policy.context is None else policy.context - before
-        if min(limit, space) > 0:
-            turns.append(Turn(row, reply, prefix, added, min(limit, space), is_last=space < limit))
+        if turn.limit > 0:
+            turns.append(turn)
         else:
-            finish[row], is_full[row] = "length", space < limit
+            finish[row] = "length"
+            is_full[row] = turn.is_last
     per_row = {**rollouts.per_row, "environment_failure": tuple(failures), "context_full": is_full}
     if (kept := per_row.get("kept")) is not None:
         rows = {turn.row for turn in turns}
         per_row["kept"] = tuple(state if row in rows else None for row, state in enumerate(kept))
     return replace(rollouts, finish=tuple(finish), per_row=per_row), turns
+
+
+def _next_turn(
+    policy: TextPolicy,
+    rollouts: Rollouts,
+    row: int,
+    reply: Any,
+    sampling: Sampling,
+    max_reply_tokens: int,
+) -> Turn:
+    group = int(rollouts.group_ids[row])
+    prompt = rollouts.prompts[group]
+    prefix = rollouts.actions[row, : int(rollouts.lengths[row])]
+    reply = _truncate(policy, reply, max_reply_tokens)
+    ids = policy.chat.encode_reply(
+        prompt.inputs,
+        rollouts.completions[row],
+        reply,
+        is_closed=len(prefix) > 0 and int(prefix[-1]) in policy.chat.eos_ids,
+        tools=policy.tools_of(prompt),
+    )
+    limit = space = sampling.max_actions - int(rollouts.mask[row].sum())
+    if policy.context is not None:
+        space = policy.context - len(rollouts.shared["prompt_ids"][group]) - len(prefix) - len(ids)
+    added = torch.tensor(ids).long()
+    return Turn(row, reply, prefix, added, min(limit, space), is_last=space < limit)
 
 
 def _truncate(policy: TextPolicy, reply: Any, max_tokens: int) -> Any:
@@ -297,24 +323,30 @@ def _join_turns(
     starts = [len(turn.prefix) + len(turn.added) for turn in turns]
     longest = int((torch.tensor(starts) + generated.lengths).max())
     padding = (0, max(0, longest - rollouts.actions.shape[1]))
-    columns = (rollouts.actions, rollouts.mask, rollouts.sampler_logprobs, rollouts.policy_version)
-    actions, mask, logprobs, versions = (torch.nn.functional.pad(x, padding) for x in columns)
-    lengths, is_full = rollouts.lengths.clone(), rollouts.per_row["context_full"].clone()
-    finish, completions = list(rollouts.finish), list(rollouts.completions)
+    names = ("actions", "mask", "sampler_logprobs", "policy_version")
+    columns: dict[str, Any] = {name: F.pad(getattr(rollouts, name), padding) for name in names}
+    versions = generated.versions
+    lengths = rollouts.lengths.clone()
+    is_full = rollouts.per_row["context_full"].clone()
+    finish = list(rollouts.finish)
+    completions = list(rollouts.completions)
     texts = list(rollouts.per_row["text"])
     for n, (turn, start) in enumerate(zip(turns, starts, strict=True)):
-        row, count = turn.row, int(generated.lengths[n])
-        if turn.is_last and generated.finish[n] == "length":
-            finish[row], is_full[row] = "length", True
+        row = turn.row
+        finish[row] = generated.finish[n]
+        if turn.is_last and finish[row] == "length":
+            is_full[row] = True
             continue
-        ids, span = generated.tokens[n, :count], slice(start, start + count)
-        actions[row, len(turn.prefix) : start] = turn.added
-        actions[row, span] = ids
-        mask[row, span] = True
-        logprobs[row, span] = generated.logprobs[n, :count]
-        if generated.versions is not None:
-            versions[row, span] = generated.versions[n, :count]
-        lengths[row], finish[row] = span.stop, generated.finish[n]
+        count = int(generated.lengths[n])
+        ids = generated.tokens[n, :count]
+        span = slice(start, start + count)
+        columns["actions"][row, len(turn.prefix) : start] = turn.added
+        columns["actions"][row, span] = ids
+        columns["mask"][row, span] = True
+        columns["sampler_logprobs"][row, span] = generated.logprobs[n, :count]
+        if versions is not None:
+            columns["policy_version"][row, span] = versions[n, :count]
+        lengths[row] = span.stop
         texts[row] = cut_at_stop(policy.chat.text(ids.tolist()), stop)
         tools = policy.tools_of(rollouts.prompts[int(rollouts.group_ids[row])])
         answer = policy.completion(ids.tolist(), texts[row], turn.reply, tools, stop)
@@ -324,12 +356,9 @@ def _join_turns(
             completions[row] = [*completions[row], *turn.reply, *answer]
     return replace(
         rollouts,
-        actions=actions,
-        mask=mask,
-        sampler_logprobs=logprobs,
-        policy_version=versions,
         lengths=lengths,
         completions=tuple(completions),
         finish=tuple(finish),
         per_row={**rollouts.per_row, "text": tuple(texts), "context_full": is_full},
+        **columns,
     )

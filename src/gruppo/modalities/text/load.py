@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -87,15 +87,8 @@ def from_pretrained(
         model_path, tokenizer_path, trust_remote_code, quantization, place, bool(adapt)
     )
     missing = sorted(loading["missing_keys"])
-    # of a reward model, nothing but the output embedding is missing, and at most a score is in its
-    # place
-    head = module.get_output_embeddings()
-    heads = {name for name, part in module.named_modules() if part is head}
-    is_reward_model = {name.rpartition(".")[0] for name in missing} <= heads and all(
-        name.startswith("score.") for name in loading["unexpected_keys"]
-    )
     policy = None
-    if not missing or (is_reward_model and not needs_head):
+    if not missing or (not needs_head and _lacks_head_alone(module, loading)):
         policy = from_transformers(
             module, tokenizer, compute=compute, chunk=chunk, adapt=adapt, device=device
         )
@@ -104,6 +97,17 @@ def from_pretrained(
             {type(module).__name__} has, {missing[0]} first; they would be random. Give a folder
             with all weights of a causal language model.""")
     return policy
+
+
+def _lacks_head_alone(module: Any, loading: Mapping[str, Any]) -> bool:
+    """Whether the files are of a reward model: without the output embedding, at most with a
+    score."""
+    head = module.get_output_embeddings()
+    heads = {name for name, part in module.named_modules() if part is head}
+    missing = {name.rpartition(".")[0] for name in loading["missing_keys"]}
+    return missing <= heads and all(
+        name.startswith("score.") for name in loading["unexpected_keys"]
+    )
 
 
 def _open_function(

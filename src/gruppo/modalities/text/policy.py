@@ -338,15 +338,17 @@ class TextPolicy(
         can_continue = any(request.has_more_turns for request in requests)
         kept = (None,) * len(owners) if can_continue else None
         generated = generate(TokenBatch(prompt_ids, owners, addresses, kept=kept), sampling, seed)
-        texts: list[str] = []
-        completions: list[Any] = []
-        for row, owner in enumerate(owners.tolist()):
-            ids = generated.tokens[row, : int(generated.lengths[row])].tolist()
-            prompt = prompts[owner]
-            texts.append(cut_at_stop(self.chat.text(ids), sampling.stop))
-            completions.append(
-                self.completion(ids, texts[-1], prompt.inputs, self.tools_of(prompt), sampling.stop)
+        rows = [
+            ids[:length].tolist()
+            for ids, length in zip(generated.tokens, generated.lengths.tolist(), strict=True)
+        ]
+        texts = [cut_at_stop(self.chat.text(ids), sampling.stop) for ids in rows]
+        completions = [
+            self.completion(ids, text, prompt.inputs, self.tools_of(prompt), sampling.stop)
+            for ids, text, prompt in zip(
+                rows, texts, (prompts[owner] for owner in owners.tolist()), strict=True
             )
+        ]
         rollouts = _rollouts(prompts, owners, prompt_ids, generated, completions, sampling)
         if self.chat.tools:  # a call of a tool is not in the message's content
             rollouts = replace(rollouts, per_row={**rollouts.per_row, "text": tuple(texts)})
