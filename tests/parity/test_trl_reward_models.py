@@ -22,7 +22,7 @@ def test_a_reward_model_reads_what_it_reads_in_trl(is_chat: bool):
         ANSWERS
     )
     completions = [[{"role": "assistant", "content": a}] if is_chat else a for a in ANSWERS]
-    ours = RewardModel(module, tokenizer, batch=2)(prompts=prompts, completions=completions)
+    ours = RewardModel(module, tokenizer)(prompts=prompts, completions=completions)
     trainer = trainer_of("GRPO")
     trainer.reward_funcs, trainer.reward_processing_classes = [module], [tokenizer]
     trainer.reward_func_names = ["model"]

@@ -6,7 +6,6 @@ own tokenizer, independent of the policy's.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -24,22 +23,17 @@ from gruppo.rewards.functions import split_steps, step_reward
 from gruppo.rewards.text import LogMetric, text_of
 from gruppo.types import GruppoError
 
-log = logging.getLogger("gruppo")
-
 Output = Literal["logit", "probability"]
 Column = Sequence[Any]  # an entry for each row
-Head = Literal["ForSequenceClassification", "ForTokenClassification"]
-KINDS = {
-    "ForSequenceClassification": ("reward_model", "whole texts"),
-    "ForTokenClassification": ("process_reward", "each token"),
-}
-"""Name of the reward for each kind of model, and what it scores."""
+OUTCOME, PROCESS = "ForSequenceClassification", "ForTokenClassification"
 SUMMARIES: dict[str, Callable[[list[float]], float]] = {
     "mean": lambda scores: math.fsum(scores) / len(scores),
     "min": min,
     "last": lambda scores: scores[-1],
     "product": math.prod,
 }
+BATCH = 16
+"""Texts of a forward pass."""
 NO_LIMIT = 1 << 20  # a tokenizer without a maximum length states an astronomical one
 
 
@@ -47,9 +41,7 @@ class NetworkOptions(TypedDict, total=False):
     """Options of a classifier; see ``ScoringNetwork``."""
 
     label: int | str
-    batch: int
     max_length: int
-    device: str
     offload: bool
     dtype: Literal["float32", "bfloat16"]
     trust_remote_code: bool
@@ -62,10 +54,10 @@ class RewardModel:
     ``output="probability"`` its probability (the sigmoid of a single logit). If its tokenizer has a
     chat template, the model reads a conversation, with a plain prompt as the user's message;
     otherwise prompt and completion as one text, the messages of a conversation joined by line ends.
-    ``chat`` overrides this. ``options``: see ``ScoringNetwork``.
+    ``options``: see ``ScoringNetwork``.
     """
 
-    # a forward pass is waited for: a retry after a deadline would start a second one beside it
+    # A forward pass is waited for: a retry after a deadline would start a second one.
     timeout_s = None
 
     def __init__(
@@ -74,31 +66,25 @@ class RewardModel:
         tokenizer: Any = None,
         *,
         output: Output = "logit",
-        chat: bool | None = None,
         name: str = "reward_model",
         **options: Unpack[NetworkOptions],
     ) -> None:
         self.__name__ = name
-        head: Head = "ForSequenceClassification"
-        self.network = ScoringNetwork(model, tokenizer, head, output, **options)
+        self.network = ScoringNetwork(model, tokenizer, OUTCOME, output, **options)
         self.memory_bytes = self.network.memory_bytes
-        has_template = bool(getattr(self.network.tokenizer, "chat_template", None))
-        if chat and not has_template:
-            problem = f"chat=True, but the tokenizer of {self.network.name} has no chat template"
-            raise GruppoError(f"{problem}. Omit chat.")
-        self.uses_chat = has_template if chat is None else chat
 
     def __call__(
         self, prompts: Column, completions: Column, log_metric: LogMetric = None, **_: Any
     ) -> list[float]:
         texts = list(map(self.encode, prompts, completions))
-        texts = self.network.truncate(texts, self.__name__, log_metric)
-        return [float(score) for score in self.network.scores(texts)]
+        scores = self.network.scores(texts, self.__name__, log_metric)
+        return [float(score) for score in scores]
 
     def encode(self, prompt: Any, completion: Any) -> list[int]:
         """Tokenize one text. An assistant message that the prompt begins is continued."""
-        tokenizer, answer = self.network.tokenizer, text_of(completion)
-        if not self.uses_chat:
+        tokenizer = self.network.tokenizer
+        answer = text_of(completion)
+        if not getattr(tokenizer, "chat_template", None):
             return list(tokenizer(plain_text(prompt) + answer)["input_ids"])
         is_text = isinstance(prompt, str)
         messages = [{"role": "user", "content": prompt}] if is_text else list(prompt)
@@ -141,19 +127,18 @@ class ProcessRewardModel:
         if score != "steps":
             self.step_separator = None
         self.__name__, self.separator, self.score = name, separator, score
-        self.network = ScoringNetwork(model, tokenizer, "ForTokenClassification", output, **options)
+        self.network = ScoringNetwork(model, tokenizer, PROCESS, output, **options)
         self.memory_bytes = self.network.memory_bytes
         self.mark = self._encode(mark or separator)
         if not self.mark:
-            problem = f"the tokenizer of {self.network.name} has no token for {mark or separator!r}"
-            raise GruppoError(
-                f"{problem}, at which a step is scored. Set mark to a text that it knows."
-            )
+            raise GruppoError(f"""the tokenizer of {self.network.name} has no token for
+                {mark or separator!r}, at which a step is scored. Set mark to another text.""")
 
     def __call__(
         self, prompts: Column, completions: Column, log_metric: LogMetric = None, **_: Any
     ) -> list[Any]:
-        texts, ends = list[list[int]](), list[list[int]]()  # and the index of each step's last id
+        texts = list[list[int]]()
+        ends = list[list[int]]()  # the index of each step's last id
         for prompt, completion in zip(prompts, completions, strict=True):
             ids = self._prompt_ids(prompt)
             own_ends = []
@@ -162,13 +147,15 @@ class ProcessRewardModel:
                 own_ends.append(len(ids) - 1)
             texts.append(ids)
             ends.append(own_ends)
-        truncated = self.network.truncate(texts, self.__name__, log_metric)
-        scores = []
-        for n, values in enumerate(self.network.scores(truncated)):
-            scores.append(_at_ends(values.tolist(), ends[n], len(texts[n])))
+        rows = list[Any]()
+        for n, values in enumerate(self.network.scores(texts, self.__name__, log_metric)):
+            lost = len(texts[n]) - len(values)
+            # The first id of a truncated text may be its opening token, not the end of a step.
+            first = lost + (lost > 0)
+            rows.append([float(values[end - lost]) if end >= first else None for end in ends[n]])
         if self.score == "steps":
-            return scores
-        known = [[score for score in row if score is not None] for row in scores]
+            return rows
+        known = [[score for score in row if score is not None] for row in rows]
         return [SUMMARIES[self.score](row) if row else None for row in known]
 
     def _prompt_ids(self, prompt: Any) -> list[int]:
@@ -190,15 +177,6 @@ class ProcessRewardModel:
         return list(self.network.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _at_ends(values: list[float], ends: Sequence[int], length: int) -> list[float | None]:
-    """Scores of the steps of a text that had ``length`` ids; None for those that were truncated
-    away."""
-    lost = length - len(values)
-    # The first id of a truncated text may be its opening token, which is not the end of a step.
-    first = lost + (lost > 0)
-    return [values[end - lost] if end >= first else None for end in ends]
-
-
 def plain_text(prompt: Any) -> str:
     """Convert a prompt to text; the messages of a conversation each end with a line end."""
     if isinstance(prompt, str):
@@ -207,102 +185,85 @@ def plain_text(prompt: Any) -> str:
 
 
 class ScoringNetwork:
-    """A frozen classification model with its tokenizer, from token ids to logits and scores.
+    """A frozen classification model with its tokenizer, from token ids to scores.
 
-    ``label``: index or name of the good label; the last of up to two. ``batch``: texts of a forward
-    pass. ``max_length`` (0: the model's limit): longer texts lose their beginning, which is counted
-    as ``reward_metric/NAME_truncated_frac`` and logged once. ``device``: by default the
-    accelerator, if there is one. ``offload``: the weights are kept on the CPU between calls.
+    ``label``: index or name of the good label; the last of up to two. ``max_length`` (0: the
+    model's limit): longer texts lose their beginning, which is counted as
+    ``reward_metric/NAME_truncated_frac``. ``offload``: the weights are kept on the CPU between
+    calls.
     """
 
     def __init__(
         self,
         model: str | Path | nn.Module,
         tokenizer: Any,
-        head: Head,
+        head: str,
         output: Output,
         *,
         label: int | str | None = None,
-        batch: int = 16,
         max_length: int = 0,
-        device: str = "",
         offload: bool = False,
         dtype: Literal["float32", "bfloat16"] = "float32",
         trust_remote_code: bool = False,
     ) -> None:
-        if batch < 1 or max_length < 0:
-            problem = f"batch={batch}, max_length={max_length} score no text"
-            raise GruppoError(f"{problem}; batch is at least 1, max_length at least 0. Omit both.")
-        self.work_device = _available(device) if device else accelerator()
-        self.device = torch.device("cpu") if offload else self.work_device
-        self.module: Any
-        if isinstance(model, nn.Module):
-            if tokenizer is None:
-                raise GruppoError("a reward model that is a module needs its tokenizer; pass both.")
-            self.name, self.module, self.tokenizer = type(model).__name__, model, tokenizer
-        else:
+        self.module: Any = model
+        self.name, self.tokenizer = type(model).__name__, tokenizer
+        if not isinstance(model, nn.Module):
             self.name = str(model)
-            self.module, self.tokenizer = _load(str(model), head, dtype, trust_remote_code)
+            self.module, self.tokenizer = _load(self.name, head, dtype, trust_remote_code)
+        elif tokenizer is None:
+            raise GruppoError("a reward model that is a module needs its tokenizer; pass both.")
         self.module.requires_grad_(False).eval()
         vocabulary = self.module.get_input_embeddings().weight.shape[0]
         if len(self.tokenizer) > vocabulary:
             raise GruppoError(f"""reward model {self.name} knows {vocabulary} token ids, and its
                 tokenizer writes {len(self.tokenizer)}: they do not fit. Use the tokenizer that the
                 model was trained with.""")
-        config = self.module.config
-        self._config = config.get_text_config() if hasattr(config, "get_text_config") else config
-        self.head, self.output, self.batch = head, output, batch
-        self.label = _label_index(config, label, self.name)
+        config = self.module.config.get_text_config()
+        self.head, self.output = head, output
+        self.label = _label_index(self.module.config, label, self.name)
         self.memory_bytes = sum(p.numel() * p.element_size() for p in self.module.parameters())
-        positions = getattr(self._config, "max_position_embeddings", None)
-        self.max_length = max_length or _shortest(positions, self.tokenizer.model_max_length)
-        self._has_warned = False
+        limits = [getattr(config, "max_position_embeddings", None), self.tokenizer.model_max_length]
+        limits = [int(limit) for limit in limits if limit and 0 < limit < NO_LIMIT]
+        self.max_length = max_length or min(limits, default=NO_LIMIT)
+        self.pad_id = config.pad_token_id
+        # transformers finds the last token of a text by the padding.
+        self.batch = 1 if self.pad_id is None and head == OUTCOME else BATCH
+        self.work_device = accelerator()
+        self.device = torch.device("cpu") if offload else self.work_device
         self.module.to(self.device)
 
-    def truncate(
-        self, texts: Sequence[list[int]], name: str, log_metric: LogMetric = None
-    ) -> list[list[int]]:
-        """Keep the last ``max_length`` ids of each text, and its opening token if there is one."""
-        result, count = list(texts), 0
-        for n, ids in enumerate(texts):
-            if len(ids) > self.max_length:
-                opens = ids[0] in (self.tokenizer.bos_token_id, self.tokenizer.cls_token_id)
-                opening = ids[:1] if opens and self.max_length > 1 else []
-                result[n] = [*opening, *ids[len(ids) - self.max_length + len(opening) :]]
-                count += 1
-        if log_metric is not None:
-            log_metric(f"{name}_truncated_frac", count / len(texts))
-        if count and not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                "reward %s: %d of %d texts are longer than the %d tokens that the model reads; it "
-                "reads their ends. "
-                "reward_metric/%s_truncated_frac counts them from now on.",
-                *(name, count, len(texts), self.max_length, name),
-            )
-        return result
+    def truncate(self, ids: list[int]) -> list[int]:
+        """Keep the last ``max_length`` ids of a text, and its opening token if there is one."""
+        lost = len(ids) - self.max_length
+        if lost <= 0:
+            return ids
+        if ids[0] in (self.tokenizer.bos_token_id, self.tokenizer.cls_token_id):
+            return [ids[0], *ids[lost + 1 :]]
+        return ids[lost:]
 
     @torch.no_grad()
-    def scores(self, rows: Sequence[list[int]]) -> list[Tensor]:
+    def scores(
+        self, texts: Sequence[list[int]], name: str = "", log_metric: LogMetric = None
+    ) -> list[Tensor]:
         """Score of each text [] or of each of its tokens [length], float32 on the CPU.
 
         Of a single label its logit, else the log-odds of ``label``; or the probability.
         """
-        order = sorted(
-            range(len(rows)), key=lambda n: len(rows[n])
-        )  # similar lengths share a batch
-        scores: dict[int, Tensor] = {}
+        rows = list(map(self.truncate, texts))
+        if log_metric is not None:
+            lost = sum(len(row) < len(text) for row, text in zip(rows, texts, strict=True))
+            log_metric(f"{name}_truncated_frac", lost / len(rows))
+        scores = list[Tensor]()
         try:
             if self.work_device != self.device:
                 self.module.to(self.work_device)
-            for start in range(0, len(order), self.batch):
-                batch = order[start : start + self.batch]
-                logits = self._forward([rows[n] for n in batch])
-                scores |= dict(zip(batch, map(self._score, logits), strict=True))
+            for start in range(0, len(rows), self.batch):
+                scores += map(self._score, self._forward(rows[start : start + self.batch]))
         finally:
             if self.work_device != self.device:
                 self.module.to(self.device)
-        return [scores[n] for n in range(len(rows))]
+        return scores
 
     def _score(self, logits: Float[Tensor, "*length labels"]) -> Float[Tensor, "*length"]:
         others = [k for k in range(logits.shape[-1]) if k != self.label]
@@ -317,32 +278,21 @@ class ScoringNetwork:
         Padded on the right, whatever the tokenizer does, so that positions are those of a row
         alone.
         """
-        config = self._config
-        own_pad = config.pad_token_id
-        used = {i for row in rows for i in row}
-        # transformers finds the last token by the padding: without a token of its own, use one that
-        # no row holds
-        unused = next(i for i in range(len(used) + 1) if i not in used)
-        pad = unused if own_pad is None else own_pad
         tokens = [torch.tensor(row, dtype=torch.long) for row in rows]
-        ids = pad_sequence(tokens, batch_first=True, padding_value=pad)
+        ids = pad_sequence(tokens, batch_first=True, padding_value=self.pad_id or 0)
         mask = pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True)
-        try:
-            config.pad_token_id = pad
-            output = self.module(
-                input_ids=ids.to(self.work_device), attention_mask=mask.to(self.work_device)
-            ).logits
-        finally:
-            config.pad_token_id = own_pad
-        is_outcome = self.head == "ForSequenceClassification"
-        if output.shape[0] != len(rows) or output.ndim != (2 if is_outcome else 3):
-            raise GruppoError(f"""reward model {self.name} gave logits of shape {list(output.shape)}
-                for {len(rows)} texts; it needs
-                {"one number" if is_outcome else "numbers for each token"} per label. Use a model
-                ...{self.head}, or the reward
-                {"process_reward" if is_outcome else "reward_model"}.""")
-        logits = output.float().cpu()
-        return [x if is_outcome else x[: len(row)] for x, row in zip(logits, rows, strict=True)]
+        output = self.module(
+            input_ids=ids.to(self.work_device), attention_mask=mask.to(self.work_device)
+        )
+        logits = output.logits.float().cpu()
+        if logits.ndim != (2 if self.head == OUTCOME else 3):
+            other, name = _other(self.head)
+            raise GruppoError(f"""reward model {self.name} gave logits of shape
+                {list(logits.shape)} for {len(rows)} texts, as a ...{other} does. Use a model
+                ...{self.head}, or the reward {name}.""")
+        if self.head == OUTCOME:
+            return list(logits)
+        return [x[: len(row)] for x, row in zip(logits, rows, strict=True)]
 
 
 def accelerator() -> torch.device:
@@ -352,36 +302,25 @@ def accelerator() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
 
 
-def _shortest(*limits: int | None) -> int:
-    return min((int(n) for n in limits if n and 0 < n < NO_LIMIT), default=NO_LIMIT)
-
-
-def _available(device: str) -> torch.device:
-    try:
-        found = torch.device(device)
-        torch.empty(0, device=found)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
-        problem = f"device={device!r} is not available: {reason}"
-        raise GruppoError(f"{problem}. Set device=cpu, or omit it.") from None
-    return found
+def _other(head: str) -> tuple[str, str]:
+    """The other kind of model, and the name of its reward."""
+    return (PROCESS, "process_reward") if head == OUTCOME else (OUTCOME, "reward_model")
 
 
 def _label_index(config: Any, label: int | str | None, name: str) -> int:
-    """Index of the good label: that of more than two has to be named."""
-    count = int(getattr(config, "num_labels", 1))
-    if label is None and count <= 2:
-        return count - 1
-    names = {str(k): int(n) for n, k in (getattr(config, "id2label", None) or {}).items()}
-    index = ({str(n): n for n in range(count)} | names).get(str(label))
-    if index is None:
-        raise GruppoError(f"""reward model {name} got label={label!r}; it has
-            {", ".join(names) or f"0 to {count - 1}"}. Set label to the good one's name or number,
-            such as label={count - 1}.""")
-    return index
+    """Index of the good label, which has to be named if there are more than two."""
+    names = [str(config.id2label[n]) for n in range(config.num_labels)]
+    if label is None and len(names) <= 2:
+        return len(names) - 1
+    if str(label) in names:
+        return names.index(str(label))
+    if str(label) not in map(str, range(len(names))):
+        raise GruppoError(f"""reward model {name} got label={label!r}; it has {", ".join(names)}.
+            Set label to the good one's name or number, such as label={len(names) - 1}.""")
+    return int(str(label))
 
 
-def _load(path: str, head: Head, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
+def _load(path: str, head: str, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
     """Load model and tokenizer from a folder or hub id; raise GruppoError for a model without the
     head."""
     import transformers
@@ -392,28 +331,25 @@ def _load(path: str, head: Head, dtype: str, trust_remote_code: bool) -> tuple[A
     hf_logging.disable_progress_bar()
     verbosity = hf_logging.get_verbosity()
     hf_logging.set_verbosity_error()  # missing weights are reported below, in one sentence
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     what = "config"
     try:
         check_layers(transformers.PretrainedConfig.get_config_dict(path)[0], path)
-        config = transformers.AutoConfig.from_pretrained(path, **options)
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         architecture = (config.architectures or [""])[0]
-        for other, (spec, unit) in KINDS.items():
-            if other != head and architecture.endswith(other):
-                problem = (
-                    f"{path!r} is a {architecture}, which scores {unit}; {KINDS[head][0]} "
-                    f"needs a ...{head}."
-                )
-                raise GruppoError(f"{problem} Write {spec}:{path}.")
+        other, name = _other(head)
+        if architecture.endswith(other):
+            raise GruppoError(f"{path!r} is a {architecture}. Write {name}:{path}.")
         what = "tokenizer"
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path, **options)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            path, trust_remote_code=trust_remote_code
+        )
         what = "model"
         module, info = getattr(transformers, f"AutoModel{head}").from_pretrained(
             path,
             dtype=getattr(torch, dtype),
             use_safetensors=True,
             output_loading_info=True,
-            **options,
+            trust_remote_code=trust_remote_code,
         )
     except GruppoError:
         raise
