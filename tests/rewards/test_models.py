@@ -271,9 +271,7 @@ def test_offloaded_weights_come_to_the_accelerator_for_a_call_and_go_back(monkey
 
 def test_a_folder_is_named_with_its_options_and_keeps_the_contract(tmp_path):
     path = folder_of(tmp_path / "rm", "SequenceClassification", 2)
-    model = resolve_reward(
-        f"reward_model:{path},label=0,output=probability,name=kind,offload=true"
-    )
+    model = resolve_reward(f"reward_model:{path},label=0,output=probability,name=kind,offload=true")
     network = model.network
     assert (network.label, network.output, network.device.type) == (0, "probability", "cpu")
     assert RewardSet([model]).names == ("kind",)

@@ -103,7 +103,9 @@ def test_its_random_numbers_depend_on_the_seed_and_the_arguments_alone(isolated)
     assert first != RewardSet(isolated("draws")).score(rollouts_of("ac")).rewards.tolist()
 
 
-def test_functions_share_a_process_that_is_not_this_one_and_objects_are_called_here(isolated):
+def test_functions_of_a_file_share_a_process_that_is_not_this_one_and_objects_are_called_here(
+    isolated,
+):
     rollouts = rollouts_of("abc")
     pids = {RewardSet(isolated("process")).score(rollouts).rewards[0].item() for _ in range(2)}
     assert len(pids) == 1 and os.getpid() not in pids
@@ -114,7 +116,7 @@ def test_rewards_of_our_recipes_are_called_here():
     """They cannot hang, and a process for them would import torch."""
     processes = RewardWorkers()
     assert resolve_reward("gruppo.recipes.guess:found", processes) is found
-    assert not processes._loaded
+    assert not processes._workers
 
 
 def test_arguments_that_only_python_can_hold_are_refused_with_the_way_out(isolated):

@@ -8,15 +8,15 @@ fails.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-from jaxtyping import Bool
 from torch import Tensor
 
 from gruppo.protocols import Reward
@@ -64,8 +64,9 @@ class StepScores:
 TextStep = tuple[str, int]
 """A step of a completion without its separator, and the characters up to its end, separator
 included."""
-RowCall = Callable[[Sequence[int]], Answer]
-"""Scores the given rows. Raises the reward's exceptions, or ``CallError``."""
+RowCall = Callable[[Sequence[int], float | None], Answer]
+"""Scores the given rows, with a deadline in seconds that a worker keeps. Raises the reward's
+exceptions, or ``CallError``."""
 
 
 class FunctionReward:
@@ -122,11 +123,10 @@ class FunctionReward:
         self._data_columns.update(columns)
 
     def prepare(self, rollouts: Rollouts, state: TrainerState) -> RowCall:
-        cells = self._cells(rollouts)
         if self.separator is not None and self.decode is None:
             raise GruppoError(f"""reward {self.name!r} scores steps and needs the policy's decoder
                 to find their last tokens. Call RewardSet.set_decoder(policy.chat.text) first.""")
-        return partial(self._call, rollouts, state, cells)
+        return partial(self._call, rollouts, state, self._cells(rollouts))
 
     def _cells(self, rollouts: Rollouts) -> dict[str, Sequence[Any]]:
         """Columns of the batch that the function takes."""
@@ -152,13 +152,13 @@ class FunctionReward:
             cells["completion_ids"] = [actions[own].tolist() for actions, own in pairs]
         if self._takes("group_ids", by_default=False):
             cells["group_ids"] = rollouts.group_ids.tolist()
-        # A batch may lack a column that other prompts of the data have: it is then None in all
-        # rows.
-        columns = columns_of(rollouts.prompts)
+        # A batch may lack a column that other prompts of the data have: it is then None.
+        columns = {*columns_of(rollouts.prompts)}
         self.check({*self._data_columns, *columns, *cells})
-        required = {name for name, is_required in self._parameters.items() if is_required}
-        for name in {*columns, *required} - {*cells, *self._provided}:
-            cells[name] = [_cell(prompt, name) for prompt in prompts]
+        columns |= {name for name, is_required in self._parameters.items() if is_required}
+        for name in columns - {*cells, *self._provided}:
+            if self._takes(name):
+                cells[name] = [_cell(prompt, name) for prompt in prompts]
         return {name: values for name, values in cells.items() if self._takes(name)}
 
     def _takes(self, name: str, *, by_default: bool = True) -> bool:
@@ -171,6 +171,7 @@ class FunctionReward:
         state: TrainerState,
         cells: Mapping[str, Sequence[Any]],
         rows: Sequence[int],
+        timeout_s: float | None,
     ) -> Answer:
         """Call the function for some rows."""
         answer = Answer(len(rows))
@@ -186,46 +187,37 @@ class FunctionReward:
             arguments["steps"] = [[step for step, _ in row] for row in steps]
         arguments = {name: value for name, value in arguments.items() if self._takes(name)}
         for name, values in cells.items():
-            own = [values[row] for row in rows]
-            arguments[name] = [_copied(value) for value in own] if name in COPIED else own
+            # A function that edits its arguments must not edit the rollouts.
+            copies = copy.deepcopy if name in COPIED else lambda value: value
+            arguments[name] = [copies(values[row]) for row in rows]
         if self.is_remote:
-            arguments["call_timeout_s"] = self.timeout_s
+            arguments["call_timeout_s"] = timeout_s
         answer.values = as_list(awaited(self.fn(**arguments)), len(rows))
-        if self.scores_steps:
-            answer.values = self._placed(answer.values, rollouts, rows, steps)
+        if self.scores_turns:
+            ends = rollouts.per_row["turn_ends"]
+            answer.values = [
+                _place(value, ends[row], "turn", len(ends[row]))
+                for value, row in zip(answer.values, rows, strict=True)
+            ]
+        elif self.separator is not None:
+            answer.values = [
+                self._at_steps(value, rollouts, row, own)
+                for value, row, own in zip(answer.values, rows, steps, strict=True)
+            ]
         return answer
 
-    def _placed(
-        self,
-        entries: Sequence[Any],
-        rollouts: Rollouts,
-        rows: Sequence[int],
-        steps: Sequence[Sequence[TextStep]],
-    ) -> list[Any]:
-        """Place the numbers of each row at the actions that end its steps or turns.
-
-        An error of one row is its value, so that the other rows keep theirs.
-        """
-        placed = list[Any]()
-        for n, (entry, row) in enumerate(zip(entries, rows, strict=True)):
-            try:
-                if self.scores_turns:
-                    ends = rollouts.per_row["turn_ends"][row]
-                    placed.append(place_scores(entry, ends, "turn", len(ends)))
-                else:
-                    ends = self._step_ends(rollouts, row, steps[n])
-                    placed.append(place_scores(entry, ends, "step", len(steps[n])))
-            except CallError as error:
-                placed.append(error)
-        return placed
-
-    def _step_ends(self, rollouts: Rollouts, row: int, steps: Sequence[TextStep]) -> Sequence[int]:
-        """The action that ends each step of a row."""
+    def _at_steps(
+        self, value: Any, rollouts: Rollouts, row: int, steps: Sequence[TextStep]
+    ) -> StepScores | CallError | None:
+        """The numbers of a row at the actions that end its steps."""
         assert self.decode is not None  # refused by prepare
         columns = rollouts.mask[row].nonzero()[:, 0]
         ids = rollouts.actions[row][columns].tolist()
-        ends = step_ends(steps, text_of(rollouts.completions[row]), ids, self.decode)
-        return columns[ends].tolist()
+        try:
+            ends = step_ends(steps, text_of(rollouts.completions[row]), ids, self.decode)
+        except CallError as error:
+            return error
+        return _place(value, columns[ends].tolist(), "step", len(steps))
 
 
 class ObjectReward:
@@ -237,77 +229,60 @@ class ObjectReward:
     """
 
     is_async = is_remote = False
+    view: Any = None
+    decode: Decode | None = None
 
     def __init__(self, reward: Reward, timeout_s: float | None) -> None:
         self.fn, self.name, self.timeout_s = reward, reward.name, timeout_s
         self.scores_steps = bool(getattr(reward, "scores_steps", False))
         self.scores_turns = bool(getattr(reward, "scores_turns", False))
-        self.view: Any = None
         self.requested_columns = frozenset(getattr(reward, "columns", ()))
-        self.decode: Decode | None = None
 
     def check(self, columns: Collection[str]) -> None:
-        if missing := sorted(self.requested_columns - {*columns}):
-            raise DataError(f"""reward {self.name!r} needs the column {missing[0]!r}, which the data
-                do not have; they have: {", ".join(sorted(columns)) or "no columns"}. Add the
-                column, or rename one.""")
+        required = dict.fromkeys(self.requested_columns, True)
+        require_columns(f"reward {self.name!r}", required, columns, ())
         getattr(self.fn, "check", lambda columns: None)(columns)
 
     def prepare(self, rollouts: Rollouts, state: TrainerState) -> RowCall:
         return partial(self._call, rollouts)
 
-    def _call(self, rollouts: Rollouts, rows: Sequence[int]) -> Answer:
-        returned = self.fn(rollouts if len(rows) == len(rollouts) else rollouts.take(list(rows)))
-        if self.scores_steps:
-            return Answer(len(rows), self._step_scores(returned, rollouts.mask[list(rows)]))
-        if isinstance(returned, Tensor) and returned.ndim == 2:
-            problem = f"reward {self.name!r} returned {tuple(returned.shape)}"
-            raise DataError(f"""{problem}: a score for each action. Set scores_steps = True on the
-                object, or return one per row, [B].""")
-        values = as_list(returned, len(rows))
-        return Answer(len(rows), [None if value != value else value for value in values])
-
-    def _step_scores(self, returned: Any, mask: Bool[Tensor, "b T"]) -> list[Any]:
-        if not isinstance(returned, Tensor) or returned.shape != mask.shape:
-            is_tensor = isinstance(returned, Tensor)
-            got = f"shape {tuple(returned.shape)}" if is_tensor else type(returned).__name__
-            need = f"it needs {tuple(mask.shape)}, NaN where no step ends"
-            raise CallError("count", f"returned {got}; {need}")
-        returned = returned.detach().cpu()
-        is_scored = ~returned.isnan()
-        is_misplaced = (is_scored & ~mask & (returned != 0)).any(dim=1).tolist()
-        values = list[Any]()
-        for row, ends, is_wrong in zip(returned, is_scored & mask, is_misplaced, strict=True):
-            values.append(StepScores(ends.nonzero()[:, 0].tolist(), row[ends].tolist()))
-            if is_wrong:
-                reason = "has a score at an action that the policy did not choose; use NaN or 0"
-                values[-1] = CallError("exception", reason)
-        return values
+    def _call(self, rollouts: Rollouts, rows: Sequence[int], timeout_s: float | None) -> Answer:
+        own = rollouts if len(rows) == len(rollouts) else rollouts.take(list(rows))
+        returned = self.fn(own)
+        if not self.scores_steps and isinstance(returned, Tensor) and returned.ndim == 2:
+            raise DataError(f"""reward {self.name!r} returned {tuple(returned.shape)}: a score for
+                each action. Set scores_steps = True on the object, or return one per row, [B].""")
+        if not self.scores_steps:
+            values = as_list(returned, len(rows))
+            return Answer(len(rows), [None if value != value else value for value in values])
+        if not isinstance(returned, Tensor) or returned.shape != own.mask.shape:
+            got = tuple(getattr(returned, "shape", ())) or type(returned).__name__
+            need = f"it needs {tuple(own.mask.shape)}, NaN where no step ends"
+            raise CallError("count", f"returned shape {got}; {need}")
+        scores = returned.detach().cpu()
+        is_scored = ~scores.isnan()
+        is_misplaced = (is_scored & ~own.mask & (scores != 0)).any(dim=1).tolist()
+        values = []
+        for row, ends, is_wrong in zip(scores, is_scored & own.mask, is_misplaced, strict=True):
+            reason = "has a score at an action that the policy did not choose; use NaN or 0"
+            placed = StepScores(ends.nonzero()[:, 0].tolist(), row[ends].tolist())
+            values.append(CallError("exception", reason) if is_wrong else placed)
+        return Answer(len(rows), values)
 
 
 def columns_of(prompts: Iterable[Prompt]) -> tuple[str, ...]:
     """Columns that a reward function can request: every key of ``meta``; ``answer``, ``target`` if
     a prompt has one."""
-    names = {
-        name
-        for p in prompts
-        for name in (*p.meta, *(("answer", "target") if p.target is not None else ()))
-    }
+    names = set[str]()
+    for prompt in prompts:
+        names |= {*prompt.meta}
+        if prompt.target is not None:
+            names |= {"answer", "target"}
     return tuple(sorted(names))
 
 
 def _cell(prompt: Prompt, name: str) -> Any:
     return prompt.meta.get(name, prompt.target if name in ("answer", "target") else None)
-
-
-def _copied(value: Any) -> Any:
-    """Copy messages, images and state, so that a function that edits them in place does not edit
-    the rollouts."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, list):
-        return [_copied(part) if isinstance(part, dict) else part for part in value]
-    return dict(value) if isinstance(value, dict) else value
 
 
 # --- steps ----------------------------------------------------------------------------------------
@@ -343,24 +318,20 @@ def turn_reward(fn: Function) -> Function:
     return fn
 
 
-def place_scores(
-    entry: Any, ends: Sequence[int], unit: Literal["step", "turn"], count: int
-) -> StepScores | None:
+def _place(entry: Any, ends: Sequence[int], unit: str, count: int) -> StepScores | CallError | None:
     """Place a row's numbers, one for each of its ``count`` steps or turns, at the actions that end
-    them."""
-    if isinstance(entry, CallError):
-        raise entry
+    them. An error is a value, so that other rows keep theirs."""
+    if entry is None or isinstance(entry, CallError):
+        return entry
     entry = entry.tolist() if hasattr(entry, "tolist") else entry
-    if entry is None:
-        return None
     if not isinstance(entry, list | tuple):
         got = f"returned {entry!r:.60} ({type(entry).__name__}) for a completion"
         need = f"a {unit} reward returns a list of numbers for each, or None"
-        raise CallError("exception", f"{got}; {need}")
+        return CallError("exception", f"{got}; {need}")
     if len(entry) != count:
         got = f"returned {len(entry)} numbers for a completion of {count} {unit}s"
-        raise CallError("exception", got)
-    # a row without actions has one step, its empty text, and no end
+        return CallError("exception", got)
+    # A row without actions has one step, its empty text, and no end.
     return StepScores(ends, entry[: len(ends)])
 
 

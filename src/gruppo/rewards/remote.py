@@ -12,13 +12,16 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from inspect import Parameter, Signature
+from pathlib import Path
 from typing import Any
 
-from gruppo.errors import DataError, GruppoError
+from gruppo.errors import DataError
 from gruppo.loading import check_listed, full_name, load_object
 from gruppo.packing import NotEncodable, encode
 from gruppo.rewards.answers import Answer, TrainerState, as_list
@@ -27,20 +30,19 @@ from gruppo.worker import START_S, WorkerProcess
 
 
 class RewardWorkers:
-    """Functions of files and modules, called in one worker; in further ones while rows are retried.
+    """Functions of files and modules, called in one worker for each file or module.
 
-    A worker is replaced after a call that is late or ends it. All functions share one, so that a
-    file is imported once. Random generators are seeded from ``seed`` and the arguments before each
-    call: a resumed run draws the same numbers.
+    A worker is replaced after a call that is late or ends it. Random generators are seeded from
+    ``seed`` and the arguments before each call: a resumed run draws the same numbers.
     """
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
-        self._lock = threading.Lock()
-        self._loaded = dict[WorkerProcess, set[str]]()
-        self._idle = list[WorkerProcess]()
-        self._sources = dict[str, Any]()  # file and hash of each function
-        weakref.finalize(self, _close_all, self._loaded)
+        self._workers = dict[str, WorkerProcess]()
+        self._locks = defaultdict[str, threading.Lock](threading.Lock)
+        self._sources = defaultdict[str, dict[str, Any]](dict)
+        """Of each file: its functions, each with the hash of its source."""
+        weakref.finalize(self, _close_all, self._workers)
 
     def load(
         self, spec: str, *arguments: Any, is_built_in: bool = False
@@ -54,63 +56,47 @@ class RewardWorkers:
             check_listed(full_name(spec))  # the worker has no list
         key = json.dumps([spec, *arguments])
         try:
-            with self._worker(key) as worker:
-                info = self._load(worker, key)
+            info = self._call(key, "load", START_S)
         except CallError as error:
             problem = f"{spec} cannot be imported: {error.message}"
             raise DataError(f"{problem}. Fix the file and try again.") from None
-        return RemoteFunction(self, key, info) if "name" in info else None
+        self._sources[_place(key)][key] = info["source"]
+        return RemoteFunction(partial(self._call, key), info) if "name" in info else None
 
-    def call(self, key: str, method: str, timeout_s: float | None, **arguments: Any) -> Any:
-        """Call a method of ``Functions`` for a function, in a worker that is idle or new."""
-        with self._worker(key) as worker:
-            if key not in self._loaded[worker]:
-                self._load(worker, key)
-            arguments["key"] = key
-            return worker.call(method, arguments, timeout_s=timeout_s, seed=self.seed)
+    def _call(self, key: str, method: str, timeout_s: float | None, **arguments: Any) -> Any:
+        """Call a method of ``Functions`` for a function, in the worker of its file."""
+        place = _place(key)
+        with self._locks[place]:
+            worker = self._workers.get(place)
+            if worker is None or not worker.is_alive:
+                worker = self._workers[place] = self._open(place)
+            try:
+                arguments["key"] = key
+                return worker.call(method, arguments, timeout_s=timeout_s, seed=self.seed)
+            except CallError as error:
+                if error.kind == "timeout":
+                    worker.close()
+                raise
 
-    @contextmanager
-    def _worker(self, key: str) -> Iterator[WorkerProcess]:
-        """An idle worker, if possible one that has loaded the function, or a new one."""
-        with self._lock:
-            self._idle.sort(key=lambda worker: key in self._loaded[worker])
-            worker = self._idle.pop() if self._idle else None
-        if worker is None or not worker.is_alive:
-            worker = WorkerProcess("gruppo.rewards.remote:Functions")
-            self._loaded[worker] = set()
-        is_fine = False
-        try:
-            yield worker
-            is_fine = True
-        except (GruppoError, NotEncodable):
-            is_fine = True
-            raise
-        finally:
-            with self._lock:
-                # All functions may run at once; further workers were for retried rows.
-                is_kept = is_fine and len(self._idle) < max(len(self._sources), 1)
-                if is_kept:
-                    self._idle.append(worker)
-            if not is_kept:
-                self._end(worker)
-
-    def _end(self, worker: WorkerProcess) -> None:
-        worker.kill()
-        worker.close()
-        self._loaded.pop(worker, None)
-
-    def _load(self, worker: WorkerProcess, key: str) -> dict[str, Any]:
-        info = worker.call("load", {"key": key}, timeout_s=START_S)
-        self._loaded[worker].add(key)
-        if self._sources.setdefault(key, info["source"]) != info["source"]:
-            problem = f"{info['source'][0]} has changed since the run began"
-            advice = "use it with gruppo resume RUN --allow-changes"
-            raise CallError("exception", f"{problem}; {advice}", "changed")
-        return info
+    def _open(self, place: str) -> WorkerProcess:
+        """A worker that has loaded the functions of a file, which must be as they were."""
+        worker = WorkerProcess("gruppo.rewards.remote:Functions")
+        for key, source in self._sources[place].items():
+            if worker.call("load", {"key": key}, timeout_s=START_S)["source"] != source:
+                worker.close()
+                problem = f"{source[0]} has changed since the run began"
+                advice = "use it with gruppo resume RUN --allow-changes"
+                raise CallError("exception", f"{problem}; {advice}", "changed")
+        return worker
 
 
-def _close_all(workers: Iterable[WorkerProcess]) -> None:
-    for worker in [*workers]:
+def _place(key: str) -> str:
+    """The file or module of a function."""
+    return str(json.loads(key)[0]).rpartition(":")[0]
+
+
+def _close_all(workers: Mapping[str, WorkerProcess]) -> None:
+    for worker in workers.values():
         worker.close()
 
 
@@ -119,21 +105,18 @@ class RemoteFunction:
 
     is_remote = True
 
-    def __init__(self, workers: RewardWorkers, key: str, info: dict[str, Any]) -> None:
-        self._workers, self._key = workers, key
+    def __init__(self, call: Callable[..., Any], info: dict[str, Any]) -> None:
+        self._call = call
         self.__name__: str = info["name"]
         self.is_async: bool = info["is_async"]
-        self.__signature__ = Signature(
-            [
-                Parameter(
-                    name, getattr(Parameter, kind), default=Parameter.empty if needed else None
-                )
-                for name, kind, needed in info["parameters"]
-            ]
-        )
+        parameters = []
+        for name, kind, is_required in info["parameters"]:
+            default = Parameter.empty if is_required else None
+            parameters.append(Parameter(name, getattr(Parameter, kind), default=default))
+        self.__signature__ = Signature(parameters)
         vars(self).update(info["attributes"])
         if info["has_check"]:
-            self.check = lambda columns: workers.call(key, "check", None, columns=list(columns))
+            self.check = lambda columns: call("check", None, columns=list(columns))
 
     def __call__(self, call_timeout_s: float | None = None, **arguments: Any) -> Any:
         """Values that the function returns. What it logs goes to ``log_metric`` and
@@ -142,24 +125,25 @@ class RemoteFunction:
         if "trainer_state" in arguments:
             arguments["trainer_state"] = asdict(arguments["trainer_state"])
         torch = sys.modules.get("torch")
-        is_on_gpu = torch is not None and torch.cuda.is_initialized()
-        device = torch.cuda.current_device() if torch is not None and is_on_gpu else None
-        request = {"arguments": arguments, "logs": [*logs], "device": device}
+        device = None
+        if torch is not None and torch.cuda.is_initialized():
+            device = torch.cuda.current_device()
         try:
-            answer = self._workers.call(self._key, "score", call_timeout_s, **request)
+            answer = self._call(
+                "score", call_timeout_s, arguments=arguments, logs=[*logs], device=device
+            )
         except NotEncodable as problem:
             raise DataError(
                 f"reward {self.__name__} reads a {problem}, which only Python can hand over to it",
                 option="scoring.isolate",
                 advice="False",
             ) from None
-        for name, value in answer["metrics"]:  # none of a function that does not take log_metric
-            logs["log_metric"](name, value)
-        for column, values in answer["extras"]:
-            logs["log_extra"](column, values)
-        values = answer["values"]
+        for name, values in answer["logged"]:  # none of a function that does not take the logger
+            for entry in values:
+                logs[name](*entry)
         return [
-            CallError(*value["error"]) if isinstance(value, dict) else value for value in values
+            CallError(*value["error"]) if isinstance(value, dict) else value
+            for value in answer["values"]
         ]
 
 
@@ -182,21 +166,20 @@ class Functions:
     def load(self, key: str) -> dict[str, Any]:
         """Load a function; return all that the trainer needs to know of it."""
         function = self.functions[key] = make(key)
-        source = None  # its file, and a hash of that
+        info: dict[str, Any] = {"source": None}
         with suppress(TypeError, OSError):
             path = inspect.getsourcefile(inspect.unwrap(getattr(function, "func", function)))
-            with open(path or "", "rb") as file:
-                source = [str(path), hashlib.sha256(file.read()).hexdigest()]
+            content = Path(path or "").read_bytes()
+            info["source"] = [str(path), hashlib.sha256(content).hexdigest()]
         try:
             parameters = inspect.signature(function).parameters.values()
         except (TypeError, ValueError):
-            return {"source": source}  # the error is raised in the trainer
+            return info  # the error is raised in the trainer
         if inspect.isclass(function) or isinstance(getattr(function, "name", None), str):
-            return {"source": source}
+            return info
         names = ("timeout_s", "step_separator", "scores_turns", "memory_bytes")
         calls = (function, type(function).__call__)
-        return {
-            "source": source,
+        return info | {
             "name": function_name(function),
             "parameters": [[p.name, p.kind.name, p.default is p.empty] for p in parameters],
             "is_async": any(map(inspect.iscoroutinefunction, calls)),
@@ -207,7 +190,7 @@ class Functions:
     def check(self, key: str, columns: list[str]) -> None:
         self.functions[key].check(columns)
 
-    def score(
+    async def score(
         self, key: str, arguments: dict[str, Any], logs: list[str], device: int | None
     ) -> Any:
         """Call a function. torch records no gradients."""
@@ -221,17 +204,11 @@ class Functions:
                 torch.cuda.set_device(device)
         returned = self.functions[key](**arguments)
         if inspect.isawaitable(returned):
-            return _awaited(returned, logged)
-        return _answer(returned, logged)
-
-
-async def _awaited(returned: Awaitable[Any], logged: Answer) -> dict[str, Any]:
-    return _answer(await returned, logged)
-
-
-def _answer(returned: Any, logged: Answer) -> dict[str, Any]:
-    values = [_plain_entry(entry) for entry in as_list(returned, None)]
-    return {"values": values, "metrics": logged.metrics, "extras": logged.extras}
+            returned = await returned
+        return {
+            "values": [_plain_entry(entry) for entry in as_list(returned, None)],
+            "logged": [["log_metric", logged.metrics], ["log_extra", logged.extras]],
+        }
 
 
 def _plain_entry(entry: Any) -> Any:
@@ -241,12 +218,11 @@ def _plain_entry(entry: Any) -> Any:
     if isinstance(entry, int) and abs(entry) > 1 << 1023:  # JSON has no number of so many digits
         return math.copysign(math.inf, entry)
     kind = type(entry).__name__
+    is_bad = isinstance(entry, dict)
     try:
         encode(entry, [])
     except NotEncodable:
         is_bad = True
-    else:
-        is_bad = isinstance(entry, dict)
     if is_bad:
         problem = f"returned {entry!r:.60} ({kind}); each entry is a number or None"
         return {"error": ["exception", problem, kind]}

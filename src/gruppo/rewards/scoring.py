@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import logging
 import math
-import queue
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +36,10 @@ from gruppo.types import GruppoError, Prompt, Rollouts
 
 log = logging.getLogger("gruppo")
 
-# single rows that repeat the error of the whole batch before the remaining rows count as failed too
 SAME_ERRORS = 4
-POOL_THREADS = 8
-MAX_ABANDONED = 32  # with this many calls still running past their deadline, rows are not retried
+"""Single rows that repeat the error of the whole batch before the other rows fail too."""
+MAX_ABANDONED = 32
+"""Calls that still run past their deadline; with more, rows are not retried."""
 _MAX_FLOAT32 = torch.finfo(torch.float32).max
 NAN = float("nan")
 
@@ -84,45 +81,38 @@ class Scores:
             parts={name: part[rows] for name, part in self.parts.items()},
             steps={name: steps[rows] for name, steps in self.steps.items()},
             failures=tuple(replace(f, row=place[f.row]) for f in self.failures if f.row in place),
-            extras={
-                name: tuple(column[row] for row in rows) for name, column in self.extras.items()
-            },
+            extras={name: tuple(map(x.__getitem__, rows)) for name, x in self.extras.items()},
         )
 
     @staticmethod
     def cat(several: Sequence[Scores]) -> Scores:
         """Concatenate rows. Steps are padded to the widest; a metric is the mean over the scores
         that have it."""
+        first = several[0]
         width = max((x.shape[1] for scores in several for x in scores.steps.values()), default=0)
-        starts = accumulate([0, *(len(scores.rewards) for scores in several[:-1])])
+
+        def joined_steps(name: str) -> Tensor:
+            steps = [scores.steps[name] for scores in several]
+            return torch.cat([pad(x, (0, width - x.shape[1]), value=NAN) for x in steps])
+
+        failures = list[Failure]()
+        extras: dict[str, tuple[Any, ...]] = {}
+        rows = 0
+        for scores in several:
+            failures += [replace(f, row=f.row + rows) for f in scores.failures]
+            size = len(scores.rewards)
+            for name in extras.keys() | scores.extras.keys():
+                missing = (None,) * size
+                before = extras.get(name, (None,) * rows)
+                extras[name] = before + tuple(scores.extras.get(name, missing))
+            rows += size
         return Scores(
             rewards=torch.cat([scores.rewards for scores in several]),
-            parts={
-                name: torch.cat([scores.parts[name] for scores in several])
-                for name in several[0].parts
-            },
-            steps={
-                name: torch.cat(
-                    [
-                        pad(x.steps[name], (0, width - x.steps[name].shape[1]), value=NAN)
-                        for x in several
-                    ]
-                )
-                for name in several[0].steps
-            },
-            failures=tuple(
-                replace(f, row=f.row + n)
-                for n, x in zip(starts, several, strict=True)
-                for f in x.failures
-            ),
+            parts={n: torch.cat([scores.parts[n] for scores in several]) for n in first.parts},
+            steps={name: joined_steps(name) for name in first.steps},
+            failures=tuple(failures),
             metrics=_means(entry for scores in several for entry in scores.metrics.items()),
-            # A column that some scores lack is None in their rows.
-            extras={
-                name: tuple(
-                    value for x in several for value in x.extras.get(name, (None,) * len(x.rewards))
-                )
-                for name in sorted({name for scores in several for name in scores.extras})
-            },
+            extras=dict(sorted(extras.items())),
         )
 
 
@@ -156,10 +146,17 @@ class RewardSet:
                 advice="Pass a function or $reward exact_match",
             )
         self.weights = _checked_weights(weights, len(rewards))
-        self._rewards = _by_name([_opened(reward, timeout_s) for reward in rewards])
+        self._rewards: dict[str, FunctionReward | ObjectReward] = {}
+        for source in rewards:
+            reward = _open(source, timeout_s)
+            name, number = reward.name, 1
+            while name in self._rewards:  # equal names get _2, _3, ...
+                number += 1
+                name = f"{reward.name}_{number}"
+            self._rewards[name] = reward
+        opened = self._rewards.items()
         self.names = tuple(self._rewards)
         self.weight_of = dict(zip(self.names, self.weights, strict=True))
-        opened = self._rewards.items()
         self.step_names = tuple(name for name, reward in opened if reward.scores_steps)
         """Rewards that score steps."""
         self.turn_names = tuple(name for name, reward in opened if reward.scores_turns)
@@ -233,20 +230,17 @@ class RewardSet:
             for name, judge in self._judges.items()
             for key, x in judge.usage().items()
         }
-        totals = (
-            dist.all_sum(torch.tensor([*own.values()], dtype=torch.float64)).tolist() if own else []
-        )
+        if not own:
+            return {}
+        totals = dist.all_sum(torch.tensor([*own.values()], dtype=torch.float64)).tolist()
         return dict(zip(own, totals, strict=True))
 
     def describe_usage(self, usage: Mapping[str, float]) -> list[str]:
         """A line for each judge."""
         lines = []
         for name, judge in self._judges.items():
-            own = {
-                key.rpartition("/")[2]: x
-                for key, x in usage.items()
-                if key.startswith(f"judge/{name}/")
-            }
+            start = f"judge/{name}/"
+            own = {key.removeprefix(start): x for key, x in usage.items() if key.startswith(start)}
             lines.append(judge.describe_usage(own))
         return lines
 
@@ -259,54 +253,35 @@ class RewardSet:
         results = dict[str, RewardResult]()
         tasks, concurrent = list[Callable[[], None]](), list[Callable[[], None]]()
         for name, reward in self._rewards.items():
-            columns = rollouts.mask.shape[1] if reward.scores_steps else 0
-            results[name] = RewardResult(name, len(rollouts), columns)
+            width = rollouts.mask.shape[1] if reward.scores_steps else 0
+            results[name] = RewardResult(name, len(rollouts), width)
             call = reward.prepare(rollouts, state or TrainerState())
             if not reward.is_remote:
-                call = partial(_call_with_timeout, call, reward.timeout_s)
+                call = partial(_call_in_thread, call)
             task = partial(score_rows, call, rows, results[name], reward.timeout_s)
             (concurrent if reward.is_async else tasks).append(task)
-        _run_all(tasks, concurrent)
+        running = list(map(start_call, concurrent))
+        for run in tasks:
+            run()
+        for started in running:  # each bounds its own time
+            started.done.wait()
+            started.result()
+        extras: dict[str, tuple[Any, ...]] = {}
+        for name, result in results.items():
+            for column, values in result.extras.items():
+                # A column that two rewards log carries the second one's name.
+                extras[f"{name}/{column}" if column in extras else column] = tuple(values)
+        every = list(results.values())
+        groups = None if is_evaluation else rollouts.group_ids.cpu()
+        logged = [(f"reward_metric/{name}", x) for result in every for name, x in result.metrics]
         return Scores(
-            rewards=combine(
-                [*results.values()],
-                self.weights,
-                None if is_evaluation else rollouts.group_ids.cpu(),
-            ),
+            rewards=combine(every, self.weights, groups),
             parts={name: result.rewards.float() for name, result in results.items()},
             steps={name: results[name].steps for name in self.step_names},
-            failures=tuple(
-                result.failures[row]
-                for result in results.values()
-                for row in sorted(result.failures)
-            ),
-            metrics=_means(
-                (f"reward_metric/{name}", x)
-                for result in results.values()
-                for name, x in result.metrics
-            ),
-            extras=_joined_extras(results),
+            failures=tuple(f for result in every for _, f in sorted(result.failures.items())),
+            metrics=_means(logged),
+            extras=extras,
         )
-
-
-def _run_all(tasks: Sequence[Callable[[], None]], concurrent: Sequence[Callable[[], None]]) -> None:
-    """Run tasks one after the other, and the concurrent ones besides them. Each bounds its own
-    time."""
-    running = list(map(start_call, concurrent))
-    for run in tasks:
-        run()
-    for call in running:
-        call.done.wait()
-        call.result()
-
-
-def _joined_extras(results: Mapping[str, RewardResult]) -> dict[str, tuple[Any, ...]]:
-    """Logged columns; one that two rewards log carries the second one's name."""
-    extras: dict[str, tuple[Any, ...]] = {}
-    for name, result in results.items():
-        for column, values in result.extras.items():
-            extras[f"{name}/{column}" if column in extras else column] = tuple(values)
-    return extras
 
 
 def _checked_weights(weights: Sequence[float] | None, count: int) -> tuple[float, ...]:
@@ -320,32 +295,18 @@ def _checked_weights(weights: Sequence[float] | None, count: int) -> tuple[float
     return tuple(map(float, weights))
 
 
-def _opened(source: Any, timeout_s: float | None) -> FunctionReward | ObjectReward:
+def _open(source: Any, timeout_s: float | None) -> FunctionReward | ObjectReward:
+    reward: FunctionReward | ObjectReward
     if isinstance(source, FunctionReward):
-        reward: FunctionReward | ObjectReward = source
+        reward = source
     elif callable(source) and isinstance(getattr(source, "name", None), str):
         reward = ObjectReward(source, timeout_s)
     else:
         reward = FunctionReward(source, timeout_s=timeout_s)
-    used_s = reward.timeout_s
-    if used_s is not None and not used_s > 0:
-        problem = f"timeout_s={used_s} leaves reward {reward.name!r} no time"
+    if reward.timeout_s is not None and not reward.timeout_s > 0:
+        problem = f"timeout_s={reward.timeout_s} leaves reward {reward.name!r} no time"
         raise GruppoError(f"{problem}; use more than 0, or None.")
     return reward
-
-
-def _by_name(
-    rewards: Sequence[FunctionReward | ObjectReward],
-) -> dict[str, FunctionReward | ObjectReward]:
-    """Equal names get _2, _3, ..."""
-    named: dict[str, FunctionReward | ObjectReward] = {}
-    for reward in rewards:
-        name, number = reward.name, 1
-        while name in named:
-            number += 1
-            name = f"{reward.name}_{number}"
-        named[name] = reward
-    return named
 
 
 class RewardResult:
@@ -413,23 +374,22 @@ def as_reward(value: Any) -> float:
 # --- calls and retries ----------------------------------------------------------------------------
 
 
-def _call_with_timeout(call: RowCall, timeout_s: float | None, rows: Sequence[int]) -> Answer:
-    return call_with_timeout(partial(call, rows), timeout_s)
+def _call_in_thread(call: RowCall, rows: Sequence[int], timeout_s: float | None) -> Answer:
+    return call_with_timeout(partial(call, rows, timeout_s), timeout_s)
 
 
 def score_rows(
     call: RowCall, rows: Sequence[int], result: RewardResult, timeout_s: float | None
 ) -> None:
-    """Call for all rows at once, and where that fails for each row alone.
+    """Call for all rows at once, and if that fails for each row alone.
 
-    ``call`` raises CallError after ``timeout_s``. A wrong number of rewards fails all rows: it is
-    unknown which number belongs to which row, and asked about one row, a function that returns one
-    number for everything would pass.
+    A wrong number of rewards fails all rows: it is unknown which number belongs to which row, and
+    asked about one row, a function that returns one number for everything would pass.
     """
     if not rows:
         return
     try:
-        result.record(rows, call(rows))
+        result.record(rows, call(rows, timeout_s))
     except CallError as error:
         if len(rows) == 1 or error.kind == "count":
             result.fail(rows, error)
@@ -447,54 +407,29 @@ def _retry(
     timeout_s: float | None,
     first: CallError,
 ) -> None:
-    """Each row alone, one at a time after an exception, several after a timeout.
+    """Call for each row alone, one after another, all within ``timeout_s`` and each within a
+    quarter of it, so that a hung row leaves time for the others.
 
-    Each call may take ``timeout_s``, and none begins later than that after the first one. A call
-    that runs for more than a quarter of it gives its place to the next row, so that hung rows
-    starve no others. A function that is simply broken fails with the same error on every row: after
-    ``SAME_ERRORS`` rows the others are not tried.
+    A function that is simply broken fails with the same error on every row: after ``SAME_ERRORS``
+    rows the others are not tried.
     """
     limit_s = math.inf if timeout_s is None else timeout_s
-    places = POOL_THREADS if first.kind == "timeout" else 1
     until = time.monotonic() + limit_s
-    waiting = deque(rows)
-    running = dict[int, float]()  # when the call of each row began
-    finished = queue.SimpleQueue[tuple[int, Answer | CallError | GruppoError]]()
-    tried = repeated = 0
-
-    def attempt(row: int) -> None:
+    repeated = 0
+    for n, row in enumerate(rows):
+        left_s = min(until - time.monotonic(), limit_s / 4)
+        if left_s <= 0:
+            late = f"not reached: other rows used up a further {limit_s:.3g} s"
+            result.fail(rows[n:], CallError("timeout", late))
+            return
         try:
-            finished.put((row, call([row])))
-        except (CallError, GruppoError) as error:
-            finished.put((row, error))
-
-    while repeated < SAME_ERRORS:
-        now = time.monotonic()
-        busy = sum(now - began < limit_s / 4 for began in running.values())
-        for _ in range(min(places - busy, len(waiting)) if now < until else 0):
-            row = waiting.popleft()
-            running[row] = now
-            if timeout_s is None:
-                attempt(row)
-            else:
-                start_call(partial(attempt, row))
-        if not running:
-            break
-        try:
-            row, answer = finished.get(timeout=min(limit_s / 16, 1.0))
-        except queue.Empty:
-            continue
-        del running[row]
-        if isinstance(answer, GruppoError):
-            raise answer
-        if isinstance(answer, CallError):
-            result.fail([row], answer)
-            repeated += answer.identity == first.identity and repeated == tried
-        else:
-            result.record([row], answer)
-        tried += 1
-    late = CallError("timeout", f"not reached: other rows used up a further {limit_s:.3g} s")
-    result.fail([*running, *waiting], first if repeated == SAME_ERRORS else late)
+            result.record([row], call([row], None if timeout_s is None else left_s))
+        except CallError as error:
+            result.fail([row], error)
+            repeated += error.kind != "timeout" and error.identity == first.identity
+        if repeated == n + 1 == SAME_ERRORS:
+            result.fail(rows[n + 1 :], first)
+            return
 
 
 # --- sums and statistics --------------------------------------------------------------------------
@@ -536,9 +471,7 @@ def applies_to_group(
 ) -> Bool[Tensor, "parts B"]:
     """Whether a part scores any row of each row's group."""
     groups = int(group_ids.max()) + 1 if len(group_ids) else 0
-    counts = torch.zeros(len(scored), groups, dtype=torch.float32).index_add(
-        1, group_ids, scored.float()
-    )
+    counts = torch.zeros(len(scored), groups).index_add(1, group_ids, scored.float())
     return counts[:, group_ids] > 0
 
 
