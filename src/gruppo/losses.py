@@ -70,13 +70,11 @@ class _PolicyLoss(nn.Module):
             loss_mask, average=average, max_length=self.max_length or 1, group_ids=group_ids
         )
         weights = loss_weights(loss_mask, average=average, total=total, group_ids=group_ids)
-        batch = LossInputs(
-            loss_mask=loss_mask, weights=weights, **inputs
-        )  # the denominator is that of this call alone
+        # The denominator is that of this call alone.
+        batch = LossInputs(loss_mask=loss_mask, weights=weights, **inputs)
         terms, stats = policy_loss(likelihood, batch, self.objective)
-        return {name: coefficients.get(name, 1) * term for name, term in terms.items()}, Stat.read(
-            stats
-        )
+        weighted = {name: coefficients.get(name, 1) * term for name, term in terms.items()}
+        return weighted, Stat.read(stats)
 
 
 class GRPOLoss(_PolicyLoss):
@@ -123,28 +121,16 @@ class GRPOLoss(_PolicyLoss):
                 f"average='constant' divides by max_length={max_length}. Set it to the longest "
                 f"rollout."
             )
-        uses_memory = bool({"running", "prompt"} & {objective.baseline, objective.scale})
-        for is_unsupported, why in (
-            (objective.has_critic, "baseline='critic' needs values. Use PPOLoss."),
-            (
-                uses_memory,
-                "moving statistics need memory between steps. Use baseline='mean' and "
-                "scale='group'.",
-            ),
-            (
-                objective.correction != "none",
-                "a correction needs the sampler's log-probs. Set correction='none'.",
-            ),
-            (
-                objective.mask_truncated or objective.overlong > 0,
-                "mask_truncated and overlong need to know which rows were truncated. Apply them to "
-                "mask and rewards.",
-            ),
-        ):
-            if is_unsupported:
-                raise GruppoError(
-                    f"GRPOLoss does not support this objective; gruppo.train does: {why}"
-                )
+        running = {"running", "prompt"}
+        needs = {
+            "values; use PPOLoss": objective.has_critic,
+            "statistics of earlier steps": bool(running & {objective.baseline, objective.scale}),
+            "the sampler's log-probs": objective.correction != "none",
+            "to know which rows were truncated": objective.mask_truncated or objective.overlong,
+        }
+        for need, is_needed in needs.items():
+            if is_needed:
+                raise GruppoError(f"this objective, which gruppo.train supports, needs {need}.")
 
     def terms(
         self,
@@ -168,7 +154,7 @@ class GRPOLoss(_PolicyLoss):
         scored: their rows leave numerator and denominator, and are counted.
         """
         o = self.objective
-        _check_shapes(
+        _check(
             policy_logprobs,
             old_policy_logprobs=old_policy_logprobs,
             reference_logprobs=reference_logprobs,
@@ -183,21 +169,18 @@ class GRPOLoss(_PolicyLoss):
             )
         # A failed reward is no reward of 0: its row is left out of the mean, as in training.
         is_scored = rewards.isfinite()
-        loss_mask, logprobs = mask & is_scored[:, None], policy_logprobs.reshape(mask.shape)
-        old = (
-            (policy_logprobs if old_policy_logprobs is None else old_policy_logprobs)
-            .detach()
-            .reshape(mask.shape)
-        )
-        ref = (
-            None if reference_logprobs is None else reference_logprobs.detach().reshape(mask.shape)
-        )
+        loss_mask = mask & is_scored[:, None]
+        old = policy_logprobs if old_policy_logprobs is None else old_policy_logprobs
+        old = old.detach().reshape(mask.shape)
+        ref = None
+        if reference_logprobs is not None:
+            ref = reference_logprobs.detach().reshape(mask.shape)
 
         # Advantages; a KL in the reward is subtracted from the row's score, or from the reward of
         # each action.
         penalty = torch.zeros_like(old)
         if o.kl_in == "reward" and ref is not None:
-            _check_finite(loss_mask, old_policy_logprobs=old, reference_logprobs=ref)
+            _check(old, loss_mask, is_finite=True, old_policy_logprobs=old, reference_logprobs=ref)
             penalty = self.kl_beta * torch.where(loss_mask, old - ref, 0)
         score = rewards - penalty.sum(dim=1) if o.credit == "outcome" else rewards
         row, _ = group_advantages(
@@ -212,19 +195,18 @@ class GRPOLoss(_PolicyLoss):
         advantages = whiten(advantages, loss_mask) if o.whiten else advantages
         advantages = advantages.clamp(-o.adv_clip, o.adv_clip) if o.adv_clip else advantages
 
-        stored = {
-            "advantages": advantages,
-            "old_logprobs": old,
-            "ref": None if ref is None else Likelihood(ref),
-        }
         terms, stats = self._terms(
-            Likelihood(logprobs), loss_mask, {"kl": self.kl_beta}, group_ids, **stored
+            Likelihood(policy_logprobs.reshape(mask.shape)),
+            loss_mask,
+            {"kl": self.kl_beta},
+            group_ids,
+            advantages=advantages,
+            old_logprobs=old,
+            ref=None if ref is None else Likelihood(ref),
         )
-        stats |= {
-            "reward": Stat.of(rewards, is_scored),
-            "reward/unscored_frac": Stat.of((~is_scored).double()),
-        }
-        return terms, Stat.read(stats)
+        own = {"reward": Stat.of(rewards, is_scored)}
+        own["reward/unscored_frac"] = Stat.of((~is_scored).double())
+        return terms, stats | Stat.read(own)
 
 
 def compute_gae(
@@ -242,23 +224,15 @@ def compute_gae(
     default. (A ``values[:, 1:]`` without it drops the last step.) Time is the second dimension and
     skips columns where ``mask`` is False.
     """
-    if rewards.ndim == 2 and values.shape == (len(rewards), rewards.shape[1] + 1):
-        raise GruppoError(f"""values have {values.shape[-1]} columns for {rewards.shape[-1]}
-            rewards. Pass values[:, :-1], and the last column as bootstrap=values[:, -1].""")
-    mask = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
-    _check_shapes(rewards, mask=mask, values=values)
-    if rewards.ndim != 2 or (bootstrap is not None and bootstrap.shape != rewards.shape[:1]):
-        ends = "" if bootstrap is None else f", bootstrap {list(bootstrap.shape)}"
-        raise GruppoError(f"""rewards are {list(rewards.shape)}{ends}; they need [B, T] and [B]. For
-            one sequence pass rewards[None].""")
-    for name, value in (("gamma", gamma), ("lam", lam)):
-        if not 0 <= value <= 1:
-            raise GruppoError(
-                f"{name}={value} is outside [0, 1]; use {0.99 if name == 'gamma' else 0.95}."
-            )
-    _check_finite(mask, rewards=rewards, values=values)
+    if mask is None:
+        mask = torch.ones_like(rewards, dtype=torch.bool)
+    if rewards.ndim != 2:
+        raise GruppoError(f"""rewards are {list(rewards.shape)}; they need [B, T]. For one sequence
+            pass rewards[None].""")
+    _check(rewards, mask, is_finite=True, rewards=rewards, values=values)
     if bootstrap is not None:
-        _check_finite(torch.ones_like(bootstrap, dtype=torch.bool), bootstrap=bootstrap)
+        every = torch.ones(len(rewards), dtype=torch.bool, device=rewards.device)
+        _check(rewards[:, 0], every, is_finite=True, bootstrap=bootstrap)
     with torch.no_grad():
         return gae(rewards, values, mask, gamma=gamma, lam=lam, bootstrap=bootstrap)
 
@@ -307,44 +281,37 @@ class PPOLoss(_PolicyLoss):
         ``entropy`` may be left out if entropy_coef is 0. Advantages are used as they are: whiten
         them first, over the whole batch and not over a part of it (``core.returns.whiten``).
         """
-        mask = torch.ones_like(policy_logprobs, dtype=torch.bool) if mask is None else mask
-        stored = {
-            "returns": returns,
-            "advantages": advantages,
-            "old_policy_logprobs": old_policy_logprobs,
-        }
-        _check_shapes(
-            policy_logprobs,
-            mask=mask,
-            values=values,
-            entropy=entropy,
-            old_values=old_values,
-            **stored,
-        )
+        if mask is None:
+            mask = torch.ones_like(policy_logprobs, dtype=torch.bool)
         if self.entropy_coef > 0 and entropy is None:
             raise GruppoError(
                 f"entropy_coef={self.entropy_coef:g} needs entropy; pass it, or set entropy_coef=0."
             )
         if self.objective.value_clip and old_values is None:
+            clip = self.objective.value_clip
             raise GruppoError(
-                f"value_clip={self.objective.value_clip:g} needs old_values. Pass them, or set it "
-                f"to 0."
+                f"value_clip={clip:g} needs old_values. Pass them, or set value_clip=0."
             )
-        _check_finite(mask, **stored)
+        _check(policy_logprobs, mask, values=values, entropy=entropy, old_values=old_values)
+        inputs = {
+            "advantages": advantages,
+            "old_logprobs": old_policy_logprobs,
+            "returns": returns,
+        }
+        _check(policy_logprobs, mask, is_finite=True, **inputs)
+        if old_values is not None:
+            inputs["old_values"] = old_values
 
         def columns(x: Tensor) -> Tensor:
             return x[:, None] if x.ndim == 1 else x  # [batch] is one action per row
 
         nats = None if entropy is None else columns(entropy)
         likelihood = Likelihood(columns(policy_logprobs), nats, values=columns(values))
-        coefficients = {
-            "value": 2 * self.value_loss_coef,
-            "entropy": -self.entropy_coef,
-        }  # 2: core halves the square
-        inputs = {"advantages": advantages, "old_logprobs": old_policy_logprobs, "returns": returns}
-        inputs |= {} if old_values is None else {"old_values": old_values}
+        # core halves the square
+        coefficients = {"value": 2 * self.value_loss_coef, "entropy": -self.entropy_coef}
         stored = {name: columns(x).detach() for name, x in inputs.items()}
-        return self._terms(likelihood, columns(mask), coefficients, **stored)
+        terms, stats = self._terms(likelihood, columns(mask), coefficients, **stored)
+        return terms, stats
 
 
 def _rows(
@@ -352,45 +319,37 @@ def _rows(
 ) -> tuple[Float[Tensor, "B"], Int[Tensor, "B"], Bool[Tensor, "B T"]]:
     """Rewards of rows, group ids from 0, and the mask."""
     if mask is None:
-        if logprobs.shape != rewards.shape:
-            raise GruppoError(f"""policy_logprobs are {list(logprobs.shape)} and rewards
-                {list(rewards.shape)}; without a mask both are [prompts, group]. For log-probs of
-                tokens [B, T] pass mask [B, T].""")
+        _check(logprobs, rewards=rewards)
         mask = torch.ones(rewards.numel(), 1, dtype=torch.bool, device=rewards.device)
     else:
-        _check_shapes(logprobs, mask=mask)
+        _check(logprobs, mask)
     rows = len(mask)
     if (mask.ndim, rewards.numel()) != (2, rows) or rewards.ndim != (2 if group_ids is None else 1):
         raise GruppoError(f"""rewards are {list(rewards.shape)} for {rows} rows; they need [prompts,
             group], prompt after prompt. For groups of other sizes pass rewards [{rows}] and
             group_ids [{rows}].""")
     if group_ids is None:  # prompt after prompt: a row of rewards is a group
-        group_ids = torch.arange(len(rewards), device=rewards.device).repeat_interleave(
-            rewards.shape[1]
-        )
-    _check_shapes(rewards.flatten(), group_ids=group_ids)
+        ids = torch.arange(len(rewards), device=rewards.device)
+        group_ids = ids.repeat_interleave(rewards.shape[1])
+    _check(rewards.flatten(), group_ids=group_ids)
     rewards = rewards.detach().flatten()
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
     return rewards, group_ids.unique(return_inverse=True)[1], mask
 
 
-def _check_shapes(like: Tensor, mask: Tensor | None = None, **others: Tensor | None) -> None:
-    """Refuse shapes that differ from that of ``like``, and masks that are not boolean."""
-    for name, other in {"mask": mask, **others}.items():
-        if other is not None and other.shape != like.shape:
-            raise GruppoError(
-                f"{name} is {list(other.shape)} beside {list(like.shape)}; give both the same "
-                f"shape."
-            )
+def _check(
+    like: Tensor, mask: Tensor | None = None, *, is_finite: bool = False, **inputs: Tensor | None
+) -> None:
+    """Refuse shapes that differ from that of ``like``, masks that are not boolean, and with
+    ``is_finite`` numbers that are not finite where the mask is True."""
     if mask is not None and mask.dtype != torch.bool:
         raise GruppoError(
             f"mask is {mask.dtype}; it needs True where the policy chose. Use mask.bool()."
         )
-
-
-def _check_finite(loss_mask: Tensor, **inputs: Tensor) -> None:
-    """Refuse numbers that are not finite where ``loss_mask`` is True."""
-    for name, x in inputs.items():
-        if count := int((loss_mask & ~x.isfinite()).sum()):
-            raise GruppoError(f"""{name} holds {count} numbers that are not finite where mask is
-                True. Leave those rows out of the mask; a failed reward is not a reward of 0.""")
+    for name, x in {"mask": mask, **inputs}.items():
+        if x is not None and x.shape != like.shape:
+            problem = f"{name} is {list(x.shape)} and needs to be {list(like.shape)}"
+            raise GruppoError(f"{problem}. Token log-probs need a mask [B, T].")
+        if x is not None and is_finite and name != "mask" and bool((mask & ~x.isfinite()).any()):
+            raise GruppoError(f"""{name} holds numbers that are not finite where mask is True. Leave
+                those rows out of the mask; a failed reward is not a reward of 0.""")
