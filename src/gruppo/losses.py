@@ -346,10 +346,11 @@ def _check(
         raise GruppoError(
             f"mask is {mask.dtype}; it needs True where the policy chose. Use mask.bool()."
         )
+    counts = torch.ones_like(like, dtype=torch.bool) if mask is None else mask
     for name, x in {"mask": mask, **inputs}.items():
         if x is not None and x.shape != like.shape:
             problem = f"{name} is {list(x.shape)} and needs to be {list(like.shape)}"
             raise GruppoError(f"{problem}. Token log-probs need a mask [B, T].")
-        if x is not None and is_finite and name != "mask" and bool((mask & ~x.isfinite()).any()):
+        if x is not None and is_finite and name != "mask" and bool((counts & ~x.isfinite()).any()):
             raise GruppoError(f"""{name} holds numbers that are not finite where mask is True. Leave
                 those rows out of the mask; a failed reward is not a reward of 0.""")

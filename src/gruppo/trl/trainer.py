@@ -101,46 +101,38 @@ class GRPOTrainer:
         environment_factory: Any = None,
     ) -> None:
         unsupported = {
-            "rollout_func": "give an engine that samples, engine=... of gruppo.Trainer",
-            "quantization_config": "the weights are float32 or bfloat16; lora__rank trains little",
-            "optimizers": "AdamW and optim__decay; optim__lr and so on set them",
+            "rollout_func": (rollout_func, "give an engine that samples, engine=... of Trainer"),
+            "quantization_config": (quantization_config, "lora__rank trains few weights"),
+            "optimizers": (any(optimizers), "AdamW; optim__lr and so on set it"),
         }
-        values = rollout_func, quantization_config, any(optimizers)
-        for (name, near), value in zip(unsupported.items(), values, strict=True):
+        for name, (value, near) in unsupported.items():
             if value:
                 raise GruppoError(
                     f"{type(self).__name__}({name}=...) has no counterpart in gruppo: {near}."
                 )
-        source = (
-            model
-            if isinstance(model, str)
-            else getattr(getattr(model, "config", None), "_name_or_path", "")
-        )
+        source = model
+        if not isinstance(model, str):
+            source = getattr(getattr(model, "config", None), "_name_or_path", "")
         if args is None:
             name = f"{(source or 'model').rstrip('/').split('/')[-1]}-{self.kind}"
             args = DEFAULTS[self.kind](output_dir=name)
-        if train_dataset is None and (
-            environment_factory is None or isinstance(environment_factory, Mapping)
-        ):
+        if environment_factory is not None:
+            if train_dataset is not None or not isinstance(environment_factory, Mapping):
+                train_dataset = _prompted(train_dataset, args)
+            eval_dataset = None if eval_dataset is None else _prompted(eval_dataset, args)
+        if train_dataset is None:
             raise GruppoError(
                 "train_dataset is missing; it needs a Dataset, or a list of rows, with a column "
                 "prompt."
             )
-        if environment_factory is not None:
-            train_dataset = _prompted(train_dataset, args)
-            eval_dataset = None if eval_dataset is None else _prompted(eval_dataset, args)
         if isinstance(eval_dataset, dict):
-            text = (
-                "eval_dataset is a dict of data sets; it needs one of them. trainer.evaluate "
-                "takes others."
+            raise GruppoError(
+                "eval_dataset is a dict of data sets; it needs one of them. trainer.evaluate takes "
+                "others."
             )
-            raise GruppoError(text)
         self.args, self.callbacks = args, list(callbacks or ())
-        self.train_dataset, self.eval_dataset, self.processing_class = (
-            train_dataset,
-            eval_dataset,
-            processing_class,
-        )
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.processing_class = processing_class
         self.output_dir = Path(getattr(args, "output_dir", None) or "trainer_output")
         rows = len(train_dataset) if hasattr(train_dataset, "__len__") else 0
         strategy = getattr(args, "eval_strategy", "no")
@@ -151,6 +143,8 @@ class GRPOTrainer:
                 "train_dataset has no length, so its epochs are not known. Set max_steps."
             )
         settings |= _adapter(peft_config, source, notes)
+        if tools or environment_factory:
+            settings |= _conversations(args, tools, environment_factory, notes)
         environment = environment_factory
         if isinstance(environment, Mapping):  # by the data's column environment
             environment = {
@@ -158,29 +152,8 @@ class GRPOTrainer:
             }
         elif environment is not None:
             environment = EnvironmentClass(environment, step_is_tool=True)
-        if tools or environment:
-            # As in TRL: calls are made one after another without a deadline, and results are not
-            # cut.
-            longest, calls = (
-                args.max_completion_length,
-                getattr(args, "max_tool_calling_iterations", None),
-            )
-            settings |= {"environment.max_reply_tokens": longest, "environment.timeout_s": None}
-            settings["environment.turns"] = longest if calls is None else calls + 1
-            settings["environment.tools"] = tuple(map(name_of, tools or ()))
-            if environment_factory is not None:
-                has_step = hasattr(environment_factory, "step")
-                settings["environment.kind"] = (
-                    IN_MEMORY if has_step else name_of(environment_factory)
-                )
-            meaning = "tokens that the policy writes in a conversation; there those of results too"
-            notes.append(f"max_completion_length: {meaning}")
         policy = self._opened(model, settings, notes)
-        self.rewards = (
-            []
-            if reward_funcs is None and environment
-            else _rewards(reward_funcs, reward_processing_classes)
-        )
+        self.rewards = _rewards(reward_funcs, reward_processing_classes, may_be_empty=environment)
         self.parts = Parts.of(
             policy,
             train_dataset,
@@ -201,6 +174,13 @@ class GRPOTrainer:
         }
         self.config = serialization.change(Config(), settings)
         validate(self.config, self.parts)
+        self._trainer: api.Trainer | None = None
+        self._prepare_callbacks()
+        with logged():
+            for note in notes:
+                log.warning("gruppo.trl: %s.", note)
+
+    def _prepare_callbacks(self) -> None:
         from transformers import TrainerControl, TrainerState
 
         # What callbacks see counts optimizer steps, as in TRL; a step of a run is a generation with
@@ -214,12 +194,8 @@ class GRPOTrainer:
             is_main_process=int(os.environ.get("RANK", 0)) == 0,
             num_processes=int(os.environ.get("WORLD_SIZE", 1)),
         )
-        self._trainer: api.Trainer | None = None
         for callback in self.callbacks:
             _check_callback(callback)
-        with logged():
-            for note in notes:
-                log.warning("gruppo.trl: %s.", note)
 
     # --- training ---
 
@@ -327,16 +303,12 @@ class GRPOTrainer:
         """
         from gruppo.export import create_repository, upload, write_card
 
-        private, token = (
-            getattr(self.args, "hub_private_repo", None),
-            token or getattr(self.args, "hub_token", None),
-        )
-        revision = revision or getattr(self.args, "hub_revision", None)
-        name, address = (
-            getattr(self.args, "hub_model_id", None) or self.output_dir.resolve().name,
-            "",
-        )
-        run = self.run.folder
+        args, run = self.args, self.run.folder
+        token = token or getattr(args, "hub_token", None)
+        revision = revision or getattr(args, "hub_revision", None)
+        private = getattr(args, "hub_private_repo", None)
+        name = getattr(args, "hub_model_id", None) or self.output_dir.resolve().name
+        address = ""
         with dist.fail_together():
             if dist.is_main():
                 self.hub_model_id = create_repository(name, private=private, token=token)
@@ -385,20 +357,16 @@ class GRPOTrainer:
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
         if "quantization_config" in kwargs:
             raise refusal("model_init_kwargs", kwargs, "no quantized training")
-        if (
-            dtype := str(kwargs.pop("dtype", kwargs.pop("torch_dtype", "auto"))).removeprefix(
-                "torch."
+        dtype = str(kwargs.pop("dtype", kwargs.pop("torch_dtype", "auto"))).removeprefix("torch.")
+        if dtype not in ("auto", "float32", "bfloat16"):
+            raise refusal("model_init_kwargs", {"dtype": dtype}, "float32 or bfloat16")
+        if dtype != "auto" and settings["compute"] == "auto":
+            settings["compute"] = dtype
+        if dtype == "bfloat16":
+            notes.append(
+                "dtype=bfloat16 is what forward and backward compute in; the weights are kept in "
+                "float32"
             )
-        ) != "auto":
-            if dtype not in ("float32", "bfloat16"):
-                raise refusal("model_init_kwargs", {"dtype": dtype}, "float32 or bfloat16")
-            if settings["compute"] == "auto":
-                settings["compute"] = dtype
-            if dtype == "bfloat16":
-                notes.append(
-                    "dtype=bfloat16 is what forward and backward compute in; the weights are kept "
-                    "in float32"
-                )
         for name in ("attn_implementation", "device_map", "use_cache"):
             if name in kwargs:
                 notes.append(f"model_init_kwargs: {name}={kwargs.pop(name)!r} is not used")
@@ -535,27 +503,47 @@ def _prompted(data: Any, args: Any) -> Any:
     return data if "prompt" in columns else [{"prompt": empty, **row} for row in data]
 
 
-def _rewards(reward_funcs: Any, tokenizers: Any) -> list[Any]:
+def _conversations(
+    args: Any, tools: Any, environment_factory: Any, notes: list[str]
+) -> dict[str, Any]:
+    """Settings of tools and environments.
+
+    As in TRL, calls are made one after another without a deadline, and results are not cut.
+    """
+    longest = args.max_completion_length
+    calls = getattr(args, "max_tool_calling_iterations", None)
+    meaning = "tokens that the policy writes in a conversation; there those of results too"
+    notes.append(f"max_completion_length: {meaning}")
+    settings = {
+        "environment.max_reply_tokens": longest,
+        "environment.timeout_s": None,
+        "environment.turns": longest if calls is None else calls + 1,
+        "environment.tools": tuple(map(name_of, tools or ())),
+    }
+    if environment_factory is not None:
+        has_step = hasattr(environment_factory, "step")
+        settings["environment.kind"] = IN_MEMORY if has_step else name_of(environment_factory)
+    return settings
+
+
+def _rewards(reward_funcs: Any, tokenizers: Any, *, may_be_empty: Any) -> list[Any]:
     """Functions as they are; reward models by their name or as a module."""
+    if reward_funcs is None and may_be_empty:
+        return []
     if reward_funcs is None:
-        text = (
-            "reward_funcs is missing; it needs a function, the name of a reward model, or a "
-            "list of them."
+        raise GruppoError(
+            "reward_funcs is missing; it needs a function, the name of a reward model, or a list "
+            "of them."
         )
-        raise GruppoError(text)
     functions = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-    tokenizers = (
-        tokenizers if isinstance(tokenizers, list | tuple) else [tokenizers] * len(functions)
-    )
+    if not isinstance(tokenizers, list | tuple):
+        tokenizers = [tokenizers] * len(functions)
     opened = []
     for function, tokenizer in zip(functions, tokenizers, strict=True):
-        if isinstance(function, str) or hasattr(function, "state_dict"):
-            name = (
-                function
-                if isinstance(function, str)
-                else getattr(function.config, "_name_or_path", "reward_model")
-            )
-            if tokenizer is None and not isinstance(function, str):
+        is_module = hasattr(function, "state_dict")
+        if isinstance(function, str) or is_module:
+            name = function.config._name_or_path if is_module else function
+            if tokenizer is None and is_module:
                 from transformers import AutoTokenizer
 
                 tokenizer = AutoTokenizer.from_pretrained(name)
@@ -577,16 +565,10 @@ def _adapter(config: Any, source: str, notes: list[str]) -> dict[str, Any]:
         raise GruppoError(
             f"peft_config is a {type(config).__name__}; gruppo trains LoRA. Pass a LoraConfig."
         )
-    default, known = (
-        LoraConfig(),
-        {"r", "lora_alpha", "target_modules", "task_type", "base_model_name_or_path"},
-    )
-    known |= {
-        "inference_mode",
-        "peft_version",
-        "revision",
-        "auto_mapping",
-    }  # which change nothing that is trained
+    default = LoraConfig()
+    known = {"r", "lora_alpha", "target_modules", "task_type", "base_model_name_or_path"}
+    # These change nothing that is trained.
+    known |= {"inference_mode", "peft_version", "revision", "auto_mapping"}
     for name, value in vars(config).items():
         if name not in known and value != getattr(default, name, value):
             raise GruppoError(

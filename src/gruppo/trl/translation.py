@@ -126,23 +126,12 @@ def translated(
 
     notes = list[str]()
     settings = _direct(of, names, notes) | _objective(of, kind, notes)
-    # The learning rate: its decay, and what is left of it at the end.
-    decay, kwargs, last = of("lr_scheduler_type"), dict(of("lr_scheduler_kwargs") or {}), 0.0
-    if decay not in DECAYS:
-        raise refusal("lr_scheduler_type", decay, f"it needs one of {', '.join(DECAYS)}")
-    if decay == "cosine_with_min_lr":
-        last = kwargs.pop("min_lr_rate", None) or kwargs.pop("min_lr", 0.0) / (
-            of("learning_rate") or 1.0
-        )
-    if kwargs:
-        raise refusal("lr_scheduler_kwargs", kwargs)
+    settings |= _learning_rate(of)
     settings |= _steps(of, rows, notes, has_evaluation=has_evaluation)
     is_recomputed = of("activation_checkpointing")
     if is_recomputed is None:  # transformers' new name for what TRL sets by the former one
         is_recomputed = of("gradient_checkpointing")
     settings |= {
-        "optim.decay": DECAYS[decay],
-        "optim.final_lr_frac": float(last),
         "optim.betas": (float(of("adam_beta1")), float(of("adam_beta2"))),
         "optim.recompute": "layer" if is_recomputed else "none",
         "saving.keep": of("save_total_limit") or 10**6,
@@ -154,36 +143,13 @@ def translated(
         "distributed.timeout_s": float(of("ddp_timeout")),
         "device": "cpu" if of("use_cpu") else "auto",
         "compute": {None: "auto", True: "bfloat16", False: "float32"}[of("bf16")],
+        "track": _trackers(of),
     }
     if of("use_vllm"):
-        if of("vllm_mode") != "server":
-            near = "vLLM runs in servers of its own: gruppo serve MODEL, vllm_mode='server'"
-            raise refusal("vllm_mode", of("vllm_mode"), near)
+        settings |= _servers(of, kind)
         notes.append("vLLM servers are started with gruppo serve in place of trl vllm-serve")
-        url = (
-            of("vllm_server_base_url")
-            or f"http://{of('vllm_server_host')}:{of('vllm_server_port')}"
-        )
-        settings |= {
-            "engine.kind": "vllm",
-            "engine.urls": (url.replace("//0.0.0.0", "//127.0.0.1"),),
-        }
-    # RLOO of TRL corrects for no sampler, and its config has none of these arguments.
-    if of("use_vllm") and kind == "GRPO" and of("vllm_importance_sampling_correction"):
-        level, _, correction = of("vllm_importance_sampling_mode").partition("_")
-        high = of("vllm_importance_sampling_cap") or of("vllm_importance_sampling_clip_max")
-        settings |= {"objective.correction": correction, "objective.correction_level": level}
-        settings["objective.correction_low"] = float(of("vllm_importance_sampling_clip_min") or 0.0)
-        settings["objective.correction_high"] = (
-            1e6 if high is None else float(high)
-        )  # 1e6: no bound in practice
     if not str(of("optim")).startswith("adamw_torch"):
         raise refusal("optim", of("optim"))
-    trackers = of("report_to") or []
-    trackers = [trackers] if isinstance(trackers, str) else list(trackers)
-    if unknown := [one for one in trackers if one not in (*TRACKERS, "none", "all")]:
-        raise refusal("report_to", unknown[0], f"it needs one of {', '.join(TRACKERS)} or none")
-    settings["track"] = tuple(one for one in trackers if one in TRACKERS)
     if has_evaluation:
         notes.append(
             "evaluation is greedy, one completion a prompt, and before and after training too"
@@ -191,6 +157,50 @@ def translated(
     if of("data_seed") is not None or of("shuffle_dataset") is not True:
         raise refusal("data_seed" if of("shuffle_dataset") else "shuffle_dataset", of("data_seed"))
     return settings, notes
+
+
+def _learning_rate(of: Callable[[str], Any]) -> dict[str, Any]:
+    """The decay of the learning rate, and what is left of it at the end."""
+    decay, last = of("lr_scheduler_type"), 0.0
+    kwargs = dict(of("lr_scheduler_kwargs") or {})
+    if decay not in DECAYS:
+        raise refusal("lr_scheduler_type", decay, f"it needs one of {', '.join(DECAYS)}")
+    if decay == "cosine_with_min_lr":
+        last = kwargs.pop("min_lr_rate", None)
+        last = last or kwargs.pop("min_lr", 0.0) / (of("learning_rate") or 1.0)
+    if kwargs:
+        raise refusal("lr_scheduler_kwargs", kwargs)
+    return {"optim.decay": DECAYS[decay], "optim.final_lr_frac": float(last)}
+
+
+def _trackers(of: Callable[[str], Any]) -> tuple[str, ...]:
+    trackers = of("report_to") or []
+    trackers = [trackers] if isinstance(trackers, str) else list(trackers)
+    for name in trackers:
+        if name not in (*TRACKERS, "none", "all"):
+            raise refusal("report_to", name, f"it needs one of {', '.join(TRACKERS)} or none")
+    return tuple(name for name in trackers if name in TRACKERS)
+
+
+def _servers(of: Callable[[str], Any], kind: str) -> dict[str, Any]:
+    """The vLLM servers, and the correction for their arithmetic."""
+    if of("vllm_mode") != "server":
+        near = "vLLM runs in servers of its own: gruppo serve MODEL, vllm_mode='server'"
+        raise refusal("vllm_mode", of("vllm_mode"), near)
+    own = f"http://{of('vllm_server_host')}:{of('vllm_server_port')}"
+    url = (of("vllm_server_base_url") or own).replace("//0.0.0.0", "//127.0.0.1")
+    settings: dict[str, Any] = {"engine.kind": "vllm", "engine.urls": (url,)}
+    # RLOO of TRL corrects for no sampler, and its config has none of these arguments.
+    if kind == "GRPO" and of("vllm_importance_sampling_correction"):
+        level, _, correction = of("vllm_importance_sampling_mode").partition("_")
+        high = of("vllm_importance_sampling_cap") or of("vllm_importance_sampling_clip_max")
+        settings |= {
+            "objective.correction": correction,
+            "objective.correction_level": level,
+            "objective.correction_low": float(of("vllm_importance_sampling_clip_min") or 0.0),
+            "objective.correction_high": 1e6 if high is None else float(high),
+        }
+    return settings
 
 
 def _direct(of: Callable[[str], Any], names: dict[str, Any], notes: list[str]) -> dict[str, Any]:
