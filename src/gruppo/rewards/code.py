@@ -7,7 +7,7 @@ import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from gruppo.platforms import usable_processors
@@ -136,31 +136,37 @@ class CodeTests:
             for program, row in zip(programs, rows, strict=True)
         ]
         tasks = dict(zip(keys, rows, strict=True))
-        sandboxes = _SandboxPool(self.open_sandbox)
         workers = max(1, min(self.workers, len(tasks)))
-        pool = ThreadPoolExecutor(workers, thread_name_prefix="gruppo-code")
-        try:
-            scores = pool.map(sandboxes.score, (key[0] for key in tasks), tasks.values())
+        with _SandboxPool(self.open_sandbox, workers) as pool:
+            scores = pool.map((str(program) for program, *_ in tasks), tasks.values())
             found = dict(zip(tasks, scores, strict=True))
-            return [found[key] for key in keys]
-        finally:
-            for sandbox in sandboxes.opened:  # whoever waits for one gets a SandboxError
-                sandbox.end()
-            pool.shutdown(cancel_futures=True)
-            for sandbox in sandboxes.opened:
-                sandbox.close()
+        return [found[key] for key in keys]
 
 
 code_tests = CodeTests  # ``CodeTests`` under the name that ``--reward`` has for it
 
 
-@dataclass
 class _SandboxPool:
     """Sandboxes, one for each thread, opened at its first program and after one that failed."""
 
-    open: Callable[[], Sandbox]
-    opened: list[Sandbox] = field(default_factory=list)
-    own: threading.local = field(default_factory=threading.local)
+    def __init__(self, open_sandbox: Callable[[], Sandbox], workers: int) -> None:
+        self.open = open_sandbox
+        self.opened = list[Sandbox]()
+        self.own = threading.local()
+        self.threads = ThreadPoolExecutor(workers, thread_name_prefix="gruppo-code")
+
+    def __enter__(self) -> _SandboxPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for sandbox in self.opened:  # whoever waits for one gets a SandboxError
+            sandbox.end()
+        self.threads.shutdown(cancel_futures=True)
+        for sandbox in self.opened:
+            sandbox.close()
+
+    def map(self, programs: Iterable[str], rows: Iterable[Any]) -> Iterable[Any]:
+        return self.threads.map(self.score, programs, rows)
 
     def score(self, program: str, cells: Sequence[Any]) -> ProgramScore | CallError | None:
         cell, entry, setup, imports = cells

@@ -63,6 +63,8 @@ class ProgramCase:
     alternatives: tuple[Any, ...] = ()
     """Other values that are right too."""
     is_json: bool = False
+    is_script: bool = False
+    """Whether the request is text for the whole program."""
     raises: tuple[str, ...] = ()
     """Types of exceptions, one of which has to be raised."""
 
@@ -73,7 +75,7 @@ class ProgramCase:
         try:
             if result.status != "value":
                 return False
-            if isinstance(result.value, str):
+            if self.is_script:
                 return equal_text(result.value, self.expected)
             (value,) = result.value
             return any(
@@ -168,28 +170,32 @@ def read_tests(
     ):
         raise BadTest(f"it is {cell!r:.60}; it needs {FORMS}")
     cases = list[ProgramCase]()
-    is_script = False
     for number, item in enumerate(items, start=1):
         try:
             if isinstance(item, str):
                 asserts, imported = read_asserts(item)
                 cases += asserts
                 code.append(imported)
-            elif "input" in item and item.get("testtype") != "functional":
-                is_script = True
-                cases.append(ProgramCase(_text(item["input"]), _text(item["output"])))
             else:
-                cases.append(_call(item, entry))
-        except KeyError as error:
-            raise BadTest(
-                f"a test has {', '.join(item)} and no {error}; it needs {FORMS}"
-            ) from None
+                cases.append(_case_of(item, entry))
         except BadTest as error:
             raise BadTest(f"test {number}: {error}") from None
     if not cases:
         return None
-    setup_code = "\n".join(filter(None, code))
-    return ProgramTests(is_script, tuple(cases), setup_code, entry)
+    is_script = cases[0].is_script
+    if any(case.is_script != is_script for case in cases):
+        raise BadTest(f"tests of scripts and of functions are mixed; it needs {FORMS}")
+    return ProgramTests(is_script, tuple(cases), "\n".join(filter(None, code)), entry)
+
+
+def _case_of(item: Mapping[str, Any], entry: str | None) -> ProgramCase:
+    """A test with arguments, or with text for standard input."""
+    try:
+        if "input" not in item or item.get("testtype") == "functional":
+            return _call(item, entry)
+        return ProgramCase(_text(item["input"]), _text(item["output"]), is_script=True)
+    except KeyError as error:
+        raise BadTest(f"a test has {', '.join(item)} and no {error}; it needs {FORMS}") from None
 
 
 def _text(value: Any, what: str = "without a column entry_point, an input or output") -> str:
