@@ -38,16 +38,7 @@ def call_by_name(function: Callable[..., Any], text: str) -> Any:
     if not equals or not (name.strip() in hints or (name.strip().isidentifier() and not is_text)):
         first = pieces.pop(0)
         words = [first] if is_text else _COMMA.split(first)
-        words = [_nonempty(word) for word in words] if first.strip() else []
-        if words and places and get_origin(hints[places[0]]) is Sequence:
-            arguments[places[0]] = words
-        elif len(words) > len(places):
-            raise ValueError(f"it takes at most {len(places)} values without a name=")
-        else:
-            arguments = {
-                name: _read(name, word, hints[name])
-                for name, word in zip(places, words, strict=False)
-            }
+        arguments = _read_values(words if first.strip() else [], places, hints)
     for name, equals, value in (piece.partition("=") for piece in pieces):
         name = name.strip()
         if not equals or name not in hints:
@@ -58,6 +49,17 @@ def call_by_name(function: Callable[..., Any], text: str) -> Any:
         if name not in arguments:
             raise ValueError(f"it needs {name}")
     return function(**arguments)
+
+
+def _read_values(words: list[str], places: list[str], hints: dict[str, Any]) -> dict[str, Any]:
+    """The arguments without a name."""
+    words = [_nonempty(word) for word in words]
+    if words and places and get_origin(hints[places[0]]) is Sequence:
+        return {places[0]: words}
+    if len(words) > len(places):
+        raise ValueError(f"it takes at most {len(places)} values without a name=")
+    pairs = zip(places, words, strict=False)
+    return {name: _read(name, word, hints[name]) for name, word in pairs}
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:

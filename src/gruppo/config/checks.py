@@ -13,6 +13,7 @@ from gruppo.tasksets import is_taskset
 from gruppo.types import GruppoError
 
 CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+ONE_OF_TWO = "Leave one of the two out"
 Rule = tuple[object, str, str, str]
 """Whether it is broken, the problem, the option to set (or none), and its value or the advice."""
 
@@ -20,7 +21,7 @@ Rule = tuple[object, str, str, str]
 def check_config(config: Config) -> None:
     """Refuse what cannot run whatever the model is."""
     check_folder_name(config)
-    for rules in (_rules, _stage_rules, _batch_rules, _section_rules, _critic_rules):
+    for rules in (_rules, _stage_rules, _batch_rules, _section_rules, _engine_rules, _critic_rules):
         for is_broken, problem, option, advice in rules(config):
             if is_broken:
                 raise GruppoError(problem, option=option, advice=advice)
@@ -189,10 +190,8 @@ def _batch_rules(config: Config) -> Iterator[Rule]:
 
 def _section_rules(config: Config) -> Iterator[Rule]:
     """Sections that contradict themselves or each other."""
-    lora, engine, environment = config.lora, config.engine, config.environment
-    has_servers, is_async = engine.kind == "vllm", bool(engine.lag or engine.replay)
+    lora, environment = config.lora, config.environment
     is_sharded = config.distributed.shard != "none"
-    one_of_two = "Leave one of the two out"
     yield (
         lora.load_in_4bit and not lora.rank and not lora.adapter,
         "lora.load_in_4bit quantizes the base of an adapter, and lora.rank=0 trains all weights",
@@ -200,28 +199,32 @@ def _section_rules(config: Config) -> Iterator[Rule]:
         "16, or leave $lora.load_in_4bit out",
     )
     problem = "lora.load_in_4bit would train another model than engine.kind='vllm' samples from"
-    yield lora.load_in_4bit and has_servers, problem, "", one_of_two
+    yield lora.load_in_4bit and config.engine.kind == "vllm", problem, "", ONE_OF_TWO
     problem = (
         f"reference.place={config.reference.place!r} keeps all of the reference's weights in one "
         f"place, and distributed.shard={config.distributed.shard!r} shards them over ranks"
     )
-    yield is_sharded and config.reference.place != "device", problem, "", one_of_two
+    yield is_sharded and config.reference.place != "device", problem, "", ONE_OF_TWO
     yield _needs_evaluations(config, "back_off.metric", config.back_off.metric)
     problem = f"environment.kind={environment.kind!r} replies to the policy, and so does reply"
-    yield environment.kind and environment.reply, problem, "", one_of_two
+    yield environment.kind and environment.reply, problem, "", ONE_OF_TWO
+
+
+def _engine_rules(config: Config) -> Iterator[Rule]:
+    engine = config.engine
     problem = "engine.kind='vllm' was given no server"
     advice = "Start one with gruppo serve MODEL, and set $engine.urls http://127.0.0.1:8000"
-    yield has_servers and not any(engine.urls), problem, "", advice
+    yield engine.kind == "vllm" and not any(engine.urls), problem, "", advice
     problem = (
         f"engine.lag={engine.lag} samples while the trainer updates, and servers with "
         f"engine.colocated sleep then"
     )
-    yield engine.colocated and engine.lag, problem, "", one_of_two
+    yield engine.colocated and engine.lag, problem, "", ONE_OF_TWO
     problem = f"engine.lag={engine.lag} needs an engine that samples while the trainer learns"
     has_none = engine.lag and not engine.kind and not engine.replay
     yield has_none, problem, "engine", "vllm, or $engine.lag 0"
     problem = f"engine.replay={engine.replay!r} trains without engine.kind={engine.kind!r}"
-    yield engine.replay and engine.kind, problem, "", one_of_two
+    yield engine.replay and engine.kind, problem, "", ONE_OF_TWO
     objective = config.objective
     is_uncorrected = objective.surrogate == "reinforce" and objective.correction == "none"
     problem = (
@@ -235,7 +238,8 @@ def _section_rules(config: Config) -> Iterator[Rule]:
         "prompts.difficulty_column chooses the prompts of each step, and with engine.lag they are "
         "drawn before"
     )
-    yield is_async and config.prompts.difficulty_column, problem, "", one_of_two
+    is_async = bool(engine.lag or engine.replay)
+    yield is_async and config.prompts.difficulty_column, problem, "", ONE_OF_TWO
 
 
 def _critic_rules(config: Config) -> Iterator[Rule]:

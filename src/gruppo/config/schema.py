@@ -185,6 +185,10 @@ class Stage:
         return {n: parse_schedule(value) for n, value in values.items() if value is not None}
 
 
+SUPERVISED = Stage("supervised", rl_coef=0.0, sup_coef=1.0)
+"""Demonstrations alone."""
+
+
 @dataclass(frozen=True)
 class SupervisedConfig:
     """Demonstrations, for stages with sup_coef above 0."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gruppo.config.schema import SCHEDULED as SCHEDULED
-from gruppo.config.schema import Config, Stage, SupervisedConfig
+from gruppo.config.schema import SUPERVISED, Config, Stage, SupervisedConfig
 from gruppo.types import GruppoError
 
 KINDS = ("supervised", "ramp", "full")
@@ -60,7 +60,7 @@ def planned(text: str, config: Config) -> Config:
         if kind == "supervised":
             # kl_coef and entropy_coef need samples, of which this stage has none; it also goes
             # without cons_coef.
-            stage = Stage(rl_coef=0.0, sup_coef=1.0, lr=full.lr)
+            stage = replace(SUPERVISED, lr=full.lr)
         elif kind == "ramp":
             # A schedule of rl_coef is over its own stage: the ramp ends at the default.
             end = full.rl_coef if isinstance(full.rl_coef, int | float) else 1

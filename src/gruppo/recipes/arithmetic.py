@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from gruppo.config.schema import (
+    SUPERVISED,
     Config,
     CriticConfig,
     EvaluationConfig,
@@ -89,7 +90,7 @@ def arithmetic_format() -> Config:
         # Six steps reduce the negative log-likelihood from 4.43 to 0.17 nats per token. Rewards
         # alone find nothing in the same time, even with partial credit.
         stages=(
-            Stage(name="supervised", steps=6, rl_coef=0.0, sup_coef=1.0, lr=5e-5, warmup_steps=3),
+            replace(SUPERVISED, steps=6, lr=5e-5, warmup_steps=3),
             Stage(name="full", warmup_steps=3),
         ),
         supervised=SupervisedConfig(template=f" {OPENING}{{target}}{CLOSING}", batch=32),

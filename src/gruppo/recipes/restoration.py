@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gruppo.config.schema import (
+    SUPERVISED,
     BackOffConfig,
     Config,
     EvaluationConfig,
@@ -45,11 +46,9 @@ def restore() -> Config:
         rollout=RolloutConfig(prompts=16, group_size=8),
         optim=OptimConfig(lr=1e-3),
         stages=(
-            Stage(
-                "supervised",
+            replace(
+                SUPERVISED,
                 steps=2800,
-                rl_coef=0.0,
-                sup_coef=1.0,
                 lr="cosine:1e-3,1e-5",
                 until="eval/psnr flat 4",
             ),
@@ -91,11 +90,9 @@ def restore_progressive() -> Config:
         rollout=RolloutConfig(prompts=8, group_size=8),
         optim=OptimConfig(lr=1e-3, weight_decay=0.01, max_grad_norm=1.0),
         stages=(
-            Stage(
-                "supervised",
+            replace(
+                SUPERVISED,
                 steps=700,
-                rl_coef=0.0,
-                sup_coef=1.0,
                 lr="cosine:2e-3,5e-5",
                 warmup_steps=10,
             ),
@@ -154,11 +151,9 @@ def denoise_photos() -> Config:
         rollout=RolloutConfig(prompts=8, group_size=8),
         optim=OptimConfig(lr=2e-3),
         stages=(
-            Stage(
-                "supervised",
+            replace(
+                SUPERVISED,
                 steps=6000,
-                rl_coef=0.0,
-                sup_coef=1.0,
                 lr="cosine:2e-3,2e-5",
                 warmup_steps=20,
             ),
@@ -205,11 +200,9 @@ def restore_text() -> Config:
         rollout=RolloutConfig(prompts=12, group_size=8),
         optim=OptimConfig(lr=3e-3),
         stages=(
-            Stage(
-                "supervised",
+            replace(
+                SUPERVISED,
                 steps=1000,
-                rl_coef=0.0,
-                sup_coef=1.0,
                 lr="cosine:3e-3,0",
                 warmup_steps=30,
             ),
