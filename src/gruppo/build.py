@@ -409,9 +409,8 @@ def place(policy: Policy, config: Config) -> Config:
     """
     device: str = config.device
     if device in ("auto", "cuda"):
-        has_cuda, problem = (
-            usable_cuda()
-        )  # a problem: there is a GPU, and torch cannot compute on it
+        # a problem: there is a GPU, and torch cannot compute on it
+        has_cuda, problem = usable_cuda()
         if device == "cuda" and not has_cuda:
             raise GruppoError(
                 f"device cuda: {problem or 'torch finds no CUDA device'}",
@@ -419,7 +418,7 @@ def place(policy: Policy, config: Config) -> Config:
                 advice="cpu, or install a torch build that supports this GPU and driver",
             )
         if problem:
-            log.warning("the run is on the CPU: %s.", problem)
+            log.warning("the GPU cannot be used, so the run is on the CPU: %s.", problem)
         device = "cuda" if has_cuda else "cpu"
     if device == "cuda":
         device = f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}"

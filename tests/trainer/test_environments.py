@@ -242,22 +242,18 @@ def test_the_recipe_guess_plays_with_any_chat_model(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"environment__turns": 0}, r"environment.turns=0 is out of range.*environment.turns"),
+        ({"environment__turns": 0}, "environment.turns=0 is out of range"),
         ({"environment__max_reply_tokens": 0}, "environment.max_reply_tokens=0 is out of range"),
-        (
-            {"environment__timeout_s": 0.0},
-            r"timeout_s=0.0 is out of range.*environment.timeout_s 60",
-        ),
-        ({"environment__reply": ""}, "set without an environment. Set environment file.py:Class"),
-        ({"model": "unet", "data": "digits"}, "replies to texts, but 'unet' is an image model"),
+        ({"environment__timeout_s": 0.0}, "timeout_s=0.0 is out of range"),
+        ({"model": "unet", "data": "digits"}, "replies to texts, and 'unet' is an image model"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_before_anything_is_loaded(tmp_path, changes, why):
-    given = config(tmp_path, **changes)
     modality = modalities()["diffusion" if "model" in changes else "text"]
-    if "model" in changes:
-        given = replace(given, rollout=replace(given.rollout, max_new_tokens=128, stop=()))
     with pytest.raises(GruppoError, match=why):
+        given = config(tmp_path, **changes)
+        if "model" in changes:
+            given = replace(given, rollout=replace(given.rollout, max_new_tokens=128, stop=()))
         checks.check(given, modality)
 
 
