@@ -21,7 +21,6 @@ from gruppo.cli import app, commands
 from gruppo.config import serialization
 from gruppo.config.schema import Config
 from gruppo.data.open import open_source
-from gruppo.integrity import MAX_BYTES, parse_json
 from gruppo.loading import absolute_spec
 from gruppo.modalities import find_modality
 from gruppo.modalities.common.lora import inject
@@ -102,18 +101,6 @@ def test_a_copy_with_an_edited_config_imports_nothing_without_the_flag(
         and "trust_remote_code" in line
     )
     assert "add --trust-run" in line and not (tmp_path / "executed").exists()
-
-
-def test_training_from_python_by_the_name_of_a_copied_run_imports_nothing_either(
-    tmp_path, clean, evil
-):
-    run = edit(shutil.copytree(clean, tmp_path / "run"), reward=[evil], trust_remote_code=True)
-    for config in (run, str(run / "config.json")):
-        with pytest.raises(
-            GruppoError, match=r"names code to run: .*add --trust-run .*trust_remote_code=True"
-        ):
-            gruppo.train(config, show=False, steps=1, runs_dir=tmp_path / "runs")
-    assert not (tmp_path / "executed").exists()
 
 
 @pytest.mark.parametrize(
@@ -422,17 +409,6 @@ def test_hostile_json_is_one_line(tmp_path, capsys, clean, file, kind, monkeypat
     (run / file).write_text(f"{text}\n{text}\n" if file.endswith("l") else text)
     for command in (["doctor", str(run)], ["resume", str(run)]):
         gives(capsys, *command)  # at most one line, never a bug
-
-
-@pytest.mark.parametrize(
-    "text", ["[" * 200_000, '{"a":' * 101 + "1" + "}" * 101, "[" * 101 + "]" * 101]
-)
-def test_json_that_is_nested_too_deep_is_a_value_error(text):
-    for form in (text, text.encode()):
-        with pytest.raises(ValueError, match="nested more than 100 levels"):
-            parse_json(form)
-    assert parse_json("[" * 100 + "]" * 100) and parse_json(json.dumps([[1]] * 1000))
-    assert MAX_BYTES == 1 << 28
 
 
 def test_a_terminal_gets_no_control_characters_from_a_sample(capsys, monkeypatch):

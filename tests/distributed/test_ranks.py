@@ -6,12 +6,8 @@ import json
 from typing import Any
 
 import pytest
-import torch
 from tests import processes
 from tests.distributed import share
-
-from gruppo import distributed as dist
-from gruppo.types import Stat
 
 
 @pytest.fixture(scope="module")
@@ -46,23 +42,3 @@ def test_the_collectives_by_hand(two):
 
 def test_gradients_summed_in_buckets_are_those_summed_one_by_one_to_the_last_bit(two):
     assert [rank["buckets"] for rank in two] == [True, True]
-
-
-def test_a_world_of_one_changes_nothing(monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    dist.init()
-    x, parameter, stats = (
-        torch.ones(2),
-        torch.nn.Parameter(torch.ones(2)),
-        {"b": Stat(1, 2, 4, 2, 2), "a": Stat()},
-    )
-    dist.sum_gradients([parameter])
-    assert (dist.rank(), dist.world_size(), dist.is_main()) == (0, 1, True)
-    assert dist.all_sum(x) is x
-    assert dist.all_max(7) == 7
-    assert dist.all_gather(b"mine") == [b"mine"]
-    with pytest.raises(ValueError, match="mine"), dist.fail_together():
-        raise ValueError("mine")
-    assert parameter.grad is None
-    assert dist.merge_stats(stats) == stats
-    dist.shutdown()

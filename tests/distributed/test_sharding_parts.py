@@ -8,11 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 from tests import fakes, tiny
-from torch import nn
 
 from gruppo.config.checks import check_config
 from gruppo.config.schema import DistributedConfig, ReferenceConfig, Stage
-from gruppo.distributed.sharding import blocks_of, forward, gathered
+from gruppo.distributed.sharding import blocks_of
 from gruppo.trainer.forward import equally_many
 from gruppo.types import GruppoError, Sampling
 
@@ -35,15 +34,6 @@ def test_a_layer_that_shares_a_weight_with_the_rest_belongs_to_the_root():
     model = fakes.TinyGPT()
     model.blocks.append(model.blocks[0])  # one layer, run twice
     assert blocks_of(model) == [model.blocks[0], model.blocks[1]]
-
-
-def test_without_sharding_a_function_is_called_as_it_is():
-    module = nn.Linear(2, 2)
-    calls = []
-    module.register_forward_pre_hook(lambda *_: calls.append("hook"))
-    assert forward(module, lambda x, y: x + y, 1, y=2) == 3
-    with gathered(module):
-        assert calls == []
 
 
 @pytest.mark.parametrize("place", ["cpu"])

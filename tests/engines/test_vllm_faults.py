@@ -234,18 +234,6 @@ def test_what_a_server_does_not_answer_well_is_sampled_elsewhere(
         broken.close()
 
 
-@pytest.mark.parametrize("code", [RESET, 500, TRUNCATED])
-def test_the_only_server_is_asked_again(policy, expected, tmp_path, code):
-    server = FakeServer(tiny.model())
-    try:
-        with published(policy, server.url, folder=tmp_path) as engine:
-            raising(code, times=2)(server)
-            require_same(engine.generate(requests(3, 2, 3, 2), SAMPLING, seed=0), expected)
-            assert engine.replicas[0].label is not None
-    finally:
-        server.close()
-
-
 def test_a_server_that_was_started_again_is_given_the_weights_again(policy, expected, tmp_path):
     """It is the only one, and holds the weights that it was started with."""
     server = FakeServer(tiny.model())

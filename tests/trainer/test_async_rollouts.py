@@ -141,19 +141,6 @@ def test_groups_for_other_parameters_than_the_steps_are_discarded_and_counted(tm
         assert step.metrics["lag/discarded_groups_count"] == 4
 
 
-def test_groups_that_are_refilled_or_grow_keep_the_bound(tmp_path):
-    for name, changes in {
-        "refilled": {"rollout__refill_rounds": 2},
-        "grown": {"rollout__first_samples": 2, "rollout__group_size": 4},
-    }.items():
-        chosen = config(tmp_path / name, reward=[tiny.reward("noisy")], **changes)
-        api.start(chosen)
-        rows = [row for row in runs.metrics(folder_of(chosen)) if "lag/max" in row]
-        assert max(row["lag/max"] for row in rows) <= 2
-        positions = runs.learned_from(folder_of(chosen))
-        assert sorted(set(positions)) == list(range(max(positions) + 1))
-
-
 @pytest.mark.slow
 def test_each_rank_samples_the_groups_of_its_own_slots_ahead(tmp_path):
     settings = serialization.to_dict(config(tmp_path, steps=4))
@@ -211,20 +198,6 @@ def test_a_replay_repeats_the_run_to_the_bit_without_its_engine(lagged, tmp_path
     assert not (again / "ledger").exists()
 
 
-def test_a_replay_of_a_run_that_was_cut_off_ends_where_it_did(tmp_path):
-    chosen = config(tmp_path, saving__every=0)
-    with api.Trainer.open(chosen) as trainer:
-        for _ in range(4):
-            trainer.step()
-    train(["--replay", str(folder_of(chosen)), "--name", "replay", "--runs-dir", str(tmp_path)])
-    assert [row["step"] for row in runs.metrics(tmp_path / "replay") if "lag/max" in row] == [
-        1,
-        2,
-        3,
-        4,
-    ]
-
-
 def test_a_replay_with_options_that_decide_what_is_sampled_is_refused(
     lagged, tmp_path, monkeypatch
 ):
@@ -262,14 +235,6 @@ def test_refills_on_several_ranks_are_refused_with_lag(tmp_path, monkeypatch):
     monkeypatch.setattr("gruppo.build.dist.world_size", lambda: 2)
     with pytest.raises(GruppoError, match="moves prompts between ranks"):
         check_lag(config(tmp_path, rollout__refill_rounds=1), CopyEngine)
-
-
-def test_an_engine_that_does_not_say_that_it_samples_beside_the_trainer_is_refused(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(CopyEngine, "concurrency", 0)
-    with pytest.raises(GruppoError, match="concurrency = 1 or more"):
-        api.start(config(tmp_path))
 
 
 def test_an_error_of_the_engine_in_another_thread_ends_the_run_with_its_line(tmp_path, monkeypatch):
@@ -354,19 +319,6 @@ def test_an_evaluation_waits_for_one_of_the_engines_calls(tmp_path, monkeypatch)
     monkeypatch.setattr(CopyEngine, "concurrency", 1)
     api.start(config(tmp_path, evaluation__every=1, evaluation__prompts=4))
     assert most == [1]
-
-
-def test_a_draw_that_fails_is_drawn_again(tmp_path, monkeypatch):
-    chosen = config(tmp_path)
-    with api.Trainer.open(chosen) as trainer:
-        policy = trainer.run.policy
-        with monkeypatch.context() as patched:
-            patched.setattr(type(policy), "check_prompt", lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                trainer.run.source.take(4)
-        trainer.train()
-    assert runs.learned_from(folder_of(chosen)) == list(range(24))
-    assert sampled(folder_of(chosen)) == list(range(24))
 
 
 @pytest.mark.parametrize("damage", ["missing", "torn", "another run", "no ledger"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -166,30 +164,6 @@ def test_what_cannot_be_kept_is_one_line_and_nothing_is_written(tmp_path):
         ledger.append(0, request(0), SAMPLING, odd)
     ledger.write(1)
     assert not (tmp_path / "ledger").exists()
-
-
-def test_a_full_disk_is_one_line_and_the_next_write_has_everything(tmp_path, monkeypatch):
-    def fail(_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    ledger = written(tmp_path, range(1))
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", fail)
-        ledger.append(1, request(1), SAMPLING, rollouts(1))
-        with pytest.raises(GruppoError, match="the disk is full"):
-            ledger.write(2, [1])
-    ledger.write(2, [1])
-    assert held(tmp_path) == [0, 1]
-
-
-def test_a_torn_file_is_refused_in_one_line(tmp_path):
-    (path,) = written(tmp_path, range(1)).paths()
-    path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(
-        GruppoError, match=r"cannot be read: .*its groups are sampled again"
-    ) as caught:
-        Ledger(tmp_path)
-    assert "\n" not in str(caught.value)
 
 
 def test_groups_of_a_call_are_split_without_the_columns_of_the_others():

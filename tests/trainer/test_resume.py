@@ -85,27 +85,6 @@ def test_2n_steps_are_n_steps_a_stop_and_n_steps(tmp_path, kind, whole, calls_be
     assert_same(api.start(tmp_path / "runs/run").folder, whole(kind))
 
 
-@pytest.mark.slow
-@pytest.mark.silent_bug(33)
-def test_sigterm_at_random_moments_exits_75_and_resumes_to_the_bit(tmp_path, whole):
-    config = same_data(tmp_path, SIMPLE, whole)
-    chance, codes, run = random.Random(5), [], tmp_path / "runs/run"
-    while 0 not in codes:
-        child = processes.start(begin_or_go_on, config, folder=tmp_path / "child")
-        done = steps_logged(run)
-        if len(codes) < 4:
-            child.wait_for(
-                lambda done=done: steps_logged(run) > min(done + chance.randrange(4), STEPS - 2)
-            )
-            time.sleep(chance.random() * 0.03)
-            child.send(chance.choice([signal.SIGTERM, signal.SIGINT]))
-        codes.append(child.wait())
-        assert codes[-1] in (0, 75), child.err
-        assert "Traceback" not in child.err
-    assert codes.count(75) >= 2
-    assert_same(run, whole(SIMPLE))
-
-
 @pytest.mark.silent_bug(33)
 def test_sigkill_at_random_moments_resumes_to_the_bit(tmp_path, whole):
     config = same_data(tmp_path, FULL, whole)
@@ -171,15 +150,6 @@ def policy_that_signals(step: int, *numbers: int, model: str = ""):
     return policy
 
 
-def test_a_signal_during_learn_finishes_the_step(tmp_path):
-    with pytest.raises(Stopped):
-        start_with(
-            tmp_path, tiny.digits, policy_that_signals(2, signal.SIGINT), evaluation__prompts=0
-        )
-    run = tmp_path / "runs/run"
-    assert checkpoint.steps(run / "checkpoints") == [2] and steps_logged(run) == 2
-
-
 def test_a_signal_during_learn_says_that_it_was_heard_and_what_is_saved(tmp_path, capfd):
     with pytest.raises(gruppo.Stopped) as stopped:
         start_with(
@@ -238,17 +208,6 @@ def test_a_reward_that_swallows_the_interrupt_does_not_keep_a_half_scored_batch(
     assert checkpoint.steps(tmp_path / "runs/run/checkpoints") == [2]
 
 
-def test_a_signal_in_the_last_step_finishes_the_run(tmp_path):
-    run = start_with(
-        tmp_path,
-        tiny.digits,
-        policy_that_signals(2, signal.SIGTERM),
-        steps=2,
-        evaluation__prompts=0,
-    )
-    assert checkpoint.seal_holds(run / "final")
-
-
 def test_the_signal_handlers_of_the_caller_are_put_back(tmp_path):
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     start_with(tmp_path, tiny.digits, steps=1)
@@ -271,25 +230,6 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path, whole):
         for path in run.rglob("*")
         if path.is_file() and path.name != "log.txt"
     }
-
-
-def test_a_damaged_newest_checkpoint_is_resumed_from_the_one_before_to_the_bit(tmp_path, whole):
-    config = same_data(tmp_path, SIMPLE, whole) | {"saving": {"every": 2, "keep": 9}}
-    run = api.start(serialization.from_dict(config)).folder
-    shutil.rmtree(run / "final")
-    with (newest(run) / "model.safetensors").open("r+b") as file:
-        file.seek(200)
-        file.write(b"?")
-    assert_same(api.start(run).folder, whole(SIMPLE))
-
-
-def test_a_run_whose_only_checkpoint_is_damaged_says_so_and_keeps_its_metrics(tmp_path, whole):
-    run = shutil.copytree(whole(SIMPLE), tmp_path / "run")
-    (newest(run) / "COMPLETE").unlink()
-    before = (run / "metrics.jsonl").read_bytes()
-    with pytest.raises(GruppoError, match="cannot be read"):
-        api.start(run)
-    assert (run / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path, whole):
@@ -595,11 +535,6 @@ def test_what_only_may_change_the_results_is_reported(stopped, monkeypatch, capl
     another_version("transformers")(stopped, monkeypatch)
     api.start(stopped)
     assert re.search("since the run began: transformers was .* and is 0.0.", caplog.text)
-
-
-def test_an_unchanged_setup_is_no_warning(stopped, caplog):
-    api.start(stopped)
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
 def test_a_run_with_an_isolated_built_in_reward_is_resumed_and_evaluated_without_a_flag(

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import threading
-import weakref
 from pathlib import Path
 
 import pytest
@@ -122,18 +121,6 @@ def test_a_save_that_is_stopped_at_any_operation_leaves_the_former_or_the_new_on
         assert step_of(folder) == 3
 
 
-def test_a_save_syncs_all_files_of_all_ranks_before_it_has_its_name(tmp_path, monkeypatch):
-    calls = operations(monkeypatch, shards, -1, None, ALL)
-    save(tmp_path, 1, world_size=2)
-    named = [n for n, call in enumerate(calls) if call == "replace"]
-    done, sealed = named[:2], named[2]  # the two ranks' lists of files, then the folder
-    for last in done:  # each file, then the list itself
-        written = [call for call in calls[:last] if call in ("save_file", "write_text")]
-        assert calls[:last].count("fsync") >= len(written)
-    assert calls[sealed - 1] == "fsync" and calls[sealed + 1] == "fsync"
-    assert max(n for n, call in enumerate(calls) if call == "save_file") < done[1]
-
-
 @pytest.mark.parametrize("last", [0, 1])
 def test_another_rank_may_commit_as_soon_as_the_last_one_is_done(tmp_path, monkeypatch, last):
     saves = [save_of(tmp_path, 1, rank, 2) for rank in range(2)]
@@ -176,18 +163,6 @@ def test_a_disk_that_fails_at_any_operation_is_one_clear_error(
     assert raised > count // 2
 
 
-def test_ranks_that_are_done_at_once_commit_once(tmp_path):
-    both = [save_of(tmp_path, 1, rank, 2) for rank in range(2)]
-    commits = []
-    object.__setattr__(both[0], "after_commit", lambda: commits.append(0))
-    object.__setattr__(both[1], "after_commit", lambda: commits.append(1))
-    for one in both:
-        one.write()
-        one.commit()
-    both[0].check_committed()
-    assert commits == [1] and step_of(tmp_path) == 1
-
-
 def test_ranks_that_write_to_folders_of_their_own_are_told_to_share_one(tmp_path, monkeypatch):
     monkeypatch.setattr(background_save, "VISIBLE_S", 0.0)
     both = [save_of(tmp_path / str(rank), 1, rank, 2) for rank in range(2)]
@@ -226,37 +201,6 @@ def test_a_write_in_the_background_does_not_see_the_weights_of_the_next_step(tmp
     writer.wait()
     writer.unchecked.check_committed()
     assert step_of(tmp_path) == 1
-
-
-def test_the_copies_are_released_when_they_are_written(tmp_path, monkeypatch):
-    copies, real = [], background_save.own_shards
-
-    def watched(tensors):
-        shards = real(tensors)
-        copies.extend(weakref.ref(shard.data) for shard in shards.values())
-        return shards
-
-    monkeypatch.setattr(background_save, "own_shards", watched)
-    writer = Writer()
-    begin(writer, tmp_path, {"w": W + 1}, 1)
-    writer.wait()
-    assert len(copies) == 2 and [copy() for copy in copies] == [None, None]
-
-
-def test_what_fails_in_the_background_is_raised_before_the_next_save(tmp_path, monkeypatch):
-    writer, weights = Writer(), {"w": W + 1}
-
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(shards, "save_file", fail)
-    begin(writer, tmp_path, weights, 1)
-    with pytest.raises(GruppoError, match="the disk is full"):
-        begin(writer, tmp_path, weights, 2)
-    monkeypatch.undo()
-    begin(writer, tmp_path, {"w": W + 3}, 3)
-    writer.wait()
-    assert step_of(tmp_path) == 3
 
 
 # --- ranks ----------------------------------------------------------------------------------------

@@ -212,14 +212,6 @@ class Fails(gruppo.Callback):
         raise ValueError("of the user's")
 
 
-def test_a_callback_that_fails_ends_the_run_and_its_step_is_saved(tmp_path):
-    with pytest.raises(ValueError, match="of the user's"):
-        gruppo.train(
-            tiny.config(tmp_path, **CONFIG, evaluation__prompts=0), callbacks=[Fails()], show=False
-        )
-    assert checkpoint.steps(tmp_path / "runs/run/checkpoints") == [1]
-
-
 class Misspelled:
     def on_steps(self) -> None: ...
 
