@@ -70,28 +70,25 @@ def export(
         raise GruppoError(f"the folder {folder} exists already. Name a new one, or delete it.")
     path = Path(model_of(model))
     if is_adapter_kept:
-        if (path / PIPELINE_ADAPTER).is_file():
-            raise GruppoError(f"""the adapter of a pipeline is in {path} already, as
-                {PIPELINE_ADAPTER}: load it with pipeline.load_lora_weights(folder). Leave --adapter
-                out for the model.""")
-        if not is_adapter(path):
-            raise GruppoError(f"""{model} has no adapter: its weights themselves were trained. Leave
-                --adapter out for the model.""")
-        check_seal(path)  # load_policy checks that of a model to be merged
+        _check_adapter(path)
     # what may be missing is found before the model is loaded, which may take minutes
     converter = _converter(is_adapter=is_adapter_kept) if gguf else []
     repository = create_repository(push, private=private) if push else ""
-    trusts = {"trust_run": trust_run, "trust_remote_code": trust_remote_code}
-    policy = (
-        None if is_adapter_kept else load_policy(model, compute="float32", is_merged=True, **trusts)
-    )
+    policy = None
+    if not is_adapter_kept:
+        policy = load_policy(
+            model,
+            compute="float32",
+            is_merged=True,
+            trust_run=trust_run,
+            trust_remote_code=trust_remote_code,
+        )
     with tempfile.TemporaryDirectory() as work:
         target = Path(work) / (push.split("/")[-1] or "model") if folder is None else folder
         with checkpoint.replacing(target) as temporary:
             if policy is None:
-                shutil.copytree(
-                    path, temporary, dirs_exist_ok=True, ignore=shutil.ignore_patterns(SEAL)
-                )
+                without_seal = shutil.ignore_patterns(SEAL)
+                shutil.copytree(path, temporary, dirs_exist_ok=True, ignore=without_seal)
             else:
                 save_with_origin(policy, temporary)
             if gguf:
@@ -100,17 +97,22 @@ def export(
             trust.record(folder, trust.imports_of_model(folder))
         try:
             write_card(target, model, license=license, is_online=bool(push))
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            GruppoError,
-        ) as error:  # of a damaged run; its model is whole
+        except Exception as error:  # of a damaged run; its model is whole
             log.warning("%s has no model card: %s", target.name, " ".join(str(error).split()))
         if repository:
             repository = upload(target, repository, is_kept=folder is not None)
     return " and ".join(str(place) for place in (folder, repository) if place)
+
+
+def _check_adapter(path: Path) -> None:
+    """Refuse to keep the adapter of a model that has none of its own, or a damaged one."""
+    if (path / PIPELINE_ADAPTER).is_file():
+        raise GruppoError(f"""the adapter of a pipeline is in {path} already, as {PIPELINE_ADAPTER}:
+            load it with pipeline.load_lora_weights(folder). Leave --adapter out for the model.""")
+    if not is_adapter(path):
+        raise GruppoError(f"""{path} has no adapter: its weights themselves were trained. Leave
+            --adapter out for the model.""")
+    check_seal(path)  # load_policy checks that of a model to be merged
 
 
 # --- GGUF -----------------------------------------------------------------------------------------
@@ -242,15 +244,12 @@ def write_card(model: Path, run: str | Path, *, license: str = "", is_online: bo
     hub for a license.
     """
     path = Path(run).expanduser()
-    folder = next(
-        (place for place in (path, path.parent) if (place / "manifest.json").is_file()), None
-    )
-    if folder is None or not (folder / "config.json").is_file():
+    places = [place for place in (path, path.parent) if (place / "manifest.json").is_file()]
+    if not places or not (places[0] / "config.json").is_file():
         return
-    name, origin = (
-        serialization.load(folder / "config.json").model,
-        read_json(folder / "manifest.json")["model"],
-    )
+    folder = places[0]
+    name = serialization.load(folder / "config.json").model
+    origin = read_json(folder / "manifest.json")["model"]
     match = re.fullmatch(r"(?:diffusers:)?([\w.-]+/[\w.-]+)", name)
     base, known = (match[1], "") if match else ORIGINS.get(origin.get("source", ""), ("", ""))
     picture = folder / "plots" / "overview.png"
@@ -259,26 +258,29 @@ def write_card(model: Path, run: str | Path, *, license: str = "", is_online: bo
             plot_run(folder)
     if picture.is_file():
         shutil.copyfile(picture, model / PICTURE)
-    steps, best = checkpoint.steps(folder / "checkpoints"), None
-    if steps:
-        best = read_json(folder / "checkpoints" / checkpoint.name_of(steps[-1]) / "state.json")[
-            "best"
-        ]
-    license = license or known
-    # that of the base model's card; without one or a connection, our card says that it is not
-    # stated
-    if not license:
-        from huggingface_hub import ModelCard, hf_hub_download
-
-        with suppress(Exception):
-            here = Path(base or name) / CARD
-            file = (
-                here
-                if here.parent.is_dir()
-                else hf_hub_download(base or name, CARD, local_files_only=not is_online)
-            )
-            license = str(ModelCard.load(file).data.license or "")
-    step = best["step"] if best and best.get("returned_at") == steps[-1] else None
+    license = license or known or _license_of(base or name, is_online=is_online)
     shown = PICTURE if picture.is_file() else ""
+    step = _best_step(folder / "checkpoints")
     text = model_card(folder, model, base=base, license=license, step=step, picture=shown)
     (model / CARD).write_text(text, encoding="utf-8")
+
+
+def _license_of(base: str, *, is_online: bool) -> str:
+    """The license of the base model's card; "" without one or a connection."""
+    from huggingface_hub import ModelCard, hf_hub_download
+
+    with suppress(Exception):
+        file = Path(base) / CARD
+        if not file.parent.is_dir():
+            file = Path(hf_hub_download(base, CARD, local_files_only=not is_online))
+        return str(ModelCard.load(file).data.license or "")
+    return ""
+
+
+def _best_step(checkpoints: Path) -> int | None:
+    """The step that a run has returned to at its last one; None if it has not."""
+    steps = checkpoint.steps(checkpoints)
+    if not steps:
+        return None
+    best = read_json(checkpoints / checkpoint.name_of(steps[-1]) / "state.json")["best"]
+    return best["step"] if best and best.get("returned_at") == steps[-1] else None

@@ -91,22 +91,7 @@ def evaluate_run(
     if not first.reward:
         raise GruppoError(f"""{path} was trained without a reward, so nothing is measured. Ask it:
             {command_name()} sample {path}""")
-    # nothing is trained, so that no reference, critic or optimizer state takes memory; all held-out
-    # prompts are read
-    config = replace(
-        first,
-        stage=Stage(),
-        stages=(),
-        lora=LoraConfig(),
-        objective=Objective(),
-        model=model_of(path),
-    )
-    chosen = replace(
-        first.evaluation, prompts=prompts, data=data or first.evaluation.data, samples=samples
-    )
-    # a saved model has its chat template, whose file may be gone
-    texts = replace(first.prompts, difficulty_column="", chat_template="")
-    config = replace(config, data=data or first.data, evaluation=chosen, prompts=texts)
+    config = _evaluated(first, path, prompts=prompts, data=data, samples=samples)
     if missing := missing_parts(config, Parts()):
         raise GruppoError(
             f"this run's {' and '.join(missing)} came from Python objects, which a file does not "
@@ -120,10 +105,9 @@ def evaluate_run(
         )
         run, _ = build(config, Parts(policy))
         for source in ("source", "validation"):
-            if isinstance(
-                getattr(run, source), WithReference
-            ):  # by now compared with the trained policy
-                setattr(run, source, with_saved_reference(path, first, getattr(run, source)))
+            # by now compared with the trained policy
+            if isinstance(compared := getattr(run, source), WithReference):
+                setattr(run, source, with_saved_reference(path, first, compared))
         if not (held := held_out(run, prompts)):
             raise DataError(
                 f"the data of {path} have no held-out prompts to evaluate on",
@@ -134,6 +118,27 @@ def evaluate_run(
         for line in run.rewards.describe_usage(run.rewards.usage()):
             log.info("%s", line)
         return evaluated
+
+
+def _evaluated(config: Config, path: Path, *, prompts: int, data: str, samples: int) -> Config:
+    """The config of a run to evaluate, without what training needs: no reference, critic or
+    optimizer state takes memory, and all held-out prompts are read."""
+    chosen = replace(
+        config.evaluation, prompts=prompts, data=data or config.evaluation.data, samples=samples
+    )
+    # a saved model has its chat template, whose file may be gone
+    texts = replace(config.prompts, difficulty_column="", chat_template="")
+    return replace(
+        config,
+        stage=Stage(),
+        stages=(),
+        lora=LoraConfig(),
+        objective=Objective(),
+        model=model_of(path),
+        data=data or config.data,
+        evaluation=chosen,
+        prompts=texts,
+    )
 
 
 def with_saved_reference(path: Path, config: Config, source: WithReference) -> WithReference:
@@ -176,21 +181,10 @@ def sample(
         raise GruppoError(f"--n {n} samples nothing; it needs at least 1.")
     policy = load_policy(model, trust_run=trust_run, trust_remote_code=trust_remote_code)
     display = part(policy, DescriptionMixin)
-    config = Config()
     if chat_template_kwargs:
-        written = replace(config.prompts, chat_template_kwargs=chat_template_kwargs)
+        written = replace(Config().prompts, chat_template_kwargs=chat_template_kwargs)
         part(policy, PromptMixin).configure_prompts(written)
-    if (
-        is_run := (Path(model) / "config.json").is_file()
-        and (Path(model) / "manifest.json").is_file()
-    ):
-        config = serialization.load(Path(model) / "config.json")
-    sampling = Sampling(temperature=temperature, max_actions=max_new_tokens)
-    if display.renders_images or is_run:
-        trained = policy.modality.sampling(config, policy)
-        sampling = policy.check_sampling(policy.modality.inference_sampling(trained, temperature))
-        if policy.modality.has_lengths and not display.renders_images:
-            sampling = replace(sampling, max_actions=max_new_tokens)
+    sampling = _sampling(policy, Path(model), temperature, max_new_tokens)
     requests = []
     for index, text in enumerate(prompts):
         prompt = Prompt(
@@ -210,6 +204,21 @@ def sample(
     rendered = [each[-1]["content"] if isinstance(each, list) else each for each in rendered]
     rendered = [rendered[i : i + n] for i in range(0, len(rendered), n)]
     return _written(rendered, prompts, requests, folder) if display.renders_images else rendered
+
+
+def _sampling(policy: Policy, model: Path, temperature: float, max_new_tokens: int) -> Any:
+    """Sampling as in the training of a run's model, at this temperature."""
+    sampling: Any = Sampling(temperature=temperature, max_actions=max_new_tokens)
+    is_run = all((model / name).is_file() for name in ("config.json", "manifest.json"))
+    has_images = part(policy, DescriptionMixin).renders_images
+    if not has_images and not is_run:
+        return sampling
+    config = serialization.load(model / "config.json") if is_run else Config()
+    trained = policy.modality.sampling(config, policy)
+    sampling = policy.check_sampling(policy.modality.inference_sampling(trained, temperature))
+    if policy.modality.has_lengths and not has_images:
+        return replace(sampling, max_actions=max_new_tokens)
+    return sampling
 
 
 def _written(

@@ -3,13 +3,11 @@ works, signals."""
 
 from __future__ import annotations
 
-import _thread
 import ctypes
 import math
 import os
 import signal
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -218,16 +216,6 @@ def ends_with_parent() -> Callable[[], None] | None:
             os._exit(1)
 
     return request
-
-
-def interrupt_main() -> None:
-    """Send SIGINT to the main thread from another one. A wait of the main thread ends, except on
-    Windows."""
-    main = threading.main_thread().ident
-    if hasattr(signal, "pthread_kill") and main is not None:
-        signal.pthread_kill(main, signal.SIGINT)
-    else:
-        _thread.interrupt_main()
 
 
 class _StreamFunctions(ctypes.Structure):

@@ -20,7 +20,6 @@ from tests.mutants.mutant import SOURCE, TESTS
 PLACES = ("core", "trainer", "modalities/*/policy.py", "modalities/*/sampling.py", "losses.py")
 """Where the numbers are made, below ``src/gruppo``."""
 NOT_NUMBERS = (
-    "background_save",
     "callbacks",
     "checkpoint",
     "checks",
@@ -29,6 +28,7 @@ NOT_NUMBERS = (
     "memory",
     "prefetch",
     "run_dir",
+    "sharded_save",
     "shards",
     "signals",
     "watch",

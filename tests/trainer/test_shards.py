@@ -7,7 +7,6 @@ import errno
 import json
 import os
 import shutil
-import threading
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,8 @@ from tests.disk import NAMES, Broken, operations, raise_broken
 from tests.trainer import sharded
 
 from gruppo.config import serialization
-from gruppo.trainer import background_save, checkpoint, shards
-from gruppo.trainer.background_save import Save, Writer
+from gruppo.trainer import checkpoint, sharded_save, shards
+from gruppo.trainer.sharded_save import Save
 from gruppo.trainer.shards import Shard
 from gruppo.types import GruppoError
 
@@ -164,7 +163,7 @@ def test_a_disk_that_fails_at_any_operation_is_one_clear_error(
 
 
 def test_ranks_that_write_to_folders_of_their_own_are_told_to_share_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(background_save, "VISIBLE_S", 0.0)
+    monkeypatch.setattr(sharded_save, "VISIBLE_S", 0.0)
     both = [save_of(tmp_path / str(rank), 1, rank, 2) for rank in range(2)]
     for one in both:
         one.write()
@@ -173,34 +172,6 @@ def test_ranks_that_write_to_folders_of_their_own_are_told_to_share_one(tmp_path
         match=r"the shards of rank 1 are not in its folder.*runs_dir that all machines",
     ):
         both[0].check_committed()
-
-
-# --- in the background ----------------------------------------------------------------------------
-
-
-def begin(writer: Writer, folder: Path, weights: dict[str, torch.Tensor], step: int) -> None:
-    optimizer = {"exp_avg.w": 2 * weights["w"]}
-    tensors = {"model": weights, "optimizer": optimizer, "critic": None, "reference": {}}
-    writer.begin(folder / checkpoint.name_of(step), step, tensors, {}, lambda: None)
-
-
-@pytest.mark.silent_bug(33)
-def test_a_write_in_the_background_does_not_see_the_weights_of_the_next_step(tmp_path, monkeypatch):
-    may_write, real = threading.Event(), shards.save_file
-
-    def late(*args, **kwargs):
-        assert may_write.wait(60)
-        real(*args, **kwargs)
-
-    monkeypatch.setattr(shards, "save_file", late)
-    writer, weights = Writer(), {"w": W + 1}
-    begin(writer, tmp_path, weights, 1)
-    weights["w"] += 5  # the next step
-    assert checkpoint.steps(tmp_path) == []
-    may_write.set()
-    writer.wait()
-    writer.unchecked.check_committed()
-    assert step_of(tmp_path) == 1
 
 
 # --- ranks ----------------------------------------------------------------------------------------

@@ -205,7 +205,6 @@ def boundary_kept(run: Run, folder: RunFolder, *, may_leave: bool = True) -> Ite
     except (Interrupted, Exception):
         if boundary["step"] > 0:
             folder.save(run, boundary)
-            folder.writer.wait()
         raise
 
 

@@ -30,8 +30,7 @@ from gruppo.seeds import seed_at
 from gruppo.tracking import trackers
 from gruppo.tracking.files import CompletionFiles, MetricsFile, read_lines
 from gruppo.tracking.samples import SamplesFile
-from gruppo.trainer import checkpoint, shards
-from gruppo.trainer.background_save import VISIBLE_S, Writer
+from gruppo.trainer import checkpoint, sharded_save, shards
 from gruppo.trainer.forward import token_budget
 from gruppo.trainer.references import check_unchanged, remember
 from gruppo.trainer.run import Run, State, trained
@@ -60,7 +59,8 @@ class RunFolder:
         self.path = path
         self.checkpoints, self.best = path / "checkpoints", path / "best"
         self.completions: CompletionFiles | None = None
-        self.writer = Writer()
+        self._unchecked: sharded_save.Save | None = None
+        """The newest save of a sharded run, until it was found complete."""
         self._written: set[Path] = set()
         """Of a sharded run, the checkpoints that this process has begun to write or was resumed
         from."""
@@ -108,7 +108,7 @@ class RunFolder:
     def check_is_shared(self, run: Run) -> None:
         """Refuse to shard a run over machines that do not see one folder: each rank writes its
         shards there."""
-        until = time.monotonic() + VISIBLE_S
+        until = time.monotonic() + sharded_save.VISIBLE_S
         while any(sharded_tensors(run).values()) and not (self.path / "config.json").is_file():
             if time.monotonic() > until:
                 raise GruppoError(
@@ -153,10 +153,6 @@ class RunFolder:
             give the command again.""")
 
     def close(self) -> None:
-        try:
-            self.writer.wait()
-        except Exception as error:  # the run is over
-            log.warning("%s", error)
         if self._handler is not None:
             log.removeHandler(self._handler)
             with suppress(OSError):
@@ -188,7 +184,7 @@ class RunFolder:
         """Write a checkpoint of ``state``, which ``boundary_state`` made, and delete old ones.
 
         Without ``state``, keep weights and optimizer state as the best so far, for
-        ``back_off.watch``. Where weights are sharded, each rank begins to write its own;
+        ``back_off.watch``. Where weights are sharded, each rank writes its own;
         ``finish_saving`` waits until all are written.
         """
         is_sharded = any(sharded_tensors(run).values())
@@ -219,20 +215,20 @@ class RunFolder:
         if is_sharded:
             if target not in self._written:
                 self._written.add(target)
-                self.writer.begin(target, step, tensors_of(run), content, delete_old)
+                self._unchecked = sharded_save.save(
+                    target, step, tensors_of(run), content, delete_old
+                )
         else:
             checkpoint.save(target.parent, step=step, state=content, **tensors_of(run))
             delete_old()
         self._saved_best = saved_best
 
     def finish_saving(self) -> None:
-        """Wait until what all ranks are writing is a complete checkpoint. A collective."""
+        """Wait until what all ranks have written is a complete checkpoint. A collective."""
         with dist.fail_together():
-            self.writer.wait()
-        with dist.fail_together():
-            if dist.is_main() and self.writer.unchecked is not None:
-                self.writer.unchecked.check_committed()
-                self.writer.unchecked = None
+            if dist.is_main() and self._unchecked is not None:
+                self._unchecked.check_committed()
+                self._unchecked = None
 
     def limit_budget(self, run: Run, budget: int = 0) -> None:
         """Keep ``budget``, with which memory did not suffice for a step of sharded weights, and
@@ -405,7 +401,7 @@ class RunFolder:
             return target
         module, own = run.policy.module, run.policy.checkpoint_weights()
         read = dict(module.named_parameters()) if part(run.policy, AdapterMixin).saves_base else own
-        whole = shards.whole_parameters(module, self.path, read)
+        whole = shards.whole_parameters(module, read)
         with explained_failures(target), whole, dist.fail_together():
             if dist.is_main():
                 with checkpoint.replacing(target) as temporary:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -43,7 +42,7 @@ class Shard(NamedTuple):
 
 
 def own_shards(tensors: Mapping[str, Tensor]) -> dict[str, Shard]:
-    """Copy what this rank has to write to host memory; of equal copies, the first rank that has one
+    """What this rank has to write, in host memory; of equal copies, the first rank that has one
     writes it."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -64,8 +63,7 @@ def own_shards(tensors: Mapping[str, Tensor]) -> dict[str, Shard]:
             ]
             is_written = local.numel() > 0 and not any(copies)
         if is_written:
-            # a copy even on a CPU: training goes on while it is written
-            shards[name] = Shard(local.detach().to("cpu", copy=True).contiguous(), offset)
+            shards[name] = Shard(local.detach().cpu().contiguous(), offset)
     return shards
 
 
@@ -129,46 +127,23 @@ def read(folder: Path, name: str, sharded: Mapping[str, Any]) -> dict[str, Tenso
 
 
 @contextmanager
-def whole_parameters(module: nn.Module, folder: Path, names: Collection[str]) -> Iterator[None]:
+def whole_parameters(module: nn.Module, names: Collection[str]) -> Iterator[None]:
     """On the main rank and for the length of the block, turn a sharded module into a plain one. A
     collective.
 
-    ``names``: of the parameters that are then whole. One tensor at a time is gathered, and mapped
-    from a file in ``folder``, so that a model larger than the memory of one machine can be written.
-    What FSDP adds to modules is gone too: a class of its own, which a save would write into a
-    config, and hooks, without which they can be copied.
+    ``names``: of the parameters that are then whole, on the CPU. What FSDP adds to modules is gone
+    too: a class of its own, which a save would write into a config, and hooks, without which they
+    can be copied.
     """
-    place = folder / f".whole.tmp-{os.getpid()}"
-    named = {name: p for name, p in module.named_parameters() if name in names}
-    try:
-        with dist.fail_together():
-            whole = _gathered(only_sharded(named).values(), place)
-        with _plain(module, whole):
-            yield
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
-
-
-def _gathered(sharded: Iterable[Any], place: Path) -> dict[Any, nn.Parameter]:
-    """On the main rank, each sharded parameter's whole one, mapped from a file."""
     whole: dict[Any, nn.Parameter] = {}
-    failure: OSError | None = None
-    for number, parameter in enumerate(sharded):
-        full = parameter.detach().full_tensor()
-        if not dist.is_main() or failure is not None:
-            continue
-        path = place / str(number)
-        try:
-            place.mkdir(exist_ok=True)
-            full.cpu().flatten().view(torch.uint8).numpy().tofile(path)
-        except OSError as error:  # the other ranks gather on: it is raised after the last tensor
-            failure = error
-            continue
-        mapped = torch.from_file(str(path), size=full.numel(), dtype=full.dtype).view(full.shape)
-        whole[parameter] = nn.Parameter(mapped, requires_grad=parameter.requires_grad)
-    if failure is not None:
-        raise failure
-    return whole
+    sharded: Any = only_sharded({n: p for n, p in module.named_parameters() if n in names})
+    with dist.fail_together():
+        for parameter in sharded.values():
+            full = parameter.detach().full_tensor()
+            if dist.is_main():
+                whole[parameter] = nn.Parameter(full.cpu(), requires_grad=parameter.requires_grad)
+    with _plain(module, whole):
+        yield
 
 
 @contextmanager

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import _thread
 import os
 import signal
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from gruppo import distributed as dist
-from gruppo.platforms import interrupt_main, stop_signals
+from gruppo.platforms import stop_signals
 
 FINISHING = "finishing this step, then saving; again stops at once"
 
@@ -36,7 +33,7 @@ class Stopper:
         self.requested = False
         self.say: Callable[[str], None] = say
         """Reports that a signal was received. Called inside a signal handler."""
-        self._may_leave = self._was_urgent = self._is_repeated = False
+        self._may_leave = self._was_urgent = False
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -45,11 +42,9 @@ class Stopper:
             yield  # only the main thread may handle signals
             return
         before = {s: signal.signal(s, self._on_signal) for s in stop_signals()}
-        self._hook, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
         try:
             yield
         finally:
-            sys.unraisablehook = self._hook
             for number, handler in before.items():
                 signal.signal(number, handler or signal.SIG_DFL)
 
@@ -72,27 +67,7 @@ class Stopper:
         if self.requested:
             raise Interrupted
 
-    def _on_unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
-        # Python drops and prints what is raised in a __del__ or in a callback of the garbage
-        # collector: raise it again a moment later, by then outside of it
-        if not isinstance(unraisable.exc_value, Interrupted):
-            self._hook(unraisable)
-            return
-
-        def repeat() -> None:
-            time.sleep(0.01)
-            if self._may_leave:
-                self._is_repeated = True
-                interrupt_main()
-
-        _thread.start_new_thread(repeat, ())
-
     def _on_signal(self, number: int, frame: object) -> None:
-        if self._is_repeated:
-            self._is_repeated = False
-            if self._may_leave:
-                raise Interrupted
-            return
         # SIGUSR1 warns of a time limit, at which SIGTERM follows; SIGHUP comes with SIGTERM when a
         # session ends
         is_urgent = number in (signal.SIGTERM, signal.SIGINT)

@@ -277,7 +277,7 @@ class GRPOTrainer:
             else policy.checkpoint_weights()
         )
         # Every rank takes part in gathering sharded parameters; one of them writes.
-        with whole_parameters(policy.module, folder, read), dist.fail_together():
+        with whole_parameters(policy.module, read), dist.fail_together():
             if not dist.is_main():
                 return
             with tempfile.TemporaryDirectory(dir=folder, prefix=".save-") as temporary:

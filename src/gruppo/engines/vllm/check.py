@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from gruppo.engines.vllm.client import CONNECT_S, CONTROL_S, GENERATE, KEY, Replica, ServerError
@@ -17,6 +18,41 @@ async def check_server(
 ) -> int:
     """Return the context of a server. Refuse one that lacks a route, or has another model or a
     shorter context."""
+    context = await _check_context(replica, tokens)
+    info = await _ask(
+        replica, "GET", "/server_info?config_format=json", None, f"development routes. {START}"
+    )
+    settings = (info.get("vllm_config") or {}).get("model_config") or {}
+    _check_settings(replica, policy, settings, is_colocated=is_colocated)
+    body = {"prompt": TEXT, "add_special_tokens": False}
+    answer = await _ask(replica, "POST", "/tokenize", body, f"route /tokenize. {START}")
+    ids = policy.encode_text(TEXT)
+    if answer.get("tokens") != ids:
+        raise GruppoError(
+            f"""the server {replica.url} has another tokenizer than the run's model: it makes other
+                tokens of {TEXT!r}""",
+            advice="Start it with gruppo serve and the run's $model",
+        )
+    # a run that died while it updated has left the server asleep, or while it published, paused
+    if is_colocated:
+        await replica.control("/wake_up")
+    await replica.control("/resume")
+    params = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0, "detokenize": False}
+    body = {"token_ids": ids[:1], "sampling_params": params}
+    needed = f"route {GENERATE}. {START}, which sets --enable-scale-out"
+    answer = await _ask(replica, "POST", GENERATE, body, needed)
+    if not (answer.get("choices") or [{}])[0].get("weight_versions"):
+        raise GruppoError(f"""the server {replica.url} does not say which weights chose a token: its
+            vLLM is too old. Install vLLM 0.32 or newer.""")
+    try:
+        await replica.count_tokens(timeout_s=CONTROL_S)
+    except ServerError as error:
+        raise GruppoError(f"""the server {replica.url} does not count its tokens ({error}), by which
+            one that hangs is found. Start it without --disable-log-stats.""") from None
+    return context
+
+
+async def _check_context(replica: Replica, tokens: int) -> int:
     url = replica.url
     try:
         await replica.request("GET", "/health", timeout_s=CONNECT_S)
@@ -33,9 +69,8 @@ async def check_server(
         ) from None
     except (KeyError, TypeError):
         raise GruppoError(f"{url} is not a vLLM server", advice="Correct $engine.urls") from None
-    context = next(
-        (model["max_model_len"] for model in models if model.get("max_model_len")), tokens
-    )
+    contexts = [model["max_model_len"] for model in models if model.get("max_model_len")]
+    context = contexts[0] if contexts else tokens
     if context < tokens:
         raise GruppoError(
             f"""the server {url} has a context of {context} tokens, and the longest prompt and its
@@ -43,10 +78,13 @@ async def check_server(
             advice=f"""Start it with gruppo serve MODEL -- --max-model-len {tokens}, or lower
                     $rollout.max_new_tokens""",
         )
-    info = await _ask(
-        replica, "GET", "/server_info?config_format=json", None, f"development routes. {START}"
-    )
-    settings = (info.get("vllm_config") or {}).get("model_config") or {}
+    return context
+
+
+def _check_settings(
+    replica: Replica, policy: Any, settings: Mapping[str, Any], *, is_colocated: bool
+) -> None:
+    url = replica.url
     if (mode := settings.get("logprobs_mode")) != "processed_logprobs":
         raise GruppoError(f"""the server {url} reports {mode}, which leave out temperature, top-k
             and top-p; processed_logprobs are needed. {START}, which sets --logprobs-mode
@@ -63,35 +101,6 @@ async def check_server(
             f"the server {url} computes in {theirs}, and the trainer in {ours}",
             advice=f"Start it with gruppo serve MODEL -- --dtype {ours}, or set $compute {theirs}",
         )
-    body = {"prompt": TEXT, "add_special_tokens": False}
-    theirs = (await _ask(replica, "POST", "/tokenize", body, f"route /tokenize. {START}")).get(
-        "tokens"
-    )
-    if theirs != policy.encode_text(TEXT):
-        raise GruppoError(
-            f"""the server {url} has another tokenizer than the run's model: it makes other tokens
-                of {TEXT!r}""",
-            advice="Start it with gruppo serve and the run's $model",
-        )
-    sampled = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0, "detokenize": False}
-    body = {"token_ids": policy.encode_text(TEXT)[:1], "sampling_params": sampled}
-    if (
-        is_colocated
-    ):  # a run that died while it updated has left the server asleep, or while it published, paused
-        await replica.request("POST", "/wake_up")
-    await replica.request("POST", "/resume")
-    answer = await _ask(
-        replica, "POST", GENERATE, body, f"route {GENERATE}. {START}, which sets --enable-scale-out"
-    )
-    if not (answer.get("choices") or [{}])[0].get("weight_versions"):
-        raise GruppoError(f"""the server {url} does not say which weights chose a token: its vLLM is
-            too old. Install vLLM 0.32 or newer.""")
-    try:
-        await replica.count_tokens(timeout_s=CONTROL_S)
-    except ServerError as error:
-        raise GruppoError(f"""the server {url} does not count its tokens ({error}), by which one
-            that hangs is found. Start it without --disable-log-stats.""") from None
-    return context
 
 
 async def _ask(replica: Replica, method: str, path: str, body: Any, what: str) -> Any:

@@ -141,21 +141,21 @@ class VllmEngine(Engine):
     def _generate(self, batch: TokenBatch, sampling: Sampling, seed: int) -> Generated:
         """Sample the rows of a batch; a ``GenerateTokens`` of policies."""
         rows = self._run(self._sample(batch, sampling, seed))
-        lengths = torch.tensor([sum(len(part.tokens) for part in row) for row in rows])
+        joined = list(map(_joined, rows))
+        lengths = torch.tensor([len(row.tokens) for row in joined])
         shape = len(rows), max(int(lengths.max()), 1)
-        tokens = torch.zeros(shape, dtype=torch.long)
-        versions = torch.zeros(shape, dtype=torch.long)
-        logprobs = torch.zeros(shape)
-        finish = []
-        for number, row in enumerate(rows):
-            span = slice(0, int(lengths[number]))
-            tokens[number, span] = torch.tensor([t for part in row for t in part.tokens]).long()
-            logprobs[number, span] = torch.tensor([x for part in row for x in part.logprobs])
-            labels = [label for part in row for label in part.versions]
-            versions[number, span] = torch.tensor([*map(version_of, labels)]).long()
-            # paused at its last token
-            finish.append("length" if row[-1].finish == "abort" else row[-1].finish)
-        return Generated(tokens, logprobs, lengths, tuple(finish), versions)
+        is_sampled = torch.arange(shape[1]) < lengths[:, None]  # [B, T]
+        columns = {
+            "tokens": (torch.long, [token for row in joined for token in row.tokens]),
+            "logprobs": (torch.float32, [x for row in joined for x in row.logprobs]),
+            "versions": (torch.long, [version_of(v) for row in joined for v in row.versions]),
+        }
+        padded = {}
+        for name, (dtype, values) in columns.items():
+            padded[name] = torch.zeros(shape, dtype=dtype)
+            padded[name][is_sampled] = torch.tensor(values, dtype=dtype)
+        finish: Any = tuple(row.finish for row in joined)
+        return Generated(padded["tokens"], padded["logprobs"], lengths, finish, padded["versions"])
 
     async def _sample(
         self, batch: TokenBatch, sampling: Sampling, seed: int
@@ -595,6 +595,16 @@ class _Row:
     draw: int
     start: int
     """Tokens that were sampled in the row before."""
+
+
+def _joined(parts: Sequence[SampledRow]) -> SampledRow:
+    """One row from the parts between which new weights were published."""
+    # paused at its last token
+    finish = "length" if parts[-1].finish == "abort" else parts[-1].finish
+    tokens = [token for part in parts for token in part.tokens]
+    logprobs = [logprob for part in parts for logprob in part.logprobs]
+    versions = tuple(label for part in parts for label in part.versions)
+    return SampledRow(tokens, logprobs, finish, versions=versions)
 
 
 def _agreed(value: T) -> T:

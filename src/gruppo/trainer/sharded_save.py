@@ -1,5 +1,4 @@
-"""Writes the checkpoints of sharded runs: each rank its own shards, in the background, into one
-folder.
+"""Writes the checkpoints of sharded runs: each rank its own shards, into one folder.
 
 All ranks write to one temporary folder, and the last to be done seals and renames it. So a save
 needs no message between ranks, and is made even where a rank fails alone, as its error ends the
@@ -10,10 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -119,57 +117,26 @@ class Save:
             time.sleep(0.05)
 
 
-@dataclass(eq=False)
-class Writer:
-    """Writes one save at a time in a thread."""
+def save(
+    target: Path,
+    step: int,
+    files: Mapping[str, Any],
+    state: Mapping[str, Any],
+    after_commit: Callable[[], None],
+) -> Save:
+    """Write this rank's part of a checkpoint; ``files``: the tensors of each.
 
-    unchecked: Save | None = None
-    """The newest save, until one rank has found it complete: after all have waited,
-    ``check_committed``."""
-    _thread: threading.Thread | None = None
-    _error: BaseException | None = None
-
-    def begin(
-        self,
-        target: Path,
-        step: int,
-        files: Mapping[str, Any],
-        state: Mapping[str, Any],
-        done: Callable[[], None],
-    ) -> None:
-        """Copy what this rank has to write, and begin to write it; ``files``: the tensors of each.
-
-        ``done`` is called on the rank that commits the checkpoint.
-        """
-        self.wait()
-        text = (
-            json.dumps({"format": checkpoint.FORMAT, "step": step, **state})
-            if dist.is_main()
-            else None
-        )
-        # an optimizer without tensors has a file too: a checkpoint without one is damaged
-        copies = {
-            name: own_shards(own or {}) for name, own in files.items() if own or name == "optimizer"
-        }
-        save = Save(target, copies, text, dist.rank(), dist.world_size(), done)
-
-        def write() -> None:
-            try:
-                save.write()
-            except BaseException as error:
-                self._error = error
-
-        self.unchecked = replace(
-            save, files={}
-        )  # the copies are released as soon as they are written
-        self._thread = threading.Thread(target=write, name="gruppo-checkpoint", daemon=True)
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Wait for this rank's files; raise what went wrong."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+    ``after_commit`` is called on the rank that commits the checkpoint.
+    """
+    text = json.dumps({"format": checkpoint.FORMAT, "step": step, **state})
+    # an optimizer without tensors has a file too: a checkpoint without one is damaged
+    own = {
+        name: own_shards(tensors or {})
+        for name, tensors in files.items()
+        if tensors or name == "optimizer"
+    }
+    written = Save(
+        target, own, text if dist.is_main() else None, dist.rank(), dist.world_size(), after_commit
+    )
+    written.write()
+    return written
