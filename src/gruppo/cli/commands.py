@@ -212,9 +212,6 @@ def export(
     folder: Annotated[str, "Folder to write, which must not exist; not needed with --push."] = "",
     *,
     adapter: Annotated[bool, "Keep the adapter separate, for peft."] = False,
-    gguf: Annotated[
-        bool, "Add a GGUF file for llama.cpp, whose converter must be installed."
-    ] = False,
     push: Annotated[str, "Upload it to this repository of the Hugging Face hub, OWNER/NAME."] = "",
     private: Annotated[bool, "Make the repository private."] = False,
     license: Annotated[str, "License for the model card; default: that of the base model."] = "",
@@ -229,7 +226,6 @@ def export(
         run,
         Path(folder) if folder else None,
         is_adapter_kept=adapter,
-        gguf=gguf,
         push=push,
         private=private,
         license=license,
