@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -139,4 +139,4 @@ def save(
         target, own, text if dist.is_main() else None, dist.rank(), dist.world_size(), after_commit
     )
     written.write()
-    return written
+    return replace(written, files={})  # copies from a GPU are released
