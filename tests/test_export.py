@@ -10,7 +10,6 @@ from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
-import torch
 from safetensors.torch import load_file
 from tests import fake_hub, processes, tiny
 from tests.trainer.test_modules import one_line
