@@ -19,7 +19,9 @@ class LocalEngine(Engine):
     cannot be stale."""
 
     def __init__(self, policy: Any, version: int = 0) -> None:
-        self.policy, self.version = policy, version  # also for a subclass with a sync of its own
+        # also for a subclass with a sync of its own
+        self.policy = policy
+        self.version = version
         self.sync(policy, version)
 
     def generate(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts:
@@ -42,13 +44,15 @@ class LocalEngine(Engine):
         policy.refresh(force=True)
         named = policy.module.named_parameters()
         for (name, master), sampled in zip(named, policy.compute_module.parameters(), strict=True):
-            trained, held = spread_sample(master).to(sampled.dtype), spread_sample(sampled)
+            trained = spread_sample(master).to(sampled.dtype)
+            held = spread_sample(sampled)
             if not torch.allclose(
                 trained, held, rtol=0, atol=0, equal_nan=True
             ):  # a run that diverged has NaN in both
                 text = f"is not the trainer's: version {version} did not arrive."
                 raise RuntimeError(f"after sync the sampler's {name} {text}")
-        self.policy, self.version = policy, version
+        self.policy = policy
+        self.version = version
 
 
 def spread_sample(x: Tensor) -> Tensor:
