@@ -63,14 +63,6 @@ def test_held_out_prompts_take_the_classes_in_turns():
     )
 
 
-def test_a_target_can_be_edited_without_editing_the_data():
-    one = source()
-    prompt, state = one.take(1)[0], source().state_dict()
-    prompt.target.zero_()
-    one.load_state_dict(state)
-    assert one.take(1)[0].target.any()
-
-
 @pytest.mark.parametrize(
     ("pixels", "labels"),
     [

@@ -13,7 +13,6 @@ import torch
 from gruppo.data.degrade import Degradation
 from gruppo.data.open import open_source
 from gruppo.data.restoration import (
-    HELD_OUT,
     PHOTOGRAPHS,
     ImagePair,
     WithReference,
@@ -249,14 +248,6 @@ def test_the_photographs_are_real_files_of_installed_packages(monkeypatch, caplo
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(GruppoError, match=r"none of them is installed; run: .*pip install"):
         photographs()
-
-
-def test_photographs_are_split_by_image():
-    pytest.importorskip("skimage")
-    found = open_source("photos:noise=25", seed=0)
-    kept = {p.id for p in found.held_out(6)}
-    assert kept <= set(HELD_OUT) and len(kept) >= 2
-    assert not kept & set(found.train)
 
 
 # --- by name --------------------------------------------------------------------------------------

@@ -118,15 +118,6 @@ def test_the_reference_stays_as_it_was_through_updates_and_modes(policy):
     )
 
 
-def test_the_reference_gives_the_policy_no_gradient():
-    policy = plain()
-    reference = ReferenceModel(policy)
-    rollouts = policy.sample(requests(2), Sampling(max_actions=4), seed=0)
-    (micro_batch,) = policy.micro_batches(rollouts, rollouts.mask, 10**9)
-    likelihood = reference.likelihood(rollouts, micro_batch, outputs=("entropy",))
-    assert not likelihood.logprobs.requires_grad and likelihood.entropy is not None
-
-
 @pytest.mark.parametrize("storage", ["device", "cpu"])
 def test_a_reference_of_another_architecture_that_reads_the_same_tokens_says_what_it_says(
     tmp_path, storage

@@ -10,7 +10,6 @@ import torch
 from tests.rewards.fakes import rollouts_of
 from torch import Tensor, nn
 
-from gruppo.core.advantages import group_advantages
 from gruppo.rewards import RewardSet, reward_stats
 from gruppo.rewards.image_classifiers import classifier, log_probabilities
 from gruppo.rewards.images import (
@@ -143,13 +142,6 @@ def test_a_row_without_a_class_is_not_scored_and_a_class_that_is_not_there_fails
     assert [(f.row, f.kind) for f in scores.failures] == [(2, "exception")]
 
 
-def test_the_size_of_a_classifiers_batches_changes_nothing():
-    images = [noise(1, 6, 6, seed=n) for n in range(7)]
-    assert classifier(Darkness(), label=0, batch=2)(images=images) == classifier(
-        Darkness(), label=0
-    )(images=images)
-
-
 @pytest.mark.silent_bug(40)
 def test_a_classifier_is_frozen_and_stays_so_its_running_statistics_included():
     module = Darkness()
@@ -225,22 +217,6 @@ def test_a_wrong_count_fails_every_row():
     scores = RewardSet(lambda images, **_: [1.0]).score(rollouts_of(GREYS))
     assert scores.rewards.isnan().all() and [f.kind for f in scores.failures] == ["count"] * 3
     assert reward_stats(scores)["reward/exception_count"] == 3
-
-
-@pytest.mark.silent_bug(22)
-@pytest.mark.parametrize("kind", [list, torch.tensor])
-def test_whole_numbers_as_rewards_do_not_truncate_advantages(kind):
-    def size(images, **_):
-        return kind([jpeg_bytes(image) for image in images])
-
-    images = [torch.zeros(1, 28, 28), noise(1, 28, 28), noise(1, 9, 9)]
-    sizes = [float(jpeg_bytes(image)) for image in images]
-    rewards = RewardSet(size).score(rollouts_of(images)).rewards
-    mean = sum(sizes) / 3
-    std = math.sqrt(sum((x - mean) ** 2 for x in sizes) / 2)
-    each, group = torch.ones(3, 1, dtype=torch.bool), torch.zeros(3, dtype=torch.long)
-    advantages, _ = group_advantages(rewards, group, each, baseline="mean", scale="group", eps=0.0)
-    assert advantages[:, 0].tolist() == pytest.approx([(x - mean) / std for x in sizes], rel=1e-6)
 
 
 def test_images_are_passed_as_copies_and_a_column_of_that_name_is_passed_where_there_are_none():

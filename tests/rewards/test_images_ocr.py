@@ -9,34 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from gruppo.rewards.images import edit_distance, ocr_match
+from gruppo.rewards.images import ocr_match
 from gruppo.types import GruppoError
 
 pytest.importorskip("PIL.Image")
 GREY = [torch.full((1, 4, 6), 0.5)]
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "count"),
-    [("", "", 0), ("abc", "", 3), ("kitten", "sitting", 3), ("ab", "ba", 2), ("flaw", "lawn", 2)],
-)
-def test_edits_are_the_fewest_insertions_deletions_and_replacements(a, b, count):
-    assert edit_distance(a, b) == edit_distance(b, a) == count
-
-
-@pytest.mark.parametrize(
-    ("read", "score"),
-    [
-        ("HELLO 42", 1.0),
-        ("hello42", 1.0),
-        ("hallo 42", 1 - 1 / 7),
-        ("hello 42!!", 1 - 2 / 7),
-        ("", 0.0),
-        ("x" * 90, 0.0),
-    ],
-)
-def test_the_score_is_one_less_the_share_of_edits_without_spaces_and_case(read, score):
-    assert ocr_match(lambda image: read)(images=GREY, text=["Hello 42"]) == pytest.approx([score])
 
 
 def test_the_reader_gets_the_bytes_of_the_image_in_three_channels():

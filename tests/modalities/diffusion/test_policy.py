@@ -318,11 +318,6 @@ def test_a_state_that_a_group_has_in_common_is_asked_for_once(make):
     assert seen == [each * evaluated]
 
 
-def test_every_step_of_the_window_is_a_branch_of_some_group():
-    sampling = DiffusionSampling(max_actions=8, noise="branched", train_from=2, train_to=5)
-    assert {branch_step(sampling, 0, draw) for draw in range(60)} == {2, 3, 4}
-
-
 @pytest.mark.silent_bug(25)
 @pytest.mark.silent_bug(26)
 def test_a_group_that_grows_equals_the_larger_group_at_once_and_company_changes_nothing(
@@ -653,11 +648,6 @@ def test_a_policy_with_parts_that_a_folder_cannot_name_is_not_saved(tmp_path):
 def test_samplings_that_cannot_be_learned_from_are_refused_when_they_are_made(changes, says):
     with pytest.raises(GruppoError, match=says):
         DiffusionSampling(**changes)
-
-
-def test_the_ode_is_let_through_for_evaluation():
-    assert DiffusionSampling(temperature=0.0, transition="ddim", max_actions=1).steps == 1
-    assert DiffusionSampling(max_actions=10, temperature=0.0).steps == 10
 
 
 @pytest.mark.parametrize(
