@@ -123,6 +123,15 @@ def test_a_row_without_tests_is_not_scored_and_one_whose_tests_cannot_be_judged_
 
 
 @jailed
+def test_an_expected_value_that_is_no_plain_data_costs_its_own_row():
+    deep = "[" * 150 + "]" * 150
+    tests = [["assert f(1) == ..."], [f"assert f(1) == {deep}"], DOUBLE]
+    first, second, third = code_tests()([RIGHT] * 3, tests=tests)
+    assert "which is no plain data" in first.message and "nested deeper" in second.message
+    assert third == 1.0
+
+
+@jailed
 def test_a_jail_that_fails_leaves_its_rows_unscored_and_the_next_row_has_a_new_one():
     class Failing(Jail):
         def calls(self, program, cases, **options):

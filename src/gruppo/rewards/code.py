@@ -13,6 +13,7 @@ from typing import Any
 from gruppo.platforms import usable_processors
 from gruppo.rewards.code_cases import BadTest, ProgramTests, read_tests
 from gruppo.rewards.sandbox.jail import choose_sandbox
+from gruppo.rewards.sandbox.plain_data import NotPlain
 from gruppo.rewards.sandbox.protocol import CaseResult, Sandbox, SandboxError, SandboxLimits
 from gruppo.rewards.text import LogMetric, text_of
 from gruppo.timeouts import CallError
@@ -185,7 +186,7 @@ class _SandboxPool:
         except SandboxError as error:
             self.own.sandbox = None
             return CallError("exception", f"the sandbox failed: {error}", "sandbox")
-        except BadTest as error:
+        except (BadTest, NotPlain) as error:  # NotPlain: an expected value such as ...
             message = f"its tests cannot be used: {error}"
             return CallError("exception", message, message)
 
