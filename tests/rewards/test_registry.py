@@ -105,7 +105,7 @@ def test_a_missing_name_lists_what_the_file_defines_and_the_nearest(file):
         resolve_reward(f"{file}:lenght")
 
 
-def test_a_missing_file_names_the_nearest_and_a_missing_folder_is_said(file):
+def test_a_missing_file_names_the_nearest_and_one_of_a_missing_folder_is_named(file):
     with pytest.raises(
         GruppoError, match=r"there is no file .*my_reward\.py; .*Did you mean my_rewards\.py\?"
     ):
