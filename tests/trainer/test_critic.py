@@ -13,6 +13,8 @@ from tests.trainer.runs import Signalling, assert_same, newest
 
 from gruppo import api
 from gruppo.build import Parts, build
+from gruppo.config.schema import CriticConfig
+from gruppo.inference import evaluate_run
 from gruppo.trainer.loop import Stopped
 from gruppo.trainer.run_dir import RunFolder, boundary_state
 from gruppo.trainer.stages import step_params_at
@@ -240,3 +242,12 @@ def test_the_critics_memory_by_hand(tmp_path):
         "critic, float32": 4 * (size + 17),
         "critic's copy": 2 * size,
     }
+
+
+def test_evaluating_a_run_opens_no_critic(tmp_path, opened):
+    run = built(tmp_path, SEPARATE)
+    step(run)
+    folder = opened(replace(run.config, critic=CriticConfig("separate", "./gone")))
+    folder.write_final(run)
+    evaluated, _ = evaluate_run(folder.path, prompts=3)
+    assert evaluated.prompts == 3

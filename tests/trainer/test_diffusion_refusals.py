@@ -15,7 +15,7 @@ from tests import tiny
 from tests.trainer import diffusion_runs
 from tests.trainer.diffusion_runs import reward
 
-from gruppo import api
+from gruppo import api, inference
 from gruppo.build import Parts
 from gruppo.cli.app import main
 from gruppo.data.digits import load_digits
@@ -292,3 +292,22 @@ def test_mistakes_at_the_shell_are_one_line_and_exit_with_2(
     assert err.startswith("gruppo: ") and err.count("\n") == 1
     assert re.search(says, err), err
     assert not (tmp_path / "made").exists()
+
+
+def test_a_run_without_a_reward_has_nothing_to_evaluate_and_can_be_asked(tmp_path):
+    images = diffusion_runs.write_images(tmp_path / "images")
+    changes = {
+        "model": "unet",
+        "data": f"images:{images}",
+        "reward": (),
+        "stage__rl_coef": 0.0,
+        "stage__sup_coef": 1.0,
+    }
+    changes |= {"objective": "grpo", "diffusion__width": 8, "evaluation__prompts": 0, "steps": 1}
+    run = api.start(diffusion_runs.config(tmp_path, **changes)).folder
+    with pytest.raises(
+        GruppoError,
+        match=r"was trained without a reward, so nothing is measured. Ask it: .* sample",
+    ):
+        inference.evaluate_run(run, prompts=3)
+    assert len(inference.sample(run, ["1"], tmp_path / "drawn")) == 2

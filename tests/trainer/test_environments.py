@@ -16,7 +16,7 @@ from tests.trainer.runs import Signalling, assert_same, metrics
 from tests.trainer.test_step import run_in, step, step_by_hand, vector
 
 from gruppo import api, inference
-from gruppo.build import Parts
+from gruppo.build import Parts, build
 from gruppo.modalities import modalities
 from gruppo.recipes.guess import found, guess
 from gruppo.recipes.guess import reply as say
@@ -203,6 +203,31 @@ def test_failures_in_an_evaluation_are_told(tmp_path, caplog):
     )
 
 
+class Buffer(list):
+    def __call__(self, text: str) -> str:
+        return "1"
+
+
+def always() -> str:
+    return "1"
+
+
+def test_a_run_is_resumed_with_another_environment_by_its_name(tmp_path):
+    stop = Signalling(2)
+
+    def stopping(completions: Sequence[Any], **_: Any) -> list[float]:
+        return stop(completions)
+
+    stopping.__name__ = "digits"
+    chosen = config(tmp_path, reward=[tiny.reward("digits")], evaluation__prompts=0)
+    with pytest.raises(Stopped):
+        api.start(chosen, Parts(rewards=[stopping], environment=lambda text: None))
+    done = api.resume(tmp_path / "runs/run", environment=f"{HERE}:always", show=False)
+    assert [row["environment/ended_frac"] for row in metrics(done.folder) if "turns/mean" in row][
+        -1
+    ] == 0
+
+
 def test_the_game_of_the_recipe_guess_by_hand():
     game: dict[str, Any] = {}
     assert [say(text, game, "5") for text in ("4", " 2. ", "7", "5")] == [
@@ -237,6 +262,11 @@ def test_the_recipe_guess_plays_with_any_chat_model(tmp_path):
     assert {"turns/mean", "reward/found/mean"} <= {
         name for row in metrics(done.folder) for name in row
     }
+
+
+def test_an_environment_that_is_empty_is_one(tmp_path):
+    run = build(config(tmp_path), Parts(environment=Buffer()))[0]
+    assert run.environment.name == "Buffer"
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from tests.trainer.test_step import run_in, vector
 from gruppo.build import Parts, warn_of_overlap
 from gruppo.seeds import seed_at
 from gruppo.trainer.evaluate import evaluate, held_out
+from gruppo.trainer.run_dir import RunFolder, boundary_state
 from gruppo.trainer.stages import step_params_at
 from gruppo.types import DataError, Request, Sampling
 
@@ -42,6 +43,13 @@ def test_an_evaluation_is_the_mean_over_what_is_scored_of_the_greedy_answers(tmp
     assert [row["completion"] for row in rows] == list(greedy.completions)
 
 
+@pytest.mark.silent_bug(22)
+def test_an_evaluated_row_that_lacks_a_part_is_unscored_and_not_a_sum_of_what_is_left(tmp_path):
+    run = run_in(tmp_path, Parts(rewards=[but_one, lambda completions: [1.0] * len(completions)]))
+    done, _ = evaluate(run, [p for p in run.source.all_prompts() if p.id in ("3", "5", "8")])
+    assert (done.prompts, done.scored, done.mean) == (3, 2, 6.5)
+
+
 def test_an_evaluation_leaves_the_run_as_it_was(tmp_path):
     run, other = run_in(tmp_path), run_in(tmp_path)
     before = vector(run.policy.module)
@@ -51,6 +59,22 @@ def test_an_evaluation_leaves_the_run_as_it_was(tmp_path):
     assert torch.equal(one.rollouts.actions, two.rollouts.actions) and torch.equal(
         one.rewards, two.rewards
     )
+
+
+@pytest.mark.silent_bug(33)
+def test_the_counters_that_end_a_run_are_resumed(tmp_path):
+    run, resumed = run_in(tmp_path), run_in(tmp_path)
+    run.state.step, run.state.version, run.state.skipped_updates, run.state.unscored_steps = (
+        7,
+        9,
+        2,
+        4,
+    )
+    run.state.evaluations.append({"step": 0, "mean": 0.5})
+    folder = RunFolder(tmp_path / "kept")
+    folder.save(run, boundary_state(run))
+    assert folder.restore(resumed)
+    assert resumed.state == run.state
 
 
 def count_of_ones(completions: Sequence[Any], **_: Any) -> list[float]:

@@ -3,6 +3,7 @@ that fit."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,15 +14,15 @@ import pytest
 import torch
 from tests.collecting import collect
 from tests.trainer import by_hand
-from tests.trainer.test_ppo_step import KINDS, SHARED, begun, both
+from tests.trainer.test_ppo_step import KINDS, SEPARATE, SHARED, begun, both
 from tests.trainer.test_step import run_in
 
 from gruppo.build import Parts
 from gruppo.protocols import Outputs
 from gruppo.trainer.run import Run
 from gruppo.trainer.stages import step_params_at
-from gruppo.trainer.update import backward
-from gruppo.types import GruppoError
+from gruppo.trainer.update import backward, learn
+from gruppo.types import GruppoError, NumericalStop
 
 NO_KL = {"stage__kl_coef": 0.0}
 
@@ -132,6 +133,28 @@ def test_a_shared_critics_values_that_would_be_broadcast_are_refused_before_and_
         collect(run, step_params_at(run.config, 0))
     with pytest.raises(GruppoError, match="the critic returned values of shape"):
         backward(run, batch, step_params_at(run.config, 0))
+
+
+def skip(run: Run, batch: Any) -> None:
+    before = by_hand.flat(run.parameters)
+    logged = learn(run, batch, step_params_at(run.config, 0))
+    assert logged["update/skipped_count"] == 1 and torch.equal(by_hand.flat(run.parameters), before)
+
+
+def test_the_network_whose_gradient_is_not_finite_is_named_with_its_option(tmp_path, caplog):
+    run = begun(tmp_path, SEPARATE)
+    values, step_params = run.critic.values, step_params_at(run.config, 0)
+    batch = collect(run, step_params).batch
+    run.critic.values = lambda *args: values(*args) * math.nan
+    run.state.skipped_updates = 1
+    with caplog.at_level("WARNING", "gruppo"):
+        skip(run, batch)
+    assert "the critic's gradient is not finite" in caplog.text and "policy's" not in caplog.text
+    with pytest.raises(NumericalStop, match=r"the last one the critic's.*critic\.lr"):
+        skip(run, batch)
+    run.critic.values, run.state.skipped_updates = values, 2
+    with pytest.raises(NumericalStop, match=r"the last one the policy's.*optim\.lr"):
+        skip(run, replace(batch, advantages=batch.advantages * math.nan))
 
 
 # --- time -----------------------------------------------------------------------------------------

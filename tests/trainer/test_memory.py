@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.trainer.test_step import run_in
 from gruppo import api
 from gruppo.build import Parts, build
 from gruppo.modalities.text import TextPolicy
+from gruppo.modalities.text.critic import SeparateCritic
 from gruppo.modalities.text.memory import TOKENS_ON_CPU
 from gruppo.trainer import forward
 from gruppo.trainer.forward import GIB, free_bytes, is_out_of_memory, token_budget
@@ -117,6 +119,13 @@ def test_where_memory_is_short_the_budget_is_the_largest_power_of_two_that_half_
         with caplog.at_level(logging.WARNING):
             assert token_budget(run) == budget
         assert f"micro-batches have {budget} tokens in place of {TOKENS_ON_CPU}" in caplog.text
+
+
+def test_a_larger_critic_of_its_own_sets_the_tokens_that_fit(tmp_path):
+    run = begun(tmp_path, SEPARATE)
+    assert isinstance(run.critic, SeparateCritic) and forward.bytes_per_unit(run) == per_token(run)
+    run.critic.trunk.config.num_hidden_layers = 6
+    assert forward.bytes_per_unit(run) == 3 * per_token(run)
 
 
 def test_a_resumed_run_goes_on_with_the_budget_it_had(tmp_path, monkeypatch):
@@ -223,6 +232,15 @@ def test_forwards_before_the_updates_are_cut_too_and_the_budget_stays(tmp_path, 
     )
 
 
+def test_an_error_that_is_not_about_memory_is_raised_as_it_is(tmp_path):
+    run = run_in(tmp_path)
+    batch = collect(run, step_params_at(run.config, 0)).batch
+    Full(run.policy, "likelihood", rows=0, error=RuntimeError("shapes do not match"))
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        backward(run, batch, step_params_at(run.config, 0))
+    assert not is_out_of_memory(ValueError(CPU_SAYS))
+
+
 def test_a_real_request_for_too_much_is_recognised():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60, dtype=torch.uint8)
@@ -292,3 +310,14 @@ def test_micro_batches_hold_four_or_two_of_the_longest_prompt_unless_the_budget_
         room = held + tokens * forward.bytes_per_unit(run) / forward.USABLE_FRAC
         monkeypatch.setattr(forward, "free_bytes", lambda device, room=room: int(room))
         assert forward.budget_for(run, longest) == budget
+
+
+def test_a_config_that_does_not_name_heads_is_of_unknown_size(tmp_path):
+    """As those of recurrent models; training goes on without an estimate."""
+    run = run_in(tmp_path)
+    assert forward.bytes_per_unit(run) > 0
+    run.policy.module.config = SimpleNamespace(
+        get_text_config=lambda: SimpleNamespace(hidden_size=8, num_hidden_layers=2)
+    )
+    run.state.token_budget = 0
+    assert forward.bytes_per_unit(run) == 0 and token_budget(run) == TOKENS_ON_CPU

@@ -11,6 +11,7 @@ import torch
 from tests import fakes, tiny
 from tests.trainer.test_step import run_in, step
 
+from gruppo.build import Parts
 from gruppo.rewards.scoring import Scores
 from gruppo.trainer.metrics import (
     _reward_stats,
@@ -278,6 +279,15 @@ def test_explained_variance_by_hand():
     assert of([-1.0, -2.0, -3.0, -6.0]) == pytest.approx(-3)
 
 
+@pytest.mark.parametrize("value", [0.0, -1234.567])
+def test_returns_that_do_not_vary_by_more_than_rounding_leave_nothing_to_explain(value):
+    returns = torch.full((7,), value)
+    returns[3] = torch.nextafter(returns[3], torch.tensor(torch.inf))
+    values = torch.linspace(-1, 1, 7)
+    assert math.isnan(explained_variance(Stat.of(returns), Stat.of(returns - values)))
+    assert math.isnan(explained_variance(Stat(), Stat()))
+
+
 @pytest.mark.silent_bug(41)
 def test_reward_metrics_of_a_step_with_overlong_are_those_before_the_penalty(tmp_path):
     run = run_in(tmp_path, objective="dapo", objective__overlong=5, rollout__group_size=8)
@@ -345,3 +355,16 @@ def test_correction_metrics_and_the_policy_term_are_those_of_weights_made_by_han
 def shift(rollouts: Rollouts) -> torch.Tensor:
     """Between -0.4 and 0.4 nats, by the token."""
     return ((rollouts.actions % 9) - 4) / 10.0
+
+
+@pytest.mark.parametrize("preset", ["ppo", "reinforce_pp"])
+def test_a_step_that_keeps_nothing_has_no_crash_and_no_update(tmp_path, preset):
+    run = run_in(
+        tmp_path,
+        Parts(rewards=[lambda completions, **_: [None] * len(completions)]),
+        objective=preset,
+    )
+    run.state.step, before = 1, [p.clone() for p in run.parameters]  # step 0 would end the run
+    _, logged = step(run)
+    assert logged["update/updates_count"] == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, run.parameters, strict=True))

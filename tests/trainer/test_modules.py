@@ -191,6 +191,15 @@ def test_references_critics_and_dtypes_are_as_of_any_model(tmp_path, changes):
     )
 
 
+def test_a_critic_of_another_tokenizer_cannot_be_compared_and_is_refused(tmp_path):
+    critic = {"objective": "ppo", "critic__kind": "separate", "critic__model": own("model")}
+    text = one_line(lambda: begun(tmp_path, **critic))
+    assert (
+        "without a vocabulary, which cannot be compared" in text
+        and "or none, for a copy of the policy" in text
+    )
+
+
 # --- refused before anything is written -----------------------------------------------------------
 
 

@@ -20,7 +20,9 @@ diffusers = pytest.importorskip("diffusers")
 from tests.modalities.diffusion.test_pipelines import SIZE, made, sd3, sd15  # noqa: E402
 
 from gruppo import api, inference  # noqa: E402
+from gruppo.build import Parts, build  # noqa: E402
 from gruppo.config import serialization  # noqa: E402
+from gruppo.config.schema import Config  # noqa: E402
 from gruppo.modalities.diffusion import DiffusersPolicy  # noqa: E402
 from gruppo.types import GruppoError, Prompt, Request  # noqa: E402
 
@@ -123,6 +125,15 @@ def read(file: Path) -> torch.Tensor:
     from PIL import Image
 
     return torch.from_numpy(numpy.array(Image.open(file))).permute(2, 0, 1) / 255
+
+
+def test_what_is_set_is_laid_over_the_settings_beside_the_pipeline(saved):
+    """A size alone keeps the number of caption tokens that the folder says."""
+    changes = chosen(saved, "SD 3") | {"diffusion__size": (8, 16)}
+    policy = build(diffusion_runs.config(saved, **changes), Parts())[0].policy
+    assert (policy.settings.size, policy.settings.caption_tokens) == ((8, 16), 6)
+    assert policy.denoiser.codec.image_shape == (3, 8, 16)
+    assert api.change(Config(), changes).modality.size == (8, 16)
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from tests import tiny
 from tests.collecting import collect
 from tests.trainer import by_hand
 from tests.trainer.test_step import none_for_even, run_in, step
@@ -272,6 +274,19 @@ def test_where_all_rewards_are_equal_ppo_still_trains_the_critic(tmp_path, kind)
     assert not torch.equal(by_hand.flat(run.critic.module.parameters()), head)
 
 
+def test_rewards_that_are_not_numbers_leave_their_rows_out_of_ppo(tmp_path):
+    def reward(completions: Any, **_: Any) -> list[float]:
+        values = tiny.digits(completions)
+        return [[math.nan, math.inf, -math.inf, value][n % 4] for n, value in enumerate(values)]
+
+    run = begun(tmp_path, SHARED, Parts(rewards=[reward]), **SEVERAL)
+    before = by_hand.flat(run.parameters)
+    after, expected, result = both(run)
+    assert result["reward/not_finite_count"] == 15 and result["reward/unscored_count"] == 15
+    assert (expected - before).abs().max() > 5e-3
+    torch.testing.assert_close(after, expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("preset", ["ppo", "reinforce", "reinforce_pp"])
 def test_a_group_of_one_is_enough(tmp_path, preset):
     run = run_in(
@@ -317,3 +332,11 @@ def test_the_update_before_which_the_policy_has_moved_too_far_is_not_taken(tmp_p
     run = begun(tmp_path, kind | SLOW, optim__epochs=5, optim__stop_kl=2 * result[-1])
     _, whole = step(run)
     assert whole["update/updates_count"] == 5 and whole["update/early_stop_frac"] == 0
+
+
+def test_the_gradient_of_an_update_that_was_not_taken_is_not_in_the_mean_norm(tmp_path):
+    limit = sum(kls(tmp_path, SHARED, 2)) / 2
+    _, one = step(begun(tmp_path, SHARED | SLOW, optim__epochs=1))
+    _, stopped = step(begun(tmp_path, SHARED | SLOW, optim__epochs=2, optim__stop_kl=limit))
+    assert stopped["update/updates_count"] == 1
+    assert stopped["grad/norm"] == pytest.approx(one["grad/norm"], rel=1e-5)

@@ -107,6 +107,14 @@ def test_the_three_credits_by_hand(credit: Any, wanted: Any):
     assert close(credited(replace(EXACT, credit=credit), [STEPS]), wanted)
 
 
+def test_a_weight_counts_for_steps_where_no_scale_divides_it_out():
+    none = replace(EXACT, credit="return_to_go", scale="none")
+    assert close(credited(none, [STEPS], [4.0]), [[-2.0, -2, -3, -3, -3], [2.0, 1, 1, 0, 0]])
+    assert close(
+        credited(replace(none, scale="group"), [STEPS], [4.0])[0], [-1.0, -1, -1.5, -1.5, -1.5]
+    )
+
+
 def test_rewards_of_rows_and_of_steps_are_compared_apart_and_added():
     """Rows 2 and 0 with weight 3: 3 and -3 to all actions; steps less their mean 0.75 beside
     them."""
@@ -141,6 +149,13 @@ def test_each_normalised_first_their_sum_has_mean_0_and_variance_1_over_the_acti
     assert torch.allclose(got[rollouts_of().mask].double(), expected, atol=1e-5)
 
 
+def test_two_rewards_of_steps_are_added_action_by_action():
+    other = torch.tensor([[NAN, 1.0, 2.0, NAN, NAN], [NAN, NAN, 1.0, NAN, NAN]])
+    none = replace(EXACT, credit="position", baseline="none", scale="none")
+    got = credited(none, [STEPS, other], [1.0, 0.5])
+    assert close(got, [[1.5, 1.5, 1.0, 0.0, 0.0], [1.0, 1.5, 1.5, 0, 0]])
+
+
 @pytest.mark.silent_bug(22)
 def test_rows_without_a_step_are_unscored_and_in_no_mean():
     steps = torch.tensor([[NAN] * 5, [1.0, NAN, 3.0, NAN, NAN]])
@@ -152,6 +167,14 @@ def test_rows_without_a_step_are_unscored_and_in_no_mean():
     assert not credited(
         replace(EXACT, credit="return_to_go"), [steps]
     ).any()  # nothing to compare its only row with
+
+
+@pytest.mark.silent_bug(22)
+def test_steps_of_a_row_that_another_reward_left_unscored_are_in_no_mean():
+    rows = torch.tensor([NAN, 1.0])
+    none = replace(EXACT, credit="return_to_go", baseline="batch_mean", scale="none")
+    got = credited(none, [STEPS, rows])
+    assert not got[0].any() and close(got[1], [0.0] * 5)  # its steps, 1 and 1, are the mean
 
 
 def test_a_reward_of_steps_that_weighs_nothing_leaves_the_credit_of_rows():

@@ -220,6 +220,14 @@ def test_a_run_whose_reference_was_changed_stops_and_keeps_the_saves_before(tmp_
     assert checkpoint.steps(folder.checkpoints)[-1] == 2
 
 
+def test_resuming_with_another_reference_than_the_manifest_proves_is_refused(tmp_path):
+    run = stopped(tmp_path, KL, at=3)
+    manifest = json.loads((run / "manifest.json").read_text())
+    (run / "manifest.json").write_text(json.dumps(manifest | {"reference_sha256": "0" * 64}))
+    with pytest.raises(GruppoError, match="frozen weights of the reference have changed"):
+        api.start(run)
+
+
 # --- saved and resumed ----------------------------------------------------------------------------
 
 

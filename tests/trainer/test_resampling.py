@@ -12,8 +12,9 @@ import pytest
 import torch
 from tests import processes, tiny
 from tests.collecting import collect
-from tests.trainer.runs import Signalling, assert_same, newest
-from tests.trainer.test_step import run_in
+from tests.trainer import by_hand
+from tests.trainer.runs import Signalling, assert_same, metrics, newest
+from tests.trainer.test_step import run_in, step
 
 from gruppo import api
 from gruppo.build import Parts, build
@@ -115,6 +116,36 @@ def test_a_slot_left_unfilled_keeps_its_last_group_and_enters_no_denominator_and
     assert collected.metrics["refill/thrown_tokens_count"] == tokens
 
 
+def dull(completions: Sequence[Any], **_: Any) -> list[float]:
+    return [0.5] * len(completions)
+
+
+def fails_on_odd(completions: Sequence[Any], prompts: Sequence[Any], **_: Any) -> list[float]:
+    if any(number_of(p) % 2 for p in prompts):
+        raise ValueError("odd")
+    return tiny.digits(completions)
+
+
+@pytest.mark.parametrize(("preset", "kl_coef"), [("ppo", 0.1), ("grpo", 0.1)])
+def test_where_all_groups_are_alike_for_all_rounds_no_update_is_taken(tmp_path, preset, kl_coef):
+    several = {"optim__epochs": 2, "optim__minibatches": 2, "rollout__refill_rounds": 3}
+    run = run_with(tmp_path, dull, objective=preset, stage__kl_coef=kl_coef, **several)
+    before = by_hand.flat(run.parameters)
+    collected, logged = step(run)
+    assert torch.equal(by_hand.flat(run.parameters), before)
+    assert logged["update/updates_count"] == 0 and not collected.batch.loss_mask.any()
+    assert collected.metrics["refill/thrown_groups_count"] == 16 and len(collected.rollouts) == 64
+    assert collected.metrics["refill/thrown_tokens_count"] == collected.metrics["tokens"]
+    assert collected.metrics["reward/mean"] == 0.5
+    assert len(collected.batch.rollouts) == 16
+
+
+def test_a_penalty_for_length_is_no_spread(tmp_path):
+    changes = {"objective": "dapo", "objective__overlong": 6}
+    collected = collected_by(run_with(tmp_path, dull, **changes))
+    assert collected.metrics["refill/rounds_count"] == 8 and not collected.batch.loss_mask.any()
+
+
 # --- by which reward ------------------------------------------------------------------------------
 
 
@@ -162,6 +193,40 @@ def test_rounds_are_joined_as_row_by_row():
     assert sampled.rows == [row for slot in range(7) for row in expected[slot]]
     assert sampled.is_filled.tolist() == [filled[slot] for slot in range(7) for _ in range(4)]
     assert sampled.batch()[0].group_ids.bincount().tolist() == [4] * 7
+
+
+def test_failures_of_rows_that_are_thrown_away_are_counted_and_shown(tmp_path):
+    changes = {
+        "rollout__refill_rounds": 8,
+        "rollout__group_size": 4,
+        "steps": 1,
+        "evaluation__prompts": 0,
+    }
+    run = api.start(tiny.config(tmp_path, **changes), Parts(rewards=[fails_on_odd])).folder
+    logged = metrics(run)[0]
+    assert logged["reward/exception_count"] == logged["reward/unscored_count"] > 0
+    assert logged["refill/thrown_groups_count"] * 4 == logged["reward/exception_count"]
+    assert (
+        logged["progress/rollouts"] == logged["reward/exception_count"] + 16
+    )  # none of them is in the batch
+    failed = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    failed = [row for row in failed if "failures" in row]
+    assert len(failed) == min(logged["reward/exception_count"], 20)
+    assert all(number_of(row["prompt"]) % 2 for row in failed)
+    assert "ValueError: odd" in (run / "log.txt").read_text()
+
+
+def test_prompts_that_score_nothing_at_first_are_no_reason_to_end_where_others_do(tmp_path):
+    """All prompts of the first round are without a score; those that replace them are not."""
+    calls: list[int] = []
+
+    def late(completions: Sequence[Any], **_: Any) -> list[float | None]:
+        calls.append(len(completions))
+        return [None] * len(completions) if len(calls) == 1 else tiny.digits(completions)
+
+    run = run_with(tmp_path, late)
+    step(run)
+    assert len(calls) > 1 and run.state.unscored_steps == 0
 
 
 # --- failures -------------------------------------------------------------------------------------

@@ -9,17 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests import tiny
+from tests.collecting import collect
 from tests.modalities.restoration import fakes
 from tests.trainer import restoration_runs
-from tests.trainer.restoration_runs import here, said_in_one_line, trained
+from tests.trainer.restoration_runs import built, here, said_in_one_line, trained
+from tests.trainer.runs import metrics, stepped
 
-from gruppo import api
+from gruppo import api, inference
 from gruppo.build import Parts
 from gruppo.cli.app import main
 from gruppo.config import serialization
 from gruppo.config.schema import Stage
-from gruppo.types import DataError, GruppoError, Prompt
+from gruppo.trainer.update import backward
+from gruppo.types import DataError, GruppoError, NumericalStop, Prompt
 
 pytest.importorskip("PIL")
 
@@ -256,6 +260,16 @@ def test_weights_of_another_network_are_refused(tmp_path, capsys):
     assert "none" in said_in_one_line(lambda: api.start(nothing), GruppoError)
 
 
+def test_settings_of_a_new_policy_are_refused_for_a_saved_one(tmp_path, capsys):
+    path = trained(tmp_path, steps=1)
+    config = restoration_runs.config(
+        tmp_path, model=str(path), name="again", restoration__patches=2
+    )
+    why = r"restoration.patches is of a new policy, and .* has its own. Leave --restoration.patches out"
+    assert re.search(why, said_in_one_line(lambda: api.start(config), GruppoError))
+    on_the_command_line(tmp_path, capsys, config, why)
+
+
 class Given:
     """A source of prompts from Python."""
 
@@ -306,6 +320,15 @@ def test_prompts_outside_the_range_are_refused_with_what_to_do(tmp_path, inputs,
     ), result
 
 
+def test_one_prompt_outside_the_range_is_passed_over_and_named(tmp_path, caplog):
+    parts = given(
+        lambda p: Prompt(p.id, p.inputs * (3 if p.id == "p3" else 1), p.target, draw=p.draw)
+    )
+    path = api.start(restoration_runs.config(tmp_path, data="<in memory>"), parts).folder
+    assert "left out: prompt 'p3' has values from" in caplog.text
+    assert len([row for row in metrics(path) if "optim/lr" in row]) == 4
+
+
 def test_demonstrations_without_clean_pictures_are_refused(tmp_path):
     parts = given(lambda prompt: Prompt(prompt.id, prompt.inputs, None, draw=prompt.draw))
     parts = Parts(data=parts.data, rewards=[restoration_runs.bright])
@@ -324,6 +347,21 @@ def test_demonstrations_without_clean_pictures_are_refused(tmp_path):
         api.start(restoration_runs.config(tmp_path, supervised__data=demos, name="texts", **SUP))
 
 
+def test_the_degradation_of_data_that_have_none_is_refused(tmp_path, capsys):
+    clean, noisy = (
+        restoration_runs.write_images(tmp_path / "clean"),
+        restoration_runs.write_images(tmp_path / "given"),
+    )
+    changes = CONS | {
+        "restoration__consistency": "degradation",
+        "data": f"pairs:{noisy}:{clean}:crop=8",
+    }
+    config = restoration_runs.config(tmp_path, **changes)
+    why = r"consistency='degradation' degrades a restored image as the data were, and these data do not say how"
+    assert re.search(why, said_in_one_line(lambda: api.start(config), GruppoError))
+    on_the_command_line(tmp_path, capsys, config, why)
+
+
 # --- other kinds of model -------------------------------------------------------------------------
 
 
@@ -340,6 +378,73 @@ def test_a_reward_of_patches_that_do_not_fit_is_one_clear_line(tmp_path, capsys,
     (tmp_path / "again").mkdir()
     config = restoration_runs.config(tmp_path / "again", **changes)
     on_the_command_line(tmp_path / "again", capsys, config, why)
+
+
+def test_a_reward_that_is_nan_costs_its_rows_and_the_run_goes_on(tmp_path):
+    run = built(tmp_path, reward=[here("sometimes_nan")])
+    batch, logged = stepped(run)
+    assert batch.rewards.isnan().tolist() == [True, False, False, False] * 2
+    assert torch.equal(batch.loss_mask[:, 0], ~batch.rewards.isnan())
+    assert logged["update/updates_count"] == 1 and logged["update/skipped_count"] == 0
+    path = trained(tmp_path, reward=[here("sometimes_nan")])
+    rows = [row for row in metrics(path) if "optim/lr" in row]
+    assert len(rows) == 4 and all(
+        row["reward/not_finite_count"] == row["reward/unscored_count"] == 2 for row in rows
+    )
+
+
+def test_a_network_that_makes_nan_of_some_pictures_costs_those_rows(tmp_path):
+    """They end in error, are counted, and the gradient is finite."""
+    data = restoration_runs.degraded(tmp_path, "noise=25,crop=8")
+    run = built(
+        tmp_path,
+        data=data,
+        rollout__prompts=8,
+        stage__kl_coef=0.1,
+        **(CONS | network("BreaksOnSome")),
+    )
+    step_params = run.stage_schedule.step_params(0)
+    batch = collect(run, step_params).batch
+    assert batch.rollouts is not None
+    broken = torch.tensor([finish == "error" for finish in batch.rollouts.finish])
+    assert 0 < int(broken.sum()) < len(broken) and not batch.rollouts.mask[broken].any()
+    first = batch.rollouts.shared["degraded"][batch.rollouts.group_ids][:, 0, 0, 0]
+    assert torch.equal(broken, first > 0.55)
+    backward(run, batch, step_params)
+    assert (
+        restoration_runs.gradient(run).isfinite().all()
+        and restoration_runs.gradient(run).norm() > 0
+    )
+    path = trained(tmp_path, data=data, rollout__prompts=8, steps=2, **network("BreaksOnSome"))
+    rows = [row for row in metrics(path) if "optim/lr" in row]
+    assert (
+        rows[0]["finish/error_count"] == int(broken.sum()) and rows[1]["update/updates_count"] == 1
+    )
+
+
+def test_a_network_that_makes_nan_of_everything_ends_in_one_line(tmp_path):
+    config = restoration_runs.config(tmp_path, **network("BreaksAlways"))
+    result = said_in_one_line(lambda: api.start(config), NumericalStop)
+    assert re.search(r"step 0: every rollout ended in .* not finite", result)
+
+
+def test_what_sample_cannot_restore_is_one_line(tmp_path, capsys):
+    path = trained(tmp_path, steps=1, **PATCHES)
+    odd = restoration_runs.write_images(tmp_path / "odd", 1, side=7) / "0.png"
+    (tmp_path / "text.png").write_text("no image")
+    for file, why in (
+        (odd, r"7 x 7, which 2 x 2 patches do not divide"),
+        (tmp_path / "none.png", r"none.png"),
+        (tmp_path / "text.png", r"text.png"),
+    ):
+        with pytest.raises(SystemExit) as left:
+            main(["sample", str(path), str(file), "--folder", str(tmp_path / "out")])
+        err = capsys.readouterr().err
+        assert left.value.code in (2, 3) and err.startswith("gruppo: ") and err.count("\n") == 1
+        assert re.search(why, err), err
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(GruppoError, match="--n 0 samples nothing"):
+        inference.sample(path, [str(odd)], tmp_path / "out", n=0)
 
 
 # --- asking a run ---------------------------------------------------------------------------------

@@ -6,33 +6,39 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from tests.collecting import collect
+from tests.modalities.restoration import fakes
 from tests.trainer import restoration_runs
 from tests.trainer.restoration_runs import (
     EACH,
+    NETWORK,
     built,
     gradient,
     here,
     in_double,
     trained,
+    vector,
 )
 from tests.trainer.runs import assert_same, metrics, newest, stepped
 from torch import Tensor
 
-from gruppo import inference
+from gruppo import api, inference
+from gruppo.build import Parts
 from gruppo.cli.app import main
+from gruppo.config import serialization
 from gruppo.config.schema import Stage
 from gruppo.core.images import apply_symmetry
 from gruppo.modalities.restoration import load_restorer
 from gruppo.trainer import checkpoint
 from gruppo.trainer.run import Run
 from gruppo.trainer.update import backward
-from gruppo.types import Rollouts, TrainBatch
+from gruppo.types import GruppoError, Rollouts, TrainBatch
 
 pytest.importorskip("PIL")
 
@@ -221,6 +227,41 @@ def test_rewards_of_patches_are_compared_with_the_same_patch_of_the_group(tmp_pa
     assert logged["update/updates_count"] == 1
 
 
+def gains(run: Run, restore: Any) -> Tensor:
+    """PSNR less that of ``restore``'s pictures, of what a step samples; by hand."""
+    rollouts = collect(run, run.stage_schedule.step_params(run.state.step)).batch.rollouts
+    assert rollouts is not None
+    return torch.tensor(
+        [
+            db(image, prompt.target) - db(restore(prompt.inputs[None])[0], prompt.target)
+            for image, group in zip(rollouts.completions, rollouts.group_ids.tolist(), strict=True)
+            for prompt in [rollouts.prompts[group]]
+        ]
+    )
+
+
+def rewards_of(run: Run) -> Tensor:
+    return collect(run, run.stage_schedule.step_params(run.state.step)).batch.rewards
+
+
+def test_a_reward_of_patches_beside_one_of_pictures_adds_both(tmp_path):
+    apart = PATCHES | {"objective__scale": "none"}
+    run = built(
+        tmp_path,
+        **(apart | {"reward": ["psnr:patch=4", here("bright")], "scoring__weights": (1.0, 2.0)}),
+    )
+    alone = built(tmp_path, **apart)
+    collected = collect(run, run.stage_schedule.step_params(0))
+    batch, other = collected.batch, collect(alone, alone.stage_schedule.step_params(0)).batch
+    assert batch.rollouts is not None
+    means = 2 * collected.scores.parts["bright"].double()
+    for group in range(2):
+        rows = batch.rollouts.group_ids == group
+        own = means[rows] - means[rows].mean()
+        expected = other.advantages[rows] + own[:, None].float()
+        torch.testing.assert_close(batch.advantages[rows], expected, rtol=1e-4, atol=1e-4)
+
+
 # --- whole runs, resumed --------------------------------------------------------------------------
 
 WARM = Stage(name="warm", steps=2, rl_coef=0.0, sup_coef=1.0, weight_decay=0.1)
@@ -295,6 +336,53 @@ def test_the_saved_model_restores_the_same_pictures_and_can_be_trained_further(t
         assert getattr(run.policy, name) == getattr(first.policy, name)
     further = trained(tmp_path, model=str(path), reward=["psnr"], name="further", steps=1)
     assert [row["ratio/mean"] for row in metrics(further) if "ratio/mean" in row] == [1.0]
+
+
+def test_where_the_action_alone_trains_the_network_stays_to_the_bit(tmp_path):
+    run = built(tmp_path, restoration__trains="action", optim__weight_decay=0.1)
+    network, action = vector(run.policy.module.network), vector(run.policy.module.action)
+    stepped(run)
+    assert torch.equal(vector(run.policy.module.network), network)
+    assert not torch.equal(vector(run.policy.module.action), action)
+    assert [group["lr_factor"] for group in run.optimizer.param_groups] == [1.0]
+    assert all(name.startswith("action.") for name in run.parameter_names)
+
+
+def test_what_is_chosen_again_of_a_saved_model_leaves_its_weights_and_a_fixed_std_alone(tmp_path):
+    path = trained(tmp_path, restoration__trains="action", steps=2)
+    saved = load_restorer(path / "final")
+    assert saved.trains == "action"
+    changes = {"model": str(path), "restoration__trains": "all", "restoration__loss": "l1"}
+    run = built(tmp_path, **changes)
+    assert run.policy.trains == "all" and run.policy.loss == "l1" and run.policy.spec == saved.spec
+    assert torch.equal(vector(run.policy.module), vector(saved.module))
+    trained_now = dict(run.policy.module.named_parameters())
+    fixed = [name for name, parameter in trained_now.items() if not parameter.requires_grad]
+    assert fixed == ["action.scale.log_ratio"]
+    std = trained_now["action.scale.log_ratio"].clone()
+    stepped(run)
+    assert torch.equal(trained_now["action.scale.log_ratio"], std)
+    again = built(tmp_path, model=str(path), restoration__supervises="output")
+    assert again.policy.trains == "action" and not any(
+        p.requires_grad for p in again.policy.module.network.parameters()
+    )
+
+
+def test_what_a_caller_froze_stays_frozen_where_the_loss_is_chosen_again(tmp_path):
+    policy = fakes.low_resolution()
+    policy.module.network.conv_in.requires_grad_(False)
+    run = built(
+        tmp_path,
+        parts=Parts(policy),
+        model="<in memory>",
+        restoration__loss="l1",
+        restoration__supervises="base",
+    )
+    assert run.policy.loss == "l1" and run.policy.supervises == "base"
+    assert (
+        not any("network.conv_in" in name for name in run.parameter_names)
+        and len(run.parameter_names) > 4
+    )
 
 
 # --- optimiser ------------------------------------------------------------------------------------
@@ -378,6 +466,19 @@ def db(image: Tensor, clean: Tensor) -> float:
     return float(-10 * (error**2).mean().log10())
 
 
+def test_a_gain_over_the_reference_is_over_the_first_policy(tmp_path):
+    changes = {"reward": ["psnr:delta=reference"], "optim__lr": 0.01}
+    run, other = (built(tmp_path, **changes) for _ in range(2))
+    first = built(tmp_path).policy
+    for one in (run, other):
+        stepped(one)
+    expected = gains(other, first.restore)
+    torch.testing.assert_close(rewards_of(run), expected.float(), rtol=1e-4, atol=1e-3)
+    again = built(tmp_path, **changes)
+    stepped(again)
+    assert (gains(again, again.policy.restore) - expected).abs().max() > 0.05
+
+
 def test_after_a_new_reference_the_gain_is_over_the_renewed_one_and_an_evaluation_agrees(tmp_path):
     """The last evaluation of the run is what ``gruppo eval`` says again."""
     stages = (Stage(steps=2, kl_coef=0.1), Stage(kl_coef=0.1, new_reference=True))
@@ -412,6 +513,41 @@ def test_after_a_new_reference_the_gain_is_over_the_renewed_one_and_an_evaluatio
         for prompt in run.source.source.held_out(3)
     ]
     assert abs(sum(of_first) / 3 - result[-1]) > 0.01
+
+
+def test_a_run_that_is_evaluated_again_is_measured_against_what_its_rewards_were(tmp_path):
+    """Also where a new network is named, whose first weights no file holds."""
+    changes = {"model": "restore:dncnn:width=6,depth=2", "reward": ["psnr:delta=reference"]}
+    path = trained(tmp_path, evaluation__prompts=3, optim__lr=0.01, **changes)
+    result = json.loads((path / "evaluations.json").read_text())
+    again, _ = inference.evaluate_run(path, prompts=3)
+    assert again.mean == pytest.approx(result[-1]["mean"], abs=1e-6)
+    assert (
+        result[0]["mean"] == pytest.approx(0, abs=1e-6) and abs(again.mean) > 1e-4
+    )  # against itself, and after
+
+
+def test_a_curriculum_is_followed_where_a_reward_asks_for_the_reference(tmp_path):
+    data = restoration_runs.degraded(tmp_path, "noise=10-40,crop=8")
+    easy = {
+        "data": data,
+        "prompts__difficulty_column": "noise",
+        "stage__difficulty": "steps:0.3,2=1",
+    }
+    path = trained(tmp_path, reward=["psnr:delta=reference"], rollout__prompts=4, **easy)
+    hardest = [row["difficulty/max"] for row in metrics(path) if "difficulty/max" in row]
+    assert len(hardest) == 4 and max(hardest[:2]) < 22 < max(hardest[2:])
+
+
+def test_a_run_of_a_policy_from_python_is_not_evaluated_against_what_no_file_holds(tmp_path):
+    path = trained(
+        tmp_path, parts=Parts(fakes.low_resolution(spec=here("TinyNetwork"))), model="<in memory>",
+        reward=["psnr:delta=reference"], steps=1,
+    )  # fmt: skip
+    with pytest.raises(
+        GruppoError, match=r"measured against the policy that it began with.*delta=none"
+    ):
+        inference.evaluate_run(path, prompts=2)
 
 
 # --- sheets and commands --------------------------------------------------------------------------
@@ -494,3 +630,26 @@ def test_sample_writes_the_restored_picture_of_a_file(finished, tmp_path, capsys
     inference.sample(finished, [str(file)], tmp_path / "drawn", n=2, temperature=1.0)
     sampled = [(tmp_path / f"drawn/0-0-{n}.png").read_bytes() for n in range(2)]
     assert len({*sampled, (tmp_path / "out/0-0-0.png").read_bytes()}) == 3
+
+
+def test_a_name_means_the_same_from_another_folder(tmp_path, monkeypatch):
+    """The config of a run holds the file of its network, its weights and its data from the root."""
+    path = trained(tmp_path, steps=1)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text((Path(fakes.__file__)).read_text())
+    relative = {
+        "model": "restore:mine.py:TinyNetwork",
+        "data": "degrade:images:noise=25,crop=8",
+        "runs_dir": "runs",
+    }
+    weights = {"restoration__weights": str(path.relative_to(tmp_path) / "final")}
+    again = trained(tmp_path, name="again", steps=1, **relative, **weights)
+    monkeypatch.chdir("/")
+    result = serialization.load(tmp_path / "runs/again/config.json")
+    assert result.model == f"restore:{tmp_path}/mine.py:TinyNetwork" and result.data.startswith(
+        f"degrade:{tmp_path}/"
+    )
+    assert result.modality.weights == str(path / "final")
+    assert inference.evaluate_run(tmp_path / again, prompts=2)[0].scored == 2
+    assert api.start(tmp_path / "runs/again").folder.name == "again"
+    assert NETWORK.startswith("restore:/")

@@ -21,6 +21,7 @@ from gruppo import api
 from gruppo.build import Parts
 from gruppo.trainer import advantages
 from gruppo.trainer.loop import Stopped
+from gruppo.trainer.run_dir import boundary_state
 
 
 @pytest.fixture(autouse=True)
@@ -182,6 +183,17 @@ def test_each_of_several_rewards_has_moving_statistics_of_its_own(tmp_path):
             collected.batch.advantages[:, 0].double(), expected, rtol=1e-4, atol=1e-5
         )
     assert run.state.running["digits"]["within_var"] == pytest.approx(moving[0])
+
+
+@pytest.mark.silent_bug(33)
+def test_a_boundary_keeps_the_statistics_from_before_the_step(tmp_path):
+    """A failure late in a step saves it, after the statistics have moved on."""
+    run = run_in(tmp_path, **SETS["baseline running"])
+    step(run)
+    run.state.step, boundary = 1, boundary_state(run)
+    before = json.dumps(boundary["running"])
+    step(run)
+    assert json.dumps(boundary["running"]) == before != json.dumps(run.state.running)
 
 
 # --- several rewards ------------------------------------------------------------------------------

@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,11 +23,13 @@ from gruppo.config import serialization
 from gruppo.config.schema import (
     BackOffConfig,
     Config,
+    CriticConfig,
     EvaluationConfig,
     OptimConfig,
     RolloutConfig,
     Stage,
 )
+from gruppo.core.objective import PRESETS
 from gruppo.trainer import back_off, checkpoint, checks
 from gruppo.trainer.loop import Stopped
 from gruppo.trainer.stages import StageSchedule
@@ -124,6 +128,14 @@ def test_a_gate_ends_its_stage_as_soon_as_it_opens():
     assert stage_schedule.began == 3
 
 
+@pytest.mark.parametrize(
+    ("until", "opens"), [("m<1", 0.5), ("m <= 1", 1.0), ("m >= 1", 1.0), ("m > -2e-1", 0.0)]
+)
+def test_a_gate_compares_by_each_sign(until, opens):
+    stage_schedule = StageSchedule(given(replace(WARM, until=until), LAST))
+    assert advanced(stage_schedule, opens, metric="m") == ["last"]
+
+
 def test_a_gate_that_never_opens_is_a_warning_with_the_value_of_its_metric(caplog):
     stage_schedule = StageSchedule(given(replace(WARM, until="eval/reward_mean > 0.9"), LAST))
     with caplog.at_level(logging.WARNING, "gruppo"):
@@ -159,6 +171,23 @@ def test_a_gate_of_the_last_stage_ends_the_run_which_is_then_complete(tmp_path, 
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_value_that_is_not_finite_opens_no_gate():
+    stage_schedule = StageSchedule(given(replace(WARM, until="m < 1"), LAST))
+    assert advanced(stage_schedule, math.nan, -math.inf, metric="m") == ["warm", "warm"]
+
+
+def test_a_boundary_is_settled_once():
+    stage_schedule = StageSchedule(
+        given(replace(WARM, steps=1), replace(WARM, name="second", steps=1), LAST)
+    )
+    stage_schedule.advance(1, {})
+    assert (
+        stage_schedule.index == 1
+        and stage_schedule.advance(1, {}) is None
+        and stage_schedule.index == 1
+    )
+
+
 # --- refusals ---
 
 
@@ -184,6 +213,11 @@ def test_a_schedule_is_parsed_where_the_config_is_read_and_its_error_names_the_s
         ),
         (replace(GIVEN, stage=Stage(group_size="steps:8,5=0")), "at least 1"),
         (replace(GIVEN, stage=Stage(rl_coef=0.0)), "learns nothing"),
+        (replace(GIVEN, stage=Stage(weight_decay="linear:0.1,-0.1")), "at least 0"),
+        (given(replace(WARM, until="m flat 2 by -1"), LAST), "is not understood"),
+        (given(replace(WARM, until="m flat 1.5"), LAST), "is not understood"),
+        (given(replace(WARM, until="sup/loss_nats flat 1"), LAST), "that is to"),
+        (given(replace(WARM, until="eval/x flat 3"), LAST, evaluation=EvaluationConfig()), "eval"),
         (given(replace(WARM, steps=0), LAST), r"stages\.0\.steps=0 lasts to the end, but another"),
         (given(replace(WARM, steps=10), LAST), r"have 10 steps and the run 10.*steps above 10"),
         (given(replace(WARM, steps=12), LAST), r"have 12 steps and the run 10.*steps above 12"),
@@ -407,10 +441,91 @@ def test_the_coefficient_of_the_surrogate_scales_its_gradient(tmp_path):
     assert moved[0].abs().max() > 1e-4
 
 
+def test_a_fall_at_the_last_step_is_reported_as_the_weights_that_are_left(tmp_path):
+    config = tiny.config(
+        tmp_path,
+        steps=4,
+        evaluation__every=2,
+        back_off__metric="eval/reward_mean",
+        reward=["falls"],
+    )
+    result = api.start(config, Parts(rewards=[Falls(2)]))
+    assert result.after["step"] == 2 and result.after["mean"] > 10
+
+
+def test_of_the_best_weights_no_more_are_kept_than_a_resume_can_ask_for(tmp_path):
+    """A metric that rises with each step, and one save: the best so far, and the one that the save
+    names."""
+    config = tiny.config(tmp_path, steps=5, saving__every=3, reward=["rises"])
+    seen = []
+
+    def rises(completions, trainer_state, log_metric, **_):
+        log_metric("rising", float(trainer_state.global_step))
+        seen.append(checkpoint.steps(tmp_path / "runs/run/best"))
+        return tiny.digits(completions)
+
+    config = replace(config, back_off=BackOffConfig("reward_metric/rising"))
+    api.start(config, Parts(rewards=[rises]))
+    assert max(map(len, seen)) == 2 and [3, 4] in seen, seen
+    assert checkpoint.steps(tmp_path / "runs/run/best") == [5]
+
+
 def test_a_metric_that_back_off_never_sees_is_a_warning_with_the_nearest(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "gruppo"):
         api.start(tiny.config(tmp_path, steps=1, back_off__metric="reward/meen"))
     assert "'reward/meen' was never measured. Did you mean reward/mean?" in caplog.text
+
+
+def differing(completions, log_metric, trainer_state, **_):
+    """Logs what rises on one rank and falls on the other."""
+    sign = 1.0 if os.environ.get("RANK", "0") == "0" else -3.0
+    log_metric("own", sign * trainer_state.global_step)
+    return tiny.digits(completions)
+
+
+@pytest.mark.slow
+def test_two_ranks_return_to_the_best_weights_together(tmp_path):
+    """By what is the mean over ranks, which falls from the first step on; each by itself, one would
+    wait for ever."""
+    reward = [f"{Path(__file__).resolve()}:differing"]
+    back_off = {"back_off__metric": "reward_metric/own", "back_off__drop": 0.0}
+    config = serialization.to_dict(tiny.config(tmp_path, steps=3, reward=reward, **back_off))
+    processes.run_ranks(2, train, config, folder=tmp_path / "both")
+    counts = [
+        row["back_off/returns_count"]
+        for row in metrics(tmp_path / "runs/run")
+        if "back_off/returns_count" in row
+    ]
+    assert counts == [1, 2]
+
+
+def test_the_last_stage_has_the_steps_that_a_gate_has_saved():
+    stage_schedule = StageSchedule(
+        given(replace(WARM, steps=5, until="m > 0"), replace(LAST, steps=5, lr="linear:1,0"))
+    )
+    advanced(stage_schedule, 1.0, metric="m")
+    assert stage_schedule.step_params(1).lr == 1.0 and stage_schedule.step_params(
+        9
+    ).lr == pytest.approx(1 / 9)
+
+
+def test_the_critic_is_alone_in_its_first_steps_with_rewards_however_the_plan_is_written():
+    critic = CriticConfig(warmup_steps=2)
+    plans = (
+        given(Stage(steps=3, rl_coef=0.0, sup_coef=1.0), Stage()),
+        replace(GIVEN, stage=Stage(rl_coef="steps:0,3=1", sup_coef="steps:1,3=0")),
+    )
+    for plan in plans:
+        stage_schedule, alone = (
+            StageSchedule(replace(plan, objective=PRESETS["ppo"], critic=critic)),
+            [],
+        )
+        for step in range(7):
+            step_params = stage_schedule.step_params(step)
+            alone.append(step_params.is_critic_alone)
+            stage_schedule.measure(step, {}, rows=4.0 if step_params.samples else 0.0)
+            stage_schedule.advance(step + 1, {})
+        assert alone == [False, False, False, True, True, False, False]
 
 
 def test_a_ramp_rises_to_the_coefficient_of_the_stage_after_it():
@@ -454,6 +569,32 @@ def test_a_flat_gate_opens_when_the_last_values_are_no_higher_than_the_best_befo
     stage_schedule = StageSchedule(given(FLAT, LAST))
     names = advanced(stage_schedule, *values, metric="m")
     assert names.index("last") + 1 == opens_at if opens_at else "last" not in names
+
+
+def test_a_flat_gate_counts_measurements_and_not_steps():
+    stage_schedule = StageSchedule(given(FLAT, LAST))
+    for step in range(1, 12):
+        result = {"m": 1.0} if step % 4 == 0 else {"other": 0.0}
+        stage_schedule.measure(step, result)
+        stage_schedule.advance(step, result)
+    assert stage_schedule.stage.name == "warm" and stage_schedule.measure(12, {"m": 1.0}) is None
+    assert "warm lasts until m flat 2 by 0.05" in str(stage_schedule.advance(12, {"m": 1.0}))
+
+
+def test_a_flat_gate_sees_its_own_stage_alone():
+    """What was measured before it does not count."""
+    second = replace(FLAT, name="second")
+    stage_schedule = StageSchedule(given(FLAT, second, LAST))
+    assert advanced(stage_schedule, 1.0, 1.0, 1.0, 1.0, 1.0, metric="m") == [
+        "warm",
+        "warm",
+        "second",
+        "second",
+        "second",
+    ]
+    stage_schedule.measure(6, {"m": 1.0})
+    stage_schedule.advance(6, {})
+    assert stage_schedule.stage.name == "last"
 
 
 def test_a_run_waits_until_its_evaluation_is_flat_and_is_resumed_to_the_bit(tmp_path):

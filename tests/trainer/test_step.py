@@ -165,6 +165,19 @@ def test_token_budget_and_layout_do_not_change_the_step(tmp_path, preset, prompt
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.silent_bug(11)
+def test_token_budget_does_not_change_several_updates_of_a_batch(tmp_path):
+    several = {
+        "optim__epochs": 2,
+        "optim__minibatches": 3,
+        "stage__kl_coef": 0.1,
+        "rollout__group_size": 5,
+    }
+    expected = after_one_step(tmp_path, **several)
+    got = after_one_step(tmp_path, optim__token_budget=1, **several)
+    torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
+
+
 @pytest.mark.parametrize(("prompts", "size", "count"), [(1, 5, 2), (3, 3, 4), (2, 3, 6)])
 def test_minibatches_of_an_epoch_hold_each_row_once_in_an_order_of_their_own(
     tmp_path, prompts, size, count

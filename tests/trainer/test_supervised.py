@@ -4,6 +4,7 @@ refused."""
 from __future__ import annotations
 
 import copy
+import json
 import logging
 from typing import Any
 
@@ -19,13 +20,14 @@ from tests.trainer.test_step import run_in, step, vector
 
 import gruppo
 from gruppo import api
+from gruppo.build import Parts, build
 from gruppo.config.schema import SupervisedConfig
 from gruppo.modalities.text.memory import TOKENS_ON_CPU
 from gruppo.trainer.demonstrations import Answers
 from gruppo.trainer.forward import minibatches
 from gruppo.trainer.run import Run
 from gruppo.trainer.stages import StepParams, step_params_at
-from gruppo.trainer.update import backward, learn
+from gruppo.trainer.update import backward, learn, learning
 from gruppo.types import DataError, GruppoError, Prompt, TrainBatch
 
 ALONE: dict[str, Any] = {"stage__rl_coef": 0.0, "stage__sup_coef": 1.0, "supervised__batch": 5}
@@ -238,6 +240,62 @@ def test_held_out_prompts_are_never_demonstrated(tmp_path):
         prompt.inputs[0]["content"] for _ in range(20) for prompt in batch_of(run)[0].demos.prompts
     }
     assert len(held_out) > 2 and len(shown) > 10 and not held_out & shown
+
+
+def test_the_critic_alone_has_no_demonstrations_beside_it(tmp_path):
+    run = run_in(tmp_path, **BOTH, objective="ppo", critic__warmup_steps=1)
+    assert batch_of(run)[0].demos is None
+    run.state.step = 1
+    assert batch_of(run)[0].demos is not None
+
+
+def test_a_step_whose_coefficients_are_all_zero_learns_nothing(tmp_path):
+    run = run_in(tmp_path, stage__rl_coef="linear:0,1", stage__kl_coef=0.0)
+    before = vector(run.policy.module)
+    collected, logged = step(run)
+    assert collected.rollouts is None and logged["update/updates_count"] == 0
+    assert torch.equal(vector(run.policy.module), before)
+
+
+@pytest.mark.parametrize("kind", ["shared", "separate"])
+def test_a_critic_rests_while_demonstrations_teach_alone(tmp_path, kind):
+    """It and its moments are what they were until there is something to predict; ranks share no
+    gradient of it."""
+    plan = [PLAN[0], {"name": "full", "kl_coef": 0.01}]
+    config = tiny.config(
+        tmp_path, objective="ppo", critic__kind=kind, stages=plan, steps=3, supervised__batch=5
+    )
+    run = build(config, Parts())[0]
+    head = copy.deepcopy(list(run.critic.module.parameters()))
+    critics = set(run.critic.module.parameters())
+    assert critics.isdisjoint(learning(run, run.stage_schedule.step_params(0))) and learning(
+        run, run.stage_schedule.step_params(0)
+    )
+    assert critics < set(learning(run, step_params_at(api.change(config, {"stages": []}), 0)))
+    for _ in range(2):
+        collected = collect(run, run.stage_schedule.step_params(run.state.step))
+        learn(run, collected.batch, run.stage_schedule.step_params(run.state.step))
+        run.state.step += 1
+    assert all(
+        torch.equal(was, now) for was, now in zip(head, run.critic.module.parameters(), strict=True)
+    )
+    assert not any(parameter in run.optimizer.state for parameter in run.critic.module.parameters())
+    rows = metrics(api.start(config).folder)
+    assert ["value/mean" in row for row in rows if "optim/lr" in row] == [False, False, True]
+
+
+def test_rows_given_in_memory_are_demonstrated_and_the_manifest_says_which(tmp_path):
+    config = tiny.config(tmp_path, **ALONE, steps=1, evaluation__prompts=0)
+    result = gruppo.train(config, data=tiny.rows(), show=False)
+    manifest = json.loads((result.folder / "manifest.json").read_text())
+    assert manifest["demonstrations"]["fingerprint"] == manifest["data"]["fingerprint"] is not None
+    other = tiny.write_rows(tmp_path / "other.jsonl", tiny.rows(7))
+    config = tiny.config(
+        tmp_path, **ALONE, steps=1, evaluation__prompts=0, supervised__data=other, name="other"
+    )
+    manifest = json.loads((gruppo.train(config, show=False).folder / "manifest.json").read_text())
+    assert manifest["demonstrations"]["name"] == other
+    assert manifest["demonstrations"]["fingerprint"] != manifest["data"]["fingerprint"]
 
 
 # --- the whole run --------------------------------------------------------------------------------

@@ -108,6 +108,18 @@ def test_a_signal_in_ones_own_code_stops_the_loop_at_the_next_step_and_loses_non
     assert_same(gruppo.resume(trainer.folder, show=False).folder, whole)
 
 
+class Unsaved(gruppo.Callback):
+    def state_dict(self) -> dict[str, Any]:
+        return {"set": {1}}
+
+
+def test_between_single_steps_signals_are_the_callers(tmp_path):
+    with pytest.raises(KeyboardInterrupt), opened(tmp_path, evaluation__prompts=0) as trainer:
+        trainer.step()
+        signal.raise_signal(signal.SIGINT)
+    assert checkpoint.steps(trainer.folder / "checkpoints") == [1]
+
+
 def test_evaluating_and_saving_at_any_step(tmp_path):
     with opened(tmp_path) as trainer:
         first = trainer.evaluate()
@@ -235,6 +247,17 @@ def test_what_is_no_callback_is_refused_before_anything_is_made(tmp_path, callba
     with pytest.raises(GruppoError, match=message):
         opened(tmp_path, callbacks=callbacks)
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_state_that_no_file_holds_is_one_line(tmp_path):
+    with pytest.raises(
+        GruppoError, match="state_dict of the callback Unsaved does not fit into a checkpoint"
+    ):
+        gruppo.train(
+            tiny.config(tmp_path, **CONFIG, evaluation__prompts=0),
+            callbacks=[Unsaved()],
+            show=False,
+        )
 
 
 def test_step_parameters_that_the_run_cannot_take_are_refused_with_ours(tmp_path):
