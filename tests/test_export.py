@@ -134,6 +134,18 @@ def test_a_private_push_never_reaches_a_public_repository(run, hub):
     assert "exists and is public" in message and hub.repositories["someone/open"] == before
 
 
+def test_a_failed_upload_keeps_the_folder_and_says_how_to_go_on(run, hub, tmp_path):
+    hub.problem = "/api/models/someone/later/commit"
+    message = one_line(lambda: export.export(run, tmp_path / "out", push="someone/later"))
+    assert (
+        "storage limit reached" in message
+        and f"hf upload someone/later {tmp_path / 'out'}" in message
+    )
+    assert (tmp_path / "out" / "model.safetensors").is_file() and (
+        tmp_path / "out" / "README.md"
+    ).is_file()
+
+
 def test_without_a_folder_and_a_repository_there_is_nothing_to_write(run):
     assert "no folder was given" in one_line(lambda: export.export(run, None))
 
@@ -168,6 +180,21 @@ def test_a_card_names_no_folder_of_the_machine(run, tmp_path):
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert str(Path.home()) not in card and str(run.parent) not in card and str(ROOT) not in card
     assert "tiny.py:digits" in card
+
+
+@pytest.mark.parametrize(
+    ("text", "public"),
+    [
+        ("/home/me/rewards.py:score", "rewards.py:score"),
+        ("images:/home/me/my pictures/cats:32", "images:cats:32"),
+        (r"C:\Users\me\rewards.py:score", "rewards.py:score"),
+        ("~/data/mine.jsonl", "mine.jsonl"),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+        ("/a/one.py:f /b/two.py:g", "one.py:f two.py:g"),
+    ],
+)
+def test_folders_of_absolute_paths_are_cut(text, public):
+    assert model_card._public(text) == public
 
 
 def test_a_card_holds_hostile_names_as_text(run, tmp_path):

@@ -172,6 +172,17 @@ def test_every_command_that_opens_a_run_refuses_it(
     assert contents(tmp_path) == before
 
 
+@pytest.mark.parametrize("call", [gruppo.train, gruppo.resume, gruppo.Trainer.resume])
+def test_python_refuses_it_too(run: Path, outside: Path, call: Callable[..., object]) -> None:
+    plant(run, "completions", outside / "other/completions")
+    before = contents(outside)
+    with pytest.raises(
+        gruppo.GruppoError, match=r"completions is a link to .* outside the run folder"
+    ):
+        call(run)
+    assert contents(outside) == before
+
+
 @pytest.mark.parametrize("part", ["log.txt", "logs", ".lock", ".config.json.tmp-1"])
 def test_a_new_run_does_not_follow_the_links_of_a_folder_that_waits_for_it(
     run: Path, outside: Path, refuses: Gruppo, tmp_path: Path, part: str
@@ -245,6 +256,15 @@ def test_a_temporary_file_is_not_written_through_a_link(run: Path, scratch: str)
     accepts("report", run)
     assert (run / "config.json").read_bytes() == before
     assert (run / "report.html").is_file() and not (run / "report.html").is_symlink()
+
+
+def test_a_report_to_a_file_elsewhere_is_not_written_through_a_link_beside_it(
+    run: Path, outside: Path
+) -> None:
+    for scratch in (".page.html.new", f".page.html.tmp-{os.getpid()}"):
+        (outside / scratch).symlink_to(outside / "text")
+    accepts("report", run, "--output", outside / "page.html")
+    assert (outside / "text").read_text() == "mine" and (outside / "page.html").is_file()
 
 
 # --- paths in files -------------------------------------------------------------------------------

@@ -103,6 +103,18 @@ def test_a_copy_with_an_edited_config_imports_nothing_without_the_flag(
     assert "add --trust-run" in line and not (tmp_path / "executed").exists()
 
 
+def test_training_from_python_by_the_name_of_a_copied_run_imports_nothing_either(
+    tmp_path, clean, evil
+):
+    run = edit(shutil.copytree(clean, tmp_path / "run"), reward=[evil], trust_remote_code=True)
+    for config in (run, str(run / "config.json")):
+        with pytest.raises(
+            GruppoError, match=r"names code to run: .*add --trust-run .*trust_remote_code=True"
+        ):
+            gruppo.train(config, show=False, steps=1, runs_dir=tmp_path / "runs")
+    assert not (tmp_path / "executed").exists()
+
+
 @pytest.mark.parametrize(
     "entry",
     ["environment__reply", "engine", "data", "supervised__data", "model", "critic__model"],

@@ -193,6 +193,15 @@ def test_rewards_that_are_not_finite_enter_no_statistic_and_get_zero(baseline, s
     assert torch.equal(whole[[1, 2, 3, 5, 6]], without)
 
 
+@pytest.mark.silent_bug(22)
+@every_kind
+def test_nothing_scored_gives_zeros(baseline, scale):
+    assert (
+        advantages_of([NAN, INF, -INF, NAN], [0, 0, 1, 1], baseline=baseline, scale=scale).tolist()
+        == [0] * 4
+    )
+
+
 # --- invariances ----------------------------------------------------------------------------------
 
 

@@ -39,6 +39,11 @@ def test_a_trace_by_hand_with_ties_and_a_cap():
     assert [shares(spread, sizes, budget=budget, cap=5) for budget in range(11)] == expected
 
 
+def test_where_nobody_is_informative_nothing_is_spent():
+    assert shares([0.0, NAN, 0.0], [2, 2, 2], budget=100, cap=50) == [0, 0, 0]
+    assert shares([], [], budget=3, cap=4) == []
+
+
 def test_the_greedy_shares_have_the_least_variance_of_all():
     generator = torch.Generator().manual_seed(0)
     for budget in (1, 4, 7):

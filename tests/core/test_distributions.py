@@ -254,6 +254,16 @@ def test_ties_at_the_kth_logit_are_all_kept_and_shared_out_evenly():
     torch.testing.assert_close(logprobs, score(logits, actions, temperature=1.0, top_k=2))
 
 
+@pytest.mark.silent_bug(7)
+def test_ties_at_the_edge_of_the_nucleus_are_cut_at_the_lower_index():
+    assert kept_by([0, 0, 0, 0], top_p=0.5) == [True, True, False, False]
+    assert kept_by([0, 0, 0, 0], top_p=0.51) == [True, True, True, False]
+    logits = torch.zeros(100, 4)
+    actions, logprobs = sample_categorical(logits, grid(100), temperature=1.0, top_p=0.5)
+    assert actions.bincount(minlength=4).tolist() == [50, 50, 0, 0]
+    torch.testing.assert_close(logprobs, score(logits, actions, temperature=1.0, top_p=0.5))
+
+
 def test_the_nucleus_by_hand():
     """Probabilities 1/2, 1/4, 1/8, 1/8: top_p 0.6 needs two of them, 0.76 three, and one stays
     however small it is."""

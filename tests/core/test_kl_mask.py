@@ -53,6 +53,13 @@ def test_actions_beyond_the_mask_that_would_move_further_are_left_out_and_no_oth
     )
 
 
+@pytest.mark.parametrize(("mask", "count"), [(0.106, 2), (0.107, 1), (0.15, 0)])
+def test_the_estimate_of_tokens_is_k3_of_the_old_policy_s_action(mask, count):
+    """0.1487 = e^0.5 - 1 - 0.5, and 0.1065 = e^-0.5 - 1 + 0.5."""
+    _, stats = loss_of(replace(WIDE, kl_mask=mask), OLD + LOG_RATIO)
+    assert stats["clip/kl_mask_frac"].sum == count
+
+
 def normals() -> tuple[Gaussian, Gaussian]:
     """KL 2 delta^2 / (2 0.5^2) at a std of 0.5 in two dimensions that move by delta; not kept ones
     are NaN."""

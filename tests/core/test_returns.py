@@ -130,6 +130,15 @@ def test_lambda_1_is_the_discounted_return_less_the_value_and_lambda_0_the_tempo
     torch.testing.assert_close(one_step, gae_by_sums(rewards, values, mask, gamma=gamma, lam=0.0))
 
 
+def test_float32_values_have_float32_advantages_computed_in_float64():
+    """A thousand rewards of 0.1, whose float32 sum is 99.999."""
+    rewards, mask = torch.full((1, 1000), 0.1), torch.ones(1, 1000, dtype=torch.bool)
+    to_go = returns_to_go(rewards, mask)
+    assert to_go.dtype == torch.float32 and to_go[0, 0].item() == pytest.approx(100, rel=1e-7)
+    advantages, _ = gae(rewards, torch.zeros_like(rewards), mask, gamma=1.0, lam=1.0)
+    assert torch.equal(advantages, to_go)
+
+
 # --- returns to go, and where a score goes --------------------------------------------------------
 
 

@@ -61,6 +61,21 @@ def test_steps_of_a_group_in_which_one_row_alone_has_any_get_nothing(baseline):
     assert not got.any()
 
 
+def test_no_steps_at_all_are_no_error_and_move_no_statistic():
+    for choices in (
+        {},
+        {"baseline": "batch_mean", "scale": "batch"},
+        {"baseline": "running", "scale": "running"},
+    ):
+        got, state = advantages(torch.full((3, 5), NAN), **choices)
+        assert not got.any() and all(
+            entry == [0.0, 0.0] or not any(entry) for entry in state.values()
+        )
+    assert step_advantages(
+        torch.zeros(0, 4), torch.zeros(0, dtype=torch.long), baseline="mean", scale="group"
+    )[0].shape
+
+
 @pytest.mark.silent_bug(12)
 def test_two_ranks_compare_steps_with_those_of_all():
     rewards = torch.tensor([[1.0, NAN, 3.0], [NAN, 2.0, NAN], [8.0, 4.0, NAN]])

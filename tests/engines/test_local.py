@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.fakes import POLICIES, llama, plain, prompts, requests
+from torch import nn
 
 from gruppo.engines import LocalEngine
 from gruppo.testing import check_engine
@@ -41,6 +42,17 @@ def test_sync_catches_weights_that_did_not_arrive(compute):
     with pytest.raises(RuntimeError, match="version 1 did not arrive"):
         engine.sync(policy, 1)
     assert engine.version == 0
+
+
+@pytest.mark.silent_bug(9)
+def test_sync_catches_parameters_that_were_exchanged_under_a_copy():
+    policy = llama(compute="bfloat16")
+    engine = LocalEngine(policy)
+    policy.module.lm_head.weight = policy.module.model.embed_tokens.weight = nn.Parameter(
+        torch.ones(267 - 4, 32)
+    )
+    with pytest.raises(RuntimeError, match="did not arrive"):
+        engine.sync(policy, 1)
 
 
 @pytest.mark.silent_bug(9)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tests import tiny
 from tests.engines.fake_vllm import FakeServer, Fault
@@ -265,6 +266,35 @@ def test_a_folder_is_whole_when_it_has_its_name(policy, tmp_path):
     assert (tmp_path / "v1/published.json").is_file()
 
 
+def test_a_full_disk_is_one_line_that_names_the_folder(policy, tmp_path, monkeypatch):
+    def full(*_: Any, **__: Any) -> None:
+        raise SafetensorError(
+            "Error while serializing: I/O error: No space left on device (os error 28)"
+        )
+
+    monkeypatch.setattr(publish, "save_file", full)
+    with pytest.raises(
+        GruppoError, match=r"cannot be written to .*No space left on device.* engine.publish_dir"
+    ):
+        publish.Publication(tmp_path).write("v1", policy.served_weights(), {})
+
+
+def test_shards_hold_every_tensor_once_and_none_is_larger_than_allowed(
+    policy, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(publish, "SHARD_BYTES", 4000)
+    publish.write_shards(tmp_path, policy.served_weights())
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    files = {file.name: load_file(file) for file in tmp_path.glob("*.safetensors")}
+    assert len(files) > 2 and set(index) == {name for name, _ in policy.served_weights()}
+    assert sum(map(len, files.values())) == len(index)
+    for name, tensor in policy.served_weights():
+        assert torch.equal(files[index[name]][name], tensor)
+    assert all(
+        len(held) == 1 or sum(x.nbytes for x in held.values()) <= 4000 for held in files.values()
+    )
+
+
 # --- bad input ------------------------------------------------------------------------------------
 
 
@@ -362,6 +392,15 @@ def test_a_folder_that_cannot_be_written_is_refused(servers, tmp_path):
     options = {"engine__urls": [servers[0].url], "engine__publish_dir": str(tmp_path / "file")}
     with pytest.raises(GruppoError, match=r"cannot be written to .*file.* engine.publish_dir"):
         api.start(tiny.config(tmp_path, engine__kind="vllm", **options))
+
+
+def test_a_key_that_is_no_header_is_refused_without_being_shown(
+    servers, policy, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("GRUPPO_ENGINE_KEY", "secret\nsecond")
+    with pytest.raises(GruppoError, match="GRUPPO_ENGINE_KEY holds a line break") as caught:
+        VllmEngine(policy, [servers[0].url], tmp_path / "published")
+    assert "secret" not in str(caught.value)
 
 
 def test_what_a_server_needs_a_key_for_is_sent_with_it(servers, policy, tmp_path, monkeypatch):

@@ -335,6 +335,17 @@ def test_rewards_of_turns_stand_at_the_last_token_of_each():
     torch.testing.assert_close(scores.rewards, torch.full((4,), 13.2))
 
 
+def test_a_turn_reward_of_another_number_of_turns_is_a_failure():
+    rollouts = play(Script(says("hit me"), says("no")), Environment(Dealer), two())
+    scores = RewardSet([turn_reward(lambda completions: [[1.0]] * len(completions))]).score(
+        rollouts
+    )
+    assert (
+        scores.rewards.isnan().all()
+        and "returned 1 numbers for a completion of 3 turns" in scores.failures[0].message
+    )
+
+
 class Bad(Dealer):
     def get_turn_rewards(self):
         return [1.0] * 9

@@ -360,6 +360,19 @@ def test_of_a_text_the_policys_own_words_are_kept_beside_what_was_said():
     assert seen == list(rollouts.per_row["policy_text"])
 
 
+def test_a_reward_that_changes_a_state_changes_its_own_copy():
+    rollouts = conversed(tiny_policy(), talks())
+
+    def changes(state):
+        for own in state:
+            own["heard"] = 3
+        return [0.0] * len(state)
+
+    before = [dict(state) for state in rollouts.per_row["state"]]
+    RewardSet(changes).score(rollouts)
+    assert list(rollouts.per_row["state"]) == before
+
+
 @pytest.mark.parametrize("limit", [3, 5, 12])
 def test_all_turns_of_a_row_share_max_actions(limit):
     rollouts = conversed(tiny_policy(), talks(), replace(SAMPLING, max_actions=limit), turns=40)

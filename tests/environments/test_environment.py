@@ -154,6 +154,19 @@ def test_async_replies_are_waited_for_together():
     assert bad.message.startswith("ValueError: boom (test_environment.py:")
 
 
+def test_an_async_reply_that_is_late_costs_its_conversation_alone():
+    async def reply(text):
+        if text == "slow":
+            await asyncio.sleep(30)
+        return text
+
+    first, late = reply_to(reply, request("a"), request("slow"), timeout_s=0.3)
+    assert first[0]["content"] == "a" and (late.kind, late.message) == (
+        "timeout",
+        "no answer within 0.3 s",
+    )
+
+
 def test_an_async_reply_that_blocks_ends_its_turn():
     release = threading.Event()
 
@@ -183,6 +196,16 @@ def test_an_async_reply_that_leaves_costs_its_conversation_alone(timeout_s):
     first, bad = reply_to(reply, request("a"), request("bad"), timeout_s=timeout_s)
     assert first[0]["content"] == "a" and bad.message.startswith("SystemExit: 3")
     assert reply_to(reply, request("a"), timeout_s=timeout_s)[0][0]["content"] == "a"
+
+
+def test_a_timeout_of_the_functions_own_is_told_as_it_is():
+    async def reply():
+        raise TimeoutError("connect to db:5432 refused")
+
+    (answer,) = reply_to(reply, timeout_s=20)
+    assert (
+        answer.kind == "exception" and "TimeoutError: connect to db:5432 refused" in answer.message
+    )
 
 
 def test_what_a_function_changes_is_its_own_copy():

@@ -55,6 +55,15 @@ def test_a_call_is_replied_to_with_its_result_and_an_answer_without_calls_ends_t
     )
 
 
+def test_the_schemas_are_those_of_transformers():
+    from transformers.utils import get_json_schema
+
+    assert Environment(tools=[multiply, add]).tools == [
+        get_json_schema(multiply),
+        get_json_schema(add),
+    ]
+
+
 def fails(text: str) -> str:
     """
     Fails.
@@ -164,6 +173,25 @@ def test_control_characters_of_an_output_are_shown_and_do_nothing():
     assert results(run(noisy)) == [
         "\\x1b[31mred\\x1b[0m\ttab\nline\\x00\\x07\\x9b\\ud800 \u00e9\u4f60"
     ]
+
+
+def changes(items: list[int], more: dict) -> str:
+    """
+    Changes its arguments.
+
+    Args:
+        items: Numbers.
+        more: Anything.
+    """
+    items.clear()
+    more["inner"]["x"] = 0
+    return "changed"
+
+
+def test_a_tool_that_changes_its_arguments_changes_no_conversation():
+    made = call("changes", items=[1, 2], more={"inner": {"x": 1}})
+    assert results(run(changes, made)) == ["changed"]
+    assert made["function"]["arguments"] == {"items": [1, 2], "more": {"inner": {"x": 1}}}
 
 
 def blocks() -> list:

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from tests import tiny
-from tests.fakes import causal_lm, llama, with_random_adapter
+from tests.fakes import causal_lm, llama, requests, with_random_adapter
 
 from gruppo.modalities.common.adapters import adapt_from, is_adapter, read_adapter
 from gruppo.modalities.common.lora import has_adapter, inject
@@ -128,6 +128,15 @@ def test_an_adapter_that_is_more_than_a_and_b_is_refused(folder, what):
     change_config(path, **changes)
     with pytest.raises(GruppoError, match=why):
         read_adapter(path)
+
+
+def test_dropout_of_an_adapter_is_off_while_sampling_and_scoring(folder):
+    path, policy = folder
+    change_config(path, lora_dropout=0.5)
+    opened = from_pretrained(path, compute="float32")
+    opened.module.train()
+    rollouts = opened.sample(requests(2), SAMPLING, seed=0)
+    assert torch.equal(logprobs(opened, rollouts), logprobs(policy, rollouts))
 
 
 def test_what_is_no_adapter_says_what_is_wrong(folder, tmp_path):

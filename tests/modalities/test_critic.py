@@ -190,6 +190,18 @@ def test_micro_batch_size_changes_neither_value_nor_gradient(policy, critic, rol
     same(gradient_of(critic, policy, rollouts, many), gradient_of(critic, policy, rollouts, one))
 
 
+@pytest.mark.silent_bug(27)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("make", [plain, llama, qwen2], ids=lambda make: make.__name__)
+def test_dropout_left_on_by_the_user_is_off_in_values(make, kind):
+    policy = make(**{"dropout" if make is plain else "attention_dropout": 0.5})
+    critic = with_opinions(kind(policy))
+    rollouts = policy.sample(requests(4, 2), SAMPLING, seed=3)
+    quiet = critic.values(rollouts, whole(rollouts, *range(6)))
+    (policy if critic.is_shared else critic).module.train()
+    assert torch.equal(critic.values(rollouts, whole(rollouts, *range(6))), quiet)
+
+
 # --- what is trained ------------------------------------------------------------------------------
 
 

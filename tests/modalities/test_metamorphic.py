@@ -231,6 +231,30 @@ def test_longer_neighbours_change_neither_value_nor_gradient(policy, rollouts):
     same_gradient(gradient(both, everything), gradient(rollouts, mine))
 
 
+@pytest.mark.silent_bug(5)
+def test_what_stands_in_masked_slots_changes_nothing(policy, rollouts):
+    """Padding holds other ids; the floating entries hold 1e6 and NaN."""
+    policy_micro_batches = policy.micro_batches(rollouts, rollouts.mask, 70)
+    wide = Rollouts.cat([rollouts, policy.sample(requests(1), Sampling(max_actions=25), seed=3)])
+    exists = (
+        torch.arange(wide.mask.shape[1]) < wide.lengths[:, None]
+    )  # the environment's columns are read
+    junk = replace(
+        wide,
+        actions=torch.where(exists, wide.actions, 7),
+        sampler_logprobs=torch.where(
+            wide.mask, wide.sampler_logprobs, torch.tensor([1e6, torch.nan])[wide.actions % 2]
+        ),
+    )
+    same(
+        logprobs_of(policy, junk, policy_micro_batches)[:9],
+        logprobs_of(policy, wide, policy_micro_batches)[:9],
+    )
+    clean, dirty = (gradient_of(policy, rows, policy_micro_batches) for rows in (wide, junk))
+    same_gradient(clean, dirty)
+    assert logprobs_of(policy, junk)[~wide.mask].eq(0).all()
+
+
 def test_an_action_of_the_environment_is_read_and_not_evaluated(policy, sampled, rollouts):
     """A column below the length whose mask is False is context: later log-probs see it, and it has
     none itself."""

@@ -135,6 +135,16 @@ def test_a_reference_of_another_architecture_that_reads_the_same_tokens_says_wha
     )
 
 
+@pytest.mark.silent_bug(9)
+@pytest.mark.silent_bug(18)
+def test_a_reference_made_after_a_change_behind_autograds_back_is_the_changed_policy():
+    policy = llama(compute="bfloat16")
+    policy.module.model.embed_tokens.weight.data.mul_(2)
+    reference = ReferenceModel(policy)
+    expected = policy.module.model.embed_tokens.weight.bfloat16()
+    assert torch.equal(reference.module.model.embed_tokens.weight, expected)
+
+
 # --- wherever the weights are kept ----------------------------------------------------------------
 
 

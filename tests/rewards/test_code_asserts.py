@@ -71,6 +71,11 @@ def test_calls_go_inside_and_what_is_expected_stays_outside(text, request_, righ
     assert not case.passes(CaseResult("value", []))
 
 
+def test_an_assert_that_raises_or_got_too_little_does_not_hold():
+    assert not one("assert abs(f(2) - 1) < 3").passes(gave(["text"]))
+    assert not one("assert f(2) == 3").passes(gave([]))
+
+
 @pytest.mark.parametrize(
     ("expected", "raised", "holds"),
     [

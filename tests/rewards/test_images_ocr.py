@@ -54,3 +54,18 @@ def test_rapidocr_reads_a_line():
         1.0,
         0.0,
     ]
+
+
+@pytest.mark.parametrize(
+    ("read", "score"),
+    [
+        ("HELLO 42", 1.0),
+        ("hello42", 1.0),
+        ("hallo 42", 1 - 1 / 7),
+        ("hello 42!!", 1 - 2 / 7),
+        ("", 0.0),
+        ("x" * 90, 0.0),
+    ],
+)
+def test_the_score_is_one_less_the_share_of_edits_without_spaces_and_case(read, score):
+    assert ocr_match(lambda image: read)(images=GREY, text=["Hello 42"]) == pytest.approx([score])

@@ -130,6 +130,14 @@ def test_cut_and_go_on_gives_the_files_of_an_uninterrupted_run(tmp_path):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
+def test_cut_to_nothing_leaves_only_the_header(tmp_path):
+    file = MetricsFile(log_three(tmp_path))
+    file.cut(0)
+    assert read_metrics(tmp_path) == []
+    assert (tmp_path / "metrics.csv").read_text() == "step\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.csv", "metrics.jsonl"]
+
+
 def test_samples_keep_any_text_and_are_cut_with_the_run(tmp_path):
     file = SamplesFile(tmp_path)
     text = 'two\nlines \u2028 "quoted" [red]中文 \udc80'

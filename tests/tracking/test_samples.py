@@ -175,3 +175,12 @@ def test_cut_and_go_on_gives_the_pictures_of_an_uninterrupted_run(tmp_path):
         path.relative_to(cut) for path in cut.rglob("*.*")
     )
     assert all((whole / name).read_bytes() == (cut / name).read_bytes() for name in names)
+
+
+def test_a_run_cut_to_one_evaluation_has_nothing_to_compare(tmp_path):
+    log(SamplesFile(tmp_path), range(3))
+    file = SamplesFile(tmp_path)
+    file.cut(1)
+    assert not (tmp_path / "images" / "before_after.png").exists()
+    file.cut(-1)
+    assert list((tmp_path / "images").iterdir()) == [] and lines_of(tmp_path) == []

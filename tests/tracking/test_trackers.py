@@ -4,6 +4,7 @@ end a run."""
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import sys
 import threading
@@ -16,9 +17,11 @@ from tests import tiny
 from tests.trainer.runs import metrics
 
 from gruppo import api
+from gruppo import distributed as dist
 from gruppo.config.schema import Config, Stage
 from gruppo.loading import install_command
 from gruppo.tracking import trackers
+from gruppo.trainer.run_dir import RunFolder
 from gruppo.types import GruppoError
 
 ROWS = [
@@ -313,6 +316,30 @@ def test_pictures_are_the_sheet_that_the_run_has_drawn(
     assert tracks[0][1].rows == [(2, {"samples_sheet": ("image", str(file))})]
 
 
+def test_a_whole_run_logs_its_metrics_file_to_wandb_and_trackio(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, tracks = fake_wandb(monkeypatch), fake_trackio(monkeypatch)
+    config = tiny.config(tmp_path, track=("wandb", "trackio"), steps=2)
+    run = api.start(config).folder
+    logged: dict[int, dict[str, float]] = {}
+    for _, row in opened[0][1].rows:
+        logged.setdefault(row["step"], {}).update(row)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert rows and all(
+        logged[row["step"]][name] == row[name]
+        for row in rows
+        for name in row
+        if row[name] is not None
+    )
+    assert {step for step, _ in tracks[0][1].rows} == {row["step"] for row in rows}
+    assert (
+        opened[0][0]["config"]["rollout.group_size"] == 3
+        and opened[0][1].is_finished
+        and tracks[0][1].is_finished
+    )
+
+
 def test_settings_are_leaves_under_dotted_names(tmp_path: Path) -> None:
     config = tiny.config(tmp_path, stages=(Stage("a", steps=2, lr=0.5), Stage("b")))
     found = trackers.settings(config)
@@ -450,6 +477,20 @@ def test_a_missing_package_is_one_line_at_the_start_and_a_warning_in_a_resume(
     with caplog.at_level(logging.WARNING, logger="gruppo"):
         trackers.open_trackers([name], tmp_path, Config(), from_step=3)
     assert len(caplog.records) == 1 and install_command("track") in caplog.records[0].getMessage()
+
+
+def test_only_the_main_rank_has_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create(tiny.config(tmp_path, track=(mine("Mine"),)))
+    assert [type(tracker).__name__ for tracker in folder.trackers(from_step=None)] == [
+        "MetricsFile",
+        "SamplesFile",
+        "GuardedTracker",
+    ]
+    monkeypatch.setattr(dist, "is_main", lambda: False)
+    assert folder.trackers(from_step=None) == []
+    monkeypatch.undo()
+    folder.close()
 
 
 def test_the_real_packages_accept_the_arguments_of_the_stand_ins() -> None:

@@ -9,13 +9,14 @@ from itertools import pairwise
 import pytest
 import torch
 
+from gruppo.modalities.diffusion.sampling import DiffusionSampling
 from gruppo.modalities.diffusion.schedules import (
     ODE,
     TRANSITIONS,
     StepLevels,
     split_prediction,
 )
-from gruppo.types import Gaussian
+from gruppo.types import Gaussian, GruppoError
 
 DATA_STD = 0.2
 
@@ -202,6 +203,22 @@ def test_rows_of_unlike_steps_are_each_stepped_by_their_own():
         alone = stepped("flow_sde", x0[one], e[one], flow_step(t, s))
         torch.testing.assert_close(together.mean[row], alone.mean[0], rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(together.std[row], alone.std[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "eta"),
+    [
+        ("ddim", 1.5),
+        ("ddim", -0.1),
+        ("flow_sde", 0.0),
+        ("cps", 0.0),
+        ("ancestral", 2),
+        ("ddpm", 0.5),
+    ],
+)
+def test_noise_outside_a_transition_s_range_is_refused(name, eta):
+    with pytest.raises(GruppoError, match=rf"eta={eta} does not fit transition='{name}'; it needs"):
+        DiffusionSampling(transition=name, eta=eta)
 
 
 # --- the ancestral step, on any path ---

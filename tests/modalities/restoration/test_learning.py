@@ -426,6 +426,14 @@ def test_told_is_the_network_s_picture_at_the_true_values_and_without_any_mix(un
     ).abs().max() > 0.01
 
 
+def test_told_teaches_the_network_alone():
+    policy = controls(supervises="told")
+    demos = policy.demonstrations(known(), seed=0)
+    policy.supervised_loss(demos, policy.likelihood(demos, whole(demos))).sum().backward()
+    assert all(p.grad.abs().sum() > 0 for p in policy.module.network.parameters())
+    assert all(p.grad is None for p in policy.module.action.parameters())
+
+
 @pytest.mark.parametrize(
     ("meta", "message"),
     [

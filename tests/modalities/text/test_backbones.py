@@ -121,6 +121,20 @@ def test_what_sets_in_at_far_positions_or_large_values_is_left_to_the_models_own
     assert backbone.layout == "packed" and not backbone.decodes and backbone.caches
 
 
+def test_local_attention_that_the_config_names_otherwise_is_not_packed():
+    import transformers
+
+    config = transformers.GPTNeoConfig(
+        vocab_size=263,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        window_size=64,
+        attention_types=[[["global", "local"], 1]],
+    )
+    assert probe(transformers.GPTNeoForCausalLM(config).eval()).layouts == ("padded",)
+
+
 def test_soft_capped_logits_are_not_split_even_where_fresh_weights_are_too_small_to_show_the_cap():
     policy = gemma2(initializer_range=0.02, final_logit_softcapping=30.0)
     with torch.no_grad():

@@ -9,6 +9,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import zipfile
 from pathlib import Path
 
@@ -85,6 +86,29 @@ def test_a_damaged_cache_is_built_again(gguf):
     assert convert.calls == 3
     assert (folder / "model.safetensors").read_bytes() == b"converted " + WEIGHTS
     assert os.listdir(folder.parent) == [FOLDER]
+
+
+def test_two_builders_at_once_leave_one_whole_model(gguf):
+    together = threading.Barrier(2)
+
+    def convert(source: Path, folder: Path) -> None:
+        together.wait(timeout=20)  # both are past the cache check
+        Converter()(source, folder)
+
+    found = []
+    threads = [
+        threading.Thread(
+            target=lambda: found.append(smollm2_135m(convert=convert, expected_sha256=PIN))
+        )
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 2 and found[0] == found[1]
+    assert (found[0].path / "model.safetensors").read_bytes() == b"converted " + WEIGHTS
+    assert os.listdir(found[0].path.parent) == [FOLDER]
 
 
 def test_a_failed_conversion_is_one_clear_error_and_leaves_nothing(gguf, tmp_path):

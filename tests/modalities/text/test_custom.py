@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests import own_models
 from tests.fakes import TinyGPT, requests
 from tests.own_models import own
@@ -184,6 +184,25 @@ def test_weights_that_do_not_fit_are_refused_with_names_and_change_nothing():
     )
     assert f"1 of another shape: tokens.weight (of {len(before)})" in text
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+@pytest.mark.parametrize("odd", ["missing", "unknown", "shape"])
+def test_one_weight_that_does_not_fit_is_enough(saved, odd):
+    _, folder = saved
+    weights = load_file(folder / "model.safetensors")
+    if odd == "missing":
+        del weights["head.bias"]
+    elif odd == "unknown":
+        weights["more"] = torch.zeros(1)
+    else:
+        weights["head.bias"] = weights["head.bias"][:-1].clone()
+    save_file(weights, folder / "model.safetensors")
+    named = {
+        "missing": "1 missing: head.bias",
+        "unknown": "1 unknown: more",
+        "shape": "1 of another shape: head.bias",
+    }
+    assert named[odd] in said(lambda: from_pretrained(folder))
 
 
 @pytest.mark.parametrize("name", ["module.json", "model.safetensors"])

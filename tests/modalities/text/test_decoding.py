@@ -132,6 +132,25 @@ def test_rows_that_have_begun_go_on_as_from_a_prompt_of_their_own(make, at_once,
     assert max(worst_errors(made, needed)) < 1e-7
 
 
+def test_a_row_that_is_not_finite_harms_no_other():
+    """Not in its group, not in the others, and not once it is gone and its place in the grid is
+    empty."""
+    module = llama().module
+    good, bad = layered(module), layered(module)
+    with torch.no_grad():
+        module.model.embed_tokens.weight[100] = torch.nan
+    for step in range(4):
+        tokens = torch.tensor([1, 2, 3, 4, 5, 6, 7]) + step
+        good.advance(tokens)
+        bad.advance(torch.where(torch.arange(7) == 4, 100, tokens) if step == 1 else tokens)
+    assert bad.logits.isfinite().all(dim=1).tolist() == [True] * 4 + [False] + [True] * 2
+    rest = torch.tensor([0, 1, 2, 3, 5, 6])
+    for decoding in (good, bad):
+        decoding.select(rest)
+        decoding.advance(torch.arange(6))
+    assert torch.equal(bad.logits, good.logits) and good.logits.isfinite().all()
+
+
 # --- parts that cannot be fused -------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@ again."""
 
 from __future__ import annotations
 
+import threading
 import weakref
 from dataclasses import replace
 
@@ -211,6 +212,57 @@ def test_nothing_is_kept_where_no_further_turn_can_follow(monkeypatch):
     assert calls == []
     conversed(policy, turns=2)
     assert calls != []
+
+
+def test_rollouts_that_are_continued_twice_go_on_alike_both_times():
+    """Two branches of one history: the first takes what was kept, the second reads again."""
+    policy = doubled(llama())
+    requests = [replace(request, has_more_turns=True) for request in texts()]
+    first = policy.sample(requests, SAMPLING, seed=1)
+    zeros = torch.zeros(len(first), dtype=torch.long)
+    own = {
+        "sample": torch.arange(len(first)) % 4,
+        "text": first.completions,
+        "environment_failure": (None,) * len(first),
+    }
+    first = replace(
+        first, per_row={**first.per_row, **own, "context_full": zeros, "reencoded": zeros}
+    )
+    replies = {row: "no" for row, finish in enumerate(first.finish) if finish == "stop"}
+    one, two = (policy.continue_rollouts(first, replies, SAMPLING, seed=1) for _ in range(2))
+    assert_same(one, two)
+    assert not one.per_row["reencoded"].any() and two.per_row["reencoded"].sum() == len(replies) > 3
+    # what was kept of other tokens is not used; of a turn of one token, only the prompt has been
+    # read
+    changed = policy.sample(requests, SAMPLING, seed=1)
+    changed = replace(
+        changed,
+        per_row={**first.per_row, "kept": changed.per_row["kept"]},
+        actions=first.actions + 1,
+    )
+    assert torch.equal(
+        policy.continue_rollouts(changed, replies, SAMPLING, seed=1).per_row["reencoded"],
+        (first.lengths > 1).long(),
+    )
+
+
+def test_threads_that_converse_at_once_do_not_mix_what_they_keep():
+    policy = doubled(llama())
+    seeds, done = (1, 2, 3), {}
+    alone = {seed: conversed(policy, talks(), LONG, seed=seed) for seed in seeds}
+    threads = [
+        threading.Thread(
+            target=lambda s=s: done.__setitem__(s, conversed(policy, talks(), LONG, seed=s))
+        )
+        for s in seeds
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for seed in seeds:
+        assert_same(done[seed], alone[seed])
+        assert not done[seed].per_row["reencoded"].any()
 
 
 # --- the model's context --------------------------------------------------------------------------

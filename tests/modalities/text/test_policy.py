@@ -16,6 +16,7 @@ from tests.fakes import (
     llama,
     plain,
     prompts,
+    qwen2,
     requests,
 )
 
@@ -121,6 +122,15 @@ def from_transformers_chat(module, tokenizer):
     return policy
 
 
+def test_an_id_beyond_the_tokenizer_is_an_action_like_any_other():
+    """Models pad their vocabulary: an id without text may be drawn."""
+    policy = llama(vocab_size=320)
+    rollouts = policy.sample(requests(8), Sampling(max_actions=8), seed=0)
+    assert (rollouts.actions >= len(policy.chat.tokenizer)).any() and all(
+        isinstance(o, str) for o in rollouts.completions
+    )
+
+
 # --- positions ------------------------------------------------------------------------------------
 
 
@@ -162,6 +172,25 @@ def says_position():
         module.transformer.wpe.weight.copy_(torch.eye(32))
         module.lm_head.weight.zero_()[1:32] = 20 * torch.eye(32)[:31]  # at position p: token p + 1
     return from_transformers(module, bpe_tokenizer(), compute="float32")
+
+
+def test_a_row_of_logits_that_are_not_finite_is_an_error_and_its_neighbours_are_as_alone():
+    policy, requested = qwen2(), prompts("a", "1", "b")
+    healthy = policy.sample(requests(2, 2, 2, of=requested), Sampling(max_actions=5), seed=0)
+    (poison,) = policy.chat.encode("1")
+    with torch.no_grad():
+        policy.module.model.embed_tokens.weight[poison] = torch.nan
+    rollouts = policy.sample(requests(2, 2, 2, of=requested), Sampling(max_actions=5), seed=0)
+    assert rollouts.finish[2:4] == ("error", "error") and not rollouts.mask[2:4].any()
+    unharmed = torch.tensor([0, 1, 4, 5])
+    assert "error" not in [rollouts.finish[row] for row in unharmed]
+    assert torch.equal(rollouts.actions[unharmed], healthy.actions[unharmed])
+    assert rollouts.sampler_logprobs.isfinite().all()
+    micro_batches = policy.micro_batches(rollouts, rollouts.mask, 10**9)
+    assert (
+        sorted(row for micro_batch in micro_batches for row in micro_batch.rows.tolist())
+        == unharmed.tolist()
+    )
 
 
 # --- groups, errors, refusals ---------------------------------------------------------------------

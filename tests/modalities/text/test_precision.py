@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from tests.fakes import gpt2, llama, requests
+from tests.fakes import TinyGPT, gpt2, llama, requests
 from torch import nn
 
 from gruppo.modalities.text import precision
@@ -91,6 +91,22 @@ def test_tied_weights_stay_tied_and_their_gradients_meet(master):
     one = (copied.module.embedding.weight[1] * 3).sum() + (copied.module.head.weight[1] * 4).sum()
     one.backward()
     assert master.embedding.weight.grad[1].eq(7).all()
+
+
+def test_a_gradient_step_of_the_master_is_what_float32_would_do_to_the_rounded_weights():
+    """Two roads: the copy's gradient, and autograd through a cast in the forward."""
+    torch.manual_seed(0)
+    master = TinyGPT()
+    copied = ComputeCopy(master, torch.bfloat16)
+    ids = torch.arange(6)[None]
+    copied.module(ids).float().logsumexp(-1).sum().backward()
+    cast = {name: value.bfloat16() for name, value in master.named_parameters()}
+    out = torch.func.functional_call(master, cast, (ids,)).float().logsumexp(-1).sum()
+    names = [name for name, _ in master.named_parameters()]
+    for name, gradient in zip(
+        names, torch.autograd.grad(out, list(master.parameters())), strict=True
+    ):
+        assert torch.equal(gradient, master.get_parameter(name).grad), name
 
 
 @pytest.mark.silent_bug(9)
