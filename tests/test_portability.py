@@ -85,6 +85,12 @@ def test_the_colon_of_a_windows_drive_separates_nothing(text, parts):
     assert split_names(text) == parts
 
 
+def test_slashes_after_a_drive_are_those_of_windows_alone(monkeypatch):
+    assert split_names("C:/noisy:/clean") == ["C", "/noisy", "/clean"]
+    monkeypatch.setattr(os, "name", "nt")
+    assert split_names("C:/noisy:D:/clean") == ["C:/noisy", "D:/clean"]
+
+
 def test_data_models_and_rewards_are_named_by_paths_with_a_drive(tmp_path, monkeypatch):
     """Folders of such names, which are legal here too."""
     images = pytest.importorskip("PIL.Image")

@@ -387,6 +387,11 @@ def test_a_server_that_does_not_fit_is_refused_before_the_first_step(servers, tm
     assert not (tmp_path / "runs/run/metrics.jsonl").exists()
 
 
+def test_an_engine_without_servers_is_refused(tmp_path):
+    with pytest.raises(GruppoError, match=r"engine.kind='vllm' was given no server"):
+        api.start(tiny.config(tmp_path, engine__kind="vllm"))
+
+
 def test_a_folder_that_cannot_be_written_is_refused(servers, tmp_path):
     (tmp_path / "file").write_text("")
     options = {"engine__urls": [servers[0].url], "engine__publish_dir": str(tmp_path / "file")}
