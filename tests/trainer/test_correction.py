@@ -42,6 +42,12 @@ def some_nan(rollouts: Rollouts) -> torch.Tensor:
     return rollouts.sampler_logprobs.where(rollouts.actions % 5 > 0, torch.nan)
 
 
+def test_a_sampler_without_log_probs_is_refused_by_its_engines_name(tmp_path):
+    run = run_off(tmp_path, some_nan, objective__correction="truncate")
+    with pytest.raises(GruppoError, match=r"\d+ of the \d+ from OffEngine are not numbers"):
+        step(run)
+
+
 def test_without_a_correction_a_sampler_need_not_report_log_probs(tmp_path):
     run, plain = run_off(tmp_path, some_nan), run_in(tmp_path)
     _, logged = step(run)

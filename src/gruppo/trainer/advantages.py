@@ -22,6 +22,7 @@ from gruppo.core.returns import (
     whiten,
 )
 from gruppo.environments import completion_lengths
+from gruppo.errors import GruppoError
 from gruppo.rewards.scoring import Scores
 from gruppo.trainer.forward import active_actions, evaluate_before_update, has_kl_in_reward
 from gruppo.trainer.run import Run
@@ -91,6 +92,8 @@ def assemble(step_params: StepParams, scored: Scored) -> TrainBatch:
     """Return a batch with advantages, and with the old log-probs, values and reference log-probs
     that an update needs."""
     run, rollouts, loss_mask = scored.run, scored.rollouts, scored.loss_mask
+    if run.config.objective.correction != "none":
+        check_sampler_logprobs(run, rollouts.sampler_logprobs[loss_mask])
     before = Before()
     if run.critic is not None or has_kl_in_reward(run, step_params):
         # advantages are made of values or log-probs
@@ -113,6 +116,19 @@ def assemble(step_params: StepParams, scored: Scored) -> TrainBatch:
         advantages=advantages,
         returns=returns,
     )
+
+
+def check_sampler_logprobs(run: Run, logprobs: Float[Tensor, "N"]) -> None:
+    """Refuse, on all ranks alike, an engine that reported no log-probs for a correction."""
+    missing, count = dist.all_sum(
+        torch.tensor([int((~logprobs.isfinite()).sum()), len(logprobs)])
+    ).tolist()
+    if missing:
+        raise GruppoError(
+            f"""correction={run.config.objective.correction!r} needs the sampler's log-prob of each
+                action; {missing} of the {count} from {type(run.engine).__name__} are not numbers""",
+            advice="Use an engine that reports them, or set $objective.correction none",
+        )
 
 
 def credit(
