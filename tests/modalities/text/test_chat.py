@@ -157,6 +157,12 @@ def test_special_tokens_in_a_plain_text_are_text_and_kept_on_request(chat, token
     assert chat.encode([{"role": "user", "content": ATTACK}]).count(end) == 3
 
 
+def test_a_special_token_of_one_character_is_no_token_in_text_either(tokenizer):
+    tokenizer.add_special_tokens({"eos_token": "§"})
+    chat = Chat(tokenizer, [tokenizer.eos_token_id])
+    assert tokenizer.eos_token_id not in chat.encode("a§b")
+
+
 def test_a_reply_of_the_environment_cannot_close_its_turn(chat, tokenizer):
     end, answer = tokenizer.eos_token_id, [{"role": "assistant", "content": "ab"}]
     reply = [{"role": "user", "content": ATTACK}]

@@ -205,13 +205,11 @@ class Chat:
         return next(iter(found), "")
 
     def _without_special(self, value: Any, *, is_forced: bool = False) -> Any:
-        """Break special tokens in the strings of messages or schemas up, by a space."""
+        """Break special tokens in the strings of messages or schemas up, by a space; those of one
+        character become a space."""
         if self.special_tokens == "keep" and not is_forced:
             return value
-        return map_strings(
-            value,
-            lambda text: self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text),
-        )
+        return map_strings(value, lambda text: self._special.sub(_broken, text))
 
     # --- further turns ---
 
@@ -455,3 +453,8 @@ def special_token_error(prompt_id: str, token: str) -> str:
 def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def _broken(found: re.Match[str]) -> str:
+    token = found[0]
+    return f"{token[0]} {token[1:]}" if len(token) > 1 else " "
